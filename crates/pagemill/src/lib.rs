@@ -11,41 +11,16 @@
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the slot protocol only.
 #[cfg(not(loom))]
-mod folio;
-#[cfg(all(loom, test))]
-#[path = "folio/word.rs"]
-#[allow(dead_code)] // the parts that only folios use
-mod folio_word;
-#[cfg(not(loom))]
-pub mod mapping;
-#[cfg(not(loom))]
 mod pagemill;
 #[cfg(not(loom))]
 mod process;
 #[cfg(doctest)]
 mod refused;
-#[cfg(not(loom))]
-pub mod slab;
-#[cfg(all(loom, test))]
-#[path = "slab/asymmetric_lock.rs"]
-mod slab_asymmetric_lock;
-#[cfg(all(loom, test))]
-#[path = "slab/epochs.rs"]
-#[allow(dead_code)] // the parts that only caches use
-mod slab_epochs;
-#[cfg(not(loom))]
-pub mod volatile;
-#[cfg(all(loom, test))]
-#[path = "volatile/word.rs"]
-#[allow(dead_code)] // the parts that only the ranges use
-mod word;
 
 #[cfg(not(loom))]
 pub use error::{Error, Result};
 #[cfg(not(loom))]
 pub use pagemill::Pagemill;
-#[cfg(not(loom))]
-use pagemill_core::callback;
 pub use pagemill_core::sync;
 #[cfg(not(loom))]
 pub use pagemill_core::{arena, epoch, error, published, reclaim, stats, trace, units};
@@ -54,6 +29,25 @@ pub use pagemill_core::{arena, epoch, error, published, reclaim, stats, trace, u
 #[cfg(not(loom))]
 pub mod heap {
     pub use pagemill_heap::{Allocation, Heap, MIN_BYTES};
+}
+
+/// Files in memory: the page cache.
+#[cfg(not(loom))]
+pub mod mapping {
+    pub use pagemill_cache::mapping::{
+        Advice, Cache, Caches, Exclusive, Fetch, Fetched, Holder, MAX_CACHES, Mapping, Pin, Pins, Policy, Queue, Reuse,
+        Settings, Source, Usage, Writeback, order, policy,
+    };
+}
+
+/// Slab caches: objects of one size, which can be moved together.
+#[cfg(not(loom))]
+pub mod slab {
+    pub use pagemill_cache::{NodeCache, Slabs};
+    pub use pagemill_slab::{
+        ByHandle, ByOwner, CacheKind, Candidates, Done, Fixed, Guard, Handle, MAX_CACHES, Migrate, Movable, Moving,
+        New, NodeInfo, Pinned, Progress, Settings, ShrinkReport, SlabInfo, Slot, Target, pin,
+    };
 }
 
 /// The index of a page cache.
@@ -70,11 +64,20 @@ pub mod store {
     pub use pagemill_store::*;
 }
 
+/// Memory whose contents may be purged under pressure.
+#[cfg(not(loom))]
+pub mod volatile {
+    pub use pagemill_volatile::{
+        Behaviour, Contents, Listed, MAX_RANGES, Pin, Range, Ranges, VolatileCache, Vranges, c, cache, handle_fault,
+        listed, range, vrange,
+    };
+}
+
 /// Lists and commands between processes.
 #[cfg(not(loom))]
 pub mod listing {
-    pub use crate::mapping::ask_for_caches;
-    pub use crate::slab::{ask_for_slabs, shown_name};
-    pub use crate::volatile::{List, ask};
+    pub use pagemill_cache::mapping::ask_for_caches;
     pub use pagemill_core::listing::*;
+    pub use pagemill_slab::{ask_for_slabs, shown_name};
+    pub use pagemill_volatile::{List, ask};
 }

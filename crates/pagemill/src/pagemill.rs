@@ -1,20 +1,17 @@
 //! The handle that builds and owns everything of one process.
 #![allow(unsafe_code)] // calls that only fork handlers may make
 
-use crate::arena::{self, Arena, Layout};
-use crate::epoch;
-use crate::error::Result;
-use crate::heap::Heap;
-use crate::listing::control::ControlEndpoint;
-use crate::listing::{Measured, StatsResponder};
-use crate::mapping::Caches;
-use crate::reclaim::helper::Helper;
-use crate::reclaim::{self, Account};
-use crate::slab::Slabs;
-use crate::stats::{self, Counter, Snapshot};
-use crate::trace::{self, Event};
-use crate::volatile::{RangeLists, Ranges, Vranges};
-use pagemill_sys::{clock, process};
+use pagemill_cache::Slabs;
+use pagemill_cache::mapping::Caches;
+use pagemill_core::arena::{self, Arena, Layout};
+use pagemill_core::epoch;
+use pagemill_core::error::Result;
+use pagemill_core::listing::{Measured, StatsResponder};
+use pagemill_core::reclaim::helper::Helper;
+use pagemill_core::reclaim::{self, Account};
+use pagemill_core::stats::{self, Snapshot};
+use pagemill_heap::Heap;
+use pagemill_volatile::{Base, Ranges, Vranges};
 
 /// All parts of one process's memory manager. Built once and never torn down.
 ///
@@ -42,8 +39,7 @@ pub struct Pagemill {
     pub slabs: &'static Slabs,
     /// Lists ranges and caches for other processes.
     pub responder: &'static StatsResponder,
-    /// Executes commands on slab caches for other processes of the same user.
-    pub(crate) control: &'static ControlEndpoint,
+    base: &'static Base,
 }
 
 impl Pagemill {
@@ -64,29 +60,18 @@ impl Pagemill {
     ///
     /// As [`Pagemill::new`].
     pub fn with_account(layout: Layout, account: &'static Account) -> Result<&'static Self> {
-        let arena: &'static Arena = arena::place(Arena::new(layout, account)?)?;
-        let helper: &'static Helper = arena::place(Helper::new(account))?;
-        let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
-        let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap)?)?;
-        let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
+        let base = Base::new(layout, account)?;
+        let Base { arena, heap, helper, ranges, vranges, responder, control, .. } = *base;
         let slabs: &'static Slabs = arena::place(Slabs::new(arena))?;
         let caches: &'static Caches = arena::place(Caches::new(arena, slabs))?;
-        let control: &'static ControlEndpoint = arena::place(ControlEndpoint::new(account))?;
-        control.set_slabs(slabs);
-        let responder: &'static StatsResponder = arena::place(StatsResponder::new(control))?;
-        responder.add(arena::place(RangeLists { ranges, vranges })?);
-        responder.add(caches);
-        responder.add(slabs);
-        stats::describe_arena(arena.addresses());
-        account.register(heap);
+        let all_slabs: &'static pagemill_slab::Slabs = slabs;
         account.register(caches);
-        account.register(slabs);
-        account.register_last(ranges);
-        account.register_last(vranges);
-        account.set_helper(helper);
-        helper.set_answer(responder);
+        account.register(all_slabs);
+        responder.add(caches);
+        responder.add(all_slabs);
+        control.set_slabs(all_slabs);
         let pagemill: &'static Self =
-            arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, slabs, responder, control })?;
+            arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, slabs, responder, base })?;
         responder.set_measured(pagemill);
         Ok(pagemill)
     }
@@ -114,21 +99,8 @@ impl Pagemill {
 
     /// Updates the figures that are only known by measuring.
     pub fn measure(&self) {
-        let now = clock::fine_ns();
-        self.account.measure();
-        self.ranges.measure_now();
-        self.vranges.measure_now();
-        self.account.publish();
         self.caches.measure();
-        stats::set(
-            Counter::Metadata,
-            self.arena.metadata_bytes()
-                + self.heap.metadata_bytes()
-                + self.ranges.metadata_bytes()
-                + self.caches.metadata_bytes()
-                + self.slabs.metadata_bytes(),
-        );
-        stats::set(Counter::MeasuredAt, now);
+        self.base.measure_with(self.caches.metadata_bytes() + self.slabs.metadata_bytes());
     }
 
     /// Before `fork`, in the forking thread: waits until no purge and no carving is under way.
@@ -137,14 +109,11 @@ impl Pagemill {
     ///
     /// The thread calls nothing else of this Pagemill before [`Pagemill::after_fork`], which it calls on both sides.
     pub unsafe fn before_fork(&self) {
-        self.control.acquire_for_fork();
+        self.base.control.acquire_for_fork();
         self.slabs.acquire_for_fork();
         self.caches.acquire_for_fork();
-        self.vranges.acquire_for_fork();
-        self.ranges.acquire_for_fork();
-        self.heap.acquire_for_fork();
-        self.arena.acquire_for_fork();
-        self.account.headroom.acquire_for_fork();
+        // SAFETY: the caller's promise.
+        unsafe { self.base.before_fork() };
     }
 
     /// After `fork`, in the parent, and in the child before [`Pagemill::begin_child`].
@@ -153,16 +122,13 @@ impl Pagemill {
     ///
     /// The thread has called [`Pagemill::before_fork`], and releases those locks once.
     pub unsafe fn after_fork(&self) {
-        self.account.headroom.release_after_fork();
-        // SAFETY: the caller's promise: after `before_fork`.
-        unsafe { self.arena.release_after_fork() };
+        // SAFETY: the caller's promise, for each.
+        unsafe { self.base.after_fork() };
         // SAFETY: as above.
-        unsafe { self.heap.release_after_fork() };
-        self.ranges.release_after_fork();
-        self.vranges.release_after_fork();
-        self.caches.release_after_fork();
-        self.slabs.release_after_fork();
-        self.control.release_after_fork();
+        unsafe { self.caches.release_after_fork() };
+        // SAFETY: as above.
+        unsafe { self.slabs.release_after_fork() };
+        self.base.control.release_after_fork();
     }
 
     /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.
@@ -171,22 +137,15 @@ impl Pagemill {
     ///
     /// The process is a child with one thread, made since the last call, and no lock of this Pagemill is held.
     pub unsafe fn begin_child(&self) {
-        process::forget_own_identity();
+        let begin_others = || {
+            epoch::begin_child();
+            // SAFETY: the caller's promise, for each.
+            unsafe { self.caches.begin_child() };
+            // SAFETY: as above.
+            unsafe { self.slabs.begin_child() };
+        };
         // SAFETY: the caller's promise.
-        unsafe { stats::detach_in_child() };
-        stats::describe_arena(self.arena.addresses());
-        // SAFETY: the caller's promise.
-        let generation = unsafe { self.arena.forked() };
-        epoch::begin_child();
-        self.helper.unclaim();
-        self.ranges.begin_child();
-        self.vranges.begin_child();
-        self.caches.begin_child();
-        self.control.begin_child();
-        self.slabs.begin_child();
-        self.heap.recount_free();
-        self.account.forked(process::own_identity());
-        trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));
+        unsafe { self.base.begin_child(begin_others) };
     }
 }
 

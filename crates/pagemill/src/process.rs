@@ -2,14 +2,14 @@
 //! `pagemill` commands.
 #![allow(unsafe_code)] // fork handlers
 
-use crate::arena::Layout;
-use crate::error::{Error, Result};
 use crate::pagemill::Pagemill;
-use crate::published;
-use crate::reclaim::Return;
-use crate::reclaim::kernel::Kernel;
-use crate::reclaim::tree::UNLIMITED;
-use crate::sync::Lock;
+use pagemill_core::arena::Layout;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::published;
+use pagemill_core::reclaim::Return;
+use pagemill_core::reclaim::kernel::Kernel;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::sync::Lock;
 use pagemill_sys::{file, process, thread};
 use std::sync::OnceLock;
 

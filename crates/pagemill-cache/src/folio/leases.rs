@@ -1,0 +1,185 @@
+//! Tracks which chunks of a pool have memory, and which are leased: registered with rings, so that the kernel holds
+//! their pages.
+//!
+//! Leased memory must not be given back: the kernel would continue to use the old pages, and data that it reads would
+//! be lost. The window is divided into slots of 64 MiB. At most one run of chunks per slot is leased, to any number of
+//! rings. Rings with different runs would disagree about what fork children inherit. Guarded by the pool's `state`.
+
+use pagemill_core::arena::Table;
+use pagemill_core::error::Result;
+use pagemill_core::sync::{AtomicU64, Relaxed};
+use pagemill_core::units::BLOCK_BYTES;
+use std::ops::Range;
+
+/// Registered at a time: more keeps memory longer than needed, less costs a system call more often.
+const SLOT_BYTES: usize = 32 * BLOCK_BYTES;
+
+const FIRST_SHIFT: u32 = 32;
+const COUNT_SHIFT: u32 = 40;
+const RINGS_SHIFT: u32 = 48;
+
+/// The state of a slot.
+#[derive(Clone, Copy)]
+struct LeaseSlot {
+    /// One bit for each chunk with memory.
+    filled: u32,
+    /// The leased run: first chunk and length, and the number of rings.
+    first: u8,
+    count: u8,
+    rings: u16,
+}
+
+impl LeaseSlot {
+    fn unpack(word: u64) -> Self {
+        Self {
+            filled: word as u32,
+            first: (word >> FIRST_SHIFT) as u8,
+            count: (word >> COUNT_SHIFT) as u8,
+            rings: (word >> RINGS_SHIFT) as u16,
+        }
+    }
+
+    fn pack(self) -> u64 {
+        u64::from(self.filled)
+            | u64::from(self.first) << FIRST_SHIFT
+            | u64::from(self.count) << COUNT_SHIFT
+            | u64::from(self.rings) << RINGS_SHIFT
+    }
+
+    fn is_leased(self, at: u32) -> bool {
+        self.rings > 0 && (u32::from(self.first)..u32::from(self.first + self.count)).contains(&at)
+    }
+
+    /// The longest run with memory around a chunk; empty if the chunk has none.
+    fn run_around(self, at: u32) -> Range<u32> {
+        let above = (self.filled >> at).trailing_ones();
+        let below = (self.filled << (u32::BITS - 1 - at)).leading_ones();
+        if above == 0 { at..at } else { at + 1 - below..at + above }
+    }
+}
+
+/// The slots of one pool.
+pub(super) struct Leases {
+    slots: Table<AtomicU64>,
+    /// Chunks per slot, up to 32.
+    chunks: u32,
+}
+
+impl Leases {
+    /// Creates the leases of a pool of `max_chunks` chunks without memory.
+    pub fn new(max_chunks: usize, chunk_bytes: usize) -> Result<Self> {
+        let chunks = (SLOT_BYTES / chunk_bytes).clamp(1, u32::BITS as usize);
+        Ok(Self { slots: Table::new(max_chunks.div_ceil(chunks))?, chunks: chunks as u32 })
+    }
+
+    /// Chunks per slot; the first slot begins with chunk 0.
+    pub fn chunks(&self) -> u32 {
+        self.chunks
+    }
+
+    /// Opens the slot of a chunk that was never used.
+    pub fn open(&self, chunk: u32) -> Result<()> {
+        let slot = (chunk / self.chunks) as usize;
+        if chunk.is_multiple_of(self.chunks) { self.slots.open(0, slot, slot + 1) } else { Ok(()) }
+    }
+
+    /// Resident bytes of the slots of `chunks` chunks.
+    pub fn resident_bytes(&self, chunks: u32) -> u64 {
+        self.slots.resident_bytes(0, chunks.div_ceil(self.chunks) as usize)
+    }
+
+    fn change<R>(&self, chunk: u32, change: impl FnOnce(&mut LeaseSlot, u32) -> R) -> R {
+        let word = self.slots.get((chunk / self.chunks) as usize);
+        let mut slot = LeaseSlot::unpack(word.load(Relaxed));
+        let result = change(&mut slot, chunk % self.chunks);
+        word.store(slot.pack(), Relaxed);
+        result
+    }
+
+    /// Records whether a chunk has memory.
+    pub fn note_filled(&self, chunk: u32, is_filled: bool) {
+        self.change(chunk, |slot, at| {
+            debug_assert!(is_filled || !slot.is_leased(at), "leased memory goes");
+            slot.filled = slot.filled & !(1 << at) | u32::from(is_filled) << at;
+        });
+    }
+
+    pub fn is_leased(&self, chunk: u32) -> bool {
+        let slot = LeaseSlot::unpack(self.slots.get((chunk / self.chunks) as usize).load(Relaxed));
+        slot.is_leased(chunk % self.chunks)
+    }
+
+    /// Leases the run around a chunk once more; returns it, and whether it was not leased before. Returns `None` if it
+    /// has no memory, or another run of its slot is leased.
+    pub fn lease(&self, chunk: u32) -> Option<(Range<u32>, bool)> {
+        let begin = chunk - chunk % self.chunks;
+        self.change(chunk, |slot, at| {
+            let is_new = slot.rings == 0;
+            if is_new {
+                let run = slot.run_around(at);
+                (slot.first, slot.count) = (run.start as u8, run.len() as u8);
+            }
+            if slot.rings == u16::MAX || !(slot.first..slot.first + slot.count).contains(&(at as u8)) {
+                return None;
+            }
+            slot.rings += 1;
+            let first = begin + u32::from(slot.first);
+            Some((first..first + u32::from(slot.count), is_new))
+        })
+    }
+
+    /// Ends one ring's lease of the run that begins at a chunk. Returns the run if no ring has it any more.
+    pub fn end(&self, first: u32) -> Option<Range<u32>> {
+        self.change(first, |slot, at| {
+            assert!(slot.rings > 0 && u32::from(slot.first) == at, "not leased");
+            slot.rings -= 1;
+            (slot.rings == 0).then(|| first..first + u32::from(slot.count))
+        })
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    fn leases(filled: &[u32]) -> Leases {
+        let leases = Leases::new(96, BLOCK_BYTES).unwrap();
+        (0..96).for_each(|chunk| leases.open(chunk).unwrap());
+        filled.iter().for_each(|chunk| leases.note_filled(*chunk, true));
+        leases
+    }
+
+    /// The longest run with memory is leased, up to the ends of its slot. Chunks filled next to it are not leased until
+    /// all leases end.
+    #[test]
+    fn runs_end_where_memory_does() {
+        let all: Vec<u32> = (0..96).filter(|chunk| ![3, 40, 62].contains(chunk)).collect();
+        let leases = leases(&all);
+        for (chunk, run) in [(0, 0..3), (31, 4..32), (32, 32..40), (63, 63..64), (64, 64..96)] {
+            assert_eq!(leases.lease(chunk), Some((run.clone(), true)), "{chunk}");
+            assert!(leases.is_leased(run.start) && leases.is_leased(run.end - 1));
+            assert!(run.start % 32 == 0 || !leases.is_leased(run.start - 1));
+            assert_eq!(leases.end(run.start), Some(run.clone()));
+            assert!(!run.clone().any(|chunk| leases.is_leased(chunk)));
+        }
+        assert_eq!(leases.lease(3), None, "it has no memory");
+        assert_eq!(leases.lease(41), Some((41..62, true)));
+        leases.note_filled(40, true);
+        assert_eq!((leases.lease(40), leases.lease(35)), (None, None), "another run is leased");
+        assert_eq!(leases.lease(61), Some((41..62, false)), "to two");
+        assert_eq!((leases.end(41), leases.is_leased(50)), (None, true));
+        assert_eq!(leases.end(41), Some(41..62));
+        assert_eq!(leases.lease(61), Some((32..62, true)));
+    }
+
+    /// Each chunk longer than a slot is a slot of its own.
+    #[test]
+    fn long_chunks_are_leased_one_by_one() {
+        let leases = Leases::new(4, 4 * SLOT_BYTES).unwrap();
+        (0..4).for_each(|chunk| leases.open(chunk).unwrap());
+        (0..2).for_each(|chunk| leases.note_filled(chunk, true));
+        assert_eq!(leases.lease(1), Some((1..2, true)));
+        assert_eq!((leases.lease(0), leases.lease(2)), (Some((0..1, true)), None));
+        assert!(leases.is_leased(0) && leases.is_leased(1) && !leases.is_leased(2));
+    }
+}

@@ -1,0 +1,300 @@
+//! Dirty folios of files with a store: their count, and marks in the index, by which writeback finds them.
+//!
+//! A thread that is about to change a folio, pinned or held, first marks its entry, then makes its word dirty, then
+//! changes bytes. So a thread that finds the word dirty knows that writeback will find the folio. Writeback clears the
+//! mark under the index's lock while the folio is frozen, then makes the word clean. The thread that removes a folio
+//! from the file subtracts its bytes from the count. Files in memory only use none of this.
+
+use super::cache::Inner;
+use super::fetch::Place;
+use super::flush::FlushTurns;
+use super::{File, Mapping};
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{AtomicU32, AtomicU64, Relaxed};
+use pagemill_xarray::Mark;
+use std::io;
+use std::sync::atomic::Ordering::{AcqRel, SeqCst};
+
+/// Mark of an entry with a folio that is dirty, or about to be.
+pub(super) const DIRTY: Mark = Mark::A;
+
+/// State of the dirty folios of one file.
+pub(super) struct Dirty {
+    /// Bytes of dirty folios.
+    bytes: AtomicU64,
+    /// Time when the oldest of them became dirty, or earlier.
+    pub since_ns: AtomicU64,
+    /// In-flight runs: given to the store and not ended.
+    pub in_flight: AtomicU32,
+    /// Number of writeback failures in the lower half, and the last error number in the upper half.
+    errors: AtomicU64,
+    pub turns: FlushTurns,
+}
+
+impl Dirty {
+    pub fn new() -> Self {
+        Self {
+            bytes: AtomicU64::new(0),
+            since_ns: AtomicU64::new(0),
+            in_flight: AtomicU32::new(0),
+            errors: AtomicU64::new(0),
+            turns: FlushTurns::default(),
+        }
+    }
+
+    /// Returns the bytes of dirty folios.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(SeqCst)
+    }
+
+    /// Returns the number of writeback failures, and the last error number.
+    pub fn errors(&self) -> (u32, i32) {
+        let errors = self.errors.load(SeqCst);
+        (errors as u32, (errors >> u32::BITS) as i32)
+    }
+
+    /// Returns the last writeback error.
+    pub fn failure(&self) -> Error {
+        Error::Store { doing: "writing a file back", cause: io::Error::from_raw_os_error(self.errors().1) }
+    }
+
+    fn note_error(&self, errno: i32) {
+        let mut seen = self.errors.load(Relaxed);
+        loop {
+            let next = u64::from((seen as u32).wrapping_add(1)) | u64::from(errno as u32) << u32::BITS;
+            match self.errors.compare_exchange(seen, next, SeqCst, Relaxed) {
+                Ok(_) => return,
+                Err(now) => seen = now,
+            }
+        }
+    }
+}
+
+impl Mapping {
+    /// Returns another handle of the same file, which stays until the last handle is dropped. Each handle reports each
+    /// writeback failure once ([`Mapping::sync`]). The new handle also reports those that this one has not reported
+    /// yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongState`] in a fork child.
+    pub fn try_clone(&self) -> Result<Self> {
+        self.0.check(0, 0)?;
+        self.0.handles.fetch_add(1, Relaxed);
+        Ok(Self(self.0.clone(), AtomicU32::new(self.1.load(Relaxed))))
+    }
+
+    /// Returns the bytes of the file's dirty folios: in memory, but not yet in its store.
+    pub fn dirty_bytes(&self) -> u64 {
+        self.0.dirty.as_ref().map_or(0, |dirty| dirty.bytes())
+    }
+
+    /// Returns the result of a sync: its own failure, or else one since the last sync by this handle.
+    pub(super) fn tell(&self, done: Result<()>) -> Result<()> {
+        let Some(dirty) = &self.0.dirty else { return done };
+        let (count, errno) = dirty.errors();
+        let told = self.1.swap(count, AcqRel);
+        done?;
+        if told == count {
+            return Ok(());
+        }
+        Err(Error::Store { doing: "writing a file back earlier", cause: io::Error::from_raw_os_error(errno) })
+    }
+}
+
+impl File {
+    /// Records a writeback failure for all handles.
+    pub(super) fn note_error(&self, error: &Error) {
+        if let Some(dirty) = &self.dirty {
+            dirty.note_error(error.errno());
+            stats::add(Counter::CacheWriteFailed, 1);
+        }
+    }
+
+    /// Marks a folio dirty that was clean and is about to change. The caller has pinned it, inside the gate.
+    #[cold]
+    pub(super) fn make_dirty(&self, place: &Place) {
+        if self.dirty.is_some() {
+            self.tree.lock().set_mark_of(place.first, u64::from(place.number), DIRTY);
+        }
+        if self.pool().word(place.number).set_dirty() {
+            self.add_dirty(self.cache.folio_bytes(place.order));
+        }
+    }
+
+    /// Adds to the count of dirty bytes. Not under the lock of the index: this may allocate.
+    pub(super) fn add_dirty(&self, bytes: u64) {
+        let Some(dirty) = &self.dirty else { return };
+        let was_clean = self.count_dirty(bytes);
+        if was_clean {
+            self.note_first_dirty(dirty);
+        }
+        self.cache.note_much_dirty();
+    }
+
+    /// Adds to the count of dirty bytes. Returns whether the file had none before.
+    pub(super) fn count_dirty(&self, bytes: u64) -> bool {
+        let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return false };
+        let was_clean = dirty.bytes.fetch_add(bytes, SeqCst) == 0;
+        self.cache.dirty_bytes.fetch_add(bytes, SeqCst);
+        stats::add(Counter::CacheDirty, bytes);
+        was_clean
+    }
+
+    /// Subtracts bytes that are clean now, or have left the file.
+    pub(super) fn sub_dirty(&self, bytes: u64) {
+        let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return };
+        dirty.bytes.fetch_sub(bytes, SeqCst);
+        self.cache.dirty_bytes.fetch_sub(bytes, SeqCst);
+        self.cache.balance.cleaned_bytes.fetch_add(bytes, SeqCst);
+        stats::sub(Counter::CacheDirty, bytes);
+    }
+}
+
+impl Inner {
+    /// Returns the bytes of dirty folios of its files with a store.
+    pub fn dirty_bytes(&self) -> u64 {
+        self.dirty_bytes.load(SeqCst)
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+    use crate::folio::word::Kind;
+    use crate::mapping::policy::Auto;
+    use crate::mapping::{Cache, Settings};
+    use crate::test_process::TestProcess;
+    use pagemill_core::epoch;
+    use pagemill_core::units::{BLOCK_BYTES, PageSize};
+    use pagemill_store::{Faults, FaultyStore, MemoryStore};
+    use std::sync::Arc;
+
+    const PAGE: usize = PageSize::MIN_BYTES;
+    const FILE_BYTES: usize = 3 * BLOCK_BYTES;
+
+    /// Returns the next number below `end` of a fixed sequence (splitmix64).
+    fn next(random: &mut u64, end: usize) -> usize {
+        *random = random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mixed = (*random ^ *random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        ((mixed ^ mixed >> 27) % end as u64) as usize
+    }
+
+    /// The counts agree with the words of all pages, and with the marks.
+    fn check(cache: &Cache, files: &[Mapping]) {
+        for file in files {
+            let (mut dirty, mut marked) = (0, 0);
+            let guard = epoch::pin();
+            let mut at = 0;
+            while let Some(found) = file.0.tree.next(at, u64::from(u32::MAX), &guard) {
+                let state = file.0.pool().word(found.value as u32).load();
+                assert_eq!((state.kind(), state.pins()), (Kind::Live, 0));
+                let bytes = cache.0.folio_bytes(found.order as u8);
+                dirty += if state.is_dirty() { bytes } else { 0 };
+                marked += if file.0.tree.get_mark(found.first, DIRTY, &guard) { bytes } else { 0 };
+                at = found.last() + 1;
+            }
+            let is_stored = file.0.store.is_some();
+            assert_eq!((file.dirty_bytes(), marked), if is_stored { (dirty, dirty) } else { (0, 0) });
+        }
+        assert_eq!(cache.0.dirty_bytes(), files.iter().map(Mapping::dirty_bytes).sum::<u64>());
+    }
+
+    fn act(random: &mut u64, file: &Mapping, store: &FaultyStore<MemoryStore>) {
+        let at = next(random, FILE_BYTES) as u64;
+        let len = [1, PAGE, 70 * PAGE, BLOCK_BYTES][next(random, 4)];
+        match next(random, 14) {
+            0..=3 => _ = file.write_at(&vec![1; len], at).unwrap(),
+            4 => _ = file.read_at(&mut vec![0; len], at).unwrap(),
+            5 => file.truncate(at).unwrap(),
+            6 => file.zero_range(at, len as u64).unwrap(),
+            7 => _ = file.split(at),
+            8 => _ = file.collapse(at),
+            9 => {
+                if let Ok(pin) = file.pin(at) {
+                    match next(random, 2) {
+                        0 => pin.set_dirty(),
+                        _ => pin.write_at(&[3], 0).unwrap(),
+                    }
+                }
+            }
+            10 => {
+                if let Ok(mut held) = file.hold(at) {
+                    held[0] = 2;
+                }
+            }
+            11 => file.sync().unwrap(),
+            12 => file.write_back(at, len as u64).unwrap(),
+            _ => {
+                store.set_faults(Faults { seed: *random, fail_per_mille: 500, ..Faults::default() });
+                let _ = file.sync();
+                store.set_faults(Faults::default());
+                let _ = file.sync();
+            }
+        }
+    }
+
+    /// Random operations on two files with a store and one without. After each one, counts, marks and words agree. In
+    /// the end nothing is dirty, also not after a dirty file was dropped.
+    #[test]
+    fn counts_marks_and_words_agree() {
+        let page = PageSize::new(PAGE).unwrap();
+        for seed in 0..4 {
+            let (mut random, caches) = (seed, TestProcess::for_test().caches);
+            caches.collapse_by_hand();
+            let settings = Settings { page, policy: Box::new(Auto), ..Settings::new("dirty", 64 * BLOCK_BYTES as u64) };
+            let cache = caches.make(settings).unwrap();
+            let store = || FaultyStore::new(MemoryStore::new(vec![9; BLOCK_BYTES / 3], PAGE));
+            let stores = [store(), store()];
+            let mut files: Vec<_> = stores.iter().map(|store| cache.open(Arc::new(store.clone())).unwrap()).collect();
+            files.push(cache.create().unwrap());
+            for _ in 0..250 {
+                let which = next(&mut random, files.len());
+                act(&mut random, &files[which], &stores[which % 2]);
+                check(&cache, &files);
+            }
+            files[0].sync().unwrap();
+            assert_eq!(files[0].dirty_bytes(), 0, "seed {seed}");
+            files[1].write_at(&[1; 10 * PAGE], 0).unwrap();
+            assert!(cache.0.dirty_bytes() >= 10 * PAGE as u64);
+            drop(files);
+            assert_eq!((cache.0.dirty_bytes(), cache.charged_bytes()), (0, 0), "seed {seed}");
+        }
+    }
+
+    /// Each handle reports a failure once: a sync its own, other handles the failure of that sync.
+    #[test]
+    fn every_handle_hears_of_a_failure_once() {
+        let cache = TestProcess::for_test().caches.make(Settings::new("told", 32 * BLOCK_BYTES as u64)).unwrap();
+        let store = FaultyStore::new(MemoryStore::new(Vec::new(), PAGE));
+        let first = cache.open(Arc::new(store.clone())).unwrap();
+        let (second, third) = (first.try_clone().unwrap(), first.try_clone().unwrap());
+        first.write_at(&[7; 100], 0).unwrap();
+        store.set_faults(Faults { fail_per_mille: 1000, errno: 28, ..Faults::default() });
+        assert_eq!(second.write_back(0, 100).unwrap_err().errno(), 28);
+        assert_eq!(first.dirty_bytes(), cache.0.folio_bytes(0), "nothing is lost");
+        store.set_faults(Faults::default());
+        drop(third);
+        let third = second.try_clone().unwrap();
+        for handle in [&first, &second, &third] {
+            let error = handle.sync().unwrap_err();
+            assert!(error.errno() == 28 && error.to_string().contains("earlier"), "{error}");
+            handle.sync().unwrap();
+        }
+        assert_eq!(store.inner().bytes(), [7; 100], "but it is there");
+        first.try_clone().unwrap().sync().unwrap();
+        // A sync reports its own failure at once, and other handles report it once.
+        first.write_at(&[8; 100], 0).unwrap();
+        store.set_faults(Faults { fail_per_mille: 1000, ..Faults::default() });
+        assert_eq!(first.sync().unwrap_err().errno(), 5);
+        store.set_faults(Faults::default());
+        first.sync().unwrap();
+        assert_eq!((second.sync().unwrap_err().errno(), second.sync().is_ok()), (5, true));
+        // The file stays as long as a handle does.
+        drop((first, second));
+        assert_eq!(third.size_bytes(), 100);
+        drop(third);
+        assert_eq!(cache.charged_bytes(), 0);
+    }
+}

@@ -1,0 +1,167 @@
+//! Eviction of clean folios of files with a store, in the [`order`](super::order) of their use.
+
+use super::File;
+use super::cache::Inner;
+use super::order::{CachePart, Candidate, FolioState, Folios, GhostKey};
+use crate::folio::Pool;
+use crate::folio::word::Kind;
+use pagemill_core::error::Result;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{Backoff, Relaxed, coarse_ns};
+use std::sync::atomic::Ordering::SeqCst;
+
+/// Pause after a scan that found nothing; a writeback ends it early.
+const FUTILE_NS: u64 = 100_000_000;
+
+/// Most scans while other threads are evicting or reading ahead.
+const HUNTS: usize = 64;
+
+impl Folios for Pool {
+    fn look(&self, number: u32) -> FolioState {
+        let state = self.word(number).load();
+        match state.kind() {
+            Kind::Live if state.pins() == 0 && !state.is_dirty() => FolioState::Idle { order: state.order() },
+            Kind::Live | Kind::Busy | Kind::Still => FolioState::Kept,
+            Kind::Free | Kind::Tail | Kind::Gone => FolioState::Gone,
+        }
+    }
+
+    fn is_awaited(&self, number: u32) -> bool {
+        self.word(number).load().is_fetched()
+    }
+
+    fn forget_use(&self, number: u32) -> bool {
+        self.word(number).forget_use()
+    }
+
+    fn forget_uses(&self, number: u32) -> bool {
+        self.word(number).forget_uses()
+    }
+}
+
+impl Inner {
+    /// Evicts clean folios until `want_bytes` are freed. Returns whether they were.
+    pub(super) fn evict_some(&self, want_bytes: u64) -> bool {
+        if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
+            return false;
+        }
+        let cleaned_bytes = self.balance.cleaned_bytes.load(SeqCst);
+        let (mut backoff, mut was_quiet) = (None, false);
+        for _ in 0..HUNTS {
+            let freed = self.evict_scan(want_bytes);
+            if freed > 0 {
+                return freed >= want_bytes;
+            }
+            // Other threads may be evicting the last candidates, or the remaining folios are reads ahead in flight. So
+            // it scans again, and a last time once neither is the case.
+            let is_quiet = self.in_hand.load(SeqCst) == 0 && self.ahead_bytes.load(SeqCst) == 0;
+            if is_quiet && was_quiet {
+                break;
+            }
+            was_quiet = is_quiet;
+            backoff.get_or_insert_with(Backoff::new).pause();
+        }
+        if self.ahead_bytes.load(SeqCst) == 0 {
+            self.evict_after_ns.store(coarse_ns() + FUTILE_NS, SeqCst);
+            // Folios that became clean during the scan must not wait. Their writeback may have reset the time before
+            // the store above.
+            if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
+                self.evict_after_ns.store(0, SeqCst);
+            }
+        }
+        false
+    }
+
+    /// As [`Inner::evict_some`], for background work: scans once, and does not delay later scans.
+    pub(super) fn evict_idly(&self, want_bytes: u64) -> bool {
+        let may_look = self.stored_files.load(Relaxed) > 0 && coarse_ns() >= self.evict_after_ns.load(Relaxed);
+        may_look && self.evict_scan(want_bytes) >= want_bytes
+    }
+
+    fn evict_scan(&self, want_bytes: u64) -> u64 {
+        let (mut scan, mut freed) = (self.order.scan(), 0);
+        while freed < want_bytes {
+            self.in_hand.fetch_add(1, SeqCst);
+            let candidate = scan.next(self.pool);
+            freed += candidate.as_ref().map_or(0, |candidate| self.evict(candidate));
+            self.in_hand.fetch_sub(1, SeqCst);
+            if candidate.is_none() {
+                break;
+            }
+        }
+        freed
+    }
+
+    /// Evicts one folio if its store has its bytes. Returns the bytes freed.
+    fn evict(&self, candidate: &Candidate) -> u64 {
+        let owner = self.pool.owner(candidate.number);
+        // The page may belong to a file in memory by now, which is in no order.
+        let Some(file) = self.file(owner.id).filter(|file| file.store.is_some()) else { return 0 };
+        let Some(order) = file.evict_at(owner.index, candidate.number) else {
+            self.order.put_back(candidate);
+            return 0;
+        };
+        if !file.is_once() {
+            self.order.dropped(candidate, GhostKey::of(owner.id, owner.index, order));
+        }
+        let bytes = self.folio_bytes(order);
+        stats::add(Counter::CacheEvicted, bytes);
+        let counter = match candidate.part {
+            CachePart::New => Counter::CacheEvictedNew,
+            CachePart::Main => Counter::CacheEvictedMain,
+        };
+        stats::add(counter, bytes);
+        bytes
+    }
+}
+
+impl File {
+    /// Commits what a folio needs to enter the order, because entering must not fail.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::System`] if the system cannot commit the memory.
+    pub(super) fn reach_order(&self, number: u32, order: u8) -> Result<()> {
+        if self.store.is_none() {
+            return Ok(());
+        }
+        self.cache.order.reach(number as usize + (1 << order))
+    }
+
+    /// Enters a folio into the order. Under the lock of the index, so that it cannot be removed before. Does nothing
+    /// for files in memory.
+    pub(super) fn enter_order(&self, index: u64, number: u32, order: u8) {
+        if self.store.is_none() {
+            return;
+        }
+        if self.is_once() {
+            return self.cache.order.enter_noreuse(number, order);
+        }
+        let recall = self.cache.order.recall(GhostKey::of(self.id, index, order));
+        self.cache.order.enter(self.pool, number, order, recall);
+        if recall.is_known() {
+            stats::add(Counter::CacheRecalled, self.cache.folio_bytes(order));
+        }
+    }
+
+    /// Evicts a folio if it is clean and unused; returns its order if it did.
+    pub(super) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
+        let state = self.pool().word(number).freeze().ok()?;
+        // While frozen, the folio cannot become dirty or be freed, even if it belongs to another file by now.
+        let is_ours = |value| value == u64::from(number) && !state.is_dirty();
+        let mut writer = self.tree.lock();
+        self.note_left();
+        let is_out = writer.get(index).is_some_and(|found| is_ours(found.value)) && writer.erase(index).is_some();
+        drop(writer);
+        if !is_out {
+            // The folio may belong to another file by now.
+            self.thaw(number);
+            return None;
+        }
+        if state.is_ahead() {
+            stats::add(Counter::ReadAheadUnused, self.cache.folio_bytes(state.order()));
+        }
+        self.cache.give(number, state.order());
+        Some(state.order())
+    }
+}

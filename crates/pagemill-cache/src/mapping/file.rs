@@ -1,0 +1,43 @@
+//! Creation of files.
+#![allow(unsafe_code)] // its index stays where it is
+
+use super::behind::Behind;
+use super::dirty::Dirty;
+use super::gate::Gate;
+use super::{File, SERIALS, cache};
+use pagemill_core::sync::{AtomicU32, AtomicU64, Lock, Relaxed};
+use pagemill_store::Store;
+use pagemill_xarray::XArray;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+impl File {
+    pub(super) fn new(cache: Arc<cache::Inner>, id: u32, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Arc<Self> {
+        // SAFETY: it is not used before it lies in the `Arc` that is created here. No code moves a file out of its
+        // `Arc` (files never use `Arc::try_unwrap`, `Arc::get_mut` and the like), so it is dropped there, or stays.
+        let tree = unsafe { XArray::movable(cache.nodes) };
+        Arc::new(Self {
+            pool: cache.pool,
+            tree,
+            generation: cache.generation,
+            cache,
+            is_writable: store.as_ref().is_none_or(|store| store.is_writable()),
+            dirty: store.as_ref().map(|_| Box::new(Dirty::new())),
+            handles: AtomicU32::new(1),
+            behind: store.as_ref().map(|_| Arc::<Behind>::default()),
+            store,
+            size_bytes: AtomicU64::new(size_bytes),
+            stored_bytes: AtomicU64::new(size_bytes),
+            cut: AtomicU32::new(0),
+            left: AtomicU32::new(0),
+            revoked: AtomicU32::new(0),
+            syncing: Lock::new(),
+            gate: Gate::default(),
+            id,
+            serial: SERIALS.fetch_add(1, Relaxed),
+            is_closed: AtomicBool::new(false),
+            sequential_end: AtomicU64::new(0),
+            sequential_begin: AtomicU64::new(0),
+        })
+    }
+}

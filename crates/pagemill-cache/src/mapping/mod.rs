@@ -1,0 +1,407 @@
+//! The page cache: files in memory, in huge pages.
+//!
+//! ```text
+//!   Cache     files that share a page size, a limit and a policy        (cache, policy)
+//!     Mapping   one file: read_at, write_at, pin, truncate ..           one file per verb
+//!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
+//!       Pool      folios: their words and bytes                           ../folio
+//!     Worker    background: makes huge folios of small ones             (worker, collapse)
+//!               and small folios of sparse huge ones                    (sweep, split_sparse)
+//! ```
+//!
+//! **Reading** takes no lock and writes to no shared cache line. It looks up the index, loads the folio's word and
+//! owner, copies, and loads the word again. If the word shows that the folio may have changed its owner meanwhile, the
+//! read starts over. **Writing** pins the folio, copies and unpins. Where no folio exists, a new one is filled first
+//! and then entered into the index. **Removing** (truncate, punch_hole) takes the file's `gate` exclusively, takes
+//! entries out of the index, then frees the folios. A pinned folio is freed by its last unpin. Concurrent reads find
+//! old bytes or zeros, never another file's bytes.
+//!
+//! No caller's buffer is touched under a lock that a page fault would take: a fault in the buffer's memory may be
+//! handled here. (Writers hold the gate then, which no fault takes.) A thread that meets a folio that is held or
+//! frozen waits for a second at most, then gets [`Error::Busy`]. Policies and stores are called inside the gate, too,
+//! so they must not use the cache's files.
+//!
+//! Uses `folio` and `xarray`. Calls upwards through traits: [`Policy`], [`pagemill_store::Store`],
+//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
+//! Diagram and table: docs/states-and-locks.md.
+
+mod ahead;
+mod arrivals;
+mod behind;
+mod cache;
+mod collapse;
+mod dirty;
+mod evict;
+mod fetch;
+mod file;
+mod fill;
+mod flights;
+mod flush;
+mod forked;
+mod future;
+mod gate;
+pub mod order;
+mod pin;
+pub mod policy;
+mod punch;
+mod queue;
+mod read;
+mod records;
+mod refresh;
+mod registered;
+mod seek;
+#[cfg(all(test, shuttle))]
+mod shuttle_tests;
+mod source;
+mod split;
+mod split_sparse;
+mod streams;
+mod sweep;
+mod sync;
+mod throttle;
+mod truncate;
+mod usage;
+mod worker;
+mod write;
+mod writeback;
+mod zero;
+
+/// Hints for the readahead and eviction of a file.
+///
+/// ```
+/// use pagemill::mapping::{Advice, Reuse, Settings};
+/// # use pagemill::{Pagemill, store::MemoryStore};
+///
+/// # let cache = Pagemill::of_process()?.caches.make(Settings::new("scans", 64 << 20))?;
+/// let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![7; 1 << 20], 512)))?;
+/// file.advise(Advice::Random); // no readahead
+/// file.advise_reuse(Reuse::Usual); // no early eviction
+/// assert_eq!(file.read_at(&mut [0; 100], 5000)?, 100);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub use ahead::Advice;
+/// Example: [`Advice`].
+pub use ahead::Reuse;
+pub use cache::{Cache, Caches, MAX_CACHES, Settings};
+pub use flush::Writeback;
+pub use pin::{Exclusive, Pin, Pins};
+pub use policy::Policy;
+/// Reads many pages of files for one thread, without blocking in between.
+///
+/// ```
+/// use pagemill::mapping::{Fetch, Settings};
+/// # use pagemill::{Pagemill, store::FileStore};
+/// use std::time::Duration;
+///
+/// # let path = std::env::temp_dir().join(format!("pagemill-doc-queue-{}", std::process::id()));
+/// # std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+/// # let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// let file = cache.open(std::sync::Arc::new(FileStore::open_read_only(&path)?))?;
+/// let mut queue = cache.queue(32)?;
+/// for page in 0..4 {
+///     assert_eq!(queue.fetch(&file, page << 18, page)?, Fetch::Started); // request id: the page
+/// }
+/// while !queue.is_empty() {
+///     queue.wait(1, Duration::from_secs(60))?;
+///     while let Some(fetched) = queue.next() {
+///         fetched.result?;
+///         assert_eq!(file.read_at(&mut [0; 8], fetched.token << 18)?, 8); // from memory
+///     }
+/// }
+/// # std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub use queue::Queue;
+/// Example: [`Queue`].
+pub use queue::{Fetch, Fetched};
+pub use records::ask_for_caches;
+pub use source::Source;
+pub use usage::{Holder, Usage};
+
+use crate::folio::{Owner, Pool};
+use behind::Behind;
+use dirty::Dirty;
+use gate::Gate;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
+use pagemill_core::trace::{self, Event};
+use pagemill_store::Store;
+use pagemill_xarray::{Forest, Node, XArray};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
+
+/// A wait for a held folio ends with an error after this time.
+const MOST_WAIT_NS: u64 = 1_000_000_000;
+
+/// When the last handle is dropped, waits this long for temporary references to the file, at most.
+const MOST_LINGER_NS: u64 = 20_000_000;
+
+/// Serial number of the next file.
+static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
+/// One file. It is created in an [`Arc`] and never moves out of it (`file`).
+pub(crate) struct File {
+    /// The cache's pool, for fast access.
+    pool: &'static Pool,
+    cache: Arc<cache::Inner>,
+    store: Option<Arc<dyn Store>>,
+    /// False if the store cannot be written; writes fail then.
+    is_writable: bool,
+    tree: XArray<Forest>,
+    size_bytes: AtomicU64,
+    /// Valid bytes of the store; those behind are not part of the file. Changed under the lock of the index.
+    stored_bytes: AtomicU64,
+    /// Odd while the store may hold more than `stored_bytes`; advances whenever that changes. Changed under the lock of
+    /// the index.
+    cut: AtomicU32,
+    /// Advances whenever a page leaves the file, or `stored_bytes` shrinks. Changed under the lock of the index.
+    left: AtomicU32,
+    /// As `left`, but without evictions. If it advanced, bytes read from the store before may have been cut off since.
+    revoked: AtomicU32,
+    /// Background reads; only for files with a store.
+    behind: Option<Arc<Behind>>,
+    /// Held by the thread that writes the file back.
+    syncing: Lock,
+    /// Only for files with a store.
+    dirty: Option<Box<Dirty>>,
+    handles: AtomicU32,
+    gate: Gate,
+    id: u32,
+    /// As `id`, but never reused.
+    serial: u64,
+    /// The last handle was dropped. Set before the dropping thread takes the lock of the index for the last time.
+    is_closed: AtomicBool,
+    /// Generation of the process that created it.
+    generation: u16,
+    /// End of the last write that created pages, and begin of its sequential run.
+    sequential_end: AtomicU64,
+    sequential_begin: AtomicU64,
+}
+
+/// A handle of a file in memory. All threads may use it at once; dropping the last handle closes the file. Dirty bytes
+/// are then written back, if the store accepts them in time ([`Writeback::timeout`]). Errors of that are not reported;
+/// use [`Mapping::close`] for that. Reads ahead are cancelled; dropping waits for a store that does not end them, a
+/// second at most.
+///
+/// A page is the cache's software page; offsets are bytes. Bytes that were never written read zero.
+///
+/// Beside the file: the number of writeback failures reported to this handle so far.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::Settings, store::MemoryStore};
+/// use std::sync::Arc;
+///
+/// let store = Arc::new(MemoryStore::new(vec![7; 10_000], 512));
+/// let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// let file = cache.open(store.clone())?;
+/// file.write_at(b"new", 5000)?;
+/// let mut bytes = [0; 4];
+/// assert_eq!((file.read_at(&mut bytes, 5000)?, &bytes), (4, b"new\x07"));
+/// file.sync()?; // the store has the change from here on
+/// file.close().map_err(|(_file, error)| error)?;
+/// assert_eq!(&store.bytes()[5000..5003], b"new");
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub struct Mapping(Arc<File>, AtomicU32);
+
+impl Mapping {
+    fn new(file: Arc<File>) -> Self {
+        Self(file, AtomicU32::new(0))
+    }
+
+    /// Returns the length in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.0.size_bytes()
+    }
+}
+
+impl std::fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mapping").field("size_bytes", &self.size_bytes()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // In a fork child, threads of the parent may hold the locks forever.
+        if self.0.cache.check().is_ok() && self.0.handles.fetch_sub(1, AcqRel) == 1 {
+            // Other threads may keep the file for longer, for a collapse or for reads. Its pages are freed now, and no
+            // new ones come in. Only then may another file get its id, because folios name their owner by it.
+            self.0.write_back_at_last();
+            self.0.is_closed.store(true, Relaxed);
+            self.0.remove_pages(0, Owner::MAX_INDEX);
+            self.0.end_behind();
+            self.0.cache.leave(self.0.id, self.0.store.is_some());
+            // A thread that has the file for a moment (the background, or a store's thread after a completion) also
+            // keeps its store. The caller may reopen the store's file at once, so wait for those threads.
+            let mut backoff = Backoff::new();
+            while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && backoff.waited_ns() < MOST_LINGER_NS {
+                backoff.pause();
+            }
+        }
+    }
+}
+
+impl File {
+    /// Bytes of its index's nodes.
+    fn node_bytes(&self) -> u64 {
+        u64::from(self.tree.node_count()) * size_of::<Node>() as u64
+    }
+
+    /// Traces an event of a folio of several pages.
+    fn trace(&self, event: Event, index: u64, order: u8) {
+        let cache = u64::from(self.cache.number);
+        trace::event_in_parts(event, [(index, u64::from(self.id)), (u64::from(order), cache)]);
+    }
+
+    #[inline]
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Acquire)
+    }
+
+    #[inline]
+    fn pool(&self) -> &'static Pool {
+        self.pool
+    }
+
+    #[inline]
+    fn page_bytes(&self) -> usize {
+        1 << self.pool().page_shift()
+    }
+
+    /// Index of the page that contains a byte.
+    #[inline]
+    fn index_of(&self, offset: u64) -> u64 {
+        offset >> self.pool().page_shift()
+    }
+
+    #[inline]
+    fn offset_of(&self, index: u64) -> u64 {
+        index << self.pool().page_shift()
+    }
+
+    /// Indices that a huge folio over `index` would cover.
+    fn span_of(&self, index: u64) -> Range<u64> {
+        let pages = 1 << self.pool().chunk_order();
+        let first = index & !(pages - 1);
+        first..first + pages
+    }
+
+    /// Largest length of a file.
+    fn max_bytes(&self) -> u64 {
+        // The last index is unused, so that one past the end is still an index.
+        (i64::MAX as u64).min(Owner::MAX_INDEX.saturating_mul(self.page_bytes() as u64))
+    }
+
+    /// Rejects offsets beyond the range of a file.
+    #[inline]
+    fn check(&self, offset: u64, len_bytes: u64) -> Result<()> {
+        if self.pool.generation() != self.generation {
+            self.cache.check()?;
+        }
+        let is_past = offset.checked_add(len_bytes).is_none_or(|end| end > i64::MAX as u64);
+        if is_past { Err(Error::BadOffset { offset, len_bytes }) } else { Ok(()) }
+    }
+
+    #[inline]
+    fn check_writable(&self) -> Result<()> {
+        if self.is_writable { Ok(()) } else { Err(Error::ReadOnly) }
+    }
+
+    /// As [`File::check`], for a range that may extend past the largest offset. Returns the length cut to that.
+    fn check_up_to(&self, offset: u64, len_bytes: u64) -> Result<u64> {
+        let len_bytes = len_bytes.min((i64::MAX as u64).saturating_sub(offset));
+        self.check(offset, len_bytes).map(|()| len_bytes)
+    }
+
+    /// Rejects lengths beyond the largest one.
+    fn check_size(&self, size_bytes: u64) -> Result<()> {
+        let most_bytes = self.max_bytes();
+        if size_bytes > most_bytes { Err(Error::FileTooLarge { size_bytes, most_bytes }) } else { Ok(()) }
+    }
+
+    /// Records that pages were removed, or a part of the store is not valid any more. Under the lock of the index.
+    fn note_revoked(&self) {
+        self.revoked.store(self.revoked.load(Relaxed).wrapping_add(1), Release);
+        self.note_left();
+    }
+
+    /// Records that a page leaves the file, perhaps to come back. Under the lock of the index.
+    fn note_left(&self) {
+        self.left.store(self.left.load(Relaxed).wrapping_add(1), Release);
+    }
+
+    /// Makes the file at least this long.
+    fn grow(&self, size_bytes: u64) {
+        let mut seen = self.size_bytes.load(Relaxed);
+        while seen < size_bytes {
+            match self.size_bytes.compare_exchange(seen, size_bytes, AcqRel, Relaxed) {
+                Ok(_) => return,
+                Err(now) => seen = now,
+            }
+        }
+    }
+}
+
+/// Calls `act` until `len` bytes are done. An error after the first part makes the result short.
+#[inline]
+fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<usize> {
+    let mut done = 0;
+    while done < len {
+        match act(done) {
+            Ok(bytes) => done += bytes,
+            Err(error) if done == 0 => return Err(error),
+            Err(_) => break,
+        }
+    }
+    Ok(done)
+}
+
+/// Calls `act` for one buffer after the other, until one is not used completely. An error after the first part makes
+/// the result short.
+fn one_by_one<B: std::ops::Deref<Target = [u8]>>(
+    buffers: impl Iterator<Item = B>,
+    mut act: impl FnMut(B, u64) -> Result<usize>,
+) -> Result<usize> {
+    let mut done = 0;
+    for buffer in buffers {
+        let len = buffer.len();
+        match act(buffer, done as u64) {
+            Ok(bytes) => {
+                done += bytes;
+                if bytes < len {
+                    break;
+                }
+            }
+            Err(error) if done == 0 => return Err(error),
+            Err(_) => break,
+        }
+    }
+    Ok(done)
+}
+
+/// Waits for a folio that another thread holds for a moment.
+struct TimedWait(Option<Backoff>);
+
+impl TimedWait {
+    fn new() -> Self {
+        Self(None)
+    }
+
+    /// # Errors
+    ///
+    /// [`Error::Busy`] after a second.
+    #[cold]
+    fn wait(&mut self) -> Result<()> {
+        let backoff = self.0.get_or_insert_with(|| {
+            pagemill_core::stats::add(pagemill_core::stats::Counter::FoliosAwaited, 1);
+            Backoff::new()
+        });
+        if backoff.waited_ns() > MOST_WAIT_NS {
+            return Err(Error::Busy { what: "a page of the file has been pinned or held for a second" });
+        }
+        backoff.pause();
+        Ok(())
+    }
+}

@@ -1,0 +1,246 @@
+//! The queues of an order. Links lie in a table of 8 bytes a page, and change only under the order's lock.
+//!
+//! Queues are singly linked from the oldest to the newest folio, so no folio is removed from the middle. A folio that
+//! left its file stays linked until the scan reaches it, and is then skipped. If another folio uses the page by then,
+//! the link holds that folio's target queue, and the scan moves it there.
+
+use pagemill_core::arena::Table;
+use pagemill_core::error::Result;
+use pagemill_core::sync::{AtomicU64, Relaxed};
+
+/// No page.
+const NONE: u32 = u32::MAX;
+
+const ORDER_SHIFT: u32 = 32;
+const QUEUE_SHIFT: u32 = 36;
+const AGAIN_SHIFT: u32 = 39;
+
+/// The queue of a folio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Queue {
+    /// Entered recently; uses do not count yet.
+    Probation,
+    /// Left the window, and was not scanned since.
+    Small,
+    /// Was used when it was scanned among the new ones, or came back soon after its eviction.
+    Main,
+    /// Deferred: was dirty or in use when scanned in `Probation` or `Small`.
+    DeferredNew,
+    /// Deferred: the same, in `Main`.
+    DeferredMain,
+    /// Noreuse: the reader declared that it uses the folio once.
+    NoReuse,
+}
+
+pub(super) const QUEUES: [Queue; 6] =
+    [Queue::Probation, Queue::Small, Queue::Main, Queue::DeferredNew, Queue::DeferredMain, Queue::NoReuse];
+
+/// A page's link: 32 bits next page, 4 bits order, 3 bits queue, 3 bits target queue of a new folio there (0: none).
+#[derive(Clone, Copy)]
+struct Link(u64);
+
+impl Link {
+    fn new(next: u32, order: u8, queue: Queue) -> Self {
+        Self(u64::from(next) | u64::from(order) << ORDER_SHIFT | (queue as u64 + 1) << QUEUE_SHIFT)
+    }
+
+    fn next(self) -> u32 {
+        self.0 as u32
+    }
+
+    fn with_next(self, next: u32) -> Self {
+        Self(self.0 & !u64::from(u32::MAX) | u64::from(next))
+    }
+
+    fn order(self) -> u8 {
+        (self.0 >> ORDER_SHIFT & 0xF) as u8
+    }
+
+    fn queue(self) -> Option<Queue> {
+        queue_of(self.0 >> QUEUE_SHIFT & 7)
+    }
+
+    fn again(self) -> Option<Queue> {
+        queue_of(self.0 >> AGAIN_SHIFT & 7)
+    }
+
+    /// Returns the link with a new folio in the same position.
+    fn renewed(self, order: u8, queue: Queue, again: Queue) -> Self {
+        Self(Self::new(self.next(), order, queue).0 | (again as u64 + 1) << AGAIN_SHIFT)
+    }
+}
+
+fn queue_of(bits: u64) -> Option<Queue> {
+    QUEUES.get((bits as usize).wrapping_sub(1)).copied()
+}
+
+/// Ends of a queue.
+#[derive(Clone, Copy)]
+struct Ends {
+    oldest: u32,
+    newest: u32,
+    pages: u64,
+}
+
+/// A folio that was taken off a queue.
+pub(super) struct Popped {
+    pub number: u32,
+    pub order: u8,
+    /// Target queue, if another folio uses the page now.
+    pub again: Option<Queue>,
+}
+
+/// Links of all pages of a cache.
+pub(super) struct Links(Table<AtomicU64>);
+
+impl Links {
+    /// Reserves addresses only.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::System`] if addresses are exhausted.
+    pub fn new(most_pages: usize) -> Result<Self> {
+        Table::new(most_pages).map(Self)
+    }
+
+    /// Commits the links of pages from `next` to `end`; those before are committed.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::System`] if the system cannot commit the memory.
+    pub fn open(&self, next: usize, end: usize) -> Result<()> {
+        self.0.open(0, next, end)
+    }
+
+    /// Returns the resident bytes of the links of the first `pages`.
+    pub fn resident_bytes(&self, pages: usize) -> u64 {
+        self.0.resident_bytes(0, pages)
+    }
+
+    fn get(&self, number: u32) -> Link {
+        Link(self.0.get(number as usize).load(Relaxed))
+    }
+
+    fn set(&self, number: u32, link: Link) {
+        self.0.get(number as usize).store(link.0, Relaxed);
+    }
+
+    /// Returns the queue of a page, or its target queue.
+    pub fn queue(&self, number: u32) -> Option<Queue> {
+        let link = self.get(number);
+        link.again().or(link.queue())
+    }
+}
+
+/// All queues, under the order's lock.
+pub(super) struct Queues([Ends; QUEUES.len()]);
+
+impl Queues {
+    pub const fn new() -> Self {
+        Self([Ends { oldest: NONE, newest: NONE, pages: 0 }; QUEUES.len()])
+    }
+
+    pub fn pages(&self, queue: Queue) -> u64 {
+        self.0[queue as usize].pages
+    }
+
+    /// Returns the pages in all queues.
+    pub fn total(&self) -> u64 {
+        self.0.iter().map(|ends| ends.pages).sum()
+    }
+
+    pub fn is_empty(&self, queue: Queue) -> bool {
+        self.0[queue as usize].oldest == NONE
+    }
+
+    pub fn has_several(&self, queue: Queue) -> bool {
+        let ends = self.0[queue as usize];
+        ends.oldest != ends.newest
+    }
+
+    /// Appends a folio to a queue. If its page is still linked elsewhere, stores the queue as target instead.
+    pub fn push(&mut self, links: &Links, number: u32, order: u8, queue: Queue) {
+        let old = links.get(number);
+        if let Some(stands) = old.queue() {
+            let ends = &mut self.0[stands as usize];
+            ends.pages = ends.pages - (1 << old.order()) + (1 << order);
+            return links.set(number, old.renewed(order, stands, queue));
+        }
+        let ends = &mut self.0[queue as usize];
+        links.set(number, Link::new(NONE, order, queue));
+        if ends.oldest == NONE {
+            ends.oldest = number;
+        } else {
+            links.set(ends.newest, links.get(ends.newest).with_next(number));
+        }
+        ends.newest = number;
+        ends.pages += 1 << order;
+    }
+
+    /// Removes the oldest folio.
+    pub fn pop(&mut self, links: &Links, queue: Queue) -> Option<Popped> {
+        let ends = &mut self.0[queue as usize];
+        let number = ends.oldest;
+        if number == NONE {
+            return None;
+        }
+        let link = links.get(number);
+        debug_assert_eq!(link.queue(), Some(queue));
+        ends.oldest = link.next();
+        if ends.oldest == NONE {
+            ends.newest = NONE;
+        }
+        ends.pages -= 1 << link.order();
+        links.set(number, Link(0));
+        Some(Popped { number, order: link.order(), again: link.again() })
+    }
+
+    /// Shrinks a linked folio to one page, in its position.
+    pub fn shrink(&mut self, links: &Links, number: u32) -> Option<Queue> {
+        let old = links.get(number);
+        let stands = old.queue()?;
+        self.0[stands as usize].pages -= (1 << old.order()) - 1;
+        let small = Link::new(old.next(), 0, stands);
+        links.set(number, old.again().map_or(small, |again| small.renewed(0, stands, again)));
+        Some(stands)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::VecDeque;
+
+    /// The queues behave as a model of `VecDeque`s: a page is in one position, first in, first out.
+    #[test]
+    fn queues_are_first_in_first_out() {
+        const PAGES: u32 = 50;
+        let links = Links::new(PAGES as usize).unwrap();
+        links.open(0, PAGES as usize).unwrap();
+        let (mut queues, mut model) = (Queues::new(), QUEUES.map(|_| VecDeque::<(u32, u8, Option<Queue>)>::new()));
+        let mut seed = 1_u64;
+        let mut below = |bound: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) % bound
+        };
+        for _ in 0..100_000 {
+            let queue = QUEUES[below(QUEUES.len() as u64) as usize];
+            if below(2) == 0 {
+                let (number, order) = (below(u64::from(PAGES)) as u32, below(3) as u8 * 3);
+                queues.push(&links, number, order, queue);
+                match model.iter_mut().flatten().find(|(stands, ..)| *stands == number) {
+                    Some(place) => (place.1, place.2) = (order, Some(queue)),
+                    None => model[queue as usize].push_back((number, order, None)),
+                }
+            } else {
+                let popped = queues.pop(&links, queue).map(|popped| (popped.number, popped.order, popped.again));
+                assert_eq!(popped, model[queue as usize].pop_front());
+            }
+            for queue in QUEUES {
+                let pages = model[queue as usize].iter().map(|(_, order, _)| 1 << order).sum::<u64>();
+                assert_eq!((queues.pages(queue), queues.is_empty(queue)), (pages, pages == 0));
+            }
+        }
+    }
+}

@@ -1,0 +1,440 @@
+//! Guards of folios: shared pins, and exclusive holds.
+#![allow(unsafe_code)] // references to the bytes of held folios
+
+use super::dirty::DIRTY;
+use super::fetch::{Content, Place};
+use super::policy::Cause;
+use super::{File, Mapping, TimedWait};
+use crate::folio::word::Kind;
+use crate::folio::{Frame, bytes};
+use pagemill_core::epoch;
+use pagemill_core::error::{Error, Result};
+use std::ops::{Deref, DerefMut};
+
+/// A pinned folio of a file: it stays in memory at its address until this is dropped. For I/O, or for many reads. A
+/// pinned folio is not split, collapsed or evicted. A `truncate` or `punch_hole` of the whole folio still removes it
+/// from the file; its memory stays until the unpin. One of a part of it zeroes that part, and the folio stays in the
+/// file.
+///
+/// Other threads may write to it at the same time, so its bytes are copied, never borrowed. A fork child must not use
+/// an inherited pin: the memory may not be mapped there (docs/files-behind.md).
+///
+/// Cost: one atomic operation to pin and one to unpin, for any part of a huge folio.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::Settings};
+///
+/// let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// let file = cache.create()?;
+/// file.write_at(&7_u64.to_ne_bytes(), 8)?;
+/// let pin = file.pin(0)?; // the folio with offset 0
+/// assert_eq!(pin.read_u64(8), 7);
+/// drop(pin);
+/// let pins = file.pin_range(0, 16)?;
+/// assert_eq!((pins.len(), file.pin(0)?.as_ptr()), (1, pins.first().unwrap().as_ptr()));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+#[must_use = "it pins for as long as it is kept"]
+pub struct Pin<'file> {
+    file: &'file File,
+    frame: &'static Frame,
+    /// Address of the requested byte.
+    addr: usize,
+    /// Offset of that byte in the folio.
+    at: u32,
+    /// Length from that byte to the end of the folio.
+    len_bytes: u32,
+}
+
+/// The pinned folios of a range, in order. A single one needs no allocation; a huge folio often covers the whole range.
+///
+/// Example: [`Pin`].
+#[must_use = "it pins for as long as it is kept"]
+pub struct Pins<'file> {
+    first: Option<Pin<'file>>,
+    others: Vec<Pin<'file>>,
+}
+
+impl<'file> Pins<'file> {
+    /// Returns the number of folios.
+    pub fn len(&self) -> usize {
+        usize::from(self.first.is_some()) + self.others.len()
+    }
+
+    /// Returns whether the range was empty, or lies behind the end of the file.
+    pub fn is_empty(&self) -> bool {
+        self.first.is_none()
+    }
+
+    pub fn first(&self) -> Option<&Pin<'file>> {
+        self.first.as_ref()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Pin<'file>> {
+        self.first.iter().chain(&self.others)
+    }
+}
+
+impl Mapping {
+    /// Pins the folio that contains the byte at `offset`, from there to its end. Allocates one if there is none, as a
+    /// write would.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PastEnd`] at or past the end of the file; else see [`Mapping::write_at`].
+    #[inline]
+    pub fn pin(&self, offset: u64) -> Result<Pin<'_>> {
+        match self.0.try_pin(offset) {
+            Some(pin) => Ok(pin),
+            None => Ok(self.0.guard_of(self.0.pin_made(offset, offset.saturating_add(1))?, offset)),
+        }
+    }
+
+    /// As [`Mapping::pin`]; returns `None` if there is no folio in memory.
+    ///
+    /// # Errors
+    ///
+    /// See [`Mapping::pin`].
+    #[inline]
+    pub fn pin_present(&self, offset: u64) -> Result<Option<Pin<'_>>> {
+        match self.0.try_pin(offset) {
+            Some(pin) => Ok(Some(pin)),
+            None => Ok(self.0.pin_there(offset)?.map(|place| self.0.guard_of(place, offset))),
+        }
+    }
+
+    /// Pins all folios of `len_bytes` from `offset` on, to the end of the file at most.
+    ///
+    /// Cost: that of [`Mapping::pin`] for each folio.
+    ///
+    /// # Errors
+    ///
+    /// See [`Mapping::pin`]; no folio stays pinned then.
+    #[inline]
+    pub fn pin_range(&self, offset: u64, len_bytes: usize) -> Result<Pins<'_>> {
+        if let Some(first) = self.0.try_pin(offset) {
+            // A huge folio often covers the whole range.
+            if len_bytes.wrapping_sub(1) < first.len_bytes() {
+                return Ok(Pins { first: Some(first), others: Vec::new() });
+            }
+        }
+        let (first, others) = self.0.pin_all(offset, len_bytes)?;
+        Ok(Pins { first: first.map(|place| self.0.guard_of(place, offset)), others })
+    }
+
+    /// Holds the folio that contains the byte at `offset` exclusively. Threads that read, write or pin it wait, a
+    /// second at most. Allocates one if there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if it is pinned or held for a second. [`Error::ReadOnly`], because a hold counts as a write.
+    /// Else see [`Mapping::pin`].
+    pub fn hold(&self, offset: u64) -> Result<Exclusive<'_>> {
+        let file = &*self.0;
+        file.check_inside(offset)?;
+        file.check_writable()?;
+        let index = file.index_of(offset);
+        let mut timed_wait = TimedWait::new();
+        loop {
+            let guard = epoch::pin();
+            let Some(hit) = file.tree.find(index, &guard) else {
+                drop(guard);
+                file.create(index, Cause::Write, &Content::Stored)?;
+                continue;
+            };
+            let number = hit.value() as u32;
+            // Taken because a truncation that holds the gate relies on no new holds.
+            let inside = file.gate.shared();
+            match file.pool().word(number).hold() {
+                Ok(state) if hit.is_still() => {
+                    let len_bytes = file.cache.folio_bytes(state.order()) as usize;
+                    return Ok(Exclusive { file, number, first: hit.first(), len_bytes });
+                }
+                Ok(_) => file.end_hold(number),
+                Err(_) if !hit.is_still() => {}
+                Err(_) => {
+                    drop((inside, guard));
+                    timed_wait.wait()?;
+                }
+            }
+        }
+    }
+}
+
+impl File {
+    /// # Errors
+    ///
+    /// Fails past the end of the file, and in a fork child.
+    pub(super) fn check_inside(&self, offset: u64) -> Result<()> {
+        self.check(offset, 1)?;
+        let size_bytes = self.size_bytes();
+        if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(()) }
+    }
+
+    /// Pins the folio that a lock-free lookup finds; `None` if the slow path is needed.
+    #[inline]
+    fn try_pin(&self, offset: u64) -> Option<Pin<'_>> {
+        if offset >= self.size_bytes() || self.pool.generation() != self.generation {
+            return None;
+        }
+        let (found, frame) = self.try_pin_page(self.index_of(offset))?;
+        let place = Place { number: found.value as u32, first: found.first, order: found.order as u8 };
+        Some(self.guard(place, frame, offset))
+    }
+
+    #[cold]
+    fn pin_there(&self, offset: u64) -> Result<Option<Place>> {
+        self.check_inside(offset)?;
+        self.pin_page(self.index_of(offset))
+    }
+
+    /// Pins the folio at `offset`; brings it in first if needed. In files with a store, reads all missing pages up to
+    /// `end` along with it.
+    #[cold]
+    fn pin_made(&self, offset: u64, end: u64) -> Result<Place> {
+        loop {
+            if let Some(place) = self.pin_there(offset)? {
+                return Ok(place);
+            }
+            let index = self.index_of(offset);
+            if self.store.is_some() {
+                self.note_access(self.offset_of(index), (end - offset) as usize);
+                if self.bring_several(index..self.index_of(end - 1) + 1)? {
+                    continue;
+                }
+            }
+            self.create(self.index_of(offset), Cause::Write, &Content::Stored)?;
+        }
+    }
+
+    /// Pins a range: returns the first folio's place, and guards of the others.
+    #[cold]
+    fn pin_all(&self, offset: u64, len_bytes: usize) -> Result<(Option<Place>, Vec<Pin<'_>>)> {
+        self.check(offset, len_bytes as u64)?;
+        let end = (offset + len_bytes as u64).min(self.size_bytes());
+        if offset >= end {
+            return Ok((None, Vec::new()));
+        }
+        // Held as a guard from the start, because the following pins may fail.
+        let first = self.pin_made(offset, end).map(|place| self.guard_of(place, offset))?;
+        let (mut others, mut at) = (Vec::new(), offset + u64::from(first.len_bytes));
+        while at < end {
+            let pin = self.guard_of(self.pin_made(at, end)?, at);
+            at += u64::from(pin.len_bytes);
+            others.push(pin);
+        }
+        Ok((Some(first.into_place()), others))
+    }
+
+    #[inline]
+    fn guard_of(&self, place: Place, offset: u64) -> Pin<'_> {
+        let frame = self.pool.frame(place.number);
+        self.guard(place, frame, offset)
+    }
+
+    /// Returns the guard of a pinned folio. Built from values in registers: storing the guard and loading it again
+    /// would cost as much as all the rest.
+    #[inline]
+    fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
+        let page_shift = self.pool.page_shift();
+        let at = (offset - (place.first << page_shift)) as u32;
+        let len_bytes = (1 << (page_shift + u32::from(place.order))) - at;
+        Pin { file: self, frame, addr: self.pool.addr(place.number) + at as usize, at, len_bytes }
+    }
+
+    /// Ends a hold without a change. Frees the folio if it left the file meanwhile.
+    pub(super) fn end_hold(&self, number: u32) {
+        self.note_revived(number, self.pool().word(number).end_hold(false));
+    }
+
+    /// As [`File::end_hold`], for a folio that may have been changed.
+    fn end_hold_dirty(&self, number: u32, first: u64) {
+        let word = self.pool().word(number);
+        let state = word.load();
+        let new_bytes = if state.is_dirty() { 0 } else { self.cache.folio_bytes(state.order()) };
+        if new_bytes > 0 && self.dirty.is_some() {
+            self.tree.lock().set_mark_of(first, u64::from(number), DIRTY);
+            self.add_dirty(new_bytes);
+        }
+        let is_live = word.end_hold(true);
+        if !is_live {
+            self.sub_dirty(new_bytes);
+        }
+        self.note_revived(number, is_live);
+    }
+}
+
+impl Pin<'_> {
+    /// Returns the bytes from the requested one to the end of the folio.
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes as usize
+    }
+
+    /// Copies bytes out, from `at` bytes behind the requested one.
+    ///
+    /// # Panics
+    ///
+    /// Past [`Pin::len_bytes`].
+    pub fn read_at(&self, to: &mut [u8], at: usize) {
+        self.check(at, to.len());
+        self.file.pool().copy_out(self.number(), self.at as usize + at, to);
+    }
+
+    /// Copies bytes in, up to the end of the file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PastEnd`] past the end of the file, which may have shrunk meanwhile. [`Error::WrongState`] if the page
+    /// has left the file (a hole, say). [`Error::ReadOnly`].
+    ///
+    /// # Panics
+    ///
+    /// Past [`Pin::len_bytes`].
+    pub fn write_at(&self, from: &[u8], at: usize) -> Result<()> {
+        self.check(at, from.len());
+        self.file.check_writable()?;
+        // Bytes behind the end must read zero when the file grows. So writes stop at the end, and the gate keeps the
+        // file from shrinking meanwhile.
+        let _inside = self.file.gate.shared();
+        let begin = self.file.offset_of(self.frame.owner().index) + u64::from(self.at);
+        let (end, size_bytes) = (begin + (at + from.len()) as u64, self.file.size_bytes());
+        if end > size_bytes {
+            return Err(Error::PastEnd { offset: end - 1, size_bytes });
+        }
+        let state = self.frame.word.load();
+        if state.kind() == Kind::Gone {
+            return Err(Error::WrongState { what: "the page has left the file" });
+        }
+        if !state.is_dirty() {
+            self.file.make_dirty(&self.place());
+        }
+        self.file.pool().copy_in(self.number(), self.at as usize + at, from);
+        Ok(())
+    }
+
+    /// Returns eight bytes as a little-endian number.
+    ///
+    /// # Panics
+    ///
+    /// Past [`Pin::len_bytes`].
+    #[inline]
+    pub fn read_u64(&self, at: usize) -> u64 {
+        self.check(at, size_of::<u64>());
+        // SAFETY: inside of the folio, as just checked. The folio is mapped while it is pinned.
+        unsafe { bytes::read_u64((self.addr + at) as *const u8) }
+    }
+
+    /// Returns the address of the bytes, for I/O. They stay mapped there until this is dropped; other threads may
+    /// change them. Bytes past the end of the file must stay zero. After changing others, the caller must call
+    /// [`Pin::set_dirty`].
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.addr as *mut u8
+    }
+
+    /// Marks the folio dirty, for the store. In a read-only file this does nothing, and changes last only until the
+    /// folio is evicted.
+    pub fn set_dirty(&self) {
+        if !self.file.is_writable {
+            return;
+        }
+        // The gate orders this before or after a removal of the folio.
+        let _inside = self.file.gate.shared();
+        let state = self.frame.word.load();
+        if !state.is_dirty() && state.kind() != Kind::Gone {
+            self.file.make_dirty(&self.place());
+        }
+    }
+
+    fn place(&self) -> Place {
+        Place { number: self.number(), first: self.frame.owner().index, order: self.frame.word.load().order() }
+    }
+
+    /// Forgets the guard and keeps the pin.
+    fn into_place(self) -> Place {
+        std::mem::ManuallyDrop::new(self).place()
+    }
+
+    fn number(&self) -> u32 {
+        self.file.pool().number_at(self.addr - self.at as usize)
+    }
+
+    #[inline]
+    fn check(&self, at: usize, len: usize) {
+        let is_inside = self.len_bytes().checked_sub(len).is_some_and(|last| at <= last);
+        assert!(is_inside, "{at} + {len} of {}", self.len_bytes);
+    }
+
+    #[cold]
+    fn free(&self) {
+        self.file.cache.give(self.number(), self.frame.word.load().order());
+    }
+}
+
+impl Drop for Pin<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.frame.word.unpin() {
+            self.free();
+        }
+    }
+}
+
+/// A folio that this thread holds exclusively: its bytes are a slice. Other threads wait, a second at most, so it
+/// should not be kept long.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::Settings};
+///
+/// let file = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?.create()?;
+/// file.write_at(&[1; 100], 0)?;
+/// let mut folio = file.hold(0)?;
+/// folio[..100].reverse(); // a slice of the cached bytes
+/// folio[0] = 9;
+/// drop(folio);
+/// let mut first = [0];
+/// assert_eq!((file.read_at(&mut first, 0)?, first), (1, [9]));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+#[must_use = "others wait for as long as it is kept"]
+pub struct Exclusive<'file> {
+    file: &'file File,
+    number: u32,
+    first: u64,
+    len_bytes: usize,
+}
+
+impl Exclusive<'_> {
+    /// Returns the offset of its first byte in the file.
+    pub fn offset(&self) -> u64 {
+        self.file.offset_of(self.first)
+    }
+}
+
+impl Deref for Exclusive<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: held since this guard was created, until it is dropped; the length is the folio's.
+        unsafe { self.file.pool().held_bytes(self, self.number, self.len_bytes) }
+    }
+}
+
+impl DerefMut for Exclusive<'_> {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        let (pool, number, len_bytes) = (self.file.pool(), self.number, self.len_bytes);
+        // SAFETY: as above.
+        unsafe { pool.held_bytes_mut(self, number, len_bytes) }
+    }
+}
+
+impl Drop for Exclusive<'_> {
+    fn drop(&mut self) {
+        // Bytes written past the end of the file are not part of it. They must be zeroed, or they would appear when the
+        // file grows.
+        let end = self.file.size_bytes().saturating_sub(self.offset());
+        if end < self.len_bytes as u64 {
+            self.file.pool().zero(self.number, end as usize, self.len_bytes - end as usize);
+        }
+        self.file.end_hold_dirty(self.number, self.first);
+    }
+}

@@ -1,0 +1,161 @@
+//! Policies: choose huge or small folios for each range of a file.
+
+/// Why a folio is about to be allocated.
+///
+/// Example: [`Policy`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// A write where there is no folio.
+    Write,
+    /// A read where there is no folio. In a file in memory: a hole.
+    Read,
+    /// The background considers collapsing small folios into a huge one.
+    Collapse,
+}
+
+/// Facts about a range that could be one huge folio.
+///
+/// Example: [`Policy`].
+#[derive(Clone, Copy, Debug)]
+pub struct Ask {
+    pub cause: Cause,
+    /// First byte of the range in the file.
+    pub offset: u64,
+    /// Bytes of the range: those of a huge folio.
+    pub span_bytes: u64,
+    /// Bytes of the range that this call wants, from its first byte on.
+    pub wanted_bytes: u64,
+    /// Bytes of the range that are present; for [`Cause::Collapse`] only.
+    pub present_bytes: u64,
+    /// Length of the file, including the current write.
+    pub size_bytes: u64,
+    /// Length of the sequential run of writes right before this call.
+    pub sequential_bytes: u64,
+}
+
+/// The decision.
+///
+/// Example: [`Policy`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    Huge,
+    Small,
+    /// For [`Cause::Read`]: allocate nothing, the read returns zeros. For [`Cause::Collapse`]: leave the range as it
+    /// is.
+    Nothing,
+}
+
+/// Decides for every range of every file of a cache. Called often, so it should be fast. A truncation of a file waits
+/// for it, so it must not use the cache's files. A panic unwinds through the call that needed the decision. In the
+/// background a panic is counted (`behind_panics`), and the range stays as it is.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::{Settings, policy::{Ask, Cause, Choice, Policy}}};
+///
+/// /// Huge folios for large writes only.
+/// struct LargeWrites;
+///
+/// impl Policy for LargeWrites {
+///     fn choose(&self, ask: &Ask) -> Choice {
+///         let is_large = ask.cause == Cause::Write && ask.wanted_bytes >= ask.span_bytes / 4;
+///         if is_large { Choice::Huge } else { Choice::Small }
+///     }
+/// }
+///
+/// let settings = Settings { policy: Box::new(LargeWrites), ..Settings::new("blobs", 64 << 20) };
+/// let file = Pagemill::of_process()?.caches.make(settings)?.create()?;
+/// assert_eq!(file.write_at(&[1; 1 << 20], 0)?, 1 << 20);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub trait Policy: Send + Sync {
+    fn choose(&self, ask: &Ask) -> Choice;
+}
+
+/// Sequential writes to a file of at least this many huge folios use huge ones: one more wastes a part of its length at
+/// most.
+const LARGE_SPANS: u64 = 2;
+
+/// Small folios become a huge one if at least seven eighths of it are present.
+const DENSE: (u64, u64) = (7, 8);
+
+/// Decides by size, density and order of access. Uses a huge folio if a call wants half of the range, or if a large
+/// file is written sequentially. A small file, or one with scattered writes, stays in small folios until it is dense.
+///
+/// Example: [`Settings`](super::Settings).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Auto;
+
+impl Policy for Auto {
+    fn choose(&self, ask: &Ask) -> Choice {
+        match ask.cause {
+            Cause::Read => Choice::Nothing,
+            Cause::Collapse if ask.present_bytes * DENSE.1 >= ask.span_bytes * DENSE.0 => Choice::Huge,
+            Cause::Collapse => Choice::Nothing,
+            Cause::Write => {
+                let is_in_order = ask.sequential_bytes >= ask.span_bytes / 2;
+                let is_large = ask.size_bytes >= LARGE_SPANS * ask.span_bytes;
+                if ask.wanted_bytes * 2 > ask.span_bytes || (is_in_order && is_large) {
+                    Choice::Huge
+                } else {
+                    Choice::Small
+                }
+            }
+        }
+    }
+}
+
+/// Always chooses huge, for writes and for reads of holes.
+///
+/// Example: [`Settings`](super::Settings).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Always;
+
+impl Policy for Always {
+    fn choose(&self, _ask: &Ask) -> Choice {
+        Choice::Huge
+    }
+}
+
+/// Never chooses huge folios.
+///
+/// Example: [`Settings`](super::Settings).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Never;
+
+impl Policy for Never {
+    fn choose(&self, ask: &Ask) -> Choice {
+        if ask.cause == Cause::Write { Choice::Small } else { Choice::Nothing }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagemill_core::units::BLOCK_BYTES;
+
+    /// Small files and scattered writes stay small. Large writes, and sequential writes of large files, are huge. Dense
+    /// ranges are collapsed.
+    #[test]
+    fn auto_goes_by_size_density_and_order() {
+        const SPAN: u64 = BLOCK_BYTES as u64;
+        let ask = Ask {
+            cause: Cause::Write,
+            offset: 0,
+            span_bytes: SPAN,
+            wanted_bytes: 1000,
+            present_bytes: 0,
+            size_bytes: 1000,
+            sequential_bytes: 0,
+        };
+        assert_eq!(Auto.choose(&ask), Choice::Small);
+        assert_eq!(Auto.choose(&Ask { wanted_bytes: SPAN, ..ask }), Choice::Huge);
+        assert_eq!(Auto.choose(&Ask { size_bytes: 100 * SPAN, ..ask }), Choice::Small, "here and there");
+        let in_order = Ask { sequential_bytes: 2 * SPAN, ..ask };
+        assert_eq!(Auto.choose(&in_order), Choice::Small);
+        assert_eq!(Auto.choose(&Ask { size_bytes: 2 * SPAN, ..in_order }), Choice::Huge);
+        let collapse = Ask { cause: Cause::Collapse, present_bytes: SPAN, ..ask };
+        assert_eq!(Auto.choose(&collapse), Choice::Huge);
+        assert_eq!(Auto.choose(&Ask { present_bytes: SPAN / 2, ..collapse }), Choice::Nothing);
+        assert_eq!(Auto.choose(&Ask { cause: Cause::Read, ..ask }), Choice::Nothing);
+    }
+}

@@ -1,0 +1,39 @@
+//! Making holes.
+
+use super::Mapping;
+use pagemill_core::error::{Error, Result};
+
+impl Mapping {
+    /// Removes a range from the file: it reads zero, and its whole pages use no memory. Returns the bytes of memory
+    /// freed, for other folios or for reclaim. Pinned folios are freed later and not counted.
+    ///
+    /// Pages that lie partly in the range are zeroed there. So are parts of a huge folio that is pinned, or that the
+    /// cache does not split. The file's length stays.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOffset`]. [`Error::Busy`] if a folio is held for a second, perhaps after a part was removed.
+    /// [`Error::Unsupported`] for a file with a store, which cannot keep holes: use [`Mapping::zero_range`].
+    pub fn punch_hole(&self, offset: u64, len_bytes: u64) -> Result<u64> {
+        let file = &*self.0;
+        file.check(offset, len_bytes)?;
+        if file.store.is_some() {
+            return Err(Error::Unsupported { what: "a store keeps no holes" });
+        }
+        let _exclusive = file.gate.exclusive();
+        let end = (offset + len_bytes).min(file.size_bytes().next_multiple_of(file.page_bytes() as u64));
+        if offset >= end {
+            return Ok(0);
+        }
+        let (first, last) = (file.index_of(offset.next_multiple_of(file.page_bytes() as u64)), file.index_of(end));
+        let mut freed = 0;
+        if first < last {
+            file.open_up(first);
+            file.open_up(last);
+            freed = file.remove_pages(first, last - 1);
+        }
+        // The edges, and folios that could not be removed.
+        file.zero_present(offset, end)?;
+        Ok(freed)
+    }
+}

@@ -1,0 +1,376 @@
+//! One file with a store: several threads read, write, truncate, write back, evict, read ahead and refresh it.
+//!
+//! Each page has one value, its first eight bytes. No value except zero is written twice. All reads, and the store
+//! after a sync, must match an order in which each call happens at one moment: a value is stale if another was written
+//! after it and before the check began.
+
+use super::*;
+use crate::mapping::fill::{Asked, Filling};
+use pagemill_core::sync::modelled::point;
+use std::io;
+use std::sync::MutexGuard;
+use std::sync::atomic::AtomicBool;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// A value of a page, and the time of its write: never, while the write runs.
+#[derive(Debug)]
+struct Written {
+    page: u64,
+    value: u64,
+    begin: u64,
+    end: u64,
+}
+
+/// All writes, by a clock that advances at each reading.
+#[derive(Default)]
+struct History {
+    now: u64,
+    written: Vec<Written>,
+}
+
+impl History {
+    fn tick(&mut self) -> u64 {
+        self.now += 1;
+        self.now
+    }
+
+    /// Returns whether a check that began at `since` may find a value in a page.
+    fn allows(&self, page: u64, value: u64, since: u64) -> bool {
+        let of_page = || self.written.iter().filter(|written| written.page == page);
+        let is_last = |one: &Written| !of_page().any(|other| other.begin > one.end && other.end < since);
+        of_page().any(|written| written.value == value && is_last(written))
+    }
+}
+
+/// A store of page values. It does one operation at a time on each page, and fails now and then if asked to.
+struct Pages {
+    state: Mutex<(Vec<u64>, u64)>,
+    /// Pages that are being written.
+    writing: Mutex<Vec<u64>>,
+    fails: AtomicBool,
+    is_asynchronous: bool,
+}
+
+impl Pages {
+    fn new() -> Arc<Self> {
+        let values = (1..=PAGES).collect();
+        Arc::new(Self {
+            state: Mutex::new((values, PAGES * PAGE as u64)),
+            writing: Mutex::new(Vec::new()),
+            fails: AtomicBool::new(one_of(3) == 0),
+            is_asynchronous: one_of(2) == 0,
+        })
+    }
+
+    fn may_fail(&self) -> io::Result<()> {
+        point();
+        let fails = self.fails.load(Relaxed) && one_of(4) == 0;
+        if fails { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
+    }
+
+    fn value(&self, page: u64) -> u64 {
+        lock(&self.state).0[page as usize]
+    }
+
+    /// Pages that begin in these bytes, and where.
+    fn pages(offset: u64, len: usize) -> impl Iterator<Item = (u64, usize)> {
+        assert_eq!(offset % PAGE as u64, 0, "no whole blocks");
+        (0..len).step_by(PAGE).map(move |at| ((offset + at as u64) / PAGE as u64, at))
+    }
+}
+
+impl Store for Pages {
+    fn size_bytes(&self) -> io::Result<u64> {
+        Ok(lock(&self.state).1)
+    }
+
+    fn block_bytes(&self) -> usize {
+        SAMPLE
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        self.may_fail()?;
+        for (page, at) in Self::pages(offset, to.len()) {
+            to[at..at + SAMPLE].copy_from_slice(&self.value(page).to_le_bytes());
+            point();
+        }
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        self.may_fail()?;
+        for (page, at) in Self::pages(offset, from.len()) {
+            let is_alone = !lock(&self.writing).contains(&page);
+            assert!(is_alone, "two write to one block at a time");
+            lock(&self.writing).push(page);
+            point();
+            let value = u64::from_le_bytes(from[at..at + SAMPLE].try_into().unwrap());
+            let mut state = lock(&self.state);
+            state.0[page as usize] = value;
+            state.1 = state.1.max(offset + (at + PAGE).min(from.len()) as u64);
+            drop(state);
+            point();
+            lock(&self.writing).retain(|writing| *writing != page);
+        }
+        self.may_fail()
+    }
+
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        self.may_fail()?;
+        let mut state = lock(&self.state);
+        state.1 = size_bytes;
+        let first = size_bytes.div_ceil(PAGE as u64) as usize;
+        state.0[first.min(PAGES as usize)..].fill(0);
+        drop(state);
+        self.may_fail()
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.may_fail()
+    }
+
+    fn is_asynchronous(&self) -> bool {
+        self.is_asynchronous
+    }
+}
+
+/// The file, its store, and another file that competes for memory.
+struct Stored {
+    store: Arc<Pages>,
+    file: Mapping,
+    other: Mapping,
+    history: Mutex<History>,
+}
+
+/// Whether the call succeeded. Allowed errors are those of a store, and of a cache without room.
+fn is_done<T>(result: Result<T>) -> bool {
+    match result {
+        Ok(_) => true,
+        Err(Error::Busy { .. } | Error::NoMemory { .. } | Error::Store { .. } | Error::PastEnd { .. }) => false,
+        Err(error) => panic!("{error:?}"),
+    }
+}
+
+impl Stored {
+    fn new(cache: &Cache) -> Self {
+        let store = Pages::new();
+        let first = (0..PAGES).map(|page| Written { page, value: page + 1, begin: 0, end: 0 });
+        let history = History { now: 0, written: first.collect() };
+        Self {
+            file: cache.open(store.clone()).unwrap(),
+            other: cache.open(Arc::new(Same(0xEE))).unwrap(),
+            store,
+            history: Mutex::new(history),
+        }
+    }
+
+    fn now(&self) -> u64 {
+        lock(&self.history).tick()
+    }
+
+    /// Sets values of pages by an operation that may fail, and then has no effect.
+    fn change(&self, pages: std::ops::Range<u64>, value: impl Fn(u64) -> u64, act: impl FnOnce(&[u64]) -> bool) {
+        let (begin, values) = {
+            let mut history = lock(&self.history);
+            let begin = history.tick();
+            let values: Vec<u64> = pages.clone().map(|_| value(begin)).collect();
+            let written = pages.clone().zip(&values);
+            let written = written.map(|(page, value)| Written { page, value: *value, begin, end: u64::MAX });
+            history.written.extend(written);
+            (begin, values)
+        };
+        let is_done = act(&values);
+        let mut history = lock(&self.history);
+        let end = history.tick();
+        if is_done {
+            let own = history.written.iter_mut().filter(|written| written.begin == begin);
+            own.for_each(|written| written.end = end);
+        } else {
+            history.written.retain(|written| written.begin != begin);
+        }
+    }
+
+    fn check(&self, page: u64, value: u64, since: u64, what: &str) {
+        let history = lock(&self.history);
+        let written = history.written.iter().filter(|written| written.page == page);
+        let said = || format!("{:?}", written.collect::<Vec<_>>());
+        assert!(history.allows(page, value, since), "{what} {value:x}, looked for since {since}: {}", said());
+    }
+
+    fn read(&self, page: u64) {
+        let (since, mut bytes) = (self.now(), [0xEE; SAMPLE]);
+        let read = self.file.read_at(&mut bytes, page * PAGE as u64);
+        match read {
+            // Bytes behind the end are zero.
+            Ok(0) => self.check(page, 0, since, "read"),
+            Ok(len) => {
+                assert_eq!(len, SAMPLE);
+                self.check(page, u64::from_le_bytes(bytes), since, "read");
+            }
+            Err(error) => {
+                assert!(bytes == [0xEE; SAMPLE] || bytes == [0; SAMPLE], "{error:?} and {bytes:?}");
+                is_done::<()>(Err(error));
+            }
+        }
+    }
+
+    fn write(&self, page: u64) {
+        // Far from the pages at the beginning.
+        self.change(
+            page..page + 1,
+            |begin| begin << 8 | 0xFF,
+            |values| is_done(self.file.write_at(&values[0].to_le_bytes(), page * PAGE as u64)),
+        );
+    }
+
+    fn truncate(&self, page: u64) {
+        self.change(page..PAGES, |_| 0, |_| is_done(self.file.truncate(page * PAGE as u64)));
+    }
+
+    /// Afterwards the store has all that was written before.
+    fn sync(&self, range: Option<u64>) {
+        let since = self.now();
+        let result = match range {
+            None => self.file.sync(),
+            Some(page) => self.file.sync_range(page * PAGE as u64, 1),
+        };
+        if is_done(result) {
+            let pages = range.map_or(0..PAGES, |page| page..page + 1);
+            pages.for_each(|page| self.check(page, self.store.value(page), since, "stored"));
+        }
+    }
+
+    /// Fills a page as a queue does, which completes it now or never.
+    fn fill(&self, page: u64) {
+        match Filling::begin(&self.file.0, page, 0, one_of(2) == 0) {
+            Ok(Asked::Begun(mut filling)) => {
+                let offset = filling.offset();
+                let is_read = !filling.needs_store() || self.store.read(offset, filling.bytes_mut()).is_ok();
+                if is_read && one_of(4) > 0 {
+                    filling.finish().unwrap();
+                }
+            }
+            other => _ = is_done(other.map(drop)),
+        }
+    }
+
+    fn read_other(&self, page: u64) {
+        let mut bytes = [0; SAMPLE];
+        if is_done(self.other.read_at(&mut bytes, page * PAGE as u64)) {
+            assert_eq!(bytes, [0xEE; SAMPLE]);
+        }
+    }
+
+    /// The store has no other writers, so nothing changes. Fails if the file is not synced.
+    fn refresh(&self) {
+        let result = self.file.refresh();
+        if !matches!(result, Err(Error::WrongState { .. })) {
+            is_done(result);
+        }
+    }
+
+    fn act(&self, act: u8) {
+        let page = one_of(PAGES as usize) as u64;
+        match act {
+            b'r' => self.read(page),
+            b'w' => self.write(page),
+            b't' => self.truncate(page),
+            b's' => self.sync([None, Some(page)][one_of(2)]),
+            b'e' => self.read_other(page),
+            b'f' => self.fill(page),
+            b'n' => self.refresh(),
+            b'c' => _ = is_done(self.file.collapse(page * PAGE as u64)),
+            b'p' => _ = is_done(self.file.split(page * PAGE as u64)),
+            _ => unreachable!("{act}"),
+        }
+    }
+}
+
+/// Each thread does the acts of its letters (`Stored::act`), on random pages, in a cache of three. At the end the store
+/// works, has all bytes after a sync, and no memory is lost.
+fn model(threads: &'static [&'static str]) {
+    run_in_many_orders(1, move || {
+        let cache = cache_of(3 * PAGE as u64);
+        let stored = Arc::new(Stored::new(&cache));
+        let threads: Vec<_> = threads
+            .iter()
+            .map(|acts| {
+                let stored = stored.clone();
+                shuttle::thread::spawn(move || acts.bytes().for_each(|act| stored.act(act)))
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        stored.store.fails.store(false, Relaxed);
+        // An earlier failure is reported once, although all is written now.
+        is_done(stored.file.sync());
+        stored.file.sync().unwrap();
+        let now = stored.now();
+        (0..PAGES).for_each(|page| stored.check(page, stored.store.value(page), now, "left"));
+        (0..PAGES).for_each(|page| stored.read(page));
+        assert_eq!(lock(&stored.store.state).1, stored.file.size_bytes(), "bytes stored, and in the file");
+        drop(stored);
+        assert_is_empty(&cache);
+    });
+}
+
+#[test]
+fn writebacks_beside_writes_and_truncations() {
+    model(&["wsw", "tst", "wrw"]);
+}
+
+#[test]
+fn evictions_beside_writes_and_writebacks() {
+    model(&["wswr", "eeer", "rwsr"]);
+}
+
+#[test]
+fn reads_and_writes_beside_evictions_and_truncations() {
+    model(&["rerw", "wser", "trte"]);
+}
+
+#[test]
+fn fillings_beside_all_others() {
+    model(&["ffrf", "wsrt", "efre"]);
+}
+
+#[test]
+fn refreshes_beside_all_others() {
+    model(&["nsnr", "rwfr", "werr"]);
+}
+
+#[test]
+fn other_folios_beside_writebacks_and_evictions() {
+    model(&["cpcp", "wsrs", "retr"]);
+}
+
+/// Pairs of acts on a common page: more of their orders.
+#[test]
+fn writebacks_beside_truncations() {
+    model(&["wws", "tws"]);
+}
+
+#[test]
+fn reads_beside_evictions() {
+    model(&["rrr", "eee"]);
+}
+
+/// A page can be allocated where all are dirty, even if another thread is scanning the dirty files.
+#[test]
+fn room_is_made_beside_an_allocation() {
+    run_in_many_orders(1, || {
+        let cache = cache_of(2 * PAGE as u64);
+        let stored = Stored::new(&cache);
+        stored.store.fails.store(false, Relaxed);
+        (0..2).for_each(|page| stored.write(page));
+        let other = {
+            let cache = cache.clone();
+            shuttle::thread::spawn(move || drop(cache.0.dirty_files()))
+        };
+        let mut bytes = [0; SAMPLE];
+        stored.other.read_at(&mut bytes, 0).unwrap();
+        other.join().unwrap();
+    });
+}

@@ -1,0 +1,110 @@
+//! Memory of caches: pools of ordinary memory, and pools of reserved huge pages.
+
+use super::cache::{Caches, Inner, MAX_CACHES, Settings};
+use crate::folio::Pool;
+use pagemill_core::arena::Reserve;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::Relaxed;
+use pagemill_core::units::BLOCK_BYTES;
+use std::sync::Weak;
+
+/// The memory that a cache uses.
+///
+/// Example: [`Settings`](super::Settings).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Source {
+    /// Memory of the process, charged to its limit. Uses huge pages as far as the kernel has some.
+    #[default]
+    Ordinary,
+    /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`). Takes pages for the
+    /// cache's limit, and one more that is needed to move folios, from its creation to its end. They are never split,
+    /// as if [`Settings::may_split`] were false. They count against no memory limit, and the cache gives none of them
+    /// back before it ends. Without enough of them the cache is not created ([`Error::NoHugetlb`]).
+    Hugetlb,
+    /// As `Hugetlb` if enough pages are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] reports which.
+    ///
+    /// [`Usage::is_hugetlb`]: super::Usage::is_hugetlb
+    TryHugetlb,
+}
+
+/// Pools, each with its current cache.
+type Pools = Vec<(&'static Pool, Weak<Inner>)>;
+
+impl Source {
+    /// Takes the reserved huge pages of a new cache, if its settings ask for them.
+    fn take(self, settings: &Settings) -> Result<Option<Reserve>> {
+        if self == Self::Ordinary {
+            return Ok(None);
+        }
+        let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
+        let bytes =
+            settings.limit_bytes.checked_next_multiple_of(chunk_bytes).and_then(|bytes| bytes.checked_add(chunk_bytes));
+        let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
+        let taken = bytes.ok_or(Error::NoAddresses { wanted_bytes: settings.limit_bytes }).and_then(Reserve::take);
+        match taken {
+            Ok(reserve) => Ok(Some(reserve)),
+            Err(error) if self == Self::Hugetlb => Err(error),
+            Err(_) => {
+                stats::add(Counter::HugetlbRefused, 1);
+                Ok(None)
+            }
+        }
+    }
+}
+
+impl Caches {
+    /// Returns the index of an idle pool, or of a new one.
+    pub(super) fn pool(&self, users: &mut Pools, settings: &Settings) -> Result<usize> {
+        if settings.source != Source::Ordinary {
+            // Reserved pages of ended caches that could not be freed earlier may be the missing ones.
+            self.end_reserves(users);
+        }
+        let reserve = settings.source.take(settings)?;
+        let max_bytes = match &reserve {
+            Some(reserve) => reserve.len_bytes() as u64,
+            None => ordinary_bytes(settings)?,
+        };
+        let is_free = |cache: &Weak<Inner>| cache.strong_count() == 0;
+        let fits = |pool: &Pool| {
+            let is_right = match &reserve {
+                Some(_) => pool.is_closed() && pool.max_bytes() == max_bytes,
+                None => !pool.is_hugetlb() && pool.max_bytes() >= max_bytes,
+            };
+            is_right && pool.page() == settings.page && pool.is_idle()
+        };
+        let mut own = self.inherited.load(Relaxed)..users.len();
+        let at = match own.find(|at| is_free(&users[*at].1) && fits(users[*at].0)) {
+            Some(at) => at,
+            None => self.new_pool(users, settings, max_bytes, reserve.is_some())?,
+        };
+        if let Some(reserve) = reserve {
+            users[at].0.place_reserve(reserve)?;
+        }
+        Ok(at)
+    }
+
+    fn new_pool(&self, users: &mut Pools, settings: &Settings, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
+        if users.len() == MAX_CACHES {
+            return Err(Error::TooMany { what: "page caches", most: MAX_CACHES });
+        }
+        let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node(), is_hugetlb)?;
+        let _ = self.pools[users.len()].set(pool);
+        users.push((pool, Weak::new()));
+        Ok(users.len() - 1)
+    }
+
+    /// Gives back the reserved huge pages of caches that have ended.
+    pub(super) fn end_reserves(&self, users: &Pools) {
+        let own = users.iter().skip(self.inherited.load(Relaxed));
+        own.filter(|(_, cache)| cache.strong_count() == 0).for_each(|(pool, _)| pool.end_reserve());
+    }
+}
+
+/// Returns the size of a pool of ordinary memory. It is a power of two, so that similar caches can reuse the addresses.
+/// It is at least 1.5 times the limit, because chunks fill unevenly.
+fn ordinary_bytes(settings: &Settings) -> Result<u64> {
+    let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
+    let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);
+    wanted.checked_next_power_of_two().ok_or(Error::NoAddresses { wanted_bytes: wanted })
+}

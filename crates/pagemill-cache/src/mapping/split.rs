@@ -1,0 +1,82 @@
+//! Splitting: makes small folios of a huge one in place. Words and index entries change; no bytes are copied.
+
+use super::{File, Mapping};
+use crate::folio::Owner;
+use crate::folio::word::Kind;
+use pagemill_core::epoch;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::trace::Event;
+
+impl Mapping {
+    /// Splits the huge folio that contains the byte at `offset` into pages, so that each can be freed separately.
+    /// Returns whether there was one.
+    ///
+    /// Cost: some microseconds, and nine nodes of the index. Reads continue meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if the folio is pinned or held, or can never be split. [`Error::NoAddresses`] if there are no
+    /// nodes.
+    pub fn split(&self, offset: u64) -> Result<bool> {
+        self.0.check(offset, 1)?;
+        self.0.split_at(self.0.index_of(offset), Counter::HugeSplitForCaller)
+    }
+}
+
+impl File {
+    pub(super) fn split_at(&self, index: u64, counter: Counter) -> Result<bool> {
+        const BUSY: Error = Error::Busy { what: "the huge folio is in use" };
+        let guard = epoch::pin();
+        let Some(hit) = self.tree.find(index, &guard) else { return Ok(false) };
+        let (number, word) = (hit.value() as u32, self.pool().word(hit.value() as u32));
+        let seen = word.load();
+        let order = seen.order();
+        if order == 0 || !hit.is_still() {
+            return Ok(false);
+        }
+        if seen.is_whole() {
+            return Err(BUSY);
+        }
+        let mut stock = self.tree.prepare_split(u32::from(order), 0)?;
+        let frozen = word.freeze().map_err(|_| BUSY)?;
+        // Checked again after the freeze: the folio may be another one by now.
+        if !hit.is_still() || frozen.order() != order {
+            self.thaw(number);
+            return Ok(false);
+        }
+        let pages = 1_u32 << order;
+        for page in 1..pages {
+            let part = number + page;
+            self.pool().set_owner(part, Owner { id: self.id, index: hit.first() + u64::from(page) });
+            self.pool().word(part).assign_still(frozen.is_dirty());
+        }
+        let mut writer = self.tree.lock();
+        // A removal may run concurrently: it takes the entry out first, and then waits for the word.
+        let is_there = writer.get(hit.first()).is_some_and(|found| found.value == u64::from(number));
+        if is_there {
+            writer.split(hit.first(), 0, &mut stock, |index| u64::from(number) + (index - hit.first()));
+        }
+        if is_there && self.store.is_some() {
+            self.cache.order.split(number, order);
+        }
+        drop(writer);
+        if !is_there {
+            (1..pages).for_each(|page| self.pool().word(number + page).assign(Kind::Tail, 0));
+            self.thaw(number);
+            return Ok(false);
+        }
+        self.cache.count_split();
+        // The first page goes first. So a reader of the whole folio sees its word change before any other page can be
+        // freed.
+        for part in number..number + pages {
+            if !self.pool().word(part).thaw_as_page(frozen.is_dirty()) {
+                // The first page's word is still that of the whole folio, if that left its file meanwhile.
+                self.cache.give(part, 0);
+            }
+        }
+        stats::add(counter, 1);
+        self.trace(Event::FolioSplit, hit.first(), order);
+        Ok(true)
+    }
+}

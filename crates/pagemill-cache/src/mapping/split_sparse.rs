@@ -1,0 +1,143 @@
+//! The reverse of collapsing: splits sparse huge folios, and frees pages that are zero or past the end.
+
+use super::cache::Inner;
+use super::policy::Choice;
+use super::{File, Mapping};
+use crate::folio::word::Kind;
+use pagemill_core::epoch;
+use pagemill_core::error::Result;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{Relaxed, coarse_ns};
+
+/// Pause after an attempt that freed nothing.
+const FUTILE_NS: u64 = 100_000_000;
+
+/// A huge folio is split only if a quarter of it can be freed.
+const WORTH_DIVISOR: u64 = 4;
+
+/// Result of a check of a huge folio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SparseCheck {
+    /// Not sparse enough.
+    Dense,
+    /// The folio is in use.
+    Refused,
+    /// This many bytes were freed.
+    Split(u64),
+}
+
+impl Mapping {
+    /// Frees unused pages in huge folios of the file: pages past its end, and pages of zeros. Splits a huge folio only
+    /// if that frees a quarter of it at least. Returns the bytes freed.
+    ///
+    /// Cost: a check of all bytes in huge folios.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::WrongState`] in a fork child.
+    pub fn split_sparse(&self) -> Result<u64> {
+        self.0.check(0, 0)?;
+        Ok(self.0.split_sparse_all())
+    }
+}
+
+impl File {
+    pub(super) fn split_sparse_all(&self) -> u64 {
+        if self.store.is_some() {
+            return 0;
+        }
+        let (mut freed, mut at) = (0, 0);
+        while let Some(found) = { self.tree.next(at, crate::folio::Owner::MAX_INDEX - 1, &epoch::pin()) } {
+            if found.order > 0
+                && let SparseCheck::Split(bytes) = self.split_sparse_at(
+                    found.first,
+                    found.value as u32,
+                    1 << found.order,
+                    Counter::HugeSplitForReclaim,
+                )
+            {
+                freed += bytes;
+            }
+            at = found.last() + 1;
+        }
+        freed
+    }
+
+    /// Splits one sparse huge folio in the background. If the policy would allocate a huge folio again for the next
+    /// read of the hole, one page stays, which prevents that.
+    pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseCheck {
+        self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
+    }
+
+    /// Splits one sparse huge folio, if enough of it can be freed.
+    fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseCheck {
+        // A first check without a pin or lock. Each page is checked again below.
+        let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
+        let is_live = self.pool().word(number).load().kind() == Kind::Live;
+        let is_empty = |page: u64| is_live && (first + page >= end || self.pool().is_page_zero(number + page as u32));
+        let empty = (0..pages).filter(|page| is_empty(*page)).count() as u64;
+        if empty < pages / WORTH_DIVISOR {
+            return SparseCheck::Dense;
+        }
+        if !matches!(self.split_at(first, counter), Ok(true)) {
+            return SparseCheck::Refused;
+        }
+        let would_come_again = || self.choose_for_hole(first) != Choice::Nothing;
+        let kept = u64::from(counter == Counter::HugeSplitBehind && empty == pages && would_come_again());
+        let freed = (first + kept..first + pages).filter(|index| self.drop_zero_page(*index)).count();
+        let bytes = freed as u64 * self.page_bytes() as u64;
+        stats::add(Counter::CacheThinned, bytes);
+        SparseCheck::Split(bytes)
+    }
+
+    /// Frees a small folio if it holds zeros only; returns whether it did.
+    fn drop_zero_page(&self, index: u64) -> bool {
+        let number = {
+            let guard = epoch::pin();
+            let Some(hit) = self.tree.find(index, &guard) else { return false };
+            let number = hit.value() as u32;
+            let Ok(state) = self.pool().word(number).hold() else { return false };
+            if !hit.is_still() || state.order() > 0 {
+                self.end_hold(number);
+                return false;
+            }
+            number
+        };
+        // The hold keeps writers out. A later write allocates a new page once this one is out of the index.
+        if !self.pool().is_page_zero(number) {
+            self.end_hold(number);
+            return false;
+        }
+        let mut writer = self.tree.lock();
+        let is_out =
+            writer.get(index).is_some_and(|found| found.value == u64::from(number)) && writer.erase(index).is_some();
+        drop(writer);
+        if is_out {
+            self.cache.give(number, 0);
+        } else {
+            self.end_hold(number);
+        }
+        is_out
+    }
+}
+
+impl Inner {
+    /// Splits sparse huge folios until `want_bytes` are freed. Returns whether they were.
+    ///
+    /// After an attempt that freed nothing, waits before the next: otherwise each write would check all bytes.
+    pub(super) fn split_sparse_some(&self, want_bytes: u64) -> bool {
+        if coarse_ns() < self.split_sparse_after_ns.load(Relaxed) {
+            return false;
+        }
+        let (mut freed, mut id) = (0, 0);
+        while freed < want_bytes
+            && let Some(file) = self.next_file(&mut id)
+        {
+            freed += file.split_sparse_all();
+        }
+        if freed == 0 {
+            self.split_sparse_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
+        }
+        freed >= want_bytes
+    }
+}

@@ -1,0 +1,346 @@
+//! Sync: writes all dirty pages to the store, then syncs the store.
+//!
+//! Bytes that were cut off must not come back, and written bytes must not be cut off. So the store is truncated first,
+//! while no write of the file is in flight. A folio stays dirty if a truncation ran beside its write, or if the store
+//! was still too long. The next round truncates and writes again.
+
+use super::dirty::DIRTY;
+use super::writeback::{Walk, Walked, Why};
+use super::{File, Mapping, TimedWait};
+use crate::folio::Owner;
+use crate::folio::word::State;
+use pagemill_core::epoch;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{Acquire, Backoff, Relaxed};
+use pagemill_store::Store;
+use std::ops::Range;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+/// Attempts before a sync gives up. An attempt is repeated if a truncation ran at the same time.
+const ROUNDS: usize = 16;
+
+impl Mapping {
+    /// Writes all dirty pages to the store, in the order of the file, and returns when they are durable. Does nothing
+    /// for a file in memory only. One thread at a time syncs a file; others wait.
+    ///
+    /// Cost: a check of each dirty folio, and the store's time. Many writes are in flight at a time; adjacent folios
+    /// are written as one, up to 1 MiB.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Store`] with the store's error: the bytes stay dirty, and another call tries again. Also reported, once
+    /// to each handle ([`Mapping::try_clone`]), if a write has failed since the last sync by this handle, in the
+    /// background or by another handle, even if all is durable now. [`Error::Busy`] if a dirty folio is pinned or held
+    /// for a second, or the file is truncated all the time. The other dirty folios are then in the store, but not
+    /// durable. [`Error::Busy`] also if no write completes for as long as
+    /// [`Settings::timeout`](super::Settings::timeout).
+    pub fn sync(&self) -> Result<()> {
+        self.0.check(0, 0)?;
+        self.tell(self.0.sync_pages(0..Owner::MAX_INDEX))
+    }
+
+    /// As [`Mapping::sync`], for `len_bytes` from `offset` on (`u64::MAX`: up to the end) and all folios that contain a
+    /// part of it. The file's length becomes durable, too.
+    ///
+    /// # Errors
+    ///
+    /// See [`Mapping::sync`]; [`Error::BadOffset`].
+    pub fn sync_range(&self, offset: u64, len_bytes: u64) -> Result<()> {
+        match self.0.pages_of(offset, len_bytes)? {
+            Some(pages) => self.tell(self.0.sync_pages(pages)),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes dirty pages in `len_bytes` from `offset` on to the store, and returns when the store has them. They are
+    /// not durable yet: a following [`Mapping::sync`] is quick.
+    ///
+    /// # Errors
+    ///
+    /// See [`Mapping::sync_range`]. Earlier failures are not reported.
+    pub fn write_back(&self, offset: u64, len_bytes: u64) -> Result<()> {
+        let file = &self.0;
+        let (Some(pages), Some(store)) = (file.pages_of(offset, len_bytes)?, &file.store) else { return Ok(()) };
+        let _exclusive = file.syncing.lock();
+        file.write_back_all(&**store, pages)
+    }
+}
+
+impl Mapping {
+    /// Makes all writes durable, and drops the handle.
+    ///
+    /// # Errors
+    ///
+    /// See [`Mapping::sync`]. Returns the handle, too: nothing is lost yet.
+    pub fn close(self) -> std::result::Result<(), (Self, Error)> {
+        self.sync().map_err(|error| (self, error))
+    }
+}
+
+/// The index after a folio, and the folio if it is dirty and now frozen: index, number and state.
+type Frozen = (u64, Option<(u64, u32, State)>);
+
+const STANDS_STILL: Error = Error::Busy { what: "the store makes no progress" };
+
+/// For `map_err`: adds the operation during which the store failed.
+pub(super) fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Error {
+    move |cause| Error::Store { doing, cause }
+}
+
+impl File {
+    /// Returns the pages of a range; `None` if it is empty.
+    fn pages_of(&self, offset: u64, len_bytes: u64) -> Result<Option<Range<u64>>> {
+        let len_bytes = self.check_up_to(offset, len_bytes)?;
+        let Some(last) = len_bytes.checked_sub(1) else { return Ok(None) };
+        let end = self.index_of(offset + last) + 1;
+        Ok(Some(self.index_of(offset)..end.min(Owner::MAX_INDEX)))
+    }
+
+    fn sync_pages(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
+        let Some(store) = &self.store else { return Ok(()) };
+        let _exclusive = self.syncing.lock();
+        self.write_back_all(&**store, pages)?;
+        let done = self.lengthen(&**store);
+        let done = done.and_then(|()| store.sync().map_err(failed("syncing a file")));
+        if done.is_ok() {
+            self.dirty.iter().for_each(|dirty| dirty.turns.go_on());
+        }
+        done.inspect_err(|error| self.note_error(error))
+    }
+
+    /// Writes until each folio that was dirty has been clean once. The caller holds the file's sync lock.
+    fn write_back_all(self: &Arc<Self>, store: &dyn Store, pages: Range<u64>) -> Result<()> {
+        // Limited to the current length, so that concurrent appends cannot prolong it.
+        let end = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64));
+        let (pages_inside, timeout) = (pages.start..pages.end.min(end), self.cache.timeout);
+        let walk = Walk { why: Why::Sync, pages: pages_inside, most_bytes: u64::MAX, timeout, waits_for_others: true };
+        self.await_in_flight()?;
+        self.forget_needless(end, pages.end);
+        for _ in 0..ROUNDS {
+            let walked = self.walk_once(store, &walk)?;
+            if let Some(error) = walked.failure {
+                return Err(error);
+            }
+            // Bytes that a truncation removed meanwhile must not stay in the store.
+            if walked.is_clean && !self.is_cut() {
+                return Ok(());
+            }
+        }
+        Err(Error::Busy { what: "the file is truncated all the time" })
+    }
+
+    /// Truncates the store, then walks the dirty folios. The caller holds the file's sync lock, and no write of the
+    /// file is in flight. Failures are recorded for all handles.
+    pub(super) fn walk_once(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
+        self.cut(store).inspect_err(|error| self.note_error(error))?;
+        let walked = self.walk(store, walk)?;
+        walked.failure.iter().for_each(|error| self.note_error(error));
+        Ok(walked)
+    }
+
+    /// Called when the last handle is dropped: writes dirty pages to the store, if it accepts them in time. Errors
+    /// cannot be reported.
+    pub(super) fn write_back_at_last(self: &Arc<Self>) {
+        let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return };
+        let is_cut = self.is_cut() || self.size_bytes() > self.stored_bytes.load(Relaxed);
+        if store.is_writable() && (is_cut || dirty.bytes() > 0) {
+            // A panic of the store must not end the program when a file is dropped.
+            let written = panic::catch_unwind(AssertUnwindSafe(|| self.write_back_in_time(&**store)));
+            if !matches!(written, Ok(Ok(()))) {
+                stats::add(Counter::CacheWriteFailed, 1);
+            }
+        }
+        stats::add(Counter::CacheLost, dirty.bytes());
+    }
+
+    fn write_back_in_time(self: &Arc<Self>, store: &dyn Store) -> Result<()> {
+        let (timeout, mut waits) = (self.cache.balance.timeout, Backoff::new());
+        let is_late = |waits: &Backoff| u128::from(waits.waited_ns()) > timeout.as_nanos();
+        let _exclusive = loop {
+            match self.syncing.try_lock() {
+                Some(alone) => break alone,
+                None if is_late(&waits) => return Err(STANDS_STILL),
+                None => waits.pause(),
+            }
+        };
+        let (pages, timeout) = (0..Owner::MAX_INDEX, Some(timeout));
+        let walk = Walk { why: Why::Sync, pages, most_bytes: u64::MAX, timeout, waits_for_others: false };
+        loop {
+            if self.is_in_flight() {
+                if is_late(&waits) {
+                    return Err(STANDS_STILL);
+                }
+                waits.pause();
+                continue;
+            }
+            let walked = self.walk_once(store, &walk)?;
+            if let Some(error) = walked.failure {
+                return Err(error);
+            }
+            if walked.is_clean && !self.is_cut() {
+                return self.lengthen(store);
+            }
+            if is_late(&waits) {
+                return Err(STANDS_STILL);
+            }
+            // A concurrent collapse or split of the folio ends soon.
+            waits.pause();
+        }
+    }
+
+    /// Returns whether a write of the file is in flight.
+    pub(super) fn is_in_flight(&self) -> bool {
+        self.dirty.as_ref().is_some_and(|dirty| dirty.in_flight.load(SeqCst) > 0)
+    }
+
+    /// Waits for in-flight writes of other threads, within the cache's timeout.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`].
+    pub(super) fn await_in_flight(&self) -> Result<()> {
+        let mut waits = Backoff::new();
+        while self.is_in_flight() {
+            if self.cache.timeout.is_some_and(|most| u128::from(waits.waited_ns()) > most.as_nanos()) {
+                return Err(STANDS_STILL);
+            }
+            waits.pause();
+        }
+        Ok(())
+    }
+
+    /// Marks the store as perhaps too long. Under the lock of the index.
+    pub(super) fn note_more_stored(&self) {
+        let cut = self.cut.load(Relaxed);
+        self.cut.store((cut | 1).wrapping_add(2 * (cut & 1)), Relaxed);
+    }
+
+    /// Returns whether the store may be longer than its valid part.
+    pub(super) fn is_cut(&self) -> bool {
+        self.cut.load(Acquire) & 1 == 1
+    }
+
+    /// Truncates the store to its valid part.
+    fn cut(&self, store: &dyn Store) -> Result<()> {
+        let (before, stored) = {
+            let _writer = self.tree.lock();
+            (self.cut.load(Relaxed), self.stored_bytes.load(Relaxed))
+        };
+        if before & 1 == 1 {
+            store.set_size(stored).map_err(failed("truncating a file"))?;
+            let _writer = self.tree.lock();
+            if self.cut.load(Relaxed) == before {
+                self.cut.store(before.wrapping_add(1), Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// Extends the store to the file's length. Leaves other processes' changes of its length alone.
+    fn lengthen(&self, store: &dyn Store) -> Result<()> {
+        let size_bytes = self.size_bytes();
+        if size_bytes > self.stored_bytes.load(Relaxed) {
+            store.set_size(size_bytes).map_err(failed("setting the size of a file"))?;
+            let _writer = self.tree.lock();
+            // Otherwise the file was truncated meanwhile, and the store will be.
+            if !self.is_cut() {
+                self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(size_bytes), Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn freeze_dirty(&self, index: u64) -> Result<Frozen> {
+        let mut timed_wait = TimedWait::new();
+        loop {
+            if let Some(frozen) = self.try_freeze_dirty(index) {
+                return Ok(frozen);
+            }
+            timed_wait.wait()?;
+        }
+    }
+
+    /// Freezes the folio at `index` if it is dirty: threads can read it but not write. Also returns the index after it.
+    /// `None` if another thread uses the folio.
+    pub(super) fn try_freeze_dirty(&self, index: u64) -> Option<Frozen> {
+        loop {
+            let guard = epoch::pin();
+            let Some(hit) = self.tree.find(index, &guard) else { return Some((index + 1, None)) };
+            let (number, first, end) = (hit.value() as u32, hit.first(), hit.found().last() + 1);
+            let word = self.pool().word(number);
+            let seen = word.load();
+            if !seen.is_dirty() && seen.is_readable() && hit.is_still() && word.is_unchanged(seen) {
+                return Some((end, None));
+            }
+            match word.freeze() {
+                Ok(state) if hit.is_still() && state.is_dirty() => return Some((end, Some((first, number, state)))),
+                Ok(_) => self.thaw(number),
+                Err(_) => return None,
+            }
+        }
+    }
+
+    /// Marks folios behind the end of the file as clean, from `first` to before `end`. Stops at a folio that is inside
+    /// by now.
+    fn forget_needless(&self, first: u64, end: u64) {
+        let mut at = first;
+        while at < end
+            && let Some(found) = { self.tree.next_marked(at, end - 1, DIRTY, &epoch::pin()) }
+        {
+            at = found.last() + 1;
+            if let Some((_, Some((index, number, state)))) = self.try_freeze_dirty(found.first) {
+                if self.offset_of(index) < self.size_bytes() {
+                    return self.thaw(number);
+                }
+                self.note_needless(index, number, state);
+            }
+        }
+    }
+
+    /// Thaws a frozen folio behind the end of the file, as clean: the store needs none of it.
+    pub(super) fn note_needless(&self, index: u64, number: u32, state: State) {
+        self.tree.lock().clear_mark_of(index, u64::from(number), DIRTY);
+        let is_live = self.pool().word(number).thaw_clean();
+        if is_live {
+            self.sub_dirty(self.cache.folio_bytes(state.order()));
+        }
+        self.note_revived(number, is_live);
+    }
+
+    /// Thaws folios (index, number, order) that were written to the store up to `end`. `cut` is the value of
+    /// `File::cut` before the write. Returns whether they are clean.
+    pub(super) fn note_written(
+        &self,
+        folios: impl Iterator<Item = (u64, u32, u8)> + Clone,
+        end: u64,
+        cut: u32,
+    ) -> bool {
+        let mut writer = self.tree.lock();
+        let is_clean = cut & 1 == 0 && self.cut.load(Relaxed) == cut;
+        if is_clean {
+            self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(end), Relaxed);
+            for (index, number, _) in folios.clone() {
+                writer.clear_mark_of(index, u64::from(number), DIRTY);
+            }
+        } else {
+            // The bytes just written may lie behind the end by now.
+            self.note_more_stored();
+        }
+        drop(writer);
+        let mut clean_bytes = 0;
+        for (_, number, order) in folios {
+            let word = self.pool().word(number);
+            let is_live = if is_clean { word.thaw_clean() } else { word.thaw() };
+            clean_bytes += if is_clean && is_live { self.cache.folio_bytes(order) } else { 0 };
+            self.note_revived(number, is_live);
+        }
+        self.sub_dirty(clean_bytes);
+        if clean_bytes > 0 && self.cache.evict_after_ns.load(SeqCst) > 0 {
+            self.cache.evict_after_ns.store(0, SeqCst);
+        }
+        is_clean
+    }
+}

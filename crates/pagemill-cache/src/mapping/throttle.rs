@@ -1,0 +1,170 @@
+//! Throttling of writers: they wait, for a bounded time, before memory is full of dirty pages. Also writeback to make
+//! room where all pages are dirty.
+//!
+//! Called outside of the gate and of all locks. A thread that waits also writes its own file back, unless another
+//! thread does.
+
+use super::File;
+use super::cache::Inner;
+use super::flush::Balance;
+use super::writeback::Why;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{Backoff, Relaxed, sleep};
+use pagemill_core::units::BLOCK_BYTES;
+use pagemill_store::errno::{self, ETIMEDOUT};
+use std::time::Duration;
+
+/// Above the limit, a thread that waits writes back this much at a time.
+const HELP_BYTES: u64 = 2 * BLOCK_BYTES as u64;
+
+/// A writer is slowed once for each of these amounts that the cache makes dirty. Small enough that no pause is long,
+/// and large enough that a pause is a real sleep.
+const PACED_BYTES: u64 = BLOCK_BYTES as u64 / 4;
+
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+
+/// Interval of checks for progress by other threads.
+const STEP: Duration = Duration::from_millis(1);
+
+impl Balance {
+    /// Returns the pause of the writer that completes a `PACED_BYTES` amount. Half way from `free_bytes` to
+    /// `most_bytes` it is the time to write that amount, so dirty bytes settle there.
+    fn pause(&self, dirty_bytes: u64) -> Duration {
+        let (over, span) =
+            (dirty_bytes.saturating_sub(self.free_bytes), self.most_bytes - self.free_bytes.min(self.most_bytes));
+        let takes_ns = u128::from(self.ns_per_mib.load(Relaxed)) * u128::from(PACED_BYTES) / (BLOCK_BYTES as u128 / 2);
+        let pause_ns = takes_ns * 2 * u128::from(over) / u128::from(span.max(1));
+        Duration::from_nanos(u64::try_from(pause_ns).unwrap_or(u64::MAX)).min(LONGEST_PAUSE)
+    }
+}
+
+/// Measures the time without any writeback progress.
+struct Standstill {
+    cleaned_bytes: u64,
+    since: Backoff,
+}
+
+impl Standstill {
+    fn new(balance: &Balance) -> Self {
+        Self { cleaned_bytes: balance.cleaned_bytes.load(Relaxed), since: Backoff::new() }
+    }
+
+    /// Returns whether it exceeds the time limit.
+    fn is_too_long(&mut self, balance: &Balance) -> bool {
+        let cleaned_bytes = balance.cleaned_bytes.load(Relaxed);
+        if cleaned_bytes != self.cleaned_bytes {
+            *self = Self { cleaned_bytes, since: Backoff::new() };
+        }
+        u128::from(self.since.waited_ns()) > balance.timeout.as_nanos()
+    }
+}
+
+fn stuck() -> Error {
+    Error::Store { doing: "waiting for the writeback of dirty pages", cause: errno::error(ETIMEDOUT) }
+}
+
+impl File {
+    /// Returns whether a writer of `bytes` must call [`File::throttle`] first.
+    #[cold]
+    pub(super) fn must_wait(&self, bytes: u64) -> bool {
+        if self.dirty.is_none() {
+            return false;
+        }
+        let (balance, dirty_bytes) = (&self.cache.balance, self.cache.dirty_bytes());
+        if dirty_bytes < balance.free_bytes {
+            return false;
+        }
+        let made = balance.made_bytes.fetch_add(bytes, Relaxed);
+        dirty_bytes >= balance.most_bytes || made / PACED_BYTES != (made + bytes) / PACED_BYTES
+    }
+
+    /// Waits until this file may have another dirty folio. Must not be called under a lock or inside the gate.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Store`] with the store's error if nothing can be written back; `ETIMEDOUT` if the store makes no
+    /// progress.
+    #[cold]
+    pub(super) fn throttle(&self) -> Result<()> {
+        let (cache, began) = (&self.cache, Backoff::new());
+        let dirty_bytes = cache.dirty_bytes();
+        let done = if dirty_bytes < cache.balance.most_bytes {
+            sleep(cache.balance.pause(dirty_bytes));
+            Ok(())
+        } else {
+            self.await_clean()
+        };
+        stats::add(Counter::WritersThrottled, 1);
+        stats::add(Counter::WritersThrottledUs, began.waited_ns() / 1000);
+        done
+    }
+
+    fn await_clean(&self) -> Result<()> {
+        let (cache, balance) = (&self.cache, &self.cache.balance);
+        let mut standstill = Standstill::new(balance);
+        while cache.dirty_bytes() >= balance.most_bytes {
+            let Some((file, dirty)) = cache.file(self.id).zip(self.dirty.as_ref()) else { return Ok(()) };
+            let is_helped = match file.write_some(Why::Share, HELP_BYTES, balance.timeout) {
+                Ok(bytes) => bytes.is_some_and(|bytes| bytes > 0),
+                Err(Error::Busy { .. }) => return Err(stuck()),
+                Err(error) => return Err(error),
+            };
+            // This file has few dirty pages: the stores of other files are slow, so its writer need not wait.
+            if dirty.bytes() < HELP_BYTES.min(balance.most_bytes / 4).max(1) {
+                return Ok(());
+            }
+            if dirty.turns.is_failing() {
+                return Err(dirty.failure());
+            }
+            if !is_helped {
+                cache.note_much_dirty();
+                sleep(STEP);
+            }
+            if standstill.is_too_long(balance) {
+                return Err(stuck());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Inner {
+    /// Writes dirty folios back so that they can be evicted. Called when no clean ones are left. Returns whether some
+    /// became clean.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Store`], see [`File::throttle`].
+    pub(super) fn clean_some(&self, want_bytes: u64) -> Result<bool> {
+        let balance = &self.balance;
+        let mut standstill = Standstill::new(balance);
+        let begun = standstill.cleaned_bytes;
+        while self.dirty_bytes() > 0 {
+            let (mut failure, mut may_go_on) = (None, false);
+            for entry in self.dirty_files() {
+                let Some(file) = entry.upgrade() else { continue };
+                let Some(dirty) = &file.dirty else { continue };
+                match file.write_some(Why::Room, want_bytes.max(HELP_BYTES), balance.timeout) {
+                    Ok(Some(bytes)) => may_go_on |= bytes > 0 || dirty.turns.is_midway(),
+                    Ok(None) if dirty.turns.is_failing() => failure = Some(dirty.failure()),
+                    // Another thread writes the file back, or did just now.
+                    Ok(None) => may_go_on = true,
+                    Err(Error::Busy { .. }) => failure = Some(stuck()),
+                    Err(error) => failure = Some(error),
+                }
+                if balance.cleaned_bytes.load(Relaxed) != begun {
+                    return Ok(true);
+                }
+            }
+            if !may_go_on {
+                return failure.map_or(Ok(false), Err);
+            }
+            if standstill.is_too_long(balance) {
+                return Err(stuck());
+            }
+            sleep(STEP);
+        }
+        Ok(balance.cleaned_bytes.load(Relaxed) != begun)
+    }
+}

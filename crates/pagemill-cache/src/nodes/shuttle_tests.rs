@@ -1,0 +1,58 @@
+//! The cache of index nodes in random schedules.
+
+use super::*;
+use pagemill_core::arena::Layout;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Account, Shrinker, Urgency};
+use pagemill_core::sync::modelled::reset_clock;
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::{Config, MaxSteps, Runner};
+use std::time::Duration;
+
+/// Preemptions in a PCT schedule.
+const DEPTH: usize = 4;
+
+/// Bound on the steps of a run; a longer run waits for an event that never comes.
+const MOST_STEPS: usize = 300_000;
+
+fn new_slabs() -> &'static Slabs {
+    let arena = place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
+    let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
+    slabs.defrag_by_hand();
+    slabs
+}
+
+fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
+    let config = || {
+        let mut config = Config::new();
+        (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MOST_STEPS));
+        config
+    };
+    let begin = move || {
+        reset_clock();
+        run();
+    };
+    Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
+    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
+}
+
+/// A thread that visits all caches while the index nodes are first used finds their cache complete or not at all. Only
+/// one is created. The addresses of nodes stay reserved, so there are few runs.
+#[test]
+fn the_cache_of_nodes_is_seen_whole() {
+    run_in_orders(30, || {
+        let slabs = new_slabs();
+        let seer = shuttle::thread::spawn(move || {
+            while slabs.count() == 0 {
+                shuttle::thread::yield_now();
+            }
+            slabs.defrag_step(Duration::from_secs(1));
+            slabs.shrink(u64::MAX, Urgency::Limit);
+        });
+        let other = shuttle::thread::spawn(move || std::ptr::from_ref(slabs.nodes().unwrap()) as usize);
+        let own = std::ptr::from_ref(slabs.nodes().unwrap()) as usize;
+        assert_eq!(other.join().unwrap(), own);
+        seer.join().unwrap();
+        assert_eq!(slabs.count(), 1);
+    });
+}

@@ -1,0 +1,339 @@
+//! Indices with nodes that move: the contents stay, and memory is freed.
+#![allow(unsafe_code)] // arrays that keep their address
+
+use super::*;
+use pagemill_core::Error;
+use pagemill_core::arena;
+use pagemill_core::arena::nodes::Nodes;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Account, Shrinker, Urgency};
+use pagemill_slab::SlabInfo;
+use pagemill_xarray::{Found, MAX_INDEX, MAX_ORDER, Mark, XArray, pin};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+type Array = XArray<pagemill_xarray::Forest>;
+
+/// Far longer than anything here takes, even on an overloaded machine.
+const STUCK_AFTER: Duration = Duration::from_secs(600);
+
+/// With background defragmentation.
+fn slabs_behind(layout: arena::Layout) -> &'static Slabs {
+    let account = Account::make(UNLIMITED).unwrap();
+    let arena = place(Arena::new(layout, account).unwrap()).unwrap();
+    let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
+    account.register(&slabs.0);
+    slabs
+}
+
+/// Without background defragmentation.
+fn slabs_with(layout: arena::Layout) -> &'static Slabs {
+    let slabs = slabs_behind(layout);
+    slabs.defrag_by_hand();
+    slabs
+}
+
+/// With whole blocks from the start.
+fn slabs() -> &'static Slabs {
+    slabs_with(arena::Layout::for_test())
+}
+
+/// With sparse blocks: memory comes and goes slab by slab.
+fn sparse_slabs() -> &'static Slabs {
+    slabs_with(arena::Layout { use_huge: false, ..arena::Layout::for_test() })
+}
+
+fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
+    slabs_with(arena::Layout { nodes: Nodes::logical(nodes), ..arena::Layout::for_test() })
+}
+
+/// Waits for an event that comes without a call.
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < STUCK_AFTER, "{what} does not come");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn wait_for_sleep(slabs: &Slabs) {
+    wait_until("sleep", || slabs.is_asleep());
+}
+
+/// Indices that a lowest-level node covers.
+const SPAN: u64 = 64;
+
+fn array(nodes: &'static NodeCache) -> Box<Array> {
+    // SAFETY: not used before it lies in its box, where it is dropped.
+    Box::new(unsafe { Array::movable(nodes.forest()) })
+}
+
+fn store(array: &Array, index: u64, order: u32, value: u64) {
+    let (mut writer, mut stock) = array.lock_for(index, index + (1 << order) - 1, order).unwrap();
+    writer.store(index, order, value, &mut stock);
+}
+
+fn all(array: &Array) -> Vec<Found> {
+    let next = |from: u64| array.next(from, MAX_INDEX, &pin());
+    std::iter::successors(next(0), |found| next(found.last() + 1)).collect()
+}
+
+/// Ten thousand entries, each in its own node, of which one in six stays.
+fn one_of_six(nodes: &'static NodeCache) -> Box<Array> {
+    let array = array(nodes);
+    (0..10_000).for_each(|at| store(&array, at * SPAN, 0, at));
+    let erased = (0..10_000).filter(|at| at % 6 != 0);
+    erased.for_each(|at| assert!(array.lock().erase(at * SPAN).is_some()));
+    array
+}
+
+fn assert_one_of_six(array: &Array) {
+    let kept: Vec<_> = (0..10_000).step_by(6).map(|at| Found { value: at, first: at * SPAN, order: 0 }).collect();
+    assert_eq!(all(array), kept);
+}
+
+/// Shrinks, and waits for readers of other tests until everything that was moved is freed.
+fn shrink(nodes: &NodeCache) {
+    nodes.shrink().unwrap();
+    nodes.finish_retired();
+    nodes.shrink().unwrap();
+    nodes.finish_retired();
+    nodes.shrink_slabs();
+    nodes.check_state();
+}
+
+/// Reading without a guard at the address of a former node returns zeros, and AddressSanitizer reports no error.
+#[test]
+fn nodes_can_be_read_where_they_went() {
+    for slabs in [slabs(), sparse_slabs()] {
+        let nodes = slabs.nodes().unwrap();
+        let array = one_of_six(nodes);
+        let sum = || {
+            // SAFETY: the window is readable where nodes have been.
+            nodes
+                .addresses()
+                .map(|node| unsafe { &*(node as *const AtomicU64) }.load(Relaxed))
+                .fold(0, |sum, word| sum | word)
+        };
+        assert_ne!(sum(), 0);
+        drop(array);
+        // Free objects stay readable while their slab is kept.
+        let _ = sum();
+        shrink(nodes);
+        assert_eq!((nodes.info().unwrap().total.resident_bytes, sum()), (0, 0));
+    }
+}
+
+/// Of ten thousand entries one in six stays, in order, each once; at most one slab per node is partial.
+#[test]
+fn an_index_that_became_sparse_is_packed() {
+    for slabs in [slabs(), sparse_slabs(), slabs_on_nodes(2)] {
+        let nodes = slabs.nodes().unwrap();
+        let array = one_of_six(nodes);
+        let before = nodes.info().unwrap();
+        let per_slab = u64::from(before.objects_per_slab);
+        let full = |objects: u64| objects.div_ceil(per_slab) as u32;
+        assert!(before.total.slabs >= full(10_000), "{before:?}");
+        shrink(nodes);
+        assert_one_of_six(&array);
+        let after = nodes.info().unwrap();
+        assert!(after.moved > 0 && after.total.partial as usize <= after.nodes.len(), "{after:?}");
+        let in_use = u64::from(array.node_count());
+        assert_eq!((after.active, after.total.used), (in_use, in_use), "what is in the tree, and nothing else");
+        assert!(after.total.slabs <= full(in_use) + after.nodes.len() as u32);
+        assert!(after.total.resident_bytes * 3 < before.total.resident_bytes, "{before:?} {after:?}");
+        drop(array);
+        shrink(nodes);
+        let empty = nodes.info().unwrap().total;
+        assert_eq!((empty.used, empty.slabs, empty.resident_bytes), (0, 0, 0));
+    }
+}
+
+/// Nothing moves with a ratio of 0, nor in arrays that may be moved themselves.
+#[test]
+fn nothing_moves_where_nothing_may() {
+    let nodes = slabs().nodes().unwrap();
+    let array = one_of_six(nodes);
+    nodes.set_defrag_used_ratio(0).unwrap();
+    assert!(nodes.defrag_step(Duration::from_secs(1)).unwrap().is_done);
+    assert_eq!(nodes.info().unwrap().moved, 0);
+    assert!(matches!(nodes.set_defrag_used_ratio(101), Err(Error::BadRatio { percent: 101 })));
+    drop(array);
+    let staying = XArray::new(nodes.forest());
+    (0..1000).for_each(|at| store(&staying, at * SPAN, 0, at));
+    (0..1000).filter(|at| at % 6 != 0).for_each(|at| _ = staying.lock().erase(at * SPAN));
+    shrink(nodes);
+    let info = nodes.info().unwrap();
+    assert_eq!(info.moved, 0);
+    assert!(info.refused > 0 && info.total.partial > 1);
+    assert_eq!(all(&staying).len(), 1000_usize.div_ceil(6));
+}
+
+/// The background's ratio bounds the resident memory, even if the lock of an array is taken now and then.
+#[test]
+fn steps_pack_as_far_as_the_ratio_says() {
+    let slabs = sparse_slabs();
+    let nodes = slabs.nodes().unwrap();
+    nodes.set_defrag_used_ratio(60).unwrap();
+    let array = one_of_six(nodes);
+    let busy = array.lock();
+    assert_eq!(slabs.defrag_step(Duration::from_secs(5)).moved, 0);
+    assert!(nodes.info().unwrap().busy > 0);
+    drop(busy);
+    let is_bounded = |info: &SlabInfo| {
+        let most = info.total.used * info.stride_bytes as u64 * 100 / 60;
+        info.moved > 0 && info.total.resident_bytes <= most + (6 * info.slab_bytes) as u64
+    };
+    // Readers of other tests may delay it.
+    for round in 0..1000 {
+        if round >= 20 && is_bounded(&nodes.info().unwrap()) {
+            break;
+        }
+        // A resting cache is visited again only after its number of objects has changed.
+        store(&array, MAX_INDEX, 0, 1);
+        (0..40).for_each(|at| store(&array, (20_000 + at) * SPAN, 0, at));
+        while !slabs.defrag_step(Duration::from_millis(1)).is_done {}
+        nodes.finish_retired();
+        array.lock().erase_range(20_000 * SPAN, MAX_INDEX, drop);
+    }
+    assert_one_of_six(&array);
+    let info = nodes.info().unwrap();
+    assert!(is_bounded(&info), "{info:?}");
+}
+
+/// At a limit the governor packs the cache, too. What that frees was never charged, so it is not reported.
+#[test]
+fn the_governor_packs_it() {
+    let slabs = sparse_slabs();
+    let nodes = slabs.nodes().unwrap();
+    let array = one_of_six(nodes);
+    let before = nodes.info().unwrap();
+    let mut freed = 0;
+    while nodes.info().unwrap().total.resident_bytes * 2 > before.total.resident_bytes {
+        freed += slabs.shrink(u64::MAX, Urgency::Limit);
+        pin().flush();
+    }
+    assert_eq!(freed, 0);
+    assert!(nodes.info().unwrap().moved > 0);
+    assert_one_of_six(&array);
+}
+
+/// A value contains its index, and in the lowest bits a round.
+fn value_of(index: u64, round: u64) -> u64 {
+    index << 8 | round & 0xFF
+}
+
+/// Ends the other threads, also when one has failed.
+struct Done<'a>(&'a AtomicBool);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// Readers, two writers and two movers, while arrays are created and dropped: a permanent entry is always found, with its
+/// mark, and no lookup returns an entry of another index.
+#[test]
+fn threads_read_and_write_while_nodes_move() {
+    const ROUNDS: u64 = 60;
+    const FILES: u64 = 300;
+    let nodes = sparse_slabs().nodes().unwrap();
+    let (array, is_done) = (array(nodes), AtomicBool::new(false));
+    for at in 0..FILES {
+        store(&array, at * SPAN, 0, value_of(at * SPAN, 0));
+        array.lock().set_mark(at * SPAN, Mark::B);
+    }
+    let order = |at: u64| (at % u64::from(MAX_ORDER + 1)) as u32;
+    std::thread::scope(|scope| {
+        let (array, is_done) = (&*array, &is_done);
+        for seed in 0..2 {
+            scope.spawn(move || {
+                let mut at = seed;
+                while !is_done.load(Relaxed) {
+                    at = (at * 7 + 1) % FILES;
+                    let guard = &pin();
+                    let found = array.load(at * SPAN, guard).expect("always there");
+                    assert_eq!((found.value >> 8, found.order), (at * SPAN, 0));
+                    assert!(array.get_mark(at * SPAN, Mark::B, guard));
+                    let next = array.next(at * SPAN + 1, MAX_INDEX, guard);
+                    assert!(next.is_none_or(|next| next.value >> 8 == next.first), "another's: {next:?}");
+                    assert!(array.hint(at * SPAN).is_none_or(|found| found.value >> 8 == found.first));
+                }
+            });
+        }
+        for _ in 0..2 {
+            scope.spawn(move || {
+                while !is_done.load(Relaxed) {
+                    let done = nodes.defrag_step(Duration::from_micros(200));
+                    let _ = done.map(drop).or_else(|_| nodes.shrink().map(drop));
+                    std::thread::yield_now();
+                }
+            });
+        }
+        let writers: Vec<_> = [0, 1 << 30]
+            .map(|base| {
+                scope.spawn(move || {
+                    let _done = Done(is_done);
+                    // At least `ROUNDS`, and more until the movers have run.
+                    let nothing_moved = || nodes.info().unwrap().moved == 0 && !is_done.load(Relaxed);
+                    for round in (1..).take_while(|round| *round <= ROUNDS || nothing_moved()) {
+                        for at in 0..FILES {
+                            let first = (base + (at + FILES) * (1 << MAX_ORDER)) & MAX_INDEX;
+                            store(array, first, order(at), value_of(first, round));
+                            if base == 0 {
+                                assert!(array.lock().replace(at * SPAN, value_of(at * SPAN, round)).is_some());
+                            }
+                        }
+                        // A private array, which is dropped while its nodes may be moved.
+                        let brief = self::array(nodes);
+                        (0..50).for_each(|at| store(&brief, at * SPAN, 0, value_of(at * SPAN, round)));
+                        for at in (0..FILES).filter(|at| at % 6 != round % 6) {
+                            let first = base + (at + FILES) * (1 << MAX_ORDER);
+                            let erased = array.lock().erase(first).expect("this thread's own");
+                            assert_eq!((erased.value, erased.order), (value_of(first, round), order(at)));
+                        }
+                        assert_eq!(all(&brief).len(), 50);
+                        array.lock().erase_range(base + FILES * (1 << MAX_ORDER), base + (1 << 29), drop);
+                    }
+                })
+            })
+            .into_iter()
+            .collect();
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+    });
+    shrink(nodes);
+    assert_eq!(all(&array).len() as u64, FILES);
+    assert_eq!(nodes.info().unwrap().active, u64::from(array.node_count()));
+}
+
+/// Nodes of an emptied index are freed without a call, even few of them; after `defrag_by_hand` they wait for one.
+#[test]
+fn retired_nodes_go_back_without_a_call() {
+    for is_by_hand in [false, true] {
+        let slabs = slabs_behind(arena::Layout { use_huge: false, ..arena::Layout::for_test() });
+        if is_by_hand {
+            slabs.defrag_by_hand();
+        }
+        let forest = slabs.nodes().unwrap().forest();
+        let array = XArray::new(forest);
+        for index in (0..10).map(|at| at << 30) {
+            let (mut writer, mut stock) = array.lock_for(index, index, 0).unwrap();
+            writer.store(index, 0, 1, &mut stock);
+        }
+        if !is_by_hand {
+            wait_for_sleep(slabs);
+        }
+        let in_use = forest.in_use();
+        assert!(in_use > 20);
+        array.lock().erase_range(0, MAX_INDEX, drop);
+        if is_by_hand {
+            std::thread::sleep(Duration::from_millis(100));
+            assert_eq!(forest.in_use(), in_use, "no call has asked for it");
+            slabs.nodes().unwrap().shrink().unwrap();
+        } else {
+            wait_for_sleep(slabs);
+        }
+        wait_until("nodes", || forest.in_use() == 0);
+    }
+}

@@ -1,0 +1,20 @@
+//! Caches of equally sized objects, which move together to give memory back: [`Slabs`].
+//!
+//! Uses `pagemill-core`. The crate `pagemill` re-exports what programs use.
+
+// Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the words only.
+#[cfg(not(loom))]
+mod slab;
+#[cfg(all(loom, test))]
+mod slab {
+    mod asymmetric_lock;
+    #[allow(dead_code)] // the parts that only caches use
+    mod epochs;
+}
+
+#[cfg(not(loom))]
+pub use slab::{
+    ByHandle, ByOwner, CacheKind, Candidates, Done, Fixed, Guard, Handle, MAX_CACHES, Migrate, Movable, Moving, New,
+    NodeCache, NodeIndex, NodeInfo, NodeMemory, Pinned, Progress, Settings, ShrinkReport, SlabInfo, Slabs, Slot,
+    Target, ask_for_slabs, pin, shown_name,
+};

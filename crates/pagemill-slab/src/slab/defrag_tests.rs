@@ -1,0 +1,165 @@
+//! Defragmentation in steps: it ends, however small the steps are, and with the expected result.
+
+use super::model_tests::Random;
+use super::owner_tests::{Book, Items, cache_of, pin};
+use super::tests::{finish_retired, slabs, slabs_on_nodes, sparse_slabs};
+use super::*;
+use pagemill_core::epoch;
+use pagemill_core::units::BLOCK_BYTES;
+use std::collections::BTreeMap;
+
+/// Two slabs a block, and 512 objects a slab: many blocks with few items.
+const SLABS_EACH: u64 = 2;
+const SLAB_BYTES: usize = BLOCK_BYTES / SLABS_EACH as usize;
+const PER_BLOCK: u64 = SLABS_EACH * 512;
+
+/// A cache with `blocks` full blocks, and the numbers of the items in each.
+fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<Book>, Vec<Vec<u64>>) {
+    let cache = cache_of(slabs, Settings { slab_bytes: Some(SLAB_BYTES), ..Settings::new("steps") });
+    (0..blocks * PER_BLOCK).for_each(|number| cache.add(number));
+    let mut by_block = BTreeMap::<usize, Vec<u64>>::new();
+    for number in 0..blocks * PER_BLOCK {
+        by_block.entry(cache.item(number).as_ptr() as usize / BLOCK_BYTES).or_default().push(number);
+    }
+    assert!(by_block.values().all(|numbers| numbers.len() as u64 == PER_BLOCK));
+    (cache, by_block.into_values().collect())
+}
+
+/// Leaves `left` items of a block, some in each slab, and returns their numbers. Magazines are empty afterwards.
+fn remove_most(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> {
+    let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
+    let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().enumerate().partition(|(at, _)| is_left(*at));
+    gone.iter().for_each(|(_, number)| assert!(cache.remove(**number)));
+    drop(cache.engine().drain_magazines().unwrap());
+    kept.into_iter().map(|(_, number)| *number).collect()
+}
+
+/// Runs steps of one slab each until the cache rests; returns how many.
+fn steps_until_rest(cache: &ByOwner<Book>, most: u64) -> u64 {
+    for steps in 0..most {
+        cache.defrag_step(Duration::ZERO).unwrap();
+        if cache.engine().passes.is_resting() {
+            return steps;
+        }
+        finish_retired(cache.engine());
+    }
+    panic!("it does not come to its end in {most} steps: {:?}", cache.info());
+}
+
+/// More blocks with pinned items than one search compares: all blocks behind them are still emptied, in steps of one slab
+/// each. Forty blocks have pinned items and come first in their list; the items of twenty others fit into these.
+#[test]
+fn blocks_that_refuse_do_not_hide_others() {
+    let (cache, blocks) = with_full_blocks(slabs(), 60);
+    let (refusing, others) = blocks.split_at(40);
+    others.iter().for_each(|numbers| _ = remove_most(&cache, numbers, 100));
+    for numbers in refusing {
+        remove_most(&cache, numbers, 100).iter().for_each(|number| pin(&cache, *number));
+    }
+
+    // Each slab is tried once in a pass, and there are few passes.
+    steps_until_rest(&cache, 4 * 60 * SLABS_EACH);
+
+    cache.engine().shrink().unwrap();
+    let info = cache.info().unwrap();
+    assert_eq!((info.total.blocks, info.moved), (40, 20 * 100), "{info:?}");
+    assert_eq!(info.active, 60 * 100);
+    cache.engine().check_state();
+}
+
+/// Two blocks with one pinned item each, both used by less than the ratio, are not emptied into each other forever: each
+/// moves its items to the other once.
+#[test]
+fn blocks_that_cannot_be_emptied_do_not_take_turns() {
+    let (cache, blocks) = with_full_blocks(slabs(), 2);
+    for numbers in &blocks {
+        let left = remove_most(&cache, numbers, 130);
+        pin(&cache, left[0]);
+    }
+    for _ in 0..5 {
+        cache.engine().passes.wake();
+        steps_until_rest(&cache, 4 * 2 * SLABS_EACH);
+    }
+    let info = cache.info().unwrap();
+    assert!(info.moved <= 129 + 2 * 129 && info.total.blocks == 2, "{info:?}");
+    cache.engine().check_state();
+}
+
+/// A slab that a step left half done is continued once readers have finished, even if a step found nothing else
+/// meanwhile. So a cache does not rest before everything possible is freed.
+#[test]
+fn a_pass_waits_for_what_it_left_in_the_midst() {
+    let (cache, blocks) = with_full_blocks(slabs(), 6);
+    cache.set_defrag_used_ratio(100).unwrap();
+    remove_most(&cache, &blocks[4], 500);
+    remove_most(&cache, &blocks[5], 40);
+    let guard = epoch::pin();
+    for _ in 0..3 {
+        cache.defrag_step(Duration::ZERO).unwrap();
+    }
+    assert_eq!(cache.info().unwrap().moved, 20, "one of two slabs");
+    drop(guard);
+    finish_retired(cache.engine());
+    steps_until_rest(&cache, 4 * 6 * SLABS_EACH);
+    cache.engine().shrink().unwrap();
+    let info = cache.info().unwrap();
+    assert_eq!((info.moved, info.total.blocks), (40, 5), "{info:?}");
+}
+
+/// Random items stay in some blocks, and come and go beside steps of random lengths and readers. A resting cache has no
+/// more memory than the ratio allows. In addition, each node may have one whole block that is used by less and one idle
+/// block; with sparse blocks one such slab and four empty ones.
+#[test]
+fn at_rest_a_cache_has_what_its_ratio_says() {
+    let mut random = Random::seeded("at rest");
+    for slabs in [slabs(), sparse_slabs()].into_iter().flat_map(|slabs| [slabs; 15]) {
+        let (cache, blocks) = with_full_blocks(slabs, 2 + random.below(7));
+        let ratio = [10, 30, 50, 60, 90, 100][random.below(6) as usize];
+        cache.set_defrag_used_ratio(ratio).unwrap();
+        let most = 1 + random.below(PER_BLOCK);
+        let mut live: Vec<u64> =
+            blocks.iter().flat_map(|numbers| remove_most(&cache, numbers, random.below(most) as usize)).collect();
+        for turn in 0..random.below(12) {
+            let guard = (random.below(2) == 0).then(epoch::pin);
+            cache.defrag_step(Duration::from_micros(random.below(4) * 20)).unwrap();
+            match random.below(6) {
+                0 => {
+                    let more = (1 << 32) + turn * PER_BLOCK..;
+                    live.extend(more.take(random.below(200) as usize).inspect(|number| cache.add(*number)));
+                }
+                1 => {
+                    let kept = live.split_off(random.below(1 + live.len() as u64) as usize / 2);
+                    std::mem::replace(&mut live, kept).iter().for_each(|number| assert!(cache.remove(*number)));
+                }
+                _ => {}
+            }
+            drop(guard);
+            if random.below(2) == 0 {
+                finish_retired(cache.engine());
+            }
+        }
+        // A change of less than 1/64 of the objects would not start a pass.
+        cache.engine().passes.wake();
+        steps_until_rest(&cache, 1000);
+        let (info, live_count) = (cache.info().unwrap(), live.len() as u64);
+        assert_eq!((cache.check_all(), info.active), (live_count, live_count));
+        let (unit, kept) = if cache.engine().comes_sparse() { (SLAB_BYTES, 1 + 4) } else { (BLOCK_BYTES, 1 + 1) };
+        let per_unit = PER_BLOCK * unit as u64 / BLOCK_BYTES as u64;
+        let more = (info.total.resident_bytes / unit as u64).saturating_sub(kept);
+        assert!(more * per_unit * u64::from(ratio) <= live_count * 100, "{ratio} {info:?}");
+        cache.engine().check_state();
+    }
+}
+
+/// Balancing leaves each node the average: a node gives its surplus only, also to several others.
+#[test]
+fn balancing_leaves_the_average() {
+    let cache = cache_of(slabs_on_nodes(4), Settings::new("average"));
+    let mut numbers = 0..;
+    for (node, count) in [500, 350, 200, 550].into_iter().enumerate() {
+        numbers.by_ref().take(count).for_each(|number| cache.add_on(node, number));
+    }
+    let progress = cache.balance().unwrap();
+    let used: Vec<_> = cache.info().unwrap().nodes.iter().map(|node| node.used).collect();
+    assert_eq!((used, progress.moved, progress.is_done), (vec![400; 4], 250, true));
+}

@@ -1,0 +1,199 @@
+//! Caches of objects with fixed addresses: a [`Slot`] is a box in the memory of a cache.
+#![allow(unsafe_code)] // values in slots
+
+use super::engine::Engine;
+use super::info::{self, SlabInfo};
+use super::{CacheKind, Member};
+use pagemill_core::error::Result;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// The part of the cache that the list of all caches refers to.
+pub(super) struct FixedInner(Engine);
+
+impl FixedInner {
+    pub fn new(engine: Engine) -> Self {
+        Self(engine)
+    }
+}
+
+impl Member for FixedInner {
+    fn engine(&self) -> &Engine {
+        &self.0
+    }
+
+    fn kind(&self) -> CacheKind {
+        CacheKind::Fixed
+    }
+
+    fn shrink(&self) -> Result<u64> {
+        self.0.shrink()
+    }
+}
+
+/// A cache of values of one type. A value keeps its address until it is dropped.
+///
+/// ```
+/// use pagemill::{Pagemill, slab::Settings};
+///
+/// let cache = Pagemill::of_process()?.slabs.fixed::<String>(Settings::new("names"))?;
+/// let mut name = cache.insert("page".to_owned())?; // a `Slot`, used as a `Box`
+/// name.push_str("mill");
+/// assert_eq!(name.into_inner(), "pagemill");
+/// cache.shrink()?; // the empty slab returns to the system
+/// assert_eq!(cache.info()?.total.used, 0);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub struct Fixed<T> {
+    inner: Arc<FixedInner>,
+    _values: PhantomData<fn(T) -> T>,
+}
+
+/// An owned value in a slab, like a `Box`. Dropping the slot drops the value and frees the object.
+///
+/// # Invariants
+///
+/// `at` points to a valid value in an object of `cache`. Only this slot owns it.
+///
+/// Example: [`Fixed`].
+pub struct Slot<'cache, T> {
+    cache: &'cache Engine,
+    at: NonNull<T>,
+    _value: PhantomData<T>,
+}
+
+// SAFETY: as a box: only the value is sent to the other thread; engines are shared by threads.
+unsafe impl<T: Send> Send for Slot<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Slot<'_, T> {}
+
+impl<T> Fixed<T> {
+    pub(super) fn new(inner: Arc<FixedInner>) -> Self {
+        Self { inner, _values: PhantomData }
+    }
+
+    /// Allocates an object and moves the value into it.
+    ///
+    /// Cost: mostly a pop from this thread's magazine. Sometimes a new slab has to be set up, and rarely a new block.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]: the value is dropped.
+    #[inline]
+    #[track_caller]
+    pub fn insert(&self, value: T) -> Result<Slot<'_, T>> {
+        let object = self.inner.0.allocate()?;
+        Ok(self.fill(object, value))
+    }
+
+    /// As [`Fixed::insert`], in memory of one node.
+    ///
+    /// # Errors
+    ///
+    /// As [`Fixed::insert`]; [`pagemill_core::Error::BadNode`].
+    #[track_caller]
+    pub fn insert_on(&self, node: usize, value: T) -> Result<Slot<'_, T>> {
+        let object = self.inner.0.allocate_on(node)?;
+        Ok(self.fill(object, value))
+    }
+
+    #[inline]
+    fn fill(&self, object: usize, value: T) -> Slot<'_, T> {
+        let at = object as *mut T;
+        // SAFETY: an allocated object: large and aligned enough for a `T`, and owned by this call alone.
+        let at = unsafe {
+            at.write(value);
+            NonNull::new_unchecked(at)
+        };
+        Slot { cache: &self.inner.0, at, _value: PhantomData }
+    }
+
+    /// Frees all memory that holds no value: free objects in magazines and barns, empty slabs of sparse blocks, idle
+    /// blocks. Returns by how many bytes the charge of the cache fell.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::Busy`] if another thread drains the cache for a second, or a thread was stopped during a call.
+    pub fn shrink(&self) -> Result<u64> {
+        self.inner.shrink()
+    }
+
+    /// Returns the statistics of the cache.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::WrongState`] in a fork child.
+    pub fn info(&self) -> Result<SlabInfo> {
+        info::of(&*self.inner)
+    }
+}
+
+#[cfg(test)]
+impl<T> Fixed<T> {
+    pub(super) fn engine(&self) -> &Engine {
+        &self.inner.0
+    }
+}
+
+impl<T> Slot<'_, T> {
+    /// The NUMA node of the value's memory.
+    pub fn node(&self) -> usize {
+        self.cache.node_of(self.at.as_ptr() as usize)
+    }
+
+    /// Moves the value out and frees the object.
+    pub fn into_inner(self) -> T {
+        let slot = std::mem::ManuallyDrop::new(self);
+        // SAFETY: the slot's own value (type invariant), read once: the slot is not dropped.
+        unsafe {
+            let value = slot.at.read();
+            slot.cache.free(slot.at.as_ptr() as usize);
+            value
+        }
+    }
+}
+
+impl<T> Deref for Slot<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: type invariant.
+        unsafe { self.at.as_ref() }
+    }
+}
+
+impl<T> DerefMut for Slot<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: type invariant.
+        unsafe { self.at.as_mut() }
+    }
+}
+
+impl<T> Drop for Slot<'_, T> {
+    #[inline]
+    #[track_caller]
+    fn drop(&mut self) {
+        // SAFETY: the slot's own value (type invariant); no reference to it is left. The object is freed even if the
+        // destructor panics.
+        unsafe {
+            let _place = FreeOnDrop(self.cache, self.at.as_ptr() as usize);
+            self.at.drop_in_place();
+        }
+    }
+}
+
+/// Frees the object of a slot when dropped, also during unwinding.
+struct FreeOnDrop<'cache>(&'cache Engine, usize);
+
+impl Drop for FreeOnDrop<'_> {
+    #[inline]
+    #[track_caller]
+    fn drop(&mut self) {
+        // SAFETY: created by the drop of the slot that owned the object.
+        unsafe { self.0.free(self.1) };
+    }
+}

@@ -1,0 +1,40 @@
+//! What a fork does to slab caches.
+#![allow(unsafe_code)] // calls that only fork handlers may make
+
+use super::{Slabs, epochs, thread_slots};
+use pagemill_core::sync::Relaxed;
+
+impl Slabs {
+    /// Releases the locks of [`Slabs::acquire_for_fork`].
+    ///
+    /// # Safety
+    ///
+    /// Follows one call of it, by the same thread.
+    pub unsafe fn release_after_fork(&self) {
+        if let Some(shared) = self.shared.get() {
+            shared.blocks.release_after_fork();
+            shared.handles.release();
+            shared.ids.release();
+        }
+        self.members.release();
+        self.nodes.release_after_fork();
+        self.worker.release_after_fork();
+    }
+
+    /// In a fork child: the caches belong to the parent, and no background thread exists.
+    ///
+    /// # Safety
+    ///
+    /// The process is a child with one thread, made since the last call, and holds no lock of these caches.
+    pub unsafe fn begin_child(&self) {
+        self.worker.begin_child();
+        thread_slots::begin_child();
+        epochs::begin_child();
+        if let Some(shared) = self.shared.get() {
+            shared.blocks.begin_child();
+        }
+        // The child must not hold an owner of the parent, and must not be the one that drops it.
+        self.members.with(|members| std::mem::forget(std::mem::take(members)));
+        self.kept_bytes.store(0, Relaxed);
+    }
+}

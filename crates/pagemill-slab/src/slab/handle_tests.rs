@@ -1,0 +1,608 @@
+//! Behaviour of caches by handle.
+#![allow(unsafe_code)] // implements `Movable`
+
+use super::tests::{STUCK_AFTER, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
+use super::*;
+use pagemill_core::arena::Layout;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::units::BLOCK_BYTES;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Barrier, OnceLock};
+use std::time::{Duration, Instant};
+
+type Value = [u64; 24];
+
+fn value(number: u64) -> Value {
+    std::array::from_fn(|at| number + at as u64)
+}
+
+/// An item of a list. Its destructor removes the next one, in the same cache or in the next of several.
+struct Link {
+    next: Option<Handle<Link>>,
+    number: usize,
+    lists: Arc<Lists>,
+}
+
+#[derive(Default)]
+struct Lists {
+    caches: OnceLock<Vec<ByHandle<Link>>>,
+    /// Destructors that are running on the one thread, and their maximum so far.
+    now: AtomicUsize,
+    most: AtomicUsize,
+    dropped: AtomicUsize,
+}
+
+// SAFETY: numbers and pointers.
+unsafe impl Movable for Link {}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let lists = &self.lists;
+        lists.most.fetch_max(lists.now.fetch_add(1, Relaxed) + 1, Relaxed);
+        if let (Some(next), Some(caches)) = (self.next, lists.caches.get()) {
+            assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap());
+        }
+        lists.now.fetch_sub(1, Relaxed);
+        lists.dropped.fetch_add(1, Relaxed);
+    }
+}
+
+/// Destructors that remove other values do not nest, except once for each cache, of at most eight caches. All of them
+/// run.
+#[test]
+fn destructors_that_remove_others_do_not_nest() {
+    const LISTS: usize = 256;
+    const LENGTH: usize = 64;
+    for caches in [1, 2, 12] {
+        let lists = Arc::new(Lists::default());
+        let make = || slabs().by_handle(Settings::new("lists")).unwrap();
+        let made = lists.caches.get_or_init(|| (0..caches).map(|_| make()).collect());
+        let mut heads = vec![None; LISTS];
+        for number in (0..LENGTH).rev() {
+            for head in &mut heads {
+                let link = Link { next: *head, number, lists: lists.clone() };
+                *head = Some(made[number % caches].insert(link).unwrap());
+            }
+        }
+        heads.into_iter().flatten().for_each(|head| assert!(made[0].remove(head).unwrap()));
+        // Readers of other tests may delay them.
+        while lists.dropped.load(Relaxed) < LISTS * LENGTH {
+            made.iter().for_each(|cache| _ = cache.shrink().unwrap());
+        }
+        assert!(lists.most.load(Relaxed) <= caches.min(8), "{} within each other", lists.most.load(Relaxed));
+        assert_eq!(lists.dropped.load(Relaxed), LISTS * LENGTH, "each once");
+    }
+}
+
+/// A value that may own a cache of such values.
+struct Nest {
+    _inner: Option<Box<ByHandle<Nest>>>,
+    dropped: Arc<AtomicUsize>,
+}
+
+// SAFETY: pointers.
+unsafe impl Movable for Nest {}
+
+impl Drop for Nest {
+    fn drop(&mut self) {
+        self.dropped.fetch_add(1, Relaxed);
+    }
+}
+
+/// More caches than [`super::deferred_drop`] tracks are dropped inside of each other's destructors. Each value is
+/// dropped once, including removed values that wait for a reader, and all memory is freed.
+#[test]
+fn caches_end_within_each_other() {
+    const CACHES: usize = 12;
+    const EACH: usize = 100;
+    let slabs = slabs();
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let nest = |inner| Nest { _inner: inner, dropped: dropped.clone() };
+    let guard = pin();
+    let mut outer = None;
+    for _ in 0..CACHES {
+        let cache = Box::new(slabs.by_handle::<Nest>(Settings::new("nest")).unwrap());
+        let handles: Vec<_> = (1..EACH).map(|_| cache.insert(nest(None)).unwrap()).collect();
+        // The value that is removed last, and waits, owns the other caches.
+        let last = cache.insert(nest(outer.take())).unwrap();
+        handles.iter().step_by(2).chain([&last]).for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+        outer = Some(cache);
+    }
+    assert_eq!((slabs.list().len(), dropped.load(Relaxed)), (CACHES, 0));
+    drop(outer);
+    assert_eq!((slabs.list().len(), dropped.load(Relaxed)), (0, CACHES * EACH));
+    drop(guard);
+    slabs.shrink(u64::MAX, Urgency::Limit);
+    assert_eq!(slabs.arena.budget.room().0, 0);
+}
+
+/// Counts how often each number was dropped.
+struct Counted {
+    number: u64,
+    dropped: Arc<Vec<AtomicUsize>>,
+}
+
+// SAFETY: a number and a pointer.
+unsafe impl Movable for Counted {}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.dropped[self.number as usize].fetch_add(1, Relaxed);
+    }
+}
+
+fn counters(count: usize) -> Arc<Vec<AtomicUsize>> {
+    Arc::new((0..count).map(|_| AtomicUsize::new(0)).collect())
+}
+
+/// Nine of ten values are removed: the handles of the others find them, in as few slabs and blocks as possible; the
+/// removed handles find nothing.
+#[test]
+fn values_move_below_their_handles() {
+    for slabs in [slabs(), sparse_slabs()] {
+        let cache = slabs.by_handle::<Value>(Settings::new("packed")).unwrap();
+        let handles: Vec<_> = (0..100_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+        for (number, handle) in handles.iter().enumerate() {
+            assert!(number % 10 == 3 || cache.remove(*handle).unwrap());
+        }
+        assert!(!cache.remove(handles[0]).unwrap(), "it has gone");
+        let place = |handle| std::ptr::from_ref(cache.get(handle, &pin()).unwrap()) as usize;
+        let before: Vec<usize> = handles.iter().skip(3).step_by(10).map(|handle| place(*handle)).collect();
+        assert!(cache.pack() >= 8 * BLOCK_BYTES as u64);
+        let after: Vec<usize> = handles.iter().skip(3).step_by(10).map(|handle| place(*handle)).collect();
+        assert!(before.iter().zip(&after).filter(|(before, after)| before != after).count() > 5_000);
+        let guard = pin();
+        for (number, handle) in handles.iter().enumerate() {
+            let found = cache.get(*handle, &guard);
+            assert_eq!(found, (number % 10 == 3).then(|| value(number as u64)).as_ref());
+        }
+        drop(guard);
+        let info = cache.info().unwrap();
+        let needed = 10_000_u64.div_ceil(u64::from(info.objects_per_slab));
+        assert_eq!((info.active, u64::from(info.total.slabs - info.total.empty)), (10_000, needed));
+        assert!(info.total.partial <= 1 && info.stride_bytes == 200, "{info:?}");
+        assert_eq!(u64::from(info.total.blocks), needed.div_ceil(32));
+        cache.engine().check_state();
+    }
+}
+
+/// Each value is dropped once, after its readers: removed, replaced, moved, or left in the cache.
+#[test]
+fn values_are_dropped_once() {
+    const VALUES: usize = 30_000;
+    let dropped = counters(2 * VALUES);
+    let counted = |number: usize| Counted { number: number as u64, dropped: dropped.clone() };
+    let count = || dropped.iter().map(|count| count.load(Relaxed)).sum::<usize>();
+    let cache = slabs().by_handle(Settings::new("dropped")).unwrap();
+    let handles: Vec<_> = (0..VALUES).map(|number| cache.insert(counted(number)).unwrap()).collect();
+    let guard = pin();
+    let first = cache.get(handles[1], &guard).unwrap();
+    for (number, handle) in handles.iter().enumerate() {
+        match number % 4 {
+            0 => {}
+            1 => assert!(cache.remove(*handle).unwrap()),
+            2 => assert!(cache.update(*handle, |old| counted(old.number as usize + VALUES)).unwrap()),
+            _ => assert!(cache.remove(*handle).unwrap() && !cache.remove(*handle).unwrap()),
+        }
+    }
+    assert_eq!((count(), first.number), (0, 1), "a reader is there");
+    drop(guard);
+    cache.pack();
+    assert_eq!(count(), VALUES / 4 * 3);
+    assert!(cache.info().unwrap().moved > 1_000);
+    let pin_again = cache.pin_value(handles[0]).unwrap().unwrap();
+    std::mem::forget(pin_again);
+    drop(cache);
+    assert!(dropped.iter().take(VALUES).all(|count| count.load(Relaxed) == 1));
+    assert_eq!(count(), VALUES + VALUES / 4);
+}
+
+/// A panicking destructor does not keep other destructors from running, neither for removed values nor at the drop of the
+/// cache. The panic reaches the caller.
+#[test]
+fn destructors_may_panic() {
+    struct Failing(Counted);
+    // SAFETY: as the value that it holds.
+    unsafe impl Movable for Failing {}
+    impl Drop for Failing {
+        fn drop(&mut self) {
+            assert!(self.0.number % 50 != 7, "a destructor that fails, as it should here");
+        }
+    }
+    let dropped = counters(400);
+    let cache = slabs().by_handle(Settings::new("failing")).unwrap();
+    let insert = |number| cache.insert(Failing(Counted { number, dropped: dropped.clone() })).unwrap();
+    let handles: Vec<_> = (0..400).map(insert).collect();
+    let fails = |act: &mut dyn FnMut()| catch_unwind(AssertUnwindSafe(act)).is_err();
+    let is_gone = |number: usize| dropped[number].load(Relaxed) == 1;
+    let mut failures = 0;
+    for handle in &handles[..200] {
+        failures += usize::from(fails(&mut || assert!(cache.remove(*handle).unwrap())));
+    }
+    // Readers of other tests may take longer than one shrink waits.
+    let began = Instant::now();
+    while !(0..200).all(is_gone) {
+        assert!(began.elapsed() < STUCK_AFTER, "destructors do not come");
+        failures += usize::from(fails(&mut || _ = cache.shrink()));
+    }
+    assert!((1..=4).contains(&failures), "{failures}");
+    assert!(handles[..200].iter().all(|handle| cache.get(*handle, &pin()).is_none()));
+    let mut cache = Some(cache);
+    assert!(fails(&mut || drop(cache.take())));
+    assert!((0..400).all(is_gone));
+}
+
+/// A cache that is dropped during a long drain by another thread waits for it, then drops its values.
+#[test]
+fn values_are_dropped_after_a_long_step() {
+    let (slabs, dropped) = (slabs(), counters(10));
+    let cache = slabs.by_handle(Settings::new("long")).unwrap();
+    (0..10).for_each(|number| _ = cache.insert(Counted { number, dropped: dropped.clone() }).unwrap());
+    std::thread::scope(|scope| {
+        let member = slabs.members().remove(0);
+        let drained = member.engine().drain_magazines().unwrap();
+        let dropper = scope.spawn(move || drop(cache));
+        // Longer than a shrink would wait.
+        std::thread::sleep(Duration::from_millis(1_200));
+        drop(drained);
+        drop(member);
+        dropper.join().unwrap();
+    });
+    assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
+}
+
+/// A cache that is dropped under a guard frees all of its memory, including places that values were moved from: the guard
+/// is for another cache.
+#[test]
+fn a_cache_is_dropped_under_a_guard() {
+    let (slabs, account) = slabs_with(Layout::for_test(), UNLIMITED);
+    let cache = slabs.by_handle::<Value>(Settings::new("guarded")).unwrap();
+    let handles: Vec<_> = (0..50_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    handles
+        .iter()
+        .enumerate()
+        .for_each(|(number, handle)| assert!(number % 100 == 0 || cache.remove(*handle).unwrap()));
+    // Frees the places of removed values without moving anything.
+    cache.set_defrag_used_ratio(0).unwrap();
+    while cache.info().unwrap().active > 1_000 {
+        cache.defrag_step(Duration::ZERO).unwrap();
+    }
+    cache.set_defrag_used_ratio(100).unwrap();
+    let guard = pin();
+    let moved = cache.defrag_step(Duration::from_secs(1)).unwrap().moved;
+    let info = cache.info().unwrap();
+    assert!(moved > 0 && cache.engine().has_batches());
+    assert!(info.waiting >= moved && info.active - info.waiting == 500, "{moved} {info:?}");
+    drop(cache);
+    slabs.shrink(u64::MAX, Urgency::Request);
+    assert_eq!(account.resident(), 0);
+    drop(guard);
+}
+
+/// A shrink drops the values that sleeping threads removed and still keep in their stocks.
+#[test]
+fn what_threads_removed_is_dropped_by_another() {
+    const THREADS: usize = 4;
+    let dropped = counters(THREADS * 100);
+    let cache = slabs().by_handle(Settings::new("asleep")).unwrap();
+    let (removed, ended) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS as u64 {
+            let (cache, dropped, removed, ended) = (&cache, &dropped, &removed, &ended);
+            scope.spawn(move || {
+                let counted = |number| Counted { number: thread * 100 + number, dropped: dropped.clone() };
+                let handles: Vec<_> = (0..100).map(|number| cache.insert(counted(number)).unwrap()).collect();
+                assert!(handles.iter().all(|handle| cache.remove(*handle).unwrap()));
+                removed.wait();
+                ended.wait();
+            });
+        }
+        removed.wait();
+        cache.pack();
+        assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
+        assert_eq!(cache.info().unwrap().active, 0);
+        ended.wait();
+    });
+}
+
+fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
+    let cache = slabs().by_handle::<T>(Settings { defrag_used_ratio: 0, ..Settings::new("waiting") }).unwrap();
+    let handles: Vec<_> = (0..4_000).map(|_| cache.insert(value.clone()).unwrap()).collect();
+    let figures = || {
+        let info = cache.info().unwrap();
+        (info.active, info.waiting)
+    };
+    assert_eq!(figures(), (4_000, 0));
+    let guard = pin();
+    handles[..3_000].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+    handles[3_900..].iter().for_each(|handle| assert!(cache.update(*handle, T::clone).unwrap()));
+    assert_eq!(figures(), (4_100, 3_100));
+    drop(guard);
+    cache.pack();
+    assert_eq!(figures(), (1_000, 0));
+}
+
+/// Removed or replaced values are counted as waiting while readers may use them, with and without a destructor.
+#[test]
+fn what_waits_for_readers_is_counted() {
+    assert_counted_while_they_wait(value(1));
+    assert_counted_while_they_wait("a string".to_owned());
+}
+
+/// A pinned value keeps its address and contents; after the last pin is dropped it can be moved and removed again.
+#[test]
+fn pinned_values_stay() {
+    let cache = slabs().by_handle::<Value>(Settings::new("pinned")).unwrap();
+    let handles: Vec<_> = (0..50_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    let pins: Vec<_> = handles.iter().step_by(5_000).map(|handle| cache.pin_value(*handle).unwrap().unwrap()).collect();
+    let places: Vec<_> = pins.iter().map(|pin| std::ptr::from_ref(&**pin)).collect();
+    for (number, handle) in handles.iter().enumerate() {
+        assert!(number % 10 == 0 || cache.remove(*handle).unwrap());
+    }
+    assert!(matches!(cache.remove(handles[0]), Err(Error::Busy { .. })));
+    assert!(matches!(cache.update(handles[0], |old| *old), Err(Error::Busy { .. })));
+    cache.pack();
+    let info = cache.info().unwrap();
+    assert!(info.busy >= 9 && info.moved > 3_000 && info.total.partial as usize <= pins.len() + 1, "{info:?}");
+    for (at, (pin, place)) in pins.iter().zip(places).enumerate() {
+        assert_eq!((std::ptr::from_ref(&**pin), **pin), (place, value(at as u64 * 5_000)));
+    }
+    let most: Vec<_> = (0..6).map(|_| cache.pin_value(handles[0]).unwrap().unwrap()).collect();
+    assert_eq!(cache.get(handles[0], &pin()), Some(&value(0)));
+    assert!(matches!(cache.pin_value(handles[0]), Err(Error::Busy { .. })));
+    drop((most, pins));
+    cache.pack();
+    assert_eq!((cache.info().unwrap().total.partial, cache.info().unwrap().total.blocks), (1, 1));
+    assert!(cache.remove(handles[0]).unwrap() && cache.pin_value(handles[0]).unwrap().is_none());
+}
+
+/// `remove_with` shows a value to one removal only. Pinned values stay; if the closure panics, the place is freed
+/// nevertheless.
+#[test]
+fn a_value_is_seen_as_it_goes() {
+    let slabs = slabs();
+    let cache = slabs.by_handle::<Value>(Settings::new("seen")).unwrap();
+    let handles: Vec<_> = (0..5_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    for (handle, number) in handles.iter().zip(0..) {
+        assert_eq!(cache.remove_with(*handle, |value| *value).unwrap(), Some(value(number)));
+        assert!(cache.remove_with(*handle, |_| panic!("it has gone")).unwrap().is_none());
+    }
+    let kept = cache.insert(value(7)).unwrap();
+    let pinned = cache.pin_value(kept).unwrap();
+    assert!(matches!(cache.remove_with(kept, |_| panic!("it is pinned")), Err::<Option<()>, _>(Error::Busy { .. })));
+    drop(pinned);
+    assert!(catch_unwind(AssertUnwindSafe(|| cache.remove_with(kept, |_| panic!("a look")))).is_err());
+    cache.pack();
+    assert_eq!((cache.info().unwrap().active, cache.get(kept, &pin())), (0, None));
+
+    let texts = slabs.by_handle::<String>(Settings::new("texts")).unwrap();
+    let text = texts.insert("one".to_owned()).unwrap();
+    assert_eq!(texts.remove_with(text, String::clone).unwrap().as_deref(), Some("one"));
+    texts.pack();
+    assert_eq!(texts.info().unwrap().active, 0);
+}
+
+/// A fork child that returns from the closure of `remove_with` or `update` retires nothing: locks of the parent's caches
+/// may be held forever there.
+#[test]
+fn a_child_that_comes_out_of_a_look_gives_nothing_up() {
+    for is_removed in [true, false] {
+        let slabs = slabs();
+        slabs.defrag_by_hand();
+        let texts = slabs.by_handle::<String>(Settings::new("forked")).unwrap();
+        let text = texts.insert("one".to_owned()).unwrap();
+        let fork = |text: &String| {
+            // SAFETY: a child with one thread, which holds no lock.
+            unsafe { slabs.arena.forked() };
+            text.clone()
+        };
+        if is_removed {
+            assert_eq!(texts.remove_with(text, fork).unwrap().as_deref(), Some("one"));
+        } else {
+            assert!(texts.update(text, fork).unwrap());
+        }
+        assert_eq!(texts.in_retire_list(), 0);
+    }
+}
+
+/// If the closure of `remove_with` panics, and a destructor that runs at that moment, too, the panic of the closure
+/// propagates.
+#[test]
+fn a_look_and_a_destructor_may_both_panic() {
+    static DROPPED: AtomicUsize = AtomicUsize::new(0);
+
+    struct Bad;
+
+    // SAFETY: it has no bytes.
+    unsafe impl Movable for Bad {}
+
+    impl Drop for Bad {
+        fn drop(&mut self) {
+            DROPPED.fetch_add(1, Relaxed);
+            assert!(!std::thread::panicking(), "a destructor");
+        }
+    }
+
+    let slabs = slabs();
+    slabs.defrag_by_hand();
+    let cache = slabs.by_handle::<Bad>(Settings::new("bad")).unwrap();
+    // Every 64th removal runs destructors; readers of other tests may delay them.
+    while DROPPED.load(Relaxed) == 0 {
+        let bad = cache.insert(Bad).unwrap();
+        let look = |_: &Bad| panic!("a look");
+        let panic = catch_unwind(AssertUnwindSafe(|| cache.remove_with(bad, look))).unwrap_err();
+        assert_eq!(panic.downcast_ref::<&str>(), Some(&"a look"));
+    }
+}
+
+/// The handle table frees pages; old handles match no later value, nor one of the next cache.
+#[test]
+fn the_table_of_handles_shrinks() {
+    let slabs = slabs();
+    let cache = slabs.by_handle::<u64>(Settings::new("table")).unwrap();
+    let handles: Vec<_> = (0..100_000).map(|number| cache.insert(number).unwrap()).collect();
+    let full = cache.handle_bytes();
+    assert!((800_000..900_000).contains(&full), "{full}");
+    handles.iter().skip(1_000).for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+    cache.pack();
+    assert!(cache.handle_bytes() <= 16 << 10, "{}", cache.handle_bytes());
+    let again: Vec<_> = (0..100_000).map(|number| cache.insert(number).unwrap()).collect();
+    let guard = pin();
+    assert!(handles.iter().skip(1_000).all(|handle| cache.get(*handle, &guard).is_none()));
+    assert!(again.iter().enumerate().all(|(number, handle)| cache.get(*handle, &guard) == Some(&(number as u64))));
+    drop((guard, cache));
+    let next = slabs.by_handle::<u64>(Settings::new("next")).unwrap();
+    (0..200_000).for_each(|number| _ = next.insert(number).unwrap());
+    let guard = pin();
+    assert!(handles.iter().chain(&again).all(|handle| next.get(*handle, &guard).is_none()));
+    assert!(next.get(Handle::from_bits(u64::MAX), &guard).is_none());
+}
+
+/// At a limit, values of a sparsely used cache are packed, so that another cache gets the memory.
+#[test]
+fn a_limit_packs_values() {
+    let (slabs, account) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
+    let cache = slabs.by_handle::<Value>(Settings::new("limit")).unwrap();
+    let handles: Vec<_> = (0..70_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    handles.iter().enumerate().for_each(|(number, handle)| assert!(number % 10 == 0 || cache.remove(*handle).unwrap()));
+    // The values that were removed last wait for a call.
+    while !cache.defrag_step(Duration::ZERO).unwrap().is_done && cache.info().unwrap().active > 7_100 {}
+    assert!(account.resident() > 6 * BLOCK_BYTES as u64);
+    let other = slabs.fixed::<[u8; 4000]>(Settings::new("other")).unwrap();
+    // Readers of other tests are waited for, too, and may take longer than an allocation waits.
+    let insert = |_| loop {
+        match other.insert([1; 4000]) {
+            Ok(slot) => break slot,
+            Err(Error::NoMemory { .. }) => std::thread::sleep(Duration::from_millis(1)),
+            Err(error) => panic!("{error}"),
+        }
+    };
+    let slots: Vec<_> = (0..2_000).map(insert).collect();
+    assert!(cache.info().unwrap().moved > 1_000);
+    let guard = pin();
+    assert!(
+        handles.iter().step_by(10).zip(0..).all(|(handle, at)| cache.get(*handle, &guard) == Some(&value(at * 10)))
+    );
+    drop(slots);
+}
+
+/// At a limit, values that were removed under a guard are freed after it is dropped, without a call to their cache.
+#[test]
+fn a_limit_ends_what_was_removed() {
+    let (slabs, _) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
+    let cache = slabs.by_handle::<Value>(Settings::new("limit")).unwrap();
+    let handles: Vec<_> = (0..70_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    let guard = pin();
+    handles.iter().for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+    let other = slabs.fixed::<[u8; 4000]>(Settings::new("other")).unwrap();
+    let mut slots = Vec::new();
+    let error = loop {
+        match other.insert([1; 4000]) {
+            Ok(slot) => slots.push(slot),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::NoMemory { .. }) && slots.len() < 1_000 && cache.in_retire_list() > 69_000);
+    drop(guard);
+    let began = Instant::now();
+    while slots.len() < 2_000 {
+        // Readers of other tests may exist.
+        assert!(began.elapsed() < STUCK_AFTER, "memory does not come");
+        slots.extend(other.insert([1; 4000]).ok());
+    }
+}
+
+/// Values move between nodes, and their handles find them.
+#[test]
+fn values_move_between_nodes() {
+    let cache = slabs_on_nodes(2).by_handle::<Value>(Settings::new("nodes")).unwrap();
+    let handles: Vec<_> = (0..3_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    for from in [0, 1] {
+        cache.move_objects(from, 1 - from, u64::MAX).unwrap();
+        assert_eq!(cache.info().unwrap().nodes[from].used, 0);
+    }
+    cache.balance().unwrap();
+    assert_eq!(cache.info().unwrap().nodes.iter().map(|node| node.used).collect::<Vec<_>>(), [1_500, 1_500]);
+    let guard = pin();
+    assert!(handles.iter().zip(0..).all(|(handle, number)| cache.get(*handle, &guard) == Some(&value(number))));
+}
+
+/// Threads insert, read, change and remove values while another packs them: each handle finds its own value, undamaged,
+/// or nothing after its removal. Each value is dropped once.
+#[test]
+fn threads_use_values_that_move() {
+    const THREADS: usize = 2;
+    const ROUNDS: usize = 60_000;
+    struct Owned {
+        words: Box<[u64; 4]>,
+        live: Arc<AtomicUsize>,
+    }
+    // SAFETY: two pointers.
+    unsafe impl Movable for Owned {}
+    impl Drop for Owned {
+        fn drop(&mut self) {
+            self.words.fill(u64::MAX);
+            self.live.fetch_sub(1, Relaxed);
+        }
+    }
+    let live = Arc::new(AtomicUsize::new(0));
+    let owned = |number: u64| {
+        live.fetch_add(1, Relaxed);
+        Owned { words: Box::new([number; 4]), live: live.clone() }
+    };
+    let cache = slabs().by_handle::<Owned>(Settings::new("beside")).unwrap();
+    let is_done = AtomicBool::new(false);
+    let use_it = |thread: usize| {
+        let mut known: HashMap<Handle<Owned>, u64> = HashMap::new();
+        let mut handles = Vec::new();
+        let mut seed = thread as u64 + 1;
+        for _ in until_moved(ROUNDS, || cache.info().unwrap().moved) {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let at = (seed >> 40) as usize % handles.len().max(1);
+            match seed >> 33 & 7 {
+                0..3 => {
+                    let handle = cache.insert(owned(seed)).unwrap();
+                    assert_eq!(known.insert(handle, seed), None);
+                    handles.push(handle);
+                }
+                3 | 4 if !handles.is_empty() => {
+                    let handle = handles.swap_remove(at);
+                    assert!(cache.remove(handle).unwrap());
+                    known.remove(&handle);
+                    assert!(cache.get(handle, &pin()).is_none());
+                }
+                5 if !handles.is_empty() => {
+                    assert!(cache.update(handles[at], |old| owned(old.words[0] ^ 1)).unwrap());
+                    *known.get_mut(&handles[at]).unwrap() ^= 1;
+                }
+                _ if !handles.is_empty() => {
+                    let guard = pin();
+                    let found = cache.get(handles[at], &guard).unwrap();
+                    assert_eq!(*found.words, [known[&handles[at]]; 4]);
+                }
+                _ => {}
+            }
+        }
+        let guard = pin();
+        assert!(known.iter().all(|(handle, number)| *cache.get(*handle, &guard).unwrap().words == [*number; 4]));
+        handles.len()
+    };
+    std::thread::scope(|scope| {
+        let users: Vec<_> = (0..THREADS).map(|thread| scope.spawn(move || use_it(thread))).collect();
+        let packer = scope.spawn(|| {
+            while !is_done.load(Relaxed) {
+                assert!(matches!(cache.shrink(), Ok(_) | Err(Error::Busy { .. })));
+            }
+        });
+        let left: usize = users.into_iter().map(|user| user.join().unwrap()).sum();
+        is_done.store(true, Relaxed);
+        packer.join().unwrap();
+        cache.pack();
+        assert_eq!((live.load(Relaxed), cache.info().unwrap().active), (left, left as u64));
+    });
+    cache.engine().check_state();
+    drop(cache);
+    assert_eq!(live.load(Relaxed), 0);
+}

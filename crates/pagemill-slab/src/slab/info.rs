@@ -1,0 +1,210 @@
+//! Statistics of a cache: those of Linux's `slabinfo`, and more.
+
+use super::migrate::assert_not_isolating;
+use super::node::Node;
+use super::{CacheKind, Member};
+use pagemill_core::error::Result;
+use pagemill_core::sync::{Backoff, Relaxed};
+use std::io;
+use std::sync::Arc;
+
+/// Statistics of a cache. If other threads use the cache meanwhile, the values are not from exactly one moment.
+///
+/// ```
+/// use pagemill::{Pagemill, slab::Settings};
+///
+/// let cache = Pagemill::of_process()?.slabs.fixed::<[u64; 8]>(Settings::new("lines"))?;
+/// let kept = cache.insert([1; 8])?;
+/// let info = cache.info()?;
+/// assert_eq!((info.object_bytes, info.active), (64, 1));
+/// assert!(info.total.slabs == 1 && info.total.objects >= info.total.used);
+/// # drop(kept);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlabInfo {
+    pub name: Arc<str>,
+    pub kind: CacheKind,
+    /// `object_bytes`: size of an object as the user defined it. `stride_bytes`: distance from one object to the next.
+    pub object_bytes: usize,
+    pub stride_bytes: usize,
+    pub slab_bytes: usize,
+    pub objects_per_slab: u32,
+    pub has_constructor: bool,
+    /// Whether debug mode is on ([`super::Settings::debug`]).
+    pub is_debug: bool,
+    pub defrag_used_ratio: u32,
+    pub remote_node_defrag_ratio: u32,
+    /// Sums over the nodes.
+    pub total: NodeInfo,
+    pub nodes: Vec<NodeInfo>,
+    /// Objects allocated by users: without those in magazines and barns.
+    pub active: u64,
+    /// Of the active ones, objects that are unreachable but wait for readers: removed or replaced values, and places that
+    /// objects were moved from. Counted anew by each call. Retired index nodes count as active until they are freed.
+    pub waiting: u64,
+    /// Free objects in magazines and barns.
+    pub cached: u64,
+    /// `moved`: objects that were moved. `freed`: objects that their owner freed instead of moving them.
+    pub moved: u64,
+    pub freed: u64,
+    /// Objects that stayed. `busy`: in use or pinned. `refused`: rejected by `isolate`. `failed`: without a destination.
+    pub busy: u64,
+    pub refused: u64,
+    pub failed: u64,
+    /// Slabs that were emptied by moving.
+    pub emptied: u64,
+    /// Objects that were allocated from another node than the preferred one.
+    pub from_remote: u64,
+    /// Resident bytes of the handle table, in addition to what is charged for blocks.
+    pub handle_bytes: u64,
+    /// The lock of a node was held for too long: its values are missing.
+    pub is_partial: bool,
+    /// A callback panicked in the background, which ignores the cache since. It resumes when `defrag_used_ratio` is set,
+    /// even to the same value, or when a shrink succeeds. Slabs that are out of use (`lost`) stay so.
+    pub is_given_up: bool,
+}
+
+/// Statistics of one node.
+///
+/// Example: [`SlabInfo`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NodeInfo {
+    /// Objects outside of slabs: allocated by users, or in magazines and barns.
+    pub used: u64,
+    /// Of these, free objects in barns.
+    pub cached: u64,
+    /// Capacity of its slabs in objects.
+    pub objects: u64,
+    /// `slabs`: number of slabs that are set up. `partial`, `empty`, `lost`: how many of them are partial, empty, or out
+    /// of use for good.
+    pub slabs: u32,
+    pub partial: u32,
+    pub empty: u32,
+    pub lost: u32,
+    pub blocks: u32,
+    /// Bytes charged for its blocks.
+    pub resident_bytes: u64,
+}
+
+impl NodeInfo {
+    /// Sums saturate, because statistics that another process sent may have any value.
+    fn add(&mut self, other: &Self) {
+        self.used = self.used.saturating_add(other.used);
+        self.cached = self.cached.saturating_add(other.cached);
+        self.objects = self.objects.saturating_add(other.objects);
+        self.slabs = self.slabs.saturating_add(other.slabs);
+        self.partial = self.partial.saturating_add(other.partial);
+        self.empty = self.empty.saturating_add(other.empty);
+        self.lost = self.lost.saturating_add(other.lost);
+        self.blocks = self.blocks.saturating_add(other.blocks);
+        self.resident_bytes = self.resident_bytes.saturating_add(other.resident_bytes);
+    }
+
+    fn of(node: &Node<'_>, cached: u64) -> Self {
+        let tally = node.tally();
+        Self {
+            used: tally.used,
+            cached,
+            objects: u64::from(tally.slabs) * u64::from(node.shape.capacity),
+            slabs: tally.slabs,
+            partial: tally.partial,
+            empty: tally.empty,
+            lost: tally.lost,
+            blocks: tally.blocks,
+            resident_bytes: tally.resident_bytes,
+        }
+    }
+}
+
+impl SlabInfo {
+    /// Adds the statistics of the next node.
+    pub(crate) fn add_node(&mut self, node: NodeInfo) {
+        self.total.add(&node);
+        self.cached = self.cached.saturating_add(node.cached);
+        self.active = self.total.used.saturating_sub(self.cached);
+        self.nodes.push(node);
+    }
+
+    /// Sort key of lists: caches with movable objects first, then by name.
+    pub(crate) fn rank(&self) -> (bool, Arc<str>) {
+        (self.kind == CacheKind::Fixed, self.name.clone())
+    }
+}
+
+/// Returns the statistics of a cache.
+///
+/// # Errors
+///
+/// [`pagemill_core::Error::WrongState`] for a cache of the parent process.
+pub(super) fn of(member: &dyn Member) -> Result<SlabInfo> {
+    assert_not_isolating();
+    let (mut info, engine) = (without_nodes(member)?, member.engine());
+    for node in 0..engine.node_count() {
+        let cached = engine.in_barns(node);
+        info.add_node(engine.on(node, |node| NodeInfo::of(node, cached)));
+    }
+    Ok(info)
+}
+
+/// Calls `show` for each node with the statistics of the cache (without nodes) and of that node. Allocates no memory.
+/// Waits for the lock of a node, under which `isolate` may run, until `backoff` has waited `most_ns` in all.
+///
+/// # Errors
+///
+/// Those of `show`. A cache of the parent process is skipped.
+pub(super) fn show(
+    member: &dyn Member,
+    (backoff, most_ns): (&mut Backoff, u64),
+    mut show: impl FnMut(&SlabInfo, usize, &NodeInfo) -> io::Result<()>,
+) -> io::Result<()> {
+    let Ok(mut info) = without_nodes(member) else { return Ok(()) };
+    for node in 0..member.engine().node_count() {
+        let found = loop {
+            let cached = member.engine().in_barns(node);
+            let found = member.engine().try_on(node, |node| NodeInfo::of(node, cached));
+            if found.is_some() || backoff.waited_ns() > most_ns {
+                break found;
+            }
+            backoff.pause();
+        };
+        info.is_partial = found.is_none();
+        show(&info, node, &found.unwrap_or_default())?;
+    }
+    Ok(())
+}
+
+/// `cached` counts objects in magazines only.
+fn without_nodes(member: &dyn Member) -> Result<SlabInfo> {
+    let engine = member.engine();
+    engine.check()?;
+    let (shape, counts) = (&engine.shape, &engine.counts);
+    Ok(SlabInfo {
+        name: engine.name.clone(),
+        kind: member.kind(),
+        object_bytes: engine.object_bytes,
+        stride_bytes: shape.stride,
+        slab_bytes: shape.slab_bytes,
+        objects_per_slab: shape.capacity,
+        // The set-up of places for handles is not a constructor of the user.
+        has_constructor: engine.has_constructor() && member.kind() == CacheKind::ByOwner,
+        is_debug: engine.checks.is_some(),
+        defrag_used_ratio: engine.used_ratio.load(Relaxed),
+        remote_node_defrag_ratio: engine.remote_ratio.load(Relaxed),
+        total: NodeInfo::default(),
+        nodes: Vec::new(),
+        active: 0,
+        waiting: member.waiting(),
+        cached: engine.in_magazines(),
+        moved: counts.moved.load(Relaxed),
+        freed: counts.freed.load(Relaxed),
+        busy: counts.busy.load(Relaxed),
+        refused: counts.refused.load(Relaxed),
+        failed: counts.failed.load(Relaxed),
+        emptied: counts.emptied.load(Relaxed),
+        from_remote: counts.from_remote.load(Relaxed),
+        handle_bytes: member.handle_bytes(),
+        is_partial: false,
+        is_given_up: engine.has_failed.load(Relaxed),
+    })
+}

@@ -1,0 +1,432 @@
+//! Caches of objects that their owner moves: the owner knows all references to an object and updates them.
+#![allow(unsafe_code)] // the contract of owners; objects in slots
+
+use super::batch::Grace;
+use super::defrag;
+use super::engine::{Engine, Object, SetUp};
+use super::info::{self, SlabInfo};
+use super::migrate::{Chunk, Fate, Mover, Places, Progress};
+use super::worker::withdraw;
+use super::{CacheKind, Member, Settings, Slabs};
+use pagemill_core::error::Result;
+use std::alloc::Layout;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The owner of a cache's objects, which can move them.
+///
+/// At any time an object is *free* or *live*. It is live from the moment when its owner makes it so, after
+/// [`ByOwner::allocate`], until the owner ends that, before [`ByOwner::free`]. The cache does not know which state an
+/// object is in. The owner must recognize it from the object itself, which always has the contents that
+/// [`Migrate::construct`] or the owner wrote. A reference count in the object that is 0 while the object is free is
+/// sufficient.
+///
+/// # Safety
+///
+/// - A free object needs no destructor, and is valid for every access that the owner makes before it knows that an object
+///   is live.
+/// - `isolate` keeps only live objects. They must stay live until `migrate` receives them: no thread frees them
+///   meanwhile.
+/// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it earlier
+///   under a guard ([`pagemill_core::epoch::pin`] or [`super::pin`]). The object is free once these guards are dropped, and needs
+///   no destructor.
+/// - If `migrate` can panic, it panics before any thread can reach the object at its new address. That address is freed
+///   then.
+///
+/// ```
+/// # use pagemill::{Pagemill, slab::{Candidates, Done, Migrate, Moving, Settings, Target}};
+/// # use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+/// /// Objects are numbers, 0 while free. The owner has the only references: none, so it moves nothing.
+/// struct Numbers;
+///
+/// // SAFETY: no object is kept for a move.
+/// unsafe impl Migrate for Numbers {
+///     type Object = AtomicU64;
+///     type Isolated = ();
+///     fn construct(&self) -> AtomicU64 {
+///         AtomicU64::new(0)
+///     }
+///     fn isolate(&self, objects: &mut Candidates<'_, AtomicU64>) {
+///         objects.retain(|_| false);
+///     }
+///     fn migrate<'o>(&self, object: Moving<'o, AtomicU64>, _: &mut Target<'_, AtomicU64>, (): &mut ()) -> Done<'o> {
+///         object.busy() // a mover takes a `New` from the target, copies, and returns `object.moved(new)`
+///     }
+/// }
+///
+/// let cache = Pagemill::of_process()?.slabs.by_owner(Settings::new("numbers"), Numbers)?;
+/// let object = cache.allocate()?;
+/// // SAFETY: a constructed object, used and freed by this thread only.
+/// unsafe {
+///     assert_eq!(object.as_ref().swap(7, Relaxed), 0);
+///     object.as_ref().store(0, Relaxed);
+///     cache.free(object);
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub unsafe trait Migrate: Send + Sync + 'static {
+    type Object;
+
+    /// State that `isolate` passes to `migrate` for the objects of one slab. A panic of its destructor counts as one of
+    /// `migrate`.
+    type Isolated;
+
+    /// Creates a free object. Called for every object of a slab before the first of them is allocated.
+    fn construct(&self) -> Self::Object;
+
+    /// Selects the objects to move: rejects free and unmovable ones, and takes a reference to (or locks) the others.
+    ///
+    /// The slab is locked. No object of it is allocated or freed meanwhile, and other users of the slab wait. Calls to
+    /// the cache from here panic, and so do `info` and [`Slabs::list`]. This method must not wait for a thread that may
+    /// be inside such a call. If one lock covers both the references and calls to the cache, use `try_lock`, and reject
+    /// all objects if the lock is taken. Under load little is moved then. Better: call the cache outside of that lock, or
+    /// keep a lock word in each object, as the name tree in `pagemill bench slab` does.
+    fn isolate(&self, objects: &mut Candidates<'_, Self::Object>) -> Self::Isolated;
+
+    /// Moves an object to a place from `to`, frees it, or leaves it where it is, and releases what `isolate` took. Called
+    /// without locks. The result can only be made from `object`.
+    fn migrate<'object>(
+        &self,
+        object: Moving<'object, Self::Object>,
+        to: &mut Target<'_, Self::Object>,
+        isolated: &mut Self::Isolated,
+    ) -> Done<'object>;
+}
+
+/// Objects of one slab, from which the owner selects those to move.
+///
+/// Example: [`Migrate`].
+pub struct Candidates<'slab, T> {
+    chunk: &'slab mut Chunk,
+    _objects: PhantomData<*mut T>,
+}
+
+impl<T> Candidates<'_, T> {
+    /// Rejects the objects for which `is_kept` returns false.
+    pub fn retain(&mut self, mut is_kept: impl FnMut(NonNull<T>) -> bool) {
+        self.chunk.retain(|object| is_kept(pointer(object)));
+    }
+}
+
+/// An object that is being moved. The lifetime `'object` is unique to it, so the result of another object does not fit.
+///
+/// Example: [`Migrate`].
+#[must_use]
+pub struct Moving<'object, T> {
+    at: NonNull<T>,
+    _brand: Brand<'object>,
+}
+
+type Brand<'object> = PhantomData<fn(&'object ()) -> &'object ()>;
+
+/// The result for one object. Made from its [`Moving`], once.
+///
+/// Example: [`Migrate`].
+#[must_use]
+pub struct Done<'object> {
+    fate: Fate,
+    _brand: Brand<'object>,
+}
+
+impl<'object, T> Moving<'object, T> {
+    pub fn object(&self) -> NonNull<T> {
+        self.at
+    }
+
+    fn end(fate: Fate) -> Done<'object> {
+        Done { fate, _brand: PhantomData }
+    }
+
+    /// The object is live at its new address. The cache frees the old one.
+    pub fn moved(self, new: New<'_, T>) -> Done<'object> {
+        let _ = ManuallyDrop::new(new);
+        Self::end(Fate::Moved)
+    }
+
+    /// The object is free. The cache frees its memory: do not call [`ByOwner::free`] for it.
+    pub fn freed(self) -> Done<'object> {
+        Self::end(Fate::Freed)
+    }
+
+    /// The object stays, because it is in use.
+    pub fn busy(self) -> Done<'object> {
+        Self::end(Fate::Busy)
+    }
+
+    /// The object stays, because there is no free place, or it cannot be moved now.
+    pub fn failed(self) -> Done<'object> {
+        Self::end(Fate::Failed)
+    }
+}
+
+/// Destinations for moved objects: free objects of one node, none in a slab that is being emptied.
+///
+/// Example: [`Migrate`].
+pub struct Target<'step, T> {
+    places: &'step mut (dyn Spare + 'step),
+    _objects: PhantomData<*mut T>,
+}
+
+/// [`Places`] of any engine.
+trait Spare {
+    fn take(&mut self) -> Option<usize>;
+    fn put(&mut self, object: usize);
+}
+
+impl Spare for Places<'_> {
+    fn take(&mut self) -> Option<usize> {
+        Places::take(self)
+    }
+
+    fn put(&mut self, object: usize) {
+        Places::put(self, object);
+    }
+}
+
+impl<T> Target<'_, T> {
+    /// Takes a free object as destination; `None` if there is none. Dropping it unused frees it.
+    pub fn take(&mut self) -> Option<New<'_, T>> {
+        let object = self.places.take()?;
+        Some(New { places: self.places, at: pointer(object) })
+    }
+}
+
+/// A free object that another object can be moved to.
+///
+/// Example: [`Migrate`].
+#[must_use]
+pub struct New<'target, T> {
+    places: &'target mut (dyn Spare + 'target),
+    at: NonNull<T>,
+}
+
+impl<T> New<'_, T> {
+    pub fn object(&self) -> NonNull<T> {
+        self.at
+    }
+}
+
+impl<T> Drop for New<'_, T> {
+    fn drop(&mut self) {
+        self.places.put(self.at.as_ptr() as usize);
+    }
+}
+
+fn pointer<T>(object: usize) -> NonNull<T> {
+    NonNull::new(object as *mut T).expect("objects lie in the arena")
+}
+
+/// The part of the cache that the list of all caches refers to.
+pub(super) struct OwnerInner<M> {
+    engine: Engine,
+    owner: Arc<M>,
+}
+
+impl<M: Migrate> Member for OwnerInner<M> {
+    fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    fn kind(&self) -> CacheKind {
+        CacheKind::ByOwner
+    }
+
+    /// Reclaim does not call the owner, since the reclaiming thread may hold any lock. The background thread packs the
+    /// cache instead.
+    fn compact(&self) {
+        self.engine.press();
+    }
+
+    fn shrink(&self) -> Result<u64> {
+        defrag::shrink(&self.engine, self)
+    }
+
+    fn defrag(&self, budget: Duration) -> Result<Progress> {
+        defrag::step(&self.engine, self, budget)
+    }
+}
+
+impl<M: Migrate> Mover for OwnerInner<M> {
+    type Isolated = M::Isolated;
+
+    fn isolate(&self, chunk: &mut Chunk) -> M::Isolated {
+        self.owner.isolate(&mut Candidates { chunk, _objects: PhantomData })
+    }
+
+    fn migrate(&self, object: usize, to: &mut Places<'_>, isolated: &mut M::Isolated) -> Fate {
+        let mut target = Target { places: to, _objects: PhantomData };
+        let moving = Moving { at: pointer(object), _brand: PhantomData };
+        self.owner.migrate(moving, &mut target, isolated).fate
+    }
+}
+
+/// A cache of objects that their owner can move.
+///
+/// If it is dropped with objects that were not freed, their memory stays allocated for good. The drop waits for a
+/// background step in progress, at most one second. So the owner is dropped on the thread that drops the cache.
+///
+/// `isolate` and `migrate` run in calls that defragment, and on Pagemill's background thread
+/// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]), also on request of another process (`pagemill slabinfo
+/// -s`).
+///
+/// Example: [`Migrate`].
+pub struct ByOwner<M: Migrate> {
+    inner: Arc<OwnerInner<M>>,
+}
+
+impl Slabs {
+    /// Creates a cache whose objects `owner` moves.
+    ///
+    /// # Errors
+    ///
+    /// As [`Slabs::fixed`].
+    pub fn by_owner<M: Migrate>(&'static self, settings: Settings, owner: M) -> Result<ByOwner<M>> {
+        let owner = Arc::new(owner);
+        let constructor = owner.clone();
+        // SAFETY: an object of a slab that is being set up: large and aligned enough, and not shared yet.
+        let set_up = move |object: usize| unsafe { (object as *mut M::Object).write(constructor.construct()) };
+        let user_bytes = size_of::<M::Object>();
+        let layout = Layout::new::<M::Object>();
+        let (set_up, grace) = (Some(Box::new(set_up) as SetUp), Grace::of_all);
+        let object = Object { layout, user_bytes, closed: 0..0, set_up, is_movable: true, grace, handles: None };
+        let inner = self.make(settings, object, |engine| OwnerInner { engine, owner })?;
+        Ok(ByOwner { inner })
+    }
+}
+
+impl<M: Migrate> ByOwner<M> {
+    pub fn owner(&self) -> &M {
+        &self.inner.owner
+    }
+
+    /// Allocates an object. It is free, with the contents that its owner left.
+    ///
+    /// Cost: mostly a pop from this thread's magazine. Sometimes a new slab has to be set up, and rarely a new block.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`].
+    ///
+    /// # Panics
+    ///
+    /// If the constructor panics (the slab is unusable afterwards), and inside of [`Migrate::isolate`].
+    #[inline]
+    #[track_caller]
+    pub fn allocate(&self) -> Result<NonNull<M::Object>> {
+        self.inner.engine.allocate().map(pointer)
+    }
+
+    /// As [`ByOwner::allocate`], in memory of one node.
+    ///
+    /// # Errors
+    ///
+    /// As [`ByOwner::allocate`]; [`pagemill_core::Error::BadNode`].
+    #[track_caller]
+    pub fn allocate_on(&self, node: usize) -> Result<NonNull<M::Object>> {
+        self.inner.engine.allocate_on(node).map(pointer)
+    }
+
+    /// Frees an object.
+    ///
+    /// # Safety
+    ///
+    /// The object was allocated from this cache, or an object was moved there. It is free in the sense of [`Migrate`],
+    /// and no thread reaches it as a live one any more.
+    #[inline]
+    #[track_caller]
+    pub unsafe fn free(&self, object: NonNull<M::Object>) {
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.engine.free(object.as_ptr() as usize) };
+    }
+
+    /// The NUMA node of the memory of an object of this cache.
+    pub fn node_of(&self, object: NonNull<M::Object>) -> usize {
+        self.inner.engine.node_of(object.as_ptr() as usize)
+    }
+
+    /// Packs all objects into as few slabs and blocks as possible, and frees the rest.
+    ///
+    /// Afterwards each node has at most one partial slab, except for objects that could not be moved. Returns by how many
+    /// bytes the charge of the cache fell. Stops when a pass over all slabs empties nothing. Waits for readers, at most
+    /// one second: do not call it under a guard.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache for a second, or a thread was stopped during a
+    /// call.
+    ///
+    /// # Panics
+    ///
+    /// If `isolate` or `migrate` panics: the slab is unusable afterwards.
+    pub fn shrink(&self) -> Result<u64> {
+        self.inner.shrink()
+    }
+
+    /// Empties slabs and blocks that are used by less than the cache's ratio, for about `budget`. The time is checked
+    /// after every 64 objects, but only once one slab is done. A later call frees the emptied memory, when readers have
+    /// finished.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache, or a thread was stopped during a call.
+    ///
+    /// # Panics
+    ///
+    /// As [`ByOwner::shrink`].
+    pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
+        self.inner.defrag(budget)
+    }
+
+    /// Moves up to `most` objects from one node to another.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::BadNode`], and as [`ByOwner::shrink`].
+    pub fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
+        defrag::move_objects(&self.inner.engine, &*self.inner, from, to, most)
+    }
+
+    /// Moves objects from nodes above the average to nodes below it, and no more than that.
+    ///
+    /// # Errors
+    ///
+    /// As [`ByOwner::shrink`].
+    pub fn balance(&self) -> Result<Progress> {
+        defrag::balance(&self.inner.engine, &*self.inner)
+    }
+
+    /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 none, 100 all that are not full.
+    /// If the background gave the cache up after a panic of a callback ([`SlabInfo::is_given_up`]), it tries again.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::BadRatio`].
+    pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
+        self.inner.engine.set_used_ratio(percent)
+    }
+
+    /// Returns the statistics of the cache.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::WrongState`] in a fork child.
+    pub fn info(&self) -> Result<SlabInfo> {
+        info::of(&*self.inner)
+    }
+}
+
+impl<M: Migrate> Drop for ByOwner<M> {
+    fn drop(&mut self) {
+        withdraw(&self.inner);
+    }
+}
+
+#[cfg(test)]
+impl<M: Migrate> ByOwner<M> {
+    pub(super) fn engine(&self) -> &Engine {
+        &self.inner.engine
+    }
+}

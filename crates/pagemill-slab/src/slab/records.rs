@@ -1,0 +1,299 @@
+//! One record per slab cache and node, 256 bytes, nodes of a cache one after the other: 0 name, padded with zeros; 64
+//! number of the cache; 72 object bytes; 80 bytes from one object to the next; 88 bytes of a slab; 96 objects a slab
+//! (u32); 100 `defrag_used_ratio`, 104 `remote_node_defrag_ratio` (u32); 108 kind (0 fixed objects, 1 by owner, 2 by
+//! handle); 109 whether it has a constructor; 110 whether it is watched; 111 whether the node could not be inspected;
+//! 112 node (u32); 116 whether background defragmentation has given it up; 117 to 119 zeros; 120 free objects in
+//! magazines; 128 moved; 136 freed; 144 busy; 152 refused; 160 failed; 168 emptied; 176 from other nodes; 184 bytes of
+//! handles. Of the node: 192 used; 200 objects; 208 slabs, 212 partial, 216 empty, 220 lost, 224 blocks (u32); 228 to
+//! 231 zeros; 232 resident bytes; 240 in its barn. Of the cache again: 248 waiting for readers.
+
+use super::{CacheKind, NodeInfo, SlabInfo, Slabs};
+use pagemill_core::listing::{
+    Action, Lister, MOST_LOOK_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered, ask_all_for,
+    u32_at, u64_at,
+};
+use pagemill_core::published::Subject;
+use pagemill_sys::file::Path;
+use pagemill_sys::process::Identity;
+use std::io;
+
+const RECORD_LEN: usize = 256;
+
+/// Bytes of a name in a record.
+const NAME_LEN: usize = 64;
+
+const KINDS: [CacheKind; 3] = [CacheKind::Fixed, CacheKind::ByOwner, CacheKind::ByHandle];
+
+/// One cache on one node.
+struct Row {
+    id: u64,
+    info: SlabInfo,
+    node: u32,
+    figures: NodeInfo,
+}
+
+/// The part of a name that fits into a record, cut at a character boundary.
+fn told(name: &str) -> &str {
+    let len = (0..=NAME_LEN.min(name.len())).rev().find(|len| name.is_char_boundary(*len)).unwrap_or(0);
+    &name[..len]
+}
+
+/// A name as lists show it: without control characters, since it is printed to a terminal, and not longer than a record
+/// holds.
+pub fn shown_name(name: &str) -> String {
+    let clean = |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
+    told(name).chars().map(clean).collect()
+}
+
+fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
+    let mut bytes = [0; RECORD_LEN];
+    let name = told(&info.name);
+    bytes[..name.len()].copy_from_slice(name.as_bytes());
+    let words = [id, info.object_bytes as u64, info.stride_bytes as u64, info.slab_bytes as u64];
+    let mut put = |at: usize, words: &[u64]| {
+        for (place, word) in bytes[at..].chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+    };
+    put(64, &words);
+    let SlabInfo { cached, moved, freed, busy, refused, failed, emptied, from_remote, handle_bytes, waiting, .. } =
+        *info;
+    put(120, &[cached, moved, freed, busy, refused, failed, emptied, from_remote, handle_bytes]);
+    put(192, &[figures.used, figures.objects]);
+    put(232, &[figures.resident_bytes, figures.cached, waiting]);
+    let mut put = |at: usize, words: &[u32]| {
+        for (place, word) in bytes[at..].chunks_exact_mut(4).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+    };
+    put(96, &[info.objects_per_slab, info.defrag_used_ratio, info.remote_node_defrag_ratio]);
+    put(112, &[node as u32]);
+    put(208, &[figures.slabs, figures.partial, figures.empty, figures.lost, figures.blocks]);
+    bytes[108] = match info.kind {
+        CacheKind::Fixed => 0,
+        CacheKind::ByOwner => 1,
+        CacheKind::ByHandle => 2,
+    };
+    bytes[109..112].copy_from_slice(&[info.has_constructor, info.is_debug, info.is_partial].map(u8::from));
+    bytes[116] = u8::from(info.is_given_up);
+    bytes
+}
+
+impl Record for Row {
+    const SUBJECT: Subject = Subject::Slabs;
+    const LEN: usize = RECORD_LEN;
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        const MOST_PERCENT: u32 = 100;
+        let name = bytes[..NAME_LEN].split(|byte| *byte == 0).next().unwrap_or_default();
+        let flag = |at: usize| [false, true].get(usize::from(bytes[at])).copied();
+        let len = |at| usize::try_from(u64_at(bytes, at)).ok();
+        let ratio = |at| Some(u32_at(bytes, at)).filter(|percent| *percent <= MOST_PERCENT);
+        let [cached, moved, freed, busy, refused, failed, emptied, from_remote, handle_bytes] =
+            std::array::from_fn(|at| u64_at(bytes, 120 + 8 * at));
+        let [slabs, partial, empty, lost, blocks] = std::array::from_fn(|at| u32_at(bytes, 208 + 4 * at));
+        let info = SlabInfo {
+            name: shown_name(&String::from_utf8_lossy(name)).into(),
+            kind: *KINDS.get(usize::from(bytes[108]))?,
+            object_bytes: len(72)?,
+            stride_bytes: len(80)?,
+            slab_bytes: len(88).filter(|bytes| bytes.is_power_of_two())?,
+            objects_per_slab: Some(u32_at(bytes, 96)).filter(|count| *count > 0)?,
+            has_constructor: flag(109)?,
+            is_debug: flag(110)?,
+            defrag_used_ratio: ratio(100)?,
+            remote_node_defrag_ratio: ratio(104)?,
+            total: NodeInfo::default(),
+            nodes: Vec::new(),
+            active: 0,
+            waiting: u64_at(bytes, 248),
+            cached,
+            moved,
+            freed,
+            busy,
+            refused,
+            failed,
+            emptied,
+            from_remote,
+            handle_bytes,
+            is_partial: flag(111)?,
+            is_given_up: flag(116)?,
+        };
+        let figures = NodeInfo {
+            used: u64_at(bytes, 192),
+            objects: u64_at(bytes, 200),
+            slabs,
+            partial,
+            empty,
+            lost,
+            blocks,
+            resident_bytes: u64_at(bytes, 232),
+            cached: u64_at(bytes, 240),
+        };
+        Some(Self { id: u64_at(bytes, 64), info, node: u32_at(bytes, 112), figures })
+    }
+}
+
+/// Asks several processes for their slab caches, as [`ask_all_for`] does. Returns for each its caches with their numbers,
+/// relocatable ones first, then by name; or the reason why there are none.
+pub fn ask_for_slabs(
+    targets: &[(&Path, Identity)],
+    should_stop: impl Fn() -> bool,
+) -> Vec<Result<Vec<(u64, SlabInfo)>, Unanswered>> {
+    let gathered = |(rows, _): Records<Row>| gather(rows).ok_or(Unanswered::Damaged);
+    ask_all_for(targets, should_stop).into_iter().map(|told| told.and_then(gathered)).collect()
+}
+
+impl Lister for Slabs {
+    fn subject(&self) -> Subject {
+        Subject::Slabs
+    }
+
+    fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
+        self.show(MOST_LOOK_NS, |id, info, node, figures| response.put(&to_record(id, info, node, figures)))
+    }
+}
+
+impl SlabCommands for Slabs {
+    fn execute(&self, cache: u64, action: Action) -> Option<pagemill_core::error::Result<ShrinkReport>> {
+        match action {
+            Action::SetUsedRatio(percent) => {
+                self.set_used_ratio(cache, percent).map(|set| set.map(|()| ShrinkReport::default()))
+            }
+            Action::SetRemoteRatio(percent) => {
+                self.set_remote_ratio(cache, percent).map(|set| set.map(|()| ShrinkReport::default()))
+            }
+            Action::Shrink => self.shrink_one(cache),
+        }
+    }
+}
+
+/// Gathers the nodes of each cache, and sorts the caches as lists do; `None` if the rows are in an invalid order.
+fn gather(rows: Vec<Row>) -> Option<Vec<(u64, SlabInfo)>> {
+    let mut caches: Vec<(u64, SlabInfo)> = Vec::new();
+    for Row { id, mut info, node, figures } in rows {
+        match caches.last_mut().filter(|(last, _)| *last >= id) {
+            Some((last, known)) => {
+                let is_next = *last == id && node as usize == known.nodes.len();
+                is_next.then(|| known.add_node(figures))?;
+                known.is_partial |= info.is_partial;
+            }
+            None => {
+                (node == 0).then(|| info.add_node(figures))?;
+                caches.push((id, info));
+            }
+        }
+    }
+    caches.sort_by_cached_key(|(_, info)| info.rank());
+    Some(caches)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn info(name: &str, kind: CacheKind) -> SlabInfo {
+        SlabInfo {
+            name: name.into(),
+            kind,
+            object_bytes: 190,
+            stride_bytes: 192,
+            slab_bytes: 64 << 10,
+            objects_per_slab: 341,
+            has_constructor: true,
+            is_debug: true,
+            defrag_used_ratio: 30,
+            remote_node_defrag_ratio: 100,
+            total: NodeInfo::default(),
+            nodes: Vec::new(),
+            active: 0,
+            waiting: 12,
+            cached: 3,
+            moved: 4,
+            freed: 5,
+            busy: 6,
+            refused: 7,
+            failed: 8,
+            emptied: 9,
+            from_remote: 10,
+            handle_bytes: 11,
+            is_partial: true,
+            is_given_up: true,
+        }
+    }
+
+    const NODE: NodeInfo = NodeInfo {
+        used: 20,
+        cached: 2,
+        objects: 682,
+        slabs: 2,
+        partial: 1,
+        empty: 3,
+        lost: 4,
+        blocks: 5,
+        resident_bytes: 128 << 10,
+    };
+
+    fn row(id: u64, info: &SlabInfo, node: usize) -> Row {
+        Record::from_bytes(&to_record(id, info, node, &NODE)).unwrap()
+    }
+
+    /// Written records are read back, and the nodes of a cache are gathered; a long name is cut at a character
+    /// boundary.
+    #[test]
+    fn records_go_and_come() {
+        for kind in KINDS {
+            let gathered = gather(vec![row(7, &info("a", kind), 0), row(7, &info("a", kind), 1)]).unwrap();
+            let mut expected = info("a", kind);
+            (0..2).for_each(|_| expected.add_node(NODE));
+            assert_eq!((expected.active, expected.cached, expected.total.slabs), (33, 7, 4));
+            assert_eq!(gathered, [(7, expected)]);
+        }
+        let long = format!("x{}", "ä".repeat(100));
+        assert_eq!(*row(1, &info(&long, CacheKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
+        assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
+    }
+
+    /// Caches with relocatable objects come first, then they are sorted by name; two caches may have the same name.
+    #[test]
+    fn lists_have_an_order() {
+        let rows = [
+            ("b", CacheKind::Fixed),
+            ("z", CacheKind::ByHandle),
+            ("a", CacheKind::Fixed),
+            ("y", CacheKind::ByOwner),
+            ("a", CacheKind::Fixed),
+        ];
+        let rows = rows.iter().enumerate().map(|(id, (name, kind))| row(id as u64, &info(name, *kind), 0)).collect();
+        let names: Vec<_> = gather(rows).unwrap().iter().map(|(id, info)| format!("{id}{}", info.name)).collect();
+        assert_eq!(names, ["3y", "1z", "2a", "4a", "0b"]);
+    }
+
+    /// Invalid records are rejected, and so is an invalid order of nodes; sums saturate.
+    #[test]
+    fn damaged_records_are_refused() {
+        let good = to_record(1, &info("a", CacheKind::Fixed), 0, &NODE);
+        for (at, byte) in [(108, 3), (109, 2), (110, 2), (111, 2), (116, 2), (100, 101), (104, 101), (88, 1)] {
+            let mut bytes = good;
+            bytes[at] = byte;
+            assert!(Row::from_bytes(&bytes).is_none(), "byte {at}");
+        }
+        let mut bytes = good;
+        bytes[96..100].fill(0);
+        assert!(Row::from_bytes(&bytes).is_none(), "no objects in a slab");
+        let wrong: [&[(u64, usize)]; 5] =
+            [&[(1, 1)], &[(1, 0), (1, 0)], &[(1, 0), (1, 2)], &[(2, 0), (1, 0)], &[(1, 0), (2, 1)]];
+        for ids in wrong {
+            let rows = ids.iter().map(|(id, node)| row(*id, &info("a", CacheKind::Fixed), *node)).collect();
+            assert!(gather(rows).is_none(), "{ids:?}");
+        }
+        let mut bytes = good;
+        bytes[120..].fill(0xFF);
+        let rows = (0..3).map(|node| {
+            bytes[112..116].copy_from_slice(&u32::to_le_bytes(node));
+            Row::from_bytes(&bytes).unwrap()
+        });
+        let (_, sums) = gather(rows.collect()).unwrap().remove(0);
+        assert_eq!((sums.total.used, sums.total.blocks, sums.active), (u64::MAX, u32::MAX, 0));
+    }
+}

@@ -1,0 +1,521 @@
+//! Behaviour that all kinds of caches share, tested with objects that keep their address.
+#![allow(unsafe_code)] // faulty programs; locks and protects pages
+
+use super::*;
+use pagemill_core::arena::nodes::Nodes;
+use pagemill_core::arena::{Budget, Context, Layout};
+use pagemill_core::reclaim::Account;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Instant;
+
+/// Without background defragmentation.
+pub(super) fn slabs_with(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
+    let (slabs, account) = slabs_behind(layout, limit_bytes);
+    slabs.defrag_by_hand();
+    (slabs, account)
+}
+
+/// With background defragmentation.
+pub(super) fn slabs_behind(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
+    let account = Account::make(limit_bytes).unwrap();
+    let arena = place(Arena::new(layout, account).unwrap()).unwrap();
+    let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
+    account.register(slabs);
+    (slabs, account)
+}
+
+/// With whole blocks from the start.
+pub(super) fn slabs() -> &'static Slabs {
+    slabs_with(Layout::for_test(), UNLIMITED).0
+}
+
+/// With sparse blocks: memory comes and goes slab by slab.
+pub(super) fn sparse_slabs() -> &'static Slabs {
+    slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).0
+}
+
+pub(super) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
+    slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
+}
+
+/// Waits for readers, including those of other tests, which may take longer than one call waits.
+pub(super) fn finish_retired(engine: &Engine) {
+    while !engine.finish_all_retired().unwrap() {}
+}
+
+/// Far longer than anything here takes, even on an overloaded machine.
+pub(super) const STUCK_AFTER: Duration = Duration::from_secs(600);
+
+/// At least `rounds` rounds of a thread that uses a cache beside a thread that packs it, and more until that has moved
+/// something. On one processor, the rounds may end before the other thread runs.
+pub(super) fn until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
+    let began = Instant::now();
+    (0..).take_while(move |round| {
+        *round < rounds || round % 1_000 != 0 || {
+            assert!(began.elapsed() < STUCK_AFTER, "nothing moves");
+            moved() <= 100
+        }
+    })
+}
+
+type Object = [u64; 24];
+
+fn object(number: u64) -> Object {
+    [number; 24]
+}
+
+/// Values keep their content, lie at distinct addresses, and are returned unchanged.
+#[test]
+fn values_are_kept() {
+    let cache = slabs().fixed::<Object>(Settings::new("kept")).unwrap();
+    let mut slots: Vec<_> = (0..5_000).map(|number| cache.insert(object(number)).unwrap()).collect();
+    slots.retain(|slot| slot[0] % 3 != 0);
+    for number in 5_000..9_000 {
+        slots.push(cache.insert(object(number)).unwrap());
+    }
+    let mut places: Vec<usize> = slots.iter().map(|slot| std::ptr::from_ref(&**slot) as usize).collect();
+    places.sort_unstable();
+    assert!(places.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Object>()));
+    assert!(slots.iter().all(|slot| slot.iter().all(|word| *word == slot[0])));
+    let info = cache.info().unwrap();
+    assert_eq!((info.active, info.object_bytes, info.slab_bytes), (slots.len() as u64, 192, 64 << 10));
+    assert_eq!(slots.pop().unwrap().into_inner(), object(8_999));
+    cache.engine().check_state();
+}
+
+/// One slab of objects plus one makes two slabs; after one is freed and the cache shrunk, one slab is left.
+#[test]
+fn two_slabs_become_one() {
+    for slabs in [slabs(), sparse_slabs()] {
+        let cache = slabs.fixed::<Object>(Settings::new("two")).unwrap();
+        let per_slab = u64::from(cache.info().unwrap().objects_per_slab);
+        let mut slots: Vec<_> = (0..=per_slab).map(|number| cache.insert(object(number)).unwrap()).collect();
+        assert_eq!(cache.shrink().unwrap(), 0);
+        let info = cache.info().unwrap();
+        assert_eq!((info.total.slabs, info.total.partial, info.cached, info.active), (2, 1, 0, per_slab + 1));
+        slots.pop();
+        cache.shrink().unwrap();
+        let info = cache.info().unwrap();
+        let in_use = info.total.slabs - info.total.empty;
+        assert_eq!((in_use, info.total.partial, info.active), (1, 0, per_slab));
+        // The empty slab of a whole block is part of the block.
+        let bytes = if info.total.empty == 0 { info.slab_bytes } else { BLOCK_BYTES };
+        assert_eq!(info.total.resident_bytes, bytes as u64);
+        drop(slots);
+        cache.shrink().unwrap();
+        assert_eq!(cache.info().unwrap().total, NodeInfo::default());
+        cache.engine().check_state();
+    }
+}
+
+/// In a cache without a mover nothing moves: if nine of ten objects are freed, all slabs with objects stay as they are.
+#[test]
+fn nothing_moves_without_mobility() {
+    for slabs in [slabs(), sparse_slabs()] {
+        let cache = slabs.fixed::<Object>(Settings::new("immobile")).unwrap();
+        let mut slots: Vec<_> = (0..50_000).map(|number| cache.insert(object(number)).unwrap()).collect();
+        slots.retain(|slot| slot[0] % 10 == 0);
+        let place = |slot: &Slot<'_, Object>| std::ptr::from_ref(&**slot) as usize;
+        let before: Vec<_> = slots.iter().map(place).collect();
+        cache.shrink().unwrap();
+        let partial = cache.info().unwrap().total.partial;
+        assert!(partial > 100);
+        slabs.defrag_step(Duration::from_secs(1));
+        slabs.shrink(u64::MAX, Urgency::Limit);
+        cache.shrink().unwrap();
+        let info = cache.info().unwrap();
+        assert_eq!((info.moved, info.emptied, info.total.partial), (0, 0, partial));
+        assert_eq!(slots.iter().map(place).collect::<Vec<_>>(), before);
+        assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == object(number * 10)));
+    }
+}
+
+/// The charge is the memory of the blocks, and all of it is freed.
+#[test]
+fn memory_comes_back() {
+    for layout in [Layout::for_test(), Layout { use_huge: false, ..Layout::for_test() }] {
+        let (slabs, account) = slabs_with(layout, UNLIMITED);
+        let cache = slabs.fixed::<[u8; 1000]>(Settings::new("back")).unwrap();
+        let slots: Vec<_> = (0..20_000).map(|_| cache.insert([7; 1000]).unwrap()).collect();
+        let resident = cache.info().unwrap().total.resident_bytes;
+        assert!(resident >= 20_000_000 && account.resident() == resident, "{resident} {}", account.resident());
+        drop(slots);
+        assert!(slabs.shrink(u64::MAX, Urgency::Limit) > 0);
+        assert_eq!((account.resident(), cache.info().unwrap().total.blocks), (0, 0));
+        // And can be allocated again.
+        drop(cache.insert([1; 1000]).unwrap());
+        drop(cache);
+        slabs.shrink(u64::MAX, Urgency::Request);
+        assert_eq!(account.resident(), 0);
+    }
+}
+
+/// A block in small pages that the kernel keeps (locked memory) is reused as it is, even when a whole block is wanted:
+/// its memory is charged once.
+#[test]
+fn what_the_kernel_keeps_is_charged_once() {
+    const OTHERS: u64 = 32 * BLOCK_BYTES as u64;
+    let layout = Layout { huge_from_bytes: BLOCK_BYTES as u64 / 4, ..Layout::for_test() };
+    let (slabs, account) = slabs_with(layout, UNLIMITED);
+    let cache = slabs.fixed::<Object>(Settings::new("locked")).unwrap();
+    let slot = cache.insert(object(1)).unwrap();
+    let at = cache.engine().shared.blocks.addr(0);
+    let behind = || pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
+    // A plain system call, because the sanitizers' own mlock does nothing.
+    // SAFETY: locks pages of the test's own.
+    if unsafe { libc::syscall(libc::SYS_mlock2, at, BLOCK_BYTES, libc::MLOCK_ONFAULT) } != 0 {
+        return println!("skipped: nothing may be locked here");
+    }
+    drop(slot);
+    drop(cache);
+    assert_eq!(account.resident(), behind(), "nothing can be given back");
+    account.admit(OTHERS, Context::Outside).unwrap();
+    let next = slabs.fixed::<Object>(Settings::new("next")).unwrap();
+    let slot = next.insert(object(2)).unwrap();
+    assert_eq!(
+        (next.engine().shared.blocks.number_of(&raw const *slot as usize), account.resident()),
+        (0, OTHERS + behind())
+    );
+    drop(slot);
+    // SAFETY: unlocks what was locked above.
+    unsafe { libc::syscall(libc::SYS_munlock, at, BLOCK_BYTES) };
+    drop(next);
+    slabs.shrink(u64::MAX, Urgency::Limit);
+    assert_eq!((account.resident(), behind()), (OTHERS, 0));
+}
+
+/// If the kernel refuses a part of a slab, the populated rest is freed, and its charge, too. The last page of the second
+/// slab cannot be populated.
+#[test]
+fn a_part_of_a_slab_goes_back() {
+    let (slabs, account) = slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED);
+    let cache = slabs.fixed::<Object>(Settings::new("part")).unwrap();
+    let mut slots = vec![cache.insert(object(0)).unwrap()];
+    let (at, page) = (cache.engine().shared.blocks.addr(0), os_page_bytes());
+    let protect = |access| {
+        let last = at + 2 * cache.engine().shape.slab_bytes - page;
+        // SAFETY: a page of the test's own that holds nothing.
+        assert_eq!(unsafe { libc::mprotect(last as *mut _, page, access) }, 0);
+    };
+    protect(libc::PROT_NONE);
+    let error = loop {
+        match cache.insert(object(0)) {
+            Ok(slot) => slots.push(slot),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::System { .. }), "{error}");
+    let behind = pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
+    let first = cache.engine().shape.slab_bytes as u64;
+    assert_eq!((account.resident(), behind), (first, first));
+    protect(libc::PROT_READ | libc::PROT_WRITE);
+    slots.push(cache.insert(object(1)).unwrap());
+    cache.engine().check_state();
+}
+
+/// At its limit a cache gets no more memory; after frees it does.
+#[test]
+fn the_limit_is_minded() {
+    let (slabs, account) = slabs_with(Layout::for_test(), 4 * BLOCK_BYTES as u64);
+    let cache = slabs.fixed::<Object>(Settings::new("limit")).unwrap();
+    let mut slots = Vec::new();
+    let error = loop {
+        match cache.insert(object(0)) {
+            Ok(slot) => slots.push(slot),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::NoMemory { .. }), "{error}");
+    assert!(slots.len() * size_of::<Object>() > 3 * BLOCK_BYTES, "{}", slots.len());
+    assert!(account.resident() <= 4 * BLOCK_BYTES as u64);
+    slots.truncate(10);
+    slots.extend((0..1_000).map(|number| cache.insert(object(number)).unwrap()));
+    cache.engine().check_state();
+}
+
+/// Another cache uses the blocks that one freed, without a request to the kernel.
+#[test]
+fn blocks_go_from_cache_to_cache() {
+    let slabs = slabs();
+    let one = slabs.fixed::<Object>(Settings::new("one")).unwrap();
+    drop((0..100_000).map(|number| one.insert(object(number)).unwrap()).collect::<Vec<_>>());
+    drop(one);
+    let free = slabs.giveable_bytes();
+    let other = slabs.fixed::<[u8; 4000]>(Settings::new("other")).unwrap();
+    let slot = other.insert([3; 4000]).unwrap();
+    assert!(free > BLOCK_BYTES as u64 && slabs.giveable_bytes() == free - BLOCK_BYTES as u64);
+    drop(slot);
+}
+
+/// Threads pass objects to each other, which are freed by the receiver; none is lost or given out twice.
+#[test]
+fn threads_pass_objects_to_each_other() {
+    let cache = slabs().fixed::<AtomicUsize>(Settings::new("threads")).unwrap();
+    let (send, receive) = std::sync::mpsc::sync_channel(100);
+    std::thread::scope(|scope| {
+        let cache = &cache;
+        scope.spawn(move || {
+            for number in 0..100_000 {
+                let slot = cache.insert(AtomicUsize::new(number)).unwrap();
+                send.send(slot).unwrap();
+            }
+        });
+        scope.spawn(move || {
+            let mut kept = Vec::new();
+            for (number, slot) in receive.into_iter().enumerate() {
+                assert_eq!(slot.load(Relaxed), number);
+                kept.push(slot);
+                if kept.len() == 500 {
+                    kept.drain(..400);
+                }
+            }
+        });
+        for _ in 0..20 {
+            match cache.shrink() {
+                Ok(_) | Err(Error::Busy { .. }) => std::thread::yield_now(),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    });
+    cache.shrink().unwrap();
+    assert_eq!((cache.info().unwrap().active, cache.info().unwrap().total.slabs), (0, 0));
+    cache.engine().check_state();
+}
+
+/// Values are dropped once, even if their destructor panics, and their memory is reused.
+#[test]
+fn values_are_dropped_once() {
+    struct Counted<'count>(&'count AtomicUsize);
+    impl Drop for Counted<'_> {
+        fn drop(&mut self) {
+            assert!(self.0.fetch_add(1, Relaxed) != 3, "a destructor that fails, as it should here");
+        }
+    }
+    let dropped = AtomicUsize::new(0);
+    let cache = slabs().fixed::<Counted<'_>>(Settings::new("dropped")).unwrap();
+    let slots: Vec<_> = (0..10).map(|_| cache.insert(Counted(&dropped)).unwrap()).collect();
+    for slot in slots {
+        let failed = catch_unwind(AssertUnwindSafe(|| drop(slot))).is_err();
+        assert_eq!(failed, dropped.load(Relaxed) == 4);
+    }
+    assert_eq!((dropped.load(Relaxed), cache.info().unwrap().active), (10, 0));
+}
+
+/// Objects come from the requested node and are counted there; a node that does not exist is refused.
+#[test]
+fn objects_come_from_their_node() {
+    let cache = slabs_on_nodes(3).fixed::<Object>(Settings::new("nodes")).unwrap();
+    let slots: Vec<_> = (0..300).map(|number| cache.insert_on(number % 3, object(1)).unwrap()).collect();
+    assert!(slots.iter().enumerate().all(|(number, slot)| slot.node() == number % 3));
+    let used: Vec<u64> = cache.info().unwrap().nodes.iter().map(|node| node.used).collect();
+    assert_eq!(used, [100, 100, 100]);
+    assert!(matches!(cache.insert_on(3, object(1)), Err(Error::BadNode { node: 3, nodes: 3 })));
+    drop(slots);
+    cache.shrink().unwrap();
+    assert_eq!(cache.info().unwrap().total, NodeInfo::default());
+}
+
+/// When a node has no free object, those of other nodes are used as often as the ratio demands.
+#[test]
+fn remote_objects_serve_by_ratio() {
+    for (ratio, are_remote) in [(0, false), (100, true)] {
+        let settings = Settings { remote_node_defrag_ratio: ratio, ..Settings::new("remote") };
+        let cache = slabs_on_nodes(2).fixed::<Object>(settings).unwrap();
+        let engine = cache.engine();
+        let first = engine.allocate_on(1).unwrap();
+        let mut taken = [0];
+        let (node, _) = engine.take(0, ratio, &mut taken).unwrap();
+        assert_eq!(node == 1, are_remote);
+        assert_eq!(cache.info().unwrap().from_remote, u64::from(are_remote));
+        engine.put_back(1, &[first]);
+        engine.put_back(node, &taken);
+    }
+}
+
+/// Ratios above 100 and unsupported object and slab sizes are refused, and leave nothing behind.
+#[test]
+fn bad_settings_are_refused() {
+    let slabs = slabs();
+    for (used, remote) in [(101, 0), (0, 101)] {
+        let settings = Settings { defrag_used_ratio: used, remote_node_defrag_ratio: remote, ..Settings::new("ratio") };
+        assert!(matches!(slabs.fixed::<u64>(settings), Err(Error::BadRatio { percent: 101 })));
+    }
+    let settings = Settings { slab_bytes: Some(5000), ..Settings::new("slab") };
+    assert!(matches!(slabs.fixed::<u64>(settings), Err(Error::BadLength { .. })));
+    assert!(matches!(slabs.fixed::<[u8; 3 << 20]>(Settings::new("large")), Err(Error::BadLength { .. })));
+}
+
+/// Lists have caches with movable objects first, each kind by name, whatever the order in which they were made.
+#[test]
+fn lists_are_in_order() {
+    let slabs = slabs_on_nodes(1);
+    let names = |list: Vec<SlabInfo>| list.into_iter().map(|info| info.name.to_string()).collect::<Vec<_>>();
+    let (_last, _third) =
+        (slabs.fixed::<u64>(Settings::new("b")).unwrap(), slabs.fixed::<u64>(Settings::new("a")).unwrap());
+    let (_second, _first) =
+        (slabs.by_handle::<u64>(Settings::new("z")).unwrap(), slabs.by_handle::<u64>(Settings::new("c")).unwrap());
+    assert_eq!(names(slabs.list()), ["c", "z", "a", "b"]);
+}
+
+/// A process can have more than a thousand caches. One beyond the maximum is refused, all are listed, and each has
+/// magazines and barns, of which only used ones are resident.
+#[test]
+fn there_can_be_a_thousand_caches() {
+    let slabs = slabs_on_nodes(2);
+    let caches: Vec<_> = (0..MAX_CACHES).map(|_| slabs.fixed::<Object>(Settings::new("many")).unwrap()).collect();
+    let more = || slabs.fixed::<u64>(Settings::new("more"));
+    assert!(MAX_CACHES > 1000 && matches!(more(), Err(Error::TooMany { most: MAX_CACHES, .. })));
+    let list = slabs.list();
+    assert!(list.len() == MAX_CACHES && list.iter().all(|info| *info.name == *"many"));
+    assert_eq!(slabs.shared.get().unwrap().resident_bytes(), 0);
+    for cache in [&caches[0], &caches[255], &caches[256], &caches[MAX_CACHES - 1]] {
+        let slots: Vec<_> = (0..5_000).map(|number| cache.insert(object(number)).unwrap()).collect();
+        assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == object(number)));
+        drop(slots);
+        let engine = cache.engine();
+        assert!(engine.in_magazines() > 0 && (0..2).map(|node| engine.in_barns(node)).sum::<u64>() > 0);
+    }
+    drop(caches);
+    assert!(slabs.fixed::<u64>(Settings::new("again")).is_ok() && slabs.list().is_empty());
+}
+
+/// Debug mode detects a write behind an object, a write after free, and a double free, and names the source locations.
+#[test]
+fn damage_is_found() {
+    let slabs = slabs();
+    let with_damage = |damage: &dyn Fn(&Engine, usize)| {
+        let settings = Settings { debug: true, ..Settings::new("watched") };
+        let cache = slabs.fixed::<[u8; 20]>(settings).unwrap();
+        let object = cache.engine().allocate().unwrap();
+        let found = catch_unwind(AssertUnwindSafe(|| damage(cache.engine(), object))).unwrap_err();
+        *found.downcast::<String>().unwrap()
+    };
+    let free = |engine: &Engine, object| damage::free(engine, object);
+    let found = with_damage(&|engine, object| {
+        damage::write(object + 24, 0);
+        free(engine, object);
+    });
+    assert!(found.contains("watched") && found.contains("was written behind its end"), "{found}");
+    let found = with_damage(&|engine, object| {
+        free(engine, object);
+        free(engine, object);
+    });
+    assert!(found.contains("was freed twice") && found.contains("tests.rs:"), "{found}");
+    let found = with_damage(&|engine, object| {
+        free(engine, object);
+        damage::write(object + 19, 1);
+        _ = engine.allocate();
+    });
+    assert!(found.contains("was written at byte 19 while it was free"), "{found}");
+}
+
+/// Errors of a faulty program.
+mod damage {
+    use super::Engine;
+
+    pub fn free(engine: &Engine, object: usize) {
+        // SAFETY: none: a debug cache detects the error before the object is freed.
+        unsafe { engine.free(object) };
+    }
+
+    pub fn write(addr: usize, byte: u8) {
+        // SAFETY: memory of a slab of the test, which no other code uses.
+        unsafe { (addr as *mut u8).write(byte) };
+    }
+}
+
+/// Prints what the paths of one thread cost. Run it with `--ignored --nocapture` in a release build.
+#[test]
+#[ignore = "prints times"]
+fn cost_of_pairs_batches_and_churn() {
+    let cache = slabs().fixed::<Object>(Settings::new("cost")).unwrap();
+    let time = |what: &str, count: u64, act: &mut dyn FnMut()| {
+        let began = std::time::Instant::now();
+        act();
+        println!("{what}: {:.2} ns", began.elapsed().as_nanos() as f64 / count as f64);
+    };
+    for _ in 0..3 {
+        time("pair", 20_000_000, &mut || {
+            for _ in 0..20_000_000 {
+                let object = cache.engine().allocate().unwrap();
+                damage::free(cache.engine(), std::hint::black_box(object));
+            }
+        });
+        let mut batch = Vec::with_capacity(10_000);
+        time("batch of 10000, an object written", 10_000_000, &mut || {
+            for _ in 0..1_000 {
+                for number in 0..10_000_u64 {
+                    batch.push(cache.insert(object(number)).unwrap());
+                }
+                batch.clear();
+            }
+        });
+        let mut slots: Vec<_> = (0..100_000).map(|number| Some(cache.insert(object(number)).unwrap())).collect();
+        let mut at = 1_u64;
+        time("churn over 100000", 5_000_000, &mut || {
+            for _ in 0..5_000_000 {
+                at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let slot = &mut slots[(at >> 33) as usize % 100_000];
+                *slot = None;
+                *slot = Some(cache.insert(object(at)).unwrap());
+            }
+        });
+    }
+}
+
+/// An allocation without memory drains the magazines of other threads: all objects that fit are allocated before the
+/// first refusal.
+#[test]
+fn what_others_keep_comes_before_a_refusal() {
+    let (slabs, _) = slabs_with(Layout::for_test(), BLOCK_BYTES as u64);
+    let cache = slabs.fixed::<Object>(Settings::new("others")).unwrap();
+    let per_block = cache.engine().shape.block_capacity() as usize;
+    let (kept, wait_kept) = std::sync::mpsc::channel();
+    let (end, wait_end) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let cache = &cache;
+        scope.spawn(move || {
+            drop(cache.insert(object(1)).unwrap());
+            kept.send(()).unwrap();
+            wait_end.recv().unwrap();
+        });
+        wait_kept.recv().unwrap();
+        let slots: Vec<_> = std::iter::from_fn(|| cache.insert(object(2)).ok()).collect();
+        end.send(()).unwrap();
+        assert_eq!(slots.len(), per_block);
+    });
+    cache.engine().check_state();
+}
+
+/// A slab that got no memory is returned: once all objects are freed no block is kept for it, and later objects find
+/// room.
+#[test]
+fn a_slab_without_memory_goes_back() {
+    let layout = Layout { use_huge: false, ..Layout::for_test() };
+    let (slabs, _) = slabs_with(layout, BLOCK_BYTES as u64 / 2);
+    let cache = slabs.fixed::<Object>(Settings::new("refused")).unwrap();
+    for _ in 0..2 {
+        let slots: Vec<_> = std::iter::from_fn(|| cache.insert(object(1)).ok()).collect();
+        assert!(slots.len() > 1_000 && matches!(cache.insert(object(2)), Err(Error::NoMemory { .. })));
+        cache.engine().check_state();
+        drop(slots);
+        cache.shrink().unwrap();
+        assert_eq!(cache.info().unwrap().total, NodeInfo::default());
+    }
+}
+
+/// Magazines are used again after a shrink.
+#[test]
+fn magazines_serve_after_a_shrink() {
+    let cache = slabs().fixed::<Object>(Settings::new("again")).unwrap();
+    for _ in 0..2 {
+        let slot = cache.insert(object(1)).unwrap();
+        assert!(cache.engine().in_magazines() > 0, "more than one was taken");
+        drop(slot);
+        cache.shrink().unwrap();
+        assert_eq!(cache.engine().in_magazines(), 0);
+    }
+}

@@ -1,0 +1,293 @@
+//! Many threads, and processes that the kernel refuses the barrier: their threads have magazines, too, which can be
+//! drained.
+#![allow(unsafe_code)] // implements `Movable`; system call filter, address limit
+
+use super::tests::{finish_retired, slabs};
+use super::thread_slots::{MAX_THREADS, NONE, find_slot, high_water, take_slots};
+use super::*;
+use pagemill_core::units::os_page_bytes;
+use pagemill_sys::barrier;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::Barrier;
+use std::{env, io, thread};
+
+type Words = [u64; 22];
+
+struct Value(Words);
+
+// SAFETY: numbers.
+unsafe impl Movable for Value {}
+
+impl Value {
+    fn new(number: u64) -> Self {
+        Self([number; 22])
+    }
+}
+
+fn refused_slabs() -> &'static Slabs {
+    let slabs = slabs();
+    slabs.refuse_barrier();
+    slabs
+}
+
+/// Set for tests of this file that run alone in their process.
+const ALONE: &str = "PAGEMILL_TEST_ALONE";
+/// Set if the kernel refuses the barrier in this process.
+const REFUSED: &str = "PAGEMILL_TEST_REFUSED";
+
+/// Runs this test program again, for some of its tests.
+fn own_tests(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(arguments);
+    command
+}
+
+#[track_caller]
+fn assert_passes(command: &mut Command) {
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(!said.contains(" 0 passed"), "{said}");
+}
+
+/// Makes the kernel refuse the barrier in this process, as in some containers and sandboxes.
+fn refuse_membarrier() -> io::Result<()> {
+    let step =
+        |code: u32, skipped: u8, value: u32| libc::sock_filter { code: code as u16, jt: 0, jf: skipped, k: value };
+    let mut steps = [
+        // Loads the call number; if it is membarrier: an error, else allow.
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_membarrier as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    // SAFETY: numbers only, and a program of the given length.
+    let is_set = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) == 0
+    };
+    if is_set { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// All slab tests once more, in a process that is refused the barrier.
+#[test]
+fn all_is_the_same_where_the_barrier_is_refused() {
+    if env::var_os(REFUSED).is_some() {
+        return;
+    }
+    let mut command = own_tests(&["slab::"]);
+    // SAFETY: only two system calls between fork and exec, and no allocation.
+    unsafe { command.env(REFUSED, "1").pre_exec(refuse_membarrier) };
+    assert_passes(&mut command);
+}
+
+/// The kernel's first answer holds for the process.
+#[test]
+fn barriers_are_whose_the_kernel_lets_them_be() {
+    let barriers = Barriers::of_process();
+    assert_eq!(barriers == Barriers::OfDrainer, barrier::register());
+    assert!(env::var_os(REFUSED).is_none() || barriers == Barriers::OfEach);
+    let cache = slabs().fixed::<Words>(Settings::new("barriers")).unwrap();
+    assert_eq!(cache.engine().magazines.barriers(), barriers);
+}
+
+/// With either kind of barriers: a freed object is the next that its thread allocates, until a drain takes it.
+#[test]
+fn threads_take_from_their_magazines() {
+    for slabs in [slabs(), refused_slabs()] {
+        let cache = slabs.fixed::<Words>(Settings::new("taken")).unwrap();
+        let place = |slot: &Slot<'_, Words>| std::ptr::from_ref(&**slot) as usize;
+        let slot = cache.insert([1; 22]).unwrap();
+        let (first, cached) = (place(&slot), cache.engine().in_magazines());
+        assert!(cached > 0);
+        drop(slot);
+        assert_eq!(cache.engine().in_magazines(), cached + 1);
+        let slot = cache.insert([2; 22]).unwrap();
+        assert_eq!((place(&slot), cache.engine().in_magazines()), (first, cached));
+        let drained = cache.engine().drain_magazines().unwrap();
+        let other = cache.insert([3; 22]).unwrap();
+        drop(slot);
+        assert_eq!(cache.engine().in_magazines(), 0);
+        drop((drained, other));
+        cache.engine().check_state();
+    }
+}
+
+/// Threads allocate, free and read while another packs, with either kind of barriers: they find exactly their own values.
+#[test]
+fn threads_and_seizers_never_meet() {
+    const THREADS: u64 = 3;
+    const ROUNDS: u64 = 4_000;
+    for slabs in [slabs(), refused_slabs()] {
+        let cache = slabs.by_handle::<Value>(Settings::new("met")).unwrap();
+        let fixed = slabs.fixed::<Words>(Settings::new("met")).unwrap();
+        let begin = Barrier::new(THREADS as usize + 1);
+        let work = |thread: u64| {
+            begin.wait();
+            let mut held = Vec::new();
+            for round in 0..ROUNDS {
+                let value = round * THREADS + thread;
+                held.push((value, cache.insert(Value::new(value)).unwrap(), fixed.insert([value; 22]).unwrap()));
+                if round % 3 != 0 {
+                    let at = (value.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as usize % held.len();
+                    let (value, handle, slot) = held.swap_remove(at);
+                    assert_eq!((cache.get(handle, &pin()).unwrap().0, *slot), ([value; 22], [value; 22]));
+                    assert!(cache.remove(handle).unwrap());
+                }
+            }
+            let is_there = |(value, handle, slot): &(u64, Handle<Value>, Slot<'_, Words>)| {
+                cache.get(*handle, &pin()).unwrap().0 == [*value; 22] && **slot == [*value; 22]
+            };
+            assert!(held.iter().all(is_there));
+            held.len() as u64
+        };
+        let left: u64 = thread::scope(|scope| {
+            let threads: Vec<_> = (0..THREADS).map(|number| scope.spawn(move || work(number))).collect();
+            begin.wait();
+            while threads.iter().any(|thread| !thread.is_finished()) {
+                let _ = (cache.shrink(), fixed.shrink());
+            }
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        fixed.shrink().unwrap();
+        cache.pack();
+        assert_eq!((fixed.info().unwrap().active, cache.info().unwrap().active), (0, left));
+        finish_retired(cache.engine());
+        cache.engine().check_state();
+        fixed.engine().check_state();
+    }
+}
+
+/// Thread slots belong to the process, so these tests run in a process of their own.
+#[test]
+fn tests_that_are_alone() {
+    assert_passes(own_tests(&["slab::threads_tests::alone", "--ignored", "--test-threads=1"]).env(ALONE, "1"));
+}
+
+mod alone {
+    use super::*;
+
+    fn is_alone() -> bool {
+        env::var_os(ALONE).is_some()
+    }
+
+    fn users(engine: &Engine) -> u32 {
+        engine.users.iter().map(|word| word.load(Relaxed).count_ones()).sum()
+    }
+
+    /// Concurrent threads insert values and remove them. Returns how many of them have magazines of either cache.
+    fn use_from_threads(cache: &ByHandle<Value>, fixed: &Fixed<Words>) -> [u32; 2] {
+        const THREADS: usize = 8;
+        const VALUES: u64 = 200;
+        let turn = Guarded::new(());
+        let end = Barrier::new(THREADS + 1);
+        let use_both = |thread: u64| {
+            // One after the other: a thread does not open its magazine while another opens one.
+            turn.with(|()| {
+                let values = (0..VALUES).map(|value| thread * VALUES + value);
+                let held: Vec<_> = values
+                    .map(|value| (value, cache.insert(Value::new(value)).unwrap(), fixed.insert([value; 22]).unwrap()))
+                    .collect();
+                for (value, handle, slot) in held {
+                    assert_eq!((cache.get(handle, &pin()).unwrap().0, *slot), ([value; 22], [value; 22]));
+                    assert!(cache.remove(handle).unwrap());
+                }
+            });
+            end.wait();
+        };
+        thread::scope(|scope| {
+            let threads = (0..THREADS as u64).map(|thread| scope.spawn(move || use_both(thread)));
+            let threads: Vec<_> = threads.collect();
+            end.wait();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+        [users(cache.engine()), users(fixed.engine())]
+    }
+
+    /// A value that is removed while another thread reads it stays until that thread has finished.
+    fn assert_participant_counts(cache: &ByHandle<Value>) {
+        let handle = cache.insert(Value::new(7)).unwrap();
+        let (begun, removed) = (Barrier::new(2), Barrier::new(2));
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let guard = pin();
+                let value = cache.get(handle, &guard).unwrap();
+                begun.wait();
+                removed.wait();
+                assert_eq!(value.0, [7; 22]);
+            });
+            begun.wait();
+            assert!(cache.remove(handle).unwrap());
+            let (epoch, oldest) = epochs::retire();
+            assert!(oldest <= epoch);
+            removed.wait();
+            reader.join().unwrap();
+        });
+        let (epoch, oldest) = epochs::retire();
+        assert!(oldest > epoch, "no thread reads");
+    }
+
+    /// Threads beyond the first thousands, and the last one, have magazines, stocks and participant words, each in memory
+    /// of their own. A thread without a slot works without them. Slots are taken in place of threads.
+    #[test]
+    #[ignore = "alone in its process"]
+    fn thousands_of_threads() {
+        const FIRST: usize = 5_000;
+        if !is_alone() {
+            return;
+        }
+        // Takes a slot below those that come and go.
+        find_slot();
+        for slabs in [slabs(), refused_slabs()] {
+            let cache = slabs.by_handle::<Value>(Settings::new("many")).unwrap();
+            let fixed = slabs.fixed::<Words>(Settings::new("many")).unwrap();
+            let few = take_slots(FIRST);
+            assert_eq!(few.len(), FIRST);
+            assert_eq!(use_from_threads(&cache, &fixed), [8, 8]);
+            assert!(high_water() > FIRST);
+            // At most a page for each thread, of both caches and of the cache of nodes.
+            let ids = &slabs.shared().unwrap().ids;
+            let resident = ids.with(|ids| ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
+            assert!(resident > 0 && resident <= 3 * 9 * os_page_bytes() as u64, "{resident}");
+            assert_participant_counts(&cache);
+            let rest = take_slots(MAX_THREADS);
+            assert_eq!(high_water(), MAX_THREADS);
+            assert_eq!(thread::spawn(find_slot).join().unwrap(), NONE);
+            // This thread has a magazine itself by now.
+            assert_eq!(use_from_threads(&cache, &fixed), [9, 8]);
+            assert_participant_counts(&cache);
+            drop(rest);
+            cache.pack();
+            fixed.shrink().unwrap();
+            let active = (cache.info().unwrap().active, fixed.info().unwrap().active);
+            assert_eq!((active, cache.engine().in_magazines()), ((0, 0), 0));
+            cache.engine().check_state();
+            fixed.engine().check_state();
+        }
+    }
+
+    /// If addresses do not suffice for all threads, some threads have magazines.
+    #[test]
+    #[ignore = "alone in its process"]
+    fn where_addresses_are_few() {
+        const FEW: usize = MAX_THREADS / 4;
+        if !is_alone() {
+            return;
+        }
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let mapped = statm.split(' ').next().unwrap().parse::<usize>().unwrap() * os_page_bytes();
+        let each = size_of::<magazine::Magazine>();
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: writes, then reads numbers.
+        unsafe {
+            assert_eq!(libc::getrlimit(libc::RLIMIT_AS, &raw mut limit), 0);
+            limit.rlim_cur = (mapped + (FEW + FEW / 2) * each) as u64;
+            assert_eq!(libc::setrlimit(libc::RLIMIT_AS, &raw const limit), 0);
+        }
+        let magazines =
+            magazine::Magazines::new(place(magazine::MagazineRange::new().unwrap()).unwrap(), Barriers::OfDrainer);
+        assert!(magazines.reach(FEW - 1) && !magazines.reach(FEW) && magazines.get(FEW - 1).len() == 0);
+    }
+}

@@ -1,0 +1,66 @@
+//! `pagemill_vrange`, as declared in include/pagemill.h: for the library and for the preload.
+#![allow(unsafe_code)] // a C program's pointers
+
+use super::vrange::{How, Mode, Vranges};
+use pagemill_core::error::Result;
+use pagemill_sys::{mem, process};
+use std::ffi::{c_int, c_void};
+
+const EINVAL: c_int = 22;
+const EFAULT: c_int = 14;
+
+fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
+    let mode = match mode {
+        0 => Mode::Nonvolatile,
+        1 => Mode::Volatile,
+        2 => Mode::VolatileStrict,
+        _ => return None,
+    };
+    let how = match behaviour {
+        0 => How::Full,
+        1 => How::Partial,
+        _ => return None,
+    };
+    Some((mode, how))
+}
+
+/// Executes one call. Returns bytes, or -1 with `errno` set. `vranges` is called only if the arguments are valid.
+///
+/// # Safety
+///
+/// As [`Vranges::vrange`]. `purged` may be any address.
+pub unsafe fn vrange(
+    vranges: impl FnOnce() -> Result<&'static Vranges>,
+    addr: *mut c_void,
+    len: usize,
+    (mode, behaviour): (c_int, c_int),
+    purged: *mut c_int,
+) -> isize {
+    let fail = |errno: c_int| {
+        process::set_errno(errno);
+        -1
+    };
+    let Some((mode, how)) = parse(mode, behaviour) else { return fail(EINVAL) };
+    // Write the result before anything changes.
+    let tell = |is_purged: bool| {
+        if !purged.is_null() {
+            // SAFETY: the kernel has just written there. The address may be unaligned.
+            unsafe { purged.write_unaligned(c_int::from(is_purged)) };
+        }
+    };
+    if !purged.is_null() && !mem::can_write_int(purged as usize) {
+        return fail(EFAULT);
+    }
+    tell(false);
+    let marked = vranges().and_then(|vranges| {
+        // SAFETY: guaranteed by the caller.
+        unsafe { vranges.vrange(addr as usize, len, mode, how) }
+    });
+    match marked {
+        Ok(marked) => {
+            tell(marked.purged);
+            marked.bytes as isize
+        }
+        Err(error) => fail(error.errno()),
+    }
+}

@@ -1,0 +1,543 @@
+//! Disjoint intervals of addresses in order, each with a small value.
+//!
+//! ```text
+//!   directory   [ 0x1000, leaf 0 | 0x7000, leaf 2 | 0xf000, leaf 1 ]   by first start
+//!                       |               |               |
+//!   leaves         [ entries ]     [ entries ]     [ entries ]         by start, 4 KiB each
+//! ```
+//!
+//! A lookup is two binary searches. A full leaf is split. Two neighbours that together fill less than half a leaf are
+//! merged, so churn leaves no sparse leaves. It is used inside `malloc`: nothing comes from the global allocator. It
+//! has no lock; its owner locks.
+#![allow(unsafe_code)] // nodes in memory mapped by hand
+
+use pagemill_core::error::{Error, Result};
+use pagemill_core::units::{PageSize, os_page_bytes};
+use pagemill_sys::mem;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::ptr;
+
+/// Maximum number of leaves: some 100 million intervals, in 4 GiB of addresses.
+const MAX_LEAVES: usize = 1 << 20;
+const LEAF_BYTES: usize = PageSize::MIN_BYTES;
+/// Memory is opened in steps of this.
+const STEP_BYTES: usize = 1 << 20;
+
+/// An ordered map from disjoint, half-open, non-empty intervals of addresses to small values (to 16 bytes).
+///
+/// # Invariants
+///
+/// 1. The directory's first `leaves` items are in use, ascending by `first`; from there to `numbered` they are free.
+///    Together they name every leaf below `numbered` once.
+/// 2. A leaf in use has at least one entry; its first `count` entries are written, ascending and disjoint, and `first`
+///    is the start of the first one.
+/// 3. Two neighbours have at least half a leaf of entries together.
+pub(super) struct Intervals<T> {
+    directory: Sparse<Leaf>,
+    /// The entries of all leaves, `PER_LEAF` each, by the leaf's number.
+    entries: Sparse<MaybeUninit<IntervalEntry<T>>>,
+    leaves: usize,
+    numbered: usize,
+    count: usize,
+    bytes: u64,
+}
+
+/// The directory entry of a leaf.
+#[derive(Clone, Copy)]
+struct Leaf {
+    first: usize,
+    number: u32,
+    count: u32,
+}
+
+#[derive(Clone, Copy)]
+struct IntervalEntry<T> {
+    start: usize,
+    end: usize,
+    value: T,
+}
+
+impl<T: Copy> Intervals<T> {
+    const PER_LEAF: usize = LEAF_BYTES / size_of::<IntervalEntry<T>>();
+
+    /// Creates an empty map without memory: no system call. Memory that it opens later stays for the life of the
+    /// process.
+    pub(super) const fn new() -> Self {
+        let directory = Sparse::new(MAX_LEAVES);
+        let entries = Sparse::new(MAX_LEAVES * Self::PER_LEAF);
+        Self { directory, entries, leaves: 0, numbered: 0, count: 0, bytes: 0 }
+    }
+
+    /// Number of intervals.
+    #[cfg(test)]
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Sum of their lengths.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Ensures that the next `insertions` insertions, and cuts that leave both ends of an interval, cannot fail.
+    ///
+    /// Cost: two comparisons, and a system call for each MiB of leaves; the first call reserves the addresses. Errors:
+    /// [`Error::NoAddresses`] if there would be too many leaves in case each insertion splits one, [`Error::System`] if
+    /// the kernel refuses memory.
+    pub(super) fn prepare(&mut self, insertions: usize) -> Result<()> {
+        let leaves = self.leaves.saturating_add(insertions);
+        self.directory.open(leaves)?;
+        self.entries.open(leaves.saturating_mul(Self::PER_LEAF))
+    }
+
+    /// Adds an interval, which must not be empty and must not overlap another. Adjacent intervals stay separate.
+    ///
+    /// Cost: a search, and a move of up to 4 KiB. Errors as [`Self::prepare`]; nothing has changed then.
+    pub(super) fn insert(&mut self, range: Range<usize>, value: T) -> Result<()> {
+        assert!(!range.is_empty(), "an interval has bytes");
+        debug_assert!(self.overlapping(range.clone()).next().is_none(), "intervals are disjoint");
+        self.put(IntervalEntry { start: range.start, end: range.end, value })
+    }
+
+    /// Removes the parts of intervals inside `range`; returns how many bytes were removed.
+    ///
+    /// Parts outside stay, with their values. `each` gets the removed parts in ascending order. Cost: a search, and the
+    /// parts. Errors as [`Self::prepare`], if one interval reaches beyond both ends; nothing has changed then, and
+    /// `each` was not called.
+    pub(super) fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, T)) -> Result<u64> {
+        if range.is_empty() {
+            return Ok(0);
+        }
+        let (index, at) = self.seek(range.start);
+        let entry = self.leaf(index).get(at).copied();
+        if let Some(entry) = entry.filter(|entry| entry.start < range.start && range.end < entry.end) {
+            self.put(IntervalEntry { start: range.end, ..entry })?;
+            let (index, at) = self.seek(range.start);
+            self.leaf_mut(index)[at].end = range.start;
+            self.bytes -= (entry.end - range.start) as u64;
+            each(range.clone(), entry.value);
+            return Ok(range.len() as u64);
+        }
+        let (mut end, before) = (index, self.bytes);
+        while self.directory().get(end).is_some_and(|leaf| leaf.first < range.end) {
+            self.cut_leaf(end, &range, &mut each);
+            end += 1;
+        }
+        self.drop_empty(index..end);
+        self.merge_around(index);
+        Ok(before - self.bytes)
+    }
+
+    /// All intervals that end after `addr`, ascending. Cost: a search, then close to nothing for each.
+    pub(super) fn from(&self, addr: usize) -> impl Iterator<Item = (Range<usize>, T)> {
+        let (first, at) = self.seek(addr);
+        let entries = (first..self.leaves).flat_map(move |index| self.leaf(index)).skip(at);
+        entries.map(|entry| (entry.start..entry.end, entry.value))
+    }
+
+    /// The intervals that overlap `range`, each as a whole, ascending. Cost: as [`Self::from`].
+    pub(super) fn overlapping(&self, range: Range<usize>) -> impl Iterator<Item = (Range<usize>, T)> {
+        self.from(range.start).take_while(move |(whole, _)| !range.is_empty() && whole.start < range.end)
+    }
+
+    /// Calls `change` to update the values of the intervals of [`Self::overlapping`].
+    pub(super) fn update(&mut self, range: Range<usize>, mut change: impl FnMut(Range<usize>, &mut T)) {
+        let (mut index, mut at) = self.seek(range.start);
+        while !range.is_empty() && self.directory().get(index).is_some_and(|leaf| leaf.first < range.end) {
+            for entry in self.leaf_mut(index)[at..].iter_mut().take_while(|entry| entry.start < range.end) {
+                change(entry.start..entry.end, &mut entry.value);
+            }
+            (index, at) = (index + 1, 0);
+        }
+    }
+
+    fn directory(&self) -> &[Leaf] {
+        &self.directory.items()[..self.leaves]
+    }
+
+    /// Index of the leaf that contains, or would contain, an interval with this start.
+    fn leaf_for(&self, start: usize) -> usize {
+        self.directory().partition_point(|leaf| leaf.first <= start).saturating_sub(1)
+    }
+
+    /// Position of the first interval that ends after `addr`; past the end of a leaf if the next leaf begins with it.
+    fn seek(&self, addr: usize) -> (usize, usize) {
+        let index = self.leaf_for(addr);
+        (index, self.leaf(index).partition_point(|entry| entry.end <= addr))
+    }
+
+    /// Positions of a leaf's entries from `at` on, in the array of all entries.
+    fn places(leaf: Leaf, at: usize) -> Range<usize> {
+        let first = leaf.number as usize * Self::PER_LEAF;
+        first + at..first + leaf.count as usize
+    }
+
+    /// The entries of a leaf; empty if there is no such leaf.
+    fn leaf(&self, index: usize) -> &[IntervalEntry<T>] {
+        let Some(leaf) = self.directory().get(index) else { return &[] };
+        let entries = &self.entries.items()[Self::places(*leaf, 0)];
+        // SAFETY: the first `count` entries of a leaf are written (type invariant 2).
+        unsafe { &*(ptr::from_ref(entries) as *const [IntervalEntry<T>]) }
+    }
+
+    fn leaf_mut(&mut self, index: usize) -> &mut [IntervalEntry<T>] {
+        let places = Self::places(self.directory()[index], 0);
+        let entries = &mut self.entries.items_mut()[places];
+        // SAFETY: the first `count` entries of a leaf are written (type invariant 2).
+        unsafe { &mut *(ptr::from_mut(entries) as *mut [IntervalEntry<T>]) }
+    }
+
+    /// Inserts an entry at its sorted position. Fails before anything has changed.
+    fn put(&mut self, entry: IntervalEntry<T>) -> Result<()> {
+        let mut index = self.leaf_for(entry.start);
+        let mut at = self.leaf(index).partition_point(|other| other.start < entry.start);
+        if self.leaves == 0 {
+            self.prepare(1)?;
+            self.add_leaf(0);
+        } else if self.leaf(index).len() == Self::PER_LEAF {
+            self.prepare(1)?;
+            let is_at_end = at == Self::PER_LEAF && index + 1 == self.leaves;
+            // With ascending insertions nothing is added to this leaf any more; a split in half would leave it half
+            // empty.
+            let kept = if is_at_end { Self::PER_LEAF } else { Self::PER_LEAF / 2 };
+            self.add_leaf(index + 1);
+            self.move_entries(index, kept, index + 1);
+            if at >= kept {
+                (index, at) = (index + 1, at - kept);
+            }
+        }
+        let leaf = &mut self.directory.items_mut()[index];
+        let places = Self::places(*leaf, at);
+        leaf.count += 1;
+        let entries = self.entries.items_mut();
+        entries.copy_within(places.clone(), places.start + 1);
+        entries[places.start].write(entry);
+        self.set_first(index);
+        self.count += 1;
+        self.bytes += (entry.end - entry.start) as u64;
+        Ok(())
+    }
+
+    /// Brings a leaf without entries into use. One is available, because the caller called [`Self::prepare`].
+    fn add_leaf(&mut self, index: usize) {
+        let directory = self.directory.items_mut();
+        if self.leaves == self.numbered {
+            directory[self.numbered] = Leaf { first: 0, number: self.numbered as u32, count: 0 };
+            self.numbered += 1;
+        }
+        directory[index..=self.leaves].rotate_right(1);
+        self.leaves += 1;
+    }
+
+    /// Moves the entries of a leaf from `at` on behind those of another, which has room for them.
+    fn move_entries(&mut self, from: usize, at: usize, to: usize) {
+        let directory = self.directory.items_mut();
+        let (moved, target) = (Self::places(directory[from], at), Self::places(directory[to], 0).end);
+        directory[from].count = at as u32;
+        directory[to].count += moved.len() as u32;
+        self.entries.items_mut().copy_within(moved, target);
+        self.set_first(to);
+    }
+
+    fn set_first(&mut self, index: usize) {
+        if let Some(IntervalEntry { start, .. }) = self.leaf(index).first().copied() {
+            self.directory.items_mut()[index].first = start;
+        }
+    }
+
+    /// Removes the parts inside `range` from a leaf, which may be empty afterwards. No entry reaches beyond both ends.
+    fn cut_leaf(&mut self, index: usize, range: &Range<usize>, each: &mut impl FnMut(Range<usize>, T)) {
+        let entries = self.leaf_mut(index);
+        let first = entries.partition_point(|entry| entry.end <= range.start);
+        let (mut gone, mut removed) = (first..first, 0);
+        for entry in entries[first..].iter_mut().take_while(|entry| entry.start < range.end) {
+            let part = entry.start.max(range.start)..entry.end.min(range.end);
+            removed += part.len() as u64;
+            if entry.start < part.start {
+                entry.end = part.start;
+                gone = first + 1..first + 1;
+            } else if part.end < entry.end {
+                entry.start = part.end;
+            } else {
+                gone.end += 1;
+            }
+            each(part, entry.value);
+        }
+        entries.copy_within(gone.end.., gone.start);
+        self.directory.items_mut()[index].count -= gone.len() as u32;
+        self.set_first(index);
+        self.count -= gone.len();
+        self.bytes -= removed;
+    }
+
+    /// Frees the empty leaves among those that a cut touched.
+    fn drop_empty(&mut self, touched: Range<usize>) {
+        let directory = &mut self.directory.items_mut()[..self.leaves];
+        let empty = directory[touched.clone()].iter().filter(|leaf| leaf.count == 0).count();
+        // Only the outermost leaves can have entries left, so the empty ones are adjacent.
+        if let Some(first) = directory[touched.clone()].iter().position(|leaf| leaf.count == 0) {
+            directory[touched.start + first..].rotate_left(empty);
+        }
+        self.leaves -= empty;
+    }
+
+    /// Merges sparse neighbours after a cut, which left entries in two leaves at most: at `index`, and behind it.
+    fn merge_around(&mut self, index: usize) {
+        for left in (index.saturating_sub(1)..=index + 1).rev() {
+            let (here, next) = (self.leaf(left).len(), self.leaf(left + 1).len());
+            if next > 0 && here + next < Self::PER_LEAF / 2 {
+                self.move_entries(left + 1, 0, left);
+                self.drop_empty(left + 1..left + 2);
+            }
+        }
+    }
+}
+
+/// An array in reserved addresses, opened from its start as far as it is used.
+///
+/// It is not mapped as a whole, because `mlockall` of the program would make gigabytes resident.
+///
+/// # Invariants
+///
+/// Zero bits are a `U`. Unless `base` is 0, addresses for `max_len` items from there on are reserved for good and
+/// belong to this array only. The first `open_bytes` of them are readable and writable, zero at first, and hold values
+/// of `U`.
+struct Sparse<U> {
+    base: usize,
+    open_bytes: usize,
+    max_len: usize,
+    _items: PhantomData<U>,
+}
+
+impl<U> Sparse<U> {
+    const fn new(max_len: usize) -> Self {
+        Self { base: 0, open_bytes: 0, max_len, _items: PhantomData }
+    }
+
+    /// Makes the first `len` items usable.
+    fn open(&mut self, len: usize) -> Result<()> {
+        let wanted_bytes = len.saturating_mul(size_of::<U>());
+        if len > self.max_len {
+            return Err(Error::NoAddresses { wanted_bytes: wanted_bytes as u64 });
+        }
+        if wanted_bytes <= self.open_bytes {
+            return Ok(());
+        }
+        if self.base == 0 {
+            self.base =
+                mem::reserve(self.max_bytes(), os_page_bytes(), 0).map_err(Error::system("reserving metadata"))?;
+        }
+        let new_bytes = wanted_bytes.next_multiple_of(STEP_BYTES) - self.open_bytes;
+        // SAFETY: inside the reservation: its length is a multiple of the step, too.
+        unsafe { mem::open(self.base + self.open_bytes, new_bytes) }.map_err(Error::system("opening metadata"))?;
+        self.open_bytes += new_bytes;
+        Ok(())
+    }
+
+    /// Bytes of the reservation.
+    fn max_bytes(&self) -> usize {
+        (self.max_len * size_of::<U>()).next_multiple_of(STEP_BYTES)
+    }
+
+    /// The open items, aligned to pages; without any, an empty slice at an arbitrary address.
+    fn slice(&self) -> *mut [U] {
+        ptr::slice_from_raw_parts_mut(self.base.max(align_of::<U>()) as *mut U, self.open_bytes / size_of::<U>())
+    }
+
+    fn items(&self) -> &[U] {
+        // SAFETY: readable values that belong to this array only (type invariant).
+        unsafe { &*self.slice() }
+    }
+
+    fn items_mut(&mut self) -> &mut [U] {
+        // SAFETY: as above and writable; `&mut self` excludes other references.
+        unsafe { &mut *self.slice() }
+    }
+}
+
+/// Used by the model only: shuttle creates and drops thousands of arrays.
+#[cfg(all(test, shuttle))]
+impl<U> Drop for Sparse<U> {
+    fn drop(&mut self) {
+        if self.base != 0 {
+            // SAFETY: the reservation of this array, which nothing uses any more.
+            unsafe { mem::unreserve(self.base, self.max_bytes()) };
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    type Items = Vec<(Range<usize>, u32)>;
+    const PER_LEAF: usize = Intervals::<u32>::PER_LEAF;
+
+    /// Checks the type's invariants and the sums.
+    fn check(tested: &Intervals<u32>) {
+        let mut numbers: Vec<_> = tested.directory.items()[..tested.numbered].iter().map(|leaf| leaf.number).collect();
+        numbers.sort_unstable();
+        assert!(numbers.into_iter().eq(0..tested.numbered as u32), "each leaf is there once");
+        let counts: Vec<usize> = tested.directory().iter().map(|leaf| leaf.count as usize).collect();
+        assert!(counts.iter().all(|count| (1..=PER_LEAF).contains(count)));
+        assert!(counts.windows(2).all(|pair| pair[0] + pair[1] >= PER_LEAF / 2), "thin neighbours are merged");
+        assert!((0..tested.leaves).all(|index| tested.directory()[index].first == tested.leaf(index)[0].start));
+        let entries: Vec<_> = (0..tested.leaves).flat_map(|index| tested.leaf(index)).collect();
+        assert!(entries.iter().all(|entry| entry.start < entry.end));
+        assert!(entries.windows(2).all(|pair| pair[0].end <= pair[1].start));
+        let bytes: usize = entries.iter().map(|entry| entry.end - entry.start).sum();
+        assert_eq!((tested.count(), tested.bytes()), (entries.len(), bytes as u64));
+    }
+
+    /// The tested map, and a plain map that gets the same operations.
+    struct Pair(Intervals<u32>, BTreeMap<usize, (usize, u32)>);
+
+    impl Pair {
+        fn expected(&self, range: &Range<usize>) -> Items {
+            let is_in = |whole: &Range<usize>| range.start.max(whole.start) < range.end.min(whole.end);
+            let all = self.1.iter().map(|(start, (end, value))| (*start..*end, *value));
+            all.filter(|(whole, _)| is_in(whole)).collect()
+        }
+
+        /// Cuts `range`, then inserts a new interval there if `new` is given.
+        fn replace(&mut self, range: Range<usize>, new: Option<u32>) {
+            let (mut expected, mut parts) = (self.expected(&range), Items::new());
+            for (whole, value) in &mut expected {
+                self.1.remove(&whole.start);
+                for (start, end) in [(whole.start, range.start), (range.end, whole.end)] {
+                    self.1.extend((start < end).then_some((start, (end, *value))));
+                }
+                *whole = whole.start.max(range.start)..whole.end.min(range.end);
+            }
+            let removed = self.0.cut(range.clone(), |part, value| parts.push((part, value))).unwrap();
+            assert_eq!(removed as usize, parts.iter().map(|(part, _)| part.len()).sum());
+            assert_eq!(parts, expected);
+            if let Some(new) = new.filter(|_| !range.is_empty()) {
+                self.0.insert(range.clone(), new).unwrap();
+                self.1.insert(range.start, (range.end, new));
+            }
+            check(&self.0);
+        }
+
+        fn update(&mut self, range: Range<usize>, new: u32) {
+            let (expected, mut seen) = (self.expected(&range), Items::new());
+            self.1.extend(expected.iter().map(|(whole, value)| (whole.start, (whole.end, value ^ new))));
+            self.0.update(range, |whole, value| seen.push((whole, std::mem::replace(value, *value ^ new))));
+            assert_eq!(seen, expected);
+        }
+
+        fn look(&self, range: Range<usize>) {
+            assert_eq!(self.0.from(range.start).collect::<Items>(), self.expected(&(range.start..usize::MAX)));
+            assert_eq!(self.0.overlapping(range.clone()).collect::<Items>(), self.expected(&range));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// All operations match a plain map; with many leaves or none at first.
+        #[test]
+        fn it_is_an_ordered_map(
+            filled in 0usize..1000,
+            steps in prop::collection::vec((0..8, 0usize..4000, 0usize..8, 0..40, any::<u32>()), 0..300),
+        ) {
+            let mut pair = Pair(Intervals::new(), BTreeMap::new());
+            (0..filled).for_each(|index| pair.replace(index * 4..index * 4 + 3, Some(index as u32)));
+            for (what, start, len, rare, value) in steps {
+                let range = start..start + if rare == 0 { len * 500 } else { len };
+                match what {
+                    0..4 => pair.replace(range.clone(), Some(value)),
+                    4..7 => pair.replace(range.clone(), None),
+                    _ => pair.update(range.clone(), value),
+                }
+                pair.look(range);
+            }
+        }
+    }
+
+    /// Inserts thousands in random order and removes nine of ten, twice. Then long cuts leave sparse leaves next to
+    /// others.
+    #[test]
+    fn leaves_split_merge_and_serve_again() {
+        let mix = |number: usize| (number ^ number >> 29).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let (mut pair, mut order) = (Pair(Intervals::new(), BTreeMap::new()), Vec::from_iter(0..3000));
+        let mut most_leaves = 0;
+        for seed in [3, 7] {
+            order.sort_by_key(|number| mix(mix(number + seed)));
+            for number in &order {
+                pair.replace(number * 8..number * 8 + 5, Some(*number as u32));
+                most_leaves = most_leaves.max(pair.0.leaves);
+            }
+            assert!(pair.0.leaves > 3000 / PER_LEAF);
+            order[300..].iter().for_each(|number| pair.replace(number * 8..number * 8 + 5, None));
+            pair.look(0..usize::MAX);
+            assert!(pair.0.leaves <= 2 * 300 / (PER_LEAF / 2) + 1, "{} leaves", pair.0.leaves);
+            assert_eq!(pair.0.numbered, most_leaves, "no new leaf while one is free");
+        }
+        pair.replace(0..usize::MAX, None);
+        assert_eq!((pair.0.leaves, pair.0.count(), pair.0.bytes()), (0, 0, 0));
+        (0..3 * PER_LEAF).for_each(|number| pair.replace(number * 8..number * 8 + 8, Some(0)));
+        pair.replace(8 * (2 * PER_LEAF + 50)..usize::MAX, None);
+        pair.replace(8 * 100..8 * (2 * PER_LEAF - 10), None);
+    }
+
+    /// Ascending insertion fills leaves. Without a free leaf an operation that needs one fails and changes nothing.
+    #[test]
+    fn without_room_nothing_changes() {
+        let mut tested: Intervals<u32> = Intervals::new();
+        tested.directory.max_len = 10;
+        let end = 80 * PER_LEAF;
+        (0..end).step_by(8).for_each(|start| tested.insert(start..start + 8, start as u32).unwrap());
+        let before: Items = tested.from(0).collect();
+        assert_eq!((tested.leaves, before.len()), (10, 10 * PER_LEAF));
+        assert!(matches!(tested.insert(end..end + 1, 0), Err(Error::NoAddresses { .. })));
+        assert!(tested.cut(9..10, |_, _| unreachable!("nothing was removed")).is_err());
+        assert!(tested.from(0).eq(before));
+        assert_eq!(tested.cut(14..24, |_, _| {}).unwrap(), 10);
+        assert_eq!(tested.cut(9..10, |_, _| {}).unwrap(), 1);
+        assert!(tested.overlapping(8..14).eq([(8..9, 8), (10..14, 8)]));
+        check(&tested);
+    }
+
+    /// Prepared insertions need nothing from the kernel. A refusal or an impossible size is an error in advance.
+    #[test]
+    fn preparation_opens_what_is_needed() {
+        let mut tested: Intervals<u32> = Intervals::new();
+        assert!(matches!(tested.prepare(MAX_LEAVES + 1), Err(Error::NoAddresses { .. })));
+        tested.prepare(1000).unwrap();
+        let open_bytes = tested.entries.open_bytes;
+        assert!(open_bytes >= 1000 * PER_LEAF * size_of::<IntervalEntry<u32>>());
+        (0..1000).for_each(|number| tested.insert(number * 2..number * 2 + 1, 0).unwrap());
+        assert_eq!(tested.entries.open_bytes, open_bytes);
+        let mut refused: Intervals<u32> = Intervals::new();
+        refused.entries.max_len = 1 << 56;
+        assert!(matches!(refused.insert(1..2, 3), Err(Error::System { .. })));
+        check(&refused);
+    }
+
+    /// Memory is opened in steps, as far as it is needed. Each array has addresses for all of its items.
+    #[test]
+    fn memory_grows_in_steps() {
+        let mut tested: Intervals<u32> = Intervals::new();
+        let (steps, mut seen) = (3, 0);
+        let items = steps * STEP_BYTES / size_of::<IntervalEntry<u32>>();
+        for number in 0..items {
+            tested.insert(number * 2..number * 2 + 1, number as u32).unwrap();
+            seen = seen.max(tested.entries.open_bytes / STEP_BYTES);
+            let wanted_bytes = (tested.leaves + 1) * PER_LEAF * size_of::<IntervalEntry<u32>>();
+            assert!(tested.entries.open_bytes <= wanted_bytes.next_multiple_of(STEP_BYTES));
+        }
+        assert_eq!(
+            (seen, tested.entries.items().len()),
+            (steps + 1, (steps + 1) * STEP_BYTES / size_of::<IntervalEntry<u32>>())
+        );
+        assert_eq!(tested.directory.items().len(), STEP_BYTES / size_of::<Leaf>());
+        assert!(tested.from(0).eq((0..items).map(|number| (number * 2..number * 2 + 1, number as u32))));
+        assert_eq!(Sparse::<u64>::new(3 * STEP_BYTES / 8).max_bytes(), 3 * STEP_BYTES);
+        assert_eq!(Sparse::<u64>::new(3 * STEP_BYTES / 8 + 1).max_bytes(), 4 * STEP_BYTES);
+    }
+}

@@ -1,0 +1,157 @@
+//! The purge queue: the ranges that were marked first, some hundred at a time.
+
+use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed};
+
+/// Maximum number of walks per request: others may mark and unmark as fast as this purges.
+const MOST_WALKS: usize = 64;
+
+/// Maximum number of ranges that one walk selects.
+pub(super) const LENGTH: usize = 512;
+
+/// The next ranges to purge, in order. Used under a lock of its owner.
+pub(super) struct Line {
+    /// Keys and epochs.
+    places: [(AtomicU64, AtomicU32); LENGTH],
+    /// The part of `places` that is left.
+    next: AtomicUsize,
+    end: AtomicUsize,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        let places = std::array::from_fn(|_| Default::default());
+        Self { places, next: AtomicUsize::new(0), end: AtomicUsize::new(0) }
+    }
+}
+
+impl Line {
+    /// Key and epoch of the next range. It may have been marked anew since.
+    fn next(&self) -> Option<(u64, u32)> {
+        let at = self.next.load(Relaxed);
+        if at >= self.end.load(Relaxed) {
+            return None;
+        }
+        self.next.store(at + 1, Relaxed);
+        let (key, epoch) = &self.places[at];
+        Some((key.load(Relaxed), epoch.load(Relaxed)))
+    }
+
+    /// Purges from the line, refilling it with `walk`, until `want_bytes` are freed. `purge` returns the bytes that the
+    /// kernel took, `None` if nothing was purged. `walk` returns the new length of the line.
+    pub fn purge(
+        &self,
+        want_bytes: u64,
+        mut purge: impl FnMut(u64, u32) -> Option<u64>,
+        mut walk: impl FnMut() -> usize,
+    ) -> u64 {
+        let (mut freed, mut is_fresh) = (0, false);
+        for _ in 0..MOST_WALKS {
+            let mut has_gone = false;
+            while freed < want_bytes
+                && let Some((key, epoch)) = self.next()
+            {
+                let gone = purge(key, epoch);
+                has_gone |= gone.is_some();
+                freed += gone.unwrap_or(0);
+            }
+            // Nothing of a whole line was purged: the rest is in use or locked.
+            let is_futile = is_fresh && !has_gone;
+            if freed >= want_bytes || is_futile || walk() == 0 {
+                break;
+            }
+            is_fresh = true;
+        }
+        freed
+    }
+
+    /// Replaces the line by the result of a walk. Returns its length.
+    pub fn set(&self, oldest: &mut Oldest) -> usize {
+        let sorted = oldest.sorted();
+        for (place, found) in self.places.iter().zip(sorted) {
+            place.0.store(found.key, Relaxed);
+            place.1.store(found.epoch, Relaxed);
+        }
+        self.next.store(0, Relaxed);
+        self.end.store(sorted.len(), Relaxed);
+        sorted.len()
+    }
+}
+
+#[derive(Clone, Copy)]
+struct LineEntry {
+    age: u32,
+    epoch: u32,
+    key: u64,
+}
+
+/// Keeps the oldest of the offered items: a heap with the youngest on top, which is replaced when an older one is
+/// offered.
+pub(super) struct Oldest {
+    found: [LineEntry; LENGTH],
+    count: usize,
+}
+
+impl Oldest {
+    pub const fn new() -> Self {
+        Self { found: [LineEntry { age: 0, epoch: 0, key: 0 }; LENGTH], count: 0 }
+    }
+
+    pub fn offer(&mut self, age: u32, epoch: u32, key: u64) {
+        let found = LineEntry { age, epoch, key };
+        if self.count < LENGTH {
+            self.found[self.count] = found;
+            self.count += 1;
+            self.rise(self.count - 1);
+        } else if age > self.found[0].age {
+            self.found[0] = found;
+            self.sink();
+        }
+    }
+
+    fn rise(&mut self, mut at: usize) {
+        while at > 0 && self.found[at].age < self.found[(at - 1) / 2].age {
+            self.found.swap(at, (at - 1) / 2);
+            at = (at - 1) / 2;
+        }
+    }
+
+    fn sink(&mut self) {
+        let mut at = 0;
+        loop {
+            let children = [2 * at + 1, 2 * at + 2].into_iter().filter(|child| *child < self.count);
+            let Some(youngest) = children.min_by_key(|child| self.found[*child].age) else { return };
+            if self.found[at].age <= self.found[youngest].age {
+                return;
+            }
+            self.found.swap(at, youngest);
+            at = youngest;
+        }
+    }
+
+    /// Oldest first; equal ages in the order of their keys.
+    fn sorted(&mut self) -> &[LineEntry] {
+        let found = &mut self.found[..self.count];
+        found.sort_unstable_by_key(|found| (u32::MAX - found.age, found.key));
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Of any number of ages the oldest are found, in order.
+        #[test]
+        fn the_oldest_are_found(ages in prop::collection::vec(0u32..1000, 0..3 * LENGTH)) {
+            let mut oldest = Oldest::new();
+            ages.iter().zip(0..).for_each(|(age, key)| oldest.offer(*age, 7, key));
+            let found: Vec<u32> = oldest.sorted().iter().map(|found| found.age).collect();
+            let mut expected = ages.clone();
+            expected.sort_unstable_by_key(|age| u32::MAX - age);
+            expected.truncate(LENGTH);
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

@@ -1,0 +1,412 @@
+//! Volatile ranges: memory whose contents may be purged under pressure, and that reports it.
+//!
+//! A [`Range`] is *held* (its bytes stay) or *volatile* (a purge may take them). Marking and unmarking change one word,
+//! that of the range: no system call, no lock, no cache line that another range shares. Bytes are accessed through a
+//! [`Pin`], which excludes purges and reports what was kept. Only memory pressure purges, least recently marked first
+//! (`purge`).
+//!
+//! ```
+//! use pagemill::Pagemill;
+//! use pagemill::volatile::{Behaviour, Contents};
+//!
+//! let mut tile = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+//! tile.bytes_mut()?.fill(7);
+//! tile.mark()?; // from here on its bytes may be purged
+//! match tile.unmark()? {
+//!     Contents::Kept => assert_eq!(tile.pin()?[0], 7),
+//!     Contents::Purged { .. } => tile.bytes_mut()?.fill(7), // recreate the contents
+//! }
+//! # Ok::<(), pagemill::Error>(())
+//! ```
+//!
+//! ```text
+//!   Ranges  --- entries: 128 bytes each (word, address, length, what is kept)
+//!     |            |
+//!     |            +-- over 1 MiB: a slot of the heap, whole blocks, huge where they fill
+//!     |            `-- smaller: a part of a pack, a block of the heap in small pages, by class
+//!     `--- Shrinker: walks the entries
+//! ```
+//!
+//! Below: `heap`, `arena`. Above, by trait: `reclaim::Shrinker`. Locks: `free_lists_lock` (allocating and freeing
+//! entries), `purging`; a mark takes neither.
+#![allow(unsafe_code)] // entries in memory mapped by hand, frees slots
+
+mod book;
+pub mod c;
+pub mod cache;
+mod guards;
+mod intervals;
+mod line;
+pub mod listed;
+mod purge;
+pub mod range;
+mod records;
+mod residents;
+#[cfg(all(test, shuttle))]
+mod shuttle_tests;
+mod vpurge;
+pub mod vrange;
+mod word;
+
+pub use cache::VolatileCache;
+pub use guards::handle_fault;
+pub use listed::Listed;
+pub use range::{Behaviour, Contents, Pin, Range};
+pub use records::{List, RangeLists, ask};
+pub use vrange::Vranges;
+
+use pagemill_core::arena::{Arena, Table, Zeroed};
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{self, Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_heap::Heap;
+use pagemill_sys::mem;
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering::SeqCst;
+use word::{RangeWord, Refused, epoch_of};
+
+/// Maximum number of ranges in a process.
+pub const MAX_RANGES: usize = 1 << 24;
+
+/// Ranges up to this length share a pack with others of their class.
+const PACKED_BYTES: usize = BLOCK_BYTES / 2;
+
+/// Classes of packed ranges: powers of two from 4 KiB to 1 MiB.
+const CLASSES: usize = 9;
+const SMALLEST_BYTES: usize = PACKED_BYTES >> (CLASSES - 1);
+
+/// The class of ranges that have a slot of the heap.
+const OWN_SLOT: u32 = CLASSES as u32;
+
+/// Number of free lists; threads use different ones. Words of different threads should lie far apart, because the
+/// hardware prefetches neighbouring lines and pages.
+const SHARDS: usize = 64;
+
+/// At most this much of a new or newly marked range is expected to be touched at once.
+const MOST_RESERVED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
+
+/// Entries that a shard takes at a time: 64 KiB. Few under shuttle, which explores each step of a walk.
+const RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
+
+/// The shard of this thread: the thread that allocates a range mostly marks it, on whatever CPU.
+fn shard_here() -> usize {
+    // Thread pointers differ by the length of a stack, or by little.
+    (mem::thread_token().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - SHARDS.trailing_zeros())) % SHARDS
+}
+
+/// The current epoch.
+#[inline]
+fn now() -> u32 {
+    epoch_of(sync::coarse_ns())
+}
+
+/// Out-of-line metadata of one range, on two cache lines of its own (lines are fetched in pairs), so that marking one
+/// range does not slow down another.
+#[repr(C, align(128))]
+struct RangeEntry {
+    word: RangeWord,
+    /// Address of the bytes. An entry keeps its part of a pack for good; a slot is freed with the range.
+    addr: AtomicU64,
+    len_bytes: AtomicU64,
+    /// Bytes from the start that no purge has taken. Valid while the word is marked lost.
+    kept_bytes: AtomicU64,
+    /// Bytes purged at a time: the whole range, or a chunk from its end.
+    chunk_bytes: AtomicU64,
+    class: AtomicU32,
+    /// The shard whose free list it returns to.
+    shard: AtomicU32,
+    /// Next in the free list of its class: number plus one. Guarded by `free_lists_lock`.
+    next: AtomicU32,
+}
+
+// SAFETY: atomics only, for which zero bits are valid.
+unsafe impl Zeroed for RangeEntry {}
+
+/// All ranges of a process.
+///
+/// Example: [`Range`].
+pub struct Ranges {
+    arena: &'static Arena,
+    heap: &'static Heap,
+    entries: Table<RangeEntry>,
+    /// Entries allocated so far.
+    count: AtomicU32,
+    /// Free lists by shard and class; last the class without own memory. Guarded by `free_lists_lock`.
+    free: [[AtomicU32; CLASSES + 1]; SHARDS],
+    /// By shard: the next entry that was never used, and the end of the run. Guarded by `free_lists_lock`.
+    runs: [[AtomicU32; 2]; SHARDS],
+    free_lists_lock: Lock,
+    purger: purge::Purger,
+}
+
+impl Ranges {
+    /// Creates the registry; no memory becomes resident.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] if there is no address space for its metadata.
+    pub fn new(arena: &'static Arena, heap: &'static Heap) -> Result<Self> {
+        Ok(Self {
+            arena,
+            heap,
+            entries: Table::new(MAX_RANGES)?,
+            count: AtomicU32::new(0),
+            free: std::array::from_fn(|_| Default::default()),
+            runs: std::array::from_fn(|_| Default::default()),
+            free_lists_lock: Lock::new(),
+            purger: purge::Purger::default(),
+        })
+    }
+
+    /// Allocates a range of `len_bytes`, held. Its bytes are zero, or what memory of this process held before it was
+    /// freed. Once marked it is purged as `behaviour` defines.
+    ///
+    /// Cost: an entry of 128 bytes; over 1 MiB a slot of the heap, below that a power of two of address space; memory
+    /// when touched.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if it is too long or there are [`MAX_RANGES`]
+    /// already, [`Error::BadLength`] for zero bytes, [`Error::BadChunk`] for chunks that are not a multiple of the OS
+    /// page, [`Error::System`] if the kernel refuses the memory.
+    pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<Range> {
+        let chunk_bytes = match behaviour {
+            Behaviour::Full => len_bytes,
+            Behaviour::Partial { chunk_bytes } => chunk_bytes,
+        };
+        let is_full = behaviour == Behaviour::Full;
+        if len_bytes == 0 {
+            return Err(Error::BadLength { len_bytes: 0 });
+        }
+        if chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
+            return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
+        }
+        // Much of a large range may never be touched.
+        self.arena.budget.reserve((len_bytes as u64).min(MOST_RESERVED_BYTES))?;
+        let (number, addr) = match class_of(len_bytes) {
+            Some(class) => self.take_packed(class)?,
+            None => self.take_slot(len_bytes, chunk_bytes)?,
+        };
+        let entry = self.entry(number);
+        entry.addr.store(addr.as_ptr() as u64, Relaxed);
+        entry.len_bytes.store(len_bytes as u64, Relaxed);
+        entry.chunk_bytes.store(chunk_bytes as u64, Relaxed);
+        entry.kept_bytes.store(len_bytes as u64, Relaxed);
+        stats::add(Counter::RangesMade, 1);
+        if self.purger.total_bytes.fetch_add(len_bytes as u64, SeqCst) == 0 {
+            // Marking notifies nothing, so the helper has to poll from here on.
+            self.heap.note_more();
+        }
+        self.tell_bytes();
+        Ok(Range::new(self, number, addr, len_bytes))
+    }
+
+    fn entry(&self, number: u32) -> &RangeEntry {
+        self.entries.get(number as usize)
+    }
+
+    /// Allocates a free entry of the class, or a part of a new pack.
+    fn take_packed(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
+        let shard = shard_here();
+        if let Some(taken) = self.take_free(shard, class) {
+            return Ok(taken);
+        }
+        let pack = match self.heap.allocate_pack() {
+            Ok(pack) => pack,
+            // Fall back to free entries of other shards.
+            Err(error) => return (0..SHARDS).find_map(|other| self.take_free(other, class)).ok_or(error),
+        };
+        let size = SMALLEST_BYTES << class;
+        let first = self.take_new(shard, class, BLOCK_BYTES / size).inspect_err(|_| self.leave_slot(pack))?;
+        for part in 0..BLOCK_BYTES / size {
+            self.entry(first + part as u32).addr.store((pack.as_ptr() as usize + part * size) as u64, Relaxed);
+        }
+        self.add_free(first + 1..first + (BLOCK_BYTES / size) as u32);
+        Ok((first, pack))
+    }
+
+    /// Allocates an entry and a slot of the heap for it.
+    fn take_slot(&'static self, len_bytes: usize, chunk_bytes: usize) -> Result<(u32, NonNull<u8>)> {
+        let slot = self.heap.allocate_own(len_bytes)?;
+        if len_bytes == chunk_bytes || chunk_bytes.is_multiple_of(BLOCK_BYTES) {
+            self.arena.allow_huge(slot.as_ptr() as usize, len_bytes & !(BLOCK_BYTES - 1));
+        } else {
+            // Discarding a part of a huge page frees nothing.
+            let first = self.arena.block_of(slot.as_ptr() as usize);
+            for block in first..first + len_bytes.div_ceil(BLOCK_BYTES) {
+                // SAFETY: a block of a slot that was just allocated here.
+                unsafe { self.arena.make_small(block) };
+            }
+        }
+        let shard = shard_here();
+        if let Some((number, _)) = self.take_free(shard, CLASSES) {
+            return Ok((number, slot));
+        }
+        let number = self.take_new(shard, CLASSES, 1).inspect_err(|_| self.leave_slot(slot))?;
+        Ok((number, slot))
+    }
+
+    /// Takes a free entry that no purge holds at the moment.
+    fn take_free(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
+        let _guard = self.free_lists_lock.lock();
+        let mut link = &self.free[shard][class];
+        loop {
+            let number = link.load(Relaxed).checked_sub(1)?;
+            let entry = self.entry(number);
+            if entry.word.hold().is_ok() {
+                link.store(entry.next.load(Relaxed), Relaxed);
+                let addr = entry.addr.load(Relaxed) as usize as *mut u8;
+                return Some((number, NonNull::new(addr).unwrap_or(NonNull::dangling())));
+            }
+            link = &entry.next;
+        }
+    }
+
+    /// Adds an entry to its free list. The caller holds `free_lists_lock`.
+    fn put_free(&self, number: u32) {
+        let entry = self.entry(number);
+        let head = &self.free[entry.shard.load(Relaxed) as usize][entry.class.load(Relaxed) as usize];
+        entry.next.store(head.load(Relaxed), Relaxed);
+        head.store(number + 1, Relaxed);
+    }
+
+    /// Allocates consecutive new entries. The first is held; the others are in no list until [`Ranges::add_free`].
+    fn take_new(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
+        let entries = entries as u32;
+        let _guard = self.free_lists_lock.lock();
+        let [next, end] = &self.runs[shard];
+        if end.load(Relaxed) - next.load(Relaxed) < entries {
+            let start = self.count.load(Relaxed);
+            let count = start + entries.max(RUN);
+            if count as usize > MAX_RANGES {
+                return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<RangeEntry>() as u64 });
+            }
+            self.entries.open(0, start as usize, count as usize)?;
+            // From here on purges see these entries, too: free and without memory.
+            self.count.store(count, Release);
+            next.store(start, Relaxed);
+            end.store(count, Relaxed);
+        }
+        let first = next.fetch_add(entries, Relaxed);
+        for number in first..first + entries {
+            let entry = self.entry(number);
+            entry.shard.store(shard as u32, Relaxed);
+            entry.class.store(class as u32, Relaxed);
+        }
+        let is_held = self.entry(first).word.hold();
+        debug_assert!(is_held.is_ok());
+        Ok(first)
+    }
+
+    /// Adds entries to their free lists.
+    fn add_free(&self, entries: std::ops::Range<u32>) {
+        let _guard = self.free_lists_lock.lock();
+        entries.rev().for_each(|number| self.put_free(number));
+    }
+
+    /// Frees a range that its owner dropped.
+    fn leave(&self, number: u32) {
+        let entry = self.entry(number);
+        let class = entry.class.load(Relaxed) as usize;
+        let has_slot = class == CLASSES;
+        // The memory of a slot belongs to the heap from here on.
+        let slot = NonNull::new(entry.addr.load(Relaxed) as usize as *mut u8).filter(|_| has_slot);
+        let is_released = self.insist(number, || entry.word.release(!has_slot));
+        debug_assert!(is_released.is_ok());
+        self.purger.total_bytes.fetch_sub(entry.len_bytes.load(Relaxed), Relaxed);
+        self.tell_bytes();
+        if let Some(slot) = slot {
+            self.leave_slot(slot);
+        }
+        let _guard = self.free_lists_lock.lock();
+        self.put_free(number);
+    }
+
+    fn leave_slot(&self, slot: NonNull<u8>) {
+        // SAFETY: allocated by this module; its range is gone, so nothing uses it.
+        let result = unsafe { self.heap.free(slot.as_ptr() as usize) };
+        debug_assert!(result.is_ok());
+    }
+
+    /// Runs `act`, which may have to wait for a purge of the range. Such a purge is asked to stop, and does within
+    /// some hundred microseconds.
+    #[inline]
+    fn insist<T>(
+        &self,
+        number: u32,
+        act: impl Fn() -> std::result::Result<T, Refused>,
+    ) -> std::result::Result<T, Refused> {
+        match act() {
+            Err(Refused::Purging) => self.insist_slowly(number, act),
+            result => result,
+        }
+    }
+
+    #[cold]
+    fn insist_slowly<T>(
+        &self,
+        number: u32,
+        act: impl Fn() -> std::result::Result<T, Refused>,
+    ) -> std::result::Result<T, Refused> {
+        stats::add(Counter::RangesAwaited, 1);
+        let mut backoff = Backoff::new();
+        loop {
+            if self.entry(number).word.await_end() {
+                backoff.pause();
+            }
+            match act() {
+                Err(Refused::Purging) => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// Copies the sum of all lengths to the figures. Repeats if another thread changed it meanwhile.
+    fn tell_bytes(&self) {
+        loop {
+            let bytes = self.purger.total_bytes.load(Relaxed);
+            stats::set(Counter::RangesBytes, bytes);
+            if self.purger.total_bytes.load(Relaxed) == bytes {
+                return;
+            }
+        }
+    }
+
+    /// Resident bytes of the metadata.
+    pub fn metadata_bytes(&self) -> u64 {
+        self.entries.resident_bytes(0, self.count.load(Acquire) as usize)
+    }
+
+    pub fn acquire_for_fork(&self) {
+        self.purger.lock.acquire();
+        self.free_lists_lock.acquire();
+    }
+
+    /// Releases the locks of [`Ranges::acquire_for_fork`].
+    ///
+    /// # Safety
+    ///
+    /// Follows one call of it, by the same thread.
+    pub unsafe fn release_after_fork(&self) {
+        self.free_lists_lock.release();
+        self.purger.lock.release();
+    }
+}
+
+/// The class of packed ranges for this length; `None` for a range that needs a slot.
+fn class_of(len_bytes: usize) -> Option<usize> {
+    let size = len_bytes.max(SMALLEST_BYTES.max(os_page_bytes()));
+    (size <= PACKED_BYTES).then(|| (size.next_power_of_two() / SMALLEST_BYTES).trailing_zeros() as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_are_powers_of_two() {
+        assert_eq!([1, SMALLEST_BYTES, SMALLEST_BYTES + 1].map(class_of), [Some(0), Some(0), Some(1)]);
+        assert_eq!([PACKED_BYTES, PACKED_BYTES + 1, usize::MAX].map(class_of), [Some(CLASSES - 1), None, None]);
+    }
+}

@@ -1,0 +1,250 @@
+//! A range and its pins.
+#![allow(unsafe_code)] // accesses a range's bytes
+
+use super::word::{RangePhase, Refused};
+use super::{Ranges, now};
+use pagemill_core::error::{Error, Result};
+use std::fmt;
+use std::ops::Deref;
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// How the contents of a volatile range are purged.
+///
+/// Example: [`Range`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Behaviour {
+    /// As a whole.
+    Full,
+    /// From the end, a chunk at a time, in turn with the other ranges. Chunks are multiples of the OS page: 64 KiB, or
+    /// 2 MiB where huge pages are to stay whole.
+    Partial { chunk_bytes: usize },
+}
+
+/// Whether the bytes of a range survived since it was marked.
+///
+/// Example: [`Range`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Contents {
+    /// All bytes survived.
+    Kept,
+    /// The first `kept_bytes` bytes survived; each of the others is unchanged or zero.
+    Purged { kept_bytes: usize },
+}
+
+/// Memory whose contents the program can recreate. Allocated by [`Ranges::allocate`], held at first; freed on drop.
+///
+/// # Invariants
+///
+/// `addr` starts `len_bytes` readable and writable bytes that belong to this range's entry and to no other. A purge
+/// changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
+///
+/// ```
+/// use pagemill::{Pagemill, volatile::{Behaviour, Contents}};
+///
+/// let mut range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+/// range.bytes_mut()?.fill(7);
+/// range.mark()?; // from here on reclaim may purge the bytes
+/// match range.unmark()? {
+///     Contents::Kept => assert!(range.pin()?.iter().all(|byte| *byte == 7)),
+///     Contents::Purged { .. } => println!("make the contents again"),
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub struct Range {
+    ranges: &'static Ranges,
+    number: u32,
+    addr: NonNull<u8>,
+    len_bytes: usize,
+}
+
+// SAFETY: the range owns its bytes, and all shared changes go through the atomic word.
+unsafe impl Send for Range {}
+// SAFETY: as above; bytes are written only through `&mut Range`.
+unsafe impl Sync for Range {}
+
+impl Range {
+    pub(super) fn new(ranges: &'static Ranges, number: u32, addr: NonNull<u8>, len_bytes: usize) -> Self {
+        Self { ranges, number, addr, len_bytes }
+    }
+
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    /// Address of its bytes, for use as a page-aligned buffer. Access still requires a pin.
+    pub fn addr(&self) -> usize {
+        self.addr.as_ptr() as usize
+    }
+
+    /// Whether it is marked volatile.
+    pub fn is_volatile(&self) -> bool {
+        matches!(self.entry().word.look().phase(), RangePhase::Volatile | RangePhase::Purging)
+    }
+
+    /// Whether a purge is working on it at this moment.
+    pub fn is_being_purged(&self) -> bool {
+        self.entry().word.look().phase() == RangePhase::Purging
+    }
+
+    #[inline]
+    fn entry(&self) -> &super::RangeEntry {
+        self.ranges.entry(self.number)
+    }
+
+    #[inline]
+    fn insist<T>(&self, act: impl Fn() -> std::result::Result<T, Refused>) -> Result<T> {
+        self.ranges.insist(self.number, act).map_err(|refused| Error::WrongState {
+            what: match refused {
+                Refused::RangePhase(RangePhase::Held) => "the range is not volatile",
+                Refused::RangePhase(_) => "the range is volatile already",
+                Refused::Pins | Refused::Purging => "the range has the maximum number of pins, 65535",
+            },
+        })
+    }
+
+    /// Marks the range volatile: its bytes may be purged when memory is needed, as soon as it has no pins.
+    ///
+    /// Cost: one compare-and-swap and a read of the clock, no system call. Of several ranges the one marked first is
+    /// purged first (accurate to 4 ms).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongState`] if it is volatile already.
+    ///
+    /// Source: J. Stultz and M. Kim, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
+    #[inline]
+    pub fn mark(&self) -> Result<()> {
+        self.insist(|| self.entry().word.mark(now()))
+    }
+
+    /// Takes the range back from reclaim and reports whether its bytes survived.
+    ///
+    /// Cost: one compare-and-swap; while it is being purged, at most some hundred microseconds.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongState`] if it is not volatile.
+    #[inline]
+    pub fn unmark(&self) -> Result<Contents> {
+        let was_lost = self.insist(|| self.entry().word.unmark())?;
+        Ok(if was_lost { self.note_loss() } else { Contents::Kept })
+    }
+
+    /// Reports what was kept, and requests room for what will be rewritten.
+    #[cold]
+    fn note_loss(&self) -> Contents {
+        let kept_bytes = self.kept_bytes();
+        self.entry().word.unpin();
+        // Reclaim now, so that the memory need not be found at the first touch. A failure is ignored: the range is
+        // touched all the same.
+        let _ = self.ranges.arena.budget.reserve((self.len_bytes - kept_bytes) as u64);
+        Contents::Purged { kept_bytes }
+    }
+
+    fn kept_bytes(&self) -> usize {
+        (self.entry().kept_bytes.load(Relaxed) as usize).min(self.len_bytes)
+    }
+
+    /// Counts a volatile range as marked now. For caches: purges recently used ranges last.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongState`] if it is not volatile.
+    #[inline]
+    pub fn refresh(&self) -> Result<()> {
+        self.insist(|| self.entry().word.refresh(now()))
+    }
+
+    /// Pins the range and gives access to the bytes that were kept; none is purged while the pin lives. A held range is
+    /// kept as a whole.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongState`] beyond 65,535 pins.
+    #[inline]
+    pub fn pin(&self) -> Result<Pin<'_>> {
+        let seen = self.insist(|| self.entry().word.pin())?;
+        let is_whole = seen.phase() == RangePhase::Held || !seen.is_lost();
+        let kept_bytes = if is_whole { self.len_bytes } else { self.kept_bytes() };
+        let contents = if is_whole { Contents::Kept } else { Contents::Purged { kept_bytes } };
+        Ok(Pin { range: self, kept_bytes, contents })
+    }
+
+    /// Returns the bytes of a held range for writing. Purged bytes have their old value or read zero.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongState`] if it is volatile.
+    pub fn bytes_mut(&mut self) -> Result<&mut [u8]> {
+        if self.is_volatile() {
+            return Err(Error::WrongState { what: "the range is volatile: unmark it to write" });
+        }
+        // SAFETY: the bytes belong to this range only (type invariant). It is held, and `&mut self` keeps it so and
+        // excludes pins.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.addr.as_ptr(), self.len_bytes) })
+    }
+}
+
+impl Drop for Range {
+    fn drop(&mut self) {
+        self.ranges.leave(self.number);
+    }
+}
+
+impl fmt::Debug for Range {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seen = self.entry().word.look();
+        let mut text = f.debug_struct("Range");
+        text.field("addr", &self.addr).field("len_bytes", &self.len_bytes);
+        text.field("phase", &seen.phase()).field("pins", &seen.pins()).finish_non_exhaustive()
+    }
+}
+
+/// A pin: keeps the bytes of a range while it lives. Dereferences to all bytes, or to those that were kept.
+///
+/// ```
+/// use pagemill::{Pagemill, volatile::Behaviour};
+///
+/// let mut range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+/// range.bytes_mut()?[0] = 7;
+/// range.mark()?;
+/// let pin = range.pin()?; // still volatile, but not purged while pinned
+/// assert!(pin.whole().is_none_or(|bytes| bytes[0] == 7)); // `None`: purged before
+/// # drop(pin);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Pin<'range> {
+    range: &'range Range,
+    kept_bytes: usize,
+    contents: Contents,
+}
+
+impl Pin<'_> {
+    /// Whether all bytes were kept.
+    pub fn contents(&self) -> Contents {
+        self.contents
+    }
+
+    /// All bytes, if all were kept.
+    pub fn whole(&self) -> Option<&[u8]> {
+        (self.contents == Contents::Kept).then_some(self)
+    }
+}
+
+impl Deref for Pin<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: inside the range. No purge takes its bytes while this pin is counted, and no thread writes them while
+        // the range is borrowed.
+        unsafe { std::slice::from_raw_parts(self.range.addr.as_ptr(), self.kept_bytes) }
+    }
+}
+
+impl Drop for Pin<'_> {
+    fn drop(&mut self) {
+        self.range.entry().word.unpin();
+    }
+}

@@ -1,0 +1,99 @@
+//! Measures how much of the memory of ranges is resident: one kernel query per block, shared by the ranges in it.
+
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_sys::{clock, mem};
+
+/// OS pages in a block at the smallest page size, 4 KiB.
+const PAGES: usize = BLOCK_BYTES >> 12;
+
+/// Sums up the resident bytes of ranges. Ranges added after the deadline are not measured but extrapolated from the
+/// average.
+pub(super) struct Residents {
+    until_ns: u64,
+    /// The block that was queried last, and its pages; `None` if the kernel reported an error.
+    block: usize,
+    pages: Option<[u8; PAGES]>,
+    /// Length of the measured ranges, their resident bytes, and length of the other ranges.
+    seen: u64,
+    found: u64,
+    unseen: u64,
+}
+
+impl Residents {
+    pub fn new(until_ns: u64) -> Self {
+        Self { until_ns, block: usize::MAX, pages: None, seen: 0, found: 0, unseen: 0 }
+    }
+
+    /// Adds a range of this length that begins on an OS page.
+    pub fn add(&mut self, addr: usize, bytes: u64) {
+        let end = addr.saturating_add(bytes as usize);
+        let mut at = addr;
+        while at < end {
+            let block = at & !(BLOCK_BYTES - 1);
+            let to = end.min(block + BLOCK_BYTES);
+            if block != self.block && clock::fine_ns() > self.until_ns {
+                self.unseen += (end - at) as u64;
+                return;
+            }
+            let found = self.resident(block, at, to);
+            self.seen += (to - at) as u64;
+            self.found += found.min(to - at) as u64;
+            at = to;
+        }
+    }
+
+    fn resident(&mut self, block: usize, from: usize, to: usize) -> usize {
+        if block != self.block {
+            let mut pages = [0; PAGES];
+            self.pages = mem::resident(block, BLOCK_BYTES, &mut pages).ok().map(|()| pages);
+            self.block = block;
+        }
+        let page = os_page_bytes();
+        let Some(pages) = &self.pages else {
+            // Some of the block is not mapped: it is not a block of the arena, and the range is measured separately.
+            return mem::resident_bytes(from, (to - from).next_multiple_of(page)).unwrap_or(0);
+        };
+        let pages = &pages[(from - block) / page..(to - block).div_ceil(page)];
+        pages.iter().filter(|page| **page & 1 == 1).count() * page
+    }
+
+    /// Resident bytes of all ranges that were added.
+    pub fn bytes(&self) -> u64 {
+        let rest = u128::from(self.unseen) * u128::from(self.found) / u128::from(self.seen.max(1));
+        self.found + u64::try_from(rest).unwrap_or(u64::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Touched pages count, of ranges inside a block and across blocks. Unmapped memory counts as 0. Ranges added too
+    /// late are extrapolated.
+    #[test]
+    fn touched_pages_count() {
+        let page = os_page_bytes();
+        let room = vec![0u8; 8 * BLOCK_BYTES];
+        let start = (room.as_ptr() as usize).next_multiple_of(BLOCK_BYTES);
+        let far = clock::fine_ns() + 60_000_000_000;
+        let mut all = Residents::new(far);
+        all.add(start, 6 * BLOCK_BYTES as u64);
+        let mut parts = Residents::new(far);
+        for part in 0..6 * BLOCK_BYTES / (16 * page) {
+            parts.add(start + part * 16 * page, 16 * page as u64);
+        }
+        assert_eq!(all.bytes(), parts.bytes());
+        assert_eq!(all.bytes(), mem::resident_bytes(start, 6 * BLOCK_BYTES).unwrap() as u64);
+        all.add(page, page as u64);
+        assert_eq!(all.bytes(), parts.bytes());
+        let mut own = vec![1u8; 4 * page];
+        own.fill(2);
+        let inside = (own.as_ptr() as usize).next_multiple_of(page);
+        let mut late = Residents::new(far);
+        late.add(inside, 2 * page as u64);
+        assert_eq!(late.bytes(), 2 * page as u64);
+        late.until_ns = 0;
+        late.add(start + 3 * BLOCK_BYTES, 10 * page as u64);
+        assert_eq!(late.bytes(), 12 * page as u64);
+    }
+}

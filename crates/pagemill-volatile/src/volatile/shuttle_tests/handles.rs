@@ -1,0 +1,305 @@
+//! Ranges by their handles.
+
+use super::super::range::{Behaviour, Contents, Pin, Range};
+use super::super::word::RangePhase;
+use super::super::{CLASSES, Ranges, SHARDS};
+use super::*;
+use pagemill_core::sync::Relaxed;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+/// Two that share packs, and one with blocks of its own.
+const LENS: [usize; 3] = [BLOCK_BYTES / 4, BLOCK_BYTES / 2, BLOCK_BYTES / 2 + 4 * PIECE];
+
+fn some_behaviour() -> Behaviour {
+    match one_of(3) {
+        0 => Behaviour::Partial { chunk_bytes: PIECE },
+        1 => Behaviour::Partial { chunk_bytes: 5 * PIECE },
+        _ => Behaviour::Full,
+    }
+}
+
+fn fill(range: &mut Range, byte: u8) {
+    range.bytes_mut().unwrap().iter_mut().step_by(PIECE).for_each(|place| *place = byte);
+}
+
+fn assert_all(bytes: &[u8], byte: u8, why: &str) {
+    assert!(bytes.iter().step_by(PIECE).all(|found| *found == byte), "{why}");
+}
+
+/// A range that one thread owns, with the expected state.
+struct Mine {
+    range: Range,
+    byte: u8,
+    is_marked: bool,
+}
+
+impl Mine {
+    fn new(fixture: &Fixture, byte: u8) -> Self {
+        let mut range = fixture.ranges.allocate(LENS[one_of(LENS.len())], some_behaviour()).unwrap();
+        fill(&mut range, byte);
+        Self { range, byte, is_marked: false }
+    }
+
+    fn turn(&mut self, fixture: &Fixture) {
+        match one_of(6) {
+            0 | 1 if self.is_marked => self.take_back(),
+            0 | 1 => {
+                self.check_held();
+                self.range.mark().unwrap();
+                self.is_marked = true;
+            }
+            2 => self.look(),
+            3 => assert_eq!(self.range.refresh().is_ok(), self.is_marked),
+            4 => *self = Self::new(fixture, self.byte ^ 0x80),
+            _ => linger(),
+        }
+    }
+
+    fn check_held(&mut self) {
+        assert_all(self.range.bytes_mut().unwrap(), self.byte, "a held range changed");
+    }
+
+    /// The reported result matches the bytes, and they do not change.
+    fn take_back(&mut self) {
+        let contents = self.range.unmark().unwrap();
+        self.is_marked = false;
+        let byte = self.byte;
+        if let Contents::Purged { kept_bytes } = contents {
+            let bytes = self.range.bytes_mut().unwrap();
+            assert_all(&bytes[..kept_bytes], byte, "what was kept is damaged");
+            assert!(bytes[kept_bytes..].iter().step_by(PIECE).all(|found| [0, byte].contains(found)));
+            self.byte ^= 1;
+            fill(&mut self.range, self.byte);
+        }
+        self.check_held();
+        linger();
+        self.check_held();
+    }
+
+    /// While it is pinned no byte is purged.
+    fn look(&self) {
+        let pin = self.range.pin().unwrap();
+        let is_whole = pin.contents() == Contents::Kept;
+        assert!(is_whole || self.is_marked, "a held range was purged");
+        assert_eq!(pin.len() == self.range.len_bytes(), is_whole);
+        assert_all(&pin, self.byte, "a pin shows what is not there");
+        linger();
+        assert_all(&pin, self.byte, "a pinned range changed");
+    }
+}
+
+/// Everything is free, nothing leaks, and all records agree.
+fn check_end(ranges: &Ranges) {
+    skip_ticks(5);
+    ranges.shrink(u64::MAX, Urgency::Limit);
+    assert_eq!(ranges.shrink(u64::MAX, Urgency::Limit), 0, "nothing is left to purge");
+    assert_eq!((ranges.giveable_bytes(), ranges.purger.total_bytes.load(Relaxed)), (0, 0));
+    let count = ranges.count.load(Relaxed);
+    for number in 0..count {
+        let seen = ranges.entry(number).word.look();
+        assert_eq!((seen.phase(), seen.pins(), seen.is_claimable(0)), (RangePhase::Free, 0, false));
+    }
+    // Each entry is in one list, or was never allocated.
+    let mut found = vec![false; count as usize];
+    let mut find =
+        |number: u32| assert!(!std::mem::replace(&mut found[number as usize], true), "an entry is free twice");
+    for shard in 0..SHARDS {
+        let [next, end] = ranges.runs[shard].each_ref().map(|place| place.load(Relaxed));
+        (next..end).for_each(&mut find);
+        for class in 0..=CLASSES {
+            let mut link = ranges.free[shard][class].load(Relaxed);
+            while let Some(number) = link.checked_sub(1) {
+                find(number);
+                link = ranges.entry(number).next.load(Relaxed);
+            }
+        }
+    }
+    // The rest of a run in which the next request did not fit stays unused for good.
+    let lost = (0..count).filter(|number| !found[*number as usize]);
+    assert_eq!(lost.map(|number| ranges.entry(number).addr.load(Relaxed)).max().unwrap_or(0), 0, "an entry is lost");
+}
+
+/// Two users and a purge. Ranges are dropped in any state; their entries and memory go to the next owner.
+#[test]
+fn users_race_purges() {
+    model(|fixture| {
+        let user = |byte: u8| {
+            Box::new(move || {
+                let mut owned: Vec<Mine> = (0..2).map(|index| Mine::new(&fixture, byte + 2 * index)).collect();
+                owned[0].range.mark().unwrap();
+                owned[0].is_marked = true;
+                (0..8).for_each(|_| owned[one_of(2)].turn(&fixture));
+                owned.iter_mut().filter(|owned| owned.is_marked).for_each(Mine::take_back);
+            }) as Box<dyn FnOnce() + Send>
+        };
+        let others = move || (0..3).for_each(|_| fixture.purge_once());
+        together([user(0x10), user(0x20), Box::new(move || purge(fixture.ranges, 4)), Box::new(others)]);
+        check_end(fixture.ranges);
+    });
+}
+
+/// The shared expected state of a range that several threads use.
+struct Shared {
+    range: Range,
+    /// The least number of bytes that was reported as kept.
+    least_kept: AtomicUsize,
+}
+
+impl Shared {
+    fn pieces(pin: &Pin<'_>) -> Vec<u8> {
+        pin.iter().step_by(PIECE).copied().collect()
+    }
+
+    fn unmark(&self) {
+        // Another thread may have been faster.
+        if let Ok(Contents::Purged { kept_bytes }) = self.range.unmark() {
+            self.least_kept.fetch_min(kept_bytes, Relaxed);
+        }
+    }
+
+    /// One of the first `kinds` kinds of turns.
+    fn turn(&self, kinds: usize) {
+        match one_of(kinds) {
+            0 => drop(self.range.mark()),
+            1 => self.unmark(),
+            2 => drop(self.range.refresh()),
+            _ => {
+                let pin = self.range.pin().unwrap();
+                let before = Self::pieces(&pin);
+                linger();
+                assert_eq!(Self::pieces(&pin), before, "a pinned range changed");
+            }
+        }
+    }
+}
+
+/// Several threads mark, unmark, refresh and pin one range while purges run. No byte changes under a pin, and lost
+/// bytes lie behind those reported as kept.
+#[test]
+fn sharers_race_purges() {
+    model(|fixture| {
+        let mut range = fixture.ranges.allocate(LENS[one_of(LENS.len())], some_behaviour()).unwrap();
+        fill(&mut range, 7);
+        let least_kept = AtomicUsize::new(range.len_bytes());
+        let shared = Arc::new(Shared { range, least_kept });
+        // With few kinds of turns marks and losses alternate closely.
+        let kinds = [2, 5][one_of(2)];
+        let user = || {
+            let shared = shared.clone();
+            Box::new(move || (0..6).for_each(|_| shared.turn(kinds))) as Box<dyn FnOnce() + Send>
+        };
+        together([user(), user(), user(), Box::new(move || purge(fixture.ranges, 5))]);
+        let words = (0..fixture.ranges.count.load(Relaxed)).map(|number| fixture.ranges.entry(number).word.look());
+        assert_eq!(words.map(|seen| u32::from(seen.pins())).sum::<u32>(), 0, "all pins have ended");
+        shared.unmark();
+        let kept = shared.least_kept.load(Relaxed);
+        assert_all(&shared.range.pin().unwrap()[..kept], 7, "bytes went without a report");
+        drop(shared);
+        check_end(fixture.ranges);
+    });
+}
+
+/// An entry changes owners during a purge: the slot goes to another owner of the heap, and the entry returns with
+/// another slot, marked as before.
+#[test]
+fn purges_never_meet_the_next_owner() {
+    model(|fixture| {
+        let new = move || {
+            let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
+            fill(&mut range, 7);
+            range
+        };
+        let own_slot = move || {
+            let slot = fixture.heap.allocate_own(LENS[2]).unwrap().as_ptr() as usize;
+            set_byte(slot, 9);
+            slot
+        };
+        let before = new();
+        before.mark().unwrap();
+        let user = move || {
+            drop(before);
+            let slot = own_slot();
+            let after = new();
+            after.mark().unwrap();
+            linger();
+            assert_eq!(byte_at(slot), 9, "the next owner's bytes went");
+            let is_kept = after.unmark().unwrap() == Contents::Kept;
+            assert!(!is_kept || byte_at(after.addr()) == 7);
+        };
+        // Takes what the heap has just now.
+        let other = move || {
+            for slot in [own_slot(), own_slot()] {
+                linger();
+                assert_eq!(byte_at(slot), 9, "the next owner's bytes went");
+            }
+        };
+        together([Box::new(user), Box::new(other), Box::new(move || purge(fixture.ranges, 3))]);
+        check_end(fixture.ranges);
+    });
+}
+
+/// A purge that a thread waits for ends after its step: even a range purged as a whole keeps something then.
+#[test]
+fn purges_end_early() {
+    static KEPT_PARTS: AtomicUsize = AtomicUsize::new(0);
+    model(|fixture| {
+        let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
+        fill(&mut range, 7);
+        range.mark().unwrap();
+        let user = move || match range.unmark().unwrap() {
+            Contents::Purged { kept_bytes } => {
+                KEPT_PARTS.fetch_add(usize::from(kept_bytes > 0), Relaxed);
+                assert_all(&range.bytes_mut().unwrap()[..kept_bytes], 7, "what was kept is damaged");
+            }
+            Contents::Kept => assert_all(range.bytes_mut().unwrap(), 7, "what was kept is damaged"),
+        };
+        together([Box::new(user), Box::new(move || purge(fixture.ranges, 1))]);
+        check_end(fixture.ranges);
+    });
+    assert!(KEPT_PARTS.load(Relaxed) > 0, "no purge ended early");
+}
+
+/// A range that is used during a purge is purged after unused ones, although a line was made before.
+#[test]
+fn what_was_used_since_goes_last() {
+    model(|fixture| {
+        let ranges: Vec<Range> = (0..4)
+            .map(|_| {
+                let mut range = fixture.ranges.allocate(LENS[0], Behaviour::Full).unwrap();
+                fill(&mut range, 7);
+                range
+            })
+            .collect();
+        // Allocating one may purge.
+        for range in &ranges {
+            range.mark().unwrap();
+            skip_ticks(2);
+        }
+        let (ranges, used) = (Arc::new(ranges), one_of(3));
+        let user = {
+            let ranges = ranges.clone();
+            move || {
+                skip_ticks(2);
+                if one_of(2) == 0 {
+                    ranges[used].refresh().unwrap();
+                } else if ranges[used].unmark().unwrap() == Contents::Kept {
+                    ranges[used].mark().unwrap();
+                }
+            }
+        };
+        let purge_one = move || assert!(fixture.ranges.shrink(1, Urgency::Limit) > 0);
+        together([Box::new(user), Box::new(purge_one)]);
+        // A range that a thread waited for is spared for a while.
+        skip_ticks(4);
+        let is_kept = |range: &Range| range.is_volatile() && range.pin().unwrap().contents() == Contents::Kept;
+        let mut kept: Vec<bool> = ranges.iter().map(is_kept).collect();
+        while let Some(oldest) = (0..4).filter(|index| kept[*index]).min_by_key(|index| (*index == used, *index)) {
+            assert!(fixture.ranges.shrink(1, Urgency::Limit) > 0);
+            kept[oldest] = false;
+            assert!(ranges.iter().map(is_kept).eq(kept.iter().copied()), "another went than {oldest}; used: {used}");
+        }
+        drop(ranges);
+        check_end(fixture.ranges);
+    });
+}

@@ -1,0 +1,335 @@
+//! Purges the program's own memory that it marked volatile: least recently marked first, piece by piece.
+//!
+//! A piece is claimed in the book, given back without the book's lock, and recorded as purged. Before any byte is
+//! discarded, all mappings of the piece are checked. If the kernel refuses a part nevertheless, the piece counts as
+//! purged if anything of it was discarded.
+#![allow(unsafe_code)] // gives marked memory back
+
+use super::book::Mark;
+use super::guards::{self, GuardsRefused};
+use super::line::Oldest;
+use super::now;
+use super::purge::{MEASURE_NS, note_purged};
+use super::residents::Residents;
+use super::vrange::{AT_A_TIME, How, Vranges};
+use super::word::age;
+use pagemill_core::arena::block::Backing;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_sys::maps::Maps;
+use pagemill_sys::{clock, mem};
+use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+/// Intervals copied at a time; their pages are then examined without the lock.
+const MEASURED_AT_A_TIME: usize = 64;
+
+impl Shrinker for Vranges {
+    fn name(&self) -> &'static str {
+        "vranges"
+    }
+
+    fn may_nest(&self) -> bool {
+        true
+    }
+
+    fn giveable_bytes(&self) -> u64 {
+        self.giveable_bytes.load(Relaxed).saturating_sub(self.absent_bytes.load(Relaxed))
+    }
+
+    fn foreign_bytes(&self) -> u64 {
+        self.foreign_bytes.load(Relaxed).saturating_sub(self.absent_foreign_bytes.load(Relaxed))
+    }
+
+    /// Contents are purged under pressure only.
+    fn shrink_aged(&self, _want_bytes: u64, _age: Duration) -> Option<u64> {
+        Some(0)
+    }
+
+    fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
+        if self.giveable_bytes.load(Relaxed) == 0 {
+            return 0;
+        }
+        let _guard = self.purging.lock();
+        let Some(pass) = self.pass(urgency) else { return 0 };
+        let purge = |addr, epoch| self.purge(&pass, addr as usize, epoch);
+        self.line.purge(want_bytes, purge, || self.look_for_oldest(&pass))
+    }
+
+    /// Marked memory may have been touched since the figures were read last.
+    fn measure(&self) {
+        self.set_absent(0, 0);
+    }
+}
+
+/// Parameters of one reclaim request.
+struct PurgePass {
+    maps: Maps,
+    urgency: Urgency,
+    takes_foreign: bool,
+}
+
+/// The result of purging a piece.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum TakenMarks {
+    /// All of it is still there.
+    Nothing,
+    /// Some of it was discarded before the kernel refused the rest.
+    Some {
+        bytes: u64,
+    },
+    All {
+        bytes: u64,
+    },
+}
+
+impl Vranges {
+    fn pass(&self, urgency: Urgency) -> Option<PurgePass> {
+        // Without `/proc/self/maps` it is unknown which mappings may be purged: purge nothing.
+        let maps = Maps::open().ok()?;
+        // Memory that our own limit does not count does not help that limit.
+        let takes_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
+        Some(PurgePass { maps, urgency, takes_foreign })
+    }
+
+    /// Measures what a purge of everything would free: the resident pages of marked memory that can be purged. The
+    /// result is valid until something is marked or unmarked.
+    pub fn measure_now(&self) {
+        self.set_absent(0, 0);
+        if self.giveable_bytes.load(Relaxed) == 0 {
+            return;
+        }
+        let Some(pass) = self.pass(Urgency::Request) else { return };
+        let until_ns = clock::fine_ns() + MEASURE_NS;
+        let (mut own, mut foreign) = (Residents::new(until_ns), Residents::new(until_ns));
+        let (mut from, mut intervals) = (0, [const { None }; MEASURED_AT_A_TIME]);
+        loop {
+            let count = self.book.with(|book| {
+                let generation = book.generation;
+                let found = book.marks.from(from).map(|(range, mark)| (range, mark, mark.is_claimable(generation)));
+                intervals.iter_mut().zip(found).fold(0, |count, (place, found)| {
+                    *place = Some(found);
+                    count + 1
+                })
+            });
+            for (range, mark, is_claimable) in intervals[..count].iter_mut().filter_map(Option::take) {
+                from = range.end;
+                let mut left = if is_claimable { range } else { 0..0 };
+                while !left.is_empty() {
+                    let piece = mark.next_piece(&left);
+                    left.end = piece.start;
+                    // Before Linux 6.11 finding the mappings takes long.
+                    if clock::fine_ns() > until_ns || self.may_all_go(&pass, &piece, mark.is_strict) {
+                        let of = if self.arena.contains(piece.start) { &mut own } else { &mut foreign };
+                        of.add(piece.start, piece.len() as u64);
+                    }
+                }
+            }
+            if count < MEASURED_AT_A_TIME {
+                break;
+            }
+        }
+        let (all, of_others) = (self.giveable_bytes.load(Relaxed), self.foreign_bytes.load(Relaxed));
+        let found = own.bytes().saturating_add(foreign.bytes());
+        self.set_absent(all.saturating_sub(found), of_others.saturating_sub(foreign.bytes()));
+    }
+
+    pub(super) fn set_absent(&self, bytes: u64, foreign_bytes: u64) {
+        self.absent_bytes.store(bytes, Relaxed);
+        self.absent_foreign_bytes.store(foreign_bytes, Relaxed);
+        stats::set(Counter::MarkedGiveable, self.giveable_bytes());
+        stats::set(Counter::MarkedForeign, Shrinker::foreign_bytes(self));
+    }
+
+    /// Walks all marks to fill the line. Returns its length.
+    fn look_for_oldest(&self, pass: &PurgePass) -> usize {
+        let (now, mut oldest, mut from) = (now(), Oldest::new(), 0);
+        loop {
+            let last = self.book.with(|book| {
+                let mut last = None;
+                for (range, mark) in book.marks.from(from).take(AT_A_TIME) {
+                    if mark.is_claimable(book.generation) && (pass.takes_foreign || self.arena.contains(range.start)) {
+                        oldest.offer(age(now, mark.epoch), mark.epoch, range.start as u64);
+                    }
+                    last = Some(range.end);
+                }
+                last
+            });
+            match last {
+                Some(end) => from = end,
+                None => break,
+            }
+        }
+        self.line.set(&mut oldest)
+    }
+
+    /// Purges the interval that begins at `addr`, or its last chunk, if it is still marked since `epoch`. Returns the
+    /// bytes that the kernel took; `None` if nothing was purged.
+    fn purge(&self, pass: &PurgePass, addr: usize, epoch: u32) -> Option<u64> {
+        let mut freed = None;
+        loop {
+            let Some((piece, mark)) = self.claim(addr, epoch) else { return freed };
+            let taken = self.discard(pass, &piece, mark.is_strict);
+            self.finish(addr, &piece, mark, taken);
+            match taken {
+                TakenMarks::All { bytes } | TakenMarks::Some { bytes } => freed = Some(freed.unwrap_or(0) + bytes),
+                TakenMarks::Nothing => {}
+            }
+            let is_done = mark.how == How::Partial || piece.start == addr;
+            if is_done || !matches!(taken, TakenMarks::All { .. }) {
+                return freed;
+            }
+        }
+    }
+
+    /// Claims a piece of an interval. Returns `None` while a thread waits for an earlier claim.
+    fn claim(&self, addr: usize, epoch: u32) -> Option<(Range<usize>, Mark)> {
+        self.book.with(|book| {
+            let (range, mark) = book.marks.from(addr).next()?;
+            let is_claimable = book.waiting == 0 && mark.is_claimable(book.generation);
+            if range.start != addr || mark.epoch != epoch || !is_claimable {
+                return None;
+            }
+            let piece = mark.next_piece(&range);
+            book.claim(&range, &piece, mark).ok()?;
+            Some((piece, mark))
+        })
+    }
+
+    /// Ends a claim on a piece of the interval that began at `addr`.
+    fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: TakenMarks) {
+        let is_all = matches!(taken, TakenMarks::All { .. });
+        let after = Mark {
+            // After a refusal or after a chunk, other ranges have their turn first.
+            epoch: if is_all { mark.epoch } else { now() },
+            is_purged: mark.is_purged || taken != TakenMarks::Nothing,
+            is_empty: is_all,
+            is_guarded: mark.is_guarded || mark.is_strict && taken != TakenMarks::Nothing,
+            ..mark
+        };
+        self.book.with(|book| {
+            book.claimed -= 1;
+            book.change(piece, after);
+            let before = book.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
+            // What the claim left of its interval, if it was not changed since.
+            let head = before.filter(|(head, found)| (head.start, head.end) == (addr, piece.start) && *found == mark);
+            match (head, taken) {
+                (Some((head, _)), TakenMarks::Nothing) => book.join(head.start..piece.end, after),
+                (Some((head, _)), _) if mark.how == How::Partial || !is_all => {
+                    book.change(&head, Mark { epoch: now(), ..mark });
+                }
+                _ => {}
+            }
+            // Merge with the previous step, so that the steps of a purge leave one interval.
+            let next = book.marks.from(piece.end).next();
+            if let Some((next, _)) = next.filter(|(next, other)| next.start == piece.end && is_all && *other == after) {
+                book.join(piece.start..next.end, after);
+            }
+            self.tell(book);
+        });
+        if taken != TakenMarks::Nothing {
+            note_purged(piece.start, piece.len());
+        }
+    }
+
+    /// Gives the pages of a claimed piece back, and guards their addresses for a strict mark.
+    fn discard(&self, pass: &PurgePass, piece: &Range<usize>, is_strict: bool) -> TakenMarks {
+        if !self.may_all_go(pass, piece, is_strict) {
+            return TakenMarks::Nothing;
+        }
+        let (mut at, mut freed, mut is_begun) = (piece.start, 0, false);
+        while at < piece.end {
+            let part = self.next_part(pass, at, piece.end);
+            at = part.end;
+            let discard = |part: Range<usize>| match self.arena.contains(part.start) {
+                true => self.discard_own(part, pass.urgency),
+                false => discard_foreign(part),
+            };
+            let result = match is_strict {
+                // SAFETY: claimed, and all of the piece is private memory that can be read and written.
+                true => unsafe { guards::replace(part, discard) },
+                false => discard(part).ok_or(GuardsRefused { freed: None }),
+            };
+            let gone = match &result {
+                Ok(bytes) => Some(*bytes),
+                Err(GuardsRefused { freed }) => *freed,
+            };
+            (freed, is_begun) = (freed + gone.unwrap_or(0), is_begun || gone.is_some());
+            match result {
+                Ok(_) => {}
+                Err(_) if is_begun => return TakenMarks::Some { bytes: freed },
+                Err(_) => return TakenMarks::Nothing,
+            }
+        }
+        TakenMarks::All { bytes: freed }
+    }
+
+    /// Whether no known reason prevents purging the piece.
+    fn may_all_go(&self, pass: &PurgePass, piece: &Range<usize>, is_strict: bool) -> bool {
+        let mut at = piece.start;
+        while at < piece.end {
+            let Ok(Some(mapping)) = pass.maps.find(at) else { return false };
+            // A strict purge closes memory and opens it again for reading and writing.
+            let is_open = mapping.is_readable && mapping.is_writable && !(is_strict && mapping.is_executable);
+            let is_plain = is_open && !mapping.is_shared && !mapping.has_file;
+            if mapping.addresses.start > at || !is_plain || mapping.is_stack {
+                return false;
+            }
+            at = mapping.addresses.end;
+        }
+        let own = self.arena.addresses();
+        let (from, to) = (piece.start.max(own.start), piece.end.min(own.end));
+        if from >= to {
+            return pass.takes_foreign;
+        }
+        // Memory of the small allocator is accounted elsewhere. A part of a huge page frees nothing before the page is
+        // split.
+        let is_huge = |addr: usize| self.arena.peek(self.arena.block_of(addr)).backing == Backing::Huge;
+        let is_part = |addr: usize| !addr.is_multiple_of(BLOCK_BYTES);
+        let splits = is_part(from) && is_huge(from) || is_part(to) && is_huge(to - 1);
+        let is_one = own.contains(&piece.start) && own.contains(&(piece.end - 1));
+        is_one && self.arena.heap.contains(from) && (!splits || pass.urgency == Urgency::Limit)
+    }
+
+    /// The next part of a piece to discard with one call: inside one mapping, of which the kernel refuses all or
+    /// nothing, and inside one block of the arena.
+    fn next_part(&self, pass: &PurgePass, at: usize, end: usize) -> Range<usize> {
+        let mapping_end = match pass.maps.find(at) {
+            Ok(Some(mapping)) if mapping.addresses.contains(&at) => mapping.addresses.end,
+            _ => at + os_page_bytes(),
+        };
+        let block_end = if self.arena.contains(at) { (at & !(BLOCK_BYTES - 1)) + BLOCK_BYTES } else { end };
+        at..end.min(mapping_end).min(block_end)
+    }
+
+    /// As [`Vranges::discard`], for a part of one block that Pagemill allocated.
+    fn discard_own(&self, part: Range<usize>, urgency: Urgency) -> Option<u64> {
+        let block = self.arena.block_of(part.start);
+        if part.len() == BLOCK_BYTES {
+            // SAFETY: claimed: the program can do without the bytes of this block (contract of `vrange`).
+            return unsafe { self.arena.renew(block, 1) };
+        }
+        if self.arena.peek(block).backing == Backing::Huge {
+            if urgency < Urgency::Limit {
+                return None;
+            }
+            self.arena.split(block);
+        }
+        // SAFETY: as above, whole OS pages of one block.
+        unsafe { self.arena.discard_part(block, part.start, part.len()) }
+    }
+}
+
+/// Gives back private anonymous pages; returns how many bytes were resident.
+fn discard_foreign(part: Range<usize>) -> Option<u64> {
+    let bytes = mem::resident_bytes(part.start, part.len()).ok()?;
+    if !part.start.is_multiple_of(BLOCK_BYTES) || !part.end.is_multiple_of(BLOCK_BYTES) {
+        // Discarding a part of a huge page frees nothing before the page is split.
+        let _ = mem::cool(part.start, part.len());
+    }
+    // SAFETY: claimed: the program can do without these bytes and has no reference to them (contract of `vrange`).
+    unsafe { mem::discard(part.start, part.len()) }.ok()?;
+    Some(bytes as u64)
+}
