@@ -5,9 +5,9 @@
 //! so it is for testing.
 #![allow(unsafe_code)] // the table of bits is accessed by address
 
-use pagemill::Error;
-use pagemill::Pagemill;
+use pagemill_core::Error;
 use pagemill_sys::mem;
+use pagemill_volatile::Base;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
@@ -25,9 +25,9 @@ pub fn is_on() -> bool {
 }
 
 /// Turns checking on; returns whether that succeeded.
-pub fn start(pagemill: &'static Pagemill) -> bool {
+pub fn start(pagemill: &'static Base) -> bool {
     let (base, end) = (pagemill.arena.base(), pagemill.heap.base());
-    let Ok(bits) = mem::map_sparse((end - base) / STEP / 8, pagemill::units::BLOCK_BYTES) else { return false };
+    let Ok(bits) = mem::map_sparse((end - base) / STEP / 8, pagemill_core::units::BLOCK_BYTES) else { return false };
     BASE.store(base, Relaxed);
     END.store(end, Relaxed);
     BITS.store(bits, Relaxed);

@@ -12,8 +12,8 @@
 #![allow(unsafe_code)] // fork handlers
 
 use crate::{libc_fallback, small, start};
-use pagemill::stats;
-use pagemill::sync::Lock;
+use pagemill_core::stats;
+use pagemill_core::sync::Lock;
 use pagemill_sys::{mem, process};
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
@@ -116,6 +116,7 @@ extern "C" fn before() {
     if let Some(pagemill) = start::pagemill() {
         small::before_fork();
         call_jemallocs(Moment::Before);
+        pagemill.control.acquire_for_fork();
         // SAFETY: `after` follows on this thread, on both sides.
         unsafe { pagemill.before_fork() };
         HAS_LOCKED.store(true, Relaxed);
@@ -128,6 +129,7 @@ fn after(moment: Moment) {
     {
         // SAFETY: `before` has taken the locks (`HAS_LOCKED`).
         unsafe { pagemill.after_fork() };
+        pagemill.control.release_after_fork();
         call_jemallocs(moment);
         small::after_fork();
     }
@@ -151,7 +153,7 @@ static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
 /// Marks this process as known.
 pub fn mark_process() {
-    let page_bytes = pagemill::units::os_page_bytes();
+    let page_bytes = pagemill_core::units::os_page_bytes();
     let known = MARK.load(Acquire);
     let page = match known.is_null() {
         false => known,
@@ -183,7 +185,7 @@ fn begin_child() {
     libc_fallback::forked();
     match (start::pagemill(), start::account()) {
         // SAFETY: a child that has this thread, at its first handler or its first call.
-        (Some(pagemill), _) => unsafe { pagemill.begin_child() },
+        (Some(pagemill), _) => unsafe { pagemill.begin_child(|| {}) },
         (None, Some(account)) => {
             // SAFETY: as above.
             unsafe { stats::detach_in_child() };

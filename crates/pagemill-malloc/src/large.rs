@@ -3,9 +3,10 @@
 
 use crate::start::{self, State};
 use crate::{SMALL_LIMIT, check, libc_fallback, small, vrange_hooks};
-use pagemill::heap::MIN_BYTES;
-use pagemill::{Error, Pagemill};
+use pagemill_core::Error;
+use pagemill_heap::MIN_BYTES;
 pub use pagemill_sys::process::set_errno;
+use pagemill_volatile::Base;
 use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::Relaxed;
@@ -31,7 +32,7 @@ fn misuse(function: &str, error: &Error) -> ! {
 }
 
 /// Does work that is due outside every lock: pays a debt of the small allocator, starts the helper.
-fn tick(pagemill: &'static Pagemill) {
+fn tick(pagemill: &'static Base) {
     if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
         SMALL_LIMIT.store(MIN_BYTES, Relaxed);
     }
@@ -42,7 +43,7 @@ fn tick(pagemill: &'static Pagemill) {
 }
 
 #[inline]
-fn start_helper_if_due(pagemill: &'static Pagemill) {
+fn start_helper_if_due(pagemill: &'static Base) {
     if pagemill.helper.is_due(pagemill.account) {
         start::helper(pagemill);
     }
@@ -120,7 +121,7 @@ enum PointerOwner {
     /// Allocated while the C library served the program, or while the library started.
     CLibrary,
     Small,
-    Heap(&'static Pagemill),
+    Heap(&'static Base),
 }
 
 fn owner(function: &str, pointer: *mut c_void) -> PointerOwner {
@@ -175,7 +176,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
 }
 
 /// Ends the volatile marks of a slot that is freed or moved.
-fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
+fn forget_marks(pagemill: &'static Base, pointer: *mut c_void) {
     if !pagemill.vranges.is_empty()
         && let Ok(bytes) = pagemill.heap.usable_bytes(pointer as usize)
     {
@@ -184,7 +185,7 @@ fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
 }
 
 /// The Pagemill of this process; a program on the libc fallback grows for it. `None` if the C library serves for good.
-pub fn grown() -> Option<&'static Pagemill> {
+pub fn grown() -> Option<&'static Base> {
     loop {
         match start::state() {
             State::Ready(pagemill) => return Some(pagemill),

@@ -1,6 +1,6 @@
 //! The malloc family on Pagemill, for `LD_PRELOAD`.
 //!
-//! Sizes below 64 KiB go to jemalloc, whose extents come from the arena ([`small`]); larger ones to [`pagemill::heap`].
+//! Sizes below 64 KiB go to jemalloc, whose extents come from the arena ([`small`]); larger ones to [`pagemill_heap`].
 //! The two most important exported functions, [`malloc`] and [`free`], add one comparison and two jumps to jemalloc's
 //! own. Rare cases are in [`large`].
 //!
@@ -204,13 +204,13 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
 /// Allocates at a page boundary.
 #[unsafe(no_mangle)]
 pub extern "C" fn valloc(size: usize) -> *mut c_void {
-    large::aligned(pagemill::units::os_page_bytes(), size)
+    large::aligned(pagemill_core::units::os_page_bytes(), size)
 }
 
 /// Allocates whole pages.
 #[unsafe(no_mangle)]
 pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
-    let page = pagemill::units::os_page_bytes();
+    let page = pagemill_core::units::os_page_bytes();
     match size.max(1).checked_next_multiple_of(page) {
         Some(size) => large::aligned(page, size),
         None => large::out_of_memory(),

@@ -10,8 +10,8 @@
 //! what it holds.
 #![allow(unsafe_code)] // the C library's allocator
 
-use pagemill::heap::MIN_BYTES;
-use pagemill::reclaim::Account;
+use pagemill_core::reclaim::Account;
+use pagemill_heap::MIN_BYTES;
 use pagemill_sys::process;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;

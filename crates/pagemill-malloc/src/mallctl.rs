@@ -7,7 +7,7 @@
 
 use crate::start::{self, State};
 use crate::{large, libc_fallback, small};
-use pagemill::stats::{self, Counter};
+use pagemill_core::stats::{self, Counter};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

@@ -3,12 +3,12 @@
 //! Later would be unsafe: another thread may change the environment while malloc reads it, and a program may clear it.
 #![allow(unsafe_code)] // a static written once
 
-use pagemill::arena::Layout;
-use pagemill::arena::nodes::Nodes;
-use pagemill::published::TREE_VARIABLE;
-use pagemill::reclaim::Return;
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::units::{PageSize, parse_plain_bytes};
+use pagemill_core::arena::Layout;
+use pagemill_core::arena::nodes::Nodes;
+use pagemill_core::published::TREE_VARIABLE;
+use pagemill_core::reclaim::Return;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::units::{PageSize, parse_plain_bytes};
 use pagemill_sys::file::{self, Path, Text};
 use std::cell::UnsafeCell;
 use std::ffi::CStr;

@@ -5,14 +5,14 @@
 #![allow(unsafe_code)] // jemalloc and its hooks
 
 use crate::{large, start};
-use pagemill::Pagemill;
-use pagemill::reclaim::aging::LeastOver;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::stats::{self, Counter};
-use pagemill::sync::Lock;
-use pagemill::units::BLOCK_BYTES;
+use pagemill_core::reclaim::aging::LeastOver;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::Lock;
+use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::clock;
 use pagemill_sys::file::Text;
+use pagemill_volatile::Base;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt::Write as _;
 use std::ptr;
@@ -144,7 +144,7 @@ unsafe extern "C" fn merge(
 }
 
 /// The arena that serves jemalloc's own mappings while it starts.
-static MAPPING_FROM: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
+static MAPPING_FROM: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
 
 unsafe extern "C" {
     /// The C library's `mmap`, under the name that the linker gives it (`--wrap`).
@@ -224,7 +224,7 @@ fn write_slab_sizes(settings: &mut Settings) {
 
 /// Starts jemalloc, with extents from `pagemill`; returns whether that succeeded. It has not run before: its
 /// constructor is left out (build.rs).
-pub fn start(pagemill: &'static Pagemill) -> bool {
+pub fn start(pagemill: &'static Base) -> bool {
     static TEXT: OnceLock<Settings> = OnceLock::new();
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
     let mut settings = Settings::new();
@@ -301,7 +301,7 @@ const HIDDEN_FROM_BYTES: u64 = 8 << 20;
 /// such a decay would leave a child whose arena never purges again. So only the helper purges: an arena whose pages
 /// were not reused for the age, at a moment when few others are free.
 pub struct Extents {
-    pagemill: &'static Pagemill,
+    pagemill: &'static Base,
     unused: [Unused; MAX_ARENAS],
     /// Stale pages in huge pages that a split would free.
     sparse: LeastOver,
@@ -338,7 +338,7 @@ impl Unused {
 }
 
 impl Extents {
-    pub fn new(pagemill: &'static Pagemill) -> Self {
+    pub fn new(pagemill: &'static Base) -> Self {
         Self { pagemill, unused: Default::default(), sparse: LeastOver::default() }
     }
 

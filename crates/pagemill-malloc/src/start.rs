@@ -7,15 +7,15 @@
 
 use crate::settings::{self, settings, warn};
 use crate::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, check, fork, large, libc_fallback, small};
-use pagemill::Pagemill;
-use pagemill::heap::MIN_BYTES;
-use pagemill::published;
-use pagemill::reclaim::Account;
-use pagemill::reclaim::kernel::Kernel;
-use pagemill::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill::sync::Lock;
+use pagemill_core::published;
+use pagemill_core::reclaim::Account;
+use pagemill_core::reclaim::kernel::Kernel;
+use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
+use pagemill_core::sync::Lock;
+use pagemill_heap::MIN_BYTES;
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::{mem, process, stack, thread};
+use pagemill_volatile::Base;
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
 use std::ptr;
@@ -30,7 +30,7 @@ const UNMANAGED: usize = 3;
 
 /// One of the above, or the token of the thread that is starting the library.
 static PHASE: AtomicUsize = AtomicUsize::new(UNSTARTED);
-static PAGEMILL: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
+static PAGEMILL: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
 /// Created with the arena, or earlier if a member of a process tree holds enough to be charged.
 static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
 /// The page of the process tree, if this process is in one. There the figures stay after exit, for `run` to count.
@@ -47,18 +47,18 @@ pub enum State {
     Starting,
     /// The C library serves as long as the program is small.
     LibcFallback,
-    Ready(&'static Pagemill),
+    Ready(&'static Base),
     /// No address space for an arena: the C library serves for good.
     Unmanaged,
 }
 
-pub fn pagemill() -> Option<&'static Pagemill> {
-    // SAFETY: null, or created by `Pagemill::new` and never freed.
+pub fn pagemill() -> Option<&'static Base> {
+    // SAFETY: null, or created by `Base::new` and never freed.
     unsafe { PAGEMILL.load(Acquire).as_ref() }
 }
 
 /// As [`pagemill`], after checking whether this is a new process.
-pub fn pagemill_of_process() -> Option<&'static Pagemill> {
+pub fn pagemill_of_process() -> Option<&'static Base> {
     pagemill().inspect(|_| fork::notice_raw_clone())
 }
 
@@ -148,7 +148,7 @@ pub fn account_of_libc_fallback() -> Option<&'static Account> {
 }
 
 /// Creates the account, once. The caller holds [`GROWTH`], or is the thread that starts the library.
-fn make_account() -> pagemill::Result<&'static Account> {
+fn make_account() -> pagemill_core::Result<&'static Account> {
     if let Some(account) = account() {
         return Ok(account);
     }
@@ -192,9 +192,10 @@ fn start_arena() -> usize {
 /// jemalloc's start alone takes 11 KiB. Objects are built on the stack and moved, in a debug build several times.
 const STACK_BYTES: usize = 512 << 10;
 
-fn try_start_arena() -> pagemill::Result<usize> {
+fn try_start_arena() -> pagemill_core::Result<usize> {
     let account = make_account()?;
-    let pagemill = Pagemill::with_account(settings().layout(), account)?;
+    let pagemill = Base::new(settings().layout(), account)?;
+    pagemill.responder.set_measured(pagemill);
     if settings().is_watching {
         static KERNEL: Kernel = Kernel::new("");
         account.headroom.set_limits(&KERNEL);
@@ -204,7 +205,7 @@ fn try_start_arena() -> pagemill::Result<usize> {
     if !small::start(pagemill) {
         PAGEMILL.store(ptr::null_mut(), Release);
         let cause = std::io::ErrorKind::OutOfMemory.into();
-        return Err(pagemill::Error::System { doing: "starting jemalloc", cause });
+        return Err(pagemill_core::Error::System { doing: "starting jemalloc", cause });
     }
     register_extents(pagemill);
     pagemill.helper.set_return(settings().policy);
@@ -240,7 +241,7 @@ fn join_tree() {
     }
 }
 
-fn register_extents(pagemill: &'static Pagemill) {
+fn register_extents(pagemill: &'static Base) {
     struct Cell(UnsafeCell<Option<small::Extents>>);
     // SAFETY: written once, by the thread that starts the library, before any read.
     unsafe impl Sync for Cell {}
@@ -271,7 +272,7 @@ impl thread::Work for Help {
 }
 
 /// Starts the helper thread. Must be called outside every lock: the C library allocates for it.
-pub fn helper(pagemill: &'static Pagemill) {
+pub fn helper(pagemill: &'static Base) {
     if !settings().may_have_helper || !pagemill.helper.claim() {
         return;
     }
@@ -289,7 +290,7 @@ extern "C" fn end() {
         return;
     };
     match pagemill() {
-        Some(pagemill) => pagemill.measure(),
+        Some(pagemill) => pagemill.measure_with(0),
         None => libc_fallback::note_end(account),
     }
     account.leave();

@@ -7,14 +7,15 @@
 #![allow(unsafe_code)] // the C ABI of the mapping calls
 
 use crate::{large, start};
-use pagemill::{stats, volatile};
+use pagemill_core::stats;
+use pagemill_volatile as volatile;
 use std::ffi::{c_int, c_long, c_void};
 use std::io;
 
 /// Ends the marks of a range that is about to be unmapped or discarded.
 pub fn forget(addr: usize, len: usize) {
     let Some(pagemill) = start::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
-    let page = pagemill::units::os_page_bytes();
+    let page = pagemill_core::units::os_page_bytes();
     let end = addr.saturating_add(len).checked_next_multiple_of(page).unwrap_or(usize::MAX & !(page - 1));
     if addr < end {
         pagemill.vranges.forget(addr & !(page - 1)..end);
@@ -23,7 +24,7 @@ pub fn forget(addr: usize, len: usize) {
 
 /// As [`forget`], before a call that the kernel refuses if `addr` is not a multiple of its pages: then nothing changes.
 fn forget_mapped(addr: *mut c_void, len: usize) {
-    if (addr as usize).is_multiple_of(pagemill::units::os_page_bytes()) {
+    if (addr as usize).is_multiple_of(pagemill_core::units::os_page_bytes()) {
         forget(addr as usize, len);
     }
 }
@@ -48,7 +49,7 @@ pub unsafe extern "C" fn pagemill_vrange(
             pagemill.account.note_use();
             Ok(pagemill.vranges)
         }
-        None => Err(pagemill::Error::System {
+        None => Err(pagemill_core::Error::System {
             doing: "marking memory without an arena",
             cause: io::ErrorKind::OutOfMemory.into(),
         }),
@@ -63,7 +64,10 @@ pub unsafe extern "C" fn pagemill_vrange(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::Amounts) -> c_int {
     // While the C library serves the program there is nothing to measure.
-    let figures = start::pagemill().map_or_else(stats::snapshot, |pagemill| pagemill.figures());
+    if let Some(pagemill) = start::pagemill() {
+        pagemill.measure_with(0);
+    }
+    let figures = stats::snapshot();
     // SAFETY: guaranteed by the caller.
     unsafe { amounts.write(figures.amounts()) };
     0
