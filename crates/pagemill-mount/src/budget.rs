@@ -6,7 +6,7 @@
 
 use crate::file_access::Fill;
 use crate::groups::{Sample, guard_bytes};
-use pagemill::units::BLOCK_BYTES;
+use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::Machine;
 use std::time::Duration;
 

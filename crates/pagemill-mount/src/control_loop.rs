@@ -13,7 +13,7 @@ use crate::rate_limiter::RateLimiter;
 use crate::scan::{self, Scanning};
 use crate::status::{LineStatus, Status};
 use crate::submissions::{LoopRequest, Message, SubmissionQueue};
-use pagemill::units::BLOCK_BYTES;
+use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
 use pagemill_sys::fanotify::{Event, Listener};
 use pagemill_sys::thread;

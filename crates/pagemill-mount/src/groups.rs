@@ -6,8 +6,8 @@
 //! known to have written here.
 
 use crate::openfiles::Charged;
-use pagemill::reclaim::limits::Room;
-use pagemill::units::BLOCK_BYTES;
+use pagemill_core::reclaim::limits::Room;
+use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{Held, Hierarchy, Limit, MAX_LEVELS, Version};
 use pagemill_sys::events::{self, Events, Source};
 use pagemill_sys::file::Path;

@@ -1,8 +1,8 @@
 //! Mounts, takes over and unmounts file systems; finds the processes that block an unmount.
 
 use crate::file_access::FileAccess;
-use pagemill::published;
-use pagemill::units::Bytes;
+use pagemill_core::published;
+use pagemill_core::units::Bytes;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::mount::{self, FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};

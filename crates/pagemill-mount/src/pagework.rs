@@ -357,7 +357,7 @@ impl Drop for PageWork {
 mod tests {
     use super::*;
     use crate::file_access;
-    use pagemill::units::BLOCK_BYTES;
+    use pagemill_core::units::BLOCK_BYTES;
     use pagemill_sys::pages;
     use rustix::fs::FileType;
     use std::fs::{self, File};

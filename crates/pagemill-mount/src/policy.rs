@@ -1,6 +1,6 @@
 //! Marks that users set on files with extended attributes: whether a file is volatile, and its huge pages.
 
-use pagemill::units::BLOCK_BYTES;
+use pagemill_core::units::BLOCK_BYTES;
 use std::fmt;
 use std::str::FromStr;
 

@@ -12,7 +12,7 @@ use crate::control_loop::say;
 use crate::file_access::{self, Seen};
 use crate::index::PurgePart;
 use crate::policy::PURGED;
-use pagemill::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::pages;
 use rustix::fs::{self, AtFlags, OFlags};
 use rustix::io::Errno;

@@ -11,7 +11,7 @@
 
 use crate::file_access::{self, FileAccess, Seen};
 use crate::policy::Huge;
-use pagemill::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Hierarchy;
 use pagemill_sys::pages::{self, Collapse};
 use pagemill_sys::task;

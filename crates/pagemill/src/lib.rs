@@ -9,30 +9,51 @@
 //! `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses lower ones
 //! only. Where lower code calls upper code, it declares a trait ([`arena::Budget`], [`reclaim::Shrinker`]).
 
-// Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the slot protocol only.
-#[cfg(not(loom))]
+// Nothing here is modelled by loom.
+#![cfg(not(loom))]
+
 mod pagemill;
-#[cfg(not(loom))]
 mod process;
 #[cfg(doctest)]
 mod refused;
 
-#[cfg(not(loom))]
-pub use error::{Error, Result};
-#[cfg(not(loom))]
 pub use pagemill::Pagemill;
-pub use pagemill_core::sync;
-#[cfg(not(loom))]
-pub use pagemill_core::{arena, epoch, error, published, reclaim, stats, trace, units};
+pub use pagemill_core::{Error, Result, error, reclaim, units};
+
+/// Blocks of 2 MiB.
+pub mod arena {
+    pub use pagemill_core::arena::{Arena, Budget, Context, Layout, WASTE_DIVISOR, nodes};
+}
+
+/// Epoch-based reclamation.
+pub mod epoch {
+    pub use pagemill_core::epoch::{Guard, pin};
+}
 
 /// Large allocations: slots of 64 KiB and up.
-#[cfg(not(loom))]
 pub mod heap {
     pub use pagemill_heap::{Allocation, Heap, MIN_BYTES};
 }
 
+/// Lists and commands between processes.
+pub mod listing {
+    pub use pagemill_cache::mapping::ask_for_caches;
+    pub use pagemill_core::listing::{
+        Action, ControlCommand, MOST_RECORDS, Measured, Outcome, StatsResponder, Unanswered, ask_for_figures, command,
+    };
+    pub use pagemill_slab::{ask_for_slabs, shown_name};
+    pub use pagemill_volatile::{List, ask};
+
+    /// Requests to other processes.
+    pub mod ask {
+        pub use pagemill_cache::mapping::ask_for_caches;
+        pub use pagemill_core::listing::ask::{ANSWER_WITHIN, Unanswered, ask_for_figures, command};
+        pub use pagemill_slab::ask_for_slabs;
+        pub use pagemill_volatile::{List, ask};
+    }
+}
+
 /// Files in memory: the page cache.
-#[cfg(not(loom))]
 pub mod mapping {
     pub use pagemill_cache::mapping::{
         Advice, Cache, Caches, Exclusive, Fetch, Fetched, Holder, MAX_CACHES, Mapping, Pin, Pins, Policy, Queue, Reuse,
@@ -40,8 +61,16 @@ pub mod mapping {
     };
 }
 
+/// Where processes publish their figures.
+pub mod published {
+    pub use pagemill_core::published::{
+        Process, Published, TREE_FILE, TREE_VARIABLE, file_of, find, find_all, list, make_tree_folder, missing,
+        own_file, publish, read, read_all, read_tree, remove_tree_folder, running, set_home, sweep, unreadable,
+        user_folder, user_folder_below, withdraw,
+    };
+}
+
 /// Slab caches: objects of one size, which can be moved together.
-#[cfg(not(loom))]
 pub mod slab {
     pub use pagemill_cache::{NodeCache, Slabs};
     pub use pagemill_slab::{
@@ -50,22 +79,33 @@ pub mod slab {
     };
 }
 
-/// The index of a page cache.
-#[cfg(not(loom))]
-pub mod xarray {
-    pub use pagemill_xarray::{
-        Forest, Found, Hit, MAX_INDEX, MAX_ORDER, MAX_VALUE, Mark, NodeStock, Writer, XArray, pin,
+/// Counters of a process.
+pub mod stats {
+    pub use pagemill_core::stats::{
+        Amounts, Counter, CounterKind, Figures, GIVEABLE, Row, Snapshot, TABLE, Unit, VERSION, add, detach_in_child,
+        get, publish, raise, read, read_of, set, snapshot, sub,
     };
 }
 
 /// Files, devices and programs behind cached files.
-#[cfg(not(loom))]
 pub mod store {
-    pub use pagemill_store::*;
+    pub use pagemill_store::{
+        Aligned, Buffer, Cancel, Direction, Faults, FaultyStore, FileOptions, FileStore, Finish, Gather, MemoryStore,
+        Ring, Store, Transfer, buffer, faulty, file, memory, ring, transfer,
+    };
+}
+
+/// A lock that never allocates.
+pub mod sync {
+    pub use pagemill_core::sync::{Lock, LockGuard};
+}
+
+/// The latest events of a process.
+pub mod trace {
+    pub use pagemill_core::trace::{Event, EventRing, Recorded, event, read};
 }
 
 /// Memory whose contents may be purged under pressure.
-#[cfg(not(loom))]
 pub mod volatile {
     pub use pagemill_volatile::{
         Behaviour, Contents, Listed, MAX_RANGES, Pin, Range, Ranges, VolatileCache, Vranges, c, cache, handle_fault,
@@ -73,11 +113,9 @@ pub mod volatile {
     };
 }
 
-/// Lists and commands between processes.
-#[cfg(not(loom))]
-pub mod listing {
-    pub use pagemill_cache::mapping::ask_for_caches;
-    pub use pagemill_core::listing::*;
-    pub use pagemill_slab::{ask_for_slabs, shown_name};
-    pub use pagemill_volatile::{List, ask};
+/// The index of a page cache.
+pub mod xarray {
+    pub use pagemill_xarray::{
+        Forest, Found, Hit, MAX_INDEX, MAX_ORDER, MAX_VALUE, Mark, NodeStock, Writer, XArray, pin,
+    };
 }
