@@ -25,6 +25,8 @@ pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 pub const TREE_FILE: &str = "tree";
 
 /// The kinds of requests to a process.
+///
+/// Example: [`Lister`](crate::listing::Lister).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// List its volatile ranges.

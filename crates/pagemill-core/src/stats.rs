@@ -464,6 +464,7 @@ static PRIVATE: Figures = Figures::new();
 /// The page in use: [`PRIVATE`], or the shared file.
 static CURRENT: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
 
+#[inline]
 pub fn current() -> &'static Figures {
     let page = CURRENT.load(Relaxed);
     // SAFETY: not null means a page mapped by `publish`, which is never unmapped.

@@ -55,16 +55,19 @@ pub struct Lock {
 }
 
 impl Lock {
+    #[inline]
     pub const fn new() -> Self {
         Self { word: Word::new(0) }
     }
 
+    #[inline]
     pub fn lock(&self) -> LockGuard<'_> {
         self.acquire();
         LockGuard(self)
     }
 
     /// Takes the lock without a guard; [`Lock::release`] releases it. For `fork` handlers.
+    #[inline]
     pub fn acquire(&self) {
         if self.word.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
             self.acquire_slow();
@@ -72,11 +75,13 @@ impl Lock {
     }
 
     /// Takes the lock if it is free; returns whether it did.
+    #[inline]
     pub fn try_acquire(&self) -> bool {
         self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok()
     }
 
     /// As [`Lock::lock`], but returns `None` if the lock is held.
+    #[inline]
     pub fn try_lock(&self) -> Option<LockGuard<'_>> {
         self.try_acquire().then(|| LockGuard(self))
     }
@@ -95,6 +100,7 @@ impl Lock {
     }
 
     /// Releases the lock. The caller must hold it.
+    #[inline]
     pub fn release(&self) {
         if self.word.swap(0, Release) == 2 {
             wake_one(&self.word);
@@ -146,12 +152,21 @@ fn wake_one(_word: &Word) {}
 pub struct LockGuard<'lock>(&'lock Lock);
 
 impl Drop for LockGuard<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.0.release();
     }
 }
 
 /// A value that is accessible only under its lock.
+///
+/// ```
+/// use pagemill_core::sync::Guarded;
+///
+/// static NAMES: Guarded<Vec<&str>> = Guarded::new(Vec::new());
+/// NAMES.with(|names| names.push("tiles"));
+/// assert_eq!(NAMES.try_with(|names| names.len()), Some(1));
+/// ```
 #[cfg(not(loom))]
 #[derive(Default)]
 pub struct Guarded<T> {
@@ -167,12 +182,14 @@ unsafe impl<T: Send> Sync for Guarded<T> {}
 
 #[cfg(not(loom))]
 impl<T> Guarded<T> {
+    #[inline]
     pub const fn new(value: T) -> Self {
         let is_acquired = std::sync::atomic::AtomicBool::new(false);
         Self { lock: Lock::new(), is_acquired, value: std::cell::UnsafeCell::new(value) }
     }
 
     /// Calls `act` with the value under the lock. `act` must not take the same lock.
+    #[inline]
     pub fn with<R>(&self, act: impl FnOnce(&mut T) -> R) -> R {
         let _guard = self.lock.lock();
         // SAFETY: the lock is held until `act` has returned, so this is the only reference.
@@ -180,6 +197,7 @@ impl<T> Guarded<T> {
     }
 
     /// As [`Guarded::with`], but returns `None` if the lock is held.
+    #[inline]
     pub fn try_with<R>(&self, act: impl FnOnce(&mut T) -> R) -> Option<R> {
         let is_ours = self.lock.try_acquire();
         is_ours.then(|| {
@@ -208,6 +226,7 @@ impl<T> Guarded<T> {
     /// # Panics
     ///
     /// If the lock is not held by it.
+    #[inline]
     pub fn release(&self) {
         assert!(self.is_acquired.swap(false, Relaxed));
         self.lock.release();
@@ -215,6 +234,8 @@ impl<T> Guarded<T> {
 }
 
 /// A repeated event on which threads can sleep. Without sleepers, raising it costs two accesses to one cache line.
+///
+/// Example: [`Lock`].
 #[cfg(not(loom))]
 #[derive(Default)]
 pub struct EventCount {
@@ -225,11 +246,13 @@ pub struct EventCount {
 #[cfg(not(loom))]
 impl EventCount {
     /// Number of events so far.
+    #[inline]
     pub fn count(&self) -> u32 {
         self.count.load(SeqCst)
     }
 
     /// Counts an event and wakes all sleepers.
+    #[inline]
     pub fn raise(&self) {
         self.count.fetch_add(1, SeqCst);
         // Either this thread sees the sleeper, or the sleeper sees the new count.
@@ -249,6 +272,8 @@ impl EventCount {
 }
 
 /// Backoff for a wait: first spins (100 us), then yields the processor.
+///
+/// Example: [`Lock`].
 #[cfg(not(loom))]
 pub struct Backoff {
     began_ns: u64,
@@ -265,6 +290,7 @@ impl Default for Backoff {
 impl Backoff {
     const SPIN_NS: u64 = 100_000;
 
+    #[inline]
     pub fn new() -> Self {
         Self { began_ns: pagemill_sys::clock::fine_ns() }
     }
@@ -296,6 +322,8 @@ pub fn sleep(_time: std::time::Duration) {
 }
 
 /// A value on separate cache lines.
+///
+/// Example: [`Lock`].
 #[repr(align(128))]
 #[derive(Default)]
 pub struct Padded<T>(pub T);

@@ -44,6 +44,8 @@ pub fn generation() -> io::Result<u32> {
 }
 
 /// The file of a transfer.
+///
+/// Example: [`crate::Ring`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     Descriptor(i32),
@@ -52,6 +54,8 @@ pub enum Target {
 }
 
 /// One transfer.
+///
+/// Example: [`crate::Ring`].
 #[derive(Clone, Copy, Debug)]
 pub struct Transfer {
     pub target: Target,
@@ -64,6 +68,8 @@ pub struct Transfer {
 }
 
 /// Result of a transfer.
+///
+/// Example: [`crate::Ring`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
     pub token: u64,
@@ -72,6 +78,8 @@ pub struct Completion {
 }
 
 /// An io_uring of one thread.
+///
+/// Example: [`crate::Ring`].
 pub struct Ring {
     uring: ManuallyDrop<IoUring>,
     generation: u32,

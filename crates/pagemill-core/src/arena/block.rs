@@ -10,6 +10,8 @@ use crate::units::os_pages_per_block;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 /// The backing of a block.
+///
+/// Example: [`Arena`](super::Arena).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Backing {
@@ -24,6 +26,8 @@ pub enum Backing {
 }
 
 /// The unpacked word.
+///
+/// Example: [`Arena`](super::Arena).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockState {
     pub backing: Backing,

@@ -15,6 +15,8 @@ use pagemill_sys::{hugetlb, mem};
 /// # Invariants
 ///
 /// `addr..addr + len_bytes` is a mapping made by `hugetlb::map` and known to this value only.
+///
+/// Example: [`Arena`].
 pub struct Reserve {
     addr: usize,
     len_bytes: usize,

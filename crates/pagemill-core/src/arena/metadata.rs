@@ -16,6 +16,16 @@ use std::marker::PhantomData;
 ///
 /// `base` starts `len * size_of::<T>()` reserved bytes that are never unmapped. Entries are used only after
 /// [`Table::open`]. `T` consists of atomics only, so zero bits are valid and `&T` suffices.
+///
+/// ```
+/// use pagemill_core::arena::Table;
+/// use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+///
+/// let table: Table<AtomicU32> = Table::new_open(1000)?;
+/// table.get(7).store(1, Relaxed);
+/// assert_eq!([6, 7].map(|at| table.get(at).load(Relaxed)), [0, 1]);
+/// # Ok::<(), pagemill_core::Error>(())
+/// ```
 pub struct Table<T> {
     base: usize,
     len: usize,
@@ -27,6 +37,8 @@ pub struct Table<T> {
 /// # Safety
 ///
 /// Zero bits are a valid value, the type needs no drop, and it is `Sync`.
+///
+/// Example: [`Table`].
 pub unsafe trait Zeroed: Sync {}
 
 // SAFETY: one atomic word.

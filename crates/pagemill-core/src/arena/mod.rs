@@ -91,6 +91,8 @@ pub trait Budget: Sync {
 }
 
 /// Counts forks: charges and locks of an older generation are not this process's.
+///
+/// Example: [`Arena`].
 #[derive(Default)]
 pub struct Generation(AtomicU32);
 
@@ -137,6 +139,8 @@ pub struct Layout {
 pub const WASTE_DIVISOR: u64 = 16;
 
 /// How far a new block will be used.
+///
+/// Example: [`Arena`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filling {
     /// Completely, soon: its size class has filled a block before.
@@ -194,15 +198,18 @@ impl Zone {
         addr.wrapping_sub(self.base) < self.len_bytes
     }
 
+    #[inline]
     pub fn base(&self) -> usize {
         self.base
     }
 
+    #[inline]
     pub fn len_bytes(&self) -> usize {
         self.len_bytes
     }
 
     /// Bytes carved so far, from the base on.
+    #[inline]
     pub fn used_bytes(&self) -> usize {
         self.next.load(Relaxed)
     }
@@ -258,6 +265,7 @@ impl Arena {
     }
 
     /// First address.
+    #[inline]
     pub fn base(&self) -> usize {
         self.small.base
     }
@@ -279,6 +287,7 @@ impl Arena {
         (addr - self.small.base) / BLOCK_BYTES
     }
 
+    #[inline]
     pub fn block_addr(&self, block: usize) -> usize {
         self.small.base + block * BLOCK_BYTES
     }
@@ -402,11 +411,13 @@ impl Arena {
     }
 
     /// Incremented with each fork that leads to this process.
+    #[inline]
     pub fn generation(&self) -> u16 {
         self.generation.get()
     }
 
     /// The preferred memory node of this thread.
+    #[inline]
     pub fn current_node(&self) -> usize {
         self.nodes.current()
     }
@@ -442,6 +453,7 @@ impl Arena {
         self.small.lock.release();
     }
 
+    #[inline]
     pub fn charged_bytes(pages: u32) -> u64 {
         u64::from(pages) * (BLOCK_BYTES / os_pages_per_block()) as u64
     }
@@ -456,6 +468,7 @@ impl Arena {
     }
 
     /// Updates a zone's gauge after a change of a block's charge.
+    #[inline]
     pub fn count(counter: Counter, pages_before: u32, pages_after: u32) {
         let (before, after) = (Self::charged_bytes(pages_before), Self::charged_bytes(pages_after));
         if after >= before {

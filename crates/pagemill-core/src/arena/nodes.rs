@@ -22,6 +22,7 @@ impl Nodes {
         Self { count: count.clamp(1, numa::MAX_NODES), are_real: false }
     }
 
+    #[inline]
     pub fn count(self) -> usize {
         self.count
     }

@@ -76,6 +76,8 @@ pub fn ask(figures: &Path, identity: Identity, should_stop: impl Fn() -> bool) -
 }
 
 /// Lists the ranges of a process: those with a handle, then those marked by address.
+///
+/// Example: [`Lister`].
 pub struct RangeLists {
     pub ranges: &'static Ranges,
     pub vranges: &'static Vranges,

@@ -41,6 +41,8 @@ const HALF: u32 = 32;
 /// - All of the window stays memory of the process for good, or is inaccessible. Accessible memory holds zeros or
 ///   nodes. From its first use on, a node is accessed only by shared references.
 /// - A node from `take` is entirely inside the window, aligned, has no other user, and stays valid until `give`.
+///
+/// Example: [`XArray`](super::XArray).
 pub unsafe trait Source: Sync {
     /// Addresses that nodes may have, up to 256 GiB; the bytes before them are inaccessible.
     fn window(&self) -> Range<usize>;
@@ -64,6 +66,8 @@ pub unsafe trait Source: Sync {
 }
 
 /// Holder of a forest.
+///
+/// Example: [`XArray`](super::XArray).
 pub trait Forests: Sync {
     /// The forest of this process, made at the first call, and again in a forked child.
     ///

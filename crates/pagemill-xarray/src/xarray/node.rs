@@ -104,14 +104,17 @@ impl Node {
     }
 
     /// Whether it seems to be in a tree of an array that can be found. Certain only under that array's lock.
+    #[inline]
     pub fn may_move(&self) -> bool {
         self.array() != 0
     }
 
+    #[inline]
     pub(super) fn array(&self) -> u32 {
         self.array.load(Relaxed)
     }
 
+    #[inline]
     pub(super) fn set_array(&self, id: u32) {
         self.array.store(id, Relaxed);
     }
@@ -135,53 +138,64 @@ impl Node {
         self.place.load(Relaxed)
     }
 
+    #[inline]
     pub(super) fn parent(&self) -> u32 {
         self.parent.load(Relaxed)
     }
 
+    #[inline]
     pub(super) fn offset(&self) -> usize {
         (self.place.load(Relaxed) & ((1 << SHIFT_AT) - 1)) as usize
     }
 
+    #[inline]
     pub(super) fn shift(&self) -> u32 {
         self.place.load(Relaxed) >> SHIFT_AT
     }
 
     /// Sets a new number of the node above.
+    #[inline]
     pub(super) fn set_parent(&self, parent: u32) {
         self.parent.store(parent, Relaxed);
     }
 
     /// Sets its place in the tree.
+    #[inline]
     pub(super) fn hang(&self, parent: u32, offset: usize, shift: u32) {
         self.parent.store(parent, Relaxed);
         self.place.store(offset as u32 | shift << SHIFT_AT, Relaxed);
     }
 
+    #[inline]
     pub(super) fn used(&self) -> usize {
         self.used.load(Relaxed) as usize
     }
 
+    #[inline]
     pub(super) fn set_used(&self, used: usize) {
         debug_assert!(used <= SLOTS);
         self.used.store(used as u32, Relaxed);
     }
 
     /// Whether any of the slots in the mask has the mark.
+    #[inline]
     pub(super) fn is_marked(&self, mark: usize, mask: u64) -> bool {
         self.marks[mark].load(Relaxed) & mask != 0
     }
 
+    #[inline]
     pub(super) fn add_mark(&self, mark: usize, mask: u64) {
         self.marks[mark].store(self.marks[mark].load(Relaxed) | mask, Release);
     }
 
+    #[inline]
     pub(super) fn remove_mark(&self, mark: usize, mask: u64) {
         self.marks[mark].store(self.marks[mark].load(Relaxed) & !mask, Release);
     }
 }
 
 /// A mask with `count` bits from `first` on.
+#[inline]
 pub(super) fn mask_of(first: usize, count: usize) -> u64 {
     (u64::MAX >> (SLOTS - count)) << first
 }

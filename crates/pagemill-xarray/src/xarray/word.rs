@@ -48,19 +48,23 @@ impl IndexWord {
     pub const EMPTY: Self = Self(0);
     pub const DEAD: Self = Self(DEAD);
 
+    #[inline]
     pub fn value(value: u64, order: u32) -> Self {
         Self(value << VALUE_SHIFT | u64::from(order) << SMALL_SHIFT | VALUE)
     }
 
+    #[inline]
     pub fn node(number: u32, shift: u32) -> Self {
         Self(u64::from(number) << NUMBER_SHIFT | u64::from(shift) << SMALL_SHIFT | NODE)
     }
 
+    #[inline]
     pub fn sibling(first: usize) -> Self {
         Self((first as u64) << SMALL_SHIFT | SIBLING)
     }
 
     /// The word in the first slot of this entry while it is absent but its later slots are set.
+    #[inline]
     pub fn gone(self) -> Self {
         Self(self.0 & SMALL << SMALL_SHIFT | GONE)
     }
@@ -138,6 +142,7 @@ impl IndexWord {
     }
 
     /// Number of slots of this value in a node of that shift.
+    #[inline]
     pub fn slots(self, shift: u32) -> usize {
         1 << (self.order() - shift)
     }
@@ -156,6 +161,7 @@ pub(super) fn slot_of(index: u64, shift: u32) -> usize {
 }
 
 /// Shift of the nodes that hold entries of this order.
+#[inline]
 pub(super) fn shift_of(order: u32) -> u32 {
     order / SLOT_BITS * SLOT_BITS
 }
