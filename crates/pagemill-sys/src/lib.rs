@@ -1,8 +1,8 @@
 //! Linux system calls and kernel files for Pagemill. This crate contains no policy.
 //!
 //! Each file covers one kernel feature. Each call returns the actual result (how many bytes, huge pages or not), so
-//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, [`ring`] and [`task`] allocate
-//! from the global allocator. Everything else may run inside `malloc`.
+//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, [`open_permission`],
+//! [`ring`] and [`task`] allocate from the global allocator. Everything else may run inside `malloc`.
 //!
 //! | file | kernel feature |
 //! |---|---|
@@ -19,7 +19,7 @@
 //! | [`process`], [`child`] | process identity and limits; running a child process and forwarding its signals |
 //! | [`cgroup`] | memory control groups, the machine's memory |
 //! | [`events`] | kernel notifications about memory pressure |
-//! | [`fanotify`], [`pages`] | files of a RAM file system: write events; page contents and leases |
+//! | [`fanotify`], [`open_permission`], [`pages`] | files of a RAM file system: write events; delayed opens; page contents and leases |
 //! | [`namespace`] | a private mount namespace |
 //! | [`probe`] | which features this kernel has, as readable text |
 
@@ -39,6 +39,7 @@ pub mod mem;
 pub mod moves;
 pub mod namespace;
 pub mod numa;
+pub mod open_permission;
 pub mod pages;
 pub mod probe;
 pub mod process;
