@@ -26,11 +26,21 @@ const MAX_DELAYED: usize = 256;
 /// The throttle stays active this long after writers were last fast enough.
 const ACTIVE_LASTS: Duration = Duration::from_secs(1);
 
+/// The kernel opens each file for the listener, too, which breaks a lease that another process holds on it. That can take
+/// as long as `fs.lease-break-time`, and all other delayed opens wait meanwhile. So after `STUCK` of it the throttle turns
+/// off for a while.
+const STUCK: Duration = Duration::from_secs(1);
+const OFF_AFTER_STUCK: Duration = Duration::from_secs(60);
+
 /// Delays opens of one file system. Dropping it allows all.
 pub struct OpenThrottle {
     shared: Arc<Shared>,
     active_until: Option<Instant>,
+    /// The thread was stuck: no delays before this time.
+    off_until: Option<Instant>,
 }
+
+const NOT_READING: u64 = u64::MAX;
 
 struct Shared {
     permissions: Arc<OpenPermissions>,
@@ -39,6 +49,8 @@ struct Shared {
     allowed_until_ns: AtomicU64,
     /// Number of opens that wait now, and of all that waited.
     waiting: AtomicUsize,
+    /// When the thread began to read events, in nanoseconds since `created`; `NOT_READING` at other times.
+    reading_since_ns: AtomicU64,
     total: AtomicU64,
     is_stopped: AtomicBool,
     wake: OwnedFd,
@@ -56,13 +68,14 @@ impl OpenThrottle {
             created: Instant::now(),
             allowed_until_ns: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
+            reading_since_ns: AtomicU64::new(NOT_READING),
             total: AtomicU64::new(0),
             is_stopped: AtomicBool::new(false),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
         });
         let for_thread = shared.clone();
         task::spawn(c"opens", move || for_thread.answer_opens())?;
-        Ok(Self { shared, active_until: None })
+        Ok(Self { shared, active_until: None, off_until: None })
     }
 
     /// Turns the throttle on if writers are fast, and off a second after they were. `root` is the controller's private
@@ -72,17 +85,27 @@ impl OpenThrottle {
     ///
     /// Errors of `fanotify_mark`. Then nothing is delayed.
     pub fn set_active(&mut self, root: BorrowedFd<'_>, has_fast_writers: bool, now: Instant) -> io::Result<()> {
-        if has_fast_writers {
+        if self.shared.is_stuck() {
+            self.off_until = Some(now + OFF_AFTER_STUCK);
+        }
+        if self.off_until.is_some_and(|until| now < until) {
+            self.deactivate(root, now);
+        } else if has_fast_writers {
             if self.active_until.is_none() {
                 self.shared.permissions.start(root)?;
             }
             self.active_until = Some(now + ACTIVE_LASTS);
         } else if self.active_until.is_some_and(|until| until <= now) {
-            self.shared.permissions.stop(root);
-            self.shared.allow_until(now + MAX_WAIT);
-            self.active_until = None;
+            self.deactivate(root, now);
         }
         Ok(())
+    }
+
+    fn deactivate(&mut self, root: BorrowedFd<'_>, now: Instant) {
+        if self.active_until.take().is_some() {
+            self.shared.permissions.stop(root);
+            self.shared.allow_until(now + MAX_WAIT);
+        }
     }
 
     pub fn is_active(&self) -> bool {
@@ -122,6 +145,18 @@ impl Shared {
         self.allowed_until_ns.load(SeqCst) > now_ns || self.is_stopped.load(SeqCst)
     }
 
+    fn is_stuck(&self) -> bool {
+        let since_ns = self.reading_since_ns.load(Relaxed);
+        self.created.elapsed().saturating_sub(Duration::from_nanos(since_ns)) > STUCK
+    }
+
+    fn read(&self) -> io::Result<Vec<DelayedOpen>> {
+        self.reading_since_ns.store(self.created.elapsed().as_nanos() as u64, Relaxed);
+        let opens = self.permissions.read();
+        self.reading_since_ns.store(NOT_READING, Relaxed);
+        opens
+    }
+
     fn wake(&self) {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
@@ -131,7 +166,7 @@ impl Shared {
         thread::prefer();
         let mut waiting: VecDeque<(Instant, DelayedOpen)> = VecDeque::new();
         while !self.is_stopped.load(SeqCst) {
-            let Ok(new) = self.permissions.read() else {
+            let Ok(new) = self.read() else {
                 // Without descriptors the kernel refuses opens, so none may be delayed.
                 waiting.clear();
                 std::thread::sleep(Duration::from_millis(1));
@@ -214,7 +249,31 @@ mod tests {
         }
     }
 
-    fn wait_until(is_so: impl Fn() -> bool) {
+    /// While a lease that another process holds keeps the thread from reading, the throttle is off.
+    #[test]
+    fn a_lease_does_not_stop_other_opens() {
+        let Ok(mut throttle) = OpenThrottle::new() else { return println!("skipped: no permission events") };
+        let Some(ram) = Ram::new() else { return println!("skipped: no right to mount") };
+        let access = FileAccess::open(ram.0.path()).unwrap();
+        let holder = File::options().read(true).write(true).open(ram.path()).unwrap();
+        if pagemill_sys::pages::take_lease(holder.as_fd()).is_err() {
+            return println!("skipped: no lease");
+        }
+        if let Err(error) = throttle.set_active(access.root(), true, Instant::now()) {
+            return println!("skipped: {error}");
+        }
+        let delayed = ram.open();
+        wait_until(|| {
+            throttle.set_active(access.root(), true, Instant::now()).unwrap();
+            !throttle.is_active()
+        });
+        assert!(!delayed.is_finished(), "the lease is held");
+        std::fs::write(ram.0.path().join("other"), b"x").unwrap();
+        drop(holder);
+        delayed.join().unwrap();
+    }
+
+    fn wait_until(mut is_so: impl FnMut() -> bool) {
         let begun = Instant::now();
         while !is_so() {
             assert!(begun.elapsed() < LONG);
@@ -258,6 +317,6 @@ mod tests {
         let delayed = [(); 8].map(|()| ram.open());
         wait_until(|| throttle.delayed_opens() > 2);
         drop(throttle);
-        delayed.into_iter().for_each(|open| drop(open.join().unwrap()));
+        delayed.into_iter().for_each(|open| _ = open.join().unwrap());
     }
 }
