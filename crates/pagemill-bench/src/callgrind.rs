@@ -1,4 +1,5 @@
-//! Instructions per operation of a workload, counted by valgrind: exact, and the same on all machines of one kind.
+//! Counts the instructions per operation of a workload with valgrind. The count is exact, and equal on all machines
+//! with the same binary.
 
 use std::process::Command;
 use std::time::Duration;
@@ -6,13 +7,13 @@ use std::time::Duration;
 use crate::child::{self, Outcome, Running};
 use crate::error::Result;
 
-/// Operations of the first counted run; the second run has twice as many.
+/// Number of operations in the first run; the second run has twice as many.
 const COUNTED_ACTS: u64 = 100_000;
 
-/// Instructions per operation; the inner error is a sentence for the list of gaps. `complete` adds the arguments and
-/// environment of a run of the given number of operations.
+/// Returns the instructions per operation. The inner error is a sentence for the list of gaps. `complete` adds the
+/// arguments and the environment for a run of the given number of operations.
 ///
-/// Runs twice, the second time with twice the operations. The difference is free of startup and exit.
+/// It runs the workload twice, the second time with twice the operations. The difference excludes startup and exit.
 ///
 /// # Errors
 ///
@@ -40,7 +41,7 @@ pub fn instructions(name: &str, complete: impl Fn(&mut Command, u64)) -> Result<
     Ok(Ok(twice.saturating_sub(once) as f64 / COUNTED_ACTS as f64))
 }
 
-/// Parses the count in callgrind's last lines: `==7== Collected : 123456`.
+/// Parses the instruction count in the last lines of callgrind's output, such as `==7== Collected : 123456`.
 fn collected(text: &str) -> Option<u64> {
     let (_, count) = text.lines().find(|line| line.contains("Collected"))?.split_once(" : ")?;
     count.split_whitespace().next()?.parse().ok()
@@ -50,7 +51,7 @@ fn collected(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// As callgrind 3.19 prints it.
+    /// The count is found in output as callgrind 3.19 prints it; text without a count gives none.
     #[test]
     fn the_count_is_read() {
         assert_eq!(collected("==7== Events    : Ir\n==7== Collected : 123456\n"), Some(123_456));

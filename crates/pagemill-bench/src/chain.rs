@@ -1,28 +1,29 @@
-//! Pieces of one size from the C `malloc`, in an intrusive list: each piece holds the address of the next.
+//! Allocations of one size from the C `malloc`, in an intrusive linked list.
 //!
-//! An array of addresses would need half as much again as pieces of 16 bytes.
+//! Each allocation stores the address of the next. An array of addresses would need half as much memory again as
+//! allocations of 16 bytes.
 
 #![allow(unsafe_code)] // the list is intrusive: its links are in the pieces
 
 use std::hint::black_box;
 use std::{ptr, slice};
 
-/// The start of each piece.
+/// The first bytes of each allocation.
 #[repr(C)]
 struct Link {
     next: *mut Link,
     tag: u64,
 }
 
-/// The smallest size of a piece.
+/// The smallest size of an allocation in the list.
 pub const LEAST_BYTES: usize = size_of::<Link>();
 
-/// Pieces in order of allocation.
+/// A linked list of allocations, in the order in which they were made.
 ///
 /// # Invariants
 ///
-/// `first` is the head of a null-terminated list of blocks that `malloc` returned for `size` bytes. This chain alone
-/// owns them, and every byte of them is initialized. `last` is the tail, or null if the list is empty.
+/// `first` is the head of a null-terminated list of allocations that `malloc` returned for `size` bytes. This chain
+/// alone owns them, and every byte of them is initialized. `last` is the tail, or null if the list is empty.
 pub struct Chain {
     first: *mut Link,
     last: *mut Link,
@@ -30,11 +31,11 @@ pub struct Chain {
     pushed: u64,
 }
 
-// SAFETY: a chain is the only owner of its pieces (type invariant), and malloc and free work across threads.
+// SAFETY: a chain is the only owner of its allocations (type invariant), and malloc and free work across threads.
 unsafe impl Send for Chain {}
 
 impl Chain {
-    /// Makes an empty list of pieces of `size` bytes.
+    /// Makes an empty list for allocations of `size` bytes.
     ///
     /// # Errors
     ///
@@ -46,7 +47,7 @@ impl Chain {
         }
     }
 
-    /// Allocates one piece and writes all of it; returns false if malloc failed.
+    /// Makes one allocation, writes all of its bytes, and appends it. Returns false if malloc failed.
     pub fn push(&mut self) -> bool {
         let tag = self.pushed;
         // SAFETY: malloc takes any size.
@@ -54,38 +55,39 @@ impl Chain {
         if piece.is_null() {
             return false;
         }
-        // SAFETY: the block has room for a link (`LEAST_BYTES`), which malloc aligned.
+        // SAFETY: the allocation has room for a link (`LEAST_BYTES`), and malloc aligned it.
         unsafe { piece.write(Link { next: ptr::null_mut(), tag }) };
-        // SAFETY: the `size - LEAST_BYTES` bytes after the link are in the same block.
+        // SAFETY: the `size - LEAST_BYTES` bytes after the link belong to the same allocation.
         unsafe { piece.add(1).cast::<u8>().write_bytes(tag as u8, self.size - LEAST_BYTES) };
         self.append(piece);
         self.pushed += 1;
         true
     }
 
-    /// The number of pieces allocated so far.
+    /// Returns the number of allocations made so far.
     pub fn pushed(&self) -> u64 {
         self.pushed
     }
 
-    /// Frees all pieces except those for which `keeps` returns true, given their index in order of allocation. Compares
-    /// every byte of all pieces first, and returns the number of pieces that differ from what was written.
+    /// Frees all allocations except those for which `keeps` returns true; its argument is the number of earlier
+    /// allocations. Before that, compares every byte with what was written. Returns the number of allocations that
+    /// differ.
     pub fn retain(&mut self, mut keeps: impl FnMut(u64) -> bool) -> u64 {
         let (mut at, mut wrong) = (self.first, 0);
         (self.first, self.last) = (ptr::null_mut(), ptr::null_mut());
         while !at.is_null() {
-            // SAFETY: `at` is a live piece that was in the list (type invariant); nothing else refers to it.
+            // SAFETY: `at` is a live allocation that was in the list (type invariant), and nothing else refers to it.
             let (next, tag) = unsafe { ((*at).next, (*at).tag) };
-            // SAFETY: the bytes after the link are in the same block, and initialized (type invariant).
+            // SAFETY: the bytes after the link belong to the same allocation and are initialized (type invariant).
             let rest = unsafe { slice::from_raw_parts(at.add(1).cast::<u8>(), self.size - LEAST_BYTES) };
-            // A tag that was never assigned shows that the piece is corrupt. The list ends there, since its `next`
-            // cannot be trusted.
+            // A tag that was never assigned shows that the allocation is corrupt. The walk ends there, since its `next`
+            // cannot be trusted either.
             let is_known = tag < self.pushed;
             wrong += u64::from(!is_known || rest.iter().any(|&byte| byte != tag as u8));
             if keeps(tag) && is_known {
                 self.append(at);
             } else {
-                // SAFETY: the piece came from malloc, and is in no list any more.
+                // SAFETY: malloc returned this allocation, and it is in no list any more.
                 unsafe { libc::free(at.cast()) };
             }
             at = if is_known { next } else { ptr::null_mut() };
@@ -93,13 +95,13 @@ impl Chain {
         wrong
     }
 
-    /// Appends a piece that is in no list.
+    /// Appends an allocation that is in no list.
     fn append(&mut self, piece: *mut Link) {
-        // SAFETY: `piece` is a live block that is in no list (caller's duty).
+        // SAFETY: `piece` is a live allocation that is in no list (precondition).
         unsafe { (*piece).next = ptr::null_mut() };
         match self.last.is_null() {
             true => self.first = piece,
-            // SAFETY: `last` is a live piece of ours (type invariant).
+            // SAFETY: `last` is a live allocation of this list (type invariant).
             false => unsafe { (*self.last).next = piece },
         }
         self.last = piece;
@@ -116,7 +118,7 @@ impl Drop for Chain {
 mod tests {
     use super::*;
 
-    /// Half of the pieces are freed; the others stay in order and intact. One changed byte is found.
+    /// Of 1000 allocations every second one is freed. The others stay in order, with their bytes intact.
     #[test]
     fn pieces_are_kept_by_their_place() {
         for size in [LEAST_BYTES, 17, 4096] {
@@ -139,12 +141,12 @@ mod tests {
         assert!(Chain::new(LEAST_BYTES - 1).is_err());
     }
 
-    /// A byte that changes in a listed piece is counted.
+    /// Changing the last byte of a listed allocation makes the check report one wrong allocation.
     #[test]
     fn a_changed_byte_is_found() {
         let mut chain = Chain::new(64).expect("large enough");
         assert!((0..10).all(|_| chain.push()));
-        // SAFETY: the last byte of the first piece, which the chain owns.
+        // SAFETY: this is the last byte of the first allocation, which the chain owns.
         unsafe { chain.first.cast::<u8>().add(63).write(99) };
 
         assert_eq!(chain.retain(|_| true), 1);

@@ -1,7 +1,7 @@
-//! Starts workloads, ends them, and reads their output. Each has a process group of its own.
+//! Starts workloads, ends them, and reads their output. Each workload has a process group of its own.
 //!
-//! With a group, a workload's children end with it, and Ctrl-C reaches the bench alone. The bench then ends every group
-//! that it started and removes its cgroups and folders.
+//! The group lets the bench end a workload together with its children. It also keeps Ctrl-C from the workloads: only
+//! the bench receives the signal. The bench then ends every group that it started and removes its cgroups and folders.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -23,7 +23,7 @@ use crate::subject::Ready;
 /// Exit status of a workload that found wrong bytes in its memory.
 pub const WRONG_ANSWER: i32 = 70;
 
-/// The first signal that asked the bench to end; 0 before that.
+/// The first signal that asked the bench to end; 0 if there was none.
 static SIGNAL: AtomicI32 = AtomicI32::new(0);
 static GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
@@ -31,7 +31,7 @@ fn groups() -> MutexGuard<'static, BTreeSet<u32>> {
     GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Handles Ctrl-C, SIGTERM and SIGHUP from here on: they end the workloads and let the bench clean up.
+/// Installs handling of Ctrl-C, SIGTERM and SIGHUP: they kill the workloads and let the bench clean up.
 pub fn handle_interrupts() -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(doing("watching for signals"))?;
     thread::spawn(move || {
@@ -47,11 +47,11 @@ pub fn handle_interrupts() -> Result<()> {
 
 /// Ends the bench by the signal's default action, so that the parent process sees the signal. Call it after cleanup.
 pub fn end_by(signal: i32) {
-    // If that fails, the exit status reports the signal.
+    // If that fails, the bench goes on to exit with a status that reports the signal.
     let _ = emulate_default_handler(signal);
 }
 
-/// Returns an error once the user has asked to stop.
+/// Returns [`Error::Interrupted`] if a signal has asked the bench to end.
 pub fn check_interrupt() -> Result<()> {
     match SIGNAL.load(Ordering::SeqCst) {
         0 => Ok(()),
@@ -59,7 +59,7 @@ pub fn check_interrupt() -> Result<()> {
     }
 }
 
-/// Sleeps; returns early at an interrupt.
+/// Sleeps for the duration; returns early with an error at an interrupt.
 pub fn sleep(duration: Duration) -> Result<()> {
     let until = Instant::now() + duration;
     loop {
@@ -72,24 +72,24 @@ pub fn sleep(duration: Duration) -> Result<()> {
     }
 }
 
-/// A command that runs this executable with one of its hidden subcommands.
+/// Returns a command that runs this executable with one of its hidden subcommands.
 pub fn workload(arguments: &[&str]) -> Result<Command> {
     let mut command = Command::new(own_executable()?);
     command.args(arguments);
     Ok(command)
 }
 
-/// Numeric options of a workload, as words of its command line.
+/// Returns numeric options as words of a workload's command line.
 pub fn numbers(options: &[(&str, u64)]) -> impl Iterator<Item = String> {
     options.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()])
 }
 
-/// The path of this executable.
+/// Returns the path of this executable.
 pub fn own_executable() -> Result<std::path::PathBuf> {
     std::env::current_exe().map_err(doing("finding the own executable"))
 }
 
-/// A running process group. Dropping it kills the group.
+/// A process group that the bench started, with its output. Dropping it kills the group.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -98,25 +98,25 @@ pub struct Running {
     is_ended: bool,
 }
 
-/// Status, output and resource usage of a process that ended.
+/// Exit status, output and resource usage of a process that ended.
 #[derive(Debug)]
 pub struct Finished {
     pub status: ExitStatus,
     pub stdout: Vec<u8>,
     pub stderr: Vec<u8>,
     pub wall: Duration,
-    /// CPU time of the process and of all children that it waited for.
+    /// CPU time of the process and of all children that it has waited for.
     pub usage: Usage,
 }
 
 impl Running {
-    /// Starts the command with its output captured, in a process group of its own.
+    /// Starts the command in a new process group and captures its output.
     pub fn start(command: &mut Command) -> Result<Self> {
         check_interrupt()?;
         command.process_group(0).stdin(Stdio::null());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let name = command.get_program().to_string_lossy().into_owned();
-        // The lock is held across the spawn, so that an interrupt finds either no child or a registered one.
+        // The lock is held across the spawn. A signal therefore finds either no child or a registered group.
         let mut groups = groups();
         let mut child = command.spawn().map_err(doing(format!("starting {name}")))?;
         groups.insert(child.id());
@@ -126,12 +126,12 @@ impl Running {
         Ok(Self { child, stdout, stderr, is_ended: false })
     }
 
-    /// The process id of the group's leader.
+    /// Returns the process id of the group's leader.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether the leader ended by itself. It stays unreaped, so its process id cannot be reused.
+    /// Returns whether the leader has ended. It stays a zombie, so that its process id cannot be reused.
     pub fn has_ended(&self) -> bool {
         native::has_ended(self.child.id())
     }
@@ -143,7 +143,7 @@ impl Running {
         }
     }
 
-    /// Waits for the end, at most `limit`.
+    /// Waits until the leader ends, then kills the rest of the group. Fails if that takes longer than `limit`.
     pub fn finish(mut self, limit: Duration) -> Result<Finished> {
         let started = Instant::now();
         while !self.has_ended() {
@@ -161,7 +161,7 @@ impl Running {
         Ok(Finished { status, stdout: collect(self.stdout.take()), stderr: collect(self.stderr.take()), wall, usage })
     }
 
-    /// Kills the rest of the group and removes it from the set. The leader is not yet reaped.
+    /// Kills all members of the group and removes it from the set of running groups. The leader is reaped later.
     fn end_group(&mut self) {
         if !self.is_ended {
             native::kill_group(self.child.id());
@@ -175,7 +175,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         if !self.is_ended {
             self.end_group();
-            // It was killed just now; this only reaps it.
+            // The leader was just killed; waiting for it only reaps the zombie.
             let _ = self.child.wait();
         }
     }
@@ -184,7 +184,7 @@ impl Drop for Running {
 fn drain(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        // A broken pipe ends the output; the bytes before it are kept.
+        // Bytes read before an error, such as a broken pipe, stay in the buffer and are returned.
         let _: io::Result<usize> = pipe.read_to_end(&mut bytes);
         bytes
     })
@@ -197,19 +197,19 @@ fn collect(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
 /// How a workload ended.
 #[derive(Debug)]
 pub enum Outcome {
-    /// It printed its line of JSON.
+    /// The workload exited with status 0 and printed its line of JSON.
     Measured(serde_json::Value),
-    /// It was killed by SIGKILL: out of memory.
+    /// SIGKILL ended the workload, which mostly means out of memory.
     Killed,
-    /// It failed, with this message.
+    /// The workload failed otherwise, with this message.
     Failed(String),
 }
 
-/// Runs a hidden subcommand under a subject and reads the line that it prints.
+/// Runs a hidden subcommand under the allocator of a subject, and reads the JSON line that it prints.
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory; [`Error::Interrupted`].
+/// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory; [`Error::Interrupted`] after a signal.
 pub fn measure(ready: &Ready, arguments: &[&str], limit: Duration) -> Result<Outcome> {
     let mut command = workload(arguments)?;
     ready.apply(&mut command);
@@ -217,7 +217,11 @@ pub fn measure(ready: &Ready, arguments: &[&str], limit: Duration) -> Result<Out
     outcome(ready.name(), &finished)
 }
 
-/// Classifies a finished workload: JSON line, killed, or failed with a message.
+/// Classifies a finished workload as measured, killed or failed.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory.
 pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
     let complaint = String::from_utf8_lossy(&finished.stderr);
     let complaint = complaint.trim();
@@ -227,17 +231,17 @@ pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
             Err(cause) => Ok(Outcome::Failed(format!("unreadable result: {cause}"))),
         },
         (Some(WRONG_ANSWER), _) => Err(Error::WrongAnswer { subject: subject.to_owned(), what: complaint.to_owned() }),
-        // Launchers report a child that SIGKILL ended as 137.
+        // A launcher such as `pagemill run` exits with 137 (128 + 9) if SIGKILL ended its child.
         (Some(137), _) | (None, Some(libc::SIGKILL)) => Ok(Outcome::Killed),
         (Some(code), _) => Ok(Outcome::Failed(format!("status {code}: {complaint}"))),
         (None, signal) => Ok(Outcome::Failed(format!("signal {}: {complaint}", signal.unwrap_or_default()))),
     }
 }
 
-/// Touches and frees as much memory as is about to be used, in a process that then ends.
+/// Touches and frees this much memory in a separate process, before anything is measured.
 ///
-/// The first touch of memory that the host has not backed yet is 5 to 30 times slower than later ones. Without this,
-/// the first subject would pay for all.
+/// In a virtual machine, the first touch of memory that the host has not backed yet is 5 to 30 times slower than later
+/// ones. Without this step the first subject would pay for all subjects.
 pub fn warm(mib: u64) -> Result<()> {
     let mut command = workload(&["__touch", "--mib", &mib.to_string()])?;
     crate::subject::clear_foreign_settings(&mut command);
@@ -259,7 +263,7 @@ mod tests {
         running.finish(Duration::from_secs(60)).expect("sh ends")
     }
 
-    /// Result, kill, failure and wrong answer are distinguished.
+    /// A JSON line is a measurement, SIGKILL a kill, status 3 a failure, and status 70 a wrong answer.
     #[test]
     fn outcomes_are_told_apart() {
         let read = |script| outcome("glibc", &shell(script));
@@ -270,7 +274,7 @@ mod tests {
         assert!(matches!(read("exit 70"), Err(Error::WrongAnswer { .. })));
     }
 
-    /// The CPU time of a process includes that of its children.
+    /// A shell starts a child that computes. The measured CPU time includes that of the child.
     #[test]
     fn usage_is_that_of_the_tree() {
         let used = shell("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; true").usage;
@@ -278,7 +282,8 @@ mod tests {
         assert!(used.cpu() >= Duration::from_millis(5), "{used:?}");
     }
 
-    /// A group member that outlives its leader is killed, so that it keeps no pipe open.
+    /// A child that outlives its leader is killed with the group. Otherwise it would keep the output pipe open for an
+    /// hour.
     #[test]
     fn the_whole_group_ends() {
         let started = Instant::now();

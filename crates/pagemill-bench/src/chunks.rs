@@ -1,9 +1,8 @@
-//! ebizzy again, with its copies in chunks that the program gives up between records: volatile handles, `MADV_FREE` and
-//! `MADV_DONTNEED`, beside malloc and free. Part of `bench volatile`.
+//! ebizzy with its copies in memory that the program gives up between records. Part of `bench volatile`.
 //!
-//! All variants run the same [workload](crate::workload::ebizzy); they differ only in where a copy is stored. Targets:
-//! handles are no slower than malloc, which keeps its free memory; and no process is killed while a neighbour needs
-//! memory periodically.
+//! The copies are in volatile ranges, or in mappings that are freed with `MADV_FREE` or `MADV_DONTNEED`, or in malloc.
+//! All variants run the same [workload](crate::workload::ebizzy). Targets: volatile ranges are no slower than malloc,
+//! which does not return its free memory; and no process is killed while a second process needs memory periodically.
 
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 
-/// A way to store the copies, and the environment of its process.
+/// A way to store the copies, with the environment of the process that uses it.
 struct Way {
     name: &'static str,
     memory: &'static str,
@@ -24,7 +23,7 @@ struct Way {
 
 const HANDLES: &str = "ebizzy-handles";
 const MALLOC: &str = "ebizzy-malloc";
-/// glibc with settings that never return memory: its fastest at this workload.
+/// glibc with settings that never return memory, which is its fastest way to run this workload.
 const KEEPING: &str = "ebizzy-malloc-keeping";
 const FREE: &str = "ebizzy-madv-free";
 const DONTNEED: &str = "ebizzy-madv-dontneed";
@@ -43,13 +42,13 @@ const WAYS: [Way; 5] = [
 
 const SIZES: [&str; 2] = ["fixed", "mixed"];
 const THREADS: [u64; 2] = [1, 2];
-/// One record in so many has its whole copy summed up and compared.
+/// One record in this many has its whole copy summed up and compared with the source.
 const SUM_EVERY: u64 = 64;
 
 const RECORDS: &str = "records_per_second";
 const METRICS: [&str; 5] = [RECORDS, "faults_per_record", "purged_per_record", "refused", "hog_rounds"];
 
-/// Sizes of the copies, number of threads, and whether a neighbour needs memory periodically.
+/// Sizes of the copies, number of threads, and whether a second process (the hog) needs memory periodically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,
@@ -72,12 +71,12 @@ impl Case {
     }
 }
 
-/// Names of the ways to store copies.
+/// Returns the names of all ways to store copies.
 pub fn names() -> impl Iterator<Item = &'static str> {
     WAYS.iter().map(|way| way.name)
 }
 
-/// Measures the ways that are wanted; adds rows and verdicts to the report.
+/// Measures the wanted ways to store copies; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
@@ -173,7 +172,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     }
 }
 
-/// Compares handles with the fastest of `peers` that survived.
+/// Compares volatile handles with the fastest of `peers` that lost no round.
 fn against_best(book: &Book<Case>, case: &Case, target: &str, peers: &[&'static str], least: f64) -> Verdict {
     let blank = |why: &str| not_measured(target, Bound::AtLeast(least), "x", why);
     let Some(own) = book.get(case, HANDLES, RECORDS) else {

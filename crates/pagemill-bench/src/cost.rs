@@ -1,6 +1,7 @@
-//! Cost of watching limits without memory pressure: Pagemill with its defaults against Pagemill without watching.
+//! Cost of watching memory limits without memory pressure: Pagemill with its defaults, compared with Pagemill that does
+//! not watch limits.
 //!
-//! Measured on the workload of [`ebizzy`](crate::ebizzy), and as wake-ups of an idle process.
+//! The cost is measured as the speed of the [`ebizzy`](crate::ebizzy) workload, and as wake-ups of an idle process.
 
 use std::time::{Duration, Instant};
 
@@ -13,26 +14,28 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, UNWATCHED};
 
-/// Memory touched beforehand: more than either variant holds.
+/// MiB that are touched beforehand: more memory than either variant uses.
 const WARM_MIB: u64 = 256;
 const THREADS: [u16; 2] = [2, 8];
-/// The target is a difference of 1 %, which takes more and shorter samples than other experiments (quick, full).
+/// Number of samples (quick, full). To detect a difference of 1 % it takes more and shorter samples than other
+/// experiments.
 const SAMPLES: (usize, usize) = (3, 15);
 
-/// Memory that the idle process allocated and freed.
+/// MiB that the idle process allocates and frees.
 const IDLE_MIB: u64 = 128;
-/// Resident memory below which the process counts as having returned its free memory.
+/// The process has returned its free memory once its resident memory is below this value.
 const GIVEN_BACK_BYTES: u64 = 32 << 20;
-/// The setting makes it idle after one second; [`GIVES_BACK_WITHIN`] is its deadline to return the memory.
+/// The environment setting that makes Pagemill return free memory after one idle second. [`GIVES_BACK_WITHIN`] is the
+/// time limit of this measurement.
 const IDLE_SETTING: (&str, &str) = ("PAGEMILL_IDLE", "1");
 const GIVES_BACK_WITHIN: Duration = Duration::from_secs(15);
-/// Pause between that and counting its wake-ups.
+/// Pause between the return of the memory and the count of wake-ups.
 const PAUSE: Duration = Duration::from_secs(1);
 
 const WAKE_UPS: &str = "wake_ups_per_second";
 const IDLE_CASE: &str = "idle";
 
-/// Runs both parts and returns the report.
+/// Measures speed and wake-ups, and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let both = [PAGEMILL.to_owned(), UNWATCHED.to_owned()];
@@ -127,7 +130,8 @@ fn idle(common: &Common, pagemill: &Ready, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Wake-ups per second of all threads of an idle process; the inner error is a sentence for the list of gaps.
+/// Returns the wake-ups per second of an idle process, over all its threads. The inner error is a sentence for the list
+/// of gaps.
 fn wake_ups(pagemill: &Ready, watched: Duration) -> Result<std::result::Result<f64, String>> {
     let mib = IDLE_MIB.to_string();
     let mut command = child::workload(&["__idle", "--mib", &mib, "--seconds", "60"])?;

@@ -1,7 +1,8 @@
-//! The speed gained by never returning memory (experiment of idea B).
+//! The speed that an allocator gains by not returning memory to the kernel at once.
 //!
-//! Every allocator runs the [workload](crate::workload::ebizzy) twice: with its defaults, and with settings that return
-//! memory at once. For each number of threads, Pagemill is compared with the fastest of each kind *in the same run*.
+//! Every peer allocator runs the [workload](crate::workload::ebizzy) twice: with its defaults, and with settings that
+//! return memory at once. For each number of threads, Pagemill is compared with the fastest peer of each kind *in the
+//! same run*.
 
 use std::time::Duration;
 
@@ -12,20 +13,20 @@ use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, KEEPING, PAGEMILL, Ready, Role};
 
-/// Memory touched beforehand: more than any subject holds at 24 threads.
+/// MiB that are touched beforehand (quick, full): more memory than any subject uses at 24 threads.
 const WARM_MIB: (u64, u64) = (384, 1024);
 
-/// Measured time of a quick run, which shall take well below 30 seconds in all.
+/// Measured time of a whole quick run, which shall end well within 30 seconds.
 const QUICK_BUDGET_MS: u64 = 22_000;
 
-/// Time to start and end a workload, beside its measured time.
+/// Time to start and end a workload, in addition to its measured time.
 const OVERHEAD_MS: u64 = 25;
 
-/// A subject with fewer page faults a record (of 64 pages and more) does not return memory at once, whatever its
-/// settings. It is then no baseline for those that do.
+/// Page faults per record from which a subject counts as returning memory. A record has 64 pages or more; a subject
+/// with fewer faults keeps its memory despite its settings, so it is no baseline for those that return it.
 pub const RETURNING_FAULTS: f64 = 1.0;
 
-/// Copies of one size; the targets are about these.
+/// The case in which all copies have 256 KiB; the targets are about this case.
 const FIXED: &str = "fixed";
 
 pub const RECORDS: &str = "records_per_second";
@@ -40,11 +41,11 @@ pub struct Options {
     /// Numbers of threads (default 1,2,4,8,12,24, with --quick 1,2,8,24)
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Vec<u16>,
-    /// Only the case with a memory hog in the same limit (the full run has it too)
+    /// Run only the case with a memory hog under the same limit (the full run includes that case)
     #[arg(long)]
     pub hog: bool,
-    /// Only the cost of watching limits without memory pressure, at 2 and 8 threads, and the wake-ups of an idle
-    /// process
+    /// Measure only the cost of watching limits without memory pressure, at 2 and 8 threads, and the wake-ups of an
+    /// idle process
     #[arg(long, conflicts_with = "hog")]
     pub cost: bool,
 }
@@ -91,7 +92,8 @@ fn cases(options: &Options) -> Vec<Case> {
     }
 }
 
-/// Warm-up and measured time of a sample. The quick run divides a budget; the full run takes one second each.
+/// Returns warm-up and measured time of a sample in ms. A quick run divides a budget; a full run measures one second
+/// each.
 fn durations(common: &Common, runs: usize) -> (u64, u64) {
     match common.quick {
         true => {
@@ -123,7 +125,7 @@ fn measure(cases: &[Case], ready: &[Ready], common: &Common) -> Result<Book<Case
             case.sizes,
         ];
         for round in 0..common.rounds() {
-            // Each round begins with another subject, so that no subject always follows the same one.
+            // Each round begins with another subject, so that a subject does not always run after the same one.
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{} threads, {}", case.threads, subject.name()));
@@ -176,7 +178,7 @@ fn note_refusals(report: &mut Report, book: &Book<Case>, case: &Case, subject: &
     }
 }
 
-/// Adds a gap for a subject that keeps its memory despite its settings; it is no baseline for returning at once.
+/// Adds a gap if a subject with settings to return memory at once keeps it nevertheless. It is then no baseline.
 fn note_keepers(report: &mut Report, book: &Book<Case>, case: &Case, ready: &Ready) {
     let faults = book.get(case, ready.name(), FAULTS).and_then(Series::median);
     let is_eager = ready.subject.role == Role::ReturningAtOnce;
@@ -189,7 +191,8 @@ fn note_keepers(report: &mut Report, book: &Book<Case>, case: &Case, ready: &Rea
     }
 }
 
-/// A row of Pagemill against the best of a kind, for the JSON output; the tables show the verdict instead.
+/// Adds a row that compares Pagemill with the best peer of a role. Only the JSON output has it; the tables show a
+/// verdict.
 fn against_best(report: &mut Report, book: &Book<Case>, case: &Case, ready: &[Ready], role: Role) {
     let pagemill = book.get(case, PAGEMILL, RECORDS);
     let (Some(series), Some((_, best))) = (pagemill, best(book, case, ready, role)) else {
@@ -214,9 +217,9 @@ fn baseline_name(role: Role) -> &'static str {
     }
 }
 
-/// The best default allocator of the run: one for all numbers of threads, by geometric mean.
+/// Returns the best peer with default settings: the fastest over all numbers of threads, by geometric mean.
 ///
-/// A separate choice for each number of threads would compare with the luckiest of several near-equal peers each time.
+/// Choosing anew for each number of threads would compare with the luckiest of several nearly equal peers each time.
 fn champion(book: &Book<Case>, ready: &[Ready]) -> Option<&'static str> {
     let mean = |ready: &&Ready| {
         let cases = book.cases().into_iter().filter(|case| case.sizes == FIXED);
@@ -227,7 +230,7 @@ fn champion(book: &Book<Case>, ready: &[Ready]) -> Option<&'static str> {
     defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(Ready::name)
 }
 
-/// The fastest of a kind that survived every round and behaves as its kind should.
+/// Returns the fastest peer of a role that lost no round. A peer that should return memory at once must also do so.
 fn best<'a>(book: &'a Book<Case>, case: &Case, ready: &[Ready], role: Role) -> Option<(&'static str, &'a Series)> {
     let champion = if role == Role::Default { champion(book, ready) } else { None };
     let of_role = ready.iter().filter(|ready| {
@@ -275,7 +278,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>, cases: &[Case], ready: &[Rea
     against_keeping(report, book, &fixed);
 }
 
-/// Cost of returning memory by age, if both variants were run.
+/// Adds a verdict on the cost of returning memory by age, if both variants were run.
 fn against_keeping(report: &mut Report, book: &Book<Case>, fixed: &[&Case]) {
     let ratios: Vec<Vec<f64>> = fixed
         .iter()
@@ -308,7 +311,7 @@ fn one_case(target: &str, bound: f64, book: &Book<Case>, case: &Case, ready: &[R
     }
 }
 
-/// The name of the best peer, and the page faults that each of its copies caused.
+/// Describes the best peer by its name and by its page faults per record.
 fn note(book: &Book<Case>, case: &Case, name: &'static str) -> String {
     let faults = book.get(case, name, FAULTS).and_then(Series::median);
     match faults.filter(|&faults| faults >= RETURNING_FAULTS) {
@@ -336,7 +339,8 @@ mod tests {
         (book, case)
     }
 
-    /// An allocator that keeps its memory despite its settings is no baseline for those that return it at once.
+    /// tcmalloc-eager is faster but has almost no page faults, so it does not return memory. glibc-eager is the best
+    /// peer.
     #[test]
     fn the_best_eager_one_really_returns() {
         let (book, case) = book();
@@ -347,7 +351,7 @@ mod tests {
         assert_eq!(best.map(|(name, _)| name), Some("glibc-eager"));
     }
 
-    /// Against 5 records a second, 110 are 22 times as many.
+    /// Pagemill's 110 records per second are 22 times the 5 of the best peer, and the verdict has that ratio.
     #[test]
     fn the_verdict_is_a_ratio_of_the_same_run() {
         let (book, case) = book();

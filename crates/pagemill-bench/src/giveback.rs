@@ -1,4 +1,4 @@
-//! Returning 1 GiB of free memory on request, and how long that delays other threads.
+//! Time to return 1 GiB of free memory on request, and how long that delays the malloc of other threads.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 
-/// Sizes of the pieces.
+/// Sizes of the allocations, in bytes.
 const PIECES: [usize; 2] = [256 << 10, 4 << 10];
 
-/// The targets apply to this amount.
+/// The amount of free memory, in MiB, to which the targets apply.
 const FULL_MIB: u64 = 1024;
 
 const BASELINE: &str = "glibc";
@@ -84,7 +84,8 @@ fn rows(report: &mut Report, book: &Book<usize>, ready: &[Ready], piece: usize, 
     for subject in ready {
         for (metric, unit, better, column) in metrics {
             let place = Place { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
-            // A subject with nothing to return is quick. Only the pause of other threads can be compared directly.
+            // A subject that has nothing to return is quick, so its time is no baseline. Only the delay of other
+            // threads is comparable.
             let baseline = (metric == LONGEST).then_some(BASELINE);
             let metric = Metric { name: metric, unit, better, baseline };
             report_row(report, book, (&piece, &name), subject.name(), metric, Some(place));
@@ -106,7 +107,8 @@ fn verdicts(report: &mut Report, book: &Book<usize>, piece: usize, mib: u64) {
                 let (returned, held) = (returned.median().unwrap_or(0.0), held.median().unwrap_or(0.0));
                 Verdict {
                     estimate: stats::estimate(&series.values()),
-                    // Returning nothing quickly is no success, but memory that was not held need not be returned.
+                    // The verdict fails if Pagemill did not return its free memory. Memory that it did not retain need
+                    // not be returned.
                     is_lost: !series.survived() || held - returned > 0.1 * mib as f64,
                     note: format!("{returned:.0} of {held:.0} MiB returned"),
                     ..verdict

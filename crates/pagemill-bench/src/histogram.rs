@@ -1,12 +1,13 @@
-//! Histogram of times with buckets that grow exponentially: counts a million times in fixed memory, without allocation.
+//! Histogram of durations with buckets that grow exponentially. It counts millions of durations in fixed memory,
+//! without allocation.
 
 use std::time::Duration;
 
-/// Buckets per doubling. The upper end of a bucket is at most an eighth above the times in it.
+/// Buckets per power of two. The upper end of a bucket is at most one eighth above any duration in it.
 const PER_DOUBLING: usize = 8;
 const BUCKETS: usize = 64 * PER_DOUBLING;
 
-/// Number of times per bucket, and the longest time.
+/// The number of durations in each bucket, and the longest duration.
 #[derive(Clone, Debug)]
 pub struct Histogram {
     counts: [u64; BUCKETS],
@@ -19,19 +20,20 @@ impl Histogram {
         Self { counts: [0; BUCKETS], longest_ns: 0 }
     }
 
-    /// Counts one time.
+    /// Adds one duration.
     pub fn add(&mut self, time: Duration) {
         let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         self.counts[bucket(ns)] += 1;
         self.longest_ns = self.longest_ns.max(ns);
     }
 
-    /// The number of times counted.
+    /// Returns the number of durations added.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// The percentile in milliseconds: the upper end of the bucket in which it lies.
+    /// Returns a percentile in milliseconds: the upper end of the bucket that contains it. `share` is the percentile as
+    /// a fraction, such as 0.99.
     pub fn percentile_ms(&self, share: f64) -> f64 {
         let rank = (share * self.count() as f64).ceil() as u64;
         let mut below = 0;
@@ -44,7 +46,7 @@ impl Histogram {
         0.0
     }
 
-    /// The longest time, exact.
+    /// Returns the exact longest duration in milliseconds.
     pub fn longest_ms(&self) -> f64 {
         self.longest_ns as f64 / 1e6
     }
@@ -52,12 +54,12 @@ impl Histogram {
 
 fn bucket(ns: u64) -> usize {
     let doubling = ns.max(1).ilog2() as usize;
-    // The three bits below the highest one; times below 8 ns have fewer.
+    // The position within the power of two: the three bits below the highest bit. Durations below 8 ns have fewer bits.
     let eighth = if doubling >= 3 { (ns >> (doubling - 3)) as usize & 7 } else { (ns << (3 - doubling)) as usize & 7 };
     doubling * PER_DOUBLING + eighth
 }
 
-/// The largest time that a bucket counts.
+/// Returns the longest duration that the bucket counts, in nanoseconds.
 fn end_ns(bucket: usize) -> u64 {
     let (doubling, eighth) = ((bucket / PER_DOUBLING) as u32, (bucket % PER_DOUBLING) as u128);
     let end = ((9 + eighth) << doubling).div_ceil(8) - 1;
@@ -68,7 +70,8 @@ fn end_ns(bucket: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// Every time lies in a bucket that ends no more than an eighth above it. Buckets ascend.
+    /// Each duration lies in a bucket that ends at or above it, by at most one eighth. Longer durations lie in the same
+    /// or a later bucket.
     #[test]
     fn buckets_hold_their_times() {
         let mut last = 0;
@@ -80,7 +83,8 @@ mod tests {
         }
     }
 
-    /// A thousand short times and two long ones: the 99.9th percentile is long, the 99th is not, the longest is exact.
+    /// With a thousand short durations and two long ones, the 99th percentile is short and the 99.9th is long. The
+    /// longest is exact.
     #[test]
     fn percentiles_find_the_tail() {
         let mut times = Histogram::new();

@@ -1,5 +1,5 @@
-//! Cost of a cache hit: resident pages copied out and pinned at random, beside plain memory, the kernel's files and
-//! other caches. Also measures the memory that each cache takes beside its pages.
+//! Cost of a cache hit: resident pages are copied out and pinned in random order, in the page cache, plain memory,
+//! files of the kernel and other caches. Also measures the memory that each cache uses in addition to its pages.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const FRAMES: &str = "frames";
 const PREAD_NEVER: &str = "pread-huge-never";
 const PREAD_ALWAYS: &str = "pread-huge-always";
 const FOYER: &str = "foyer";
-/// Part of the experiment beside the subjects: many small files.
+/// The part of the experiment with many small files. It is no subject, but `--only` accepts its name.
 const FILES: &str = "files";
 
 const COPY: &str = "copy_ns";
@@ -35,10 +35,11 @@ const OWN: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, BESIDE_BYTES, HUGE_S
 const PINNED: &[&str] = &[COPY, PIN, BESIDE_BYTES, HUGE_SHARE];
 const MAPPED: &[&str] = &[COPY, HUGE_SHARE];
 
-/// glibc asks for huge pages for all its memory: the best setting for a subject that keeps its pages in malloc.
+/// Makes glibc ask for huge pages for all its memory, which is the best setting for a cache that stores its pages in
+/// malloc.
 const HUGE_MALLOC: &[(&str, &str)] = &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")];
 
-/// A subject: where its pages are, how they are filled, and its settings.
+/// A subject: a store of pages, its mount if it uses files, and its settings.
 struct Subject {
     name: &'static str,
     /// The subject's name on the workload's command line.
@@ -71,9 +72,9 @@ const MIB: (u64, u64) = (256, 1024);
 const RUN_MS: (u64, u64) = (50, 500);
 const SMALL_FILES: (u64, u64) = (10_000, 100_000);
 const SMALL_BYTES: u64 = 1 << 10;
-/// Samples (quick, full). A bound of 5 % takes more samples than usual.
+/// Number of samples (quick, full). A bound of 5 % needs more samples than other experiments.
 const ROUNDS: (usize, usize) = (3, 9);
-/// From this share on, memory counts as being in huge pages; the rest may be memory that a process has beside its data.
+/// The least fraction in huge pages for memory to count as huge. The rest may be memory that is not part of the data.
 const HUGE_FROM: f64 = 0.98;
 
 /// Options of the experiment.
@@ -81,18 +82,18 @@ const HUGE_FROM: f64 = 0.98;
 pub struct Options {
     #[command(flatten)]
     pub common: Common,
-    /// Data of each subject (default 1024, with --quick 256)
+    /// MiB of data in each subject (default 1024, with --quick 256)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..))]
     pub mib: Option<u64>,
-    /// Small files of the last part (default 100000, with --quick 10000)
+    /// Number of small files in the last part (default 100000, with --quick 10000)
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
     pub files: Option<u64>,
 }
 
-/// Threads, all on the same pages.
+/// The number of threads, which all access the same pages.
 type Case = u64;
 const THREADS: [Case; 2] = [1, 2];
-/// The case of metrics that are no times, and of the small files.
+/// The case in which sizes and the small files are reported, since they do not depend on the number of threads.
 const SIZES: Case = 1;
 
 /// Runs the experiment and returns the report.
@@ -155,7 +156,7 @@ fn measure(options: &Options, subjects: &[&Subject], has_files: bool, mounter: O
     Ok(book)
 }
 
-/// Runs one process; a subject on files gets a mount of its own.
+/// Runs one workload process. A subject that uses files gets a mount of its own.
 fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
     let mounted = match (subject.mount, mounter) {
         (Some(system), Some(mounter)) => match mounter.mount(system, (mib + mib / 4 + 16) << 20)? {
@@ -209,7 +210,7 @@ fn rows(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
     }
 }
 
-/// Adds gaps for implausible figures and for baselines without huge pages.
+/// Adds gaps for baselines that got too few huge pages and for an index size that cannot be true.
 fn doubts(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
     for subject in subjects.iter().filter(|subject| [MEMCPY, FRAMES].contains(&subject.name)) {
         let share = book.get(&SIZES, subject.name, HUGE_SHARE).and_then(Series::median);

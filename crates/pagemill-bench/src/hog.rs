@@ -1,8 +1,8 @@
-//! ebizzy with a memory hog in the same limit: free memory must move from one process to the other.
+//! ebizzy with a memory hog under the same limit: free memory must move from one process to the other.
 //!
-//! Workload and hog need their memory in turns. The memory that both use at once always fits; that memory plus what
-//! both *keep free* does not. An allocator that keeps its free memory is killed; one that returns it at once pays at
-//! every record. Pagemill should do better than both. A kill is a result, not an error.
+//! Workload and hog need their memory alternately. The memory that both use at one time always fits; together with the
+//! free memory that both *retain* it does not. An allocator that retains free memory is killed; one that returns it at
+//! once loses time at every record. Pagemill should do better than both. A kill is a result, not an error.
 
 use std::fs::File;
 use std::path::Path;
@@ -19,9 +19,9 @@ use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 use crate::workload::hog::LOCK;
 
-/// The memory limit around both processes.
+/// The memory limit around both processes together.
 const LIMIT_MIB: u64 = 512;
-/// Memory that each process uses in its turn: it fits once, not twice.
+/// Memory that each process uses when it is its turn. The limit has room for it once, but not twice.
 const TURN_MIB: u64 = 300;
 const THREADS: u16 = 2;
 const CASE: &str = "hog, 512 MiB, 2 threads";
@@ -29,7 +29,7 @@ const CASE: &str = "hog, 512 MiB, 2 threads";
 const RECORDS: &str = "records_per_second";
 const METRICS: &[&str] = &[FAULTS, RECORDS, "hog_rounds", "refused", "hog_refused", "bursts"];
 
-/// Warm-up and measured time of a sample.
+/// The durations of a sample, in ms.
 pub struct Times {
     warm_ms: u64,
     measure_ms: u64,
@@ -37,7 +37,7 @@ pub struct Times {
     pause_ms: u64,
 }
 
-/// Runs the case under every subject; adds rows and verdict to the report.
+/// Runs the case under every subject; adds rows and a verdict to the report.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
     let is_limited = match limit() {
         Ok(()) => true,
@@ -65,7 +65,7 @@ pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> 
     Ok(())
 }
 
-/// Takes one sample in a fresh cgroup; the inner error is a sentence for the list of gaps.
+/// Takes one sample of a subject in a new cgroup. The inner error is a sentence for the list of gaps.
 fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
     let launcher = match launcher(ready, folder.path(), times, is_limited)? {
@@ -75,8 +75,8 @@ fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result:
     sample_of(ready.name(), &launcher, folder.path(), is_limited, &[])
 }
 
-/// Takes a sample of the pair that this command line starts, with these settings, in a fresh cgroup if it is limited.
-/// The inner error is a sentence for the list of gaps.
+/// Takes one sample: starts workload and hog with the command line `launcher` and the environment `settings`, in a new
+/// cgroup if `is_limited`. The inner error is a sentence for the list of gaps.
 pub fn sample_of(
     subject: &str,
     launcher: &[String],
@@ -106,12 +106,12 @@ pub fn sample_of(
     subject::clear_foreign_settings(&mut command);
     command.envs(settings.iter().copied());
     let finished = Running::start(&mut command)?.finish(Duration::from_secs(90))?;
-    // The group is removed after its members ended, and also after an error.
+    // The group must outlive the processes in it. It is also removed if an error returned early.
     drop(group);
     child::outcome(subject, &finished).map(Ok)
 }
 
-/// Returns an error with the reason if no group with the limit can be made here.
+/// Checks that a cgroup with the limit can be made on this machine; the error has the reason.
 pub fn limit() -> std::result::Result<(), String> {
     Cgroup::with_limit(LIMIT_MIB << 20).map(|_probe| ()).map_err(|why| why.to_string())
 }
@@ -124,7 +124,7 @@ impl Times {
         }
     }
 
-    /// The words of the command line that starts the pair with these times.
+    /// Returns the words of the command line that start workload and hog with these durations.
     pub fn pair(&self, folder: &Path) -> impl Iterator<Item = String> {
         let options = [
             ("--threads", u64::from(THREADS)),
@@ -141,8 +141,8 @@ impl Times {
     }
 }
 
-/// The command line that starts both under the subject. In a group Pagemill gets no `--limit`: it must detect the
-/// group's.
+/// Returns the command line that starts workload and hog under the subject. In a cgroup with a limit, Pagemill gets no
+/// `--limit` option, since it must detect the limit of the group.
 fn launcher(
     ready: &Ready,
     folder: &Path,

@@ -1,18 +1,18 @@
-//! Reads memory, parent, start time and faults of processes from `/proc`.
+//! Reads the memory, parent, start time and page faults of processes from `/proc`.
 
 use std::fs;
 use std::io::Read;
 
 use crate::native::Pages;
 
-/// Memory of one process, in bytes.
+/// Resident memory of one process, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resident {
     /// All resident pages, including those of files and shared memory.
     pub all: u64,
-    /// Anonymous pages.
+    /// Resident anonymous pages.
     pub anonymous: u64,
-    /// The peak of `all`, as the kernel recorded it.
+    /// The largest value of `all` so far, as the kernel recorded it.
     pub peak: u64,
 }
 
@@ -21,18 +21,20 @@ pub struct Resident {
 pub struct Kinship {
     pub pid: u32,
     pub parent: u32,
-    /// In clock ticks since boot. Together with the process id it identifies a process even if the id is reused.
+    /// Start time in clock ticks since boot. Together with the process id it identifies a process even if the id is
+    /// reused.
     pub start_time: u64,
     /// Page faults that needed no I/O.
     pub minor_faults: u64,
 }
 
-/// Memory of a process; none if it has ended or is a zombie.
+/// Returns the resident memory of a process; none if it has ended or is a zombie.
 pub fn resident(pid: u32) -> Option<Resident> {
     parse_status(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
 
-/// Resident bytes of this process, by the kernel's count; 0 if they cannot be read. Allocates nothing.
+/// Returns the resident bytes of this process as the kernel counts them; 0 if they cannot be read. It allocates
+/// nothing.
 pub fn own_resident_bytes() -> u64 {
     let mut bytes = [0; 128];
     let read = fs::File::open("/proc/self/statm").and_then(|mut file| file.read(&mut bytes));
@@ -41,12 +43,12 @@ pub fn own_resident_bytes() -> u64 {
     pages * Pages::page_bytes() as u64
 }
 
-/// Parent and start time of a process; none if it has ended.
+/// Returns parent, start time and faults of a process; none if it has ended.
 pub fn kinship(pid: u32) -> Option<Kinship> {
     parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// All processes.
+/// Lists all processes of the machine.
 pub fn all() -> Vec<Kinship> {
     let Ok(entries) = fs::read_dir("/proc") else {
         return Vec::new();
@@ -55,7 +57,7 @@ pub fn all() -> Vec<Kinship> {
     numbers.filter_map(kinship).collect()
 }
 
-/// A process and all its descendants.
+/// Lists a process and all its descendants.
 pub fn tree(root: u32) -> Vec<Kinship> {
     let everyone = all();
     let mut family: Vec<Kinship> = everyone.iter().copied().filter(|process| process.pid == root).collect();
@@ -68,36 +70,36 @@ pub fn tree(root: u32) -> Vec<Kinship> {
     family
 }
 
-/// Whether a process has mapped a file, that is, whether a preload took effect.
+/// Returns whether a process has mapped a file whose path contains `path`. This tells whether a preload took effect.
 pub fn has_mapped(pid: u32, path: &str) -> bool {
     fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains(path))
 }
 
-/// Memory available to programs without swapping or OOM kills.
+/// Returns the memory that the kernel estimates to be available without swapping.
 pub fn available_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     field(&text, "MemAvailable:")
 }
 
-/// Total memory of the machine.
+/// Returns the total memory of the machine in bytes.
 pub fn total_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     field(&text, "MemTotal:")
 }
 
-/// Bytes of the mapping that holds `address` which are mapped by huge page table entries; for mapped files.
+/// Returns how many bytes of the file mapping that contains `address` are mapped by huge page table entries.
 pub fn huge_mapped_bytes(address: usize) -> Option<u64> {
     parse_huge(&fs::read_to_string("/proc/self/smaps").ok()?, address)
 }
 
-/// Bytes of this process in huge pages: anonymous memory, shared memory and files.
+/// Returns the bytes of this process in huge pages, in anonymous memory, shared memory and files.
 pub fn huge_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
     ["AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"].iter().map(|name| field(&text, name)).sum()
 }
 
-/// Anonymous and shared memory of this process in bytes; file mappings do not count. A page that is mapped twice counts
-/// once.
+/// Returns the anonymous and shared memory of this process in bytes, without file mappings. A page that is mapped twice
+/// counts once.
 pub fn own_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
     Some(field(&text, "Pss_Anon:")? + field(&text, "Pss_Shmem:")?)
@@ -115,21 +117,21 @@ fn parse_huge(smaps: &str, address: usize) -> Option<u64> {
     Some(field(&text, "ShmemPmdMapped:")? + field(&text, "FilePmdMapped:").unwrap_or(0))
 }
 
-/// Number of voluntary context switches of a process, over its threads; none if it has ended.
+/// Returns the voluntary context switches of all threads of a process so far; none if it has ended.
 pub fn wake_ups(pid: u32) -> Option<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
     let statuses = threads.filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok());
     statuses.map(|status| number(&status, "voluntary_ctxt_switches:")).sum()
 }
 
-/// Clock ticks of all CPUs since boot: busy ticks, and all ticks.
+/// Returns the busy clock ticks and all clock ticks of all CPUs since boot.
 pub fn cpu_ticks() -> Option<(u64, u64)> {
     parse_ticks(&fs::read_to_string("/proc/stat").ok()?)
 }
 
 fn parse_ticks(text: &str) -> Option<(u64, u64)> {
     let line = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
-    // user, nice, system, idle, iowait, irq, softirq, steal. The user field includes guests.
+    // Fields: user, nice, system, idle, iowait, irq, softirq, steal. The user field already includes guest time.
     let fields: Vec<u64> = line.split_whitespace().take(8).filter_map(|field| field.parse().ok()).collect();
     let idle = fields.get(3)? + fields.get(4)?;
     let all: u64 = fields.iter().sum();
@@ -150,7 +152,7 @@ fn number(text: &str, name: &str) -> Option<u64> {
 }
 
 fn parse_stat(text: &str) -> Option<Kinship> {
-    // The name is in parentheses, and can itself contain spaces and parentheses.
+    // The process name is in parentheses and can itself contain spaces and parentheses.
     let (head, tail) = text.rsplit_once(')')?;
     let (pid, _) = head.split_once(' ')?;
     let fields: Vec<&str> = tail.split_whitespace().collect();
@@ -166,7 +168,7 @@ fn parse_stat(text: &str) -> Option<Kinship> {
 mod tests {
     use super::*;
 
-    /// A process name that imitates the rest of the line.
+    /// A process name that looks like more fields of the line is skipped up to the last parenthesis.
     #[test]
     fn names_with_parentheses_are_skipped() {
         let line = "7 (a) R (b) S 3 1 1 0 -1 0 55 0 0 0 1 2 0 0 20 0 1 0 999 8 9";
@@ -175,7 +177,7 @@ mod tests {
         assert_eq!(parse_stat(line), Some(expected));
     }
 
-    /// Input as the kernel writes it; iowait counts as idle, and guests count once.
+    /// A line as the kernel writes it: iowait counts as idle time, and guest time is not added a second time.
     #[test]
     fn ticks_are_busy_or_idle() {
         let text = "cpu  10 1 5 100 20 1 1 2 7 7\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
@@ -183,7 +185,7 @@ mod tests {
         assert!(cpu_ticks().is_some_and(|(busy, all)| busy <= all));
     }
 
-    /// Of two mappings, only the one that holds the address counts.
+    /// Of two mappings in smaps, only the mapping that contains the address counts.
     #[test]
     fn huge_entries_are_those_of_the_mapping() {
         let smaps = "1000-2000 rw-s 0 0:1 7 /a b\nRss: 4 kB\nShmemPmdMapped: 2048 kB\nFilePmdMapped: 0 kB\n\
@@ -193,7 +195,8 @@ mod tests {
         assert_eq!(parse_huge(smaps, 0x4000), None);
     }
 
-    /// This process is in its own tree, has memory, and has its program mapped.
+    /// The functions find this test process: in its own process tree, with resident memory, and with its C library
+    /// mapped.
     #[test]
     fn the_own_process_is_seen() {
         let own = std::process::id();
@@ -202,7 +205,7 @@ mod tests {
         assert!(memory.peak >= memory.all && memory.all > memory.anonymous);
         assert!(has_mapped(own, "libc"));
         assert_eq!(resident(u32::MAX), None);
-        // Concurrent tests allocate and free memory all the time.
+        // The bounds are loose, since concurrent tests of the process allocate and free memory meanwhile.
         let own_bytes = own_bytes().expect("the kernel tells it");
         assert!(own_bytes > 0 && own_bytes < resident(own).expect("a live process").peak);
         assert!(wake_ups(own).is_some() && total_bytes() > available_bytes());

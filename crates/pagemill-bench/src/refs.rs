@@ -1,5 +1,5 @@
-//! Cost to pin a range of a huge folio, beside one reference count for each 4 KiB of it; and to split and collapse a
-//! huge folio, beside a copy.
+//! Cost to pin a range of a huge folio, compared with one reference count for each 4 KiB; cost to split and collapse a
+//! huge folio, compared with a copy of it.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ use crate::subject;
 
 const SPLITTABLE: &str = "splittable";
 const NEVER_SPLIT: &str = "never-split";
-/// One count for each 4 KiB of a huge page, as direct I/O did until 2013.
+/// The baseline: one reference count for each 4 KiB of a huge page, as direct I/O of the kernel had it until 2013.
 const PER_PAGE: &str = "per-4-KiB";
-/// Names in the report, and on the workload's command line.
+/// Each way to count references: its name in the report, and its name on the workload's command line.
 const WAYS: [(&str, &str); 3] = [(SPLITTABLE, "splittable"), (NEVER_SPLIT, "never-split"), (PER_PAGE, "per-page")];
 
 const SPLIT: &str = "split-collapse";
@@ -28,7 +28,7 @@ const COPY_NS: &str = "copy_ns";
 const SIZES_KIB: [u64; 2] = [64, 1024];
 const RUN_MS: (u64, u64) = (20, 200);
 const CHANGE_MS: (u64, u64) = (100, 1000);
-/// Number of folios: more than the CPU caches hold, like folios that wait for a collapse.
+/// Number of folios (quick, full). They exceed the CPU caches, as folios that wait for a collapse usually do.
 const FOLIOS: (u64, u64) = (16, 64);
 
 /// Options of the experiment.
@@ -38,7 +38,7 @@ pub struct Options {
     pub common: Common,
 }
 
-/// KiB of a range, threads, and whether each thread has a folio of its own.
+/// Size of the range in KiB, number of threads, and whether each thread has a folio of its own.
 type Case = (u64, u64, bool);
 const CHANGE_CASE: Case = (0, 0, false);
 

@@ -1,7 +1,8 @@
-//! Output of a run: one JSON object per line, or aligned tables, and the verdicts on the targets.
+//! The report of a run: one JSON object per line or aligned tables, then the verdicts on the targets.
 //!
-//! In JSON mode a row is printed as soon as it is known; otherwise it is kept for the tables. What could not be
-//! measured is a gap. With JSON, gaps go to stderr, so that stdout has rows only.
+//! In JSON mode the report prints a row as soon as the row is complete; otherwise it collects rows for the tables at
+//! the end. A *gap* is a measurement that could not be made. In JSON mode gaps go to stderr, so that stdout has rows
+//! only.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -11,7 +12,8 @@ use serde::Serialize;
 
 use crate::stats::{self, Better, Estimate};
 
-/// One result. `ratio` is how many times better than `baseline` it is in the same run; larger is better.
+/// One result line: the median of a metric over the rounds of a run. `ratio` tells how many times better than
+/// `baseline` the subject is in the same run, so larger is better.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     pub experiment: &'static str,
@@ -24,19 +26,19 @@ pub struct Row {
     pub ratio: Option<f64>,
     pub spread: f64,
     pub samples: usize,
-    /// Its cell in the tables; a row without a place appears in the JSON only.
+    /// The row's cell in the tables. A row without a cell appears in the JSON output only.
     #[serde(skip)]
     pub place: Option<Place>,
 }
 
-/// A table cell: title of the table and of the column. The line is the subject.
+/// A cell of a table: the titles of its table and its column. The line of the cell is that of the subject.
 #[derive(Clone, Debug)]
 pub struct Place {
     pub table: String,
     pub column: String,
 }
 
-/// The samples of one subject in one case; none for a lost round.
+/// The samples of one metric of one subject in one case. A round that was killed or failed is `None`.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
     pub rounds: Vec<Option<f64>>,
@@ -45,63 +47,66 @@ pub struct Series {
 }
 
 impl Series {
-    /// The values of the rounds that were measured.
+    /// Returns the values of all rounds that were measured.
     pub fn values(&self) -> Vec<f64> {
         self.rounds.iter().copied().flatten().collect()
     }
 
-    /// The median of the rounds that were measured.
+    /// Returns the median of all rounds that were measured.
     pub fn median(&self) -> Option<f64> {
         stats::median(&self.values())
     }
 
-    /// Whether no round was lost.
+    /// Returns whether every round was measured: none was killed, none failed.
     pub fn survived(&self) -> bool {
         !self.rounds.is_empty() && self.rounds.iter().all(Option::is_some)
     }
 
-    /// Ratio to the baseline, round by round; above 1 is better.
+    /// Returns the ratio to the baseline for each round in which both were measured. A ratio above 1 means better than
+    /// the baseline.
     pub fn ratios(&self, baseline: &Self, better: Better) -> Vec<f64> {
         stats::ratios(&self.rounds, &baseline.rounds, better)
     }
 }
 
-/// Estimates from fewer samples have no usable interval, so no target falls short by them.
+/// The least number of samples by which a target can fall short. With fewer samples the 95 % interval is too
+/// unreliable.
 const CONDEMNING_SAMPLES: usize = 3;
 
-/// The bound that an estimate must meet.
+/// The bound that an estimate must meet to reach its target.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bound {
     AtLeast(f64),
     AtMost(f64),
 }
 
-/// A target and its estimate.
+/// A target, and the estimate that is compared with its bound.
 #[derive(Clone, Debug)]
 pub struct Verdict {
     pub target: String,
     pub baseline: String,
     pub bound: Bound,
     pub unit: &'static str,
-    /// None if it could not be measured; `note` has the reason.
+    /// The measured estimate; none if it could not be measured, and then `note` has the reason.
     pub estimate: Option<Estimate>,
-    /// Set if a round was lost. Then the target falls short whatever the estimate is.
+    /// Set if a round was killed or failed. The target then falls short, whatever the estimate is.
     pub is_lost: bool,
     pub note: String,
 }
 
-/// The outcome of a target.
+/// The state of a target after the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     Reached,
-    /// The median misses the bound, but the 95 % interval is not wholly beyond it: no claim either way.
+    /// The median misses the bound, but part of the 95 % interval meets it, so the result is undecided.
     WithinDoubt,
     FallsShort,
     NotMeasured,
 }
 
 impl Verdict {
-    /// A target falls short only if the whole interval does, or if a round was lost.
+    /// Compares the estimate with the bound. A target falls short only if the whole 95 % interval misses the bound, or
+    /// if a round was lost.
     pub fn state(&self) -> State {
         if self.is_lost {
             return State::FallsShort;
@@ -133,7 +138,7 @@ impl Verdict {
             Bound::AtMost(bound) => format!("<= {bound}"),
         };
         let unit = self.unit;
-        // A bound between 0.98 and 1 is printed with three digits, to distinguish it from a near miss.
+        // A bound between 0.98 and 1 is printed with three digits, so that a value just below it does not look equal.
         let digits = match self.bound {
             Bound::AtLeast(bound) | Bound::AtMost(bound) if (0.98..1.0).contains(&bound) => 3,
             _ => 2,
@@ -152,11 +157,11 @@ impl Verdict {
     }
 }
 
-/// Metrics for lost rounds: killed by the kernel, or failed.
+/// Metrics that count lost rounds: killed with SIGKILL (mostly out of memory), or failed otherwise.
 const KILLED: &str = "killed";
 const FAILED: &str = "failed";
 
-/// Collects the rows, gaps and verdicts of a run.
+/// Collects the rows, gaps, notes and verdicts of a run, and prints them.
 #[derive(Debug)]
 pub struct Report {
     experiment: &'static str,
@@ -165,18 +170,18 @@ pub struct Report {
     gaps: Vec<String>,
     notes: Vec<String>,
     verdicts: Vec<Verdict>,
-    /// Titles of the tables that are transposed: a line per column, a column per subject.
+    /// Titles of the tables that are transposed: one line per column name, one column per subject.
     turned: Vec<String>,
 }
 
 impl Report {
-    /// Makes an empty report of one experiment.
+    /// Makes an empty report of the named experiment.
     pub fn new(experiment: &'static str, is_json: bool) -> Self {
         let (rows, gaps, notes, verdicts, turned) = Default::default();
         Self { experiment, is_json, rows, gaps, notes, verdicts, turned }
     }
 
-    /// Adds a row for a series: its median, its spread, and its lost rounds.
+    /// Adds a row with the median and the spread of a series, and rows that count its lost rounds.
     pub fn series(&mut self, entry: Entry<'_>, series: &Series) {
         let baseline = entry.baseline;
         let ratio = baseline.and_then(|(_, baseline, better)| stats::median(&series.ratios(baseline, better)));
@@ -202,7 +207,8 @@ impl Report {
     fn losses(&mut self, entry: &Entry<'_>, series: &Series) {
         let lost = [(KILLED, series.killed), (FAILED, series.failures.len())];
         for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
-            // A lost round is lost for all its metrics, so it is reported once.
+            // A lost round has no value for any metric. It is reported only with the first metric of the subject and
+            // case.
             let is_it = |row: &Row| row.metric == metric && row.subject == entry.subject && row.case == entry.case;
             if self.rows.iter().any(is_it) {
                 continue;
@@ -226,7 +232,7 @@ impl Report {
         }
     }
 
-    /// Adds a finished row.
+    /// Adds a complete row; in JSON mode, prints it.
     pub fn row(&mut self, row: Row) {
         if self.is_json {
             // A row consists of strings and numbers, so its serialization cannot fail.
@@ -235,7 +241,7 @@ impl Report {
         self.rows.push(row);
     }
 
-    /// Adds a gap, unless it was added before.
+    /// Adds a gap, unless the same text was added before.
     pub fn gap(&mut self, what: impl Into<String>) {
         let what = what.into();
         if !self.gaps.contains(&what) {
@@ -243,17 +249,17 @@ impl Report {
         }
     }
 
-    /// Adds a note that is no gap.
+    /// Adds a remark for the end of the report that is not a gap.
     pub fn note(&mut self, what: impl Into<String>) {
         self.notes.push(what.into());
     }
 
-    /// Transposes a table: for many columns and few subjects.
+    /// Transposes the table with this title, which suits many columns and few subjects.
     pub fn turn(&mut self, table: impl Into<String>) {
         self.turned.push(table.into());
     }
 
-    /// Adds a verdict.
+    /// Adds a verdict; in JSON mode, also prints a row that tells whether the target was kept.
     pub fn verdict(&mut self, verdict: Verdict) {
         if self.is_json
             && let Some(estimate) = verdict.estimate
@@ -276,23 +282,23 @@ impl Report {
         self.verdicts.push(verdict);
     }
 
-    /// The verdicts so far.
+    /// Returns the verdicts added so far.
     #[cfg(test)]
     pub fn verdicts(&self) -> &[Verdict] {
         &self.verdicts
     }
 
-    /// Whether any target fell short.
+    /// Returns whether any target fell short.
     pub fn fell_short(&self) -> bool {
         self.verdicts.iter().any(|verdict| verdict.state() == State::FallsShort)
     }
 
-    /// Whether anything was measured. A killed workload is a result; a failed one is not.
+    /// Returns whether anything was measured. A killed workload counts as a result, a failed one does not.
     pub fn has_results(&self) -> bool {
         self.rows.iter().any(|row| row.metric != FAILED)
     }
 
-    /// Prints tables, gaps and verdicts; with JSON, gaps and verdicts go to stderr.
+    /// Prints the tables, gaps, notes and verdicts. In JSON mode gaps, notes and verdicts go to stderr.
     pub fn finish(&self) {
         let mut text = String::new();
         if !self.is_json {
@@ -319,7 +325,7 @@ impl Report {
         let placed = || self.rows.iter().filter_map(|row| Some((row, row.place.as_ref()?)));
         for title in unique(placed().map(|(_, place)| place.table.as_str())) {
             let is_turned = self.turned.iter().any(|turned| turned == title);
-            // For each row: its line, its column, and its text.
+            // Each entry has the line name, the column name, and the row whose value goes into that cell.
             let rows: Vec<_> = placed()
                 .filter(|(_, place)| place.table == title)
                 .map(|(row, place)| match is_turned {
@@ -348,7 +354,7 @@ impl Report {
     }
 }
 
-/// The parts of a series' row that are not numbers.
+/// Labels of a series in the report: everything in its row that is not computed from the samples.
 #[derive(Clone, Debug)]
 pub struct Entry<'a> {
     pub case: &'a str,
@@ -373,7 +379,7 @@ fn cell(row: &Row) -> String {
     text
 }
 
-/// Formats a number with three or four significant digits.
+/// Formats a number with about three significant digits.
 fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 100_000.0 => format!("{:.0}k", value / 1000.0),
@@ -394,7 +400,7 @@ fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     seen
 }
 
-/// Describes the machine in one line, for readers that compare numbers.
+/// Describes kernel, CPUs and huge-page setting in one line, since measurements depend on them.
 pub fn machine() -> String {
     let read = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned());
     let unknown = || "unknown".to_owned();
@@ -426,7 +432,7 @@ mod tests {
         }
     }
 
-    /// The ten keys that other programs parse, in their order, and no layout of tables.
+    /// A serialized row has exactly the ten keys that other programs parse, in their order. The table cell is left out.
     #[test]
     fn rows_have_the_agreed_shape() {
         let row = Row {
@@ -451,7 +457,8 @@ mod tests {
         );
     }
 
-    /// A target falls short only by an interval wholly beyond the bound; a lost round always counts.
+    /// A target falls short if the whole interval misses the bound, and never by a single sample. A lost round always
+    /// makes it fall short.
     #[test]
     fn targets_fall_short_only_beyond_doubt() {
         let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();
@@ -469,7 +476,8 @@ mod tests {
         assert_eq!(unknown.state(), State::NotMeasured);
     }
 
-    /// The cells of a subject share one line, and kills appear beside the measured value.
+    /// Results of one subject share a line, and a kill appears beside the measured value. Transposed, the subject
+    /// becomes a column.
     #[test]
     fn tables_align_by_subject_and_column() {
         let mut report = Report::new("ebizzy", false);

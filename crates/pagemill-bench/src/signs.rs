@@ -1,7 +1,7 @@
-//! Files that signal progress between the bench and its workloads.
+//! Files by which the bench and its workloads signal progress to each other.
 //!
-//! A sign is an empty file in a folder of the run. It works between processes under any allocator and through a
-//! launcher, and it is removed with the folder.
+//! A sign is an empty file in a temporary folder. Its existence is the signal. Files work between processes under any
+//! allocator and through a launcher, and they are removed with the folder.
 
 use std::fs::File;
 use std::io;
@@ -12,22 +12,22 @@ use std::time::{Duration, Instant};
 use crate::child::{self, Running};
 use crate::error::{Error, Result};
 
-/// Interval at which a waiter checks for a sign.
+/// Interval at which a waiting process checks whether the file exists.
 const INTERVAL: Duration = Duration::from_millis(1);
 
-/// A folder of signs.
+/// A folder of sign files.
 #[derive(Clone, Debug)]
 pub struct Signs {
     folder: PathBuf,
 }
 
 impl Signs {
-    /// Uses a folder that exists.
+    /// Uses a folder that already exists.
     pub fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned() }
     }
 
-    /// Creates the file that signals `name` to the other process.
+    /// Creates the file with this name, which signals to the other process.
     ///
     /// # Errors
     ///
@@ -36,16 +36,16 @@ impl Signs {
         File::create(self.folder.join(name)).map(drop)
     }
 
-    /// Whether the sign was given.
+    /// Returns whether the file with this name exists.
     pub fn is_given(&self, name: &str) -> bool {
         self.folder.join(name).exists()
     }
 
-    /// Waits for a workload's sign. Returns false if the workload ended without it.
+    /// Waits until a workload has created the file. Returns false if the workload ended without it.
     ///
     /// # Errors
     ///
-    /// [`Error::Interrupted`]; [`Error::CannotRun`] if the sign is not there within `limit`.
+    /// [`Error::Interrupted`] after a signal; [`Error::CannotRun`] if the file does not exist within `limit`.
     pub fn wait_for(&self, name: &str, giver: &Running, limit: Duration) -> Result<bool> {
         let begun = Instant::now();
         while !self.is_given(name) {
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// A given sign is found. If the process ends without a sign, the wait ends, too.
+    /// A file that the process creates ends the wait. So does the end of the process, and then the time limit.
     #[test]
     fn signs_are_given_and_missed() {
         let folder = tempfile::tempdir().expect("a temporary folder");

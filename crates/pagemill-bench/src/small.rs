@@ -1,7 +1,7 @@
-//! Small allocations through the preload against the allocator that serves them there.
+//! Small allocations under the preloaded Pagemill, compared with jemalloc, which serves them inside of Pagemill.
 //!
-//! For a small malloc Pagemill adds one decision and one jump. The nanoseconds show their cost on this machine, the
-//! instructions (`--callgrind`) on any.
+//! For a small malloc Pagemill adds one decision and one jump. The nanoseconds show their cost on this machine; the
+//! instruction counts (`--callgrind`) hold for other machines, too.
 
 use std::time::Duration;
 
@@ -17,11 +17,11 @@ const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const THREADS: [u16; 2] = [1, 2];
 
-/// The same allocator, preloaded without Pagemill.
+/// The allocator that serves small allocations inside of Pagemill, preloaded by itself.
 const BASELINE: &str = "jemalloc";
 const NANOSECONDS: &str = "ns_per_pair";
 
-/// Bound on the additional instructions per pair.
+/// The bound on the instructions that Pagemill adds to a malloc and free.
 const MORE_INSTRUCTIONS: f64 = 8.0;
 
 /// Options of the experiment.
@@ -29,12 +29,12 @@ const MORE_INSTRUCTIONS: f64 = 8.0;
 pub struct Options {
     #[command(flatten)]
     pub common: Common,
-    /// Also count the instructions of a malloc and free, through valgrind
+    /// Also count the instructions of a malloc and free with valgrind
     #[arg(long)]
     pub callgrind: bool,
 }
 
-/// Pattern, number of threads, size; in the order of the tables.
+/// Pattern, number of threads and size, which also order the tables.
 type Case = (&'static str, u16, usize);
 
 /// Runs the experiment and returns the report.
@@ -106,7 +106,7 @@ fn measure(ready: &[Ready], common: &Common) -> Result<Book<Case>> {
     Ok(book)
 }
 
-/// The target applies to every case, and to the mean of all.
+/// Adds a verdict for every case, for the mean of all cases, and for the cost of returning memory by age.
 fn verdicts(report: &mut Report, book: &Book<Case>) {
     let (mut all, mut kept) = (Vec::new(), Vec::new());
     for case in cases() {
@@ -184,7 +184,7 @@ fn instruction_rows(report: &mut Report, pattern: &str, size: usize, counts: &[(
         let more = pagemill - baseline;
         let target = format!("small, {pattern}, {}: instructions more", size_name(size));
         report.verdict(Verdict {
-            // The count is exact, so the interval is a point.
+            // The count is exact, so the interval has zero width.
             estimate: Some(Estimate { value: more, low: more, high: more, samples: usize::MAX }),
             baseline: BASELINE.to_owned(),
             ..not_measured(target, Bound::AtMost(MORE_INSTRUCTIONS), "instructions", "")
@@ -197,7 +197,7 @@ fn instructions_per_pair(ready: &Ready, pattern: &str, size: usize) -> Result<st
         command.args(["__small", "--pattern", pattern]);
         command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
         ready.apply(command);
-        // What a pair costs once Pagemill serves: after so few calls the C library still would.
+        // With this setting Pagemill serves from the first call. Otherwise the C library would serve so few calls.
         command.env("PAGEMILL_AFTER", "0");
     })
 }

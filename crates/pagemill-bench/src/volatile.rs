@@ -1,4 +1,4 @@
-//! Cost to mark memory volatile, to take it back, and to purge it: state words and marks beside system calls.
+//! Cost to mark memory volatile, to take it back, and to purge it, compared with `MADV_FREE` and `MADV_DONTNEED`.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, jud
 use crate::report::{Bound, Place, Report};
 use crate::stats::Better;
 
-/// Names in the report and on the workload's command line.
+/// Each way to give memory up: its name in the report, and its name on the workload's command line.
 const HANDLES: &str = "handle-mark-unmark";
 const PIN: &str = "handle-pin-unpin";
 const VRANGE: &str = "vrange-among-100000";
@@ -21,9 +21,9 @@ const PURGING: &str = "handles-purged";
 
 const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
 const THREADS: [u64; 2] = [1, 2];
-/// The size of the targets.
+/// The range size, in KiB, to which the targets apply.
 const TARGET_KIB: u64 = 64;
-/// MiB that are purged at a time.
+/// MiB that one purge takes.
 const PURGED_MIB: u64 = 1024;
 
 const NS: &str = "ns";
@@ -40,7 +40,7 @@ pub struct Options {
     pub common: Common,
 }
 
-/// KiB of a range, and number of threads.
+/// Size of the range in KiB, and number of threads.
 type Case = (u64, u64);
 const PURGE_CASE: Case = (0, 0);
 
@@ -48,7 +48,7 @@ const PURGE_CASE: Case = (0, 0);
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] if bytes changed without pressure.
+/// [`crate::error::Error::WrongAnswer`] if bytes changed without memory pressure.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();

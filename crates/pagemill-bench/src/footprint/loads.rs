@@ -1,5 +1,5 @@
-//! Loads that are hard on an allocator: random churn, pandas, programs of mimalloc-bench. Measures the memory that they
-//! hold in each phase, and their CPU time.
+//! Loads that fragment an allocator's memory: random churn, pandas, and programs of mimalloc-bench. Measures how much
+//! memory they have in each phase, and their CPU time.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,24 +22,24 @@ const LAST_QUARTER: &str = "last_quarter_mib";
 const LIVE: &str = "live_mib";
 const AFTER: &str = "after_mib";
 const CPU: &str = "cpu_s";
-/// CPU time of one allocation, for loads of a fixed duration.
+/// CPU time per operation, for loads that run for a fixed time.
 const CPU_PER_ACT: &str = "cpu_us_per_act";
 const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER, CPU, CPU_PER_ACT, WALL];
 
-/// Limits of the verdicts: memory in each phase relative to glibc, and CPU time relative to jemalloc.
+/// Bounds of the verdicts: memory in each phase relative to glibc, and CPU time relative to jemalloc.
 const MOST_HELD: f64 = 1.10;
 const MOST_CPU: f64 = 1.10;
 const CPU_BASELINE: &str = "jemalloc";
 
-/// A program of mimalloc-bench: its sources below the folder `bench`, extra compiler flags, and arguments as in its
-/// bench.sh (N is the number of CPUs).
+/// A program of mimalloc-bench: its sources below the folder `bench`, extra compiler flags, and its arguments in
+/// bench.sh. The argument N stands for the number of CPUs.
 struct Foreign {
     name: &'static str,
     compiler: &'static str,
     sources: &'static [&'static str],
     flags: &'static [&'static str],
     arguments: &'static [&'static str],
-    /// Its duration, if that is fixed; the program then prints its operations per second.
+    /// The run time, if it is fixed. Such a program prints its operations per second.
     seconds: Option<f64>,
 }
 
@@ -81,8 +81,8 @@ const FOREIGN: &[Foreign] = &[
 const CHURN: &str = "churn";
 const PANDAS: &str = "pandas";
 
-/// Builds tables, joins, groups and appends them, drops them all, and sleeps. Prints the memory that it held then, and
-/// a sum by which runs are compared.
+/// A script that builds tables, joins, groups and appends them, drops them all, and sleeps. It prints its memory before
+/// and after, and a sum by which runs are compared.
 const PANDAS_SCRIPT: &str = "
 import gc, json, os, sys, time
 import pandas
@@ -109,21 +109,21 @@ time.sleep(rest)
 print(json.dumps({'steady_mib': full, 'after_mib': resident(), 'answer': repr(round(total, 3))}))
 ";
 
-/// The names of all loads.
+/// Returns the names of all loads.
 pub fn names() -> impl Iterator<Item = &'static str> {
     [CHURN, PANDAS].into_iter().chain(FOREIGN.iter().map(|foreign| foreign.name))
 }
 
-/// One load, ready to run.
+/// A load that is ready to run.
 struct Load {
     name: &'static str,
     command: Box<dyn Fn() -> Result<Command>>,
-    /// Converts the program's output into a JSON line.
+    /// Converts the standard output of the program into a JSON line.
     read: fn(&[u8]) -> std::result::Result<serde_json::Value, String>,
     seconds: Option<f64>,
 }
 
-/// Runs the named loads; adds rows and verdicts.
+/// Runs the named loads; adds rows and verdicts to the report.
 pub fn run(options: &Options, names: &[&'static str], ready: &[Ready], report: &mut Report) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(names.len() * common.rounds() * ready.len());
@@ -145,7 +145,7 @@ pub fn run(options: &Options, names: &[&'static str], ready: &[Ready], report: &
     Ok(())
 }
 
-/// Prepares a load; the inner error is a sentence for the list of gaps.
+/// Prepares the load with this name. The inner error is a sentence for the list of gaps.
 fn prepare(options: &Options, name: &'static str, folder: &Path) -> Result<std::result::Result<Load, String>> {
     let common = &options.common;
     Ok(match FOREIGN.iter().find(|foreign| foreign.name == name) {
@@ -235,7 +235,7 @@ fn json(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
     serde_json::from_slice(stdout).map_err(|cause| format!("unreadable result: {cause}"))
 }
 
-/// Parses the operations per second that a program of fixed duration prints.
+/// Parses the operations per second that a program with a fixed run time prints.
 fn printed(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
     let text = String::from_utf8_lossy(stdout);
     let rate =
@@ -296,7 +296,7 @@ fn sample(load: &Load, ready: &Ready) -> Result<Outcome> {
             Some(rate) => line[CPU_PER_ACT] = (cpu * 1e6 / (rate * seconds)).into(),
             None => return Ok(Outcome::Failed("it printed no rate".to_owned())),
         },
-        // The bench's own load of fixed duration reports its CPU time per operation itself.
+        // The bench's own load has a fixed run time and reports the CPU time per operation itself.
         None if line[CPU_PER_ACT].is_null() => line[CPU] = cpu.into(),
         None => {}
     }
@@ -324,7 +324,7 @@ fn rows(report: &mut Report, book: &Book<&'static str>, name: &'static str, read
                 table: format!("{name}: memory, half the spread, times {BASELINE}; CPU, times {CPU_BASELINE}"),
                 column: column.to_owned(),
             };
-            // The live bytes depend on the load, not on the allocator.
+            // The live bytes depend on the load and not on the allocator, so they have no baseline.
             let baseline = (metric != LIVE).then_some(baseline);
             let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
             report_row(report, book, (&name, name), subject.name(), metric, Some(place));
@@ -341,13 +341,13 @@ fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) 
             continue;
         };
         let was_lost = own.killed + own.failures.len() > 0;
-        // The load lacks this phase or this kind of time.
+        // The median is missing if the load lacks this phase or this kind of CPU time.
         if own.median().is_none() && !(was_lost && metric == PEAK) {
             continue;
         }
         let target = format!("{name}, {what}, against {baseline}");
         report.verdict(Verdict {
-            // Memory divided by memory, time by time: a larger ratio is worse here.
+            // The ratio is memory divided by memory, or time by time, so a larger ratio is worse here.
             estimate: stats::estimate(&own.ratios(base, Better::Higher)),
             baseline: baseline.to_owned(),
             is_lost: was_lost,
@@ -360,7 +360,8 @@ fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) 
 mod tests {
     use super::*;
 
-    /// Each phase and the time are judged once, against the right peer. A metric that the load lacks is left out.
+    /// Each phase has one verdict against glibc, and the CPU time one against jemalloc. Metrics that the load lacks
+    /// have none.
     #[test]
     fn every_phase_is_judged() {
         let mut book = Book::new();
@@ -382,7 +383,7 @@ mod tests {
         assert!(lines.iter().map(|(target, value)| (target.as_str(), *value)).eq(expected), "{lines:?}");
     }
 
-    /// larson's line is parsed; other programs print no rate.
+    /// The rate is parsed from larson's output. The output of a program without a rate gives none.
     #[test]
     fn rates_are_read() {
         let larson = b"Throughput = 51871522 operations per second, relative time: 19.278s.\nDone sleeping...\n";

@@ -1,4 +1,5 @@
-//! Real programs under every allocator: their peak memory, their memory at rest, and the peak net of returnable memory.
+//! Real programs under every allocator: their peak memory, their memory at rest, and the peak without the free memory
+//! that they could return.
 
 mod loads;
 mod programs;
@@ -36,30 +37,31 @@ const METRICS: [&str; 8] = [PEAK, PEAK_ANONYMOUS, NET_PEAK, LARGEST, IDLE, IDLE_
 pub struct Options {
     #[command(flatten)]
     pub common: Common,
-    /// Only these programs: redis, python, python-tests, sqlite3, git, cargo-build, or the loads of --churn
+    /// Run only these programs: redis, python, python-tests, sqlite3, git, cargo-build, or the loads of --churn
     #[arg(long, value_delimiter = ',', value_name = "PROGRAM")]
     pub programs: Vec<String>,
-    /// Run loads that are hard on an allocator instead: churn, pandas, mstress, malloc-large, larson, rptest
+    /// Run loads instead that fragment an allocator's memory: churn, pandas, mstress, malloc-large, larson, rptest
     #[arg(long, conflicts_with_all = ["programs", "returning"])]
     pub churn: bool,
-    /// A checkout of mimalloc-bench, from which the last four loads are compiled
+    /// A checkout of mimalloc-bench, from which the loads mstress, malloc-large, larson and rptest are compiled
     #[arg(long, value_name = "DIR")]
     pub mimalloc_bench: Option<PathBuf>,
-    /// Measure instead a process that frees 400 MiB and goes on working: the memory that it still holds 15 s later
+    /// Measure instead a process that frees 400 MiB and goes on working: the memory that it still holds up to 15 s
+    /// later
     #[arg(long = "return", conflicts_with = "programs")]
     pub returning: bool,
-    /// With --return: only pieces of these sizes, such as 512,4K,1M
+    /// With --return: only allocations of these sizes, such as 512,4K,1M
     #[arg(long, value_name = "SIZES", requires = "returning", value_delimiter = ',', value_parser = pagemill::units::parse_bytes)]
     pub sizes: Vec<u64>,
 }
 
-/// One run of one program.
+/// The measurements of one run of one program.
 struct Sample {
     peaks: Peaks,
-    /// Memory after a rest; servers only.
+    /// Memory after a rest of two seconds; measured for servers only.
     idle: Option<Moment>,
     wall: Duration,
-    /// Throughput, measured after the memory; servers only.
+    /// Throughput, measured after the memory; for servers only.
     requests_per_second: Option<f64>,
 }
 
@@ -110,7 +112,8 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// The programs and loads that were named; if none, all of the chosen kind.
+/// Returns the programs and loads that `--programs` names. Without the option, all programs, or all loads with
+/// `--churn`.
 fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static str>)> {
     let given = &options.programs;
     let programs: Vec<&'static str> = [REDIS].into_iter().chain(PROGRAMS.iter().map(|program| program.name)).collect();
@@ -139,7 +142,7 @@ fn measure(
         report.gap(gap);
         return Ok(());
     }
-    // One unmeasured run without a preload: it yields the reference output and fills the page cache.
+    // One unmeasured run without a preload yields the expected output and fills the kernel's page cache.
     let reference = run_once(program, None, folder.path())?.0;
     if !reference.status.success() {
         let complaint = String::from_utf8_lossy(&reference.stderr).trim().to_owned();
@@ -175,7 +178,8 @@ fn run_once(program: &Program, ready: Option<&Ready>, folder: &Path) -> Result<(
     Ok((finished, sample))
 }
 
-/// If a program succeeds with other output than without the preload, its memory was wrong.
+/// Compares the output with that of the run without a preload. A program that succeeds with other output had wrong
+/// memory.
 fn check(program: &Program, ready: &Ready, reference: &Finished, finished: &Finished) -> Result<()> {
     let is_same = !program.is_repeatable || reference.stdout == finished.stdout;
     match is_same || !finished.status.success() {
@@ -267,7 +271,7 @@ fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) 
                 Verdict { note: "the giveable memory was not published".to_owned(), ..verdict }
             }
             Some(series) => Verdict {
-                // Memory divided by memory: a larger ratio is worse here.
+                // The ratio is memory divided by memory, so a larger ratio is worse here.
                 estimate: stats::estimate(&series.ratios(glibc, Better::Higher)),
                 baseline: BASELINE.to_owned(),
                 is_lost: !series.survived(),

@@ -1,4 +1,4 @@
-//! Redis: its own benchmark, 200,000 keys, half of them deleted, two seconds of rest.
+//! Redis: runs its own benchmark, stores 200,000 keys, deletes half of them, and rests for two seconds.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -18,10 +18,10 @@ const KEYS: u32 = 200_000;
 const VALUE_BYTES: usize = 500;
 const IDLE: Duration = Duration::from_secs(2);
 
-/// Commands sent before their replies are read.
+/// Number of commands that are sent before their replies are read.
 const PIPELINE: u32 = 1000;
 
-/// Returns the reason why Redis cannot be measured, if a program is missing.
+/// Returns the reason why Redis cannot be measured; none if its programs are installed.
 pub fn gap() -> Option<String> {
     let missing = ["redis-server", "redis-benchmark"].into_iter();
     let missing = missing.filter(|name| !programs::is_installed(name));
@@ -32,10 +32,10 @@ pub fn gap() -> Option<String> {
     })
 }
 
-/// Runs the server under the subject, with its load.
+/// Runs the server under the subject and applies the load. The inner error is a message for the report.
 pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, String>> {
     let socket = folder.join("socket");
-    // Removes the socket of an earlier server, if there is one.
+    // Removes the socket file of an earlier server. It is no error if there is none.
     let _ = std::fs::remove_file(&socket);
     let mut command = Command::new("redis-server");
     command.args(["--port", "0", "--save", "", "--appendonly", "no", "--daemonize", "no"]);
@@ -45,7 +45,7 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
     if ready.preload().is_none()
         && let Some(libc) = subject::installed_file("libc.so.6")
     {
-        // Distributions link Redis with jemalloc. Preloading the C library puts glibc's malloc first again.
+        // Distributions link Redis with jemalloc. Preloading the C library puts glibc's malloc before it.
         command.env("LD_PRELOAD", libc);
     }
     let begun = Instant::now();
@@ -61,7 +61,7 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
         Err(_) => None,
     };
     let peaks = watch.stop();
-    // Runs after the memory was measured, so its effect on the server's memory is not counted.
+    // The throughput is measured after the memory, so that it does not change the memory that is reported.
     let ended = worked.and_then(|mut client| {
         let requests = throughput(&socket)?;
         client.send(&["SHUTDOWN", "NOSAVE"])?;
@@ -83,11 +83,11 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
     }
 }
 
-/// Failures of a server.
+/// The ways in which a server can fail.
 enum Trouble {
-    /// A reply differs from what was stored.
+    /// A reply differs from the stored value.
     Wrong(String),
-    /// No reply.
+    /// There was no reply.
     Lost(String),
 }
 
@@ -129,13 +129,13 @@ fn own_benchmark(socket: &Path) -> std::result::Result<(), Trouble> {
     benchmark(socket, &["-t", "set,get,lpush", "-n", "20000", "-r", "1000", "-P", "16", "-q"]).map(drop)
 }
 
-/// Requests per second, the geometric mean of SET and GET of 500 bytes.
+/// Returns the geometric mean of the rates of SET and GET with values of 500 bytes.
 fn throughput(socket: &Path) -> std::result::Result<f64, Trouble> {
     let csv = benchmark(socket, &["-t", "set,get", "-n", "200000", "-r", "100000", "-P", "16", "-d", "500", "--csv"])?;
     rates(&csv).ok_or_else(|| Trouble::Lost(format!("redis-benchmark printed no rates: {csv:.100}")))
 }
 
-/// The geometric mean of the rates in redis-benchmark's CSV: the second field of each line in which it is a number.
+/// Returns the geometric mean of the two rates in redis-benchmark's CSV. A rate is a second field that is a number.
 fn rates(csv: &str) -> Option<f64> {
     let fields = csv.lines().filter_map(|line| line.split(',').nth(1)?.trim_matches('"').parse::<f64>().ok());
     let rates: Vec<Vec<f64>> = fields.map(|rate| vec![rate]).collect();
@@ -163,14 +163,14 @@ fn value(key: u32) -> String {
     format!("{key:09}.").repeat(VALUE_BYTES / 10)
 }
 
-/// A connection with the few commands of Redis that are needed here.
+/// A connection to the server that can send the commands needed here and check their replies.
 struct Client {
     reader: BufReader<UnixStream>,
     writer: std::io::BufWriter<UnixStream>,
 }
 
 impl Client {
-    /// Connects as soon as the server listens.
+    /// Connects to the server; retries until the server listens.
     fn connect(server: &Running, socket: &Path) -> std::result::Result<Self, Trouble> {
         let begun = Instant::now();
         let stream = loop {
@@ -222,7 +222,7 @@ impl Client {
     }
 }
 
-/// Makes a folder with a path short enough for a socket's name.
+/// Makes a folder for the server's socket and data.
 pub fn folder() -> Result<tempfile::TempDir> {
     tempfile::tempdir().map_err(doing("making a folder for Redis"))
 }
@@ -231,7 +231,7 @@ pub fn folder() -> Result<tempfile::TempDir> {
 mod tests {
     use super::*;
 
-    /// The header of the table is no rate; both tests must be there.
+    /// The header of the CSV is skipped. The mean needs both rates.
     #[test]
     fn rates_are_read_from_csv() {
         let csv = "\"test\",\"rps\",\"avg_latency_ms\"\n\"SET\",\"200.00\",\"0.1\"\n\"GET\",\"800.00\",\"0.1\"\n";

@@ -1,4 +1,4 @@
-//! Memory freed by a process that goes on working: how much of it the process still holds, second by second.
+//! Memory that a process frees before it goes on working: how much of it the process still holds after each second.
 
 use std::time::Duration;
 
@@ -13,28 +13,28 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{PAGEMILL, Ready};
 
-/// Memory that a process allocates and frees, and how long it works afterwards (quick, full).
+/// MiB that a process allocates and frees, and seconds for which it works afterwards (quick, full).
 const MIB: (u64, u64) = (64, 400);
 const SECONDS: (u64, u64) = (2, 15);
 
 const SIZES: &[u64] = &[64, 512, 4 << 10, 64 << 10, 1 << 20];
 const QUICK_SIZES: &[u64] = &[4 << 10];
 
-/// The most that a process may still hold at the end.
+/// The most memory, in MiB, that a process may still hold at the end.
 const MOST_MIB: f64 = 16.0;
 
 const FILLED: &str = "filled_mib";
 const CPU: &str = "cpu_share";
 const MORE: &str = "more_mib";
 
-/// Size of the pieces, and seconds since the last free.
+/// Size of the allocations in bytes, and seconds since the last free.
 type Case = (u64, u64);
 
-/// Runs the experiment; adds rows and verdicts.
+/// Runs the experiment; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] if the machine has no room for all allocators at once.
+/// [`Error::CannotRun`] if the machine has too little memory to run all allocators at once.
 pub fn run(options: &Options, ready: &[Ready], report: &mut Report) -> Result<()> {
     let common = &options.common;
     let (mib, seconds) = (common.pick(MIB.0, MIB.1), common.pick(SECONDS.0, SECONDS.1));
@@ -58,8 +58,8 @@ pub fn run(options: &Options, ready: &[Ready], report: &mut Report) -> Result<()
     Ok(())
 }
 
-/// Runs the allocators of a round concurrently: nothing here is timed, and each process leaves four fifths of a CPU
-/// idle.
+/// Measures all sizes and rounds. The allocators of a round run concurrently, since no time is measured and each
+/// process leaves four fifths of a CPU idle.
 fn measure(common: &Common, ready: &[Ready], sizes: &[u64], (mib, seconds): (u64, u64)) -> Result<Book<Case>> {
     let progress = Progress::new(sizes.len() * common.rounds());
     let mut book = Book::new();
@@ -101,14 +101,14 @@ fn rows(report: &mut Report, book: &Book<Case>, (size, mib, seconds): (u64, u64,
     );
     let name = format!("pieces of {}", Bytes(size));
     let place = |column: String| Some(Place { table: table.clone(), column });
-    // No baseline: some allocators hold almost nothing, and a ratio to that means nothing.
+    // There is no baseline. Some allocators hold almost nothing, and a ratio to almost nothing is meaningless.
     let metric = |name, unit| Metric { name, unit, better: Better::Lower, baseline: None };
     for subject in ready {
         let whole = (&(size, 0), name.as_str());
         report_row(report, book, whole, subject.name(), metric(FILLED, "MiB"), place("filled".to_owned()));
         for second in 0..=seconds {
             let at = format!("after {second} s");
-            // The JSON has a row for each second; the table shows some of them.
+            // The JSON has a row for each second; the table shows only some of them.
             let is_shown = second % 5 == 0 || second == 1 || second == seconds;
             let shown = if is_shown { place(at.clone()) } else { None };
             let (case, name) = ((size, second), format!("{name}, {at}"));
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use crate::report::State;
 
-    /// The last second is judged, not the first. A killed run is lost.
+    /// The memory after the last second is judged, whatever it was before. A killed run makes the target fall short.
     #[test]
     fn the_last_second_is_judged() {
         let line = |held: [f64; 3]| Outcome::Measured(serde_json::json!({ MORE: held, FILLED: 400.0, CPU: 0.2 }));

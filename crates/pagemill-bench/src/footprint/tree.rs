@@ -12,30 +12,31 @@ use crate::proc;
 
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// The peaks of a tree, in bytes.
+/// The peaks of a process tree, in bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Peaks {
-    /// Sum over the tree. Shared pages count once for each process, under every allocator alike.
+    /// Resident memory, summed over the tree. Shared pages count once for each process, under every allocator alike.
     pub resident: u64,
     pub anonymous: u64,
-    /// The peak of resident minus returnable memory; none if the allocator does not publish the latter.
+    /// The peak of resident memory minus memory that could be returned; none if the allocator does not publish the
+    /// latter.
     pub net: Option<u64>,
-    /// The largest peak of a single process, as recorded by the kernel, so sampling cannot miss it.
+    /// The largest peak of a single process. The kernel records it, so it cannot fall between two samples.
     pub largest_process: u64,
     /// Whether the root process has mapped the preloaded library.
     pub saw_library: bool,
 }
 
-/// A tree's memory at one moment, in bytes.
+/// The memory of a process tree at one point in time, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Moment {
     pub resident: u64,
     pub anonymous: u64,
-    /// Returnable bytes; none if the allocator does not publish them.
+    /// Bytes that the tree could return; none if the allocator does not publish them.
     pub giveable: Option<u64>,
 }
 
-/// A thread that samples a tree until it is stopped.
+/// A thread that samples a process tree until it is stopped.
 #[derive(Debug)]
 pub struct Watch {
     is_over: Arc<AtomicBool>,
@@ -43,8 +44,8 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts to sample the tree below `root`. If `publishes`, a process that has not published yet counts as having
-    /// nothing to return.
+    /// Starts to sample the tree below `root`. `publishes` tells whether the allocator publishes how much memory it
+    /// could return; a process that has not yet published counts with zero.
     pub fn start(root: u32, library: Option<&Path>, publishes: bool) -> Self {
         let is_over = Arc::new(AtomicBool::new(false));
         let library = library.map(|library| library.display().to_string());
@@ -55,7 +56,7 @@ impl Watch {
         Self { is_over, thread: Some(thread) }
     }
 
-    /// Stops the sampling and returns the peaks.
+    /// Stops the thread and returns the peaks.
     pub fn stop(mut self) -> Peaks {
         self.is_over.store(true, Ordering::Relaxed);
         let peaks = self.thread.take().and_then(|thread| thread.join().ok());
@@ -69,7 +70,7 @@ impl Drop for Watch {
     }
 }
 
-/// Samples the tree below `root` once.
+/// Takes one sample of the tree below `root`.
 pub fn moment(root: u32, publishes: bool) -> Moment {
     look(root, publishes, &mut BTreeMap::new())
 }
@@ -77,7 +78,7 @@ pub fn moment(root: u32, publishes: bool) -> Moment {
 fn watch(root: u32, library: Option<&str>, publishes: bool, is_over: &AtomicBool) -> Peaks {
     let mut peaks = Peaks { saw_library: library.is_none(), ..Peaks::default() };
     let mut largest = BTreeMap::new();
-    // Samples at least once.
+    // The end is checked after the sample, so that there is at least one.
     loop {
         let now = look(root, publishes, &mut largest);
         peaks.resident = peaks.resident.max(now.resident);
@@ -119,12 +120,12 @@ fn look(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u64>) -> 
 mod tests {
     use super::*;
 
-    /// A tree includes its children: first this process alone, then with one child.
+    /// The watch counts this test process and a child that it starts. The child is in the process tree.
     #[test]
     fn children_are_counted() {
         let root = std::process::id();
         let watch = Watch::start(root, None, false);
-        // `cat` ends when its input is closed.
+        // `cat` ends when `wait` closes its standard input.
         let child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn();
         let mut child = child.expect("cat starts");
         let both = proc::tree(root);

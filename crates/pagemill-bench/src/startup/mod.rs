@@ -1,5 +1,5 @@
-//! Startup cost of a preload in a program that does nothing, and the CPU time that `pagemill run` adds to trees of
-//! short programs.
+//! Startup cost of a preloaded library in a program that does nothing, and the CPU time that `pagemill run` adds to
+//! trees of short programs.
 
 mod trees;
 
@@ -14,10 +14,10 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 
-/// Runs per sample. A sample is the median of its runs, so that one outlier does not matter.
+/// Runs per sample (quick, full). A sample is the median of its runs, so that one outlier does not affect it.
 const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 
-/// The baseline of all subjects: glibc without a preload.
+/// The baseline of all subjects: glibc without any preload.
 const BASELINE: &str = "none";
 const MILLISECONDS: &str = "ms";
 const MORE: &str = "ms_more";
@@ -28,7 +28,7 @@ const CASE: &str = "true";
 pub struct Options {
     #[command(flatten)]
     pub common: Common,
-    /// A folder with a configure script, which is run with and without `pagemill run`
+    /// A folder with a configure script to run with and without `pagemill run`
     #[arg(long, value_name = "DIR")]
     pub configure: Option<PathBuf>,
 }
@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// The names of the subjects here; glibc is the baseline without a preload.
+/// Returns the names of the baseline and of all subjects that are preloaded.
 fn names(ready: &[Ready]) -> impl Iterator<Item = &'static str> {
     let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
     [BASELINE].into_iter().chain(preloaded.map(Ready::name))
@@ -102,7 +102,8 @@ fn program() -> Result<&'static str> {
     found.ok_or_else(|| Error::CannotRun("there is no program `true`".to_owned()))
 }
 
-/// Milliseconds of one run. The program ends at once, so it needs no process group and no timeout.
+/// Runs the program once and returns the milliseconds. The program ends at once, so it needs no process group and no
+/// timeout.
 fn start_and_end(program: &str, ready: Option<&Ready>) -> Result<f64> {
     let mut command = Command::new(program);
     match ready {

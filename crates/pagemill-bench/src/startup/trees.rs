@@ -1,4 +1,5 @@
-//! CPU time that `pagemill run` adds to a tree: one short program, a thousand of them, a configure script.
+//! CPU time that `pagemill run` adds to a process tree: one short program, a thousand short programs, a configure
+//! script.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -16,18 +17,18 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL};
 
-/// Starts of `true` per sample, with `--quick` and in a full run; their CPU times are summed.
+/// Number of starts of `true` per sample (quick, full). The CPU times of a sample are summed.
 const STARTS: (usize, usize) = (20, 100);
-/// Programs that one shell starts: with `--quick`, and in a full run.
+/// Number of programs that one shell starts (quick, full).
 const PROGRAMS: (u32, u32) = (50, 1000);
 
-/// Bounds: CPU time that `pagemill run` adds, relative to what a minimal spawner adds; and CPU times relative to plain
-/// runs.
+/// Bounds of the verdicts. The first is the CPU time that `pagemill run` adds, relative to the time that a minimal
+/// spawner adds. The others are CPU times under `pagemill run`, relative to runs without it.
 const MOST_ADDED: f64 = 1.5;
 const MOST_FOR_PROGRAMS: f64 = 1.15;
 const MOST_FOR_CONFIGURE: f64 = 1.05;
 
-/// Subjects: without a launcher, and under the spawner.
+/// Names of subjects: run without a launcher, and run under the spawner.
 const PLAIN: &str = "none";
 const SPAWNER: &str = "spawner";
 
@@ -39,7 +40,7 @@ const CPU: &str = "cpu_ms";
 const ADDED: &str = "cpu_ms_added";
 const WALL: &str = "wall_ms";
 
-/// Starts a program, waits for it and exits with its status: the minimum for a launcher that stays.
+/// A C program that starts a program, waits for it and exits with its status. A launcher that waits cannot do less.
 const SPAWNER_SOURCE: &str = "
 #include <sys/wait.h>
 #include <unistd.h>
@@ -55,7 +56,7 @@ int main(int argc, char **argv) {
 }
 ";
 
-/// Runs the three cases; adds rows and verdicts.
+/// Runs the three cases; adds rows and verdicts to the report.
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let Some(pagemill) = subject::built_file("pagemill") else {
         report.gap("startup, trees: the command is not built: cargo build --release -p pagemill-cli");
@@ -79,7 +80,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Compiles the spawner; the inner error is a sentence for the list of gaps.
+/// Compiles the spawner with `cc`. The inner error is a sentence for the list of gaps.
 fn spawner(folder: &Path) -> Result<std::result::Result<PathBuf, String>> {
     if !is_installed("cc") {
         return Ok(Err(
@@ -125,8 +126,8 @@ fn run_true(options: &Options, pagemill: &Path, spawner: &Path, book: &mut Book<
     Ok(())
 }
 
-/// CPU time of a command that must succeed, and of all its descendants that are waited for. It ends at once, so it
-/// needs no process group and no timeout.
+/// Runs a command that must succeed. Returns its CPU time, including that of all descendants that were waited for. The
+/// command ends at once, so it needs no process group and no timeout.
 fn cpu_of<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a Path>) -> Result<Duration> {
     child::check_interrupt()?;
     let mut command = Command::new(first);
@@ -151,7 +152,7 @@ fn short_programs(options: &Options, pagemill: &Path, book: &mut Book<&'static s
     })
 }
 
-/// Runs the script in a new folder, as an out-of-tree build.
+/// Runs the configure script in a new folder, as for an out-of-tree build.
 fn configure(options: &Options, pagemill: &Path, source: &Path, book: &mut Book<&'static str>) -> Result<()> {
     let script = source.join("configure");
     let script = script.canonicalize().map_err(doing(format!("looking for {}", script.display())))?;
@@ -163,7 +164,7 @@ fn configure(options: &Options, pagemill: &Path, source: &Path, book: &mut Book<
     })
 }
 
-/// Runs a command alone and under `pagemill run`, round by round. Both must succeed and print the same.
+/// Runs a command alone and under `pagemill run` in each round. Both runs must succeed and print the same.
 fn both(
     options: &Options,
     case: &'static str,
@@ -173,7 +174,7 @@ fn both(
 ) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(common.rounds() * 2);
-    // One unmeasured run fills the page cache.
+    // One unmeasured run fills the kernel's page cache and yields the expected output.
     let reference = once(make()?, None)?;
     for round in 0..common.rounds() {
         for index in 0..2 {
@@ -233,7 +234,7 @@ fn verdicts(report: &mut Report, book: &Book<&'static str>, options: &Options) {
         let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");
         report.verdict(match (book.get(&case, PAGEMILL, metric), book.get(&case, baseline, metric)) {
             (Some(own), Some(base)) => Verdict {
-                // Time divided by time: a larger ratio is worse here.
+                // The ratio is time divided by time, so a larger ratio is worse here.
                 estimate: stats::estimate(&own.ratios(base, Better::Higher)),
                 baseline: baseline.to_owned(),
                 note: String::new(),

@@ -1,5 +1,5 @@
-//! Volatile files, written at full speed into memory that is too small for them. Under a group's limit they must be
-//! removed in time, the oldest first, and no other file may be.
+//! Volatile files, written at full speed into memory that is too small for them. Under the limit of a cgroup the oldest
+//! volatile files must be removed in time, and no other file may be.
 
 use std::time::Duration;
 
@@ -15,19 +15,20 @@ use crate::stats::{self, Better};
 use crate::subject;
 use crate::workload::file_writers::{KEPT, LONGEST_FILL, VOLATILE};
 
-/// Total size of the files that are kept.
+/// Total size in MiB of the files that must not be removed.
 const KEPT_MIB: u64 = 64;
-/// Without a group's limit, files are removed only when the file system is full, which takes longer.
+/// Size of the mount without a cgroup limit. It is smaller, since files are then removed only when the file system is
+/// full.
 const UNLIMITED_SIZE: u64 = 4 << 30;
 const LIMITED_SIZE: u64 = 8 << 30;
-/// Seconds of a run on plain tmpfs, which fills up sooner.
+/// Seconds of a run on plain tmpfs, which soon is full.
 const PLAIN_SECONDS: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
 const PEAK: &str = "peak_mib";
 const UNLIMITED: &str = "unlimited";
 const FAILED_WRITES: &str = "failed_writes";
-/// Losses, none of which is allowed.
+/// Metrics that count losses, none of which is allowed, and their columns.
 const LOSSES: [(&str, &str); 5] = [
     (FAILED_WRITES, "failed writes"),
     ("lost_newest", "newest lost"),
@@ -37,7 +38,8 @@ const LOSSES: [(&str, &str); 5] = [
 ];
 const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK];
 
-/// A number of writers of files of one size, in a group with this limit. The first case also runs without a limit.
+/// Writers of files of one size, in a cgroup with this limit. The first case of each file size and number of writers
+/// also runs without a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     file_mib: u64,
@@ -53,26 +55,25 @@ impl Case {
         format!("{} writer{plural}, files of {} MiB, in {} MiB", self.writers, self.file_mib, self.limit_mib)
     }
 
-    /// MiB that cannot be removed: files that are being written, and files that are kept.
+    /// Returns the MiB that cannot be removed: files that are being written, and files that are kept.
     fn fixed_mib(&self) -> u64 {
         self.writers * self.file_mib + KEPT_MIB
     }
 
-    /// Whether the files that cannot be removed fit, so that there is a result to judge.
+    /// Returns whether the files that cannot be removed fit below the limit. Otherwise there is no speed to judge.
     fn fits(&self) -> bool {
         self.fixed_mib() < self.limit_mib
     }
 
-    /// Number of the last closed files that must be there at the end: two per writer, one per writer, or none,
-    /// depending on what fits below the mark from which files are removed.
-    fn newest(&self) -> u64 {
+    /// Returns how many of the files closed last must still exist at the end: two per writer, one per writer, or none.
+    /// The number depends on how many fit below the memory use from which the controller removes files.
         let mark = self.limit_mib - (self.limit_mib / 5).max(128);
         let fits = |count: &u64| self.fixed_mib() + count * self.file_mib <= mark;
         [2, 1].map(|each| each * self.writers).into_iter().find(fits).unwrap_or(0)
     }
 }
 
-/// Runs the cases; adds rows and verdicts.
+/// Runs the cases; adds rows and verdicts to the report.
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let mounter = Mounter::new(None)?;
@@ -86,7 +87,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
     let progress = Progress::new((cases.len() + groups.len()) * rounds);
     for cases in groups {
-        // The last setup has no limit; all others are compared with it.
+        // The last setup has no limit and is the baseline of the others.
         let limited = cases.iter().map(|&case| (case, Some(case.limit_mib)));
         let setups: Vec<_> = limited.chain([(cases[0], None)]).collect();
         for round in 0..rounds {
@@ -116,7 +117,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// All cases, ordered by file size and number of writers.
+/// Returns all wanted cases, ordered by file size and number of writers.
 fn cases(options: &Options) -> Result<Vec<Case>> {
     let mut cases = Vec::new();
     for file_mib in [4, 64] {
@@ -133,7 +134,7 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
     }
 }
 
-/// Takes one sample in a fresh group on a fresh mount.
+/// Takes one sample in a new cgroup on a new mount.
 fn sample(
     mounter: &Mounter,
     subject: FileSystem,
@@ -154,8 +155,9 @@ fn sample(
     if let Err(why) = lay_out(&mounted, subject) {
         return Ok(Outcome::Failed(why));
     }
-    // The speed counts once as much was written as fits. Before that, the files may take memory that was free for long.
-    // If the host took it back, its first touch is many times slower, and touching other memory does not help.
+    // The speed is measured only after as much was written as fits. Until then, files may get memory that the host of a
+    // virtual machine has taken back; its first touch is many times slower. Touching other memory beforehand does not
+    // help.
     let fill_mib = if subject == STEERED { limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) } else { 0 };
     let options = [
         ("--writers", case.writers),
@@ -175,7 +177,7 @@ fn sample(
             report.gap(format!("{}, {}{limit}: {complaint}", subject.name, case.name()));
         }
     }
-    // The files are charged to the group, so they are removed first.
+    // The files are charged to the cgroup, so the mount is removed before it.
     let ended = mounted.end();
     ended.complaint.into_iter().for_each(|gap| report.gap(gap));
     drop(group);
@@ -186,7 +188,7 @@ fn sample(
     Ok(outcome)
 }
 
-/// Makes the two folders; marks one of them, so that files made in it are volatile.
+/// Makes the folders for volatile and for kept files. Marks the first, so that files made in it are volatile.
 fn lay_out(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), String> {
     let [volatile, kept] = [VOLATILE, KEPT].map(|name| mounted.folder().join(name));
     for folder in [&volatile, &kept] {
@@ -229,7 +231,7 @@ fn verdict(book: &Book<Case>, case: &Case) -> Verdict {
     let count = |metric| book.get(case, STEERED.name, metric).map_or(0.0, |series| series.values().iter().sum());
     let mut losses: Vec<String> = LOSSES
         .into_iter()
-        // Where the files cannot fit, writes fail. Nothing else may happen.
+        // Where the files cannot fit, failed writes are expected. All other losses count.
         .filter(|(metric, _)| case.fits() || *metric != FAILED_WRITES)
         .map(|(metric, name)| (count(metric), name))
         .filter(|(count, _): &(f64, _)| *count > 0.0)
@@ -266,7 +268,7 @@ mod tests {
     fn the_newest_are_those_that_fit() {
         let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.newest();
         assert_eq!([newest(4, 1, 512), newest(4, 8, 512), newest(4, 8, 1024)], [2, 16, 16]);
-        // 64 kept + 128 open leave 192 below 384: three files, so one of each writer.
+        // 64 MiB kept and 128 MiB open leave 192 of 384 MiB, which is room for three files: one for each writer.
         assert_eq!([newest(64, 1, 512), newest(64, 2, 512), newest(64, 4, 512)], [2, 2, 0]);
         assert_eq!([newest(64, 4, 1024), newest(64, 8, 1024)], [4, 0]);
         assert!(SMALL.fits() && !Case { file_mib: 64, writers: 8, limit_mib: 512 }.fits());
@@ -282,7 +284,7 @@ mod tests {
         book
     }
 
-    /// A slow survivor falls short, and so does a fast one that lost a write. Without the baseline, which has no limit,
+    /// A slow run without losses falls short, and so does a fast run with a failed write. Without the baseline run,
     /// there is no verdict.
     #[test]
     fn losses_allow_no_doubt() {
@@ -293,7 +295,7 @@ mod tests {
         assert_eq!(verdict(&Book::new(), &SMALL).state(), State::NotMeasured);
     }
 
-    /// Where the files cannot fit, a failed write is right and a kill is not.
+    /// Where the files cannot fit, failed writes are accepted, but a kill makes the target fall short.
     #[test]
     fn a_kill_is_never_right() {
         let case = Case { file_mib: 64, writers: 8, limit_mib: 512 };

@@ -1,8 +1,7 @@
-//! One process frees much memory and goes on with little work; then another process of its group, on the plain C
-//! library, needs the memory.
+//! One process frees much memory and continues with little work; then another process of its cgroup needs the memory.
 //!
-//! A sample repeats this several times: after each turn of the second process (the newcomer) the first one (the keeper)
-//! fills its memory again.
+//! The first process (the keeper) runs under the measured allocator, the second (the newcomer) under plain glibc. A
+//! sample repeats this several times: after each run of a newcomer the keeper fills its memory again.
 
 use std::time::Duration;
 
@@ -18,7 +17,7 @@ use crate::workload::handover::{freed_sign, taken_sign};
 
 use super::LIMIT_MIB;
 
-/// Memory that the keeper fills and frees. The limit holds this or the newcomer's memory, not both.
+/// Memory that the keeper fills and frees. The limit has room for this memory or for the newcomer's, but not for both.
 const KEEPER_MIB: u64 = 200;
 /// Memory that the newcomer needs.
 const NEWCOMER_MIB: u64 = 180;
@@ -29,11 +28,11 @@ const SPEED: &str = "gib_per_second";
 const SLOWEST: &str = "slowest_ms";
 const REFUSED: &str = "refused";
 const USED: &str = "used_share";
-/// 1 for a sample in which no process was killed, else 0.
+/// Metric: 1 for a sample in which no process was killed, else 0.
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED, USED];
 
-/// Runs the experiment under every allocator; adds rows and verdict.
+/// Runs the experiment under every allocator; adds rows and a verdict to the report.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
     let turns = common.pick(2, 5);
     let progress = Progress::new(ready.len() * common.rounds());
@@ -58,7 +57,7 @@ pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> 
     Ok(())
 }
 
-/// Takes one sample in a fresh group; the inner error is a sentence for the list of gaps.
+/// Takes one sample in a new cgroup. The inner error is a sentence for the list of gaps.
 fn sample(ready: &Ready, turns: u64) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
@@ -80,7 +79,7 @@ fn sample(ready: &Ready, turns: u64) -> Result<std::result::Result<Outcome, Stri
     let keeper = start(&group, &line)?;
     let mut newcomers = Vec::new();
     for turn in 0..turns {
-        // A keeper that ended early was killed or failed; `finish` below reports which.
+        // A keeper that ended early was killed or failed. The outcome of `finish` below tells which.
         if !signs.wait_for(&freed_sign(turn), &keeper, Duration::from_secs(60))? {
             break;
         }
@@ -98,7 +97,7 @@ fn sample(ready: &Ready, turns: u64) -> Result<std::result::Result<Outcome, Stri
     }))
 }
 
-/// Runs the newcomer from start to end.
+/// Runs one newcomer process from start to end.
 fn newcomer(group: &Cgroup) -> Result<Outcome> {
     let (mib, threads) = (NEWCOMER_MIB.to_string(), NEWCOMER_THREADS.to_string());
     let own = child::own_executable()?.display().to_string();
@@ -107,7 +106,7 @@ fn newcomer(group: &Cgroup) -> Result<Outcome> {
     child::outcome("the newcomer's glibc", &finished)
 }
 
-/// Starts a command in the group, without any allocator setting of the caller.
+/// Starts a command in the cgroup, without any allocator setting of the caller.
 pub fn start(group: &Cgroup, line: &[String]) -> Result<Running> {
     let entrance = group.entrance().display().to_string();
     let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
@@ -116,7 +115,7 @@ pub fn start(group: &Cgroup, line: &[String]) -> Result<Running> {
     Running::start(&mut command)
 }
 
-/// The JSON line of a sample: the median and the slowest of the newcomer's turns, and all refused calls.
+/// Returns the JSON line of a sample: the newcomers' median speed and longest time, and all refused calls.
 fn summary(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used_share: f64) -> serde_json::Value {
     let of = |metric: &str| -> Vec<f64> { newcomers.iter().filter_map(|line| line[metric].as_f64()).collect() };
     let refused = of(REFUSED).iter().sum::<f64>() + keeper[REFUSED].as_f64().unwrap_or(0.0);
@@ -166,7 +165,7 @@ fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
     if refused > 0.0 {
         note = format!("{refused} calls were refused; {note}");
     }
-    // Survival is counted, not estimated, so the interval is a point.
+    // The samples are counted exactly, so the interval has zero width.
     let estimate = stats::Estimate { value: share, low: share, high: share, samples: survived.len() };
     Verdict { estimate: Some(estimate), is_lost: share < 1.0 || refused > 0.0, note, ..blank }
 }
@@ -175,7 +174,8 @@ fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
 mod tests {
     use super::*;
 
-    /// The median speed, the slowest turn, and the refused calls of both processes.
+    /// A sample of three turns has the median speed, the longest time, and the refused calls of both processes
+    /// together.
     #[test]
     fn a_sample_sums_up_its_turns() {
         let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, REFUSED: refused });
@@ -186,7 +186,8 @@ mod tests {
         assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST: 90.0, REFUSED: 3.0, USED: 0.5 }));
     }
 
-    /// One lost sample is too many, whatever the others are. Killed peers are named.
+    /// A survived sample of Pagemill reaches the target, and the note names the killed peer. One killed sample makes
+    /// the target fall short.
     #[test]
     fn survival_allows_no_doubt() {
         let (ready, _) = subject::select(&[], |_| true).expect("glibc is always there");

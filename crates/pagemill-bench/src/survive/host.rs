@@ -1,7 +1,8 @@
-//! A machine that another process fills at 1 GiB/s: held free memory must be returned at the same rate, and in time.
+//! A machine that another process fills at 1 GiB/s: a server that holds free memory must return it at the same rate,
+//! and in time.
 //!
-//! The only experiment that uses most of the machine's memory. The filler stops at a floor of available memory, and is
-//! the process that the kernel would kill.
+//! This is the only experiment that uses most of the machine's memory. The process that fills the machine (the
+//! *filler*) stops at a floor of available memory. It is also the process that the kernel would kill first.
 
 use std::time::{Duration, Instant};
 
@@ -18,23 +19,24 @@ use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 use crate::workload::host::{NEAR, READY, STOP, TAKEN};
 
-/// Memory below which the experiment refuses to run.
+/// The least available memory with which the experiment runs.
 const LEAST_BYTES: u64 = 4 << 30;
-/// If other processes use more of one CPU than this, the machine is not idle.
+/// CPUs that other processes may use. Above that, the machine is not idle enough.
 const BUSY_CPUS: f64 = 0.3;
 
 const RATE_MIB: u64 = 1024;
 const LIVE_MIB: u64 = 64;
-/// Interval between samples of the machine and both processes.
+/// Interval between samples of the machine and of both processes.
 const INTERVAL: Duration = Duration::from_millis(5);
-/// The machine is watched for this long after the last byte was taken.
+/// Sampling goes on for this long after the filler has taken its last byte.
 const AFTER: Duration = Duration::from_millis(500);
-/// The server has begun to return memory once it holds this much less; its own work moves less than this.
+/// The server counts as returning memory once its resident memory is lower by this amount. Its own work changes less
+/// than that.
 const GAVE_BYTES: u64 = 128 << 20;
 
-/// Little memory is left once it is within this of the minimum of the run.
+/// Available memory counts as low when it is at most this far above the minimum of the run.
 const LITTLE_BYTES: u64 = 256 << 20;
-/// Time limit of a sample.
+/// The time limit of a sample.
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 const CASE: &str = "host";
@@ -60,13 +62,13 @@ const METRICS: &[&str] = &[
     "refused",
 ];
 
-/// The amounts of memory for each purpose on this machine.
+/// The sizes in bytes that a run uses on this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     total: u64,
-    /// Pagemill should leave this much available.
+    /// Available memory that Pagemill should preserve.
     margin: u64,
-    /// The filler always leaves this much available.
+    /// Available memory that the filler never takes.
     floor: u64,
     /// Free memory that the server holds.
     free: u64,
@@ -77,14 +79,14 @@ impl Plan {
         Self { total, margin: total / 20, floor: total / 40, free: (total / 5 * 2).min(available / 2) }
     }
 
-    /// Memory that the filler takes: all that is available down to the margin, and four fifths of the server's free
-    /// memory.
+    /// Returns the MiB that the filler takes: all available memory down to the margin, and four fifths of the server's
+    /// free memory.
     fn filler_mib(&self, available: u64) -> u64 {
         (available + self.free / 5 * 4).saturating_sub(self.margin) >> 20
     }
 }
 
-/// The machine and both processes at one moment, in bytes.
+/// One sample of the machine and of both processes, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Moment {
     seconds: f64,
@@ -94,11 +96,11 @@ struct Moment {
     is_filling: bool,
 }
 
-/// Checks whether this machine may be filled now.
+/// Checks that the machine has enough memory, is not limited by a cgroup, and is idle.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] with the reason.
+/// [`Error::CannotRun`] with the reason why the machine must not be filled.
 pub fn check_machine() -> Result<()> {
     let available = proc::available_bytes().unwrap_or(0);
     if available < LEAST_BYTES {
@@ -128,11 +130,11 @@ fn busy_cpus((busy, all): (u64, u64), (busy_after, all_after): (u64, u64), cpus:
     busy_after.saturating_sub(busy) as f64 / passed as f64 * cpus as f64
 }
 
-/// Runs the experiment; adds rows and verdicts. Pagemill runs in every round, each peer once.
+/// Runs the experiment; adds rows and verdicts to the report. Pagemill runs in every round, each peer once.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
     let total = proc::total_bytes().ok_or_else(|| Error::CannotRun("there is no /proc/meminfo".to_owned()))?;
     let plan = Plan::new(total, proc::available_bytes().unwrap_or(0));
-    // Touches all memory once, except what the machine itself needs.
+    // Touches all available memory once, except an amount that the system itself needs.
     let warm = proc::available_bytes().unwrap_or(0).saturating_sub(2 * plan.margin);
     child::warm(warm >> 20)?;
     let rounds = common.samples.map_or(common.pick(1, 3), usize::from);
@@ -181,7 +183,7 @@ fn sample(ready: &Ready, plan: &Plan) -> Result<Outcome> {
     })
 }
 
-/// Samples until all is taken and [`AFTER`] has passed, or until either process ends.
+/// Samples until [`AFTER`] has passed since the filler's last byte, or until either process ends.
 fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Result<Vec<Moment>> {
     let (begun, mut taken, mut is_near) = (Instant::now(), None, false);
     let mut trace = Vec::with_capacity(1 << 13);
@@ -203,7 +205,7 @@ fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Resu
             taken = Some(Instant::now());
         }
         let is_over = taken.is_some_and(|taken| taken.elapsed() > AFTER);
-        // The filler stops earlier by itself; this is for a filler that hangs.
+        // The filler normally stops earlier, at its floor. This check is for a filler that hangs.
         let is_in_danger = now.available < plan.floor / 2 || begun.elapsed() > TIMEOUT;
         if is_over || is_in_danger || server.has_ended() || filler.has_ended() {
             return Ok(trace);
@@ -216,7 +218,7 @@ fn resident_bytes(running: &Running) -> u64 {
     proc::resident(running.id()).map_or(0, |memory| memory.all)
 }
 
-/// The JSON line of a sample: figures of the trace, and what both processes report.
+/// Returns the JSON line of a sample: rates and minimum from the trace, and what both processes report.
 fn summary(plan: &Plan, trace: &[Moment], server: &serde_json::Value, filler: &serde_json::Value) -> serde_json::Value {
     let mut line = server.clone();
     let least = trace.iter().map(|moment| moment.available).min().unwrap_or(0);
@@ -234,9 +236,9 @@ fn summary(plan: &Plan, trace: &[Moment], server: &serde_json::Value, filler: &s
     line
 }
 
-/// GiB/s that the server returned and that the filler took, from the moment when little was left and the server had
-/// begun to return memory, until all was taken. None if that moment never came. Earlier returns do not count, since the
-/// memory was not yet needed.
+/// Returns the GiB/s that the server returned and that the filler took. The time runs from the first sample with low
+/// available memory in which the server has begun to return memory, to the filler's last byte. None if there is no such
+/// sample. Earlier returns do not count, since the memory was not yet needed.
 fn rates(trace: &[Moment]) -> Option<(f64, f64)> {
     let held = trace.first()?.server;
     let little = trace.iter().map(|moment| moment.available).min()? + LITTLE_BYTES;
@@ -304,7 +306,8 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// A server of 8 GiB that returns nothing for four seconds, then half of what is taken for four more.
+    /// In the trace the server has 8 GiB. It returns nothing for four seconds, then half as fast as the filler takes.
+    /// Only the later four seconds count: 0.5 GiB/s against 1 GiB/s.
     #[test]
     fn rates_count_from_the_first_gift() {
         let trace: Vec<Moment> = (0..=900)
@@ -327,8 +330,8 @@ mod tests {
         assert!(rates(&trace[..300]).is_none() && rates(&[]).is_none());
     }
 
-    /// Margin and floor are shares of the machine; the filler takes what is above the margin, and most of the server's
-    /// free memory.
+    /// Margin and floor are fixed fractions of the machine's memory. The filler takes what is available above the
+    /// margin, and four fifths of the server's free memory.
     #[test]
     fn the_plan_leaves_the_machine_its_part() {
         let plan = Plan::new(20 * GIB, 19 * GIB);
@@ -338,7 +341,7 @@ mod tests {
         assert!(Plan::new(20 * GIB, 4 * GIB).free <= 2 * GIB);
     }
 
-    /// Half of two CPUs is one.
+    /// Half of all ticks busy on two CPUs is one CPU.
     #[test]
     fn busy_is_counted_in_cpus() {
         assert_eq!(busy_cpus((100, 1000), (150, 1100), 2), 1.0);

@@ -1,9 +1,9 @@
-//! Whether another process can use memory that one process freed, by the size of the allocations.
+//! Tests whether memory that one process freed can be used by another, for each size of allocations.
 //!
-//! Processes under the measured allocator (*keepers*) fill a control group with allocations of one size and free all or
-//! nine tenths of them. Then a process with the C library's malloc (the *newcomer*) allocates in that group.
+//! Processes under the measured allocator (*keepers*) fill a cgroup with allocations of one size and free all of them
+//! or nine tenths. Then a process with the C library's malloc (the *newcomer*) allocates memory in that cgroup.
 //!
-//! A sample counts as lost if any process of the group was killed, or if malloc failed in any of them.
+//! A sample is lost if any process of the cgroup was killed, or if malloc failed in any of them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -25,44 +25,46 @@ use crate::subject::{PAGEMILL, Ready, Role};
 use crate::workload::handover::taken_sign;
 use crate::workload::pieces::{Freed, Load, keeper_sign};
 
-/// The limit around all processes of a sample.
+/// The memory limit around all processes of a sample.
 const LIMIT_MIB: u64 = 140;
-/// Memory that all keepers fill together.
+/// Memory that all keepers together fill.
 const KEEPERS_MIB: u64 = 100;
 const NEWCOMER_MIB: u64 = 70;
 const NEWCOMER_THREADS: u64 = 2;
-/// The tree's own limit, in the variant that has one. The filled memory fits into it.
+/// The limit of the process tree itself, in the variant that has one. The keepers' memory fits below it.
 const TREE_LIMIT: &str = "128M";
 
 const SIZES: &[u64] = &[16, 64, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
 const QUICK_SIZES: &[u64] = &[4 << 10, 1 << 20];
-/// From this size on, pieces have OS pages of their own, so an allocator can return pages freed at random.
+/// The smallest size with which an allocator can return memory that was freed at random. Allocations from this size on
+/// have OS pages of their own.
 const RANDOM_FROM: u64 = 64 << 10;
 
-/// Pauses between the last free and the newcomer's start, taken in turn: the longer ones meet a governor that sleeps.
+/// Pauses between the last free and the start of the newcomer. Trials use them alternately; with the longer ones,
+/// Pagemill's periodic reclaim is asleep when the newcomer starts.
 const PAUSES: [Duration; 3] = [Duration::ZERO, Duration::from_millis(300), Duration::from_millis(1500)];
 
 const SPEED: &str = "gib_per_second";
 const SLOWEST: &str = "slowest_ms";
 const REFUSED: &str = "refused";
-/// 1 for a sample in which no process was killed and nothing was refused, else 0.
+/// Metric: 1 for a sample in which no process was killed and no malloc failed, else 0.
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED];
 
-/// What the keepers do.
+/// The number of keepers, and which allocations they free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub enum Variant {
-    /// One process frees all pieces
+    /// One process frees all allocations
     All,
-    /// One process frees nine tenths, in runs of 1 MiB
+    /// One process frees nine tenths of its allocations, in runs of 1 MiB
     Runs,
-    /// One process frees nine tenths at random; sizes from 64 KiB
+    /// One process frees nine tenths of its allocations at random; sizes from 64 KiB
     Random,
-    /// Three processes with a third each free all pieces
+    /// Three processes, each with a third of the memory, free all allocations
     Several,
-    /// One process frees all pieces and then uses a fifth of a CPU
+    /// One process frees all allocations and then uses a fifth of a CPU
     Busy,
-    /// One process of a tree with its own limit (`pagemill run --limit`) frees all pieces
+    /// One process of a tree with its own limit (`pagemill run --limit`) frees all allocations
     Limit,
 }
 
@@ -100,17 +102,17 @@ impl Variant {
     }
 }
 
-/// Variant and size; in the order of the tables.
+/// Variant and size, which also order the tables.
 type Case = (Variant, u64);
 
-/// Runs all variants and sizes under every allocator; adds rows and verdicts.
+/// Runs all variants and sizes under every allocator; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] for a size smaller than a list's link, or larger than the keepers' memory.
+/// [`Error::CannotRun`] for a size smaller than the link of a list, or larger than the keepers' memory.
 pub fn run(options: &Options, ready: &[Ready], report: &mut Report) -> Result<()> {
     let (common, cases) = (&options.common, cases(options)?);
-    // A quick run only checks that the cases work; survival rates need the full run.
+    // A quick run only checks that the cases work. Survival rates need a full run.
     let trials = options.trials.map_or(common.pick(1, common.rounds()), usize::from);
     let progress = Progress::new(cases.len() * trials * ready.len());
     let mut book = Book::new();
@@ -163,12 +165,12 @@ fn case_name((variant, size): Case) -> String {
 
 fn enter(book: &mut Book<Case>, case: Case, name: &'static str, outcome: &Outcome) {
     book.enter(&case, name, METRICS, outcome);
-    // A workload that failed did not survive; its message is among the gaps.
+    // A workload that failed counts as not survived; its message is among the gaps.
     let is_alive = matches!(outcome, Outcome::Measured(line) if line[REFUSED].as_f64() == Some(0.0));
     book.enter_value(&case, name, SURVIVED, f64::from(u8::from(is_alive)));
 }
 
-/// Takes one sample in a fresh group; the inner error is a sentence for the list of gaps.
+/// Takes one sample in a new cgroup. The inner error is a sentence for the list of gaps.
 fn sample(ready: &Ready, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
@@ -185,8 +187,8 @@ fn sample(ready: &Ready, case: Case, pause: Duration) -> Result<std::result::Res
     }
     for (index, keeper) in (0..).zip(&keepers) {
         if !signs.wait_for(&keeper_sign(index), keeper, Duration::from_secs(60))? {
-            // The filled memory fits under every allocator, so a keeper that ends here shows nothing about returning
-            // memory.
+            // The keepers' memory fits under every allocator. A keeper that ends here was therefore not killed for lack
+            // of memory.
             return Ok(Ok(Outcome::Failed("a keeper ended before it had freed its pieces".to_owned())));
         }
     }
@@ -214,7 +216,7 @@ fn sample(ready: &Ready, case: Case, pause: Duration) -> Result<std::result::Res
     }))
 }
 
-/// The command line of a keeper; the outer error is a sentence for the list of gaps.
+/// Returns the command line of a keeper. The outer error is a sentence for the list of gaps.
 fn keeper_line(
     ready: &Ready,
     (variant, size): Case,
@@ -267,7 +269,7 @@ fn rows(report: &mut Report, book: &Book<Case>, case: Case, ready: &[Ready]) {
     }
 }
 
-/// A verdict on all sizes of a variant: one lost sample is too many.
+/// Judges all sizes of a variant together. One lost sample makes the target fall short.
 fn verdict(book: &Book<Case>, variant: Variant, cases: &[Case]) -> Verdict {
     let target = format!("survive, pieces of one size, {}: samples without a kill or refusal", variant.words());
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
@@ -288,7 +290,7 @@ fn verdict(book: &Book<Case>, variant: Variant, cases: &[Case]) -> Verdict {
         false => format!("lost: {}", lost.join(", ")),
     };
     let share = all.iter().sum::<f64>() / all.len() as f64;
-    // Survival is counted, not estimated, so the interval is a point.
+    // The samples are counted exactly, so the interval has zero width.
     let estimate = stats::Estimate { value: share, low: share, high: share, samples: all.len() };
     Verdict { estimate: Some(estimate), is_lost: share < 1.0, note, ..blank }
 }
@@ -298,7 +300,8 @@ mod tests {
     use super::*;
     use crate::report::State;
 
-    /// One lost sample of one size misses the target, and is named; a refused call counts as a loss.
+    /// Of three samples of one size, one is killed and one has a failed malloc: the target falls short, and the note
+    /// has the count. A variant without a loss reaches its target.
     #[test]
     fn one_lost_sample_is_too_many() {
         let cases = [(Variant::All, 512), (Variant::All, 4096), (Variant::Runs, 512)];

@@ -1,4 +1,4 @@
-//! Latency from a request to a sibling until the memory is returned. Only Pagemill has such requests.
+//! Latency from a request to a sibling until the sibling returns the memory. Only Pagemill has such requests.
 
 use std::process::Command;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::report::{Place, Report};
 use crate::stats::Better;
 use crate::subject::{self, PAGEMILL, Ready};
 
-/// Free memory that the sibling holds (quick, full).
+/// MiB of free memory that the sibling holds (quick, full).
 const HOARD_MIB: (u64, u64) = (256, 1024);
 
 /// MiB per request, and number of requests (quick, full).
@@ -20,7 +20,7 @@ const MEDIAN: &str = "median_us";
 const P99: &str = "p99_us";
 const LATE: &str = "late";
 
-/// Runs the experiment under Pagemill, if that is among the subjects; adds rows.
+/// Runs the experiment under Pagemill, if Pagemill is among the subjects; adds rows to the report.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
     let Some(pagemill) = ready.iter().find(|ready| ready.name() == PAGEMILL) else { return Ok(()) };
     let hoard_mib = common.pick(HOARD_MIB.0, HOARD_MIB.1);

@@ -1,4 +1,4 @@
-//! Writers in a control group that can hold their live memory, but not that and the memory that they freed.
+//! Writers in a cgroup whose limit has room for their live memory, but not also for the memory that they freed.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ use crate::subject::{self, PAGEMILL, Ready, Role};
 
 use super::{LIMIT_MIB, Options};
 
-/// Live memory of all writers together. The memory freed by one phase does not fit beside it.
+/// Live memory of all writers together. With the memory freed in one phase it would exceed the limit.
 const LIVE_MIB: u64 = 160;
-/// A sample must free this many times the limit to count. All written memory is freed.
+/// A sample must free at least this many times the limit to prove anything. The writers free all that they write.
 const FREED_LIMITS: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
@@ -22,7 +22,7 @@ const REFUSED: &str = "refused";
 const USED: &str = "used_share";
 const METRICS: &[&str] = &[SPEED, REFUSED];
 
-/// Number of processes, and of writers in each.
+/// Number of processes, and number of writers in each process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     processes: u64,
@@ -47,7 +47,7 @@ const CASES: [Case; 6] = [
     Case { processes: 2, writers: 4 },
 ];
 
-/// Runs the cases under every allocator that keeps free memory; adds rows and verdicts.
+/// Runs the cases under every allocator that retains free memory; adds rows and verdicts to the report.
 pub fn run(options: &Options, ready: &[Ready], report: &mut Report) -> Result<()> {
     let common = &options.common;
     let ready: Vec<&Ready> = ready.iter().filter(|ready| ready.subject.role != Role::ReturningAtOnce).collect();
@@ -81,7 +81,7 @@ pub fn run(options: &Options, ready: &[Ready], report: &mut Report) -> Result<()
     Ok(())
 }
 
-/// Adds a gap if a sample freed too little to prove anything. The first process stands for all.
+/// Adds a gap if a sample freed too little memory to prove anything. The speed of the first process is taken for all.
 fn note_idlers(report: &mut Report, case: Case, ready: &Ready, written_gib: f64) {
     if written_gib * 1024.0 < (FREED_LIMITS * LIMIT_MIB) as f64 {
         report.gap(format!(
@@ -92,7 +92,7 @@ fn note_idlers(report: &mut Report, case: Case, ready: &Ready, written_gib: f64)
     }
 }
 
-/// Takes one sample in a fresh group. Returns its outcome, and the group's peak as a share of its limit.
+/// Takes one sample in a new cgroup. Returns its outcome, and the cgroup's peak as a fraction of its limit.
 fn sample(ready: &Ready, case: Case, seconds: u64) -> Result<std::result::Result<(Outcome, f64), String>> {
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
         Ok(group) => group,

@@ -1,11 +1,11 @@
-//! Generates traces: sequences of page requests.
+//! Generates traces, which are sequences of page requests.
 //!
-//! A trace depends on the number of pages (its footprint), on the size of the cache for some kinds, and on a seed. The
-//! same three give the same trace.
+//! A trace depends on its kind, on the number of pages (the footprint), for some kinds on the size of the cache, and on
+//! a seed. Equal inputs give an equal trace.
 
 use crate::stats::Random;
 
-/// A Zipf distribution over a set of pages, in random order.
+/// A Zipf distribution over pages. The pages are assigned to ranks in random order.
 struct Zipf {
     sums: Vec<f64>,
     pages: Vec<u32>,
@@ -34,28 +34,29 @@ impl Zipf {
     }
 }
 
-/// The kinds of traces.
+/// The kinds of traces. A *footprint* is the number of distinct pages that a trace may request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
-    /// Independent requests; the page of rank r has a frequency proportional to r^-x, with this exponent x.
+    /// Independent requests. The page of rank r has a frequency proportional to r^-x, where x is the exponent given.
     Zipf(f64),
-    /// Half of the requests loop over a twentieth of the footprint; the other half scan the rest repeatedly.
+    /// One half of the requests loop over a twentieth of the footprint; the other half scan the rest again and again.
     ScanLoop,
-    /// A loop over a tenth more pages than the cache has.
+    /// A loop over more pages than the cache has room for, by one tenth.
     Loop,
-    /// Nine of ten requests are for random pages of a set, a twentieth of the footprint; one is for any page. After ten
-    /// requests for each page of the set, half of the set is replaced.
+    /// Nine of ten requests are for random pages of a working set, which is a twentieth of the footprint; the tenth is
+    /// for any page. After ten requests for each page of the working set, half of it is replaced.
     Shift,
-    /// Random pages of a set, a twentieth of the footprint. Every forty requests, one page of the set is replaced.
+    /// Requests for random pages of a working set, which is a twentieth of the footprint. Every forty requests, one
+    /// page of the set is replaced.
     Slide,
-    /// Zipf 1.0 on half of the footprint, interrupted by scans in the other half, each over a tenth of the footprint.
-    /// One request in six belongs to a scan.
+    /// A Zipf trace with exponent 1.0 on half of the footprint, interrupted by scans in the other half. Each scan
+    /// covers a tenth of the footprint. One request in six belongs to a scan.
     Polluted,
-    /// Zipf 0.9. Each drawn page is requested one to four times more, each time within the next 63 draws.
+    /// A Zipf trace with exponent 0.9. Each drawn page is requested one to four times more, within the next 63 draws.
     Bursts,
 }
 
-/// All kinds, with their names.
+/// All kinds of traces with their names.
 pub const KINDS: [(&str, Kind); 11] = [
     ("zipf-0.8", Kind::Zipf(0.8)),
     ("zipf-0.9", Kind::Zipf(0.9)),
@@ -70,7 +71,7 @@ pub const KINDS: [(&str, Kind); 11] = [
     ("bursts", Kind::Bursts),
 ];
 
-/// Makes a trace of `requests` page numbers below `pages`, for a cache of `size` pages.
+/// Makes a trace of `requests` page numbers below `pages`, for a cache with room for `size` pages.
 pub fn trace(kind: Kind, pages: usize, size: usize, requests: usize, seed: u64) -> Vec<u32> {
     let random = &mut Random::new(seed);
     let set = pages / 20;
@@ -142,7 +143,7 @@ fn bursts(pages: usize, requests: usize, random: &mut Random) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// A trace has the requested length, stays inside the footprint, and is the same for the same seed.
+    /// Each trace has the requested length, contains only pages of the footprint, and is the same for the same seed.
     #[test]
     fn traces_are_what_was_asked_for() {
         for (name, kind) in KINDS {
@@ -153,7 +154,7 @@ mod tests {
         }
     }
 
-    /// The most frequent page of Zipf 1.0 on 2000 pages gets one of 8.2 requests.
+    /// In a Zipf trace with exponent 1.0 on 2000 pages, one of 8.2 requests is for the most frequent page.
     #[test]
     fn zipf_has_its_shape() {
         let made = trace(Kind::Zipf(1.0), 2000, 0, 100_000, 1);

@@ -1,7 +1,7 @@
-//! Hit ratios on generated traces: the page cache's eviction policy beside others.
+//! Hit ratios on generated traces: the page cache's eviction policy, compared with LRU, CLOCK, S3-FIFO and SIEVE.
 //!
-//! Pages are only numbers here, and nothing is timed, so the results are the same on every machine. The policy is the
-//! module that the page cache itself uses.
+//! Pages are only numbers in this experiment, and nothing is timed, so the results are the same on every machine.
+//! Pagemill's policy is run by the same module that the page cache uses.
 
 mod generate;
 mod own;
@@ -20,13 +20,13 @@ const PEERS: [&str; 4] = ["lru", "clock", S3_FIFO, "sieve"];
 const HIT_RATIO: &str = "hit_percent";
 
 const PAGES: (usize, usize) = (20_000, 100_000);
-/// Requests for each page of the footprint.
+/// Number of requests for each page of the footprint.
 const REQUESTS: usize = 20;
 /// Sizes of the cache, in percent of the footprint.
 const PERCENT: [usize; 3] = [1, 10, 25];
-/// The first requests fill the cache and do not count: one in so many of all requests.
+/// The first requests only fill the cache and do not count. They are all requests divided by this number.
 const WARM_DIVISOR: usize = 5;
-/// The seed from which the seed of each round is derived.
+/// The seed of the first round; each later round adds its number.
 const SEED: u64 = 0x7061_6765_6d69_6c6c;
 
 /// Options of the experiment.
@@ -34,15 +34,16 @@ const SEED: u64 = 0x7061_6765_6d69_6c6c;
 pub struct Options {
     #[command(flatten)]
     pub common: Common,
-    /// Pages of the footprint (default 100000, with --quick 20000); each trace has 20 times as many requests
+    /// Number of distinct pages in a trace (default 100000, with --quick 20000); each trace has 20 times as many
+    /// requests
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1000..10_000_000))]
     pub pages: Option<u32>,
-    /// Only these traces, separated by commas
+    /// Run only these traces, separated by commas
     #[arg(long, value_delimiter = ',', value_name = "TRACE")]
     pub traces: Vec<String>,
 }
 
-/// Trace, and the cache's share of the footprint.
+/// Index of the trace, and size of the cache in percent of the footprint.
 type Case = (usize, usize);
 
 /// Runs the experiment and returns the report.
@@ -167,7 +168,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
     report.verdict(mean);
 }
 
-/// The lead of the mean of all cases over S3-FIFO's mean, in percentage points, by round.
+/// Returns for each round by how many percentage points Pagemill's mean over all cases exceeds S3-FIFO's.
 fn ahead_of_s3(book: &Book<Case>) -> Option<Vec<f64>> {
     let cases = book.cases();
     let both = |case: &&Case| Some((ratios(book, case, PAGEMILL)?, ratios(book, case, S3_FIFO)?));

@@ -1,4 +1,4 @@
-//! Pagemill's own eviction policy on a trace: the module of the page cache, with numbers as pages.
+//! Runs Pagemill's own eviction policy on a trace. The policy is the module of the page cache; pages are only numbers.
 
 use std::cell::Cell;
 
@@ -6,10 +6,10 @@ use pagemill::mapping::order::{FolioState, Folios, GhostKey, Order};
 
 use super::peers::Policy;
 
-/// The most uses that a folio's state word counts.
+/// The largest number of uses that the state word of a folio counts.
 const MOST_USES: u8 = 2;
 
-/// Number of uses of each frame.
+/// The number of uses of each frame.
 struct Frames(Vec<Cell<u8>>);
 
 impl Folios for Frames {
@@ -27,10 +27,10 @@ impl Folios for Frames {
     }
 }
 
-/// Marks the absence of a frame.
+/// Stands for the absence of a frame or page.
 const NONE: u32 = u32::MAX;
 
-/// A cache of frames with this policy.
+/// A cache of page numbers with Pagemill's eviction policy.
 pub struct Own {
     order: Order,
     frames: Frames,
@@ -40,11 +40,11 @@ pub struct Own {
 }
 
 impl Own {
-    /// Makes an empty cache of `size` frames.
+    /// Makes an empty cache of `size` frames, for page numbers below `pages`.
     ///
     /// # Errors
     ///
-    /// If there is no address space for its tables.
+    /// If there is no address space for the tables of the policy.
     pub fn new(pages: usize, size: usize) -> pagemill::Result<Self> {
         let order = Order::new(size)?;
         order.begin(size as u64);
@@ -53,7 +53,7 @@ impl Own {
         Ok(Self { order, frames, page_of: Vec::new(), frame_of: vec![NONE; pages], size })
     }
 
-    /// Returns a frame for another page, evicting if necessary; `None` if no frame can be freed.
+    /// Returns a frame for another page, and evicts a page if necessary; `None` if no frame can be freed.
     fn make_room(&mut self) -> Option<u32> {
         if self.page_of.len() < self.size {
             self.page_of.push(NONE);

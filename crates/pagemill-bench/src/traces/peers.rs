@@ -1,25 +1,25 @@
 //! Eviction policies as their papers describe them, on pages of one size.
 //!
 //! - LRU: evicts the least recently used page.
-//! - CLOCK: a ring of pages with reference bits. The hand clears set bits and evicts the first page without one. F.
-//!   Corbato, 1968.
-//! - S3-FIFO: a small queue of a tenth, a main queue, and a ghost queue as long as the main queue may be. J. Yang and
-//!   others, SOSP 2023, algorithm 1.
+//! - CLOCK: a ring of pages with reference bits. The clock hand clears set bits and evicts the first page without one.
+//! F. Corbato, 1968.
+//! - S3-FIFO: a small queue for a tenth of the pages, a main queue, and a ghost queue with as many entries as the main
+//! queue has room for. J. Yang and others, SOSP 2023, algorithm 1.
 //! - SIEVE: one queue. The hand moves from the oldest to the newest page, clears set bits, and evicts the first page
-//!   without one; pages that stay are not moved. Y. Zhang and others, NSDI 2024, algorithm 1.
+//! without one. Pages that stay are not moved. Y. Zhang and others, NSDI 2024, algorithm 1.
 
 use std::collections::VecDeque;
 
-/// A cache of pages, by their numbers.
+/// A cache of page numbers with an eviction policy.
 pub trait Policy {
-    /// Requests a page, which is in the cache afterwards. Returns whether it was a hit.
+    /// Requests a page, which enters the cache if it is not there. Returns whether it was a hit.
     fn access(&mut self, page: u32) -> bool;
 }
 
-/// Marks the absence of a page.
+/// Stands for the absence of a page.
 const NONE: u32 = u32::MAX;
 
-/// A doubly linked list of pages, from which any page can be removed.
+/// A doubly linked list of pages that can remove any page in constant time.
 struct List {
     newer: Vec<u32>,
     older: Vec<u32>,
@@ -159,7 +159,7 @@ impl Policy for Sieve {
     }
 }
 
-/// The queue of S3-FIFO in which a page is.
+/// The queue of S3-FIFO that a page is in.
 #[derive(Clone, Copy, PartialEq)]
 enum Place {
     Out,
@@ -170,7 +170,7 @@ enum Place {
 pub struct S3Fifo {
     small: VecDeque<u32>,
     main: VecDeque<u32>,
-    /// Pages with the number of their entry. An entry is stale unless its number is the page's latest.
+    /// Each entry is a page and the number of the entry. An entry is stale if the page has a later number or none.
     ghosts: VecDeque<(u32, u32)>,
     ghost_of: Vec<u32>,
     next_ghost: u32,
@@ -272,20 +272,21 @@ mod tests {
         trace.iter().map(|page| if policy.access(*page) { '+' } else { '-' }).collect()
     }
 
-    /// By hand, with room for three pages: the pages that are left show which ones were evicted.
+    /// Each policy runs a short trace with room for three pages. The hits and misses, computed by hand, show which
+    /// pages were evicted.
     #[test]
     fn each_drops_the_page_that_its_paper_says() {
-        // LRU: 0 is the most recent of the first three, so 3 evicts 1, and 1 evicts 2.
+        // LRU: page 0 is the most recent of the first three pages, so 3 evicts 1, and 1 evicts 2.
         assert_eq!(hits(&mut Lru::new(9, 3), &[0, 1, 2, 0, 3, 0, 1, 2]), "---+-+--");
-        // CLOCK: the bit of 0 is set, so it stays and 3 evicts 1; then the hand is at 2.
+        // CLOCK: the reference bit of page 0 is set, so 0 stays and 3 evicts 1. The hand is then at 2.
         assert_eq!(hits(&mut Clock::new(9, 3), &[0, 1, 2, 0, 3, 0, 2, 1, 0]), "---+-++-+");
-        // SIEVE: the bit of 0 is set, so it stays and 1 is evicted. The hand stays behind it, so 4 evicts 2, though 0
-        // is older.
+        // SIEVE: the reference bit of page 0 is set, so 0 stays and 3 evicts 1. The hand is then behind 0, so 4 evicts
+        // 2, although 0 is older.
         assert_eq!(hits(&mut Sieve::new(9, 3), &[0, 1, 2, 0, 3, 4, 0, 3, 2]), "---+--++-");
     }
 
-    /// With room for ten pages: a page used twice moves to main, and a scan does not. A page that returns soon moves to
-    /// main, too.
+    /// With room for ten pages: a page with two hits moves to the main queue and survives a scan. A page that is
+    /// requested again soon after its eviction is found as a ghost and enters the main queue.
     #[test]
     fn s3_fifo_lets_scans_pass() {
         let mut cache = S3Fifo::new(100, 10);
