@@ -1,4 +1,4 @@
-//! Cost of a watching controller for programs that create, stat and remove many small files.
+//! Cost of Pagemill's mount controller for programs that create, stat and remove many small files.
 
 use std::time::Duration;
 
@@ -12,10 +12,11 @@ use crate::stats::{self, Better};
 
 const FILES: (usize, usize) = (10_000, 100_000);
 const PER_DIRECTORY: u64 = 1000;
-/// Samples (quick, full). Differences of a few percent in samples of a second need more samples than usual.
+/// Number of samples (quick, full). Differences of a few percent in samples of one second need more samples than other
+/// experiments.
 const ROUNDS: (usize, usize) = (5, 15);
 
-/// The operations on each file, and the bound on each relative to the speed of plain tmpfs.
+/// The operations on each file: metric, column, and the bound on the speed relative to plain tmpfs.
 const TARGETS: [(&str, &str, f64); 5] = [
     (CREATE, "create, write 100 B, close", 0.7),
     ("stat", "stat", 0.95),
@@ -24,10 +25,10 @@ const TARGETS: [(&str, &str, f64); 5] = [
     ("find", "find", 0.95),
 ];
 const CREATE: &str = "create";
-/// Of creation, in folders marked `huge=never`.
+/// The bound on the speed of creation in folders marked `huge=never`.
 const CREATE_NEVER: f64 = 0.9;
 
-/// Where the files are made.
+/// Number of files, and whether their folders are marked `huge=never`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     files: usize,
@@ -63,7 +64,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
     let mut report = Report::new("metadata", common.json);
     gaps.into_iter().for_each(|gap| report.gap(gap));
     let files = common.pick(FILES.0, FILES.1);
-    // A page of content for each file, and the kernel's metadata of it.
+    // Each file takes a page of content and some metadata of the kernel.
     child::warm(files as u64 * 6 / 1024 + 64)?;
     let cases = [false, true].map(|is_never| Case { files, is_never });
     let plan = Plan {

@@ -1,4 +1,4 @@
-//! Experiments on file systems in memory: plain tmpfs with each setting for huge pages, and Pagemill's mount.
+//! Experiments on file systems in memory: tmpfs with each setting for huge pages, compared with Pagemill's mount.
 
 pub mod iozone;
 pub mod mapping;
@@ -17,7 +17,7 @@ use crate::report::Report;
 use crate::subject;
 use mount::{FileSystem, Mounted, Mounter};
 
-/// Options of all experiments on files.
+/// Command-line options of the experiments on files.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FileOptions {
     #[command(flatten)]
@@ -27,15 +27,15 @@ pub struct FileOptions {
     pub dir: Option<PathBuf>,
 }
 
-/// Option of a workload that keeps its files in its own process.
+/// Workload option: store the files in a page cache of the workload's own process.
 const CACHED: &str = "--cached";
 
-/// Cases, and the arguments with which a workload runs each of them on a mounted file system.
+/// The cases of an experiment on files, and the arguments with which a workload runs each of them.
 pub struct Plan<'a, Case> {
     pub cases: &'a [Case],
     pub rounds: usize,
     pub size_bytes: u64,
-    /// The fields of the workload's JSON line.
+    /// The metrics, which are keys of the workload's JSON line.
     pub metrics: &'a [&'static str],
     pub arguments: &'a dyn Fn(&Case) -> Vec<String>,
     pub name: &'a dyn Fn(&Case) -> String,
@@ -43,7 +43,8 @@ pub struct Plan<'a, Case> {
 }
 
 impl<Case: Ord + Clone> Plan<'_, Case> {
-    /// Runs every case on every file system, interleaved. Each sample has a mount of its own.
+    /// Runs every case on every file system and returns the samples. The file systems alternate, and each sample has a
+    /// new mount.
     ///
     /// # Errors
     ///
@@ -84,27 +85,28 @@ impl<Case: Ord + Clone> Plan<'_, Case> {
     }
 }
 
-/// Arguments of a workload: its folder, and the device number by which it checks that the mount is still there.
+/// Returns workload arguments with the folder of the files and the device number by which the workload checks that the
+/// mount is still there.
 pub fn place(mounted: &Mounted) -> [String; 4] {
     let folder = mounted.folder().display().to_string();
     ["--folder".to_owned(), folder, "--device".to_owned(), mounted.device().to_string()]
 }
 
-/// The same, as parsed by a workload.
+/// The folder and device number of [`place`], as parsed by a workload.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Place {
-    // Workloads with an optional place could not be parsed if these were required. Workloads that need one check it
-    // themselves.
-    /// The file system's root, or a folder in it
+    // Neither option is required, so that workloads with an optional place can be parsed. Workloads that need a place
+    // check it themselves.
+    /// The root of the file system, or a folder in it
     #[arg(long, required = false, requires = "device")]
     pub folder: PathBuf,
-    /// Its device number
+    /// The device number of that file system
     #[arg(long, required = false, requires = "folder")]
     pub device: u64,
 }
 
 impl Place {
-    /// Fails if another file system is mounted there now.
+    /// Fails if another file system is mounted on the folder now.
     pub fn check(&self) -> std::result::Result<(), String> {
         mount::assert_tmpfs(&self.folder, self.device)
     }

@@ -1,7 +1,7 @@
-//! File systems in memory: mounted for a sample, checked while it runs, unmounted after it.
+//! File systems in memory: mounted for one sample, checked while it runs, and unmounted after it.
 //!
-//! All mounts are made in a private mount namespace. Even if the bench is killed, they go with its last process, and no
-//! other process sees them. The bench unmounts only what it mounted.
+//! All mounts are made in a private mount namespace. No other process sees them, and they vanish with the last process
+//! of the bench, even if the bench is killed. The bench unmounts only what it mounted.
 
 use std::ffi::CString;
 use std::fs;
@@ -18,26 +18,26 @@ use crate::error::{Error, Result, doing};
 use crate::native;
 use crate::subject::{self, PAGEMILL};
 
-/// The type that `statfs` reports for tmpfs.
+/// The file-system type that `statfs` reports for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// Time limit of `pagemill mount` to mount, and to unmount.
+/// Time limit for `pagemill mount` to mount, and to unmount.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A subject of the comparison.
+/// A file system that is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
-    /// Stable name of the file system in tables, JSON and `--only`.
+    /// The stable name of the file system in tables, in JSON and for `--only`.
     pub name: &'static str,
     kind: Kind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// tmpfs with this setting for huge pages.
+    /// tmpfs with this value of its mount option `huge`.
     Tmpfs(&'static str),
-    /// Pagemill's mount, which chooses huge pages per file.
+    /// `pagemill mount`, whose controller decides on huge pages for each file.
     Steered,
-    /// A page cache in the workload's process: nothing to mount.
+    /// A page cache inside the workload's process, so that nothing is mounted.
     Cache,
 }
 
@@ -48,23 +48,23 @@ pub const STEERED: FileSystem = FileSystem { name: PAGEMILL, kind: Kind::Steered
 pub const CACHE: FileSystem = FileSystem { name: "cache", kind: Kind::Cache };
 
 impl FileSystem {
-    /// Whether there is something to mount; otherwise the workload keeps its files in its own process.
+    /// Returns whether the file system is mounted. If not, the workload stores its files in its own process.
     pub fn is_mounted(self) -> bool {
         self.kind != Kind::Cache
     }
 }
 
-/// How a file system was made, and so how it is removed.
+/// How a file system came to be mounted, which determines how it is removed.
 #[derive(Debug)]
 enum Origin {
-    /// Mounted before by the user; only the bench's folder in it is removed.
+    /// The user mounted it beforehand. Only the bench's folder in it is removed.
     Given,
     Mounted,
-    /// Mounted by a resident controller, which unmounts it when asked to end.
+    /// A `pagemill mount` process mounted it, and unmounts it when it is asked to end.
     Steered(Running),
 }
 
-/// A mounted file system; dropping it unmounts it.
+/// A mounted file system. Dropping it unmounts it.
 #[derive(Debug)]
 pub struct Mounted {
     origin: Option<Origin>,
@@ -72,28 +72,29 @@ pub struct Mounted {
     folder: TempDir,
 }
 
-/// The result of an unmount.
+/// The result of unmounting a file system.
 #[derive(Debug, Default)]
 pub struct Ended {
-    /// A message if the controller did not unmount by itself.
+    /// A message, if the controller did not unmount the file system by itself.
     pub complaint: Option<String>,
-    /// Standard error of the controller, in one line.
+    /// The controller's standard error, as one line.
     pub said: String,
 }
 
-/// Mounts file systems.
+/// Mounts file systems in a private mount namespace.
 #[derive(Debug)]
 pub struct Mounter {
-    /// A folder that Pagemill already serves, given by the user.
+    /// A folder given by the user, on which a `pagemill mount` is already active.
     given: Option<PathBuf>,
 }
 
 impl Mounter {
-    /// Moves this thread, and all threads and processes that it starts, into a mount namespace of their own.
+    /// Moves the calling thread into a new mount namespace. Threads and processes that it starts later are in that
+    /// namespace, too.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] if mounting is not permitted, or if the folder is no tmpfs.
+    /// [`Error::CannotRun`] if mounting is not permitted, or if the given folder is not on a tmpfs.
     pub fn new(given: Option<&Path>) -> Result<Self> {
         let refused = |cause| Error::CannotRun(format!("mounting is not permitted here ({cause}); it takes root"));
         if let Some(folder) = given {
@@ -101,17 +102,18 @@ impl Mounter {
             assert_tmpfs(folder, device).map_err(Error::CannotRun)?;
         }
         native::unshare_mounts().map_err(refused)?;
-        // Later mounts and unmounts of the host still propagate to the bench; mounts of the bench stay here.
+        // Later mounts and unmounts of the host still propagate into this namespace, but mounts of the bench do not
+        // propagate out.
         let inwards = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
         rustix::mount::mount_change("/", inwards).map_err(|errno| refused(errno.into()))?;
         Ok(Self { given: given.map(Path::to_owned) })
     }
 
-    /// Returns the file systems of `known` that are wanted and can be mounted, and a gap for each that cannot.
+    /// Returns the wanted file systems of `known` that can be mounted, and a gap for each that cannot.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] for an unknown name, if a plain tmpfs cannot be mounted, or if nothing is left to run.
+    /// [`Error::CannotRun`] for an unknown name, if a plain tmpfs cannot be mounted, or if no file system can be run.
     pub fn select(&self, only: &[String], known: &[FileSystem]) -> Result<(Vec<FileSystem>, Vec<String>)> {
         if let Some(name) = only.iter().find(|name| known.iter().all(|known| known.name != **name)) {
             let names: Vec<&str> = known.iter().map(|known| known.name).collect();
@@ -140,11 +142,11 @@ impl Mounter {
         }
     }
 
-    /// Mounts a file system that can hold `size_bytes`; the inner error is a sentence for the list of gaps.
+    /// Mounts a file system with room for `size_bytes`. The inner error is a sentence for the list of gaps.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`].
+    /// [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`] after a signal.
     pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<std::result::Result<Mounted, String>> {
         let builder = || tempfile::Builder::new().prefix("pagemill-bench-").to_owned();
         let Kind::Tmpfs(huge) = subject.kind else {
@@ -167,7 +169,8 @@ impl Mounter {
     }
 }
 
-/// Starts `pagemill mount` and waits until the folder is a mount point.
+/// Starts `pagemill mount` and waits until the folder is a mount point. The inner error is a sentence for the list of
+/// gaps.
 fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<Running, String>> {
     let Some(program) = subject::built_file("pagemill") else {
         return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
@@ -202,17 +205,17 @@ impl Mounted {
         Ok(mounted)
     }
 
-    /// The folder for the workload's files.
+    /// Returns the folder for the workload's files.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// The device number of the mount; it changes if the file system is unmounted.
+    /// Returns the device number of the mount. The folder's number changes if the file system is unmounted.
     pub fn device(&self) -> u64 {
         self.device
     }
 
-    /// Unmounts.
+    /// Unmounts the file system.
     pub fn end(mut self) -> Ended {
         self.close()
     }
@@ -224,8 +227,8 @@ impl Mounted {
             Some(Origin::Steered(running)) => self.end_controller(running),
         };
         if self.is_mounted() {
-            // Its device number shows that it is the bench's mount. Detached, since a killed workload may hold it for a
-            // moment.
+            // The device number shows that this is the bench's mount. It is detached, since a killed workload may keep
+            // it busy for a moment.
             let result = rustix::mount::unmount(self.folder(), UnmountFlags::DETACH);
             let stays = result.err().map(|errno| format!("{} stays: {errno}", self.folder().display()));
             ended.complaint = ended.complaint.or(stays);
@@ -237,7 +240,7 @@ impl Mounted {
         running.terminate();
         let finished = match running.finish(TIMEOUT) {
             Ok(finished) => finished,
-            // The interrupt killed the controller.
+            // The interrupt has killed the controller, too.
             Err(Error::Interrupted { .. }) => return Ended::default(),
             Err(error) => {
                 let complaint = Some(format!("pagemill: the controller did not end on request: {error}"));
@@ -252,7 +255,7 @@ impl Mounted {
         Ended { complaint, said }
     }
 
-    /// Whether the folder still is the file system that was mounted on it.
+    /// Returns whether the folder still is the file system that was mounted on it.
     fn is_mounted(&self) -> bool {
         device_of(self.folder()).is_ok_and(|device| device == self.device)
     }
@@ -270,7 +273,8 @@ fn device_of(path: &Path) -> std::io::Result<u64> {
     fs::metadata(path).map(|metadata| metadata.dev())
 }
 
-/// Fails if the folder is no tmpfs, or not the same one: if the mount vanished, the disk below it would be measured.
+/// Fails if the folder is not on a tmpfs, or not on the same tmpfs as before. Without this check, a vanished mount
+/// would mean that the disk below it is measured.
 pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), String> {
     let at = |cause: std::io::Error| format!("{}: {cause}", folder.display());
     let kind = rustix::fs::statfs(folder).map_err(|errno| at(errno.into()))?.f_type as u64;
@@ -283,7 +287,7 @@ pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), Strin
     }
 }
 
-/// Bytes in use on the file system, by `statfs`.
+/// Returns the bytes in use on the file system, by `statfs`.
 pub fn used_bytes(folder: &Path) -> std::result::Result<u64, String> {
     let state = rustix::fs::statfs(folder).map_err(|errno| format!("{}: {errno}", folder.display()))?;
     Ok((state.f_blocks - state.f_bfree) * state.f_bsize as u64)
@@ -293,10 +297,11 @@ pub fn used_bytes(folder: &Path) -> std::result::Result<u64, String> {
 mod tests {
     use super::*;
 
-    /// If mounting is permitted: a mount is a separate tmpfs, counts its bytes, and leaves nothing behind.
+    /// A mount is a tmpfs with a device number of its own and counts the bytes written to it. Unmounting leaves no
+    /// folder behind. Skipped if mounting is not permitted.
     #[test]
     fn mounts_are_made_and_unmade() {
-        // In a thread of its own, so that the other tests keep their mount namespace.
+        // The test runs in a thread of its own, so that the other tests keep their mount namespace.
         let test = thread::spawn(|| {
             let mounter = Mounter::new(None).map_err(|error| error.to_string())?;
             let mounted = mounter.mount(NEVER, 1 << 20).map_err(|error| error.to_string())??;
@@ -314,7 +319,8 @@ mod tests {
         }
     }
 
-    /// An unknown name is answered with the known ones. A folder outside tmpfs is refused before anything is mounted.
+    /// An unknown name is refused with the list of known names. A folder outside of tmpfs is refused before anything is
+    /// mounted.
     #[test]
     fn what_cannot_be_is_refused() {
         let mounter = Mounter { given: None };

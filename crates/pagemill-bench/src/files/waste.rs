@@ -1,5 +1,5 @@
-//! Memory that files take beyond their content under each setting for huge pages, and whether large files get huge
-//! pages.
+//! Memory that files take in addition to their content, under each setting for huge pages; and whether large files get
+//! huge pages.
 
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ use crate::stats::{self, Better};
 const AT_ONCE: &str = "used_at_once";
 const LATER: &str = "used_after_second";
 const SHARE: &str = "huge_share";
-/// After a second, files may take at most this many times the memory that they take in small pages.
+/// The bound on the memory of files after a second, relative to their memory in small pages.
 const MOST: f64 = 1.1;
 const LEAST_SHARE: f64 = 0.95;
 
-/// The criterion for a kind of files.
+/// How a kind of files is judged: not at all, by the memory that it takes, or by its fraction in huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Judged {
     Not,
@@ -26,13 +26,13 @@ enum Judged {
     ByHugePages,
 }
 
-/// Files of one kind.
+/// Files of one size, all written in the same way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Kind {
     name: &'static str,
     files: u64,
     bytes: u64,
-    /// Bytes per write; 0: one byte in the middle of a hole.
+    /// Bytes per write; with 0 the file is a hole with one byte in its middle.
     step: u64,
     judged: Judged,
 }
@@ -63,7 +63,7 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
     let (ready, gaps) = mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, STEERED])?;
     let mut report = Report::new("waste", common.json);
     gaps.into_iter().for_each(|gap| report.gap(gap));
-    // Small files take 2 MiB each if all pages are huge.
+    // If all pages were huge, each small file would take 2 MiB.
     child::warm(2100)?;
     let plan = Plan {
         cases: &KINDS,
@@ -114,7 +114,7 @@ fn size_verdict(book: &Book<Kind>, kind: Kind) -> Verdict {
     let verdict = not_measured(target, Bound::AtMost(MOST), "x", "one side was not run");
     match (book.get(&kind, STEERED.name, LATER), book.get(&kind, NEVER.name, LATER)) {
         (Some(series), Some(never)) => Verdict {
-            // Bytes divided by bytes: a larger ratio is worse here.
+            // The ratio is bytes divided by bytes, so a larger ratio is worse here.
             estimate: stats::estimate(&series.ratios(never, Better::Higher)),
             baseline: NEVER.name.to_owned(),
             is_lost: !series.survived(),
@@ -143,7 +143,7 @@ fn share_verdict(book: &Book<Kind>, kind: Kind) -> Verdict {
 mod tests {
     use super::*;
 
-    /// The workload receives the numbers of each kind, and exactly the kinds of the target are judged.
+    /// The arguments of the workload have the numbers of a kind. Two kinds are judged by size, three by huge pages.
     #[test]
     fn kinds_are_told_to_the_workload() {
         assert_eq!(arguments(&KINDS[2]), ["__waste", "--files", "100", "--bytes", "67108864", "--step", "0"]);
@@ -151,7 +151,8 @@ mod tests {
         assert_eq!((count(Judged::BySize), count(Judged::ByHugePages)), (2, 3));
     }
 
-    /// A share is judged by itself, bytes by the ratio; without one side there is no verdict.
+    /// The fraction in huge pages has a verdict without a baseline. The ratio of bytes has one only if both file
+    /// systems were measured.
     #[test]
     fn verdicts_need_both_sides() {
         let (mut book, small, large) = (Book::new(), KINDS[0], KINDS[3]);

@@ -1,5 +1,5 @@
-//! Two million objects, of which nine tenths are freed at random: the memory that the process still has after each
-//! allocator returned what it could.
+//! Two million objects, of which nine tenths are freed at random. Measures the memory that the process still has after
+//! its allocator has returned what it can.
 
 use super::keepers::{self, Keeper, MOVERS};
 use super::{BY_HANDLE, BY_OWNER, Options};
@@ -13,10 +13,11 @@ use crate::stats::{self, Better};
 /// Sizes of the objects in bytes.
 pub const SIZES: [u64; 2] = [192, 576];
 
-/// Number of objects (quick, full). The targets are about the latter.
+/// Number of objects (quick, full). The targets apply to the full number.
 const OBJECTS: (u64, u64) = (500_000, 2_000_000);
 
-/// Memory needed per object of the larger size: in the worst allocator, plus its source.
+/// Bytes of memory needed per object of the larger size: in the allocator that needs most, and for the copies that are
+/// timed.
 const NEEDED_BYTES: u64 = 2 * 1024;
 
 const BASELINE: &str = "glibc";
@@ -34,20 +35,20 @@ const TIMES_COPY: &str = "times_copy";
 const OF_ALL: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, MS];
 const OF_MOVERS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
 
-/// Bound on the memory left, relative to the live bytes; for handles, 8 bytes for each object of the peak are not
-/// counted.
+/// The bound on the memory left, relative to the live bytes. For the cache by handle, 8 bytes for each object of the
+/// peak are subtracted.
 const MOST_RATIO: f64 = 1.10;
-/// Peers must have at least this many times as much memory left.
+/// Factors for the verdicts against peers: a peer must have at least this many times as much memory left as the cache.
 const OTHERS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
-/// Bound on the time of a move, relative to a copy.
+/// The bound on the time of moving an object, relative to a copy of its bytes.
 const MOST_COPIES: f64 = 6.0;
 
-/// The number of objects.
+/// Returns the number of objects to allocate.
 pub fn objects(options: &Options) -> u64 {
     options.objects.map_or(options.common.pick(OBJECTS.0, OBJECTS.1), u64::from)
 }
 
-/// Checks that enough memory is available, and touches what will be used.
+/// Checks that enough memory is available, and touches the memory beforehand.
 ///
 /// # Errors
 ///
@@ -62,11 +63,11 @@ pub fn prepare(options: &Options) -> Result<()> {
     }
 }
 
-/// Measures the wanted subjects; adds rows and verdicts.
+/// Measures the wanted subjects; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`]; [`Error::CannotRun`] without enough memory.
+/// [`Error::WrongAnswer`] if an object had wrong contents; [`Error::CannotRun`] without enough memory.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let keepers = keepers::wanted(&options.common, report)?;
     if keepers.is_empty() {
@@ -148,7 +149,7 @@ fn verdicts(report: &mut Report, book: &Book<u64>, size: u64, is_small: bool) {
     }
 }
 
-/// Memory that a peer has left, relative to `subject` with its handles.
+/// Compares the memory that a peer has left with that of `subject`, including its handles.
 fn compare_bytes(
     book: &Book<u64>,
     target: String,

@@ -1,4 +1,5 @@
-//! Subjects that hold the fragmented objects: allocators, each preloaded, and caches in workloads of their own.
+//! Subjects of the parts fragments and stalls: allocators, preloaded into the workload, and Pagemill's caches inside of
+//! it.
 
 use std::time::Duration;
 
@@ -9,15 +10,15 @@ use crate::experiment::Common;
 use crate::report::Report;
 use crate::subject::{self, MESH, Ready};
 
-/// Caches, by their names in the report and on the workload's command line.
+/// Pagemill's caches, by their names in the report and on the workload's command line.
 pub const CACHES: [&str; 3] = [BY_OWNER, BY_HANDLE, FIXED];
 
-/// Caches with relocatable objects.
+/// The caches that can move their objects.
 pub const MOVERS: [&str; 2] = [BY_OWNER, BY_HANDLE];
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// An allocator or a cache.
+/// A subject that stores the objects: an allocator or a cache.
 pub enum Keeper {
     Allocator(Ready),
     Cache(&'static str),
@@ -35,7 +36,7 @@ impl Keeper {
         MOVERS.contains(&self.name())
     }
 
-    /// Runs a workload of `__slab` with this subject.
+    /// Runs a workload of the subcommand `__slab` with this subject.
     pub fn sample(&self, work: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
         let mut line = vec!["__slab".to_owned(), work.to_owned(), "--subject".to_owned()];
         match self {
@@ -56,14 +57,14 @@ impl Keeper {
     }
 }
 
-/// Runs a workload under the C library's allocator, which is not measured.
+/// Runs a workload under the C library's allocator, which is not measured then.
 pub fn alone(name: &str, line: &[&str]) -> Result<Outcome> {
     let mut command = child::workload(line)?;
     subject::clear_foreign_settings(&mut command);
     child::outcome(name, &Running::start(&mut command)?.finish(LIMIT)?)
 }
 
-/// Returns the wanted subjects that are available; adds a gap for each that is not.
+/// Returns the wanted subjects that are available on this machine; adds a gap for each that is not.
 pub fn wanted(common: &Common, report: &mut Report) -> Result<Vec<Keeper>> {
     let caches = CACHES.into_iter().filter(|name| common.is_wanted(name)).map(Keeper::Cache);
     let (mut ready, gaps) = allocators(common)?;
@@ -77,12 +78,12 @@ pub fn wanted(common: &Common, report: &mut Report) -> Result<Vec<Keeper>> {
     Ok(caches.chain(ready.into_iter().map(Keeper::Allocator)).collect())
 }
 
-/// The names of all subjects.
+/// Returns the names of all subjects.
 pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().chain(peers())
 }
 
-/// The names of all subjects that are not caches of Pagemill.
+/// Returns the names of the subjects that are not caches of Pagemill.
 pub fn peers() -> impl Iterator<Item = &'static str> {
     allocator_names().chain([MESH.name])
 }

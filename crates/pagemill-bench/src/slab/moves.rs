@@ -1,4 +1,4 @@
-//! A reader and a writer during background defragmentation, beside the same two without it.
+//! A reader and a writer during background defragmentation, compared with the same reader and writer without it.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 
-/// Names in the report and on the workload's command line.
+/// Kinds of caches, by their names in the report and on the workload's command line.
 pub const KINDS: [&str; 2] = [BY_HANDLE, BY_OWNER];
 
 const READS: &str = "reads_per_second";
@@ -18,25 +18,25 @@ const WRITES: &str = "writes_per_second";
 const MOVES: &str = "moves_per_second";
 const MOVED: &str = "moved";
 
-/// Whether objects are moved.
+/// Whether the objects are moved in the background.
 type Case = bool;
 const CASES: [Case; 2] = [false, true];
 
-/// 38 MB of objects, more than CPU caches hold.
+/// Number of objects. They have 38 MB, more than the CPU caches hold.
 const OBJECTS: u64 = 200_000;
 const RUN_MS: (u64, u64) = (200, 1000);
-/// Samples (quick, full). A bound of 10 % takes more samples than usual.
+/// Number of samples (quick, full). A bound of 10 % needs more samples than other experiments.
 const ROUNDS: (usize, usize) = (3, 9);
 
 fn name(case: Case) -> &'static str {
     if case { "defragmented meanwhile" } else { "left alone" }
 }
 
-/// Measures the part; adds rows and verdicts.
+/// Measures this part; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] if an object or a write to one was lost.
+/// [`crate::error::Error::WrongAnswer`] if an object, or a write to an object, was lost.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let kinds: Vec<&'static str> = KINDS.into_iter().filter(|kind| options.common.is_wanted(kind)).collect();
     let book = measure(&options.common, &kinds)?;
@@ -107,7 +107,8 @@ mod tests {
     use super::*;
     use crate::report::State;
 
-    /// 80 reads against 100 fall short. A round without moves failed, and counts as lost.
+    /// 80 % of the reads per second fall short of the bound of 90 %, and 95 % reach it. A failed round makes the target
+    /// fall short.
     #[test]
     fn a_reader_that_is_held_up_falls_short() {
         let mut book = Book::new();

@@ -1,4 +1,4 @@
-//! Values read by handle, beside pointers to the same values.
+//! Values read by handle, compared with values read by pointer.
 
 use std::time::Duration;
 
@@ -12,14 +12,15 @@ use crate::subject;
 
 const HANDLE: &str = "handle-read";
 const POINTER: &str = "pointer-read";
-/// Names in the report and on the workload's command line. One process measures both, since they read the same memory.
+/// Names in the report and in the workload's JSON. One process measures both subjects, since they read the same memory.
 pub const SUBJECTS: [&str; 2] = [HANDLE, POINTER];
 
-/// Metrics: independent reads, and dependent reads, each of which yields the address of the next.
+/// Metrics: time of independent reads, and of dependent reads, in which each value leads to the next one.
 const NS: &str = "ns";
 const CHAIN_NS: &str = "chain_ns";
 
-/// Number of values: as many as fit into L1 with their handles and words, and more than fit into L2.
+/// Number of values. With their handles and state words, the smaller number fits into the L1 cache; the larger one
+/// exceeds L2.
 type Case = u64;
 const CASES: [Case; 2] = [100, 100_000];
 const RUN_MS: (u64, u64) = (100, 500);
@@ -29,7 +30,7 @@ fn name(case: Case) -> String {
     format!("{case} values of 192 B, {fits}")
 }
 
-/// Measures the part; adds rows and verdicts.
+/// Measures this part; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
@@ -69,7 +70,7 @@ fn sample(objects: u64, run_ms: u64) -> Result<Outcome> {
     child::outcome(HANDLE, &Running::start(&mut command)?.finish(Duration::from_secs(60))?)
 }
 
-/// The fields of one subject in the workload's JSON line.
+/// Returns the part of the workload's JSON line that belongs to one subject.
 fn part(outcome: &Outcome, subject: &str) -> Outcome {
     match outcome {
         Outcome::Measured(line) => Outcome::Measured(line[subject].clone()),
@@ -92,7 +93,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
 mod tests {
     use super::*;
 
-    /// One line has both subjects; a failed run is lost for both.
+    /// One JSON line yields the metrics of both subjects, and a failed run is lost for both.
     #[test]
     fn a_line_is_of_both() {
         let line = serde_json::json!({ HANDLE: { NS: 3.0, CHAIN_NS: 9.0 }, POINTER: { NS: 2.0, CHAIN_NS: 3.0 } });

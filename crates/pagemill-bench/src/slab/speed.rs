@@ -1,4 +1,4 @@
-//! Speed of allocating and freeing objects: Pagemill's caches beside allocators and keyed maps.
+//! Speed of allocating and freeing objects: Pagemill's slab caches, compared with allocators and keyed maps.
 
 use std::process::Command;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::report::{Bound, Place, Report, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, Ready};
 
-/// Subjects that are no allocators: the name in the report, and on the workload's command line.
+/// Subjects that are no allocators: the name in the report, and the name on the workload's command line.
 pub const CACHES: [(&str, &str); 5] = [
     (FIXED, "fixed"),
     (BY_OWNER, "by-owner"),
@@ -21,26 +21,26 @@ pub const CACHES: [(&str, &str); 5] = [
     ("sharded-slab", "sharded-slab"),
 ];
 
-/// The names of all subjects.
+/// Returns the names of all subjects.
 pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().map(|(name, _)| name).chain(super::allocator_names())
 }
 
-/// The subjects of verdicts, and their peers: the faster peer counts.
+/// The subjects that have a verdict. Each is compared with the faster one of these peers.
 const JUDGED: [&str; 2] = [FIXED, BY_OWNER];
 const PEERS: [&str; 2] = ["tcmalloc", "jemalloc"];
 const BEST: &str = "best-of-tcmalloc-and-jemalloc";
-/// The baseline of the rows.
+/// The baseline of the ratios in the tables.
 const BASELINE: &str = "jemalloc";
 
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
-/// The size of the targets.
+/// The object size, in bytes, to which the targets apply.
 const TARGET_SIZE: usize = 192;
 const THREADS: [u64; 2] = [1, 2];
 
-/// Number of live objects while one is replaced, and a bound on their bytes, which reduces the number for large
-/// objects.
+/// Number of live objects in the pattern churn, and the most bytes that they may have. The second bound reduces the
+/// number of large objects.
 const LIVE: usize = 100_000;
 const LIVE_BYTES: usize = 128 << 20;
 const RUN_MS: (u64, u64) = (20, 100);
@@ -49,12 +49,12 @@ const NS: &str = "ns";
 const RATE: &str = "pairs_per_second";
 const INSTRUCTIONS: &str = "instructions_per_pair";
 
-/// Pattern and size.
+/// Pattern and object size.
 type Shape = (&'static str, usize);
-/// Pattern, size, number of threads.
+/// Pattern, object size, number of threads.
 type Case = (&'static str, usize, u64);
 
-/// An allocator under which a workload runs, or a cache inside the workload.
+/// A subject: either an allocator under which the workload process runs, or a cache inside that process.
 enum Subject {
     Allocator(Ready),
     Cache(&'static str, &'static str),
@@ -68,7 +68,7 @@ impl Subject {
         }
     }
 
-    /// Adds the workload's arguments to a command, and the allocator's preload.
+    /// Adds the workload's arguments to a command, and the environment of the subject.
     fn complete(&self, command: &mut Command, (pattern, size): Shape, numbers: &[(&str, u64)]) {
         let word = match self {
             Self::Allocator(_) => "malloc",
@@ -91,7 +91,7 @@ impl Subject {
     }
 }
 
-/// Measures the wanted subjects; adds rows and verdicts.
+/// Measures the wanted subjects; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
@@ -119,7 +119,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Parses one of the supported sizes.
+/// Parses an object size for `--sizes`.
 pub fn size(text: &str) -> std::result::Result<usize, String> {
     let size = text.parse().ok().filter(|size| SIZES.contains(size));
     size.ok_or_else(|| format!("there are objects of {SIZES:?} bytes"))
@@ -137,7 +137,8 @@ fn threads_name(threads: u64) -> String {
     format!("{threads} thread{}", if threads == 1 { "" } else { "s" })
 }
 
-/// Runs of one and two threads of a subject follow each other, since they are compared, too.
+/// Measures all cases. For each subject, the runs with one and with two threads follow each other, since the verdict on
+/// scaling compares them.
 fn measure(subjects: &[Subject], sizes: &[usize], common: &Common) -> Result<Book<Case>> {
     let run_ms = common.pick(RUN_MS.0, RUN_MS.1);
     let progress = Progress::new(shapes(sizes).count() * THREADS.len() * common.rounds() * subjects.len());
@@ -183,7 +184,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
     }
 }
 
-/// A cache against the faster of its peers, chosen by the medians of this run.
+/// Compares a cache with the faster one of its peers, by the medians of this run.
 fn against_best(book: &Book<Case>, name: &'static str, case: Case) -> Verdict {
     let target = format!("{}: {name}, as fast as the best of tcmalloc and jemalloc", case_name(case));
     let blank = not_measured(target, Bound::AtLeast(0.95), "x", "one side was not run");
@@ -203,7 +204,7 @@ fn against_best(book: &Book<Case>, name: &'static str, case: Case) -> Verdict {
     }
 }
 
-/// Throughput of two threads relative to one.
+/// Compares the throughput of two threads with that of one thread.
 fn scaling(book: &Book<Case>, name: &'static str, (pattern, size): Shape) -> Verdict {
     let target = format!("{pattern}, {size} B: {name}, all of 2 threads against 1");
     let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
@@ -218,7 +219,7 @@ fn scaling(book: &Book<Case>, name: &'static str, (pattern, size): Shape) -> Ver
     }
 }
 
-/// Number of live objects under valgrind: few enough to set up within a minute.
+/// Number of live objects under valgrind, small enough that setting up takes less than a minute.
 const COUNTED_LIVE: u64 = 20_000;
 
 fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]) -> Result<()> {
@@ -260,8 +261,8 @@ mod tests {
         book
     }
 
-    /// 8 ns against 6 and 9: the faster peer counts. If it is missing, the other one counts, and the verdict notes
-    /// that.
+    /// A cache at 8 ns is compared with the faster one of two peers at 6 and 9 ns. If that peer is missing, the other
+    /// one is the baseline, and the note says so.
     #[test]
     fn the_faster_peer_is_the_baseline() {
         let all = [(FIXED, 1, 8.0), ("tcmalloc", 1, 6.0), ("jemalloc", 1, 9.0), ("slotmap", 1, 1.0)];
@@ -280,7 +281,7 @@ mod tests {
         assert_eq!(alone.state(), crate::report::State::NotMeasured);
     }
 
-    /// Two threads at 10 ns each against one at 9 ns have 1.8 times the throughput.
+    /// Two threads at 10 ns per pair have 1.8 times the throughput of one thread at 9 ns.
     #[test]
     fn scaling_is_of_all_threads() {
         let both = scaling(&book(&[(FIXED, 1, 9.0), (FIXED, 2, 10.0)]), FIXED, ("pair", TARGET_SIZE));
@@ -290,7 +291,7 @@ mod tests {
         assert_eq!(one.state(), crate::report::State::NotMeasured);
     }
 
-    /// A subject is either an allocator or a cache, and its name is unique.
+    /// No two subjects have the same name, and all names used in verdicts belong to a subject.
     #[test]
     fn names_are_known_once() {
         let known = super::super::known();

@@ -1,5 +1,5 @@
-//! Latency of a thread that allocates and frees objects while the tenth that others left is compacted, or memory is
-//! returned.
+//! Latency of a thread that allocates and frees objects, while the objects left of a fragmented set are compacted or free
+//! memory is returned.
 
 use super::Options;
 use super::fragments::{self, SIZES};
@@ -11,7 +11,7 @@ use crate::stats::Better;
 
 const BASELINE: &str = "glibc";
 
-/// Metrics and their columns, all in microseconds.
+/// Metrics and their columns, all in microseconds. The first four are measured while the thread runs alone.
 const TIMES: [(&str, &str); 8] = [
     ("quiet_p50_us", "alone, 50 %"),
     ("quiet_p99_us", "99 %"),
@@ -26,13 +26,13 @@ const WORST: &str = "p9999_us";
 const CALLS: &str = "calls";
 const MS: &str = "ms";
 
-/// The bound is on the 99.99th percentile: at most one millisecond.
+/// The bound on the 99.99th percentile, in microseconds.
 const MOST_US: f64 = 1000.0;
 
-/// How long the thread runs alone.
+/// Milliseconds for which the thread runs alone (quick, full).
 const QUIET_MS: (u64, u64) = (100, 500);
 
-/// Size of the objects, and whether they are compacted in steps in the background.
+/// Size of the objects, and whether they are compacted in small steps by the background thread.
 type Case = (u64, bool);
 
 fn name((size, steps): Case) -> String {
@@ -40,11 +40,12 @@ fn name((size, steps): Case) -> String {
     format!("{size} B, {how}")
 }
 
-/// Measures the wanted subjects; adds rows and verdicts.
+/// Measures the wanted subjects; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`]; [`crate::error::Error::CannotRun`] without enough memory.
+/// [`crate::error::Error::WrongAnswer`] if an object had wrong contents; [`crate::error::Error::CannotRun`] without
+/// enough memory.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let keepers = keepers::wanted(&options.common, report)?;
     if keepers.is_empty() {

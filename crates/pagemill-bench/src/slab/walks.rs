@@ -1,4 +1,5 @@
-//! Walks of a tree of names, as `find` does it, and of a file's index: while objects are moved, and after that.
+//! Walks of a tree of names, as the program `find` does, and of the index of a file: while objects are moved, and
+//! afterwards.
 
 use super::Options;
 use super::keepers::alone;
@@ -8,7 +9,8 @@ use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, not
 use crate::report::{Bound, Place, Report};
 use crate::stats::Better;
 
-/// Subjects: no moves; a background thread moves objects; nine of ten objects were freed; the rest was compacted.
+/// Subjects: without moves; while a background thread moves objects; after nine of ten objects were freed; after the
+/// rest was compacted.
 const STILL: &str = "still";
 const MOVING: &str = "moving";
 const FRAGMENTED: &str = "fragmented";
@@ -18,16 +20,16 @@ pub const NAMES: [&str; 4] = [STILL, MOVING, FRAGMENTED, PACKED];
 const NS: &str = "ns";
 const MOVED: &str = "moved";
 
-/// Sizes of the parts (quick, full).
+/// Number of tree entries and of file pages, number of turns, and milliseconds of each turn (quick, full).
 const ENTRIES: (u64, u64) = (20_000, 100_000);
 const PAGES: (u64, u64) = (6_000, 30_000);
 const TURNS: (u64, u64) = (2, 5);
 const TURN_MS: (u64, u64) = (100, 300);
 
-/// Bound on the speed: at most 5 % slower.
+/// The bound on the speed: a walk may be at most 5 % slower than its baseline.
 const LEAST: f64 = 0.95;
 
-/// The data structure that is walked.
+/// The data structure that is walked, and whether it was compacted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Case {
     Tree,
@@ -46,7 +48,7 @@ impl Case {
         }
     }
 
-    /// The subject of the verdict, and its baseline.
+    /// Returns the subject of the verdict and its baseline.
     fn sides(self) -> [&'static str; 2] {
         match self {
             Self::Packed => [PACKED, FRAGMENTED],
@@ -55,7 +57,7 @@ impl Case {
     }
 }
 
-/// Measures the wanted subjects; adds rows and verdicts.
+/// Measures the wanted subjects; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
@@ -79,7 +81,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// If nothing was moved, there is no verdict.
+/// Adds the verdict on a case. It has no estimate if no object was moved.
 fn verdict(report: &mut Report, book: &Book<Case>, case: Case) {
     let [own, base] = case.sides();
     let target = format!("walk, {}: {own}, as fast as {base}", case.name());
@@ -106,7 +108,7 @@ fn measure(common: &Common) -> Result<Book<Case>> {
                 sample_packed(common, &mut book)?;
                 continue;
             }
-            // Each round begins with the other subject.
+            // The two subjects begin alternately.
             for index in 0..2 {
                 let subject = case.sides()[(index + round) % 2];
                 if common.is_wanted(subject) {
@@ -128,7 +130,8 @@ fn sample(common: &Common, case: Case, subject: &str) -> Result<Outcome> {
     run(work, subject, &numbers, (subject == MOVING).then_some("--moving"))
 }
 
-/// One process walks before and after the compaction.
+/// Takes one sample of walks in a fragmented and in a compacted tree. One process walks before and after the
+/// compaction.
 fn sample_packed(common: &Common, book: &mut Book<Case>) -> Result<()> {
     let entries = ("--entries", common.pick(ENTRIES.0, ENTRIES.1));
     let turn = ("--turn-ms", common.pick(TURN_MS.0, TURN_MS.1));

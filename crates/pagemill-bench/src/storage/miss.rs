@@ -1,5 +1,5 @@
-//! Cost of a cache miss: random 4 KiB reads of a file six times the cache, beside fio on the same file and a bare
-//! io_uring.
+//! Cost of a cache miss: random 4 KiB reads of a file that is six times as large as the cache, compared with fio on the
+//! same file and with a bare io_uring.
 
 use std::time::Duration;
 
@@ -13,8 +13,8 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Place, Report};
 use crate::stats::Better;
 
-/// Metrics of copying resident pages: alone, concurrent with misses, the quotient of both, misses per second, and
-/// copies that were misses.
+/// Metrics of copying resident pages: copies per second alone, and with concurrent misses; the quotient of both; misses
+/// per second; and copies that were misses.
 pub const ALONE: &str = "alone_per_second";
 pub const BESIDE: &str = "beside_per_second";
 pub const KEPT: &str = "kept_ratio";
@@ -27,7 +27,7 @@ const FIO_URING: &str = "fio-io_uring-32";
 const FIO_LIBAIO: &str = "fio-libaio-32";
 const HITS: &str = "hits";
 const HITS_PLAIN: &str = "hits-memcpy";
-/// Blocking reads by so many threads, and by fio with as many jobs.
+/// Subjects that read with this number of blocking threads, and fio with as many jobs.
 const WAITING: [(&str, &str, u64); 4] = [
     ("threads-1", "fio-psync-1", 1),
     ("threads-2", "fio-psync-2", 2),
@@ -36,14 +36,14 @@ const WAITING: [(&str, &str, u64); 4] = [
 ];
 
 const DEPTH: u64 = 32;
-/// Reads that the bare io_uring submits together.
+/// Number of reads that the bare io_uring submits together.
 const BATCH: u64 = 4;
 const RUN_MS: (u64, u64) = (500, 2000);
 const CACHE_MIB: (u64, u64) = (32, 256);
-/// The file is this many times the cache.
+/// The size of the file relative to the cache.
 const TIMES: u64 = 6;
 
-/// The workload of a sample.
+/// The workload that a sample runs.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Threads(u64),
@@ -110,8 +110,8 @@ type Case = ();
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] if a page had wrong contents; [`Error::CannotRun`] for an unknown subject, without a file,
-/// and if the cache could hold the whole file.
+/// [`Error::WrongAnswer`] if a page had wrong contents; [`Error::CannotRun`] for an unknown subject, without a file, or
+/// if the cache could hold the whole file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("miss", common.json);

@@ -1,4 +1,4 @@
-//! Experiments on files behind Pagemill's page cache: O_DIRECT transfers, beside fio on the same file.
+//! Experiments on files behind Pagemill's page cache: transfers with O_DIRECT, compared with fio on the same file.
 
 pub mod device;
 pub mod fio;
@@ -18,18 +18,18 @@ use crate::stats::{self, Better};
 use crate::subject;
 use target::Target;
 
-/// Metrics of every subject, fio's and Pagemill's.
+/// Metrics that all subjects have, those of fio and those of Pagemill.
 pub const IOS: &str = "ios_per_second";
 pub const MIB: &str = "mib_per_second";
 pub const P50: &str = "p50_us";
 pub const P99: &str = "p99_us";
 pub const P999: &str = "p999_us";
 pub const CPU: &str = "cpu_us";
-/// Metrics of a cache: all reads, and the share of hits.
+/// Metrics of a cache: the rate of all reads, and the fraction of hits among them.
 pub const READS: &str = "reads_per_second";
 pub const HIT_RATIO: &str = "hit_ratio";
 
-/// Options for the file.
+/// Command-line options that choose the file.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PlaceOptions {
     /// A file or block device that exists already; the experiment does not write to it unless an option says so
@@ -55,7 +55,7 @@ impl PlaceOptions {
     }
 }
 
-/// Runs a hidden subcommand on the file.
+/// Runs a hidden subcommand of the bench on the file.
 fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration) -> Result<Outcome> {
     line.extend(target.arguments());
     let line: Vec<&str> = line.iter().map(String::as_str).collect();
@@ -65,7 +65,7 @@ fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration
     child::outcome(subject, &finished)
 }
 
-/// The subject with the best median of a rate. Not the best of each round, which would be the luckiest one.
+/// Returns the subject with the best median of a rate. The best of each round would be the luckiest subject instead.
 fn best<'a, Case: Ord + Clone>(
     book: &'a Book<Case>,
     case: &Case,
@@ -78,7 +78,7 @@ fn best<'a, Case: Ord + Clone>(
     best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
 }
 
-/// A verdict on a rate against the best of several subjects; it names that subject.
+/// Compares a rate with the best of several subjects. The note names that subject.
 fn against_best<Case: Ord + Clone>(
     book: &Book<Case>,
     (target, bound): (String, Bound),
@@ -93,7 +93,7 @@ fn against_best<Case: Ord + Clone>(
     }
 }
 
-/// A verdict on the quotient of two series.
+/// Judges the quotient of two series.
 fn compare(
     target: impl Into<String>,
     bound: Bound,
@@ -103,7 +103,8 @@ fn compare(
     let blank = not_measured(target, bound, "x", "one side was not run");
     let (Some(own), Some(base)) = (own, base) else { return blank };
     Verdict {
-        // The plain quotient: rates should be large, costs small.
+        // The ratio is the plain quotient. The bound tells whether it should be large, as for rates, or small, as for
+        // costs.
         estimate: stats::estimate(&own.ratios(base, Better::Higher)),
         baseline: name.to_owned(),
         is_lost: !own.survived(),
@@ -116,8 +117,8 @@ fn compare(
 mod tests {
     use super::*;
 
-    /// The baseline is the subject with the best median, not with the best single round. Without peers there is no
-    /// verdict.
+    /// The baseline is the subject with the best median, although another subject has the best single round. If no peer
+    /// was run, there is no estimate.
     #[test]
     fn the_best_has_the_best_median() {
         let mut book = Book::new();

@@ -1,4 +1,5 @@
-//! The file that is read: temporary, with records that identify their offset; or given by the user.
+//! The file that an experiment reads and writes: a temporary file whose records identify their offset, or a file given
+//! by the user.
 
 use std::path::{Path, PathBuf};
 
@@ -10,18 +11,18 @@ use crate::child;
 use crate::error::{Error, Result};
 use crate::pattern::{self, RECORD_BYTES, Records};
 
-/// File systems in memory, by the type that `statfs` reports: tmpfs and ramfs.
+/// The types that `statfs` reports for file systems in memory: tmpfs and ramfs.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
-/// Bytes left free on the file system.
+/// Bytes that must stay free on the file system.
 const SPARE_BYTES: u64 = 256 << 20;
 
-/// A file, and the length of the part in use. Dropping this removes a temporary file.
+/// A file, and the length of the part in use. Dropping it removes a temporary file.
 #[derive(Debug)]
 pub struct Target {
     path: PathBuf,
     pub len_bytes: u64,
-    /// Whether every record of it is as [`Records`] writes it.
+    /// Whether every record is as [`Records`] writes it. If not, reads cannot be checked.
     pub has_pattern: bool,
     _folder: Option<TempDir>,
 }
@@ -35,7 +36,7 @@ impl Target {
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] on a file system in memory, without room, or without O_DIRECT.
+    /// [`Error::CannotRun`] on a file system in memory, without enough free space, or without O_DIRECT.
     pub fn make(dir: Option<&Path>, len_bytes: u64) -> Result<Self> {
         let dir = dir.map_or_else(default_folder, |dir| Ok(dir.to_owned()))?;
         check_folder(&dir, len_bytes)?;
@@ -56,16 +57,16 @@ impl Target {
         Ok(Self { path, len_bytes, has_pattern: true, _folder: Some(folder) })
     }
 
-    /// Opens an existing file.
+    /// Opens an existing file. Checks at three offsets whether it has the pattern of [`Records`].
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] if it does not support O_DIRECT, or is too short.
+    /// [`Error::CannotRun`] if the file does not support O_DIRECT, or is too short.
     pub fn existing(path: &Path, len_bytes: Option<u64>) -> Result<Self> {
         let path = path.canonicalize().map_err(|cause| cannot(path, cause))?;
         let store = FileStore::open_read_only(&path).map_err(|error| cannot(&path, error))?;
         check_direct(&path, &store)?;
-        // Dirty pages in the kernel's cache would otherwise be written during a measurement.
+        // Without the sync, the kernel could write dirty pages of its cache during a measurement.
         store.sync().map_err(|cause| cannot(&path, cause))?;
         let size = store.size_bytes().map_err(|cause| cannot(&path, cause))?;
         let blocks = len_bytes.unwrap_or(size).min(size) / BLOCK_BYTES as u64;
@@ -86,7 +87,7 @@ impl Target {
         &self.path
     }
 
-    /// The arguments by which a workload finds the file.
+    /// Returns the workload arguments that describe the file.
     pub fn arguments(&self) -> impl Iterator<Item = String> {
         let words = ["--file".to_owned(), self.path.display().to_string()];
         let pattern = self.has_pattern.then(|| "--pattern".to_owned());
@@ -131,7 +132,7 @@ fn check_direct(path: &Path, store: &FileStore) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A file is made on a device, reopened by its path, and removed afterwards; a file system in memory is refused.
+    /// A temporary file is made, reopened by its path, and removed when dropped. A file system in memory is refused.
     #[test]
     fn files_come_and_go() {
         let refused = Target::make(Some(Path::new("/dev/shm")), 16 << 20);
@@ -148,7 +149,7 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// A file larger than the free space is refused before anything is written.
+    /// A file that exceeds the free space is refused before anything is written.
     #[test]
     fn room_is_looked_for() {
         if let Ok(folder) = default_folder() {

@@ -1,5 +1,5 @@
-//! Cost of writeback: scattered dirty pages of 4 KiB in a file of 1 GiB, beside fio and a bare io_uring that write to
-//! the same offsets in the same order.
+//! Cost of writeback: scattered dirty pages of 4 KiB in a file of 1 GiB, compared with fio and a bare io_uring that
+//! write at the same offsets in the same order.
 
 use std::path::Path;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Place, Report};
 use crate::stats::{Better, Random};
 
-/// Metrics per page: write operations, and writes counted by the device.
+/// Metrics per page: write operations of the subject, and writes counted by the device.
 pub const TRANSFERS: &str = "transfers_per_page";
 const DEVICE_WRITES: &str = "device_writes_per_page";
 
@@ -26,8 +26,8 @@ const FIO_URING: &str = "fio-io_uring-64";
 const DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 1024);
 
-/// On average one page in so many is dirty: enough for half a second, and so few that seven of eight have no dirty
-/// neighbour. Merging neighbours gains little then, so the writing of single pages is compared.
+/// By default, one page in this many is dirty. That is enough to write for half a second. Seven of eight dirty pages
+/// have no dirty neighbour, so merging gains little, and the speed of writing single pages is compared.
 const ONE_OF: u64 = 8;
 
 #[derive(Clone, Copy, Debug)]
@@ -71,12 +71,12 @@ pub struct Options {
     /// Required with --file, WHOSE CONTENT IS LOST
     #[arg(long, requires = "file")]
     pub writes: bool,
-    /// Make one page in so many dirty
+    /// Make one page in this many dirty
     #[arg(long, value_name = "PAGES", default_value_t = ONE_OF, value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub one_of: u64,
 }
 
-/// Offsets of the dirty pages, ascending: one page in `one_of` on average, chosen by the seed.
+/// Returns the offsets of the dirty pages in ascending order: on average one page in `one_of`, chosen by the seed.
 pub fn places(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Vec<u64> {
     let mut random = Random::new(seed);
     let all = (0..len_bytes / io_bytes).map(|index| index * io_bytes);
@@ -90,7 +90,7 @@ type Case = ();
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if the file has wrong contents afterwards; [`Error::CannotRun`] for an unknown subject,
-/// without a file, and for `--file` without `--writes`.
+/// without a file, or for `--file` without `--writes`.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     common.check_only(&SUBJECTS.map(|subject| subject.name))?;
@@ -148,7 +148,7 @@ fn one(subject: &Subject, target: &Target, list: &Path, (one_of, seed): (u64, u6
             let replay = Replay { engine, path: target.path(), list, io_bytes: RECORD_BYTES as u64, depth };
             let mut outcome = replay.run()?;
             if let Outcome::Measured(line) = &mut outcome {
-                // It writes each page separately.
+                // fio writes each page with an operation of its own.
                 line[TRANSFERS] = 1.0.into();
             }
             return Ok(outcome);
@@ -189,8 +189,8 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
 mod tests {
     use super::*;
 
-    /// A seed determines the offsets: ascending, inside the file, about as many as requested; all of them with one of
-    /// one.
+    /// Equal seeds give equal offsets. They ascend, are multiples of the page size inside the file, and are about one
+    /// in eight. With one page in one, all pages are chosen.
     #[test]
     fn places_are_drawn() {
         let (len_bytes, io_bytes) = (64 << 20, RECORD_BYTES as u64);

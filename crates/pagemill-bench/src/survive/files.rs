@@ -67,6 +67,7 @@ impl Case {
 
     /// Returns how many of the files closed last must still exist at the end: two per writer, one per writer, or none.
     /// The number depends on how many fit below the memory use from which the controller removes files.
+    fn newest(&self) -> u64 {
         let mark = self.limit_mib - (self.limit_mib / 5).max(128);
         let fits = |count: &u64| self.fixed_mib() + count * self.file_mib <= mark;
         [2, 1].map(|each| each * self.writers).into_iter().find(fits).unwrap_or(0)
@@ -263,7 +264,8 @@ mod tests {
 
     const SMALL: Case = Case { file_mib: 4, writers: 8, limit_mib: 512 };
 
-    /// By hand: the files that must be there at the end never pass the mark, and cases that cannot fit are detected.
+    /// The expected numbers are computed by hand. The required files always fit below the memory use at which removal
+    /// starts; cases whose files cannot fit are detected.
     #[test]
     fn the_newest_are_those_that_fit() {
         let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.newest();

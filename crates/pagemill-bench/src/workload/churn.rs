@@ -1,4 +1,4 @@
-//! Random churn: threads replace pieces of random sizes, some hundred MiB in all, then free everything and sleep.
+//! Random churn: threads replace allocations of random sizes, some hundred MiB in all, then free everything and sleep.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
@@ -11,11 +11,11 @@ use crate::native::Tagged;
 use crate::stats::{self, Random};
 use crate::{native, proc};
 
-/// Range of sizes, uniform in their logarithm.
+/// Smallest and largest size of an allocation. The logarithm of the sizes is uniformly distributed.
 const LEAST: f64 = 16.0;
 const MOST: f64 = (8 << 20) as f64;
 
-/// One piece in so many is passed to another thread, which frees it.
+/// One allocation in this many is passed to another thread, which frees it; and the number of slots for passing.
 const SHARED_ONE_OF: usize = 8;
 const SHARED: usize = 64;
 
@@ -27,18 +27,18 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 pub struct Churn {
     #[arg(long)]
     pub threads: usize,
-    /// Memory that all threads hold together.
+    /// Live memory of all threads together, in MiB.
     #[arg(long)]
     pub mib: usize,
-    /// Duration of the churn.
+    /// Duration of the churn in ms.
     #[arg(long)]
     pub run_ms: u64,
-    /// Duration of the sleep after everything is freed.
+    /// Duration of the sleep after everything is freed, in ms.
     #[arg(long)]
     pub rest_ms: u64,
 }
 
-/// A piece, its size, and its tag.
+/// An allocation with its size and tag.
 struct Held {
     piece: Tagged,
     size: usize,
@@ -49,12 +49,12 @@ struct Held {
 struct Field {
     shared: Vec<Mutex<Option<Held>>>,
     is_over: AtomicBool,
-    /// Bytes of all live pieces.
+    /// Sum of the sizes of all live allocations, in bytes.
     live: AtomicU64,
 }
 
-/// Churns, frees, sleeps. The JSON line has the process's memory during the churn (median of the last three quarters,
-/// and of the last quarter) and after the sleep, and the CPU time of a replacement.
+/// Churns, frees everything, and sleeps. The JSON line has the memory of the process during the churn (median of the
+/// last three quarters, and of the last quarter) and after the sleep, and the CPU time per replacement.
 pub fn run(arguments: &Churn) -> Outcome {
     let field = Field {
         shared: (0..SHARED).map(|_| Mutex::new(None)).collect(),
@@ -62,7 +62,7 @@ pub fn run(arguments: &Churn) -> Outcome {
         live: AtomicU64::new(0),
     };
     let share = (arguments.mib << 20) / arguments.threads;
-    // The threads live until the end, since memory in their thread caches counts.
+    // The threads live until the end, so that memory in their thread caches is counted.
     let (emptied, ended) = (Barrier::new(arguments.threads + 1), Barrier::new(arguments.threads + 1));
     let cpu_before = native::own_cpu();
     let (looks, cpu, after_mib, replaced) = thread::scope(|scope| {
@@ -101,7 +101,7 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Samples the memory of the process and its live bytes, in MiB, for `duration`.
+/// Samples the memory of the process and its live bytes, in MiB, for the given duration.
 fn look(field: &Field, duration: Duration) -> Vec<(f64, f64)> {
     let begun = Instant::now();
     let mut looks = Vec::with_capacity((duration.as_millis() / LOOK_EVERY.as_millis()) as usize + 2);
@@ -112,7 +112,8 @@ fn look(field: &Field, duration: Duration) -> Vec<(f64, f64)> {
     looks
 }
 
-/// One thread: fills its share, replaces pieces until the end, frees all. Returns its number of allocations.
+/// Runs one thread: fills `share` bytes, replaces allocations until the end, and frees all. Returns its number of
+/// allocations.
 fn churn(field: &Field, share: usize, seed: u64) -> Result<u64, Failure> {
     let mut random = Random::new(seed);
     let (mut held, mut held_bytes, mut allocated) = (Vec::<Held>::with_capacity(1 << 16), 0, 0);
@@ -141,7 +142,7 @@ fn churn(field: &Field, share: usize, seed: u64) -> Result<u64, Failure> {
     Ok(allocated)
 }
 
-/// A random size, uniform in its logarithm.
+/// Returns a random size whose logarithm is uniformly distributed.
 fn size(random: &mut Random) -> usize {
     let share = random.below(1 << 20) as f64 / f64::from(1 << 20);
     (LEAST * (MOST / LEAST).powf(share)) as usize
@@ -156,7 +157,7 @@ fn rest(duration: Duration) -> Result<(), Failure> {
 }
 
 impl Field {
-    /// Frees a piece after a check of its tag.
+    /// Frees an allocation after a check of its tag.
     fn free(&self, held: Held) -> Result<(), Failure> {
         self.live.fetch_sub(held.size as u64, Ordering::Relaxed);
         match held.piece.tag() == held.tag {
@@ -165,7 +166,7 @@ impl Field {
         }
     }
 
-    /// Frees the shared pieces.
+    /// Frees the allocations that wait in the shared slots.
     fn empty(&self) -> Result<(), Failure> {
         let places = self.shared.iter();
         let mut all = places.filter_map(|place| place.lock().unwrap_or_else(PoisonError::into_inner).take());
@@ -177,7 +178,8 @@ impl Field {
 mod tests {
     use super::*;
 
-    /// Sizes of every magnitude occur, with a median far below the mean. A short churn frees all its pieces.
+    /// Random sizes lie in their range, and their median is far below their mean. A short churn finds all tags and
+    /// reports its results.
     #[test]
     fn churn_keeps_its_tags() {
         let mut random = Random::new(1);

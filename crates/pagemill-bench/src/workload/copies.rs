@@ -1,7 +1,7 @@
-//! Memory for the copies of a search server's records: blocks of malloc, or chunks that are kept for the next record
-//! and given up in between.
+//! Memory for the copies of a search server's records: allocations of malloc, or chunks that are given up after a
+//! record and taken back for a later one.
 //!
-//! Kept chunks are reused in LIFO order, as allocators do.
+//! Chunks are reused in LIFO order, as allocators do.
 
 use pagemill::Pagemill;
 use pagemill::volatile::{Behaviour, Contents, Range};
@@ -9,26 +9,26 @@ use pagemill::volatile::{Behaviour, Contents, Range};
 use super::Failure;
 use crate::native::{Pages, Piece};
 
-/// The memory of a copy, and what is done with it after its record.
+/// The kind of memory for a copy, and what happens to the memory after its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Memory {
-    /// A block of malloc; freed.
+    /// An allocation of malloc, which is freed.
     Malloc,
-    /// A volatile handle; marked volatile, and taken back for the next record.
+    /// A volatile range by handle, which is marked volatile and taken back for a later record.
     Handles,
-    /// Anonymous pages; `MADV_FREE`.
+    /// Anonymous pages, to which `MADV_FREE` is applied.
     Free,
-    /// Anonymous pages; `MADV_DONTNEED`.
+    /// Anonymous pages, to which `MADV_DONTNEED` is applied.
     Dontneed,
 }
 
-/// The chunks of one thread that are not in use.
+/// The memory for the copies of one thread, with its chunks that are not in use.
 pub struct Copies {
     memory: Memory,
     pagemill: Option<&'static Pagemill>,
     chunk_bytes: usize,
     kept: Vec<Chunk>,
-    /// Number of chunks that were purged before their reuse.
+    /// Number of chunks that were purged before they were taken back.
     pub purged: u64,
 }
 
@@ -37,7 +37,7 @@ enum Chunk {
     Pages(Pages),
 }
 
-/// A copy of some words.
+/// A copy of words, in an allocation or a chunk.
 pub struct Copy {
     home: Home,
     len_bytes: usize,
@@ -49,7 +49,7 @@ enum Home {
 }
 
 impl Copies {
-    /// Starts without chunks; each chunk will have room for `chunk_bytes`.
+    /// Starts without chunks. Each chunk made later has room for `chunk_bytes`.
     pub fn new(memory: Memory, chunk_bytes: usize) -> Result<Self, Failure> {
         let pagemill = match memory {
             Memory::Handles => Some(Pagemill::of_process().map_err(|error| error.to_string())?),
@@ -58,7 +58,7 @@ impl Copies {
         Ok(Self { memory, pagemill, chunk_bytes, kept: Vec::new(), purged: 0 })
     }
 
-    /// Copies `words`, which must fit into a chunk; returns none without memory.
+    /// Copies `words`, which must fit into a chunk. Returns none if there is no memory.
     pub fn copy_of(&mut self, words: &[u64]) -> Option<Copy> {
         let len_bytes = size_of_val(words);
         if self.memory == Memory::Malloc {
@@ -82,17 +82,17 @@ impl Copies {
 
     fn taken_back(&mut self, chunk: Chunk) -> Option<Chunk> {
         if let Chunk::Range(range) = &chunk {
-            // The old contents do not matter: the chunk is overwritten, purged or not.
+            // The old contents do not matter, since the chunk is overwritten in any case.
             self.purged += u64::from(range.unmark().ok()? != Contents::Kept);
         }
         Some(chunk)
     }
 
-    /// Ends the use of a copy.
+    /// Frees a copy's allocation, or gives its chunk up for a later copy.
     ///
     /// # Errors
     ///
-    /// A message if the chunk cannot be given up.
+    /// A message if giving up the chunk fails.
     pub fn leave(&mut self, copy: Copy) -> Result<(), String> {
         let Home::Chunk(mut chunk) = copy.home else {
             return Ok(());
@@ -117,8 +117,8 @@ impl Chunk {
 }
 
 impl Copy {
-    /// Passes the words of a chunk to `look`, as arrays of eight bytes; none for a block of malloc, or if the chunk
-    /// cannot be pinned.
+    /// Calls `look` with the words of a chunk, as arrays of eight bytes, and returns its result. None for an allocation
+    /// of malloc, or if the chunk cannot be pinned.
     fn see<T>(&self, look: impl FnOnce(&[[u8; 8]]) -> T) -> Option<T> {
         match &self.home {
             Home::Piece(_) => None,
@@ -130,7 +130,7 @@ impl Copy {
         }
     }
 
-    /// The index of the key among the ascending words.
+    /// Returns the index of the key among the ascending words.
     pub fn find(&self, key: u64) -> Option<usize> {
         match &self.home {
             Home::Piece(piece) => piece.words().binary_search(&key).ok(),
@@ -140,7 +140,7 @@ impl Copy {
         }
     }
 
-    /// The wrapping sum of the words.
+    /// Returns the wrapping sum of the words.
     pub fn sum(&self) -> Option<u64> {
         match &self.home {
             Home::Piece(piece) => Some(sum(piece.words().iter().copied())),
@@ -149,7 +149,7 @@ impl Copy {
     }
 }
 
-/// The wrapping sum of words.
+/// Returns the wrapping sum of words.
 pub fn sum(words: impl Iterator<Item = u64>) -> u64 {
     words.fold(0, u64::wrapping_add)
 }
@@ -158,7 +158,7 @@ pub fn sum(words: impl Iterator<Item = u64>) -> u64 {
 mod tests {
     use super::*;
 
-    /// A copy holds its words in every kind of memory, and chunks are reused.
+    /// In every kind of memory, copies of several lengths contain their words. A chunk is reused for the next copy.
     #[test]
     fn copies_hold_their_words() {
         let words: Vec<u64> = (0..8192).map(|word| word * 3).collect();

@@ -1,11 +1,11 @@
-//! The workload of a search server: copy a chunk, search the copy, free it, as fast as possible.
+//! The workload of a search server: copy a chunk of keys, search the copy for a key, and free it, as fast as possible.
 //!
 //! It follows ebizzy (V. Henson, 2006) in new code, with a random generator that works. Every record checks its answer:
-//! keys are unique and ascending, so a search with another result found damaged memory.
+//! keys are unique and ascending, so a search with another result has found damaged memory.
 //!
-//! With a lock file it also makes *bursts*: results that are all held before they are searched. Bursts and the
-//! [`hog`](super::hog) take turns by the lock, so the live memory always fits into the limit. A process that runs out
-//! of memory thus failed because of free memory that was held.
+//! With a lock file the workload also makes *bursts*: copies that are all live before they are searched. Bursts and the
+//! [`hog`](super::hog) run alternately, by the lock, so the live memory always fits into the limit. If a process runs
+//! out of memory nevertheless, the cause is free memory that an allocator retained.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -21,14 +21,14 @@ use crate::native::{self, Piece};
 use crate::proc;
 use crate::stats::Random;
 
-/// 256 KiB in words, the size of ebizzy's chunks.
+/// Number of words in 256 KiB, the size of ebizzy's chunks.
 const FIXED_WORDS: usize = 256 * 1024 / 8;
 
 /// Range of sizes in the mixed case, in words: 64 KiB to 1 MiB.
 const MIXED_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
 
-/// Each thread makes so many records before counting starts, and as many that count, however long that takes. The first
-/// records touch new memory, and a thread may be without a CPU for a while.
+/// Number of records that each thread makes before counting starts, and again before it ends, however long that takes.
+/// The first records touch new memory, and a thread may be without a CPU for a while.
 const FEW_RECORDS: u64 = 4;
 const FEW_WITHIN: Duration = Duration::from_secs(30);
 
@@ -52,22 +52,22 @@ pub struct Ebizzy {
     pub measure_ms: u64,
     #[arg(long, default_value = "fixed")]
     pub sizes: Sizes,
-    /// The memory of the copies.
+    /// The kind of memory in which the copies are stored.
     #[arg(long, default_value = "malloc")]
     pub memory: Memory,
-    /// One record in so many has its whole copy summed up; 0 for none.
+    /// One record in this many has its whole copy summed up; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
-    /// Chunks in the working set.
+    /// Number of chunks in the working set.
     #[arg(long, default_value_t = 10)]
     pub chunks: usize,
-    /// Memory that a burst holds at once; 0 for no bursts.
+    /// Memory in MiB that is live at the end of a burst; 0 for no bursts.
     #[arg(long, default_value_t = 0)]
     pub burst_mib: usize,
-    /// Time between the starts of two bursts.
+    /// Milliseconds from the end of a burst to the start of the next.
     #[arg(long, default_value_t = 500)]
     pub burst_every_ms: u64,
-    /// The lock file by which bursts and the hog take turns.
+    /// The lock file by which bursts and the hog exclude each other.
     #[arg(long)]
     pub lock: Option<PathBuf>,
 }
@@ -92,7 +92,7 @@ struct Tally {
     refused: AtomicU64,
 }
 
-/// The bursts of the first thread.
+/// State of the bursts, which the first thread makes.
 struct Bursts {
     lock: File,
     bytes: usize,
@@ -100,7 +100,7 @@ struct Bursts {
     next: Instant,
 }
 
-/// Runs the workload. Its JSON line has records per second, faults per record, and the number of failed allocations.
+/// Runs the workload. The JSON line has records per second, faults per record, and the number of failed allocations.
 pub fn run(arguments: &Ebizzy) -> Outcome {
     let words = match arguments.sizes {
         Sizes::Fixed => FIXED_WORDS,
@@ -138,7 +138,7 @@ pub fn run(arguments: &Ebizzy) -> Outcome {
     measured
 }
 
-/// Chunks of ascending keys. The upper bits hold the chunk's number, so that no two chunks share a key.
+/// Makes chunks of ascending keys. The upper bits of a key are the chunk's number, so that no two chunks share a key.
 fn working_set(chunks: usize, words: usize) -> Result<Vec<Piece>, Failure> {
     let mut random = Random::new(0x6562_697a_7a79);
     (0..chunks)
@@ -168,7 +168,7 @@ fn open_bursts(arguments: &Ebizzy) -> Result<Option<Bursts>, Failure> {
     }))
 }
 
-/// Warms up (until after the first burst, if there are bursts), then counts for the fixed time.
+/// Warms up (until after the first burst, if there are bursts), then counts for the given time.
 fn measure(shared: &Shared, arguments: &Ebizzy) -> Outcome {
     let begun = Instant::now();
     thread::sleep(Duration::from_millis(arguments.warm_ms));
@@ -215,7 +215,7 @@ fn work(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Option<Bu
     }
 }
 
-/// Makes copies until they have the burst's bytes, then searches all of them, and frees them.
+/// Makes copies until they have the bytes of a burst, then searches all of them, and frees them.
 fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, copies: &mut Copies, random: &mut Random) {
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     while held_bytes < bursts.bytes && !shared.is_over.load(Ordering::Relaxed) {
@@ -241,7 +241,7 @@ fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, copies: &mut Copie
     shared.bursts.fetch_add(1, Ordering::Relaxed);
 }
 
-/// One record: a copy, and the place of the key to find in it.
+/// One record: a copy, and the index of the key to find in it.
 struct Query {
     copy: Copy,
     chunk: usize,
@@ -262,12 +262,12 @@ impl Query {
         Some(Self { copy, chunk, words, place })
     }
 
-    /// Whether the search finds the key at its place.
+    /// Returns whether the search finds the key at its index.
     fn is_right(&self, shared: &Shared) -> bool {
         self.copy.find(shared.chunks[self.chunk].words()[self.place]) == Some(self.place)
     }
 
-    /// Whether the whole copy equals its source, by their sums.
+    /// Returns whether the sum of the whole copy equals that of its source.
     fn is_whole(&self, shared: &Shared) -> bool {
         let source = &shared.chunks[self.chunk].words()[..self.words];
         self.copy.sum() == Some(copies::sum(source.iter().copied()))
@@ -276,7 +276,7 @@ impl Query {
 
 impl Tally {
     fn count(&self, shared: &Shared, query: &Query) {
-        // Only its own thread writes a tally, so a load and a store suffice.
+        // Only its own thread writes a counter, so a load and a store suffice.
         let count = |counter: &AtomicU64| {
             counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         };
@@ -287,7 +287,7 @@ impl Tally {
         }
     }
 
-    /// Ends the use of a record's copy.
+    /// Ends the use of the copy of a record.
     fn leave(&self, query: Query, copies: &mut Copies) {
         self.purged.store(copies.purged, Ordering::Relaxed);
         // A panic in a thread ends the run.
@@ -307,13 +307,13 @@ impl Bursts {
 }
 
 impl Shared {
-    /// Records of each thread, including refused ones.
+    /// Returns the number of records of each thread, including those that failed for lack of memory.
     fn made(&self) -> Vec<u64> {
         let made = |tally: &Tally| tally.records.load(Ordering::Relaxed) + tally.refused.load(Ordering::Relaxed);
         self.tallies.iter().map(made).collect()
     }
 
-    /// Waits until each thread has made a few more records than before.
+    /// Waits until each thread has made [`FEW_RECORDS`] more records than `before`.
     fn await_records(&self, before: &[u64]) -> Result<(), Failure> {
         let begun = Instant::now();
         while self.made().iter().zip(before).any(|(made, before)| *made < before + FEW_RECORDS) {
@@ -346,7 +346,7 @@ mod tests {
         }
     }
 
-    /// Keys ascend within a chunk and across chunks, so a search has one right answer.
+    /// Keys ascend within a chunk and from chunk to chunk, so a search has only one right answer.
     #[test]
     fn keys_are_unique() {
         let shared = shared();
@@ -355,7 +355,7 @@ mod tests {
         assert!(keys.is_sorted_by(|a, b| a < b));
     }
 
-    /// A correct record passes; a record with a damaged copy is counted as a mismatch.
+    /// A correct record passes both checks. A record with a damaged copy fails both and is counted as a mismatch.
     #[test]
     fn damaged_copies_are_noticed() {
         let shared = shared();
@@ -365,7 +365,8 @@ mod tests {
 
         let source = &shared.chunks[query.chunk].words()[..query.words];
         let mut damaged: Vec<u64> = source.iter().map(|key| key ^ 1 << 63).collect();
-        // The highest bits of an even number of words cancel out in the sum.
+        // Flipping the highest bit of an even number of words does not change the sum, so one word gets another value,
+        // too.
         damaged[0] += 1;
         query.copy = copies.copy_of(&damaged).expect("1 MiB is there");
         assert!(!query.is_right(&shared) && !query.is_whole(&shared));

@@ -1,5 +1,5 @@
-//! Writes volatile files at full speed, beside files that are kept. Counts failed writes, and files that vanished
-//! although they should not.
+//! Writes volatile files at full speed, next to files that must be kept. Counts failed writes, and files that vanished
+//! although they must not.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -16,11 +16,11 @@ use crate::pattern::{self, Records};
 /// Bytes per write.
 const PIECE_BYTES: usize = 1 << 20;
 const KEPT_FILES: u64 = 16;
-/// Time limit of the fill; after it, the measurement starts with what was written.
+/// Time limit of the fill. After it, the measurement starts with what was written so far.
 pub const LONGEST_FILL: Duration = Duration::from_secs(60);
-/// The folder of volatile files: it is marked before the writers start.
+/// The folder of volatile files, which the bench marks before the writers start.
 pub const VOLATILE: &str = "volatile";
-/// The folder of files that are kept.
+/// The folder of files that must be kept.
 pub const KEPT: &str = "kept";
 
 /// Arguments of one run.
@@ -33,10 +33,10 @@ pub struct FileWriters {
     /// Length of each volatile file
     #[arg(long)]
     pub file_mib: u64,
-    /// Total length of the kept files
+    /// Total length of the files that must be kept
     #[arg(long)]
     pub kept_mib: u64,
-    /// Number of the last closed files that must be there at the end
+    /// How many of the files closed last must still exist at the end
     #[arg(long)]
     pub newest: usize,
     /// MiB to write before the measurement starts
@@ -46,12 +46,12 @@ pub struct FileWriters {
     pub run_ms: u64,
 }
 
-/// Counters of all writers.
+/// Counters over all writers.
 #[derive(Default)]
 struct Tally {
     next: AtomicU64,
-    /// Sequence of closes; a writer takes its number just before the close. Taken after it, the number could be
-    /// delayed, and the file would seem newer than it is.
+    /// Number of closes begun. A writer takes the number just before it closes its file. If it took the number after
+    /// the close, it could be delayed, and the file would seem newer than it is.
     closing: AtomicU64,
     closed: AtomicU64,
     failed: AtomicU64,
@@ -60,7 +60,7 @@ struct Tally {
 }
 
 impl Tally {
-    /// Whether the time is up. The measurement starts here, once enough is written or the fill took too long.
+    /// Returns whether the time is over. Starts the measurement once enough was written or the fill took too long.
     fn is_over(&self, arguments: &FileWriters, begun: Instant) -> bool {
         let closed = self.closed.load(Ordering::Relaxed);
         if closed * arguments.file_mib >= arguments.fill_mib || begun.elapsed() >= LONGEST_FILL {
@@ -71,15 +71,15 @@ impl Tally {
     }
 }
 
-/// One writer's record: the files that it closed, and its first error.
+/// The record of one writer: the files that it closed, and its first error.
 #[derive(Default)]
 struct Diary {
-    /// Sequence number of the close, and the file.
+    /// Pairs of the sequence number of the close and the number of the file.
     closed: Vec<(u64, u64)>,
     complaint: Option<String>,
 }
 
-/// Writes until the time is up, then checks all files.
+/// Writes until the time is over, then checks all files.
 pub fn run(arguments: &FileWriters) -> Outcome {
     let (volatile, kept) = (arguments.place.folder.join(VOLATILE), arguments.place.folder.join(KEPT));
     arguments.place.check()?;
@@ -119,7 +119,8 @@ fn path(folder: &Path, file: u64) -> PathBuf {
     folder.join(file.to_string())
 }
 
-/// One writer: writes file after file. A failure is counted; the next file follows a moment later.
+/// Runs one writer, which writes one file after the other. A failure is counted, and the next file follows a
+/// millisecond later.
 fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &Tally) -> Diary {
     let mut diary = Diary::default();
     while !tally.is_over(arguments, begun) {
@@ -134,7 +135,7 @@ fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &
             Err(cause) => {
                 tally.failed.fetch_add(1, Ordering::Relaxed);
                 diary.complaint.get_or_insert_with(|| format!("writing file {file}: {cause}"));
-                // The file may not exist.
+                // The removal fails if the file was not created.
                 let _ = fs::remove_file(&path);
                 thread::sleep(Duration::from_millis(1));
             }
@@ -152,12 +153,12 @@ fn write(path: &Path, file: u64, len_bytes: u64) -> io::Result<File> {
     Ok(output)
 }
 
-/// Whether the file is there with every byte that was written.
+/// Returns whether the file exists with every byte that was written.
 fn is_there(path: &Path, file: u64, len_bytes: u64) -> bool {
     matches!(check(path, file, len_bytes), Ok(true))
 }
 
-/// Whether every byte and the length are right.
+/// Returns whether length and every byte are right.
 fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     let mut input = File::open(path)?;
     let mut piece = vec![0; PIECE_BYTES];
@@ -172,7 +173,7 @@ fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     Ok(input.read(&mut piece)? == 0)
 }
 
-/// Number of files that are incomplete: a volatile file may vanish, but only as a whole.
+/// Returns the number of incomplete files. A volatile file may vanish, but only as a whole.
 fn torn(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("looking at what is left: {cause}"));
     let mut torn = 0;
@@ -193,8 +194,8 @@ fn torn(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
 mod tests {
     use super::*;
 
-    /// Whole files count as there. A shortened, a changed, a lengthened and a missing one do not; three of them are
-    /// torn.
+    /// Of four whole files, one is shortened, one gets another name and so wrong contents, and one is lengthened. Only
+    /// the fourth counts as existing; the three others count as torn.
     #[test]
     fn torn_files_are_told_from_missing_ones() {
         let folder = tempfile::tempdir().expect("a temporary folder");

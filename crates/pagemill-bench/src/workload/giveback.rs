@@ -1,4 +1,4 @@
-//! Frees 1 GiB and asks the allocator to return it, while another thread keeps allocating.
+//! Frees 1 GiB and asks the allocator to return it, while another thread allocates.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -8,10 +8,10 @@ use super::{Failure, Outcome};
 use crate::native::{self, GiveBack, Tagged};
 use crate::proc;
 
-/// Sizes that the unrelated thread allocates in turn: small ones, and one that an allocator may map.
+/// Sizes that the other thread allocates in turn: small ones, and one that an allocator may map separately.
 const UNRELATED: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
 
-/// Time for which the unrelated thread runs alone, to measure the machine's own pauses.
+/// Time for which the other thread runs before the request, which measures the delays that the machine itself causes.
 const QUIET: Duration = Duration::from_millis(100);
 
 /// Arguments of one run.
@@ -25,9 +25,11 @@ pub struct Giveback {
     pub how: GiveBack,
 }
 
-/// Allocates, touches, frees, and asks for the return. The JSON line has its duration and the memory before and after.
+/// Allocates, touches, frees, and asks for the return. The JSON line has the duration of the return and the memory
+/// before and after.
 pub fn run(arguments: &Giveback) -> Outcome {
-    // Allocated last and kept, so the freed memory is not at the end of a heap and cannot simply be trimmed.
+    // The last allocation is kept, so that the freed memory is not at the end of a heap, where it could simply be
+    // trimmed.
     let last = take_and_free(arguments)?;
     let longest_ns = AtomicU64::new(0);
     let is_over = AtomicBool::new(false);
@@ -58,7 +60,7 @@ pub fn run(arguments: &Giveback) -> Outcome {
     })
 }
 
-/// Allocates and touches all pieces, then frees all but the last.
+/// Makes and touches all allocations, then frees all but the last, which is returned.
 fn take_and_free(arguments: &Giveback) -> Result<Option<Tagged>, Failure> {
     let count = (arguments.mib << 20) / arguments.piece;
     let mut held = Vec::with_capacity(count);
@@ -72,7 +74,7 @@ fn take_and_free(arguments: &Giveback) -> Result<Option<Tagged>, Failure> {
     }
 }
 
-/// Allocates and frees until stopped, and records the longest call. Returns true if every tag was intact.
+/// Allocates and frees until stopped, and records the longest call. Returns whether every tag was intact.
 fn keep_allocating(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool {
     let mut is_right = true;
     while !is_over.load(Ordering::Relaxed) {

@@ -1,4 +1,5 @@
-//! The two sides of a handover: a keeper, which frees much memory and stays; and a newcomer, which needs it then.
+//! The two processes of a handover: the keeper frees much memory and keeps running; then the newcomer needs that
+//! memory.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,31 +11,31 @@ use crate::native::{Piece, Tagged};
 use crate::signs::Signs;
 use crate::stats::Random;
 
-/// Range of sizes of the large pieces.
+/// Range of sizes of the large allocations.
 const LARGE: (usize, usize) = (64 << 10, 1 << 20);
-/// Small pieces for each large one.
+/// Number of small allocations for each large one.
 const SMALL_EACH: usize = 4;
 const SMALL: (usize, usize) = (16, 4 << 10);
 
-/// Bytes of each piece of the newcomer.
+/// Size of each allocation of the newcomer.
 const NEWCOMER_PIECE: usize = 1 << 20;
 
-/// Bytes that an almost idle process allocates and frees each millisecond.
+/// Bytes that an almost idle keeper allocates and frees each millisecond.
 const LITTLE: usize = 512;
 
-/// Arguments of the keeper, which frees and stays.
+/// Arguments of the keeper, which frees its memory and keeps running.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Keeper {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub turns: u64,
-    /// The folder of signs.
+    /// The folder of sign files.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Arguments of the newcomer, which needs all its memory at once.
+/// Arguments of the newcomer, which needs all of its memory at one time.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Newcomer {
     #[arg(long)]
@@ -43,17 +44,17 @@ pub struct Newcomer {
     pub threads: usize,
 }
 
-/// The keeper's sign: all is freed.
+/// Returns the name of the keeper's sign that it has freed its memory in this turn.
 pub fn freed_sign(turn: u64) -> String {
     format!("freed-{turn}")
 }
 
-/// The bench's sign: the newcomer has ended.
+/// Returns the name of the bench's sign that the newcomer of this turn has ended.
 pub fn taken_sign(turn: u64) -> String {
     format!("taken-{turn}")
 }
 
-/// In each turn, fills and frees memory, then does little until the newcomer has ended.
+/// In each turn, fills and frees memory, then does little work until the newcomer has ended.
 pub fn keep(arguments: &Keeper) -> Outcome {
     let signs = Signs::new(&arguments.folder);
     let mut random = Random::new(0x6b65_6570);
@@ -70,7 +71,7 @@ pub fn keep(arguments: &Keeper) -> Outcome {
     Ok(serde_json::json!({ "refused": refused }))
 }
 
-/// Fills and frees memory; returns the number of failed allocations.
+/// Fills memory with allocations of mixed sizes and frees it; returns the number of failed allocations.
 fn fill_and_free(bytes: usize, random: &mut Random) -> Result<u64, Failure> {
     let (mut held, mut held_bytes, mut refused) = (Vec::new(), 0, 0);
     while held_bytes < bytes {
@@ -122,7 +123,7 @@ pub fn come(arguments: &Newcomer) -> Outcome {
     }))
 }
 
-/// The part of one thread.
+/// Allocates and fills the memory of one thread. Returns the allocations with the word that fills each of them.
 fn take(arguments: &Newcomer, index: usize, refused: &AtomicU64) -> Vec<(u64, Piece)> {
     let count = (arguments.mib << 20) / NEWCOMER_PIECE / arguments.threads;
     let mut taken = Vec::with_capacity(count);

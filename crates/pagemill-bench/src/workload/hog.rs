@@ -1,4 +1,4 @@
-//! A neighbour that needs memory periodically: allocates, touches, checks, frees, pauses.
+//! A memory hog: a process that periodically allocates, touches, checks and frees memory, and then pauses.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -11,24 +11,24 @@ use crate::native::{self, Tagged};
 
 const PIECE: usize = 1 << 20;
 
-/// Arguments of one neighbour.
+/// Arguments of one hog.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hog {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub pause_ms: u64,
-    /// The folder with the lock that it shares with the workload, and with the stop file.
+    /// The folder with the stop file, and with the lock file that hog and workload share.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Name of the lock in the folder that hog and workload share.
+/// Name of the lock file in the folder that hog and workload share.
 pub const LOCK: &str = "turn";
-/// Name of the file that stops the hog once it appears.
+/// Name of the file that stops the hog once it exists.
 pub const STOP: &str = "stop";
 
-/// Runs rounds until stopped. The JSON line has the number of rounds and of failed allocations.
+/// Repeats rounds until the stop file exists. The JSON line has the number of rounds and of failed allocations.
 pub fn run(arguments: &Hog) -> Outcome {
     let path = arguments.folder.join(LOCK);
     let lock = File::open(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;

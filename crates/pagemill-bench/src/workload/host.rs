@@ -1,5 +1,5 @@
-//! A machine that runs full: a server that holds much free memory and goes on allocating, and a filler that takes
-//! memory steadily.
+//! Processes of a machine that runs full: a server that holds much free memory and goes on allocating, and a filler
+//! that takes memory at a steady rate.
 
 use std::path::PathBuf;
 use std::thread;
@@ -14,21 +14,21 @@ use crate::stats::Random;
 
 const PIECE: usize = 1 << 20;
 
-/// Printed by the server once it holds its memory.
+/// The server's sign: it has allocated its memory and freed most of it.
 pub const READY: &str = "ready";
-/// The filler's sign: it has taken all, or was stopped.
+/// The filler's sign: it has taken all its memory, or was stopped.
 pub const TAKEN: &str = "taken";
-/// The bench's sign: memory is nearly short; times count from here.
+/// The bench's sign: memory is nearly short. The server records times separately from here on.
 pub const NEAR: &str = "near";
 /// The bench's sign: both processes must end.
 pub const STOP: &str = "stop";
 
-/// Live blocks of the server's own work; each step replaces one of them.
+/// Number of live allocations in the server's work. Each step replaces one of them.
 const LIVE_BLOCKS: usize = 256;
-/// Smallest size of those blocks, and number of doublings; each doubling is equally frequent.
+/// The smallest size of these allocations, and the number of powers of two above it, which are equally frequent.
 const SIZES: (usize, u32) = (1 << 10, 10);
 
-/// Blocks that the server replaces at a time; then it sleeps for a millisecond, as servers do.
+/// Number of allocations that the server replaces before it sleeps for a millisecond, as servers do.
 const BATCH: usize = 64;
 
 /// Arguments of the server, which holds much free memory.
@@ -38,7 +38,7 @@ pub struct Server {
     pub free_mib: usize,
     #[arg(long)]
     pub live_mib: usize,
-    /// The folder of signs.
+    /// The folder of sign files.
     #[arg(long)]
     pub folder: PathBuf,
 }
@@ -50,19 +50,20 @@ pub struct Filler {
     pub mib: usize,
     #[arg(long)]
     pub mib_per_second: u64,
-    /// It takes no memory that would leave the machine less than this.
+    /// The filler takes no memory that would leave less than this available on the machine.
     #[arg(long)]
     pub floor_mib: u64,
-    /// The folder of signs.
+    /// The folder of sign files.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Serves until stopped. The JSON line has the latency of malloc before memory was nearly short, and after that.
+/// Serves until the bench's sign to stop. The JSON line has the latency of malloc before memory was nearly short, and
+/// after that.
 pub fn serve(arguments: &Server) -> Outcome {
     let signs = Signs::new(&arguments.folder);
     let mut held = hold(arguments.live_mib + arguments.free_mib)?;
-    // The live pieces are between the freed ones, so the free memory is scattered.
+    // The allocations that stay live lie between the freed ones, so the free memory is scattered.
     let every = held.len() / arguments.live_mib.max(1);
     let mut index = 0;
     held.retain(|_| {
@@ -74,7 +75,7 @@ pub fn serve(arguments: &Server) -> Outcome {
     let mut work = Work::new();
     let (mut is_near, mut is_over) = (false, false);
     while !is_over {
-        // If both signs are seen at once, one more batch is still timed.
+        // If both signs exist at the same time, one more batch is still timed.
         is_over = signs.is_given(STOP);
         is_near = is_near || signs.is_given(NEAR);
         let times = if is_near { &mut near } else { &mut before };
@@ -85,7 +86,7 @@ pub fn serve(arguments: &Server) -> Outcome {
     if work.wrong > 0 || !is_right {
         return Err(Failure::WrongAnswer("a block lost its tag".to_owned()));
     }
-    // If memory was never nearly short, there are no times for that phase.
+    // If memory was never nearly short, the percentiles of that phase are left out.
     let of_near = |value: f64| (near.count() > 0).then_some(value);
     Ok(serde_json::json!({
         "quiet_p999_ms": before.percentile_ms(0.999),
@@ -104,7 +105,7 @@ fn hold(mib: usize) -> Result<Vec<(u64, Tagged)>, Failure> {
     pieces.collect::<Option<_>>().ok_or(Failure::Other("no memory to hold free later".to_owned()))
 }
 
-/// The server's permanent work: it frees one block and allocates another.
+/// The server's permanent work, in which each step frees one allocation and makes another.
 struct Work {
     blocks: Vec<Option<(u64, Tagged)>>,
     random: Random,
@@ -119,7 +120,8 @@ impl Work {
         Self { blocks, random: Random::new(0x686f_7374), count: 0, refused: 0, wrong: 0 }
     }
 
-    /// Frees a block and allocates another in its place; times that and the touch of its first page.
+    /// Frees one allocation and makes another in its place. Times the malloc, which includes the touch of its first
+    /// page.
     fn replace_one(&mut self, times: &mut Histogram) {
         let place = self.random.below(self.blocks.len());
         let old = self.blocks[place].take();
@@ -135,9 +137,9 @@ impl Work {
     }
 }
 
-/// Takes memory piece by piece at its rate, gives its sign, and holds all until stopped.
+/// Takes memory at its rate until it has all or reaches the floor, gives its sign, and waits for the sign to stop.
 pub fn fill(arguments: &Filler) -> Outcome {
-    // If the kernel has to kill after all, it should choose this process.
+    // If the kernel has to kill a process nevertheless, it should choose this one.
     std::fs::write("/proc/self/oom_score_adj", "1000").map_err(|cause| cause.to_string())?;
     let signs = Signs::new(&arguments.folder);
     let mut held = Vec::with_capacity(arguments.mib);
@@ -169,8 +171,8 @@ pub fn fill(arguments: &Filler) -> Outcome {
 mod tests {
     use super::*;
 
-    /// A server with 8 MiB free gets all signs at once, as soon as it is ready: it still times a batch, and no block is
-    /// damaged.
+    /// A server with 8 MiB of free memory finds all signs as soon as it is ready. It still times one batch, and no
+    /// allocation is damaged.
     #[test]
     fn a_server_counts_what_is_near() {
         let folder = tempfile::tempdir().expect("a temporary folder");

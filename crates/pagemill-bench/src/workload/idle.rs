@@ -1,4 +1,4 @@
-//! A process that held much memory, freed it, and does nothing afterwards.
+//! A process that fills much memory, frees it, and then does nothing.
 
 use std::thread;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use crate::native::Tagged;
 
 const PIECE: usize = 1 << 20;
 
-/// Arguments of one idle process.
+/// Arguments of an idle process.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Idle {
     #[arg(long)]
     pub mib: usize,
-    /// Its lifetime; the bench may end it earlier.
+    /// Lifetime of the process; the bench may end it earlier.
     #[arg(long)]
     pub seconds: u64,
 }
 
-/// Fills, frees, sleeps.
+/// Fills memory, frees it, and sleeps.
 pub fn run(arguments: &Idle) -> Outcome {
     let held: Vec<_> = (0..arguments.mib as u64).map(|tag| Tagged::touched(PIECE, tag)).collect();
     let taken = held.iter().flatten().count();

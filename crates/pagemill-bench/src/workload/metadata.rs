@@ -11,7 +11,7 @@ use crate::files::Place;
 use crate::pattern;
 
 const FILE_BYTES: usize = 100;
-/// Repetitions of fast operations.
+/// Repetitions of the operations that are faster than creation.
 const STATS: usize = 4;
 const READS: usize = 2;
 const FINDS: usize = 4;
@@ -23,20 +23,21 @@ pub struct Metadata {
     pub place: Place,
     #[arg(long)]
     pub files: usize,
-    /// Files of each directory
+    /// Number of files in each directory
     #[arg(long)]
     pub per_directory: usize,
-    /// The files are never to be in huge pages
+    /// Mark the directory so that its files never get huge pages
     #[arg(long)]
     pub huge_never: bool,
 }
 
-/// Runs all operations; the JSON line has the operations per second of each kind.
+/// Runs all operations. The JSON line has the operations per second of each kind.
 pub fn run(arguments: &Metadata) -> Outcome {
     let root = arguments.place.folder.join("tree");
     let paths = lay_out(arguments, &root)?;
     arguments.place.check()?;
-    // One unmeasured round: the first creation would include memory that the host has not backed yet.
+    // One round is not measured. In it, the first creation touches memory that the host of a virtual machine has not
+    // backed yet.
     rate(1, &paths, create)?;
     rate(1, &paths, unlink)?;
     let create = rate(1, &paths, create)?;
@@ -53,7 +54,7 @@ pub fn run(arguments: &Metadata) -> Outcome {
     Ok(serde_json::json!({ "create": create, "stat": stat, "read": read, "find": find, "unlink": unlink }))
 }
 
-/// Makes the directories, and returns the paths of the files.
+/// Makes the directories and returns the paths of the files to create.
 fn lay_out(arguments: &Metadata, root: &Path) -> Result<Vec<PathBuf>, Failure> {
     fs::create_dir_all(root).map_err(|cause| at(root, &cause))?;
     if arguments.huge_never {
@@ -75,7 +76,7 @@ fn at(path: &Path, cause: &io::Error) -> Failure {
     Failure::Other(format!("{}: {cause}", path.display()))
 }
 
-/// Performs one operation on all files, `times` times; returns the operations per second.
+/// Repeats an operation on all files, `times` times; returns the operations per second.
 fn rate(
     times: usize,
     paths: &[PathBuf],
@@ -122,7 +123,7 @@ fn unlink(_: usize, path: &PathBuf) -> Result<(), Failure> {
     fs::remove_file(path).map_err(|cause| at(path, &cause))
 }
 
-/// Runs the program `find`, which must see each file; if it is not installed, walks the tree instead.
+/// Runs the program `find`, which must list each file. If it is not installed, walks the tree in this process instead.
 fn find(root: &Path, files: usize) -> Result<(), Failure> {
     let mut command = Command::new("find");
     command.arg(root).args(["-type", "f"]).stdin(Stdio::null());
@@ -152,7 +153,7 @@ fn walk(directory: &Path) -> io::Result<usize> {
 mod tests {
     use super::*;
 
-    /// Both ways to find files see the same; a missing file is a wrong answer for each operation.
+    /// The program and the walk find the same files. A file with other contents, and a missing file, are wrong answers.
     #[test]
     fn files_are_made_and_found() {
         let folder = tempfile::tempdir().expect("a temporary folder");

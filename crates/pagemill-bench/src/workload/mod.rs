@@ -1,8 +1,8 @@
-//! The workloads: hidden subcommands, each a process of its own under one preloaded allocator.
+//! The workloads: hidden subcommands that run as separate processes under one preloaded allocator.
 //!
-//! A workload prints one line of JSON, checks its own answers, and exits with [`WRONG_ANSWER`] if one was wrong. First
-//! it checks that the requested allocator serves `malloc`: after a failed preload the loader only warns, and glibc
-//! would be measured under another name.
+//! A workload measures, checks its own answers, and prints one line of JSON. It exits with [`WRONG_ANSWER`] if an
+//! answer was wrong. First it checks that the requested allocator serves `malloc`. After a failed preload the loader
+//! only prints a warning, and glibc would be measured under another name.
 
 pub mod churn;
 pub mod copies;
@@ -38,17 +38,17 @@ use crate::child::WRONG_ANSWER;
 use crate::native;
 use crate::subject::EXPECTED_LIBRARY;
 
-/// Result of a workload: its JSON line, or the reason why there is none.
+/// The result of a workload: its JSON line, or the reason why it has none.
 pub type Outcome = Result<serde_json::Value, Failure>;
 
-/// Why a workload has no result.
+/// The reason why a workload has no result.
 #[derive(Debug)]
 pub enum Failure {
-    /// Memory did not hold what was written.
+    /// Memory did not contain what was written to it.
     WrongAnswer(String),
-    /// Anything else.
+    /// Any other failure, with a message.
     Other(String),
-    /// A launcher's child was killed: out of memory.
+    /// SIGKILL ended a child that the workload had started, mostly for lack of memory.
     Killed,
 }
 
@@ -58,14 +58,14 @@ impl From<String> for Failure {
     }
 }
 
-/// Touches and frees memory, so that the host has backed it for later runs.
+/// Touches and frees memory, so that the host of a virtual machine has backed it before later runs.
 #[derive(Debug, clap::Args)]
 pub struct Touch {
     #[arg(long)]
     mib: usize,
 }
 
-/// Becomes a command that ends with this bench, in a cgroup if one is given.
+/// Replaces itself by a command that ends together with this bench. If a cgroup is given, it joins the cgroup first.
 #[derive(Debug, clap::Args)]
 pub struct Enter {
     #[arg(long)]
@@ -74,7 +74,7 @@ pub struct Enter {
     command: Vec<String>,
 }
 
-/// Runs a workload in this process and turns its result into output and exit status.
+/// Runs a workload in this process, prints its result, and returns the exit status.
 pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
     native::die_with_parent();
     let outcome = check_library().and_then(|()| work());
@@ -95,7 +95,7 @@ pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
     }
 }
 
-/// Runs [`Touch`].
+/// Runs the workload [`Touch`].
 pub fn touch(arguments: &Touch) -> Outcome {
     const PIECE: usize = 64 << 20;
     let mut held = Vec::new();
@@ -105,7 +105,7 @@ pub fn touch(arguments: &Touch) -> Outcome {
     Ok(serde_json::json!({ "pieces": held.len() }))
 }
 
-/// Runs [`Enter`]; returns only on failure.
+/// Runs the workload [`Enter`]; returns only on failure.
 pub fn enter(arguments: &Enter) -> ExitCode {
     native::die_with_parent();
     if let Some(entrance) = &arguments.entrance

@@ -1,4 +1,4 @@
-//! Runs workload and hog from one launcher, so that both are in one process tree and one cgroup.
+//! Starts workload and hog from one launcher process, so that both are in one process tree and one cgroup.
 
 use std::fs;
 use std::io::Read;
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use super::{Failure, Outcome, hog};
 use crate::child::WRONG_ANSWER;
 
-/// Time limit for the hog to stop: it may be in the middle of a round.
+/// Time limit for the hog to end after the stop file was made, since it may be in the middle of a round.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Arguments of both; the lock is in the hog's folder.
+/// Arguments of workload and hog. Both use the lock file in the hog's folder.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Pair {
     #[arg(long)]
@@ -26,28 +26,28 @@ pub struct Pair {
     pub burst_mib: usize,
     #[arg(long)]
     pub burst_every_ms: u64,
-    /// The memory of the workload's copies.
+    /// The kind of memory in which the workload stores its copies.
     #[arg(long, default_value = "malloc")]
     pub memory: String,
-    /// One record in so many has its whole copy summed up; 0 for none.
+    /// One record in this many has its whole copy summed up; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
     #[command(flatten)]
     pub hog: hog::Hog,
 }
 
-/// A child that does not outlive its launcher.
+/// A child process that is killed when this value is dropped.
 struct Member(Child);
 
 impl Drop for Member {
     fn drop(&mut self) {
-        // Both calls fail only if it has already ended.
+        // Both calls fail only if the process has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Starts both, waits for the workload, stops the hog. If either is killed, the pair counts as killed.
+/// Starts both processes, waits for the workload, and stops the hog. If either is killed, the pair counts as killed.
 pub fn run(arguments: &Pair) -> Outcome {
     let folder = &arguments.hog.folder;
     let lock = folder.join(hog::LOCK).display().to_string();
@@ -121,7 +121,7 @@ fn check(status: ExitStatus) -> Result<(), Failure> {
     }
 }
 
-/// Reads a member's JSON line. The member has ended, and a line fits into a pipe.
+/// Reads the JSON line of a process that has ended. The pipe has room for a whole line.
 fn line(member: &mut Member) -> Outcome {
     let mut text = String::new();
     let pipe: Option<&mut ChildStdout> = member.0.stdout.as_mut();

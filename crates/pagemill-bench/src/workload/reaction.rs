@@ -1,4 +1,5 @@
-//! Two members of one tree: a hoarder that holds much free memory, and an asker that times its requests.
+//! Two processes of one tree: a hoarder that holds much free memory, and an asker that requests it and times the
+//! requests.
 
 use std::ffi::CString;
 use std::io::{self, BufRead, BufReader, Write};
@@ -16,16 +17,17 @@ use crate::stats;
 
 const PIECE: usize = 1 << 20;
 
-/// Pause after a refill: the hoarder's helper starts, and its figures settle.
+/// Pause after the hoarder has freed its memory again. Meanwhile its helper thread starts and its published counts
+/// become stable.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A request that takes longer than this is late, and counts with this time.
+/// The time after which a request counts as late; it is then recorded with this time.
 const LATE: Duration = Duration::from_secs(1);
 
 /// Arguments of the asker, which starts the hoarder.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Asker {
-    /// Free memory of the hoarder before the first request and after each refill.
+    /// MiB of free memory that the hoarder holds before the first request and after each refill.
     #[arg(long)]
     pub hoard_mib: usize,
     #[arg(long)]
@@ -41,7 +43,7 @@ pub struct Hoarder {
     pub mib: usize,
 }
 
-/// The hoarder and the pipes to it; it ends when its input is closed.
+/// The hoarder process and the pipes to it. It ends when its input is closed.
 struct Hoard {
     child: Child,
     orders: ChildStdin,
@@ -60,7 +62,7 @@ impl Hoard {
         }
     }
 
-    /// Makes it fill and free its memory again.
+    /// Makes the hoarder fill and free its memory again.
     fn refill(&mut self) -> Result<(), Failure> {
         let mut answer = String::new();
         writeln!(self.orders).map_err(|cause| cause.to_string())?;
@@ -75,24 +77,25 @@ impl Hoard {
 
 impl Drop for Hoard {
     fn drop(&mut self) {
-        // Both calls fail only if it has already ended.
+        // Both calls fail only if the hoarder has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Sends requests; the JSON line has the median and the 99th percentile of the times until the memory was returned.
+/// Sends requests. The JSON line has the median and the 99th percentile of the times until the memory was returned.
 pub fn ask(arguments: &Asker) -> Outcome {
     let page = tree()?;
     let bytes = (arguments.ask_mib << 20) as u64;
-    // Requests per refill, less one: the last bytes of a hoard may be scattered.
+    // Number of requests before the hoarder fills its memory again. It is one less than what fits, since the hoarder's
+    // last free memory may be too scattered to be returned.
     let asks_each = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
     let mut hoard = Hoard::start(arguments.hoard_mib)?;
     let (mut times, mut late) = (Vec::with_capacity(arguments.asks), 0_u64);
     while times.len() < arguments.asks {
         hoard.refill()?;
-        // A request for zero bytes: the tree measures its overcommitted memory now, which then does not count as new
-        // during the requests.
+        // A request for zero bytes makes the tree's processes measure their overcommitted memory now. Otherwise it
+        // would count as new memory during the requests.
         page.ask(0, None, || false);
         for _ in 0..asks_each.min(arguments.asks - times.len()) {
             let took = time_one(page, bytes);
@@ -107,13 +110,14 @@ pub fn ask(arguments: &Asker) -> Outcome {
     }))
 }
 
-/// Time from the request until the tree's published total has fallen by it; none if that takes too long.
+/// Returns the time from a request until the tree's published total has fallen by `bytes`; none if it takes longer than
+/// [`LATE`].
 fn time_one(page: &TreePage, bytes: u64) -> Option<Duration> {
     let before = page.totals().resident;
     let is_given = || before.saturating_sub(page.totals().resident) >= bytes;
     let begun = Instant::now();
     page.ask(bytes, None, is_given);
-    // A sibling publishes its total a moment after it answered.
+    // A sibling publishes its new total shortly after it has answered.
     while !is_given() {
         if begun.elapsed() > LATE {
             return None;
@@ -130,7 +134,7 @@ fn tree() -> Result<&'static TreePage, Failure> {
     TreePage::join(&path).map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// Fills and frees at each line of input, and answers with a line.
+/// For each line of input, fills memory, frees it, and answers with a line.
 pub fn hoard(arguments: &Hoarder) -> Outcome {
     let (mut refills, mut answers) = (0_u64, io::stdout());
     for order in io::stdin().lines() {

@@ -1,4 +1,4 @@
-//! Huge folios: references to a range of one; and splitting a huge folio and collapsing it again.
+//! Huge folios: references to a range of a folio are taken and dropped; folios are split and collapsed again.
 
 use std::sync::Barrier;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
@@ -15,18 +15,18 @@ use crate::native::{Counts, Pages};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats;
 
-/// The way a range is pinned.
+/// The way in which a range is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Way {
     /// A pin of a folio that may be split.
     Splittable,
     /// A pin of a folio that is never split.
     NeverSplit,
-    /// One count for each 4 KiB.
+    /// One reference count for each 4 KiB.
     PerPage,
 }
 
-/// Arguments: references taken and dropped repeatedly.
+/// Arguments of a run that takes and drops references.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Refs {
     #[arg(long)]
@@ -44,7 +44,7 @@ pub struct Refs {
 
 const PAGES_PER_BLOCK: usize = BLOCK_BYTES / RECORD_BYTES;
 
-/// Nanoseconds of a get and its put, as each thread sees it.
+/// Measures the nanoseconds to take and drop a reference, as each thread sees them.
 pub fn run(arguments: &Refs) -> Outcome {
     let folios = if arguments.own { arguments.threads } else { 1 };
     let len_bytes = arguments.range_kib << 10;
@@ -88,10 +88,10 @@ pub fn run(arguments: &Refs) -> Outcome {
     Ok(serde_json::json!({ "ns": ns }))
 }
 
-/// Makes a file of huge folios.
+/// Makes a file that consists of huge folios.
 fn huge_file(folios: usize, may_split: bool) -> Result<(Cache, Mapping), Failure> {
     let bytes = (folios * BLOCK_BYTES) as u64;
-    // Twice the memory and some more, since a collapse needs a new block.
+    // The cache gets twice the memory and some more, since a collapse needs a free block.
     let cache = cache(2 * bytes + 16 * BLOCK_BYTES as u64, Box::new(Always), may_split)?;
     let file = cache.create().map_err(failed)?;
     fill(&file, folios)?;
@@ -133,7 +133,7 @@ fn by_threads(arguments: &Refs, act: impl Fn(usize) -> Result<(), Failure> + Syn
     };
     let work = |thread: usize| {
         start.wait();
-        // A tenth of the time as warm-up: CPUs leave idle states.
+        // A tenth of the time is warm-up, in which CPUs leave their idle states.
         repeat(thread, run / 10).and_then(|_| repeat(thread, run))
     };
     let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
@@ -146,10 +146,10 @@ fn by_threads(arguments: &Refs, act: impl Fn(usize) -> Result<(), Failure> + Syn
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Arguments: huge folios split and collapsed alternately, or as much memory copied.
+/// Arguments of a run that splits and collapses huge folios, or copies as much memory.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Change {
-    /// Copy huge pages instead; each copy goes to the source of the one before.
+    /// Copy huge pages instead. Each copy overwrites the source of the previous copy.
     #[arg(long)]
     pub copy: bool,
     #[arg(long)]
@@ -158,13 +158,13 @@ pub struct Change {
     pub run_ms: u64,
 }
 
-/// Median nanoseconds of each operation.
+/// Measures the median nanoseconds of each operation.
 pub fn change(arguments: &Change) -> Outcome {
     let run = Duration::from_millis(arguments.run_ms);
     if arguments.copy { copy(arguments.folios, run) } else { split_and_collapse(arguments.folios, run) }
 }
 
-/// Times an operation in nanoseconds; an operation that did nothing is an error.
+/// Records the nanoseconds of an operation. An operation that did nothing is an error.
 fn time(times: &mut Vec<f64>, act: impl FnOnce() -> pagemill::Result<bool>) -> Result<(), Failure> {
     let begun = Instant::now();
     let is_done = act();
@@ -179,7 +179,7 @@ fn split_and_collapse(folios: usize, run: Duration) -> Outcome {
     let (cache, file) = huge_file(folios, true)?;
     let (mut splits, mut collapses) = (Vec::new(), Vec::new());
     let begun = Instant::now();
-    // The first round over all folios allocates the nodes and blocks that later rounds reuse.
+    // The first round over all folios allocates index nodes and blocks that later rounds reuse.
     while begun.elapsed() < run || splits.len() < 2 * folios {
         for offset in (0..folios).map(|folio| (folio * BLOCK_BYTES) as u64) {
             time(&mut splits, || file.split(offset))?;
@@ -195,7 +195,7 @@ fn split_and_collapse(folios: usize, run: Duration) -> Outcome {
     Ok(serde_json::json!({ "split_ns": median(&splits), "collapse_ns": median(&collapses), "turns": splits.len() }))
 }
 
-/// Each copy goes to the source of the one before, as in a collapse, which reuses blocks.
+/// Copies huge pages. Each copy overwrites the source of the previous one, as a collapse reuses freed blocks.
 fn copy(folios: usize, run: Duration) -> Outcome {
     let mut memory = Pages::huge((folios + 1) * BLOCK_BYTES)?;
     let bytes = memory.bytes_mut((folios + 1) * BLOCK_BYTES);

@@ -1,5 +1,5 @@
-//! A process that allocates much memory, frees all of it, and goes on working: the memory that it still holds, second
-//! by second.
+//! A process that allocates much memory, frees all of it, and goes on working. It reports how much memory it still
+//! holds after each second.
 
 use std::time::{Duration, Instant};
 
@@ -15,18 +15,18 @@ pub struct Returning {
     pub mib: usize,
     #[arg(long)]
     pub size: usize,
-    /// Duration of the work after the last free.
+    /// Seconds for which the process works after the last free.
     #[arg(long)]
     pub seconds: u64,
 }
 
-/// Size of the pieces of that work.
+/// Size of the allocations that the process makes while it works.
 const WORK_BYTES: usize = 512;
 
-/// Fills, frees, works. The JSON line has the memory beyond that before the first allocation: right after the last
-/// free, and after each second.
+/// Fills memory, frees it, and works. The JSON line has the resident memory beyond that before the first allocation:
+/// right after the last free, and after each second.
 pub fn run(arguments: &Returning) -> Outcome {
-    // Memory that the first turn of work takes is not part of the freed memory.
+    // The memory that the work itself needs is allocated first, so that it does not count as held.
     Load::Busy.turn(WORK_BYTES)?;
     let before = proc::own_resident_bytes();
     let more_mib = || (proc::own_resident_bytes() as f64 - before as f64) / f64::from(1 << 20);

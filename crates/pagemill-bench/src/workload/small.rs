@@ -1,4 +1,4 @@
-//! Small allocations: timed, or a known number of pairs for an instruction counter.
+//! Small allocations: timed, or a known number of malloc and free pairs for an instruction counter.
 
 use std::time::{Duration, Instant};
 
@@ -7,21 +7,21 @@ use super::{Failure, Outcome};
 use crate::native::Tagged;
 use crate::stats::Random;
 
-/// Pairs of malloc and free in a step, in every pattern; also the size of batch and table.
+/// Number of malloc and free pairs in a step of every pattern. It is also the size of the batch and of the table.
 pub const STEP_PAIRS: u64 = 1000;
 
-/// The order in which blocks are allocated and freed.
+/// The order in which allocations are made and freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Pattern {
-    /// Each block freed at once
+    /// Each allocation is freed at once
     Pair,
-    /// A thousand blocks allocated, then all freed
+    /// A thousand allocations are made, then all are freed
     Batch,
-    /// A random block of a thousand replaced
+    /// A random one of a thousand allocations is replaced
     Churn,
 }
 
-/// Warm-up: pairs of each thread, and its time limit.
+/// Number of pairs with which each thread warms up, and the time limit of the warm-up.
 const WARM_PAIRS: u64 = 150_000;
 const WARM_AT_MOST: Duration = Duration::from_millis(500);
 
@@ -34,15 +34,15 @@ pub struct Small {
     pub pattern: Pattern,
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
-    /// Duration of the measurement; without it, `--pairs` applies.
+    /// Duration of the measurement in ms; without it, `--pairs` applies.
     #[arg(long)]
     pub measure_ms: Option<u64>,
-    /// Number of pairs on one thread.
+    /// Number of pairs to run on one thread.
     #[arg(long, default_value_t = 100_000)]
     pub pairs: u64,
 }
 
-/// The blocks of one thread.
+/// The allocations of one thread, and its count of wrong tags.
 struct Bench {
     size: usize,
     pattern: Pattern,
@@ -89,7 +89,7 @@ impl Bench {
         Ok(Self { size: arguments.size, pattern: arguments.pattern, table, random: Random::new(seed), wrong: 0 })
     }
 
-    /// Warms up for a number of pairs or a time, until every allocator is in its steady state: Pagemill leaves the
+    /// Warms up for a number of pairs or a time, so that the allocator reaches its steady state. Pagemill leaves the
     /// first hundred thousand calls of a program to the C library.
     fn warmed(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_AT_MOST;
@@ -104,7 +104,7 @@ impl Bench {
 }
 
 impl Work for Bench {
-    /// Does [`STEP_PAIRS`] pairs. Each block has a tag, which is checked before the block is freed.
+    /// Makes [`STEP_PAIRS`] pairs of malloc and free. The tag of each allocation is checked before the free.
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
             Pattern::Pair => {
@@ -151,7 +151,7 @@ fn refused() -> Failure {
 mod tests {
     use super::*;
 
-    /// Every pattern makes its pairs and finds every tag.
+    /// Every pattern runs its pairs, counted and timed, and finds every tag.
     #[test]
     fn all_patterns_keep_their_tags() {
         for pattern in [Pattern::Pair, Pattern::Batch, Pattern::Churn] {

@@ -1,4 +1,4 @@
-//! Threads that do the same work step by step, measured over an interval in which all of them run.
+//! Runs threads that do the same work step by step, and measures them over an interval in which all of them run.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,17 +9,17 @@ use super::Failure;
 
 /// The work of one thread.
 pub trait Work {
-    /// Does several operations; the clock is read only between steps.
+    /// Does a fixed number of operations. The clock is read only between steps.
     fn step(&mut self) -> Result<(), Failure>;
 
-    /// Whether every answer was right.
+    /// Returns an error if any operation of this thread had a wrong result.
     fn verdict(&mut self) -> Result<(), Failure>;
 }
 
-/// Operations and times of the threads in the measured interval.
+/// Operations and durations of all threads in the measured interval.
 pub struct Times(Vec<Time>);
 
-/// Operations of one thread, and the time that they took.
+/// Number of operations of one thread, and the time that they took.
 #[derive(Clone, Copy)]
 struct Time {
     nanoseconds: u64,
@@ -27,25 +27,25 @@ struct Time {
 }
 
 impl Times {
-    /// Operations of all threads.
+    /// Returns the number of operations of all threads, at least 1.
     pub fn acts(&self) -> u64 {
         self.0.iter().map(|time| time.acts).sum::<u64>().max(1)
     }
 
-    /// Nanoseconds per operation, as its thread sees it.
+    /// Returns the nanoseconds per operation, as the thread that does it sees them.
     pub fn ns(&self) -> f64 {
         self.0.iter().map(|time| time.nanoseconds).sum::<u64>() as f64 / self.acts() as f64
     }
 
-    /// Operations per second of one thread; 0 if there is no such thread.
+    /// Returns the operations per second of one thread; 0 if there is no thread with this index.
     pub fn per_second(&self, thread: usize) -> f64 {
         self.0.get(thread).map_or(0.0, |time| time.acts as f64 * 1e9 / time.nanoseconds as f64)
     }
 }
 
-/// Runs threads that start together: a quarter of `duration` of warm-up, then `duration` that is measured.
+/// Runs threads that start together. They warm up for a quarter of `duration` and are then measured for `duration`.
 ///
-/// Thread `i` runs steps of the work that `make(i)` returns; each step counts as `step_acts` operations.
+/// Thread `i` runs steps of the work that `make(i)` returns. Each step counts as `step_acts` operations.
 pub fn timed<W: Work>(
     threads: usize,
     duration: Duration,
@@ -62,7 +62,7 @@ pub fn timed<W: Work>(
             work.step()?;
         }
         let (begun, mut steps) = (Instant::now(), 0);
-        // At least one step, even if the time is over before this thread gets a CPU.
+        // Each thread makes at least one step, even if the time is over before it gets a CPU.
         loop {
             work.step()?;
             steps += 1;

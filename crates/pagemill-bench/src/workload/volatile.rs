@@ -1,4 +1,4 @@
-//! Memory given up and taken back: by a state word, by a mark of its address, or by a system call.
+//! Memory that is given up and taken back: by the state word of a handle, by marking its address, or by a system call.
 
 use std::sync::Barrier;
 use std::thread;
@@ -15,7 +15,7 @@ use super::{Failure, Outcome};
 use crate::native::Pages;
 use crate::stats;
 
-/// Memory of one thread.
+/// Bytes of memory that each thread uses.
 const AREA_BYTES: usize = 64 << 20;
 /// Number of other marked ranges while marks by address are measured.
 const OTHER_MARKS: usize = 100_000;
@@ -23,22 +23,22 @@ const OTHER_MARKS: usize = 100_000;
 const HUGE_RANGE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 2 << 20;
 
-/// Ways to give memory up.
+/// The ways to give memory up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Way {
-    /// Handles: mark volatile, take back.
+    /// Handles: mark volatile, then take back.
     Handles,
-    /// Handles: pin, unpin.
+    /// Handles: pin, then unpin.
     Pin,
-    /// `vrange` among 100,000 other ranges.
+    /// `vrange` marks by address, with 100,000 other marked ranges.
     Vrange,
-    /// `MADV_FREE`, and a write to each page.
+    /// `MADV_FREE`, then a write to each page.
     Free,
-    /// `MADV_DONTNEED`, and a write to each page.
+    /// `MADV_DONTNEED`, then a write to each page.
     Dontneed,
 }
 
-/// Arguments: operations repeated on ranges.
+/// Arguments of a run that gives ranges up and takes them back repeatedly.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Toggle {
     #[arg(long)]
@@ -51,7 +51,7 @@ pub struct Toggle {
     pub run_ms: u64,
 }
 
-/// Arguments: cost of a purge, and of taking a range back meanwhile.
+/// Arguments of a run that measures purges, and taking a range back during a purge.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Purging {
     #[arg(long)]
@@ -60,7 +60,7 @@ pub struct Purging {
     pub run_ms: u64,
 }
 
-/// Nanoseconds per thread to give a range up and take it back, and the page faults of that.
+/// Measures the nanoseconds per thread to give a range up and take it back, and the page faults.
 pub fn toggle(arguments: &Toggle) -> Outcome {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);
@@ -107,7 +107,7 @@ fn toggle_by(
         }
         Way::Vrange => {
             let area = Pages::new(AREA_BYTES)?;
-            // Every other page of another area, so that the ranges do not merge.
+            // The other ranges are every second page of another mapping, so that they do not merge.
             let others = Pages::new(OTHER_MARKS / arguments.threads * 2 * Pages::page_bytes())?;
             for page in 0..OTHER_MARKS / arguments.threads {
                 others.vrange(pagemill, page * 2 * Pages::page_bytes(), Pages::page_bytes(), true)?;
@@ -128,7 +128,8 @@ fn toggle_by(
     }
 }
 
-/// Mean nanoseconds per operation, and page faults of this thread. The clock is read once per hundred operations.
+/// Repeats an operation. Returns the mean nanoseconds and the page faults of this thread. The clock is read once per
+/// hundred operations.
 fn repeat(until: Duration, mut act: impl FnMut(usize) -> Result<(), String>) -> Result<(f64, u64), Failure> {
     const BATCH: usize = 100;
     let (faults, begun, mut done) = (Pages::faults(), Instant::now(), 0);
@@ -162,7 +163,8 @@ fn pin_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
     })
 }
 
-/// Times only the calls and the faults of writes after them; a write without a fault is not counted.
+/// Times the system calls, and the writes after `MADV_DONTNEED`, which fault. Writes after `MADV_FREE` do not fault and
+/// are not timed.
 fn by_calls(area: &mut Pages, way: Way, range_bytes: usize, until: Duration) -> Result<(f64, u64), Failure> {
     let (faults, begun, mut took, mut done) = (Pages::faults(), Instant::now(), Duration::ZERO, 0u32);
     let count = AREA_BYTES / range_bytes;
@@ -202,11 +204,11 @@ fn check(ranges: &[Range], byte: u8) -> Result<(), Failure> {
     }
 }
 
-/// Bytes per second of purging huge pages; then the 99.9th percentile of the time to take a range back during purges.
+/// Measures the rate of purging huge pages, and the 99.9th percentile of the time to take a range back during a purge.
 pub fn purging(arguments: &Purging) -> Outcome {
     let pagemill = pagemill()?;
     let bytes = arguments.mib << 20;
-    // One unmeasured round: it would include memory that the host has not backed yet.
+    // The first round is not measured, since it touches memory that the host of a virtual machine has not backed yet.
     let (mut best, mut total) = (Vec::new(), 0);
     for round in 0..6 {
         let ranges = ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
@@ -237,8 +239,8 @@ pub fn purging(arguments: &Purging) -> Outcome {
     }))
 }
 
-/// Bytes per second of purging huge pages that were marked by address. Later reads get a signal in strict mode, else
-/// zeros.
+/// Returns the rate, in GB/s, of purging huge pages that were marked by address. Checks that later reads get a signal
+/// in strict mode, and zeros otherwise.
 fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<f64, Failure> {
     let mut area = Pages::new(bytes)?;
     area.allow_huge()?;
@@ -268,7 +270,8 @@ fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<
     stats::median(&rates).ok_or_else(|| Failure::Other("no rounds".to_owned()))
 }
 
-/// Microseconds to take a range back during a purge: one thread purges all the time, this one marks and takes back.
+/// Returns the microseconds that it takes to take a range back during a purge. One thread purges all the time; this
+/// thread marks the range and takes it back.
 fn waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
     let mut range = ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
@@ -283,12 +286,12 @@ fn waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure
         let begun = Instant::now();
         let result = (|| {
             while begun.elapsed() < run {
-                // All of it is resident, so that there is something to purge.
+                // All pages are made resident, so that there is something to purge.
                 for at in (0..HUGE_RANGE_BYTES).step_by(BLOCK_BYTES) {
                     range.bytes_mut()?[at] = 1;
                 }
                 range.mark()?;
-                // Waits until a purge of the range has begun.
+                // Waits until a purge of the range has begun, at most two milliseconds.
                 let marked = Instant::now();
                 while !range.is_being_purged() && marked.elapsed() < Duration::from_millis(2) {
                     std::hint::spin_loop();

@@ -1,4 +1,4 @@
-//! Files of one kind, written and closed: the memory that they take on the file system, at once and a second later.
+//! Files of one kind, written and closed: the memory that they use on the file system, at once and a second later.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -14,7 +14,7 @@ use crate::files::mount::used_bytes;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::proc;
 
-/// Time of the second measurement.
+/// Time after the last close at which the memory is measured again.
 const LATER: Duration = Duration::from_secs(1);
 
 /// Arguments: number and kind of the files.
@@ -24,16 +24,16 @@ pub struct Waste {
     pub place: Place,
     #[arg(long)]
     pub files: usize,
-    /// Length of each file
+    /// Length of each file in bytes
     #[arg(long)]
     pub bytes: usize,
-    /// Bytes per write; 0: a single byte in the middle of a hole
+    /// Bytes per write; with 0 the file is a hole with one byte in its middle
     #[arg(long)]
     pub step: usize,
 }
 
-/// Writes, waits, measures. The JSON line has the bytes used and, for large files, the share that is mapped by huge
-/// pages.
+/// Writes the files, waits and measures. The JSON line has the MiB in use and, for files that are written in steps, the
+/// fraction of the first file that is mapped by huge pages.
 pub fn run(arguments: &Waste) -> Outcome {
     let folder = &arguments.place.folder;
     arguments.place.check()?;
@@ -75,7 +75,7 @@ fn write(path: &Path, index: u64, arguments: &Waste) -> io::Result<()> {
     Ok(())
 }
 
-/// Maps the file, reads all of it, and returns the share that the kernel maps by huge pages.
+/// Maps the file, reads all pages, and returns the fraction that the kernel maps by huge pages.
 fn huge_share(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
     let mapping = Mapping::new(&File::open(path)?, len_bytes, Access::Read)?;
     mapping.touch();
@@ -86,7 +86,7 @@ fn huge_share(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
 mod tests {
     use super::*;
 
-    /// A file has its length for every step size, and a sparse one has a single byte of content.
+    /// Files have their full length for every step size. A sparse file has a single byte that is not zero.
     #[test]
     fn files_have_their_length() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -1,5 +1,5 @@
-//! Writers at full speed with constant live memory, in pieces of a different size in each phase. Memory freed by one
-//! phase does not fit the next, and has to be returned before that one allocates.
+//! Writers at full speed with constant live memory, whose allocations have another size in each phase. The next phase
+//! cannot reuse the memory that the last one freed, so that memory must be returned first.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
@@ -11,26 +11,26 @@ use super::{Failure, Outcome};
 use crate::child::{self, WRONG_ANSWER};
 use crate::native::Tagged;
 
-/// Sizes of the pieces in each phase, in KiB.
+/// Sizes of the allocations in each phase, in KiB.
 const PHASES: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
 
 /// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Writers {
-    /// Number of processes; the first one starts the others.
+    /// Number of processes; the first process starts the others.
     #[arg(long, default_value_t = 1)]
     pub processes: usize,
-    /// Writers in each process.
+    /// Number of writers in each process.
     #[arg(long)]
     pub threads: usize,
-    /// Live memory of each process.
+    /// Live memory of each process in MiB.
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// Counters of all writers of a process.
+/// Counters over all writers of a process.
 #[derive(Default)]
 struct Tally {
     bytes: AtomicU64,
@@ -38,7 +38,7 @@ struct Tally {
     wrong: AtomicU64,
 }
 
-/// Writes until the time is up. The JSON line has the rate and the number of failed allocations.
+/// Writes until the time is over. The JSON line has the rate of the first process and its number of failed allocations.
 pub fn run(arguments: &Writers) -> Outcome {
     let siblings = (1..arguments.processes).map(|_| start_sibling(arguments)).collect::<Result<Vec<_>, _>>()?;
     let (start, tally) = (Instant::now(), Tally::default());
@@ -78,14 +78,15 @@ fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
     command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// One writer: runs phases, at least one; each is filled, checked and freed as a whole.
+/// Runs one writer. In each phase it fills its memory, checks the tags, and frees everything; it runs at least one
+/// phase.
 fn write(arguments: &Writers, index: usize, end: Instant, tally: &Tally) {
     let share = (arguments.mib << 20) / arguments.threads;
     for phase in index.. {
         let size = PHASES[phase % PHASES.len()] << 10;
         let mut held = Vec::with_capacity(share / size);
         for tag in 0..(share / size) as u64 {
-            // At least one phase, even if this thread had no CPU until now.
+            // The first phase is always completed, even if this thread had no CPU before the end of the time.
             if phase > index && Instant::now() >= end {
                 return;
             }

@@ -1,4 +1,5 @@
-//! Reads and writes of 4 KiB records by many concurrent workers, beside tmpfs and beside the original's table of 2013.
+//! Reads and writes of 4 KiB records by many concurrent workers, compared with tmpfs and with the results published in
+//! 2013.
 
 mod original;
 mod verdicts;
@@ -15,16 +16,16 @@ use crate::stats::Better;
 use crate::workload::iozone::Operation;
 use original::Original;
 
-/// Numbers of workers in the original's table.
+/// Numbers of workers in the table of 2013.
 const THREADS: &[u16] = &[1, 2, 4, 8, 10, 20, 30, 40, 50, 60, 70, 80, 120, 160, 200];
 const QUICK_THREADS: &[u16] = &[1, 2, 8];
 const TOTAL: (u64, u64) = (256 << 20, 2 << 30);
 const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
-/// Time for Pagemill to put closed files into huge pages; every file system gets the same pause.
+/// Pause in which Pagemill can put closed files into huge pages. Every file system gets the same pause.
 const PAUSE_MS: (u64, u64) = (500, 2000);
 const UNIT: &str = "MiB/s";
 
-/// The way to access the records.
+/// The way in which the workers access the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Mode {
     Mapped,
@@ -32,7 +33,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// The name in the original's table.
+    /// Returns the name of the mode in the table of 2013.
     fn name(self) -> &'static str {
         match self {
             Self::Mapped => "mapped",
@@ -46,13 +47,13 @@ impl Mode {
 pub struct Options {
     #[command(flatten)]
     pub files: files::FileOptions,
-    /// Numbers of workers, separated by commas (default: the original's fifteen, with --quick 1,2,8)
+    /// Numbers of workers, separated by commas (default: the fifteen numbers of 2013, with --quick 1,2,8)
     #[arg(long, value_delimiter = ',', value_name = "LIST", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Vec<u16>,
     /// Use processes as workers instead of threads
     #[arg(long)]
     pub processes: bool,
-    /// Use files in a page cache of the workers' own process, read and written by its calls, beside tmpfs
+    /// Use files in a page cache of the workers' own process and its calls, compared with tmpfs
     #[arg(long, conflicts_with_all = ["processes", "mode", "dir"])]
     pub cache: bool,
     /// Total size of all files (default 2G, with --quick 256M)
@@ -73,7 +74,7 @@ fn parse_seconds(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// A number of workers in one mode; each sample has all seven ways of access.
+/// A number of workers in one mode. Each sample runs all seven operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     mode: Mode,
@@ -153,7 +154,7 @@ fn arguments(options: &Options, total: u64, case: &Case) -> Vec<String> {
     ["__iozone".to_owned()].into_iter().chain(child::numbers(&numbers)).chain(flags).collect()
 }
 
-/// Adds one table per mode, with a line for each number of workers as in the original.
+/// Adds a table for the operation in each mode, with one line for each number of workers as in 2013.
 fn rows(
     report: &mut Report,
     book: &Book<Case>,
@@ -209,7 +210,8 @@ mod tests {
         Line::try_parse_from([&["x"], line].concat()).map(|line| line.options)
     }
 
-    /// The original's counts in both modes unless others are given; contradictory options are refused.
+    /// By default the cases have the fifteen numbers of workers in both modes. Options reduce them; contradictory
+    /// options are refused.
     #[test]
     fn cases_follow_the_options() {
         let count = |line: &[&str]| cases(&parse(line).expect("known options")).len();
@@ -223,7 +225,7 @@ mod tests {
         assert!(parse(&["--total", "much"]).is_err());
     }
 
-    /// The arguments of the workload.
+    /// The workload's command line has the numbers and flags of case and options.
     #[test]
     fn the_workload_is_told_all() {
         let options = parse(&["--processes", "--cell-seconds", "0.5"]).expect("known options");

@@ -1,4 +1,4 @@
-//! Verdicts on all cells: a target is met if no cell's interval is wholly below the bound.
+//! Verdicts on all cells of the tables. A target is reached if no cell's interval lies wholly below the bound.
 
 use super::{Case, Mode};
 use crate::experiment::{Book, not_measured};
@@ -7,7 +7,7 @@ use crate::report::{Bound, Report, State, Verdict};
 use crate::stats::{self, Better, Estimate};
 use crate::workload::iozone::Operation;
 
-/// The ratios of one cell, round by round.
+/// The ratios of one cell in each round, where a cell is one operation with one number of workers.
 struct Cell {
     name: String,
     ratios: Vec<f64>,
@@ -15,7 +15,7 @@ struct Cell {
 }
 
 impl Cell {
-    /// The verdict on this cell alone.
+    /// Returns the verdict on this cell alone.
     fn verdict(&self, bound: Bound) -> Verdict {
         let blank = not_measured(self.name.clone(), bound, "x", "");
         Verdict { estimate: stats::estimate(&self.ratios), is_lost: self.is_lost, ..blank }
@@ -26,7 +26,7 @@ impl Cell {
     }
 }
 
-/// Adds the verdicts, and notes the cells in which huge pages everywhere are slower than none.
+/// Adds the verdicts, and a note for each cell in which tmpfs with huge pages everywhere is slower than without any.
 pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     for (mode, against, bound) in [(Mode::Mapped, ALWAYS, 0.95), (Mode::ReadWrite, WITHIN_SIZE, 0.97)] {
         if cases.iter().any(|case| case.mode == mode) {
@@ -51,7 +51,7 @@ pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     }
 }
 
-/// Adds the verdicts on files in a page cache.
+/// Adds the verdicts on files in a page cache of the workload's process.
 pub fn add_cached(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     for (against, bound) in [(NEVER, 1.3), (ALWAYS, 1.0)] {
         let target = format!("in a cache, all cells, against {}", against.name);
@@ -80,10 +80,10 @@ fn cells(book: &Book<Case>, cases: &[Case], mode: Mode, subject: FileSystem, aga
     cells
 }
 
-/// One verdict on many cells: it has the numbers of the worst cell, and names it.
+/// Combines many cells into one verdict, which has the estimate and the name of the worst cell.
 fn all_of(cells: &[Cell], target: String, bound: Bound, baseline: &'static str) -> Verdict {
     let mut verdicts: Vec<Verdict> = cells.iter().map(|cell| cell.verdict(bound)).collect();
-    // A cell that falls short is worse than one within doubt, even if the latter has a lower median.
+    // A cell that falls short is worse than an undecided cell, even if the undecided one has a lower median.
     let rank = |verdict: &Verdict| match verdict.state() {
         State::FallsShort => 0,
         State::WithinDoubt => 1,
@@ -132,7 +132,8 @@ mod tests {
         all_of(cells, "all".to_owned(), Bound::AtLeast(0.95), "tmpfs-always")
     }
 
-    /// One cell wholly below the bound misses the target and is named, although a doubtful cell has a lower median.
+    /// A cell whose interval lies wholly below the bound makes the target fall short and is named, although an
+    /// undecided cell has a lower median.
     #[test]
     fn the_worst_cell_stands_for_all() {
         let (good, doubtful) = (cell("good", &[1.0; 3]), cell("doubtful", &[0.5, 0.5, 1.5]));
@@ -146,7 +147,7 @@ mod tests {
         assert_eq!(judge(&[]).state(), State::NotMeasured);
     }
 
-    /// Other samples never make up for a lost one.
+    /// A cell with a lost sample makes the target fall short, however good its other samples are.
     #[test]
     fn a_lost_round_condemns() {
         let lost = Cell { is_lost: true, ..cell("lost", &[2.0; 3]) };

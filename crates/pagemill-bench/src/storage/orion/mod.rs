@@ -1,5 +1,5 @@
-//! Large transfers to and from a file, into huge pages and small ones, as ORION did in 2013: by the cache, by a bare
-//! io_uring, by fio.
+//! Large transfers to and from a file, into huge pages and into small ones, as Oracle's ORION did in 2013. The subjects
+//! are the page cache, a bare io_uring, and fio.
 
 mod original;
 mod subjects;
@@ -19,7 +19,7 @@ use subjects::{SUBJECTS, Subject, Work};
 
 const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
 
-/// Sizes of transfers: those of the original, and a huge folio.
+/// Sizes of transfers: the two of 2013, and the size of a huge folio.
 const KIB_64: u64 = 64 << 10;
 const MIB_1: u64 = 1 << 20;
 const FOLIO: u64 = pagemill::units::BLOCK_BYTES as u64;
@@ -27,11 +27,11 @@ const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
 
 const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);
 const RUN_MS: (u64, u64) = (150, 500);
-/// Samples of a target are longer, since they use only some milliseconds of CPU time.
+/// Milliseconds of a sample with `--targets`. They are longer, since a sample uses only some milliseconds of CPU time.
 const TARGET_RUN_MS: u64 = 1000;
 const TARGET_DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 2048);
-/// The cache holds a quarter of the file, or twice the bytes in flight if that is more.
+/// The cache has a quarter of the file's size, or twice the bytes in flight if that is more.
 const CACHE_SHARE: u64 = 4;
 
 /// Options of the experiment.
@@ -41,21 +41,21 @@ pub struct Options {
     pub common: Common,
     #[command(flatten)]
     pub place: PlaceOptions,
-    /// Also writes, even to a file given by --file, WHOSE CONTENT IS LOST (default: writes only to a temporary file)
+    /// Also write, even to a file given by --file, WHOSE CONTENT IS LOST (default: write only to a temporary file)
     #[arg(long, conflicts_with = "reads")]
     pub writes: bool,
-    /// Reads only
+    /// Only read
     #[arg(long)]
     pub reads: bool,
-    /// Only the cases of the targets: depth 64 with 64 KiB and 1 MiB, one second each; seven minutes with 3 samples
+    /// Run only the cases of the targets: depth 64 with 64 KiB and 1 MiB, one second each; seven minutes with 3 samples
     #[arg(long, conflicts_with = "depths")]
     pub targets: bool,
-    /// Transfers in flight, separated by commas (default 1, 8, 64; with --quick 8)
+    /// Numbers of transfers in flight, separated by commas (default 1, 8, 64; with --quick 8)
     #[arg(long, value_delimiter = ',', value_name = "DEPTH", value_parser = clap::value_parser!(u64).range(1..=256))]
     pub depths: Vec<u64>,
 }
 
-/// One kind of transfer. Writes sort last, since they destroy the pattern.
+/// One kind of transfer. Writes sort last, since they destroy the pattern that reads are checked with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     is_write: bool,
@@ -98,7 +98,7 @@ impl Options {
         self.common.pick(RUN_MS.0, usual)
     }
 
-    /// The bytes in flight are at most a quarter of the file.
+    /// Returns the file size in MiB. It is large enough that the bytes in flight are at most a quarter of it.
     fn file_mib(&self) -> u64 {
         let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO);
         self.common.pick(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)
@@ -133,7 +133,7 @@ fn deepest(cases: &[Case]) -> u64 {
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if wrong bytes were read; [`crate::error::Error::CannotRun`] for an unknown
-/// subject, and without a file.
+/// subject, or without a file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     common.check_only(&SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
@@ -168,7 +168,7 @@ fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Ta
     };
     let progress = Progress::new(common.rounds() * cases.iter().map(|case| does(case).len()).sum::<usize>());
     let mut book = Book::new();
-    // All reads run before all writes.
+    // All reads run before all writes, which destroy the pattern.
     for is_write in [false, true] {
         for round in 0..common.rounds() {
             for case in cases.iter().filter(|case| case.is_write == is_write) {
@@ -198,7 +198,7 @@ fn one(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Ou
             (words, vec![("--depth", depth)])
         }
         Work::Cache if is_write => {
-            // The dirty pages are a small part of the cache.
+            // The cache is as large as the file, so that the dirty pages are a small part of it.
             let words = ["__overwrite"].into_iter().chain(is_random.then_some("--random")).collect();
             (words, vec![("--cache-mib", target.len_bytes >> 20)])
         }

@@ -1,4 +1,4 @@
-//! Subjects of the experiment: what does the transfers, and into which memory.
+//! Subjects of the experiment: the program or queue that does the transfers, and the memory that it uses.
 
 use super::{Case, MIB_1};
 use crate::storage::fio::{self, Engine};
@@ -8,12 +8,12 @@ pub const RING_HUGE_FIXED: &str = "ring-huge-registered";
 pub const RING_SMALL: &str = "ring-4-KiB-pages";
 pub const FIO_HUGE_FIXED: &str = "fio-io_uring-fixed-huge";
 
-/// The workload of a sample.
+/// The workload that a sample runs.
 #[derive(Clone, Copy, Debug)]
 pub enum Work {
-    /// The cache: a queue that reads folios; for writes, writeback.
+    /// The page cache: a queue that reads folios; for writes, writeback.
     Cache,
-    /// A bare io_uring; these are arguments of its workload.
+    /// A bare io_uring, with these arguments of its workload.
     Ring(&'static [&'static str]),
     Fio(Engine),
 }
@@ -29,13 +29,14 @@ impl Subject {
         matches!(self.work, Work::Fio(_))
     }
 
-    /// Whether the subject runs this case. The cache chooses its own depth of writeback, so its writes run once, in the
-    /// case of the deepest queue.
+    /// Returns whether the subject runs this case. The cache chooses the depth of its writeback itself, so its writes
+    /// run only once, in the case with the largest depth.
     pub fn does(&self, case: Case, deepest: u64) -> bool {
         !matches!(self.work, Work::Cache) || !case.is_write || case.depth == deepest
     }
 
-    /// Whether a target needs this subject: fio for the best of its variants, the cache, and the cache's baselines.
+    /// Returns whether the target of a case needs this subject: the cache, all variants of fio, or a ring that is a
+    /// baseline.
     pub fn has_target(&self, case: Case) -> bool {
         match self.work {
             Work::Cache | Work::Fio(_) => true,

@@ -1,4 +1,4 @@
-//! Verdicts on the targets, at the deepest queue of each kind of transfer.
+//! Verdicts on the targets, for each kind of transfer at its largest queue depth.
 
 use super::subjects::{CACHE, FIO_HUGE_FIXED, RING_SMALL, SUBJECTS};
 use super::{Case, MIB_1, deepest};
@@ -16,7 +16,7 @@ pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     }
 }
 
-/// Compares the cache with fio's best rate, and its CPU time with fio in huge pages with registered buffers.
+/// Compares the cache's rate with fio's best, and its CPU time with that of fio with registered buffers in huge pages.
 fn against_fio(report: &mut Report, book: &Book<Case>, case: Case) {
     let name = case.name();
     let target = format!("{name}: {CACHE}, against the best of fio");
@@ -26,11 +26,12 @@ fn against_fio(report: &mut Report, book: &Book<Case>, case: Case) {
     report.verdict(compare(target, Bound::AtMost(1.0), book.get(&case, CACHE, CPU), base));
 }
 
-/// Compares the cache with small pages, of which the original needed 256 per transfer instead of one.
+/// Compares the cache with a ring whose buffers are small pages. In 2013 a transfer into small pages needed 256 pages
+/// instead of one.
 fn against_small_pages(report: &mut Report, book: &Book<Case>, case: Case) {
     let name = case.name();
     let get = |subject, metric| book.get(&case, subject, metric);
-    // Twice the rate of small pages may exceed what the device can do; then fio's best rate is the bound.
+    // Twice the rate of small pages may exceed what the device can do. Then fio's best rate is the bound instead.
     let (_, limit) = best(book, &case, &fio_names(), MIB);
     let wanted = get(RING_SMALL, MIB).map(|small| twice_or_limit(small, limit));
     let target = format!("{name}: {CACHE}, of 2x {RING_SMALL} or of the best of fio, if that is less");
@@ -57,7 +58,7 @@ fn twice_or_limit(small: &Series, limit: Option<&Series>) -> Series {
 mod tests {
     use super::*;
 
-    /// Twice the rate of small pages, or the limit if that is less. A missing round stays missing.
+    /// The baseline is twice the rate of small pages, or the limit if that is less. A missing round stays missing.
     #[test]
     fn the_device_bounds_what_is_asked() {
         let series = |rounds: &[Option<f64>]| Series { rounds: rounds.to_vec(), ..Series::default() };

@@ -1,7 +1,8 @@
-//! Resident pages copied out and pinned at random: the page cache, its building blocks, and its peers.
+//! Resident pages, copied out and pinned in random order: in the page cache, in its building blocks, and in other
+//! caches.
 //!
-//! Every subject holds the same records ([`crate::pattern`]). Before the measurement all of them are compared byte by
-//! byte. The timed loop checks the first word of each record, and counts wrong ones without a branch.
+//! Every subject stores the same records ([`crate::pattern`]). Before the measurement every byte of them is compared.
+//! The timed loop checks only the stamp of each record, and counts wrong ones without a branch.
 
 mod own;
 mod peers;
@@ -22,7 +23,7 @@ use crate::proc;
 use crate::stats::Random;
 pub use own::{Files, cache, cache_of, failed, files, write};
 
-/// The subjects, by where their pages are.
+/// The subjects, named for where they store the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     /// The page cache with huge folios.
@@ -41,7 +42,7 @@ pub enum Subject {
     QuickCache,
 }
 
-/// Arguments of one run, for one subject.
+/// Arguments of one run with one subject.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hit {
     #[arg(long)]
@@ -52,14 +53,14 @@ pub struct Hit {
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
-    /// For subjects on files.
+    /// The folder of the file, for subjects that use one.
     #[command(flatten)]
     pub place: Option<Place>,
 }
 
 type Record = [u8; RECORD_BYTES];
 
-/// The pages of a subject, filled.
+/// A subject with all its pages filled.
 trait Data: Sync {
     /// Copies a page out; returns whether it was resident.
     fn copy(&self, page: usize, to: &mut Record) -> bool;
@@ -70,7 +71,7 @@ trait Data: Sync {
     /// Whether the subject supports [`Data::pin`].
     const CAN_PIN: bool;
 
-    /// Names and values of further metrics, in bytes per page.
+    /// Returns names and values of further metrics, in bytes per page.
     fn figures(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
@@ -110,7 +111,7 @@ fn measure<D: Data>(arguments: &Hit, pages: usize, make: impl FnOnce() -> Result
     Ok(line.into())
 }
 
-/// Resident bytes of this process.
+/// Returns the resident bytes of this process.
 fn resident() -> Result<u64, Failure> {
     let resident = proc::resident(std::process::id());
     resident.map(|resident| resident.all).ok_or_else(|| Failure::Other("/proc tells no resident memory".to_owned()))
@@ -124,7 +125,7 @@ fn word_of(page: usize) -> u64 {
     pattern::word(0, (page * RECORD_BYTES) as u64, 0)
 }
 
-/// Passes all records of a subject to `act`, in batches, in ascending order.
+/// Calls `act` with the records of all pages, in blocks of 2 MiB in ascending order.
 fn for_all_records(pages: usize, mut act: impl FnMut(usize, &[u8]) -> Result<(), Failure>) -> Result<(), Failure> {
     let bytes = pages * RECORD_BYTES;
     let mut records = Records::filled(BLOCK_BYTES);
@@ -149,7 +150,7 @@ fn check<D: Data>(data: &D, pages: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Some operations on random pages; returns the number of wrong results.
+/// A function that does a number of operations on random pages and returns the number of wrong results.
 type Act<D> = fn(&D, usize, &mut Random, &mut Record, usize) -> u64;
 
 #[inline]
@@ -158,7 +159,7 @@ fn copy_some<D: Data>(data: &D, pages: usize, random: &mut Random, to: &mut Reco
     for _ in 0..acts {
         let page = random.below(pages);
         let is_there = data.copy(page, to);
-        // `black_box` makes the compiler copy all of the record, not only the checked word.
+        // `black_box` makes the compiler copy the whole record, since only its stamp is checked.
         let record = black_box(&*to);
         let is_right = pattern::is_stamped(record, 0, (page * RECORD_BYTES) as u64, 0);
         wrong += u64::from(!(is_there & is_right));
@@ -176,18 +177,19 @@ fn pin_some<D: Data>(data: &D, pages: usize, random: &mut Random, _to: &mut Reco
     wrong
 }
 
-/// Nanoseconds per operation, as each thread sees it. All threads use the same pages, each in its own order.
+/// Returns the nanoseconds per operation, as each thread sees them. All threads use the same pages, each in its own
+/// order.
 fn by_threads<D: Data>(arguments: &Hit, pages: usize, data: &D, act: Act<D>) -> Result<f64, Failure> {
     let start = Barrier::new(arguments.threads);
     let run = Duration::from_millis(arguments.run_ms);
     let work = |index: usize| {
         let mut random = Random::new(index as u64 + 1);
-        // A page-aligned buffer, the same for every subject.
+        // Every subject copies into such a page-aligned buffer.
         let mut buffer = Pages::new(RECORD_BYTES)?;
         buffer.touch(0, RECORD_BYTES);
         let to: &mut Record = buffer.bytes_mut(RECORD_BYTES).try_into().map_err(|_| "a short buffer".to_owned())?;
         start.wait();
-        // A tenth of the time as warm-up: CPUs leave idle states, and caches fill.
+        // A tenth of the time is warm-up, in which CPUs leave their idle states and caches fill.
         repeat(run / 10, || act(data, pages, &mut random, to, BATCH))?;
         repeat(run, || act(data, pages, &mut random, to, BATCH))
     };
@@ -201,7 +203,7 @@ fn by_threads<D: Data>(arguments: &Hit, pages: usize, data: &D, act: Act<D>) -> 
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Operations between two reads of the clock.
+/// Number of operations between two reads of the clock.
 const BATCH: usize = 128;
 
 fn repeat(run: Duration, mut act: impl FnMut() -> u64) -> Result<f64, Failure> {

@@ -1,4 +1,4 @@
-//! The page cache as a subject: one large file, and many small ones.
+//! The page cache as a subject of the measurement: one large file, and many small files.
 
 use pagemill::Pagemill;
 use pagemill::mapping::policy::{Always, Never};
@@ -9,34 +9,34 @@ use super::{Data, Record, for_all_records, resident};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::{Failure, Outcome};
 
-/// Memory beside the data, so that the cache stays far from its limit.
+/// Memory of the cache in addition to its data, so that the cache does not come near its limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
 
-/// The folios in which the file should be.
+/// The kind of folios in which the file's pages must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Folios {
     Huge,
     Dense,
 }
 
-/// A file with all its pages resident.
+/// A file in a page cache, with all its pages resident.
 pub struct Cached {
     cache: Cache,
     file: Mapping,
     pages: usize,
 }
 
-/// Converts an error of the library.
+/// Converts an error of the library into a workload's failure.
 pub fn failed(error: pagemill::Error) -> Failure {
     Failure::Other(error.to_string())
 }
 
-/// Makes a cache with pages of a record's size.
+/// Makes a cache whose pages have the size of a record.
 pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<Cache, Failure> {
     cache_of(RECORD_BYTES, limit_bytes, policy, may_split)
 }
 
-/// Makes a cache with pages of any size.
+/// Makes a cache with pages of the given size.
 pub fn cache_of(
     page_bytes: usize,
     limit_bytes: u64,
@@ -45,9 +45,9 @@ pub fn cache_of(
 ) -> Result<Cache, Failure> {
     let page = PageSize::new(page_bytes).ok_or_else(|| Failure::Other("no such page size here".to_owned()))?;
     let pagemill = Pagemill::of_process().map_err(failed)?;
-    // Small folios must stay small, so nothing is collapsed in the background.
+    // Without this call, the background thread could collapse small folios into huge ones.
     pagemill.caches.collapse_by_hand();
-    // Dirty pages are written back only when the workload requests it.
+    // With these percentages, dirty pages are written back only when the workload requests it.
     let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
     let settings = Settings { page, policy, may_split, writeback, ..Settings::new("bench", limit_bytes) };
     pagemill.caches.make(settings).map_err(failed)
@@ -70,7 +70,7 @@ impl Cached {
     }
 }
 
-/// Writes all bytes.
+/// Writes all bytes at the offset, or fails.
 pub fn write(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failure> {
     match file.write_at(bytes, offset).map_err(failed)? {
         written if written == bytes.len() => Ok(()),
@@ -95,7 +95,8 @@ impl Data for Cached {
         let usage = self.cache.usage();
         let each = |bytes: u64| bytes as f64 / self.pages as f64;
         let mut figures = vec![("frames_bytes", each(usage.frames))];
-        // An index of single pages needs at least a pointer per page. A smaller value is an error and is not reported.
+        // An index of single pages needs at least a pointer per page. A smaller value must be wrong, and is not
+        // reported.
         if usage.small == 0 || each(usage.index) >= 8.0 {
             figures.push(("index_bytes", each(usage.index)));
         }
@@ -103,7 +104,7 @@ impl Data for Cached {
     }
 }
 
-/// Many small files in one cache.
+/// Arguments of a run with many small files in one cache.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Files {
     #[arg(long)]
@@ -112,7 +113,8 @@ pub struct Files {
     pub bytes: usize,
 }
 
-/// Memory of the files, relative to their bytes rounded up to pages: as the kernel counts it, and as the cache does.
+/// Measures the memory of the files relative to their bytes rounded up to pages: as the kernel counts it, and as the
+/// cache counts it.
 pub fn files(arguments: &Files) -> Outcome {
     let rounded = (arguments.files * arguments.bytes.next_multiple_of(RECORD_BYTES)) as f64;
     let mut files: Vec<Mapping> = Vec::with_capacity(arguments.files);

@@ -1,4 +1,4 @@
-//! Other caches, configured for the fastest hits: enough room that nothing is evicted, and many shards.
+//! Other caches, configured for the fastest hits: so large that nothing is evicted, and with many shards.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use super::{Data, Record, first_word};
 use crate::pattern::{RECORD_BYTES, Records};
 use crate::workload::Failure;
 
-/// Number of shards; both caches document that different shards are accessed in parallel.
+/// Number of shards. Both caches document that operations on different shards run in parallel.
 const SHARDS: usize = 64;
-/// Capacity relative to the number of entries, since shards fill unevenly.
+/// Capacity relative to the number of entries, since the shards do not fill evenly.
 const ROOM: usize = 2;
 
-/// Inserts each record under its key.
+/// Inserts the record of each page under the page number.
 fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
     let mut records = Records::filled(RECORD_BYTES);
     for page in 0..pages as u64 {
@@ -23,7 +23,7 @@ fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
     }
 }
 
-/// foyer with FIFO eviction: its only policy without work at a hit, under a shared lock.
+/// foyer with FIFO eviction, its only policy that does nothing at a hit; it takes a shared lock.
 pub struct Foyer(Cache<u64, Box<[u8]>, DefaultHashBuilder>);
 
 impl Foyer {
@@ -54,7 +54,7 @@ impl Data for Foyer {
     }
 }
 
-/// quick_cache with default settings; a hit takes a shared lock and the value's reference count.
+/// quick_cache with default settings. A hit takes a shared lock and increments the value's reference count.
 pub struct Quick(QuickCache<u64, Arc<[u8]>>);
 
 impl Quick {

@@ -12,7 +12,7 @@ use crate::native::{Counts, Pages};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::Failure;
 
-/// Plain memory in huge pages.
+/// The pages in plain memory, in huge pages of the processor.
 pub struct Memory {
     pages: Pages,
     len_bytes: usize,
@@ -50,7 +50,7 @@ impl Data for Memory {
     }
 }
 
-/// The same with a state word for each page, as any cache needs: no index, no lock.
+/// Plain memory with a state word for each page, as any cache needs one. There is no index and no lock.
 pub struct Frames {
     words: Counts,
     memory: Memory,
@@ -84,7 +84,7 @@ impl Data for Frames {
     }
 }
 
-/// Makes the file of a subject.
+/// Makes and fills the file of a subject.
 fn file(pages: usize, place: &Place) -> Result<File, Failure> {
     place.check()?;
     let path = place.folder.join("data");
@@ -94,7 +94,7 @@ fn file(pages: usize, place: &Place) -> Result<File, Failure> {
     Ok(file)
 }
 
-/// A memory-mapped file.
+/// A file that is read through a mapping.
 pub struct Mapped(Shared);
 
 impl Mapped {
@@ -119,7 +119,7 @@ impl Data for Mapped {
     }
 }
 
-/// A file read by system calls.
+/// A file that is read by system calls.
 pub struct OnFile(File);
 
 impl OnFile {

@@ -1,9 +1,9 @@
-//! Records of 4 KiB written to and read from one file per worker, in IOzone's seven ways: by system calls, through a
-//! mapping, or in a page cache of this process. New code; only the terms are IOzone's.
+//! Records of 4 KiB, written to and read from one file per worker with IOzone's seven operations: by system calls,
+//! through a mapping, or in a page cache of this process. The code is new; only the terms are IOzone's.
 //!
-//! A cell is one way of access by a number of workers. All of them open and map their files, wait for each other, and
-//! start. The time is from the first start to the last end. A cell that was too short is repeated, and the times are
-//! added.
+//! A *cell* is one operation with a number of workers. In a *pass* all workers open and map their files, wait for each
+//! other, and run the operation once. A pass lasts from the first start to the last end. Passes are repeated until a
+//! cell has taken long enough, and their times are added.
 
 mod worker;
 
@@ -24,7 +24,7 @@ use crate::files::Place;
 use crate::pattern::RECORD_BYTES;
 use worker::{Shelf, perform};
 
-/// A way of access.
+/// An operation of IOzone, which all workers run on their files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Operation {
     InitialWrite,
@@ -37,7 +37,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// In the order in which they run: each finds the data that the ones before it left.
+    /// All operations, in the order in which they run. Each finds the data that the operations before it left.
     pub const ALL: [Self; 7] = [
         Self::InitialWrite,
         Self::Rewrite,
@@ -48,7 +48,7 @@ impl Operation {
         Self::RandomWrite,
     ];
 
-    /// The name of the metric.
+    /// Returns the name of the metric.
     pub fn metric(self) -> &'static str {
         match self {
             Self::InitialWrite => "initial_write",
@@ -66,10 +66,10 @@ impl Operation {
     }
 }
 
-/// Arguments: all ways of access by a number of workers.
+/// Arguments of a run of all operations by a number of workers.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Iozone {
-    /// For files on a file system; none for files in a cache.
+    /// The folder of files on a file system; none for files in a cache.
     #[command(flatten)]
     pub place: Option<Place>,
     /// Use files in a page cache of this process
@@ -85,12 +85,12 @@ pub struct Iozone {
     pub total_bytes: u64,
     #[arg(long)]
     pub cell_ms: u64,
-    /// Pause between writing and reading mapped files.
+    /// Milliseconds between writing and reading mapped files.
     #[arg(long)]
     pub pause_ms: u64,
 }
 
-/// Arguments of one worker of a pass, if it is a process.
+/// Arguments of one worker that is a process of its own.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Part {
     #[arg(long)]
@@ -105,11 +105,11 @@ struct Job {
     records: usize,
     operation: Operation,
     is_mapped: bool,
-    /// Generation of the records that are written, or that must be found.
+    /// Generation of the records that are written, or that reads must find.
     generation: u64,
 }
 
-/// Start and end of a worker, in nanoseconds of the monotonic clock, which all processes share.
+/// Start and end of a worker's operation, in nanoseconds of the monotonic clock, which all processes share.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Span {
     start: u64,
@@ -121,19 +121,19 @@ fn now() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Runs all cells; the JSON line has the MiB/s of each.
+/// Runs all cells. The JSON line has the MiB/s of each.
 pub fn run(arguments: &Iozone) -> Outcome {
     let home = Home::new(arguments)?;
     home.check()?;
-    // One unmeasured pass: memory that the host has not backed yet is many times slower at its first touch. Huge pages
-    // come from other memory than small ones, so each file system must be warmed up.
+    // One pass is not measured. The first touch of memory that the host of a virtual machine has not backed yet is many
+    // times slower. Huge pages come from other memory than small ones, so each file system needs this pass.
     home.remove(arguments.workers)?;
     pass(arguments, &home, Operation::InitialWrite, 0)?;
     let mut line = serde_json::Map::new();
     let mut generation = 0;
     for operation in Operation::ALL {
         if operation == Operation::Read && arguments.mapped {
-            // Time for Pagemill to make huge pages of the files; every file system gets the same pause.
+            // In this pause Pagemill can put the files into huge pages. Every file system gets the same pause.
             thread::sleep(Duration::from_millis(arguments.pause_ms));
         }
         home.check()?;
@@ -141,13 +141,13 @@ pub fn run(arguments: &Iozone) -> Outcome {
         home.check()?;
         line.insert(operation.metric().to_owned(), rate.into());
     }
-    // The records written last are checked, too, outside the measured time.
+    // The records written last are checked, too, outside of the measured time.
     pass(arguments, &home, Operation::Read, generation)?;
     home.remove(arguments.workers)?;
     Ok(line.into())
 }
 
-/// Repeats one way of access until it has taken long enough.
+/// Repeats one operation until its passes have taken long enough. Returns the MiB/s.
 fn cell(arguments: &Iozone, home: &Home, operation: Operation, generation: &mut u64) -> Result<f64, Failure> {
     let (mut passes, mut busy_ns) = (0_u64, 0_u64);
     while passes == 0 || busy_ns < arguments.cell_ms * 1_000_000 {
@@ -164,12 +164,12 @@ fn cell(arguments: &Iozone, home: &Home, operation: Operation, generation: &mut 
     Ok(bytes as f64 / f64::from(1 << 20) / (busy_ns as f64 / 1e9))
 }
 
-/// Number of records in each file; equal for all workers.
+/// Returns the number of records in each file, which is equal for all workers.
 fn records(arguments: &Iozone) -> usize {
     (arguments.total_bytes as usize / RECORD_BYTES / arguments.workers).max(1)
 }
 
-/// Where the files are stored.
+/// The place where the files are stored: a mounted file system, or a cache of this process.
 enum Home {
     Mount(Place),
     Cache(Shelf),
@@ -184,7 +184,7 @@ impl Home {
         }
     }
 
-    /// Fails if another file system is mounted there now.
+    /// Fails if another file system is mounted on the folder now.
     fn check(&self) -> Result<(), Failure> {
         match self {
             Self::Mount(place) => Ok(place.check()?),
@@ -192,7 +192,7 @@ impl Home {
         }
     }
 
-    /// The name of a file. In the cache it is only used in messages.
+    /// Returns the path of a file. For files in the cache, the path is only used in messages.
     fn path(&self, index: usize) -> PathBuf {
         let name = format!("file-{index}");
         match self {
@@ -224,7 +224,7 @@ impl Home {
     }
 }
 
-/// Runs all workers once; returns the nanoseconds from the first start to the last end.
+/// Runs all workers once. Returns the nanoseconds from the first start to the last end.
 fn pass(arguments: &Iozone, home: &Home, operation: Operation, generation: u64) -> Result<u64, Failure> {
     let job = |index| Job {
         path: home.path(index),
@@ -255,7 +255,7 @@ fn by_threads(jobs: &[Job], shelf: Option<&Shelf>) -> Result<Vec<Span>, Failure>
     })
 }
 
-/// Runs each worker as a process. They start when the pipe on which they wait is closed.
+/// Runs each worker as a process. They all start when the pipe on which they wait is closed.
 fn by_processes(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("a process of its own for each worker: {cause}"));
     let (reader, writer): (PipeReader, PipeWriter) = io::pipe().map_err(failed)?;
@@ -284,12 +284,13 @@ fn by_processes(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
     workers.into_iter().map(end).collect()
 }
 
-/// One such process: prints that it is ready, waits for the end of the pipe, works, prints its times.
+/// Runs one worker process: prints that it is ready, waits for the end of the pipe, does its work, and prints its
+/// times.
 pub fn part(arguments: &Part) -> Outcome {
     let job: Job = serde_json::from_str(&arguments.job).map_err(|cause| cause.to_string())?;
     let span = perform(&job, None, || {
         println!("ready");
-        // End of file or an error: both start the work.
+        // The end of file starts the work, and so does an error.
         let _ = io::stdin().read_to_end(&mut Vec::new());
     })?;
     Ok(serde_json::json!(span))
@@ -303,8 +304,8 @@ mod tests {
         Job { path, file: 3, records: 10, operation, is_mapped, generation }
     }
 
-    /// All seven ways, mapped, unmapped, and in a cache: each finds the data of the ones before it. Records of an older
-    /// pass are a wrong answer.
+    /// All seven operations run by system calls, through a mapping, and in a cache; each finds the data of those before
+    /// it. Reading with the wrong generation is a wrong answer.
     #[test]
     fn operations_find_what_was_written() {
         let folder = tempfile::tempdir().expect("a temporary folder");
@@ -323,7 +324,7 @@ mod tests {
         }
     }
 
-    /// A worker that cannot open its file does not leave the others waiting.
+    /// One of two workers cannot open its file. The other one does not wait for it forever, and the pass fails.
     #[test]
     fn a_missing_file_stops_no_worker() {
         let folder = tempfile::tempdir().expect("a temporary folder");

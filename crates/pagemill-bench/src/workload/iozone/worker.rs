@@ -1,4 +1,4 @@
-//! One worker: its access to its file, and its reads and writes of records.
+//! One worker of iozone: opens its file and runs one operation on its records.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,7 +14,8 @@ use crate::pattern::{self, RECORD_BYTES};
 use crate::stats::Random;
 use crate::workload::Failure;
 
-/// Opens, maps, waits, works. A worker that cannot open its file waits, too, since the others wait for all.
+/// Prepares the worker, waits for all others, and runs the operation. A worker that cannot open its file waits as well,
+/// since the others wait for all.
 pub fn perform(job: &Job, shelf: Option<&Shelf>, wait: impl FnOnce()) -> Result<Span, Failure> {
     let worker = Worker::prepare(job, shelf);
     wait();
@@ -24,17 +25,18 @@ pub fn perform(job: &Job, shelf: Option<&Shelf>, wait: impl FnOnce()) -> Result<
     Ok(Span { start, end: now() })
 }
 
-/// Files in a page cache of this process, in place of a folder.
+/// Files in a page cache of this process, which replace a folder of files.
 pub struct Shelf {
     cache: Cache,
     files: Vec<Mutex<Option<Arc<Cached>>>>,
 }
 
 impl Shelf {
-    /// A cache with default settings, with its background worker, and a limit far above the data.
+    /// Makes a cache with default settings, which include its background thread. The limit is far above the size of the
+    /// data.
     pub fn new(files: usize, total_bytes: u64) -> Result<Self, Failure> {
         let page = PageSize::new(RECORD_BYTES).ok_or_else(|| "no pages of a record's size here".to_owned())?;
-        // Twice the bytes, with a huge folio for each file.
+        // The limit is twice the bytes of the files, plus a huge folio for each file.
         let limit_bytes = 2 * (total_bytes + ((files + 1) * BLOCK_BYTES) as u64);
         let settings = Settings { page, ..Settings::new("iozone", limit_bytes) };
         let cache = pagemill::Pagemill::of_process().and_then(|pagemill| pagemill.caches.make(settings));
@@ -64,7 +66,7 @@ impl Shelf {
     }
 }
 
-/// The way in which a worker accesses its file.
+/// The way in which a worker accesses its file: system calls, a mapping, or a cache.
 enum Reach {
     Calls(File),
     Mapped(Mapping),
@@ -125,10 +127,10 @@ fn whole(doing: &str, result: pagemill::Result<usize>) -> Result<(), String> {
     }
 }
 
-/// The state of a worker when the time starts.
+/// The state of a worker that is ready to start.
 struct Worker {
     reach: Reach,
-    /// All records, each once, in random order.
+    /// The indexes of all records in random order.
     shuffled: Vec<u32>,
 }
 
@@ -168,7 +170,7 @@ impl Worker {
     fn read(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
         let offset = index * RECORD_BYTES;
         self.reach.read(record, offset)?;
-        // `black_box` makes the compiler copy all of the record, not only the checked word.
+        // `black_box` makes the compiler copy the whole record, since only its stamp is checked.
         let record = std::hint::black_box(&*record);
         match pattern::is_stamped(record, job.file, offset as u64, job.generation) {
             true => Ok(()),
@@ -177,7 +179,7 @@ impl Worker {
     }
 }
 
-/// All numbers below `count`, each once, in an order that depends on the seed.
+/// Returns all numbers below `count` in an order that depends on the seed.
 fn shuffle(count: usize, seed: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..count as u32).collect();
     Random::new(seed).shuffle(&mut order);
@@ -188,7 +190,7 @@ fn shuffle(count: usize, seed: u64) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// Each record occurs once; another seed gives another order.
+    /// Each number occurs once. Another seed gives another order.
     #[test]
     fn a_shuffle_leaves_nothing_out() {
         let mut order = shuffle(1000, 7);
