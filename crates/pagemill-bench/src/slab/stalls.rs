@@ -1,5 +1,5 @@
-//! Latency of a thread that allocates and frees objects, while the objects left of a fragmented set are compacted or free
-//! memory is returned.
+//! Latency of a thread that allocates and frees objects, while the objects left of a fragmented set are compacted or
+//! free memory is returned.
 
 use super::Options;
 use super::fragments::{self, SIZES};

@@ -1,4 +1,4 @@
-//! Two million objects, of which nine tenths are freed at random; and the memory left after all free memory was
+//! Two million objects, of which nine tenths are freed at random. Measures the memory left after all free memory was
 //! returned.
 
 use std::hint;
@@ -14,19 +14,19 @@ use crate::proc;
 use crate::stats::Random;
 use crate::workload::{Failure, Outcome};
 
-/// The same seed for all subjects, so that the same objects are freed in the same order.
+/// The seed of the random order. It is the same for all subjects, so that the same objects are freed in the same order.
 const SEED: u64 = 0x736c_6162;
 
-/// One object in so many is kept.
+/// One object in this many is kept.
 const STAYING: usize = 10;
 
-/// Numbers beyond those of the objects, for allocations during the compaction.
+/// Number of additional object numbers, for allocations during the compaction.
 pub const SPARE: usize = 64;
 
-/// Bytes per entry of a handle table, for each object of the peak.
+/// Bytes of an entry in the table of handles, for each object of the peak.
 const HANDLE_BYTES: u64 = 8;
 
-/// The subject that holds the objects.
+/// The subject that stores the objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     ByOwner,
@@ -36,7 +36,7 @@ pub enum Subject {
     Malloc,
 }
 
-/// The subject, and the number and size of its objects.
+/// Arguments: the subject, and the number and size of its objects.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Chosen {
     #[arg(long)]
@@ -64,7 +64,8 @@ pub trait Work {
 }
 
 impl Chosen {
-    /// Runs the work with the chosen subject. Memory in use before `open` is not the subject's.
+    /// Runs the work with the chosen subject. Memory that is in use before the work calls `open` does not count as the
+    /// subject's.
     pub fn run(&self, home: Home, work: &impl Work) -> Outcome {
         match self.size {
             192 => self.with_words::<24>(home, work),
@@ -86,12 +87,12 @@ impl Chosen {
     }
 }
 
-/// The objects that are freed and kept, and the user's references to them. All of it is resident before the first
-/// object is made.
+/// The objects that are to be freed or kept, and the workload's references to them. All of its memory is resident
+/// before the first object is made.
 pub struct Plan<Kept> {
-    /// References by number.
+    /// References to the objects by number; none if the object does not exist.
     pub kept: Vec<Option<Kept>>,
-    /// All numbers in random order: the first are freed, the last are kept.
+    /// All numbers in random order. The objects of the first nine tenths are freed.
     order: Vec<u32>,
 }
 
@@ -110,14 +111,14 @@ impl<Kept> Plan<Kept> {
         &self.order[..self.order.len() - self.order.len() / STAYING]
     }
 
-    /// The kept numbers, ascending.
+    /// Returns the numbers of the kept objects in ascending order.
     fn staying(&self) -> Vec<u32> {
         let mut staying = self.order[self.going().len()..].to_vec();
         staying.sort_unstable();
         staying
     }
 
-    /// Makes all objects, and frees nine tenths of them.
+    /// Makes all objects and frees nine tenths of them.
     pub fn fragment<const WORDS: usize>(&mut self, keeper: &impl Keeper<WORDS, Kept = Kept>) -> Result<(), Failure> {
         for (number, kept) in (0..).zip(&mut self.kept) {
             *kept = Some(keeper.put(number)?);
@@ -131,7 +132,7 @@ impl<Kept> Plan<Kept> {
         Ok(())
     }
 
-    /// Checks that exactly the kept objects are there, with their contents.
+    /// Checks that exactly the kept objects exist, with their contents.
     pub fn check<const WORDS: usize>(&self, keeper: &impl Keeper<WORDS, Kept = Kept>) -> Result<(), Failure> {
         let kept = (0..).zip(&self.kept).filter_map(|(number, kept)| Some((number, kept.as_ref()?)));
         let wrong = kept.clone().filter(|(number, kept)| !keeper.is_whole(kept, *number)).count();
@@ -144,7 +145,7 @@ impl<Kept> Plan<Kept> {
     }
 }
 
-/// Makes the objects, frees nine tenths, has the memory returned, and measures what is left.
+/// Makes the objects, frees nine tenths, has the free memory returned, and measures the memory left.
 pub fn run(arguments: &Fragments, home: Home) -> Outcome {
     arguments.chosen.run(home, arguments)
 }
@@ -162,7 +163,7 @@ impl Work for Fragments {
         let left = resident()?.saturating_sub(at_first);
         plan.check(&keeper)?;
         let (handles, moved) = (keeper.handle_bytes(), keeper.moved()?);
-        // For handles, 8 bytes for each object of the peak are counted separately.
+        // For a cache by handle, 8 bytes for each object of the peak are subtracted from the memory left.
         let apart = handles.min(HANDLE_BYTES * self.chosen.objects as u64);
         let live = (plan.staying().len() * self.chosen.size) as f64;
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
@@ -186,13 +187,13 @@ impl Work for Fragments {
     }
 }
 
-/// Resident bytes of this process that belong to no file.
+/// Returns the anonymous and shared resident bytes of this process.
 fn resident() -> Result<u64, Failure> {
     proc::own_bytes().ok_or_else(|| Failure::Other("no /proc/self/smaps_rollup".to_owned()))
 }
 
-/// Nanoseconds to copy an object: copies as many objects as were moved, out of huge pages in which the kept objects are
-/// scattered as at first. Before that the other objects are written to, as when they were freed.
+/// Returns the nanoseconds to copy an object. Copies as many objects as were moved, out of huge pages in which they are
+/// scattered as the kept objects were. Before that, the other objects are written to, as when they were freed.
 fn copy_ns<const WORDS: usize, Kept>(plan: &Plan<Kept>, moved: usize) -> Result<f64, Failure> {
     let size = WORDS * size_of::<u64>();
     let staying = plan.staying();
@@ -227,8 +228,7 @@ mod tests {
         Chosen { subject, size, objects: 20_000, how: GiveBack::MallocTrim }
     }
 
-    /// Each subject completes the run with its kept objects. Relocatable ones are moved, and take less memory than
-    /// before.
+    /// Each subject finishes the run with its kept objects intact. Only relocatable objects are moved.
     #[test]
     fn fragments_are_packed() {
         for (subject, size, can_move) in [
@@ -247,7 +247,7 @@ mod tests {
         assert!(run(&Fragments { chosen: chosen(Subject::Fixed, 193) }, of_test).is_err());
     }
 
-    /// A changed object is detected, and so is a missing one.
+    /// The check fails if a kept object was replaced by another, and if it is missing.
     #[test]
     fn what_is_wrong_is_found() {
         let keeper = Malloc { how: GiveBack::MallocTrim };

@@ -1,4 +1,5 @@
-//! Holders of objects of one size, each with its number in every word: the allocator, or a cache of one of three kinds.
+//! Subjects that store objects of one size, with the object's number in every word: the allocator, or one of three
+//! kinds of cache.
 
 use std::time::Duration;
 
@@ -8,40 +9,40 @@ use crate::native::{self, GiveBack, Piece};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Holds objects of `WORDS` words.
+/// A subject that stores objects of `WORDS` words.
 pub trait Keeper<const WORDS: usize>: Sync {
-    /// The user's reference to an object.
+    /// The workload's reference to an object.
     type Kept: Send;
 
-    /// Makes an object that holds this number.
+    /// Makes an object whose words all are this number.
     fn put(&self, number: u64) -> Result<Self::Kept, Failure>;
 
     /// Frees an object.
     fn take(&self, kept: Self::Kept) -> Result<(), Failure>;
 
-    /// Whether each word of an object is this number.
+    /// Returns whether each word of an object is this number.
     fn is_whole(&self, kept: &Self::Kept, number: u64) -> bool;
 
-    /// Returns all free memory, in the subject's own way.
+    /// Returns all free memory to the system, in the subject's own way.
     fn give_back(&self) -> Result<(), Failure>;
 
-    /// Does a step of background work; none if the subject has no background work.
+    /// Does a step of defragmentation; none if the subject cannot defragment.
     fn step(&self, _budget: Duration) -> Result<Option<Progress>, Failure> {
         Ok(None)
     }
 
-    /// Number of objects moved so far.
+    /// Returns the number of objects moved so far.
     fn moved(&self) -> Result<u64, Failure> {
         Ok(0)
     }
 
-    /// Bytes of a handle table.
+    /// Returns the bytes of the table of handles; 0 if the subject has none.
     fn handle_bytes(&self) -> u64 {
         0
     }
 }
 
-/// Converts the result of a step: no progress if another thread was busy with it.
+/// Converts the result of a step. If another thread was busy with a step, there was no progress.
 pub fn stepped(step: pagemill::Result<Progress>) -> Result<Option<Progress>, Failure> {
     match step {
         Err(pagemill::Error::Busy { .. }) => Ok(Some(Progress::default())),
@@ -77,13 +78,13 @@ impl<const WORDS: usize> Keeper<WORDS> for Malloc {
     }
 }
 
-/// Objects that do not move.
+/// A cache of objects that do not move.
 pub struct Still<const WORDS: usize>(&'static Fixed<[u64; WORDS]>);
 
 impl<const WORDS: usize> Still<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {
         let cache = slabs.fixed(Settings::new("fixed")).map_err(failed)?;
-        // Its objects refer to it, and the workload stores both side by side.
+        // The cache is leaked, because its objects borrow from it and the workload stores them beside it.
         Ok(Self(Box::leak(Box::new(cache))))
     }
 }
@@ -111,7 +112,7 @@ impl<const WORDS: usize> Keeper<WORDS> for Still<WORDS> {
     }
 }
 
-/// Values that are accessed by handle.
+/// A cache of values that are accessed by handle.
 pub struct Handled<const WORDS: usize>(ByHandle<[u64; WORDS]>);
 
 impl<const WORDS: usize> Handled<WORDS> {

@@ -1,4 +1,5 @@
-//! Slabs: objects of one size that are allocated, freed, moved and checked, beside allocators and keyed maps.
+//! Workloads on slab caches: objects of one size are allocated, freed, moved and checked, in Pagemill's caches and in
+//! their peers.
 
 mod dentries;
 mod fragments;
@@ -57,17 +58,17 @@ pub fn run(arguments: &Slab) -> Outcome {
     }
 }
 
-/// Returns the slabs in which caches are made; called when they are needed.
+/// A function that returns the slabs in which caches are made; called only when they are needed.
 type Home = fn() -> Result<&'static Slabs, Failure>;
 
-/// The slabs of this process, in which only the workload itself moves objects.
+/// Returns the slabs of this process, with background defragmentation turned off. Only the workload moves objects.
 fn by_hand() -> Result<&'static Slabs, Failure> {
     let pagemill = Pagemill::of_process().map_err(failed)?;
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }
 
-/// Slabs of one test, as a program has them: the steps of other tests move nothing in them.
+/// Returns separate slabs for one test, with a program's layout. Defragmentation by other tests moves nothing in them.
 #[cfg(test)]
 fn of_test() -> Result<&'static Slabs, Failure> {
     use pagemill::arena::Layout;
@@ -77,11 +78,11 @@ fn of_test() -> Result<&'static Slabs, Failure> {
     Ok(pagemill.slabs)
 }
 
-/// One thread's access to objects of one size.
+/// Access of one thread to objects of one size.
 pub trait Access {
     type Object;
 
-    /// Allocates an object with `tag` as its first word; returns none without memory.
+    /// Allocates an object with `tag` as its first word; returns none if out of memory.
     fn take(&mut self, tag: u64) -> Option<Self::Object>;
 
     /// Frees an object and returns its first word.

@@ -1,7 +1,8 @@
-//! A reader and a writer; a third thread moves their objects concurrently, or does not.
+//! A reader thread and a writer thread, with or without a third thread that moves their objects.
 //!
-//! The writer makes holes all the time. It frees nine of ten objects of one group after the other, in random order, and
-//! makes them again after half of the groups have had their turn. So at any moment half of the slabs are sparse.
+//! The writer makes holes all the time. It frees nine of ten objects of one group after the other, in random order.
+//! When half of the groups have been freed after a group, it makes that group's objects again. At any time, half of the
+//! slabs are therefore sparsely used.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use crate::stats::Random;
 use crate::workload::steps::{self, Work};
 use crate::workload::{Failure, Outcome};
 
-/// A map from numbers to objects.
+/// The kind of cache, and how its objects are found: by owner or by handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     ByOwner,
@@ -35,18 +36,18 @@ pub struct Moves {
 }
 
 const GROUPS: usize = 16;
-/// One object in so many of a group is kept.
+/// The writer keeps one object in this many of a group.
 const KEPT_OF: usize = 10;
-/// Operations between two reads of the clock; and reads under one guard.
+/// Number of operations between two reads of the clock, and number of reads under one guard.
 const STEP_ACTS: usize = 1024;
 const GUARDED_READS: usize = 64;
 
-/// The defragmenting thread sleeps this many times as long as a step took, so it takes a twentieth of a CPU.
+/// The defragmenting thread sleeps this many times as long as a step took, so that it uses a twentieth of a CPU.
 const REST_FACTOR: u32 = 19;
 const REST_AT_LEAST: Duration = Duration::from_millis(1);
 const USED_RATIO: u32 = 30;
 
-/// Reads and writes per second, and the number of moved objects.
+/// Measures reads and writes per second, and the number of moved objects.
 pub fn run(arguments: &Moves, slabs: &'static Slabs) -> Outcome {
     match arguments.kind {
         Kind::ByHandle => measure(arguments, slabs, &Handled::new(slabs, arguments.objects)?),
@@ -78,7 +79,7 @@ fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) ->
     }))
 }
 
-/// The work of one thread.
+/// The work of one of the two measured threads.
 enum Role<'objects, O> {
     Reader(Reader<'objects, O>),
     Writer(Writer<'objects, O>),
@@ -134,18 +135,18 @@ impl<O: Objects> Reader<'_, O> {
 /// Makes, changes and frees objects.
 struct Writer<'objects, O> {
     objects: &'objects O,
-    /// The number of changes of each object; none while it does not exist.
+    /// The expected number of changes of each object; none while the object does not exist.
     expected: Vec<Option<u64>>,
     /// Indexes in a group, in the order in which its objects are freed and made.
     order: Vec<usize>,
-    /// The current group, and the index in the order.
+    /// The group that is being freed, and the position in `order`.
     group: usize,
     at: usize,
     random: Random,
 }
 
 impl<'objects, O: Objects> Writer<'objects, O> {
-    /// Makes all objects and lets each group have one turn.
+    /// Makes all objects, and frees most of each group once.
     fn new(objects: &'objects O, count: usize) -> Result<Self, Failure> {
         let mut random = Random::new(1);
         let mut order: Vec<usize> = (0..count / GROUPS).collect();
@@ -166,7 +167,7 @@ impl<'objects, O: Objects> Writer<'objects, O> {
         Ok(())
     }
 
-    /// Frees one object of a group, unless it is kept; makes one of another group; changes a random one.
+    /// Frees one object of the current group, unless it is kept; makes one of another group; changes a random object.
     fn act(&mut self) -> Result<(), Failure> {
         let number = |group: usize| (group % GROUPS) * self.order.len() + self.order[self.at];
         let (goes, comes) = (number(self.group), number(self.group + GROUPS / 2));
@@ -192,7 +193,7 @@ impl<O: Objects> Writer<'_, O> {
         (0..STEP_ACTS).try_for_each(|_| self.act())
     }
 
-    /// Checks that every object exists as expected, with the expected number of changes.
+    /// Checks that exactly the expected objects exist, with the expected number of changes.
     fn verdict(&mut self) -> Result<(), Failure> {
         for (number, expected) in self.expected.iter().enumerate() {
             let found = self.objects.read(number, &slab::pin()).ok();
@@ -209,7 +210,7 @@ mod tests {
     use super::*;
     use crate::workload::slab::of_test;
 
-    /// A lost object and a lost change are detected.
+    /// The check of the writer fails after an object was removed, or changed, without its knowledge.
     #[test]
     fn what_is_lost_is_noticed() {
         fn losing(objects: &impl Objects, lose: impl Fn(usize)) -> [bool; 2] {

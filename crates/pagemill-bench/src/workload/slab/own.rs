@@ -1,4 +1,4 @@
-//! Pagemill's three kinds of cache.
+//! Pagemill's three kinds of slab cache as subjects of the part speed.
 #![allow(unsafe_code)] // an owner of objects, and movable values
 
 use std::mem::MaybeUninit;
@@ -13,7 +13,7 @@ use super::Access;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// An object with a tag as its first word; the rest is uninitialized.
+/// An object with a tag as its first word. The rest is uninitialized.
 pub struct Object<Rest> {
     pub tag: u64,
     _rest: MaybeUninit<Rest>,
@@ -26,10 +26,10 @@ impl<Rest> Object<Rest> {
     }
 }
 
-// SAFETY: plain data, which may be moved as bytes.
+// SAFETY: the object is plain data, so it may be moved by copying its bytes.
 unsafe impl<Rest: Copy + Send + Sync + 'static> Movable for Object<Rest> {}
 
-/// The account of this process.
+/// Returns the Pagemill of this process.
 fn pagemill() -> Result<&'static Pagemill, Failure> {
     Pagemill::of_process().map_err(failed)
 }
@@ -53,16 +53,16 @@ impl<'cache, Rest: Copy + Send + Sync> Access for &'cache Fixed<Object<Rest>> {
     }
 }
 
-/// An object of an owner; a free one has tag 0.
+/// An object of a cache by owner. A free object has tag 0.
 pub struct Owned<Rest> {
     tag: AtomicU64,
     _rest: MaybeUninit<Rest>,
 }
 
-/// An owner that refuses all moves: only the cost to allocate and free is measured.
+/// An owner that refuses all moves, since only the cost to allocate and free is measured.
 pub struct Still<Rest>(MaybeUninit<Rest>);
 
-// SAFETY: `isolate` never keeps an object.
+// SAFETY: `isolate` keeps no object, so none is ever moved.
 unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for Still<Rest> {
     type Object = Owned<Rest>;
     type Isolated = ();
@@ -85,7 +85,7 @@ unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for Still<Rest> {
     }
 }
 
-/// Makes a cache of by-owner objects.
+/// Makes a cache by owner.
 pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<ByOwner<Still<Rest>>, Failure> {
     pagemill()?.slabs.by_owner(Settings::new("by owner"), Still(MaybeUninit::uninit())).map_err(failed)
 }
@@ -96,18 +96,18 @@ impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<Still<Rest>> {
     #[inline]
     fn take(&mut self, tag: u64) -> Option<Self::Object> {
         let object = self.allocate().ok()?;
-        // SAFETY: an object that was just allocated, and was constructed.
+        // SAFETY: the object was just allocated, and `construct` has initialized it.
         unsafe { object.as_ref() }.tag.store(tag, Relaxed);
         Some(object)
     }
 
     #[inline]
     fn give(&mut self, object: Self::Object) -> u64 {
-        // SAFETY: `take` returned the object, and it is freed once: there is no copy of the reference.
+        // SAFETY: `take` returned the object, and it is freed only once, since the caller has no copy of the reference.
         let word = unsafe { &object.as_ref().tag };
         let tag = word.load(Relaxed);
         word.store(0, Relaxed);
-        // SAFETY: as above; its tag marks it as free.
+        // SAFETY: the object was allocated and is freed only once; its tag 0 marks it as free.
         unsafe { self.free(object) };
         tag
     }

@@ -1,4 +1,4 @@
-//! Peers: the preloaded malloc, and keyed maps.
+//! Peers of the slab caches: the preloaded malloc, and keyed maps.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -9,7 +9,7 @@ use super::Access;
 use super::own::Object;
 use crate::native::Tagged;
 
-/// The C `malloc` and `free`.
+/// The C functions `malloc` and `free`.
 pub struct Malloc {
     pub size: usize,
 }
@@ -28,7 +28,7 @@ impl Access for Malloc {
     }
 }
 
-/// slotmap, one for each thread.
+/// A map of the crate slotmap, separate for each thread.
 pub type Alone<Rest> = SlotMap<DefaultKey, Object<Rest>>;
 
 impl<Rest> Access for Alone<Rest> {
@@ -45,7 +45,7 @@ impl<Rest> Access for Alone<Rest> {
     }
 }
 
-/// slotmap: all threads share one map, under a lock.
+/// A map of the crate slotmap that all threads share, under a lock.
 pub struct Locked<Rest>(Mutex<Alone<Rest>>);
 
 impl<Rest> Locked<Rest> {
@@ -73,7 +73,7 @@ impl<Rest> Access for &Locked<Rest> {
     }
 }
 
-/// sharded-slab: one for all threads.
+/// A map of the crate sharded-slab, which all threads share.
 pub type Sharded<Rest> = Slab<Object<Rest>>;
 
 impl<Rest> Access for &Sharded<Rest> {

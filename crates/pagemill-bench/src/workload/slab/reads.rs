@@ -1,4 +1,4 @@
-//! Values read by handle under one guard, and through pointers to the same values.
+//! Values that are read by handle under one guard, and through pointers to the same values.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -25,10 +25,10 @@ type Value = Object<Words<23>>;
 
 /// Approximate number of reads between two reads of the clock.
 const BATCH: u64 = 100_000;
-/// Number of rounds; each measures every way once.
+/// Number of measured rounds; each measures every way to read once.
 const TURNS: u32 = 10;
 
-/// Values in random order, with a handle and a pointer to each.
+/// Values with a handle and a pointer to each, by index. Their order is unrelated to their addresses.
 struct Values<'cache> {
     cache: &'cache ByHandle<Value>,
     guard: &'cache Guard,
@@ -36,7 +36,7 @@ struct Values<'cache> {
     pointers: Vec<&'cache Value>,
 }
 
-/// Reads every value once; returns the sum of their first words.
+/// A function that reads every value once and returns the sum of their first words.
 type Pass = fn(&Values<'_>) -> u64;
 
 /// Subject, metric, and the pass that measures it.
@@ -47,7 +47,7 @@ const WAYS: [(&str, &str, Pass); 4] = [
     ("pointer-read", "chain_ns", |values| values.chain_by_pointer()),
 ];
 
-/// Nanoseconds per read: independent reads, and dependent reads.
+/// Measures the nanoseconds per read, for independent reads and for dependent reads.
 pub fn run(arguments: &Reads) -> Outcome {
     let cache = own::by_handle::<Words<23>>()?;
     let handles = fill(&cache, arguments.objects)?;
@@ -69,8 +69,8 @@ pub fn run(arguments: &Reads) -> Outcome {
     Ok(line)
 }
 
-/// Makes values that each hold the index of the next. Returns the handles by index; a value's index is unrelated to its
-/// address.
+/// Inserts values that each contain the index of the next one in the cycle. Returns the handles by index; the index of
+/// a value is unrelated to its address.
 fn fill(cache: &ByHandle<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
     let mut random = Random::new(count as u64);
     let mut any_order = || {
@@ -110,7 +110,7 @@ impl<'cache> Values<'cache> {
         self.pointers.iter().fold(0, |sum, value| sum.wrapping_add(value.tag))
     }
 
-    /// Follows the cycle for as many steps as there are values. A missing value ends it.
+    /// Follows the cycle for as many steps as there are values. A missing value makes the sum wrong.
     fn chain(&self, read: impl Fn(usize) -> u64) -> u64 {
         let (mut place, mut sum) = (0, 0u64);
         for _ in 0..self.handles.len() {
@@ -130,8 +130,8 @@ impl<'cache> Values<'cache> {
     }
 }
 
-/// Nanoseconds per read, over passes of `count` values. Each pass must return the sum of the numbers below `count`, in
-/// any order.
+/// Repeats passes over `count` values and returns the nanoseconds per read. Each pass must return the sum of all
+/// indexes.
 fn repeat(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
     let (begun, mut done) = (Instant::now(), 0);
     while begun.elapsed() < run || done == 0 {
@@ -150,7 +150,8 @@ fn repeat(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Fail
 mod tests {
     use super::*;
 
-    /// All values are read in every way, as one cycle; a removed one is missed.
+    /// Each way reads all values, and dependent reads visit all of them in one cycle. Reads by handle miss a removed
+    /// value.
     #[test]
     fn every_value_is_read() {
         assert!(run(&Reads { objects: 1000, run_ms: 1 }).is_ok());

@@ -1,7 +1,7 @@
-//! Objects allocated and freed: at once, in batches of a thousand, and one random object of many replaced.
+//! Objects that are allocated and freed: each at once, in batches of a thousand, or as a random replacement among many.
 //!
-//! The first word of an object is its tag. It is written at allocation and checked when the object is freed; at the end
-//! of a run all live objects are checked. Tags and order are the same for every subject.
+//! The first word of an object is its tag, which is written at allocation and checked when the object is freed. At the
+//! end of a run all live objects are checked. Tags and order are the same for every subject.
 
 use std::time::{Duration, Instant};
 
@@ -22,9 +22,9 @@ pub enum Subject {
     ByOwner,
     /// A cache of values that are accessed by handle
     ByHandle,
-    /// Blocks of the C library, or of the preloaded allocator
+    /// Allocations of the C library, or of the preloaded allocator
     Malloc,
-    /// A keyed map: one per thread for a single thread, else one under a lock
+    /// A keyed map: with one thread a map of its own, else a map that all threads share under a lock
     Slotmap,
     /// A keyed map that threads share
     ShardedSlab,
@@ -42,25 +42,25 @@ pub struct Speed {
     pub size: usize,
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
-    /// Number of live objects of all threads, of which a random one is replaced.
+    /// Number of live objects of all threads in the pattern that replaces random ones.
     #[arg(long, default_value_t = 100_000)]
     pub live: usize,
-    /// Duration of the measurement; without it, `--pairs` applies.
+    /// Duration of the measurement in ms; without it, `--pairs` applies.
     #[arg(long)]
     pub measure_ms: Option<u64>,
-    /// Number of pairs on one thread.
+    /// Number of pairs to run on one thread.
     #[arg(long, default_value_t = 100_000)]
     pub pairs: u64,
 }
 
-/// Pairs of allocation and free in a step, in every pattern; also the size of a batch.
+/// Number of allocation and free pairs in a step of every pattern. It is also the size of a batch.
 pub const STEP_PAIRS: u64 = 1000;
 
-/// Warm-up: pairs of each thread, beside two for each live object; and its time limit.
+/// Number of pairs with which each thread warms up, in addition to two for each live object; and the time limit.
 const WARM_PAIRS: u64 = 100_000;
 const WARM_AT_MOST: Duration = Duration::from_secs(2);
 
-/// Words of an object after the first.
+/// The words of an object after its first.
 pub type Words<const COUNT: usize> = [u64; COUNT];
 
 /// Runs the pattern. The JSON line has nanoseconds per pair and pairs per second, or only the number of pairs.
@@ -94,7 +94,7 @@ fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> Outcome {
     }
 }
 
-/// Measures threads that each have their own access to objects.
+/// Measures threads that each get an access to the objects from `access`.
 fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> Outcome {
     let Some(milliseconds) = arguments.measure_ms else {
         let mut bench = Bench::new(arguments, access(), 0)?;
@@ -110,12 +110,12 @@ fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> Outco
     Ok(serde_json::json!({ "ns": times.ns(), "pairs_per_second": pairs_per_second, "pairs": times.acts() }))
 }
 
-/// The objects of one thread.
+/// The objects of one thread, and its count of wrong tags.
 struct Bench<A: Access> {
     access: A,
     pattern: Pattern,
     objects: Vec<Option<A::Object>>,
-    /// The random order in which every other batch is freed.
+    /// The random order in which every second batch is freed.
     order: Vec<usize>,
     is_in_order: bool,
     random: Random,
@@ -141,8 +141,7 @@ impl<A: Access> Bench<A> {
         Ok(bench)
     }
 
-    /// Warms up for a number of pairs or a time, after which memory is touched and the allocator is in its steady
-    /// state.
+    /// Warms up for a number of pairs or a time, so that memory is touched and the allocator reaches its steady state.
     fn warmed(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_AT_MOST;
         let pairs = WARM_PAIRS + 2 * self.objects.len() as u64;
@@ -162,7 +161,7 @@ impl<A: Access> Bench<A> {
         Ok(())
     }
 
-    /// Frees the object at an index of the table.
+    /// Frees the object at this index of the table and checks its tag.
     #[inline]
     fn give(&mut self, place: usize) {
         let tag = self.objects[place].take().map_or(0, |object| self.access.give(object));
@@ -170,7 +169,7 @@ impl<A: Access> Bench<A> {
     }
 }
 
-/// The tag for an index of the table: never 0, and unique.
+/// Returns the tag for an index of the table. Tags are unique and never 0.
 #[inline]
 fn tag_of(place: usize) -> u64 {
     place as u64 + 1
@@ -181,7 +180,7 @@ fn refused() -> Failure {
 }
 
 impl<A: Access> Work for Bench<A> {
-    /// Does [`STEP_PAIRS`] pairs.
+    /// Makes [`STEP_PAIRS`] pairs of allocation and free.
     #[inline]
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
@@ -211,7 +210,7 @@ impl<A: Access> Work for Bench<A> {
         Ok(())
     }
 
-    /// Checks all objects, including those still live.
+    /// Frees all live objects, and fails if any object had a wrong tag.
     fn verdict(&mut self) -> Result<(), Failure> {
         for place in 0..self.objects.len() {
             if self.objects[place].is_some() {

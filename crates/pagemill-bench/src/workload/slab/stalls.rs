@@ -1,5 +1,5 @@
-//! Latency of a thread that allocates and frees objects all the time, while another thread compacts the same memory or
-//! returns it.
+//! Latency of a thread that allocates and frees objects all the time, while another thread compacts or returns the
+//! memory of the same cache.
 
 use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -13,10 +13,10 @@ use super::turns::{PAUSE, STEP};
 use crate::histogram::Histogram;
 use crate::workload::{Failure, Outcome};
 
-/// Limit on the background steps.
+/// Limit on the number of background steps.
 const MOST_STEPS: usize = 2000;
 
-/// The phases; each has its own times.
+/// Phases of a run: the thread runs alone; objects are moved or memory is returned; the run is over.
 const QUIET: u8 = 0;
 const MOVING: u8 = 1;
 const OVER: u8 = 2;
@@ -29,12 +29,12 @@ pub struct Stalls {
     /// Compact in steps in the background instead of all at once.
     #[arg(long)]
     pub steps: bool,
-    /// Time for which the thread runs alone before.
+    /// Milliseconds for which the thread runs alone at first.
     #[arg(long)]
     pub quiet_ms: u64,
 }
 
-/// Measures the thread; the JSON line has the percentiles of both phases.
+/// Measures the latencies. The JSON line has the percentiles of both phases.
 pub fn run(arguments: &Stalls, home: Home) -> Outcome {
     arguments.chosen.run(home, arguments)
 }
@@ -59,7 +59,7 @@ impl Work for Stalls {
         plan.check(&keeper)?;
         let mut line = serde_json::json!({ "ms": took.as_secs_f64() * 1e3, "moved": keeper.moved()? });
         for (phase, times) in ["quiet_", ""].into_iter().zip(&times) {
-            // A percentile needs enough calls: the 99.99th needs ten thousand.
+            // A percentile needs enough calls; the 99.99th needs ten thousand.
             let us =
                 |one_of: u64| (times.count() >= one_of).then(|| times.percentile_ms(1.0 - 1.0 / one_of as f64) * 1e3);
             let longest = (times.count() > 0).then(|| times.longest_ms() * 1e3);
@@ -71,7 +71,7 @@ impl Work for Stalls {
     }
 }
 
-/// Does background steps until nothing is left to do.
+/// Does background steps until no objects are left to move.
 fn step<const WORDS: usize>(keeper: &impl Keeper<WORDS>) -> Result<(), Failure> {
     for _ in 0..MOST_STEPS {
         match keeper.step(STEP)? {
@@ -83,7 +83,7 @@ fn step<const WORDS: usize>(keeper: &impl Keeper<WORDS>) -> Result<(), Failure> 
     Err("the steps come to no end".to_owned().into())
 }
 
-/// Frees its oldest object and allocates another, until stopped. Records the time of each call by the phase.
+/// Replaces its objects in turn until stopped, the oldest first. Records the time of each call under the current phase.
 fn take_and_free<const WORDS: usize>(
     keeper: &impl Keeper<WORDS>,
     first: u64,
@@ -121,7 +121,8 @@ mod tests {
     use crate::workload::slab::fragments::Subject;
     use crate::workload::slab::of_test;
 
-    /// Objects are allocated and freed during moves, at once and in steps, and none is damaged.
+    /// Objects are allocated and freed while others are moved, at once and in steps, and none is damaged. A cache that
+    /// cannot move its objects has no steps.
     #[test]
     fn calls_are_timed_beside_moves() {
         for (subject, steps) in [(Subject::ByOwner, true), (Subject::ByHandle, false), (Subject::Malloc, false)] {

@@ -1,4 +1,4 @@
-//! A tree of names walked as `find` does: alone, during moves, and before and after its objects are compacted.
+//! Walks of a tree of names, as the program `find` does: without moves, during moves, and before and after compaction.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,16 +10,16 @@ use super::turns::{Turns, walk_for};
 use crate::stats::{self, Random};
 use crate::workload::{Failure, Outcome};
 
-/// Entries per directory.
+/// Number of entries per directory.
 const PER_DIRECTORY: usize = 100;
 
-/// Subdirectories per directory.
+/// Number of subdirectories per directory.
 const FAN_OUT: usize = 10;
 
-/// Size of the tree before nine tenths are removed, relative to the size after that.
+/// Size of the tree before nine tenths are removed, relative to its size afterwards.
 const SPARSE: usize = 10;
 
-/// Arguments: a tree that changes between walks.
+/// Arguments of a run in which the tree changes between walks.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Tree {
     #[arg(long)]
@@ -28,7 +28,7 @@ pub struct Tree {
     pub turns: Turns,
 }
 
-/// Arguments: a tree of which nine tenths are removed, walked before and after compaction.
+/// Arguments of a run in which nine tenths of a tree are removed, and the rest is walked before and after compaction.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Packed {
     #[arg(long)]
@@ -37,13 +37,14 @@ pub struct Packed {
     pub turn_ms: u64,
 }
 
-/// A tree, and a model of its contents.
+/// A tree, and a model of its contents to compare walks with.
 struct Watched {
     tree: Dentries,
-    /// For each directory by number: its entries by serial number, with their numbers.
+    /// For each directory by its number, the entries by serial number: number of the entry, and whether it is a
+    /// directory.
     model: BTreeMap<u64, BTreeMap<u64, (u64, bool)>>,
     directories: Vec<u64>,
-    /// Directory, serial number and number of each file.
+    /// Number of the directory, serial number and own number of each file.
     files: Vec<(u64, u64, u64)>,
     serial: u64,
     random: Random,
@@ -81,7 +82,7 @@ impl Watched {
         Ok(())
     }
 
-    /// Removes this many random files.
+    /// Removes this number of random files.
     fn remove_most(&mut self, files: usize) -> Result<(), Failure> {
         for _ in 0..files {
             let at = self.random.below(self.files.len());
@@ -98,13 +99,13 @@ impl Watched {
         while let Some(directory) = left.pop() {
             let entries = self.model.get(&directory).into_iter().flatten();
             entries.clone().for_each(|(serial, _)| sum.add(*serial));
-            // In reverse, so that the first of them is popped next.
+            // The subdirectories are pushed in reverse, so that the first one is popped next.
             left.extend(entries.filter(|(_, (_, is_directory))| *is_directory).map(|(_, (number, _))| number).rev());
         }
         sum
     }
 
-    /// Walks the tree for `time`; adds the nanoseconds per entry of each walk.
+    /// Walks the tree for `time` and adds the nanoseconds per entry of each walk to `walks`.
     fn walk(&self, time: Duration, walks: &mut Vec<f64>) -> Result<(), Failure> {
         let expected = self.expected();
         walk_for(time, walks, || match self.tree.walk()? {
@@ -114,7 +115,7 @@ impl Watched {
     }
 }
 
-/// In each turn replaces as many files as there are entries, then walks the tree.
+/// In each turn, replaces as many files as the tree has, then walks the tree.
 pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> Outcome {
     let mut watched = Watched::new(slabs, arguments.entries, 2 * arguments.entries)?;
     let mut walks = Vec::new();
@@ -127,7 +128,7 @@ pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> Outcome {
     Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": watched.tree.moved()? }))
 }
 
-/// Walks before and after compaction.
+/// Walks a tree before and after its entries are compacted.
 pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> Outcome {
     let time = Duration::from_millis(arguments.turn_ms);
     let mut watched = Watched::new(slabs, arguments.entries, SPARSE * arguments.entries)?;
@@ -147,7 +148,7 @@ mod tests {
     use super::*;
     use crate::workload::slab::of_test;
 
-    /// Walks find exactly the expected entries: during moves and without, before compaction and after.
+    /// Walks find exactly the expected entries: with and without concurrent moves, before and after compaction.
     #[test]
     fn walks_are_right_beside_moves() {
         let slabs = || of_test().expect("slabs");
@@ -160,7 +161,7 @@ mod tests {
         assert!(line["moved"].as_u64() > Some(0) && line["packed_ns"].as_f64() > Some(0.0), "{line}");
     }
 
-    /// A missing or misplaced entry is detected.
+    /// After an entry was removed without the model's knowledge, a walk is a wrong answer.
     #[test]
     fn what_is_wrong_is_found() {
         let mut watched = Watched::new(of_test().expect("slabs"), 500, 600).expect("a tree");

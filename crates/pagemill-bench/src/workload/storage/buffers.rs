@@ -1,4 +1,4 @@
-//! Memory for a bare io_uring: pages of the measured size, divided into one part for each transfer.
+//! Memory for a bare io_uring: mappings with pages of the measured size, each divided into buffers for one transfer.
 
 #![allow(unsafe_code)] // passes memory that it owns to io_uring
 
@@ -10,10 +10,10 @@ use pagemill::store::Buffer;
 
 use crate::native::Pages;
 
-/// Size of one registered buffer; each part lies within one.
+/// The largest size of a mapping, which is registered as one buffer of the ring.
 const MOST_BYTES: usize = 64 << 20;
 
-/// The size of the pages.
+/// The size of the pages of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     /// 2 MiB
@@ -22,14 +22,14 @@ pub enum Kind {
     Small,
 }
 
-/// A mapping, divided into [`Part`]s.
+/// A mapping and its length in bytes. It is divided into [`Part`]s.
 pub struct Memory(Arc<Pages>, usize);
 
-/// Memory of one transfer, and the transfer's parameters.
+/// The memory of one transfer, with the transfer's offset in the file and its start time.
 ///
 /// # Invariants
 ///
-/// No other part has these bytes, and they are accessed only through this part.
+/// The bytes belong to no other `Part`, and they are accessed only through this value.
 pub struct Part {
     memory: Arc<Pages>,
     at: usize,
@@ -38,7 +38,7 @@ pub struct Part {
     pub began: Instant,
 }
 
-/// Makes `count` parts, and the mappings that they belong to.
+/// Makes `count` buffers of `len_bytes` each, and the mappings that they lie in.
 pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>, Vec<Part>), String> {
     let (mut memories, mut parts) = (Vec::new(), Vec::new());
     let most = (MOST_BYTES / len_bytes).max(1);
@@ -49,7 +49,8 @@ pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>,
             Kind::Small => Pages::small(some * len_bytes)?,
         };
         let memory = Arc::new(pages);
-        // Each offset of the mapping is used once, and nothing else refers to it: the invariant.
+        // Each offset of the mapping is used for one `Part`, and nothing else refers to it. This establishes the type
+        // invariant.
         let of = |part: usize| Part {
             memory: memory.clone(),
             at: part * len_bytes,
@@ -71,7 +72,7 @@ impl Part {
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `&mut self` is exclusive.
+        // SAFETY: inside the mapping, which lives as long as `self`, and `&mut self` excludes other access.
         unsafe { std::slice::from_raw_parts_mut(self.memory.at(self.at, self.len_bytes), self.len_bytes) }
     }
 }
@@ -81,7 +82,8 @@ fn address(pages: &Pages, at: usize, len_bytes: usize) -> NonNull<u8> {
     unsafe { NonNull::new_unchecked(pages.at(at, len_bytes)) }
 }
 
-// SAFETY: mapped until the last part and its memory are dropped; only the part accesses its bytes (type invariant).
+// SAFETY: the bytes are mapped until the last `Part` of the mapping is dropped, and only this one accesses them (type
+// invariant).
 unsafe impl Buffer for Part {
     fn addr(&self) -> NonNull<u8> {
         address(&self.memory, self.at, self.len_bytes)
@@ -92,7 +94,8 @@ unsafe impl Buffer for Part {
     }
 }
 
-// SAFETY: mapped as long as that; it is only registered, and its bytes are accessed through parts.
+// SAFETY: the bytes are mapped until this value is dropped. It is only registered; its bytes are accessed through
+// `Part`s.
 unsafe impl Buffer for Memory {
     fn addr(&self) -> NonNull<u8> {
         address(&self.0, 0, self.1)

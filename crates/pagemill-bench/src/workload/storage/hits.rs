@@ -1,4 +1,4 @@
-//! Resident pages copied by one thread, alternately alone and while another thread keeps the device busy.
+//! One thread copies resident pages, alternately alone and while another thread keeps the device busy with reads.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -17,26 +17,27 @@ use crate::stats::Random;
 use crate::storage::miss::{ALONE, BESIDE, KEPT, LOST, MISSES};
 use crate::workload::{Failure, Outcome};
 
-/// The pages that are hit: few compared with the cache, so that all of them stay resident.
+/// Bytes of the pages that are copied. They are few compared with the cache, so that all of them stay resident.
 const HOT_BYTES: u64 = 16 << 20;
 
-/// Reads in flight.
+/// Number of reads in flight.
 const DEPTH: u32 = 32;
 
-/// Number of turns, each with a measurement alone and one with concurrent misses.
+/// Number of turns. In each turn, copies are measured alone and then with concurrent misses.
 const TURNS: u32 = 4;
 
-/// Copies between two reads of the clock.
+/// Number of copies between two reads of the clock.
 const BATCH: usize = 64;
 
-/// Arguments: hits of a cache, or copies from plain memory beside a bare io_uring, which show the machine's own share.
+/// Arguments of a run: hits of a cache, or copies of plain memory with reads by a bare io_uring. The second kind shows
+/// how much the machine itself slows copies down.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hits {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
     pub cache_mib: u64,
-    /// Plain memory and a bare io_uring instead of the cache
+    /// Use plain memory and a bare io_uring instead of the cache
     #[arg(long)]
     pub plain: bool,
     #[arg(long)]
@@ -49,7 +50,7 @@ const PAUSED: u8 = 0;
 const BUSY: u8 = 1;
 const OVER: u8 = 2;
 
-/// Copies, misses and duration of the measurements of one kind.
+/// Copies, misses and duration, summed over all measurements of one kind.
 #[derive(Default)]
 struct Stretch {
     copies: u64,
@@ -74,7 +75,7 @@ fn cached(arguments: &Hits) -> Outcome {
         let read = cached.file.read_at(record, offset).map_err(super::super::hit::failed)?;
         check(read == RECORD_BYTES && source.is_right(black_box(record), offset))
     };
-    // Makes the hot pages resident, with enough uses to keep them so.
+    // Makes the pages resident, with enough uses that the eviction keeps them.
     let mut record = [0; RECORD_BYTES];
     for _ in 0..TURNS {
         (0..HOT_BYTES).step_by(RECORD_BYTES).try_for_each(|offset| copy(&mut record, offset))?;
@@ -98,7 +99,7 @@ fn cached(arguments: &Hits) -> Outcome {
         }
         Ok(told + asking.drain()?)
     })?;
-    // Reads beyond the misses are hot pages that were evicted and read again.
+    // Reads of the file beyond the misses are copied pages that were evicted and read again.
     let read = (stats::get(Counter::StoreRead) - before) / RECORD_BYTES as u64;
     line[LOST] = json!(read.saturating_sub(begun));
     Ok(line)
@@ -163,7 +164,7 @@ fn by_turns(
         let (state, misses) = (&state, &misses);
         let other = scope.spawn(move || miss(state, misses));
         let turns = (0..TURNS).try_for_each(|_| {
-            // Half of the time as warm-up: in-flight reads end, or begin.
+            // Half of the time is warm-up, in which in-flight reads end or begin.
             state.store(PAUSED, Relaxed);
             copy_for(time / 2, &mut Stretch::default())?;
             copy_for(time, &mut alone)?;

@@ -1,4 +1,4 @@
-//! Random reads of pages of a file that is larger than its cache: by blocking threads, or by one thread with a queue.
+//! Random reads of pages of a file that is larger than its cache, by blocking threads or by one thread with a queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
@@ -19,10 +19,10 @@ use crate::storage::{HIT_RATIO, READS};
 use crate::workload::hit::{cache_of, failed};
 use crate::workload::{Failure, Outcome};
 
-/// Time limit of a transfer, longer than any device takes.
+/// Time limit of a transfer, which is longer than any device takes.
 const LONG: Duration = Duration::from_secs(20);
 
-/// Reads in flight while the cache is filled.
+/// Number of reads in flight while the cache is filled.
 const FILL_DEPTH: u32 = 64;
 
 /// Arguments of one run.
@@ -38,17 +38,17 @@ pub struct Miss {
     /// Number of pages that one thread has in flight
     #[arg(long)]
     pub depth: Option<u32>,
-    /// Bytes of a page, which is read at once
+    /// Bytes of a page, which one transfer reads
     #[arg(long, default_value_t = RECORD_BYTES)]
     pub io_bytes: usize,
-    /// Read sequentially
+    /// Read sequentially instead of randomly
     #[arg(long)]
     pub sequential: bool,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// Makes a cache with folios of this length: huge folios of small pages, or single pages.
+/// Makes a cache whose folios have this length: huge folios of small pages, or single pages.
 pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Failure> {
     match folio_bytes {
         BLOCK_BYTES => cache_of(RECORD_BYTES, limit_bytes, Box::new(Always), true),
@@ -56,7 +56,7 @@ pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Fa
     }
 }
 
-/// A file behind a cache that holds a part of it.
+/// A file whose cache has room for a part of it.
 pub struct Cached<'a> {
     pub cache: Cache,
     pub file: Mapping,
@@ -71,12 +71,12 @@ impl<'a> Cached<'a> {
         Ok(Self { cache, file, source, io_bytes })
     }
 
-    /// Reads random pages until the cache is full, and compares every byte.
+    /// Reads random pages at or above the offset `from` until the cache is full, and compares every byte.
     pub fn fill(&self, from: u64) -> Result<(), Failure> {
         let full_bytes = self.cache.usage().limit.min(self.source.len_bytes - from) * 9 / 10;
         let mut random = Random::new(99);
         let places = (self.source.len_bytes - from) as usize / self.io_bytes;
-        // In-flight folios cannot be evicted, so they must not fill the cache.
+        // In-flight folios cannot be evicted, so there must be fewer of them than the cache has room for.
         let most = self.cache.usage().limit / 4 / self.io_bytes as u64;
         let mut asking = Asking::new(self, FILL_DEPTH.min(most as u32).max(1))?;
         let mut bytes = vec![0; self.io_bytes];
@@ -95,7 +95,8 @@ impl<'a> Cached<'a> {
         asking.drain().map(drop)
     }
 
-    /// Reads a page that should be resident; for a larger folio copies nothing.
+    /// Checks a page that should be resident. A page of a record's size is copied; of a larger one only two words are
+    /// read.
     fn take(&self, record: &mut [u8; RECORD_BYTES], offset: u64) -> Result<(), Failure> {
         let is_right = if self.io_bytes == RECORD_BYTES {
             self.file.read_at(record, offset).map_err(failed)? == RECORD_BYTES && self.source.is_right(record, offset)
@@ -113,14 +114,14 @@ fn wrong(offset: u64) -> Failure {
     Failure::WrongAnswer(format!("what was read at {offset} is something else"))
 }
 
-/// A queue that is kept full.
+/// A queue of a cache with requests in flight.
 pub struct Asking<'a> {
     file: &'a Mapping,
     queue: Queue,
-    /// By token: the offset, and the time of the request.
+    /// The offset and the start time of each request, by its token.
     asked: Vec<(u64, Instant)>,
     free: Vec<u64>,
-    /// Latencies of the completed requests.
+    /// Latencies of the completed requests in nanoseconds.
     pub times: Vec<u32>,
     pub present: u64,
 }
@@ -133,7 +134,8 @@ impl<'a> Asking<'a> {
         Ok(Self { file: &cached.file, queue, asked, free, times: Vec::with_capacity(1 << 20), present: 0 })
     }
 
-    /// Fills the queue, waits for at least one completion, and handles all completions. `take` reads each page.
+    /// Fills the queue with requests at the offsets from `next`, waits for a completion, and handles all completions.
+    /// Calls `take` for each page that has become resident or already was.
     pub fn step(
         &mut self,
         mut next: impl FnMut() -> u64,
@@ -174,7 +176,7 @@ impl<'a> Asking<'a> {
     }
 }
 
-/// Number of pages read from the file so far.
+/// Returns the number of pages read from the file so far.
 fn read_from_store(io_bytes: usize) -> u64 {
     stats::get(Counter::StoreRead) / io_bytes as u64
 }
@@ -190,7 +192,7 @@ pub fn run(arguments: &Miss) -> Outcome {
     }
 }
 
-/// The metrics: transfers are reads of the file; other reads were hits.
+/// Returns the JSON line. `ios` is the number of reads from the file; all other reads were hits.
 fn line(took: &Took, reads: u64, ios: u64, io_bytes: usize, times: &mut [u32]) -> Outcome {
     let mut figures = took.figures(ios, io_bytes, times)?;
     figures.insert(READS.to_owned(), Value::from(reads as f64 / took.seconds));
@@ -258,7 +260,7 @@ fn waiting(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Outcome {
             times.extend(worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))?);
         }
         let reads = times.len() as u64;
-        // Hits are faster than any device, so the slowest times are those of the transfers.
+        // Hits are faster than any device, so the slowest reads are those that were transfers.
         times.sort_unstable();
         let hits = reads.saturating_sub(ios) as usize;
         line(&took, reads, ios, cached.io_bytes, &mut times[hits..])

@@ -1,4 +1,4 @@
-//! Transfers with a file by O_DIRECT: through Pagemill's page cache, and by a bare io_uring.
+//! Transfers with a file by O_DIRECT, through Pagemill's page cache or by a bare io_uring.
 
 pub mod buffers;
 pub mod hits;
@@ -18,15 +18,15 @@ use super::Failure;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::storage::{CPU, IOS, MIB, P50, P99, P999};
 
-/// The file, described by [`crate::storage::target::Target`].
+/// Arguments that describe the file, as [`crate::storage::target::Target`] passes them.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Source {
     #[arg(long)]
     pub file: PathBuf,
-    /// Length of the part in use
+    /// Length of the part of the file in use
     #[arg(long)]
     pub len_bytes: u64,
-    /// Its records identify their offset
+    /// The records of the file identify their offset
     #[arg(long)]
     pub pattern: bool,
 }
@@ -44,13 +44,13 @@ impl Source {
         Ok(store)
     }
 
-    /// Whether a record is the one of this offset; always true if the file has no pattern.
+    /// Returns whether a record has the stamp of this offset; always true if the file has no pattern.
     #[inline]
     fn is_right(&self, record: &[u8], offset: u64) -> bool {
         !self.pattern || pattern::is_stamped(record, 0, offset, 0)
     }
 
-    /// As [`Self::is_right`], for the first and the last record of a longer part.
+    /// Does the same as [`Self::is_right`], for the first and the last record of a longer range.
     fn is_right_around(&self, bytes: &[u8], offset: u64) -> bool {
         let last = bytes.len() - RECORD_BYTES;
         self.is_right(bytes, offset) && self.is_right(&bytes[last..], offset + last as u64)
@@ -61,13 +61,13 @@ fn check_direct(store: &FileStore) -> Result<(), Failure> {
     if store.is_direct() { Ok(()) } else { Err("O_DIRECT is refused".to_owned().into()) }
 }
 
-/// CPU time of this process so far, user and system.
+/// Returns the CPU time of this process so far, user and system.
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// The start of an interval.
+/// The start of an interval whose duration and CPU time are measured.
 struct Span {
     begun: Instant,
     cpu: Duration,
@@ -91,7 +91,7 @@ impl Span {
 }
 
 impl Took {
-    /// Rates of `ios` transfers of one length.
+    /// Returns the rates and the CPU time per transfer, for `ios` transfers of `io_bytes` bytes.
     fn rates(&self, ios: u64, io_bytes: usize) -> Result<Map<String, Value>, Failure> {
         if ios == 0 {
             return Err("nothing was transferred in that time".to_owned().into());
@@ -102,7 +102,7 @@ impl Took {
         Ok(figures.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect())
     }
 
-    /// Rates and latencies.
+    /// Returns the same as [`Self::rates`], and percentiles of the latencies `times`.
     fn figures(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
         let mut figures = self.rates(ios, io_bytes)?;
         for (name, share) in [(P50, 0.5), (P99, 0.99), (P999, 0.999)] {
@@ -112,12 +112,13 @@ impl Took {
     }
 }
 
-/// Nanoseconds since then; saturates at four seconds.
+/// Returns the nanoseconds since a point in time; saturates at four seconds.
 fn nanoseconds(since: Instant) -> u32 {
     u32::try_from(since.elapsed().as_nanos()).unwrap_or(u32::MAX)
 }
 
-/// The percentile of the times in microseconds: a value that occurred.
+/// Returns a percentile of the times in microseconds. It is one of the times, and `share` is the percentile as a
+/// fraction.
 fn percentile_us(times: &mut [u32], share: f64) -> f64 {
     let rank = (share * times.len() as f64).ceil() as usize;
     match times.len() {

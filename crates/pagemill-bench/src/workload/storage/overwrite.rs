@@ -1,4 +1,4 @@
-//! Large resident pages, repeatedly changed in one word each and written back.
+//! Large resident pages. In each round, one word of each page is changed, and the pages are written back.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ use crate::storage::writeback::places;
 use crate::workload::hit::{failed, write};
 use crate::workload::{Failure, Outcome};
 
-/// One page in so many is resident and changed.
+/// One page in this many is resident and changed.
 const ONE_OF: u64 = 8;
 
-/// Number of pages that are read again after the writes.
+/// Number of pages that are read back after the last round.
 const READ_AGAIN: usize = 32;
 
-/// Arguments: writes to a file; its content is lost.
+/// Arguments of a run that writes to a file, whose content is lost.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Overwrite {
     #[command(flatten)]
@@ -36,7 +36,7 @@ pub struct Overwrite {
     pub run_ms: u64,
 }
 
-/// Changes and writes pages until the time is over, then checks the file.
+/// Changes pages and writes them back until the time is over, then checks the file.
 pub fn run(arguments: &Overwrite) -> Outcome {
     let Overwrite { source, io_bytes, .. } = arguments;
     let places = match arguments.random {
@@ -46,7 +46,7 @@ pub fn run(arguments: &Overwrite) -> Outcome {
     let cache = cache_of_folios(arguments.cache_mib << 20, *io_bytes)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
     let mut records = Records::filled(*io_bytes);
-    // Whole pages are written, so none is read first.
+    // Whole pages are written, so that none is read from the file first.
     places.iter().try_for_each(|offset| write(&file, records.at(0, *offset), *offset))?;
     let mut order = places.clone();
     if arguments.random {
@@ -58,11 +58,11 @@ pub fn run(arguments: &Overwrite) -> Outcome {
         for offset in &order {
             write(&file, &pattern::word(0, *offset, generation).to_le_bytes(), *offset)?;
         }
-        // No sync: fio does none, either.
+        // There is no sync, since fio does not sync in the runs that this is compared with.
         file.write_back(0, source.len_bytes).map_err(failed)?;
         Ok(order.len() as u64)
     };
-    // One round as warm-up, as in the other workloads.
+    // The first round is warm-up, as in the other workloads.
     round()?;
     let (run, mut ios) = (Duration::from_millis(arguments.run_ms), 0);
     let (before, begun, span) = (stats::get(Counter::StoreWritten), Instant::now(), Span::begin());
@@ -79,7 +79,7 @@ pub fn run(arguments: &Overwrite) -> Outcome {
     Ok(took.rates(ios, *io_bytes)?.into())
 }
 
-/// Checks the pages written last: the first word is of this generation, the rest is unchanged.
+/// Checks the pages of the last round: the stamp has the last generation, and all other bytes are unchanged.
 fn check(source: &Source, order: &[u64], io_bytes: usize, generation: u64) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);

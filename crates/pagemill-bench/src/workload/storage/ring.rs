@@ -1,4 +1,4 @@
-//! A bare io_uring of the library with its own buffers: the upper bound for a cache above it.
+//! A bare io_uring of the library with its own buffers, which is the upper bound for a cache that uses it.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -13,13 +13,13 @@ use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
 use crate::workload::{Failure, Outcome};
 
-/// Time limit of a transfer, longer than any device takes.
+/// Time limit of a transfer, which is longer than any device takes.
 const LONG: Duration = Duration::from_secs(20);
 
-/// Number of offsets that are read again after they were written.
+/// Number of offsets that are read back after they were written.
 const READ_AGAIN: usize = 32;
 
-/// Arguments: transfers of one length, with `depth` of them in flight.
+/// Arguments of a run that keeps `depth` transfers of one length in flight.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Ring {
     #[command(flatten)]
@@ -28,7 +28,7 @@ pub struct Ring {
     pub io_bytes: usize,
     #[arg(long)]
     pub depth: usize,
-    /// Transfers that are submitted together; a device that gets all at once is idle meanwhile
+    /// Transfers that are submitted together; fewer let the device start earlier
     #[arg(long, default_value_t = 1)]
     pub batch: usize,
     #[arg(long)]
@@ -46,7 +46,7 @@ pub struct Ring {
     pub run_ms: u64,
 }
 
-/// Offsets in a file, sequential or random.
+/// An endless sequence of offsets in a file, sequential or random.
 pub struct Offsets {
     random: Option<Random>,
     count: usize,
@@ -81,24 +81,24 @@ impl Iterator for Offsets {
 }
 
 impl Ring {
-    /// Random reads into registered buffers.
+    /// Returns arguments for random reads into registered buffers.
     pub fn random_reads(source: &Source, io_bytes: usize, depth: usize) -> Self {
         let (memory, source) = (Kind::Huge, source.clone());
         Self { source, io_bytes, depth, batch: 4, memory, registered: true, random: true, write: false, run_ms: 0 }
     }
 
-    /// Writes from registered buffers.
+    /// Returns arguments for writes from registered buffers.
     pub fn writes(source: &Source, io_bytes: usize, depth: usize) -> Self {
         Self { random: false, write: true, ..Self::random_reads(source, io_bytes, depth) }
     }
 
-    /// Endless offsets for its transfers.
+    /// Returns an endless sequence of offsets for the transfers.
     pub fn offsets(&self) -> Offsets {
         Offsets::new(self.source.len_bytes, self.io_bytes, self.random)
     }
 }
 
-/// Transfers in flight, and their results.
+/// A ring with transfers in flight, and their latencies.
 pub struct Loop<'a> {
     arguments: &'a Ring,
     ring: StoreRing<Part>,
@@ -107,13 +107,13 @@ pub struct Loop<'a> {
     offsets: Box<dyn Iterator<Item = u64> + 'a>,
     idle: Vec<Part>,
     pub times: Vec<u32>,
-    /// Distinguishes this process's writes from all others.
+    /// The generation of the written stamps. It distinguishes writes of this process from those of others.
     generation: u64,
     written: BTreeSet<u64>,
 }
 
 impl<'a> Loop<'a> {
-    /// Makes a loop of transfers at these offsets.
+    /// Opens the file and makes a ring and its buffers. The transfers use the given offsets.
     pub fn new(arguments: &'a Ring, offsets: impl Iterator<Item = u64> + 'a) -> Result<Self, Failure> {
         let source = &arguments.source;
         let store = if arguments.write { source.open_writable()? } else { source.open_read_only()? };
@@ -136,13 +136,13 @@ impl<'a> Loop<'a> {
         Ok(Self { arguments, ring, store, file, offsets, idle, times, generation, written })
     }
 
-    /// Submits as many transfers as allowed, and handles completions, at least one.
+    /// Starts a transfer for each idle buffer, waits for a completion, and handles all completions.
     pub fn step(&mut self) -> Result<(), Failure> {
         self.start_all()?;
         self.take_some()
     }
 
-    /// Waits for all transfers in flight.
+    /// Waits until no transfer is in flight.
     pub fn drain(&mut self) -> Result<(), Failure> {
         while self.ring.in_flight() > 0 {
             self.take_some()?;
@@ -161,7 +161,7 @@ impl<'a> Loop<'a> {
         }
     }
 
-    /// Syncs the file.
+    /// Syncs the file to the device.
     pub fn sync(&self) -> Result<(), Failure> {
         self.store.sync().map_err(|error| error.to_string().into())
     }
@@ -221,7 +221,7 @@ impl<'a> Loop<'a> {
         Ok(())
     }
 
-    /// Reads back written offsets and compares them.
+    /// Reads written offsets back and compares their first and last stamp.
     fn read_again(&self) -> Result<(), Failure> {
         let io_bytes = self.arguments.io_bytes;
         let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
@@ -243,11 +243,11 @@ fn stamp_around(bytes: &mut [u8], offset: u64, generation: u64) {
     pattern::stamp(bytes, 0, offset, generation);
 }
 
-/// Transfers until the time is over.
+/// Runs transfers until the time is over.
 pub fn run(arguments: &Ring) -> Outcome {
     let mut work = Loop::new(arguments, arguments.offsets())?;
     let run = Duration::from_millis(arguments.run_ms);
-    // A tenth of the time as warm-up, as in the other workloads.
+    // A tenth of the time is warm-up, as in the other workloads.
     work.run_for(run / 10)?;
     work.times.clear();
     let span = Span::begin();

@@ -1,5 +1,5 @@
-//! Scattered pages of a file, written in ascending order: from a cache in which they are dirty, or from memory by a
-//! bare io_uring.
+//! Scattered pages of a file, written in ascending order: from a cache in which they are dirty, or from plain memory by
+//! a bare io_uring.
 
 use std::sync::Arc;
 
@@ -16,18 +16,18 @@ use crate::storage::writeback::{TRANSFERS, places};
 use crate::workload::hit::{cache, failed, write};
 use crate::workload::{Failure, Outcome};
 
-/// Number of neighbours of written pages that are checked for changes.
+/// Number of offsets next to written pages that are checked for changes.
 const NEIGHBOURS: usize = 256;
 
-/// Arguments: writes to a file; its content is lost.
+/// Arguments of a run that writes to a file, whose content is lost.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Writeback {
     #[command(flatten)]
     pub source: Source,
-    /// One page in so many is written
+    /// Write one page in this many
     #[arg(long)]
     pub one_of: u64,
-    /// Seed of their choice
+    /// Seed for the choice of the pages
     #[arg(long)]
     pub seed: u64,
     /// Use a bare io_uring of this depth instead of the cache
@@ -35,14 +35,14 @@ pub struct Writeback {
     pub ring: Option<usize>,
 }
 
-/// An interval, and the bytes written to files since its start.
+/// The start of an interval, with the counters of bytes and writes at that time.
 struct Writing {
     span: Span,
     bytes: u64,
     writes: u64,
 }
 
-/// The duration of an interval, and the bytes written in it.
+/// The duration of an interval, and the bytes and writes in it.
 struct Written {
     took: Took,
     bytes: u64,
@@ -66,7 +66,7 @@ impl Writing {
 pub fn run(arguments: &Writeback) -> Outcome {
     let source = &arguments.source;
     let places = places(source.len_bytes, RECORD_BYTES as u64, arguments.one_of, arguments.seed);
-    // Distinguishes this process's writes from all others.
+    // The generation of the written stamps. It distinguishes writes of this process from those of others.
     let generation = u64::from(std::process::id());
     let neighbours = neighbours(&source.open_read_only()?, &places, source.len_bytes)?;
     let written = match arguments.ring {
@@ -83,7 +83,7 @@ pub fn run(arguments: &Writeback) -> Outcome {
     Ok(figures.into())
 }
 
-/// Makes pages dirty in random order. They are written whole, so none is read first.
+/// Makes the pages dirty in random order, then syncs the file. Whole pages are written, so that none is read first.
 fn by_cache(source: &Source, places: &[u64], generation: u64) -> Result<Written, Failure> {
     let cache = cache(source.len_bytes, Box::new(Never), true)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
@@ -108,7 +108,7 @@ fn by_ring(source: &Source, places: &[u64], depth: usize) -> Result<Written, Fai
     Ok(writing.end())
 }
 
-/// The contents directly behind some of the written pages, where no page is written.
+/// Reads the contents directly after some of the written pages, where no page is written.
 fn neighbours(store: &FileStore, places: &[u64], len_bytes: u64) -> Result<Vec<(u64, Aligned)>, Failure> {
     let mut random = Random::new(5);
     let mut found = Vec::new();
@@ -127,7 +127,7 @@ fn read(store: &FileStore, offset: u64, len_bytes: usize) -> Result<Aligned, Fai
     Ok(bytes)
 }
 
-/// Compares every written byte and the neighbours with the file.
+/// Compares every written byte, and the bytes next to written pages, with the file.
 fn check(source: &Source, places: &[u64], generation: u64, neighbours: &[(u64, Aligned)]) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut places = places.iter().copied().peekable();

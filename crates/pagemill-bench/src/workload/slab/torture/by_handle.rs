@@ -1,4 +1,4 @@
-//! Values by handle. All threads change the values on the board; each change adds one to a count.
+//! Caches by handle for the random operations. All threads change the values on the board, and the changes are counted.
 #![allow(unsafe_code)] // implements `Movable` for the values
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -10,19 +10,20 @@ use pagemill::{Error, Result};
 use super::stamped::{Random, Stamp, Stamped, Tally};
 use super::{BOARD, NODES, Removed, Subject};
 
-// SAFETY: numbers and a reference, which may be moved as bytes.
+// SAFETY: the value has only numbers and a reference, so it may be moved by copying its bytes.
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
 
 pub struct Values<const WORDS: usize> {
     cache: ByHandle<Stamped<WORDS>>,
     tally: &'static Tally,
     board: Vec<Handle<Stamped<WORDS>>>,
-    /// Number of changes to each value of the board.
+    /// Number of changes made to each value of the board.
     changes: Vec<AtomicU64>,
 }
 
 impl<const WORDS: usize> Values<WORDS> {
-    /// Whether the change was made; `None` if the value is missing.
+    /// Changes a value. Returns whether the change was made; `None` if the value is missing. Clears `is_right` if the
+    /// old value had a wrong stamp or was torn.
     fn change(&self, handle: Handle<Stamped<WORDS>>, is_right: &mut bool, old: impl Fn(Stamp) -> bool) -> Option<bool> {
         let changed = self.cache.update(handle, |value| {
             *is_right &= old(value.stamp()) && value.is_whole();
@@ -54,7 +55,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let guard = slab::pin();
         let Some(value) = self.cache.get(*handle, &guard) else { return false };
         let was_whole = value.is(stamp);
-        // The value may be moved now, but the old copy does not change under the guard.
+        // The value may be moved meanwhile, but its old copy does not change under the guard.
         stamp.linger();
         was_whole && value.is(stamp)
     }
@@ -137,7 +138,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let active = self.info().active;
         let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(true)));
         let missing = left.len().div_ceil(2) - removed.count();
-        // Removed values may outlast a shrink, as long as readers hold guards.
+        // The cache may count removed values for longer, while readers have guards.
         wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD)
     }
 }

@@ -1,5 +1,5 @@
-//! Items that their owner moves. Cells hold their addresses, and readers access them under a guard. Items on the board
-//! never change.
+//! Caches by owner for the random operations. *Cells* contain the addresses of the items, and readers access them under
+//! a guard. Items on the board never change.
 #![allow(unsafe_code)] // an owner
 
 use std::ptr::NonNull;
@@ -23,7 +23,7 @@ const MOVING: u32 = 3;
 /// # Invariants
 ///
 /// Only the thread that changed the state from free or live to held may write the words. The words of an item that was
-/// moved away do not change until the cache reuses it.
+/// moved away do not change until the cache reuses its memory.
 #[repr(C)]
 pub struct Item<const WORDS: usize> {
     state: AtomicU32,
@@ -52,8 +52,8 @@ pub struct Cells<const WORDS: usize> {
     tally: &'static Tally,
 }
 
-// SAFETY: the state of an item records whether it is free. Items kept by `isolate` are not changed by others until
-// `migrate` releases them. A cell has the new address before the old item is free, and the words of the old item stay.
+// SAFETY: the state of an item tells whether it is free. No other thread changes an item that `isolate` keeps until
+// `migrate` releases it. The cell has the new address before the old item is free, and the old item's words stay.
 unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
     type Object = Item<WORDS>;
     type Isolated = ();
@@ -64,7 +64,7 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
     }
 
     fn isolate(&self, items: &mut Candidates<'_, Item<WORDS>>) {
-        // SAFETY: objects of the cache are items at all times.
+        // SAFETY: objects of the cache always are items.
         items.retain(|item| unsafe { item.as_ref() }.go(LIVE, MOVING));
     }
 
@@ -74,7 +74,7 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
         to: &mut Target<'_, Item<WORDS>>,
         _isolated: &mut (),
     ) -> Done<'object> {
-        // SAFETY: live, and held by `isolate`.
+        // SAFETY: the item is live, and `isolate` keeps it.
         let old = unsafe { item.object().as_ref() };
         let whim = self.moves.fetch_add(1, Relaxed) % 64;
         if whim == 0 {
@@ -86,7 +86,7 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
             old.state.store(LIVE, Release);
             return item.failed();
         };
-        // SAFETY: a free item of this owner.
+        // SAFETY: this is a free item of this owner.
         let new = unsafe { place.object().as_ref() };
         let is_free = new.go(FREE, HELD);
         self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
@@ -107,11 +107,11 @@ pub struct Items<const WORDS: usize> {
     tally: &'static Tally,
 }
 
-/// An item that cannot be moved while this exists.
+/// A held item, which cannot be moved while this value exists.
 pub struct Held<'a, const WORDS: usize>(&'a Item<WORDS>);
 
 impl<const WORDS: usize> Items<WORDS> {
-    /// The item of a cell. The caller must hold a guard, and the item must not be freed meanwhile.
+    /// Returns the item of a cell. The caller must have a guard, and the item must not be freed meanwhile.
     fn item(&self, cell: u32) -> &Item<WORDS> {
         let item = self.cache.owner().cells[cell as usize].load(Acquire);
         // SAFETY: cells in use refer to live items. If the item is moved, its old memory stays while the guard lives.
@@ -122,12 +122,12 @@ impl<const WORDS: usize> Items<WORDS> {
         let _guard = xarray::pin();
         let item = self.item(cell);
         let was_whole = item.is(stamp);
-        // The item may be moved now, but the old copy does not change under the guard.
+        // The item may be moved meanwhile, but its old copy does not change under the guard.
         stamp.linger();
         was_whole && item.is(stamp)
     }
 
-    /// Keeps an item from being moved; `None` if it is being moved.
+    /// Holds an item, so that it is not moved; `None` if it is held or being moved already.
     fn keep(&self, cell: u32) -> Option<&Item<WORDS>> {
         let _guard = xarray::pin();
         let item = self.item(cell);
@@ -156,7 +156,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
             Some(node) => self.cache.allocate_on(node)?,
             None => self.cache.allocate()?,
         };
-        // SAFETY: a free item that only this thread has.
+        // SAFETY: this is a free item to which no other thread has a reference.
         let item = unsafe { at.as_ref() };
         let is_free = item.go(FREE, HELD);
         self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
@@ -190,7 +190,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         owner.free.lock().expect("the lock is not poisoned").push(cell);
         self.tally.dropped.fetch_add(1, Relaxed);
         item.state.store(FREE, Release);
-        // SAFETY: this thread holds it, and it is free.
+        // SAFETY: this thread held the item, and its state is free.
         unsafe { self.cache.free(NonNull::from(item)) };
         if was_whole { Removed::Gone } else { Removed::Missing }
     }

@@ -1,4 +1,4 @@
-//! Boxes of values that do not move.
+//! Caches of values that do not move, for the random operations.
 
 use pagemill::Result;
 use pagemill::slab::{Fixed, Settings, SlabInfo, Slabs, Slot};
@@ -6,7 +6,7 @@ use pagemill::slab::{Fixed, Settings, SlabInfo, Slabs, Slot};
 use super::stamped::{Random, Stamp, Stamped, Tally};
 use super::{Removed, Subject};
 
-/// A cache that is never dropped, since its slots pass from thread to thread.
+/// A cache that is never dropped, since its slots borrow from it and move between threads.
 pub struct Boxes<const WORDS: usize> {
     cache: &'static Fixed<Stamped<WORDS>>,
     tally: &'static Tally,
@@ -57,7 +57,7 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
         std::ptr::from_ref(&**slot) as usize
     }
 
-    /// Fixed values cannot be shared: this inserts one and removes it again.
+    /// Values in such a cache cannot be shared, so this inserts a value and removes it again.
     fn use_board(&self, at: u64, _random: &mut Random) -> bool {
         let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.tally)).map(Slot::into_inner);
         value.is_ok_and(|value| value.is(Stamp::of_board(at)))

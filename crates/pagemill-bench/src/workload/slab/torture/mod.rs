@@ -1,9 +1,10 @@
-//! Random operations on slab caches by many threads, while another thread moves their objects: no object may be torn,
+//! Random operations on slab caches by many threads, while another thread moves their objects. No object may be torn,
 //! lost, duplicated or dropped twice.
 //!
-//! Each object is filled from its stamp: the number of the thread that inserted it, a serial number, and its number of
-//! changes. A thread knows the stamps of its own objects, and checks all words of an object whenever it reads, changes
-//! or removes it. Objects pass from thread to thread through a pool; all threads use those on the board.
+//! The words of an object follow from its *stamp*: the number of the thread that inserted it, a serial number, and its
+//! number of changes. A thread knows the stamps of its own objects, and checks all words of an object whenever it
+//! reads, changes or removes it. Threads exchange objects through a *pool*. The *board* has objects that all threads
+//! use.
 
 mod by_handle;
 mod by_owner;
@@ -24,19 +25,19 @@ use pagemill::{Pagemill, Result};
 pub use stamped::Random;
 use stamped::{Stamp, Tally};
 
-/// Logical nodes of the caches in a run.
+/// Number of logical NUMA nodes that the caches of a run use.
 const NODES: usize = 3;
 
-/// The most objects that a thread has in one cache.
+/// The largest number of objects that a thread has in one cache.
 const MOST: u64 = 1_500;
 
-/// After this many operations a thread chooses a new target number of objects.
+/// Number of operations after which a thread chooses a new target for its number of objects.
 const TIDE: u64 = 10_000;
 
-/// Objects that a thread pins at a time.
+/// The largest number of objects that a thread has pinned at a time.
 const HELD: usize = 4;
 
-/// Objects that all threads share.
+/// Number of objects on the board, which all threads share.
 const BOARD: u64 = 64;
 
 /// Parameters of a run.
@@ -44,21 +45,21 @@ const BOARD: u64 = 64;
 pub struct Plan {
     /// Number of operations of all threads together.
     pub operations: u64,
-    /// Number of threads for each of five sizes.
+    /// Number of threads for each of five object sizes.
     pub threads: u64,
     pub seed: u64,
 }
 
-/// Operations done, and errors found.
+/// Number of operations done, and number of errors found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     pub operations: u64,
     pub inserted: u64,
     pub moved: u64,
     pub emptied: u64,
-    /// Objects with wrong contents.
+    /// Number of objects with wrong contents.
     pub corrupted: u64,
-    /// Objects that were missing, or never dropped.
+    /// Number of objects that were missing, or never dropped.
     pub lost: u64,
     pub dropped_twice: u64,
 }
@@ -79,46 +80,46 @@ impl Found {
     }
 }
 
-/// Result of an attempt to remove an object.
+/// The result of an attempt to remove an object.
 enum Removed<K> {
     Gone,
-    /// Another thread uses it, so it is still there.
+    /// Another thread uses the object, so it still exists.
     Busy(K),
     Missing,
 }
 
-/// A cache of one kind and size, with its operations.
+/// A cache of one kind and object size, with its operations.
 trait Subject: Sync + Sized + 'static {
     /// The reference by which a thread finds an object.
     type Key: Send;
-    /// A pinned object.
+    /// An object that is pinned, so that it cannot be moved.
     type Held<'a>
     where
         Self: 'a;
 
     fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self>;
     fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key>;
-    /// Whether the object is there, with the contents of its stamp.
+    /// Returns whether the object exists, with the contents of its stamp.
     fn is_whole(&self, key: &Self::Key, stamp: Stamp) -> bool;
-    /// Changes an object. `None` if it may not be changed now; else whether it was there and intact.
+    /// Changes an object. Returns `None` if it may not be changed now, else whether it existed and was intact.
     fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
     fn remove(&self, key: Self::Key, stamp: Stamp) -> Removed<Self::Key>;
     fn hold(&self, key: &Self::Key) -> Option<Self::Held<'_>>;
     fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool;
     /// Unpins an object.
     fn let_go(&self, held: Self::Held<'_>);
-    /// The address of an object, if it is there.
+    /// Returns the address of an object; 0 if it does not exist.
     fn place(&self, key: &Self::Key) -> usize;
-    /// Uses a shared object; returns whether it was intact.
+    /// Uses an object of the board; returns whether it was intact.
     fn use_board(&self, at: u64, random: &mut Random) -> bool;
-    /// Moves some objects.
+    /// Moves some objects, or changes when they are moved.
     fn disturb(&self, random: &mut Random);
     fn info(&self) -> SlabInfo;
-    /// Checks the board and drops the cache with its remaining objects; returns the number of wrong ones.
+    /// Checks the board, and drops the cache with its remaining objects. Returns the number of wrong objects.
     fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64;
 }
 
-/// One cache in a run.
+/// A cache that threads operate on, with the pool and the counters of its objects.
 struct Ring<S: Subject> {
     subject: S,
     pool: Mutex<Vec<(S::Key, Stamp)>>,
@@ -127,7 +128,7 @@ struct Ring<S: Subject> {
     removed: AtomicU64,
 }
 
-/// One thread's state for a cache.
+/// The state of one thread that operates on a cache.
 struct User<'a, S: Subject> {
     ring: &'a Ring<S>,
     random: Random,
@@ -160,7 +161,7 @@ impl<S: Subject> Ring<S> {
         user.leave();
     }
 
-    /// After all threads ended: checks that each object is there once.
+    /// Runs after all threads have ended. Checks that each object exists exactly once.
     fn end(self, operations: u64) -> Found {
         let left = self.pool.into_inner().unwrap_or_default();
         let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
@@ -257,7 +258,7 @@ impl<S: Subject> User<'_, S> {
         self.held.extend(self.ring.subject.hold(key).map(|held| (held, *stamp)));
     }
 
-    /// Passes an object to the pool, and takes one from it.
+    /// Moves an object of this thread to the pool, and takes another one from it.
     fn pass_on(&mut self) {
         let given = self.some().map(|at| self.own.swap_remove(at));
         let mut pool = self.ring.pool.lock().expect("the lock is not poisoned");
@@ -278,7 +279,7 @@ impl<S: Subject> User<'_, S> {
     }
 }
 
-/// A cache of any size, with its users.
+/// A cache with objects of any size, as a trait object.
 trait Round: Sync {
     fn work(&self, plan: Plan, number: u64, operations: u64);
     fn disturb(&self, random: &mut Random);
@@ -306,7 +307,7 @@ fn ring<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn Round>> {
     Ok(Box::new(Ring::new(S::new(slabs, tally)?, tally)))
 }
 
-/// Runs caches of five sizes on logical nodes, in whole blocks or sparse ones depending on the seed.
+/// Runs caches of five object sizes on logical NUMA nodes. The seed decides whether blocks are in huge pages.
 fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<Found> {
     let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
     let slabs = Pagemill::new(layout, UNLIMITED)?.slabs;
@@ -334,7 +335,8 @@ fn run(slabs: &'static Slabs, plan: Plan, rounds: Rounds) -> Found {
         mover.join().expect("the mover does not panic");
         ended.into_iter().for_each(|user| user.expect("no user panics"));
     });
-    // From here on nothing must move, so that the counts are stable. Until here background defragmentation ran, too.
+    // From here on nothing must move, so that the counts are stable. Until now the background thread moved objects,
+    // too.
     slabs.defrag_by_hand();
     let mut found = Found::default();
     rounds.into_iter().for_each(|round| found.add(round.end(each * plan.threads)));
@@ -352,7 +354,7 @@ fn disturb(slabs: &'static Slabs, rounds: &Rounds, random: &mut Random) {
     }
 }
 
-/// Values by handle: readers under guards, values that are replaced, pins.
+/// Runs caches by handle: threads read values under guards, replace them, and pin them.
 ///
 /// # Errors
 ///
@@ -362,7 +364,7 @@ pub fn run_by_handle(plan: Plan) -> Result<Found> {
     run_all::<Values<6>, Values<22>, Values<70>, Values<254>, Values<510>>(plan)
 }
 
-/// Items that their owner moves; some moves are refused as busy, and some fail.
+/// Runs caches by owner. The owner refuses some moves as busy and lets others fail.
 ///
 /// # Errors
 ///
@@ -372,7 +374,7 @@ pub fn run_by_owner(plan: Plan) -> Result<Found> {
     run_all::<Items<7>, Items<23>, Items<71>, Items<255>, Items<511>>(plan)
 }
 
-/// Values that do not move.
+/// Runs caches of values that do not move.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
-//! Contents of the objects, and counters of them.
+//! The contents of the objects, as a function of their stamps, and counters of the objects.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The words of a dropped object.
+/// The words of an object that was dropped.
 const DEAD: u64 = 0xdead_dead_dead_dead;
 
 fn mix(word: u64) -> u64 {
@@ -11,7 +11,7 @@ fn mix(word: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// Pseudorandom numbers, reproducible from a seed.
+/// A generator of pseudorandom numbers that are reproducible from a seed.
 pub struct Random(u64);
 
 impl Random {
@@ -25,7 +25,7 @@ impl Random {
     }
 }
 
-/// Identifies an object and its number of changes; unique.
+/// A unique number for an object in one version: thread, serial number, and number of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp(u64);
 
@@ -34,7 +34,7 @@ impl Stamp {
         Self(thread << 56 | number << 16)
     }
 
-    /// The stamp of the shared object with this number.
+    /// Returns the stamp of an unchanged object on the board.
     pub fn of_board(at: u64) -> Self {
         Self::new(0, at + 1)
     }
@@ -43,7 +43,7 @@ impl Stamp {
         Self(self.0 & !0xffff | self.0.wrapping_add(1) & 0xffff)
     }
 
-    /// The number of changes, modulo 65536.
+    /// Returns the number of changes, modulo 65536.
     pub fn changes(self) -> u64 {
         self.0 & 0xffff
     }
@@ -52,14 +52,14 @@ impl Stamp {
         self.0 >> 16 == other.0 >> 16
     }
 
-    /// Yields the CPU for some objects, so that other threads run while they are read.
+    /// Yields the CPU for some of the objects, so that other threads run while this thread reads.
     pub fn linger(self) {
         if (self.0 >> 16).is_multiple_of(32) {
             std::thread::yield_now();
         }
     }
 
-    /// A word of an object with this stamp; word 0 is the stamp itself.
+    /// Returns word `at` of an object with this stamp. Word 0 is the stamp itself.
     pub fn word(self, at: usize) -> u64 {
         if at == 0 { self.0 } else { mix(self.0.wrapping_add(at as u64)) }
     }
@@ -85,7 +85,7 @@ impl Tally {
     }
 }
 
-/// A value filled from its stamp, which counts its drop.
+/// A value whose words follow from its stamp, and which counts its creation and its drop.
 pub struct Stamped<const WORDS: usize> {
     words: [u64; WORDS],
     tally: &'static Tally,
@@ -120,7 +120,7 @@ impl<const WORDS: usize> Drop for Stamped<WORDS> {
         } else if !self.is_whole() {
             tally.corrupted.fetch_add(1, Relaxed);
         }
-        // A later read or second drop finds these words.
+        // A later read or a second drop finds these words.
         self.words.iter_mut().for_each(|word| *word = std::hint::black_box(DEAD));
     }
 }
