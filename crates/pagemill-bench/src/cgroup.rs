@@ -60,8 +60,8 @@ impl Cgroup {
         let own = fs::read_to_string("/proc/self/cgroup").map_err(|cause| cause.to_string())?;
         let parent = find_parent(&own, Path::new("/sys/fs/cgroup"))
             .ok_or("no memory controller of cgroups is mounted at /sys/fs/cgroup")?;
-        sweep(&parent.folder);
-        make(&parent, &name, limit_bytes)
+        remove_stale_groups(&parent.folder);
+        make_group(&parent, &name, limit_bytes)
     }
 
     /// Returns the peak memory charge of the group, page cache included; none if the kernel does not record it, as v2
@@ -72,7 +72,7 @@ impl Cgroup {
     }
 
     /// Returns the number of OOM kills in the group; none if the kernel does not count them.
-    pub fn kills(&self) -> Option<u64> {
+    pub fn oom_kills(&self) -> Option<u64> {
         let text = ["memory.oom_control", "memory.events"].map(|name| fs::read_to_string(self.folder.join(name)).ok());
         text.into_iter().flatten().find_map(|text| {
             let mut lines = text.lines();
@@ -81,7 +81,7 @@ impl Cgroup {
     }
 
     /// Returns the path of `cgroup.procs`. A process joins the group by writing 0 to that file.
-    pub fn entrance(&self) -> PathBuf {
+    pub fn join_file(&self) -> PathBuf {
         self.folder.join("cgroup.procs")
     }
 }
@@ -105,7 +105,7 @@ impl Drop for Cgroup {
 }
 
 /// Removes groups that a killed bench left behind. They are empty, since each workload dies with its bench.
-fn sweep(parent: &Path) {
+fn remove_stale_groups(parent: &Path) {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -117,7 +117,7 @@ fn sweep(parent: &Path) {
     }
 }
 
-fn make(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup, String> {
+fn make_group(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup, String> {
     if parent.version == Version::V2 {
         // The write fails if the parent group contains processes. Then the new group has no memory.max, which is
         // reported below.
@@ -180,7 +180,7 @@ mod tests {
     /// Finds the group in a fake tree of each version. If both versions are mounted, v1 is used when it has the
     /// controller.
     #[test]
-    fn both_generations_are_found() {
+    fn both_cgroup_versions_are_found() {
         let tree = tempfile::tempdir().expect("a temporary folder");
         let (v1, v2) = (tree.path().join("memory/a/b"), tree.path().join("c"));
         fs::create_dir_all(&v1).expect("made");
@@ -202,7 +202,7 @@ mod tests {
         match Cgroup::with_limit(64 << 20) {
             Ok(group) => {
                 let folder = group.folder.clone();
-                assert!(folder.is_dir() && group.entrance().exists());
+                assert!(folder.is_dir() && group.join_file().exists());
                 drop(group);
                 assert!(!folder.exists());
             }

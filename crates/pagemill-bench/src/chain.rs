@@ -16,7 +16,7 @@ struct Link {
 }
 
 /// The smallest size of an allocation in the list.
-pub const LEAST_BYTES: usize = size_of::<Link>();
+pub const MIN_BYTES: usize = size_of::<Link>();
 
 /// A linked list of allocations, in the order in which they were made.
 ///
@@ -28,7 +28,7 @@ pub struct Chain {
     first: *mut Link,
     last: *mut Link,
     size: usize,
-    pushed: u64,
+    allocated_count: u64,
 }
 
 // SAFETY: a chain is the only owner of its allocations (type invariant), and malloc and free work across threads.
@@ -39,34 +39,34 @@ impl Chain {
     ///
     /// # Errors
     ///
-    /// A message if `size` is below [`LEAST_BYTES`].
+    /// A message if `size` is below [`MIN_BYTES`].
     pub fn new(size: usize) -> Result<Self, String> {
-        match size < LEAST_BYTES {
-            true => Err(format!("a piece has {LEAST_BYTES} bytes at least")),
-            false => Ok(Self { first: ptr::null_mut(), last: ptr::null_mut(), size, pushed: 0 }),
+        match size < MIN_BYTES {
+            true => Err(format!("a piece has {MIN_BYTES} bytes at least")),
+            false => Ok(Self { first: ptr::null_mut(), last: ptr::null_mut(), size, allocated_count: 0 }),
         }
     }
 
     /// Makes one allocation, writes all of its bytes, and appends it. Returns false if malloc failed.
     pub fn push(&mut self) -> bool {
-        let tag = self.pushed;
+        let tag = self.allocated_count;
         // SAFETY: malloc takes any size.
-        let piece = black_box(unsafe { libc::malloc(self.size) }.cast::<Link>());
-        if piece.is_null() {
+        let allocation = black_box(unsafe { libc::malloc(self.size) }.cast::<Link>());
+        if allocation.is_null() {
             return false;
         }
-        // SAFETY: the allocation has room for a link (`LEAST_BYTES`), and malloc aligned it.
-        unsafe { piece.write(Link { next: ptr::null_mut(), tag }) };
-        // SAFETY: the `size - LEAST_BYTES` bytes after the link belong to the same allocation.
-        unsafe { piece.add(1).cast::<u8>().write_bytes(tag as u8, self.size - LEAST_BYTES) };
-        self.append(piece);
-        self.pushed += 1;
+        // SAFETY: the allocation has room for a link (`MIN_BYTES`), and malloc aligned it.
+        unsafe { allocation.write(Link { next: ptr::null_mut(), tag }) };
+        // SAFETY: the `size - MIN_BYTES` bytes after the link belong to the same allocation.
+        unsafe { allocation.add(1).cast::<u8>().write_bytes(tag as u8, self.size - MIN_BYTES) };
+        self.append(allocation);
+        self.allocated_count += 1;
         true
     }
 
     /// Returns the number of allocations made so far.
-    pub fn pushed(&self) -> u64 {
-        self.pushed
+    pub fn allocated_count(&self) -> u64 {
+        self.allocated_count
     }
 
     /// Frees all allocations except those for which `keeps` returns true; its argument is the number of earlier
@@ -79,10 +79,10 @@ impl Chain {
             // SAFETY: `at` is a live allocation that was in the list (type invariant), and nothing else refers to it.
             let (next, tag) = unsafe { ((*at).next, (*at).tag) };
             // SAFETY: the bytes after the link belong to the same allocation and are initialized (type invariant).
-            let rest = unsafe { slice::from_raw_parts(at.add(1).cast::<u8>(), self.size - LEAST_BYTES) };
+            let rest = unsafe { slice::from_raw_parts(at.add(1).cast::<u8>(), self.size - MIN_BYTES) };
             // A tag that was never assigned shows that the allocation is corrupt. The walk ends there, since its `next`
             // cannot be trusted either.
-            let is_known = tag < self.pushed;
+            let is_known = tag < self.allocated_count;
             wrong += u64::from(!is_known || rest.iter().any(|&byte| byte != tag as u8));
             if keeps(tag) && is_known {
                 self.append(at);
@@ -96,15 +96,15 @@ impl Chain {
     }
 
     /// Appends an allocation that is in no list.
-    fn append(&mut self, piece: *mut Link) {
-        // SAFETY: `piece` is a live allocation that is in no list (precondition).
-        unsafe { (*piece).next = ptr::null_mut() };
+    fn append(&mut self, allocation: *mut Link) {
+        // SAFETY: `allocation` is a live allocation that is in no list (precondition).
+        unsafe { (*allocation).next = ptr::null_mut() };
         match self.last.is_null() {
-            true => self.first = piece,
+            true => self.first = allocation,
             // SAFETY: `last` is a live allocation of this list (type invariant).
-            false => unsafe { (*self.last).next = piece },
+            false => unsafe { (*self.last).next = allocation },
         }
-        self.last = piece;
+        self.last = allocation;
     }
 }
 
@@ -120,8 +120,8 @@ mod tests {
 
     /// Of 1000 allocations every second one is freed. The others stay in order, with their bytes intact.
     #[test]
-    fn pieces_are_kept_by_their_place() {
-        for size in [LEAST_BYTES, 17, 4096] {
+    fn retained_allocations_stay_in_order() {
+        for size in [MIN_BYTES, 17, 4096] {
             let mut chain = Chain::new(size).expect("large enough");
             assert!((0..1000).all(|_| chain.push()));
 
@@ -136,9 +136,9 @@ mod tests {
             );
 
             assert!(seen.iter().copied().eq((0..1000).step_by(2)), "{size}");
-            assert!(chain.push() && chain.pushed() == 1001);
+            assert!(chain.push() && chain.allocated_count() == 1001);
         }
-        assert!(Chain::new(LEAST_BYTES - 1).is_err());
+        assert!(Chain::new(MIN_BYTES - 1).is_err());
     }
 
     /// Changing the last byte of a listed allocation makes the check report one wrong allocation.

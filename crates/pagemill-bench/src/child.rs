@@ -18,17 +18,17 @@ use signal_hook::low_level::emulate_default_handler;
 
 use crate::error::{Error, Result, doing};
 use crate::native::{self, Usage};
-use crate::subject::Ready;
+use crate::subject::AvailableSubject;
 
 /// Exit status of a workload that found wrong bytes in its memory.
 pub const WRONG_ANSWER: i32 = 70;
 
 /// The first signal that asked the bench to end; 0 if there was none.
-static SIGNAL: AtomicI32 = AtomicI32::new(0);
-static GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+static FIRST_SIGNAL: AtomicI32 = AtomicI32::new(0);
+static RUNNING_GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
-fn groups() -> MutexGuard<'static, BTreeSet<u32>> {
-    GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
+fn running_groups() -> MutexGuard<'static, BTreeSet<u32>> {
+    RUNNING_GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Installs handling of Ctrl-C, SIGTERM and SIGHUP: they kill the workloads and let the bench clean up.
@@ -36,8 +36,8 @@ pub fn handle_interrupts() -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(doing("watching for signals"))?;
     thread::spawn(move || {
         for signal in signals.forever() {
-            let _ = SIGNAL.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
-            for &leader in groups().iter() {
+            let _ = FIRST_SIGNAL.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
+            for &leader in running_groups().iter() {
                 native::kill_group(leader);
             }
         }
@@ -46,14 +46,14 @@ pub fn handle_interrupts() -> Result<()> {
 }
 
 /// Ends the bench by the signal's default action, so that the parent process sees the signal. Call it after cleanup.
-pub fn end_by(signal: i32) {
+pub fn end_by_signal(signal: i32) {
     // If that fails, the bench goes on to exit with a status that reports the signal.
     let _ = emulate_default_handler(signal);
 }
 
 /// Returns [`Error::Interrupted`] if a signal has asked the bench to end.
 pub fn check_interrupt() -> Result<()> {
-    match SIGNAL.load(Ordering::SeqCst) {
+    match FIRST_SIGNAL.load(Ordering::SeqCst) {
         0 => Ok(()),
         signal => Err(Error::Interrupted { signal }),
     }
@@ -73,25 +73,24 @@ pub fn sleep(duration: Duration) -> Result<()> {
 }
 
 /// Returns a command that runs this executable with one of its hidden subcommands.
-pub fn workload(arguments: &[&str]) -> Result<Command> {
+pub fn workload_command(arguments: &[&str]) -> Result<Command> {
     let mut command = Command::new(own_executable()?);
     command.args(arguments);
     Ok(command)
 }
 
 /// Returns numeric options as words of a workload's command line.
-pub fn numbers(options: &[(&str, u64)]) -> impl Iterator<Item = String> {
+pub fn numeric_options(options: &[(&str, u64)]) -> impl Iterator<Item = String> {
     options.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()])
 }
 
-/// Returns the path of this executable.
 pub fn own_executable() -> Result<std::path::PathBuf> {
     std::env::current_exe().map_err(doing("finding the own executable"))
 }
 
 /// A process group that the bench started, with its output. Dropping it kills the group.
 #[derive(Debug)]
-pub struct Running {
+pub struct RunningGroup {
     child: Child,
     stdout: Option<JoinHandle<Vec<u8>>>,
     stderr: Option<JoinHandle<Vec<u8>>>,
@@ -100,7 +99,7 @@ pub struct Running {
 
 /// Exit status, output and resource usage of a process that ended.
 #[derive(Debug)]
-pub struct Finished {
+pub struct FinishedProcess {
     pub status: ExitStatus,
     pub stdout: Vec<u8>,
     pub stderr: Vec<u8>,
@@ -109,7 +108,7 @@ pub struct Finished {
     pub usage: Usage,
 }
 
-impl Running {
+impl RunningGroup {
     /// Starts the command in a new process group and captures its output.
     pub fn start(command: &mut Command) -> Result<Self> {
         check_interrupt()?;
@@ -117,12 +116,12 @@ impl Running {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let name = command.get_program().to_string_lossy().into_owned();
         // The lock is held across the spawn. A signal therefore finds either no child or a registered group.
-        let mut groups = groups();
+        let mut groups = running_groups();
         let mut child = command.spawn().map_err(doing(format!("starting {name}")))?;
         groups.insert(child.id());
         drop(groups);
-        let stdout = child.stdout.take().map(drain);
-        let stderr = child.stderr.take().map(drain);
+        let stdout = child.stdout.take().map(read_in_background);
+        let stderr = child.stderr.take().map(read_in_background);
         Ok(Self { child, stdout, stderr, is_ended: false })
     }
 
@@ -131,12 +130,11 @@ impl Running {
         self.child.id()
     }
 
-    /// Returns whether the leader has ended. It stays a zombie, so that its process id cannot be reused.
+    /// Whether the leader has ended. It stays a zombie, so that its process id cannot be reused.
     pub fn has_ended(&self) -> bool {
         native::has_ended(self.child.id())
     }
 
-    /// Sends SIGTERM to the leader.
     pub fn terminate(&self) {
         if !self.has_ended() {
             native::terminate(self.child.id());
@@ -144,7 +142,7 @@ impl Running {
     }
 
     /// Waits until the leader ends, then kills the rest of the group. Fails if that takes longer than `limit`.
-    pub fn finish(mut self, limit: Duration) -> Result<Finished> {
+    pub fn finish(mut self, limit: Duration) -> Result<FinishedProcess> {
         let started = Instant::now();
         while !self.has_ended() {
             if started.elapsed() > limit {
@@ -158,20 +156,26 @@ impl Running {
         let (status, usage) = native::reap(self.child.id()).map_err(doing("waiting for a workload"))?;
         let status = ExitStatus::from_raw(status);
         check_interrupt()?;
-        Ok(Finished { status, stdout: collect(self.stdout.take()), stderr: collect(self.stderr.take()), wall, usage })
+        Ok(FinishedProcess {
+            status,
+            stdout: join_reader(self.stdout.take()),
+            stderr: join_reader(self.stderr.take()),
+            wall,
+            usage,
+        })
     }
 
     /// Kills all members of the group and removes it from the set of running groups. The leader is reaped later.
     fn end_group(&mut self) {
         if !self.is_ended {
             native::kill_group(self.child.id());
-            groups().remove(&self.child.id());
+            running_groups().remove(&self.child.id());
             self.is_ended = true;
         }
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningGroup {
     fn drop(&mut self) {
         if !self.is_ended {
             self.end_group();
@@ -181,7 +185,7 @@ impl Drop for Running {
     }
 }
 
-fn drain(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+fn read_in_background(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
         // Bytes read before an error, such as a broken pipe, stay in the buffer and are returned.
@@ -190,7 +194,7 @@ fn drain(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     })
 }
 
-fn collect(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
+fn join_reader(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
     reader.and_then(|reader| reader.join().ok()).unwrap_or_default()
 }
 
@@ -210,11 +214,11 @@ pub enum Outcome {
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory; [`Error::Interrupted`] after a signal.
-pub fn measure(ready: &Ready, arguments: &[&str], limit: Duration) -> Result<Outcome> {
-    let mut command = workload(arguments)?;
+pub fn run_under(ready: &AvailableSubject, arguments: &[&str], limit: Duration) -> Result<Outcome> {
+    let mut command = workload_command(arguments)?;
     ready.apply(&mut command);
-    let finished = Running::start(&mut command)?.finish(limit)?;
-    outcome(ready.name(), &finished)
+    let finished = RunningGroup::start(&mut command)?.finish(limit)?;
+    classify(ready.name(), &finished)
 }
 
 /// Classifies a finished workload as measured, killed or failed.
@@ -222,7 +226,7 @@ pub fn measure(ready: &Ready, arguments: &[&str], limit: Duration) -> Result<Out
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory.
-pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
+pub fn classify(subject: &str, finished: &FinishedProcess) -> Result<Outcome> {
     let complaint = String::from_utf8_lossy(&finished.stderr);
     let complaint = complaint.trim();
     match (finished.status.code(), finished.status.signal()) {
@@ -242,10 +246,10 @@ pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
 ///
 /// In a virtual machine, the first touch of memory that the host has not backed yet is 5 to 30 times slower than later
 /// ones. Without this step the first subject would pay for all subjects.
-pub fn warm(mib: u64) -> Result<()> {
-    let mut command = workload(&["__touch", "--mib", &mib.to_string()])?;
+pub fn touch_beforehand(mib: u64) -> Result<()> {
+    let mut command = workload_command(&["__touch", "--mib", &mib.to_string()])?;
     crate::subject::clear_foreign_settings(&mut command);
-    let finished = Running::start(&mut command)?.finish(Duration::from_secs(300))?;
+    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(300))?;
     match finished.status.success() {
         true => Ok(()),
         false => Err(Error::CannotRun(format!("{mib} MiB could not be touched beforehand ({})", finished.status))),
@@ -256,17 +260,17 @@ pub fn warm(mib: u64) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn shell(script: &str) -> Finished {
+    fn shell(script: &str) -> FinishedProcess {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        let running = Running::start(&mut command).expect("sh starts");
+        let running = RunningGroup::start(&mut command).expect("sh starts");
         running.finish(Duration::from_secs(60)).expect("sh ends")
     }
 
     /// A JSON line is a measurement, SIGKILL a kill, status 3 a failure, and status 70 a wrong answer.
     #[test]
-    fn outcomes_are_told_apart() {
-        let read = |script| outcome("glibc", &shell(script));
+    fn exit_statuses_are_classified() {
+        let read = |script| classify("glibc", &shell(script));
 
         assert!(matches!(read("echo '{\"a\":1}'"), Ok(Outcome::Measured(value)) if value["a"] == 1));
         assert!(matches!(read("kill -9 $$"), Ok(Outcome::Killed)));
@@ -276,7 +280,7 @@ mod tests {
 
     /// A shell starts a child that computes. The measured CPU time includes that of the child.
     #[test]
-    fn usage_is_that_of_the_tree() {
+    fn cpu_time_includes_children() {
         let used = shell("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; true").usage;
 
         assert!(used.cpu() >= Duration::from_millis(5), "{used:?}");
@@ -285,7 +289,7 @@ mod tests {
     /// A child that outlives its leader is killed with the group. Otherwise it would keep the output pipe open for an
     /// hour.
     #[test]
-    fn the_whole_group_ends() {
+    fn finish_kills_remaining_group_members() {
         let started = Instant::now();
 
         shell("sleep 3600 &");

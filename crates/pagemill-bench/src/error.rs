@@ -17,7 +17,6 @@ pub enum Error {
     System { doing: String, cause: io::Error },
 }
 
-/// The result type of the bench's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {

@@ -11,13 +11,12 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::child::Outcome;
 use crate::error::{Error, Result};
-use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
+use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::KEEPING;
 
-/// Command-line options that every experiment has.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Common {
+pub struct CommonOptions {
     /// Take fewer and shorter samples: seconds instead of minutes, and wider intervals
     #[arg(long)]
     pub quick: bool,
@@ -35,14 +34,13 @@ pub struct Common {
     pub strict: bool,
 }
 
-impl Common {
-    /// Returns the number of rounds to run.
+impl CommonOptions {
     pub fn rounds(&self) -> usize {
         let usual = if self.quick { 3 } else { 5 };
         self.samples.map_or(usual, usize::from)
     }
 
-    /// Returns whether this subject is to be run: `--only` names it, or is absent.
+    /// Whether this subject is to be run: `--only` names it, or is absent.
     pub fn is_wanted(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| only == name)
     }
@@ -60,26 +58,25 @@ impl Common {
     }
 
     /// Returns `quick` with the option `--quick`, else `full`.
-    pub fn pick<T>(&self, quick: T, full: T) -> T {
+    pub fn quick_or_full<T>(&self, quick: T, full: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
 /// All samples of a run: one series for each case, subject and metric.
 #[derive(Debug)]
-pub struct Book<Case> {
+pub struct SampleTable<Case> {
     series: BTreeMap<(Case, &'static str, &'static str), Series>,
 }
 
-impl<Case: Ord + Clone> Book<Case> {
-    /// Makes an empty table of samples.
+impl<Case: Ord + Clone> SampleTable<Case> {
     pub fn new() -> Self {
         Self { series: BTreeMap::new() }
     }
 
     /// Records the outcome of one round of one subject: the value of each metric in the workload's JSON line, or a lost
     /// round for each metric.
-    pub fn enter(&mut self, case: &Case, subject: &'static str, metrics: &[&'static str], outcome: &Outcome) {
+    pub fn add_outcome(&mut self, case: &Case, subject: &'static str, metrics: &[&'static str], outcome: &Outcome) {
         for metric in metrics {
             let series = self.series.entry((case.clone(), subject, metric)).or_default();
             match outcome {
@@ -97,12 +94,11 @@ impl<Case: Ord + Clone> Book<Case> {
     }
 
     /// Records one measured value as a round of its own.
-    pub fn enter_value(&mut self, case: &Case, subject: &'static str, metric: &'static str, value: f64) {
+    pub fn add_value(&mut self, case: &Case, subject: &'static str, metric: &'static str, value: f64) {
         let series = self.series.entry((case.clone(), subject, metric)).or_default();
         series.rounds.push(Some(value));
     }
 
-    /// Returns the cases that have samples.
     pub fn cases(&self) -> BTreeSet<&Case> {
         self.series.keys().map(|(case, _, _)| case).collect()
     }
@@ -125,19 +121,19 @@ pub struct Metric {
 /// Adds the row of one subject, case and metric to the report, if that series was measured.
 pub fn report_row<Case: Ord + Clone>(
     report: &mut Report,
-    book: &Book<Case>,
+    samples: &SampleTable<Case>,
     (case, case_name): (&Case, &str),
     subject: &'static str,
     metric: Metric,
-    place: Option<Place>,
+    cell: Option<TableCell>,
 ) {
-    let Some(series) = book.get(case, subject, metric.name) else {
+    let Some(series) = samples.get(case, subject, metric.name) else {
         return;
     };
     let baseline = metric.baseline.filter(|&baseline| baseline != subject);
-    let baseline = baseline.and_then(|name| Some((name, book.get(case, name, metric.name)?, metric.better)));
-    let entry = Entry { case: case_name, subject, metric: metric.name, unit: metric.unit, baseline, place };
-    report.series(entry, series);
+    let baseline = baseline.and_then(|name| Some((name, samples.get(case, name, metric.name)?, metric.better)));
+    let entry = RowLabels { case: case_name, subject, metric: metric.name, unit: metric.unit, baseline, cell };
+    report.add_series(entry, series);
 }
 
 /// Returns a verdict without an estimate. `why` is the reason why the target was not measured.
@@ -148,14 +144,14 @@ pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str,
         bound,
         unit,
         estimate: None,
-        is_lost: false,
+        has_lost_round: false,
         note: why.to_owned(),
     }
 }
 
 /// Names one series of samples, as one side of a comparison.
 #[derive(Debug)]
-pub struct Side<'a, Case> {
+pub struct SeriesKey<'a, Case> {
     pub case: &'a Case,
     pub subject: &'static str,
     pub metric: &'static str,
@@ -163,41 +159,41 @@ pub struct Side<'a, Case> {
 
 /// Compares two times. With [`Bound::AtLeast`] the estimate is how many times as fast as the baseline `own` is; with
 /// [`Bound::AtMost`] it is `own`'s time divided by the baseline's.
-pub fn compare_times<Case: Ord + Clone>(
-    book: &Book<Case>,
+pub fn judge_time_ratio<Case: Ord + Clone>(
+    samples: &SampleTable<Case>,
     target: impl Into<String>,
     bound: Bound,
-    own: Side<'_, Case>,
-    base: Side<'_, Case>,
+    own: SeriesKey<'_, Case>,
+    base: SeriesKey<'_, Case>,
 ) -> Verdict {
     let blank = not_measured(target, bound, "x", "one side was not run");
-    let get = |side: &Side<'_, Case>| book.get(side.case, side.subject, side.metric);
+    let get = |side: &SeriesKey<'_, Case>| samples.get(side.case, side.subject, side.metric);
     let (Some(series), Some(baseline)) = (get(&own), get(&base)) else { return blank };
     let better = match bound {
         Bound::AtLeast(_) => Better::Lower,
         Bound::AtMost(_) => Better::Higher,
     };
     Verdict {
-        estimate: stats::estimate(&series.ratios(baseline, better)),
+        estimate: stats::estimate_median(&series.ratios(baseline, better)),
         baseline: base.subject.to_owned(),
-        is_lost: !series.survived(),
+        has_lost_round: !series.survived(),
         note: String::new(),
         ..blank
     }
 }
 
 /// Judges the value of one subject by itself, without a baseline.
-pub fn judge<Case: Ord + Clone>(
-    book: &Book<Case>,
+pub fn judge_value<Case: Ord + Clone>(
+    samples: &SampleTable<Case>,
     target: impl Into<String>,
     (bound, unit): (Bound, &'static str),
-    own: Side<'_, Case>,
+    own: SeriesKey<'_, Case>,
 ) -> Verdict {
     let blank = not_measured(target, bound, unit, "it was not run");
-    match book.get(own.case, own.subject, own.metric) {
+    match samples.get(own.case, own.subject, own.metric) {
         Some(series) => Verdict {
-            estimate: stats::estimate(&series.values()),
-            is_lost: !series.survived(),
+            estimate: stats::estimate_median(&series.values()),
+            has_lost_round: !series.survived(),
             note: String::new(),
             ..blank
         },
@@ -206,17 +202,17 @@ pub fn judge<Case: Ord + Clone>(
 }
 
 /// The least speed of Pagemill that returns memory by age, relative to Pagemill that returns it only on request.
-const AGAINST_KEEPING: f64 = 0.98;
+const LEAST_SPEED_WITH_AGING: f64 = 0.98;
 
 /// Judges the cost of returning memory by age, by the geometric mean over all cases in which both variants were run.
 /// `ratios` has one entry per case: the speed of Pagemill in each round, relative to the variant that does not return
 /// memory by age. Returns none without such a case.
-pub fn against_keeping(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict> {
+pub fn judge_aging_cost(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict> {
     let target = format!("{experiment}: balanced against keep, geometric mean of {} cases", ratios.len());
     (!ratios.is_empty()).then(|| Verdict {
-        estimate: stats::estimate(&stats::geometric_means(ratios)),
+        estimate: stats::estimate_median(&stats::geometric_means(ratios)),
         baseline: KEEPING.to_owned(),
-        ..not_measured(target, Bound::AtLeast(AGAINST_KEEPING), "x", "")
+        ..not_measured(target, Bound::AtLeast(LEAST_SPEED_WITH_AGING), "x", "")
     })
 }
 
@@ -225,7 +221,6 @@ pub fn against_keeping(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict>
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// Makes a bar with this number of steps.
     pub fn new(steps: usize) -> Self {
         let bar = ProgressBar::new(steps as u64);
         let style = ProgressStyle::with_template("{elapsed_precise} {wide_bar} {pos}/{len} {msg} {eta}");
@@ -252,14 +247,15 @@ impl Drop for Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::State;
+    use crate::report::VerdictState;
 
     /// The verdict passes at 2 % slower than the other variant and fails at 4 %. Without any case there is no verdict.
     #[test]
-    fn keeping_is_compared_over_all_cases() {
-        let state = |ratio: f64| against_keeping("x", &[vec![ratio; 3], vec![ratio; 3]]).map(|verdict| verdict.state());
+    fn aging_cost_is_judged_over_all_cases() {
+        let state =
+            |ratio: f64| judge_aging_cost("x", &[vec![ratio; 3], vec![ratio; 3]]).map(|verdict| verdict.state());
 
-        assert_eq!((state(0.985), state(0.96)), (Some(State::Reached), Some(State::FallsShort)));
-        assert!(against_keeping("x", &[]).is_none());
+        assert_eq!((state(0.985), state(0.96)), (Some(VerdictState::Reached), Some(VerdictState::FallsShort)));
+        assert!(judge_aging_cost("x", &[]).is_none());
     }
 }

@@ -12,9 +12,9 @@ mod cost;
 mod ebizzy;
 mod error;
 mod experiment;
-mod figures;
 mod files;
 mod footprint;
+mod giveable;
 mod giveback;
 mod histogram;
 mod hit;
@@ -41,7 +41,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::error::{Error, Result};
-use crate::experiment::Common;
+use crate::experiment::CommonOptions;
 use crate::report::Report;
 
 /// Measures Pagemill against glibc, jemalloc, mimalloc and tcmalloc, in one run on this machine.
@@ -144,7 +144,7 @@ enum Experiment {
     #[command(name = "__iozone", hide = true)]
     IozoneWork(workload::iozone::Iozone),
     #[command(name = "__iozone-part", hide = true)]
-    IozonePart(workload::iozone::Part),
+    IozonePart(workload::iozone::WorkerArguments),
     #[command(name = "__file-writers", hide = true)]
     FileWritersWork(workload::file_writers::FileWriters),
     #[command(name = "__toggle", hide = true)]
@@ -154,7 +154,7 @@ enum Experiment {
     #[command(name = "__hit", hide = true)]
     HitWork(workload::hit::Hit),
     #[command(name = "__small-files", hide = true)]
-    SmallFilesWork(workload::hit::Files),
+    SmallFilesWork(workload::hit::SmallFiles),
     #[command(name = "__refs", hide = true)]
     RefsWork(workload::refs::Refs),
     #[command(name = "__change", hide = true)]
@@ -204,28 +204,28 @@ fn main() -> ExitCode {
         Experiment::HogWork(arguments) => workload::run(|| workload::hog::run(&arguments)),
         Experiment::PairWork(arguments) => workload::run(|| workload::pair::run(&arguments)),
         Experiment::WritersWork(arguments) => workload::run(|| workload::writers::run(&arguments)),
-        Experiment::KeeperWork(arguments) => workload::run(|| workload::handover::keep(&arguments)),
-        Experiment::PieceKeeperWork(arguments) => workload::run(|| workload::pieces::keep(&arguments)),
+        Experiment::KeeperWork(arguments) => workload::run(|| workload::handover::run_keeper(&arguments)),
+        Experiment::PieceKeeperWork(arguments) => workload::run(|| workload::pieces::run_keeper(&arguments)),
         Experiment::ChurnWork(arguments) => workload::run(|| workload::churn::run(&arguments)),
         Experiment::ReturningWork(arguments) => workload::run(|| workload::returning::run(&arguments)),
-        Experiment::NewcomerWork(arguments) => workload::run(|| workload::handover::come(&arguments)),
-        Experiment::AskerWork(arguments) => workload::run(|| workload::reaction::ask(&arguments)),
-        Experiment::HoarderWork(arguments) => workload::run(|| workload::reaction::hoard(&arguments)),
-        Experiment::ServerWork(arguments) => workload::run(|| workload::host::serve(&arguments)),
-        Experiment::FillerWork(arguments) => workload::run(|| workload::host::fill(&arguments)),
+        Experiment::NewcomerWork(arguments) => workload::run(|| workload::handover::run_newcomer(&arguments)),
+        Experiment::AskerWork(arguments) => workload::run(|| workload::reaction::run_asker(&arguments)),
+        Experiment::HoarderWork(arguments) => workload::run(|| workload::reaction::run_hoarder(&arguments)),
+        Experiment::ServerWork(arguments) => workload::run(|| workload::host::run_server(&arguments)),
+        Experiment::FillerWork(arguments) => workload::run(|| workload::host::run_filler(&arguments)),
         Experiment::IdleWork(arguments) => workload::run(|| workload::idle::run(&arguments)),
         Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
         Experiment::SlabWork(arguments) => workload::run(|| workload::slab::run(&arguments)),
         Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
         Experiment::IozoneWork(arguments) => workload::run(|| workload::iozone::run(&arguments)),
-        Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::part(&arguments)),
+        Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::run_worker(&arguments)),
         Experiment::FileWritersWork(arguments) => workload::run(|| workload::file_writers::run(&arguments)),
-        Experiment::ToggleWork(arguments) => workload::run(|| workload::volatile::toggle(&arguments)),
-        Experiment::PurgingWork(arguments) => workload::run(|| workload::volatile::purging(&arguments)),
+        Experiment::ToggleWork(arguments) => workload::run(|| workload::volatile::measure_toggle(&arguments)),
+        Experiment::PurgingWork(arguments) => workload::run(|| workload::volatile::measure_purging(&arguments)),
         Experiment::HitWork(arguments) => workload::run(|| workload::hit::run(&arguments)),
-        Experiment::SmallFilesWork(arguments) => workload::run(|| workload::hit::files(&arguments)),
+        Experiment::SmallFilesWork(arguments) => workload::run(|| workload::hit::measure_files(&arguments)),
         Experiment::RefsWork(arguments) => workload::run(|| workload::refs::run(&arguments)),
-        Experiment::ChangeWork(arguments) => workload::run(|| workload::refs::change(&arguments)),
+        Experiment::ChangeWork(arguments) => workload::run(|| workload::refs::measure_change(&arguments)),
         Experiment::RingWork(arguments) => workload::run(|| workload::storage::ring::run(&arguments)),
         Experiment::MissWork(arguments) => workload::run(|| workload::storage::miss::run(&arguments)),
         Experiment::HitsWork(arguments) => workload::run(|| workload::storage::hits::run(&arguments)),
@@ -240,11 +240,11 @@ fn main() -> ExitCode {
 const NOTHING_RUN: u8 = 2;
 
 /// Runs an experiment and prints its report, or its error. Returns the exit status.
-fn experiment(common: &Common, run: impl FnOnce() -> Result<Report>) -> ExitCode {
+fn experiment(common: &CommonOptions, run: impl FnOnce() -> Result<Report>) -> ExitCode {
     let outcome = child::handle_interrupts().and_then(|()| run());
     match outcome {
         Ok(report) => {
-            report.finish();
+            report.print();
             if !report.has_results() {
                 eprintln!("pagemill-bench: cannot run: nothing was measured");
                 return ExitCode::from(NOTHING_RUN);
@@ -254,7 +254,7 @@ fn experiment(common: &Common, run: impl FnOnce() -> Result<Report>) -> ExitCode
         Err(error) => {
             eprintln!("pagemill-bench: {error}");
             if let Error::Interrupted { signal } = error {
-                child::end_by(signal);
+                child::end_by_signal(signal);
             }
             ExitCode::from(error.exit_code())
         }

@@ -1,7 +1,7 @@
 //! C and system calls that have no safe wrapper in Rust: the malloc under test, process groups, locks, mappings.
 //!
-//! Every allocation that a workload measures comes from the C symbol `malloc`, mostly through [`Piece`], so that the
-//! preloaded allocator serves it. Rust's collections use the same `malloc`, but they may round sizes, cache or
+//! Every allocation that a workload measures comes from the C symbol `malloc`, mostly through [`WordAllocation`], so
+//! that the preloaded allocator serves it. Rust's collections use the same `malloc`, but they may round sizes, cache or
 //! over-allocate.
 
 #![allow(unsafe_code)] // calls the C library directly, as the programs under test do
@@ -25,18 +25,18 @@ use pagemill::units::BLOCK_BYTES;
 ///
 /// `start` is the result of `malloc` for `len_words * 8` bytes. This value alone owns them, and each word is
 /// initialized.
-pub struct Piece {
+pub struct WordAllocation {
     start: NonNull<u64>,
     len_words: usize,
 }
 
 // SAFETY: the value is the only owner of its bytes (type invariant), and malloc and free work across threads.
-unsafe impl Send for Piece {}
+unsafe impl Send for WordAllocation {}
 
 // SAFETY: through a shared reference the words are only read.
-unsafe impl Sync for Piece {}
+unsafe impl Sync for WordAllocation {}
 
-impl Piece {
+impl WordAllocation {
     /// Copies `words` into a new allocation; returns none if the allocator is out of memory.
     pub fn copy_of(words: &[u64]) -> Option<Self> {
         let start = raw_malloc(size_of_val(words))?.cast::<u64>();
@@ -62,14 +62,13 @@ impl Piece {
         Some(Self { start: black_box(start), len_words })
     }
 
-    /// Returns the words of the allocation.
     pub fn words(&self) -> &[u64] {
         // SAFETY: `start` begins `len_words` initialized words that live as long as `self` (type invariant).
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len_words) }
     }
 }
 
-impl Drop for Piece {
+impl Drop for WordAllocation {
     fn drop(&mut self) {
         // SAFETY: `start` came from malloc and is freed once (type invariant).
         unsafe { libc::free(self.start.as_ptr().cast()) };
@@ -82,14 +81,14 @@ impl Drop for Piece {
 ///
 /// `start` is the result of `malloc` for at least eight bytes. This value alone owns them, and the first word is
 /// initialized.
-pub struct Tagged {
+pub struct TaggedAllocation {
     start: NonNull<u64>,
 }
 
 // SAFETY: the allocation has one owner (type invariant), and malloc and free work across threads.
-unsafe impl Send for Tagged {}
+unsafe impl Send for TaggedAllocation {}
 
-impl Tagged {
+impl TaggedAllocation {
     /// Allocates `size` bytes (at least eight) and writes `tag` at their start. Returns none if out of memory.
     #[inline]
     pub fn new(size: usize, tag: u64) -> Option<Self> {
@@ -100,7 +99,8 @@ impl Tagged {
         Some(Self { start: black_box(start) })
     }
 
-    /// Does the same as [`Tagged::new`], and also writes one byte into each 4 KiB, so that all pages become resident.
+    /// Does the same as [`TaggedAllocation::new`], and also writes a byte to each 4 KiB, so that all pages become
+    /// resident.
     pub fn touched(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         for offset in (size_of::<u64>()..size).step_by(4096) {
@@ -110,7 +110,7 @@ impl Tagged {
         Some(tagged)
     }
 
-    /// Does the same as [`Tagged::new`], and also writes every byte after the tag.
+    /// Does the same as [`TaggedAllocation::new`], and also writes every byte after the tag.
     pub fn filled(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         let rest = tagged.start.as_ptr().wrapping_add(1).cast::<u8>();
@@ -127,7 +127,7 @@ impl Tagged {
     }
 }
 
-impl Drop for Tagged {
+impl Drop for TaggedAllocation {
     #[inline]
     fn drop(&mut self) {
         // SAFETY: `start` came from malloc and is freed once (type invariant).
@@ -145,7 +145,7 @@ fn raw_malloc(size: usize) -> Option<NonNull<c_void>> {
 pub fn give_back(how: GiveBack) -> Result<(), String> {
     match how {
         GiveBack::MallocTrim => {
-            let address = symbol(c"malloc_trim")?;
+            let address = find_symbol(c"malloc_trim")?;
             // SAFETY: `malloc_trim` has this type in glibc and in every allocator that replaces it.
             let trim: unsafe extern "C" fn(usize) -> c_int = unsafe { std::mem::transmute(address) };
             // SAFETY: `malloc_trim` may be called at any time.
@@ -157,14 +157,14 @@ pub fn give_back(how: GiveBack) -> Result<(), String> {
             mallctl(c"arena.4096.purge")?;
         }
         GiveBack::MiCollect => {
-            let address = symbol(c"peer_mi_collect")?;
+            let address = find_symbol(c"peer_mi_collect")?;
             // SAFETY: the peer library exports it with this type.
             let collect: unsafe extern "C" fn(bool) = unsafe { std::mem::transmute(address) };
             // SAFETY: `mi_collect` may be called at any time.
             unsafe { collect(true) };
         }
         GiveBack::ReleaseFreeMemory => {
-            let address = symbol(c"MallocExtension_ReleaseFreeMemory")?;
+            let address = find_symbol(c"MallocExtension_ReleaseFreeMemory")?;
             // SAFETY: tcmalloc's C shim declares it without arguments and result.
             let release: unsafe extern "C" fn() = unsafe { std::mem::transmute(address) };
             // SAFETY: it may be called at any time.
@@ -196,7 +196,7 @@ const MESH_PASSES: usize = 100;
 type Mallctl = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
 
 fn mesh_compact() -> Result<(), String> {
-    let address = symbol(c"mesh_mallctl")?;
+    let address = find_symbol(c"mesh_mallctl")?;
     // SAFETY: `mesh_mallctl` of Mesh has the type of jemalloc's `mallctl`.
     let call: Mallctl = unsafe { std::mem::transmute(address) };
     let (mut value, mut len) = (0_usize, size_of::<usize>());
@@ -209,7 +209,7 @@ fn mesh_compact() -> Result<(), String> {
 }
 
 fn mallctl(name: &CStr) -> Result<(), String> {
-    let address = symbol(c"mallctl")?;
+    let address = find_symbol(c"mallctl")?;
     // SAFETY: `mallctl` of jemalloc has this type.
     let call: Mallctl = unsafe { std::mem::transmute(address) };
     // SAFETY: these two controls take no value and return none.
@@ -219,7 +219,7 @@ fn mallctl(name: &CStr) -> Result<(), String> {
     }
 }
 
-fn symbol(name: &CStr) -> Result<*mut c_void, String> {
+fn find_symbol(name: &CStr) -> Result<*mut c_void, String> {
     // SAFETY: RTLD_DEFAULT searches the loaded libraries; `name` is a C string.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     match address.is_null() {
@@ -229,8 +229,8 @@ fn symbol(name: &CStr) -> Result<*mut c_void, String> {
 }
 
 /// Returns the path of the file that provides `malloc` in this process.
-pub fn malloc_home() -> Option<PathBuf> {
-    let address = symbol(c"malloc").ok()?;
+pub fn malloc_library() -> Option<PathBuf> {
+    let address = find_symbol(c"malloc").ok()?;
     // SAFETY: all zeroes is a valid Dl_info.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
     // SAFETY: dladdr only looks up the address; `info` is a live Dl_info.
@@ -249,7 +249,7 @@ pub fn die_with_parent() {
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
-/// Returns whether a child of this process has ended, without reaping it.
+/// Whether a child of this process has ended, without reaping it.
 pub fn has_ended(child: u32) -> bool {
     // SAFETY: all zeroes is a valid siginfo_t.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
@@ -291,7 +291,7 @@ pub fn reap(child: u32) -> io::Result<(i32, Usage)> {
 }
 
 /// Returns the user and system time of this process so far, over all its threads.
-pub fn own_cpu() -> Duration {
+pub fn own_cpu_time() -> Duration {
     // SAFETY: all zeroes is a valid rusage.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: `usage` is live and has the type that getrusage fills.
@@ -344,7 +344,6 @@ pub fn try_lock(file: BorrowedFd<'_>) -> bool {
     flock(file, libc::LOCK_EX | libc::LOCK_NB).is_ok()
 }
 
-/// Unlocks the file.
 pub fn unlock(file: BorrowedFd<'_>) {
     // Unlocking cannot fail while the caller has the lock. Closing the file would also release it.
     let _ = flock(file, libc::LOCK_UN);
@@ -366,7 +365,6 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Returns the size of an OS page in bytes.
     pub fn page_bytes() -> usize {
         pagemill::units::os_page_bytes()
     }
@@ -386,14 +384,14 @@ impl Pages {
     pub fn huge(len_bytes: usize) -> Result<Self, String> {
         let spare = ManuallyDrop::new(Self::new(len_bytes + BLOCK_BYTES)?);
         let head_bytes = spare.addr.align_offset(BLOCK_BYTES);
-        let mut pages = Self { addr: spare.at(head_bytes, len_bytes), len_bytes };
+        let mut pages = Self { addr: spare.address_at(head_bytes, len_bytes), len_bytes };
         // SAFETY: nothing refers to this part of the new mapping, which lies before the part that is kept. For zero
         // bytes the call fails, which is harmless.
         unsafe { libc::munmap(spare.addr.cast(), head_bytes) };
-        let tail = spare.at(head_bytes + len_bytes, BLOCK_BYTES - head_bytes);
+        let tail = spare.address_at(head_bytes + len_bytes, BLOCK_BYTES - head_bytes);
         // SAFETY: nothing refers to this part of the new mapping, which lies after the part that is kept.
         unsafe { libc::munmap(tail.cast(), BLOCK_BYTES - head_bytes) };
-        pages.allow_huge()?;
+        pages.advise_huge()?;
         pages.touch(0, len_bytes);
         Ok(pages)
     }
@@ -407,7 +405,7 @@ impl Pages {
     }
 
     /// Returns the address at offset `at`. The range of `len_bytes` bytes from there must lie in the mapping.
-    pub fn at(&self, at: usize, len_bytes: usize) -> *mut u8 {
+    pub fn address_at(&self, at: usize, len_bytes: usize) -> *mut u8 {
         assert!(at + len_bytes <= self.len_bytes);
         // SAFETY: inside the mapping, by the assertion above.
         unsafe { self.addr.add(at) }
@@ -417,7 +415,7 @@ impl Pages {
     pub fn touch(&mut self, at: usize, len_bytes: usize) {
         for page in (0..len_bytes).step_by(Self::page_bytes()) {
             // SAFETY: inside the mapping, and `&mut self` excludes other access.
-            unsafe { self.at(at + page, 1).write_volatile(1) };
+            unsafe { self.address_at(at + page, 1).write_volatile(1) };
         }
     }
 
@@ -425,25 +423,25 @@ impl Pages {
     pub fn bytes(&self, len_bytes: usize) -> &[u8] {
         // SAFETY: inside the mapping, which lives as long as `self`. The kernel does not discard pages that were
         // written after `MADV_FREE`.
-        unsafe { slice::from_raw_parts(self.at(0, len_bytes), len_bytes) }
+        unsafe { slice::from_raw_parts(self.address_at(0, len_bytes), len_bytes) }
     }
 
     /// Returns the first bytes of the mapping, for writing.
     pub fn bytes_mut(&mut self, len_bytes: usize) -> &mut [u8] {
         // SAFETY: inside the mapping, and `&mut self` excludes other access. Any bit pattern is a valid byte.
-        unsafe { slice::from_raw_parts_mut(self.at(0, len_bytes), len_bytes) }
+        unsafe { slice::from_raw_parts_mut(self.address_at(0, len_bytes), len_bytes) }
     }
 
     fn advise(&mut self, at: usize, len_bytes: usize, advice: i32) -> Result<(), String> {
         // SAFETY: inside the mapping, and `&mut self` excludes readers of bytes that the call may discard.
-        match unsafe { libc::madvise(self.at(at, len_bytes).cast(), len_bytes, advice) } {
+        match unsafe { libc::madvise(self.address_at(at, len_bytes).cast(), len_bytes, advice) } {
             0 => Ok(()),
             _ => Err(format!("madvise({advice}): {}", std::io::Error::last_os_error())),
         }
     }
 
     /// Calls `MADV_FREE` on a range: the kernel may discard its pages until they are written again.
-    pub fn offer(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
+    pub fn advise_free(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
         self.advise(at, len_bytes, libc::MADV_FREE)
     }
 
@@ -453,7 +451,7 @@ impl Pages {
     }
 
     /// Calls `MADV_HUGEPAGE` on the whole mapping, so that the kernel may use huge pages.
-    pub fn allow_huge(&mut self) -> Result<(), String> {
+    pub fn advise_huge(&mut self) -> Result<(), String> {
         self.advise(0, self.len_bytes, libc::MADV_HUGEPAGE)
     }
 
@@ -468,7 +466,8 @@ impl Pages {
         use pagemill::volatile::vrange::How;
         // SAFETY: inside the mapping. There is no reference to the bytes, and a purge may change them. Marks that
         // remain at the end vanish with the process.
-        let marked = unsafe { pagemill.vranges.vrange(self.at(at, len_bytes) as usize, len_bytes, mode, How::Full) };
+        let marked =
+            unsafe { pagemill.vranges.vrange(self.address_at(at, len_bytes) as usize, len_bytes, mode, How::Full) };
         marked.map(|marked| marked.purged)
     }
 
@@ -489,9 +488,9 @@ impl Pages {
         }
     }
 
-    /// Returns whether the page at this offset can be read without a signal.
+    /// Whether the page at this offset can be read without a signal.
     pub fn is_readable(&self, at: usize) -> bool {
-        pagemill_sys::fault::is_readable(self.at(at, 1) as usize)
+        pagemill_sys::fault::is_readable(self.address_at(at, 1) as usize)
     }
 
     /// Returns the minor page faults of the calling thread so far.
@@ -520,10 +519,9 @@ impl Drop for Pages {
 
 /// Counters in huge pages that many threads share.
 #[derive(Debug)]
-pub struct Counts(Pages);
+pub struct SharedCounters(Pages);
 
-impl Counts {
-    /// Makes `count` counters with the value zero.
+impl SharedCounters {
     pub fn new(count: usize) -> Result<Self, String> {
         let bytes = (count * size_of::<AtomicU64>()).next_multiple_of(BLOCK_BYTES);
         let mut pages = Pages::huge(bytes)?;
@@ -531,10 +529,9 @@ impl Counts {
         Ok(Self(pages))
     }
 
-    /// Returns the counter with this index.
     #[inline]
-    pub fn at(&self, index: usize) -> &AtomicU64 {
-        let word = self.0.at(index * size_of::<AtomicU64>(), size_of::<AtomicU64>()).cast::<AtomicU64>();
+    pub fn counter(&self, index: usize) -> &AtomicU64 {
+        let word = self.0.address_at(index * size_of::<AtomicU64>(), size_of::<AtomicU64>()).cast::<AtomicU64>();
         // SAFETY: inside the mapping and aligned to the counter's size. The bytes are accessed only as such counters
         // while `self` lives.
         unsafe { &*word }
@@ -547,19 +544,19 @@ mod tests {
 
     /// Words are read back as written, from copied and from filled allocations; so is the tag.
     #[test]
-    fn pieces_hold_their_words() {
+    fn allocations_keep_their_words() {
         let words: Vec<u64> = (0..4096).collect();
-        let piece = Piece::copy_of(&words).expect("32 KiB are there");
+        let piece = WordAllocation::copy_of(&words).expect("32 KiB are there");
 
         assert_eq!(piece.words(), words);
-        assert_eq!(Piece::filled(3, 7).expect("24 bytes are there").words(), [7; 3]);
-        assert_eq!(Tagged::new(16, 42).expect("16 bytes are there").tag(), 42);
+        assert_eq!(WordAllocation::filled(3, 7).expect("24 bytes are there").words(), [7; 3]);
+        assert_eq!(TaggedAllocation::new(16, 42).expect("16 bytes are there").tag(), 42);
     }
 
     /// Asking glibc to return memory succeeds. A symbol that no library has gives an error instead of a crash.
     #[test]
     fn absent_symbols_are_reported() {
         assert_eq!(give_back(GiveBack::MallocTrim), Ok(()));
-        assert!(symbol(c"no_allocator_has_this").is_err());
+        assert!(find_symbol(c"no_allocator_has_this").is_err());
     }
 }

@@ -28,12 +28,12 @@ pub struct Row {
     pub samples: usize,
     /// The row's cell in the tables. A row without a cell appears in the JSON output only.
     #[serde(skip)]
-    pub place: Option<Place>,
+    pub cell: Option<TableCell>,
 }
 
 /// A cell of a table: the titles of its table and its column. The line of the cell is that of the subject.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct TableCell {
     pub table: String,
     pub column: String,
 }
@@ -47,17 +47,15 @@ pub struct Series {
 }
 
 impl Series {
-    /// Returns the values of all rounds that were measured.
     pub fn values(&self) -> Vec<f64> {
         self.rounds.iter().copied().flatten().collect()
     }
 
-    /// Returns the median of all rounds that were measured.
     pub fn median(&self) -> Option<f64> {
         stats::median(&self.values())
     }
 
-    /// Returns whether every round was measured: none was killed, none failed.
+    /// Whether every round was measured: none was killed, none failed.
     pub fn survived(&self) -> bool {
         !self.rounds.is_empty() && self.rounds.iter().all(Option::is_some)
     }
@@ -71,7 +69,7 @@ impl Series {
 
 /// The least number of samples by which a target can fall short. With fewer samples the 95 % interval is too
 /// unreliable.
-const CONDEMNING_SAMPLES: usize = 3;
+const LEAST_SAMPLES_TO_FALL_SHORT: usize = 3;
 
 /// The bound that an estimate must meet to reach its target.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,13 +88,13 @@ pub struct Verdict {
     /// The measured estimate; none if it could not be measured, and then `note` has the reason.
     pub estimate: Option<Estimate>,
     /// Set if a round was killed or failed. The target then falls short, whatever the estimate is.
-    pub is_lost: bool,
+    pub has_lost_round: bool,
     pub note: String,
 }
 
 /// The state of a target after the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum VerdictState {
     Reached,
     /// The median misses the bound, but part of the 95 % interval meets it, so the result is undecided.
     WithinDoubt,
@@ -107,31 +105,31 @@ pub enum State {
 impl Verdict {
     /// Compares the estimate with the bound. A target falls short only if the whole 95 % interval misses the bound, or
     /// if a round was lost.
-    pub fn state(&self) -> State {
-        if self.is_lost {
-            return State::FallsShort;
+    pub fn state(&self) -> VerdictState {
+        if self.has_lost_round {
+            return VerdictState::FallsShort;
         }
         let Some(Estimate { value, low, high, samples }) = self.estimate else {
-            return State::NotMeasured;
+            return VerdictState::NotMeasured;
         };
         let (is_reached, is_short) = match self.bound {
             Bound::AtLeast(bound) => (value >= bound, high < bound),
             Bound::AtMost(bound) => (value <= bound, low > bound),
         };
-        let is_short = is_short && samples >= CONDEMNING_SAMPLES;
+        let is_short = is_short && samples >= LEAST_SAMPLES_TO_FALL_SHORT;
         match (is_reached, is_short) {
-            (true, _) => State::Reached,
-            (false, true) => State::FallsShort,
-            (false, false) => State::WithinDoubt,
+            (true, _) => VerdictState::Reached,
+            (false, true) => VerdictState::FallsShort,
+            (false, false) => VerdictState::WithinDoubt,
         }
     }
 
-    fn line(&self) -> String {
+    fn format_line(&self) -> String {
         let state = match self.state() {
-            State::Reached => "reached      ",
-            State::WithinDoubt => "within doubt ",
-            State::FallsShort => "FALLS SHORT  ",
-            State::NotMeasured => "not measured ",
+            VerdictState::Reached => "reached      ",
+            VerdictState::WithinDoubt => "within doubt ",
+            VerdictState::FallsShort => "FALLS SHORT  ",
+            VerdictState::NotMeasured => "not measured ",
         };
         let bound = match self.bound {
             Bound::AtLeast(bound) => format!(">= {bound}"),
@@ -171,23 +169,22 @@ pub struct Report {
     notes: Vec<String>,
     verdicts: Vec<Verdict>,
     /// Titles of the tables that are transposed: one line per column name, one column per subject.
-    turned: Vec<String>,
+    transposed: Vec<String>,
 }
 
 impl Report {
-    /// Makes an empty report of the named experiment.
     pub fn new(experiment: &'static str, is_json: bool) -> Self {
-        let (rows, gaps, notes, verdicts, turned) = Default::default();
-        Self { experiment, is_json, rows, gaps, notes, verdicts, turned }
+        let (rows, gaps, notes, verdicts, transposed) = Default::default();
+        Self { experiment, is_json, rows, gaps, notes, verdicts, transposed }
     }
 
     /// Adds a row with the median and the spread of a series, and rows that count its lost rounds.
-    pub fn series(&mut self, entry: Entry<'_>, series: &Series) {
+    pub fn add_series(&mut self, entry: RowLabels<'_>, series: &Series) {
         let baseline = entry.baseline;
         let ratio = baseline.and_then(|(_, baseline, better)| stats::median(&series.ratios(baseline, better)));
         if let Some(value) = series.median() {
             let values = series.values();
-            self.row(Row {
+            self.add_row(Row {
                 experiment: self.experiment,
                 case: entry.case.to_owned(),
                 subject: entry.subject.to_owned(),
@@ -198,13 +195,13 @@ impl Report {
                 ratio,
                 spread: stats::spread(&values),
                 samples: values.len(),
-                place: entry.place.clone(),
+                cell: entry.cell.clone(),
             });
         }
-        self.losses(&entry, series);
+        self.add_lost_rounds(&entry, series);
     }
 
-    fn losses(&mut self, entry: &Entry<'_>, series: &Series) {
+    fn add_lost_rounds(&mut self, entry: &RowLabels<'_>, series: &Series) {
         let lost = [(KILLED, series.killed), (FAILED, series.failures.len())];
         for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
             // A lost round has no value for any metric. It is reported only with the first metric of the subject and
@@ -213,7 +210,7 @@ impl Report {
             if self.rows.iter().any(is_it) {
                 continue;
             }
-            self.row(Row {
+            self.add_row(Row {
                 experiment: self.experiment,
                 case: entry.case.to_owned(),
                 subject: entry.subject.to_owned(),
@@ -224,16 +221,16 @@ impl Report {
                 ratio: None,
                 spread: 0.0,
                 samples: series.rounds.len(),
-                place: entry.place.clone(),
+                cell: entry.cell.clone(),
             });
         }
         if let Some(why) = series.failures.first() {
-            self.gap(format!("{} {}: {why}", entry.subject, entry.case));
+            self.add_gap(format!("{} {}: {why}", entry.subject, entry.case));
         }
     }
 
     /// Adds a complete row; in JSON mode, prints it.
-    pub fn row(&mut self, row: Row) {
+    pub fn add_row(&mut self, row: Row) {
         if self.is_json {
             // A row consists of strings and numbers, so its serialization cannot fail.
             println!("{}", serde_json::to_string(&row).unwrap_or_default());
@@ -242,7 +239,7 @@ impl Report {
     }
 
     /// Adds a gap, unless the same text was added before.
-    pub fn gap(&mut self, what: impl Into<String>) {
+    pub fn add_gap(&mut self, what: impl Into<String>) {
         let what = what.into();
         if !self.gaps.contains(&what) {
             self.gaps.push(what);
@@ -250,22 +247,22 @@ impl Report {
     }
 
     /// Adds a remark for the end of the report that is not a gap.
-    pub fn note(&mut self, what: impl Into<String>) {
+    pub fn add_note(&mut self, what: impl Into<String>) {
         self.notes.push(what.into());
     }
 
     /// Transposes the table with this title, which suits many columns and few subjects.
-    pub fn turn(&mut self, table: impl Into<String>) {
-        self.turned.push(table.into());
+    pub fn transpose_table(&mut self, table: impl Into<String>) {
+        self.transposed.push(table.into());
     }
 
     /// Adds a verdict; in JSON mode, also prints a row that tells whether the target was kept.
-    pub fn verdict(&mut self, verdict: Verdict) {
+    pub fn add_verdict(&mut self, verdict: Verdict) {
         if self.is_json
             && let Some(estimate) = verdict.estimate
         {
-            let is_reached = verdict.state() != State::FallsShort;
-            self.row(Row {
+            let is_reached = verdict.state() != VerdictState::FallsShort;
+            self.add_row(Row {
                 experiment: self.experiment,
                 case: format!("target: {}", verdict.target),
                 subject: crate::subject::PAGEMILL.to_owned(),
@@ -276,33 +273,31 @@ impl Report {
                 ratio: (verdict.unit == "x").then_some(estimate.value),
                 spread: 0.0,
                 samples: 1,
-                place: None,
+                cell: None,
             });
         }
         self.verdicts.push(verdict);
     }
 
-    /// Returns the verdicts added so far.
     #[cfg(test)]
     pub fn verdicts(&self) -> &[Verdict] {
         &self.verdicts
     }
 
-    /// Returns whether any target fell short.
     pub fn fell_short(&self) -> bool {
-        self.verdicts.iter().any(|verdict| verdict.state() == State::FallsShort)
+        self.verdicts.iter().any(|verdict| verdict.state() == VerdictState::FallsShort)
     }
 
-    /// Returns whether anything was measured. A killed workload counts as a result, a failed one does not.
+    /// Whether anything was measured. A killed workload counts as a result, a failed one does not.
     pub fn has_results(&self) -> bool {
         self.rows.iter().any(|row| row.metric != FAILED)
     }
 
     /// Prints the tables, gaps, notes and verdicts. In JSON mode gaps, notes and verdicts go to stderr.
-    pub fn finish(&self) {
+    pub fn print(&self) {
         let mut text = String::new();
         if !self.is_json {
-            let _ = writeln!(text, "{}\n", machine());
+            let _ = writeln!(text, "{}\n", describe_machine());
             text += &self.tables();
         }
         for gap in &self.gaps {
@@ -312,35 +307,35 @@ impl Report {
             let _ = writeln!(text, "note: {note}");
         }
         for verdict in &self.verdicts {
-            let _ = writeln!(text, "{}", verdict.line());
+            let _ = writeln!(text, "{}", verdict.format_line());
         }
         match self.is_json {
-            true => eprint!("{}\n{text}", machine()),
+            true => eprint!("{}\n{text}", describe_machine()),
             false => print!("{text}"),
         }
     }
 
     fn tables(&self) -> String {
         let mut text = String::new();
-        let placed = || self.rows.iter().filter_map(|row| Some((row, row.place.as_ref()?)));
-        for title in unique(placed().map(|(_, place)| place.table.as_str())) {
-            let is_turned = self.turned.iter().any(|turned| turned == title);
+        let rows_with_cells = || self.rows.iter().filter_map(|row| Some((row, row.cell.as_ref()?)));
+        for title in unique_names(rows_with_cells().map(|(_, cell)| cell.table.as_str())) {
+            let is_transposed = self.transposed.iter().any(|transposed| transposed == title);
             // Each entry has the line name, the column name, and the row whose value goes into that cell.
-            let rows: Vec<_> = placed()
-                .filter(|(_, place)| place.table == title)
-                .map(|(row, place)| match is_turned {
-                    true => (place.column.as_str(), row.subject.as_str(), row),
-                    false => (row.subject.as_str(), place.column.as_str(), row),
+            let rows: Vec<_> = rows_with_cells()
+                .filter(|(_, cell)| cell.table == title)
+                .map(|(row, cell)| match is_transposed {
+                    true => (cell.column.as_str(), row.subject.as_str(), row),
+                    false => (row.subject.as_str(), cell.column.as_str(), row),
                 })
                 .collect();
-            let columns = unique(rows.iter().map(|(_, column, _)| *column));
+            let columns = unique_names(rows.iter().map(|(_, column, _)| *column));
             let mut table = Table::new();
             table.load_style(presets::ASCII_MARKDOWN);
             table.set_header([""].into_iter().chain(columns.iter().copied()));
-            for line in unique(rows.iter().map(|(line, ..)| *line)) {
+            for line in unique_names(rows.iter().map(|(line, ..)| *line)) {
                 let cells = columns.iter().map(|&column| {
                     let of_cell = rows.iter().filter(|row| (row.0, row.1) == (line, column));
-                    let texts: Vec<String> = of_cell.map(|(.., row)| cell(row)).collect();
+                    let texts: Vec<String> = of_cell.map(|(.., row)| format_cell(row)).collect();
                     texts.join(", ")
                 });
                 table.add_row([line.to_owned()].into_iter().chain(cells));
@@ -356,20 +351,20 @@ impl Report {
 
 /// Labels of a series in the report: everything in its row that is not computed from the samples.
 #[derive(Clone, Debug)]
-pub struct Entry<'a> {
+pub struct RowLabels<'a> {
     pub case: &'a str,
     pub subject: &'a str,
     pub metric: &'static str,
     pub unit: &'static str,
     pub baseline: Option<(&'a str, &'a Series, Better)>,
-    pub place: Option<Place>,
+    pub cell: Option<TableCell>,
 }
 
-fn cell(row: &Row) -> String {
+fn format_cell(row: &Row) -> String {
     if matches!(row.metric, KILLED | FAILED) {
         return format!("{} {}/{}", row.metric, row.value, row.samples);
     }
-    let mut text = number(row.value);
+    let mut text = format_number(row.value);
     if row.samples > 1 {
         let _ = write!(text, " ±{:.0}%", row.spread * 50.0);
     }
@@ -380,7 +375,7 @@ fn cell(row: &Row) -> String {
 }
 
 /// Formats a number with about three significant digits.
-fn number(value: f64) -> String {
+fn format_number(value: f64) -> String {
     match value.abs() {
         size if size >= 100_000.0 => format!("{:.0}k", value / 1000.0),
         size if size >= 10_000.0 => format!("{:.1}k", value / 1000.0),
@@ -390,7 +385,7 @@ fn number(value: f64) -> String {
     }
 }
 
-fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+fn unique_names<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let mut seen = Vec::new();
     for name in names {
         if !seen.contains(&name) {
@@ -401,7 +396,7 @@ fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
 }
 
 /// Describes kernel, CPUs and huge-page setting in one line, since measurements depend on them.
-pub fn machine() -> String {
+pub fn describe_machine() -> String {
     let read = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned());
     let unknown = || "unknown".to_owned();
     let kernel = read("/proc/sys/kernel/osrelease").unwrap_or_else(|_| unknown());
@@ -427,14 +422,14 @@ mod tests {
             bound,
             unit: "x",
             estimate: Some(Estimate { value, low, high, samples: 5 }),
-            is_lost: false,
+            has_lost_round: false,
             note: String::new(),
         }
     }
 
     /// A serialized row has exactly the ten keys that other programs parse, in their order. The table cell is left out.
     #[test]
-    fn rows_have_the_agreed_shape() {
+    fn row_serializes_with_its_ten_keys() {
         let row = Row {
             experiment: "ebizzy",
             case: "256 KiB, 2 threads".into(),
@@ -446,7 +441,7 @@ mod tests {
             ratio: None,
             spread: 0.25,
             samples: 5,
-            place: Some(Place { table: "t".into(), column: "c".into() }),
+            cell: Some(TableCell { table: "t".into(), column: "c".into() }),
         };
 
         let text = serde_json::to_string(&row).expect("a row serializes");
@@ -460,40 +455,40 @@ mod tests {
     /// A target falls short if the whole interval misses the bound, and never by a single sample. A lost round always
     /// makes it fall short.
     #[test]
-    fn targets_fall_short_only_beyond_doubt() {
+    fn target_falls_short_only_if_whole_interval_misses_bound() {
         let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();
-        assert_eq!(state(16.0, 14.0, 18.0), State::Reached);
-        assert_eq!(state(14.0, 13.0, 15.5), State::WithinDoubt);
-        assert_eq!(state(14.0, 13.0, 14.9), State::FallsShort);
+        assert_eq!(state(16.0, 14.0, 18.0), VerdictState::Reached);
+        assert_eq!(state(14.0, 13.0, 15.5), VerdictState::WithinDoubt);
+        assert_eq!(state(14.0, 13.0, 14.9), VerdictState::FallsShort);
 
         let mut hasty = verdict(Bound::AtLeast(15.0), 14.0, 14.0, 14.0);
         hasty.estimate = hasty.estimate.map(|estimate| Estimate { samples: 1, ..estimate });
-        assert_eq!(hasty.state(), State::WithinDoubt);
+        assert_eq!(hasty.state(), VerdictState::WithinDoubt);
 
-        let lost = Verdict { is_lost: true, ..verdict(Bound::AtMost(1.0), 0.5, 0.4, 0.6) };
-        assert_eq!(lost.state(), State::FallsShort);
+        let lost = Verdict { has_lost_round: true, ..verdict(Bound::AtMost(1.0), 0.5, 0.4, 0.6) };
+        assert_eq!(lost.state(), VerdictState::FallsShort);
         let unknown = Verdict { estimate: None, ..verdict(Bound::AtMost(1.0), 0.0, 0.0, 0.0) };
-        assert_eq!(unknown.state(), State::NotMeasured);
+        assert_eq!(unknown.state(), VerdictState::NotMeasured);
     }
 
     /// Results of one subject share a line, and a kill appears beside the measured value. Transposed, the subject
     /// becomes a column.
     #[test]
-    fn tables_align_by_subject_and_column() {
+    fn table_cells_align_by_subject_and_column() {
         let mut report = Report::new("ebizzy", false);
         let series = Series { rounds: vec![Some(10.0), None], killed: 1, failures: Vec::new() };
-        let place = Some(Place { table: "with a hog".into(), column: "2 threads".into() });
-        report.series(
-            Entry { case: "hog", subject: "tcmalloc", metric: "r", unit: "1/s", baseline: None, place },
+        let cell = Some(TableCell { table: "with a hog".into(), column: "2 threads".into() });
+        report.add_series(
+            RowLabels { case: "hog", subject: "tcmalloc", metric: "r", unit: "1/s", baseline: None, cell },
             &series,
         );
 
         let text = report.tables();
-        report.turn("with a hog");
-        let turned = report.tables();
+        report.transpose_table("with a hog");
+        let transposed = report.tables();
 
         assert!(text.contains("10.0, killed 1/2") && text.contains("| tcmalloc |"), "{text}");
-        assert!(turned.contains("| 2 threads | 10.0, killed 1/2"), "{turned}");
-        assert!(machine().contains("CPUs"));
+        assert!(transposed.contains("| 2 threads | 10.0, killed 1/2"), "{transposed}");
+        assert!(describe_machine().contains("CPUs"));
     }
 }

@@ -9,13 +9,12 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::child::{self, Running};
+use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result};
 
 /// Interval at which a waiting process checks whether the file exists.
 const INTERVAL: Duration = Duration::from_millis(1);
 
-/// A folder of sign files.
 #[derive(Clone, Debug)]
 pub struct Signs {
     folder: PathBuf,
@@ -32,12 +31,11 @@ impl Signs {
     /// # Errors
     ///
     /// An I/O error if the file cannot be created.
-    pub fn give(&self, name: &str) -> io::Result<()> {
+    pub fn create(&self, name: &str) -> io::Result<()> {
         File::create(self.folder.join(name)).map(drop)
     }
 
-    /// Returns whether the file with this name exists.
-    pub fn is_given(&self, name: &str) -> bool {
+    pub fn exists(&self, name: &str) -> bool {
         self.folder.join(name).exists()
     }
 
@@ -46,11 +44,11 @@ impl Signs {
     /// # Errors
     ///
     /// [`Error::Interrupted`] after a signal; [`Error::CannotRun`] if the file does not exist within `limit`.
-    pub fn wait_for(&self, name: &str, giver: &Running, limit: Duration) -> Result<bool> {
+    pub fn wait_for(&self, name: &str, process: &RunningGroup, limit: Duration) -> Result<bool> {
         let begun = Instant::now();
-        while !self.is_given(name) {
-            if giver.has_ended() {
-                return Ok(self.is_given(name));
+        while !self.exists(name) {
+            if process.has_ended() {
+                return Ok(self.exists(name));
             }
             if begun.elapsed() > limit {
                 let seconds = limit.as_secs();
@@ -70,15 +68,15 @@ mod tests {
 
     /// A file that the process creates ends the wait. So does the end of the process, and then the time limit.
     #[test]
-    fn signs_are_given_and_missed() {
+    fn wait_ends_with_sign_or_process() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let signs = Signs::new(folder.path());
         let path = folder.path().join("ready").display().to_string();
-        let start = |script: &str| Running::start(Command::new("sh").args(["-c", script])).expect("sh starts");
+        let start = |script: &str| RunningGroup::start(Command::new("sh").args(["-c", script])).expect("sh starts");
 
-        let giver = start(&format!("touch {path}; sleep 3600"));
-        assert!(signs.wait_for("ready", &giver, Duration::from_secs(60)).expect("it comes"));
+        let process = start(&format!("touch {path}; sleep 3600"));
+        assert!(signs.wait_for("ready", &process, Duration::from_secs(60)).expect("it comes"));
         assert!(!signs.wait_for("over", &start("true"), Duration::from_secs(60)).expect("it ends"));
-        assert!(signs.wait_for("over", &giver, Duration::ZERO).is_err());
+        assert!(signs.wait_for("over", &process, Duration::ZERO).is_err());
     }
 }

@@ -39,8 +39,7 @@ impl Random {
         Self(seed)
     }
 
-    /// Returns the next 64 random bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut bits = self.0;
         bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -50,14 +49,13 @@ impl Random {
 
     /// Returns a random number below `bound`. It multiplies, because a division would be too slow for the measured
     /// loops.
-    pub fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
+    pub fn next_below(&mut self, bound: usize) -> usize {
+        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
     }
 
-    /// Shuffles the slice into a random order.
     pub fn shuffle<T>(&mut self, all: &mut [T]) {
         for last in (1..all.len()).rev() {
-            all.swap(last, self.below(last + 1));
+            all.swap(last, self.next_below(last + 1));
         }
     }
 }
@@ -119,12 +117,12 @@ pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
 }
 
 /// Returns the median and its 95 % confidence interval, by bootstrap with a fixed seed.
-pub fn estimate(values: &[f64]) -> Option<Estimate> {
+pub fn estimate_median(values: &[f64]) -> Option<Estimate> {
     let value = median(values)?;
     let mut random = Random::new(0x7061_6765_6d69_6c6c);
     let mut medians: Vec<f64> = (0..RESAMPLES)
         .filter_map(|_| {
-            let resample: Vec<f64> = (0..values.len()).map(|_| values[random.below(values.len())]).collect();
+            let resample: Vec<f64> = (0..values.len()).map(|_| values[random.next_below(values.len())]).collect();
             median(&resample)
         })
         .collect();
@@ -139,7 +137,7 @@ mod tests {
 
     /// The median of an odd, an even and an empty list of values.
     #[test]
-    fn median_takes_the_middle() {
+    fn median_is_the_middle_value() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
         assert_eq!(median(&[]), None);
@@ -147,7 +145,7 @@ mod tests {
 
     /// The 99th percentile of the numbers 1 to 100 is 99; of two values it is the larger one; an empty list has none.
     #[test]
-    fn percentiles_are_values() {
+    fn percentile_is_one_of_the_values() {
         let hundred: Vec<f64> = (1..=100).rev().map(f64::from).collect();
         assert_eq!(percentile(&hundred, 0.99), Some(99.0));
         assert_eq!(percentile(&[3.0, 1.0], 0.99), Some(3.0));
@@ -176,14 +174,14 @@ mod tests {
     /// The interval of noisy samples contains their median and lies within their range. Equal samples have an interval
     /// of zero width.
     #[test]
-    fn interval_holds_the_median() {
-        let noisy = estimate(&[1.0, 1.1, 0.9, 1.2, 1.05]).expect("values were given");
-        let still = estimate(&[2.0; 5]).expect("values were given");
+    fn interval_contains_the_median() {
+        let noisy = estimate_median(&[1.0, 1.1, 0.9, 1.2, 1.05]).expect("values were given");
+        let still = estimate_median(&[2.0; 5]).expect("values were given");
 
         assert!(noisy.low <= noisy.value && noisy.value <= noisy.high);
         assert!(noisy.low >= 0.9 && noisy.high <= 1.2);
         assert_eq!((still.low, still.value, still.high), (2.0, 2.0, 2.0));
-        assert_eq!(estimate(&[]), None);
+        assert_eq!(estimate_median(&[]), None);
     }
 
     /// The mean of 2 and 8 is 4 in the first round, and that of 1 and 1 is 1 in the second.
@@ -196,12 +194,12 @@ mod tests {
 
     /// Numbers from seed 0 take all values below the bound and no other. Different seeds give different numbers.
     #[test]
-    fn random_numbers_fill_their_range() {
+    fn random_numbers_cover_their_range() {
         let mut random = Random::new(0);
-        let numbers: Vec<usize> = (0..10_000).map(|_| random.below(100)).collect();
+        let numbers: Vec<usize> = (0..10_000).map(|_| random.next_below(100)).collect();
 
         assert!(numbers.iter().all(|&number| number < 100));
         assert!((0..100).all(|wanted| numbers.contains(&wanted)));
-        assert_ne!(Random::new(1).next(), Random::new(2).next());
+        assert_ne!(Random::new(1).next_u64(), Random::new(2).next_u64());
     }
 }

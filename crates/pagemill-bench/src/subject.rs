@@ -50,9 +50,9 @@ pub struct Subject {
     /// The C call that makes the allocator return its free memory.
     pub give_back: GiveBack,
     /// The effect of the settings, in words.
-    pub why: &'static str,
+    pub effect: &'static str,
     /// The command that installs the library; empty if nothing needs to be installed.
-    pub obtain: &'static str,
+    pub install_hint: &'static str,
 }
 
 const TCMALLOC: Library =
@@ -70,8 +70,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: Library::System,
         settings: &[],
         give_back: GiveBack::MallocTrim,
-        why: "as it comes",
-        obtain: "",
+        effect: "as it comes",
+        install_hint: "",
     },
     Subject {
         name: "jemalloc",
@@ -79,8 +79,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: JEMALLOC,
         settings: &[],
         give_back: GiveBack::Mallctl,
-        why: "as it comes from the crate tikv-jemalloc-sys",
-        obtain: BUILD,
+        effect: "as it comes from the crate tikv-jemalloc-sys",
+        install_hint: BUILD,
     },
     Subject {
         name: "mimalloc",
@@ -88,8 +88,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: MIMALLOC,
         settings: &[],
         give_back: GiveBack::MiCollect,
-        why: "as it comes from the crate libmimalloc-sys",
-        obtain: BUILD,
+        effect: "as it comes from the crate libmimalloc-sys",
+        install_hint: BUILD,
     },
     Subject {
         name: "tcmalloc",
@@ -97,8 +97,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: TCMALLOC,
         settings: &[],
         give_back: GiveBack::ReleaseFreeMemory,
-        why: "as it comes from the distribution (gperftools)",
-        obtain: INSTALL,
+        effect: "as it comes from the distribution (gperftools)",
+        install_hint: INSTALL,
     },
     Subject {
         name: "glibc-eager",
@@ -109,8 +109,8 @@ pub const SUBJECTS: &[Subject] = &[
             "glibc.malloc.mmap_threshold=65536:glibc.malloc.trim_threshold=0:glibc.malloc.top_pad=0",
         )],
         give_back: GiveBack::MallocTrim,
-        why: "blocks from 64 KiB are mapped and unmapped one by one, the heap's end is trimmed at each free",
-        obtain: "",
+        effect: "blocks from 64 KiB are mapped and unmapped one by one, the heap's end is trimmed at each free",
+        install_hint: "",
     },
     Subject {
         name: "jemalloc-eager",
@@ -118,8 +118,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: JEMALLOC,
         settings: &[("_RJEM_MALLOC_CONF", "dirty_decay_ms:0,muzzy_decay_ms:0")],
         give_back: GiveBack::Mallctl,
-        why: "free extents are purged at once instead of over ten seconds",
-        obtain: BUILD,
+        effect: "free extents are purged at once instead of over ten seconds",
+        install_hint: BUILD,
     },
     Subject {
         name: "mimalloc-eager",
@@ -127,8 +127,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: MIMALLOC,
         settings: &[("MIMALLOC_PURGE_DELAY", "0")],
         give_back: GiveBack::MiCollect,
-        why: "free pages are purged at once",
-        obtain: BUILD,
+        effect: "free pages are purged at once",
+        install_hint: BUILD,
     },
     Subject {
         name: "tcmalloc-eager",
@@ -136,8 +136,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: TCMALLOC,
         settings: &[("TCMALLOC_AGGRESSIVE_DECOMMIT", "1"), ("TCMALLOC_RELEASE_RATE", "1000")],
         give_back: GiveBack::ReleaseFreeMemory,
-        why: "free spans are decommitted at once; blocks up to 256 KiB may stay in its central cache",
-        obtain: INSTALL,
+        effect: "free spans are decommitted at once; blocks up to 256 KiB may stay in its central cache",
+        install_hint: INSTALL,
     },
     Subject {
         name: "pagemill",
@@ -145,8 +145,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: Library::Built("libpagemill_malloc.so"),
         settings: &[],
         give_back: GiveBack::MallocTrim,
-        why: "as it comes",
-        obtain: BUILD,
+        effect: "as it comes",
+        install_hint: BUILD,
     },
     Subject {
         name: UNWATCHED,
@@ -154,8 +154,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: Library::Built("libpagemill_malloc.so"),
         settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_RETURN", "keep")],
         give_back: GiveBack::MallocTrim,
-        why: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
-        obtain: BUILD,
+        effect: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
+        install_hint: BUILD,
     },
     Subject {
         name: KEEPING,
@@ -163,8 +163,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: Library::Built("libpagemill_malloc.so"),
         settings: &[("PAGEMILL_RETURN", "keep")],
         give_back: GiveBack::MallocTrim,
-        why: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
-        obtain: BUILD,
+        effect: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
+        install_hint: BUILD,
     },
 ];
 
@@ -176,8 +176,8 @@ pub const MESH: Subject = Subject {
     library: Library::Installed(&["libmesh.so"]),
     settings: &[],
     give_back: GiveBack::MeshCompact,
-    why: "as it comes",
-    obtain: "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
+    effect: "as it comes",
+    install_hint: "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
 };
 
 /// The name of the subject Pagemill with default settings.
@@ -190,7 +190,7 @@ pub const UNWATCHED: &str = "pagemill-unwatched";
 pub const KEEPING: &str = "pagemill-keep";
 
 impl Role {
-    /// Returns whether a subject with this role runs only if `--only` names it.
+    /// Whether a subject with this role runs only if `--only` names it.
     fn is_on_request(self) -> bool {
         matches!(self, Self::Unwatched | Self::Keeping)
     }
@@ -207,13 +207,12 @@ const FOREIGN_SETTINGS: &[&str] =
 
 /// A subject whose library was found on this machine.
 #[derive(Clone, Debug)]
-pub struct Ready {
+pub struct AvailableSubject {
     pub subject: &'static Subject,
     preload: Option<PathBuf>,
 }
 
-impl Ready {
-    /// Returns the stable name of the subject.
+impl AvailableSubject {
     pub fn name(&self) -> &'static str {
         self.subject.name
     }
@@ -223,7 +222,7 @@ impl Ready {
         self.preload.as_deref()
     }
 
-    /// Returns whether the allocator publishes how much memory it could return.
+    /// Whether the allocator publishes how much memory it could return.
     pub fn publishes(&self) -> bool {
         self.is_pagemill()
     }
@@ -289,7 +288,10 @@ fn is_foreign(name: &OsStr) -> bool {
 /// # Errors
 ///
 /// [`Error::CannotRun`] if `only` has a name that matches no wanted subject, or if no wanted subject is available.
-pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(Vec<Ready>, Vec<String>)> {
+pub fn select_available(
+    only: &[String],
+    is_wanted: impl Fn(&Subject) -> bool,
+) -> Result<(Vec<AvailableSubject>, Vec<String>)> {
     let known = || SUBJECTS.iter().filter(|subject| is_wanted(subject)).map(|subject| subject.name);
     if let Some(name) = only.iter().find(|name| !known().any(|known| known == *name)) {
         let names = known().collect::<Vec<_>>().join(", ");
@@ -302,7 +304,7 @@ pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(
         if !(is_named || is_of_all) || !is_wanted(subject) {
             continue;
         }
-        match self::ready(subject) {
+        match self::find_available(subject) {
             Ok(subject) => ready.push(subject),
             Err(gap) => gaps.push(gap),
         }
@@ -318,14 +320,14 @@ pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(
 /// # Errors
 ///
 /// A sentence for the list of gaps, if the library is missing.
-pub fn ready(subject: &'static Subject) -> std::result::Result<Ready, String> {
-    match find(subject.library) {
-        Ok(preload) => Ok(Ready { subject, preload }),
-        Err(names) => Err(format!("{}: {names} not found; to have it: {}", subject.name, subject.obtain)),
+pub fn find_available(subject: &'static Subject) -> std::result::Result<AvailableSubject, String> {
+    match find_library(subject.library) {
+        Ok(preload) => Ok(AvailableSubject { subject, preload }),
+        Err(names) => Err(format!("{}: {names} not found; to have it: {}", subject.name, subject.install_hint)),
     }
 }
 
-fn find(library: Library) -> std::result::Result<Option<PathBuf>, String> {
+fn find_library(library: Library) -> std::result::Result<Option<PathBuf>, String> {
     match library {
         Library::System => Ok(None),
         Library::Built(name) => built_file(name).map(Some).ok_or(name.to_owned()),
@@ -371,7 +373,7 @@ pub fn settings_markdown() -> String {
             true => "none".to_owned(),
             false => settings.join(" "),
         };
-        text += &format!("| {} | {settings} | {} |\n", subject.name, subject.why);
+        text += &format!("| {} | {settings} | {} |\n", subject.name, subject.effect);
     }
     text
 }
@@ -385,7 +387,7 @@ mod tests {
     /// Each subject has a unique name. Exactly the subjects that differ from an allocator's default have settings, and
     /// names that end in `-eager` belong to subjects that return memory at once.
     #[test]
-    fn subjects_are_well_formed() {
+    fn names_roles_and_settings_of_subjects_agree() {
         let names: BTreeSet<&str> = SUBJECTS.iter().map(|subject| subject.name).collect();
         assert_eq!(names.len(), SUBJECTS.len());
         for subject in SUBJECTS {
@@ -393,18 +395,17 @@ mod tests {
             let is_set = is_eager || subject.role.is_on_request();
             assert_eq!(is_set, !subject.settings.is_empty(), "{}", subject.name);
             assert_eq!(is_eager, subject.name.ends_with("-eager"), "{}", subject.name);
-            assert!(subject.library == Library::System || !subject.obtain.is_empty());
+            assert!(subject.library == Library::System || !subject.install_hint.is_empty());
         }
     }
 
-    /// The variants of Pagemill run only if `--only` names them.
     #[test]
-    fn other_settings_are_run_on_request() {
+    fn pagemill_variants_run_only_if_named() {
         for own in [UNWATCHED, KEEPING] {
             let names = |only: &[String]| -> Vec<&str> {
-                let (ready, gaps) = select(only, |_| true).unwrap_or_default();
+                let (ready, gaps) = select_available(only, |_| true).unwrap_or_default();
                 let gaps = gaps.into_iter().filter(|gap| gap.starts_with(own)).map(|_| own);
-                ready.iter().map(Ready::name).chain(gaps).collect()
+                ready.iter().map(AvailableSubject::name).chain(gaps).collect()
             };
 
             assert!(!names(&[]).contains(&own));
@@ -414,7 +415,7 @@ mod tests {
 
     /// [`clear_foreign_settings`] removes each variable that a subject's settings use, and leaves `PATH` alone.
     #[test]
-    fn settings_are_ours_alone() {
+    fn settings_of_subjects_are_cleared() {
         for (name, _) in SUBJECTS.iter().flat_map(|subject| subject.settings) {
             assert!(is_foreign(OsStr::new(name)), "{name}");
         }
@@ -423,10 +424,10 @@ mod tests {
 
     /// The rendered table has one line for each subject. An unknown name is refused with the list of known names.
     #[test]
-    fn settings_and_names_are_complete() {
+    fn settings_table_lists_every_subject() {
         assert_eq!(settings_markdown().lines().count(), SUBJECTS.len() + 2);
 
-        let refusal = select(&["hoard".to_owned()], |_| true).map(|_| ());
+        let refusal = select_available(&["hoard".to_owned()], |_| true).map(|_| ());
         assert!(refusal.is_err_and(|error| error.to_string().contains("jemalloc-eager")));
     }
 }

@@ -27,7 +27,7 @@ fn value(rows: &[serde_json::Value], subject: &str, metric: &str) -> Option<f64>
 
 /// The workload of ebizzy runs for fifty milliseconds. It makes records, and every search finds its key.
 #[test]
-fn ebizzy_counts_right_answers() {
+fn ebizzy_finds_every_key() {
     for sizes in ["fixed", "mixed"] {
         let line = rows(&["__ebizzy", "--threads", "2", "--warm-ms", "5", "--measure-ms", "50", "--sizes", sizes]);
 
@@ -39,7 +39,7 @@ fn ebizzy_counts_right_answers() {
 /// ebizzy runs with its copies in every kind of memory. No copy is damaged, and only with `MADV_DONTNEED` does each
 /// copy cause page faults for all its pages.
 #[test]
-fn ebizzy_runs_in_every_memory() {
+fn ebizzy_runs_with_every_kind_of_memory() {
     for memory in ["malloc", "handles", "free", "dontneed"] {
         let times = ["--threads", "2", "--warm-ms", "20", "--measure-ms", "50"];
         let line = rows(&[&["__ebizzy", "--memory", memory, "--sum-every", "2"], &times[..]].concat());
@@ -58,7 +58,7 @@ fn ebizzy_runs_in_every_memory() {
 /// The experiment runs with glibc's defaults and with settings that return memory at once. Only the latter cause page
 /// faults at each record, which shows that the settings had an effect.
 #[test]
-fn ebizzy_tells_keeping_from_returning() {
+fn returning_memory_at_once_causes_page_faults() {
     let rows =
         rows(&["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", "glibc,glibc-eager"]);
 
@@ -83,7 +83,7 @@ fn writers_write_and_check() {
 /// A handover in its smallest form survives under glibc that returns memory at once. Needs cgroups; without them the
 /// bench prints that and exits with 2.
 #[test]
-fn a_handover_lets_the_eager_live() {
+fn handover_survives_with_eager_glibc() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--samples", "1", "--only", "glibc-eager"];
     let output = bench(&arguments);
     if output.status.code() == Some(2) {
@@ -99,7 +99,7 @@ fn a_handover_lets_the_eager_live() {
 /// Every variant of the handover with allocations of one size survives; impossible sizes are refused. Needs cgroups;
 /// without them the bench prints that and exits with 2.
 #[test]
-fn pieces_of_one_size_are_handed_over() {
+fn handover_of_one_size_survives_with_eager_glibc() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--trials", "1", "--sizes"];
     let all = "all,runs,random,several,busy,limit";
     let run = |size, only| [&arguments[..], &[size, "--variants", all, "--only", only]].concat();
@@ -119,7 +119,7 @@ fn pieces_of_one_size_are_handed_over() {
 
 /// The newcomer fills its memory with eight threads and checks it word by word.
 #[test]
-fn newcomers_check_every_word() {
+fn newcomer_checks_every_word() {
     let line = rows(&["__newcomer", "--mib", "16", "--threads", "8"]);
 
     assert!(line[0]["ms"].as_f64().is_some_and(|time| time > 0.0) && line[0]["refused"] == 0, "{line:?}");
@@ -128,7 +128,7 @@ fn newcomers_check_every_word() {
 /// A request to a sibling is answered and timed, if the command is built. An asker without a process tree reports an
 /// error.
 #[test]
-fn requests_are_timed() {
+fn requests_to_a_sibling_are_timed() {
     let rows = rows(&["survive", "--reaction", "--quick", "--json", "--samples", "1", "--only", "pagemill,glibc"]);
     match value(&rows, "pagemill", "median_us") {
         // The number of late requests depends on the machine.
@@ -143,7 +143,7 @@ fn requests_are_timed() {
 /// With a subject named, `--cost` measures only that subject: neither a comparison nor an idle process. It cannot be
 /// combined with `--hog`.
 #[test]
-fn cost_names_its_own_subjects() {
+fn cost_measures_only_named_subjects() {
     let rows = rows(&["ebizzy", "--cost", "--quick", "--json", "--threads", "2", "--only", "glibc"]);
 
     assert!(value(&rows, "glibc", "records_per_second").is_some_and(|rate| rate > 0.0));
@@ -152,7 +152,7 @@ fn cost_names_its_own_subjects() {
 
 /// The filler of a machine takes all of its memory above a low floor, and none with a floor that it cannot keep.
 #[test]
-fn fillers_stop_at_their_floor() {
+fn filler_stops_at_its_floor() {
     for (floor_mib, stopped) in [("16", 0), ("99999999", 1)] {
         let folder = tempfile::tempdir().expect("a temporary folder");
         std::fs::write(folder.path().join("stop"), "").expect("written");
@@ -174,7 +174,7 @@ fn fillers_stop_at_their_floor() {
 
 /// Each peer library serves malloc when it is preloaded; otherwise the workload would fail.
 #[test]
-fn peers_are_what_they_say() {
+fn peer_libraries_serve_malloc() {
     for subject in ["jemalloc", "mimalloc", "tcmalloc", "pagemill"] {
         let output = bench(&["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", subject]);
         let complaint = String::from_utf8_lossy(&output.stderr);
@@ -205,7 +205,7 @@ fn small_allocations_keep_their_tags() {
 /// 16 MiB in small allocations are freed below one that is kept. glibc retains the memory until it is asked to return
 /// it.
 #[test]
-fn giveback_sees_memory_go() {
+fn giveback_measures_returned_memory() {
     let line = rows(&["__giveback", "--mib", "16", "--piece", "4096", "--how", "malloc-trim"]);
 
     assert!(line[0]["returned_mib"].as_f64().is_some_and(|mib| mib > 10.0), "{line:?}");
@@ -222,7 +222,7 @@ fn startup_measures_true() {
 /// The experiment reports the memory that a process still holds after each second. glibc returns allocations of 1 MiB
 /// at once, since it maps each of them separately.
 #[test]
-fn footprint_sees_memory_return() {
+fn footprint_reports_memory_after_each_second() {
     let rows =
         rows(&["footprint", "--return", "--quick", "--json", "--samples", "1", "--only", "glibc", "--sizes", "1M"]);
 
@@ -235,7 +235,7 @@ fn footprint_sees_memory_return() {
 /// Random churn reports the memory of three phases and a CPU time. A program without its sources is reported as a gap
 /// that tells how to get them.
 #[test]
-fn footprint_watches_churn() {
+fn footprint_measures_churn() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs"];
     let churn = rows(&[&arguments[..], &["churn"]].concat());
     for metric in ["process_peak_mib", "steady_mib", "last_quarter_mib", "after_mib", "live_mib", "cpu_us_per_act"] {
@@ -253,7 +253,7 @@ fn footprint_watches_churn() {
 /// Programs are compiled from the given checkout, which is here a test program that prints like larson. pandas runs if
 /// it is installed.
 #[test]
-fn footprint_watches_foreign_loads() {
+fn footprint_compiles_and_measures_other_programs() {
     let checkout = tempfile::tempdir().expect("a temporary folder");
     let sources = checkout.path().join("bench/larson");
     std::fs::create_dir_all(&sources).expect("made");
@@ -286,7 +286,7 @@ fn footprint_watches_foreign_loads() {
 /// `true` under `pagemill run` and under a spawner, short programs, and a test configure script each have a row. A
 /// script that prints something else in each run is a wrong answer. Skipped if the command is not built.
 #[test]
-fn startup_measures_trees() {
+fn startup_measures_process_trees() {
     let source = tempfile::tempdir().expect("a temporary folder");
     let script = source.path().join("configure");
     let write = |text: &str| {
@@ -324,7 +324,7 @@ fn startup_measures_trees() {
 
 /// If both are named, Pagemill that returns memory by age is compared with Pagemill that does not.
 #[test]
-fn balanced_is_compared_with_keep() {
+fn aging_is_compared_with_keep() {
     let arguments =
         ["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", "pagemill,pagemill-keep"];
     let output = bench(&arguments);
@@ -339,7 +339,7 @@ fn balanced_is_compared_with_keep() {
 
 /// The smallest of the real programs is measured. Skipped without sqlite3.
 #[test]
-fn footprint_watches_a_program() {
+fn footprint_measures_a_program() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs", "sqlite3"];
     let output = bench(&arguments);
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -355,7 +355,7 @@ fn footprint_watches_a_program() {
 /// A hog and a workload run alternately under glibc that returns memory at once, and both survive. Without cgroups they
 /// run without a limit.
 #[test]
-fn workload_and_hog_take_turns() {
+fn workload_and_hog_survive_in_turns() {
     let rows = rows(&["ebizzy", "--quick", "--hog", "--json", "--samples", "1", "--only", "glibc-eager"]);
 
     assert!(value(&rows, "glibc-eager", "records_per_second").is_some(), "{rows:?}");
@@ -364,7 +364,7 @@ fn workload_and_hog_take_turns() {
 
 /// Bad arguments exit with 2, whether the parser or the bench detects them.
 #[test]
-fn bad_usage_is_told() {
+fn bad_arguments_exit_with_2() {
     for arguments in [
         &["nonsense"][..],
         &["ebizzy", "--samples", "0"],
@@ -426,7 +426,7 @@ fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
 
 /// iozone's seven operations run mapped and by processes. Every record is found, and each operation has a speed.
 #[test]
-fn records_are_found_in_every_way() {
+fn records_are_found_by_every_operation() {
     for flags in [&["--mapped"][..], &["--processes"], &["--mapped", "--processes"]] {
         let numbers = ["--workers", "3", "--total-bytes", "6000000", "--cell-ms", "1", "--pause-ms", "0"];
         let line = rows_on_files(&[&["__iozone"], &numbers[..], flags].concat());
@@ -531,7 +531,7 @@ fn slab_compares_its_subjects() {
 /// Arguments that leave nothing to measure are refused before anything runs, with the list of valid ones. This holds
 /// for parts and subjects of slab, and for experiments that do not use all allocators.
 #[test]
-fn what_measures_nothing_is_refused() {
+fn arguments_without_effect_are_refused() {
     let walks = "walks has still, moving, fragmented, packed";
     let speed = "speed has fixed, by-owner, by-handle, slotmap, sharded-slab, glibc, jemalloc, mimalloc, tcmalloc";
     for (arguments, words) in [
@@ -562,7 +562,7 @@ fn what_measures_nothing_is_refused() {
 /// References are taken and dropped on both kinds of folio, and on a count per page. Folios are split and collapsed,
 /// and keep their bytes.
 #[test]
-fn references_are_given_back() {
+fn references_are_dropped_again() {
     let rows = rows(&["refs", "--quick", "--json", "--samples", "1"]);
 
     for subject in ["splittable", "never-split", "per-4-KiB"] {
@@ -579,7 +579,7 @@ fn references_are_given_back() {
 /// Fragmented memory is compacted in caches that can move objects, unlike in an allocator. The latency of a thread is
 /// measured meanwhile. Trees are walked during moves and after compaction.
 #[test]
-fn slabs_are_packed_and_walked() {
+fn slabs_are_compacted_and_walked() {
     let part = |part: &str, only: &str| {
         let arguments = ["slab", "--quick", "--json", "--samples", "1", "--parts", part, "--only", only];
         let objects = if part == "walks" { &[][..] } else { &["--objects", "100000"] };
@@ -713,7 +713,7 @@ fn files_are_written_and_found() {
 /// A complete run mounts, measures and unmounts a tmpfs. Needs permission to mount; without it the bench prints that
 /// and exits with 2.
 #[test]
-fn a_plain_tmpfs_is_mounted_and_measured() {
+fn tmpfs_is_mounted_and_measured() {
     let arguments = ["iozone", "--json", "--samples", "1", "--threads", "2", "--total", "4M", "--cell-seconds", "0"];
     let mut arguments = [&arguments[..], &["--quick", "--only", "tmpfs-never"]].concat();
     let output = bench(&arguments);
@@ -736,7 +736,7 @@ fn a_plain_tmpfs_is_mounted_and_measured() {
 /// Two traces on small footprints report Pagemill's policy and its peers, with a verdict for each trace and one for the
 /// mean. A second run reports the same numbers.
 #[test]
-fn traces_are_counted() {
+fn traces_report_the_same_hit_ratios() {
     let line = ["traces", "--json", "--samples", "1", "--pages", "2000", "--traces", "zipf-1.0,loop"];
     let first = rows(&line);
 

@@ -51,12 +51,10 @@ impl Mapping {
         }
     }
 
-    /// Returns the address of the mapping.
     pub fn address(&self) -> usize {
         self.start.as_ptr() as usize
     }
 
-    /// Copies the record at `offset` out of the file.
     #[inline]
     pub fn read(&self, offset: usize, record: &mut [u8; RECORD_BYTES]) {
         assert!(offset + RECORD_BYTES <= self.len_bytes);
@@ -67,7 +65,6 @@ impl Mapping {
         unsafe { ptr::copy_nonoverlapping(self.start.as_ptr().add(offset), record.as_mut_ptr(), RECORD_BYTES) };
     }
 
-    /// Copies a record into the file at `offset`.
     #[inline]
     pub fn write(&self, offset: usize, record: &[u8; RECORD_BYTES]) {
         assert!(offset + RECORD_BYTES <= self.len_bytes && self.access == Access::Write);
@@ -88,12 +85,12 @@ impl Mapping {
 
 /// A read-only file mapping that several threads read.
 #[derive(Debug)]
-pub struct Shared(Mapping);
+pub struct SharedMapping(Mapping);
 
 // SAFETY: the mapping is only read, and the file is not written while it is measured.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for SharedMapping {}
 
-impl Shared {
+impl SharedMapping {
     /// Maps the first `len_bytes` bytes of a file, and takes all page faults at once.
     ///
     /// # Errors
@@ -105,7 +102,6 @@ impl Shared {
         Ok(Self(mapping))
     }
 
-    /// Copies the record at `offset` out of the file.
     #[inline]
     pub fn read(&self, offset: usize, record: &mut [u8; RECORD_BYTES]) {
         self.0.read(offset, record);
@@ -125,7 +121,7 @@ mod tests {
 
     /// Bytes written through one mapping are read through another. A read beyond the end panics.
     #[test]
-    fn records_go_in_and_out() {
+    fn records_are_copied_through_a_mapping() {
         let file = tempfile::tempfile().expect("a temporary file");
         file.set_len(3 * RECORD_BYTES as u64).expect("it grows");
         let [writer, reader] = [Access::Write, Access::Read]

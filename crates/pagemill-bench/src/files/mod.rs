@@ -10,9 +10,9 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Progress};
+use crate::experiment::{CommonOptions, Progress, SampleTable};
 use crate::report::Report;
 use crate::subject;
 use mount::{FileSystem, Mounted, Mounter};
@@ -21,7 +21,7 @@ use mount::{FileSystem, Mounted, Mounter};
 #[derive(Clone, Debug, clap::Args)]
 pub struct FileOptions {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
     /// A folder that `pagemill mount` already serves (default: one mount for each sample, which needs root)
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
@@ -31,7 +31,7 @@ pub struct FileOptions {
 const CACHED: &str = "--cached";
 
 /// The cases of an experiment on files, and the arguments with which a workload runs each of them.
-pub struct Plan<'a, Case> {
+pub struct FileExperiment<'a, Case> {
     pub cases: &'a [Case],
     pub rounds: usize,
     pub size_bytes: u64,
@@ -42,16 +42,16 @@ pub struct Plan<'a, Case> {
     pub limit: Duration,
 }
 
-impl<Case: Ord + Clone> Plan<'_, Case> {
+impl<Case: Ord + Clone> FileExperiment<'_, Case> {
     /// Runs every case on every file system and returns the samples. The file systems alternate, and each sample has a
     /// new mount.
     ///
     /// # Errors
     ///
     /// A wrong answer, an interrupt, or a tmpfs that can no longer be mounted.
-    pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<Book<Case>> {
+    pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<SampleTable<Case>> {
         let progress = Progress::new(self.cases.len() * self.rounds * ready.len());
-        let mut book = Book::new();
+        let mut samples = SampleTable::new();
         for case in self.cases {
             for round in 0..self.rounds {
                 for index in 0..ready.len() {
@@ -59,42 +59,42 @@ impl<Case: Ord + Clone> Plan<'_, Case> {
                     progress.step(&format!("{}, {}", (self.name)(case), subject.name));
                     if !subject.is_mounted() {
                         let outcome = self.sample(case, subject, &[CACHED])?;
-                        book.enter(case, subject.name, self.metrics, &outcome);
+                        samples.add_outcome(case, subject.name, self.metrics, &outcome);
                         continue;
                     }
                     match mounter.mount(subject, self.size_bytes)? {
                         Ok(mounted) => {
-                            let outcome = self.sample(case, subject, &place(&mounted))?;
-                            book.enter(case, subject.name, self.metrics, &outcome);
-                            mounted.end().complaint.into_iter().for_each(|gap| report.gap(gap));
+                            let outcome = self.sample(case, subject, &place_arguments(&mounted))?;
+                            samples.add_outcome(case, subject.name, self.metrics, &outcome);
+                            mounted.unmount().complaint.into_iter().for_each(|gap| report.add_gap(gap));
                         }
-                        Err(gap) => book.enter(case, subject.name, self.metrics, &Outcome::Failed(gap)),
+                        Err(gap) => samples.add_outcome(case, subject.name, self.metrics, &Outcome::Failed(gap)),
                     }
                 }
             }
         }
-        Ok(book)
+        Ok(samples)
     }
 
     fn sample(&self, case: &Case, subject: FileSystem, place: &[impl AsRef<OsStr>]) -> Result<Outcome> {
-        let mut command = child::workload(&[])?;
+        let mut command = child::workload_command(&[])?;
         command.args((self.arguments)(case)).args(place);
         subject::clear_foreign_settings(&mut command);
-        let finished = Running::start(&mut command)?.finish(self.limit)?;
-        child::outcome(subject.name, &finished)
+        let finished = RunningGroup::start(&mut command)?.finish(self.limit)?;
+        child::classify(subject.name, &finished)
     }
 }
 
 /// Returns workload arguments with the folder of the files and the device number by which the workload checks that the
 /// mount is still there.
-pub fn place(mounted: &Mounted) -> [String; 4] {
+pub fn place_arguments(mounted: &Mounted) -> [String; 4] {
     let folder = mounted.folder().display().to_string();
     ["--folder".to_owned(), folder, "--device".to_owned(), mounted.device().to_string()]
 }
 
-/// The folder and device number of [`place`], as parsed by a workload.
+/// The folder and device number of [`place_arguments`], as parsed by a workload.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Place {
+pub struct FilePlace {
     // Neither option is required, so that workloads with an optional place can be parsed. Workloads that need a place
     // check it themselves.
     /// The root of the file system, or a folder in it
@@ -105,7 +105,7 @@ pub struct Place {
     pub device: u64,
 }
 
-impl Place {
+impl FilePlace {
     /// Fails if another file system is mounted on the folder now.
     pub fn check(&self) -> std::result::Result<(), String> {
         mount::assert_tmpfs(&self.folder, self.device)

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use tempfile::TempDir;
 
-use crate::child::{self, Running};
+use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result, doing};
 use crate::native;
 use crate::subject::{self, PAGEMILL};
@@ -23,34 +23,34 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// Time limit for `pagemill mount` to mount, and to unmount.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A file system that is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
     /// The stable name of the file system in tables, in JSON and for `--only`.
     pub name: &'static str,
-    kind: Kind,
+    kind: FileSystemKind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum FileSystemKind {
     /// tmpfs with this value of its mount option `huge`.
     Tmpfs(&'static str),
     /// `pagemill mount`, whose controller decides on huge pages for each file.
-    Steered,
+    PagemillMount,
     /// A page cache inside the workload's process, so that nothing is mounted.
     Cache,
 }
 
-pub const NEVER: FileSystem = FileSystem { name: "tmpfs-never", kind: Kind::Tmpfs("never") };
-pub const WITHIN_SIZE: FileSystem = FileSystem { name: "tmpfs-within-size", kind: Kind::Tmpfs("within_size") };
-pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", kind: Kind::Tmpfs("always") };
-pub const STEERED: FileSystem = FileSystem { name: PAGEMILL, kind: Kind::Steered };
-pub const CACHE: FileSystem = FileSystem { name: "cache", kind: Kind::Cache };
+pub const NEVER: FileSystem = FileSystem { name: "tmpfs-never", kind: FileSystemKind::Tmpfs("never") };
+pub const WITHIN_SIZE: FileSystem =
+    FileSystem { name: "tmpfs-within-size", kind: FileSystemKind::Tmpfs("within_size") };
+pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", kind: FileSystemKind::Tmpfs("always") };
+pub const PAGEMILL_MOUNT: FileSystem = FileSystem { name: PAGEMILL, kind: FileSystemKind::PagemillMount };
+pub const CACHE: FileSystem = FileSystem { name: "cache", kind: FileSystemKind::Cache };
 
 impl FileSystem {
-    /// Returns whether the file system is mounted. If not, the workload stores its files in its own process.
+    /// Whether the file system is mounted. If not, the workload stores its files in its own process.
     pub fn is_mounted(self) -> bool {
-        self.kind != Kind::Cache
+        self.kind != FileSystemKind::Cache
     }
 }
 
@@ -61,7 +61,7 @@ enum Origin {
     Given,
     Mounted,
     /// A `pagemill mount` process mounted it, and unmounts it when it is asked to end.
-    Steered(Running),
+    PagemillMount(RunningGroup),
 }
 
 /// A mounted file system. Dropping it unmounts it.
@@ -72,20 +72,19 @@ pub struct Mounted {
     folder: TempDir,
 }
 
-/// The result of unmounting a file system.
 #[derive(Debug, Default)]
-pub struct Ended {
+pub struct UnmountResult {
     /// A message, if the controller did not unmount the file system by itself.
     pub complaint: Option<String>,
     /// The controller's standard error, as one line.
-    pub said: String,
+    pub stderr: String,
 }
 
 /// Mounts file systems in a private mount namespace.
 #[derive(Debug)]
 pub struct Mounter {
     /// A folder given by the user, on which a `pagemill mount` is already active.
-    given: Option<PathBuf>,
+    given_folder: Option<PathBuf>,
 }
 
 impl Mounter {
@@ -95,9 +94,9 @@ impl Mounter {
     /// # Errors
     ///
     /// [`Error::CannotRun`] if mounting is not permitted, or if the given folder is not on a tmpfs.
-    pub fn new(given: Option<&Path>) -> Result<Self> {
+    pub fn new(given_folder: Option<&Path>) -> Result<Self> {
         let refused = |cause| Error::CannotRun(format!("mounting is not permitted here ({cause}); it takes root"));
-        if let Some(folder) = given {
+        if let Some(folder) = given_folder {
             let device = device_of(folder).map_err(doing(folder.display().to_string()))?;
             assert_tmpfs(folder, device).map_err(Error::CannotRun)?;
         }
@@ -106,7 +105,7 @@ impl Mounter {
         // propagate out.
         let inwards = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
         rustix::mount::mount_change("/", inwards).map_err(|errno| refused(errno.into()))?;
-        Ok(Self { given: given.map(Path::to_owned) })
+        Ok(Self { given_folder: given_folder.map(Path::to_owned) })
     }
 
     /// Returns the wanted file systems of `known` that can be mounted, and a gap for each that cannot.
@@ -131,7 +130,7 @@ impl Mounter {
             match self.mount(subject, 64 << 20)? {
                 Ok(mounted) => {
                     ready.push(subject);
-                    gaps.extend(mounted.end().complaint);
+                    gaps.extend(mounted.unmount().complaint);
                 }
                 Err(gap) => gaps.push(gap),
             }
@@ -149,14 +148,14 @@ impl Mounter {
     /// [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`] after a signal.
     pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<std::result::Result<Mounted, String>> {
         let builder = || tempfile::Builder::new().prefix("pagemill-bench-").to_owned();
-        let Kind::Tmpfs(huge) = subject.kind else {
-            if let Some(given) = &self.given {
-                let folder = builder().tempdir_in(given).map_err(doing(given.display().to_string()))?;
+        let FileSystemKind::Tmpfs(huge) = subject.kind else {
+            if let Some(given_folder) = &self.given_folder {
+                let folder = builder().tempdir_in(given_folder).map_err(doing(given_folder.display().to_string()))?;
                 return Mounted::new(folder, Origin::Given).map(Ok);
             }
             let folder = builder().tempdir().map_err(doing("making a folder to mount on"))?;
             return match start_controller(folder.path(), size_bytes)? {
-                Ok(running) => Mounted::new(folder, Origin::Steered(running)).map(Ok),
+                Ok(running) => Mounted::new(folder, Origin::PagemillMount(running)).map(Ok),
                 Err(gap) => Ok(Err(gap)),
             };
         };
@@ -171,15 +170,15 @@ impl Mounter {
 
 /// Starts `pagemill mount` and waits until the folder is a mount point. The inner error is a sentence for the list of
 /// gaps.
-fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<Running, String>> {
+fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<RunningGroup, String>> {
     let Some(program) = subject::built_file("pagemill") else {
         return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
     };
     let before = device_of(folder).map_err(doing("looking at a folder to mount on"))?;
-    let mut command = child::workload(&["__enter", "--"])?;
+    let mut command = child::workload_command(&["__enter", "--"])?;
     command.arg(program).arg("mount").arg(folder).args(["--size", &size_bytes.to_string()]);
     subject::clear_foreign_settings(&mut command);
-    let running = Running::start(&mut command)?;
+    let running = RunningGroup::start(&mut command)?;
     let begun = Instant::now();
     while device_of(folder).is_ok_and(|device| device == before) {
         child::check_interrupt()?;
@@ -205,7 +204,6 @@ impl Mounted {
         Ok(mounted)
     }
 
-    /// Returns the folder for the workload's files.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
@@ -215,16 +213,15 @@ impl Mounted {
         self.device
     }
 
-    /// Unmounts the file system.
-    pub fn end(mut self) -> Ended {
+    pub fn unmount(mut self) -> UnmountResult {
         self.close()
     }
 
-    fn close(&mut self) -> Ended {
+    fn close(&mut self) -> UnmountResult {
         let mut ended = match self.origin.take() {
-            None | Some(Origin::Given) => return Ended::default(),
-            Some(Origin::Mounted) => Ended::default(),
-            Some(Origin::Steered(running)) => self.end_controller(running),
+            None | Some(Origin::Given) => return UnmountResult::default(),
+            Some(Origin::Mounted) => UnmountResult::default(),
+            Some(Origin::PagemillMount(running)) => self.end_controller(running),
         };
         if self.is_mounted() {
             // The device number shows that this is the bench's mount. It is detached, since a killed workload may keep
@@ -236,26 +233,26 @@ impl Mounted {
         ended
     }
 
-    fn end_controller(&self, running: Running) -> Ended {
+    fn end_controller(&self, running: RunningGroup) -> UnmountResult {
         running.terminate();
         let finished = match running.finish(TIMEOUT) {
             Ok(finished) => finished,
             // The interrupt has killed the controller, too.
-            Err(Error::Interrupted { .. }) => return Ended::default(),
+            Err(Error::Interrupted { .. }) => return UnmountResult::default(),
             Err(error) => {
                 let complaint = Some(format!("pagemill: the controller did not end on request: {error}"));
-                return Ended { complaint, ..Ended::default() };
+                return UnmountResult { complaint, ..UnmountResult::default() };
             }
         };
-        let said = String::from_utf8_lossy(&finished.stderr).trim().replace('\n', "; ");
+        let stderr = String::from_utf8_lossy(&finished.stderr).trim().replace('\n', "; ");
         let complaint = (!finished.status.success() || self.is_mounted()).then(|| {
             let what = if self.is_mounted() { "did not unmount" } else { "unmounted" };
-            format!("pagemill: asked to end the controller {what} and ended with {}: {said}", finished.status)
+            format!("pagemill: asked to end the controller {what} and ended with {}: {stderr}", finished.status)
         });
-        Ended { complaint, said }
+        UnmountResult { complaint, stderr }
     }
 
-    /// Returns whether the folder still is the file system that was mounted on it.
+    /// Whether the folder still is the file system that was mounted on it.
     fn is_mounted(&self) -> bool {
         device_of(self.folder()).is_ok_and(|device| device == self.device)
     }
@@ -300,7 +297,7 @@ mod tests {
     /// A mount is a tmpfs with a device number of its own and counts the bytes written to it. Unmounting leaves no
     /// folder behind. Skipped if mounting is not permitted.
     #[test]
-    fn mounts_are_made_and_unmade() {
+    fn unmount_leaves_nothing_behind() {
         // The test runs in a thread of its own, so that the other tests keep their mount namespace.
         let test = thread::spawn(|| {
             let mounter = Mounter::new(None).map_err(|error| error.to_string())?;
@@ -310,7 +307,7 @@ mod tests {
             assert_eq!(used_bytes(&folder), Ok(8192));
             assert_eq!(assert_tmpfs(&folder, mounted.device()), Ok(()));
             assert!(assert_tmpfs(&folder, mounted.device() + 1).is_err());
-            assert_eq!(mounted.end().complaint, None);
+            assert_eq!(mounted.unmount().complaint, None);
             assert!(!folder.exists());
             Ok::<(), String>(())
         });
@@ -322,9 +319,9 @@ mod tests {
     /// An unknown name is refused with the list of known names. A folder outside of tmpfs is refused before anything is
     /// mounted.
     #[test]
-    fn what_cannot_be_is_refused() {
-        let mounter = Mounter { given: None };
-        let refusal = mounter.select(&["ramfs".to_owned()], &[NEVER, STEERED]).map(|_| ());
+    fn unknown_name_and_other_folder_are_refused() {
+        let mounter = Mounter { given_folder: None };
+        let refusal = mounter.select(&["ramfs".to_owned()], &[NEVER, PAGEMILL_MOUNT]).map(|_| ());
         assert!(refusal.is_err_and(|error| error.to_string().contains("tmpfs-never, pagemill")));
         assert!(Mounter::new(Some(Path::new("/proc"))).is_err_and(|error| error.to_string().contains("no tmpfs")));
     }

@@ -12,7 +12,6 @@ use crate::error::{Result, doing};
 use crate::stats::Random;
 use crate::subject;
 
-/// A program and the script that makes it work.
 #[derive(Clone, Debug)]
 pub struct Program {
     pub name: &'static str,
@@ -126,7 +125,7 @@ impl Program {
     }
 }
 
-/// Returns whether a command is in a folder of `PATH`.
+/// Whether a command is in a folder of `PATH`.
 pub fn is_installed(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
@@ -167,10 +166,10 @@ fn prepare_git(folder: &Path) -> std::io::Result<()> {
     let mut random = Random::new(7);
     for number in 0..600 {
         let mut text = String::new();
-        for _ in 0..200 + random.below(800) {
-            let word = WORDS[random.below(WORDS.len())];
-            let end = if random.below(9) == 0 { '\n' } else { ' ' };
-            let _ = write!(text, "{word}{}{end}", random.below(100));
+        for _ in 0..200 + random.next_below(800) {
+            let word = WORDS[random.next_below(WORDS.len())];
+            let end = if random.next_below(9) == 0 { '\n' } else { ' ' };
+            let _ = write!(text, "{word}{}{end}", random.next_below(100));
         }
         fs::write(tree.join(format!("{number:04}.txt")), text)?;
     }

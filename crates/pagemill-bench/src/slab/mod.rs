@@ -14,9 +14,9 @@ mod walks;
 use clap::ValueEnum;
 
 use crate::error::{Error, Result};
-use crate::experiment::Common;
+use crate::experiment::CommonOptions;
 use crate::report::Report;
-use crate::subject::{self, Ready, Role, SUBJECTS};
+use crate::subject::{self, AvailableSubject, Role, SUBJECTS};
 
 /// Names of Pagemill's three kinds of slab caches in the report.
 pub const FIXED: &str = "fixed";
@@ -57,20 +57,19 @@ Examples:
   pagemill bench slab --parts speed --sizes 192 --only fixed,tcmalloc
   pagemill bench slab --parts fragments --only by-owner,glibc
 
-The part speed takes about eight minutes, reads and moves two. Methods and figures:
+The part speed takes about eight minutes, reads and moves two. Methods and metrics:
 docs/benchmarks-slab.md.";
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = MORE_HELP)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
     /// Run only these parts, separated by commas
     #[arg(long, value_delimiter = ',', value_name = "PART")]
     pub parts: Vec<Part>,
     /// Object sizes of the part speed in bytes, separated by commas (default 64,192,576,1024,4096)
-    #[arg(long, value_delimiter = ',', value_name = "BYTES", value_parser = speed::size)]
+    #[arg(long, value_delimiter = ',', value_name = "BYTES", value_parser = speed::parse_size)]
     pub sizes: Vec<usize>,
     /// Also count the instructions of the part speed with valgrind
     #[arg(long)]
@@ -99,7 +98,7 @@ impl Part {
 }
 
 impl Options {
-    /// Returns whether to run a part: `--parts` names it or is absent, and it has a wanted subject.
+    /// Whether to run a part: `--parts` names it or is absent, and it has a wanted subject.
     fn has(&self, part: Part) -> bool {
         let is_named = self.parts.is_empty() || self.parts.contains(&part);
         is_named && part.subjects().into_iter().any(|name| self.common.is_wanted(name))
@@ -111,7 +110,7 @@ impl Options {
     ///
     /// [`Error::CannotRun`] with the list of known subjects or parts, if one of them has nothing to measure.
     fn check(&self) -> Result<()> {
-        self.common.check_only(&known())?;
+        self.common.check_only(&all_subjects())?;
         let list = |part: &Part| format!("{} has {}", part.name(), part.subjects().join(", "));
         if let Some(part) = self.parts.iter().find(|part| !self.has(**part)) {
             let only = self.common.only.join(", ");
@@ -170,33 +169,30 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Returns the names of the subjects of all parts.
-fn known() -> Vec<&'static str> {
+fn all_subjects() -> Vec<&'static str> {
     let mut all: Vec<_> = Part::value_variants().iter().flat_map(|part| part.subjects()).collect();
     all.sort_unstable();
     all.dedup();
     all
 }
 
-/// Returns the names of the allocators with default settings.
 fn allocator_names() -> impl Iterator<Item = &'static str> {
     SUBJECTS.iter().filter(|subject| subject.role == Role::Default).map(|subject| subject.name)
 }
 
 /// Returns the wanted default allocators that are available on this machine, and a gap for each that is not.
-fn allocators(common: &Common) -> Result<(Vec<Ready>, Vec<String>)> {
+fn allocators(common: &CommonOptions) -> Result<(Vec<AvailableSubject>, Vec<String>)> {
     let is_default = |subject: &subject::Subject| subject.role == Role::Default;
     let only: Vec<String> = allocator_names().filter(|name| common.is_wanted(name)).map(str::to_owned).collect();
-    if only.is_empty() { Ok(Default::default()) } else { subject::select(&only, is_default) }
+    if only.is_empty() { Ok(Default::default()) } else { subject::select_available(&only, is_default) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The help text lists every part with all its subjects.
     #[test]
-    fn help_names_all() {
+    fn help_lists_all_parts_and_subjects() {
         let parts: Vec<&str> = MORE_HELP.split("\n  ").collect();
         for part in Part::value_variants().iter().filter(|part| **part != Part::Stalls) {
             let lines: Vec<&&str> = parts.iter().skip_while(|line| !line.starts_with(&part.name())).take(2).collect();

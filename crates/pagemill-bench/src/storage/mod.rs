@@ -10,9 +10,9 @@ pub mod writeback;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, not_measured};
+use crate::experiment::{SampleTable, not_measured};
 use crate::report::{Bound, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
@@ -46,7 +46,7 @@ pub struct PlaceOptions {
 
 impl PlaceOptions {
     /// Opens the given file, or makes a temporary one.
-    fn ready(&self, mib: u64) -> Result<Target> {
+    fn open_or_make(&self, mib: u64) -> Result<Target> {
         let bytes = self.mib.unwrap_or(mib) << 20;
         match &self.file {
             Some(path) => Target::existing(path, self.mib.map(|_| bytes)),
@@ -59,34 +59,34 @@ impl PlaceOptions {
 fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration) -> Result<Outcome> {
     line.extend(target.arguments());
     let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    let mut command = child::workload(&line)?;
+    let mut command = child::workload_command(&line)?;
     subject::clear_foreign_settings(&mut command);
-    let finished = Running::start(&mut command)?.finish(limit)?;
-    child::outcome(subject, &finished)
+    let finished = RunningGroup::start(&mut command)?.finish(limit)?;
+    child::classify(subject, &finished)
 }
 
 /// Returns the subject with the best median of a rate. The best of each round would be the luckiest subject instead.
-fn best<'a, Case: Ord + Clone>(
-    book: &'a Book<Case>,
+fn best_subject<'a, Case: Ord + Clone>(
+    samples: &'a SampleTable<Case>,
     case: &Case,
     subjects: &[&'static str],
     rate: &'static str,
 ) -> (&'static str, Option<&'a Series>) {
-    let all = subjects.iter().filter_map(|subject| Some((*subject, book.get(case, subject, rate)?)));
+    let all = subjects.iter().filter_map(|subject| Some((*subject, samples.get(case, subject, rate)?)));
     let medians = all.filter_map(|(subject, series)| Some((series.median()?, subject, series)));
     let best = medians.max_by(|(one, ..), (other, ..)| one.total_cmp(other));
     best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
 }
 
 /// Compares a rate with the best of several subjects. The note names that subject.
-fn against_best<Case: Ord + Clone>(
-    book: &Book<Case>,
+fn judge_against_best<Case: Ord + Clone>(
+    samples: &SampleTable<Case>,
     (target, bound): (String, Bound),
     (case, own): (&Case, &'static str),
     (subjects, rate): (&[&'static str], &'static str),
 ) -> Verdict {
-    let base = best(book, case, subjects, rate);
-    let verdict = compare(target, bound, book.get(case, own, rate), base);
+    let base = best_subject(samples, case, subjects, rate);
+    let verdict = judge_ratio(target, bound, samples.get(case, own, rate), base);
     match verdict.estimate {
         Some(_) => Verdict { note: base.0.to_owned(), ..verdict },
         None => verdict,
@@ -94,7 +94,7 @@ fn against_best<Case: Ord + Clone>(
 }
 
 /// Judges the quotient of two series.
-fn compare(
+fn judge_ratio(
     target: impl Into<String>,
     bound: Bound,
     own: Option<&Series>,
@@ -105,9 +105,9 @@ fn compare(
     Verdict {
         // The ratio is the plain quotient. The bound tells whether it should be large, as for rates, or small, as for
         // costs.
-        estimate: stats::estimate(&own.ratios(base, Better::Higher)),
+        estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
         baseline: name.to_owned(),
-        is_lost: !own.survived(),
+        has_lost_round: !own.survived(),
         note: String::new(),
         ..blank
     }
@@ -121,13 +121,13 @@ mod tests {
     /// was run, there is no estimate.
     #[test]
     fn the_best_has_the_best_median() {
-        let mut book = Book::new();
+        let mut samples = SampleTable::new();
         let all = [("own", [95.0, 96.0, 94.0]), ("steady", [100.0, 99.0, 101.0]), ("lucky", [50.0, 200.0, 60.0])];
         for (subject, rates) in all {
-            rates.iter().for_each(|rate| book.enter_value(&(), subject, IOS, *rate));
+            rates.iter().for_each(|rate| samples.add_value(&(), subject, IOS, *rate));
         }
         let verdict = |peers: &[&'static str]| {
-            against_best(&book, ("it".to_owned(), Bound::AtLeast(0.9)), (&(), "own"), (peers, IOS))
+            judge_against_best(&samples, ("it".to_owned(), Bound::AtLeast(0.9)), (&(), "own"), (peers, IOS))
         };
 
         let measured = verdict(&["steady", "lucky", "absent"]);

@@ -27,7 +27,7 @@ pub struct Target {
     _folder: Option<TempDir>,
 }
 
-fn cannot(path: &Path, why: impl std::fmt::Display) -> Error {
+fn cannot_run(path: &Path, why: impl std::fmt::Display) -> Error {
     Error::CannotRun(format!("{}: {why}", path.display()))
 }
 
@@ -41,19 +41,19 @@ impl Target {
         let dir = dir.map_or_else(default_folder, |dir| Ok(dir.to_owned()))?;
         check_folder(&dir, len_bytes)?;
         let folder = tempfile::Builder::new().prefix("pagemill-bench-").tempdir_in(&dir);
-        let folder = folder.map_err(|cause| cannot(&dir, cause))?;
+        let folder = folder.map_err(|cause| cannot_run(&dir, cause))?;
         let path = folder.path().join("file");
-        let store = FileOptions::new().create_new().open(&path).map_err(|error| cannot(&path, error))?;
+        let store = FileOptions::new().create_new().open(&path).map_err(|error| cannot_run(&path, error))?;
         check_direct(&path, &store)?;
         let mut bytes = Aligned::new(BLOCK_BYTES, RECORD_BYTES);
         let mut records = Records::filled(BLOCK_BYTES);
         let len_bytes = len_bytes / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
         for offset in (0..len_bytes).step_by(BLOCK_BYTES) {
             child::check_interrupt()?;
-            bytes.copy_from_slice(records.at(0, offset));
-            store.write(offset, &bytes).map_err(|cause| cannot(&path, cause))?;
+            bytes.copy_from_slice(records.stamped_at(0, offset));
+            store.write(offset, &bytes).map_err(|cause| cannot_run(&path, cause))?;
         }
-        store.sync().map_err(|cause| cannot(&path, cause))?;
+        store.sync().map_err(|cause| cannot_run(&path, cause))?;
         Ok(Self { path, len_bytes, has_pattern: true, _folder: Some(folder) })
     }
 
@@ -63,22 +63,22 @@ impl Target {
     ///
     /// [`Error::CannotRun`] if the file does not support O_DIRECT, or is too short.
     pub fn existing(path: &Path, len_bytes: Option<u64>) -> Result<Self> {
-        let path = path.canonicalize().map_err(|cause| cannot(path, cause))?;
-        let store = FileStore::open_read_only(&path).map_err(|error| cannot(&path, error))?;
+        let path = path.canonicalize().map_err(|cause| cannot_run(path, cause))?;
+        let store = FileStore::open_read_only(&path).map_err(|error| cannot_run(&path, error))?;
         check_direct(&path, &store)?;
         // Without the sync, the kernel could write dirty pages of its cache during a measurement.
-        store.sync().map_err(|cause| cannot(&path, cause))?;
-        let size = store.size_bytes().map_err(|cause| cannot(&path, cause))?;
+        store.sync().map_err(|cause| cannot_run(&path, cause))?;
+        let size = store.size_bytes().map_err(|cause| cannot_run(&path, cause))?;
         let blocks = len_bytes.unwrap_or(size).min(size) / BLOCK_BYTES as u64;
         if blocks < 8 {
-            return Err(cannot(&path, format!("{size} bytes are too few to be read at random")));
+            return Err(cannot_run(&path, format!("{size} bytes are too few to be read at random")));
         }
         let mut record = Aligned::new(RECORD_BYTES, RECORD_BYTES);
         let mut has_pattern = true;
         for block in [0, blocks / 2, blocks - 1] {
             let offset = block * BLOCK_BYTES as u64;
-            store.read(offset, &mut record).map_err(|cause| cannot(&path, cause))?;
-            has_pattern &= pattern::is_whole(&record, 0, offset);
+            store.read(offset, &mut record).map_err(|cause| cannot_run(&path, cause))?;
+            has_pattern &= pattern::is_intact(&record, 0, offset);
         }
         Ok(Self { path, len_bytes: blocks * BLOCK_BYTES as u64, has_pattern, _folder: None })
     }
@@ -91,12 +91,15 @@ impl Target {
     pub fn arguments(&self) -> impl Iterator<Item = String> {
         let words = ["--file".to_owned(), self.path.display().to_string()];
         let pattern = self.has_pattern.then(|| "--pattern".to_owned());
-        words.into_iter().chain(child::numbers(&[("--len-bytes", self.len_bytes)]).collect::<Vec<_>>()).chain(pattern)
+        words
+            .into_iter()
+            .chain(child::numeric_options(&[("--len-bytes", self.len_bytes)]).collect::<Vec<_>>())
+            .chain(pattern)
     }
 }
 
 fn is_in_memory(folder: &Path) -> Result<bool> {
-    let state = rustix::fs::statfs(folder).map_err(|cause| cannot(folder, cause))?;
+    let state = rustix::fs::statfs(folder).map_err(|cause| cannot_run(folder, cause))?;
     Ok(IN_MEMORY.contains(&(state.f_type as u64)))
 }
 
@@ -110,13 +113,13 @@ fn default_folder() -> Result<PathBuf> {
 
 fn check_folder(folder: &Path, len_bytes: u64) -> Result<()> {
     if is_in_memory(folder)? {
-        return Err(cannot(folder, "it is in memory (tmpfs), where nothing is read from a device"));
+        return Err(cannot_run(folder, "it is in memory (tmpfs), where nothing is read from a device"));
     }
-    let state = rustix::fs::statvfs(folder).map_err(|cause| cannot(folder, cause))?;
+    let state = rustix::fs::statvfs(folder).map_err(|cause| cannot_run(folder, cause))?;
     let free = state.f_bavail.saturating_mul(state.f_frsize);
     if free < len_bytes + SPARE_BYTES {
         let [free, wanted] = [free, len_bytes + SPARE_BYTES].map(|bytes| bytes >> 20);
-        return Err(cannot(folder, format!("{free} MiB are free, {wanted} are needed: --mib takes less")));
+        return Err(cannot_run(folder, format!("{free} MiB are free, {wanted} are needed: --mib takes less")));
     }
     Ok(())
 }
@@ -124,7 +127,7 @@ fn check_folder(folder: &Path, len_bytes: u64) -> Result<()> {
 fn check_direct(path: &Path, store: &FileStore) -> Result<()> {
     match store.is_direct() {
         true => Ok(()),
-        false => Err(cannot(path, "the file system refuses O_DIRECT: the kernel's page cache would be measured")),
+        false => Err(cannot_run(path, "the file system refuses O_DIRECT: the kernel's page cache would be measured")),
     }
 }
 
@@ -134,7 +137,7 @@ mod tests {
 
     /// A temporary file is made, reopened by its path, and removed when dropped. A file system in memory is refused.
     #[test]
-    fn files_come_and_go() {
+    fn temporary_file_is_made_and_removed() {
         let refused = Target::make(Some(Path::new("/dev/shm")), 16 << 20);
         assert!(matches!(&refused, Err(Error::CannotRun(why)) if why.contains("in memory")), "{refused:?}");
         let made = match Target::make(None, 16 << 20) {
@@ -151,7 +154,7 @@ mod tests {
 
     /// A file that exceeds the free space is refused before anything is written.
     #[test]
-    fn room_is_looked_for() {
+    fn too_large_file_is_refused() {
         if let Ok(folder) = default_folder() {
             assert!(matches!(check_folder(&folder, 1 << 60), Err(Error::CannotRun(why)) if why.contains("are free")));
         }

@@ -14,18 +14,17 @@ mod writers;
 use crate::cgroup::Cgroup;
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::Common;
+use crate::experiment::CommonOptions;
 use crate::report::Report;
 use crate::subject;
 
 /// The memory limit around all processes of a cgroup.
 const LIMIT_MIB: u64 = 256;
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
     /// Seconds that each sample of the writers lasts (default 60, with --quick 1)
     #[arg(long)]
     pub seconds: Option<u64>,
@@ -62,12 +61,12 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns whether to run a part: its option is given, or no part's option is given.
+    /// Whether to run a part: its option is given, or no part's option is given.
     fn wants(&self, is_named: bool) -> bool {
         is_named || !(self.writers || self.handover || self.reaction || self.host || self.files)
     }
 
-    /// Returns whether to run any part that compares allocators.
+    /// Whether to run any part that compares allocators.
     fn wants_allocators(&self) -> bool {
         !self.files || self.writers || self.handover || self.reaction || self.host
     }
@@ -91,12 +90,12 @@ pub fn run(options: &Options) -> Result<Report> {
     if !options.wants_allocators() {
         return Ok(report);
     }
-    let (ready, gaps) = subject::select(&common.only, |_| true)?;
-    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let (ready, gaps) = subject::select_available(&common.only, |_| true)?;
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
     if options.host {
         host::check_machine()?;
     }
-    child::warm(2 * LIMIT_MIB)?;
+    child::touch_beforehand(2 * LIMIT_MIB)?;
     if is_writing {
         writers::run(options, &ready, &mut report)?;
     }
@@ -128,7 +127,7 @@ mod tests {
 
     /// Without options, the three parts run that leave the machine usable. With options, only the named parts run.
     #[test]
-    fn parts_are_chosen_by_name() {
+    fn options_choose_parts() {
         let wanted = |line: &[&str]| {
             let options = Line::try_parse_from([&["x"], line].concat()).expect("known options").options;
             let wants = |is_named| options.wants(is_named);

@@ -6,12 +6,11 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use super::{Failure, Outcome};
-use crate::native::{self, Tagged};
+use super::{Failure, WorkloadResult};
+use crate::native::{self, TaggedAllocation};
 
-const PIECE: usize = 1 << 20;
+const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Arguments of one hog.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hog {
     #[arg(long)]
@@ -29,7 +28,7 @@ pub const LOCK: &str = "turn";
 pub const STOP: &str = "stop";
 
 /// Repeats rounds until the stop file exists. The JSON line has the number of rounds and of failed allocations.
-pub fn run(arguments: &Hog) -> Outcome {
+pub fn run(arguments: &Hog) -> WorkloadResult {
     let path = arguments.folder.join(LOCK);
     let lock = File::open(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;
     let stop = arguments.folder.join(STOP);
@@ -38,7 +37,7 @@ pub fn run(arguments: &Hog) -> Outcome {
         native::lock(lock.as_fd()).map_err(|cause| cause.to_string())?;
         let mut held = Vec::with_capacity(arguments.mib);
         for tag in 0..arguments.mib as u64 {
-            match Tagged::touched(PIECE, tag) {
+            match TaggedAllocation::touched(ALLOCATION_BYTES, tag) {
                 Some(piece) => held.push(piece),
                 None => {
                     refused += 1;

@@ -3,12 +3,11 @@
 use std::thread;
 use std::time::Duration;
 
-use super::Outcome;
-use crate::native::Tagged;
+use super::WorkloadResult;
+use crate::native::TaggedAllocation;
 
-const PIECE: usize = 1 << 20;
+const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Arguments of an idle process.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Idle {
     #[arg(long)]
@@ -18,9 +17,8 @@ pub struct Idle {
     pub seconds: u64,
 }
 
-/// Fills memory, frees it, and sleeps.
-pub fn run(arguments: &Idle) -> Outcome {
-    let held: Vec<_> = (0..arguments.mib as u64).map(|tag| Tagged::touched(PIECE, tag)).collect();
+pub fn run(arguments: &Idle) -> WorkloadResult {
+    let held: Vec<_> = (0..arguments.mib as u64).map(|tag| TaggedAllocation::touched(ALLOCATION_BYTES, tag)).collect();
     let taken = held.iter().flatten().count();
     drop(held);
     thread::sleep(Duration::from_secs(arguments.seconds));

@@ -39,7 +39,7 @@ use crate::native;
 use crate::subject::EXPECTED_LIBRARY;
 
 /// The result of a workload: its JSON line, or the reason why it has none.
-pub type Outcome = Result<serde_json::Value, Failure>;
+pub type WorkloadResult = Result<serde_json::Value, Failure>;
 
 /// The reason why a workload has no result.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ pub struct Enter {
 }
 
 /// Runs a workload in this process, prints its result, and returns the exit status.
-pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
+pub fn run(work: impl FnOnce() -> WorkloadResult) -> ExitCode {
     native::die_with_parent();
     let outcome = check_library().and_then(|()| work());
     match outcome {
@@ -95,12 +95,11 @@ pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
     }
 }
 
-/// Runs the workload [`Touch`].
-pub fn touch(arguments: &Touch) -> Outcome {
-    const PIECE: usize = 64 << 20;
+pub fn touch(arguments: &Touch) -> WorkloadResult {
+    const ALLOCATION_BYTES: usize = 64 << 20;
     let mut held = Vec::new();
-    for _ in 0..(arguments.mib << 20).div_ceil(PIECE) {
-        held.push(native::Tagged::touched(PIECE, 1).ok_or("no memory".to_owned())?);
+    for _ in 0..(arguments.mib << 20).div_ceil(ALLOCATION_BYTES) {
+        held.push(native::TaggedAllocation::touched(ALLOCATION_BYTES, 1).ok_or("no memory".to_owned())?);
     }
     Ok(serde_json::json!({ "pieces": held.len() }))
 }
@@ -124,7 +123,7 @@ fn check_library() -> Result<(), Failure> {
     let Some(expected) = env::var_os(EXPECTED_LIBRARY).map(PathBuf::from) else {
         return Ok(());
     };
-    match native::malloc_home() {
+    match native::malloc_library() {
         Some(home) if home == expected => Ok(()),
         home => Err(Failure::Other(format!(
             "malloc comes from {}, not from {}: the preload failed",

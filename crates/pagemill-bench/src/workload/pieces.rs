@@ -6,9 +6,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::handover::taken_sign;
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::chain::Chain;
-use crate::native::Tagged;
+use crate::native::TaggedAllocation;
 use crate::proc;
 use crate::signs::Signs;
 use crate::stats::Random;
@@ -16,11 +16,11 @@ use crate::stats::Random;
 /// Bytes of a run. Runs are consecutive allocations that are all freed or all kept.
 const RUN_BYTES: usize = 1 << 20;
 /// Number of runs (or allocations) of which [`KEPT_RUNS`] are kept, so that nine tenths are freed.
-const OF_RUNS: u64 = 20;
+const RUNS_PER_CYCLE: u64 = 20;
 const KEPT_RUNS: u64 = 2;
 
 /// Bytes after which the process samples its own memory.
-const LOOK_EVERY: usize = 1 << 20;
+const SAMPLE_EVERY_BYTES: usize = 1 << 20;
 
 /// The allocations that are freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
@@ -65,19 +65,18 @@ pub fn keeper_sign(index: u64) -> String {
     format!("pieces-freed-{index}")
 }
 
-/// Runs the workload [`PieceKeeper`].
-pub fn keep(arguments: &PieceKeeper) -> Outcome {
+pub fn run_keeper(arguments: &PieceKeeper) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
     let mut chain = Chain::new(arguments.size)?;
     let mut refused = fill(&mut chain, arguments.size, arguments.mib << 20);
     free(&mut chain, arguments.size, arguments.freed)?;
-    signs.give(&keeper_sign(arguments.index)).map_err(|cause| cause.to_string())?;
+    signs.create(&keeper_sign(arguments.index)).map_err(|cause| cause.to_string())?;
     let taken = taken_sign(0);
-    while !signs.is_given(&taken) {
-        refused += arguments.load.turn(arguments.size)?;
+    while !signs.exists(&taken) {
+        refused += arguments.load.work_for_one_turn(arguments.size)?;
     }
     match chain.retain(|_| true) {
-        0 => Ok(serde_json::json!({ "refused": refused, "pieces": chain.pushed() })),
+        0 => Ok(serde_json::json!({ "refused": refused, "pieces": chain.allocated_count() })),
         wrong => Err(Failure::WrongAnswer(format!("{wrong} pieces that were kept have changed"))),
     }
 }
@@ -89,7 +88,7 @@ pub fn fill(chain: &mut Chain, size: usize, bytes: usize) -> u64 {
     let before = proc::own_resident_bytes();
     let mut filled = 0;
     while filled < bytes {
-        for _ in 0..LOOK_EVERY.div_ceil(size) {
+        for _ in 0..SAMPLE_EVERY_BYTES.div_ceil(size) {
             if !chain.push() {
                 return 1;
             }
@@ -112,8 +111,8 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
     let mut random = Random::new(0x7069_6563);
     let wrong = chain.retain(|place| match freed {
         Freed::All => false,
-        Freed::Runs => place / run % OF_RUNS >= OF_RUNS - KEPT_RUNS,
-        Freed::Random => (random.below(OF_RUNS as usize) as u64) < KEPT_RUNS,
+        Freed::Runs => place / run % RUNS_PER_CYCLE >= RUNS_PER_CYCLE - KEPT_RUNS,
+        Freed::Random => (random.next_below(RUNS_PER_CYCLE as usize) as u64) < KEPT_RUNS,
     });
     match wrong {
         0 => Ok(()),
@@ -123,7 +122,7 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
 
 /// Length of a duty cycle, and of the part of it in which the process works.
 const CYCLE: Duration = Duration::from_millis(10);
-const WORKING: Duration = Duration::from_millis(2);
+const WORKING_PART: Duration = Duration::from_millis(2);
 
 /// Bytes that a process with little work allocates each millisecond.
 const LITTLE_BYTES: usize = 512;
@@ -134,18 +133,18 @@ impl Load {
     /// # Errors
     ///
     /// [`Failure::WrongAnswer`] if an allocation lost its tag.
-    pub fn turn(self, size: usize) -> Result<u64, Failure> {
+    pub fn work_for_one_turn(self, size: usize) -> Result<u64, Failure> {
         let begun = Instant::now();
         let mut refused = 0;
         match self {
             Self::Little => {
-                refused += u64::from(Tagged::new(LITTLE_BYTES, 1).is_none());
+                refused += u64::from(TaggedAllocation::new(LITTLE_BYTES, 1).is_none());
                 thread::sleep(Duration::from_millis(1));
             }
             Self::Busy => {
                 let mut tag = 0;
-                while begun.elapsed() < WORKING {
-                    match Tagged::filled(size, tag) {
+                while begun.elapsed() < WORKING_PART {
+                    match TaggedAllocation::filled(size, tag) {
                         Some(piece) if piece.tag() != tag => {
                             return Err(Failure::WrongAnswer("a piece lost its tag".to_owned()));
                         }
@@ -167,7 +166,7 @@ mod tests {
 
     /// Of 100 allocations, about a tenth is kept with runs and at random, and none if all are freed.
     #[test]
-    fn a_tenth_stays() {
+    fn a_tenth_is_kept() {
         for (freed, low, high) in [(Freed::All, 0, 0), (Freed::Runs, 10, 10), (Freed::Random, 2, 25)] {
             let mut chain = Chain::new(RUN_BYTES).expect("large enough");
             assert!((0..100).all(|_| chain.push()));
@@ -185,12 +184,12 @@ mod tests {
 
     /// Filling stops at the given bytes, counted or resident. Both kinds of work leave all allocations intact.
     #[test]
-    fn filling_ends_and_work_is_done() {
+    fn filling_stops_at_its_limit() {
         let mut chain = Chain::new(64).expect("large enough");
         assert_eq!(fill(&mut chain, 64, 4 << 20), 0);
-        assert!(chain.pushed() >= (1 << 20) / 64 && chain.pushed() <= (4 << 20) / 64);
+        assert!(chain.allocated_count() >= (1 << 20) / 64 && chain.allocated_count() <= (4 << 20) / 64);
         for load in [Load::Little, Load::Busy] {
-            assert_eq!(load.turn(64).expect("all tags are there"), 0);
+            assert_eq!(load.work_for_one_turn(64).expect("all tags are there"), 0);
         }
         assert_eq!(chain.retain(|_| true), 0);
     }

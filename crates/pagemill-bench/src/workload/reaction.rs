@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use pagemill::published::{TREE_FILE, TREE_VARIABLE};
 use pagemill::reclaim::tree::TreePage;
 
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::child;
-use crate::native::Tagged;
+use crate::native::TaggedAllocation;
 use crate::stats;
 
-const PIECE: usize = 1 << 20;
+const ALLOCATION_BYTES: usize = 1 << 20;
 
 /// Pause after the hoarder has freed its memory again. Meanwhile its helper thread starts and its published counts
 /// become stable.
@@ -44,20 +44,20 @@ pub struct Hoarder {
 }
 
 /// The hoarder process and the pipes to it. It ends when its input is closed.
-struct Hoard {
+struct HoarderProcess {
     child: Child,
-    orders: ChildStdin,
+    requests: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
 
-impl Hoard {
+impl HoarderProcess {
     fn start(mib: usize) -> Result<Self, Failure> {
         let executable = child::own_executable().map_err(|cause| cause.to_string())?;
         let mut command = Command::new(executable);
         command.args(["__hoarder", "--mib", &mib.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(|cause| cause.to_string())?;
         match (child.stdin.take(), child.stdout.take()) {
-            (Some(orders), Some(answers)) => Ok(Self { child, orders, answers: BufReader::new(answers) }),
+            (Some(requests), Some(answers)) => Ok(Self { child, requests, answers: BufReader::new(answers) }),
             _ => Err(Failure::Other("the hoarder has no pipes".to_owned())),
         }
     }
@@ -65,7 +65,7 @@ impl Hoard {
     /// Makes the hoarder fill and free its memory again.
     fn refill(&mut self) -> Result<(), Failure> {
         let mut answer = String::new();
-        writeln!(self.orders).map_err(|cause| cause.to_string())?;
+        writeln!(self.requests).map_err(|cause| cause.to_string())?;
         self.answers.read_line(&mut answer).map_err(|cause| cause.to_string())?;
         if answer.trim() != "free" {
             return Err(Failure::Other(format!("the hoarder answered {answer:?}")));
@@ -75,7 +75,7 @@ impl Hoard {
     }
 }
 
-impl Drop for Hoard {
+impl Drop for HoarderProcess {
     fn drop(&mut self) {
         // Both calls fail only if the hoarder has already ended.
         let _ = self.child.kill();
@@ -84,21 +84,21 @@ impl Drop for Hoard {
 }
 
 /// Sends requests. The JSON line has the median and the 99th percentile of the times until the memory was returned.
-pub fn ask(arguments: &Asker) -> Outcome {
-    let page = tree()?;
+pub fn run_asker(arguments: &Asker) -> WorkloadResult {
+    let page = join_tree()?;
     let bytes = (arguments.ask_mib << 20) as u64;
     // Number of requests before the hoarder fills its memory again. It is one less than what fits, since the hoarder's
     // last free memory may be too scattered to be returned.
-    let asks_each = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
-    let mut hoard = Hoard::start(arguments.hoard_mib)?;
+    let asks_per_refill = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
+    let mut hoard = HoarderProcess::start(arguments.hoard_mib)?;
     let (mut times, mut late) = (Vec::with_capacity(arguments.asks), 0_u64);
     while times.len() < arguments.asks {
         hoard.refill()?;
         // A request for zero bytes makes the tree's processes measure their overcommitted memory now. Otherwise it
         // would count as new memory during the requests.
         page.ask(0, None, || false);
-        for _ in 0..asks_each.min(arguments.asks - times.len()) {
-            let took = time_one(page, bytes);
+        for _ in 0..asks_per_refill.min(arguments.asks - times.len()) {
+            let took = time_request(page, bytes);
             late += u64::from(took.is_none());
             times.push(took.unwrap_or(LATE).as_secs_f64() * 1e6);
         }
@@ -112,13 +112,13 @@ pub fn ask(arguments: &Asker) -> Outcome {
 
 /// Returns the time from a request until the tree's published total has fallen by `bytes`; none if it takes longer than
 /// [`LATE`].
-fn time_one(page: &TreePage, bytes: u64) -> Option<Duration> {
+fn time_request(page: &TreePage, bytes: u64) -> Option<Duration> {
     let before = page.totals().resident;
-    let is_given = || before.saturating_sub(page.totals().resident) >= bytes;
+    let is_returned = || before.saturating_sub(page.totals().resident) >= bytes;
     let begun = Instant::now();
-    page.ask(bytes, None, is_given);
+    page.ask(bytes, None, is_returned);
     // A sibling publishes its new total shortly after it has answered.
-    while !is_given() {
+    while !is_returned() {
         if begun.elapsed() > LATE {
             return None;
         }
@@ -127,7 +127,7 @@ fn time_one(page: &TreePage, bytes: u64) -> Option<Duration> {
     Some(begun.elapsed())
 }
 
-fn tree() -> Result<&'static TreePage, Failure> {
+fn join_tree() -> Result<&'static TreePage, Failure> {
     let name = TREE_VARIABLE.to_str().unwrap_or_default();
     let folder = std::env::var(name).map_err(|_| format!("{name} is not set: there is no tree to ask"))?;
     let path = CString::new(format!("{folder}/{TREE_FILE}")).map_err(|cause| cause.to_string())?;
@@ -135,11 +135,12 @@ fn tree() -> Result<&'static TreePage, Failure> {
 }
 
 /// For each line of input, fills memory, frees it, and answers with a line.
-pub fn hoard(arguments: &Hoarder) -> Outcome {
+pub fn run_hoarder(arguments: &Hoarder) -> WorkloadResult {
     let (mut refills, mut answers) = (0_u64, io::stdout());
-    for order in io::stdin().lines() {
-        order.map_err(|cause| cause.to_string())?;
-        let held: Vec<_> = (0..arguments.mib as u64).map(|tag| Tagged::touched(PIECE, tag)).collect();
+    for request in io::stdin().lines() {
+        request.map_err(|cause| cause.to_string())?;
+        let held: Vec<_> =
+            (0..arguments.mib as u64).map(|tag| TaggedAllocation::touched(ALLOCATION_BYTES, tag)).collect();
         let is_right = (0..).zip(&held).all(|(tag, piece)| piece.as_ref().is_some_and(|piece| piece.tag() == tag));
         drop(held);
         if !is_right {

@@ -11,7 +11,7 @@ use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::volatile::vrange::Mode;
 use pagemill::volatile::{Behaviour, Contents, Range};
 
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::native::Pages;
 use crate::stats;
 
@@ -19,13 +19,12 @@ use crate::stats;
 const AREA_BYTES: usize = 64 << 20;
 /// Number of other marked ranges while marks by address are measured.
 const OTHER_MARKS: usize = 100_000;
-/// Length of the ranges that are purged.
 const HUGE_RANGE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 2 << 20;
 
 /// The ways to give memory up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Way {
+pub enum Method {
     /// Handles: mark volatile, then take back.
     Handles,
     /// Handles: pin, then unpin.
@@ -42,7 +41,7 @@ pub enum Way {
 #[derive(Clone, Debug, clap::Args)]
 pub struct Toggle {
     #[arg(long)]
-    pub way: Way,
+    pub way: Method,
     #[arg(long)]
     pub threads: usize,
     #[arg(long)]
@@ -61,14 +60,14 @@ pub struct Purging {
 }
 
 /// Measures the nanoseconds per thread to give a range up and take it back, and the page faults.
-pub fn toggle(arguments: &Toggle) -> Outcome {
+pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);
     let threads = 0..arguments.threads;
     let results: Vec<Result<(f64, u64), Failure>> = thread::scope(|scope| {
         let work = |index: usize| {
             let start = &start;
-            move || toggle_by(arguments, pagemill, index, start)
+            move || toggle_in_thread(arguments, pagemill, index, start)
         };
         let workers: Vec<_> = threads.map(|index| scope.spawn(work(index))).collect();
         let joined = workers.into_iter().map(|worker| worker.join());
@@ -85,7 +84,7 @@ fn pagemill() -> Result<&'static Pagemill, Failure> {
         .map_err(|error| Failure::Other(error.to_string()))
 }
 
-fn toggle_by(
+fn toggle_in_thread(
     arguments: &Toggle,
     pagemill: &'static Pagemill,
     index: usize,
@@ -93,19 +92,20 @@ fn toggle_by(
 ) -> Result<(f64, u64), Failure> {
     let range_bytes = arguments.range_kib << 10;
     let count = AREA_BYTES / range_bytes;
-    let until = Duration::from_millis(arguments.run_ms);
+    let duration = Duration::from_millis(arguments.run_ms);
     match arguments.way {
-        Way::Handles | Way::Pin => {
-            let ranges = ranges(pagemill, count.min(512), range_bytes, index as u8)?;
-            if arguments.way == Way::Pin {
+        Method::Handles | Method::Pin => {
+            let ranges = make_ranges(pagemill, count.min(512), range_bytes, index as u8)?;
+            if arguments.way == Method::Pin {
                 ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
             }
             start.wait();
-            let result = if arguments.way == Way::Pin { pin_all(&ranges, until) } else { mark_all(&ranges, until) };
+            let result =
+                if arguments.way == Method::Pin { time_pins(&ranges, duration) } else { time_marks(&ranges, duration) };
             check(&ranges, index as u8)?;
             result
         }
-        Way::Vrange => {
+        Method::Vrange => {
             let area = Pages::new(AREA_BYTES)?;
             // The other ranges are every second page of another mapping, so that they do not merge.
             let others = Pages::new(OTHER_MARKS / arguments.threads * 2 * Pages::page_bytes())?;
@@ -113,29 +113,32 @@ fn toggle_by(
                 others.vrange(pagemill, page * 2 * Pages::page_bytes(), Pages::page_bytes(), true)?;
             }
             start.wait();
-            repeat(until, |turn| {
-                let at = turn % count * range_bytes;
+            time_repeated(duration, |index| {
+                let at = index % count * range_bytes;
                 area.vrange(pagemill, at, range_bytes, true)?;
                 area.vrange(pagemill, at, range_bytes, false)
             })
         }
-        Way::Free | Way::Dontneed => {
+        Method::Free | Method::Dontneed => {
             let mut area = Pages::new(AREA_BYTES)?;
             area.touch(0, AREA_BYTES);
             start.wait();
-            by_calls(&mut area, arguments.way, range_bytes, until)
+            time_calls(&mut area, arguments.way, range_bytes, duration)
         }
     }
 }
 
 /// Repeats an operation. Returns the mean nanoseconds and the page faults of this thread. The clock is read once per
 /// hundred operations.
-fn repeat(until: Duration, mut act: impl FnMut(usize) -> Result<(), String>) -> Result<(f64, u64), Failure> {
+fn time_repeated(
+    duration: Duration,
+    mut operation: impl FnMut(usize) -> Result<(), String>,
+) -> Result<(f64, u64), Failure> {
     const BATCH: usize = 100;
     let (faults, begun, mut done) = (Pages::faults(), Instant::now(), 0);
-    while begun.elapsed() < until {
-        for turn in done..done + BATCH {
-            act(turn)?;
+    while begun.elapsed() < duration {
+        for index in done..done + BATCH {
+            operation(index)?;
         }
         done += BATCH;
     }
@@ -143,9 +146,9 @@ fn repeat(until: Duration, mut act: impl FnMut(usize) -> Result<(), String>) -> 
     Ok((ns, Pages::faults() - faults))
 }
 
-fn mark_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
-    repeat(until, |turn| {
-        let range = &ranges[turn % ranges.len()];
+fn time_marks(ranges: &[Range], duration: Duration) -> Result<(f64, u64), Failure> {
+    time_repeated(duration, |index| {
+        let range = &ranges[index % ranges.len()];
         range.mark().map_err(|error| error.to_string())?;
         match range.unmark() {
             Ok(Contents::Kept) => Ok(()),
@@ -155,8 +158,8 @@ fn mark_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
     })
 }
 
-fn pin_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
-    repeat(until, |turn| match ranges[turn % ranges.len()].pin() {
+fn time_pins(ranges: &[Range], duration: Duration) -> Result<(f64, u64), Failure> {
+    time_repeated(duration, |index| match ranges[index % ranges.len()].pin() {
         Ok(pin) if pin.contents() == Contents::Kept => Ok(()),
         Ok(pin) => Err(format!("without pressure a range was lost: {:?}", pin.contents())),
         Err(error) => Err(error.to_string()),
@@ -165,14 +168,14 @@ fn pin_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
 
 /// Times the system calls, and the writes after `MADV_DONTNEED`, which fault. Writes after `MADV_FREE` do not fault and
 /// are not timed.
-fn by_calls(area: &mut Pages, way: Way, range_bytes: usize, until: Duration) -> Result<(f64, u64), Failure> {
+fn time_calls(area: &mut Pages, way: Method, range_bytes: usize, duration: Duration) -> Result<(f64, u64), Failure> {
     let (faults, begun, mut took, mut done) = (Pages::faults(), Instant::now(), Duration::ZERO, 0u32);
     let count = AREA_BYTES / range_bytes;
-    while begun.elapsed() < until {
+    while begun.elapsed() < duration {
         let at = done as usize % count * range_bytes;
         let call = Instant::now();
-        if way == Way::Free {
-            area.offer(at, range_bytes)?;
+        if way == Method::Free {
+            area.advise_free(at, range_bytes)?;
             took += call.elapsed();
             area.touch(at, range_bytes);
         } else {
@@ -185,7 +188,7 @@ fn by_calls(area: &mut Pages, way: Way, range_bytes: usize, until: Duration) -> 
     Ok((took.as_nanos() as f64 / f64::from(done), Pages::faults() - faults))
 }
 
-fn ranges(pagemill: &'static Pagemill, count: usize, len_bytes: usize, byte: u8) -> Result<Vec<Range>, Failure> {
+fn make_ranges(pagemill: &'static Pagemill, count: usize, len_bytes: usize, byte: u8) -> Result<Vec<Range>, Failure> {
     let made = (0..count).map(|_| {
         let mut range = pagemill.ranges.allocate(len_bytes, Behaviour::Full)?;
         range.bytes_mut()?.fill(byte);
@@ -205,13 +208,13 @@ fn check(ranges: &[Range], byte: u8) -> Result<(), Failure> {
 }
 
 /// Measures the rate of purging huge pages, and the 99.9th percentile of the time to take a range back during a purge.
-pub fn purging(arguments: &Purging) -> Outcome {
+pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
     let pagemill = pagemill()?;
     let bytes = arguments.mib << 20;
     // The first round is not measured, since it touches memory that the host of a virtual machine has not backed yet.
     let (mut best, mut total) = (Vec::new(), 0);
     for round in 0..6 {
-        let ranges = ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
+        let ranges = make_ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
         ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
         pagemill.account.reconcile();
         let begun = Instant::now();
@@ -225,9 +228,9 @@ pub fn purging(arguments: &Purging) -> Outcome {
         }
         total += freed;
     }
-    let waits = waits(pagemill, Duration::from_millis(arguments.run_ms))?;
-    let lazy = purge_marks(pagemill, bytes, Mode::Volatile)?;
-    let strict = purge_marks(pagemill, bytes, Mode::VolatileStrict)?;
+    let waits = measure_waits(pagemill, Duration::from_millis(arguments.run_ms))?;
+    let lazy = measure_purge_of_marks(pagemill, bytes, Mode::Volatile)?;
+    let strict = measure_purge_of_marks(pagemill, bytes, Mode::VolatileStrict)?;
     Ok(serde_json::json!({
         "purge_gb_per_second": stats::median(&best),
         "vrange_gb_per_second": lazy,
@@ -241,9 +244,9 @@ pub fn purging(arguments: &Purging) -> Outcome {
 
 /// Returns the rate, in GB/s, of purging huge pages that were marked by address. Checks that later reads get a signal
 /// in strict mode, and zeros otherwise.
-fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<f64, Failure> {
+fn measure_purge_of_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<f64, Failure> {
     let mut area = Pages::new(bytes)?;
-    area.allow_huge()?;
+    area.advise_huge()?;
     let mut rates = Vec::new();
     for round in 0..6 {
         area.touch(0, bytes);
@@ -272,9 +275,9 @@ fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<
 
 /// Returns the microseconds that it takes to take a range back during a purge. One thread purges all the time; this
 /// thread marks the range and takes it back.
-fn waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
+fn measure_waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-    let mut range = ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
+    let mut range = make_ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
     let is_over = AtomicBool::new(false);
     let mut waits = Vec::new();
     thread::scope(|scope| {

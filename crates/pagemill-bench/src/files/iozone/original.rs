@@ -7,12 +7,12 @@ const TABLE: &str = include_str!("../../../data/iozone-2013.csv");
 /// The parsed table. Each line has mode, operation, number of threads, KB/s without and with the patches, and their
 /// ratio.
 #[derive(Debug)]
-pub struct Original {
+pub struct PublishedResults {
     lines: Vec<Vec<&'static str>>,
 }
 
 /// Returns the name of an operation in the table of 2013.
-pub fn name(operation: Operation) -> &'static str {
+pub fn published_name(operation: Operation) -> &'static str {
     match operation {
         Operation::InitialWrite => "initial writers",
         Operation::Rewrite => "rewriters",
@@ -24,8 +24,7 @@ pub fn name(operation: Operation) -> &'static str {
     }
 }
 
-impl Original {
-    /// Parses the built-in table.
+impl PublishedResults {
     pub fn load() -> Self {
         let lines = TABLE.lines().filter(|line| !line.starts_with('#')).skip(1);
         Self { lines: lines.map(|line| line.split(',').collect()).collect() }
@@ -33,7 +32,7 @@ impl Original {
 
     /// Returns the MiB/s with the patches, and the ratio to the speed without them; none if the table has no such cell.
     pub fn find(&self, mode: &str, operation: Operation, threads: u16) -> Option<(f64, f64)> {
-        let key = [mode, name(operation), &threads.to_string()];
+        let key = [mode, published_name(operation), &threads.to_string()];
         let line = self.lines.iter().find(|line| line.len() == 6 && line[..3] == key)?;
         let patched: f64 = line[4].parse().ok()?;
         Some((patched / 1024.0, line[5].parse().ok()?))
@@ -46,8 +45,8 @@ mod tests {
 
     /// All 210 cells can be found, and each ratio is the quotient of the two speeds of its line.
     #[test]
-    fn the_table_is_whole() {
-        let original = Original::load();
+    fn table_is_complete() {
+        let original = PublishedResults::load();
         let mut found = 0;
         for mode in ["mapped", "read/write"] {
             for threads in super::super::THREADS {

@@ -15,7 +15,6 @@ use pagemill::xarray;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Number of words in a name.
 const NAME_WORDS: usize = 5;
 
 /// States of an entry. `construct` makes a free entry.
@@ -53,13 +52,12 @@ fn name_of(serial: u64) -> [u64; NAME_WORDS] {
 
 /// A checksum of the entries that a walk found, which depends on their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sum {
+pub struct WalkChecksum {
     pub entries: u64,
     pub hash: u64,
 }
 
-impl Sum {
-    /// Adds the entry with this serial number.
+impl WalkChecksum {
     pub fn add(&mut self, serial: u64) {
         self.add_name(&name_of(serial));
     }
@@ -73,13 +71,13 @@ impl Sum {
 
 /// The owner of the entries: a table of entries by number, and the lock for changes to references.
 pub struct Owner {
-    places: Vec<AtomicPtr<Dentry>>,
+    table: Vec<AtomicPtr<Dentry>>,
     changing: Mutex<()>,
 }
 
 impl Owner {
     fn place(&self, number: u64) -> &AtomicPtr<Dentry> {
-        &self.places[number as usize]
+        &self.table[number as usize]
     }
 
     fn change<T>(&self, change: impl FnOnce() -> T) -> T {
@@ -90,16 +88,16 @@ impl Owner {
     /// Returns the two references to an entry. One is in the entry before it, the other in the entry behind it; at the
     /// ends of the list they are in the directory. Must be called within `change`.
     fn referrers<'a>(&self, entry: &'a Dentry) -> (Option<&'a AtomicPtr<Dentry>>, Option<&'a AtomicPtr<Dentry>>) {
-        let parent = at(&entry.parent);
-        let from_before = at(&entry.before).map(|before| &before.next).or(parent.map(|parent| &parent.first));
-        let from_behind = at(&entry.next).map(|next| &next.before).or(parent.map(|parent| &parent.last));
+        let parent = entry_at(&entry.parent);
+        let from_before = entry_at(&entry.before).map(|before| &before.next).or(parent.map(|parent| &parent.first));
+        let from_behind = entry_at(&entry.next).map(|next| &next.before).or(parent.map(|parent| &parent.last));
         (from_before, from_behind)
     }
 }
 
 /// Returns the entry that a reference points to. The caller must have a guard or be within `change`, which keep the
 /// entry valid.
-fn at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
+fn entry_at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
     let dentry = NonNull::new(place.load(Acquire));
     // SAFETY:
     // 1. References point only to objects of the cache, which are constructed.
@@ -159,7 +157,7 @@ unsafe impl Migrate for Owner {
             let new_at = place.object().as_ptr();
             let (from_before, from_behind) = self.referrers(old);
             from_before.into_iter().chain(from_behind).for_each(|referrer| referrer.store(new_at, Release));
-            iter::successors(at(&new.first), |child| at(&child.next))
+            iter::successors(entry_at(&new.first), |child| entry_at(&child.next))
                 .for_each(|child| child.parent.store(new_at, Release));
             self.place(old.number.load(Relaxed)).store(new_at, Release);
             old.state.store(FREE, Release);
@@ -176,7 +174,6 @@ fn words(dentry: &Dentry) -> impl Iterator<Item = &AtomicU64> {
     [&dentry.number, &dentry.is_directory].into_iter().chain(&dentry.name).chain(&dentry.attributes)
 }
 
-/// Copies everything except the state.
 fn copy(from: &Dentry, to: &Dentry) {
     pointers(from).into_iter().zip(pointers(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
     words(from).zip(words(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
@@ -190,10 +187,9 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// Makes a tree with room for `capacity` entries.
     pub fn new(slabs: &'static Slabs, capacity: usize) -> Result<Self, Failure> {
-        let places = (0..capacity).map(|_| AtomicPtr::default()).collect();
-        let owner = Owner { places, changing: Mutex::new(()) };
+        let table = (0..capacity).map(|_| AtomicPtr::default()).collect();
+        let owner = Owner { table, changing: Mutex::new(()) };
         let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
         // With this ratio every partial slab is defragmented. Here, directories are added and removed by halves.
         cache.set_defrag_used_ratio(100).map_err(failed)?;
@@ -219,7 +215,7 @@ impl Tree {
         dentry.name.iter().zip(name_of(serial)).for_each(|(word, name)| word.store(name, Relaxed));
         [&dentry.first, &dentry.last, &dentry.next].into_iter().for_each(|none| none.store(ptr::null_mut(), Relaxed));
         owner.change(|| {
-            let parent = parent.and_then(|parent| at(owner.place(parent)));
+            let parent = parent.and_then(|parent| entry_at(owner.place(parent)));
             let parent_at = parent.map_or(ptr::null_mut(), |parent| ptr::from_ref(parent).cast_mut());
             dentry.parent.store(parent_at, Relaxed);
             let last = parent.map_or(ptr::null_mut(), |parent| parent.last.load(Relaxed));
@@ -232,12 +228,11 @@ impl Tree {
         Ok(number)
     }
 
-    /// Removes a file or an empty directory.
     pub fn remove(&mut self, number: u64) -> Result<(), Failure> {
         let owner = self.cache.owner();
         let entry = loop {
             let _guard = xarray::pin();
-            let entry = at(owner.place(number));
+            let entry = entry_at(owner.place(number));
             let entry = entry.ok_or_else(|| Failure::WrongAnswer(format!("there is no entry {number}")))?;
             if entry.state.compare_exchange(LIVE, FREE, AcqRel, Relaxed).is_ok() {
                 break entry;
@@ -259,24 +254,24 @@ impl Tree {
     }
 
     /// Walks all directories. In each, visits first the entries in the order of their names, then the subdirectories.
-    pub fn walk(&self) -> Result<Sum, Failure> {
-        let mut sum = Sum::default();
+    pub fn walk(&self) -> Result<WalkChecksum, Failure> {
+        let mut sum = WalkChecksum::default();
         self.walk_directory(0, &mut sum)?;
         Ok(sum)
     }
 
-    fn walk_directory(&self, number: u64, sum: &mut Sum) -> Result<(), Failure> {
+    fn walk_directory(&self, number: u64, sum: &mut WalkChecksum) -> Result<(), Failure> {
         let mut directories = Vec::new();
         {
             // Under the guard, an entry that is moved concurrently keeps its old contents, and so do the entries that
             // it refers to.
             let _guard = xarray::pin();
-            let directory = at(self.cache.owner().place(number));
+            let directory = entry_at(self.cache.owner().place(number));
             let directory = directory.ok_or_else(|| Failure::WrongAnswer(format!("there is no directory {number}")))?;
             let mut last = [0; NAME_WORDS];
-            for entry in iter::successors(at(&directory.first), |entry| at(&entry.next)) {
+            for entry in iter::successors(entry_at(&directory.first), |entry| entry_at(&entry.next)) {
                 let name = entry.name.each_ref().map(|word| word.load(Relaxed));
-                let parent = at(&entry.parent).map(|parent| parent.number.load(Relaxed));
+                let parent = entry_at(&entry.parent).map(|parent| parent.number.load(Relaxed));
                 if name <= last || parent != Some(number) {
                     return Err(Failure::WrongAnswer(format!("an entry is out of its place in directory {number}")));
                 }
@@ -290,12 +285,10 @@ impl Tree {
         directories.into_iter().try_for_each(|directory| self.walk_directory(directory, sum))
     }
 
-    /// Compacts all entries.
     pub fn pack(&self) -> Result<(), Failure> {
         self.cache.shrink().map(|_| ()).map_err(failed)
     }
 
-    /// Returns the number of entries moved so far.
     pub fn moved(&self) -> Result<u64, Failure> {
         self.cache.info().map(|info| info.moved).map_err(failed)
     }
@@ -304,13 +297,13 @@ impl Tree {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::slab::of_test;
+    use crate::workload::slab::slabs_of_test;
 
     /// A walk visits entries in order, directory by directory, before and after they are moved. A removed entry is not
     /// found.
     #[test]
     fn entries_are_walked_in_order() {
-        let mut tree = Tree::new(of_test().expect("slabs"), 4000).expect("a tree");
+        let mut tree = Tree::new(slabs_of_test().expect("slabs"), 4000).expect("a tree");
         let directory = tree.add(0, 1, true).expect("a directory");
         let files: Vec<u64> = (2..3000).map(|serial| tree.add(directory, serial, false).expect("a file")).collect();
         let inner = tree.add(0, 3000, true).expect("a directory");
@@ -318,7 +311,7 @@ mod tests {
         for number in files.iter().filter(|number| *number % 7 != 0) {
             tree.remove(*number).expect("it is there");
         }
-        let mut expected = Sum::default();
+        let mut expected = WalkChecksum::default();
         let left = (2..3000).zip(&files).filter(|(_, number)| *number % 7 == 0).map(|(serial, _)| serial);
         [1, 3000].into_iter().chain(left).chain([3001]).for_each(|serial| expected.add(serial));
         assert_eq!(tree.walk().expect("a walk"), expected);
@@ -332,10 +325,10 @@ mod tests {
 
     /// Names compare like their serial numbers, and the checksum depends on the order of the entries.
     #[test]
-    fn sums_depend_on_the_order() {
+    fn checksum_depends_on_the_order() {
         assert!(name_of(9) < name_of(10) && name_of(u64::MAX) > name_of(1 << 40));
         let sum = |serials: [u64; 2]| {
-            let mut sum = Sum::default();
+            let mut sum = WalkChecksum::default();
             serials.into_iter().for_each(|serial| sum.add(serial));
             sum
         };

@@ -8,19 +8,17 @@ use pagemill::units::BLOCK_BYTES;
 use super::turns::{Turns, walk_for};
 use crate::pattern::RECORD_BYTES;
 use crate::stats;
-use crate::workload::hit::{cache, failed, write};
-use crate::workload::{Failure, Outcome};
+use crate::workload::hit::{cache, failed, write_all};
+use crate::workload::{Failure, WorkloadResult};
 
 /// One page in this many is resident.
 const STRIDE: u64 = 6;
 
-/// Number of pages that a node of the index covers.
 const NODE_PAGES: u64 = 64;
 
 /// Number of nodes of another file that are made and freed for each node of the file.
-const OTHERS: u64 = 9;
+const OTHER_NODES_PER_NODE: u64 = 9;
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Index {
     /// Number of resident pages.
@@ -32,15 +30,15 @@ pub struct Index {
 }
 
 /// Measures the nanoseconds of a walk per resident page.
-pub fn run(arguments: &Index) -> Outcome {
+pub fn run(arguments: &Index) -> WorkloadResult {
     let pages = arguments.pages;
     let nodes = pages * STRIDE / NODE_PAGES + 1;
     // The cache has room for two generations of the file, and for the other file.
-    let bytes = (2 * pages + OTHERS * nodes) * RECORD_BYTES as u64;
+    let bytes = (2 * pages + OTHER_NODES_PER_NODE * nodes) * RECORD_BYTES as u64;
     let cache = cache(bytes + 32 * BLOCK_BYTES as u64, Box::new(Never), true)?;
     let mut walks = Vec::new();
     // The index nodes of a page cache are in slabs of the process.
-    let slabs = super::by_hand()?;
+    let slabs = super::slabs_without_background_moves()?;
     let moved = move_count(slabs);
     let mut kept = None;
     arguments.turns.run(slabs, |time| {
@@ -65,11 +63,11 @@ fn make(cache: &Cache, pages: u64) -> Result<Mapping, Failure> {
     let mut nodes = 0;
     for page in 0..pages {
         let index = page * STRIDE;
-        write(&file, &index.to_ne_bytes(), index * RECORD_BYTES as u64)?;
+        write_all(&file, &index.to_ne_bytes(), index * RECORD_BYTES as u64)?;
         if index / NODE_PAGES >= nodes {
             nodes = index / NODE_PAGES + 1;
-            for node in (nodes - 1) * OTHERS..nodes * OTHERS {
-                write(&other, &[1], node * NODE_PAGES * RECORD_BYTES as u64)?;
+            for node in (nodes - 1) * OTHER_NODES_PER_NODE..nodes * OTHER_NODES_PER_NODE {
+                write_all(&other, &[1], node * NODE_PAGES * RECORD_BYTES as u64)?;
             }
         }
     }
@@ -100,7 +98,7 @@ mod tests {
 
     /// A walk finds all pages, with concurrent compaction and without.
     #[test]
-    fn all_pages_are_there() {
+    fn walk_finds_all_pages() {
         for moving in [false, true] {
             let line = run(&Index { pages: 300, turns: Turns { turns: 2, turn_ms: 15, moving } }).expect("a walk");
             assert!(line["ns"].as_f64() > Some(0.0), "{line}");

@@ -29,26 +29,24 @@ impl<Rest> Object<Rest> {
 // SAFETY: the object is plain data, so it may be moved by copying its bytes.
 unsafe impl<Rest: Copy + Send + Sync + 'static> Movable for Object<Rest> {}
 
-/// Returns the Pagemill of this process.
-fn pagemill() -> Result<&'static Pagemill, Failure> {
+fn process_pagemill() -> Result<&'static Pagemill, Failure> {
     Pagemill::of_process().map_err(failed)
 }
 
-/// Makes a cache of values that do not move.
 pub fn fixed<Rest>() -> Result<Fixed<Object<Rest>>, Failure> {
-    pagemill()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
+    process_pagemill()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
 }
 
 impl<'cache, Rest: Copy + Send + Sync> Access for &'cache Fixed<Object<Rest>> {
     type Object = Slot<'cache, Object<Rest>>;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<Self::Object> {
+    fn make_object(&mut self, tag: u64) -> Option<Self::Object> {
         self.insert(Object::new(tag)).ok()
     }
 
     #[inline]
-    fn give(&mut self, object: Self::Object) -> u64 {
+    fn free_object(&mut self, object: Self::Object) -> u64 {
         object.tag
     }
 }
@@ -60,10 +58,10 @@ pub struct Owned<Rest> {
 }
 
 /// An owner that refuses all moves, since only the cost to allocate and free is measured.
-pub struct Still<Rest>(MaybeUninit<Rest>);
+pub struct NeverMoves<Rest>(MaybeUninit<Rest>);
 
 // SAFETY: `isolate` keeps no object, so none is ever moved.
-unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for Still<Rest> {
+unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for NeverMoves<Rest> {
     type Object = Owned<Rest>;
     type Isolated = ();
 
@@ -85,16 +83,15 @@ unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for Still<Rest> {
     }
 }
 
-/// Makes a cache by owner.
-pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<ByOwner<Still<Rest>>, Failure> {
-    pagemill()?.slabs.by_owner(Settings::new("by owner"), Still(MaybeUninit::uninit())).map_err(failed)
+pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<ByOwner<NeverMoves<Rest>>, Failure> {
+    process_pagemill()?.slabs.by_owner(Settings::new("by owner"), NeverMoves(MaybeUninit::uninit())).map_err(failed)
 }
 
-impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<Still<Rest>> {
+impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<NeverMoves<Rest>> {
     type Object = NonNull<Owned<Rest>>;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<Self::Object> {
+    fn make_object(&mut self, tag: u64) -> Option<Self::Object> {
         let object = self.allocate().ok()?;
         // SAFETY: the object was just allocated, and `construct` has initialized it.
         unsafe { object.as_ref() }.tag.store(tag, Relaxed);
@@ -102,8 +99,9 @@ impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<Still<Rest>> {
     }
 
     #[inline]
-    fn give(&mut self, object: Self::Object) -> u64 {
-        // SAFETY: `take` returned the object, and it is freed only once, since the caller has no copy of the reference.
+    fn free_object(&mut self, object: Self::Object) -> u64 {
+        // SAFETY: `make_object` returned the object, and it is freed once, since the caller has no copy of the
+        // reference.
         let word = unsafe { &object.as_ref().tag };
         let tag = word.load(Relaxed);
         word.store(0, Relaxed);
@@ -113,21 +111,20 @@ impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<Still<Rest>> {
     }
 }
 
-/// Makes a cache of values that are accessed by handle.
 pub fn by_handle<Rest: Copy + Send + Sync + 'static>() -> Result<ByHandle<Object<Rest>>, Failure> {
-    pagemill()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
+    process_pagemill()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
 }
 
 impl<Rest: Copy + Send + Sync + 'static> Access for &ByHandle<Object<Rest>> {
     type Object = Handle<Object<Rest>>;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<Self::Object> {
+    fn make_object(&mut self, tag: u64) -> Option<Self::Object> {
         self.insert(Object::new(tag)).ok()
     }
 
     #[inline]
-    fn give(&mut self, object: Self::Object) -> u64 {
+    fn free_object(&mut self, object: Self::Object) -> u64 {
         self.remove_with(object, |object| object.tag).ok().flatten().unwrap_or(0)
     }
 }

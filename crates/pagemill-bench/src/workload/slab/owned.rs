@@ -10,7 +10,7 @@ use std::time::Duration;
 use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Progress, Settings, Slabs, Target};
 use pagemill::xarray;
 
-use super::keepers::{Keeper, stepped};
+use super::keepers::{ObjectStore, progress_of_step};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
@@ -33,15 +33,15 @@ impl<const WORDS: usize> Object<WORDS> {
 }
 
 /// The table of the objects' addresses, by number.
-pub struct Book<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
+pub struct AddressTable<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
-impl<const WORDS: usize> Book<WORDS> {
+impl<const WORDS: usize> AddressTable<WORDS> {
     /// Makes a table for objects with numbers below `count`, and makes all of its pages resident.
     pub fn new(count: usize) -> Self {
         let places: Vec<_> = (0..count).map(|_| AtomicPtr::default()).collect();
-        let book = hint::black_box(Self(places));
-        book.0.iter().for_each(|place| place.store(ptr::null_mut(), Relaxed));
-        book
+        let table = hint::black_box(Self(places));
+        table.0.iter().for_each(|place| place.store(ptr::null_mut(), Relaxed));
+        table
     }
 
     fn place(&self, number: u64) -> &AtomicPtr<Object<WORDS>> {
@@ -52,9 +52,9 @@ impl<const WORDS: usize> Book<WORDS> {
 // SAFETY:
 // 1. A free object has state 0, which `isolate` skips; it needs no destructor.
 // 2. `isolate` sets the bit `MOVING` of the objects that it keeps, and a thread frees only an object whose bit is not
-// set (`Owned::take`).
+// set (`OwnerStore::free_object`).
 // 3. The table has the new address before the old object is free. Users read addresses from the table, under a guard.
-unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
+unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
     type Object = Object<WORDS>;
     type Isolated = ();
 
@@ -95,19 +95,19 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
 }
 
 /// A cache of objects with an owner. The workload refers to an object by its number.
-pub struct Owned<const WORDS: usize>(ByOwner<Book<WORDS>>);
+pub struct OwnerStore<const WORDS: usize>(ByOwner<AddressTable<WORDS>>);
 
-impl<const WORDS: usize> Owned<WORDS> {
-    pub fn new(slabs: &'static Slabs, book: Book<WORDS>) -> Result<Self, Failure> {
-        slabs.by_owner(Settings::new("by owner"), book).map(Self).map_err(failed)
+impl<const WORDS: usize> OwnerStore<WORDS> {
+    pub fn new(slabs: &'static Slabs, table: AddressTable<WORDS>) -> Result<Self, Failure> {
+        slabs.by_owner(Settings::new("by owner"), table).map(Self).map_err(failed)
     }
 }
 
-impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
-    type Kept = u64;
+impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
+    type Reference = u64;
 
     #[inline]
-    fn put(&self, number: u64) -> Result<u64, Failure> {
+    fn make_object(&self, number: u64) -> Result<u64, Failure> {
         let object = self.0.allocate().map_err(failed)?;
         // SAFETY: this is a free object of the cache, which is constructed.
         let words = unsafe { &object.as_ref().0 };
@@ -118,7 +118,7 @@ impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
     }
 
     #[inline]
-    fn take(&self, number: u64) -> Result<(), Failure> {
+    fn free_object(&self, number: u64) -> Result<(), Failure> {
         loop {
             let _guard = xarray::pin();
             let place = self.0.owner().place(number);
@@ -135,7 +135,7 @@ impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
         }
     }
 
-    fn is_whole(&self, number: &u64, expected: u64) -> bool {
+    fn has_number(&self, number: &u64, expected: u64) -> bool {
         let _guard = xarray::pin();
         let place = self.0.owner().place(*number);
         loop {
@@ -155,7 +155,7 @@ impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
     }
 
     fn step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
-        stepped(self.0.defrag_step(budget))
+        progress_of_step(self.0.defrag_step(budget))
     }
 
     fn moved(&self) -> Result<u64, Failure> {

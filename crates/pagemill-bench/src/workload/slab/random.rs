@@ -1,7 +1,7 @@
 //! The hidden subcommand that runs [`super::torture`]: random operations on slab caches.
 
 use super::torture::{self, Found, Plan};
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 use serde_json::json;
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ pub struct Torture {
 }
 
 /// Runs all kinds of caches. Returns a wrong answer if any error was found.
-pub fn run(arguments: &Torture) -> Outcome {
+pub fn run(arguments: &Torture) -> WorkloadResult {
     let seed = arguments.seed.unwrap_or_else(pagemill_sys::clock::fine_ns);
     eprintln!("seed {seed}");
     let plan = Plan { operations: arguments.operations, threads: arguments.threads, seed };

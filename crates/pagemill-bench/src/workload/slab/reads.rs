@@ -9,9 +9,8 @@ use super::own::{self, Object};
 use super::speed::Words;
 use crate::stats::Random;
 use crate::workload::hit::failed;
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Reads {
     #[arg(long)]
@@ -26,7 +25,7 @@ type Value = Object<Words<23>>;
 /// Approximate number of reads between two reads of the clock.
 const BATCH: u64 = 100_000;
 /// Number of measured rounds; each measures every way to read once.
-const TURNS: u32 = 10;
+const MEASURED_ROUNDS: u32 = 10;
 
 /// Values with a handle and a pointer to each, by index. Their order is unrelated to their addresses.
 struct Values<'cache> {
@@ -40,31 +39,31 @@ struct Values<'cache> {
 type Pass = fn(&Values<'_>) -> u64;
 
 /// Subject, metric, and the pass that measures it.
-const WAYS: [(&str, &str, Pass); 4] = [
-    ("handle-read", "ns", |values| values.all_by_handle()),
-    ("pointer-read", "ns", |values| values.all_by_pointer()),
-    ("handle-read", "chain_ns", |values| values.chain_by_handle()),
-    ("pointer-read", "chain_ns", |values| values.chain_by_pointer()),
+const MEASUREMENTS: [(&str, &str, Pass); 4] = [
+    ("handle-read", "ns", |values| values.sum_by_handle()),
+    ("pointer-read", "ns", |values| values.sum_by_pointer()),
+    ("handle-read", "chain_ns", |values| values.sum_cycle_by_handle()),
+    ("pointer-read", "chain_ns", |values| values.sum_cycle_by_pointer()),
 ];
 
 /// Measures the nanoseconds per read, for independent reads and for dependent reads.
-pub fn run(arguments: &Reads) -> Outcome {
+pub fn run(arguments: &Reads) -> WorkloadResult {
     let cache = own::by_handle::<Words<23>>()?;
     let handles = fill(&cache, arguments.objects)?;
     let guard = slab::pin();
     let values = Values::new(&cache, &guard, handles)?;
-    let run = Duration::from_millis(arguments.run_ms) / TURNS;
-    let mut sums = [0.0; WAYS.len()];
+    let run = Duration::from_millis(arguments.run_ms) / MEASURED_ROUNDS;
+    let mut sums = [0.0; MEASUREMENTS.len()];
     // The first round warms up the CPU and does not count.
-    for turn in 0..=TURNS {
-        for (sum, (.., pass)) in sums.iter_mut().zip(WAYS) {
-            let ns = repeat(run, arguments.objects as u64, || pass(black_box(&values)))?;
-            *sum += if turn == 0 { 0.0 } else { ns };
+    for round in 0..=MEASURED_ROUNDS {
+        for (sum, (.., pass)) in sums.iter_mut().zip(MEASUREMENTS) {
+            let ns = time_passes(run, arguments.objects as u64, || pass(black_box(&values)))?;
+            *sum += if round == 0 { 0.0 } else { ns };
         }
     }
     let mut line = serde_json::json!({});
-    for ((subject, name, _), sum) in WAYS.iter().zip(sums) {
-        line[subject][name] = (sum / f64::from(TURNS)).into();
+    for ((subject, name, _), sum) in MEASUREMENTS.iter().zip(sums) {
+        line[subject][name] = (sum / f64::from(MEASURED_ROUNDS)).into();
     }
     Ok(line)
 }
@@ -102,16 +101,16 @@ impl<'cache> Values<'cache> {
         self.cache.get(handle, self.guard).map_or(u64::MAX, |value| value.tag)
     }
 
-    fn all_by_handle(&self) -> u64 {
+    fn sum_by_handle(&self) -> u64 {
         self.handles.iter().fold(0, |sum, handle| sum.wrapping_add(self.by_handle(*handle)))
     }
 
-    fn all_by_pointer(&self) -> u64 {
+    fn sum_by_pointer(&self) -> u64 {
         self.pointers.iter().fold(0, |sum, value| sum.wrapping_add(value.tag))
     }
 
     /// Follows the cycle for as many steps as there are values. A missing value makes the sum wrong.
-    fn chain(&self, read: impl Fn(usize) -> u64) -> u64 {
+    fn sum_cycle(&self, read: impl Fn(usize) -> u64) -> u64 {
         let (mut place, mut sum) = (0, 0u64);
         for _ in 0..self.handles.len() {
             let next = read(place);
@@ -121,18 +120,18 @@ impl<'cache> Values<'cache> {
         sum
     }
 
-    fn chain_by_handle(&self) -> u64 {
-        self.chain(|place| self.handles.get(place).map_or(u64::MAX, |handle| self.by_handle(*handle)))
+    fn sum_cycle_by_handle(&self) -> u64 {
+        self.sum_cycle(|place| self.handles.get(place).map_or(u64::MAX, |handle| self.by_handle(*handle)))
     }
 
-    fn chain_by_pointer(&self) -> u64 {
-        self.chain(|place| self.pointers.get(place).map_or(u64::MAX, |value| value.tag))
+    fn sum_cycle_by_pointer(&self) -> u64 {
+        self.sum_cycle(|place| self.pointers.get(place).map_or(u64::MAX, |value| value.tag))
     }
 }
 
 /// Repeats passes over `count` values and returns the nanoseconds per read. Each pass must return the sum of all
 /// indexes.
-fn repeat(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
+fn time_passes(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
     let (begun, mut done) = (Instant::now(), 0);
     while begun.elapsed() < run || done == 0 {
         for _ in 0..BATCH.div_ceil(count) {
@@ -160,10 +159,10 @@ mod tests {
         let guard = slab::pin();
         let values = Values::new(&cache, &guard, handles.clone()).expect("values");
 
-        assert!(WAYS.iter().all(|(.., pass)| pass(&values) == 99 * 100 / 2));
+        assert!(MEASUREMENTS.iter().all(|(.., pass)| pass(&values) == 99 * 100 / 2));
         assert!(cache.remove(handles[7]).expect("it is not pinned"));
-        let by_handle: Vec<u64> = [WAYS[0], WAYS[2]].iter().map(|(.., pass)| pass(&values)).collect();
+        let by_handle: Vec<u64> = [MEASUREMENTS[0], MEASUREMENTS[2]].iter().map(|(.., pass)| pass(&values)).collect();
         assert!(by_handle.iter().all(|sum| *sum != 99 * 100 / 2), "{by_handle:?}");
-        assert_eq!(values.all_by_pointer(), 99 * 100 / 2, "under the guard it is still there");
+        assert_eq!(values.sum_by_pointer(), 99 * 100 / 2, "under the guard it is still there");
     }
 }

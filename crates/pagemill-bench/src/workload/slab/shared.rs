@@ -35,8 +35,8 @@ pub trait Objects: Sync {
     /// Increments the count of changes of an object that exists.
     fn change(&self, number: usize) -> Result<(), Failure>;
 
-    /// Returns the number of changes of an object; none if it does not exist. [`Wrong`] if another object was read.
-    fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, Wrong>;
+    /// Returns the number of changes of an object; none if it does not exist, [`WrongObject`] if another one was read.
+    fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject>;
 
     /// Sets the percentage of use below which slabs are defragmented.
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure>;
@@ -46,18 +46,17 @@ pub trait Objects: Sync {
 
 /// The error that another object was read, or that an object was lost.
 #[derive(Debug)]
-pub struct Wrong;
+pub struct WrongObject;
 
 type Value = [u64; WORDS];
 
-/// Objects in a cache by handle.
-pub struct Handled {
+pub struct HandleObjects {
     cache: ByHandle<Value>,
     /// The bits of each object's handle; 0, which is no handle, if the object does not exist.
     table: Vec<AtomicU64>,
 }
 
-impl Handled {
+impl HandleObjects {
     pub fn new(slabs: &'static Slabs, count: usize) -> Result<Self, Failure> {
         let cache = slabs.by_handle(Settings::new("by handle")).map_err(failed)?;
         Ok(Self { cache, table: (0..count).map(|_| AtomicU64::new(0)).collect() })
@@ -68,11 +67,11 @@ impl Handled {
     }
 }
 
-fn must(was_there: bool) -> Result<(), Failure> {
+fn require(was_there: bool) -> Result<(), Failure> {
     if was_there { Ok(()) } else { Err(Failure::WrongAnswer("an object is not there".to_owned())) }
 }
 
-impl Objects for Handled {
+impl Objects for HandleObjects {
     fn put(&self, number: usize) -> Result<(), Failure> {
         let mut value = [word_of(number); WORDS];
         value[CHANGES] = 0;
@@ -85,7 +84,7 @@ impl Objects for Handled {
         let handle = self.handle(number);
         // The table entry is cleared first, so that a reader that finds a handle in the table finds its value.
         self.table[number].store(0, Release);
-        must(self.cache.remove(handle).map_err(failed)?)
+        require(self.cache.remove(handle).map_err(failed)?)
     }
 
     fn change(&self, number: usize) -> Result<(), Failure> {
@@ -94,10 +93,10 @@ impl Objects for Handled {
             new[CHANGES] += 1;
             new
         };
-        must(self.cache.update(self.handle(number), change).map_err(failed)?)
+        require(self.cache.update(self.handle(number), change).map_err(failed)?)
     }
 
-    fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, Wrong> {
+    fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject> {
         loop {
             let bits = self.table[number].load(Acquire);
             if bits == 0 {
@@ -108,7 +107,7 @@ impl Objects for Handled {
                     return Ok(Some(value[CHANGES]));
                 }
                 None if self.table[number].load(Acquire) != bits => {}
-                _ => return Err(Wrong),
+                _ => return Err(WrongObject),
             }
         }
     }
@@ -195,15 +194,14 @@ unsafe impl Migrate for Owner {
     }
 }
 
-/// Objects in a cache by owner.
-pub struct Owned(ByOwner<Owner>);
+pub struct OwnerObjects(ByOwner<Owner>);
 
 /// Number of attempts to read an object whose words are those of another object.
-const LOOKS: usize = 100;
+const READ_ATTEMPTS: usize = 100;
 /// Number of attempts to hold an object before the thread yields.
 const SPINS: usize = 1000;
 
-impl Owned {
+impl OwnerObjects {
     pub fn new(slabs: &'static Slabs, count: usize) -> Result<Self, Failure> {
         let owner = Owner { table: (0..count).map(|_| AtomicPtr::default()).collect() };
         Ok(Self(slabs.by_owner(Settings::new("by owner"), owner).map_err(failed)?))
@@ -227,11 +225,11 @@ impl Owned {
             }
             if spin % SPINS == 0 { thread::yield_now() } else { hint::spin_loop() }
         }
-        must(false).map(|()| NonNull::dangling())
+        require(false).map(|()| NonNull::dangling())
     }
 }
 
-impl Objects for Owned {
+impl Objects for OwnerObjects {
     fn put(&self, number: usize) -> Result<(), Failure> {
         let at = self.0.allocate().map_err(failed)?;
         // SAFETY: the object was just allocated, and `construct` has initialized it.
@@ -266,8 +264,8 @@ impl Objects for Owned {
         Ok(())
     }
 
-    fn read(&self, number: usize, _guard: &Guard) -> Result<Option<u64>, Wrong> {
-        for _ in 0..LOOKS {
+    fn read(&self, number: usize, _guard: &Guard) -> Result<Option<u64>, WrongObject> {
+        for _ in 0..READ_ATTEMPTS {
             let seen = self.entry(number).load(Acquire);
             let Some(at) = NonNull::new(seen) else { return Ok(None) };
             // SAFETY: this is an object of the cache, whose memory is not reused while the guard lives.
@@ -279,7 +277,7 @@ impl Objects for Owned {
                 return Ok(Some(changes));
             }
         }
-        Err(Wrong)
+        Err(WrongObject)
     }
 
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure> {

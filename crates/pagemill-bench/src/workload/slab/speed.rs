@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 
 use super::Access;
 use super::own::{self, Object};
-use super::peers::{Alone, Locked, Malloc, Sharded};
+use super::peers::{LockedSlotMap, Malloc, SharedSlab, ThreadSlotMap};
 use crate::stats::Random;
 use crate::workload::small::Pattern;
-use crate::workload::steps::{self, Work};
-use crate::workload::{Failure, Outcome};
+use crate::workload::steps::{self, StepWork};
+use crate::workload::{Failure, WorkloadResult};
 
-/// The subjects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     /// A cache of values that do not move
@@ -30,7 +29,6 @@ pub enum Subject {
     ShardedSlab,
 }
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Speed {
     #[arg(long)]
@@ -58,13 +56,13 @@ pub const STEP_PAIRS: u64 = 1000;
 
 /// Number of pairs with which each thread warms up, in addition to two for each live object; and the time limit.
 const WARM_PAIRS: u64 = 100_000;
-const WARM_AT_MOST: Duration = Duration::from_secs(2);
+const WARM_TIME_LIMIT: Duration = Duration::from_secs(2);
 
 /// The words of an object after its first.
 pub type Words<const COUNT: usize> = [u64; COUNT];
 
 /// Runs the pattern. The JSON line has nanoseconds per pair and pairs per second, or only the number of pairs.
-pub fn run(arguments: &Speed) -> Outcome {
+pub fn run(arguments: &Speed) -> WorkloadResult {
     match arguments.size {
         64 => of_size::<Words<7>>(arguments),
         192 => of_size::<Words<23>>(arguments),
@@ -75,43 +73,47 @@ pub fn run(arguments: &Speed) -> Outcome {
     }
 }
 
-fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> Outcome {
+fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> WorkloadResult {
     assert_eq!(size_of::<Object<Rest>>(), arguments.size);
     match arguments.subject {
         Subject::Fixed => own::fixed::<Rest>().and_then(|cache| measure(arguments, || &cache)),
         Subject::ByOwner => own::by_owner::<Rest>().and_then(|cache| measure(arguments, || &cache)),
         Subject::ByHandle => own::by_handle::<Rest>().and_then(|cache| measure(arguments, || &cache)),
         Subject::Malloc => measure(arguments, || Malloc { size: arguments.size }),
-        Subject::Slotmap if arguments.threads == 1 => measure(arguments, Alone::<Rest>::new),
+        Subject::Slotmap if arguments.threads == 1 => measure(arguments, ThreadSlotMap::<Rest>::new),
         Subject::Slotmap => {
-            let map = Locked::<Rest>::new();
+            let map = LockedSlotMap::<Rest>::new();
             measure(arguments, || &map)
         }
         Subject::ShardedSlab => {
-            let slab = Sharded::<Rest>::new();
+            let slab = SharedSlab::<Rest>::new();
             measure(arguments, || &slab)
         }
     }
 }
 
 /// Measures threads that each get an access to the objects from `access`.
-fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> Outcome {
+fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> WorkloadResult {
     let Some(milliseconds) = arguments.measure_ms else {
-        let mut bench = Bench::new(arguments, access(), 0)?;
+        let mut thread = ThreadState::new(arguments, access(), 0)?;
         for _ in 0..arguments.pairs / STEP_PAIRS {
-            bench.step()?;
+            thread.step()?;
         }
-        bench.verdict()?;
+        thread.check_results()?;
         return Ok(serde_json::json!({ "pairs": arguments.pairs }));
     };
-    let make = |index| Bench::new(arguments, access(), index as u64).and_then(Bench::warmed);
-    let times = steps::timed(arguments.threads, Duration::from_millis(milliseconds), STEP_PAIRS, make)?;
-    let pairs_per_second = arguments.threads as f64 * 1e9 / times.ns();
-    Ok(serde_json::json!({ "ns": times.ns(), "pairs_per_second": pairs_per_second, "pairs": times.acts() }))
+    let make = |index| ThreadState::new(arguments, access(), index as u64).and_then(ThreadState::warm_up);
+    let times = steps::measure_threads(arguments.threads, Duration::from_millis(milliseconds), STEP_PAIRS, make)?;
+    let pairs_per_second = arguments.threads as f64 * 1e9 / times.ns_per_operation();
+    Ok(serde_json::json!({
+        "ns": times.ns_per_operation(),
+        "pairs_per_second": pairs_per_second,
+        "pairs": times.operations(),
+    }))
 }
 
 /// The objects of one thread, and its count of wrong tags.
-struct Bench<A: Access> {
+struct ThreadState<A: Access> {
     access: A,
     pattern: Pattern,
     objects: Vec<Option<A::Object>>,
@@ -122,7 +124,7 @@ struct Bench<A: Access> {
     wrong: u64,
 }
 
-impl<A: Access> Bench<A> {
+impl<A: Access> ThreadState<A> {
     fn new(arguments: &Speed, access: A, seed: u64) -> Result<Self, Failure> {
         let mut random = Random::new(seed);
         let count = match arguments.pattern {
@@ -133,17 +135,17 @@ impl<A: Access> Bench<A> {
         random.shuffle(&mut order);
         let mut objects = Vec::new();
         objects.resize_with(count, || None);
-        let mut bench =
+        let mut thread =
             Self { access, pattern: arguments.pattern, objects, order, is_in_order: false, random, wrong: 0 };
         if arguments.pattern == Pattern::Churn {
-            bench.fill()?;
+            thread.fill()?;
         }
-        Ok(bench)
+        Ok(thread)
     }
 
     /// Warms up for a number of pairs or a time, so that memory is touched and the allocator reaches its steady state.
-    fn warmed(mut self) -> Result<Self, Failure> {
-        let end = Instant::now() + WARM_AT_MOST;
+    fn warm_up(mut self) -> Result<Self, Failure> {
+        let end = Instant::now() + WARM_TIME_LIMIT;
         let pairs = WARM_PAIRS + 2 * self.objects.len() as u64;
         for _ in 0..pairs / STEP_PAIRS {
             self.step()?;
@@ -156,54 +158,54 @@ impl<A: Access> Bench<A> {
 
     fn fill(&mut self) -> Result<(), Failure> {
         for (tag, slot) in (1..).zip(&mut self.objects) {
-            *slot = Some(self.access.take(tag).ok_or_else(refused)?);
+            *slot = Some(self.access.make_object(tag).ok_or_else(out_of_memory)?);
         }
         Ok(())
     }
 
     /// Frees the object at this index of the table and checks its tag.
     #[inline]
-    fn give(&mut self, place: usize) {
-        let tag = self.objects[place].take().map_or(0, |object| self.access.give(object));
-        self.wrong += u64::from(tag != tag_of(place));
+    fn free_at(&mut self, index: usize) {
+        let tag = self.objects[index].take().map_or(0, |object| self.access.free_object(object));
+        self.wrong += u64::from(tag != tag_of(index));
     }
 }
 
 /// Returns the tag for an index of the table. Tags are unique and never 0.
 #[inline]
-fn tag_of(place: usize) -> u64 {
-    place as u64 + 1
+fn tag_of(index: usize) -> u64 {
+    index as u64 + 1
 }
 
-fn refused() -> Failure {
+fn out_of_memory() -> Failure {
     Failure::Other("an object was refused".to_owned())
 }
 
-impl<A: Access> Work for Bench<A> {
+impl<A: Access> StepWork for ThreadState<A> {
     /// Makes [`STEP_PAIRS`] pairs of allocation and free.
     #[inline]
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
             Pattern::Pair => {
                 for tag in 1..=STEP_PAIRS {
-                    let object = self.access.take(tag).ok_or_else(refused)?;
-                    self.wrong += u64::from(self.access.give(object) != tag);
+                    let object = self.access.make_object(tag).ok_or_else(out_of_memory)?;
+                    self.wrong += u64::from(self.access.free_object(object) != tag);
                 }
             }
             Pattern::Batch => {
                 self.fill()?;
                 self.is_in_order = !self.is_in_order;
                 if self.is_in_order {
-                    (0..self.objects.len()).for_each(|place| self.give(place));
+                    (0..self.objects.len()).for_each(|index| self.free_at(index));
                 } else {
-                    (0..self.order.len()).for_each(|at| self.give(self.order[at]));
+                    (0..self.order.len()).for_each(|at| self.free_at(self.order[at]));
                 }
             }
             Pattern::Churn => {
                 for _ in 0..STEP_PAIRS {
-                    let place = self.random.below(self.objects.len());
-                    self.give(place);
-                    self.objects[place] = Some(self.access.take(tag_of(place)).ok_or_else(refused)?);
+                    let index = self.random.next_below(self.objects.len());
+                    self.free_at(index);
+                    self.objects[index] = Some(self.access.make_object(tag_of(index)).ok_or_else(out_of_memory)?);
                 }
             }
         }
@@ -211,10 +213,10 @@ impl<A: Access> Work for Bench<A> {
     }
 
     /// Frees all live objects, and fails if any object had a wrong tag.
-    fn verdict(&mut self) -> Result<(), Failure> {
-        for place in 0..self.objects.len() {
-            if self.objects[place].is_some() {
-                self.give(place);
+    fn check_results(&mut self) -> Result<(), Failure> {
+        for index in 0..self.objects.len() {
+            if self.objects[index].is_some() {
+                self.free_at(index);
             }
         }
         match self.wrong {

@@ -36,13 +36,13 @@ impl Turns {
     ) -> Result<(), Failure> {
         let time = Duration::from_millis(self.turn_ms);
         let rest = |_| PAUSE;
-        beside_steps(self.moving.then_some(slabs), rest, || (0..self.turns).try_for_each(|_| turn(time)))
+        run_with_defragmentation(self.moving.then_some(slabs), rest, || (0..self.turns).try_for_each(|_| turn(time)))
     }
 }
 
 /// Runs `work`. If slabs are given, a concurrent thread compacts their partial slabs step by step. After each step it
 /// sleeps for the time that `rest` computes from the duration of the step.
-pub fn beside_steps<T>(
+pub fn run_with_defragmentation<T>(
     slabs: Option<&'static Slabs>,
     rest: impl Fn(Duration) -> Duration + Sync,
     work: impl FnOnce() -> Result<T, Failure>,

@@ -44,14 +44,14 @@ impl Source {
         Ok(store)
     }
 
-    /// Returns whether a record has the stamp of this offset; always true if the file has no pattern.
+    /// Whether a record has the stamp of this offset; always true if the file has no pattern.
     #[inline]
     fn is_right(&self, record: &[u8], offset: u64) -> bool {
         !self.pattern || pattern::is_stamped(record, 0, offset, 0)
     }
 
     /// Does the same as [`Self::is_right`], for the first and the last record of a longer range.
-    fn is_right_around(&self, bytes: &[u8], offset: u64) -> bool {
+    fn has_right_ends(&self, bytes: &[u8], offset: u64) -> bool {
         let last = bytes.len() - RECORD_BYTES;
         self.is_right(bytes, offset) && self.is_right(&bytes[last..], offset + last as u64)
     }
@@ -68,29 +68,29 @@ fn cpu_time() -> Duration {
 }
 
 /// The start of an interval whose duration and CPU time are measured.
-struct Span {
+struct IntervalStart {
     begun: Instant,
     cpu: Duration,
 }
 
 /// Duration and CPU time of an interval.
-struct Took {
+struct Elapsed {
     seconds: f64,
     cpu_seconds: f64,
 }
 
-impl Span {
+impl IntervalStart {
     fn begin() -> Self {
         Self { begun: Instant::now(), cpu: cpu_time() }
     }
 
-    fn end(&self) -> Took {
+    fn end(&self) -> Elapsed {
         let cpu = cpu_time().saturating_sub(self.cpu);
-        Took { seconds: self.begun.elapsed().as_secs_f64(), cpu_seconds: cpu.as_secs_f64() }
+        Elapsed { seconds: self.begun.elapsed().as_secs_f64(), cpu_seconds: cpu.as_secs_f64() }
     }
 }
 
-impl Took {
+impl Elapsed {
     /// Returns the rates and the CPU time per transfer, for `ios` transfers of `io_bytes` bytes.
     fn rates(&self, ios: u64, io_bytes: usize) -> Result<Map<String, Value>, Failure> {
         if ios == 0 {
@@ -98,17 +98,17 @@ impl Took {
         }
         let rate = ios as f64 / self.seconds;
         let mib = rate * io_bytes as f64 / f64::from(1 << 20);
-        let figures = [(IOS, rate), (MIB, mib), (CPU, self.cpu_seconds * 1e6 / ios as f64)];
-        Ok(figures.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect())
+        let metrics = [(IOS, rate), (MIB, mib), (CPU, self.cpu_seconds * 1e6 / ios as f64)];
+        Ok(metrics.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect())
     }
 
     /// Returns the same as [`Self::rates`], and percentiles of the latencies `times`.
-    fn figures(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
-        let mut figures = self.rates(ios, io_bytes)?;
+    fn metrics(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
+        let mut metrics = self.rates(ios, io_bytes)?;
         for (name, share) in [(P50, 0.5), (P99, 0.99), (P999, 0.999)] {
-            figures.insert(name.to_owned(), percentile_us(times, share).into());
+            metrics.insert(name.to_owned(), percentile_us(times, share).into());
         }
-        Ok(figures)
+        Ok(metrics)
     }
 }
 
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_times_that_occurred() {
+    fn percentile_is_one_of_the_times() {
         let mut times: Vec<u32> = (1..=1000).rev().map(|us| us * 1000).collect();
         let found = [0.5, 0.99, 0.999, 1.0].map(|share| percentile_us(&mut times, share));
         assert_eq!(found, [500.0, 990.0, 999.0, 1000.0]);

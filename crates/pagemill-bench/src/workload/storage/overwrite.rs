@@ -7,18 +7,18 @@ use pagemill::stats::{self, Counter};
 use pagemill::store::{Aligned, Store as _};
 
 use super::miss::cache_of_folios;
-use super::{Source, Span};
+use super::{IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
-use crate::storage::writeback::places;
-use crate::workload::hit::{failed, write};
-use crate::workload::{Failure, Outcome};
+use crate::storage::writeback::page_offsets;
+use crate::workload::hit::{failed, write_all};
+use crate::workload::{Failure, WorkloadResult};
 
 /// One page in this many is resident and changed.
 const ONE_OF: u64 = 8;
 
 /// Number of pages that are read back after the last round.
-const READ_AGAIN: usize = 32;
+const READ_BACK_COUNT: usize = 32;
 
 /// Arguments of a run that writes to a file, whose content is lost.
 #[derive(Clone, Debug, clap::Args)]
@@ -37,18 +37,18 @@ pub struct Overwrite {
 }
 
 /// Changes pages and writes them back until the time is over, then checks the file.
-pub fn run(arguments: &Overwrite) -> Outcome {
+pub fn run(arguments: &Overwrite) -> WorkloadResult {
     let Overwrite { source, io_bytes, .. } = arguments;
-    let places = match arguments.random {
-        true => places(source.len_bytes, *io_bytes as u64, ONE_OF, 1),
+    let page_offsets = match arguments.random {
+        true => page_offsets(source.len_bytes, *io_bytes as u64, ONE_OF, 1),
         false => (0..source.len_bytes / ONE_OF).step_by(*io_bytes).collect(),
     };
     let cache = cache_of_folios(arguments.cache_mib << 20, *io_bytes)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
     let mut records = Records::filled(*io_bytes);
     // Whole pages are written, so that none is read from the file first.
-    places.iter().try_for_each(|offset| write(&file, records.at(0, *offset), *offset))?;
-    let mut order = places.clone();
+    page_offsets.iter().try_for_each(|offset| write_all(&file, records.stamped_at(0, *offset), *offset))?;
+    let mut order = page_offsets.clone();
     if arguments.random {
         Random::new(2).shuffle(&mut order);
     }
@@ -56,7 +56,7 @@ pub fn run(arguments: &Overwrite) -> Outcome {
     let mut round = || -> Result<u64, Failure> {
         generation += 1;
         for offset in &order {
-            write(&file, &pattern::word(0, *offset, generation).to_le_bytes(), *offset)?;
+            write_all(&file, &pattern::stamp_word(0, *offset, generation).to_le_bytes(), *offset)?;
         }
         // There is no sync, since fio does not sync in the runs that this is compared with.
         file.write_back(0, source.len_bytes).map_err(failed)?;
@@ -65,7 +65,7 @@ pub fn run(arguments: &Overwrite) -> Outcome {
     // The first round is warm-up, as in the other workloads.
     round()?;
     let (run, mut ios) = (Duration::from_millis(arguments.run_ms), 0);
-    let (before, begun, span) = (stats::get(Counter::StoreWritten), Instant::now(), Span::begin());
+    let (before, begun, span) = (stats::get(Counter::StoreWritten), Instant::now(), IntervalStart::begin());
     while begun.elapsed() < run {
         ios += round()?;
     }
@@ -83,11 +83,11 @@ pub fn run(arguments: &Overwrite) -> Outcome {
 fn check(source: &Source, order: &[u64], io_bytes: usize, generation: u64) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
-    for offset in order.iter().take(READ_AGAIN) {
+    for offset in order.iter().take(READ_BACK_COUNT) {
         store.read(*offset, &mut bytes).map_err(|error| error.to_string())?;
         let (first, rest) = bytes.split_at(RECORD_BYTES);
-        let is_there = pattern::is_record(first, 0, *offset, generation)
-            && pattern::is_whole(rest, 0, offset + RECORD_BYTES as u64);
+        let is_there = pattern::is_intact_record(first, 0, *offset, generation)
+            && pattern::is_intact(rest, 0, offset + RECORD_BYTES as u64);
         if !is_there {
             return Err(Failure::WrongAnswer(format!("what was written back at {offset} is not there")));
         }

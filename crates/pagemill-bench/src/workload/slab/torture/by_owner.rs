@@ -10,7 +10,7 @@ use std::time::Duration;
 use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, SlabInfo, Slabs, Target};
 use pagemill::{Result, xarray};
 
-use super::stamped::{Random, Stamp, Tally};
+use super::stamped::{Counters, Random, Stamp};
 use super::{BOARD, NODES, Removed, Subject};
 
 const CELLS: usize = 1 << 15;
@@ -40,7 +40,7 @@ impl<const WORDS: usize> Item<WORDS> {
         self.words.iter().enumerate().all(|(at, word)| word.load(Relaxed) == stamp.word(at))
     }
 
-    fn go(&self, from: u32, to: u32) -> bool {
+    fn change_state(&self, from: u32, to: u32) -> bool {
         self.state.compare_exchange(from, to, Acquire, Relaxed).is_ok()
     }
 }
@@ -49,7 +49,7 @@ pub struct Cells<const WORDS: usize> {
     cells: Box<[AtomicPtr<Item<WORDS>>]>,
     free: Mutex<Vec<u32>>,
     moves: AtomicU64,
-    tally: &'static Tally,
+    counters: &'static Counters,
 }
 
 // SAFETY: the state of an item tells whether it is free. No other thread changes an item that `isolate` keeps until
@@ -65,7 +65,7 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
 
     fn isolate(&self, items: &mut Candidates<'_, Item<WORDS>>) {
         // SAFETY: objects of the cache always are items.
-        items.retain(|item| unsafe { item.as_ref() }.go(LIVE, MOVING));
+        items.retain(|item| unsafe { item.as_ref() }.change_state(LIVE, MOVING));
     }
 
     fn migrate<'object>(
@@ -76,26 +76,26 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
     ) -> Done<'object> {
         // SAFETY: the item is live, and `isolate` keeps it.
         let old = unsafe { item.object().as_ref() };
-        let whim = self.moves.fetch_add(1, Relaxed) % 64;
-        if whim == 0 {
+        let move_number = self.moves.fetch_add(1, Relaxed) % 64;
+        if move_number == 0 {
             old.state.store(LIVE, Release);
             return item.busy();
         }
         let place = to.take();
-        let Some(place) = place.filter(|_| whim != 1) else {
+        let Some(place) = place.filter(|_| move_number != 1) else {
             old.state.store(LIVE, Release);
             return item.failed();
         };
         // SAFETY: this is a free item of this owner.
         let new = unsafe { place.object().as_ref() };
-        let is_free = new.go(FREE, HELD);
-        self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
+        let is_free = new.change_state(FREE, HELD);
+        self.counters.corrupted.fetch_add(u64::from(!is_free), Relaxed);
         new.words.iter().zip(&old.words).for_each(|(new, old)| new.store(old.load(Relaxed), Relaxed));
         let cell = old.cell.load(Relaxed);
         new.cell.store(cell, Relaxed);
         new.state.store(LIVE, Release);
         let named = self.cells[cell as usize].swap(place.object().as_ptr(), Release);
-        self.tally.corrupted.fetch_add(u64::from(named != item.object().as_ptr()), Relaxed);
+        self.counters.corrupted.fetch_add(u64::from(named != item.object().as_ptr()), Relaxed);
         old.state.store(FREE, Release);
         item.moved(place)
     }
@@ -104,11 +104,11 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
 pub struct Items<const WORDS: usize> {
     cache: ByOwner<Cells<WORDS>>,
     board: Vec<u32>,
-    tally: &'static Tally,
+    counters: &'static Counters,
 }
 
 /// A held item, which cannot be moved while this value exists.
-pub struct Held<'a, const WORDS: usize>(&'a Item<WORDS>);
+pub struct Pin<'a, const WORDS: usize>(&'a Item<WORDS>);
 
 impl<const WORDS: usize> Items<WORDS> {
     /// Returns the item of a cell. The caller must have a guard, and the item must not be freed meanwhile.
@@ -123,30 +123,30 @@ impl<const WORDS: usize> Items<WORDS> {
         let item = self.item(cell);
         let was_whole = item.is(stamp);
         // The item may be moved meanwhile, but its old copy does not change under the guard.
-        stamp.linger();
+        stamp.maybe_yield();
         was_whole && item.is(stamp)
     }
 
     /// Holds an item, so that it is not moved; `None` if it is held or being moved already.
-    fn keep(&self, cell: u32) -> Option<&Item<WORDS>> {
+    fn hold(&self, cell: u32) -> Option<&Item<WORDS>> {
         let _guard = xarray::pin();
         let item = self.item(cell);
-        item.go(LIVE, HELD).then_some(item)
+        item.change_state(LIVE, HELD).then_some(item)
     }
 }
 
 impl<const WORDS: usize> Subject for Items<WORDS> {
     type Key = u32;
-    type Held<'a> = Held<'a, WORDS>;
+    type Pin<'a> = Pin<'a, WORDS>;
 
-    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self> {
+    fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self> {
         let cells = Cells {
             cells: (0..CELLS).map(|_| AtomicPtr::default()).collect(),
             free: Mutex::new((0..CELLS as u32).collect()),
             moves: AtomicU64::new(0),
-            tally,
+            counters,
         };
-        let mut items = Self { cache: slabs.by_owner(Settings::new("items"), cells)?, board: Vec::new(), tally };
+        let mut items = Self { cache: slabs.by_owner(Settings::new("items"), cells)?, board: Vec::new(), counters };
         items.board = (0..BOARD).map(|at| items.insert(Stamp::of_board(at), None)).collect::<Result<_>>()?;
         Ok(items)
     }
@@ -158,9 +158,9 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         };
         // SAFETY: this is a free item to which no other thread has a reference.
         let item = unsafe { at.as_ref() };
-        let is_free = item.go(FREE, HELD);
-        self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
-        self.tally.created.fetch_add(1, Relaxed);
+        let is_free = item.change_state(FREE, HELD);
+        self.counters.corrupted.fetch_add(u64::from(!is_free), Relaxed);
+        self.counters.created.fetch_add(1, Relaxed);
         let owner = self.cache.owner();
         let cell = owner.free.lock().expect("the lock is not poisoned").pop().expect("more cells than items");
         item.fill(stamp);
@@ -170,12 +170,12 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         Ok(cell)
     }
 
-    fn is_whole(&self, cell: &u32, stamp: Stamp) -> bool {
+    fn is_intact(&self, cell: &u32, stamp: Stamp) -> bool {
         self.is(*cell, stamp)
     }
 
     fn update(&self, cell: &mut u32, old: Stamp, new: Stamp) -> Option<bool> {
-        let item = self.keep(*cell)?;
+        let item = self.hold(*cell)?;
         let was_whole = item.is(old);
         item.fill(new);
         item.state.store(LIVE, Release);
@@ -183,31 +183,31 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
     }
 
     fn remove(&self, cell: u32, stamp: Stamp) -> Removed<u32> {
-        let Some(item) = self.keep(cell) else { return Removed::Busy(cell) };
+        let Some(item) = self.hold(cell) else { return Removed::Busy(cell) };
         let was_whole = item.is(stamp);
         let owner = self.cache.owner();
         owner.cells[cell as usize].store(std::ptr::null_mut(), Relaxed);
         owner.free.lock().expect("the lock is not poisoned").push(cell);
-        self.tally.dropped.fetch_add(1, Relaxed);
+        self.counters.dropped.fetch_add(1, Relaxed);
         item.state.store(FREE, Release);
         // SAFETY: this thread held the item, and its state is free.
         unsafe { self.cache.free(NonNull::from(item)) };
         if was_whole { Removed::Gone } else { Removed::Missing }
     }
 
-    fn hold(&self, cell: &u32) -> Option<Self::Held<'_>> {
-        self.keep(*cell).map(Held)
+    fn pin(&self, cell: &u32) -> Option<Self::Pin<'_>> {
+        self.hold(*cell).map(Pin)
     }
 
-    fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool {
+    fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
         held.0.is(stamp)
     }
 
-    fn let_go(&self, held: Self::Held<'_>) {
+    fn unpin(&self, held: Self::Pin<'_>) {
         held.0.state.store(LIVE, Release);
     }
 
-    fn place(&self, cell: &u32) -> usize {
+    fn address(&self, cell: &u32) -> usize {
         std::ptr::from_ref(self.item(*cell)) as usize
     }
 
@@ -215,7 +215,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         self.is(self.board[at as usize], Stamp::of_board(at))
     }
 
-    fn disturb(&self, random: &mut Random) {
+    fn move_some(&self, random: &mut Random) {
         let (from, to) = (random.below(NODES as u64) as usize, random.below(NODES as u64) as usize);
         match random.below(5) {
             0 => _ = self.cache.shrink(),
