@@ -27,8 +27,8 @@ impl Barriers {
     /// change.
     #[cfg(not(loom))]
     pub fn of_process() -> Self {
-        static ARE_OF_DRAINER: OnceLock<bool> = OnceLock::new();
-        if *ARE_OF_DRAINER.get_or_init(barrier::register) { Self::DrainerOnly } else { Self::BothSides }
+        static HAS_PROCESS_BARRIER: OnceLock<bool> = OnceLock::new();
+        if *HAS_PROCESS_BARRIER.get_or_init(barrier::register) { Self::DrainerOnly } else { Self::BothSides }
     }
 
     /// Executes the draining thread's barrier between its two steps. Returns false if the kernel refused it. One call
@@ -89,7 +89,6 @@ impl AsymmetricLock {
         is_entered
     }
 
-    /// Leaves the lock on the magazine's thread.
     #[inline(always)]
     pub fn leave(&self) {
         self.entered.store(0, Release);

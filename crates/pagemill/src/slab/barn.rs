@@ -22,7 +22,7 @@ const SHEAVES_PER_BARN: usize = 16;
 #[repr(C)]
 pub(super) struct Sheaf([LockedU64; MAX_SHEAF_LEN]);
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Sheaf {}
 
 /// The sheaves of all barns of all caches, in one table.
@@ -57,7 +57,6 @@ impl BarnMemory {
 pub(super) struct Barn {
     barn_memory: &'static BarnMemory,
     first_sheaf: usize,
-    /// Number of objects in each sheaf.
     sheaf_len: usize,
     lock: Lock,
     /// Number of stored sheaves. Changed under `lock`.

@@ -32,7 +32,7 @@ const METADATA_BLOCKS: usize = 1 << 15;
 const SPARSE_METADATA_BLOCKS: u32 = 16;
 
 /// Number of blocks that are made accessible by one system call.
-const OPENED_BLOCKS: u32 = 32;
+const BLOCKS_PER_OPEN: u32 = 32;
 
 /// Free blocks of one node, in linked lists. A list head is a block number plus one; 0: the list is empty.
 #[derive(Clone, Copy, Default)]
@@ -42,7 +42,6 @@ struct FreeBlocks {
     /// Free whole blocks with memory. In a fork child the list also has blocks of the parent, whose memory is discarded
     /// before use.
     with_memory: u32,
-    /// Free blocks without memory.
     without_memory: u32,
 }
 
@@ -177,7 +176,7 @@ impl Blocks {
         let found = self.free_lists.with(|free| self.find_free(&mut free[node], node))?;
         let (block, has_memory) = found;
         let block_meta = self.block(block);
-        block_meta.clear();
+        block_meta.clear_levels();
         if has_memory && !self.is_inherited(block) {
             self.free_with_memory.fetch_sub(1, Relaxed);
             stats::sub(Counter::SlabFree, BLOCK_BYTES as u64);
@@ -242,8 +241,8 @@ impl Blocks {
         let (block, slab) = (first + free.opened as usize, (first + free.opened as usize) * MAX_SLABS);
         self.blocks.open(first, block, block + 1)?;
         self.slabs.open(first * MAX_SLABS, slab, slab + MAX_SLABS)?;
-        if free.opened.is_multiple_of(OPENED_BLOCKS) {
-            let blocks = OPENED_BLOCKS.min(self.blocks_per_node - free.opened) as usize;
+        if free.opened.is_multiple_of(BLOCKS_PER_OPEN) {
+            let blocks = BLOCKS_PER_OPEN.min(self.blocks_per_node - free.opened) as usize;
             let (addr, bytes) = (self.addr(block as u32), blocks * BLOCK_BYTES);
             if self.is_charged {
                 self.arena.open_blocks(addr, bytes)?;

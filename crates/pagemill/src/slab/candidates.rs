@@ -4,7 +4,7 @@
 
 use super::lists::Lists;
 use super::meta::{BY_USE, LEVELS, Level, SEARCH_QUEUE, SlabSet, SlabState};
-use super::node::{FULL, FULLEST, GROWING, IDLE, Node, TargetSlabs, USE_CLASSES, USE_LISTS};
+use super::node::{FULL, FULL_WITH_BARE, FULLEST, IDLE, Node, TargetSlabs, USE_CLASSES, USE_LISTS};
 
 /// Maximum number of suitable blocks that a search compares to find the emptiest.
 pub(super) const MAX_COMPARED: usize = 16;
@@ -85,12 +85,12 @@ impl Searches {
     }
 
     /// The lists whose blocks may be used by less than the percentage of the block search. Blocks with free objects are
-    /// listed by eighths in use, so these are the lists up to that percentage. Then comes `GROWING`, whose blocks have
-    /// any use, since it is not sorted.
+    /// listed by eighths in use, so these are the lists up to that percentage. Then comes `FULL_WITH_BARE`, whose
+    /// blocks have any use, since it is not sorted.
     fn lists_to_search(&self) -> impl Iterator<Item = usize> + use<> {
         let percent = self.block_search.key.1;
         let parts = (percent * USE_CLASSES).div_ceil(100).min(USE_CLASSES) as usize;
-        (IDLE + 1..=IDLE + parts).chain((percent > 0).then_some(GROWING))
+        (IDLE + 1..=IDLE + parts).chain((percent > 0).then_some(FULL_WITH_BARE))
     }
 }
 
@@ -132,7 +132,7 @@ impl Node<'_> {
                 let used = u64::from(block.used.get());
                 // Only set-up slabs of a sparse block have memory. If all of them are full, emptying the block saves
                 // nothing.
-                let is_packed = list == GROWING && block.is_sparse.get() == 1;
+                let is_packed = list == FULL_WITH_BARE && block.is_sparse.get() == 1;
                 let was_tried = Some(block.tried.get()) == criteria.block_pass;
                 if is_packed || was_tried || used * 100 >= capacity * u64::from(criteria.percent) {
                     self.dequeue_from_search(block_number);
@@ -166,7 +166,7 @@ impl Node<'_> {
             TargetSlabs::Fuller(least) => self.list_for_use(least),
             _ => IDLE + 1,
         };
-        let lists = (first..=FULLEST).chain([GROWING]);
+        let lists = (first..=FULLEST).chain([FULL_WITH_BARE]);
         let (free, bare) = lists.fold((0, 0), |(free, bare), list| {
             (free + self.state.free_objects_in[list], bare + self.state.bare_slabs_in[list])
         });
@@ -317,7 +317,7 @@ impl Node<'_> {
         block.tried.set(block_pass.unwrap_or(0));
         block.is_emptying.set(1);
         let mut claimed = SlabSet::default();
-        for slab in block.all_set_up(self.shape.slabs) {
+        for slab in block.set_up_slabs(self.shape.slabs) {
             if self.blocks.slab(block_number, slab).state() == SlabState::Open {
                 self.claim(block_number, slab);
                 claimed.add(slab);
@@ -341,7 +341,7 @@ impl Node<'_> {
     pub fn claim_next_slab(&mut self, pass: u32) -> Option<(u32, u32)> {
         let (blocks, slabs) = (self.blocks, self.shape.slabs);
         let (block_number, slab) = self.min_over_blocks((pass, ANY_PERCENT), FULL, 1, |block_number| {
-            let slab = blocks.block(block_number).all_set_up(slabs).find(|slab| {
+            let slab = blocks.block(block_number).set_up_slabs(slabs).find(|slab| {
                 let slab_meta = blocks.slab(block_number, *slab);
                 slab_meta.state() == SlabState::Open && slab_meta.used_objects() > 0 && slab_meta.tried.get() != pass
             })?;
@@ -368,8 +368,8 @@ impl Node<'_> {
 mod tests {
     use super::*;
 
-    /// A block search visits the lists of all eighths that begin below its percentage, then `GROWING`. At 0 % it visits
-    /// no list.
+    /// A block search visits the lists of all eighths that begin below its percentage, then `FULL_WITH_BARE`. At 0 % it
+    /// visits no list.
     #[test]
     fn percentage_selects_lists_to_search() {
         let lists_of = |percent: u32| {
@@ -380,7 +380,7 @@ mod tests {
         assert_eq!(lists_of(0), []);
         for (percent, parts) in [(1, 1), (12, 1), (13, 2), (25, 2), (26, 3), (87, 7), (88, 8), (100, 8), (101, 8)] {
             let mut expected = Vec::from_iter(IDLE + 1..=IDLE + parts);
-            expected.push(GROWING);
+            expected.push(FULL_WITH_BARE);
             assert_eq!(lists_of(percent), expected, "{percent} %");
         }
     }

@@ -11,7 +11,8 @@ const DEPTH: usize = 8;
 
 thread_local! {
     /// The drops in progress on this thread. The variable has no destructor, so it is usable until the thread ends.
-    static DROPPING: [DropSlot; DEPTH] = const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
+    static DROPPING: [DropSlot; DEPTH] =
+        const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
 }
 
 struct DropSlot {

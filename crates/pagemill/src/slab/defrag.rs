@@ -26,7 +26,7 @@ const ALL_PERCENT: u32 = 101;
 const CHANGE_DIVISOR: u64 = 64;
 
 /// A long defragmentation lets threads use their magazines again after each slice of this length.
-const SLICE: Duration = Duration::from_millis(10);
+const SLICE_DURATION: Duration = Duration::from_millis(10);
 
 /// State of the defragmentation of a cache.
 ///
@@ -74,7 +74,7 @@ impl Passes {
     }
 
     /// Records a step of a pass. `used` is the number of objects when the step began.
-    fn note(&self, used: u64, progress: &Progress) {
+    fn record_step(&self, used: u64, progress: &Progress) {
         if self.used_before.load(Relaxed) == NONE {
             self.used_before.store(used, Relaxed);
             self.resume();
@@ -138,7 +138,7 @@ pub(super) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Res
     };
     let drained = engine.try_drain_magazines().ok_or(Error::Busy { what: "another thread empties this slab cache" })?;
     let progress = run_slice(engine, drained, mover, &criteria, budget);
-    engine.passes.note(used, &progress);
+    engine.passes.record_step(used, &progress);
     if progress.is_done && !engine.awaits_unblocking_batch() {
         engine.passes.end(engine, criteria.percent);
     }
@@ -190,7 +190,7 @@ pub(super) fn pack(engine: &Engine, mover: &impl Mover) {
     if let Some(drained) = engine.try_drain_magazines() {
         let pass = engine.passes.begin_next();
         let criteria = Criteria { percent: ALL_PERCENT, pass, block_pass: Some(pass) };
-        run_slice(engine, drained, mover, &criteria, SLICE);
+        run_slice(engine, drained, mover, &criteria, SLICE_DURATION);
         engine.finish_retired_within(SHORT_GRACE_NS);
     }
 }
@@ -215,7 +215,7 @@ pub(super) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
             let criteria = Criteria { percent: ALL_PERCENT, pass: engine.passes.begin_next(), block_pass };
             let mut was_stopped = false;
             let is_finished = loop {
-                let is_done = run_slice(engine, engine.drain_magazines()?, mover, &criteria, SLICE).is_done;
+                let is_done = run_slice(engine, engine.drain_magazines()?, mover, &criteria, SLICE_DURATION).is_done;
                 was_stopped |= !is_done;
                 if is_done {
                     let is_finished = engine.finish_all_retired()?;
@@ -276,7 +276,7 @@ pub(super) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
     while from != to && whole.moved < most {
         engine.finish_retired();
         let drained = engine.drain_magazines()?;
-        let deadline_ns = clock::fine_ns() + SLICE.as_nanos() as u64;
+        let deadline_ns = clock::fine_ns() + SLICE_DURATION.as_nanos() as u64;
         let mut run = MigrationRun::new(engine, mover, pass, deadline_ns, most - whole.moved);
         let mut has_more = true;
         while !run.is_over() && has_more {
@@ -353,12 +353,12 @@ mod tests {
         };
         assert_eq!(noted(), (NONE, false, false));
         passes.suspended_at.store(5, Relaxed);
-        passes.note(10, &step_of(0, true));
+        passes.record_step(10, &step_of(0, true));
         assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, false, true), NONE), "a rest ends");
         passes.suspended_at.store(5, Relaxed);
-        passes.note(20, &step_of(1, false));
+        passes.record_step(20, &step_of(1, false));
         assert_eq!((noted(), passes.suspended_at.load(Relaxed)), ((10, true, false), 5));
-        passes.note(30, &step_of(0, true));
+        passes.record_step(30, &step_of(0, true));
         assert_eq!(noted(), (10, true, true));
     }
 
@@ -385,7 +385,7 @@ mod tests {
             let number = passes.number.load(Relaxed);
             passes.used_before_pass.store(before, Relaxed);
             assert!(!passes.note_memory_short() && passes.note_memory_short() && passes.is_memory_short());
-            passes.note(USED, &step_of(emptied, true));
+            passes.record_step(USED, &step_of(emptied, true));
             passes.end(engine, percent);
             let case = format!("{before} of {used_slabs_and_blocks}, {emptied} emptied, {percent} %");
             assert_eq!((passes.is_suspended(), passes.is_memory_short()), (is_suspended, is_memory_short), "{case}");

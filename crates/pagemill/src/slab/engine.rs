@@ -36,9 +36,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-/// Step of the sequence that decides about remote objects. It is prime to 100, so a hundred draws yield each number
-/// once.
-const DRAW_STEP: u32 = 37;
+/// Step of the sequence that decides about remote objects. It is prime to 100, so a hundred percent_counter yield each
+/// number once.
+const PERCENT_STEP: u32 = 37;
 const PERCENT: u32 = 100;
 
 /// A constructor, called for each object of a slab before any of them is allocated.
@@ -97,7 +97,7 @@ pub(super) struct Engine {
     pub drain_lock: Lock,
     /// Whether magazines are being drained, so that they are unusable.
     pub is_draining: AtomicBool,
-    draws: AtomicU32,
+    percent_counter: AtomicU32,
     /// Batches of emptied slabs that wait for readers.
     pub batches: Guarded<VecDeque<Batch>>,
     pub passes: Passes,
@@ -105,7 +105,7 @@ pub(super) struct Engine {
     poisoned_range: Range<usize>,
     pub grace: fn() -> Grace,
     /// Set when a callback panicked on the background thread, which skips the cache from then on.
-    pub has_failed: AtomicBool,
+    pub has_panicked: AtomicBool,
     pub shrink_request: Guarded<ShrinkRequest>,
     /// Set when the user drops the cache. Requests of other processes then fail.
     pub is_unregistered: AtomicBool,
@@ -137,7 +137,7 @@ impl Engine {
         if is_raised {
             self.passes.resume();
         }
-        if self.has_failed.swap(false, Relaxed) || is_raised {
+        if self.has_panicked.swap(false, Relaxed) || is_raised {
             self.notify_worker_if_worthwhile();
         }
         Ok(())
@@ -145,7 +145,7 @@ impl Engine {
 
     /// Records a successful shrink. The background then resumes a cache that it had given up.
     pub fn note_shrunk(&self) {
-        if self.has_failed.swap(false, Relaxed) {
+        if self.has_panicked.swap(false, Relaxed) {
             self.notify_worker_if_worthwhile();
         }
     }
@@ -203,13 +203,13 @@ impl Engine {
             opened_slots: (0..slot_words).map(|_| AtomicU64::new(0)).collect(),
             drain_lock: Lock::new(),
             is_draining: AtomicBool::new(false),
-            draws: AtomicU32::new(0),
+            percent_counter: AtomicU32::new(0),
             batches: Guarded::new(VecDeque::new()),
             passes: Passes::new(),
             is_movable,
             poisoned_range,
             grace,
-            has_failed: AtomicBool::new(false),
+            has_panicked: AtomicBool::new(false),
             shrink_request: Guarded::new(ShrinkRequest::None),
             is_unregistered: AtomicBool::new(false),
             counts: Counts::default(),
@@ -517,7 +517,7 @@ impl Engine {
             if count > 0 {
                 return Ok((node, count));
             }
-            if !self.has_one_node && self.draw() < remote_percent {
+            if !self.has_one_node && self.next_percent() < remote_percent {
                 let others = (1..self.node_count()).map(|step| (node + step) % self.node_count());
                 let found =
                     others.map(|node| (node, self.with_node(node, |node| node.allocate(TargetSlabs::InUse, taken))));
@@ -539,8 +539,8 @@ impl Engine {
         self.with_node(node, |node| node.allocate(targets, taken))
     }
 
-    fn draw(&self) -> u32 {
-        self.draws.fetch_add(DRAW_STEP, Relaxed) % PERCENT
+    fn next_percent(&self) -> u32 {
+        self.percent_counter.fetch_add(PERCENT_STEP, Relaxed) % PERCENT
     }
 
     /// The barns of a node, beginning with the one that this thread prefers.
@@ -583,7 +583,6 @@ impl Engine {
         }
     }
 
-    /// Checks the counters of all nodes.
     #[cfg(test)]
     pub fn check_state(&self) {
         (0..self.node_count()).for_each(|node| self.with_node(node, |node| node.check()));

@@ -42,7 +42,6 @@ impl Epoch {
     }
 }
 
-/// The global epoch, a counter.
 pub(crate) struct GlobalEpoch(AtomicU64);
 
 /// The word of a participant, which may read values. 0 while it is not reading. Only its own thread writes the word.
@@ -146,7 +145,6 @@ mod process_wide {
     /// Participants by thread slot.
     static PARTICIPANTS: [Participant; MAX_THREADS] = [const { Participant(AtomicU64::new(0)) }; MAX_THREADS];
 
-    /// Whether a thread has ever used the overflow list.
     static HAS_OVERFLOW: AtomicBool = AtomicBool::new(false);
     static FIRST_OVERFLOW: Overflow = Overflow::new();
 
@@ -307,7 +305,7 @@ mod process_wide {
                     std::thread::yield_now();
                 }
             };
-            // Readers of other tests may delay the end.
+            // Readers of concurrent tests may delay this.
             wait(&|| oldest_pinned() > epoch);
             drop(later);
         }

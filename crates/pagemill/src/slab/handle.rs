@@ -104,7 +104,7 @@ impl<T: Movable> HandleInner<T> {
     #[inline]
     fn write(&self, object: usize, value: T, index: u32) {
         let object = object as *mut HandledValue<T>;
-        // SAFETY: a new object is large and aligned enough, and owned by this call. A mover only reads its atomic index.
+        // SAFETY: a new object is large and aligned enough, and owned by this call. Movers only read its atomic index.
         unsafe {
             (&raw mut (*object).value).write(value);
             (*object).index.store(index, Release);
@@ -483,7 +483,7 @@ struct RemovedValue<'cache, T: Movable> {
 impl<T: Movable> Drop for RemovedValue<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.cache.free_and_retire(self.key.next(), self.object as usize);
+        self.cache.free_and_retire(self.key.next_generation(), self.object as usize);
     }
 }
 
@@ -745,7 +745,7 @@ impl<T: Movable> Drop for ByHandle<T> {
             // Readers and pins borrow the cache, so only forgotten pins are left.
             let key = Key::new(index, word.generation());
             inner.handles.force_end(key);
-            inner.handles.free(key.next());
+            inner.handles.free(key.next_generation());
             objects.push(inner.value_at(word) as u64);
         }
         inner.collect_stocks(&drained);

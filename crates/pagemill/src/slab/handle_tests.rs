@@ -34,7 +34,7 @@ struct Lists {
     dropped: AtomicUsize,
 }
 
-// SAFETY: numbers and pointers.
+// SAFETY: numbers and pointers can be copied byte by byte.
 unsafe impl Movable for Link {}
 
 impl Drop for Link {
@@ -86,7 +86,7 @@ struct Nest {
     dropped: Arc<AtomicUsize>,
 }
 
-// SAFETY: pointers.
+// SAFETY: pointers can be copied byte by byte.
 unsafe impl Movable for Nest {}
 
 impl Drop for Nest {
@@ -128,7 +128,7 @@ struct Counted {
     dropped: Arc<Vec<AtomicUsize>>,
 }
 
-// SAFETY: a number and a pointer.
+// SAFETY: a number and a pointer can be copied byte by byte.
 unsafe impl Movable for Counted {}
 
 impl Drop for Counted {
@@ -547,7 +547,7 @@ fn threads_use_values_while_they_move() {
         words: Box<[u64; 4]>,
         live: Arc<AtomicUsize>,
     }
-    // SAFETY: two pointers.
+    // SAFETY: two pointers can be copied byte by byte.
     unsafe impl Movable for Owned {}
     impl Drop for Owned {
         fn drop(&mut self) {

@@ -107,21 +107,21 @@ impl Key {
     }
 
     /// Removes the value of a handle if its word is still `seen` and has no pins. Returns whether it did. The caller
-    /// then frees [`Key::next`].
+    /// then frees [`Key::next_generation`].
     #[inline]
     pub fn end_value(self, words: &Words, seen: HandleWord) -> bool {
-        seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended().0, AcqRel, Relaxed).is_ok()
+        seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended_word().0, AcqRel, Relaxed).is_ok()
     }
 
     /// The next handle with the same index; `None` after the last generation.
     #[inline]
-    pub fn next(self) -> Option<Self> {
+    pub fn next_generation(self) -> Option<Self> {
         (self.generation() < MAX_GENERATION).then(|| Self(self.0 + 2 * ONE_GENERATION))
     }
 
     /// The word after the value was removed. After the last generation the word is 0, which matches no handle.
     #[inline]
-    fn ended(self) -> HandleWord {
+    fn ended_word(self) -> HandleWord {
         // The generation after the last one wraps to 0.
         HandleWord((self.0 & !OFFSET_MASK).wrapping_add(ONE_GENERATION) >> PIN_BITS)
     }
@@ -139,7 +139,7 @@ impl Key {
     #[inline]
     pub fn address(self, word: HandleWord, base: usize) -> *mut u8 {
         let before = (base as *mut u8).wrapping_sub((self.0 & !OFFSET_MASK) as usize);
-        let address = before.wrapping_add(word.unpinned() as usize);
+        let address = before.wrapping_add(word.generation_and_offset() as usize);
         debug_assert_eq!(address as usize, base + word.object_offset());
         address
     }
@@ -210,13 +210,13 @@ impl HandleWord {
 
     /// Generation and offset without the pins, at the bit positions of a key.
     #[inline]
-    fn unpinned(self) -> u64 {
+    fn generation_and_offset(self) -> u64 {
         self.0 << PIN_BITS
     }
 
     #[inline]
     pub fn generation(self) -> u32 {
-        (self.unpinned() >> GENERATION_SHIFT) as u32
+        (self.generation_and_offset() >> GENERATION_SHIFT) as u32
     }
 
     #[inline]
@@ -227,7 +227,7 @@ impl HandleWord {
     /// Offset of the value's object from the window's start. In a free word, index of the next free word of the page.
     #[inline]
     pub fn object_offset(self) -> usize {
-        (self.unpinned() & OFFSET_MASK) as usize
+        (self.generation_and_offset() & OFFSET_MASK) as usize
     }
 
     #[inline]
@@ -291,7 +291,7 @@ impl PageBitmap {
         }
     }
 
-    fn lowest(&self) -> Option<usize> {
+    fn lowest_page(&self) -> Option<usize> {
         let at = self.nonzero_words.iter().position(|words| *words != 0)?;
         let word = at * WORD_BITS + self.nonzero_words[at].trailing_zeros() as usize;
         Some(word * WORD_BITS + self.pages[word].trailing_zeros() as usize)
@@ -365,12 +365,10 @@ impl HandleTable {
         &self.words()[index as usize]
     }
 
-    /// The current word of an index.
     pub fn load(&self, index: u32) -> HandleWord {
         HandleWord(self.word(index).load(Acquire))
     }
 
-    /// Prefetches the word of an index.
     pub fn prefetch(&self, index: u32) {
         mem::prefetch(std::ptr::from_ref(self.word(index)).addr());
     }
@@ -408,7 +406,7 @@ impl HandleTable {
     }
 
     fn allocate_one(&self, state: &mut TableState) -> Result<Key> {
-        let page_number = match state.pages_with_free.lowest() {
+        let page_number = match state.pages_with_free.lowest_page() {
             Some(page_number) => page_number,
             None => self.open_page(state)?,
         };
@@ -450,7 +448,7 @@ impl HandleTable {
 
     /// Ends a value as [`Key::end_value`] does, but regardless of its pins. No other thread may reach the value.
     pub fn force_end(&self, key: Key) {
-        self.word(key.index()).store(key.ended().0, Release);
+        self.word(key.index()).store(key.ended_word().0, Release);
     }
 
     /// Frees handles that are not live.
@@ -531,7 +529,7 @@ mod tests {
         );
         handles.unpin(key.index());
         assert!(key.end_value(handles.words(), seen) && key.live_word(handles.words()).is_none());
-        let next = key.next().unwrap();
+        let next = key.next_generation().unwrap();
         handles.free([next]);
         assert_eq!((next.index(), next.generation()), (key.index(), key.generation() + 2));
         assert!(take(handles) == next);
@@ -546,7 +544,7 @@ mod tests {
         for round in 0..20_000 {
             draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let page = (draw >> 33) % (3 * WORD_BITS * WORD_BITS);
-            assert_eq!(marks.lowest(), set.first().copied());
+            assert_eq!(marks.lowest_page(), set.first().copied());
             // First insertions outnumber removals, then all pages are removed.
             if round < 10_000 && draw >> 62 != 0 {
                 marks.insert(page);
@@ -555,7 +553,7 @@ mod tests {
                 marks.remove(first);
             }
         }
-        assert_eq!((marks.lowest(), set.len()), (None, 0));
+        assert_eq!((marks.lowest_page(), set.len()), (None, 0));
     }
 
     /// After the last generation of an index there is no next handle, and the word is not live.
@@ -565,7 +563,7 @@ mod tests {
         let last = Key::new(take(handles).index(), MAX_GENERATION);
         last.publish(handles.words(), 8);
         assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
-        assert!(last.next().is_none() && last.live_word(handles.words()).is_none());
+        assert!(last.next_generation().is_none() && last.live_word(handles.words()).is_none());
         assert_ne!(take(handles).index(), last.index());
     }
 
@@ -591,7 +589,7 @@ mod tests {
             let last = Key::new(take(handles).index(), busy);
             last.publish(handles.words(), 8);
             assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
-            handles.free(last.next());
+            handles.free(last.next_generation());
             assert_eq!(handles.shrink(), freed);
             let others = (1..handles.per_page).map(|_| take(handles)).filter(|key| key.index() != last.index());
             assert!(others.into_iter().all(|key| key.generation() < MAX_GENERATION / 2 + 2));
@@ -609,7 +607,7 @@ mod tests {
         let (kept, gone) = taken.split_at(10);
         for key in gone {
             assert!(key.end_value(handles.words(), handles.load(key.index())));
-            handles.free(key.next());
+            handles.free(key.next_generation());
         }
         let before = handles.resident_bytes();
         let freed = handles.shrink();

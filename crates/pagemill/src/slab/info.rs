@@ -207,6 +207,6 @@ fn cache_info(cache: &dyn Cache) -> Result<SlabInfo> {
         from_remote: counts.from_remote.load(Relaxed),
         handle_bytes: cache.handle_bytes(),
         is_partial: false,
-        is_given_up: engine.has_failed.load(Relaxed),
+        is_given_up: engine.has_panicked.load(Relaxed),
     })
 }

@@ -24,7 +24,6 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         std::iter::successors(self.first(list), |block_number| Self::next(blocks, *block_number))
     }
 
-    /// Returns the next block in the same list.
     pub fn next(blocks: &Blocks, block_number: u32) -> Option<u32> {
         Self::links(blocks, block_number).next.get().checked_sub(1)
     }

@@ -42,7 +42,7 @@ pub(super) struct Magazine {
     objects: [AtomicU64; CAPACITY],
 }
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Magazine {}
 
 /// A magazine that its thread has entered. Dropping the guard leaves the magazine. The guard also protects the stock of
@@ -359,9 +359,9 @@ mod tests {
     use crate::units::os_page_bytes;
 
     /// The magazines of a cache, used as the thread in one slot.
-    struct Own(Magazines);
+    struct OwnMagazine(Magazines);
 
-    impl Own {
+    impl OwnMagazine {
         const SLOT: u32 = 3;
 
         fn new(barriers: Barriers) -> Self {
@@ -396,13 +396,13 @@ mod tests {
         }
     }
 
-    const BOTH: [Barriers; 2] = [Barriers::DrainerOnly, Barriers::BothSides];
+    const BOTH_BARRIERS: [Barriers; 2] = [Barriers::DrainerOnly, Barriers::BothSides];
 
     /// The object that was added last comes first, and sheaves are taken from the other end. A full or closed magazine
     /// accepts no object.
     #[test]
     fn a_magazine_is_a_stack() {
-        for own in BOTH.map(Own::new) {
+        for own in BOTH_BARRIERS.map(OwnMagazine::new) {
             assert!(!own.push(1), "it is not open");
             let magazine = own.open(4);
             assert!((1..=4).all(|object| own.push(object)) && !own.push(5));
@@ -418,7 +418,7 @@ mod tests {
     /// While a magazine is drained, its thread cannot use it. Afterwards it finds the objects that the drain left.
     #[test]
     fn magazine_is_unusable_during_a_drain() {
-        for own in BOTH.map(Own::new) {
+        for own in BOTH_BARRIERS.map(OwnMagazine::new) {
             let magazine = own.open(4);
             assert!(own.push(1) && own.push(2));
             magazine.begin_drain();
@@ -434,7 +434,7 @@ mod tests {
     /// While the magazine's thread is inside, for any operation, a draining thread sees it inside.
     #[test]
     fn drain_sees_a_thread_inside_its_magazine() {
-        for own in BOTH.map(Own::new) {
+        for own in BOTH_BARRIERS.map(OwnMagazine::new) {
             let magazine = own.open(4);
             let is_seen = |entered: MagazineGuard<'_>| {
                 let is_owner_outside = magazine.is_owner_outside();
@@ -453,7 +453,7 @@ mod tests {
     /// not affect each other.
     #[test]
     fn magazines_open_up_to_the_highest_slot() {
-        for barriers in BOTH {
+        for barriers in BOTH_BARRIERS {
             let ranges = [(); 2].map(|()| place(MagazineRange::new().unwrap()).unwrap());
             let caches = ranges.map(|range| Magazines::new(range, barriers));
             let resident_bytes = || ranges.map(MagazineRange::resident_bytes);

@@ -93,7 +93,7 @@ pub(super) struct Slab {
     pub tried: LockedU32,
 }
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Slab {}
 
 impl Slab {
@@ -243,7 +243,7 @@ pub(super) struct Block {
     pub queued_search: LockedU32,
 }
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Block {}
 
 /// A set of slabs of one block.
@@ -281,7 +281,6 @@ impl Block {
         word.set(word.get() & !(1 << (slab % 64)));
     }
 
-    /// The lowest slab at a level.
     #[inline]
     pub fn first_at_level(&self, level: usize) -> Option<u32> {
         let slabs = self.mask_at_level(level);
@@ -293,17 +292,15 @@ impl Block {
         u128::from(low.get()) | u128::from(high.get()) << u64::BITS
     }
 
-    /// All slabs at a level.
     pub fn slabs_at_level(&self, level: usize) -> impl Iterator<Item = u32> + use<> {
         SlabSet(self.mask_at_level(level)).iter()
     }
 
     /// All slabs that are set up. The block has `slabs` slabs.
-    pub fn all_set_up(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
+    pub fn set_up_slabs(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
         SlabSet(!self.mask_at_level(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
     }
 
-    /// Number of slabs at a level.
     pub fn count_at_level(&self, level: usize) -> u32 {
         self.mask_at_level(level).count_ones()
     }
@@ -314,12 +311,12 @@ impl Block {
     }
 
     /// Removes all slabs from all levels.
-    pub fn clear(&self) {
+    pub fn clear_levels(&self) {
         self.levels.iter().flatten().for_each(|word| word.set(0));
     }
 
     /// Returns the fullest partial slab. If there is none and `may_be_empty`, returns an empty one.
-    pub fn fullest(&self, may_be_empty: bool) -> Option<u32> {
+    pub fn fullest_slab(&self, may_be_empty: bool) -> Option<u32> {
         let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
         (least..LEVELS).rev().find_map(|level| self.first_at_level(level))
     }
@@ -392,11 +389,11 @@ mod tests {
     fn fullest_slab_is_chosen_first() {
         let block = Block::default();
         block.insert(Level::Empty as usize, 3);
-        assert_eq!((block.fullest(false), block.fullest(true)), (None, Some(3)));
+        assert_eq!((block.fullest_slab(false), block.fullest_slab(true)), (None, Some(3)));
         block.insert(Level::Partial as usize, 100);
         block.insert(LEVELS - 1, 70);
-        assert_eq!((block.fullest(false), block.count_at_level(LEVELS - 1)), (Some(70), 1));
+        assert_eq!((block.fullest_slab(false), block.count_at_level(LEVELS - 1)), (Some(70), 1));
         block.remove(LEVELS - 1, 70);
-        assert_eq!(block.fullest(true), Some(100));
+        assert_eq!(block.fullest_slab(true), Some(100));
     }
 }

@@ -24,21 +24,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
 /// Number of objects that are isolated at once. This bounds how long an allocation waits for the node's lock.
-const CHUNK: usize = 64;
+const CHUNK_OBJECTS: usize = 64;
 
 /// Prefetch distance in moves. Objects to move and their destinations are spread over a slab. Without prefetching, the
 /// processor would fetch one object at a time, because each move ends with an atomic exchange that stalls it.
 const PREFETCH_DISTANCE: usize = 4;
 
-/// Maximum number of bytes of an object that are prefetched.
 const PREFETCH_BYTES: usize = 256;
 
-/// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
 
 /// Addresses of objects of one slab that may be moved.
 pub(super) struct Chunk {
-    pub objects: [usize; CHUNK],
+    pub objects: [usize; CHUNK_OBJECTS],
     pub len: usize,
 }
 
@@ -95,7 +93,7 @@ pub(super) struct Destinations<'engine> {
     engine: &'engine Engine,
     node: usize,
     targets: TargetSlabs,
-    taken: [usize; CHUNK],
+    taken: [usize; CHUNK_OBJECTS],
     len: usize,
     /// Upper bound of the number of objects that are still to be moved.
     wanted: usize,
@@ -103,13 +101,13 @@ pub(super) struct Destinations<'engine> {
 
 impl<'engine> Destinations<'engine> {
     fn new(engine: &'engine Engine, node: usize, targets: TargetSlabs) -> Self {
-        Self { engine, node, targets, taken: [0; CHUNK], len: 0, wanted: CHUNK }
+        Self { engine, node, targets, taken: [0; CHUNK_OBJECTS], len: 0, wanted: CHUNK_OBJECTS }
     }
 
     /// Allocates a destination.
     pub fn take(&mut self) -> Option<usize> {
         if self.len == 0 {
-            let wanted = self.wanted.clamp(1, CHUNK);
+            let wanted = self.wanted.clamp(1, CHUNK_OBJECTS);
             self.len = self.engine.take_from_slabs(self.node, self.targets, &mut self.taken[..wanted]);
             let least = match self.targets {
                 TargetSlabs::InUse => Some(0),
@@ -140,7 +138,7 @@ impl<'engine> Destinations<'engine> {
     pub fn put(&mut self, object: usize) {
         self.engine.note_freed(object);
         self.engine.poison(object);
-        if self.len < CHUNK {
+        if self.len < CHUNK_OBJECTS {
             self.taken[self.len] = object;
             self.len += 1;
         } else {
@@ -307,7 +305,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         let mut objects = Objects::default();
         let (mut from, mut left) = (0, u64::from(most));
         let is_complete = loop {
-            let chunk_most = left.min(self.most).min(CHUNK as u64) as usize;
+            let chunk_most = left.min(self.most).min(CHUNK_OBJECTS as u64) as usize;
             if chunk_most == 0 {
                 break left == 0;
             }
@@ -347,7 +345,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         left: &mut Objects,
     ) -> Option<(usize, usize)> {
         let (engine, mover) = (self.engine, self.mover);
-        let mut chunk = Chunk { objects: [0; CHUNK], len: 0 };
+        let mut chunk = Chunk { objects: [0; CHUNK_OBJECTS], len: 0 };
         let mut count = 0;
         let isolated = catch_unwind(AssertUnwindSafe(|| {
             engine.with_node(node, |node| {

@@ -37,7 +37,7 @@ struct Summed<const WORDS: usize> {
     sum: Arc<AtomicU64>,
 }
 
-// SAFETY: numbers and a pointer.
+// SAFETY: numbers and a pointer can be copied byte by byte.
 unsafe impl<const WORDS: usize> Movable for Summed<WORDS> {}
 
 impl<const WORDS: usize> Summed<WORDS> {

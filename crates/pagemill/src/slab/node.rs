@@ -20,21 +20,20 @@ pub(super) const USE_CLASSES: u32 = 8;
 pub(super) const IDLE: usize = 0;
 pub(super) const FULLEST: usize = USE_CLASSES as usize;
 /// Blocks whose set-up slabs are full, but that have bare slabs (not set up).
-pub(super) const GROWING: usize = FULLEST + 1;
-pub(super) const FULL: usize = GROWING + 1;
-/// Blocks that are being emptied.
+pub(super) const FULL_WITH_BARE: usize = FULLEST + 1;
+pub(super) const FULL: usize = FULL_WITH_BARE + 1;
 const EMPTYING: usize = FULL + 1;
 pub(super) const USE_LISTS: usize = EMPTYING + 1;
 
-/// `KEPT_IDLE`: number of idle blocks that a node keeps for later objects. `KEPT_EMPTY`: the same for empty slabs in
-/// sparse blocks.
-const KEPT_IDLE: u32 = 1;
-const KEPT_EMPTY: u32 = 4;
+/// `KEPT_IDLE_BLOCKS`: number of idle blocks that a node keeps for later objects. `KEPT_EMPTY_SLABS`: the same for
+/// empty slabs in sparse blocks.
+const KEPT_IDLE_BLOCKS: u32 = 1;
+const KEPT_EMPTY_SLABS: u32 = 4;
 
 /// How much memory a node keeps for later objects when unused memory is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keep {
-    /// [`KEPT_IDLE`] blocks and [`KEPT_EMPTY`] slabs.
+    /// [`KEPT_IDLE_BLOCKS`] blocks and [`KEPT_EMPTY_SLABS`] slabs.
     Reserve,
     Nothing,
 }
@@ -156,7 +155,7 @@ impl Node<'_> {
         let may_be_empty = targets != TargetSlabs::Partial;
         let least = if let TargetSlabs::Fuller(least) = targets { self.list_for_use(least) + 1 } else { IDLE + 1 };
         let mut lists = (least..=FULLEST).rev().chain((targets == TargetSlabs::Any).then_some(IDLE));
-        let in_slab = |block| Some((block, self.blocks.block(block).fullest(may_be_empty)?));
+        let in_slab = |block| Some((block, self.blocks.block(block).fullest_slab(may_be_empty)?));
         let found = lists.find_map(|list| self.blocks_in_list(list).find_map(in_slab));
         if let (None, TargetSlabs::Fuller(least)) = (found, targets) {
             return self.first_blocks_of(self.list_for_use(least), least).find_map(in_slab);
@@ -191,7 +190,7 @@ impl Node<'_> {
 
     /// Returns whether the node keeps more idle blocks or empty slabs than [`Keep::Reserve`] allows.
     pub fn has_surplus(&self) -> bool {
-        self.state.idle_blocks > KEPT_IDLE || self.state.empty_in_sparse_blocks > KEPT_EMPTY
+        self.state.idle_blocks > KEPT_IDLE_BLOCKS || self.state.empty_in_sparse_blocks > KEPT_EMPTY_SLABS
     }
 
     /// Returns the level of use of an open slab.
@@ -262,7 +261,7 @@ impl Node<'_> {
         } else if block.free_objects.get() > 0 {
             self.list_for_use(block.used.get())
         } else if block.first_at_level(Level::Bare as usize).is_some() {
-            GROWING
+            FULL_WITH_BARE
         } else {
             FULL
         }
@@ -329,7 +328,7 @@ impl Node<'_> {
 
     /// Removes an idle block, if there are more than `keep` demands.
     pub fn remove_idle(&mut self, keep: Keep) -> Option<u32> {
-        if self.state.idle_blocks <= if keep == Keep::Reserve { KEPT_IDLE } else { 0 } {
+        if self.state.idle_blocks <= if keep == Keep::Reserve { KEPT_IDLE_BLOCKS } else { 0 } {
             return None;
         }
         let block_number = self.state.lists.first(IDLE)?;
@@ -355,7 +354,7 @@ impl Node<'_> {
 
     /// Claims a bare slab, so that the caller can set it up.
     pub fn claim_bare(&mut self) -> Option<(u32, u32)> {
-        let block_number = [GROWING, IDLE].into_iter().find_map(|list| {
+        let block_number = [FULL_WITH_BARE, IDLE].into_iter().find_map(|list| {
             self.blocks_in_list(list)
                 .find(|block| self.blocks.block(*block).first_at_level(Level::Bare as usize).is_some())
         })?;
@@ -371,7 +370,7 @@ impl Node<'_> {
                 && block_meta.used.get() >= least
                 && block_meta.first_at_level(Level::Bare as usize).is_some()
         };
-        let lists = [GROWING].into_iter().chain((self.list_for_use(least)..=FULLEST).rev());
+        let lists = [FULL_WITH_BARE].into_iter().chain((self.list_for_use(least)..=FULLEST).rev());
         let block_number = (self.state.bare_slabs > 0)
             .then(|| lists.into_iter().find_map(|list| self.blocks_in_list(list).find(is_it)))??;
         self.claim_bare_of(block_number)
@@ -394,7 +393,7 @@ impl Node<'_> {
     /// Claims an empty slab of a sparse block, so that the caller can free its memory, if there are more than `keep`
     /// demands.
     pub fn claim_empty(&mut self, keep: Keep) -> Option<(u32, u32)> {
-        if self.state.empty_in_sparse_blocks <= if keep == Keep::Reserve { KEPT_EMPTY } else { 0 } {
+        if self.state.empty_in_sparse_blocks <= if keep == Keep::Reserve { KEPT_EMPTY_SLABS } else { 0 } {
             return None;
         }
         let is_it = |block: &u32| {
@@ -504,7 +503,7 @@ impl Node<'_> {
                 let block = self.blocks.block(block_number);
                 assert_eq!((list, list), (self.use_list_for(block_number), block.use_list()), "block {block_number}");
                 let (mut own_used, mut own_free, mut claimed) = (0, 0, 0);
-                let all: Vec<u32> = block.all_set_up(self.shape.slabs).collect();
+                let all: Vec<u32> = block.set_up_slabs(self.shape.slabs).collect();
                 for slab in &all {
                     let slab_meta = self.blocks.slab(block_number, *slab);
                     own_used += slab_meta.used_objects();

@@ -2,7 +2,7 @@
 //! the allocator state alone; no object has memory.
 
 use super::candidates::{Criteria, DefragCandidate, MAX_COMPARED};
-use super::node::{GROWING, Node, NodeState, TargetSlabs};
+use super::node::{FULL_WITH_BARE, Node, NodeState, TargetSlabs};
 use super::shape::Shape;
 use super::tests::sparse_slabs;
 use crate::arena::Filling;
@@ -368,7 +368,7 @@ fn block_of_full_slabs_is_emptied_only_if_whole() {
             let block = node.blocks.number_of(objects[BLOCK]);
             leave_in(node, objects, 0, BLOCK - 10);
             let criteria = Criteria { percent: 30, pass: PASS, block_pass: Some(PASS) };
-            assert_eq!(node.blocks_in_list(GROWING).collect::<Vec<_>>(), [block]);
+            assert_eq!(node.blocks_in_list(FULL_WITH_BARE).collect::<Vec<_>>(), [block]);
             assert_eq!(finds_block(node, &criteria), is_found);
             assert!(!finds_block(node, &criteria));
             node.blocks.block(block).has_unmovable.set(0);

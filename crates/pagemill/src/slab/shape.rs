@@ -12,7 +12,6 @@ pub(super) const MIN_SLAB_BYTES: usize = 16 << 10;
 /// Slab size for most object sizes. A larger one is chosen only if this one would waste too much.
 const DEFAULT_SLAB_BYTES: usize = 64 << 10;
 
-/// Maximum number of slabs in a block.
 pub(super) const MAX_SLABS: usize = BLOCK_BYTES / MIN_SLAB_BYTES;
 
 /// At most one part in this many of a chosen slab size may be unused behind the last object.
@@ -21,7 +20,6 @@ const WASTE_DIVISOR: usize = 8;
 /// Approximate size of the free objects in one sheaf.
 const SHEAF_BYTES: usize = 32 << 10;
 
-/// Maximum number of objects in a sheaf.
 pub(super) const MAX_SHEAF_LEN: usize = 62;
 
 /// The layout of objects in slabs and of slabs in blocks.
@@ -34,7 +32,6 @@ pub(super) struct Shape {
     pub capacity: u32,
     /// Slabs per block.
     pub slabs: u32,
-    /// Number of objects in a sheaf.
     pub sheaf_len: usize,
     slab_shift: u32,
     /// 2^32 divided by the stride, rounded up. Multiplication by it replaces the division by the stride.

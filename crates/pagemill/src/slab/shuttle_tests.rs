@@ -23,7 +23,7 @@ use std::time::Duration;
 const DEPTH: usize = 4;
 
 /// Maximum number of steps in a run. A longer run waits for an event that never comes.
-const MOST_STEPS: usize = 300_000;
+const MAX_STEPS: usize = 300_000;
 
 /// Number of words in a value. With the other fields, a value has 16 KiB.
 const WORDS: usize = (16 << 10) / size_of::<u64>() - 3;
@@ -61,7 +61,7 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     let _alone = ALONE.lock();
     let config = || {
         let mut config = Config::new();
-        (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MOST_STEPS));
+        (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MAX_STEPS));
         config
     };
     let begin = move || {
@@ -82,7 +82,7 @@ struct Value {
     words: [u64; WORDS],
 }
 
-// SAFETY: numbers and a pointer.
+// SAFETY: numbers and a pointer can be copied byte by byte.
 unsafe impl Movable for Value {}
 
 impl Value {
@@ -287,7 +287,7 @@ struct Plain {
     last: u64,
 }
 
-// SAFETY: numbers.
+// SAFETY: numbers can be copied byte by byte.
 unsafe impl Movable for Plain {}
 
 impl Plain {

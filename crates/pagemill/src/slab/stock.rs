@@ -29,7 +29,7 @@ pub(super) struct Stock {
 
 const _: () = assert!(size_of::<Stock>() == STOCK_BYTES);
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Stock {}
 
 impl Stock {
@@ -153,7 +153,7 @@ mod tests {
     /// `pop` returns the newest word, `drain` the oldest ones, and a full stack accepts no word.
     #[test]
     fn stack_pops_the_newest_and_drains_the_oldest() {
-        // SAFETY: zero bits are a value.
+        // SAFETY: all bits zero are a valid value of this type.
         let stack: Stack<4> = unsafe { std::mem::zeroed() };
         let drain = |kept| {
             let mut items = [0; 4];
@@ -170,7 +170,7 @@ mod tests {
     /// guard they are free at once.
     #[test]
     fn retired_objects_wait_for_readers() {
-        // SAFETY: zero bits are a value.
+        // SAFETY: all bits zero are a valid value of this type.
         let retired: ThreadRetireList = unsafe { std::mem::zeroed() };
         let mut out = [0; RETIRED_CAPACITY];
         assert!(!retired.push(1), "it has not been opened");
@@ -185,7 +185,7 @@ mod tests {
         assert!(retired.push(5) && retired.push(6) && !retired.push(7));
         drop(guard);
         let mut seen = Vec::new();
-        // Readers of other tests may delay the end.
+        // Readers of concurrent tests may delay this.
         while seen.len() < 4 {
             let drained = retired.drain_batch(2, &mut out);
             assert!(drained.until.is_none_or(|until| until > second.until.unwrap()));

@@ -157,7 +157,7 @@ fn all_memory_is_freed() {
 /// The kernel keeps the memory of a sparse block, because it is locked. The next cache reuses the block as it is, even
 /// though it wants a whole block, and the memory is charged once.
 #[test]
-fn locked_memory_is_charged_once() {
+fn memory_that_the_kernel_keeps_is_charged_once() {
     const OTHERS: u64 = 32 * BLOCK_BYTES as u64;
     let layout = Layout { huge_from_bytes: BLOCK_BYTES as u64 / 4, ..Layout::for_test() };
     let (slabs, account) = slabs_with(layout, UNLIMITED);
@@ -413,7 +413,7 @@ fn debug_mode_detects_damage() {
     assert!(found.contains("was written at byte 19 while it was free"), "{found}");
 }
 
-/// Accesses of a faulty program.
+/// Invalid operations of a faulty program.
 mod damage {
     use super::Engine;
 

@@ -15,7 +15,7 @@ type Words = [u64; 22];
 
 struct Value(Words);
 
-// SAFETY: numbers.
+// SAFETY: numbers can be copied byte by byte.
 unsafe impl Movable for Value {}
 
 impl Value {

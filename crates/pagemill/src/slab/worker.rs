@@ -34,7 +34,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Approximate length of a step.
-const STEP: Duration = Duration::from_millis(1);
+const STEP_DURATION: Duration = Duration::from_millis(1);
 
 /// Nanoseconds of rest for each nanosecond of processor time. So the thread uses at most a twentieth of one processor.
 const REST_FACTOR: u64 = if cfg!(shuttle) { 0 } else { 19 };
@@ -97,11 +97,11 @@ impl ShrinkRequest {
 pub(super) enum VisitResult {
     Nothing,
     /// Objects were freed since the last visit.
-    Changes,
+    ObjectsFreed,
     /// Readers, or another thread that uses the cache, have to finish first.
     Waiting,
     /// A step of defragmentation was run.
-    Work,
+    StepRun,
     /// A requested shrink was carried out. It was urgent, so the thread does not rest for its time.
     ShrinkRequest,
 }
@@ -293,15 +293,15 @@ impl Worker {
                 break;
             }
             self.is_notified.store(0, SeqCst);
-            let found = self.round(slabs, &mut rest_due_ns);
+            let found = self.run_round(slabs, &mut rest_due_ns);
             self.rest(std::mem::take(&mut rest_due_ns).max(REST_NS), seen);
             match found {
-                VisitResult::Work | VisitResult::ShrinkRequest => pause = MIN_RETRY_DELAY,
+                VisitResult::StepRun | VisitResult::ShrinkRequest => pause = MIN_RETRY_DELAY,
                 VisitResult::Waiting => {
                     self.park(seen, Some(pause));
                     pause = (2 * pause).min(MAX_RETRY_DELAY);
                 }
-                VisitResult::Changes => self.park(seen, Some(RECHECK_DELAY)),
+                VisitResult::ObjectsFreed => self.park(seen, Some(RECHECK_DELAY)),
                 VisitResult::Nothing => self.park(seen, None),
             }
         }
@@ -331,7 +331,7 @@ impl Worker {
     }
 
     /// Visits all caches, the newest first. If a cache is dropped meanwhile, only the positions of newer caches change.
-    pub fn round(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
+    pub fn run_round(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
         let mut found = VisitResult::Nothing;
         for at in (0..slabs.cache_count()).rev() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
@@ -341,7 +341,7 @@ impl Worker {
             if let Some(done) = done {
                 stats::add(
                     Counter::SlabBehindSteps,
-                    u64::from(matches!(done, Ok(VisitResult::Work | VisitResult::ShrinkRequest))),
+                    u64::from(matches!(done, Ok(VisitResult::StepRun | VisitResult::ShrinkRequest))),
                 );
                 found = found.max(done.unwrap_or(VisitResult::Waiting));
             }
@@ -364,7 +364,7 @@ impl Worker {
             return VisitResult::Nothing;
         }
         if clock::fine_ns() - self.last_freed_ns.load(Relaxed) < FREE_BLOCK_DELAY_NS {
-            return VisitResult::Changes;
+            return VisitResult::ObjectsFreed;
         }
         // In portions, because a fork or a stop may wait meanwhile.
         while blocks.freed_with_memory() == freed_with_memory && self.enter() {
@@ -408,7 +408,7 @@ impl Worker {
                 // The panic's payload is leaked, because its destructor may panic, too.
                 std::mem::forget(panic);
                 let engine = cache.engine();
-                engine.has_failed.store(true, Relaxed);
+                engine.has_panicked.store(true, Relaxed);
                 engine.shrink_request.with(|request| {
                     if matches!(request, ShrinkRequest::Taken) {
                         *request =
@@ -486,7 +486,7 @@ fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
     if !is_wanted || engine.check_generation().is_err() {
         return Ok(VisitResult::Nothing);
     }
-    if engine.has_failed.load(Relaxed) {
+    if engine.has_panicked.load(Relaxed) {
         // Runs no callback, but frees the old memory of objects that were moved earlier.
         return Ok(if engine.finish_retired_in_background() { VisitResult::Waiting } else { VisitResult::Nothing });
     }
@@ -495,14 +495,14 @@ fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
     let is_waiting = cache.finish_retired();
     let is_step_worthwhile = defrag::is_step_worthwhile(engine);
     if is_step_worthwhile {
-        cache.defrag(STEP)?;
+        cache.defrag(STEP_DURATION)?;
     }
     // Frees as much memory of free blocks as the cache gave up during the visit.
     engine.shared.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
     Ok(match (is_step_worthwhile, is_waiting || engine.has_batches(), has_new_frees) {
-        (true, ..) => VisitResult::Work,
+        (true, ..) => VisitResult::StepRun,
         (_, true, _) => VisitResult::Waiting,
-        (.., true) => VisitResult::Changes,
+        (.., true) => VisitResult::ObjectsFreed,
         _ => VisitResult::Nothing,
     })
 }
@@ -537,7 +537,6 @@ impl Worker {
         self.parked.load(SeqCst) == ASLEEP && self.is_notified.load(SeqCst) == 0
     }
 
-    /// Number of times that the thread was woken.
     #[cfg(not(shuttle))]
     pub fn wake_count(&self) -> u32 {
         self.wakeups.count()

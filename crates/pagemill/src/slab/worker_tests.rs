@@ -54,7 +54,7 @@ fn blocks_for(cache: &ByOwner<ItemOwner>, items: u64) -> u32 {
 }
 
 /// Creates a cache whose owner keeps the background thread in a callback until the owner's behaviour is changed.
-fn busy(slabs: &'static Slabs) -> ByOwner<ItemOwner> {
+fn cache_that_blocks_the_background(slabs: &'static Slabs) -> ByOwner<ItemOwner> {
     let cache = cache_of(slabs, Settings::new("busy"));
     *cache.owner().behavior.lock().unwrap() = Behavior::Wait;
     (0..ITEMS).for_each(|number| cache.add(number));
@@ -127,7 +127,7 @@ struct Link {
     caches: Arc<OnceLock<Vec<ByHandle<Link>>>>,
 }
 
-// SAFETY: numbers and pointers.
+// SAFETY: numbers and pointers can be copied byte by byte.
 unsafe impl Movable for Link {}
 
 impl Drop for Link {
@@ -169,7 +169,7 @@ struct Value {
     gone: Arc<AtomicUsize>,
 }
 
-// SAFETY: numbers and a pointer.
+// SAFETY: numbers and a pointer can be copied byte by byte.
 unsafe impl Movable for Value {}
 
 impl Drop for Value {
@@ -320,7 +320,7 @@ fn panic_gives_up_only_its_cache() {
     *failing.owner().behavior.lock().unwrap() = Behavior::PanicInMigrate;
     let before = stats::get(Counter::SlabBehindFailed);
     failing.set_defrag_used_ratio(30).unwrap();
-    wait_until("a panic", || failing.engine().has_failed.load(Relaxed));
+    wait_until("a panic", || failing.engine().has_panicked.load(Relaxed));
     // The count follows the flag a moment later.
     wait_until("a count", || stats::get(Counter::SlabBehindFailed) > before);
     let other = cache_of(slabs, Settings::new("other"));
@@ -387,7 +387,7 @@ fn successful_shrink_retries_a_given_up_cache() {
 #[test]
 fn shrink_request_ends_with_its_cache() {
     let slabs = slabs(true);
-    let busy = busy(slabs);
+    let busy = cache_that_blocks_the_background(slabs);
     let requested = cache_of(slabs, Settings::new("requested"));
     let ended_on = requested.owner().ended_on.clone();
     let request = thread::spawn(move || slabs.shrink_one(1));
@@ -413,7 +413,7 @@ fn rest_is_bounded() {
     (0..100).for_each(|number| cache.add(number));
     cache.engine().shrink_request.with(|request| *request = ShrinkRequest::Wanted);
     let (worker, mut rest_due_ns) = (Worker::default(), 0);
-    assert_eq!(worker.round(slabs, &mut rest_due_ns), VisitResult::ShrinkRequest);
+    assert_eq!(worker.run_round(slabs, &mut rest_due_ns), VisitResult::ShrinkRequest);
     assert_eq!((rest_due_ns, worker.rested_ns()), (0, 0));
     assert!(cache.engine().shrink_request.with(|request| matches!(request, ShrinkRequest::Done(Ok(_)))));
     for (took_ms, owed_ms) in [(1, 19), (10, 190), (10_000, 1_000), (u64::MAX / 1_000_000, 1_000)] {
@@ -425,13 +425,13 @@ fn rest_is_bounded() {
 #[test]
 fn memory_shortage_shortens_a_rest() {
     let slabs = slabs(true);
-    let busy = busy(slabs);
+    let busy = cache_that_blocks_the_background(slabs);
     let before = slabs.worker.wake_count();
     let wakes = [(); 3].map(|()| {
         slabs.shrink(u64::MAX, Urgency::Limit);
         slabs.worker.wake_count() - before
     });
-    // Before any assertion can fail, because dropping the cache waits for the thread.
+    // Ends the callback before an assertion can fail, because dropping the cache waits for the callback.
     *busy.owner().behavior.lock().unwrap() = Behavior::Move;
     assert_eq!(wakes, [1; 3]);
 }
