@@ -143,7 +143,7 @@ fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     let is_done = in_child(pagemill, || {
         assert_eq!(free(), (0, 0, 0));
         uses_some();
-        // The child's free blocks are in turn not charged in its own child.
+        // The child's free blocks are likewise not charged in a child of the child.
         assert!(in_child(pagemill, uses_some));
         pagemill.slabs.shrink(u64::MAX, Urgency::Limit);
         assert_eq!(free(), (0, 0, 0));
@@ -160,19 +160,19 @@ struct Flags {
 
 /// An owner whose `isolate` waits, under the lock of a node, until the test lets it go on.
 #[derive(Default)]
-struct Slow {
+struct SlowOwner {
     flags: Arc<Flags>,
     fails_at_end: bool,
 }
 
-impl Drop for Slow {
+impl Drop for SlowOwner {
     fn drop(&mut self) {
         assert!(!self.fails_at_end, "an owner that fails to end, as it should here");
     }
 }
 
 // SAFETY: plain words, none of which is ever moved.
-unsafe impl Migrate for Slow {
+unsafe impl Migrate for SlowOwner {
     type Object = [u64; 24];
     type Isolated = ();
 
@@ -229,7 +229,7 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let flags = Arc::new(Flags::default());
-    let slow = Slow { flags: flags.clone(), fails_at_end: true };
+    let slow = SlowOwner { flags: flags.clone(), fails_at_end: true };
     let cache = pagemill.slabs.by_owner(without_background("slow"), slow).unwrap();
     remove_most(&cache, 20_000);
     cache.set_defrag_used_ratio(30).unwrap();
@@ -248,7 +248,7 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::for_test();
     let flags = Arc::new(Flags::default());
-    let slow = Slow { flags: flags.clone(), fails_at_end: false };
+    let slow = SlowOwner { flags: flags.clone(), fails_at_end: false };
     let cache = pagemill.slabs.by_owner(Settings::new("slow"), slow).unwrap();
     remove_most(&cache, 20_000);
     let is_done = std::thread::scope(|scope| {
@@ -269,13 +269,13 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
 }
 
 /// An owner whose callback waits for a lock of the program.
-struct Waiting {
+struct WaitingOwner {
     lock: Arc<Mutex<()>>,
     is_inside: Arc<AtomicBool>,
 }
 
 // SAFETY: plain words, none of which is ever moved.
-unsafe impl Migrate for Waiting {
+unsafe impl Migrate for WaitingOwner {
     type Object = [u64; 24];
     type Isolated = ();
 
@@ -304,7 +304,7 @@ fn fork_does_not_deadlock_with_a_callback() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let (lock, is_inside) = (Arc::default(), Arc::default());
-    let owner = Waiting { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
+    let owner = WaitingOwner { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
     let cache = pagemill.slabs.by_owner(without_background("waiting"), owner).unwrap();
     remove_most(&cache, 20_000);
     let held = lock.lock().unwrap();
@@ -323,7 +323,7 @@ fn fork_does_not_deadlock_with_a_callback() {
         // SAFETY: a timer that ends the child if it hangs.
         unsafe { libc::alarm(600) };
         assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
-        let own = pagemill.slabs.by_owner(Settings::new("own"), Slow::default()).unwrap();
+        let own = pagemill.slabs.by_owner(Settings::new("own"), SlowOwner::default()).unwrap();
         own.owner().flags.may_go.store(true, SeqCst);
         remove_most(&own, 20_000);
         wait_until("a thread of its own", || own.owner().flags.is_inside.load(SeqCst));
@@ -336,14 +336,14 @@ fn fork_does_not_deadlock_with_a_callback() {
     assert!(cache.info().unwrap().busy > 0);
 }
 
-/// Number of calls of `Lasting::isolate`.
+/// Number of calls of `SleepingOwner::isolate`.
 static CALLS: AtomicU32 = AtomicU32::new(0);
 
 /// An owner whose `isolate` keeps the background thread busy for some time.
-struct Lasting;
+struct SleepingOwner;
 
 // SAFETY: plain words, none of which is ever moved.
-unsafe impl Migrate for Lasting {
+unsafe impl Migrate for SleepingOwner {
     type Object = [u64; 24];
     type Isolated = ();
 
@@ -369,7 +369,7 @@ unsafe impl Migrate for Lasting {
 
 /// An exit handler of the program, which might destroy what callbacks use. Ends the process with status 7 if a callback
 /// runs meanwhile.
-extern "C" fn look_for_calls() {
+extern "C" fn fail_if_callbacks_run() {
     let before = CALLS.load(SeqCst);
     std::thread::sleep(Duration::from_millis(300));
     if CALLS.load(SeqCst) != before {
@@ -388,9 +388,9 @@ fn no_callback_runs_during_exit_handlers() {
     if pid == 0 {
         let is_ready = catch_unwind(|| {
             let slabs = Pagemill::of_process().unwrap().slabs;
-            let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), Lasting).unwrap());
+            let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), SleepingOwner).unwrap());
             // SAFETY: a function that is never unloaded.
-            assert_eq!(unsafe { libc::atexit(look_for_calls) }, 0);
+            assert_eq!(unsafe { libc::atexit(fail_if_callbacks_run) }, 0);
             remove_most(&cache, 100_000);
             wait_until("a callback", || CALLS.load(SeqCst) > 0);
         });
@@ -453,18 +453,18 @@ fn a_program_with_files() {
     let number = file.as_raw_fd();
     let handle = cache.insert(Box::new(file)).unwrap();
     cache.remove(handle).unwrap();
-    let (figures, own) = (published::own_file().unwrap(), process::own_identity());
-    let list = listing::ask_for_slabs(&[(&figures, own)], || false).remove(0).unwrap();
+    let (own_file, own) = (published::own_file().unwrap(), process::own_identity());
+    let list = listing::ask_for_slabs(&[(&own_file, own)], || false).remove(0).unwrap();
     let id = list.iter().find(|(_, info)| &*info.name == "files").unwrap().0;
     let shrunk =
-        listing::command(&figures, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
+        listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     assert_eq!(shrunk.errno, 0);
     // Another thread that is reading delays the drop. Each request waits a second for it.
     let began = Instant::now();
     // SAFETY: queries a number only.
     while unsafe { libc::fcntl(number, libc::F_GETFD) } != -1 {
         assert!(began.elapsed() < Duration::from_secs(600), "{number} is open still");
-        listing::command(&figures, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
+        listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     }
 }
 
@@ -475,22 +475,23 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
     let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
     // One thread at a time, because a thread does not open its magazine while another opens one.
-    let turn = Arc::new(Mutex::new(()));
-    let use_cache = |cache: Arc<ByHandle<u64>>, turn: &Mutex<()>| {
-        let _turn = turn.lock().unwrap();
+    let one_at_a_time = Arc::new(Mutex::new(()));
+    let use_cache = |cache: Arc<ByHandle<u64>>, one_at_a_time: &Mutex<()>| {
+        let _turn = one_at_a_time.lock().unwrap();
         assert!(cache.remove(cache.insert(1).unwrap()).unwrap());
     };
     let threads: Vec<_> = (0..THREADS)
         .map(|_| {
-            let (cache, turn, are_in, may_end) = (cache.clone(), turn.clone(), are_in.clone(), may_end.clone());
+            let (cache, one_at_a_time, are_in, may_end) =
+                (cache.clone(), one_at_a_time.clone(), are_in.clone(), may_end.clone());
             std::thread::spawn(move || {
-                use_cache(cache, &turn);
+                use_cache(cache, &one_at_a_time);
                 are_in.wait();
                 may_end.wait();
             })
         })
         .collect();
-    use_cache(cache.clone(), &turn);
+    use_cache(cache.clone(), &one_at_a_time);
     are_in.wait();
     let end = move || {
         may_end.wait();
@@ -572,8 +573,8 @@ fn fork_child_has_its_own_background_thread() {
 }
 
 /// Reads a freed object of an owner, which may be read until its slab is freed, and then the memory of the freed slab.
-fn use_after_end(slabs: &'static Slabs) {
-    let slow = Slow { flags: Arc::default(), fails_at_end: false };
+fn read_after_slab_is_freed(slabs: &'static Slabs) {
+    let slow = SlowOwner { flags: Arc::default(), fails_at_end: false };
     let cache = slabs.by_owner(Settings::new("owner"), slow).unwrap();
     let object = cache.allocate().unwrap();
     let at: *const u64 = object.as_ptr().cast();
@@ -587,10 +588,10 @@ fn use_after_end(slabs: &'static Slabs) {
 }
 
 /// Reads a value after it was freed: fixed or by handle, and with its memory in a magazine or in a slab.
-fn use_after_free(case: &str) {
+fn read_after_free(case: &str) {
     let slabs = Pagemill::for_test().slabs;
     if case == "owner" {
-        return use_after_end(slabs);
+        return read_after_slab_is_freed(slabs);
     }
     let boxes = slabs.fixed::<[u64; 8]>(Settings::new("boxes")).unwrap();
     let values = slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
@@ -616,7 +617,7 @@ fn use_after_free(case: &str) {
 fn asan_reports_uses_of_free_objects() {
     const CASE: &str = "PAGEMILL_USE_AFTER_FREE";
     if let Ok(case) = std::env::var(CASE) {
-        return use_after_free(&case);
+        return read_after_free(&case);
     }
     if !cfg!(asan) {
         println!("skipped: built without `--cfg asan`");

@@ -94,7 +94,7 @@ impl Slabs {
     pub(crate) fn set_used_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
         let cache = self.cache_by_id(id)?;
         Some(match cache.kind() {
-            CacheKind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache stay where they are" }),
+            CacheKind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache cannot be moved" }),
             CacheKind::ByOwner | CacheKind::ByHandle => cache.engine().set_used_ratio(percent),
         })
     }

@@ -1,10 +1,10 @@
 //! Debug mode: detects writes outside of allocated objects and double frees. It uses redzones, poison, and the recorded
 //! callers of each allocation and free.
 //!
-//! Behind each object lies a trailer: a *redzone* word, whose value also tells whether the object is free, and the
+//! A trailer follows each object: a *redzone* word, whose value also tells whether the object is free, and the
 //! source locations of the last allocation and the last free. Every allocation and free checks the trailer and the
 //! poison of free objects. Magazines are not used. Damage causes a panic that names these locations.
-#![allow(unsafe_code)] // accesses the bytes behind objects, and free objects
+#![allow(unsafe_code)] // accesses free objects and the bytes after objects
 
 use std::panic::Location;
 
@@ -17,7 +17,7 @@ const LAST_POISON: u8 = 0xa5;
 
 type CallSite = &'static Location<'static>;
 
-/// Lies behind an object: its redzone, and the source locations of its last allocation and free.
+/// Follows an object in memory: its redzone, and the source locations of its last allocation and free.
 #[repr(C)]
 struct Trailer {
     redzone: u64,
@@ -27,7 +27,7 @@ struct Trailer {
 
 /// # Invariants
 ///
-/// A trailer lies behind each object of the cache, at the next multiple of eight. The owner of an allocated object has
+/// A trailer follows each object of the cache, at the next multiple of eight. The owner of an allocated object has
 /// exclusive access to object and trailer. While the object is free, only the thread that is about to allocate it
 /// accesses them.
 pub(super) struct Checks {

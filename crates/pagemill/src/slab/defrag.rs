@@ -136,7 +136,7 @@ pub(super) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Res
     let Some(criteria) = criteria_for_step(engine, used) else {
         return Ok(Progress { is_done: true, ..Progress::default() });
     };
-    let drained = engine.try_drain_magazines().ok_or(Error::Busy { what: "another thread empties this slab cache" })?;
+    let drained = engine.try_drain_magazines().ok_or(Error::Busy { what: "another thread drains this slab cache" })?;
     let progress = run_slice(engine, drained, mover, &criteria, budget);
     engine.passes.record_step(used, &progress);
     if progress.is_done && !engine.awaits_unblocking_batch() {

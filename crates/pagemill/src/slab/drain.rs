@@ -30,7 +30,7 @@ impl Engine {
         let mut backoff = Backoff::new();
         while !self.drain_lock.try_acquire() {
             if backoff.waited_ns() > DRAIN_TIMEOUT_NS {
-                return Err(Error::Busy { what: "another thread empties this slab cache" });
+                return Err(Error::Busy { what: "another thread drains this slab cache" });
             }
             backoff.pause();
         }
@@ -70,13 +70,13 @@ impl<'engine> DrainGuard<'engine> {
         engine.opened_magazines().for_each(Magazine::begin_drain);
         let drained = Self(engine);
         if engine.opened_slots().next().is_some() && !engine.magazines.barriers().execute() {
-            return Err(Error::Unsupported { what: "the kernel refuses a memory barrier in all threads" });
+            return Err(Error::Unsupported { what: "the kernel refuses the process-wide memory barrier" });
         }
         let mut backoff = Backoff::new();
         for magazine in engine.opened_magazines() {
             while !magazine.is_owner_outside() {
                 if backoff.waited_ns() > timeout_ns {
-                    return Err(Error::Busy { what: "a thread was stopped while it took or gave an object" });
+                    return Err(Error::Busy { what: "a thread was stopped inside its magazine" });
                 }
                 backoff.pause();
             }

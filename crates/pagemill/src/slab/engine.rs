@@ -233,7 +233,7 @@ impl Engine {
 
     #[cold]
     fn refuse() -> Result<()> {
-        Err(Error::WrongState { what: "a slab cache of the parent process: a fork child has to make its own" })
+        Err(Error::WrongState { what: "a slab cache of the parent process: a fork child must create its own" })
     }
 
     /// Calls `act` with the state of a node, under the node's lock.

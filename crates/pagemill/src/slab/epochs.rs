@@ -332,7 +332,7 @@ mod process_wide {
             }
         }
 
-        /// A thread ends and leaves a guard behind: its slot is not reused before the guard ends.
+        /// A thread ends and leaves a guard: its slot is not reused before the guard ends.
         #[test]
         fn slots_of_participants_are_kept() {
             let (slot, participant) = std::thread::spawn(|| {

@@ -656,7 +656,7 @@ impl<T: Movable> ByHandle<T> {
                 return Ok(Some(Pinned { cache: inner, index: handle.key.index(), value }));
             }
             if seen.has_max_pins() {
-                return Err(Error::Busy { what: "the value of this handle is pinned as often as can be" });
+                return Err(Error::Busy { what: "the value of this handle has the maximum number of pins" });
             }
         }
         Ok(None)

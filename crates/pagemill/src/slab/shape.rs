@@ -14,7 +14,7 @@ const DEFAULT_SLAB_BYTES: usize = 64 << 10;
 
 pub(super) const MAX_SLABS: usize = BLOCK_BYTES / MIN_SLAB_BYTES;
 
-/// At most one part in this many of a chosen slab size may be unused behind the last object.
+/// A chosen slab size leaves at most one divided by this unused after the last object.
 const WASTE_DIVISOR: usize = 8;
 
 /// Approximate size of the free objects in one sheaf.
@@ -122,7 +122,7 @@ mod tests {
         }
     }
 
-    /// The chosen slab size wastes at most an eighth behind the last object.
+    /// The chosen slab size wastes at most an eighth after the last object.
     #[test]
     fn chosen_slab_size_wastes_little() {
         for (bytes, slab_bytes) in [(32, 16), (64, 32), (192, 64), (576, 64), (4096, 64), (40_960, 128)] {

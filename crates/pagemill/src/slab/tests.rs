@@ -383,7 +383,8 @@ fn there_can_be_a_thousand_caches() {
     assert!(slabs.fixed::<u64>(Settings::new("again")).is_ok() && slabs.list().is_empty());
 }
 
-/// Debug mode detects a write behind an object, a write after free, and a double free, and names the source locations.
+/// Debug mode detects a write past the end of an object, a write after free, and a double free, and names the source
+/// locations.
 #[test]
 fn debug_mode_detects_damage() {
     let slabs = slabs();

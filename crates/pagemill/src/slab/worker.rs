@@ -198,7 +198,7 @@ impl Worker {
     /// As the cache's own `shrink`. [`Error::Busy`] if the thread does not run, another request for the cache is
     /// pending, or the cache is dropped before its turn.
     pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
-        let none = || Error::Busy { what: "no thread of this process defragments its slab caches from outside" };
+        let none = || Error::Busy { what: "the background thread does not accept a shrink of this slab cache" };
         let is_first = engine.shrink_request.with(|request| {
             let is_first = matches!(request, ShrinkRequest::None) && self.is_started.load(SeqCst) == 1;
             if is_first {
