@@ -1,16 +1,16 @@
-//! The cache of index nodes ([`crate::xarray`]). Nodes are moved under the locks of their arrays.
+//! The cache of the index nodes of [`crate::xarray`]. Nodes are moved under the locks of their arrays.
 //!
-//! Nodes lie in metadata blocks, which are not charged and hold nothing else: an index grows while memory is being
-//! reclaimed, and is read without a guard. Each process has one cache, created with its first page cache; a fork child
-//! creates another.
+//! Nodes lie in metadata blocks of their own. These are not charged, because an index may grow while memory is being
+//! reclaimed, and they contain nothing else, because nodes are read without a guard. Each process has one such cache,
+//! created with its first page cache. A fork child creates another.
 #![allow(unsafe_code)] // nodes in slots; the contract of their memory
 
 use super::batch::{GRACE_NS, Grace, wait_for_readers};
 use super::defrag;
 use super::engine::{Engine, Object};
 use super::info::{self, SlabInfo};
-use super::migrate::{Chunk, Fate, Mover, Places, Progress};
-use super::{CacheKind, Member, Settings, SharedState, Slabs};
+use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
+use super::{Cache, CacheKind, Settings, SharedState, Slabs};
 use crate::arena::place;
 use crate::error::Result;
 use crate::sync::{Guarded, Relaxed};
@@ -20,26 +20,26 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// The name that Linux uses.
+/// The name of the cache, as in Linux.
 const NAME: &str = "xarray_node";
 
-/// State for index nodes, created with the first node.
+/// The shared state and the cache of index nodes, created on first use.
 #[derive(Default)]
 pub(super) struct IndexNodes {
     shared: OnceLock<&'static SharedState>,
-    /// The cache of this process, or of its parent.
+    /// The cache of this process; in a fork child, that of its parent at first.
     cache: Guarded<Option<&'static NodeCache>>,
 }
 
 impl IndexNodes {
-    fn find(&self) -> Option<&'static NodeCache> {
-        self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check().is_ok())
+    fn own_cache(&self) -> Option<&'static NodeCache> {
+        self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check_generation().is_ok())
     }
 
-    /// Resident bytes of metadata, without the nodes.
+    /// Resident bytes of metadata, without the nodes themselves.
     pub fn metadata_bytes(&self) -> u64 {
         let blocks = self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes());
-        blocks + self.find().map_or(0, |cache| cache.forest.metadata_bytes())
+        blocks + self.own_cache().map_or(0, |cache| cache.forest.metadata_bytes())
     }
 
     pub fn acquire_for_fork(&self) {
@@ -60,7 +60,7 @@ impl IndexNodes {
 /// The part of the cache that the list of all caches refers to.
 struct NodeInner {
     engine: Engine,
-    /// Set before the cache is visible to other threads.
+    /// Set before other threads can see the cache.
     forest: OnceLock<&'static Forest>,
 }
 
@@ -70,23 +70,23 @@ impl NodeInner {
     }
 
     /// Frees all retired nodes, if their readers finish within a second.
-    fn tidy_all(&self) {
-        self.tidy();
+    fn finish_all_retired_nodes(&self) {
+        self.finish_retired_without_callback();
         wait_for_readers(GRACE_NS, || !self.forest().is_waiting());
-        self.tidy();
+        self.finish_retired_without_callback();
     }
 }
 
 /// # Safety
 ///
-/// An object of the cache.
+/// `object` is an object of the cache of nodes.
 unsafe fn node<'node>(object: usize) -> &'node Node {
-    // SAFETY: the caller's promise: it was set up as a node, is aligned to that, and stays, since the cache is never
-    // dropped.
+    // SAFETY: by the caller's promise, `object` was set up as a node and is aligned for one. It stays, since the cache
+    // is never dropped.
     unsafe { &*(object as *const Node) }
 }
 
-impl Member for NodeInner {
+impl Cache for NodeInner {
     fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -96,12 +96,12 @@ impl Member for NodeInner {
     }
 
     fn shrink(&self) -> Result<u64> {
-        self.tidy_all();
+        self.finish_all_retired_nodes();
         defrag::shrink(&self.engine, self)
     }
 
-    /// Starts the grace period of retired nodes, and frees those with a grace period that is over.
-    fn tidy(&self) {
+    /// Starts the grace period of retired nodes, and frees those whose grace period is over.
+    fn finish_retired_without_callback(&self) {
         self.forest().seal();
         self.forest().free_retired();
     }
@@ -110,22 +110,22 @@ impl Member for NodeInner {
         let forest = self.forest();
         forest.seal();
         if forest.is_waiting() {
-            // Advances the epoch if no participant lags behind.
+            // A flush advances the epoch if no participant is behind.
             xarray::pin().flush();
         }
-        // Checked before the others are freed: if a grace period ends between the two, the next call finds the node.
+        // Read before nodes are freed. If a grace period ends in between, the next call frees those nodes.
         let is_waiting = forest.is_waiting();
         forest.free_retired();
-        self.engine.finish_retired_behind() || is_waiting
+        self.engine.finish_retired_in_background() || is_waiting
     }
 
-    /// Moving a node runs no user code and waits for no lock.
-    fn compact(&self) {
+    /// Packs the nodes directly, because moving a node runs no user code and waits for no lock.
+    fn pack_without_callback(&self) {
         defrag::pack(&self.engine, self);
     }
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
-        self.tidy();
+        self.finish_retired_without_callback();
         defrag::step(&self.engine, self, budget)
     }
 }
@@ -133,29 +133,30 @@ impl Member for NodeInner {
 impl Mover for NodeInner {
     type Isolated = ();
 
-    /// A hint only: `relocate` checks again under the lock of the array.
+    /// Selects nodes without their array's lock, so the selection is only a hint. `relocate` checks again under that
+    /// lock.
     fn isolate(&self, chunk: &mut Chunk) {
-        // SAFETY: objects of the cache.
+        // SAFETY: the chunk has objects of the cache.
         chunk.retain(|object| unsafe { node(object) }.may_move());
     }
 
-    fn migrate(&self, object: usize, to: &mut Places<'_>, (): &mut ()) -> Fate {
-        let Some(target) = to.take() else { return Fate::Failed };
+    fn migrate(&self, object: usize, to: &mut Destinations<'_>, (): &mut ()) -> MoveOutcome {
+        let Some(target) = to.take() else { return MoveOutcome::Failed };
         let forest = self.forest();
         if xarray::relocate(forest, forest.number_of(object), forest.number_of(target)) {
-            Fate::Moved
+            MoveOutcome::Moved
         } else {
             to.put(target);
-            Fate::Busy
+            MoveOutcome::Busy
         }
     }
 }
 
 // SAFETY:
-// 1. The window is the blocks of a shared state that only nodes are put in. Blocks that were never opened cannot be
-//    reached, nor can the bytes before the first one. Memory that was returned to the kernel reads zero. Slabs are set up
+// 1. The window has the blocks of a shared state that only nodes use. Blocks that were never opened, and the bytes
+//    before the first block, cannot be accessed. Memory that was returned to the kernel reads as zero. Slabs are set up
 //    with atomic stores, as nodes are written.
-// 2. Objects of the cache have a node's size and alignment, and one user at a time. The cache is never dropped.
+// 2. Objects of the cache have the size and alignment of a node, and one user at a time. The cache is never dropped.
 unsafe impl Source for NodeInner {
     fn window(&self) -> Range<usize> {
         self.engine.shared.blocks.window()
@@ -166,8 +167,8 @@ unsafe impl Source for NodeInner {
     }
 
     fn give(&self, node: usize) {
-        // SAFETY: an allocated node that no thread reaches as a live one. It needs no destructor, and the next user of
-        // the node checks its contents.
+        // SAFETY: an allocated node that no thread uses as a live node. It needs no destructor, and the next user
+        // checks its contents.
         unsafe { self.engine.free(node) };
     }
 
@@ -178,7 +179,7 @@ unsafe impl Source for NodeInner {
     }
 
     fn is_inherited(&self) -> bool {
-        self.engine.check().is_err()
+        self.engine.check_generation().is_err()
     }
 }
 
@@ -197,27 +198,27 @@ impl Slabs {
     ///
     /// [`crate::Error::NoAddresses`], [`crate::Error::System`].
     pub fn nodes(&'static self) -> Result<&'static NodeCache> {
-        // The lock serializes creation: concurrent first calls wait here.
+        // Concurrent first calls wait for this lock, so only one creates the cache.
         let (cache, is_new) = self.nodes.cache.with(|cache| {
-            if let Some(own) = cache.filter(|cache| cache.inner.engine.check().is_ok()) {
+            if let Some(own) = cache.filter(|cache| cache.inner.engine.check_generation().is_ok()) {
                 return Ok((own, false));
             }
-            let made = self.make_nodes()?;
+            let made = self.create_node_cache()?;
             *cache = Some(made);
             Ok((made, true))
         })?;
         if is_new {
-            // May start a thread, so it runs outside of the lock.
-            self.enter(&cache.inner);
+            // Registration may start a thread, so it runs without the lock.
+            self.register(&cache.inner);
         }
         Ok(cache)
     }
 
-    fn make_nodes(&'static self) -> Result<&'static NodeCache> {
+    fn create_node_cache(&'static self) -> Result<&'static NodeCache> {
         let shared = match self.nodes.shared.get() {
             Some(shared) => shared,
             None => {
-                let shared = place(self.members.with(|_| self.shared())?.for_metadata()?)?;
+                let shared = place(self.caches.with(|_| self.shared())?.for_metadata()?)?;
                 self.nodes.shared.get_or_init(|| shared)
             }
         };
@@ -226,14 +227,14 @@ impl Slabs {
         let object = Object {
             layout: Layout::new::<Node>(),
             user_bytes: size_of::<Node>(),
-            closed: 0..0,
+            poisoned_range: 0..0,
             grace: Grace::of_all,
             set_up: Some(Box::new(set_up)),
             is_movable: true,
             handles: None,
         };
         let inner = |engine| NodeInner { engine, forest: OnceLock::new() };
-        let inner = Self::make_on(shared, Settings::new(NAME), object, inner)?;
+        let inner = Self::create_cache_on(shared, Settings::new(NAME), object, inner)?;
         let source: &'static Arc<NodeInner> = place(inner.clone())?;
         let cache = place(NodeCache { forest: Forest::new(&**source)?, inner })?;
         let _ = cache.inner.forest.set(&cache.forest);
@@ -247,7 +248,7 @@ impl Forests for Slabs {
     }
 
     fn node_bytes(&self) -> u64 {
-        self.nodes.find().map_or(0, |cache| cache.inner.engine.resident_bytes())
+        self.nodes.own_cache().map_or(0, |cache| cache.inner.engine.resident_bytes())
     }
 }
 
@@ -260,7 +261,7 @@ impl NodeCache {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`super::ByOwner::shrink`].
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }
@@ -269,7 +270,7 @@ impl NodeCache {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`super::ByOwner::defrag_step`].
     pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
         self.inner.defrag(budget)
     }
@@ -278,7 +279,7 @@ impl NodeCache {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`super::ByOwner::set_defrag_used_ratio`].
     pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
         self.inner.engine.set_used_ratio(percent)
     }
