@@ -1,7 +1,7 @@
-//! The control group of this process: version, effective limit, memory in use.
+//! Probes of control groups: version, effective limit, memory in use.
 //!
-//! The limit is the smallest of the group and its visible ancestors. The working set is usage less inactive file
-//! pages.
+//! The effective limit is the smallest limit of the group and its visible ancestors. The working set is the usage
+//! without inactive file pages.
 
 use super::{Feature, Finding, Group, System, Unread, describe, size, trial};
 use crate::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
@@ -30,7 +30,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "control group's limit",
         since: "4.5",
         needed_for: "purging before the kernel kills",
-        lost: "less than 64 MiB: no room for blocks of 2 MiB to pay",
+        lost: "less than 64 MiB: blocks of 2 MiB are too large to pay off",
         fix: "raise memory.max of the group, or MemoryMax= of the service",
         check: limit,
     },
@@ -72,10 +72,11 @@ pub(super) const ROWS: &[Feature] = &[
     },
 ];
 
-/// The groups of this process, found as the governor finds them.
+/// The groups of this process.
 struct Own {
-    /// `None` at the root of version 2, which has no memory statistics.
+    /// The group with its ancestors; `None` for the root group of version 2, which has no memory statistics.
     groups: Option<Hierarchy>,
+    /// Folder of the innermost group.
     own: file::Path,
 }
 
@@ -91,7 +92,7 @@ impl Own {
         self.groups.as_ref().map_or("/".to_string(), |groups| groups.name(&self.own).to_string())
     }
 
-    /// Returns folders and limits, innermost first.
+    /// Returns the folders and limits of all levels, innermost first.
     fn levels(&self) -> Vec<(file::Path, Limit)> {
         let Some(groups) = &self.groups else { return Vec::new() };
         let folders = (0..MAX_LEVELS).map_while(|level| groups.folder(level));
@@ -162,7 +163,7 @@ fn working_set(system: &System) -> Finding {
     }
 }
 
-/// Sets a threshold as the governor does, and removes it.
+/// Sets a threshold or watches a limit, as the governor does, and removes it again.
 fn warnings(system: &System) -> Finding {
     let own = match find(system) {
         Ok(own) => own,
@@ -197,9 +198,10 @@ mod tests {
         (root, system)
     }
 
-    /// Version 2: an ancestor's limit applies, `memory.high` counts, the working set excludes inactive file pages.
+    /// Version 2: the limit of an ancestor applies, `memory.high` counts, and the working set excludes inactive file
+    /// pages.
     #[test]
-    fn the_smallest_limit_of_all_ancestors_binds_v2() {
+    fn the_smallest_limit_of_all_ancestors_counts_on_v2() {
         let (_root, system) = tree(&[
             ("/proc/self/cgroup", "0::/app/worker\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
@@ -214,7 +216,8 @@ mod tests {
         assert!(working_set(&system).found.starts_with("90 MiB "));
     }
 
-    /// Version 1 beside an empty version 2. The mount shows the container's part only; no limit is a huge number.
+    /// Version 1 next to a version 2 hierarchy without controllers. The mount shows only the container's groups, and a
+    /// missing limit is a huge number.
     #[test]
     fn a_container_on_v1_is_found() {
         let (_root, system) = tree(&[
@@ -240,9 +243,9 @@ mod tests {
         assert!(working_set(&system).found.starts_with("512 KiB "));
     }
 
-    /// An unmounted controller is missing; a group path from outside a namespace is not followed.
+    /// A hierarchy that is not mounted is missing. A group path that leads outside of the mount is not followed.
     #[test]
-    fn odd_trees_are_survived() {
+    fn malformed_groups_lead_to_missing() {
         let (_root, system) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
         assert_eq!(limit(&system).state, Availability::Missing);
 
@@ -251,10 +254,10 @@ mod tests {
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/memory.current", "many\n"),
         ]);
-        assert_eq!(limit(&system).state, Availability::Missing, "no level tells a number");
+        assert_eq!(limit(&system).state, Availability::Missing, "no level has a number");
         std::fs::write(system.path("/sys/fs/cgroup/memory.current"), "7\n").unwrap();
         assert_eq!(limit(&system).state, Availability::Available);
-        assert_eq!(warnings(&system).state, Availability::Limited, "a plain file warns of nothing");
+        assert_eq!(warnings(&system).state, Availability::Limited, "a plain file sends no events");
 
         std::fs::remove_file(system.path("/sys/fs/cgroup/memory.current")).unwrap();
         std::fs::write(system.path("/sys/fs/cgroup/cgroup.controllers"), "cpu memory\n").unwrap();
