@@ -1,5 +1,5 @@
-//! A memory barrier in all threads of the process at once (`membarrier`). Code that runs often then needs no barrier of
-//! its own; code that runs rarely pays for it with this call.
+//! A memory barrier in all threads of the process at once (`membarrier`), so that frequent operations need no barrier
+//! of their own.
 #![allow(unsafe_code)] // the membarrier system call
 
 const PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
@@ -28,8 +28,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, compiler_fence};
 
-    /// Two threads each set a flag and then read the other's flag. One of them uses this barrier, the other has only a
-    /// compiler fence. At least one of them always sees the other's flag.
+    /// Two threads each set a flag and read the other's, one with this barrier, one without. At least one of them sees
+    /// the other's flag.
     #[test]
     fn one_of_two_threads_sees_the_others_flag() {
         if !register() {

@@ -10,7 +10,7 @@ use std::io;
 /// Most levels of groups that are examined, innermost first.
 pub const MAX_LEVELS: usize = 12;
 
-/// Version 1 reports a missing limit as the largest number of whole pages. Values from this one on mean no limit.
+/// Version 1 reports a missing limit as a number above this.
 const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 16);
 
 /// Version of the control group interface, which determines the file names.
@@ -49,8 +49,7 @@ impl<'line> Mount<'line> {
 impl Mount<'_> {
     /// Returns the folder of the group with this path in the hierarchy.
     fn folder(&self, root: &str, path: &str) -> Option<Path> {
-        // In a container, the mount may show only the container's groups. A path outside of them cannot be followed, so
-        // the mount's root is used.
+        // A container's mount may show only its own groups. A path outside of them is ignored.
         let inner = path.strip_prefix(self.root.trim_end_matches('/')).unwrap_or("");
         let inner = if inner.split('/').any(|part| part == "..") { "" } else { inner.trim_end_matches('/') };
         join(format_args!("{root}{}{inner}", self.at)).ok()
@@ -69,7 +68,7 @@ pub fn own_group(root: &str) -> io::Result<(Version, Path)> {
     find_mount(root, "self", |mount, path| Some((mount.version, mount.folder(root, path)?)))
 }
 
-/// Calls `act` for each mount of a hierarchy in which the process has a group, until `act` returns a value.
+/// Returns the first result of `act` for a mount of a hierarchy with the process.
 fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option<T>) -> io::Result<T> {
     for version in [Version::V1, Version::V2] {
         let Some(path) = path_of(root, pid, version)? else { continue };
@@ -103,8 +102,7 @@ pub struct Hierarchy {
     own: Path,
     /// Length of the mount point's path, a prefix of `own`.
     mount_len: usize,
-    /// The path in `/proc/self/cgroup` at the time of the search. A different path later means that the process has
-    /// moved.
+    /// The path in `/proc/self/cgroup` at the time of the search, to detect a move.
     path: Path,
 }
 
@@ -383,8 +381,7 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// Version 2 with a parent group. Levels are listed from the inside out, the smaller of max and high is the limit,
-    /// inactive file pages are counted, and a move to another group is detected.
+    /// Version 2: levels from the inside out, the smaller of max and high, inactive file pages, and a detected move.
     #[test]
     fn levels_of_v2_are_listed() {
         let (_folder, root) = tree(&[

@@ -33,7 +33,7 @@ pub struct End {
     pub signal: Option<i32>,
     pub user: Duration,
     pub system: Duration,
-    /// Largest resident set of any single process among them.
+    /// Largest resident set of a single one of these processes.
     pub max_resident_bytes: u64,
 }
 
@@ -48,7 +48,7 @@ static NOTE_CLOSED_STREAMS: extern "C" fn() = note_closed_streams;
 
 extern "C" fn note_closed_streams() {
     for stream in 0..3 {
-        // SAFETY: the call returns flags of a descriptor and accesses no memory.
+        // SAFETY: the call accesses no memory.
         if unsafe { libc::fcntl(stream, libc::F_GETFD) } < 0 {
             WERE_CLOSED.fetch_or(1 << stream, Relaxed);
         }
@@ -75,7 +75,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Creates the description of a program. A `path` without a slash is searched in `PATH`, as by `execvp`.
+    /// A `path` without a slash is searched in `PATH`, as by `execvp`.
     ///
     /// # Errors
     ///
@@ -107,12 +107,12 @@ pub struct HeldSignals {
 }
 
 impl HeldSignals {
-    /// Blocks the signals. Must be called before any thread is started: a thread that does not block a signal would end
-    /// this process instead of forwarding the signal.
+    /// Blocks the signals. Must be called before any thread is started: a signal that a thread does not block would end
+    /// this process.
     #[must_use]
     pub fn begin() -> Self {
         let held = handled_signals();
-        // SAFETY: the set is plain data, which the call below writes before it is read.
+        // SAFETY: plain data may be zero.
         let mut before: libc::sigset_t = unsafe { std::mem::zeroed() };
         // SAFETY: the call only changes this thread's signal mask.
         unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const held, &raw mut before) };
@@ -148,7 +148,7 @@ struct Start<'a> {
 }
 
 impl Start<'_> {
-    /// Runs in the child. Returns only if the program could not be executed, with the error of the call that failed.
+    /// Runs in the child. Returns only the error of a call that failed.
     ///
     /// The parent is suspended meanwhile and shares all memory with the child. So this must not allocate, lock or
     /// panic.
@@ -168,8 +168,7 @@ impl Start<'_> {
             {
                 return io::Error::last_os_error();
             }
-            // Rust's runtime ignores this signal. The child has a table of handlers of its own, so the parent's stays
-            // as it is.
+            // Rust's runtime ignores this signal. The parent's handlers stay as they are.
             libc::signal(libc::SIGPIPE, libc::SIG_DFL);
             // If the child stopped here, its parent would stay suspended, and Ctrl-C would reach neither. Ignoring a
             // stop signal discards a pending one; the parent gets its own.
@@ -202,7 +201,7 @@ const STACK_BYTES: usize = 64 << 10;
 /// Starts a child that shares this process's memory until it executes the program (`vfork`). That saves the copy of the
 /// page tables that `fork` makes.
 fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
-    // The size is a multiple of pages, so that the stack's end is aligned as a stack pointer must be.
+    // Whole pages align the stack's end as a stack pointer must be.
     let stack_bytes = (STACK_BYTES + size_of_val(start.arguments)).next_multiple_of(4096);
     // SAFETY: the call creates a new mapping and replaces none.
     let stack = unsafe {
@@ -217,7 +216,7 @@ fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
     // the child has stopped using the stack and `start`.
     let pid = unsafe { libc::clone(child_main, stack.byte_add(stack_bytes), flags, ptr::from_mut(start).cast()) };
     let failed = (pid < 0).then(io::Error::last_os_error);
-    // SAFETY: the child has executed another program or ended, so it does not use the stack any more.
+    // SAFETY: the child does not use the stack any more.
     unsafe { libc::munmap(stack, stack_bytes) };
     if let Some(error) = failed {
         return Err(error);
@@ -254,10 +253,9 @@ pub fn spawn(program: &Program, group: Option<&File>, held: HeldSignals) -> io::
         mask: held.before,
         error: 0,
     };
-    // SAFETY: the sets are plain data, which the calls below write before they are read.
+    // SAFETY: plain data may be zero.
     let (mut all, mut own): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
-    // All signals are blocked, and the child inherits that. So no signal stops the child, or runs a handler in it,
-    // before it has set its own mask.
+    // The child inherits the mask, so no signal stops it or runs a handler in it before it has set its own.
     // SAFETY: the calls only change this thread's signal mask.
     unsafe {
         libc::sigfillset(&raw mut all);
@@ -292,7 +290,7 @@ impl RunningChild {
             if let Some(end) = try_wait(pid)? {
                 return Ok(end);
             }
-            // SAFETY: the structure is plain data, which the call below writes.
+            // SAFETY: plain data may be zero.
             let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
             let time = libc::timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos().into() };
             // SAFETY: the call waits for blocked signals and writes only `info`.
@@ -311,7 +309,7 @@ impl RunningChild {
 
 fn try_wait(pid: libc::pid_t) -> io::Result<Option<End>> {
     let mut status = 0;
-    // SAFETY: the structure is plain data, which the call below writes.
+    // SAFETY: plain data may be zero.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: the call writes only `status` and `usage`.
     match unsafe { libc::wait4(pid, &raw mut status, libc::WNOHANG, &raw mut usage) } {
@@ -347,7 +345,6 @@ mod tests {
         spawn(&shell(script), None, HeldSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap()
     }
 
-    /// The exit status is the program's, or 128 plus the number of the signal that killed it.
     #[test]
     fn statuses_are_those_of_a_shell() {
         assert_eq!(end_of("exit 7").code, 7);
@@ -355,8 +352,7 @@ mod tests {
         assert_eq!((killed.code, killed.signal), (143, Some(15)));
     }
 
-    /// `meanwhile` is called repeatedly, with the pauses that it returns. The child ends after the fifth call, and its
-    /// status is returned.
+    /// `meanwhile` runs repeatedly until the child ends, which is noticed between calls.
     #[test]
     fn meanwhile_is_called_until_the_child_ends() {
         let file = std::env::temp_dir().join(format!("pagemill-child-{}", std::process::id()));
@@ -406,7 +402,7 @@ mod tests {
         assert!(Program::new("a\0b".into(), [], []).is_err());
     }
 
-    /// The child writes to a `cgroup.procs` that refuses it (here /dev/full). `spawn` returns that error.
+    /// `spawn` returns an error of the child before `exec`, here a failed write to `cgroup.procs`.
     #[test]
     fn a_failure_to_enter_the_group_is_returned() {
         let full = File::options().write(true).open("/dev/full").unwrap();

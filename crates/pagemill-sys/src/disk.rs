@@ -107,9 +107,9 @@ impl Disk {
     ///
     /// Errors of `fstat`.
     pub fn facts(&self) -> io::Result<Facts> {
-        // SAFETY: the structure is plain data, which fstat writes.
+        // SAFETY: plain data may be zero.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-        // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+        // SAFETY: the descriptor is open.
         check(unsafe { libc::fstat(self.number(), &raw mut stat) }.into())?;
         let kind = match stat.st_mode & libc::S_IFMT {
             libc::S_IFREG => FileKind::Regular,
@@ -128,7 +128,7 @@ impl Disk {
     /// Errors of `lseek`.
     pub fn size_bytes(&self) -> io::Result<u64> {
         // The changed file position does not matter: every transfer passes its own offset.
-        // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+        // SAFETY: the descriptor is open.
         check(unsafe { libc::lseek(self.number(), 0, libc::SEEK_END) }).map(|size| size as u64)
     }
 
@@ -138,7 +138,7 @@ impl Disk {
     ///
     /// Errors of `statx`; `EOPNOTSUPP` if the kernel or the file system does not report the alignment.
     pub fn direct_alignment(&self) -> io::Result<Option<Alignment>> {
-        // SAFETY: the structure is plain data, which statx writes.
+        // SAFETY: plain data may be zero.
         let mut stat: libc::statx = unsafe { std::mem::zeroed() };
         // SAFETY: the call reads an empty path and writes only `stat`.
         let result = unsafe {
@@ -191,7 +191,7 @@ impl Disk {
     /// Errors of `ftruncate`: `EINVAL` for devices.
     pub fn set_size(&self, size_bytes: u64) -> io::Result<()> {
         let size = libc::off_t::try_from(size_bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-        // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+        // SAFETY: the descriptor is open.
         retry_interrupted(|| unsafe { libc::ftruncate(self.number(), size) }.into()).map(drop)
     }
 
@@ -201,7 +201,7 @@ impl Disk {
     ///
     /// Errors of `fdatasync`, including write errors since the last call.
     pub fn sync_data(&self) -> io::Result<()> {
-        // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+        // SAFETY: the descriptor is open.
         retry_interrupted(|| unsafe { libc::syscall(libc::SYS_fdatasync, self.number()) }).map(drop)
     }
 
@@ -211,7 +211,7 @@ impl Disk {
     ///
     /// Errors of `fsync`.
     pub fn sync_all(&self) -> io::Result<()> {
-        // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+        // SAFETY: the descriptor is open.
         retry_interrupted(|| unsafe { libc::syscall(libc::SYS_fsync, self.number()) }).map(drop)
     }
 
@@ -222,7 +222,7 @@ impl Disk {
     ///
     /// Errors of `flock`: `ENOLCK`, or `EOPNOTSUPP` where the file system has no locks.
     pub fn try_lock(&self) -> io::Result<bool> {
-        // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+        // SAFETY: the descriptor is open.
         match retry_interrupted(|| unsafe { libc::flock(self.number(), libc::LOCK_EX | libc::LOCK_NB) }.into()) {
             Ok(_) => Ok(true),
             Err(error) if error.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(false),
@@ -232,7 +232,7 @@ impl Disk {
 
     /// Releases the lock of [`Disk::try_lock`], also for fork children that inherited the descriptor.
     pub fn unlock(&self) {
-        // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+        // SAFETY: the descriptor is open.
         unsafe { libc::flock(self.number(), libc::LOCK_UN) };
     }
 }
@@ -323,7 +323,7 @@ mod tests {
         sync_folder(&path(&folder, "")).unwrap();
     }
 
-    /// Two open file descriptions of one file: the second gets the lock only after the first has released it.
+    /// A second open file description gets the lock only after the first has released it.
     #[test]
     fn one_file_description_has_the_lock() {
         let folder = tempfile::tempdir().unwrap();
@@ -341,7 +341,7 @@ mod tests {
     fn a_pipe_opens_without_waiting() {
         let folder = tempfile::tempdir().unwrap();
         let at = path(&folder, "pipe");
-        // SAFETY: the call only reads the path, which is a C string.
+        // SAFETY: the path is a C string.
         assert_eq!(unsafe { libc::mkfifo(at.as_ptr(), 0o600) }, 0);
         assert_eq!(Disk::open(&at, Options::default()).unwrap().facts().unwrap().kind, FileKind::Other);
         assert_eq!(Disk::open(c"/", Options::default()).unwrap().facts().unwrap().kind, FileKind::Folder);

@@ -41,11 +41,11 @@ impl Source {
         self.sign
     }
 
-    /// Returns whether a notification that this source has just delivered is genuine. A stall notification is genuine if
-    /// enough stall time was added since the last one.
+    /// Returns whether a notification that this source has just delivered is genuine. A stall notification is genuine
+    /// if enough stall time was added since the last one.
     ///
-    /// Triggers with windows of two seconds start from a wrong counter: `psi_trigger_create` uses that of the other kind
-    /// of trigger. So the first notification may be about stalls since boot.
+    /// Triggers with windows of two seconds start from a wrong counter: `psi_trigger_create` uses that of the other
+    /// kind of trigger. So the first notification may be about stalls since boot.
     pub fn is_genuine(&mut self) -> bool {
         let Some(stalls) = &mut self.stalls else { return true };
         let Some(now_us) = stalled_us(&self.fd) else { return true };
@@ -83,13 +83,11 @@ fn path(folder: &str, name: &str) -> io::Result<Path> {
 pub struct Events(Fd);
 
 impl Events {
-    /// Creates an empty set.
-    ///
     /// # Errors
     ///
     /// Errors of `epoll_create1`.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: the call creates a descriptor and accesses no memory.
+        // SAFETY: the call only creates a descriptor.
         check(unsafe { libc::syscall(libc::SYS_epoll_create1, libc::EPOLL_CLOEXEC) }).map(|fd| Self(Fd::own(fd)))
     }
 
@@ -110,7 +108,7 @@ impl Events {
     ///
     /// Errors of opening or writing `cgroup.event_control`, which requires write permission.
     pub fn add_threshold(&self, folder: &str, bytes: u64) -> io::Result<Source> {
-        // SAFETY: the call creates a descriptor and accesses no memory.
+        // SAFETY: the call only creates a descriptor.
         let fired = check(unsafe { libc::syscall(libc::SYS_eventfd2, 0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
         let fired = Fd::own(fired);
         let usage = file::open(path(folder, "memory.usage_in_bytes")?.as_c_str(), libc::O_RDONLY, 0)?;
@@ -211,8 +209,7 @@ mod tests {
         assert_eq!(std::fs::read_to_string(file.as_str()).unwrap(), "some 1 2000000\0");
     }
 
-    /// A stall notification is genuine if the stall time grew by the requested time. It also counts as genuine if the
-    /// file cannot be read.
+    /// A stall notification is genuine if the stall time grew enough, or if it cannot be read.
     #[test]
     fn old_stalls_are_not_genuine() {
         let folder = tempfile::tempdir().unwrap();
@@ -257,7 +254,7 @@ mod tests {
     #[test]
     fn a_source_wakes_the_waiter() {
         let events = Events::new().unwrap();
-        // SAFETY: the call creates a descriptor and accesses no memory.
+        // SAFETY: the call only creates a descriptor.
         let fd = Fd::own(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) });
         let number = fd.number();
         let source = events.add(fd, Sign::GroupStall, libc::EPOLLIN, None).unwrap();

@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 /// Type of a tmpfs file handle, which contains generation and inode number (`shmem_encode_fh` in mm/shmem.c).
 const SHMEM_HANDLE_TYPE: libc::c_int = 1;
 
-/// The file handle of a folder, by which the kernel identifies it in an event.
+/// A folder, as the kernel identifies it in an event.
 #[derive(Clone, Copy)]
 pub struct Handle<'event> {
     kind: libc::c_int,
@@ -49,7 +49,7 @@ impl Handle<'_> {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new and owned by no other value.
+        // SAFETY: no other value owns the new descriptor.
         Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
     }
 }
@@ -77,20 +77,19 @@ impl Listener {
     /// initial namespace).
     pub fn new(root: BorrowedFd<'_>) -> io::Result<Self> {
         let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_DFID_NAME;
-        // SAFETY: the call creates a descriptor and accesses no memory.
+        // SAFETY: the call only creates a descriptor.
         let fd = unsafe { libc::syscall(libc::SYS_fanotify_init, flags, libc::O_RDONLY) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new and owned by no other value.
+        // SAFETY: no other value owns the new descriptor.
         let listener = Self(unsafe { OwnedFd::from_raw_fd(fd as i32) });
         let events = libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR;
         listener.mark(root, libc::FAN_MARK_ADD, events)?;
         Ok(listener)
     }
 
-    /// Turns the events of closed files on or off; rename events stay on. Events that occur while they are off are not
-    /// reported later.
+    /// Turns the events of closed files on or off; rename events stay on.
     ///
     /// # Errors
     ///
@@ -102,7 +101,7 @@ impl Listener {
 
     fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint, events: u64) -> io::Result<()> {
         let how = how | libc::FAN_MARK_FILESYSTEM;
-        // SAFETY: the call only reads the path, which is a C string.
+        // SAFETY: the path is a C string.
         let marked = unsafe { libc::fanotify_mark(self.0.as_raw_fd(), how, events, root.as_raw_fd(), c".".as_ptr()) };
         if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
@@ -142,18 +141,18 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// Splits the bytes into the first event and the rest.
+/// Splits off the first event.
 fn split_event(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let len = u32_at(bytes, 0)? as usize;
     (len >= size_of::<libc::fanotify_event_metadata>()).then(|| bytes.split_at_checked(len)).flatten()
 }
 
-/// Lengths in an event's information record: its header, the id of the file system, and the header of the file handle.
+/// Lengths in an event's record: its header, the file system's id, the handle's header.
 const INFO_HEAD: usize = 4;
 const FILE_SYSTEM_ID: usize = 8;
 const HANDLE_HEAD: usize = 8;
 
-/// Parses one event. Returns `None` if it has no record with folder and name.
+/// Returns `None` for an event without folder and name.
 fn parse(event: &[u8]) -> Option<Event<'_>> {
     let mask = u64::from_ne_bytes(event.get(8..16)?.try_into().ok()?);
     if mask & libc::FAN_Q_OVERFLOW != 0 {
@@ -230,8 +229,7 @@ mod tests {
         assert!(split_event(&endless).is_none(), "a length of 0");
     }
 
-    /// A file is closed and renamed. The listener reports each once, with folder and name (skipped without permission
-    /// to listen).
+    /// Closing and renaming a file is reported once each, with folder and name.
     #[test]
     fn a_closed_file_is_reported() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -252,7 +250,7 @@ mod tests {
             })
             .unwrap();
         for mine in ["a file", "b file"] {
-            // Other processes may write to the same file system, so other events are filtered out.
+            // Other processes may write to the same file system.
             let reported: Vec<_> = found.iter().filter(|(at, name, _)| *at == Some(inode) && name == mine).collect();
             assert_eq!(reported.len(), 1, "{found:?}");
             assert_eq!(reported[0].2, std::process::id());

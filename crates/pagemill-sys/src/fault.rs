@@ -63,7 +63,7 @@ pub enum Verdict {
     Program,
     /// The fault is on a purged page.
     Purged,
-    /// The access is to be retried: the page is accessible by now, or its state will be known soon.
+    /// Retry: the page is accessible by now, or its state will be known soon.
     Again,
 }
 
@@ -132,8 +132,8 @@ pub fn begin_child() {
     }
 }
 
-/// For a program that installs a handler of its own after [`install`]. The program's handler calls this function. If it
-/// returns true, the fault was handled and the program's handler must return.
+/// For a program's own handler, installed after [`install`]. If this returns true, the fault was handled, and the
+/// program's handler must return.
 ///
 /// After that the access is retried, or a `SIGBUS` arrives.
 ///
@@ -147,9 +147,9 @@ pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -
     }
     // SAFETY: `errno` belongs to this thread.
     let errno = unsafe { *libc::__errno_location() };
-    // `SIGBUS` must arrive at the faulting instruction instead of inside this handler, so it is blocked here.
+    // `SIGBUS` must not arrive inside this handler.
     let mask = set_mask(libc::SIG_BLOCK, signal_bit(libc::SIGBUS));
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     let is_done = unsafe { handle_fault(info.cast(), context.cast()) };
     if !is_done {
         set_mask(libc::SIG_SETMASK, mask);
@@ -158,12 +158,12 @@ pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -
     is_done
 }
 
-/// Returns the action that installs this module's handler. Some flags come from the program's action.
+/// The action of this module's handler, with flags of the program's action.
 fn our_action(program: Action) -> Action {
     let has_handler = ![libc::SIG_DFL, libc::SIG_IGN].contains(&program.handler);
     let copied_flags = match has_handler {
         true => program.flags & COPIED_FLAGS,
-        // The program does not notice an ignored signal, so it must not interrupt system calls either.
+        // An ignored signal must not interrupt system calls.
         false if program.handler == libc::SIG_IGN => COPIED_FLAGS,
         false => libc::SA_ONSTACK as u64,
     };
@@ -176,8 +176,8 @@ fn raw_action(signal: c_int, new: Option<Action>) -> io::Result<Action> {
     let new = new.map(with_restorer);
     let pointer = new.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     let mut old = DEFAULT;
-    // SAFETY: the call reads `new` and writes `old`, both with the kernel's layout. The handlers are the program's, or
-    // the one of this module, which is never unloaded.
+    // SAFETY: the call reads `new` and writes `old`, both with the kernel's layout. This module's handler is never
+    // unloaded.
     let result = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, pointer, &raw mut old, size_of::<u64>()) };
     if result == 0 { Ok(old) } else { Err(io::Error::last_os_error()) }
 }
@@ -279,13 +279,13 @@ const fn signal_bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
 
-/// Returns whether the page at `addr` can be read. Passes the address as a signal set to `rt_sigprocmask` with an
-/// invalid operation: the kernel reads the set before it rejects the operation.
+/// Returns whether the page at `addr` can be read. Passes it as a signal set: the kernel reads the set before it
+/// rejects the invalid operation.
 pub fn is_readable(addr: usize) -> bool {
     const INVALID_OPERATION: c_int = -1;
     let set = (addr & !(size_of::<u64>() - 1)) as *const u64;
     let nowhere = std::ptr::null_mut::<u64>();
-    // SAFETY: the kernel checks the address itself and returns `EFAULT` if it is invalid. The mask does not change.
+    // SAFETY: the kernel checks the address itself (`EFAULT`). The mask does not change.
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, INVALID_OPERATION, set, nowhere, size_of::<u64>()) };
     io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
 }
@@ -296,7 +296,7 @@ pub fn is_writable(addr: usize) -> bool {
     const OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
     let (unused, way) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
     let word = (addr & !(size_of::<u32>() - 1)) as *const u32;
-    // SAFETY: the kernel checks the address itself and returns `EFAULT` if it is invalid. No thread waits on `unused`.
+    // SAFETY: the kernel checks the address itself (`EFAULT`). No thread waits on `unused`.
     unsafe { libc::syscall(libc::SYS_futex, unused.as_ptr(), way, 0, 0, word, OR_ZERO) >= 0 }
 }
 
@@ -341,8 +341,7 @@ unsafe extern "C" fn on_fault() {
     )
 }
 
-/// Handles a fault, or returns the address of the program's handler, which must be called. Returns 0 to return to the
-/// faulting instruction.
+/// Handles a fault, or returns the program's handler to call; 0 returns to the faulting instruction.
 extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
     // SAFETY: `errno` belongs to this thread.
     let errno = unsafe { *libc::__errno_location() };
@@ -352,7 +351,7 @@ extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut
     next
 }
 
-/// Asks the [`Judge`], and handles a fault that is not the program's. Returns whether it handled the fault.
+/// Handles a fault that is not the program's. Returns whether it did.
 ///
 /// # Safety
 ///
@@ -364,14 +363,14 @@ unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontex
     if ![SEGV_MAPERR, SEGV_ACCERR].contains(&code) {
         return false;
     }
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     let access = unsafe { access_of(context) };
     let fault = Fault { addr, is_protected: code == SEGV_ACCERR, access };
     // SAFETY: `install` stored a function of this type before it installed the handler.
     let judge: Judge = unsafe { std::mem::transmute(JUDGE.load(Relaxed)) };
     match judge(&fault) {
         Verdict::Program => false,
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: guaranteed by the caller.
         Verdict::Purged => unsafe { raise_bus(addr, context) },
         Verdict::Again => {
             thread::pause();
@@ -389,7 +388,7 @@ unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontex
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     const WRITE: i64 = 1 << 1;
     const FETCH: i64 = 1 << 4;
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     let code = unsafe { (*context).uc_mcontext.gregs[libc::REG_ERR as usize] };
     Some(match code {
         code if code & FETCH != 0 => Access::Fetch,
@@ -398,8 +397,7 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     })
 }
 
-/// Returns the access that faulted, from the exception syndrome that the kernel stores in a context record after the
-/// registers.
+/// Returns the access that faulted, from the syndrome in the context records.
 ///
 /// # Safety
 ///
@@ -439,14 +437,13 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     None
 }
 
-/// Returns the address of the signal mask that the thread gets back after the handler. Only the first word of the C
-/// library's set is used by the kernel.
+/// Returns the address of the mask that the thread gets back after the handler: the first word of the C library's set.
 ///
 /// # Safety
 ///
 /// `context` must be what the kernel passed to a signal handler.
 unsafe fn mask_of(context: *mut libc::ucontext_t) -> *mut u64 {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     unsafe { (&raw mut (*context).uc_sigmask).cast() }
 }
 
@@ -457,7 +454,7 @@ unsafe fn mask_of(context: *mut libc::ucontext_t) -> *mut u64 {
 ///
 /// # Safety
 ///
-/// `context` must be what the kernel passed to a signal handler, and that handler must make the call.
+/// `context` must be what the kernel passed to a signal handler, which makes the call.
 unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     /// The kernel's `siginfo_t` of a fault.
     #[repr(C)]
@@ -470,19 +467,18 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
         rest: [u64; 13],
     }
     const _: () = assert!(size_of::<Info>() == size_of::<libc::siginfo_t>());
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     let mask = unsafe { mask_of(context) };
-    // SAFETY: the reason of the previous call holds here, too.
+    // SAFETY: as for the previous call.
     let is_blocked = unsafe { *mask } & signal_bit(libc::SIGBUS) != 0;
     let handler = raw_action(libc::SIGBUS, None).map_or(libc::SIG_DFL, |action| action.handler);
     if is_blocked || [libc::SIG_DFL, libc::SIG_IGN].contains(&handler) {
-        // The default action ends the process. The init process of a PID namespace would ignore it and fault again, so
-        // there the fault stays a `SIGSEGV`.
+        // The default action ends the process, except the init process of a PID namespace, which takes the `SIGSEGV`.
         if process::id() == 1 {
             return false;
         }
         let _ = raw_action(libc::SIGBUS, Some(DEFAULT));
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         unsafe { *mask &= !signal_bit(libc::SIGBUS) };
     }
     let info = Info { signal: libc::SIGBUS, errno: 0, code: BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
@@ -498,14 +494,13 @@ fn queue_signal(signal: c_int, info: *const c_void) -> bool {
     }
 }
 
-/// Does what the kernel would do for the program's action: sets the mask and returns the handler to call. Returns 0 if
-/// there is no handler to call.
+/// Does what the kernel would do for the program's action: sets the mask and returns the handler to call, or 0.
 ///
 /// # Safety
 ///
 /// Both arguments must be those that the kernel passed to a signal handler, and that handler must make the call.
 unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     let (is_sent, mask) = unsafe { ((*info).si_code <= 0, mask_of(context)) };
     let action = read_program_action();
     match action.handler {
@@ -513,10 +508,10 @@ unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucon
         // The init process of a PID namespace ignores a signal that a process sent, if its action is the default.
         libc::SIG_DFL if is_sent && process::id() == 1 => 0,
         libc::SIG_DFL | libc::SIG_IGN => {
-            // With the default action restored, the access is retried and ends the process with a complete core file. A
-            // signal that a process sent is sent again.
+            // The access is retried and ends the process with a complete core file. A signal that was sent is sent
+            // again.
             let _ = raw_action(libc::SIGSEGV, Some(DEFAULT));
-            // SAFETY: the caller keeps the promises of this function.
+            // SAFETY: guaranteed by the caller.
             unsafe { *mask &= !signal_bit(libc::SIGSEGV) };
             if is_sent {
                 queue_signal(libc::SIGSEGV, info.cast());
@@ -529,7 +524,7 @@ unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucon
                 under_lock(|| write_program_action(DEFAULT));
             }
             let itself = if has(libc::SA_NODEFER) { 0 } else { signal_bit(libc::SIGSEGV) };
-            // SAFETY: the caller keeps the promises of this function.
+            // SAFETY: guaranteed by the caller.
             set_mask(libc::SIG_SETMASK, unsafe { *mask } | action.mask | itself);
             handler
         }
@@ -547,18 +542,18 @@ mod tests {
         let page = crate::mem::os_page_bytes();
         let addr = crate::mem::reserve(2 * page, page, 0).unwrap();
         assert!(!is_readable(addr));
-        // SAFETY: the range is a reservation of this test.
+        // SAFETY: this test reserved the range.
         unsafe { crate::mem::open(addr, page).unwrap() };
         assert!(is_readable(addr) && is_readable(addr + page - 1) && !is_readable(addr + page));
         // SAFETY: the page was opened above.
         unsafe { (addr as *mut u8).write_volatile(7) };
         assert!(is_writable(addr) && is_writable(addr + page - 1) && !is_writable(addr + page));
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         assert_eq!(unsafe { (addr as *const u8).read_volatile() }, 7);
-        // SAFETY: the range is a reservation of this test, and no other code uses it.
+        // SAFETY: no other code uses the range.
         unsafe { crate::mem::close(addr, page).unwrap() };
         assert!(!is_readable(addr) && !is_writable(addr));
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         unsafe { crate::mem::unreserve(addr, 2 * page) };
     }
 

@@ -91,10 +91,9 @@ impl Drop for Fd {
     }
 }
 
-/// Opens a file by a direct system call. The descriptor is closed on `exec`.
 pub(crate) fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::Result<Fd> {
     loop {
-        // SAFETY: the call only reads `path`, which is a C string.
+        // SAFETY: `path` is a C string.
         let fd = unsafe {
             libc::syscall(
                 libc::SYS_openat,
@@ -228,10 +227,10 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     // `O_NONBLOCK` is set because another user may have placed a pipe at this path, and opening it must not block.
     let fd = open(path, flags | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0o600)?;
     if access == Access::Create {
-        // The file's memory is allocated now. On a full file system, the first access to a sparse file would end the
-        // process with SIGBUS.
+        // The file's memory is allocated now: on a full file system, access to a sparse file would end the process with
+        // SIGBUS.
         let result = loop {
-            // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+            // SAFETY: the descriptor is open.
             match unsafe { libc::posix_fallocate(fd.0, 0, len_bytes as libc::off_t) } {
                 libc::EINTR => {}
                 result => break result,
@@ -279,29 +278,29 @@ pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io:
 /// Returns whether `path` is a directory (not a symbolic link) of user `owner`, without permissions for group and
 /// others.
 pub fn is_private_dir(path: &CStr, owner: u32) -> bool {
-    // SAFETY: the structure is plain data, which lstat writes.
+    // SAFETY: plain data may be zero.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: the call only reads `path`, which is a C string.
+    // SAFETY: `path` is a C string.
     let is_known = unsafe { libc::lstat(path.as_ptr(), &raw mut stat) } == 0;
     is_known && stat.st_mode & libc::S_IFMT == libc::S_IFDIR && stat.st_uid == owner && stat.st_mode & 0o077 == 0
 }
 
 /// Returns the user that owns the folder or file at `path`.
 pub fn owner(path: &CStr) -> Option<u32> {
-    // SAFETY: the structure is plain data, which stat writes.
+    // SAFETY: plain data may be zero.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: the call only reads `path`, which is a C string.
+    // SAFETY: `path` is a C string.
     (unsafe { libc::stat(path.as_ptr(), &raw mut stat) } == 0).then_some(stat.st_uid)
 }
 
 fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
-    // SAFETY: the structure is plain data, which fstat writes.
+    // SAFETY: plain data may be zero.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+    // SAFETY: the descriptor is open.
     if unsafe { libc::fstat(fd.0, &raw mut stat) } == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Rejects a file that another user could have placed at the path, or that is too short.
+/// Rejects files that another user could have placed there, and short files.
 fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
     let stat = stat_of(fd)?;
     // SAFETY: the call takes no arguments.
@@ -326,7 +325,7 @@ fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
 /// `fixed..fixed + len_bytes` must be mapped, and no code may need its contents.
 pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -337,7 +336,7 @@ pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()>
 ///
 /// No code may use the mapping any more.
 pub unsafe fn unmap(addr: usize, len_bytes: usize) {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
 }
 
@@ -347,7 +346,7 @@ pub unsafe fn unmap(addr: usize, len_bytes: usize) {
 ///
 /// Errors of `mkdir`; `EACCES` if the path exists and is not such a folder.
 pub fn make_private_dir(path: &CStr) -> io::Result<()> {
-    // SAFETY: the call only reads `path`, which is a C string.
+    // SAFETY: `path` is a C string.
     if unsafe { libc::mkdir(path.as_ptr(), 0o700) } == 0 {
         return Ok(());
     }
@@ -436,13 +435,13 @@ impl Blank {
 
 /// Returns whether a file exists at `path`.
 pub fn exists(path: &CStr) -> bool {
-    // SAFETY: the call only reads `path`, which is a C string.
+    // SAFETY: `path` is a C string.
     unsafe { libc::access(path.as_ptr(), libc::F_OK) == 0 }
 }
 
 /// Removes a file. Errors are ignored, also that of a missing file.
 pub fn remove(path: &CStr) {
-    // SAFETY: the call only reads `path`, which is a C string.
+    // SAFETY: `path` is a C string.
     unsafe { libc::unlink(path.as_ptr()) };
 }
 
@@ -468,7 +467,6 @@ mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
 
-    /// A text that does not fit is truncated, and `format` returns `None`.
     #[test]
     fn long_text_is_truncated() {
         let mut text = Text::<8>::new();
@@ -477,8 +475,7 @@ mod tests {
         assert!(Text::<8>::format(format_args!("0123456789")).is_none());
     }
 
-    /// `Blank` opens only an empty regular file of this user. It refuses a symbolic link, a second hard link, a file
-    /// with contents, and a pipe.
+    /// `Blank` opens only an empty regular file of this user with one link.
     #[test]
     fn blank_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();
@@ -493,7 +490,7 @@ mod tests {
         assert!(open("link").is_err() && open("missing").is_err() && open("").is_err());
         std::fs::hard_link(path("file").as_str(), path("second").as_str()).unwrap();
         assert!(open("file").is_err() && open("second").is_err());
-        // SAFETY: the call only reads the path, which is a C string.
+        // SAFETY: the path is a C string.
         assert_eq!(unsafe { libc::mkfifo(path("pipe").as_c_str().as_ptr(), 0o600) }, 0);
         assert!(open("pipe").is_err());
         let mut command = [0; 6];
@@ -508,7 +505,6 @@ mod tests {
         assert!(exists(path("pipe").as_c_str()) && !exists(path("missing").as_c_str()));
     }
 
-    /// A shared file cannot be created twice or mapped beyond its end. Two mappings of it share their bytes.
     #[test]
     fn shared_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();

@@ -55,7 +55,7 @@ pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
 /// to the page size, with contents that no code needs.
 pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     let moved = unsafe { libc::syscall(libc::SYS_mremap, from, len_bytes, len_bytes, flags, to) };
     if moved == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -71,6 +71,6 @@ pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> 
 /// The range must be one whole mapping of [`map`]. No code may need its contents or have a reference to them.
 pub unsafe fn give_back(addr: usize, len_bytes: usize) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     unsafe { mem::map(addr, len_bytes, libc::PROT_NONE, flags) }.map(drop)
 }

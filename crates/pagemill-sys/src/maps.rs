@@ -51,7 +51,7 @@ const READABLE: u64 = 1;
 const WRITABLE: u64 = 1 << 1;
 const EXECUTABLE: u64 = 1 << 2;
 const SHARED: u64 = 1 << 3;
-/// Flag of a query: without a mapping at the address, the kernel returns the next one above it.
+/// Without a mapping at the address, returns the next one.
 const COVERING_OR_NEXT: u64 = 1 << 4;
 
 /// Buffer for the name of a mapping. Longer names are paths of files.
@@ -63,8 +63,6 @@ pub struct Maps {
 }
 
 impl Maps {
-    /// Opens the mappings of this process.
-    ///
     /// # Errors
     ///
     /// Errors of opening `/proc/self/maps`.
@@ -110,7 +108,7 @@ impl Maps {
         match error.raw_os_error() {
             _ if result == 0 => {}
             Some(libc::ENOENT) => return Ok(None),
-            // A name that is too long is the path of a file, so the name is not needed.
+            // The name is a path, so it is not needed.
             Some(libc::ENAMETOOLONG) => return self.query_without_name(query),
             _ => return Err(error),
         }
@@ -179,8 +177,7 @@ mod tests {
         // The vsyscall page belongs to the kernel and is only listed in the file.
         for line in text.lines().filter(|line| !line.ends_with("[vsyscall]")) {
             let parsed = parse(line).unwrap();
-            // Other tests map and unmap memory at the same time, so a difference counts only if the file still has the
-            // line.
+            // Other tests map and unmap memory at the same time.
             let is_still_listed = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().any(|now| now == line);
             let mut others = Vec::new();
             let agrees = loop {

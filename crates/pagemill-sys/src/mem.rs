@@ -52,7 +52,6 @@ fn kernel_page_bytes() -> usize {
 /// If the size was already queried, or if `bytes` is not a valid size.
 pub fn pretend_os_page(bytes: usize) {
     assert!(bytes.is_power_of_two() && (kernel_page_bytes()..=MAX_OS_PAGE_BYTES).contains(&bytes));
-    // Other code may have used the real size already.
     assert_eq!(OS_PAGE_BYTES.swap(bytes, Relaxed), 0, "other code counts on another size");
 }
 
@@ -66,7 +65,7 @@ const MAX_OS_PAGE_BYTES: usize = 64 << 10;
 ///
 /// With `MAP_FIXED`, no code may depend on the memory that is mapped there.
 pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: i32) -> io::Result<usize> {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     let result = unsafe { libc::syscall(libc::SYS_mmap, addr, len_bytes, protection, flags, -1, 0) };
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
@@ -77,7 +76,7 @@ pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: 
 ///
 /// No code may use the memory any more.
 unsafe fn unmap(addr: usize, len_bytes: usize) {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
 }
 
@@ -88,7 +87,7 @@ unsafe fn unmap(addr: usize, len_bytes: usize) {
 ///
 /// No code may need the contents that the advice discards.
 unsafe fn advise(addr: usize, len_bytes: usize, advice: i32) -> i32 {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 }
 }
 
@@ -98,7 +97,7 @@ unsafe fn advise(addr: usize, len_bytes: usize, advice: i32) -> i32 {
 ///
 /// No code may rely on the access that is removed.
 unsafe fn protect(addr: usize, len_bytes: usize, protection: i32) -> i32 {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_mprotect, addr, len_bytes, protection) as i32 }
 }
 
@@ -112,7 +111,7 @@ unsafe fn protect(addr: usize, len_bytes: usize, protection: i32) -> i32 {
 /// Errors of `mmap`, usually `ENOMEM`.
 pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<usize> {
     assert!(align_bytes.is_power_of_two());
-    // Up to the size of an OS page the kernel's own alignment suffices.
+    // The kernel aligns to OS pages anyway.
     let spare_bytes = if align_bytes <= os_page_bytes() { 0 } else { align_bytes };
     let padded = len_bytes.checked_add(spare_bytes).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -138,7 +137,7 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
 ///
 /// `addr..addr + len_bytes` must be a reservation, or a range of one, that no code uses any more.
 pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     unsafe { unmap(addr, len_bytes) };
 }
 
@@ -182,7 +181,7 @@ pub unsafe fn open_to_read(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// Any thread that accesses the range meanwhile must tolerate or handle the fault.
 pub unsafe fn close(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: the caller keeps the promises of this function.
+    // SAFETY: guaranteed by the caller.
     check(unsafe { protect(addr, len_bytes, libc::PROT_NONE) })
 }
 
@@ -216,8 +215,7 @@ pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
 
 /// Allocates the pages of one block, as a huge page if the kernel has one. Returns which kind it got.
 ///
-/// Writes to the first OS page. If the block's last OS page is then resident, too, the kernel allocated a huge page.
-/// Otherwise no other page is allocated.
+/// Touches the first OS page. If the last one is then resident, too, the page is huge; otherwise touches nothing more.
 ///
 /// # Errors
 ///
@@ -247,7 +245,7 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
         return check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) });
     }
     for (at, into) in (0..len_bytes).step_by(page).zip(pages) {
-        // The kernel's pages are at least 4 KiB, so this array suffices for any OS page size.
+        // The kernel's pages have at least 4 KiB.
         let mut parts = [0u8; MAX_OS_PAGE_BYTES >> 12];
         let len = page.min(len_bytes - at);
         // SAFETY: the call writes one byte per kernel page into `parts`, which has a byte for each of them.
@@ -276,7 +274,7 @@ pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
 /// Returns whether four bytes at `addr` can be written. To find out, the kernel overwrites them with a CPU number.
 pub fn can_write_int(addr: usize) -> bool {
     let nothing = std::ptr::null_mut::<u32>();
-    // SAFETY: the kernel checks the address itself and returns `EFAULT` if it is invalid.
+    // SAFETY: the kernel checks the address itself (`EFAULT`).
     unsafe { libc::syscall(libc::SYS_getcpu, addr as *mut u32, nothing, nothing) == 0 }
 }
 
@@ -393,7 +391,7 @@ pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
     // SAFETY: the call replaces the reservation made above, which no other code knows.
     let mapped = unsafe { map(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags | libc::MAP_FIXED) };
     if mapped.is_err() {
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         unsafe { unreserve(addr, len_bytes) };
     }
     mapped
@@ -411,12 +409,12 @@ pub fn wipe_on_fork(addr: usize) -> bool {
 #[inline(always)]
 pub fn prefetch(addr: usize) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the instruction is a hint and accesses no memory.
+    // SAFETY: a hint that accesses no memory.
     unsafe {
         std::arch::asm!("prefetcht0 [{}]", in(reg) addr, options(nostack, preserves_flags, readonly));
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: the instruction is a hint and accesses no memory.
+    // SAFETY: a hint that accesses no memory.
     unsafe {
         std::arch::asm!("prfm pldl1keep, [{}]", in(reg) addr, options(nostack, preserves_flags, readonly));
     }

@@ -51,7 +51,7 @@ struct Mover(libc::c_int);
 
 impl Mover {
     fn open() -> io::Result<Self> {
-        // SAFETY: the call creates a descriptor and accesses no memory.
+        // SAFETY: the call only creates a descriptor.
         let fd = unsafe {
             libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY) as libc::c_int
         };
@@ -74,7 +74,8 @@ impl Mover {
 
 impl Drop for Mover {
     fn drop(&mut self) {
-        // A direct system call is used because the C library's `close` is a cancellation point, and callers may hold locks.
+        // A direct system call is used because the C library's `close` is a cancellation point, and callers may hold
+        // locks.
         // SAFETY: this value owns the descriptor, which is not used again.
         unsafe { libc::syscall(libc::SYS_close, self.0) };
     }
@@ -99,8 +100,8 @@ pub fn can_move() -> io::Result<()> {
 ///
 /// # Safety
 ///
-/// Both ranges must be private anonymous memory of the caller. `dst` must have no pages, and no code may use it. No
-/// thread may access `src` during the call.
+/// Both ranges are private anonymous memory of the caller. `dst` has no pages and no users. No thread accesses `src`
+/// during the call.
 pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result<usize> {
     let mover = Mover::open()?;
     let range = Range { start: dst as u64, len: len_bytes as u64 };

@@ -19,10 +19,10 @@ fn check(result: i32) -> io::Result<()> {
 pub fn enter_mounts() -> io::Result<()> {
     // SAFETY: the call takes no arguments.
     let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
-    // SAFETY: the call changes a property of this process and accesses no memory.
+    // SAFETY: the call accesses no memory.
     let is_allowed = check(unsafe { libc::unshare(libc::CLONE_NEWNS) });
     if is_allowed.is_err() {
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         check(unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) })?;
         // The kernel accepts the group mapping only after this: a process must not leave groups that deny it access.
         fs::write("/proc/self/setgroups", "deny")?;

@@ -108,8 +108,7 @@ pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collap
 
 /// Splits the huge page at `offset` of `file`, unless another process has mapped it. The bytes stay.
 ///
-/// The call gives the advice `MADV_COLD` for one OS page of it. The kernel processes single pages then, and therefore
-/// first splits the huge page.
+/// `MADV_COLD` for one OS page of it makes the kernel split it first.
 ///
 /// # Errors
 ///
@@ -153,7 +152,7 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64) -> io::Result<Vec<u6
     let reader = ChargedGroupReader::new()?;
     let mut groups = Vec::new();
     for sample in 0..MAX_SAMPLES.min(pages) {
-        // The sampling starts at the end of the file, because the pages written last are likely to be resident.
+        // The sampling starts at the end, because the pages written last are resident.
         let offset = (pages - 1 - sample * pages / MAX_SAMPLES.min(pages)) * page;
         if groups.len() == MAX_GROUPS {
             break;
@@ -191,8 +190,7 @@ impl ChargedGroupReader {
         if entry & IS_PRESENT == 0 || frame == 0 {
             return Err(io::ErrorKind::NotFound.into());
         }
-        // Of a large folio only the first page has the group. A folio is aligned to its size, so all possible first
-        // pages are tried.
+        // Only the first page of a large folio has the group, and folios are aligned to their size.
         for order in 0..=LARGEST_ORDER {
             match read(&self.groups, frame >> order << order)? {
                 0 => {}
@@ -222,8 +220,7 @@ pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
 
 /// Returns whether the lease is held, and no process waits to open the file.
 pub fn has_lease(file: BorrowedFd<'_>) -> bool {
-    // SAFETY: the call takes numbers only. While an opener waits, the kernel returns the type of lease that will
-    // remain.
+    // SAFETY: the call takes numbers only. While an opener waits, it returns the future type.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
 }
 
@@ -275,7 +272,7 @@ mod tests {
         Some((folder, File::open(path).unwrap()))
     }
 
-    /// A block is made huge and split again. The file keeps every byte.
+    /// Collapsing and splitting a block keeps every byte.
     #[test]
     fn collapsing_and_splitting_keep_the_bytes() {
         let Some((_folder, file)) = file(2) else { return println!("skipped: no /dev/shm") };
@@ -290,7 +287,7 @@ mod tests {
         assert!(bytes.iter().all(|byte| *byte == 7));
     }
 
-    /// Repeats a check until it succeeds: children that parallel tests start inherit open files for a short time.
+    /// Repeats a check: children of parallel tests inherit open files for a moment.
     fn retry_until(is_so: impl Fn() -> bool) {
         let begun = std::time::Instant::now();
         while !is_so() {
@@ -313,8 +310,7 @@ mod tests {
         retry_until(|| take_lease(file.as_fd()).is_ok());
     }
 
-    /// A thread opens the file while this process has a lease. The thread waits until the file is closed here, and no
-    /// signal ends this process.
+    /// A thread that opens the file blocks until the lease ends, and no signal ends this process.
     #[test]
     fn an_opener_waits_for_the_end_of_a_lease() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
@@ -358,8 +354,7 @@ mod tests {
         }
     }
 
-    /// A file of 64 blocks with one block of data: the one sample that hits the data reports its group, and no page is
-    /// allocated for the others.
+    /// Pages of holes are skipped, and none is allocated.
     #[test]
     fn sampled_pages_report_their_groups() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };

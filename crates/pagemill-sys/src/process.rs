@@ -129,7 +129,7 @@ pub fn resident_bytes(pid: u32) -> Option<u64> {
 
 /// Returns the number of CPUs that this process may run on, at least 1.
 pub fn cpu_count() -> usize {
-    // SAFETY: the structure is plain data, which the call writes.
+    // SAFETY: plain data may be zero.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
     // SAFETY: the call writes at most the given size.
     let known = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) } == 0;
@@ -180,7 +180,7 @@ pub fn random_u64() -> u64 {
 
 /// Returns the major and minor number of the kernel's release; zeros if it cannot be parsed.
 pub fn kernel_release() -> (u32, u32) {
-    // SAFETY: the structure is plain data, which uname writes.
+    // SAFETY: plain data may be zero.
     let mut names: libc::utsname = unsafe { std::mem::zeroed() };
     // SAFETY: the call writes only `names`.
     unsafe { libc::uname(&raw mut names) };

@@ -125,7 +125,7 @@ impl Ring {
     /// thread may read the target of a read. A registered index must refer to memory that contains the bytes. The file
     /// must stay open until the transfer is submitted.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.push(&entry(transfer).user_data(token)) }
     }
 
@@ -139,15 +139,13 @@ impl Ring {
         unsafe { self.push(&opcode::AsyncCancel::new(token).build().user_data(OWN_TOKEN)) }
     }
 
-    /// Queues an entry. Submits the queue first if it is full.
-    ///
     /// # Safety
     ///
     /// As [`Ring::queue`].
     unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         self.check()?;
         loop {
-            // SAFETY: the caller keeps the promises of this function.
+            // SAFETY: guaranteed by the caller.
             if unsafe { self.uring.submission().push(entry) }.is_ok() {
                 return Ok(());
             }
@@ -228,7 +226,7 @@ impl Ring {
     pub unsafe fn register_memory(&mut self, place: u16, addr: usize, len_bytes: usize) -> io::Result<()> {
         self.check()?;
         let memory = libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: len_bytes };
-        // SAFETY: the caller keeps the promises of this function.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.uring.submitter().register_buffers_update(place.into(), &[memory], None) }
     }
 
@@ -299,8 +297,7 @@ impl Drop for Ring {
             // SAFETY: the field is not used again.
             unsafe { ManuallyDrop::drop(&mut self.uring) };
         } else {
-            // The ring's memory is not mapped in the child, and another mapping may be at its address. So only the
-            // descriptor is closed.
+            // The ring's memory is not mapped in the child; another mapping may be there.
             // SAFETY: the descriptor is the child's copy, and is not used again.
             unsafe { libc::syscall(libc::SYS_close, self.uring.as_raw_fd()) };
         }
@@ -352,23 +349,22 @@ mod tests {
         ring.make_file_table(2).unwrap();
         ring.register_file(1, file.as_raw_fd()).unwrap();
         ring.make_memory_table(4).unwrap();
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         unsafe { ring.register_memory(3, back.as_mut_ptr() as usize, back.len()) }.unwrap();
         let mut read = transfer(&file, false, &mut back, 4);
         (read.target, read.registered) = (Target::Registered(1), Some(3));
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         unsafe { ring.queue(&read, 2) }.unwrap();
         assert_eq!(wait_for(&mut ring, 2), 10_000);
         assert!(back[0] == 0 && back[1..].iter().all(|byte| *byte == 7));
         ring.unregister_memory(3).unwrap();
         ring.register_file(1, -1).unwrap();
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         unsafe { ring.queue(&read, 3) }.unwrap();
         assert!(wait_for(&mut ring, 3) < 0, "do_the tables are empty");
     }
 
-    /// A read of an empty pipe does not complete. A wait for it times out, and after a cancel the read completes with
-    /// `ECANCELED`.
+    /// A wait for a read of an empty pipe times out. The cancelled read completes.
     #[test]
     fn waits_end_and_transfers_can_be_cancelled() {
         let Some(mut ring) = ring() else { return };
@@ -382,8 +378,7 @@ mod tests {
         assert_eq!(wait_for(&mut ring, 9), -libc::ECANCELED);
     }
 
-    /// Seven transfers go through a ring of depth 4: a full queue is submitted, and all complete. A failed transfer
-    /// reports its error.
+    /// A full queue is submitted before more is queued. A failed transfer reports its error.
     #[test]
     fn a_full_queue_is_submitted() {
         let Some(mut ring) = ring() else { return };
@@ -404,7 +399,7 @@ mod tests {
         }
         tokens.sort_unstable();
         assert_eq!(tokens, [0, 1, 2, 3, 4, 5, 6]);
-        // SAFETY: the reason of the previous call holds here, too.
+        // SAFETY: as for the previous call.
         unsafe { ring.queue(&Transfer { target: Target::Descriptor(-1), ..read }, 8) }.unwrap();
         assert_eq!(wait_for(&mut ring, 8), -libc::EBADF);
     }

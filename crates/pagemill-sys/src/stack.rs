@@ -16,8 +16,7 @@ pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_voi
     let Ok(base) = mem::reserve(len_bytes + page, page, 0) else { return function(argument) };
     // SAFETY: the range lies in the reservation made above.
     if unsafe { mem::open(base + page, len_bytes) }.is_ok() {
-        // SAFETY: the address is the top of memory that was opened above and that no other code knows; it is aligned to
-        // a page. The caller guarantees the rest.
+        // SAFETY: the top of memory opened above, aligned to a page; the caller guarantees the rest.
         unsafe { call_on_stack(base + page + len_bytes, function, argument) };
     } else {
         function(argument);
@@ -26,8 +25,6 @@ pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_voi
     unsafe { mem::unreserve(base, len_bytes + page) };
 }
 
-/// Switches to the stack that ends at `top`, calls the function and switches back.
-///
 /// # Safety
 ///
 /// `top` must be the upper end of enough memory, aligned to 16. The function and its argument must be as for

@@ -89,7 +89,7 @@ pub fn unshare_files() -> bool {
 /// Gives this thread real-time priority, if that is permitted (`SCHED_RR`, the lowest level). Returns whether it
 /// succeeded.
 pub fn prefer() -> bool {
-    // SAFETY: the parameters are plain data, and the call concerns only the calling thread.
+    // SAFETY: the call concerns only the calling thread.
     unsafe {
         let mut parameters: libc::sched_param = std::mem::zeroed();
         parameters.sched_priority = libc::sched_get_priority_min(libc::SCHED_RR);
@@ -110,7 +110,7 @@ impl Preferred {
 
 impl Drop for Preferred {
     fn drop(&mut self) {
-        // SAFETY: the parameters are plain data, and the call concerns only the calling thread.
+        // SAFETY: the call concerns only the calling thread.
         unsafe {
             let parameters: libc::sched_param = std::mem::zeroed();
             libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const parameters);

@@ -10,13 +10,11 @@ use std::time::Duration;
 pub struct Waker(Fd);
 
 impl Waker {
-    /// Creates a waker.
-    ///
     /// # Errors
     ///
     /// Errors of `eventfd`: `EMFILE`.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: the call creates a descriptor and accesses no memory.
+        // SAFETY: the call only creates a descriptor.
         let number = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if number < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(Fd::own(number))) }
     }
@@ -59,7 +57,7 @@ pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
         tv_sec: timeout.as_secs().min(i64::MAX as u64) as i64,
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // SAFETY: the call reads and writes only `poll` and `time`; there is no signal mask.
+    // SAFETY: the call uses only `poll` and `time`; there is no signal mask.
     let count = unsafe {
         libc::syscall(libc::SYS_ppoll, &raw mut poll, 1, &raw mut time, std::ptr::null::<libc::sigset_t>(), 0_usize)
     };

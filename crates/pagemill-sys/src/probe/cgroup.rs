@@ -74,9 +74,8 @@ pub(super) const ROWS: &[Feature] = &[
 
 /// The groups of this process.
 struct Own {
-    /// The group with its ancestors; `None` for the root group of version 2, which has no memory statistics.
+    /// `None` for the root group of version 2, which has no memory statistics.
     groups: Option<Hierarchy>,
-    /// Folder of the innermost group.
     own: file::Path,
 }
 
@@ -216,8 +215,7 @@ mod tests {
         assert!(working_set(&system).found.starts_with("90 MiB "));
     }
 
-    /// Version 1 next to a version 2 hierarchy without controllers. The mount shows only the container's groups, and a
-    /// missing limit is a huge number.
+    /// Version 1 in a container, next to a version 2 hierarchy without controllers.
     #[test]
     fn a_container_on_v1_is_found() {
         let (_root, system) = tree(&[
@@ -243,7 +241,7 @@ mod tests {
         assert!(working_set(&system).found.starts_with("512 KiB "));
     }
 
-    /// A hierarchy that is not mounted is missing. A group path that leads outside of the mount is not followed.
+    /// An unmounted hierarchy is missing. A path outside of the mount is not followed.
     #[test]
     fn malformed_groups_lead_to_missing() {
         let (_root, system) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);

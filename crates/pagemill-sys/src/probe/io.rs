@@ -153,13 +153,13 @@ fn direct_io(_: &System) -> Finding {
     refused.unwrap_or_else(|| Finding::unknown("no folder to try it in"))
 }
 
-/// Whether the error says only that no file could be created in the folder.
+/// Whether no file could be created in the folder.
 fn is_about_the_folder(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull};
     [NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull].contains(&error.kind())
 }
 
-/// Some kernels charge a ring as locked memory, and then return ENOMEM. That needs another fix than a forbidden ring.
+/// Some kernels charge a ring as locked memory and return ENOMEM.
 fn ring(made: std::io::Result<()>) -> Finding {
     match made {
         Ok(()) => Finding::available("a ring was made"),
@@ -299,7 +299,7 @@ fn user_namespace(system: &System) -> Finding {
 mod tests {
     use super::*;
 
-    /// A ring that is refused for lack of lockable memory gets the fix for that. Other errors get the fix of the row.
+    /// A ring refused for lack of lockable memory gets the fix for that.
     #[test]
     fn a_ring_without_lockable_memory_gets_another_fix() {
         let fix = |errno| ring(Err(std::io::Error::from_raw_os_error(errno))).fix;

@@ -249,8 +249,7 @@ mod tests {
         }
     }
 
-    /// A kernel without PSI has /proc, but no pressure files. That is reported as missing; a missing /proc is reported
-    /// as unknown.
+    /// Missing pressure files mean a kernel without PSI, unless /proc is missing, too.
     #[test]
     fn missing_psi_differs_from_missing_proc() {
         let (_root, system) = tree(&[("/proc/self/status", "")]);

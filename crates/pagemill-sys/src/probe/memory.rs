@@ -216,8 +216,7 @@ fn bracketed_word(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split(']').next()
 }
 
-/// Probes a setting in brackets: available for the words in `good`, limited for those in `bearable`, missing for
-/// others.
+/// Probes a setting in brackets: available, limited or missing by its word.
 fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
     let text = match system.read(path) {
         Ok(text) => text,
@@ -479,8 +478,7 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    /// Settings in a folder of fake files. Each word leads to its state. A kernel without huge pages is missing the
-    /// feature; without /sys the state is unknown.
+    /// Each word of a setting leads to a state. A kernel without huge pages differs from a missing /sys.
     #[test]
     fn settings_lead_to_states() {
         let root = tempfile::tempdir().unwrap();

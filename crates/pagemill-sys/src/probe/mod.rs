@@ -172,8 +172,7 @@ impl Feature {
         Row { feature: self, state, found, fix: fix.filter(|fix| !fix.is_empty()) }
     }
 
-    /// Returns the fix that follows from the error. A kernel without the feature returns ENOSYS or EINVAL, because it
-    /// is too old or was built without the feature.
+    /// Returns the fix for an error. A kernel that is too old, or built without the feature, returns ENOSYS or EINVAL.
     fn default_fix(&self, errno: Option<i32>, running: Option<(u32, u32)>) -> String {
         match errno {
             Some(libc::ENOSYS | libc::EINVAL | libc::ENOTTY) => {
@@ -246,7 +245,7 @@ impl From<std::io::Error> for Finding {
 struct Unread {
     reason: String,
     fix: Option<String>,
-    /// The kernel has no such file, although the file system is mounted.
+    /// The kernel has no such file.
     is_absent: bool,
 }
 

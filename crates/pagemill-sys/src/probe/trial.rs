@@ -26,7 +26,7 @@ fn own_descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
 
 /// Returns the kernel's release and the name of the processor architecture.
 pub(super) fn kernel_names() -> (String, String) {
-    // SAFETY: the structure is plain data, which uname writes.
+    // SAFETY: plain data may be zero.
     let mut names: libc::utsname = unsafe { std::mem::zeroed() };
     // SAFETY: the call writes only `names`.
     unsafe { libc::uname(&raw mut names) };
@@ -58,7 +58,7 @@ impl Scratch {
         let scratch = Self::new(1)?;
         // SAFETY: the name is a C string.
         let fd = own_descriptor(unsafe { libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC) }.into())?;
-        // SAFETY: the call uses a descriptor that this process owns, and no other memory.
+        // SAFETY: the descriptor is open.
         check(unsafe { libc::ftruncate(fd.as_raw_fd(), BLOCK_BYTES as libc::off_t) })?;
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         let at = scratch.addr as *mut c_void;
@@ -99,7 +99,7 @@ impl Scratch {
         let ranges: Vec<libc::iovec> = (0..count)
             .map(|index| libc::iovec { iov_base: (self.addr + 2 * index * page) as *mut c_void, iov_len: page })
             .collect();
-        // SAFETY: the ranges lie inside memory of this value (type invariant), and the call only reads `ranges`.
+        // SAFETY: the ranges lie inside this memory (type invariant), and the call only reads `ranges`.
         let advised = unsafe {
             libc::syscall(libc::SYS_process_madvise, fd.as_raw_fd(), ranges.as_ptr(), ranges.len(), advice, 0)
         };
@@ -169,12 +169,11 @@ fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
     }
 }
 
-/// Returns `errno` as a byte. Runs in child processes, so it must not allocate.
+/// For child processes: allocates nothing.
 fn last_errno() -> u8 {
     io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) as u8
 }
 
-/// Converts the `errno` that a child process returned, 0 for success.
 fn errno_result(errno: u8) -> io::Result<()> {
     if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno.into())) }
 }
@@ -241,15 +240,13 @@ impl Userfault {
     const POISON: libc::c_ulong = 0xC020_AA08;
     const MODE_WRITE_PROTECT: u64 = 2;
 
-    /// Opens a userfaultfd with the features in the bit set `wanted`.
-    ///
     /// # Errors
     ///
     /// `ENOSYS` or `EPERM` if userfaultfd is unavailable; `EINVAL` if the kernel lacks a feature in `wanted`.
     pub fn open(wanted: u64) -> io::Result<Self> {
         const USER_MODE_ONLY: c_int = 1;
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
-        // SAFETY: the call creates a descriptor and accesses no memory.
+        // SAFETY: the call only creates a descriptor.
         let fd = own_descriptor(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) })?;
         let mut handshake = [0xAA, wanted, 0];
         let mut opened = Self { fd, features: 0 };
@@ -261,8 +258,8 @@ impl Userfault {
     fn call<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
         // The number of an ioctl request contains the size of its argument.
         assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
-        // SAFETY: the call reads and writes `words`, which is as long as the request says. The ranges in it lie in a
-        // `Scratch`, which tolerates that pages are missing.
+        // SAFETY: the call reads and writes `words`. The ranges in it lie in a `Scratch`, which tolerates missing
+        // pages.
         check(unsafe { libc::ioctl(self.fd.as_raw_fd(), request as _, words.as_mut_ptr()) })
     }
 
@@ -321,7 +318,7 @@ impl HugeAllowed {
 }
 
 pub(super) fn huge_allowed() -> io::Result<HugeAllowed> {
-    // SAFETY: the call returns a setting and accesses no memory.
+    // SAFETY: the call accesses no memory.
     let answer = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(HugeAllowed::of(answer)) }
 }
@@ -401,7 +398,6 @@ fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
     unsafe { disk::read_at(disk.number(), scratch.addr, 1 << 16, 0) }.map(|_| alignment)
 }
 
-/// Returns a path in `folder` that no other file has.
 fn trial_file(folder: &Path) -> std::path::PathBuf {
     folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()))
 }
@@ -409,7 +405,7 @@ fn trial_file(folder: &Path) -> std::path::PathBuf {
 /// Creates a fanotify group without privileges. Returns whether it may also watch a whole file system.
 pub(super) fn watch_files(folder: &CStr) -> io::Result<bool> {
     let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_FID;
-    // SAFETY: the call creates a descriptor and accesses no memory.
+    // SAFETY: the call only creates a descriptor.
     let fd = own_descriptor(unsafe { libc::fanotify_init(flags, libc::O_RDONLY as u32) }.into())?;
     let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM;
     // SAFETY: the call only reads `folder`, which is a C string. The kernel removes the mark with the descriptor.
@@ -451,7 +447,7 @@ fn map_as_code(file: &File) -> io::Result<()> {
 /// Checks the permission to write to a path, without writing.
 pub(super) fn may_write(path: &Path) -> io::Result<()> {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
-    // SAFETY: the call only reads `path`, which is a C string.
+    // SAFETY: `path` is a C string.
     check(unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), libc::W_OK, libc::AT_EACCESS) })
 }
 
@@ -459,7 +455,7 @@ pub(super) fn may_write(path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The flags of `PR_GET_THP_DISABLE` map to the three states; the exception exists from Linux 6.18 on.
+    /// The flags of `PR_GET_THP_DISABLE` lead to the three states.
     #[test]
     fn prctl_flags_map_to_allowed_huge_pages() {
         assert_eq!([0, 1, 3].map(HugeAllowed::of), [HugeAllowed::All, HugeAllowed::None, HugeAllowed::WhereAdvised]);

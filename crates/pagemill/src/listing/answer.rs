@@ -1,5 +1,4 @@
-//! The stats responder: writes the lists that other processes request. It runs in the helper thread of the process that
-//! gets the request.
+//! The stats responder, in the helper thread: writes the lists that other processes request.
 
 use super::control::ControlEndpoint;
 use super::figures::CounterValues;
@@ -23,11 +22,10 @@ const BATCH_LEN: usize = 128;
 /// Time limit for inspecting caches. The helper has other work, and siblings wait for it for at most 25 ms.
 const MAX_INSPECTION_NS: u64 = 15_000_000;
 
-/// The error number that is reported for errors without a number of the system.
+/// Reported for errors without a number of the system.
 const EIO: i32 = 5;
 
-/// Answers requests for one Pagemill of the process: writes lists of its ranges, caches and slab caches, and forwards
-/// commands.
+/// Writes lists of ranges, caches and slab caches of one Pagemill, and forwards commands.
 ///
 /// Example: [`List`](super::List).
 pub struct StatsResponder {
@@ -97,7 +95,6 @@ impl StatsResponder {
         response.write_head(number, subject, result)
     }
 
-    /// Measures the statistics and writes all counters as one record.
     fn write_figures(&self, response: &mut Response) -> io::Result<()> {
         if let Some(measured) = self.measured.get() {
             measured.measure();
@@ -105,7 +102,7 @@ impl StatsResponder {
         response.write_record(&CounterValues(*stats::snapshot().values()).to_record())
     }
 
-    /// Writes the ranges by handle, and then those that the program marked by address.
+    /// Writes the ranges by handle, then those by address.
     fn write_ranges(&self, response: &mut Response) -> io::Result<()> {
         response.write_batches(|from, into| self.ranges.list(from, into))?;
         response.write_batches(|from, into| self.vranges.list_from(from, into))
@@ -156,7 +153,7 @@ impl<'file> Response<'file> {
         Ok(())
     }
 
-    /// Writes a batch of ranges, up to [`MOST_RECORDS`] in total. Counts the others as left out.
+    /// Writes ranges up to [`MOST_RECORDS`] in total, and counts the rest.
     fn write_batch(&mut self, batch: &[Listed]) -> io::Result<()> {
         let room = usize::try_from(MOST_RECORDS - self.records).unwrap_or(usize::MAX);
         let (written, left_out) = batch.split_at(batch.len().min(room));

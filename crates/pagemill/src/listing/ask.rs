@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 /// Longest time to wait for an answer.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-/// Interval of checking for an answer.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// A request whose number was used before is repeated after this time.
@@ -31,7 +30,7 @@ const REPEAT_AFTER: Duration = Duration::from_millis(100);
 /// Most concurrent requests to a process, by commands that are waiting now or were killed while they waited.
 const MAX_REQUESTS: u32 = 64;
 
-/// The volatile ranges of a process, as the process listed them.
+/// The volatile ranges that a process listed.
 ///
 /// ```
 /// use pagemill::{Pagemill, listing, published, volatile::Behaviour};
@@ -47,7 +46,7 @@ const MAX_REQUESTS: u32 = 64;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct List {
     pub ranges: Vec<Listed>,
-    /// Number of ranges that were not listed because there are more than [`MOST_RECORDS`].
+    /// Number of ranges beyond [`MOST_RECORDS`].
     pub left_out: u64,
 }
 
@@ -186,7 +185,6 @@ fn ask_for<R: Record>(
     wait(vec![asked], should_stop).remove(0)
 }
 
-/// A request that waits for its answer, or has a result.
 enum RequestState<'a, R> {
     Waiting(Box<PendingRequest<'a, R>>),
     Done(Result<Records<R>, Unanswered>),
@@ -262,7 +260,7 @@ impl<'a, R: Record> PendingRequest<'a, R> {
         Ok(Self { figures, identity, command, request, deadline, repeat_deadline, records: PhantomData })
     }
 
-    /// Returns the result, once it is known. Repeats the request if its deadline has passed.
+    /// Returns the result, once it is known.
     fn poll(&mut self) -> Option<Result<Records<R>, Unanswered>> {
         match head_of(&self.request, R::SUBJECT) {
             Ok(Some(head)) => return Some(read(&self.request, head)),
@@ -323,7 +321,7 @@ fn create_request(figures: &Path, subject: Subject, command: Option<ControlComma
     Err(io::Error::other("too many requests to it wait already"))
 }
 
-/// Wakes the helper of a process in a tree. Such a helper sleeps on the tree's page.
+/// Wakes a helper in a tree, which sleeps on the tree's page.
 fn wake_in_tree(figures: &Path, identity: Identity) {
     let folder = figures.as_str().rsplit_once('/').map_or("", |(folder, _)| folder);
     if let Some(path) = Path::format(format_args!("{folder}/{TREE_FILE}"))
@@ -340,7 +338,7 @@ fn head_of(request: &Request, subject: Subject) -> io::Result<Option<Head>> {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         result => result?,
     }
-    // The magic is written last, so without it the head is not complete yet.
+    // The magic is written last.
     if magic == [0; 8] {
         return Ok(None);
     }

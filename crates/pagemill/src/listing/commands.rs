@@ -100,7 +100,7 @@ impl ControlCommand {
         bytes
     }
 
-    /// Parses a command. Returns `None` if it is invalid, was accepted before, or has another request number.
+    /// Returns `None` if the command is invalid, was accepted before, or has another request number.
     pub(super) fn from_bytes(bytes: &[u8; Self::LEN], number: u32) -> Option<Self> {
         let (percent, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
         let slab = |action| Self::Slab { action, cache: of };

@@ -36,7 +36,6 @@ struct PendingCommand {
     command: ControlCommand,
 }
 
-/// The commands that wait for the thread.
 struct CommandQueue {
     /// Oldest command first.
     waiting: [Option<PendingCommand>; MAX_WAITING],
@@ -72,10 +71,9 @@ impl ControlEndpoint {
         }
     }
 
-    /// Queues a command for the thread, and starts the thread if it does not run.
+    /// Queues a command for the thread, which it starts if needed.
     fn enqueue(&'static self, job: PendingCommand) {
-        // The command is marked as accepted before it is queued. The requester must not find it finished but not
-        // accepted.
+        // Marked before it is queued: the requester must not find it finished but not accepted.
         let _ = job.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
         let (refused, is_idle) = self.queue.with(|queue| {
             let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else { return (Some(job), false) };
@@ -102,14 +100,12 @@ impl ControlEndpoint {
         })
     }
 
-    /// Executes a command and writes the answer.
     fn execute(&self, job: &PendingCommand) {
-        // Dropping the last reference to a cache drops its values, and code of the program that runs then may panic.
+        // Dropping the last reference to a cache runs code of the program, which may panic.
         let done = catch_unwind(AssertUnwindSafe(|| self.run_command(job.command)));
         write_answer(job, done.unwrap_or_else(|_| Outcome::failed(job.command, ECANCELED)));
     }
 
-    /// Executes a command.
     fn run_command(&self, command: ControlCommand) -> Outcome {
         let (action, id) = match command {
             ControlCommand::Slab { action, cache } => (action, cache),
@@ -135,8 +131,8 @@ impl ControlEndpoint {
         }
     }
 
-    /// Makes the shrinkers return free and volatile memory, first whole blocks, then parts of huge pages. Works in
-    /// steps, so that requests of siblings are answered between them. Returns the bytes freed.
+    /// Makes the shrinkers return free and volatile memory, whole blocks first, in steps, so that siblings are answered
+    /// between them.
     fn give_back(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for urgency in [Urgency::Request, Urgency::Split] {
@@ -144,8 +140,7 @@ impl ControlEndpoint {
                 let part = STEP_BYTES.min(want_bytes - freed);
                 let given = self.account.give_back(part, Context::Outside, urgency, Reason::Program);
                 freed = freed.saturating_add(given);
-                // Stop after a step that freed too little. Memory that a busy program frees meanwhile is not waited
-                // for.
+                // What a busy program frees meanwhile is not waited for.
                 if given < part {
                     break;
                 }
@@ -162,8 +157,8 @@ impl ControlEndpoint {
         self.queue.release();
     }
 
-    /// Called in a fork child, which has neither the thread nor its files. The queued commands are forgotten without
-    /// closing their descriptors, because the numbers may belong to other files there.
+    /// Called in a fork child, which has neither the thread nor its files: their descriptor numbers may belong to other
+    /// files.
     pub fn begin_child(&self) {
         self.queue.with(|queue| {
             queue.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
@@ -180,7 +175,6 @@ impl thread::Work for ControlEndpoint {
     }
 }
 
-/// Writes the outcome of a command after it.
 fn write_answer(job: &PendingCommand, outcome: Outcome) {
     let mut response = Response::after_request(&job.file, ControlCommand::LEN);
     let result = response.write_record(&outcome.to_record());

@@ -5,7 +5,7 @@ use super::{Record, u64_at};
 use crate::published::Subject;
 use crate::stats::CAPACITY;
 
-/// The counters of a process, as the process measured them for a request.
+/// The counters that a process measured.
 pub(super) struct CounterValues(pub [u64; CAPACITY]);
 
 impl CounterValues {

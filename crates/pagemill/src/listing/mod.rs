@@ -75,7 +75,7 @@ impl Head {
         bytes
     }
 
-    /// Parses a head. Returns `None` if it is not the head of a list of this subject.
+    /// Returns `None` if this is not the head of such a list.
     fn from_bytes(bytes: &[u8; Self::LEN], subject: Subject) -> Option<Self> {
         let head = Self {
             number: u32_at(bytes, 8),

@@ -82,7 +82,7 @@ mod tests {
         }
     }
 
-    /// A record is read as it was written. Each field has an offset of its own.
+    /// A record is read as it was written.
     #[test]
     fn records_are_read_as_written() {
         let states = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];

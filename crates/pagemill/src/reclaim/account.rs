@@ -32,21 +32,20 @@ const RECONCILE_NS: u64 = 2_000_000;
 /// bytes divided by this.
 const OVERCOMMIT_DIVISOR: u64 = 8;
 
-/// Up to this much overcommitted memory is measured each time the room is queried. Measuring it takes some 20 us.
+/// Up to this much is measured whenever the room is queried. That takes some 20 us.
 const QUICK_RECONCILE_BYTES: u64 = 64 << 20;
 
-/// Up to this much overcommitted memory is measured each time a limit is near. Measuring it takes some 0.4 ms.
+/// Up to this much is measured whenever a limit is near. That takes some 0.4 ms.
 const QUICK_RECONCILE_AT_LIMIT_BYTES: u64 = 1 << 30;
 
-/// After a measurement that took t, the next one waits for at least this number times t. So measuring costs a thread at
-/// most 2 %.
+/// After a measurement, the next one waits for this many times its duration: measuring costs at most 2 %.
 const RECONCILE_PAUSE_FACTOR: u64 = 50;
 
-/// Of one overcommitted range, at most this much is expected to be touched before the next sample of the limits.
+/// The most of an overcommitted range that is expected to be touched at once.
 const MAX_TOUCHED_AT_ONCE_BYTES: u64 = 16 << 20;
 
-/// New memory is offset (by returning as much free memory) in steps of this size, or of the resident bytes divided by
-/// `OFFSET_STEP_DIVISOR` if that is more. Each step scans all free slots, so smaller steps would cost too much.
+/// New memory is offset in steps of this size, or of the resident bytes divided by `OFFSET_STEP_DIVISOR` if that is
+/// more: each step scans all free slots.
 const OFFSET_STEP_BYTES: u64 = 1 << 20;
 const OFFSET_STEP_DIVISOR: u64 = 128;
 
@@ -99,7 +98,7 @@ pub struct Account {
     /// Until this time this process reclaims its own memory before it asks siblings, because asking them first did not
     /// help.
     pub(super) siblings_first_after_ns: AtomicU64,
-    /// The helper thread; it is woken when there is memory to give back again.
+    /// The helper thread, woken when there is memory to give back.
     helper: OnceLock<&'static Helper>,
     /// Bytes of new memory for which no free memory was returned yet.
     not_offset_bytes: AtomicU64,
@@ -149,8 +148,7 @@ impl Account {
         arena::place(Self::new(limit))
     }
 
-    /// Registers a shrinker: an owner of memory that can give some back. Owners are called in the order of
-    /// registration, so cheaper owners must register first.
+    /// Registers a shrinker. Shrinkers are called in the order of registration, so cheaper ones must register first.
     ///
     /// # Panics
     ///
@@ -202,8 +200,7 @@ impl Account {
         }
     }
 
-    /// Resets the account in a fork child. The parent keeps its charge; the child starts at zero, in its own slot of
-    /// the tree's page.
+    /// Called in a fork child: the charge starts at zero, in a slot of its own.
     pub fn forked(&self, identity: Identity) {
         self.resident.store(0, Relaxed);
         self.untouched.store(0, Relaxed);
@@ -227,7 +224,7 @@ impl Account {
         self.limit() != UNLIMITED
     }
 
-    /// Returns the smaller of the process's own limit and its tree's limit.
+    /// The smaller of the process's own limit and its tree's.
     pub fn limit(&self) -> u64 {
         let tree = self.membership.page().map_or(UNLIMITED, TreePage::limit);
         tree.min(self.own_limit.load(Relaxed))
@@ -238,7 +235,7 @@ impl Account {
         self.resident.load(Relaxed)
     }
 
-    /// Returns the totals that are compared with the limit: those of the tree, or of this process if it is in no tree.
+    /// The totals that the limit is compared with: of the tree, or of this process without a tree.
     fn totals(&self) -> Totals {
         let own = Totals {
             resident: self.resident.load(Relaxed),
@@ -302,8 +299,7 @@ impl Account {
         self.owners.giveable(Context::Outside)
     }
 
-    /// The bytes of `giveable` that this account is charged for. Returning other bytes lowers no charge, so it helps
-    /// neither siblings nor limits.
+    /// The bytes of `giveable` that this account is charged for. Only these help siblings and limits.
     fn charged_giveable(&self, giveable: u64) -> u64 {
         giveable.saturating_sub(self.owners.foreign())
     }
@@ -373,8 +369,8 @@ impl Account {
         cheap.saturating_add(rest)
     }
 
-    /// Offers up to `want_bytes` of free memory to the kernel (`MADV_FREE`). So the kernel can take it if memory runs
-    /// short before this process reacts.
+    /// Offers up to `want_bytes` of free memory to the kernel (`MADV_FREE`), in case memory runs short before this
+    /// process reacts.
     pub fn offer(&self, want_bytes: u64, which: Which) {
         let offered = self.owners.offer(want_bytes, which);
         if offered > 0 {
@@ -615,9 +611,8 @@ impl Budget for Account {
                 return Err(self.no_memory_error(bytes));
             }
         }
-        // Programs touch large overcommitted ranges gradually, if at all. So only the bytes that may become resident
-        // before the next sample are reclaimed, and the request is refused only if not even one block may become
-        // resident.
+        // Programs touch large ranges gradually, if at all. So reclaim only what may become resident before the next
+        // sample, and refuse only if not even one block may.
         self.make_system_room_or(bytes.min(MAX_TOUCHED_AT_ONCE_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
         self.note_use();
         self.untouched.fetch_add(bytes, Relaxed);
@@ -697,8 +692,8 @@ mod tests {
         (account, stock)
     }
 
-    /// The limit is 100 bytes, and the shrinker can free 60. A charge that exceeds the limit frees exactly the missing
-    /// bytes; a charge of more than can be freed fails and charges nothing.
+    /// A charge over the limit frees exactly the missing bytes. A charge of more than the shrinker has fails and
+    /// charges nothing.
     #[test]
     fn a_charge_over_the_limit_reclaims_the_missing_bytes() {
         let (account, stock) = account(100, 60, true);
@@ -709,8 +704,8 @@ mod tests {
         assert_eq!(account.resident(), 100 - stock.stock_bytes.swap(0, Relaxed) - 30, "nothing charged by a refusal");
     }
 
-    /// A shrinker that may not be called nested holds 90 of 100 bytes. A nested charge may exceed the limit, and
-    /// `pay_debt` reclaims the excess. Once the shrinker has nothing left, nested charges are refused.
+    /// A nested charge may exceed the limit, and `pay_debt` reclaims the excess. Once the shrinker has nothing left,
+    /// nested charges are refused.
     #[test]
     fn nested_charges_exceed_the_limit_until_nothing_is_left_to_reclaim() {
         let (account, stock) = account(100, 90, false);

@@ -81,7 +81,7 @@ struct SingleAgeMinimum {
     current_part: AtomicU64,
     /// Consecutive parts with records, up to and including the current one.
     parts_seen: AtomicU64,
-    /// Length of a part at the last record, which tells whether the age has changed.
+    /// Length of a part at the last record.
     part_ns: AtomicU64,
 }
 
@@ -135,8 +135,7 @@ mod tests {
     const AGE: Duration = Duration::from_secs(4);
     const SECOND: u64 = 1_000_000_000;
 
-    /// Before an age of records has passed, the result is 0. After that it is the minimum of the last age, and a
-    /// decrease shows at once.
+    /// The result is 0 before an age of records has passed, then the minimum of the last age.
     #[test]
     fn the_result_is_the_minimum_over_the_age() {
         let least = LeastOver::default();
@@ -152,8 +151,7 @@ mod tests {
         assert_eq!(least.least(35, 14 * SECOND, AGE), 0);
     }
 
-    /// The same object records for a long and for a short age. Records for one age do not count for the other, and a
-    /// pause in the records of the short age restarts it.
+    /// Records for a short age do not count for a long one. A pause in the records of the short age discards them.
     #[test]
     fn records_of_two_ages_are_independent() {
         const MS: u64 = 1_000_000;

@@ -28,7 +28,7 @@ const RETRY_NS: u64 = 60_000_000_000;
 ///
 /// Example: [`Alarms`].
 pub struct Plan {
-    /// Version number of the limits that this plan was made for; it changes with every change of the limits.
+    /// Version number of the limits that this plan was made for.
     pub state: u32,
     pub version: Option<Version>,
     /// The groups with a limit, innermost first.
@@ -44,8 +44,7 @@ pub struct Plan {
 /// Example: [`Alarms`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Covered {
-    /// A group that reaches three quarters of its limit wakes the helper. So the helper need not poll while usage is
-    /// far below.
+    /// A group that reaches three quarters of its limit wakes the helper, so it need not poll before.
     pub has_thresholds: bool,
     /// A group that meets its limit wakes the helper.
     pub has_limits: bool,
@@ -89,8 +88,7 @@ impl Alarms {
         self.events.number()
     }
 
-    /// The version number of the limits that the alarms are set for. Returns `None` if alarms must be set for any
-    /// limits.
+    /// Version number of the limits that the alarms are set for. `None`: they must be set again.
     pub fn set_for(&self) -> Option<u32> {
         self.set_for.filter(|_| self.retry_ns.is_none_or(|retry| clock::fine_ns() < retry))
     }
@@ -173,8 +171,7 @@ mod tests {
         Plan { state, version: Some(version), groups, is_complete: true, stalls: [const { None }; 2] }
     }
 
-    /// An alarm for a group that does not exist is refused. The refusal is counted, nothing is covered, and a retry is
-    /// due after a minute. A plan without groups succeeds.
+    /// An alarm that the kernel refuses is counted, covers nothing, and is retried after a minute.
     #[test]
     fn a_refused_alarm_is_counted_and_retried() {
         let mut alarms = Alarms::new().unwrap();
@@ -190,8 +187,8 @@ mod tests {
         assert_eq!((alarms.covered, alarms.set_for()), (Covered::default(), Some(2)));
     }
 
-    /// Alarms are set for this process's own control group, if the group can be written. They cover the events of its
-    /// cgroup version. A plan that lacks a group covers no limits.
+    /// Alarms of this process's own group, if it can be written, cover the events of its cgroup version. A plan that
+    /// lacks a group covers no limits.
     #[test]
     fn alarms_of_a_real_group_are_set() {
         let groups = match pagemill_sys::cgroup::Hierarchy::find("") {

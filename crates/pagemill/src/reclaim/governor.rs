@@ -36,12 +36,11 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
 const SHORTEST_FAR_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Longest pause where the kernel reports that a group gets near its limit. A pause is needed because limits may
-/// change.
+/// Longest pause where the kernel reports that a group gets near its limit. Limits may change.
 const LONGEST_PAUSE_WITH_EVENTS: Duration = Duration::from_secs(1);
 
-/// Near a limit, while nothing uses up the room, the pause doubles up to this, as far as the room allows. The room is
-/// assumed to last this factor longer, because other processes do not start at the fastest rate.
+/// Near a limit that nothing uses up, the pause doubles up to this, as far as the room allows. The room is assumed to
+/// last this factor longer than at the fastest rate.
 const LONGEST_CALM_PAUSE: Duration = Duration::from_millis(64);
 const CALM_PAUSE_FACTOR: u64 = 4;
 
@@ -49,8 +48,8 @@ const CALM_PAUSE_FACTOR: u64 = 4;
 const EXTRAPOLATED_TIME: Duration = Duration::from_millis(20);
 const EXTRAPOLATED_DIVISOR: u64 = 16;
 
-/// Other processes rush towards the limit if more than this is extrapolated. The room counts as unchanged if it shrank
-/// by at most `MAX_CALM_LOSS_BYTES`.
+/// Other processes *rush* if their extrapolated usage exceeds this. They are *calm* if the room shrank by at most
+/// `MAX_CALM_LOSS_BYTES`.
 const RUSH_BYTES: u64 = 4 << 20;
 const MAX_CALM_LOSS_BYTES: i64 = 1 << 20;
 
@@ -105,7 +104,6 @@ impl Clock for SystemClock {
 /// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// After this pause.
     After(Duration),
     /// There is nothing to give back: the helper sleeps until an owner has something.
     WhenGiveable,
@@ -161,7 +159,7 @@ pub struct Governor<C> {
     futile_pause: Duration,
 }
 
-/// The room at one time, and what this process and its siblings held then.
+/// A sample of the room, with the bytes that were resident then.
 #[derive(Clone, Copy, Debug)]
 struct RoomSample {
     now_ns: u64,
@@ -252,8 +250,7 @@ impl<C: Clock> Governor<C> {
         self.idle_pause
     }
 
-    /// Samples the limits and gives memory back if a group or the machine runs short. Returns the pause, or `None`
-    /// without limits.
+    /// Gives memory back if a group or the machine runs short. Returns the pause, or `None` without limits.
     fn watch_limits(&mut self, account: &Account, signs: Signs) -> Option<Duration> {
         account.reap();
         let room = account.headroom.sample();
@@ -274,7 +271,7 @@ impl<C: Clock> Governor<C> {
             let which = if giveable >= last.giveable { Which::All } else { Which::Cold };
             offer_near_limit(account, &room, signs, which);
             let is_warned = signs.has_thresholds && room.is_far && room.bound == Bound::Group;
-            // No kernel event reports a shortage of the machine's memory early enough, so its room bounds the pause.
+            // No kernel event reports a shortage of the machine's memory in time.
             let longest = time_until_used_up(room.machine_bytes, MACHINE_PAUSE_FACTOR)
                 .clamp(SHORTEST_FAR_PAUSE, LONGEST_PAUSE_WITH_EVENTS);
             return Some(if is_warned { longest } else { self.pause_until_sample(&room)? });
@@ -304,8 +301,8 @@ impl<C: Clock> Governor<C> {
         Some(time_until_used_up(room.bytes, factor).clamp(shortest, LONGEST_PAUSE).max(calm))
     }
 
-    /// Searches for memory that has been free for `age`, if a search is due, and returns one step of it to the system.
-    /// Returns the pause until the next search.
+    /// Returns one step of memory that has been free for `age`, if a search is due. Returns the pause until the next
+    /// search.
     fn give_aged(&mut self, account: &Account, age: Duration) -> Duration {
         let now_ns = self.clock.now_ns();
         let period = (age / SEARCHES_PER_AGE).max(SHORTEST_SEARCH_PAUSE);
@@ -346,7 +343,6 @@ impl<C: Clock> Governor<C> {
     }
 }
 
-/// The time in which `bytes` are used up at the fastest rate, multiplied by `factor`.
 fn time_until_used_up(bytes: i64, factor: u64) -> Duration {
     Duration::from_nanos((bytes.max(0) as u64 / FASTEST_BYTES_PER_NS).saturating_mul(factor))
 }
@@ -382,8 +378,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A fake control group with a limit of 256 MiB, and a shrinker with a fixed stock. What the shrinker gives back
-    /// becomes room of the group.
+    /// A shrinker with a fixed stock, in a fake group with a limit of 256 MiB that gains what the shrinker gives back.
     #[derive(Default)]
     struct FakeGroup {
         stock: AtomicU64,
@@ -509,8 +504,8 @@ mod tests {
         assert_eq!(Governor::new(&clock).step(&alone, signs, Return::Keep), Next::WhenAsked);
     }
 
-    /// Of 200 MiB, 100 MiB have aged. They are returned in steps of 16 MiB with pauses between, also while the process
-    /// is busy. The other 100 MiB stay, and are searched about ten times per age.
+    /// Aged memory is returned in steps with pauses, also while the process is busy. The rest stays, and is searched
+    /// about ten times per age.
     #[test]
     fn aged_memory_is_returned_in_steps() {
         let (fake, account) = fake_group(200 * MIB, None);
@@ -534,8 +529,7 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
     }
 
-    /// A process uses no CPU, and its memory cannot be given back. The pauses between its searches grow to the longest
-    /// one. They become short again once the process uses CPU.
+    /// The pauses of an idle process whose memory cannot be given back grow. They become short again once it uses CPU.
     #[test]
     fn pauses_grow_while_the_process_is_idle() {
         let (_, account) = fake_group(100 * MIB, None);
@@ -553,8 +547,8 @@ mod tests {
         assert!(pass(Duration::ZERO) <= AGE / SEARCHES_PER_AGE * 2);
     }
 
-    /// An owner may have more than it reports. The limits are watched while the process runs. Once it is idle, it is
-    /// measured once and the pauses grow. A kernel event starts the reclaim at once.
+    /// Limits are watched while an owner may have more than it reports. An idle process is measured once, then its
+    /// pauses grow.
     #[test]
     fn limits_are_watched_while_an_owner_may_have_more() {
         let (fake, account) = fake_group(0, Some(100 * MIB as i64));
@@ -577,8 +571,7 @@ mod tests {
         assert!(fake.stock.load(Relaxed) <= 70 * MIB, "the missing bytes and the extrapolated ones");
     }
 
-    /// Other processes use up a group's memory. Near the limit the pauses get shorter, and nothing is given back.
-    /// Inside the margin the missing bytes are given back.
+    /// Near the limit the pauses get shorter. Inside the margin the missing bytes are given back.
     #[test]
     fn memory_is_given_back_inside_the_margin_of_a_group() {
         let (fake, account) = fake_group(100 * MIB, Some(200 * MIB as i64));
@@ -625,8 +618,7 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 94 * MIB, "the process itself took them");
     }
 
-    /// A thread of the group stalls on memory. Near the group's limit an eighth of the free memory is given back; far
-    /// from it nothing is. Stalls of the machine give nothing back near a group's limit.
+    /// A thread stalls on memory. Near the group's limit an eighth of the free memory is given back, far from it none.
     #[test]
     fn a_stall_gives_memory_back_near_the_limit() {
         let (fake, account) = fake_group(1000 * MIB, Some(200 * MIB as i64));
@@ -645,8 +637,7 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 875 * MIB);
     }
 
-    /// With threshold events and a distant limit, the pause is the longest one with events instead of a few
-    /// milliseconds.
+    /// With threshold events the pause far from a limit is a second instead of milliseconds.
     #[test]
     fn threshold_events_lengthen_the_pause() {
         let (fake, account) = fake_group(100 * MIB, Some(100 * MIB as i64));
@@ -659,7 +650,7 @@ mod tests {
         assert!(pause_of(governor.step(&account, Signs::default(), Return::Keep)) < LONGEST_PAUSE_WITH_EVENTS);
     }
 
-    /// Memory stays short although nothing can be given back. The pauses between attempts grow to the longest.
+    /// Pauses grow while memory is short and nothing can be given back.
     #[test]
     fn pauses_grow_while_nothing_can_be_given_back() {
         let (fake, account) = fake_group(2 * MIB, Some(-(500 * MIB as i64)));

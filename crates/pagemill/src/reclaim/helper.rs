@@ -39,8 +39,7 @@ const LATE_AFTER: Duration = Duration::from_millis(20);
 /// Of requests that arrived together, at most this many are answered: the latest ones.
 const MAX_ANSWERED: u32 = 8;
 
-/// Answers requests of other processes. Each request has a number, which the requester increments in the published
-/// statistics.
+/// Answers requests of other processes, which have ascending numbers.
 ///
 /// Example: [`Helper`].
 pub trait Answer: Sync {
@@ -63,7 +62,7 @@ pub struct Helper {
     is_parked: AtomicBool,
     /// Answers requests of other processes; empty until [`Helper::set_answer`].
     answers: OnceLock<&'static dyn Answer>,
-    /// Descriptor of the alarms, valid in the helper's own descriptor table; -1 before alarms are set.
+    /// Descriptor of the alarms in the helper's own descriptor table, or -1.
     alarms: AtomicI32,
     /// Bits of the kernel events that were not handled yet.
     signs: AtomicU64,
@@ -165,9 +164,8 @@ impl Helper {
     /// The main loop of the thread. Runs as long as the process lives.
     pub fn run(&'static self, arena: &Arena) -> ! {
         let account = self.account;
-        // Other threads may need memory and use all CPU time, so the thread requests a higher priority. A program may
-        // rely on the number of its next descriptor, so the thread uses a descriptor table of its own. The helper also
-        // works if either fails.
+        // Other threads may use all CPU time, so this thread requests a higher priority. A program may rely on the
+        // number of its next descriptor, so this thread uses a table of its own.
         stats::set(Counter::HelpersPreferred, u64::from(thread::prefer()));
         let mut can_set_alarms = thread::unshare_files();
         stats::set(Counter::Helpers, 1);
@@ -178,7 +176,7 @@ impl Helper {
             place.listen(true);
         }
         loop {
-            // The statistics, and with them the word to sleep on, may have been published since the last iteration.
+            // The statistics, with the word to sleep on, may have been published since.
             let word: &AtomicU32 = place.as_ref().map_or_else(stats::wake_word, |place| place.wake_word());
             let seen = word.load(Acquire);
             answered = self.answer_others(answered);
@@ -209,7 +207,7 @@ impl Helper {
         }
     }
 
-    /// Takes the kernel events since the last step, without those that did not really happen.
+    /// Takes the kernel events that happened since the last step.
     fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> Signs {
         let mut signs = self.signs.swap(0, AcqRel);
         if let Some(alarms) = alarms {
@@ -229,8 +227,8 @@ impl Helper {
         }
     }
 
-    /// Sets alarms for the current limits if they have changed. The first call starts the thread that waits for the
-    /// alarms. Returns whether alarms can be set here.
+    /// Sets alarms if the limits have changed. The first call starts the thread that waits for them. Returns whether
+    /// alarms can be set here.
     fn update_alarms(&'static self, alarms: &mut Option<Alarms>) -> bool {
         let headroom = &self.account.headroom;
         if headroom.known().bound == Bound::None {
@@ -253,7 +251,6 @@ impl Helper {
     }
 }
 
-/// The form in which [`Helper`] stores a policy: the age in seconds, 0 for [`Return::Keep`].
 fn return_after_seconds(policy: Return) -> u64 {
     policy.age().map_or(0, |age| age.as_secs().max(1))
 }

@@ -31,7 +31,6 @@ pub struct Kernel {
     groups: Mutex<ControlGroups>,
 }
 
-/// The control groups of this process and their limits, as last read.
 struct ControlGroups {
     /// Version number of the fields below, incremented with every change.
     state: u32,
@@ -67,7 +66,7 @@ impl Kernel {
 }
 
 impl ControlGroups {
-    /// Searches for the groups and reads their limits, on a stack of its own, if the interval has passed.
+    /// Calls [`Self::refresh`] on a new stack, if the interval has passed.
     fn refresh_if_due(&mut self, root: &'static str) {
         struct GroupSearch<'groups> {
             groups: &'groups mut ControlGroups,
@@ -188,8 +187,8 @@ mod tests {
         std::fs::write(path, text).unwrap();
     }
 
-    /// A process in a group with a parent group. The limit with the least room counts, of whichever group. File pages
-    /// that the kernel can reclaim do not count as used. Values that cannot be read are ignored.
+    /// The ancestor with the least room counts. File pages that the kernel can reclaim are not counted as used. Values
+    /// that cannot be read are ignored.
     #[test]
     fn the_limit_with_the_least_room_counts() {
         let folder = tempfile::tempdir().unwrap();

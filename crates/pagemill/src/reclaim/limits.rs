@@ -40,7 +40,6 @@ pub struct Kill {
 }
 
 impl Kill {
-    /// No such limit.
     pub const NONE: Self = Self { limit_bytes: u64::MAX, used_bytes: 0 };
 
     /// Bytes that may still become resident before charges are refused. Below the limit a reserve is kept, so that page
@@ -93,7 +92,6 @@ pub struct Room {
 }
 
 impl Room {
-    /// The room where no limit is known.
     pub const ENDLESS: Self = Self {
         bound: Bound::None,
         bytes: i64::MAX,
@@ -172,7 +170,6 @@ const MAX_RESERVE_DIVISOR: u64 = 8;
 /// reclaimable bytes.
 pub(super) const NEAR_DIVISOR: u64 = 4;
 
-/// The machine's margin is its memory divided by this.
 const MACHINE_MARGIN_DIVISOR: u64 = 16;
 
 /// A source of limits: the kernel, or a fake in tests.
@@ -197,8 +194,7 @@ pub trait Limits: Sync {
     /// Returns the room below the nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
 
-    /// Returns the alarms that would report that these limits get near. Returns `None` if alarms for the limits of
-    /// version `set_for` are set already and nothing has changed.
+    /// Returns the alarms for these limits, or `None` if those for version `set_for` of the limits are still right.
     fn plan(&self, _set_for: Option<u32>) -> Option<Plan> {
         None
     }
@@ -213,7 +209,7 @@ pub struct Headroom {
     credit: AtomicI64,
     /// Time at which the credit expires.
     valid_until_ns: AtomicU64,
-    /// Room of the latest sample. The next two fields also belong to it.
+    /// The latest sample: this and the next two fields.
     bytes: AtomicI64,
     limit_bytes: AtomicU64,
     is_group: AtomicBool,
@@ -249,8 +245,7 @@ impl Headroom {
         let _ = self.limits.set(limits);
     }
 
-    /// Returns the latest sample without taking a new one: the kind of limit that is nearest, and the bytes left below
-    /// it.
+    /// Returns the latest sample without taking a new one: kind of limit and bytes left.
     pub fn known(&self) -> Room {
         let limit_bytes = self.limit_bytes.load(Relaxed);
         let bound = match (limit_bytes, self.is_group.load(Relaxed)) {
@@ -261,11 +256,10 @@ impl Headroom {
         Room { bound, bytes: self.bytes.load(Relaxed), limit_bytes, ..Room::ENDLESS }
     }
 
-    /// Returns the alarms that would report that the limits get near ([`Limits::plan`]). The caller sets them outside
-    /// of the lock, because that takes long.
+    /// Returns the alarms for the limits ([`Limits::plan`]). They are set outside of the lock, because that takes long.
     pub(super) fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
         let limits = self.limits.get()?;
-        // The lock is held so that a fork child finds the source of limits in a consistent state.
+        // The lock keeps the source of limits consistent in a fork child.
         let _guard = self.sampling.lock();
         limits.plan(set_for)
     }
@@ -322,7 +316,7 @@ impl Headroom {
         self.valid_until_ns.store(0, Relaxed);
     }
 
-    /// Called before `fork`: waits until no thread takes a sample.
+    /// Called before `fork`: waits until no sample is taken.
     pub(crate) fn acquire_for_fork(&self) {
         self.sampling.acquire();
     }
@@ -338,7 +332,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
 
-    /// A source of limits that returns the room set by the test and counts the samples.
+    /// Returns the room that the test sets, and counts samples.
     struct Fake {
         bytes: AtomicI64,
         samples: AtomicUsize,
@@ -372,8 +366,7 @@ mod tests {
         assert_eq!(headroom.is_short(1 << 40).unwrap().shortage(1 << 40), (1 << 40) - (64 << 30));
     }
 
-    /// There are 1000 bytes of room. Every charge takes a sample, which returns the missing bytes. Granted credit saves
-    /// samples until it is used up.
+    /// With little room every charge takes a sample, unless credit was granted.
     #[test]
     fn near_the_limit_every_charge_is_sampled() {
         let (headroom, fake) = headroom(1000);
@@ -396,8 +389,7 @@ mod tests {
         assert_eq!((headroom.is_short(u64::MAX), headroom.sample()), (None, Room::ENDLESS));
     }
 
-    /// Margins and reserves of groups of many sizes stay within their bounds, and the margin is at most a tenth from
-    /// 128 MiB up.
+    /// Margins and reserves stay within their bounds for groups of many sizes.
     #[test]
     fn margins_and_reserves_are_bounded() {
         for limit in [64u64 << 20, 256 << 20, 1 << 30, 64 << 30] {

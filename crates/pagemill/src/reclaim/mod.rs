@@ -36,8 +36,8 @@ pub enum Urgency {
     Request,
     /// Also splits huge pages to return their free parts. Memory in use is not touched.
     Split,
-    /// Also returns memory in use whose contents can be recreated, such as clean folios. Used where the charge would be
-    /// refused otherwise.
+    /// Also returns memory in use that can be recreated, such as clean folios. For charges that would be refused
+    /// otherwise.
     Limit,
 }
 
@@ -71,12 +71,11 @@ pub enum Reason {
     Stall,
     /// The memory was free, and not reused, for the age that [`Return`] sets.
     Age,
-    /// New memory becomes resident, and free memory is returned to offset it.
+    /// Free memory is returned to offset new memory.
     New,
 }
 
 impl Reason {
-    /// The counter and the trace event of this reason.
     fn row(self) -> (Counter, Event) {
         match self {
             Self::Program => (Counter::GivenForProgram, Event::GivenForProgram),

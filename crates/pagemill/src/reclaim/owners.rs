@@ -26,7 +26,6 @@ const STEP_DIVISOR: u64 = 16;
 /// A call takes some milliseconds. An owner without progress for this long is skipped as blocked.
 const BLOCKED_NS: u64 = 1_000_000_000;
 
-/// An owner and the state of the calls to it.
 #[derive(Default)]
 struct RegisteredOwner {
     shrinker: OnceLock<&'static dyn Shrinker>,
@@ -34,7 +33,6 @@ struct RegisteredOwner {
     threads_inside: AtomicU32,
     /// Time at which the first of these threads entered, or the latest one left.
     progress_ns: AtomicU64,
-    /// The owner panicked and is not called again.
     has_failed: AtomicBool,
     /// For an owner that tracks no ages: the minimum of its giveable bytes over an age.
     least_giveable: LeastOver,
@@ -51,7 +49,7 @@ impl Drop for CallGuard<'_> {
 }
 
 impl RegisteredOwner {
-    /// Makes a call that returns at once. Returns `None` if no owner is registered here, or if it has panicked.
+    /// Makes a call that returns at once. Returns `None` without an owner, or if it has panicked.
     fn query<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let shrinker = *self.shrinker.get()?;
         if self.has_failed.load(Relaxed) {
@@ -85,7 +83,6 @@ impl RegisteredOwner {
         self.query(act)
     }
 
-    /// Whether the owner may be called in `context`: inside the small allocator's locks only if it may nest.
     fn may_be_called(&self, context: Context) -> bool {
         context == Context::Outside || self.query(|shrinker| shrinker.may_nest()).unwrap_or(false)
     }
@@ -108,8 +105,7 @@ impl RegisteredOwner {
     /// Requests `want_bytes` in steps, until a step frees less than requested. Returns the bytes freed.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
-        // The last attempt before a refusal waits as long as it takes: the thread inside may only be stopped, or wait
-        // for a fork.
+        // The last attempt before a refusal waits: the thread inside may only be stopped, or wait for a fork.
         let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {
@@ -270,8 +266,7 @@ mod tests {
         owners
     }
 
-    /// A large amount is requested in steps, and requests stop after a step that frees too little. An owner that may
-    /// not nest is not called in a nested context.
+    /// A large amount is requested in steps, until a step frees too little.
     #[test]
     fn steps_are_bounded() {
         let freeing = scripted(1024 * MIB, u64::MAX, false);
@@ -283,8 +278,7 @@ mod tests {
         assert_eq!((freeing.calls.load(Relaxed), owners.give(MIB, Context::Nested, Urgency::Request)), (1, 0));
     }
 
-    /// The first of two owners panics. The panic is counted, the owner is not called again, and the next owner frees
-    /// the memory.
+    /// An owner that panics is counted and not called again. The next owner frees the memory.
     #[test]
     fn a_panicking_owner_is_not_called_again() {
         let (failing, freeing) = (scripted(MIB, MIB, true), scripted(2 * MIB, 2 * MIB, false));
@@ -297,7 +291,7 @@ mod tests {
         assert!(stats::get(Counter::OwnersFailed) > before);
     }
 
-    /// Two owners report the largest possible amounts. Sums do not overflow, and the requests end.
+    /// Owners that report absurd amounts cause neither an overflow nor an endless loop.
     #[test]
     fn absurd_amounts_do_not_overflow() {
         let owners = owners_of(&[scripted(u64::MAX, 0, false), scripted(u64::MAX, u64::MAX, false)]);
@@ -305,8 +299,7 @@ mod tests {
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Limit), MIB);
     }
 
-    /// A thread is blocked inside a call of the first owner. Other threads skip that owner after a second, and call it
-    /// again when the call has returned.
+    /// While a thread is blocked inside a call, other threads skip that owner. Later they call it again.
     #[test]
     fn a_blocked_owner_is_skipped() {
         let (stuck, freeing) = (scripted(MIB, MIB, false), scripted(MIB, MIB, false));

@@ -1,4 +1,4 @@
-//! The policy for free memory that is neither requested nor under pressure: when it returns to the system.
+//! When free memory returns to the system without a request and without pressure.
 
 use std::fmt;
 use std::str::FromStr;

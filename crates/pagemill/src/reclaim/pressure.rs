@@ -48,7 +48,7 @@ impl Account {
         }
     }
 
-    /// Gives memory back. Refuses if `least_bytes` still do not fit and the charge may not become a debt.
+    /// Gives memory back. Refuses if `least_bytes` still do not fit.
     #[cold]
     fn give_back_or_refuse(&self, room: Room, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         let room = self.give_for_system(room, bytes, context);
@@ -102,8 +102,8 @@ impl Account {
         room
     }
 
-    /// Whether the siblings together could give back more than twice as much as this process, which will need its own
-    /// free memory again sooner.
+    /// Whether the siblings could give back more than twice as much as this process, which will need its own free
+    /// memory sooner.
     fn siblings_have_more_giveable(&self) -> bool {
         let Some(place) = self.place() else { return false };
         if clock::fine_ns() < self.siblings_first_after_ns.load(Relaxed) {
@@ -114,8 +114,8 @@ impl Account {
         siblings_giveable > WORTHWHILE_BYTES.max(own.saturating_mul(2))
     }
 
-    /// Gives back the bytes by which nested charges exceeded a group's limit. The caller must hold no lock. Returns
-    /// whether that was enough.
+    /// Gives back the bytes by which nested charges exceeded a group's limit, outside of locks. Returns whether that
+    /// was enough.
     pub(super) fn pay_system_debt(&self) -> bool {
         let room = self.headroom.sample();
         // Request one byte: while there is a debt, not even one byte has room.

@@ -31,10 +31,9 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pm-tree1");
 const LISTENS: u32 = 1;
 const UNRESPONSIVE: u32 = 2;
 
-/// The limit of a process or tree without a limit.
+/// The value that means no limit.
 pub const UNLIMITED: u64 = u64::MAX;
 
-/// The slot of one member process on the page.
 #[repr(C, align(64))]
 struct Member {
     /// Process id in the low half, low half of the start time in the high half; 0 in a free slot.
@@ -81,7 +80,7 @@ impl Member {
 pub struct TreePage {
     magic: AtomicU64,
     limit: AtomicU64,
-    /// Bytes that were requested and that no member has accepted or given back yet.
+    /// Bytes requested that no member has accepted yet.
     wanted: AtomicU64,
     /// Largest sum of the members' resident bytes so far.
     peak: AtomicU64,
@@ -144,10 +143,10 @@ impl TreePage {
     }
 
     fn map(path: &CStr, access: Access) -> Result<&'static Self> {
-        // SAFETY: the kernel chooses the address of the new mapping, so it replaces no other mapping.
+        // SAFETY: the new mapping replaces no other mapping.
         let addr = unsafe { file::map_shared(path, Self::LEN, access, 0) }
             .map_err(Error::system("mapping the page of the process tree"))?;
-        // SAFETY: the mapping is long enough, page aligned and never unmapped, and all bit patterns are valid.
+        // SAFETY: long enough, page aligned and never unmapped; all bit patterns are valid.
         Ok(unsafe { &*(addr as *const Self) })
     }
 
@@ -185,7 +184,6 @@ impl TreePage {
         None
     }
 
-    /// Resets a slot for its new member.
     fn initialize_slot(&'static self, index: usize) -> MemberSlot {
         let member = &self.members[index];
         for word in [&member.resident, &member.untouched, &member.giveable] {
@@ -252,8 +250,7 @@ impl TreePage {
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
 
-    /// Returns the largest sum of resident bytes so far, and the largest sum without the bytes that could have been
-    /// given back at once.
+    /// The largest sum so far, and the largest sum without what could have been given back.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
     }
@@ -309,7 +306,7 @@ impl TreePage {
         before.saturating_sub(others())
     }
 
-    /// Waits for the answers of the members in the bit set `awaited`. Marks those without an answer as unresponsive.
+    /// Waits for the members in the bit set `awaited`. Marks late ones as unresponsive.
     fn wait_for_answers(&self, awaited: &[u64; CAPACITY / 64], request: u32, is_enough: impl Fn() -> bool) {
         for _ in 0..ANSWER_MS {
             let seen = self.answers.load(Acquire);
@@ -397,8 +394,8 @@ impl MemberSlot {
         self.member().is_listening.store(if is_listening { LISTENS } else { 0 }, Release);
     }
 
-    /// Answers an open request. Calls `give` with this member's share, at most `giveable` bytes; `give` returns the
-    /// bytes given back. Returns those bytes, or `None` without an open request.
+    /// Answers an open request. Calls `give` with this member's share, at most `giveable`. Returns the bytes given
+    /// back, or `None` without an open request.
     pub fn answer(&self, giveable: u64, give: impl FnOnce(u64) -> u64) -> Option<u64> {
         let (page, member) = (self.page, self.member());
         let request = page.request.load(Acquire);
@@ -447,7 +444,7 @@ impl Membership {
     }
 
     pub fn page(&self) -> Option<&'static TreePage> {
-        // SAFETY: the pointer is null, or comes from a reference to a page that is never unmapped.
+        // SAFETY: the pointer is null, or from a reference to a page that is never unmapped.
         unsafe { self.page.load(Acquire).as_ref() }
     }
 
@@ -457,12 +454,11 @@ impl Membership {
     }
 }
 
-/// The identity as one word, for [`Member::id`].
 fn pack_identity(identity: Identity) -> u64 {
     u64::from(identity.pid) | identity.start_ticks << 32
 }
 
-/// Whether the process with this [`Member::id`] runs. Without `/proc` every process counts as running.
+/// Without `/proc` every process counts as running.
 fn is_alive(id: u64) -> bool {
     match process::identity(id as u32) {
         Some(now) => (id >> 32) == (now.start_ticks & 0xFFFF_FFFF) || id >> 32 == 0,
@@ -487,7 +483,7 @@ mod tests {
         Identity { pid: 1 << 30 | number, start_ticks: 1 }
     }
 
-    /// One member is dead and one is alive. A sweep ends the charge of the dead member; that of the living one stays.
+    /// A sweep ends the charge of a dead member, and keeps that of a living one.
     #[test]
     fn a_sweep_ends_the_charge_of_dead_members() {
         let (_folder, page) = page(UNLIMITED);
@@ -515,7 +511,7 @@ mod tests {
         assert_eq!(page.unlisted(), 0);
     }
 
-    /// A process that enters twice, as after an `exec`, gets the same slot, and its charge starts at zero.
+    /// A process that enters again, as after `exec`, gets the same slot.
     #[test]
     fn a_process_that_enters_twice_keeps_its_slot() {
         let (_folder, page) = page(UNLIMITED);
@@ -526,8 +522,7 @@ mod tests {
         assert_eq!(page.totals().resident, 0);
     }
 
-    /// Two members hold 60 bytes each and get a request for 80. Together they give back exactly 80, in two threads that
-    /// answer while the requester waits.
+    /// Two members together give back exactly the requested bytes, although each could give a part of them.
     #[test]
     fn siblings_together_give_back_the_requested_bytes() {
         let (_folder, page) = page(UNLIMITED);
@@ -556,7 +551,7 @@ mod tests {
         assert_eq!(page.wanted.load(Relaxed), 0);
     }
 
-    /// A member has a helper that never answers. The first request waits for the full time, the second does not wait.
+    /// A member that never answers is waited for only once.
     #[test]
     fn an_unresponsive_member_is_waited_for_once() {
         let (_folder, page) = page(UNLIMITED);

@@ -79,7 +79,7 @@ impl Aligned {
 
 impl Drop for Aligned {
     fn drop(&mut self) {
-        // SAFETY: `bytes` was allocated with `layout` and is not used again (type invariant).
+        // SAFETY: `bytes` was allocated with `layout` (type invariant).
         unsafe { alloc::dealloc(self.bytes.as_ptr(), self.layout) };
     }
 }
@@ -88,14 +88,14 @@ impl Deref for Aligned {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: this value owns the allocation (type invariant), which was zeroed, so all bytes are initialised.
+        // SAFETY: the allocation is owned (type invariant) and was zeroed.
         unsafe { std::slice::from_raw_parts(self.bytes.as_ptr(), self.len_bytes) }
     }
 }
 
 impl DerefMut for Aligned {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: this value owns the allocation (type invariant), which was zeroed, so all bytes are initialised.
+        // SAFETY: the allocation is owned (type invariant) and was zeroed.
         unsafe { std::slice::from_raw_parts_mut(self.bytes.as_ptr(), self.len_bytes) }
     }
 }
@@ -133,7 +133,6 @@ pub(super) fn zero_from(buffer: &impl Buffer, from: usize) {
 mod tests {
     use super::*;
 
-    /// New memory has the requested alignment and is zero. `zero_from` clears only the bytes from the index on.
     #[test]
     fn memory_is_aligned_and_zero() {
         for (len, align) in [(0, 1), (1, 512), (5000, 1 << 16)] {

@@ -1,7 +1,7 @@
 //! The transfer engine: one thread with a ring, which does the transfers of all threads that have no ring of their own.
 //!
 //! The thread is spawned for the first batch of transfers and exits after an idle time. The lock of its queue is held
-//! for a few instructions; completion callbacks run_blocking outside of it.
+//! for a few instructions; completion callbacks run outside of it.
 
 use super::errno::{self, ECANCELED};
 use super::file::Handle;
@@ -20,28 +20,26 @@ use std::time::Duration;
 /// Most transfers that wait for room in the ring. A caller does further transfers itself, with blocking calls.
 const MAX_WAITING_JOBS: usize = 16 << 10;
 
-/// Depth of the engine's ring.
 const DEPTH: u32 = 128;
 
 /// The thread exits after this time without work.
 const IDLE_TIMEOUT: Duration = if cfg!(test) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
-/// A transfer that waits for room in the ring.
 struct EngineJob {
     handle: Arc<Handle>,
     transfer: Transfer,
 }
 
-/// The engine of one process, created when it is first used.
+/// The engine of one process.
 struct TransferEngine {
     generation: u32,
     submissions: Mutex<SubmissionQueue>,
-    /// The waker of all threads that this engine spawns one after the other. It is created once, because a
-    /// [`Cancel`](super::Cancel) may store it for as long as the process runs.
+    /// The waker of all threads of this engine. A [`Cancel`](super::Cancel) may store it for as long as the process
+    /// runs.
     waker: OnceLock<Waker>,
 }
 
-/// Jobs that are not in the ring yet, and the state of the thread that takes them.
+/// Jobs that are not in the ring yet.
 #[derive(Default)]
 struct SubmissionQueue {
     jobs: VecDeque<EngineJob>,
@@ -59,7 +57,7 @@ impl Wake for EngineWaker {
     }
 }
 
-/// Starts a batch of transfers of a file on the engine, or does them here if no engine is available.
+/// Starts transfers on the engine, or does them here if none is available.
 pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
     let Some(engine) = TransferEngine::of_process() else {
         return batch.into_iter().for_each(|transfer| run_blocking(handle, transfer));
@@ -78,7 +76,7 @@ fn run_blocking(handle: &Handle, mut transfer: Transfer) {
     transfer.finish(result);
 }
 
-/// Reports the end of a transfer. A panic of its callback does not reach the engine's thread.
+/// Reports the end of a transfer, and contains panics of its callback.
 fn report_end(transfer: Transfer, result: io::Result<()>) {
     callback::contain(|| transfer.finish(result));
 }
@@ -96,7 +94,6 @@ impl TransferEngine {
         Self { generation, submissions: Mutex::default(), waker: OnceLock::new() }
     }
 
-    /// Queues the batch, and spawns or wakes the engine's thread.
     fn start(&'static self, handle: &Arc<Handle>, batch: Vec<Transfer>) {
         let mut submissions = self.submissions();
         let room = MAX_WAITING_JOBS.saturating_sub(submissions.jobs.len());
@@ -133,7 +130,7 @@ impl TransferEngine {
         }
     }
 
-    /// The thread's main loop: moves jobs to its ring and reports their ends. Returns after an idle time.
+    /// The thread's main loop. Returns after an idle time.
     fn run_ring(&'static self) -> io::Result<()> {
         let mut ring = Ring::new(&Settings { depth: DEPTH, ..Settings::default() })?;
         let waker = self.waker.get_or_init(|| Waker::from(Arc::new(EngineWaker(self))));
@@ -217,8 +214,7 @@ mod tests {
     use crate::store::transfer::{Cancel, Finish, Gather};
     use crate::store::{Aligned, FileStore};
 
-    /// A cancel object is used with three engine threads, one after the other. It stores one waker for all of them, so
-    /// it does not keep ended threads alive.
+    /// A cancel object stores one waker for all threads of the engine.
     #[test]
     fn a_cancel_stores_one_waker_for_all_engine_threads() {
         let engine = place(TransferEngine::new(generation().unwrap())).unwrap();

@@ -62,9 +62,7 @@ pub struct Calls {
     pub syncs: u64,
     /// Calls that failed, which the numbers above include.
     pub failed: u64,
-    /// Reads and writes that were interrupted halfway.
     pub shortened: u64,
-    /// Calls that were delayed.
     pub delayed: u64,
 }
 
@@ -158,7 +156,6 @@ impl<S> Shared<S> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call and draws its faults.
     fn draw(&self, count: impl FnOnce(&mut Calls)) -> CallFaults {
         let mut state = self.state();
         count(&mut state.calls);
@@ -168,7 +165,8 @@ impl<S> Shared<S> {
         faults
     }
 
-    /// Sleeps for the call's delay. Then blocks while calls are held, until the call is cancelled or a minute has passed.
+    /// Sleeps for the call's delay. Then blocks while calls are held, until the call is cancelled or a minute has
+    /// passed.
     fn pause(&self, faults: CallFaults, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
         if let Some(delay) = faults.delay {
             std::thread::sleep(delay);
@@ -373,8 +371,8 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
 /// Makes blocked calls check whether they were cancelled.
 impl<S: Send + Sync> Wake for Shared<S> {
     fn wake(self: Arc<Self>) {
-        // A call that has checked for a cancel but does not wait yet holds the lock. Taking the lock once makes sure that
-        // the call waits before it is notified, so that no wake-up is lost.
+        // A call that has checked for a cancel but does not wait yet holds the lock. Taking the lock once makes sure
+        // that the call waits before it is notified, so that no wake-up is lost.
         drop(self.state());
         self.changed.notify_all();
     }

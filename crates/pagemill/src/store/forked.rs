@@ -1,5 +1,4 @@
-//! Fork handlers of the stores. They take both global locks before a fork, so the child never inherits a lock that
-//! another thread holds.
+//! Fork handlers of the stores: a child never inherits a lock that another thread holds.
 
 use super::file::claims;
 use super::ring::regions;

@@ -44,8 +44,8 @@ use std::io;
 /// the second. Two writes to the same block never run at the same time. A read of a block may run during a write to it
 /// only if the caller ignores what the read returns.
 ///
-/// A panic of a store unwinds through the call that needed it. If a thread of this crate made the call, the thread
-/// catches and counts the panic (`behind_panics`). The file then has no background writeback until a sync succeeds.
+/// A panic of a store unwinds through the call that needed it. A thread of this crate catches and counts it
+/// (`behind_panics`); the file then has no background writeback until a sync succeeds.
 ///
 /// ```
 /// use pagemill::store::{MemoryStore, Store};
@@ -159,7 +159,7 @@ pub(crate) fn fills_all(store: &dyn Store) -> bool {
     (store as &dyn Any).is::<FileStore>()
 }
 
-/// Error numbers of Linux that this crate uses in its own errors.
+/// Error numbers that this crate uses in its own errors.
 pub(crate) mod errno {
     use std::io;
 

@@ -246,7 +246,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Clone, Default)]
 pub struct Cancel(Arc<CancelState>);
 
-/// The state that clones of a [`Cancel`] share.
 #[derive(Default)]
 struct CancelState {
     is_cancelled: AtomicBool,
@@ -269,9 +268,8 @@ impl Cancel {
         self.0.is_cancelled.load(SeqCst)
     }
 
-    /// Registers a waker, for stores that sleep during a transfer. It is woken on cancellation, or at once if this
-    /// object is already cancelled. The waker is stored for as long as this object lives, perhaps as long as a file
-    /// exists, so callers should not create one per transfer.
+    /// Registers a waker, which is woken on cancellation, or at once after one. It is stored for as long as this object
+    /// lives, perhaps as long as a file exists, so callers should not create one per transfer.
     pub fn wake_when_cancelled(&self, waker: &Waker) {
         let mut wakers = lock(&self.0.wakers);
         if !wakers.iter().any(|known| known.will_wake(waker)) {
@@ -309,7 +307,6 @@ impl std::fmt::Debug for Cancel {
 /// ```
 pub struct Gather {
     results: Mutex<Vec<Option<io::Result<()>>>>,
-    /// Signalled with every result.
     has_result: Condvar,
 }
 
@@ -352,8 +349,7 @@ mod tests {
     use crate::store::{Aligned, MemoryStore};
     use std::sync::mpsc;
 
-    /// Four transfers: a read, a write, one that is dropped and one that is cancelled. Each reports its end once and
-    /// returns its memory.
+    /// A read, a write, a dropped and a cancelled transfer each report their end once and return their memory.
     #[test]
     fn every_transfer_reports_its_end_once() {
         let store = MemoryStore::new(vec![5; 100], 1);
@@ -376,7 +372,7 @@ mod tests {
         assert_eq!(ended, [(Ok(()), 5), (Ok(()), 9), (Err(Some(ECANCELED)), 0), (Err(Some(ECANCELED)), 0)]);
     }
 
-    /// A cancel wakes a registered waker once. A waker that is registered after the cancel is woken at once.
+    /// A cancel wakes each registered waker once, also those registered later.
     #[test]
     fn a_cancel_wakes_registered_wakers() {
         use std::sync::atomic::AtomicUsize;

@@ -28,7 +28,6 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Removes the entry in these slots, its marks, and nodes that become empty.
     fn remove_from_slots(&self, place: &SlotRange) {
         if place.node == 0 {
             self.array.root.publish(IndexWord::EMPTY);
@@ -61,13 +60,12 @@ impl<N: Nodes> Writer<'_, N> {
         self.remove_unneeded_levels();
     }
 
-    /// Removes levels at the top of the tree that are not needed.
     pub(super) fn remove_unneeded_levels(&self) {
         while self.remove_root_level() {}
     }
 
-    /// Removes the root node if only its first slot is in use, and if the word of that slot can be the root word.
-    /// Returns whether it removed the node.
+    /// Removes the root node if only its first slot is in use, and that slot's word can be the root word. Returns
+    /// whether it did.
     fn remove_root_level(&self) -> bool {
         let root = self.array.root.load_relaxed();
         if !root.is_node() || self.node(root.number()).used_slots() != 1 {

@@ -65,7 +65,7 @@ pub(crate) unsafe trait Source: Sync {
 
 /// The owner of a forest.
 pub(crate) trait Forests: Sync {
-    /// Returns the forest of this process. The first call creates it, and so does the first call in a fork child.
+    /// Returns the forest of this process, created by the first call, also of a fork child.
     ///
     /// # Errors
     ///
@@ -108,8 +108,6 @@ struct BatchLists {
 }
 
 impl Forest {
-    /// Creates a forest of nodes in the window of `source`.
-    ///
     /// # Errors
     ///
     /// [`crate::Error::System`] if there is no address space for the table of arrays.
@@ -164,7 +162,7 @@ impl Forest {
         true
     }
 
-    /// Adds a batch to the list of ripe batches; its grace period has ended.
+    /// Adds a batch to the list of ripe batches.
     fn add_ripe(&self, list: u32) {
         let ripe = &self.lists.0.ripe;
         let mut seen = ripe.load(Relaxed);
@@ -177,7 +175,6 @@ impl Forest {
         }
     }
 
-    /// Removes a batch from the list of ripe batches.
     fn take_ripe(&self) -> Option<u32> {
         let ripe = &self.lists.0.ripe;
         let mut seen = ripe.load(Acquire);
@@ -186,7 +183,7 @@ impl Forest {
             if list == 0 {
                 return None;
             }
-            // If another thread has removed the batch meanwhile, the counter has changed and the exchange fails.
+            // If another thread has removed the batch, the counter has changed.
             let next = self.node(list).next_batch();
             match ripe.compare_exchange_weak(seen, with_next_count(seen, next), AcqRel, Acquire) {
                 Ok(_) => return Some(list),
@@ -206,7 +203,7 @@ impl Forest {
     }
 }
 
-/// Returns a word with this number in the lower half and the next counter value in the upper half.
+/// Returns a word with this number and the next counter value.
 fn with_next_count(seen: u64, number: u32) -> u64 {
     (seen >> HALF).wrapping_add(1) << HALF | u64::from(number)
 }
@@ -274,8 +271,7 @@ mod shuttle_tests {
 
     const LISTS: usize = 3;
 
-    /// Three threads remove batches from the list of ripe batches and put them back. Each batch belongs to one thread
-    /// at a time, and none is lost.
+    /// Threads remove ripe batches and put them back. Each batch belongs to one thread at a time, and none is lost.
     #[test]
     fn a_ripe_batch_belongs_to_one_thread() {
         run_in_many_orders(|| {

@@ -5,7 +5,7 @@ use super::nodes::Nodes;
 use super::store::{SlotRange, Writer};
 use crate::sync::{Relaxed, Release};
 
-/// One of the three marks of an entry. The user of the array defines its meaning.
+/// One of the marks of an entry. Users of the array define its meaning.
 ///
 /// Example: [`XArray`](super::XArray).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

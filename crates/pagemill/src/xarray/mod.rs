@@ -196,7 +196,7 @@ impl<N: Nodes> XArray<N> {
         self.count.load(Relaxed)
     }
 
-    /// Returns the number that the array's nodes store, and assigns it with the first node. The caller holds the lock.
+    /// Returns the array's number, which is assigned with its first node. The caller holds the lock.
     fn id(&self) -> u32 {
         let id = self.id.load(Relaxed);
         if id != NO_ID_YET {
@@ -220,8 +220,7 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// Drop has exclusive access, so there are no readers and the nodes are freed at once. Waits for a thread that moves
-/// one of the nodes.
+/// There are no readers, so the nodes are freed at once. Waits for a thread that moves one of them.
 impl<N: Nodes> Drop for XArray<N> {
     fn drop(&mut self) {
         if self.nodes.are_inherited() {

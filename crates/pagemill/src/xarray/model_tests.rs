@@ -93,7 +93,6 @@ fn found(first: u64, entry: Entry) -> Found {
     Found { value: entry.value, first, order: entry.order }
 }
 
-/// An array, and the model of its contents.
 struct ArrayAndModel {
     array: Box<XArray<Forest>>,
     model: Model,
@@ -228,7 +227,7 @@ impl ArrayAndModel {
         }
     }
 
-    /// Checks lookups at the boundaries, at `index`, at some entries, and at the neighbours of all these.
+    /// Checks lookups at and around the boundaries, `index` and some entries.
     fn check(&self, index: u64) {
         let step = (self.model.0.len() / 8).max(1);
         let edges = self.model.0.iter().step_by(step).flat_map(|(first, entry)| [*first, last_of(*first, entry.order)]);
@@ -257,7 +256,6 @@ fn numbers_below(nodes: &Forest, word: IndexWord, numbers: &mut Vec<u32>) {
     below.for_each(|word| numbers_below(nodes, word, numbers));
 }
 
-/// Checks the invariants of [`XArray`].
 fn check_invariants(array: &XArray<Forest>) {
     let root = array.root.load_relaxed();
     let count = if root.is_node() { check_node_invariants(array, root, 0, 0) } else { 0 };
@@ -372,8 +370,7 @@ proptest! {
     }
 }
 
-/// An array with a single entry, for each order at each boundary: it is stored, marked, split, joined, replaced and
-/// erased.
+/// A single entry of each order at each boundary is stored, marked, split, joined, replaced and erased.
 #[test]
 fn entries_of_every_order_work_at_every_boundary() {
     let mut pair = ArrayAndModel::new();

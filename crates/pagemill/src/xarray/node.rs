@@ -21,8 +21,7 @@ pub(super) const MARKS: usize = 3;
 #[repr(C, align(64))]
 pub struct Node {
     pub(super) slots: [IndexSlot; SLOTS],
-    /// One bit per mark and slot. It is set if the entry that begins in the slot has the mark, or any entry below the
-    /// slot.
+    /// One bit per mark and slot: the entry that begins there, or any entry below, has the mark.
     pub(super) marks: [AtomicU64; MARKS],
     /// Number of the parent node; 0 for a node that the root word points at. In no tree: the next node of a list.
     parent: AtomicU32,
@@ -80,7 +79,7 @@ impl Node {
         self.array.store(0, Relaxed);
     }
 
-    /// As [`Node::mark_dead`], for a node without readers. Only the first slot is set, so that the node is not clean.
+    /// As [`Node::mark_dead`], if there are no readers. The node is not clean.
     pub(super) fn mark_dead_without_readers(&self) {
         self.slots[0].publish(IndexWord::DEAD);
         self.array.store(0, Relaxed);
@@ -95,7 +94,6 @@ impl Node {
         }
     }
 
-    /// The fields other than slots and marks.
     fn header_fields(&self) -> [&AtomicU32; 4] {
         [&self.parent, &self.place, &self.used_slots, &self.array]
     }
@@ -187,8 +185,7 @@ pub(super) fn mask_of(first: usize, count: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// A node has at most 592 bytes. All fields survive a copy. A dead node is cleared before its next use; links in a
-    /// list do not make a node unclean.
+    /// A node is small, all fields survive a copy, and a dead node is cleared before its next use.
     #[test]
     fn a_node_is_small_and_can_be_cleared() {
         assert!(size_of::<Node>() <= 592);

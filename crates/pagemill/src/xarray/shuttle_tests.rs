@@ -21,7 +21,6 @@ const DEPTH: usize = 4;
 /// Limit of steps per interleaving. A longer one waits for an event that never occurs.
 const MAX_STEPS: usize = 100_000;
 
-/// Number of nodes in a test.
 const NODES: u32 = 40;
 
 /// Nodes with simulated grace periods, because shuttle cannot control those of the default epoch collector.
@@ -157,7 +156,7 @@ impl Fixture {
         self.array.lock().erase(index);
     }
 
-    /// Looks up an entry that is always in the array, by a random kind of lookup, which must find it.
+    /// Looks up an entry that is always in the array, in one of three ways.
     fn load_always(&self, index: u64) -> Found {
         self.nodes.reading(|guard| match thread_rng().gen_range(0..3) {
             0 => self.array.load(index, guard).expect("it is always there"),
@@ -170,7 +169,7 @@ impl Fixture {
         assert!(self.array.lock().set_mark(index, Mark::A));
     }
 
-    /// Looks up a frame, pins it, checks that the entry is still there, and uses the frame.
+    /// Looks up a frame, pins it, checks the entry again, and uses the frame.
     fn use_frame(&self, index: u64) {
         self.nodes.reading(|guard| {
             let Some(hit) = self.array.find(index, guard) else { return };
@@ -220,17 +219,16 @@ impl Fixture {
     }
 }
 
-/// Yields for a random number of steps.
 fn yield_some_steps() {
     (0..thread_rng().gen_range(0..60)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Runs two threads with `read` and one with `write`, in many interleavings. `begin` fills the array.
+/// Runs `read` twice, concurrently with `write`, in many interleavings.
 fn model(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
     run_threads(begin, [read, read, write]);
 }
 
-/// Runs one thread for each function, in many interleavings. `begin` fills the array.
+/// Runs the functions concurrently, in many interleavings.
 fn run_threads<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
     run_in_many_orders(move || {
         let fixture = Fixture::new();
@@ -310,8 +308,7 @@ fn readers_find_an_entry_that_is_split_into_nodes() {
     );
 }
 
-/// The tree grows and shrinks because of entries at other indices. Readers always find the entry at index 0, and no
-/// entry at unused indices.
+/// The tree grows and shrinks, and readers always find the entry at index 0.
 #[test]
 fn readers_find_an_entry_while_the_root_changes() {
     model(
@@ -335,8 +332,8 @@ fn readers_find_an_entry_while_the_root_changes() {
     );
 }
 
-/// A reader pins a frame and then finds its entry unchanged. The frame is not released, whether the entry is small,
-/// huge, in the root word, split or joined meanwhile.
+/// A frame is not released if a reader pins it and then finds its entry unchanged: small, huge, in the root word,
+/// split, joined.
 #[test]
 fn a_pinned_frame_of_an_unchanged_entry_is_not_released() {
     model(
@@ -397,8 +394,8 @@ fn is_still_fails_after_a_move_to_or_from_the_root() {
     );
 }
 
-/// An entry with its whole node is replaced by a larger entry, and its frame is released. A reader notices that by
-/// `is_still`. The test has few steps, so that schedules can interrupt it between any two.
+/// An entry with its whole node is replaced by a larger one, and its frame released. `is_still` then fails. The test
+/// has few steps, so that schedules can interrupt it between any two.
 #[test]
 fn is_still_fails_after_a_join() {
     model(

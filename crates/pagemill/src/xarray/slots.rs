@@ -40,31 +40,31 @@ impl IndexSlot {
         Self(AtomicU64::new(0))
     }
 
-    /// Loads the word for a reader, with `Acquire`: the contents of a node that it points at are visible, too.
+    /// Loads the word for a reader, with `Acquire`, so that the node is visible, too.
     #[inline]
     pub fn load_acquire(&self) -> IndexWord {
         IndexWord(self.0.load(Acquire))
     }
 
-    /// Loads the word for the thread that holds the array's lock, or has exclusive access.
+    /// Loads the word for the thread that holds the lock.
     #[inline]
     pub fn load_relaxed(&self) -> IndexWord {
         IndexWord(self.0.load(Relaxed))
     }
 
-    /// Stores a word, with `Release`: what was written before is visible to readers of the word.
+    /// Stores a word, with `Release`.
     #[inline]
     pub fn publish(&self, word: IndexWord) {
         self.0.store(word.0, Release);
     }
 }
 
-/// Error of a lookup that read a stale word. The reader must restart at the root.
+/// A stale word was read: the reader must restart at the root.
 #[derive(Debug)]
 pub(super) struct StaleWord;
 
-/// Finds the word that decides the lookup of `slot` in a node of that shift, and the slot of that word. The word is a
-/// value, a node, or another word if there is no entry.
+/// Finds the word that decides the lookup of `slot`, and that word's slot: a value, a node, or another word if there is
+/// no entry.
 #[inline]
 pub(super) fn resolve<const N: usize>(
     slots: &[IndexSlot; N],
@@ -75,7 +75,6 @@ pub(super) fn resolve<const N: usize>(
     if word.decides_lookup() { Ok((slot, word)) } else { follow(slots, slot, word, shift) }
 }
 
-/// Follows SIBLING words from `slot`, which contains `word`.
 #[inline]
 fn follow<const N: usize>(
     slots: &[IndexSlot; N],
@@ -180,8 +179,7 @@ mod loom_tests {
             }
         }
 
-        /// Looks up the entry, pins its frame, and checks that the entry is still there. Returns whether the frame may
-        /// be used.
+        /// Looks up the entry, pins its frame, and checks that the entry is still there.
         fn try_pin(&self, slot: usize) -> bool {
             let Some((at, word)) = self.value(slot).filter(|(_, word)| word.to_value() == OLD) else { return false };
             self.frame.fetch_add(1, AcqRel);
@@ -211,14 +209,12 @@ mod loom_tests {
         });
     }
 
-    /// An entry is removed and its frame released. A reader cannot pin the frame after that.
     #[test]
     fn a_removed_entry_cannot_be_pinned() {
         pin_beside(0, |fixture| remove_entry(&fixture.slots, 0, COUNT));
         pin_beside(3, |fixture| remove_entry(&fixture.slots, 0, COUNT));
     }
 
-    /// An entry is split and its frame released. A reader cannot pin the frame after that.
     #[test]
     fn a_split_entry_cannot_be_pinned() {
         pin_beside(1, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
@@ -279,8 +275,8 @@ mod loom_tests {
         }
     }
 
-    /// An entry is inserted and removed, and a smaller one is stored in its first slot. A reader of the second slot
-    /// finds the entry with all earlier writes, or nothing; it never takes the smaller entry for it.
+    /// An entry of two slots is inserted and removed, and a smaller one is stored in its first slot. A reader of the
+    /// second slot finds all of the entry or nothing.
     #[test]
     fn a_reader_finds_a_whole_entry_or_none() {
         loom::model(|| {

@@ -91,7 +91,8 @@ impl<N: Nodes> XArray<N> {
         Ok((self.lock(), stock))
     }
 
-    /// Allocates the nodes that `stock` lacks, so that it has as many as [`XArray::prepare`] returns. Errors: as [`XArray::prepare`].
+    /// Allocates the nodes that `stock` lacks, so that it has as many as [`XArray::prepare`] returns. Errors: as
+    /// [`XArray::prepare`].
     pub fn top_up(&self, stock: &mut NodeStock<N>, first: u64, last: u64, order: u32) -> Result<()> {
         assert!(first <= last, "a range has an index");
         assert!(last <= MAX_INDEX, "an index is at most MAX_INDEX");
@@ -138,7 +139,7 @@ pub(super) fn top_shift_for(last: u64, lowest: u32) -> u32 {
 
 fn nodes_to_split(order: u32, into_order: u32) -> u32 {
     let (from, to) = (word::shift_of(order), word::shift_of(into_order));
-    // Each slot gets one node. The orders nodes_over two levels, so no level lies between.
+    // Each slot gets one node. Orders need two levels of nodes, so there is no level between.
     if to < from { 1 << (order - from) } else { 0 }
 }
 

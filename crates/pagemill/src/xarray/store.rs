@@ -100,7 +100,6 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.nodes.node(number)
     }
 
-    /// Finds the slots of the entry that covers the index.
     pub(super) fn place(&self, index: u64) -> Option<SlotRange> {
         let (mut number, mut slot, mut word) = (0, 0, self.array.root.load_relaxed());
         if !word.reaches(index) {
@@ -121,8 +120,7 @@ impl<N: Nodes> Writer<'_, N> {
         word.is_value().then(|| SlotRange { node: number, slot, found: found() })
     }
 
-    /// Whether the tree has all nodes for storing entries of that order over the range. True only if one node has all
-    /// their slots.
+    /// Whether storing entries of that order over the range needs no new node, because one node has all their slots.
     pub(super) fn has_all_nodes_for(&self, first: u64, last: u64, order: u32) -> bool {
         let (lowest, mut word) = (word::shift_of(order), self.array.root.load_relaxed());
         if last == 0 && !word.is_node() {

@@ -22,7 +22,6 @@ struct NodeRange {
 }
 
 #[derive(Default)]
-/// Freed nodes.
 struct FreeNodes {
     freed: Vec<usize>,
     /// Number of nodes that were ever allocated.

@@ -15,7 +15,7 @@ const FAR: u64 = MAX_INDEX - 5;
 const MANY_NODES: usize = 1 << 22;
 const WRITING: Duration = Duration::from_millis(400);
 
-/// Returns a value that contains the entry's first index and order, and the round, so that values change over time.
+/// Returns a value that identifies the entry and the round.
 fn value_of(first: u64, order: u32, round: u64) -> u64 {
     (round & 0xFFFF) << 32 | (first & 0xFFF_FFFF) << 4 | u64::from(order)
 }
@@ -92,8 +92,8 @@ fn store_low_and_distant(array: &XArray<Forest>, round: u64, order: u32) {
     array.lock().erase_range(2 * ALWAYS, MAX_INDEX, |found| assert_belongs(found, found.first));
 }
 
-/// Readers run while a writer splits, joins, stores and erases. They always find the permanent entries, and never an
-/// entry that does not cover the index.
+/// While a writer splits, joins, stores and erases, readers always find the permanent entries, and never an entry of
+/// another index.
 #[test]
 fn threads_read_while_one_writes() {
     let nodes = test_forest::forest_of(MANY_NODES);
@@ -125,8 +125,7 @@ fn threads_read_while_one_writes() {
 /// Bit of a frame's word that says that the frame was released; the lower bits count its pins.
 const RELEASED: u64 = 1 << 32;
 
-/// Readers find frames, pin them, and check that the entry is still there. Then the frame is not released while it is
-/// pinned.
+/// A frame that was found, pinned, and is still in the array is not released.
 #[test]
 fn a_frame_pinned_by_a_thread_is_not_released() {
     const FRAMES: usize = 64;

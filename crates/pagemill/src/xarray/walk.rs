@@ -54,7 +54,6 @@ impl<'g> Hit<'g> {
 /// Most levels of a tree: an index has 40 bits, and each level uses 6.
 const MAX_LEVELS: usize = 7;
 
-/// Result of a lookup.
 enum LookupResult<'g> {
     /// The entry that covers the index.
     Entry(Hit<'g>),
@@ -229,8 +228,8 @@ impl<N: Nodes> XArray<N> {
                 return Ok(LookupResult::Entry(Hit::new(&node.slots[at], below, index)));
             }
             if !is_marked || !below.is_node() {
-                // A join overwrites the slots of the old entries and then clears their marks. If that happened
-                // meanwhile, the mark is set for another slot now, so the lookup restarts.
+                // A join overwrites the slots of the old entries, then clears their marks. After a join the mark is at
+                // another slot, so restart.
                 let is_still = node.slots[at].load_acquire() == below;
                 let nothing = LookupResult::Nothing { last: last_unmarked(index, marks, wanted, shift) };
                 return if is_still { Ok(nothing) } else { Err(StaleWord) };

@@ -33,7 +33,6 @@ const GONE: u64 = 3;
 const SIBLING: u64 = 4;
 const DEAD: u64 = 5;
 
-/// The field for the tag.
 const TAG: u64 = 0xFF;
 /// The field for order, shift or slot number.
 const FIELD_SHIFT: u32 = 8;
@@ -150,7 +149,6 @@ impl IndexWord {
     }
 }
 
-/// Returns the slot for the index in a node with that shift.
 #[inline]
 pub(super) fn slot_of(index: u64, shift: u32) -> usize {
     (index >> shift) as usize % SLOTS

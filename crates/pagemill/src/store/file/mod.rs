@@ -8,11 +8,12 @@
 //!     claims      one writing store per file in a process
 //! ```
 //!
-//! **Unaligned bytes** (the end of a file, or memory at an odd address) go through the kernel's page cache, with a second
-//! descriptor. The alternative would pad the last block with zeros and call `ftruncate` afterwards. That could cut off
-//! bytes that another thread appends meanwhile, show the zeros to other readers, and leave them in the file after a
-//! crash. The kernel keeps both descriptors coherent: a direct transfer first writes back the cached pages of its range,
-//! and a direct write then drops them. Two transfers of one block could race, but the contract of [`Store`] forbids them.
+//! **Unaligned bytes** (the end of a file, or memory at an odd address) go through the kernel's page cache, with a
+//! second descriptor. The alternative would pad the last block with zeros and call `ftruncate` afterwards. That could
+//! cut off bytes that another thread appends meanwhile, show the zeros to other readers, and leave them in the file
+//! after a crash. The kernel keeps both descriptors coherent: a direct transfer first writes back the cached pages of
+//! its range, and a direct write then drops them. Two transfers of one block could race, but the contract of [`Store`]
+//! forbids them.
 //!
 //! Uses `sys::disk`. Locks: that of claims, for a few instructions.
 
@@ -235,7 +236,7 @@ impl Store for FileStore {
             return Ok(());
         }
         handle.check_size(size_bytes)?;
-        // The flag is set before the size changes, so that a sync that begins afterwards includes the new size.
+        // Set before the size changes, so that a later sync includes it.
         handle.is_resized.store(true, SeqCst);
         handle.buffered.set_size(size_bytes)
     }
@@ -271,7 +272,7 @@ impl Store for FileStore {
 
 impl Drop for FileStore {
     fn drop(&mut self) {
-        // A ring may keep the file open for longer, but does not write to it any more, so the lock is released here.
+        // A ring may keep the file open, but does not write to it any more.
         if self.claim.as_ref().is_some_and(claims::FileClaim::is_ours) {
             self.handle.buffered.unlock();
         }

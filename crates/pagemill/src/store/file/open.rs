@@ -23,9 +23,7 @@ const MAX_ATTEMPTS: usize = 8;
 /// What to do if the file is missing or exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Creation {
-    /// A missing file is an error.
     Never,
-    /// A missing file is created.
     IfMissing,
     /// The file is created; an existing file is an error.
     Always,
@@ -99,8 +97,8 @@ impl FileOptions {
     ///
     /// [`Error::Store`] with the system's error: the file is missing, is a folder (`EISDIR`), cannot be written
     /// (`EACCES`, `EROFS`), or is a device in use (`EBUSY`). [`Error::Unsupported`] for pipes and terminals.
-    /// [`Error::Busy`] if another store writes to the file, in this process or (by its advisory lock_for_writing) in another.
-    /// [`Error::BadAlignment`] if the block size is not a power of two.
+    /// [`Error::Busy`] if another store writes to the file, in this process or (by its advisory lock) in
+    /// another. [`Error::BadAlignment`] if the block size is not a power of two.
     pub fn open(&self, path: impl AsRef<Path>) -> Result<FileStore> {
         if !self.block_bytes.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: self.block_bytes });
@@ -173,8 +171,8 @@ impl FileOptions {
         }
     }
 
-    /// Reopens a writable device exclusively (`O_EXCL`), which fails while the system uses the device. `O_EXCL` has
-    /// another meaning for files, so the kind is checked first. Other files are returned as they are.
+    /// Reopens a writable device exclusively, which fails while the system uses it. Other files are returned as they
+    /// are: for them `O_EXCL` means something else.
     fn claim_device(&self, path: &CStr, disk: Disk) -> io::Result<Option<Disk>> {
         let facts = disk.facts()?;
         if facts.kind != FileKind::Device || !self.is_writable {
@@ -205,7 +203,7 @@ impl FileOptions {
         if (found.kind, found.device, found.inode) != (facts.kind, facts.device, facts.inode) {
             return Ok(DirectOpen::Replaced);
         }
-        // Some file systems accept `O_DIRECT` in `open` and then refuse the transfers, so one block is read.
+        // Some file systems accept `O_DIRECT` in `open`, but refuse the transfers.
         let mut block = Aligned::new(alignment.offset, alignment.memory);
         match direct.read_at(&mut block, 0) {
             Err(error) if is_refusal(&error) => Ok(DirectOpen::Refused),
@@ -216,8 +214,8 @@ impl FileOptions {
 
 /// Locks a file for writing, against other processes.
 ///
-/// The lock_for_writing is retried for a second: after a process was killed, its files stay open and locked while the kernel tears
-/// down its ring.
+/// The lock is retried for a second: after a process was killed, its files stay open and locked while the
+/// kernel tears down its ring.
 fn lock_for_writing(file: &Disk) -> Result<()> {
     const STEP: Duration = Duration::from_millis(5);
     const MAX_LOCK_ATTEMPTS: usize = 200;
@@ -234,7 +232,6 @@ fn lock_for_writing(file: &Disk) -> Result<()> {
 /// Outcome of opening a file again for direct I/O.
 enum DirectOpen {
     Open(Disk, Alignment),
-    /// The file system refuses direct I/O.
     Refused,
     /// The path names another file by now.
     Replaced,

@@ -1,5 +1,4 @@
-//! Splits a transfer into pieces of one system call each, and tracks how much is done. Blocking calls, threads and
-//! rings use it.
+//! Splits a transfer into pieces of one system call each, for blocking calls, threads and rings.
 
 use super::Handle;
 use crate::stats::{self, Counter};
@@ -32,26 +31,22 @@ pub(crate) struct Piece {
 /// Whether the transfer needs another piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TransferStep {
-    /// Bytes may remain.
     More,
     /// The end of the file was reached.
     End,
 }
 
-/// Progress of one transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TransferProgress {
     /// Bytes done so far, from the start of the transfer.
     pub done_bytes: usize,
-    /// The file refused a direct piece, so this transfer continues through the page cache.
+    /// The file refused a direct piece of this transfer.
     is_refused: bool,
-    /// Retries so far.
     retries: u32,
 }
 
 impl TransferProgress {
-    /// Returns the next piece of a transfer of `len_bytes` at file position `offset`, with memory at `addr`. It is
-    /// direct if memory and position are aligned.
+    /// Returns the next piece of a transfer. It is direct if memory and position are aligned.
     pub fn next_piece(&self, handle: &Handle, addr: usize, offset: u64, len_bytes: usize) -> Piece {
         let (at, left) = (self.done_bytes, (len_bytes - self.done_bytes).min(MAX_PIECE_BYTES));
         if !handle.is_direct() {
@@ -88,7 +83,7 @@ impl TransferProgress {
                 if bytes >= piece.len_bytes {
                     return Ok(TransferStep::More);
                 }
-                // A direct read returns a length that is no multiple of the sector only at the end of the file.
+                // A direct read ends inside a sector only at the end of the file.
                 let unit = handle.alignment.offset;
                 if direction == Direction::Read && piece.way == TransferWay::Direct && !bytes.is_multiple_of(unit) {
                     return Ok(TransferStep::End);

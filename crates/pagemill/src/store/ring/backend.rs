@@ -18,7 +18,7 @@ const WAKER_READ: u64 = u64::MAX - 1;
 /// Longest single wait; used in place of an infinite one.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
-/// Ends a wait of the ring's thread, from any thread. Also used when a thread of the pool completes a transfer.
+/// Ends a wait of the ring's thread, from any thread.
 pub(super) struct WakeHandle {
     is_woken: AtomicBool,
     pub waker: Waker,
@@ -41,7 +41,7 @@ impl WakeHandle {
     }
 }
 
-/// The waker of an io_uring, with the read of its eventfd that is queued there.
+/// The waker of an io_uring, and the queued read of its eventfd.
 pub(super) struct WakerRead {
     handle: Arc<WakeHandle>,
     /// Buffer of that read. The kernel writes to it until the ring is closed.
@@ -73,8 +73,6 @@ impl Backend {
         matches!(self, Self::Kernel { .. })
     }
 
-    /// Queues a piece of a transfer.
-    ///
     /// # Errors
     ///
     /// The error of submitting earlier entries, if the queue was full.
@@ -190,7 +188,7 @@ impl Backend {
                 if let Some(waker_read) = waker_read {
                     let _ = waker_read.handle.watch.set(waker.clone());
                 }
-                // Wake the event loop for completions that have arrived before.
+                // Wake the event loop for earlier completions.
                 waker.wake();
                 Ok(Waker::as_fd(watch.insert(waker)))
             }

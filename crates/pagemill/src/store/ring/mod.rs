@@ -105,7 +105,6 @@ struct InFlight<B> {
     file: FileId,
     direction: Direction,
     offset: u64,
-    /// Bytes done by earlier pieces.
     progress: TransferProgress,
     /// The piece that the backend has.
     piece: Piece,
@@ -114,7 +113,7 @@ struct InFlight<B> {
     is_cancelled: bool,
 }
 
-/// A place for one in-flight transfer; its index and use count form the id of the transfer.
+/// A place for one in-flight transfer.
 struct RequestSlot<B> {
     /// Incremented with each transfer in this slot.
     use_count: u32,
@@ -150,7 +149,6 @@ struct RequestSlot<B> {
 pub struct Ring<B: Buffer> {
     backend: ManuallyDrop<Backend>,
     slots: ManuallyDrop<Vec<RequestSlot<B>>>,
-    /// Indexes of free slots.
     free: Vec<u32>,
     /// Events that the caller has not taken.
     events: VecDeque<Event<B>>,
@@ -169,7 +167,7 @@ pub struct Ring<B: Buffer> {
     not_send: PhantomData<*mut ()>,
 }
 
-/// Counts of transfers. They are added to the statistics in batches, because all threads share those cache lines.
+/// Counts of transfers, added to the statistics in batches, because all threads share those cache lines.
 #[derive(Default)]
 struct TransferCounts {
     read_bytes: u64,
@@ -223,7 +221,6 @@ impl<B: Buffer> Ring<B> {
         generation().is_ok_and(|generation| generation == self.generation)
     }
 
-    /// Returns `EBADF` in a fork child.
     fn check(&self) -> io::Result<()> {
         if self.is_ours() { Ok(()) } else { Err(errno::error(EBADF)) }
     }
@@ -269,7 +266,6 @@ impl<B: Buffer> Ring<B> {
         self.start_transfer(Direction::Write, file, offset, buffer)
     }
 
-    /// Puts a transfer into a free slot and queues its first piece.
     fn start_transfer(&mut self, direction: Direction, file: FileId, offset: u64, buffer: B) -> Result<RequestId, B> {
         let Some(handle) = self.files.get(file.0 as usize).and_then(Option::as_ref) else {
             panic!("no file is attached as {file:?}");
@@ -393,14 +389,12 @@ impl<B: Buffer> Ring<B> {
         slot.request.as_ref().filter(|_| is_same).map(|request| &request.buffer)
     }
 
-    /// Returns the in-flight transfer with this id.
     fn request_mut(&mut self, id: RequestId) -> Option<&mut InFlight<B>> {
         let slot = self.slots.get_mut(id.0 as u32 as usize)?;
         let is_same = u64::from(slot.use_count) == id.0 >> u32::BITS;
         slot.request.as_mut().filter(|_| is_same)
     }
 
-    /// Returns all in-flight transfers with their ids.
     fn requests(&self) -> impl Iterator<Item = (RequestId, &InFlight<B>)> {
         self.slots.iter().enumerate().filter_map(|(at, slot)| {
             let id = RequestId(u64::from(slot.use_count) << u32::BITS | at as u64);
@@ -470,7 +464,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// Handles the completion of a piece: ends the transfer, or queues its next piece.
+    /// Handles the completion of a piece.
     fn complete(&mut self, done: Completion) {
         let (at, use_count) = (done.token as u32, (done.token >> u32::BITS) as u32);
         let Some(slot) = self.slots.get_mut(at as usize).filter(|slot| slot.use_count == use_count) else { return };
@@ -489,7 +483,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// Reports and cancels transfers that exceed the time limit. Searches at most eight times per time limit.
+    /// Reports and cancels transfers that exceed the time limit.
     fn cancel_late(&mut self) {
         let (now_ns, timeout_ns) = (coarse_ns(), self.timeout.as_nanos() as u64);
         if self.in_flight == 0 || now_ns.saturating_sub(self.last_late_search_ns) < timeout_ns / 8 {

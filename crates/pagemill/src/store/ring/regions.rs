@@ -19,17 +19,14 @@ use std::io;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionId(pub(super) u16);
 
-/// A range of registered memory.
 pub(super) struct Region {
-    /// Index in the kernel's table.
     pub table_index: u16,
     /// New transfers must not use the registration.
     is_retired: bool,
     addr: usize,
     len_bytes: usize,
-    /// Ends the setting `MADV_DONTFORK` on drop; `None` if this region did not set it.
+    /// `None` if this region did not set `MADV_DONTFORK`.
     kept: Option<InheritanceGuard>,
-    /// The owner of the memory.
     memory: Box<dyn Buffer>,
 }
 
@@ -53,7 +50,6 @@ impl Regions {
         (addr - region.addr + len_bytes <= region.len_bytes && !region.is_retired).then_some(region.table_index)
     }
 
-    /// Excludes the region from later transfers.
     pub fn retire(&mut self, id: RegionId) {
         self.regions.iter_mut().filter(|region| region.table_index == id.0).for_each(|region| region.is_retired = true);
     }
@@ -74,7 +70,6 @@ impl Regions {
         }
     }
 
-    /// As [`Regions::add`]. Returns the position in `regions`, the guard, and the table index.
     fn try_add(
         &mut self,
         memory: &dyn Buffer,

@@ -72,7 +72,7 @@ impl<B: Buffer> Ring<B> {
             && tables.register_file(buffered, descriptors[1]).is_ok();
     }
 
-    /// Detaches a file: the ring closes it once its store is dropped, too.
+    /// Detaches a file, which closes it if its store was dropped.
     ///
     /// # Errors
     ///

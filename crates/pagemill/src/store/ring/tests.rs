@@ -18,7 +18,7 @@ fn settings(engine: Engine) -> Settings {
     Settings { depth: 8, timeout: LONG, engine }
 }
 
-/// Returns a ring of each backend. Both use threads if the kernel refuses io_uring.
+/// Returns a ring of each backend, if the kernel permits io_uring.
 fn rings() -> Vec<Ring<Aligned>> {
     [Engine::Best, Engine::Threads].map(|engine| Ring::new(&settings(engine)).unwrap()).into()
 }
@@ -29,7 +29,6 @@ fn buffer(len: usize, fill: u8) -> Aligned {
     buffer
 }
 
-/// Waits for the next event, which must be the end of a transfer.
 fn wait_for_end<B: Buffer>(ring: &mut Ring<B>) -> (RequestId, B, io::Result<()>) {
     ring.wait(1, LONG).unwrap();
     match ring.next().expect("no event in time") {
@@ -60,7 +59,7 @@ impl Handle {
     }
 }
 
-/// Returns a ring of the kernel. Prints a message and returns `None` if the kernel refuses it.
+/// Returns an io_uring, or prints a message and returns `None`.
 fn kernel_ring<B: Buffer>(timeout: Duration) -> Option<Ring<B>> {
     let ring = Ring::new(&Settings { depth: 4, timeout, engine: Engine::Best }).unwrap();
     if ring.is_kernel() {
@@ -70,8 +69,7 @@ fn kernel_ring<B: Buffer>(timeout: Duration) -> Option<Ring<B>> {
     None
 }
 
-/// Transfers with aligned and unaligned offsets and lengths. Ring and store read the bytes that were written, and zeros
-/// past the end of the file.
+/// For all alignments, ring and store read the bytes that were written, and zeros past the end of the file.
 #[test]
 fn unaligned_transfers_are_complete() {
     for mut ring in rings() {
@@ -179,8 +177,8 @@ fn a_file_is_detached_after_its_store_is_dropped() {
     }
 }
 
-/// Transfers inside registered memory use its table entry. While they are in flight, the memory cannot be unregistered.
-/// Ranges that overlap registered memory are refused.
+/// Transfers inside registered memory use its table entry. While they are in flight, that memory cannot be
+/// unregistered.
 #[test]
 fn registered_memory_is_used() {
     /// A range of memory that the test owns.
@@ -230,7 +228,7 @@ fn registered_memory_is_used() {
     drop(memory);
 }
 
-/// A read of an empty pipe is cancelled; another read then gets the bytes. Cancelling an ended transfer does nothing.
+/// A read of an empty pipe can be cancelled, but not after it has ended.
 #[test]
 fn in_flight_transfers_can_be_cancelled() {
     let Some(mut ring) = kernel_ring(LONG) else { return };

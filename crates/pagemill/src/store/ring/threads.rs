@@ -24,7 +24,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The completion queue of one ring.
 struct CompletionQueue {
     done: Mutex<Vec<Completion>>,
     handle: Arc<WakeHandle>,
@@ -50,10 +49,10 @@ impl ThreadJob {
         };
         let len = len_bytes as usize;
         let result = if is_write {
-            // SAFETY: the caller of `queue` keeps the memory valid until the completion, which is pushed below.
+            // SAFETY: the caller of `queue` keeps the memory valid until the completion.
             unsafe { disk::write_at(number, addr, len, offset) }
         } else {
-            // SAFETY: the caller of `queue` keeps the memory valid until the completion, which is pushed below.
+            // SAFETY: the caller of `queue` keeps the memory valid until the completion.
             unsafe { disk::read_at(number, addr, len, offset) }
         };
         self.complete(match result {
@@ -63,11 +62,9 @@ impl ThreadJob {
     }
 }
 
-/// The thread pool of one process.
 struct ThreadPool {
     generation: u32,
     state: Mutex<PoolQueue>,
-    /// Signalled when jobs were added.
     has_jobs: Condvar,
 }
 
@@ -97,15 +94,13 @@ fn pool() -> &'static ThreadPool {
         Err(stored) => {
             // SAFETY: `new` was created above and not shared.
             drop(unsafe { Box::from_raw(new) });
-            // SAFETY: a pool is never freed once its address is stored in `POOL`. Another thread of this process stored
-            // it.
+            // SAFETY: a pool is never freed once its address is stored in `POOL`.
             unsafe { &*stored }
         }
     }
 }
 
 impl ThreadPool {
-    /// Queues jobs and spawns threads for them.
     fn add_jobs(&'static self, jobs: &mut VecDeque<ThreadJob>) {
         let mut state = lock(&self.state);
         state.jobs.append(jobs);

@@ -43,8 +43,7 @@ impl Shrinker for UnmeasuredShrinker {
     }
 }
 
-/// Giveable memory below [`WORTHWHILE_BYTES`] is ignored; from that amount on the governor acts. The amount is known at
-/// once, or has to be measured first.
+/// Giveable memory below [`WORTHWHILE_BYTES`] is ignored, whether it is known or has to be measured.
 #[test]
 fn the_governor_acts_from_the_worthwhile_amount_on() {
     let (fake, account) = fake_group(WORTHWHILE_BYTES, None);
@@ -92,8 +91,8 @@ fn little_cpu_counts_as_idle() {
     assert!(governor.has_used_cpu() && !governor.has_used_cpu());
 }
 
-/// An idle process without giveable memory. Its pauses grow to ten minutes if no limit is watched, or if a kernel event
-/// would report that one gets near. Otherwise they grow to 5 seconds.
+/// Pauses of an idle process without giveable memory grow to ten minutes; to 5 seconds if no event would report that a
+/// limit gets near.
 #[test]
 fn without_threshold_events_idle_pauses_stay_short() {
     let (_, account) = fake_group(0, Some(100 * MIB as i64));
@@ -128,8 +127,7 @@ fn all_is_offered_only_in_a_rush_near_a_limit() {
     assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
 }
 
-/// Near a limit, all free memory is offered if none of it was reused since the last sample. If some was reused, only
-/// cold memory is offered.
+/// Near a limit all free memory is offered, or only the cold part if some was reused since the last sample.
 #[test]
 fn reused_memory_is_not_offered() {
     let (fake, account) = fake_group(10 * MIB, Some(30 * MIB as i64));
@@ -141,7 +139,7 @@ fn reused_memory_is_not_offered() {
         governor.step(&account, Signs::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
-    // The fake shrinker offers at most its stock if all memory may be offered, else what is requested.
+    // The fake shrinker offers at most its stock if all may be offered.
     assert_eq!([10, 8, 8, 9].map(|mib| offered_of(mib * MIB)), [10 * MIB, 32 * MIB, 8 * MIB, 9 * MIB]);
 }
 
@@ -217,8 +215,7 @@ impl Shrinker for DischargingShrinker {
     }
 }
 
-/// The stored sample contains the room and the charge after memory was given back. So the next step does not count that
-/// change as usage by other processes.
+/// The stored sample is of the time after memory was given back, which does not count as usage by others.
 #[test]
 fn the_sample_is_updated_after_giving_back() {
     let fake: &'static FakeGroup = Box::leak(Box::default());
