@@ -52,7 +52,7 @@ impl Mount<'_> {
         // A container's mount may show only its own groups. A path outside of them is ignored.
         let inner = path.strip_prefix(self.root.trim_end_matches('/')).unwrap_or("");
         let inner = if inner.split('/').any(|part| part == "..") { "" } else { inner.trim_end_matches('/') };
-        join(format_args!("{root}{}{inner}", self.at)).ok()
+        format_path(format_args!("{root}{}{inner}", self.at)).ok()
     }
 }
 
@@ -72,7 +72,7 @@ pub fn own_group(root: &str) -> io::Result<(Version, Path)> {
 fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option<T>) -> io::Result<T> {
     for version in [Version::V1, Version::V2] {
         let Some(path) = path_of(root, pid, version)? else { continue };
-        let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
+        let mountinfo = format_path(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
             act(&Mount::parse(line).filter(|mount| mount.version == version)?, path.as_str())
         })?;
@@ -149,7 +149,7 @@ impl Hierarchy {
     ///
     /// As [`Self::find`]; also `NotFound` if the process has ended.
     pub fn find_of(root: &str, pid: &str) -> io::Result<Self> {
-        find_mount(root, pid, |mount, path| Self::below(root, mount, path))
+        find_mount(root, pid, |mount, path| Self::in_mount(root, mount, path))
     }
 
     /// Returns the group with this folder and its ancestors, up to the mount of the controller.
@@ -158,32 +158,32 @@ impl Hierarchy {
     ///
     /// `NotFound` if the folder is not that of a memory group; errors of reading `/proc`.
     pub fn find_at(root: &str, folder: &str) -> io::Result<Self> {
-        let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
+        let mountinfo = format_path(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
             let mount = Mount::parse(line)?;
-            let at = join(format_args!("{root}{}", mount.at)).ok()?;
+            let at = format_path(format_args!("{root}{}", mount.at)).ok()?;
             let inner = folder.trim_end_matches('/').strip_prefix(at.as_str())?;
-            let path = join(format_args!("{}{inner}", mount.root.trim_end_matches('/'))).ok()?;
-            let found = Self::below(root, &mount, path.as_str())?;
+            let path = format_path(format_args!("{}{inner}", mount.root.trim_end_matches('/'))).ok()?;
+            let found = Self::in_mount(root, &mount, path.as_str())?;
             (found.own.as_str().len() == at.as_str().len() + inner.len()).then_some(found)
         })?;
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
     /// Returns the hierarchy in one mount, if it has the controller.
-    fn below(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
+    fn in_mount(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
         let mut hierarchy = Self {
             version: mount.version,
             own: mount.folder(root, path)?,
             mount_len: root.len() + mount.at.len(),
-            path: join(format_args!("{path}")).ok()?,
+            path: format_path(format_args!("{path}")).ok()?,
         };
         // The controller may be enabled only for an ancestor of the group.
         let first = (0..MAX_LEVELS).find_map(|level| {
             let folder = hierarchy.folder(level)?;
             hierarchy.read(&folder, hierarchy.usage_file()).ok().map(|_| folder)
         })?;
-        hierarchy.own = join(format_args!("{}", first.as_str())).ok()?;
+        hierarchy.own = format_path(format_args!("{}", first.as_str())).ok()?;
         Some(hierarchy)
     }
 
@@ -202,7 +202,7 @@ impl Hierarchy {
             }
             folder = &folder[..folder.rfind('/').filter(|at| *at >= self.mount_len)?];
         }
-        join(format_args!("{folder}")).ok()
+        format_path(format_args!("{folder}")).ok()
     }
 
     /// Returns the name of the group with this folder: its path below the mount point, as in `/proc/self/cgroup`.
@@ -221,7 +221,7 @@ impl Hierarchy {
     }
 
     fn read(&self, folder: &Path, name: &str) -> io::Result<u64> {
-        file::read_number(join(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
+        file::read_number(format_path(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
     }
 
     /// Returns the limits of a group. If they cannot be read, returns no limit.
@@ -304,7 +304,7 @@ impl Hierarchy {
     /// Reads the rows with these names from the group's `memory.stat`.
     fn stat<const N: usize>(&self, folder: &Path, names: [&str; N]) -> io::Result<[Option<u64>; N]> {
         let mut found = [None; N];
-        let path = join(format_args!("{}/memory.stat", folder.as_str()))?;
+        let path = format_path(format_args!("{}/memory.stat", folder.as_str()))?;
         let _: Option<()> = file::find_line(path.as_c_str(), |line| {
             for (place, name) in found.iter_mut().zip(names) {
                 if let Some(number) = line.strip_prefix(name) {
@@ -324,11 +324,11 @@ pub(crate) fn unified_mount(mountinfo: &str) -> Option<&str> {
 }
 
 fn path_of(root: &str, pid: &str, version: Version) -> io::Result<Option<Path>> {
-    let file = join(format_args!("{root}/proc/{pid}/cgroup"))?;
-    file::find_line(file.as_c_str(), |line| join(format_args!("{}", group_path(line, version)?)).ok())
+    let file = format_path(format_args!("{root}/proc/{pid}/cgroup"))?;
+    file::find_line(file.as_c_str(), |line| format_path(format_args!("{}", group_path(line, version)?)).ok())
 }
 
-fn join(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
+fn format_path(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
     Path::format(arguments).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
@@ -347,7 +347,7 @@ pub struct Machine {
 ///
 /// Errors of reading `/proc/meminfo`; `InvalidData` if rows are missing.
 pub fn machine(root: &str) -> io::Result<Machine> {
-    let file = join(format_args!("{root}/proc/meminfo"))?;
+    let file = format_path(format_args!("{root}/proc/meminfo"))?;
     let mut found = [None; 3];
     let _: Option<()> = file::find_line(file.as_c_str(), |line| {
         let (name, rest) = line.split_once(':')?;
@@ -367,7 +367,7 @@ pub fn machine(root: &str) -> io::Result<Machine> {
 mod tests {
     use super::*;
 
-    fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
+    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().to_str().unwrap().to_owned();
         for (path, text) in files {
@@ -384,7 +384,7 @@ mod tests {
     /// Version 2: levels from the inside out, the smaller of max and high, inactive file pages, and a detected move.
     #[test]
     fn levels_of_v2_are_listed() {
-        let (_folder, root) = tree(&[
+        let (_folder, root) = fake_files(&[
             V2_MOUNT,
             ("/proc/self/cgroup", "0::/app/worker\n"),
             ("/sys/fs/cgroup/app/memory.max", "1073741824\n"),
@@ -431,7 +431,7 @@ mod tests {
     /// Version 1 in a container. The mount shows only the container's groups, and a missing limit is a huge number.
     #[test]
     fn a_container_on_v1_is_found() {
-        let (_folder, root) = tree(&[
+        let (_folder, root) = fake_files(&[
             ("/proc/self/cgroup", "4:cpu,memory:/docker/abc/task\n1:cpuset:/\n0::/\n"),
             (
                 "/proc/self/mountinfo",
@@ -458,16 +458,17 @@ mod tests {
     /// A missing mount, malformed files, a path outside the mount, and vanished files lead to an error or to no limit.
     #[test]
     fn malformed_groups_lead_to_errors() {
-        let (_folder, root) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
+        let (_folder, root) =
+            fake_files(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
         assert_eq!(Hierarchy::find(&root).err().unwrap().kind(), io::ErrorKind::NotFound);
         assert_eq!(own_group(&root).err().unwrap().kind(), io::ErrorKind::NotFound);
         // The root group of version 2 has no statistics, but `own_group` finds it.
-        let (_folder, root) = tree(&[V2_MOUNT, ("/proc/self/cgroup", "0::/\n")]);
+        let (_folder, root) = fake_files(&[V2_MOUNT, ("/proc/self/cgroup", "0::/\n")]);
         assert!(Hierarchy::find(&root).is_err());
         assert_eq!(own_group(&root).unwrap().1.as_str(), format!("{root}/sys/fs/cgroup"));
         assert!(Hierarchy::find("/nowhere/at/all").is_err());
 
-        let (_folder, root) = tree(&[
+        let (_folder, root) = fake_files(&[
             V2_MOUNT,
             ("/proc/self/cgroup", "0::/../../outside\n"),
             ("/sys/fs/cgroup/memory.current", "7\n"),
@@ -488,7 +489,7 @@ mod tests {
     #[test]
     fn the_machines_memory_is_read() {
         let text = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\nSwapFree: 8 kB\n";
-        let (_folder, root) = tree(&[("/proc/meminfo", text)]);
+        let (_folder, root) = fake_files(&[("/proc/meminfo", text)]);
         let machine_here = machine(&root).unwrap();
         let expected = Machine { total_bytes: 100 << 10, available_bytes: 40 << 10, swap_free_bytes: 8 << 10 };
         assert_eq!(machine_here, expected);

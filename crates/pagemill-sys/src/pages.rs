@@ -128,7 +128,7 @@ pub fn split(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> io::Resul
 pub fn charged_group(file: BorrowedFd<'_>, offset: u64) -> io::Result<u64> {
     let window = Window::new(file, offset, os_page_bytes())?;
     window.populate()?;
-    ChargedGroupReader::new()?.group(window.addr)
+    ChargedGroupReader::new()?.charged_group_of(window.addr)
 }
 
 /// Returns whether this process may read which group is charged for a page.
@@ -159,7 +159,7 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64) -> io::Result<Vec<u6
         }
         let window = Window::new(file, offset, page as usize)?;
         if window.is_resident() && window.populate().is_ok() {
-            groups.extend(reader.group(window.addr).ok());
+            groups.extend(reader.charged_group_of(window.addr).ok());
         }
     }
     Ok(groups)
@@ -176,7 +176,7 @@ impl ChargedGroupReader {
         Ok(Self { pagemap: File::open("/proc/self/pagemap")?, groups: File::open("/proc/kpagecgroup")? })
     }
 
-    fn group(&self, addr: *mut libc::c_void) -> io::Result<u64> {
+    fn charged_group_of(&self, addr: *mut libc::c_void) -> io::Result<u64> {
         const IS_PRESENT: u64 = 1 << 63;
         const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
         const LARGEST_ORDER: u32 = 9;

@@ -186,7 +186,7 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
+    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
         for (path, text) in files {
@@ -201,7 +201,7 @@ mod tests {
     /// pages.
     #[test]
     fn the_smallest_limit_of_all_ancestors_counts_on_v2() {
-        let (_root, system) = tree(&[
+        let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "0::/app/worker\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/app/memory.current", "209715200\n"),
@@ -218,7 +218,7 @@ mod tests {
     /// Version 1 in a container, next to a version 2 hierarchy without controllers.
     #[test]
     fn a_container_on_v1_is_found() {
-        let (_root, system) = tree(&[
+        let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "4:memory:/docker/abc/task\n1:cpu:/\n0::/\n"),
             (
                 "/proc/self/mountinfo",
@@ -244,10 +244,11 @@ mod tests {
     /// An unmounted hierarchy is missing. A path outside of the mount is not followed.
     #[test]
     fn malformed_groups_lead_to_missing() {
-        let (_root, system) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
+        let (_root, system) =
+            fake_files(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
         assert_eq!(limit(&system).state, Availability::Missing);
 
-        let (_root, system) = tree(&[
+        let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "0::/../../outside\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/memory.current", "many\n"),

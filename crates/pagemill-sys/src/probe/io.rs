@@ -16,7 +16,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "asynchronous direct reads and writes into huge pages",
         lost: "threads that read and write: more CPU per I/O",
         fix: "sudo sysctl kernel.io_uring_disabled=0",
-        check: |_| ring(trial::make_ring()),
+        check: |_| ring_finding(trial::make_ring()),
     },
     Feature {
         key: "io_uring_memory",
@@ -160,7 +160,7 @@ fn is_about_the_folder(error: &std::io::Error) -> bool {
 }
 
 /// Some kernels charge a ring as locked memory and return ENOMEM.
-fn ring(made: std::io::Result<()>) -> Finding {
+fn ring_finding(made: std::io::Result<()>) -> Finding {
     match made {
         Ok(()) => Finding::available("a ring was made"),
         Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => Finding::refused(&error).with_fix(MEMLOCK_FIX),
@@ -229,7 +229,7 @@ fn cache_finding(folder: &Path) -> Finding {
 }
 
 /// Returns the value of a line of `/proc/self/status`.
-fn status(system: &System, name: &str) -> Result<String, Finding> {
+fn status_line(system: &System, name: &str) -> Result<String, Finding> {
     let text = system.read("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     line.map(|line| line.trim().to_string()).ok_or_else(|| Finding::unknown(format!("/proc/self/status has no {name}")))
@@ -242,7 +242,7 @@ const CAPABILITIES: [(u32, &str); 4] =
 fn user(system: &System) -> Finding {
     let id = crate::process::user_id();
     let name = if id == 0 { "root".to_string() } else { format!("user {id}") };
-    let mask = match status(system, "CapEff") {
+    let mask = match status_line(system, "CapEff") {
         Ok(text) => u64::from_str_radix(&text, 16).unwrap_or(0),
         Err(finding) => return finding,
     };
@@ -258,12 +258,12 @@ fn user(system: &System) -> Finding {
 }
 
 fn sandbox(system: &System) -> Finding {
-    match status(system, "Seccomp").as_deref() {
+    match status_line(system, "Seccomp").as_deref() {
         Ok("0") => Finding::available("none"),
         Ok(mode) => {
             Finding::available(format!("active (seccomp mode {mode}): what it refuses shows in the other rows"))
         }
-        Err(_) => status(system, "Seccomp").err().unwrap_or_else(|| Finding::unknown("changed meanwhile")),
+        Err(_) => status_line(system, "Seccomp").err().unwrap_or_else(|| Finding::unknown("changed meanwhile")),
     }
 }
 
@@ -302,7 +302,7 @@ mod tests {
     /// A ring refused for lack of lockable memory gets the fix for that.
     #[test]
     fn a_ring_without_lockable_memory_gets_another_fix() {
-        let fix = |errno| ring(Err(std::io::Error::from_raw_os_error(errno))).fix;
+        let fix = |errno| ring_finding(Err(std::io::Error::from_raw_os_error(errno))).fix;
         assert_eq!(fix(libc::ENOMEM).as_deref(), Some(MEMLOCK_FIX));
         assert_eq!(fix(libc::EPERM), None, "the row's own");
     }

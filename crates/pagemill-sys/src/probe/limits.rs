@@ -215,7 +215,7 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
+    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
         for (path, text) in files {
@@ -230,7 +230,7 @@ mod tests {
     fn strict_overcommit_is_limited() {
         let meminfo = "MemTotal: 1024 kB\nCommitLimit:    2048 kB\nCommitted_AS:   1024 kB\n";
         let files = [("/proc/sys/vm/overcommit_memory", "2\n"), ("/proc/meminfo", meminfo)];
-        let (_root, system) = tree(&files);
+        let (_root, system) = fake_files(&files);
         let finding = overcommit(&system);
         assert_eq!(
             (finding.state, finding.found.as_str()),
@@ -244,7 +244,7 @@ mod tests {
             [("4096", Availability::Available), ("100", Availability::Limited), ("?", Availability::Unknown)]
         {
             let text = format!("MemTotal:       16384 kB\nMemAvailable:   {available} kB\n");
-            let (_root, system) = tree(&[("/proc/meminfo", &text)]);
+            let (_root, system) = fake_files(&[("/proc/meminfo", &text)]);
             assert_eq!(memory(&system).state, state, "{available}");
         }
     }
@@ -252,9 +252,9 @@ mod tests {
     /// Missing pressure files mean a kernel without PSI, unless /proc is missing, too.
     #[test]
     fn missing_psi_differs_from_missing_proc() {
-        let (_root, system) = tree(&[("/proc/self/status", "")]);
+        let (_root, system) = fake_files(&[("/proc/self/status", "")]);
         assert_eq!(pressure(&system).state, Availability::Missing);
-        let (_root, system) = tree(&[]);
+        let (_root, system) = fake_files(&[]);
         assert_eq!(pressure(&system).state, Availability::Unknown);
     }
 }

@@ -333,7 +333,7 @@ impl Account {
 
     /// As [`Account::reconcile`], but does nothing if more than `quick_bytes` are overcommitted and the last
     /// measurement is recent.
-    fn reconcile_sometimes(&self, quick_bytes: u64) {
+    fn reconcile_if_due(&self, quick_bytes: u64) {
         let untouched = self.untouched.load(Relaxed);
         if untouched == 0 {
             return;
@@ -347,7 +347,7 @@ impl Account {
     pub fn give_back(&self, want_bytes: u64, context: Context, urgency: Urgency, reason: Reason) -> u64 {
         stats::add(Counter::PurgeRequests, 1);
         let freed = self.owners.give(want_bytes, context, urgency);
-        reason.note(want_bytes, freed);
+        reason.record(want_bytes, freed);
         freed
     }
 
@@ -356,7 +356,7 @@ impl Account {
     pub fn give_aged(&self, want_bytes: u64, age: Duration) -> u64 {
         let freed = self.owners.give_aged(want_bytes, age, Context::Outside);
         if freed > 0 {
-            Reason::Age.note(want_bytes, freed);
+            Reason::Age.record(want_bytes, freed);
         }
         freed
     }
@@ -400,7 +400,7 @@ impl Account {
         let excess = free.saturating_sub(resident / MAX_FREE_DIVISOR + BLOCK_BYTES as u64);
         if excess > 0 {
             let want = excess.min(2 * due);
-            Reason::New.note(want, self.owners.give_aged(want, Duration::ZERO, Context::Nested));
+            Reason::New.record(want, self.owners.give_aged(want, Duration::ZERO, Context::Nested));
             return;
         }
         let now = clock::coarse_ns();
@@ -408,7 +408,7 @@ impl Account {
             return;
         }
         let freed = self.owners.give_aged(due, COLD_AGE, Context::Nested);
-        Reason::New.note(due, freed);
+        Reason::New.record(due, freed);
         if freed < due / 2 {
             // The free memory lies in ranges that cannot be given back. The next steps skip the search.
             self.next_offset_ns.store(now + OFFSET_PAUSE_NS, Relaxed);
@@ -431,17 +431,17 @@ impl Account {
     }
 
     /// Bytes by which the limit would be exceeded after a charge of `bytes`.
-    fn excess(&self, bytes: u64) -> u64 {
+    fn bytes_over_limit(&self, bytes: u64) -> u64 {
         self.totals().resident.saturating_add(bytes).saturating_sub(self.limit())
     }
 
     /// Reclaims in this process and in the tree until a charge of `bytes` fits under the limit. Returns whether it
     /// fits.
     fn make_room(&self, bytes: u64, context: Context) -> bool {
-        self.reconcile_sometimes(QUICK_RECONCILE_AT_LIMIT_BYTES);
+        self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
         trace::event(Event::OverLimit, bytes, self.totals().resident);
         for urgency in [Urgency::Request, Urgency::Limit] {
-            let excess = self.excess(bytes);
+            let excess = self.bytes_over_limit(bytes);
             if excess == 0 {
                 break;
             }
@@ -452,7 +452,7 @@ impl Account {
         for _ in 0..2 {
             self.ask_siblings(bytes, u64::MAX);
         }
-        let has_room = self.excess(bytes) == 0;
+        let has_room = self.bytes_over_limit(bytes) == 0;
         stats::add(if has_room { Counter::LimitReclaims } else { Counter::LimitRefused }, 1);
         has_room
     }
@@ -460,17 +460,17 @@ impl Account {
     /// Removes dead members from the totals. If a charge of `bytes` would still exceed the limit, requests the excess,
     /// at most `most`, from the siblings. The wait for their answers is bounded.
     fn ask_siblings(&self, bytes: u64, most: u64) {
-        let Some(page) = self.membership.page().filter(|_| self.excess(bytes) > 0) else { return };
+        let Some(page) = self.membership.page().filter(|_| self.bytes_over_limit(bytes) > 0) else { return };
         page.sweep();
-        let excess = self.excess(bytes).min(most);
+        let excess = self.bytes_over_limit(bytes).min(most);
         if excess > 0 {
-            self.ask_for(excess, || self.excess(bytes) == 0);
+            self.request_from_siblings(excess, || self.bytes_over_limit(bytes) == 0);
         }
     }
 
     /// Requests `bytes` from the siblings. Returns by how much their charge fell. The wait for their answers is
     /// bounded.
-    pub(super) fn ask_for(&self, bytes: u64, is_enough: impl Fn() -> bool) -> u64 {
+    pub(super) fn request_from_siblings(&self, bytes: u64, is_enough: impl Fn() -> bool) -> u64 {
         let Some(page) = self.membership.page() else { return 0 };
         let given = page.ask(bytes, self.membership.place(), is_enough);
         trace::event(Event::AskSiblings, bytes, given);
@@ -492,7 +492,7 @@ impl Account {
     /// Reclaims the bytes by which nested charges exceeded the limit. The caller must hold no lock.
     pub fn pay_debt(&self) {
         if self.has_debt.swap(false, Relaxed) {
-            let is_paid = self.excess(0) == 0 || self.make_room(0, Context::Outside);
+            let is_paid = self.bytes_over_limit(0) == 0 || self.make_room(0, Context::Outside);
             let is_below_others = self.pay_system_debt();
             self.is_exhausted.store(!(is_paid && is_below_others), Relaxed);
         }
@@ -500,7 +500,7 @@ impl Account {
 
     /// Whether a charge that does not fit may exceed the limit. Only nested charges may, until a reclaim outside of the
     /// small allocator fails.
-    pub(super) fn admit_on_debt(&self, context: Context) -> bool {
+    pub(super) fn may_exceed_limit(&self, context: Context) -> bool {
         if context == Context::Outside {
             return false;
         }
@@ -563,9 +563,9 @@ impl Account {
 impl Budget for Account {
     fn admit(&self, bytes: u64, context: Context) -> Result<()> {
         let limit = self.limit();
-        if limit != UNLIMITED && self.excess(bytes) > 0 {
+        if limit != UNLIMITED && self.bytes_over_limit(bytes) > 0 {
             let has_room = self.make_room(bytes, context);
-            if !(has_room || self.admit_on_debt(context)) {
+            if !(has_room || self.may_exceed_limit(context)) {
                 return Err(self.no_memory_error(bytes));
             }
         } else if limit != UNLIMITED {
@@ -573,7 +573,7 @@ impl Budget for Account {
             let totals = self.totals();
             self.is_exhausted.store(false, Relaxed);
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
-                self.reconcile_sometimes(QUICK_RECONCILE_AT_LIMIT_BYTES);
+                self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
             }
         }
         self.make_system_room(bytes, context)?;
@@ -597,17 +597,17 @@ impl Budget for Account {
         if limit != UNLIMITED {
             let totals = self.totals();
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
-                self.reconcile_sometimes(QUICK_RECONCILE_AT_LIMIT_BYTES);
+                self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
                 // The program touches overcommitted memory without another charge. So free memory is returned now, as
                 // far as there is any.
-                if self.excess(bytes) > 0 {
-                    self.give_back(self.excess(bytes).min(bytes), context, Urgency::Request, Reason::Limit);
+                if self.bytes_over_limit(bytes) > 0 {
+                    self.give_back(self.bytes_over_limit(bytes).min(bytes), context, Urgency::Request, Reason::Limit);
                 }
                 self.ask_siblings(bytes, bytes);
             }
             // The request is refused only if not even one more byte may become resident.
-            let has_room = self.excess(1) == 0 || self.make_room(1, context);
-            if !(has_room || self.admit_on_debt(context)) {
+            let has_room = self.bytes_over_limit(1) == 0 || self.make_room(1, context);
+            if !(has_room || self.may_exceed_limit(context)) {
                 return Err(self.no_memory_error(bytes));
             }
         }
@@ -628,9 +628,9 @@ impl Budget for Account {
         }
         let totals = self.totals();
         if totals.resident.saturating_add(totals.untouched) > limit {
-            self.reconcile_sometimes(QUICK_RECONCILE_AT_LIMIT_BYTES);
+            self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
         }
-        if self.excess(bytes) == 0 || self.make_room(bytes, Context::Outside) {
+        if self.bytes_over_limit(bytes) == 0 || self.make_room(bytes, Context::Outside) {
             Ok(())
         } else {
             Err(self.no_memory_error(bytes))
@@ -646,7 +646,7 @@ impl Budget for Account {
     fn room(&self) -> (u64, u64) {
         // With much overcommitted memory, the known resident bytes are inaccurate.
         if self.untouched.load(Relaxed) > self.resident.load(Relaxed) / OVERCOMMIT_DIVISOR {
-            self.reconcile_sometimes(QUICK_RECONCILE_BYTES);
+            self.reconcile_if_due(QUICK_RECONCILE_BYTES);
         }
         let limit = self.limit();
         let room = if limit == UNLIMITED { u64::MAX } else { limit.saturating_sub(self.totals().resident) };

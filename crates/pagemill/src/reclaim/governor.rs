@@ -322,19 +322,19 @@ impl<C: Clock> Governor<C> {
             AGED_PAUSE
         } else if freed > 0 || self.has_used_cpu() {
             self.idle_pause = SHORTEST_SEARCH_PAUSE;
-            self.jittered(period)
+            self.random_pause(period)
         } else {
             // Memory ages without CPU use. Once all of it is old, the remaining free memory lies in ranges that cannot
             // be given back.
             self.idle_pause = (self.idle_pause + self.idle_pause / SEARCHES_PER_AGE).min(LONGEST_IDLE_PAUSE);
-            self.jittered(period).max(self.idle_pause)
+            self.random_pause(period).max(self.idle_pause)
         };
         self.next_search_ns = now_ns + pause.as_nanos() as u64;
         pause
     }
 
     /// Returns a random pause between a half and one and a half of `period`.
-    fn jittered(&mut self, period: Duration) -> Duration {
+    fn random_pause(&mut self, period: Duration) -> Duration {
         // A xorshift generator (G. Marsaglia, 2003) makes the next random number.
         self.random_state ^= self.random_state << 13;
         self.random_state ^= self.random_state >> 7;

@@ -111,7 +111,7 @@ impl ControlGroups {
     }
 
     /// Returns the groups with a limit, innermost first.
-    fn limited(&self) -> impl Iterator<Item = (Path, Limit)> {
+    fn limited_groups(&self) -> impl Iterator<Item = (Path, Limit)> {
         let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != Limit::NONE);
         levels.filter_map(|(level, limit)| Some((self.groups.as_ref()?.folder(level)?, *limit)))
     }
@@ -119,7 +119,7 @@ impl ControlGroups {
     /// Returns the limits and files for which alarms are to be set.
     fn plan(&self, root: &str) -> Plan {
         let version = self.groups.as_ref().map(|groups| groups.version);
-        let mut limited = self.limited();
+        let mut limited = self.limited_groups();
         let groups = std::array::from_fn(|_| limited.next());
         let own = self.groups.as_ref().and_then(|groups| groups.folder(0)).filter(|_| version == Some(Version::V2));
         let of_group = own.and_then(|own| Path::format(format_args!("{}/memory.pressure", own.as_str())));
@@ -136,7 +136,7 @@ impl ControlGroups {
     /// Returns the room of the group with the least room. Its `kill` is the least room before a kill in any group.
     fn nearest_room(&self) -> Option<Room> {
         let groups = self.groups.as_ref()?;
-        let rooms = self.limited().filter_map(|(folder, limit)| {
+        let rooms = self.limited_groups().filter_map(|(folder, limit)| {
             let usage = groups.usage_bytes(&folder);
             stats::add(Counter::LimitsUnread, u64::from(usage.is_err()));
             let usage = usage.ok()?;

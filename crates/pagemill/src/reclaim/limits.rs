@@ -113,7 +113,7 @@ impl Room {
         };
         Self {
             bound: Bound::Group,
-            bytes: signed(before_margin).saturating_sub(signed(working_set)),
+            bytes: as_signed(before_margin).saturating_sub(as_signed(working_set)),
             kill,
             limit_bytes: limit.soft_bytes,
             is_far: usage_bytes < alarm_bytes(limit),
@@ -123,7 +123,7 @@ impl Room {
 
     /// The room of the machine. A sixteenth of its memory is the margin, left to other processes.
     pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
-        let bytes = signed(available_bytes) - signed(total_bytes / MACHINE_MARGIN_DIVISOR);
+        let bytes = as_signed(available_bytes) - as_signed(total_bytes / MACHINE_MARGIN_DIVISOR);
         Self {
             bound: Bound::Machine,
             bytes,
@@ -136,7 +136,7 @@ impl Room {
 
     /// Bytes that must be given back before `bytes` more become resident.
     pub fn shortage(&self, bytes: u64) -> u64 {
-        signed(bytes).saturating_sub(self.bytes).max(0) as u64
+        as_signed(bytes).saturating_sub(self.bytes).max(0) as u64
     }
 }
 
@@ -151,7 +151,7 @@ pub(super) fn margin_bytes(limit: Limit) -> u64 {
     margin.min(limit.soft_bytes / 2)
 }
 
-fn signed(bytes: u64) -> i64 {
+fn as_signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
@@ -288,7 +288,7 @@ impl Headroom {
     /// subtraction and one read of the clock.
     pub fn is_short(&self, bytes: u64) -> Option<Room> {
         let limits = self.limits.get()?;
-        let amount = signed(bytes);
+        let amount = as_signed(bytes);
         let has_credit =
             || clock::fine_ns() < self.valid_until_ns.load(Relaxed) && self.credit.fetch_sub(amount, Relaxed) >= amount;
         if has_credit() {
@@ -307,7 +307,7 @@ impl Headroom {
     /// Gives credit for `bytes` although there is no room before the margin. Nothing can be given back for a while, so
     /// a sample for every charge would be useless.
     pub(super) fn grant_credit(&self, bytes: u64, time_ns: u64) {
-        self.credit.store(signed(bytes), Relaxed);
+        self.credit.store(as_signed(bytes), Relaxed);
         self.valid_until_ns.store(clock::fine_ns() + time_ns, Relaxed);
     }
 

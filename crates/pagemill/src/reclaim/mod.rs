@@ -76,7 +76,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    fn row(self) -> (Counter, Event) {
+    fn counter_and_event(self) -> (Counter, Event) {
         match self {
             Self::Program => (Counter::GivenForProgram, Event::GivenForProgram),
             Self::Limit => (Counter::GivenForLimit, Event::GivenForLimit),
@@ -90,8 +90,8 @@ impl Reason {
     }
 
     /// Records that `freed` of `wanted` bytes were given back.
-    fn note(self, wanted: u64, freed: u64) {
-        let (counter, event) = self.row();
+    fn record(self, wanted: u64, freed: u64) {
+        let (counter, event) = self.counter_and_event();
         stats::add(counter, freed);
         trace::event(event, wanted, freed);
     }

@@ -255,7 +255,7 @@ mod tests {
         }
     }
 
-    fn scripted(reported_bytes: u64, freed_per_call: u64, panics: bool) -> &'static ScriptedShrinker {
+    fn scripted_shrinker(reported_bytes: u64, freed_per_call: u64, panics: bool) -> &'static ScriptedShrinker {
         let (reported_bytes, freed_per_call) = (AtomicU64::new(reported_bytes), AtomicU64::new(freed_per_call));
         Box::leak(Box::new(ScriptedShrinker { reported_bytes, freed_per_call, panics, ..ScriptedShrinker::default() }))
     }
@@ -269,7 +269,7 @@ mod tests {
     /// A large amount is requested in steps, until a step frees too little.
     #[test]
     fn steps_are_bounded() {
-        let freeing = scripted(1024 * MIB, u64::MAX, false);
+        let freeing = scripted_shrinker(1024 * MIB, u64::MAX, false);
         let owners = owners_of(&[freeing]);
         assert_eq!(owners.give(1024 * MIB, Context::Outside, Urgency::Request), 1024 * MIB);
         assert_eq!(freeing.calls.swap(0, Relaxed), 16);
@@ -281,7 +281,7 @@ mod tests {
     /// An owner that panics is counted and not called again. The next owner frees the memory.
     #[test]
     fn a_panicking_owner_is_not_called_again() {
-        let (failing, freeing) = (scripted(MIB, MIB, true), scripted(2 * MIB, 2 * MIB, false));
+        let (failing, freeing) = (scripted_shrinker(MIB, MIB, true), scripted_shrinker(2 * MIB, 2 * MIB, false));
         let owners = owners_of(&[failing, freeing]);
         let before = stats::get(Counter::OwnersFailed);
         for _ in 0..3 {
@@ -294,7 +294,7 @@ mod tests {
     /// Owners that report absurd amounts cause neither an overflow nor an endless loop.
     #[test]
     fn absurd_amounts_do_not_overflow() {
-        let owners = owners_of(&[scripted(u64::MAX, 0, false), scripted(u64::MAX, u64::MAX, false)]);
+        let owners = owners_of(&[scripted_shrinker(u64::MAX, 0, false), scripted_shrinker(u64::MAX, u64::MAX, false)]);
         assert_eq!(owners.giveable(Context::Outside), u64::MAX);
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Limit), MIB);
     }
@@ -302,7 +302,7 @@ mod tests {
     /// While a thread is blocked inside a call, other threads skip that owner. Later they call it again.
     #[test]
     fn a_blocked_owner_is_skipped() {
-        let (stuck, freeing) = (scripted(MIB, MIB, false), scripted(MIB, MIB, false));
+        let (stuck, freeing) = (scripted_shrinker(MIB, MIB, false), scripted_shrinker(MIB, MIB, false));
         let owners = owners_of(&[stuck, freeing]);
         stuck.entry.acquire();
         std::thread::scope(|scope| {

@@ -58,7 +58,7 @@ impl Account {
         }
         // Inside the small allocator's locks, most of its free memory cannot be purged. The next call outside of them
         // gives it back; the reserve prevents a kill until then.
-        if self.admit_on_debt(context) && least_bytes <= kill.debt_room_bytes() {
+        if self.may_exceed_limit(context) && least_bytes <= kill.debt_room_bytes() {
             return Ok(());
         }
         stats::add(Counter::LimitRefused, 1);
@@ -76,7 +76,8 @@ impl Account {
         let mut freed = 0;
         if self.siblings_have_more_giveable() {
             let short = room.shortage(bytes);
-            let given = self.ask_for(short.max(MIN_STEP_BYTES), || self.headroom.sample().shortage(bytes) == 0);
+            let given =
+                self.request_from_siblings(short.max(MIN_STEP_BYTES), || self.headroom.sample().shortage(bytes) == 0);
             freed = given;
             room = self.headroom.sample();
             if room.shortage(bytes) >= short {
@@ -92,7 +93,7 @@ impl Account {
             }
         }
         let short = room.shortage(bytes);
-        if short > 0 && self.ask_for(short, || self.headroom.sample().shortage(bytes) == 0) > 0 {
+        if short > 0 && self.request_from_siblings(short, || self.headroom.sample().shortage(bytes) == 0) > 0 {
             freed = freed.max(1);
             room = self.headroom.sample();
         }

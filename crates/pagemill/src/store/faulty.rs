@@ -132,19 +132,19 @@ impl FaultyState {
     }
 
     /// Returns true with a probability of `per_mille` / 1000.
-    fn happens(&mut self, per_mille: u32) -> bool {
+    fn is_drawn(&mut self, per_mille: u32) -> bool {
         self.random() % 1000 < u64::from(per_mille)
     }
 
     /// Draws the faults of the next call.
-    fn draw(&mut self) -> CallFaults {
+    fn draw_faults(&mut self) -> CallFaults {
         let Faults { fail_per_mille, short_per_mille, delay_per_mille, longest_delay, errno, .. } = self.faults;
         let is_used_up = self.calls_left.is_some_and(|left| left == 0);
         self.calls_left = self.calls_left.map(|left| left.saturating_sub(1));
-        let fails = self.happens(fail_per_mille) || is_used_up;
-        let is_short = self.happens(short_per_mille);
-        let is_repaired = self.happens(500);
-        let is_delayed = self.happens(delay_per_mille);
+        let fails = self.is_drawn(fail_per_mille) || is_used_up;
+        let is_short = self.is_drawn(short_per_mille);
+        let is_repaired = self.is_drawn(500);
+        let is_delayed = self.is_drawn(delay_per_mille);
         let delay_ns = self.random() % (longest_delay.as_nanos() as u64).max(1);
         let delay = is_delayed.then(|| Duration::from_nanos(delay_ns));
         CallFaults { fails, is_short, is_repaired, delay, errno }
@@ -156,10 +156,10 @@ impl<S> Shared<S> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn draw(&self, count: impl FnOnce(&mut Calls)) -> CallFaults {
+    fn draw_faults(&self, count: impl FnOnce(&mut Calls)) -> CallFaults {
         let mut state = self.state();
         count(&mut state.calls);
-        let faults = state.draw();
+        let faults = state.draw_faults();
         state.calls.failed += u64::from(faults.fails);
         state.calls.delayed += u64::from(faults.delay.is_some());
         faults
@@ -190,7 +190,7 @@ impl<S> Shared<S> {
 impl<S: Store> Shared<S> {
     /// Counts an interrupted transfer. Returns the bytes that are done before the interruption: half of them, in whole
     /// blocks.
-    fn cut(&self, len_bytes: usize) -> usize {
+    fn bytes_before_interruption(&self, len_bytes: usize) -> usize {
         self.state().calls.shortened += 1;
         let half = len_bytes / 2;
         half - half % self.inner.block_bytes()
@@ -203,7 +203,7 @@ impl<S: Store> Shared<S> {
         if !faults.is_short {
             return self.inner.read(offset, to);
         }
-        let (first, rest) = to.split_at_mut(self.cut(to.len()));
+        let (first, rest) = to.split_at_mut(self.bytes_before_interruption(to.len()));
         self.inner.read(offset, first)?;
         if faults.is_repaired {
             return self.inner.read(offset + first.len() as u64, rest);
@@ -220,7 +220,7 @@ impl<S: Store> Shared<S> {
         if !faults.is_short {
             return self.inner.write(offset, from);
         }
-        let (first, rest) = from.split_at(self.cut(from.len()));
+        let (first, rest) = from.split_at(self.bytes_before_interruption(from.len()));
         self.inner.write(offset, first)?;
         if faults.is_repaired { self.inner.write(offset + first.len() as u64, rest) } else { self.fail(faults) }
     }
@@ -230,7 +230,7 @@ impl<S: Store> Shared<S> {
         Err(errno::error(faults.errno))
     }
 
-    fn run(&self, mut transfer: Transfer, faults: CallFaults) {
+    fn run_transfer(&self, mut transfer: Transfer, faults: CallFaults) {
         let paused = self.pause(faults, || transfer.is_cancelled());
         let offset = transfer.offset();
         let result = paused.and_then(|()| match transfer.direction() {
@@ -289,7 +289,7 @@ impl<S: Store + 'static> FaultyStore<S> {
         count: impl FnOnce(&mut Calls),
         act: impl FnOnce(&Shared<S>, CallFaults) -> io::Result<T>,
     ) -> io::Result<T> {
-        let faults = self.0.draw(count);
+        let faults = self.0.draw_faults(count);
         self.0.pause(faults, || false)?;
         act(&self.0, faults)
     }
@@ -346,12 +346,12 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
         let waker = Waker::from(self.0.clone());
         let mut for_thread = Vec::new();
         for transfer in batch {
-            let faults = self.0.draw(|calls| match transfer.direction() {
+            let faults = self.0.draw_faults(|calls| match transfer.direction() {
                 Direction::Read => calls.reads += 1,
                 Direction::Write => calls.writes += 1,
             });
             if faults.delay.is_none() && !self.0.state().is_held {
-                self.0.run(transfer, faults);
+                self.0.run_transfer(transfer, faults);
                 continue;
             }
             if let Some(cancel) = transfer.cancel() {
@@ -362,7 +362,7 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
         if !for_thread.is_empty() {
             let shared = self.0.clone();
             std::thread::spawn(move || {
-                for_thread.into_iter().for_each(|(transfer, faults)| shared.run(transfer, faults))
+                for_thread.into_iter().for_each(|(transfer, faults)| shared.run_transfer(transfer, faults))
             });
         }
     }

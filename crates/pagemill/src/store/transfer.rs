@@ -101,7 +101,7 @@ impl Transfer {
     /// Creates a read into memory that the transfer owns and passes to `done`. If `done` panics on a thread of this
     /// crate, the panic is caught and counted (`behind_panics`).
     pub fn read<B: Buffer + Send>(offset: u64, into: B, done: impl FnOnce(io::Result<()>, B) + Send + 'static) -> Self {
-        Self::owning(Direction::Read, offset, into, done)
+        Self::with_owned_memory(Direction::Read, offset, into, done)
     }
 
     /// Creates a write of memory that the transfer owns and passes back to `done`.
@@ -110,10 +110,10 @@ impl Transfer {
         from: B,
         done: impl FnOnce(io::Result<()>, B) + Send + 'static,
     ) -> Self {
-        Self::owning(Direction::Write, offset, from, done)
+        Self::with_owned_memory(Direction::Write, offset, from, done)
     }
 
-    fn owning<B: Buffer + Send>(
+    fn with_owned_memory<B: Buffer + Send>(
         direction: Direction,
         offset: u64,
         memory: B,

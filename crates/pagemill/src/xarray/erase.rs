@@ -10,7 +10,7 @@ impl<N: Nodes> Writer<'_, N> {
     /// Removes the whole entry that covers the index, with one store, and returns it. Cost: a lookup, and the removal
     /// of nodes that become empty.
     pub fn erase(&mut self, index: u64) -> Option<Found> {
-        let place = self.place(index)?;
+        let place = self.find_slots(index)?;
         self.remove_from_slots(&place);
         Some(place.found)
     }

@@ -24,13 +24,13 @@ struct Entry {
 struct Model(BTreeMap<u64, Entry>);
 
 impl Model {
-    fn at(&self, index: u64) -> Option<(u64, Entry)> {
+    fn entry_at(&self, index: u64) -> Option<(u64, Entry)> {
         let (first, entry) = self.0.range(..=index).next_back()?;
         (last_of(*first, entry.order) >= index).then_some((*first, *entry))
     }
 
     fn next(&self, from: u64, to: u64, is_wanted: impl Fn(&Entry) -> bool) -> Option<(u64, Entry)> {
-        let covering = self.at(from).filter(|(_, entry)| from <= to && is_wanted(entry));
+        let covering = self.entry_at(from).filter(|(_, entry)| from <= to && is_wanted(entry));
         let after = || self.0.range(from..).map(|(first, entry)| (*first, *entry)).find(|(_, entry)| is_wanted(entry));
         covering.or_else(after).filter(|(first, _)| *first <= to)
     }
@@ -38,7 +38,7 @@ impl Model {
     fn next_gap(&self, from: u64, to: u64) -> Option<u64> {
         let mut at = from;
         while at <= to {
-            let Some((first, entry)) = self.at(at) else { return Some(at) };
+            let Some((first, entry)) = self.entry_at(at) else { return Some(at) };
             at = last_of(first, entry.order) + 1;
         }
         None
@@ -46,7 +46,7 @@ impl Model {
 
     /// Whether an entry of that order at `first` would overwrite only a part of a larger one.
     fn overwrites_a_part(&self, first: u64, order: u32) -> bool {
-        self.at(first).is_some_and(|(_, entry)| entry.order > order)
+        self.entry_at(first).is_some_and(|(_, entry)| entry.order > order)
     }
 
     fn remove_inside(&mut self, from: u64, to: u64) -> Vec<(u64, Entry)> {
@@ -160,7 +160,9 @@ impl ArrayAndModel {
     }
 
     fn split(&mut self, index: u64, into_order: u32) {
-        let Some((first, entry)) = self.model.at(index).filter(|(_, entry)| entry.order > into_order) else { return };
+        let Some((first, entry)) = self.model.entry_at(index).filter(|(_, entry)| entry.order > into_order) else {
+            return;
+        };
         let value = self.fresh_value();
         let value_at = |part: u64| (value + (part - first)) & MAX_VALUE;
         let mut stock = self.array.prepare_split(entry.order, into_order).unwrap();
@@ -173,7 +175,7 @@ impl ArrayAndModel {
     }
 
     fn erase(&mut self, index: u64) {
-        let expected = self.model.at(index);
+        let expected = self.model.entry_at(index);
         assert_eq!(self.array.lock().erase(index), expected.map(|(first, entry)| found(first, entry)));
         expected.map(|(first, _)| self.model.0.remove(&first));
     }
@@ -190,7 +192,7 @@ impl ArrayAndModel {
 
     fn replace(&mut self, index: u64) {
         let value = self.fresh_value();
-        let expected = self.model.at(index);
+        let expected = self.model.entry_at(index);
         let old = self.array.lock().replace(index, value);
         assert_eq!(old, expected.map(|(first, entry)| found(first, entry)));
         expected.map(|(first, entry)| self.model.0.insert(first, Entry { value, ..entry }));
@@ -200,7 +202,7 @@ impl ArrayAndModel {
         let mut writer = self.array.lock();
         let mark_of = Mark::ALL[mark];
         let was_there = if is_set { writer.set_mark(index, mark_of) } else { writer.clear_mark(index, mark_of) };
-        let first = self.model.at(index).map(|(first, _)| first);
+        let first = self.model.entry_at(index).map(|(first, _)| first);
         assert_eq!(was_there, first.is_some());
         let entry = first.and_then(|first| self.model.0.get_mut(&first));
         entry.into_iter().for_each(|entry| entry.marks[mark] = is_set);
@@ -210,7 +212,7 @@ impl ArrayAndModel {
     /// Checks that lookups by readers and writers return what the model returns, from this index on.
     fn check_at(&self, index: u64, to: u64) {
         let guard = &pin();
-        let expected = self.model.at(index).map(|(first, entry)| found(first, entry));
+        let expected = self.model.entry_at(index).map(|(first, entry)| found(first, entry));
         assert_eq!(self.array.load(index, guard), expected, "load {index:#x}");
         assert_eq!(self.array.lock().get(index), expected);
         let hit = self.array.find(index, guard);
@@ -222,7 +224,7 @@ impl ArrayAndModel {
             let marked = self.model.next(index, to, |entry| entry.marks[number]);
             let marked = marked.map(|(first, entry)| found(first, entry));
             assert_eq!(self.array.next_marked(index, to, mark, guard), marked, "{mark:?} from {index:#x} to {to:#x}");
-            let is_marked = self.model.at(index).is_some_and(|(_, entry)| entry.marks[number]);
+            let is_marked = self.model.entry_at(index).is_some_and(|(_, entry)| entry.marks[number]);
             assert_eq!(self.array.get_mark(index, mark, guard), is_marked);
         }
     }
@@ -290,7 +292,7 @@ fn boundaries() -> impl Iterator<Item = u64> {
 }
 
 #[derive(Clone, Debug)]
-enum Act {
+enum Operation {
     Store(u64, u32),
     Join(u64, u32),
     Split(u64, u32),
@@ -301,7 +303,7 @@ enum Act {
     Relocate(u64, u64),
 }
 
-impl Act {
+impl Operation {
     /// Runs the operation. Returns the index at which lookups are checked afterwards.
     fn run(self, pair: &mut ArrayAndModel) -> u64 {
         match self {
@@ -326,7 +328,7 @@ impl Act {
 }
 
 /// A strategy that prefers indices near zero and near a boundary, and adds powers of 64 and random indices.
-fn an_index() -> impl Strategy<Value = u64> {
+fn any_index() -> impl Strategy<Value = u64> {
     let boundaries: Vec<u64> = boundaries().collect();
     prop_oneof![
         6 => 0..200u64,
@@ -337,21 +339,21 @@ fn an_index() -> impl Strategy<Value = u64> {
     ]
 }
 
-fn an_order() -> impl Strategy<Value = u32> {
+fn any_order() -> impl Strategy<Value = u32> {
     prop_oneof![3 => Just(0u32), 2 => 1..=6u32, 1 => 7..=MAX_ORDER]
 }
 
-fn an_act() -> impl Strategy<Value = Act> {
-    let marking = (an_index(), 0..MARKS, proptest::bool::weighted(0.7));
+fn any_operation() -> impl Strategy<Value = Operation> {
+    let marking = (any_index(), 0..MARKS, proptest::bool::weighted(0.7));
     prop_oneof![
-        8 => (an_index(), an_order()).prop_map(|(index, order)| Act::Store(index, order)),
-        2 => (an_index(), an_order()).prop_map(|(index, order)| Act::Join(index, order)),
-        3 => (an_index(), an_order()).prop_map(|(index, order)| Act::Split(index, order)),
-        4 => an_index().prop_map(Act::Erase),
-        1 => (an_index(), an_index()).prop_map(|(from, to)| Act::EraseRange(from, to)),
-        1 => an_index().prop_map(Act::Replace),
-        5 => marking.prop_map(|(index, mark, is_set)| Act::Mark(index, mark, is_set)),
-        4 => (an_index(), proptest::num::u64::ANY).prop_map(|(index, which)| Act::Relocate(index, which)),
+        8 => (any_index(), any_order()).prop_map(|(index, order)| Operation::Store(index, order)),
+        2 => (any_index(), any_order()).prop_map(|(index, order)| Operation::Join(index, order)),
+        3 => (any_index(), any_order()).prop_map(|(index, order)| Operation::Split(index, order)),
+        4 => any_index().prop_map(Operation::Erase),
+        1 => (any_index(), any_index()).prop_map(|(from, to)| Operation::EraseRange(from, to)),
+        1 => any_index().prop_map(Operation::Replace),
+        5 => marking.prop_map(|(index, mark, is_set)| Operation::Mark(index, mark, is_set)),
+        4 => (any_index(), proptest::num::u64::ANY).prop_map(|(index, which)| Operation::Relocate(index, which)),
     ]
 }
 
@@ -360,10 +362,10 @@ proptest! {
 
     /// After any sequence of operations, readers find what an ordered map contains, and the tree has no unneeded node.
     #[test]
-    fn the_array_is_an_ordered_map(acts in proptest::collection::vec(an_act(), 1..48)) {
+    fn the_array_is_an_ordered_map(operations in proptest::collection::vec(any_operation(), 1..48)) {
         let mut pair = ArrayAndModel::new();
-        for act in acts {
-            let index = act.run(&mut pair);
+        for operation in operations {
+            let index = operation.run(&mut pair);
             pair.check(index);
         }
         pair.end();
@@ -506,8 +508,8 @@ fn array_with_nodes(nodes: &'static Forest) -> Box<XArray<Forest>> {
 }
 
 /// Returns the number of the node that contains index 70.
-fn leaf(array: &XArray<Forest>) -> u32 {
-    array.lock().place(70).unwrap().node
+fn leaf_number(array: &XArray<Forest>) -> u32 {
+    array.lock().find_slots(70).unwrap().node
 }
 
 /// A node is not moved if it belongs to another array, or if no word points at it.
@@ -515,16 +517,16 @@ fn leaf(array: &XArray<Forest>) -> u32 {
 fn a_node_of_another_array_is_not_moved() {
     let nodes = test_forest::forest_of(40);
     let (one, other) = (array_with_nodes(nodes), array_with_nodes(nodes));
-    let (old, new) = (leaf(&one), nodes.take().unwrap());
+    let (old, new) = (leaf_number(&one), nodes.take().unwrap());
     assert!(!other.lock().relocate(other.id(), old, new), "of another array");
-    let of_other = leaf(&other);
+    let of_other = leaf_number(&other);
     assert!(other.lock().relocate(other.id(), of_other, new));
     let (unknown, new) = (nodes.take().unwrap(), nodes.take().unwrap());
     nodes.node(old).copy_to(nodes.node(unknown));
     assert!(!one.lock().relocate(one.id(), unknown, new), "no word points at it");
     nodes.node(unknown).set_position(0, 0, 0);
     assert!(!one.lock().relocate(one.id(), unknown, new), "nor is it the root");
-    assert!(relocate(nodes, old, new) && leaf(&one) == new);
+    assert!(relocate(nodes, old, new) && leaf_number(&one) == new);
     nodes.node(unknown).mark_dead();
 }
 
@@ -533,11 +535,11 @@ fn a_node_of_another_array_is_not_moved() {
 fn a_move_does_not_wait_for_locks() {
     let nodes = test_forest::forest_of(20);
     let array = array_with_nodes(nodes);
-    let (old, new) = (leaf(&array), nodes.take().unwrap());
+    let (old, new) = (leaf_number(&array), nodes.take().unwrap());
     let writer = array.lock();
     assert!(!relocate(nodes, old, new));
     drop(writer);
     assert_eq!(nodes.arrays().with(array.id(), |_| relocate(nodes, old, new)), Some(false));
     assert!(nodes.node(old).may_move() && relocate(nodes, old, new));
-    assert!(!nodes.node(old).may_move() && leaf(&array) == new);
+    assert!(!nodes.node(old).may_move() && leaf_number(&array) == new);
 }

@@ -58,7 +58,7 @@ impl FewNodes {
     }
 
     /// Runs `read` as a reader, which holds a guard and delays grace periods.
-    fn reading<T>(&self, read: impl FnOnce(&crate::epoch::Guard) -> T) -> T {
+    fn as_reader<T>(&self, read: impl FnOnce(&crate::epoch::Guard) -> T) -> T {
         let began = {
             let mut state = self.state.lock().unwrap();
             state.now += 1;
@@ -158,7 +158,7 @@ impl Fixture {
 
     /// Looks up an entry that is always in the array, in one of three ways.
     fn load_always(&self, index: u64) -> Found {
-        self.nodes.reading(|guard| match thread_rng().gen_range(0..3) {
+        self.nodes.as_reader(|guard| match thread_rng().gen_range(0..3) {
             0 => self.array.load(index, guard).expect("it is always there"),
             1 => self.array.next(index, MAX_INDEX, guard).filter(|found| found.first <= index).expect("always there"),
             _ => self.array.next_marked(index, index, Mark::A, guard).expect("always there, and marked"),
@@ -171,7 +171,7 @@ impl Fixture {
 
     /// Looks up a frame, pins it, checks the entry again, and uses the frame.
     fn use_frame(&self, index: u64) {
-        self.nodes.reading(|guard| {
+        self.nodes.as_reader(|guard| {
             let Some(hit) = self.array.find(index, guard) else { return };
             let frame = &self.frames[hit.value() as usize];
             frame.fetch_add(1, std::sync::atomic::Ordering::AcqRel);
@@ -224,7 +224,7 @@ fn yield_some_steps() {
 }
 
 /// Runs `read` twice, concurrently with `write`, in many interleavings.
-fn model(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
+fn run_readers_and_writer(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
     run_threads(begin, [read, read, write]);
 }
 
@@ -262,7 +262,7 @@ pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static)
 /// other indices.
 #[test]
 fn readers_find_an_entry_during_split_and_join() {
-    model(
+    run_readers_and_writer(
         |fixture| {
             fixture.store(4, 2, 1);
             fixture.mark(4);
@@ -290,7 +290,7 @@ fn readers_find_an_entry_during_split_and_join() {
 /// An entry of 128 indices is split into two nodes, and joined again. Readers always find it although the root changes.
 #[test]
 fn readers_find_an_entry_that_is_split_into_nodes() {
-    model(
+    run_readers_and_writer(
         |fixture| {
             fixture.store(0, 7, 0);
             fixture.mark(0);
@@ -311,16 +311,16 @@ fn readers_find_an_entry_that_is_split_into_nodes() {
 /// The tree grows and shrinks, and readers always find the entry at index 0.
 #[test]
 fn readers_find_an_entry_while_the_root_changes() {
-    model(
+    run_readers_and_writer(
         |fixture| {
             fixture.store(0, 0, 1);
             fixture.mark(0);
         },
         |fixture| {
             assert_eq!(fixture.load_always(0), Found { value: 1, first: 0, order: 0 });
-            let far = fixture.nodes.reading(|guard| fixture.array.next(1, MAX_INDEX, guard));
+            let far = fixture.nodes.as_reader(|guard| fixture.array.next(1, MAX_INDEX, guard));
             assert!(far.is_none_or(|far| far.first == far.value && [3, 70].contains(&far.first)), "{far:?}");
-            assert_eq!(fixture.nodes.reading(|guard| fixture.array.next_gap(0, 9, guard)), Some(1));
+            assert_eq!(fixture.nodes.as_reader(|guard| fixture.array.next_gap(0, 9, guard)), Some(1));
             assert_eq!(fixture.load_always(0).value, 1);
         },
         |fixture| {
@@ -336,7 +336,7 @@ fn readers_find_an_entry_while_the_root_changes() {
 /// split, joined.
 #[test]
 fn a_pinned_frame_of_an_unchanged_entry_is_not_released() {
-    model(
+    run_readers_and_writer(
         |fixture| {
             fixture.store(0, 0, 0);
         },
@@ -369,7 +369,7 @@ fn a_pinned_frame_of_an_unchanged_entry_is_not_released() {
 /// slot notices that by `is_still`.
 #[test]
 fn is_still_fails_after_a_move_to_or_from_the_root() {
-    model(
+    run_readers_and_writer(
         |fixture| {
             fixture.store(0, 0, 0);
             fixture.store(1, 0, 1);
@@ -398,7 +398,7 @@ fn is_still_fails_after_a_move_to_or_from_the_root() {
 /// has few steps, so that schedules can interrupt it between any two.
 #[test]
 fn is_still_fails_after_a_join() {
-    model(
+    run_readers_and_writer(
         |fixture| fixture.store(0, 2, 0),
         |fixture| fixture.use_frame(3),
         |fixture| {
@@ -421,13 +421,13 @@ fn load_leaves(fixture: &Fixture) {
         let found = fixture.load_always(index);
         assert_eq!((found.value, (found.first..=found.last()).contains(&index)), (found.first, true));
     }
-    assert_eq!(fixture.nodes.reading(|guard| fixture.array.next_gap(3, MAX_INDEX, guard)), Some(4));
+    assert_eq!(fixture.nodes.as_reader(|guard| fixture.array.next_gap(3, MAX_INDEX, guard)), Some(4));
 }
 
 /// A thread moves nodes repeatedly, both the root and leaves. Readers always find all entries, with their marks.
 #[test]
 fn readers_find_entries_while_nodes_move() {
-    model(three_leaves, load_leaves, |fixture| {
+    run_readers_and_writer(three_leaves, load_leaves, |fixture| {
         (0..5).for_each(|_| assert!(fixture.move_random_node(), "no other thread has the lock"));
     });
 }
@@ -471,7 +471,7 @@ fn no_change_is_lost_while_nodes_move() {
                 }
                 assert_eq!(fixture.array.lock().next(at, MAX_INDEX), None);
                 assert!(fixture.array.lock().get_mark(400, Mark::C) && fixture.array.lock().get_mark(70, Mark::A));
-                fixture.nodes.reading(|guard| {
+                fixture.nodes.as_reader(|guard| {
                     assert_eq!(
                         fixture.array.next_marked(201, MAX_INDEX, Mark::C, guard).map(|found| found.first),
                         Some(400)
@@ -494,7 +494,7 @@ fn nodes_move_while_arrays_are_dropped() {
                 array.lock().store(index, 0, index + round, &mut stock);
             }
             assert_eq!(array.lock().get(70).map(|found| found.value), Some(70 + round));
-            assert_eq!(fixture.nodes.reading(|guard| array.load(1, guard)).map(|found| found.value), Some(1 + round));
+            assert_eq!(fixture.nodes.as_reader(|guard| array.load(1, guard)).map(|found| found.value), Some(1 + round));
         }
     }
     run_threads(
@@ -529,7 +529,7 @@ fn nodes_move_while_arrays_exchange_them() {
 /// before that notices by `is_still`.
 #[test]
 fn is_still_fails_after_a_node_move_and_an_erase() {
-    model(
+    run_readers_and_writer(
         |fixture| {
             fixture.store(1, 0, 0);
             fixture.store(70, 0, 1);

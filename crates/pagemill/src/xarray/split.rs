@@ -25,7 +25,7 @@ impl<N: Nodes> Writer<'_, N> {
         stock: &mut NodeStock<N>,
         mut value_at: impl FnMut(u64) -> u64,
     ) -> Option<Found> {
-        let place = self.place(index)?;
+        let place = self.find_slots(index)?;
         let old = place.found;
         assert!(into_order < old.order, "the parts of an entry are smaller");
         assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");

@@ -76,7 +76,7 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// Returns the entry that covers the index.
     pub fn get(&self, index: u64) -> Option<Found> {
-        self.place(index).map(|place| place.found)
+        self.find_slots(index).map(|place| place.found)
     }
 
     /// Returns the first entry that covers `from`, or begins after `from` and not after `to`.
@@ -87,7 +87,7 @@ impl<N: Nodes> Writer<'_, N> {
     /// Changes the value of the entry that covers the index, with one store. Its order and marks stay. Returns the old
     /// entry, or `None` if there is none.
     pub fn replace(&mut self, index: u64, value: u64) -> Option<Found> {
-        let place = self.place(index)?;
+        let place = self.find_slots(index)?;
         let word = entry_word(place.found.first, place.found.order, value);
         match place.node {
             0 => self.array.root.publish(word),
@@ -100,7 +100,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.nodes.node(number)
     }
 
-    pub(super) fn place(&self, index: u64) -> Option<SlotRange> {
+    pub(super) fn find_slots(&self, index: u64) -> Option<SlotRange> {
         let (mut number, mut slot, mut word) = (0, 0, self.array.root.load_relaxed());
         if !word.reaches(index) {
             return None;

@@ -126,19 +126,19 @@ impl<N: Nodes> XArray<N> {
 
     /// Returns the first entry that covers `from`, or begins after `from` and not after `to`.
     pub fn next(&self, from: u64, to: u64, _guard: &Guard) -> Option<Found> {
-        self.search(from, to, |at| self.try_look(at, to))
+        self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
     /// As [`XArray::next`], but only for entries with the mark.
     pub fn next_marked(&self, from: u64, to: u64, mark: Mark, _guard: &Guard) -> Option<Found> {
-        self.search(from, to, |at| self.try_look_marked(at, mark as usize))
+        self.search(from, to, |at| self.try_find_marked_or_gap(at, mark as usize))
     }
 
     /// Returns the first index from `from` to `to` that no entry covers.
     pub fn next_gap(&self, from: u64, to: u64, _guard: &Guard) -> Option<u64> {
         let mut at = from;
         while at <= to {
-            match self.retry(|| self.try_look(at, at)) {
+            match self.retry_while_stale(|| self.try_find_or_gap(at, at)) {
                 LookupResult::Entry(hit) => at = hit.found.last() + 1,
                 LookupResult::Nothing { .. } => return Some(at),
             }
@@ -153,18 +153,18 @@ impl<N: Nodes> XArray<N> {
 
     /// As [`XArray::next`], for the thread that holds the lock, which needs no guard.
     pub(super) fn next_locked(&self, from: u64, to: u64) -> Option<Found> {
-        self.search(from, to, |at| self.try_look(at, to))
+        self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
     fn search<'g>(
         &self,
         from: u64,
         to: u64,
-        look: impl Fn(u64) -> Result<LookupResult<'g>, StaleWord>,
+        lookup: impl Fn(u64) -> Result<LookupResult<'g>, StaleWord>,
     ) -> Option<Found> {
         let mut at = from;
         while at <= to {
-            match self.retry(|| look(at)) {
+            match self.retry_while_stale(|| lookup(at)) {
                 LookupResult::Entry(hit) => return Some(hit.found),
                 LookupResult::Nothing { last } => at = last.checked_add(1)?,
             }
@@ -172,9 +172,9 @@ impl<N: Nodes> XArray<N> {
         None
     }
 
-    fn retry<'g>(&self, look: impl Fn() -> Result<LookupResult<'g>, StaleWord>) -> LookupResult<'g> {
+    fn retry_while_stale<'g>(&self, lookup: impl Fn() -> Result<LookupResult<'g>, StaleWord>) -> LookupResult<'g> {
         loop {
-            if let Ok(seen) = look() {
+            if let Ok(seen) = lookup() {
                 return seen;
             }
         }
@@ -182,7 +182,7 @@ impl<N: Nodes> XArray<N> {
 
     /// As [`XArray::try_find`]. Without an entry, also returns up to which index this node has none, at most up to
     /// `to`.
-    fn try_look(&self, index: u64, to: u64) -> Result<LookupResult<'_>, StaleWord> {
+    fn try_find_or_gap(&self, index: u64, to: u64) -> Result<LookupResult<'_>, StaleWord> {
         let mut slot = &self.root;
         let mut word = slot.load_acquire();
         if word.is_empty() || !word.reaches(index) {
@@ -205,8 +205,8 @@ impl<N: Nodes> XArray<N> {
         Ok(LookupResult::Entry(Hit::new(slot, word, index)))
     }
 
-    /// As [`XArray::try_look`], but treats entries without the mark as if there were none.
-    fn try_look_marked(&self, index: u64, mark: usize) -> Result<LookupResult<'_>, StaleWord> {
+    /// As [`XArray::try_find_or_gap`], but treats entries without the mark as if there were none.
+    fn try_find_marked_or_gap(&self, index: u64, mark: usize) -> Result<LookupResult<'_>, StaleWord> {
         let root = self.root.load_acquire();
         if !root.is_node() {
             let is_marked = root.is_value() && index == 0 && self.root_marks.load(Relaxed) >> mark & 1 != 0;

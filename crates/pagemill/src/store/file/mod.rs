@@ -55,10 +55,10 @@ pub(crate) struct Handle {
 
 impl Handle {
     pub fn descriptor(&self, way: TransferWay) -> i32 {
-        self.disk(way).number()
+        self.disk_for(way).number()
     }
 
-    fn disk(&self, way: TransferWay) -> &Disk {
+    fn disk_for(&self, way: TransferWay) -> &Disk {
         match (way, &self.direct) {
             (TransferWay::Direct, Some(direct)) => direct,
             _ => &self.buffered,
@@ -84,7 +84,7 @@ impl Handle {
 
     pub fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         let (addr, len) = (to.as_ptr() as usize, to.len());
-        let done = self.in_pieces(Direction::Read, offset, addr, len, |disk, from, piece| {
+        let done = self.transfer_in_pieces(Direction::Read, offset, addr, len, |disk, from, piece| {
             disk.read_at(&mut to[from..from + piece.len_bytes], offset + from as u64)
         })?;
         to[done..].fill(0);
@@ -95,7 +95,7 @@ impl Handle {
     pub fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
         self.check_write(offset, from.len())?;
         let (addr, len) = (from.as_ptr() as usize, from.len());
-        self.in_pieces(Direction::Write, offset, addr, len, |disk, at, piece| {
+        self.transfer_in_pieces(Direction::Write, offset, addr, len, |disk, at, piece| {
             disk.write_at(&from[at..at + piece.len_bytes], offset + at as u64)
         })?;
         stats::add(Counter::StoreWritten, len as u64);
@@ -106,7 +106,7 @@ impl Handle {
     /// Does a transfer of `len_bytes` from `addr` on, piece by piece: each piece is one system call. `act` does one
     /// piece and returns the bytes done. Returns the total; a read that reaches the end of the file returns less than
     /// `len_bytes`.
-    fn in_pieces(
+    fn transfer_in_pieces(
         &self,
         direction: Direction,
         offset: u64,
@@ -117,7 +117,7 @@ impl Handle {
         let mut progress = TransferProgress::default();
         while progress.done_bytes < len_bytes {
             let piece = progress.next_piece(self, addr, offset, len_bytes);
-            let result = act(self.disk(piece.way), progress.done_bytes, piece);
+            let result = act(self.disk_for(piece.way), progress.done_bytes, piece);
             if progress.record(self, direction, piece, result)? == TransferStep::End {
                 break;
             }

@@ -221,7 +221,7 @@ impl<B: Buffer> Ring<B> {
         generation().is_ok_and(|generation| generation == self.generation)
     }
 
-    fn check(&self) -> io::Result<()> {
+    fn check_process(&self) -> io::Result<()> {
         if self.is_ours() { Ok(()) } else { Err(errno::error(EBADF)) }
     }
 
@@ -275,7 +275,7 @@ impl<B: Buffer> Ring<B> {
         }
         let Some(at) = self.free.pop() else { return Err(buffer) };
         let len_bytes = buffer.len_bytes();
-        let allowed = self.check().and_then(|()| match direction {
+        let allowed = self.check_process().and_then(|()| match direction {
             Direction::Read => Ok(()),
             Direction::Write => handle.check_write(offset, len_bytes),
         });
@@ -364,7 +364,7 @@ impl<B: Buffer> Ring<B> {
 
     /// Cancels a transfer that has not ended. It still ends with an [`Event::Done`].
     pub fn cancel(&mut self, id: RequestId) {
-        let Some(request) = self.request_mut(id).filter(|request| !request.is_cancelled) else { return };
+        let Some(request) = self.in_flight_mut(id).filter(|request| !request.is_cancelled) else { return };
         request.is_cancelled = true;
         // After a failed cancel, the transfer ends by itself or is reported as late.
         let _ = self.backend.cancel(id.0);
@@ -372,14 +372,15 @@ impl<B: Buffer> Ring<B> {
 
     /// Cancels all in-flight transfers whose buffers match.
     pub(crate) fn cancel_where(&mut self, matches: impl Fn(&B) -> bool) {
-        let matching = self.requests().filter(|(_, request)| !request.is_cancelled && matches(&request.buffer));
+        let matching =
+            self.in_flight_requests().filter(|(_, request)| !request.is_cancelled && matches(&request.buffer));
         let ids: Vec<RequestId> = matching.map(|(id, _)| id).collect();
         ids.into_iter().for_each(|id| self.cancel(id));
     }
 
     /// Returns whether the buffer of any in-flight transfer matches.
     pub(crate) fn any_in_flight(&self, matches: impl Fn(&B) -> bool) -> bool {
-        self.requests().any(|(_, request)| matches(&request.buffer))
+        self.in_flight_requests().any(|(_, request)| matches(&request.buffer))
     }
 
     /// Returns the buffer of an in-flight transfer. The device may change its bytes.
@@ -389,13 +390,13 @@ impl<B: Buffer> Ring<B> {
         slot.request.as_ref().filter(|_| is_same).map(|request| &request.buffer)
     }
 
-    fn request_mut(&mut self, id: RequestId) -> Option<&mut InFlight<B>> {
+    fn in_flight_mut(&mut self, id: RequestId) -> Option<&mut InFlight<B>> {
         let slot = self.slots.get_mut(id.0 as u32 as usize)?;
         let is_same = u64::from(slot.use_count) == id.0 >> u32::BITS;
         slot.request.as_mut().filter(|_| is_same)
     }
 
-    fn requests(&self) -> impl Iterator<Item = (RequestId, &InFlight<B>)> {
+    fn in_flight_requests(&self) -> impl Iterator<Item = (RequestId, &InFlight<B>)> {
         self.slots.iter().enumerate().filter_map(|(at, slot)| {
             let id = RequestId(u64::from(slot.use_count) << u32::BITS | at as u64);
             slot.request.as_ref().map(|request| (id, request))
@@ -414,7 +415,7 @@ impl<B: Buffer> Ring<B> {
     ///
     /// `EBADF` in a fork child; errors of `io_uring_enter`.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.check()?;
+        self.check_process()?;
         self.backend.submit()
     }
 
@@ -427,7 +428,7 @@ impl<B: Buffer> Ring<B> {
     ///
     /// See [`Ring::submit`].
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<usize> {
-        self.check()?;
+        self.check_process()?;
         if least == 0 {
             self.backend.wait(0, Duration::ZERO)?;
         }
@@ -460,12 +461,12 @@ impl<B: Buffer> Ring<B> {
 
     fn collect_completions(&mut self) {
         while let Some(done) = self.backend.pop() {
-            self.complete(done);
+            self.handle_completion(done);
         }
     }
 
     /// Handles the completion of a piece.
-    fn complete(&mut self, done: Completion) {
+    fn handle_completion(&mut self, done: Completion) {
         let (at, use_count) = (done.token as u32, (done.token >> u32::BITS) as u32);
         let Some(slot) = self.slots.get_mut(at as usize).filter(|slot| slot.use_count == use_count) else { return };
         let Some(request) = &mut slot.request else { return };
@@ -491,11 +492,11 @@ impl<B: Buffer> Ring<B> {
         }
         self.last_late_search_ns = now_ns;
         let is_late = |request: &InFlight<B>| !request.is_late && now_ns.saturating_sub(request.began_ns) >= timeout_ns;
-        let late = self.requests().filter(|(_, request)| is_late(request));
+        let late = self.in_flight_requests().filter(|(_, request)| is_late(request));
         let ids: Vec<RequestId> = late.map(|(id, _)| id).collect();
         for id in ids {
             self.cancel(id);
-            if let Some(request) = self.request_mut(id) {
+            if let Some(request) = self.in_flight_mut(id) {
                 request.is_late = true;
             }
             stats::add(Counter::TransfersLate, 1);
@@ -520,7 +521,7 @@ impl<B: Buffer> Ring<B> {
     ///
     /// `EMFILE`.
     pub fn waker(&mut self) -> io::Result<RingWaker> {
-        self.check()?;
+        self.check_process()?;
         let waker = self.backend.waker()?;
         self.has_waker = true;
         Ok(RingWaker(waker))
@@ -533,7 +534,7 @@ impl<B: Buffer> Ring<B> {
     ///
     /// `EMFILE`.
     pub fn watch(&mut self) -> io::Result<BorrowedFd<'_>> {
-        self.check()?;
+        self.check_process()?;
         self.backend.watch()
     }
 

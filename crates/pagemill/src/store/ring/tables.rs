@@ -42,7 +42,7 @@ impl<B: Buffer> Ring<B> {
     }
 
     pub(crate) fn attach_handle(&mut self, handle: &Arc<Handle>) -> io::Result<FileId> {
-        self.check()?;
+        self.check_process()?;
         let is_same = |file: &Option<Arc<Handle>>| file.as_ref().is_some_and(|file| Arc::ptr_eq(file, handle));
         if let Some(at) = self.files.iter().position(is_same) {
             return Ok(FileId(at as u32));
@@ -78,8 +78,8 @@ impl<B: Buffer> Ring<B> {
     ///
     /// `EBUSY` while the file has transfers in flight.
     pub fn detach(&mut self, file: FileId) -> io::Result<()> {
-        self.check()?;
-        if self.requests().any(|(_, request)| request.file == file) {
+        self.check_process()?;
+        if self.in_flight_requests().any(|(_, request)| request.file == file) {
             return Err(errno::error(EBUSY));
         }
         if self.files.get_mut(file.0 as usize).and_then(Option::take).is_some() {
@@ -109,7 +109,7 @@ impl<B: Buffer> Ring<B> {
     /// if it overlaps other memory of this ring. `EBUSY` if it overlaps a range of another ring but is not equal to it.
     /// `ENOSPC` if the table is full. `EOPNOTSUPP` if threads do the transfers.
     pub fn register(&mut self, memory: Box<dyn Buffer>) -> Result<RegionId, (io::Error, Box<dyn Buffer>)> {
-        if let Err(error) = self.check() {
+        if let Err(error) = self.check_process() {
             return Err((error, memory));
         }
         let tables = match self.backend.tables() {
@@ -140,10 +140,10 @@ impl<B: Buffer> Ring<B> {
     ///
     /// `EBUSY` while transfers in that memory are in flight; `EINVAL` if the id is not registered.
     pub fn unregister(&mut self, id: RegionId) -> io::Result<Box<dyn Buffer>> {
-        self.check()?;
+        self.check_process()?;
         let (addr, len_bytes) = self.regions.range(id).ok_or_else(|| errno::error(EINVAL))?;
         let is_inside = |at: usize| (addr..addr + len_bytes).contains(&at);
-        if self.requests().any(|(_, request)| is_inside(request.buffer.addr().as_ptr() as usize)) {
+        if self.in_flight_requests().any(|(_, request)| is_inside(request.buffer.addr().as_ptr() as usize)) {
             return Err(errno::error(EBUSY));
         }
         self.backend.tables()?.unregister_memory(id.0)?;

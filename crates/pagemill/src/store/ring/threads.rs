@@ -209,20 +209,20 @@ impl ThreadBackend {
     /// Starts the queued jobs. Waits for a completion, the waker, or the timeout.
     pub fn wait(&mut self, timeout: Duration) {
         self.submit();
-        self.collect();
+        self.collect_completions();
         if self.ready.is_empty() {
             self.completions.handle.waker.wait(timeout);
-            self.collect();
+            self.collect_completions();
         }
     }
 
-    fn collect(&mut self) {
+    fn collect_completions(&mut self) {
         self.ready.extend(lock(&self.completions.done).drain(..));
     }
 
     pub fn pop(&mut self) -> Option<Completion> {
         if self.ready.is_empty() {
-            self.collect();
+            self.collect_completions();
         }
         self.ready.pop_front()
     }

@@ -273,12 +273,12 @@ fn jitter_is_spread_over_a_period() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let period = Duration::from_nanos(1 << 20);
-    let parts: Vec<u64> = (0..4096).map(|_| (governor.jittered(period).as_nanos() as u64 * 8) >> 20).collect();
+    let parts: Vec<u64> = (0..4096).map(|_| (governor.random_pause(period).as_nanos() as u64 * 8) >> 20).collect();
     for part in 4..12 {
         let count = parts.iter().filter(|of| **of == part).count();
         assert!((400..624).contains(&count), "{count} of 4096 in eighth {part}");
     }
-    let lengths: BTreeSet<Duration> = (0..4096).map(|_| governor.jittered(period)).collect();
+    let lengths: BTreeSet<Duration> = (0..4096).map(|_| governor.random_pause(period)).collect();
     assert!(lengths.len() > 900, "{} of 1024", lengths.len());
 }
 
