@@ -1,8 +1,9 @@
 //! Linux system calls and kernel files for Pagemill. This crate contains no policy.
 //!
-//! Each file covers one kernel feature. Each call returns the actual result (how many bytes, huge pages or not), so
-//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, [`open_permission`],
-//! [`ring`] and [`task`] allocate from the global allocator. Everything else may run inside `malloc`.
+//! Each file covers one kernel feature. Each call returns what really happened (how many bytes, whether a huge page),
+//! so that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, [`ring`], [`task`], [`child`],
+//! [`fanotify`], [`open_permission`], [`pages`] and [`namespace`] use the global allocator. Everything else may run
+//! inside `malloc`.
 //!
 //! | file | kernel feature |
 //! |---|---|
@@ -51,8 +52,8 @@ pub mod waker;
 
 /// Prints one line to standard error and ends the process with `SIGABRT`.
 ///
-/// For damage after which the process must not continue, such as a double free. Neither allocates nor locks, so any
-/// part of the allocator may call it.
+/// Used for errors after which the process must not continue, such as a double free. Neither allocates nor locks, so
+/// any code of the allocator may call it.
 pub fn fatal(message: core::fmt::Arguments<'_>) -> ! {
     let mut line = file::Text::<512>::new();
     let _ = core::fmt::Write::write_fmt(&mut line, message);

@@ -1,7 +1,7 @@
 //! Permission events of one file system (fanotify): the kernel delays each open of a regular file until the listener
 //! allows it.
 //!
-//! Needs CAP_SYS_ADMIN in the first user namespace, and a kernel with `CONFIG_FANOTIFY_ACCESS_PERMISSIONS`. If the
+//! Needs CAP_SYS_ADMIN in the initial user namespace, and a kernel with `CONFIG_FANOTIFY_ACCESS_PERMISSIONS`. If the
 //! listener's descriptor is closed, or its process ends, the kernel allows all delayed opens.
 #![allow(unsafe_code)] // fanotify, descriptors that arrive in events
 
@@ -10,16 +10,16 @@ use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// Number of events of one read.
+/// Most events of one read call.
 const EVENTS: usize = 32;
 
 /// A listener for the opens of one file system.
 pub struct OpenPermissions(OwnedFd);
 
-/// An open that waits in the kernel. Dropping this allows it.
+/// An open that waits in the kernel for permission. Dropping the value allows the open.
 pub struct DelayedOpen {
     listener: Arc<OpenPermissions>,
-    /// The file, opened by the kernel for the listener. Its number identifies the event in the answer.
+    /// The file, opened by the kernel for the listener. Its descriptor number identifies the event in the answer.
     file: OwnedFd,
 }
 
@@ -27,7 +27,7 @@ impl Drop for DelayedOpen {
     fn drop(&mut self) {
         let answer = libc::fanotify_response { fd: self.file.as_raw_fd(), response: libc::FAN_ALLOW };
         let bytes = (&raw const answer).cast();
-        // SAFETY: reads the answer only.
+        // SAFETY: the call only reads `answer`.
         unsafe { libc::write(self.listener.0.as_raw_fd(), bytes, size_of::<libc::fanotify_response>()) };
     }
 }
@@ -41,12 +41,12 @@ impl OpenPermissions {
     pub fn new() -> io::Result<Arc<Self>> {
         let flags = libc::FAN_CLASS_CONTENT | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK;
         let file_flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_LARGEFILE;
-        // SAFETY: makes a new descriptor.
+        // SAFETY: the call only creates a descriptor.
         let fd = unsafe { libc::syscall(libc::SYS_fanotify_init, flags, file_flags) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it is new, and ours alone.
+        // SAFETY: no other value owns the new descriptor.
         Ok(Arc::new(Self(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
     }
 
@@ -61,20 +61,20 @@ impl OpenPermissions {
         self.mark(root, libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM)
     }
 
-    /// Ends what [`Self::start`] began. Opens that are delayed already still wait for their answer.
+    /// Stops delaying opens. Opens that are already delayed still wait for their answer.
     pub fn stop(&self, root: BorrowedFd<'_>) {
-        // It fails only if there is no mark.
+        // The call fails only if there is no mark.
         let _ = self.mark(root, libc::FAN_MARK_REMOVE | libc::FAN_MARK_FILESYSTEM);
     }
 
     fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint) -> io::Result<()> {
         let (listener, root) = (self.0.as_raw_fd(), root.as_raw_fd());
-        // SAFETY: reads the path only.
+        // SAFETY: the path is a C string.
         let marked = unsafe { libc::fanotify_mark(listener, how, libc::FAN_OPEN_PERM, root, c".".as_ptr()) };
         if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Reads some of the opens that wait. Returns none if there are none.
+    /// Reads some of the opens that wait; an empty list if none waits.
     ///
     /// # Errors
     ///
@@ -82,7 +82,7 @@ impl OpenPermissions {
     pub fn read(self: &Arc<Self>) -> io::Result<Vec<DelayedOpen>> {
         const BYTES: usize = size_of::<libc::fanotify_event_metadata>();
         let mut buffer = [0u8; BYTES * EVENTS];
-        // SAFETY: writes at most the buffer's length.
+        // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
         let count = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
         if count < 0 {
             let error = io::Error::last_os_error();
@@ -97,16 +97,16 @@ impl OpenPermissions {
 
     fn delayed(self: &Arc<Self>, event: &[u8]) -> Option<DelayedOpen> {
         let fd = i32::from_ne_bytes(event.get(16..20)?.try_into().ok()?);
-        // An event of lost events has none.
+        // An event that reports lost events has no descriptor.
         (fd >= 0).then(|| {
-            // SAFETY: the kernel has made this descriptor for the event; it is ours alone.
+            // SAFETY: the kernel created the descriptor for this event, and no other value owns it.
             let file = unsafe { OwnedFd::from_raw_fd(fd) };
             DelayedOpen { listener: self.clone(), file }
         })
     }
 }
 
-/// Readable when an open waits.
+/// The descriptor is readable when an open waits.
 impl AsFd for OpenPermissions {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
@@ -130,7 +130,7 @@ mod tests {
     /// An open waits until its event is dropped. Opens through the listener's own mount, and after the stop, do not.
     #[test]
     fn an_open_waits_for_permission() {
-        // Of its own, since opens by other processes would be delayed too.
+        // The test uses a file system of its own, because opens by other processes would be delayed, too.
         let Ok(listener) = OpenPermissions::new() else { return println!("skipped: no permission events") };
         let Some(mount) = own_tmpfs() else { return println!("skipped: no right to mount") };
         let path = format!("/proc/self/fd/{}/file", mount.as_raw_fd());

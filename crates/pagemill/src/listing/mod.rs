@@ -1,7 +1,7 @@
-//! Requests from other processes of the same user. A process lists its volatile ranges, the usage of its caches, and
-//! its slab caches, which it also shrinks on request. It measures its figures, and returns memory.
+//! Lists and commands between processes of the same user. On request a process lists its volatile ranges, the usage of
+//! its caches, and its slab caches; measures its statistics; shrinks a slab cache; or returns memory.
 //!
-//! A process must not read another process's memory, so the process answers itself:
+//! A process must not read another process's memory, so each process writes its own lists:
 //!
 //! ```text
 //!   requester                                         the process
@@ -12,16 +12,17 @@
 //!   reads, checks everything, removes the file
 //! ```
 //!
-//! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
-//! caches, `pm-figr1` figures, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
-//! failure, or 0 (u32); 16 records; 24 records left out. The records: `ranges`, `caches`, `slabs`, `figures`,
-//! `commands`.
+//! All numbers are little-endian. The head has 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
+//! caches, `pm-figr1` statistics, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
+//! failure, or 0 (u32); 16 count of records; 24 count of records left out. The modules `ranges`, `caches`, `slabs`,
+//! `figures` and `commands` define the records.
 //!
-//! A command ([`ControlCommand`]) is in the file from the start, and the answer follows it. Commands that may call code
-//! of the program are executed by a thread that lives while there are commands (`control`). The requester waits no
-//! longer than for a list; then it learns that the command goes on.
+//! The file of a command ([`ControlCommand`]) contains the command from the start, and the answer follows it. Commands
+//! that may call code of the program are executed by a thread that runs only while there are commands (`control`). The
+//! requester waits as long as for a list. After that it learns that the process continues with the command.
 //!
-//! Answering (`answer`) allocates no memory and, while it writes, holds no lock. Asking ([`mod@ask`]) is for commands.
+//! Answering (`answer`) allocates no memory, and holds no lock while it writes. Requests ([`mod@ask`]) are made by the
+//! command-line tool.
 
 mod answer;
 pub mod ask;
@@ -39,7 +40,7 @@ pub use slabs::shown_name;
 
 use crate::published::Subject;
 
-/// The most records of a file: 8 MiB of ranges.
+/// Most records in a file: 8 MiB of ranges.
 pub const MOST_RECORDS: u64 = 1 << 18;
 
 /// The head of a list, before its records.
@@ -74,7 +75,7 @@ impl Head {
         bytes
     }
 
-    /// `None` if this is no valid head of such a list.
+    /// Returns `None` if this is not the head of such a list.
     fn from_bytes(bytes: &[u8; Self::LEN], subject: Subject) -> Option<Self> {
         let head = Self {
             number: u32_at(bytes, 8),
@@ -86,20 +87,20 @@ impl Head {
     }
 }
 
-/// Updates figures when another process asks for them.
+/// Measures statistics when another process requests them.
 ///
 /// Example: [`List`].
 pub trait Measured: Sync {
-    /// Must neither allocate nor take long.
+    /// Updates the counters. Must neither allocate nor take long.
     fn measure(&self);
 }
 
-/// A record of a list.
+/// A record of a list; each subject has a format of its own.
 trait Record: Sized {
     const SUBJECT: Subject;
     const LEN: usize;
 
-    /// `None` for an invalid record: another process wrote it.
+    /// Parses a record, which another process wrote. Returns `None` if it is invalid.
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
 }
 
@@ -115,9 +116,9 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 mod tests {
     use super::*;
 
-    /// A written head is read back; each list has its own magic.
+    /// A head is read as it was written. The magic of each subject is different.
     #[test]
-    fn heads_go_and_come() {
+    fn heads_are_read_as_written() {
         let head = Head { number: 3, errno: 28, records: 5, left_out: 6 };
         for subject in Subject::ALL {
             let bytes = head.to_bytes(subject);

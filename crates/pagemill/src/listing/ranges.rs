@@ -1,6 +1,6 @@
-//! One record per volatile range, 32 bytes: 0 address; 8 length; 16 bytes purged (all ones: some, the number is
-//! unknown); 24 age in ticks of 2^22 ns (u32; all ones: not marked); 28 kind; 29 state; 30 behaviour; 31 whether it is
-//! strict.
+//! The record of a volatile range, 32 bytes. Offsets and fields: 0 address; 8 length; 16 bytes purged (all ones: purged
+//! in part, by an unknown number); 24 age in ticks of 2^22 ns (u32; all ones: not volatile); 28 kind; 29 state; 30
+//! behaviour; 31 whether it is strict.
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
@@ -82,9 +82,9 @@ mod tests {
         }
     }
 
-    /// A written record is read back; each field has its offset.
+    /// A record is read as it was written.
     #[test]
-    fn records_go_and_come() {
+    fn records_are_read_as_written() {
         let states = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];
         for (state, (kind, how)) in states
             .into_iter()
@@ -98,9 +98,9 @@ mod tests {
         }
     }
 
-    /// Invalid records are rejected, whichever byte is wrong.
+    /// A record with any invalid field is rejected.
     #[test]
-    fn damaged_records_are_refused() {
+    fn invalid_records_are_rejected() {
         let good = to_record(&listed());
         for (at, byte) in [(28, 2), (29, 4), (30, 2), (31, 2), (18, 0x31), (23, 1), (7, 0xFF)] {
             let mut bytes = good;
