@@ -1,7 +1,7 @@
-//! A memory limit around a workload: one child cgroup, removed on drop with every process still in it.
+//! A cgroup around a workload, with or without a memory limit. Dropping it kills the processes in it and removes it.
 //!
-//! Supports cgroup v1 and v2. The version is read from the process's own membership, not assumed. A hierarchy that
-//! cannot be written is reported as a gap, not as an error.
+//! Both cgroup v1 and v2 are supported. The version is read from `/proc/self/cgroup`. If the bench may not make a
+//! cgroup, it reports a gap and goes on.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,17 +11,17 @@ use std::time::Duration;
 
 use crate::native;
 
-/// Group names are this prefix, the number of the process that made the group, and a count.
+/// The prefix of group names. A name is this prefix, the process id of the bench, and a count.
 const PREFIX: &str = "pagemill-bench-";
 
-/// The version of the memory controller, which determines the names of its files.
+/// The cgroup version of the memory controller, which determines the names of its files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
     V1,
     V2,
 }
 
-/// The group below which new groups are made.
+/// The existing group below which new groups are made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Parent {
     version: Version,
@@ -39,7 +39,7 @@ impl Cgroup {
     ///
     /// # Errors
     ///
-    /// A sentence for the list of gaps: no memory controller, or no right to use it.
+    /// A sentence for the list of gaps, if there is no memory controller or no permission to use it.
     pub fn with_limit(limit_bytes: u64) -> Result<Self, String> {
         Self::new(Some(limit_bytes))
     }
@@ -60,19 +60,19 @@ impl Cgroup {
         let own = fs::read_to_string("/proc/self/cgroup").map_err(|cause| cause.to_string())?;
         let parent = find_parent(&own, Path::new("/sys/fs/cgroup"))
             .ok_or("no memory controller of cgroups is mounted at /sys/fs/cgroup")?;
-        sweep(&parent.folder);
-        make(&parent, &name, limit_bytes)
+        remove_stale_groups(&parent.folder);
+        make_group(&parent, &name, limit_bytes)
     }
 
-    /// The peak memory charge of the group, page cache included; none if the kernel does not record it (v2 before
-    /// 5.19).
+    /// Returns the peak memory charge of the group, page cache included; none if the kernel does not record it, as v2
+    /// before Linux 5.19.
     pub fn peak_bytes(&self) -> Option<u64> {
         let read = |name| fs::read_to_string(self.folder.join(name)).ok()?.trim().parse().ok();
         read("memory.max_usage_in_bytes").or_else(|| read("memory.peak"))
     }
 
-    /// The number of OOM kills in the group; none if the kernel does not count them.
-    pub fn kills(&self) -> Option<u64> {
+    /// Returns the number of OOM kills in the group; none if the kernel does not count them.
+    pub fn oom_kills(&self) -> Option<u64> {
         let text = ["memory.oom_control", "memory.events"].map(|name| fs::read_to_string(self.folder.join(name)).ok());
         text.into_iter().flatten().find_map(|text| {
             let mut lines = text.lines();
@@ -80,15 +80,16 @@ impl Cgroup {
         })
     }
 
-    /// The file to which a process writes 0 to join the group.
-    pub fn entrance(&self) -> PathBuf {
+    /// Returns the path of `cgroup.procs`. A process joins the group by writing 0 to that file.
+    pub fn join_file(&self) -> PathBuf {
         self.folder.join("cgroup.procs")
     }
 }
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // Every process in here was started by this bench. A killed process leaves the group a moment later.
+        // The bench started every process in this group. A killed process stays in the group for a moment, so removal
+        // is retried.
         for _ in 0..200 {
             let members = fs::read_to_string(self.folder.join("cgroup.procs")).unwrap_or_default();
             for pid in members.lines().filter_map(|line| line.parse().ok()) {
@@ -103,22 +104,23 @@ impl Drop for Cgroup {
     }
 }
 
-/// Removes groups that a killed bench left behind. They are empty, since its workloads died with it.
-fn sweep(parent: &Path) {
+/// Removes groups that a killed bench left behind. They are empty, since each workload dies with its bench.
+fn remove_stale_groups(parent: &Path) {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
         let name = entry.file_name().to_string_lossy().into_owned();
         let maker = name.strip_prefix(PREFIX).and_then(|rest| rest.split('-').next());
         if maker.is_some_and(|maker| !Path::new("/proc").join(maker).exists()) {
-            // `rmdir` fails on a group that is not empty, which is then left alone.
+            // `rmdir` fails for a group that still has processes. The group then stays.
             let _ = fs::remove_dir(entry.path());
         }
     }
 }
 
-fn make(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup, String> {
+fn make_group(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup, String> {
     if parent.version == Version::V2 {
-        // Fails if the group has processes of its own. Then the child lacks memory.max, which is reported below.
+        // The write fails if the parent group contains processes. Then the new group has no memory.max, which is
+        // reported below.
         let _ = fs::write(parent.folder.join("cgroup.subtree_control"), "+memory");
     }
     let folder = parent.folder.join(name);
@@ -136,13 +138,13 @@ fn make(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup,
         write(limit_file, &limit_bytes.to_string())?;
     }
     if parent.version == Version::V2 {
-        // Swap would hide what is measured here: whether free memory is returned in time.
+        // With swap, a workload would not need free memory to be returned, and that is what the bench measures.
         let _ = write("memory.swap.max", "0");
     }
     Ok(group)
 }
 
-/// Finds this process's own group in the hierarchy that controls memory.
+/// Returns this process's own group in the hierarchy that has the memory controller; none if no hierarchy has it.
 fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
     let (mut v1, mut v2) = (None, None);
     for line in own.lines() {
@@ -159,8 +161,8 @@ fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
         (None, Some(path)) => (Version::V2, mount.to_owned(), path),
         (None, None) => return None,
     };
-    // In a container the path may belong to another view of the tree. Then the root of the mount is this process's
-    // group.
+    // In a container, the path can belong to a part of the tree that is not visible. The root of the mount is then this
+    // process's group.
     let own_folder = hierarchy.join(path.trim_start_matches('/'));
     let folder = [own_folder, hierarchy].into_iter().find(|folder| folder.is_dir())?;
     let has_memory = match version {
@@ -175,9 +177,10 @@ fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
 mod tests {
     use super::*;
 
-    /// A fake tree of each version; v1 wins if both are mounted, since its controller is bound there.
+    /// Finds the group in a fake tree of each version. If both versions are mounted, v1 is used when it has the
+    /// controller.
     #[test]
-    fn both_generations_are_found() {
+    fn both_cgroup_versions_are_found() {
         let tree = tempfile::tempdir().expect("a temporary folder");
         let (v1, v2) = (tree.path().join("memory/a/b"), tree.path().join("c"));
         fs::create_dir_all(&v1).expect("made");
@@ -193,13 +196,13 @@ mod tests {
         assert_eq!(find_parent("1:cpu:/\n", tree.path()), None);
     }
 
-    /// A real group is made, limited and removed, if this user may.
+    /// Makes a real group with a limit and drops it; the folder is gone afterwards. Skipped without permission.
     #[test]
     fn a_group_is_removed_on_drop() {
         match Cgroup::with_limit(64 << 20) {
             Ok(group) => {
                 let folder = group.folder.clone();
-                assert!(folder.is_dir() && group.entrance().exists());
+                assert!(folder.is_dir() && group.join_file().exists());
                 drop(group);
                 assert!(!folder.exists());
             }

@@ -1,91 +1,93 @@
-//! Pieces of one size from the C `malloc`, in an intrusive list: each piece holds the address of the next.
+//! Allocations of one size from the C `malloc`, in an intrusive linked list.
 //!
-//! An array of addresses would need half as much again as pieces of 16 bytes.
+//! Each allocation stores the address of the next. An array of addresses would need half as much memory again as
+//! allocations of 16 bytes.
 
 #![allow(unsafe_code)] // the list is intrusive: its links are in the pieces
 
 use std::hint::black_box;
 use std::{ptr, slice};
 
-/// The start of each piece.
+/// The first bytes of each allocation.
 #[repr(C)]
 struct Link {
     next: *mut Link,
     tag: u64,
 }
 
-/// The smallest size of a piece.
-pub const LEAST_BYTES: usize = size_of::<Link>();
+/// The smallest size of an allocation in the list.
+pub const MIN_BYTES: usize = size_of::<Link>();
 
-/// Pieces in order of allocation.
+/// A linked list of allocations, in the order in which they were made.
 ///
 /// # Invariants
 ///
-/// `first` is the head of a null-terminated list of blocks that `malloc` returned for `size` bytes. This chain alone
-/// owns them, and every byte of them is initialized. `last` is the tail, or null if the list is empty.
+/// `first` is the head of a null-terminated list of allocations that `malloc` returned for `size` bytes. This chain
+/// alone owns them, and every byte of them is initialized. `last` is the tail, or null if the list is empty.
 pub struct Chain {
     first: *mut Link,
     last: *mut Link,
     size: usize,
-    pushed: u64,
+    allocated_count: u64,
 }
 
-// SAFETY: a chain is the only owner of its pieces (type invariant), and malloc and free work across threads.
+// SAFETY: a chain is the only owner of its allocations (type invariant), and malloc and free work across threads.
 unsafe impl Send for Chain {}
 
 impl Chain {
-    /// Makes an empty list of pieces of `size` bytes.
+    /// Makes an empty list for allocations of `size` bytes.
     ///
     /// # Errors
     ///
-    /// A message if `size` is below [`LEAST_BYTES`].
+    /// A message if `size` is below [`MIN_BYTES`].
     pub fn new(size: usize) -> Result<Self, String> {
-        match size < LEAST_BYTES {
-            true => Err(format!("a piece has {LEAST_BYTES} bytes at least")),
-            false => Ok(Self { first: ptr::null_mut(), last: ptr::null_mut(), size, pushed: 0 }),
+        match size < MIN_BYTES {
+            true => Err(format!("a piece has {MIN_BYTES} bytes at least")),
+            false => Ok(Self { first: ptr::null_mut(), last: ptr::null_mut(), size, allocated_count: 0 }),
         }
     }
 
-    /// Allocates one piece and writes all of it; returns false if malloc failed.
+    /// Makes one allocation, writes all of its bytes, and appends it. Returns false if malloc failed.
     pub fn push(&mut self) -> bool {
-        let tag = self.pushed;
+        let tag = self.allocated_count;
         // SAFETY: malloc takes any size.
-        let piece = black_box(unsafe { libc::malloc(self.size) }.cast::<Link>());
-        if piece.is_null() {
+        let allocation = black_box(unsafe { libc::malloc(self.size) }.cast::<Link>());
+        if allocation.is_null() {
             return false;
         }
-        // SAFETY: the block has room for a link (`LEAST_BYTES`), which malloc aligned.
-        unsafe { piece.write(Link { next: ptr::null_mut(), tag }) };
-        // SAFETY: the `size - LEAST_BYTES` bytes after the link are in the same block.
-        unsafe { piece.add(1).cast::<u8>().write_bytes(tag as u8, self.size - LEAST_BYTES) };
-        self.append(piece);
-        self.pushed += 1;
+        // SAFETY: the allocation has room for a link (`MIN_BYTES`), and malloc aligned it.
+        unsafe { allocation.write(Link { next: ptr::null_mut(), tag }) };
+        // SAFETY: the `size - MIN_BYTES` bytes after the link belong to the same allocation.
+        unsafe { allocation.add(1).cast::<u8>().write_bytes(tag as u8, self.size - MIN_BYTES) };
+        self.append(allocation);
+        self.allocated_count += 1;
         true
     }
 
-    /// The number of pieces allocated so far.
-    pub fn pushed(&self) -> u64 {
-        self.pushed
+    /// Returns the number of allocations made so far.
+    pub fn allocated_count(&self) -> u64 {
+        self.allocated_count
     }
 
-    /// Frees all pieces except those for which `keeps` returns true, given their index in order of allocation. Compares
-    /// every byte of all pieces first, and returns the number of pieces that differ from what was written.
+    /// Frees all allocations except those for which `keeps` returns true; its argument is the number of earlier
+    /// allocations. Before that, compares every byte with what was written. Returns the number of allocations that
+    /// differ.
     pub fn retain(&mut self, mut keeps: impl FnMut(u64) -> bool) -> u64 {
         let (mut at, mut wrong) = (self.first, 0);
         (self.first, self.last) = (ptr::null_mut(), ptr::null_mut());
         while !at.is_null() {
-            // SAFETY: `at` is a live piece that was in the list (type invariant); nothing else refers to it.
+            // SAFETY: `at` is a live allocation that was in the list (type invariant), and nothing else refers to it.
             let (next, tag) = unsafe { ((*at).next, (*at).tag) };
-            // SAFETY: the bytes after the link are in the same block, and initialized (type invariant).
-            let rest = unsafe { slice::from_raw_parts(at.add(1).cast::<u8>(), self.size - LEAST_BYTES) };
-            // A tag that was never assigned shows that the piece is corrupt. The list ends there, since its `next`
-            // cannot be trusted.
-            let is_known = tag < self.pushed;
+            // SAFETY: the bytes after the link belong to the same allocation and are initialized (type invariant).
+            let rest = unsafe { slice::from_raw_parts(at.add(1).cast::<u8>(), self.size - MIN_BYTES) };
+            // A tag that was never assigned shows that the allocation is corrupt. The walk ends there, since its `next`
+            // cannot be trusted either.
+            let is_known = tag < self.allocated_count;
             wrong += u64::from(!is_known || rest.iter().any(|&byte| byte != tag as u8));
             if keeps(tag) && is_known {
                 self.append(at);
             } else {
-                // SAFETY: the piece came from malloc, and is in no list any more.
+                // SAFETY: malloc returned this allocation, and it is in no list any more.
                 unsafe { libc::free(at.cast()) };
             }
             at = if is_known { next } else { ptr::null_mut() };
@@ -93,16 +95,16 @@ impl Chain {
         wrong
     }
 
-    /// Appends a piece that is in no list.
-    fn append(&mut self, piece: *mut Link) {
-        // SAFETY: `piece` is a live block that is in no list (caller's duty).
-        unsafe { (*piece).next = ptr::null_mut() };
+    /// Appends an allocation that is in no list.
+    fn append(&mut self, allocation: *mut Link) {
+        // SAFETY: `allocation` is a live allocation that is in no list (precondition).
+        unsafe { (*allocation).next = ptr::null_mut() };
         match self.last.is_null() {
-            true => self.first = piece,
-            // SAFETY: `last` is a live piece of ours (type invariant).
-            false => unsafe { (*self.last).next = piece },
+            true => self.first = allocation,
+            // SAFETY: `last` is a live allocation of this list (type invariant).
+            false => unsafe { (*self.last).next = allocation },
         }
-        self.last = piece;
+        self.last = allocation;
     }
 }
 
@@ -116,10 +118,10 @@ impl Drop for Chain {
 mod tests {
     use super::*;
 
-    /// Half of the pieces are freed; the others stay in order and intact. One changed byte is found.
+    /// Of 1000 allocations every second one is freed. The others stay in order, with their bytes intact.
     #[test]
-    fn pieces_are_kept_by_their_place() {
-        for size in [LEAST_BYTES, 17, 4096] {
+    fn retained_allocations_stay_in_order() {
+        for size in [MIN_BYTES, 17, 4096] {
             let mut chain = Chain::new(size).expect("large enough");
             assert!((0..1000).all(|_| chain.push()));
 
@@ -134,17 +136,17 @@ mod tests {
             );
 
             assert!(seen.iter().copied().eq((0..1000).step_by(2)), "{size}");
-            assert!(chain.push() && chain.pushed() == 1001);
+            assert!(chain.push() && chain.allocated_count() == 1001);
         }
-        assert!(Chain::new(LEAST_BYTES - 1).is_err());
+        assert!(Chain::new(MIN_BYTES - 1).is_err());
     }
 
-    /// A byte that changes in a listed piece is counted.
+    /// Changing the last byte of a listed allocation makes the check report one wrong allocation.
     #[test]
     fn a_changed_byte_is_found() {
         let mut chain = Chain::new(64).expect("large enough");
         assert!((0..10).all(|_| chain.push()));
-        // SAFETY: the last byte of the first piece, which the chain owns.
+        // SAFETY: this is the last byte of the first allocation, which the chain owns.
         unsafe { chain.first.cast::<u8>().add(63).write(99) };
 
         assert_eq!(chain.retain(|_| true), 1);

@@ -1,7 +1,7 @@
-//! Starts workloads, ends them, and reads their output. Each has a process group of its own.
+//! Starts workloads, ends them, and reads their output. Each workload has a process group of its own.
 //!
-//! With a group, a workload's children end with it, and Ctrl-C reaches the bench alone. The bench then ends every group
-//! that it started and removes its cgroups and folders.
+//! The group lets the bench end a workload together with its children. It also keeps Ctrl-C from the workloads: only
+//! the bench receives the signal. The bench then ends every group that it started and removes its cgroups and folders.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -18,26 +18,26 @@ use signal_hook::low_level::emulate_default_handler;
 
 use crate::error::{Error, Result, doing};
 use crate::native::{self, Usage};
-use crate::subject::Ready;
+use crate::subject::AvailableSubject;
 
 /// Exit status of a workload that found wrong bytes in its memory.
 pub const WRONG_ANSWER: i32 = 70;
 
-/// The first signal that asked the bench to end; 0 before that.
-static SIGNAL: AtomicI32 = AtomicI32::new(0);
-static GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+/// The first signal that asked the bench to end; 0 if there was none.
+static FIRST_SIGNAL: AtomicI32 = AtomicI32::new(0);
+static RUNNING_GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
-fn groups() -> MutexGuard<'static, BTreeSet<u32>> {
-    GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
+fn running_groups() -> MutexGuard<'static, BTreeSet<u32>> {
+    RUNNING_GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Handles Ctrl-C, SIGTERM and SIGHUP from here on: they end the workloads and let the bench clean up.
+/// Installs handling of Ctrl-C, SIGTERM and SIGHUP: they kill the workloads and let the bench clean up.
 pub fn handle_interrupts() -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(doing("watching for signals"))?;
     thread::spawn(move || {
         for signal in signals.forever() {
-            let _ = SIGNAL.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
-            for &leader in groups().iter() {
+            let _ = FIRST_SIGNAL.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
+            for &leader in running_groups().iter() {
                 native::kill_group(leader);
             }
         }
@@ -46,20 +46,20 @@ pub fn handle_interrupts() -> Result<()> {
 }
 
 /// Ends the bench by the signal's default action, so that the parent process sees the signal. Call it after cleanup.
-pub fn end_by(signal: i32) {
-    // If that fails, the exit status reports the signal.
+pub fn end_by_signal(signal: i32) {
+    // If that fails, the bench goes on to exit with a status that reports the signal.
     let _ = emulate_default_handler(signal);
 }
 
-/// Returns an error once the user has asked to stop.
+/// Returns [`Error::Interrupted`] if a signal has asked the bench to end.
 pub fn check_interrupt() -> Result<()> {
-    match SIGNAL.load(Ordering::SeqCst) {
+    match FIRST_SIGNAL.load(Ordering::SeqCst) {
         0 => Ok(()),
         signal => Err(Error::Interrupted { signal }),
     }
 }
 
-/// Sleeps; returns early at an interrupt.
+/// Sleeps for the duration; returns early with an error at an interrupt.
 pub fn sleep(duration: Duration) -> Result<()> {
     let until = Instant::now() + duration;
     loop {
@@ -72,79 +72,77 @@ pub fn sleep(duration: Duration) -> Result<()> {
     }
 }
 
-/// A command that runs this executable with one of its hidden subcommands.
-pub fn workload(arguments: &[&str]) -> Result<Command> {
+/// Returns a command that runs this executable with one of its hidden subcommands.
+pub fn workload_command(arguments: &[&str]) -> Result<Command> {
     let mut command = Command::new(own_executable()?);
     command.args(arguments);
     Ok(command)
 }
 
-/// Numeric options of a workload, as words of its command line.
-pub fn numbers(options: &[(&str, u64)]) -> impl Iterator<Item = String> {
+/// Returns numeric options as words of a workload's command line.
+pub fn numeric_options(options: &[(&str, u64)]) -> impl Iterator<Item = String> {
     options.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()])
 }
 
-/// The path of this executable.
 pub fn own_executable() -> Result<std::path::PathBuf> {
     std::env::current_exe().map_err(doing("finding the own executable"))
 }
 
-/// A running process group. Dropping it kills the group.
+/// A process group that the bench started, with its output. Dropping it kills the group.
 #[derive(Debug)]
-pub struct Running {
+pub struct RunningGroup {
     child: Child,
     stdout: Option<JoinHandle<Vec<u8>>>,
     stderr: Option<JoinHandle<Vec<u8>>>,
     is_ended: bool,
 }
 
-/// Status, output and resource usage of a process that ended.
+/// Exit status, output and resource usage of a process that ended.
 #[derive(Debug)]
-pub struct Finished {
+pub struct FinishedProcess {
     pub status: ExitStatus,
     pub stdout: Vec<u8>,
     pub stderr: Vec<u8>,
     pub wall: Duration,
-    /// CPU time of the process and of all children that it waited for.
+    /// CPU time of the process and of all children that it has waited for.
     pub usage: Usage,
 }
 
-impl Running {
-    /// Starts the command with its output captured, in a process group of its own.
+impl RunningGroup {
+    /// Starts the command in a new process group and captures its output.
     pub fn start(command: &mut Command) -> Result<Self> {
         check_interrupt()?;
         command.process_group(0).stdin(Stdio::null());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let name = command.get_program().to_string_lossy().into_owned();
-        // The lock is held across the spawn, so that an interrupt finds either no child or a registered one.
-        let mut groups = groups();
+        // The lock is held across the spawn. A signal therefore finds either no child or a registered group.
+        let mut groups = running_groups();
         let mut child = command.spawn().map_err(doing(format!("starting {name}")))?;
         groups.insert(child.id());
         drop(groups);
-        let stdout = child.stdout.take().map(drain);
-        let stderr = child.stderr.take().map(drain);
+        let stdout = child.stdout.take().map(read_in_background);
+        let stderr = child.stderr.take().map(read_in_background);
         Ok(Self { child, stdout, stderr, is_ended: false })
     }
 
-    /// The process id of the group's leader.
+    /// Returns the process id of the group's leader.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether the leader ended by itself. It stays unreaped, so its process id cannot be reused.
+    /// Whether the leader has ended. It stays a zombie, so that its process id cannot be reused.
     pub fn has_ended(&self) -> bool {
         native::has_ended(self.child.id())
     }
 
-    /// Sends SIGTERM to the leader.
     pub fn terminate(&self) {
         if !self.has_ended() {
             native::terminate(self.child.id());
         }
     }
 
-    /// Waits for the end, at most `limit`.
-    pub fn finish(mut self, limit: Duration) -> Result<Finished> {
+    /// Waits until the leader ends, then kills the rest of the group. Fails if that takes longer than `limit`.
+    pub fn finish(mut self, limit: Duration) -> Result<FinishedProcess> {
         let started = Instant::now();
         while !self.has_ended() {
             if started.elapsed() > limit {
@@ -158,67 +156,77 @@ impl Running {
         let (status, usage) = native::reap(self.child.id()).map_err(doing("waiting for a workload"))?;
         let status = ExitStatus::from_raw(status);
         check_interrupt()?;
-        Ok(Finished { status, stdout: collect(self.stdout.take()), stderr: collect(self.stderr.take()), wall, usage })
+        Ok(FinishedProcess {
+            status,
+            stdout: join_reader(self.stdout.take()),
+            stderr: join_reader(self.stderr.take()),
+            wall,
+            usage,
+        })
     }
 
-    /// Kills the rest of the group and removes it from the set. The leader is not yet reaped.
+    /// Kills all members of the group and removes it from the set of running groups. The leader is reaped later.
     fn end_group(&mut self) {
         if !self.is_ended {
             native::kill_group(self.child.id());
-            groups().remove(&self.child.id());
+            running_groups().remove(&self.child.id());
             self.is_ended = true;
         }
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningGroup {
     fn drop(&mut self) {
         if !self.is_ended {
             self.end_group();
-            // It was killed just now; this only reaps it.
+            // The leader was just killed; waiting for it only reaps the zombie.
             let _ = self.child.wait();
         }
     }
 }
 
-fn drain(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+fn read_in_background(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        // A broken pipe ends the output; the bytes before it are kept.
+        // Bytes read before an error, such as a broken pipe, stay in the buffer and are returned.
         let _: io::Result<usize> = pipe.read_to_end(&mut bytes);
         bytes
     })
 }
 
-fn collect(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
+fn join_reader(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
     reader.and_then(|reader| reader.join().ok()).unwrap_or_default()
 }
 
 /// How a workload ended.
 #[derive(Debug)]
 pub enum Outcome {
-    /// It printed its line of JSON.
+    /// The workload exited with status 0 and printed its line of JSON.
     Measured(serde_json::Value),
-    /// It was killed by SIGKILL: out of memory.
+    /// SIGKILL ended the workload, which mostly means out of memory.
     Killed,
-    /// It failed, with this message.
+    /// The workload failed otherwise, with this message.
     Failed(String),
 }
 
-/// Runs a hidden subcommand under a subject and reads the line that it prints.
+/// Runs a hidden subcommand under the allocator of a subject, and reads the JSON line that it prints.
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory; [`Error::Interrupted`].
-pub fn measure(ready: &Ready, arguments: &[&str], limit: Duration) -> Result<Outcome> {
-    let mut command = workload(arguments)?;
+/// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory; [`Error::Interrupted`] after a signal.
+pub fn run_under(ready: &AvailableSubject, arguments: &[&str], limit: Duration) -> Result<Outcome> {
+    let mut command = workload_command(arguments)?;
     ready.apply(&mut command);
-    let finished = Running::start(&mut command)?.finish(limit)?;
-    outcome(ready.name(), &finished)
+    let finished = RunningGroup::start(&mut command)?.finish(limit)?;
+    classify(ready.name(), &finished)
 }
 
-/// Classifies a finished workload: JSON line, killed, or failed with a message.
-pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
+/// Classifies a finished workload as measured, killed or failed.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory.
+pub fn classify(subject: &str, finished: &FinishedProcess) -> Result<Outcome> {
     let complaint = String::from_utf8_lossy(&finished.stderr);
     let complaint = complaint.trim();
     match (finished.status.code(), finished.status.signal()) {
@@ -227,21 +235,21 @@ pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
             Err(cause) => Ok(Outcome::Failed(format!("unreadable result: {cause}"))),
         },
         (Some(WRONG_ANSWER), _) => Err(Error::WrongAnswer { subject: subject.to_owned(), what: complaint.to_owned() }),
-        // Launchers report a child that SIGKILL ended as 137.
+        // A launcher such as `pagemill run` exits with 137 (128 + 9) if SIGKILL ended its child.
         (Some(137), _) | (None, Some(libc::SIGKILL)) => Ok(Outcome::Killed),
         (Some(code), _) => Ok(Outcome::Failed(format!("status {code}: {complaint}"))),
         (None, signal) => Ok(Outcome::Failed(format!("signal {}: {complaint}", signal.unwrap_or_default()))),
     }
 }
 
-/// Touches and frees as much memory as is about to be used, in a process that then ends.
+/// Touches and frees this much memory in a separate process, before anything is measured.
 ///
-/// The first touch of memory that the host has not backed yet is 5 to 30 times slower than later ones. Without this,
-/// the first subject would pay for all.
-pub fn warm(mib: u64) -> Result<()> {
-    let mut command = workload(&["__touch", "--mib", &mib.to_string()])?;
+/// In a virtual machine, the first touch of memory that the host has not backed yet is 5 to 30 times slower than later
+/// ones. Without this step the first subject would pay for all subjects.
+pub fn touch_beforehand(mib: u64) -> Result<()> {
+    let mut command = workload_command(&["__touch", "--mib", &mib.to_string()])?;
     crate::subject::clear_foreign_settings(&mut command);
-    let finished = Running::start(&mut command)?.finish(Duration::from_secs(300))?;
+    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(300))?;
     match finished.status.success() {
         true => Ok(()),
         false => Err(Error::CannotRun(format!("{mib} MiB could not be touched beforehand ({})", finished.status))),
@@ -252,17 +260,17 @@ pub fn warm(mib: u64) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn shell(script: &str) -> Finished {
+    fn shell(script: &str) -> FinishedProcess {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        let running = Running::start(&mut command).expect("sh starts");
+        let running = RunningGroup::start(&mut command).expect("sh starts");
         running.finish(Duration::from_secs(60)).expect("sh ends")
     }
 
-    /// Result, kill, failure and wrong answer are distinguished.
+    /// A JSON line is a measurement, SIGKILL a kill, status 3 a failure, and status 70 a wrong answer.
     #[test]
-    fn outcomes_are_told_apart() {
-        let read = |script| outcome("glibc", &shell(script));
+    fn exit_statuses_are_classified() {
+        let read = |script| classify("glibc", &shell(script));
 
         assert!(matches!(read("echo '{\"a\":1}'"), Ok(Outcome::Measured(value)) if value["a"] == 1));
         assert!(matches!(read("kill -9 $$"), Ok(Outcome::Killed)));
@@ -270,17 +278,18 @@ mod tests {
         assert!(matches!(read("exit 70"), Err(Error::WrongAnswer { .. })));
     }
 
-    /// The CPU time of a process includes that of its children.
+    /// A shell starts a child that computes. The measured CPU time includes that of the child.
     #[test]
-    fn usage_is_that_of_the_tree() {
+    fn cpu_time_includes_children() {
         let used = shell("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; true").usage;
 
         assert!(used.cpu() >= Duration::from_millis(5), "{used:?}");
     }
 
-    /// A group member that outlives its leader is killed, so that it keeps no pipe open.
+    /// A child that outlives its leader is killed with the group. Otherwise it would keep the output pipe open for an
+    /// hour.
     #[test]
-    fn the_whole_group_ends() {
+    fn finish_kills_remaining_group_members() {
         let started = Instant::now();
 
         shell("sleep 3600 &");

@@ -1,22 +1,21 @@
-//! ebizzy again, with its copies in chunks that the program gives up between records: volatile handles, `MADV_FREE` and
-//! `MADV_DONTNEED`, beside malloc and free. Part of `bench volatile`.
+//! ebizzy with its copies in memory that the program gives up between records. Part of `bench volatile`.
 //!
-//! All variants run the same [workload](crate::workload::ebizzy); they differ only in where a copy is stored. Targets:
-//! handles are no slower than malloc, which keeps its free memory; and no process is killed while a neighbour needs
-//! memory periodically.
+//! The copies are in volatile ranges, or in mappings that are freed with `MADV_FREE` or `MADV_DONTNEED`, or in malloc.
+//! All variants run the same [workload](crate::workload::ebizzy). Targets: volatile ranges are no slower than malloc,
+//! which does not return its free memory; and no process is killed while a second process needs memory periodically.
 
 use std::time::Duration;
 
-use crate::child::{self, Running};
+use crate::child::{self, RunningGroup};
 use crate::error::{Result, doing};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
-use crate::hog::{self, Times};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::hog::{self, SampleTimes};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 
-/// A way to store the copies, and the environment of its process.
-struct Way {
+/// A way to store the copies, with the environment of the process that uses it.
+struct CopyMemory {
     name: &'static str,
     memory: &'static str,
     settings: &'static [(&'static str, &'static str)],
@@ -24,32 +23,32 @@ struct Way {
 
 const HANDLES: &str = "ebizzy-handles";
 const MALLOC: &str = "ebizzy-malloc";
-/// glibc with settings that never return memory: its fastest at this workload.
+/// glibc with settings that never return memory, which is its fastest way to run this workload.
 const KEEPING: &str = "ebizzy-malloc-keeping";
 const FREE: &str = "ebizzy-madv-free";
 const DONTNEED: &str = "ebizzy-madv-dontneed";
 
-const WAYS: [Way; 5] = [
-    Way { name: HANDLES, memory: "handles", settings: &[] },
-    Way { name: MALLOC, memory: "malloc", settings: &[] },
-    Way {
+const COPY_MEMORIES: [CopyMemory; 5] = [
+    CopyMemory { name: HANDLES, memory: "handles", settings: &[] },
+    CopyMemory { name: MALLOC, memory: "malloc", settings: &[] },
+    CopyMemory {
         name: KEEPING,
         memory: "malloc",
         settings: &[("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824")],
     },
-    Way { name: FREE, memory: "free", settings: &[] },
-    Way { name: DONTNEED, memory: "dontneed", settings: &[] },
+    CopyMemory { name: FREE, memory: "free", settings: &[] },
+    CopyMemory { name: DONTNEED, memory: "dontneed", settings: &[] },
 ];
 
 const SIZES: [&str; 2] = ["fixed", "mixed"];
 const THREADS: [u64; 2] = [1, 2];
-/// One record in so many has its whole copy summed up and compared.
+/// One record in this many has its whole copy summed up and compared with the source.
 const SUM_EVERY: u64 = 64;
 
 const RECORDS: &str = "records_per_second";
 const METRICS: [&str; 5] = [RECORDS, "faults_per_record", "purged_per_record", "refused", "hog_rounds"];
 
-/// Sizes of the copies, number of threads, and whether a neighbour needs memory periodically.
+/// Sizes of the copies, number of threads, and whether a second process (the hog) needs memory periodically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,
@@ -72,124 +71,146 @@ impl Case {
     }
 }
 
-/// Names of the ways to store copies.
+/// Returns the names of all ways to store copies.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    WAYS.iter().map(|way| way.name)
+    COPY_MEMORIES.iter().map(|memory_kind| memory_kind.name)
 }
 
-/// Measures the ways that are wanted; adds rows and verdicts to the report.
+/// Measures the wanted ways to store copies; adds rows and verdicts.
 ///
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if a copy differs from its source.
-pub fn run(common: &Common, is_wanted: impl Fn(&str) -> bool, report: &mut Report) -> Result<()> {
-    let ways: Vec<&Way> = WAYS.iter().filter(|way| is_wanted(way.name)).collect();
-    if ways.is_empty() {
+pub fn run(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool, report: &mut Report) -> Result<()> {
+    let memories: Vec<&CopyMemory> = COPY_MEMORIES.iter().filter(|memory_kind| is_wanted(memory_kind.name)).collect();
+    if memories.is_empty() {
         return Ok(());
     }
     let mut cases: Vec<Case> = Case::all().collect();
-    match hog::limit() {
+    match hog::check_limit() {
         Ok(()) => cases.push(Case::HOG),
-        Err(why) => report.gap(format!("ebizzy on handles: no case with a hog, since {why}")),
+        Err(why) => report.add_gap(format!("ebizzy on handles: no case with a hog, since {why}")),
     }
-    let book = measure(common, &cases, &ways, report)?;
+    let samples = measure(common, &cases, &memories, report)?;
     for case in &cases {
-        for way in &ways {
-            rows(report, &book, case, way.name);
+        for memory_kind in &memories {
+            add_rows(report, &samples, case, memory_kind.name);
         }
     }
-    verdicts(report, &book, &cases);
+    add_verdicts(report, &samples, &cases);
     Ok(())
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, case: &Case, way: &'static str) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case, memory_kind: &'static str) {
     let name = case.name();
     let table = format!("ebizzy on handles: records/s, half the spread, times {MALLOC}");
-    let place = Some(Place { table, column: name.clone() });
+    let cell = Some(TableCell { table, column: name.clone() });
     let metric = Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some(MALLOC) };
-    report_row(report, book, (case, &name), way, metric, place);
+    report_row(report, samples, (case, &name), memory_kind, metric, cell);
     for other in &METRICS[1..] {
         let metric = Metric { name: other, unit: "1", better: Better::Lower, baseline: None };
-        report_row(report, book, (case, &name), way, metric, None);
+        report_row(report, samples, (case, &name), memory_kind, metric, None);
     }
 }
 
-fn measure(common: &Common, cases: &[Case], ways: &[&Way], report: &mut Report) -> Result<Book<Case>> {
-    let progress = Progress::new(common.rounds() * cases.len() * ways.len());
-    let mut book = Book::new();
+fn measure(
+    common: &CommonOptions,
+    cases: &[Case],
+    memories: &[&CopyMemory],
+    report: &mut Report,
+) -> Result<SampleTable<Case>> {
+    let progress = Progress::new(common.rounds() * cases.len() * memories.len());
+    let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in cases {
-            for index in 0..ways.len() {
-                let way = ways[(index + round) % ways.len()];
-                progress.step(way.name);
+            for index in 0..memories.len() {
+                let memory_kind = memories[(index + round) % memories.len()];
+                progress.step(memory_kind.name);
                 if case.has_hog {
-                    with_hog(common, case, way, &mut book, report)?;
+                    measure_with_hog(common, case, memory_kind, &mut samples, report)?;
                 } else {
-                    alone(common, case, way, &mut book)?;
+                    measure_alone(common, case, memory_kind, &mut samples)?;
                 }
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn alone(common: &Common, case: &Case, way: &Way, book: &mut Book<Case>) -> Result<()> {
+fn measure_alone(
+    common: &CommonOptions,
+    case: &Case,
+    memory_kind: &CopyMemory,
+    samples: &mut SampleTable<Case>,
+) -> Result<()> {
     let numbers = [
-        ("--warm-ms", common.pick(30, 250)),
-        ("--measure-ms", common.pick(100, 1000)),
+        ("--warm-ms", common.quick_or_full(30, 250)),
+        ("--measure-ms", common.quick_or_full(100, 1000)),
         ("--threads", case.threads),
         ("--sum-every", SUM_EVERY),
     ];
-    let words = ["__ebizzy", "--memory", way.memory, "--sizes", case.sizes].map(str::to_owned);
-    let arguments: Vec<String> = words.into_iter().chain(child::numbers(&numbers)).collect();
+    let words = ["__ebizzy", "--memory", memory_kind.memory, "--sizes", case.sizes].map(str::to_owned);
+    let arguments: Vec<String> = words.into_iter().chain(child::numeric_options(&numbers)).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let mut command = child::workload(&arguments)?;
+    let mut command = child::workload_command(&arguments)?;
     subject::clear_foreign_settings(&mut command);
-    command.envs(way.settings.iter().copied());
-    let finished = Running::start(&mut command)?.finish(Duration::from_secs(60))?;
-    book.enter(case, way.name, &METRICS, &child::outcome(way.name, &finished)?);
+    command.envs(memory_kind.settings.iter().copied());
+    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?;
+    samples.add_outcome(case, memory_kind.name, &METRICS, &child::classify(memory_kind.name, &finished)?);
     Ok(())
 }
 
-fn with_hog(common: &Common, case: &Case, way: &Way, book: &mut Book<Case>, report: &mut Report) -> Result<()> {
+fn measure_with_hog(
+    common: &CommonOptions,
+    case: &Case,
+    memory_kind: &CopyMemory,
+    samples: &mut SampleTable<Case>,
+    report: &mut Report,
+) -> Result<()> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
     let mut line = vec![child::own_executable()?.display().to_string()];
-    line.extend(Times::new(common).pair(folder.path()));
-    line.extend(["--memory", way.memory, "--sum-every", &SUM_EVERY.to_string()].map(str::to_owned));
-    match hog::sample_of(way.name, &line, folder.path(), true, way.settings)? {
-        Ok(outcome) => book.enter(case, way.name, &METRICS, &outcome),
-        Err(gap) => report.gap(gap),
+    line.extend(SampleTimes::new(common).pair_arguments(folder.path()));
+    line.extend(["--memory", memory_kind.memory, "--sum-every", &SUM_EVERY.to_string()].map(str::to_owned));
+    match hog::sample_pair(memory_kind.name, &line, folder.path(), true, memory_kind.settings)? {
+        Ok(outcome) => samples.add_outcome(case, memory_kind.name, &METRICS, &outcome),
+        Err(gap) => report.add_gap(gap),
     }
     Ok(())
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
     let peers = |at_once: bool| if at_once { [FREE, DONTNEED] } else { [MALLOC, KEEPING] };
     for case in cases {
         for (kind, at_once, least) in [("malloc", false, 0.95), ("pages given up at once", true, 1.0)] {
             let target = format!("ebizzy on handles against the best of {kind}, {}", case.name());
-            report.verdict(against_best(book, case, &target, &peers(at_once), least));
+            report.add_verdict(judge_against_best(samples, case, &target, &peers(at_once), least));
         }
     }
 }
 
-/// Compares handles with the fastest of `peers` that survived.
-fn against_best(book: &Book<Case>, case: &Case, target: &str, peers: &[&'static str], least: f64) -> Verdict {
+/// Compares volatile handles with the fastest of `peers` that lost no round.
+fn judge_against_best(
+    samples: &SampleTable<Case>,
+    case: &Case,
+    target: &str,
+    peers: &[&'static str],
+    least: f64,
+) -> Verdict {
     let blank = |why: &str| not_measured(target, Bound::AtLeast(least), "x", why);
-    let Some(own) = book.get(case, HANDLES, RECORDS) else {
+    let Some(own) = samples.get(case, HANDLES, RECORDS) else {
         return blank("handles were not run");
     };
-    let survivors = peers.iter().filter_map(|name| Some((*name, book.get(case, name, RECORDS)?)));
+    let survivors = peers.iter().filter_map(|name| Some((*name, samples.get(case, name, RECORDS)?)));
     let survivors = survivors.filter(|(_, series)| series.survived());
     let median = |series: &crate::report::Series| series.median().unwrap_or_default();
     let best = survivors.max_by(|(_, a), (_, b)| median(a).total_cmp(&median(b)));
     let Some((name, best)) = best else {
-        return Verdict { is_lost: !own.survived(), ..blank("no peer of this kind survived") };
+        return Verdict { has_lost_round: !own.survived(), ..blank("no peer of this kind survived") };
     };
     Verdict {
-        estimate: stats::estimate(&own.ratios(best, Better::Higher)),
+        estimate: stats::estimate_median(&own.ratios(best, Better::Higher)),
         baseline: name.to_owned(),
-        is_lost: !own.survived(),
+        has_lost_round: !own.survived(),
         ..blank("")
     }
 }

@@ -1,62 +1,65 @@
-//! Cost of watching limits without memory pressure: Pagemill with its defaults against Pagemill without watching.
+//! Cost of watching memory limits without memory pressure: Pagemill with its defaults, compared with Pagemill that does
+//! not watch limits.
 //!
-//! Measured on the workload of [`ebizzy`](crate::ebizzy), and as wake-ups of an idle process.
+//! The cost is measured as the speed of the [`ebizzy`](crate::ebizzy) workload, and as wake-ups of an idle process.
 
 use std::time::{Duration, Instant};
 
-use crate::child::{self, Running};
+use crate::child::{self, RunningGroup};
 use crate::ebizzy::{Options, RECORDS};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::proc;
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, PAGEMILL, Ready, UNWATCHED};
+use crate::subject::{self, AvailableSubject, PAGEMILL, UNWATCHED};
 
-/// Memory touched beforehand: more than either variant holds.
+/// MiB that are touched beforehand: more memory than either variant uses.
 const WARM_MIB: u64 = 256;
 const THREADS: [u16; 2] = [2, 8];
-/// The target is a difference of 1 %, which takes more and shorter samples than other experiments (quick, full).
+/// Number of samples (quick, full). To detect a difference of 1 % it takes more and shorter samples than other
+/// experiments.
 const SAMPLES: (usize, usize) = (3, 15);
 
-/// Memory that the idle process allocated and freed.
+/// MiB that the idle process allocates and frees.
 const IDLE_MIB: u64 = 128;
-/// Resident memory below which the process counts as having returned its free memory.
-const GIVEN_BACK_BYTES: u64 = 32 << 20;
-/// The setting makes it idle after one second; [`GIVES_BACK_WITHIN`] is its deadline to return the memory.
+/// The process has returned its free memory once its resident memory is below this value.
+const RETURNED_BELOW_BYTES: u64 = 32 << 20;
+/// The environment setting that makes Pagemill return free memory after one idle second. [`RETURN_TIME_LIMIT`] is the
+/// time limit of this measurement.
 const IDLE_SETTING: (&str, &str) = ("PAGEMILL_IDLE", "1");
-const GIVES_BACK_WITHIN: Duration = Duration::from_secs(15);
-/// Pause between that and counting its wake-ups.
+const RETURN_TIME_LIMIT: Duration = Duration::from_secs(15);
+/// Pause between the return of the memory and the count of wake-ups.
 const PAUSE: Duration = Duration::from_secs(1);
 
 const WAKE_UPS: &str = "wake_ups_per_second";
 const IDLE_CASE: &str = "idle";
 
-/// Runs both parts and returns the report.
+/// Measures speed and wake-ups, and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let both = [PAGEMILL.to_owned(), UNWATCHED.to_owned()];
     let only = if common.only.is_empty() { &both[..] } else { &common.only };
-    let (ready, gaps) = subject::select(only, |_| true)?;
+    let (ready, gaps) = subject::select_available(only, |_| true)?;
     let mut report = Report::new("ebizzy", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
-    child::warm(WARM_MIB)?;
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    child::touch_beforehand(WARM_MIB)?;
     let threads = if options.threads.is_empty() { &THREADS[..] } else { &options.threads };
-    let book = measure(common, &ready, threads)?;
-    rows(&mut report, &book, &ready, threads);
-    report.verdict(verdict(&book, threads));
+    let samples = measure(common, &ready, threads)?;
+    add_rows(&mut report, &samples, &ready, threads);
+    report.add_verdict(verdict(&samples, threads));
     match ready.iter().find(|ready| ready.name() == PAGEMILL) {
-        Some(pagemill) => idle(common, pagemill, &mut report)?,
-        None => report.verdict(not_measured(idle_target(), Bound::AtMost(0.0), "1/s", "pagemill was not run")),
+        Some(pagemill) => measure_idle(common, pagemill, &mut report)?,
+        None => report.add_verdict(not_measured(idle_target(), Bound::AtMost(0.0), "1/s", "pagemill was not run")),
     }
     Ok(report)
 }
 
-fn measure(common: &Common, ready: &[Ready], threads: &[u16]) -> Result<Book<u16>> {
-    let rounds = common.samples.map_or(common.pick(SAMPLES.0, SAMPLES.1), usize::from);
-    let (warm_ms, measure_ms) = common.pick(("50", "200"), ("250", "1000"));
+fn measure(common: &CommonOptions, ready: &[AvailableSubject], threads: &[u16]) -> Result<SampleTable<u16>> {
+    let rounds = common.samples.map_or(common.quick_or_full(SAMPLES.0, SAMPLES.1), usize::from);
+    let (warm_ms, measure_ms) = common.quick_or_full(("50", "200"), ("250", "1000"));
     let progress = Progress::new(rounds * threads.len() * ready.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..rounds {
         for &threads in threads {
             let count = threads.to_string();
@@ -64,40 +67,40 @@ fn measure(common: &Common, ready: &[Ready], threads: &[u16]) -> Result<Book<u16
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{threads} threads, {}", subject.name()));
-                let outcome = child::measure(subject, &arguments, Duration::from_secs(60))?;
-                book.enter(&threads, subject.name(), &[RECORDS], &outcome);
+                let outcome = child::run_under(subject, &arguments, Duration::from_secs(60))?;
+                samples.add_outcome(&threads, subject.name(), &[RECORDS], &outcome);
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn rows(report: &mut Report, book: &Book<u16>, ready: &[Ready], threads: &[u16]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<u16>, ready: &[AvailableSubject], threads: &[u16]) {
     for case in threads {
         for subject in ready {
-            let place = Place {
+            let cell = TableCell {
                 table: format!("ebizzy with no pressure: records/s, half the spread, times {UNWATCHED}"),
                 column: format!("{case} threads"),
             };
             let metric = Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some(UNWATCHED) };
             let name = format!("no pressure, {case} threads");
-            report_row(report, book, (case, &name), subject.name(), metric, Some(place));
+            report_row(report, samples, (case, &name), subject.name(), metric, Some(cell));
         }
     }
 }
 
-fn verdict(book: &Book<u16>, threads: &[u16]) -> Verdict {
+fn verdict(samples: &SampleTable<u16>, threads: &[u16]) -> Verdict {
     let target = "ebizzy with no pressure, watching against not watching, geometric mean over threads";
     let blank = not_measured(target, Bound::AtLeast(0.99), "x", "a side is missing");
-    let series = |name| threads.iter().map(move |case| book.get(case, name, RECORDS));
+    let series = |name| threads.iter().map(move |case| samples.get(case, name, RECORDS));
     let pairs = series(PAGEMILL).zip(series(UNWATCHED));
     let ratios: Option<Vec<Vec<f64>>> =
         pairs.map(|(watching, not)| Some(watching?.ratios(not?, Better::Higher))).collect();
     let Some(ratios) = ratios else { return blank };
     Verdict {
-        estimate: stats::estimate(&stats::geometric_means(&ratios)),
+        estimate: stats::estimate_median(&stats::geometric_means(&ratios)),
         baseline: UNWATCHED.to_owned(),
-        is_lost: series(PAGEMILL).flatten().any(|series| !series.survived()),
+        has_lost_round: series(PAGEMILL).flatten().any(|series| !series.survived()),
         note: String::new(),
         ..blank
     }
@@ -107,50 +110,51 @@ fn idle_target() -> String {
     "wake-ups of an idle process that has given back".to_owned()
 }
 
-fn idle(common: &Common, pagemill: &Ready, report: &mut Report) -> Result<()> {
-    let watched = common.pick(Duration::from_secs(2), Duration::from_secs(5));
-    let mut book = Book::new();
-    for _ in 0..common.pick(1, 3) {
-        match wake_ups(pagemill, watched)? {
-            Ok(rate) => book.enter_value(&IDLE_CASE, PAGEMILL, WAKE_UPS, rate),
-            Err(gap) => report.gap(gap),
+fn measure_idle(common: &CommonOptions, pagemill: &AvailableSubject, report: &mut Report) -> Result<()> {
+    let watched = common.quick_or_full(Duration::from_secs(2), Duration::from_secs(5));
+    let mut samples = SampleTable::new();
+    for _ in 0..common.quick_or_full(1, 3) {
+        match measure_wake_ups(pagemill, watched)? {
+            Ok(rate) => samples.add_value(&IDLE_CASE, PAGEMILL, WAKE_UPS, rate),
+            Err(gap) => report.add_gap(gap),
         }
     }
-    let place = Place { table: "An idle process that has given back".to_owned(), column: "wake-ups/s".to_owned() };
+    let cell = TableCell { table: "An idle process that has given back".to_owned(), column: "wake-ups/s".to_owned() };
     let metric = Metric { name: WAKE_UPS, unit: "1/s", better: Better::Lower, baseline: None };
-    report_row(report, &book, (&IDLE_CASE, IDLE_CASE), PAGEMILL, metric, Some(place));
+    report_row(report, &samples, (&IDLE_CASE, IDLE_CASE), PAGEMILL, metric, Some(cell));
     let blank = not_measured(idle_target(), Bound::AtMost(0.0), "1/s", "it did not fall idle");
-    report.verdict(match book.get(&IDLE_CASE, PAGEMILL, WAKE_UPS) {
-        Some(series) => Verdict { estimate: stats::estimate(&series.values()), note: String::new(), ..blank },
+    report.add_verdict(match samples.get(&IDLE_CASE, PAGEMILL, WAKE_UPS) {
+        Some(series) => Verdict { estimate: stats::estimate_median(&series.values()), note: String::new(), ..blank },
         None => blank,
     });
     Ok(())
 }
 
-/// Wake-ups per second of all threads of an idle process; the inner error is a sentence for the list of gaps.
-fn wake_ups(pagemill: &Ready, watched: Duration) -> Result<std::result::Result<f64, String>> {
+/// Returns the wake-ups per second of an idle process, over all its threads. The inner error is a sentence for the list
+/// of gaps.
+fn measure_wake_ups(pagemill: &AvailableSubject, watched: Duration) -> Result<std::result::Result<f64, String>> {
     let mib = IDLE_MIB.to_string();
-    let mut command = child::workload(&["__idle", "--mib", &mib, "--seconds", "60"])?;
+    let mut command = child::workload_command(&["__idle", "--mib", &mib, "--seconds", "60"])?;
     pagemill.apply(&mut command);
     command.env(IDLE_SETTING.0, IDLE_SETTING.1);
-    let running = Running::start(&mut command)?;
+    let running = RunningGroup::start(&mut command)?;
     let (begun, mut has_held) = (Instant::now(), false);
     loop {
         child::sleep(Duration::from_millis(10))?;
-        let resident = proc::resident(running.id()).map_or(0, |memory| memory.all);
+        let resident = proc::resident_memory(running.id()).map_or(0, |memory| memory.all);
         has_held |= resident >= IDLE_MIB << 20;
-        if has_held && resident < GIVEN_BACK_BYTES {
+        if has_held && resident < RETURNED_BELOW_BYTES {
             break;
         }
-        if running.has_ended() || begun.elapsed() > GIVES_BACK_WITHIN {
+        if running.has_ended() || begun.elapsed() > RETURN_TIME_LIMIT {
             let held = resident >> 20;
             return Ok(Err(format!("idle: {held} of {IDLE_MIB} MiB were still resident after the time limit")));
         }
     }
     child::sleep(PAUSE)?;
-    let before = proc::wake_ups(running.id());
+    let before = proc::voluntary_switches(running.id());
     child::sleep(watched)?;
-    let after = proc::wake_ups(running.id());
+    let after = proc::voluntary_switches(running.id());
     Ok(match (before, after) {
         (Some(before), Some(after)) => Ok(after.saturating_sub(before) as f64 / watched.as_secs_f64()),
         _ => Err("idle: the threads of the process could not be read".to_owned()),

@@ -1,50 +1,50 @@
-//! The speed gained by never returning memory (experiment of idea B).
+//! The speed that an allocator gains by not returning memory to the kernel at once.
 //!
-//! Every allocator runs the [workload](crate::workload::ebizzy) twice: with its defaults, and with settings that return
-//! memory at once. For each number of threads, Pagemill is compared with the fastest of each kind *in the same run*.
+//! Every peer allocator runs the [workload](crate::workload::ebizzy) twice: with its defaults, and with settings that
+//! return memory at once. For each number of threads, Pagemill is compared with the fastest peer of each kind *in the
+//! same run*.
 
 use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{self, Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
+use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, KEEPING, PAGEMILL, Ready, Role};
+use crate::subject::{self, AvailableSubject, KEEPING, PAGEMILL, Role};
 
-/// Memory touched beforehand: more than any subject holds at 24 threads.
+/// MiB that are touched beforehand (quick, full): more memory than any subject uses at 24 threads.
 const WARM_MIB: (u64, u64) = (384, 1024);
 
-/// Measured time of a quick run, which shall take well below 30 seconds in all.
+/// Measured time of a whole quick run, which shall end well within 30 seconds.
 const QUICK_BUDGET_MS: u64 = 22_000;
 
-/// Time to start and end a workload, beside its measured time.
+/// Time to start and end a workload, in addition to its measured time.
 const OVERHEAD_MS: u64 = 25;
 
-/// A subject with fewer page faults a record (of 64 pages and more) does not return memory at once, whatever its
-/// settings. It is then no baseline for those that do.
-pub const RETURNING_FAULTS: f64 = 1.0;
+/// Page faults per record from which a subject counts as returning memory. A record has 64 pages or more; a subject
+/// with fewer faults keeps its memory despite its settings, so it is no baseline for those that return it.
+pub const MIN_FAULTS_IF_RETURNING: f64 = 1.0;
 
-/// Copies of one size; the targets are about these.
+/// The case in which all copies have 256 KiB; the targets are about this case.
 const FIXED: &str = "fixed";
 
 pub const RECORDS: &str = "records_per_second";
 pub const FAULTS: &str = "faults_per_record";
 const REFUSED: &str = "refused";
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
     /// Numbers of threads (default 1,2,4,8,12,24, with --quick 1,2,8,24)
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Vec<u16>,
-    /// Only the case with a memory hog in the same limit (the full run has it too)
+    /// Run only the case with a memory hog under the same limit (the full run includes that case)
     #[arg(long)]
     pub hog: bool,
-    /// Only the cost of watching limits without memory pressure, at 2 and 8 threads, and the wake-ups of an idle
-    /// process
+    /// Measure only the cost of watching limits without memory pressure, at 2 and 8 threads, and the wake-ups of an
+    /// idle process
     #[arg(long, conflicts_with = "hog")]
     pub cost: bool,
 }
@@ -56,21 +56,20 @@ struct Case {
     threads: u16,
 }
 
-/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     if options.cost {
         return crate::cost::run(options);
     }
     let common = &options.common;
-    let (ready, gaps) = subject::select(&common.only, |_| true)?;
+    let (ready, gaps) = subject::select_available(&common.only, |_| true)?;
     let mut report = Report::new("ebizzy", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
-    child::warm(common.pick(WARM_MIB.0, WARM_MIB.1))?;
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    child::touch_beforehand(common.quick_or_full(WARM_MIB.0, WARM_MIB.1))?;
     if !options.hog {
         let cases = cases(options);
-        let book = measure(&cases, &ready, common)?;
-        rows(&mut report, &book, &cases, &ready);
-        verdicts(&mut report, &book, &cases, &ready);
+        let samples = measure(&cases, &ready, common)?;
+        add_rows(&mut report, &samples, &cases, &ready);
+        add_verdicts(&mut report, &samples, &cases, &ready);
     }
     if options.hog || !common.quick {
         crate::hog::run(common, &ready, &mut report)?;
@@ -80,7 +79,7 @@ pub fn run(options: &Options) -> Result<Report> {
 
 fn cases(options: &Options) -> Vec<Case> {
     let threads = match options.threads.as_slice() {
-        [] => options.common.pick(vec![1, 2, 8, 24], vec![1, 2, 4, 8, 12, 24]),
+        [] => options.common.quick_or_full(vec![1, 2, 8, 24], vec![1, 2, 4, 8, 12, 24]),
         given => given.to_vec(),
     };
     let fixed = threads.iter().map(|&threads| Case { sizes: FIXED, threads });
@@ -91,8 +90,9 @@ fn cases(options: &Options) -> Vec<Case> {
     }
 }
 
-/// Warm-up and measured time of a sample. The quick run divides a budget; the full run takes one second each.
-fn durations(common: &Common, runs: usize) -> (u64, u64) {
+/// Returns warm-up and measured time of a sample in ms. A quick run divides a budget; a full run measures one second
+/// each.
+fn durations(common: &CommonOptions, runs: usize) -> (u64, u64) {
     match common.quick {
         true => {
             let each = QUICK_BUDGET_MS / runs.max(1) as u64;
@@ -103,12 +103,12 @@ fn durations(common: &Common, runs: usize) -> (u64, u64) {
     }
 }
 
-fn measure(cases: &[Case], ready: &[Ready], common: &Common) -> Result<Book<Case>> {
+fn measure(cases: &[Case], ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
     let runs = cases.len() * ready.len() * common.rounds();
     let (warm_ms, measure_ms) = durations(common, runs);
     let (warm_ms, measure_ms) = (warm_ms.to_string(), measure_ms.to_string());
     let progress = Progress::new(runs);
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for case in cases {
         let threads = case.threads.to_string();
         let arguments = [
@@ -123,16 +123,16 @@ fn measure(cases: &[Case], ready: &[Ready], common: &Common) -> Result<Book<Case
             case.sizes,
         ];
         for round in 0..common.rounds() {
-            // Each round begins with another subject, so that no subject always follows the same one.
+            // Each round begins with another subject, so that a subject does not always run after the same one.
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{} threads, {}", case.threads, subject.name()));
-                let outcome = child::measure(subject, &arguments, Duration::from_secs(60))?;
-                book.enter(case, subject.name(), &[RECORDS, FAULTS, REFUSED], &outcome);
+                let outcome = child::run_under(subject, &arguments, Duration::from_secs(60))?;
+                samples.add_outcome(case, subject.name(), &[RECORDS, FAULTS, REFUSED], &outcome);
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
 fn sizes_name(case: &Case) -> &'static str {
@@ -146,64 +146,71 @@ fn case_name(case: &Case) -> String {
     format!("{}, {} threads", sizes_name(case), case.threads)
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, cases: &[Case], ready: &[Ready]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], ready: &[AvailableSubject]) {
     for case in cases {
         let name = case_name(case);
         let sizes = sizes_name(case);
         for subject in ready {
-            let place = Place {
+            let cell = TableCell {
                 table: format!("ebizzy, copies of {sizes}: records/s, half the spread, times glibc"),
                 column: format!("{} threads", case.threads),
             };
             let records = Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some("glibc") };
-            report_row(report, book, (case, &name), subject.name(), records, Some(place));
+            report_row(report, samples, (case, &name), subject.name(), records, Some(cell));
             let faults = Metric { name: FAULTS, unit: "1", better: Better::Lower, baseline: None };
-            report_row(report, book, (case, &name), subject.name(), faults, None);
-            note_refusals(report, book, case, subject);
-            note_keepers(report, book, case, subject);
+            report_row(report, samples, (case, &name), subject.name(), faults, None);
+            add_gap_for_refusals(report, samples, case, subject);
+            add_gap_for_retaining(report, samples, case, subject);
         }
         for role in [Role::Default, Role::ReturningAtOnce] {
-            against_best(report, book, case, ready, role);
+            add_row_against_best(report, samples, case, ready, role);
         }
     }
 }
 
-fn note_refusals(report: &mut Report, book: &Book<Case>, case: &Case, subject: &Ready) {
-    let refused = book.get(case, subject.name(), REFUSED);
+fn add_gap_for_refusals(report: &mut Report, samples: &SampleTable<Case>, case: &Case, subject: &AvailableSubject) {
+    let refused = samples.get(case, subject.name(), REFUSED);
     if refused.is_some_and(|series| series.values().iter().any(|&count| count > 0.0)) {
         let name = case_name(case);
-        report.gap(format!("{}, {name}: malloc refused memory without a limit", subject.name()));
+        report.add_gap(format!("{}, {name}: malloc refused memory without a limit", subject.name()));
     }
 }
 
-/// Adds a gap for a subject that keeps its memory despite its settings; it is no baseline for returning at once.
-fn note_keepers(report: &mut Report, book: &Book<Case>, case: &Case, ready: &Ready) {
-    let faults = book.get(case, ready.name(), FAULTS).and_then(Series::median);
+/// Adds a gap if a subject with settings to return memory at once keeps it nevertheless. It is then no baseline.
+fn add_gap_for_retaining(report: &mut Report, samples: &SampleTable<Case>, case: &Case, ready: &AvailableSubject) {
+    let faults = samples.get(case, ready.name(), FAULTS).and_then(Series::median);
     let is_eager = ready.subject.role == Role::ReturningAtOnce;
-    if is_eager && faults.is_some_and(|faults| faults < RETURNING_FAULTS) {
+    if is_eager && faults.is_some_and(|faults| faults < MIN_FAULTS_IF_RETURNING) {
         let sizes = sizes_name(case);
-        report.gap(format!(
+        report.add_gap(format!(
             "{} keeps freed copies of {sizes}, without a fault at reuse: no baseline for returning at once",
             ready.name()
         ));
     }
 }
 
-/// A row of Pagemill against the best of a kind, for the JSON output; the tables show the verdict instead.
-fn against_best(report: &mut Report, book: &Book<Case>, case: &Case, ready: &[Ready], role: Role) {
-    let pagemill = book.get(case, PAGEMILL, RECORDS);
-    let (Some(series), Some((_, best))) = (pagemill, best(book, case, ready, role)) else {
+/// Adds a row that compares Pagemill with the best peer of a role. Only the JSON output has it; the tables show a
+/// verdict.
+fn add_row_against_best(
+    report: &mut Report,
+    samples: &SampleTable<Case>,
+    case: &Case,
+    ready: &[AvailableSubject],
+    role: Role,
+) {
+    let pagemill = samples.get(case, PAGEMILL, RECORDS);
+    let (Some(series), Some((_, best))) = (pagemill, best_peer(samples, case, ready, role)) else {
         return;
     };
-    let entry = Entry {
+    let entry = RowLabels {
         case: &case_name(case),
         subject: PAGEMILL,
         metric: RECORDS,
         unit: "1/s",
         baseline: Some((baseline_name(role), best, Better::Higher)),
-        place: None,
+        cell: None,
     };
-    report.series(entry, series);
+    report.add_series(entry, series);
 }
 
 fn baseline_name(role: Role) -> &'static str {
@@ -214,56 +221,62 @@ fn baseline_name(role: Role) -> &'static str {
     }
 }
 
-/// The best default allocator of the run: one for all numbers of threads, by geometric mean.
+/// Returns the best peer with default settings: the fastest over all numbers of threads, by geometric mean.
 ///
-/// A separate choice for each number of threads would compare with the luckiest of several near-equal peers each time.
-fn champion(book: &Book<Case>, ready: &[Ready]) -> Option<&'static str> {
-    let mean = |ready: &&Ready| {
-        let cases = book.cases().into_iter().filter(|case| case.sizes == FIXED);
-        let medians = cases.filter_map(|case| book.get(case, ready.name(), RECORDS)?.median());
+/// Choosing anew for each number of threads would compare with the luckiest of several nearly equal peers each time.
+fn default_best(samples: &SampleTable<Case>, ready: &[AvailableSubject]) -> Option<&'static str> {
+    let mean = |ready: &&AvailableSubject| {
+        let cases = samples.cases().into_iter().filter(|case| case.sizes == FIXED);
+        let medians = cases.filter_map(|case| samples.get(case, ready.name(), RECORDS)?.median());
         medians.map(f64::ln).sum::<f64>()
     };
     let defaults = ready.iter().filter(|ready| ready.subject.role == Role::Default);
-    defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(Ready::name)
+    defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(AvailableSubject::name)
 }
 
-/// The fastest of a kind that survived every round and behaves as its kind should.
-fn best<'a>(book: &'a Book<Case>, case: &Case, ready: &[Ready], role: Role) -> Option<(&'static str, &'a Series)> {
-    let champion = if role == Role::Default { champion(book, ready) } else { None };
+/// Returns the fastest peer of a role that lost no round. A peer that should return memory at once must also do so.
+fn best_peer<'a>(
+    samples: &'a SampleTable<Case>,
+    case: &Case,
+    ready: &[AvailableSubject],
+    role: Role,
+) -> Option<(&'static str, &'a Series)> {
+    let default_best = if role == Role::Default { default_best(samples, ready) } else { None };
     let of_role = ready.iter().filter(|ready| {
-        ready.subject.role == role && champion.is_none_or(|champion| case.sizes != FIXED || ready.name() == champion)
+        ready.subject.role == role
+            && default_best.is_none_or(|default_best| case.sizes != FIXED || ready.name() == default_best)
     });
     let candidates = of_role.filter_map(|ready| {
-        let faults = book.get(case, ready.name(), FAULTS)?.median()?;
-        let does_return = role != Role::ReturningAtOnce || faults >= RETURNING_FAULTS;
-        let series = book.get(case, ready.name(), RECORDS)?;
+        let faults = samples.get(case, ready.name(), FAULTS)?.median()?;
+        let does_return = role != Role::ReturningAtOnce || faults >= MIN_FAULTS_IF_RETURNING;
+        let series = samples.get(case, ready.name(), RECORDS)?;
         (does_return && series.survived()).then_some((ready.name(), series))
     });
     candidates.max_by(|(_, a), (_, b)| a.median().partial_cmp(&b.median()).unwrap_or(std::cmp::Ordering::Equal))
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>, cases: &[Case], ready: &[Ready]) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], ready: &[AvailableSubject]) {
     let fixed: Vec<&Case> = cases.iter().filter(|case| case.sizes == FIXED).collect();
     for (threads, bound) in [(2, 15.0), (24, 5.0)] {
         let target = format!("ebizzy against the best returning at once, {threads} threads");
         let case = fixed.iter().find(|case| case.threads == threads);
-        let verdict = case.map(|case| one_case(&target, bound, book, case, ready, Role::ReturningAtOnce));
+        let verdict = case.map(|case| case_verdict(&target, bound, samples, case, ready, Role::ReturningAtOnce));
         let missing = || not_measured(target.clone(), Bound::AtLeast(bound), "x", "not in --threads");
-        report.verdict(verdict.unwrap_or_else(missing));
+        report.add_verdict(verdict.unwrap_or_else(missing));
     }
     let mut ratios = Vec::new();
     for case in &fixed {
         let target = format!("ebizzy against the best default, {} threads", case.threads);
-        report.verdict(one_case(&target, 0.95, book, case, ready, Role::Default));
-        let pagemill = book.get(case, PAGEMILL, RECORDS);
-        if let (Some(series), Some((_, best))) = (pagemill, best(book, case, ready, Role::Default)) {
+        report.add_verdict(case_verdict(&target, 0.95, samples, case, ready, Role::Default));
+        let pagemill = samples.get(case, PAGEMILL, RECORDS);
+        if let (Some(series), Some((_, best))) = (pagemill, best_peer(samples, case, ready, Role::Default)) {
             ratios.push(series.ratios(best, Better::Higher));
         }
     }
     let is_whole = !fixed.is_empty() && ratios.len() == fixed.len();
     let means = if is_whole { stats::geometric_means(&ratios) } else { Vec::new() };
-    report.verdict(Verdict {
-        estimate: stats::estimate(&means),
+    report.add_verdict(Verdict {
+        estimate: stats::estimate_median(&means),
         baseline: baseline_name(Role::Default).to_owned(),
         ..not_measured(
             "ebizzy against the best default, geometric mean over threads",
@@ -272,46 +285,53 @@ fn verdicts(report: &mut Report, book: &Book<Case>, cases: &[Case], ready: &[Rea
             if is_whole { "" } else { "a side is missing" },
         )
     });
-    against_keeping(report, book, &fixed);
+    judge_aging_cost(report, samples, &fixed);
 }
 
-/// Cost of returning memory by age, if both variants were run.
-fn against_keeping(report: &mut Report, book: &Book<Case>, fixed: &[&Case]) {
+/// Adds a verdict on the cost of returning memory by age, if both variants were run.
+fn judge_aging_cost(report: &mut Report, samples: &SampleTable<Case>, fixed: &[&Case]) {
     let ratios: Vec<Vec<f64>> = fixed
         .iter()
         .filter_map(|case| {
-            let (own, keeping) = (book.get(case, PAGEMILL, RECORDS)?, book.get(case, KEEPING, RECORDS)?);
+            let (own, keeping) = (samples.get(case, PAGEMILL, RECORDS)?, samples.get(case, KEEPING, RECORDS)?);
             Some(own.ratios(keeping, Better::Higher))
         })
         .collect();
-    if let Some(verdict) = experiment::against_keeping("ebizzy", &ratios) {
-        report.verdict(verdict);
+    if let Some(verdict) = experiment::judge_aging_cost("ebizzy", &ratios) {
+        report.add_verdict(verdict);
     }
 }
 
-fn one_case(target: &str, bound: f64, book: &Book<Case>, case: &Case, ready: &[Ready], role: Role) -> Verdict {
+fn case_verdict(
+    target: &str,
+    bound: f64,
+    samples: &SampleTable<Case>,
+    case: &Case,
+    ready: &[AvailableSubject],
+    role: Role,
+) -> Verdict {
     let bound = Bound::AtLeast(bound);
-    let Some(series) = book.get(case, PAGEMILL, RECORDS) else {
+    let Some(series) = samples.get(case, PAGEMILL, RECORDS) else {
         return not_measured(target, bound, "x", "pagemill was not run");
     };
-    let Some((name, best)) = best(book, case, ready, role) else {
+    let Some((name, best)) = best_peer(samples, case, ready, role) else {
         return Verdict {
-            is_lost: !series.survived(),
+            has_lost_round: !series.survived(),
             ..not_measured(target, bound, "x", "no peer of this kind survived")
         };
     };
     Verdict {
-        estimate: stats::estimate(&series.ratios(best, Better::Higher)),
+        estimate: stats::estimate_median(&series.ratios(best, Better::Higher)),
         baseline: baseline_name(role).to_owned(),
-        is_lost: !series.survived(),
-        ..not_measured(target, bound, "x", &note(book, case, name))
+        has_lost_round: !series.survived(),
+        ..not_measured(target, bound, "x", &describe_best(samples, case, name))
     }
 }
 
-/// The name of the best peer, and the page faults that each of its copies caused.
-fn note(book: &Book<Case>, case: &Case, name: &'static str) -> String {
-    let faults = book.get(case, name, FAULTS).and_then(Series::median);
-    match faults.filter(|&faults| faults >= RETURNING_FAULTS) {
+/// Describes the best peer by its name and by its page faults per record.
+fn describe_best(samples: &SampleTable<Case>, case: &Case, name: &'static str) -> String {
+    let faults = samples.get(case, name, FAULTS).and_then(Series::median);
+    match faults.filter(|&faults| faults >= MIN_FAULTS_IF_RETURNING) {
         Some(faults) => format!("best: {name}, {faults:.0} faults a record"),
         None => format!("best: {name}"),
     }
@@ -322,40 +342,41 @@ mod tests {
     use super::*;
     use crate::child::Outcome;
 
-    fn book() -> (Book<Case>, Case) {
+    fn samples() -> (SampleTable<Case>, Case) {
         let case = Case { sizes: FIXED, threads: 2 };
-        let mut book = Book::new();
-        let mut enter = |subject, records: f64, faults: f64| {
+        let mut samples = SampleTable::new();
+        let mut add = |subject, records: f64, faults: f64| {
             let line = serde_json::json!({ RECORDS: records, FAULTS: faults });
-            book.enter(&case, subject, &[RECORDS, FAULTS], &Outcome::Measured(line));
+            samples.add_outcome(&case, subject, &[RECORDS, FAULTS], &Outcome::Measured(line));
         };
-        enter("glibc", 100.0, 0.0);
-        enter("glibc-eager", 5.0, 64.0);
-        enter("tcmalloc-eager", 90.0, 0.1);
-        enter(PAGEMILL, 110.0, 0.0);
-        (book, case)
+        add("glibc", 100.0, 0.0);
+        add("glibc-eager", 5.0, 64.0);
+        add("tcmalloc-eager", 90.0, 0.1);
+        add(PAGEMILL, 110.0, 0.0);
+        (samples, case)
     }
 
-    /// An allocator that keeps its memory despite its settings is no baseline for those that return it at once.
+    /// tcmalloc-eager is faster but has almost no page faults, so it does not return memory. glibc-eager is the best
+    /// peer.
     #[test]
-    fn the_best_eager_one_really_returns() {
-        let (book, case) = book();
-        let (ready, _) = subject::select(&[], |_| true).expect("glibc is always there");
+    fn best_eager_peer_must_return_memory() {
+        let (samples, case) = samples();
+        let (ready, _) = subject::select_available(&[], |_| true).expect("glibc is always there");
 
-        let best = best(&book, &case, &ready, Role::ReturningAtOnce);
+        let best = best_peer(&samples, &case, &ready, Role::ReturningAtOnce);
 
         assert_eq!(best.map(|(name, _)| name), Some("glibc-eager"));
     }
 
-    /// Against 5 records a second, 110 are 22 times as many.
+    /// Pagemill's 110 records per second are 22 times the 5 of the best peer, and the verdict has that ratio.
     #[test]
-    fn the_verdict_is_a_ratio_of_the_same_run() {
-        let (book, case) = book();
-        let (ready, _) = subject::select(&[], |_| true).expect("glibc is always there");
+    fn verdict_is_ratio_to_best_peer() {
+        let (samples, case) = samples();
+        let (ready, _) = subject::select_available(&[], |_| true).expect("glibc is always there");
 
-        let verdict = one_case("t", 15.0, &book, &case, &ready, Role::ReturningAtOnce);
+        let verdict = case_verdict("t", 15.0, &samples, &case, &ready, Role::ReturningAtOnce);
 
         assert!(verdict.estimate.is_some_and(|estimate| (estimate.value - 22.0).abs() < 1e-9));
-        assert!(!verdict.is_lost);
+        assert!(!verdict.has_lost_round);
     }
 }

@@ -1,26 +1,27 @@
-//! Errors that end a run before its result.
+//! Errors that end a run of the bench before it has a result.
 
 use std::fmt;
 use std::io;
 
-/// Why an experiment stopped. Killed workloads and missing peers are results and gaps, not errors.
+/// The reason why an experiment stopped early. A killed workload is a result, and a missing peer is reported as a gap;
+/// neither is an error.
 #[derive(Debug)]
 pub enum Error {
-    /// A signal asked the bench to end, such as Ctrl-C. All processes that it started were ended, too.
+    /// The bench received this signal, for example by Ctrl-C. It has ended all processes that it had started.
     Interrupted { signal: i32 },
-    /// A workload found wrong bytes in its memory, so its measurements are worthless.
+    /// The workload of this subject found wrong bytes in its memory, so its measurements are worthless.
     WrongAnswer { subject: String, what: String },
-    /// Nothing can be measured here, for this reason.
+    /// The experiment cannot run on this machine, for the reason given.
     CannotRun(String),
-    /// A system call that the bench itself needs failed.
+    /// An operating-system operation that the bench itself needs has failed.
     System { doing: String, cause: io::Error },
 }
 
-/// The result type of the bench's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// 2 for what could not run, 1 for a wrong answer, 128 plus the signal's number as a shell reports it.
+    /// Returns the bench's exit status: 2 if the experiment could not run, 1 for a wrong answer, and 128 plus the
+    /// signal's number after an interrupt, as a shell reports it.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Interrupted { signal } => 128 + *signal as u8,
@@ -30,7 +31,7 @@ impl Error {
     }
 }
 
-/// Wraps an I/O error with the operation that failed.
+/// Returns a closure for `map_err` that adds the name of the failed operation to an I/O error.
 pub fn doing(what: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
     move |cause| Error::System { doing: what.into(), cause }
 }

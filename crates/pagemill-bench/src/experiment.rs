@@ -1,4 +1,8 @@
-//! Code shared by all experiments: options, samples, progress.
+//! Code shared by all experiments: options, table of samples, verdicts, progress bar.
+//!
+//! An experiment compares *subjects*, such as allocators, in several *cases*, such as numbers of threads. Each *round*
+//! takes one sample of every subject in every case. A *metric* is one measured quantity. A *gap* is a measurement that
+//! could not be made; the report lists gaps with their reasons.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -7,23 +11,22 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::child::Outcome;
 use crate::error::{Error, Result};
-use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
+use crate::report::{Bound, Report, RowLabels, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::KEEPING;
 
-/// Options of every experiment.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Common {
-    /// Fewer and shorter samples: seconds instead of minutes, and wider intervals
+pub struct CommonOptions {
+    /// Take fewer and shorter samples: seconds instead of minutes, and wider intervals
     #[arg(long)]
     pub quick: bool,
     /// Print one JSON object per line instead of tables
     #[arg(long)]
     pub json: bool,
-    /// Interleaved samples of each case (default 5, with --quick 3)
+    /// Number of samples of each subject in each case (default 5, with --quick 3)
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub samples: Option<u16>,
-    /// Only these subjects, separated by commas
+    /// Run only these subjects, separated by commas
     #[arg(long, value_delimiter = ',', value_name = "SUBJECT")]
     pub only: Vec<String>,
     /// Exit with status 1 if a target is missed
@@ -31,23 +34,22 @@ pub struct Common {
     pub strict: bool,
 }
 
-impl Common {
-    /// The number of rounds to run.
+impl CommonOptions {
     pub fn rounds(&self) -> usize {
         let usual = if self.quick { 3 } else { 5 };
         self.samples.map_or(usual, usize::from)
     }
 
-    /// Whether `--only` names this subject, or is not given.
+    /// Whether this subject is to be run: `--only` names it, or is absent.
     pub fn is_wanted(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| only == name)
     }
 
-    /// Rejects names in `--only` that match no subject.
+    /// Checks that each name in `--only` is one of the `known` subjects.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] with the list of known names.
+    /// [`Error::CannotRun`] with the list of known names if a name is unknown.
     pub fn check_only(&self, known: &[&str]) -> Result<()> {
         match self.only.iter().find(|name| !known.contains(&name.as_str())) {
             Some(name) => Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", ")))),
@@ -55,26 +57,26 @@ impl Common {
         }
     }
 
-    /// The quick value or the full one.
-    pub fn pick<T>(&self, quick: T, full: T) -> T {
+    /// Returns `quick` with the option `--quick`, else `full`.
+    pub fn quick_or_full<T>(&self, quick: T, full: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
-/// All samples of a run, by case, subject and metric.
+/// All samples of a run: one series for each case, subject and metric.
 #[derive(Debug)]
-pub struct Book<Case> {
+pub struct SampleTable<Case> {
     series: BTreeMap<(Case, &'static str, &'static str), Series>,
 }
 
-impl<Case: Ord + Clone> Book<Case> {
-    /// Makes an empty book.
+impl<Case: Ord + Clone> SampleTable<Case> {
     pub fn new() -> Self {
         Self { series: BTreeMap::new() }
     }
 
-    /// Records one round of one subject: a value for each metric in the workload's JSON line.
-    pub fn enter(&mut self, case: &Case, subject: &'static str, metrics: &[&'static str], outcome: &Outcome) {
+    /// Records the outcome of one round of one subject: the value of each metric in the workload's JSON line, or a lost
+    /// round for each metric.
+    pub fn add_outcome(&mut self, case: &Case, subject: &'static str, metrics: &[&'static str], outcome: &Outcome) {
         for metric in metrics {
             let series = self.series.entry((case.clone(), subject, metric)).or_default();
             match outcome {
@@ -91,24 +93,23 @@ impl<Case: Ord + Clone> Book<Case> {
         }
     }
 
-    /// Records one value.
-    pub fn enter_value(&mut self, case: &Case, subject: &'static str, metric: &'static str, value: f64) {
+    /// Records one measured value as a round of its own.
+    pub fn add_value(&mut self, case: &Case, subject: &'static str, metric: &'static str, value: f64) {
         let series = self.series.entry((case.clone(), subject, metric)).or_default();
         series.rounds.push(Some(value));
     }
 
-    /// The cases that have samples.
     pub fn cases(&self) -> BTreeSet<&Case> {
         self.series.keys().map(|(case, _, _)| case).collect()
     }
 
-    /// The samples of one subject, if it was measured.
+    /// Returns the series of one case, subject and metric; none if it was not measured.
     pub fn get(&self, case: &Case, subject: &'static str, metric: &'static str) -> Option<&Series> {
         self.series.get(&(case.clone(), subject, metric))
     }
 }
 
-/// How a metric is reported: its unit, and its baseline.
+/// Describes how the report shows a metric: unit, direction of improvement, and the subject that ratios compare with.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
     pub name: &'static str,
@@ -117,25 +118,25 @@ pub struct Metric {
     pub baseline: Option<&'static str>,
 }
 
-/// Adds the row of one subject, case and metric to the report, if it was measured.
+/// Adds the row of one subject, case and metric to the report, if that series was measured.
 pub fn report_row<Case: Ord + Clone>(
     report: &mut Report,
-    book: &Book<Case>,
+    samples: &SampleTable<Case>,
     (case, case_name): (&Case, &str),
     subject: &'static str,
     metric: Metric,
-    place: Option<Place>,
+    cell: Option<TableCell>,
 ) {
-    let Some(series) = book.get(case, subject, metric.name) else {
+    let Some(series) = samples.get(case, subject, metric.name) else {
         return;
     };
     let baseline = metric.baseline.filter(|&baseline| baseline != subject);
-    let baseline = baseline.and_then(|name| Some((name, book.get(case, name, metric.name)?, metric.better)));
-    let entry = Entry { case: case_name, subject, metric: metric.name, unit: metric.unit, baseline, place };
-    report.series(entry, series);
+    let baseline = baseline.and_then(|name| Some((name, samples.get(case, name, metric.name)?, metric.better)));
+    let entry = RowLabels { case: case_name, subject, metric: metric.name, unit: metric.unit, baseline, cell };
+    report.add_series(entry, series);
 }
 
-/// A verdict without an estimate, and the reason.
+/// Returns a verdict without an estimate. `why` is the reason why the target was not measured.
 pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str, why: &str) -> Verdict {
     Verdict {
         target: target.into(),
@@ -143,55 +144,56 @@ pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str,
         bound,
         unit,
         estimate: None,
-        is_lost: false,
+        has_lost_round: false,
         note: why.to_owned(),
     }
 }
 
-/// One side of a comparison.
+/// Names one series of samples, as one side of a comparison.
 #[derive(Debug)]
-pub struct Side<'a, Case> {
+pub struct SeriesKey<'a, Case> {
     pub case: &'a Case,
     pub subject: &'static str,
     pub metric: &'static str,
 }
 
-/// A verdict on two times: at least this many times as fast as the baseline, or at most this many times its time.
-pub fn compare_times<Case: Ord + Clone>(
-    book: &Book<Case>,
+/// Compares two times. With [`Bound::AtLeast`] the estimate is how many times as fast as the baseline `own` is; with
+/// [`Bound::AtMost`] it is `own`'s time divided by the baseline's.
+pub fn judge_time_ratio<Case: Ord + Clone>(
+    samples: &SampleTable<Case>,
     target: impl Into<String>,
     bound: Bound,
-    own: Side<'_, Case>,
-    base: Side<'_, Case>,
+    own: SeriesKey<'_, Case>,
+    base: SeriesKey<'_, Case>,
 ) -> Verdict {
     let blank = not_measured(target, bound, "x", "one side was not run");
-    let get = |side: &Side<'_, Case>| book.get(side.case, side.subject, side.metric);
+    let get = |side: &SeriesKey<'_, Case>| samples.get(side.case, side.subject, side.metric);
     let (Some(series), Some(baseline)) = (get(&own), get(&base)) else { return blank };
     let better = match bound {
         Bound::AtLeast(_) => Better::Lower,
         Bound::AtMost(_) => Better::Higher,
     };
     Verdict {
-        estimate: stats::estimate(&series.ratios(baseline, better)),
+        estimate: stats::estimate_median(&series.ratios(baseline, better)),
         baseline: base.subject.to_owned(),
-        is_lost: !series.survived(),
+        has_lost_round: !series.survived(),
         note: String::new(),
         ..blank
     }
 }
 
-/// A verdict on a value of one subject alone.
-pub fn judge<Case: Ord + Clone>(
-    book: &Book<Case>,
+/// Judges the value of one subject by itself, without a baseline.
+pub fn judge_value<Case: Ord + Clone>(
+    samples: &SampleTable<Case>,
     target: impl Into<String>,
     (bound, unit): (Bound, &'static str),
-    own: Side<'_, Case>,
+    own: SeriesKey<'_, Case>,
 ) -> Verdict {
     let blank = not_measured(target, bound, unit, "it was not run");
-    match book.get(own.case, own.subject, own.metric) {
+    match samples.get(own.case, own.subject, own.metric) {
         Some(series) => Verdict {
-            estimate: stats::estimate(&series.values()),
-            is_lost: !series.survived(),
+            estimate: stats::estimate_median(&series.values()),
+            has_lost_round: !series.survived(),
             note: String::new(),
             ..blank
         },
@@ -199,26 +201,26 @@ pub fn judge<Case: Ord + Clone>(
     }
 }
 
-/// Pagemill that returns memory by age must reach at least this fraction of the speed of Pagemill that keeps it.
-const AGAINST_KEEPING: f64 = 0.98;
+/// The least speed of Pagemill that returns memory by age, relative to Pagemill that returns it only on request.
+const LEAST_SPEED_WITH_AGING: f64 = 0.98;
 
-/// A verdict on the cost of returning memory by age, over all cases in which both variants were run; none without such
-/// a case. `ratios`: for each case, the speed relative to the variant that keeps its memory.
-pub fn against_keeping(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict> {
+/// Judges the cost of returning memory by age, by the geometric mean over all cases in which both variants were run.
+/// `ratios` has one entry per case: the speed of Pagemill in each round, relative to the variant that does not return
+/// memory by age. Returns none without such a case.
+pub fn judge_aging_cost(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict> {
     let target = format!("{experiment}: balanced against keep, geometric mean of {} cases", ratios.len());
     (!ratios.is_empty()).then(|| Verdict {
-        estimate: stats::estimate(&stats::geometric_means(ratios)),
+        estimate: stats::estimate_median(&stats::geometric_means(ratios)),
         baseline: KEEPING.to_owned(),
-        ..not_measured(target, Bound::AtLeast(AGAINST_KEEPING), "x", "")
+        ..not_measured(target, Bound::AtLeast(LEAST_SPEED_WITH_AGING), "x", "")
     })
 }
 
-/// A progress bar on stderr; hidden if stderr is no terminal, and in the first two seconds.
+/// A progress bar on stderr. It stays hidden if stderr is not a terminal, and during the first two seconds.
 #[derive(Debug)]
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// Makes a bar of so many steps.
     pub fn new(steps: usize) -> Self {
         let bar = ProgressBar::new(steps as u64);
         let style = ProgressStyle::with_template("{elapsed_precise} {wide_bar} {pos}/{len} {msg} {eta}");
@@ -229,7 +231,7 @@ impl Progress {
         Self(bar)
     }
 
-    /// Begins a step and shows its name.
+    /// Advances the bar by one step and shows the step's name.
     pub fn step(&self, what: &str) {
         self.0.set_message(what.to_owned());
         self.0.inc(1);
@@ -245,14 +247,15 @@ impl Drop for Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::State;
+    use crate::report::VerdictState;
 
-    /// 2 % slower is allowed, 4 % is too much; without cases there is no verdict.
+    /// The verdict passes at 2 % slower than the other variant and fails at 4 %. Without any case there is no verdict.
     #[test]
-    fn keeping_is_compared_over_all_cases() {
-        let state = |ratio: f64| against_keeping("x", &[vec![ratio; 3], vec![ratio; 3]]).map(|verdict| verdict.state());
+    fn aging_cost_is_judged_over_all_cases() {
+        let state =
+            |ratio: f64| judge_aging_cost("x", &[vec![ratio; 3], vec![ratio; 3]]).map(|verdict| verdict.state());
 
-        assert_eq!((state(0.985), state(0.96)), (Some(State::Reached), Some(State::FallsShort)));
-        assert!(against_keeping("x", &[]).is_none());
+        assert_eq!((state(0.985), state(0.96)), (Some(VerdictState::Reached), Some(VerdictState::FallsShort)));
+        assert!(judge_aging_cost("x", &[]).is_none());
     }
 }

@@ -1,19 +1,18 @@
-//! Returning 1 GiB of free memory on request, and how long that delays other threads.
+//! Time to return 1 GiB of free memory on request, and how long that delays the malloc of other threads.
 
 use std::time::Duration;
 
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::proc;
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, PAGEMILL, Ready, Role};
+use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
-/// Sizes of the pieces.
-const PIECES: [usize; 2] = [256 << 10, 4 << 10];
+const ALLOCATION_SIZES: [usize; 2] = [256 << 10, 4 << 10];
 
-/// The targets apply to this amount.
+/// The amount of free memory, in MiB, to which the targets apply.
 const FULL_MIB: u64 = 1024;
 
 const BASELINE: &str = "glibc";
@@ -23,38 +22,36 @@ const HELD: &str = "held_mib";
 const LONGEST: &str = "longest_malloc_ms";
 const QUIET: &str = "longest_malloc_quiet_ms";
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
 }
 
-/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
-    let (ready, gaps) = subject::select(&common.only, is_wanted)?;
+    let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("giveback", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
-    let mib = common.pick(FULL_MIB / 4, FULL_MIB);
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let mib = common.quick_or_full(FULL_MIB / 4, FULL_MIB);
     let needed = (mib + mib / 2) << 20;
     if proc::available_bytes().is_some_and(|available| available < needed) {
         return Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)));
     }
-    child::warm(mib + mib / 8)?;
-    let book = measure(&ready, common, mib)?;
-    for piece in PIECES {
-        rows(&mut report, &book, &ready, piece, mib);
-        verdicts(&mut report, &book, piece, mib);
+    child::touch_beforehand(mib + mib / 8)?;
+    let samples = measure(&ready, common, mib)?;
+    for piece in ALLOCATION_SIZES {
+        add_rows(&mut report, &samples, &ready, piece, mib);
+        add_verdicts(&mut report, &samples, piece, mib);
     }
     Ok(report)
 }
 
-fn measure(ready: &[Ready], common: &Common, mib: u64) -> Result<Book<usize>> {
-    let progress = Progress::new(PIECES.len() * common.rounds() * ready.len());
-    let mut book = Book::new();
-    for piece in PIECES {
+fn measure(ready: &[AvailableSubject], common: &CommonOptions, mib: u64) -> Result<SampleTable<usize>> {
+    let progress = Progress::new(ALLOCATION_SIZES.len() * common.rounds() * ready.len());
+    let mut samples = SampleTable::new();
+    for piece in ALLOCATION_SIZES {
         for round in 0..common.rounds() {
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
@@ -63,16 +60,16 @@ fn measure(ready: &[Ready], common: &Common, mib: u64) -> Result<Book<usize>> {
                 let how = how.map(|how| how.get_name().to_owned()).unwrap_or_default();
                 let (mib, bytes) = (mib.to_string(), piece.to_string());
                 let arguments = ["__giveback", "--mib", &mib, "--piece", &bytes, "--how", &how];
-                let outcome = child::measure(subject, &arguments, Duration::from_secs(120))?;
+                let outcome = child::run_under(subject, &arguments, Duration::from_secs(120))?;
                 let metrics = [MILLISECONDS, RETURNED, HELD, LONGEST, QUIET];
-                book.enter(&piece, subject.name(), &metrics, &outcome);
+                samples.add_outcome(&piece, subject.name(), &metrics, &outcome);
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn rows(report: &mut Report, book: &Book<usize>, ready: &[Ready], piece: usize, mib: u64) {
+fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[AvailableSubject], piece: usize, mib: u64) {
     let metrics = [
         (HELD, "MiB", Better::Lower, "MiB held when asked"),
         (RETURNED, "MiB", Better::Higher, "MiB returned"),
@@ -83,37 +80,39 @@ fn rows(report: &mut Report, book: &Book<usize>, ready: &[Ready], piece: usize, 
     let name = format!("{mib} MiB in pieces of {} KiB", piece >> 10);
     for subject in ready {
         for (metric, unit, better, column) in metrics {
-            let place = Place { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
-            // A subject with nothing to return is quick. Only the pause of other threads can be compared directly.
+            let cell = TableCell { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
+            // A subject that has nothing to return is quick, so its time is no baseline. Only the delay of other
+            // threads is comparable.
             let baseline = (metric == LONGEST).then_some(BASELINE);
             let metric = Metric { name: metric, unit, better, baseline };
-            report_row(report, book, (&piece, &name), subject.name(), metric, Some(place));
+            report_row(report, samples, (&piece, &name), subject.name(), metric, Some(cell));
         }
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<usize>, piece: usize, mib: u64) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize, mib: u64) {
     let case = format!("giveback of 1 GiB in pieces of {} KiB", piece >> 10);
     let targets = [(MILLISECONDS, 50.0, "ms to give back"), (LONGEST, 5.0, "longest unrelated malloc")];
     for (metric, bound, what) in targets {
         let target = format!("{case}, {what}");
         let verdict = not_measured(target, Bound::AtMost(bound), "ms", "");
-        let returned = book.get(&piece, PAGEMILL, RETURNED);
-        let held = book.get(&piece, PAGEMILL, HELD);
-        let verdict = match (book.get(&piece, PAGEMILL, metric), returned, held) {
+        let returned = samples.get(&piece, PAGEMILL, RETURNED);
+        let held = samples.get(&piece, PAGEMILL, HELD);
+        let verdict = match (samples.get(&piece, PAGEMILL, metric), returned, held) {
             _ if mib < FULL_MIB => Verdict { note: "--quick asks for less than 1 GiB".to_owned(), ..verdict },
             (Some(series), Some(returned), Some(held)) => {
                 let (returned, held) = (returned.median().unwrap_or(0.0), held.median().unwrap_or(0.0));
                 Verdict {
-                    estimate: stats::estimate(&series.values()),
-                    // Returning nothing quickly is no success, but memory that was not held need not be returned.
-                    is_lost: !series.survived() || held - returned > 0.1 * mib as f64,
+                    estimate: stats::estimate_median(&series.values()),
+                    // The verdict fails if Pagemill did not return its free memory. Memory that it did not retain need
+                    // not be returned.
+                    has_lost_round: !series.survived() || held - returned > 0.1 * mib as f64,
                     note: format!("{returned:.0} of {held:.0} MiB returned"),
                     ..verdict
                 }
             }
             _ => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
         };
-        report.verdict(verdict);
+        report.add_verdict(verdict);
     }
 }

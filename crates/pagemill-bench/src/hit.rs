@@ -1,14 +1,16 @@
-//! Cost of a cache hit: resident pages copied out and pinned at random, beside plain memory, the kernel's files and
-//! other caches. Also measures the memory that each cache takes beside its pages.
+//! Cost of a cache hit: resident pages are copied out and pinned in random order, in the page cache, plain memory,
+//! files of the kernel and other caches. Also measures the memory that each cache uses in addition to its pages.
 
 use std::time::Duration;
 
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, judge, report_row};
+use crate::experiment::{
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row,
+};
 use crate::files;
 use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER};
-use crate::report::{Bound, Place, Report, Series};
+use crate::report::{Bound, Report, Series, TableCell};
 use crate::stats::Better;
 use crate::subject;
 
@@ -19,7 +21,7 @@ const FRAMES: &str = "frames";
 const PREAD_NEVER: &str = "pread-huge-never";
 const PREAD_ALWAYS: &str = "pread-huge-always";
 const FOYER: &str = "foyer";
-/// Part of the experiment beside the subjects: many small files.
+/// The part of the experiment with many small files. It is no subject, but `--only` accepts its name.
 const FILES: &str = "files";
 
 const COPY: &str = "copy_ns";
@@ -35,10 +37,11 @@ const OWN: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, BESIDE_BYTES, HUGE_S
 const PINNED: &[&str] = &[COPY, PIN, BESIDE_BYTES, HUGE_SHARE];
 const MAPPED: &[&str] = &[COPY, HUGE_SHARE];
 
-/// glibc asks for huge pages for all its memory: the best setting for a subject that keeps its pages in malloc.
+/// Makes glibc ask for huge pages for all its memory, which is the best setting for a cache that stores its pages in
+/// malloc.
 const HUGE_MALLOC: &[(&str, &str)] = &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")];
 
-/// A subject: where its pages are, how they are filled, and its settings.
+/// A subject: a store of pages, its mount if it uses files, and its settings.
 struct Subject {
     name: &'static str,
     /// The subject's name on the workload's command line.
@@ -71,28 +74,27 @@ const MIB: (u64, u64) = (256, 1024);
 const RUN_MS: (u64, u64) = (50, 500);
 const SMALL_FILES: (u64, u64) = (10_000, 100_000);
 const SMALL_BYTES: u64 = 1 << 10;
-/// Samples (quick, full). A bound of 5 % takes more samples than usual.
+/// Number of samples (quick, full). A bound of 5 % needs more samples than other experiments.
 const ROUNDS: (usize, usize) = (3, 9);
-/// From this share on, memory counts as being in huge pages; the rest may be memory that a process has beside its data.
-const HUGE_FROM: f64 = 0.98;
+/// The least fraction in huge pages for memory to count as huge. The rest may be memory that is not part of the data.
+const MIN_HUGE_FRACTION: f64 = 0.98;
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
-    /// Data of each subject (default 1024, with --quick 256)
+    pub common: CommonOptions,
+    /// MiB of data in each subject (default 1024, with --quick 256)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..))]
     pub mib: Option<u64>,
-    /// Small files of the last part (default 100000, with --quick 10000)
+    /// Number of small files in the last part (default 100000, with --quick 10000)
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
     pub files: Option<u64>,
 }
 
-/// Threads, all on the same pages.
+/// The number of threads, which all access the same pages.
 type Case = u64;
 const THREADS: [Case; 2] = [1, 2];
-/// The case of metrics that are no times, and of the small files.
+/// The case in which sizes and the small files are reported, since they do not depend on the number of threads.
 const SIZES: Case = 1;
 
 /// Runs the experiment and returns the report.
@@ -112,50 +114,56 @@ pub fn run(options: &Options) -> Result<Report> {
         None => None,
         Some(Ok(mounter)) => Some(mounter),
         Some(Err(error)) => {
-            report.gap(format!("files on tmpfs: {error}"));
+            report.add_gap(format!("files on tmpfs: {error}"));
             subjects.retain(|subject| subject.mount.is_none());
             None
         }
     };
-    let book = measure(options, &subjects, is_wanted(FILES), mounter.as_ref())?;
-    rows(&mut report, &book, &subjects);
-    doubts(&mut report, &book, &subjects);
-    verdicts(&mut report, &book);
+    let samples = measure(options, &subjects, is_wanted(FILES), mounter.as_ref())?;
+    add_rows(&mut report, &samples, &subjects);
+    add_doubt_gaps(&mut report, &samples, &subjects);
+    add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[&Subject], has_files: bool, mounter: Option<&Mounter>) -> Result<Book<Case>> {
+fn measure(
+    options: &Options,
+    subjects: &[&Subject],
+    has_files: bool,
+    mounter: Option<&Mounter>,
+) -> Result<SampleTable<Case>> {
     let common = &options.common;
-    let rounds = common.samples.map_or(common.pick(ROUNDS.0, ROUNDS.1), usize::from);
-    let mib = options.mib.unwrap_or(common.pick(MIB.0, MIB.1));
-    let files = options.files.unwrap_or(common.pick(SMALL_FILES.0, SMALL_FILES.1));
-    child::warm(mib * 3 / 2 + 64)?;
+    let rounds = common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from);
+    let mib = options.mib.unwrap_or(common.quick_or_full(MIB.0, MIB.1));
+    let files = options.files.unwrap_or(common.quick_or_full(SMALL_FILES.0, SMALL_FILES.1));
+    child::touch_beforehand(mib * 3 / 2 + 64)?;
     let progress = Progress::new(rounds * (THREADS.len() * subjects.len() + usize::from(has_files)));
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..rounds {
         for case in THREADS {
             for index in 0..subjects.len() {
                 let subject = subjects[(index + round) % subjects.len()];
                 progress.step(subject.name);
-                let numbers = [("--threads", case), ("--mib", mib), ("--run-ms", common.pick(RUN_MS.0, RUN_MS.1))];
+                let numbers =
+                    [("--threads", case), ("--mib", mib), ("--run-ms", common.quick_or_full(RUN_MS.0, RUN_MS.1))];
                 let line = ["__hit", "--subject", subject.word].map(str::to_owned);
-                let line: Vec<String> = line.into_iter().chain(child::numbers(&numbers)).collect();
+                let line: Vec<String> = line.into_iter().chain(child::numeric_options(&numbers)).collect();
                 let outcome = sample(subject, line, mounter, mib)?;
-                book.enter(&case, subject.name, subject.metrics, &outcome);
+                samples.add_outcome(&case, subject.name, subject.metrics, &outcome);
             }
         }
         if has_files {
             progress.step(FILES);
             let numbers = [("--files", files), ("--bytes", SMALL_BYTES)];
-            let line = ["__small-files".to_owned()].into_iter().chain(child::numbers(&numbers)).collect();
+            let line = ["__small-files".to_owned()].into_iter().chain(child::numeric_options(&numbers)).collect();
             let outcome = sample(&Subject::new(FILES, FILES, &[]), line, None, 0)?;
-            book.enter(&SIZES, FILES, &[RESIDENT, COUNTED], &outcome);
+            samples.add_outcome(&SIZES, FILES, &[RESIDENT, COUNTED], &outcome);
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-/// Runs one process; a subject on files gets a mount of its own.
+/// Runs one workload process. A subject that uses files gets a mount of its own.
 fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
     let mounted = match (subject.mount, mounter) {
         (Some(system), Some(mounter)) => match mounter.mount(system, (mib + mib / 4 + 16) << 20)? {
@@ -164,28 +172,28 @@ fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, m
         },
         _ => None,
     };
-    line.extend(mounted.iter().flat_map(files::place));
+    line.extend(mounted.iter().flat_map(files::place_arguments));
     let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    let mut command = child::workload(&line)?;
+    let mut command = child::workload_command(&line)?;
     subject::clear_foreign_settings(&mut command);
     command.envs(subject.settings.iter().copied());
-    let finished = Running::start(&mut command)?.finish(Duration::from_secs(120))?;
-    child::outcome(subject.name, &finished)
+    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(120))?;
+    child::classify(subject.name, &finished)
 }
 
-fn threads(count: u64) -> String {
+fn threads_text(count: u64) -> String {
     format!("{count} thread{}", if count == 1 { "" } else { "s" })
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
     for (name, what, baseline) in [(COPY, "copied out", MEMCPY), (PIN, "pinned, 8 bytes read", FRAMES)] {
         for case in THREADS {
             for subject in subjects {
                 let table =
                     format!("4 KiB {what} at random, ns as a thread sees it, half the spread, times {baseline}");
-                let place = Some(Place { table, column: threads(case) });
+                let cell = Some(TableCell { table, column: threads_text(case) });
                 let metric = Metric { name, unit: "ns", better: Better::Lower, baseline: Some(baseline) };
-                report_row(report, book, (&case, &threads(case)), subject.name, metric, place);
+                report_row(report, samples, (&case, &threads_text(case)), subject.name, metric, cell);
             }
         }
     }
@@ -196,35 +204,36 @@ fn rows(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
         (HUGE_SHARE, "1", "share in huge pages"),
     ] {
         for subject in subjects {
-            let place = Some(Place { table: "what is beside the data".to_owned(), column: column.to_owned() });
+            let cell = Some(TableCell { table: "what is beside the data".to_owned(), column: column.to_owned() });
             let metric = Metric { name, unit, better: Better::Lower, baseline: None };
-            report_row(report, book, (&SIZES, "metadata"), subject.name, metric, place);
+            report_row(report, samples, (&SIZES, "metadata"), subject.name, metric, cell);
         }
     }
     for (name, column) in [(RESIDENT, "resident"), (COUNTED, "as the cache counts it")] {
         let table = "files of 1 KiB in one cache: bytes over those rounded up to pages".to_owned();
-        let place = Some(Place { table, column: column.to_owned() });
+        let cell = Some(TableCell { table, column: column.to_owned() });
         let metric = Metric { name, unit: "x", better: Better::Lower, baseline: None };
-        report_row(report, book, (&SIZES, "small files"), FILES, metric, place);
+        report_row(report, samples, (&SIZES, "small files"), FILES, metric, cell);
     }
 }
 
-/// Adds gaps for implausible figures and for baselines without huge pages.
-fn doubts(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
+/// Adds gaps for baselines that got too few huge pages and for an index size that cannot be true.
+fn add_doubt_gaps(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
     for subject in subjects.iter().filter(|subject| [MEMCPY, FRAMES].contains(&subject.name)) {
-        let share = book.get(&SIZES, subject.name, HUGE_SHARE).and_then(Series::median);
-        if share.is_some_and(|share| share < HUGE_FROM) {
-            report.gap(format!("{}: the kernel gave it too few huge pages: the baseline is too slow", subject.name));
+        let share = samples.get(&SIZES, subject.name, HUGE_SHARE).and_then(Series::median);
+        if share.is_some_and(|share| share < MIN_HUGE_FRACTION) {
+            report
+                .add_gap(format!("{}: the kernel gave it too few huge pages: the baseline is too slow", subject.name));
         }
     }
-    let get = |metric| book.get(&SIZES, DENSE, metric);
+    let get = |metric| samples.get(&SIZES, DENSE, metric);
     if get(COPY).is_some_and(Series::survived) && get(INDEX_BYTES).is_some_and(|series| !series.survived()) {
-        report.gap(format!("{DENSE}: the cache reports an index of less than 8 B a page, which is impossible"));
+        report.add_gap(format!("{DENSE}: the cache reports an index of less than 8 B a page, which is impossible"));
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>) {
-    let side = |case, subject, metric| Side { case, subject, metric };
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
+    let side = |case, subject, metric| SeriesKey { case, subject, metric };
     for case in &THREADS {
         for (subject, bound, base) in [
             (HUGE, Bound::AtMost(1.05), MEMCPY),
@@ -234,13 +243,19 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
             (HUGE, Bound::AtLeast(1.8), PREAD_ALWAYS),
         ] {
             let how = if matches!(bound, Bound::AtMost(_)) { "time of" } else { "as fast as" };
-            let target = format!("copy, {}: {subject}, {how} {base}", threads(*case));
-            report.verdict(compare_times(book, target, bound, side(case, subject, COPY), side(case, base, COPY)));
+            let target = format!("copy, {}: {subject}, {how} {base}", threads_text(*case));
+            report.add_verdict(judge_time_ratio(
+                samples,
+                target,
+                bound,
+                side(case, subject, COPY),
+                side(case, base, COPY),
+            ));
         }
         for subject in [HUGE, DENSE] {
-            let target = format!("pin, {}: {subject}, time of {FRAMES}", threads(*case));
+            let target = format!("pin, {}: {subject}, time of {FRAMES}", threads_text(*case));
             let (own, base) = (side(case, subject, PIN), side(case, FRAMES, PIN));
-            report.verdict(compare_times(book, target, Bound::AtMost(1.5), own, base));
+            report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(1.5), own, base));
         }
     }
     for (target, subject, metric, bound) in [
@@ -248,9 +263,9 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
         ("frames, dense, a page", DENSE, FRAME_BYTES, 16.0),
         ("index, dense, a page", DENSE, INDEX_BYTES, 9.5),
     ] {
-        report.verdict(judge(book, target, (Bound::AtMost(bound), "B"), side(&SIZES, subject, metric)));
+        report.add_verdict(judge_value(samples, target, (Bound::AtMost(bound), "B"), side(&SIZES, subject, metric)));
     }
     for (target, metric) in [("small files, resident", RESIDENT), ("small files, counted", COUNTED)] {
-        report.verdict(judge(book, target, (Bound::AtMost(1.15), "x"), side(&SIZES, FILES, metric)));
+        report.add_verdict(judge_value(samples, target, (Bound::AtMost(1.15), "x"), side(&SIZES, FILES, metric)));
     }
 }

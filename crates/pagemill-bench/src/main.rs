@@ -12,9 +12,9 @@ mod cost;
 mod ebizzy;
 mod error;
 mod experiment;
-mod figures;
 mod files;
 mod footprint;
+mod giveable;
 mod giveback;
 mod histogram;
 mod hit;
@@ -41,7 +41,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::error::{Error, Result};
-use crate::experiment::Common;
+use crate::experiment::CommonOptions;
 use crate::report::Report;
 
 /// Measures Pagemill against glibc, jemalloc, mimalloc and tcmalloc, in one run on this machine.
@@ -58,46 +58,50 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Experiment {
     /// Records per second of a search server's workload with 1 to 24 threads, with and without a memory hog; cost of
-    /// watching limits
+    /// watching memory limits
     Ebizzy(ebizzy::Options),
-    /// Small allocations through the preload against the same allocator without it
+    /// Small allocations under the preloaded Pagemill, compared with preloaded jemalloc alone
     Small(small::Options),
-    /// Returning 1 GiB of free memory on request, and the longest malloc meanwhile
+    /// Time to return 1 GiB of free memory on request, and the longest malloc meanwhile
     Giveback(giveback::Options),
-    /// Startup cost of a preload in a program that does nothing
+    /// Startup cost of a preloaded library in a program that does nothing
     Startup(startup::Options),
     /// Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator
     Footprint(footprint::Options),
-    /// OOM kills while free memory could be returned: writers, a handover, a sibling's request, a full machine
+    /// OOM kills while another process has free memory that it could return: writers, a handover, a sibling's request,
+    /// a full machine
     Survive(survive::Options),
-    /// Files read and written in records of 4 KiB by 1 to 200 threads, mapped and not, beside tmpfs and the original
+    /// Files read and written in records of 4 KiB by 1 to 200 threads, mapped and unmapped, compared with tmpfs and the
+    /// results of 2013
     Iozone(files::iozone::Options),
-    /// Bytes that small, middle, sparse and large files take in memory, and which of them get huge pages
+    /// Memory that small, medium, sparse and large files take, and which of them get huge pages
     Waste(files::FileOptions),
-    /// Create, stat, read, list and remove many small files, beside tmpfs
+    /// Create, stat, read, list and remove many small files, compared with tmpfs
     Metadata(files::FileOptions),
-    /// Memory marked volatile and taken back, beside MADV_FREE and MADV_DONTNEED; cost of a purge; ebizzy on volatile
-    /// handles
+    /// Cost to mark memory volatile and take it back, compared with MADV_FREE and MADV_DONTNEED; cost of a purge;
+    /// ebizzy with its copies in volatile ranges
     Volatile(volatile::Options),
-    /// Resident pages copied out and pinned at random: the page cache beside memcpy, files and other caches; its
-    /// metadata
+    /// Resident pages copied out and pinned in random order: the page cache compared with memcpy, files and other
+    /// caches; its metadata
     Hit(hit::Options),
-    /// Huge folios pinned by range, split and merged, beside a count for each 4 KiB and a copy
+    /// Cost to pin ranges of huge folios, compared with one reference count for each 4 KiB; cost to split and collapse
+    /// them, compared with a copy
     Refs(refs::Options),
-    /// Hit rate on generated traces: the page cache's eviction beside LRU, CLOCK, S3-FIFO and SIEVE
+    /// Hit rate on generated traces: the page cache's eviction compared with LRU, CLOCK, S3-FIFO and SIEVE
     Traces(traces::Options),
-    /// Random 4 KiB reads of a file six times the cache, by 1 to 32 threads and by one thread with many requests in
-    /// flight, beside fio
+    /// Random 4 KiB reads of a file six times as large as the cache, by 1 to 32 threads and by one thread with many
+    /// requests in flight, compared with fio
     Miss(storage::miss::Options),
-    /// Reads and writes of 64 KiB to 2 MiB at depth 1 to 64, into huge pages and small ones, beside fio and the
-    /// original
+    /// Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, into huge pages and small ones, compared with fio
+    /// and the results of 2013
     Orion(storage::orion::Options),
-    /// Scattered 4 KiB pages made dirty in a file of 1 GiB, and written back, beside fio writing to the same places
+    /// Write-back of scattered dirty 4 KiB pages in a file of 1 GiB, compared with fio writing at the same offsets
     Writeback(storage::writeback::Options),
-    /// Objects of one size in slabs, beside allocators and keyed maps: allocate and free, read, move concurrently with
-    /// readers; memory left after nine tenths are freed at random, stalls, walks of relocatable objects
+    /// Objects of one size in slabs, compared with allocators and keyed maps: allocate and free, read, move
+    /// concurrently with readers; memory left after nine tenths are freed at random, stalls, walks of relocatable
+    /// objects
     Slab(slab::Options),
-    /// The settings that make each allocator return memory at once, as a Markdown table
+    /// Print the settings that make each allocator return memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
     Touch(workload::Touch),
@@ -140,7 +144,7 @@ enum Experiment {
     #[command(name = "__iozone", hide = true)]
     IozoneWork(workload::iozone::Iozone),
     #[command(name = "__iozone-part", hide = true)]
-    IozonePart(workload::iozone::Part),
+    IozonePart(workload::iozone::WorkerArguments),
     #[command(name = "__file-writers", hide = true)]
     FileWritersWork(workload::file_writers::FileWriters),
     #[command(name = "__toggle", hide = true)]
@@ -150,7 +154,7 @@ enum Experiment {
     #[command(name = "__hit", hide = true)]
     HitWork(workload::hit::Hit),
     #[command(name = "__small-files", hide = true)]
-    SmallFilesWork(workload::hit::Files),
+    SmallFilesWork(workload::hit::SmallFiles),
     #[command(name = "__refs", hide = true)]
     RefsWork(workload::refs::Refs),
     #[command(name = "__change", hide = true)]
@@ -200,28 +204,28 @@ fn main() -> ExitCode {
         Experiment::HogWork(arguments) => workload::run(|| workload::hog::run(&arguments)),
         Experiment::PairWork(arguments) => workload::run(|| workload::pair::run(&arguments)),
         Experiment::WritersWork(arguments) => workload::run(|| workload::writers::run(&arguments)),
-        Experiment::KeeperWork(arguments) => workload::run(|| workload::handover::keep(&arguments)),
-        Experiment::PieceKeeperWork(arguments) => workload::run(|| workload::pieces::keep(&arguments)),
+        Experiment::KeeperWork(arguments) => workload::run(|| workload::handover::run_keeper(&arguments)),
+        Experiment::PieceKeeperWork(arguments) => workload::run(|| workload::pieces::run_keeper(&arguments)),
         Experiment::ChurnWork(arguments) => workload::run(|| workload::churn::run(&arguments)),
         Experiment::ReturningWork(arguments) => workload::run(|| workload::returning::run(&arguments)),
-        Experiment::NewcomerWork(arguments) => workload::run(|| workload::handover::come(&arguments)),
-        Experiment::AskerWork(arguments) => workload::run(|| workload::reaction::ask(&arguments)),
-        Experiment::HoarderWork(arguments) => workload::run(|| workload::reaction::hoard(&arguments)),
-        Experiment::ServerWork(arguments) => workload::run(|| workload::host::serve(&arguments)),
-        Experiment::FillerWork(arguments) => workload::run(|| workload::host::fill(&arguments)),
+        Experiment::NewcomerWork(arguments) => workload::run(|| workload::handover::run_newcomer(&arguments)),
+        Experiment::AskerWork(arguments) => workload::run(|| workload::reaction::run_asker(&arguments)),
+        Experiment::HoarderWork(arguments) => workload::run(|| workload::reaction::run_hoarder(&arguments)),
+        Experiment::ServerWork(arguments) => workload::run(|| workload::host::run_server(&arguments)),
+        Experiment::FillerWork(arguments) => workload::run(|| workload::host::run_filler(&arguments)),
         Experiment::IdleWork(arguments) => workload::run(|| workload::idle::run(&arguments)),
         Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
         Experiment::SlabWork(arguments) => workload::run(|| workload::slab::run(&arguments)),
         Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
         Experiment::IozoneWork(arguments) => workload::run(|| workload::iozone::run(&arguments)),
-        Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::part(&arguments)),
+        Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::run_worker(&arguments)),
         Experiment::FileWritersWork(arguments) => workload::run(|| workload::file_writers::run(&arguments)),
-        Experiment::ToggleWork(arguments) => workload::run(|| workload::volatile::toggle(&arguments)),
-        Experiment::PurgingWork(arguments) => workload::run(|| workload::volatile::purging(&arguments)),
+        Experiment::ToggleWork(arguments) => workload::run(|| workload::volatile::measure_toggle(&arguments)),
+        Experiment::PurgingWork(arguments) => workload::run(|| workload::volatile::measure_purging(&arguments)),
         Experiment::HitWork(arguments) => workload::run(|| workload::hit::run(&arguments)),
-        Experiment::SmallFilesWork(arguments) => workload::run(|| workload::hit::files(&arguments)),
+        Experiment::SmallFilesWork(arguments) => workload::run(|| workload::hit::measure_files(&arguments)),
         Experiment::RefsWork(arguments) => workload::run(|| workload::refs::run(&arguments)),
-        Experiment::ChangeWork(arguments) => workload::run(|| workload::refs::change(&arguments)),
+        Experiment::ChangeWork(arguments) => workload::run(|| workload::refs::measure_change(&arguments)),
         Experiment::RingWork(arguments) => workload::run(|| workload::storage::ring::run(&arguments)),
         Experiment::MissWork(arguments) => workload::run(|| workload::storage::miss::run(&arguments)),
         Experiment::HitsWork(arguments) => workload::run(|| workload::storage::hits::run(&arguments)),
@@ -232,15 +236,15 @@ fn main() -> ExitCode {
     }
 }
 
-/// Exit status if nothing could be measured.
+/// The exit status if the experiment ran but nothing could be measured.
 const NOTHING_RUN: u8 = 2;
 
-/// Runs an experiment and prints its report, or its error; returns the exit status.
-fn experiment(common: &Common, run: impl FnOnce() -> Result<Report>) -> ExitCode {
+/// Runs an experiment and prints its report, or its error. Returns the exit status.
+fn experiment(common: &CommonOptions, run: impl FnOnce() -> Result<Report>) -> ExitCode {
     let outcome = child::handle_interrupts().and_then(|()| run());
     match outcome {
         Ok(report) => {
-            report.finish();
+            report.print();
             if !report.has_results() {
                 eprintln!("pagemill-bench: cannot run: nothing was measured");
                 return ExitCode::from(NOTHING_RUN);
@@ -250,7 +254,7 @@ fn experiment(common: &Common, run: impl FnOnce() -> Result<Report>) -> ExitCode
         Err(error) => {
             eprintln!("pagemill-bench: {error}");
             if let Error::Interrupted { signal } = error {
-                child::end_by(signal);
+                child::end_by_signal(signal);
             }
             ExitCode::from(error.exit_code())
         }

@@ -1,7 +1,8 @@
-//! The few C calls without a safe wrapper: the malloc under test, process groups, locks.
+//! C and system calls that have no safe wrapper in Rust: the malloc under test, process groups, locks, mappings.
 //!
-//! Every block that a workload measures comes from the C symbol `malloc`, mostly through [`Piece`], so that the
-//! preloaded allocator serves it. The safe standard library calls it, too, but may round, cache or over-allocate.
+//! Every allocation that a workload measures comes from the C symbol `malloc`, mostly through [`WordAllocation`], so
+//! that the preloaded allocator serves it. Rust's collections use the same `malloc`, but they may round sizes, cache or
+//! over-allocate.
 
 #![allow(unsafe_code)] // calls the C library directly, as the programs under test do
 
@@ -18,25 +19,25 @@ use std::time::Duration;
 
 use pagemill::units::BLOCK_BYTES;
 
-/// A block from the C `malloc`, all of it initialized.
+/// An allocation from the C `malloc` that is filled with words.
 ///
 /// # Invariants
 ///
 /// `start` is the result of `malloc` for `len_words * 8` bytes. This value alone owns them, and each word is
 /// initialized.
-pub struct Piece {
+pub struct WordAllocation {
     start: NonNull<u64>,
     len_words: usize,
 }
 
-// SAFETY: a piece is the only owner of its bytes (type invariant), and malloc and free work across threads.
-unsafe impl Send for Piece {}
+// SAFETY: the value is the only owner of its bytes (type invariant), and malloc and free work across threads.
+unsafe impl Send for WordAllocation {}
 
-// SAFETY: a shared piece is only read.
-unsafe impl Sync for Piece {}
+// SAFETY: through a shared reference the words are only read.
+unsafe impl Sync for WordAllocation {}
 
-impl Piece {
-    /// Copies `words` into a new block; returns none if the allocator is out of memory.
+impl WordAllocation {
+    /// Copies `words` into a new allocation; returns none if the allocator is out of memory.
     pub fn copy_of(words: &[u64]) -> Option<Self> {
         let start = raw_malloc(size_of_val(words))?.cast::<u64>();
         // SAFETY:
@@ -44,13 +45,14 @@ impl Piece {
         // 2. A fresh block overlaps no borrowed memory.
         unsafe { ptr::copy_nonoverlapping(words.as_ptr(), start.as_ptr(), words.len()) };
         Some(Self {
-            // The optimizer knows malloc: without `black_box` it may read the source instead and drop the copy.
+            // The optimizer knows what malloc does. Without `black_box` it may read the source instead and drop the
+            // copy.
             start: black_box(start),
             len_words: words.len(),
         })
     }
 
-    /// Allocates a block and fills it with `word`; returns none if the allocator is out of memory.
+    /// Makes an allocation with all words equal to `word`; returns none if the allocator is out of memory.
     pub fn filled(len_words: usize, word: u64) -> Option<Self> {
         let start = raw_malloc(len_words * size_of::<u64>())?.cast::<u64>();
         for index in 0..len_words {
@@ -60,35 +62,34 @@ impl Piece {
         Some(Self { start: black_box(start), len_words })
     }
 
-    /// The block's words.
     pub fn words(&self) -> &[u64] {
         // SAFETY: `start` begins `len_words` initialized words that live as long as `self` (type invariant).
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len_words) }
     }
 }
 
-impl Drop for Piece {
+impl Drop for WordAllocation {
     fn drop(&mut self) {
         // SAFETY: `start` came from malloc and is freed once (type invariant).
         unsafe { libc::free(self.start.as_ptr().cast()) };
     }
 }
 
-/// A block from the C `malloc` that starts with a tag, which can be checked later.
+/// An allocation from the C `malloc` that starts with a tag word, by which a workload can check its contents later.
 ///
 /// # Invariants
 ///
 /// `start` is the result of `malloc` for at least eight bytes. This value alone owns them, and the first word is
 /// initialized.
-pub struct Tagged {
+pub struct TaggedAllocation {
     start: NonNull<u64>,
 }
 
-// SAFETY: the block has one owner (type invariant), and malloc and free work across threads.
-unsafe impl Send for Tagged {}
+// SAFETY: the allocation has one owner (type invariant), and malloc and free work across threads.
+unsafe impl Send for TaggedAllocation {}
 
-impl Tagged {
-    /// Allocates `size` bytes (at least eight) and writes `tag` at their start.
+impl TaggedAllocation {
+    /// Allocates `size` bytes (at least eight) and writes `tag` at their start. Returns none if out of memory.
     #[inline]
     pub fn new(size: usize, tag: u64) -> Option<Self> {
         debug_assert!(size >= size_of::<u64>());
@@ -98,7 +99,8 @@ impl Tagged {
         Some(Self { start: black_box(start) })
     }
 
-    /// As [`Tagged::new`], and writes one byte into each 4 KiB, so that the whole block is resident.
+    /// Does the same as [`TaggedAllocation::new`], and also writes a byte to each 4 KiB, so that all pages become
+    /// resident.
     pub fn touched(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         for offset in (size_of::<u64>()..size).step_by(4096) {
@@ -108,7 +110,7 @@ impl Tagged {
         Some(tagged)
     }
 
-    /// As [`Tagged::new`], and writes every byte.
+    /// Does the same as [`TaggedAllocation::new`], and also writes every byte after the tag.
     pub fn filled(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         let rest = tagged.start.as_ptr().wrapping_add(1).cast::<u8>();
@@ -117,7 +119,7 @@ impl Tagged {
         Some(tagged)
     }
 
-    /// Reads the tag from memory.
+    /// Reads the tag back from memory.
     #[inline]
     pub fn tag(&self) -> u64 {
         // SAFETY: the first word is initialized and owned (type invariant).
@@ -125,7 +127,7 @@ impl Tagged {
     }
 }
 
-impl Drop for Tagged {
+impl Drop for TaggedAllocation {
     #[inline]
     fn drop(&mut self) {
         // SAFETY: `start` came from malloc and is freed once (type invariant).
@@ -139,11 +141,11 @@ fn raw_malloc(size: usize) -> Option<NonNull<c_void>> {
     NonNull::new(unsafe { libc::malloc(size) })
 }
 
-/// Asks the loaded allocator, through its own call, to return all free memory.
+/// Asks the loaded allocator, through its own C call, to return all free memory.
 pub fn give_back(how: GiveBack) -> Result<(), String> {
     match how {
         GiveBack::MallocTrim => {
-            let address = symbol(c"malloc_trim")?;
+            let address = find_symbol(c"malloc_trim")?;
             // SAFETY: `malloc_trim` has this type in glibc and in every allocator that replaces it.
             let trim: unsafe extern "C" fn(usize) -> c_int = unsafe { std::mem::transmute(address) };
             // SAFETY: `malloc_trim` may be called at any time.
@@ -151,18 +153,18 @@ pub fn give_back(how: GiveBack) -> Result<(), String> {
         }
         GiveBack::Mallctl => {
             mallctl(c"thread.tcache.flush")?;
-            // jemalloc defines 4096 as the index of all arenas.
+            // jemalloc uses the arena index 4096 for "all arenas" (`MALLCTL_ARENAS_ALL`).
             mallctl(c"arena.4096.purge")?;
         }
         GiveBack::MiCollect => {
-            let address = symbol(c"peer_mi_collect")?;
+            let address = find_symbol(c"peer_mi_collect")?;
             // SAFETY: the peer library exports it with this type.
             let collect: unsafe extern "C" fn(bool) = unsafe { std::mem::transmute(address) };
             // SAFETY: `mi_collect` may be called at any time.
             unsafe { collect(true) };
         }
         GiveBack::ReleaseFreeMemory => {
-            let address = symbol(c"MallocExtension_ReleaseFreeMemory")?;
+            let address = find_symbol(c"MallocExtension_ReleaseFreeMemory")?;
             // SAFETY: tcmalloc's C shim declares it without arguments and result.
             let release: unsafe extern "C" fn() = unsafe { std::mem::transmute(address) };
             // SAFETY: it may be called at any time.
@@ -173,7 +175,7 @@ pub fn give_back(how: GiveBack) -> Result<(), String> {
     Ok(())
 }
 
-/// The call by which an allocator is asked to return its free memory.
+/// The C call that asks an allocator to return its free memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum GiveBack {
     /// `malloc_trim(0)`
@@ -188,17 +190,18 @@ pub enum GiveBack {
     MeshCompact,
 }
 
-/// Number of compaction passes of Mesh: more than it needs.
+/// Number of compaction passes of Mesh, which is more than it needs.
 const MESH_PASSES: usize = 100;
 
 type Mallctl = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
 
 fn mesh_compact() -> Result<(), String> {
-    let address = symbol(c"mesh_mallctl")?;
+    let address = find_symbol(c"mesh_mallctl")?;
     // SAFETY: `mesh_mallctl` of Mesh has the type of jemalloc's `mallctl`.
     let call: Mallctl = unsafe { std::mem::transmute(address) };
     let (mut value, mut len) = (0_usize, size_of::<usize>());
-    // SAFETY: every control of Mesh requires room for a result word, which this one does not fill. It takes no value.
+    // SAFETY: every control of Mesh requires room for a result word, which `value` provides; this one does not fill it.
+    // It takes no input value.
     match unsafe { call(c"mesh.compact".as_ptr(), (&raw mut value).cast(), &raw mut len, ptr::null_mut(), 0) } {
         0 => Ok(()),
         status => Err(format!("mesh_mallctl: status {status}")),
@@ -206,7 +209,7 @@ fn mesh_compact() -> Result<(), String> {
 }
 
 fn mallctl(name: &CStr) -> Result<(), String> {
-    let address = symbol(c"mallctl")?;
+    let address = find_symbol(c"mallctl")?;
     // SAFETY: `mallctl` of jemalloc has this type.
     let call: Mallctl = unsafe { std::mem::transmute(address) };
     // SAFETY: these two controls take no value and return none.
@@ -216,7 +219,7 @@ fn mallctl(name: &CStr) -> Result<(), String> {
     }
 }
 
-fn symbol(name: &CStr) -> Result<*mut c_void, String> {
+fn find_symbol(name: &CStr) -> Result<*mut c_void, String> {
     // SAFETY: RTLD_DEFAULT searches the loaded libraries; `name` is a C string.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     match address.is_null() {
@@ -225,9 +228,9 @@ fn symbol(name: &CStr) -> Result<*mut c_void, String> {
     }
 }
 
-/// The file that provides `malloc` in this process.
-pub fn malloc_home() -> Option<PathBuf> {
-    let address = symbol(c"malloc").ok()?;
+/// Returns the path of the file that provides `malloc` in this process.
+pub fn malloc_library() -> Option<PathBuf> {
+    let address = find_symbol(c"malloc").ok()?;
     // SAFETY: all zeroes is a valid Dl_info.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
     // SAFETY: dladdr only looks up the address; `info` is a live Dl_info.
@@ -240,13 +243,13 @@ pub fn malloc_home() -> Option<PathBuf> {
     Path::new(name.to_str().ok()?).canonicalize().ok()
 }
 
-/// Kills this process when its parent ends, so that no workload outlives a killed bench.
+/// Makes the kernel kill this process when its parent ends, so that no workload outlives a killed bench.
 pub fn die_with_parent() {
     // SAFETY: PR_SET_PDEATHSIG takes a signal number and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
-/// Whether a child of this process has ended. Does not reap it.
+/// Whether a child of this process has ended, without reaping it.
 pub fn has_ended(child: u32) -> bool {
     // SAFETY: all zeroes is a valid siginfo_t.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
@@ -257,7 +260,7 @@ pub fn has_ended(child: u32) -> bool {
     result != 0 || unsafe { info.si_pid() } != 0
 }
 
-/// CPU time of a child that ended, including the children that it waited for.
+/// CPU time of a child that has ended, including the children that it waited for.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
     pub user: Duration,
@@ -265,13 +268,13 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// User and system time.
+    /// Returns the sum of user and system time.
     pub fn cpu(&self) -> Duration {
         self.user + self.system
     }
 }
 
-/// Waits for a child of this process and reaps it. Returns its status, as `wait` encodes it, and its CPU time.
+/// Waits for a child of this process and reaps it. Returns the status as `wait` encodes it, and the CPU time.
 pub fn reap(child: u32) -> io::Result<(i32, Usage)> {
     let mut status = 0;
     // SAFETY: all zeroes is a valid rusage.
@@ -287,8 +290,8 @@ pub fn reap(child: u32) -> io::Result<(i32, Usage)> {
     }
 }
 
-/// User and system time of this process so far, over all its threads.
-pub fn own_cpu() -> Duration {
+/// Returns the user and system time of this process so far, over all its threads.
+pub fn own_cpu_time() -> Duration {
     // SAFETY: all zeroes is a valid rusage.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: `usage` is live and has the type that getrusage fills.
@@ -303,7 +306,7 @@ impl From<&libc::rusage> for Usage {
     }
 }
 
-/// Kills the process group that a child of this process leads. A group that is gone is no error.
+/// Kills the process group that a child of this process leads. A group that no longer exists is no error.
 pub fn kill_group(leader: u32) {
     // SAFETY: kill touches no memory. The group's leader is a child of this process that is not yet reaped.
     unsafe { libc::kill(-(leader as libc::pid_t), libc::SIGKILL) };
@@ -311,11 +314,12 @@ pub fn kill_group(leader: u32) {
 
 /// Sends SIGTERM to a child of this process that is not yet reaped.
 pub fn terminate(child: u32) {
-    // SAFETY: kill touches no memory. The process id is the child's until it is reaped.
+    // SAFETY: kill touches no memory. The process id belongs to the child until it is reaped.
     unsafe { libc::kill(child as libc::pid_t, libc::SIGTERM) };
 }
 
-/// Moves the calling thread, and the threads and processes that it starts later, into a mount namespace of their own.
+/// Moves the calling thread into a new mount namespace. Threads and processes that it starts later are in that
+/// namespace, too.
 pub fn unshare_mounts() -> io::Result<()> {
     // SAFETY: unshare touches no memory.
     match unsafe { libc::unshare(libc::CLONE_NEWNS) } {
@@ -330,19 +334,18 @@ pub fn kill_process(pid: u32) {
     unsafe { libc::kill(pid as libc::pid_t, libc::SIGKILL) };
 }
 
-/// Locks the file; blocks until the lock is free.
+/// Locks the file with `flock`; blocks until the lock is free.
 pub fn lock(file: BorrowedFd<'_>) -> io::Result<()> {
     flock(file, libc::LOCK_EX)
 }
 
-/// Locks the file if the lock is free; returns whether it did.
+/// Locks the file if the lock is free. Returns whether the caller now has the lock.
 pub fn try_lock(file: BorrowedFd<'_>) -> bool {
     flock(file, libc::LOCK_EX | libc::LOCK_NB).is_ok()
 }
 
-/// Unlocks the file.
 pub fn unlock(file: BorrowedFd<'_>) {
-    // Unlocking a held lock cannot fail, and closing the file would also release it.
+    // Unlocking cannot fail while the caller has the lock. Closing the file would also release it.
     let _ = flock(file, libc::LOCK_UN);
 }
 
@@ -354,7 +357,7 @@ fn flock(file: BorrowedFd<'_>, operation: c_int) -> io::Result<()> {
     }
 }
 
-/// Private anonymous memory of this process in small pages; dropping it unmaps it.
+/// A private anonymous mapping of this process. Dropping it unmaps the memory.
 #[derive(Debug)]
 pub struct Pages {
     addr: *mut u8,
@@ -362,12 +365,11 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The size of an OS page in bytes.
     pub fn page_bytes() -> usize {
         pagemill::units::os_page_bytes()
     }
 
-    /// Maps the memory; no page is resident yet.
+    /// Maps memory of which no page is resident yet.
     pub fn new(len_bytes: usize) -> Result<Self, String> {
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping replaces nothing.
@@ -378,23 +380,23 @@ impl Pages {
         }
     }
 
-    /// Maps memory that starts at a huge page's boundary, in huge pages if the kernel has any. All of it is resident.
+    /// Maps memory aligned to a huge page, in huge pages if the kernel has any, and makes all of it resident.
     pub fn huge(len_bytes: usize) -> Result<Self, String> {
         let spare = ManuallyDrop::new(Self::new(len_bytes + BLOCK_BYTES)?);
         let head_bytes = spare.addr.align_offset(BLOCK_BYTES);
-        let mut pages = Self { addr: spare.at(head_bytes, len_bytes), len_bytes };
-        // SAFETY: this part of the new mapping, before the kept one, is not referred to anywhere. Failure for zero
-        // bytes is harmless.
+        let mut pages = Self { addr: spare.address_at(head_bytes, len_bytes), len_bytes };
+        // SAFETY: nothing refers to this part of the new mapping, which lies before the part that is kept. For zero
+        // bytes the call fails, which is harmless.
         unsafe { libc::munmap(spare.addr.cast(), head_bytes) };
-        let tail = spare.at(head_bytes + len_bytes, BLOCK_BYTES - head_bytes);
-        // SAFETY: as above, for the part after the kept one.
+        let tail = spare.address_at(head_bytes + len_bytes, BLOCK_BYTES - head_bytes);
+        // SAFETY: nothing refers to this part of the new mapping, which lies after the part that is kept.
         unsafe { libc::munmap(tail.cast(), BLOCK_BYTES - head_bytes) };
-        pages.allow_huge()?;
+        pages.advise_huge()?;
         pages.touch(0, len_bytes);
         Ok(pages)
     }
 
-    /// Maps memory in small pages, whatever the system's default is. All of it is resident.
+    /// Maps memory in small pages, whatever the system's huge-page setting is, and makes all of it resident.
     pub fn small(len_bytes: usize) -> Result<Self, String> {
         let mut pages = Self::new(len_bytes)?;
         pages.advise(0, len_bytes, libc::MADV_NOHUGEPAGE)?;
@@ -402,58 +404,58 @@ impl Pages {
         Ok(pages)
     }
 
-    /// The address of a part.
-    pub fn at(&self, at: usize, len_bytes: usize) -> *mut u8 {
+    /// Returns the address at offset `at`. The range of `len_bytes` bytes from there must lie in the mapping.
+    pub fn address_at(&self, at: usize, len_bytes: usize) -> *mut u8 {
         assert!(at + len_bytes <= self.len_bytes);
         // SAFETY: inside the mapping, by the assertion above.
         unsafe { self.addr.add(at) }
     }
 
-    /// Writes a byte of each page.
+    /// Writes a byte to each page of a range, which makes the range resident.
     pub fn touch(&mut self, at: usize, len_bytes: usize) {
         for page in (0..len_bytes).step_by(Self::page_bytes()) {
             // SAFETY: inside the mapping, and `&mut self` excludes other access.
-            unsafe { self.at(at + page, 1).write_volatile(1) };
+            unsafe { self.address_at(at + page, 1).write_volatile(1) };
         }
     }
 
-    /// The first bytes. The caller must have written them since the last `MADV_FREE`.
+    /// Returns the first bytes of the mapping. The caller must have written them since the last `MADV_FREE`.
     pub fn bytes(&self, len_bytes: usize) -> &[u8] {
-        // SAFETY: inside the mapping, which lives as long as `self`. The kernel does not free pages written after
-        // `MADV_FREE`.
-        unsafe { slice::from_raw_parts(self.at(0, len_bytes), len_bytes) }
+        // SAFETY: inside the mapping, which lives as long as `self`. The kernel does not discard pages that were
+        // written after `MADV_FREE`.
+        unsafe { slice::from_raw_parts(self.address_at(0, len_bytes), len_bytes) }
     }
 
-    /// The first bytes, for writing.
+    /// Returns the first bytes of the mapping, for writing.
     pub fn bytes_mut(&mut self, len_bytes: usize) -> &mut [u8] {
         // SAFETY: inside the mapping, and `&mut self` excludes other access. Any bit pattern is a valid byte.
-        unsafe { slice::from_raw_parts_mut(self.at(0, len_bytes), len_bytes) }
+        unsafe { slice::from_raw_parts_mut(self.address_at(0, len_bytes), len_bytes) }
     }
 
     fn advise(&mut self, at: usize, len_bytes: usize, advice: i32) -> Result<(), String> {
-        // SAFETY: inside the mapping, and `&mut self` excludes readers of the bytes that are discarded.
-        match unsafe { libc::madvise(self.at(at, len_bytes).cast(), len_bytes, advice) } {
+        // SAFETY: inside the mapping, and `&mut self` excludes readers of bytes that the call may discard.
+        match unsafe { libc::madvise(self.address_at(at, len_bytes).cast(), len_bytes, advice) } {
             0 => Ok(()),
             _ => Err(format!("madvise({advice}): {}", std::io::Error::last_os_error())),
         }
     }
 
-    /// Calls `MADV_FREE` on a part.
-    pub fn offer(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
+    /// Calls `MADV_FREE` on a range: the kernel may discard its pages until they are written again.
+    pub fn advise_free(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
         self.advise(at, len_bytes, libc::MADV_FREE)
     }
 
-    /// Calls `MADV_DONTNEED` on a part.
+    /// Calls `MADV_DONTNEED` on a range, which discards its pages.
     pub fn discard(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
         self.advise(at, len_bytes, libc::MADV_DONTNEED)
     }
 
-    /// Calls `MADV_HUGEPAGE` on all of it, so that the kernel may use huge pages.
-    pub fn allow_huge(&mut self) -> Result<(), String> {
+    /// Calls `MADV_HUGEPAGE` on the whole mapping, so that the kernel may use huge pages.
+    pub fn advise_huge(&mut self) -> Result<(), String> {
         self.advise(0, self.len_bytes, libc::MADV_HUGEPAGE)
     }
 
-    /// Marks a part volatile or nonvolatile; returns whether any of it was purged.
+    /// Marks a range volatile or nonvolatile. Returns whether any of it was purged.
     pub fn mark(
         &self,
         pagemill: &pagemill::Pagemill,
@@ -462,13 +464,14 @@ impl Pages {
         mode: pagemill::volatile::vrange::Mode,
     ) -> Result<bool, pagemill::Error> {
         use pagemill::volatile::vrange::How;
-        // SAFETY: inside the mapping. There is no reference to its bytes, and their contents do not matter. Marks left
-        // at the end vanish with the process.
-        let marked = unsafe { pagemill.vranges.vrange(self.at(at, len_bytes) as usize, len_bytes, mode, How::Full) };
+        // SAFETY: inside the mapping. There is no reference to the bytes, and a purge may change them. Marks that
+        // remain at the end vanish with the process.
+        let marked =
+            unsafe { pagemill.vranges.vrange(self.address_at(at, len_bytes) as usize, len_bytes, mode, How::Full) };
         marked.map(|marked| marked.purged)
     }
 
-    /// Marks a part volatile or nonvolatile, and fails if any of it was purged.
+    /// Marks a range volatile or nonvolatile. Fails if any of it was purged.
     pub fn vrange(
         &self,
         pagemill: &pagemill::Pagemill,
@@ -485,12 +488,12 @@ impl Pages {
         }
     }
 
-    /// Whether the page at this offset can be read.
+    /// Whether the page at this offset can be read without a signal.
     pub fn is_readable(&self, at: usize) -> bool {
-        pagemill_sys::fault::is_readable(self.at(at, 1) as usize)
+        pagemill_sys::fault::is_readable(self.address_at(at, 1) as usize)
     }
 
-    /// Page faults of this thread so far.
+    /// Returns the minor page faults of the calling thread so far.
     pub fn faults() -> u64 {
         // SAFETY: rusage is plain data, and the call fills it.
         unsafe {
@@ -501,10 +504,10 @@ impl Pages {
     }
 }
 
-// SAFETY: the mapping has one owner, and is written through `&mut Pages` only.
+// SAFETY: the mapping has one owner and is written only through `&mut Pages`.
 unsafe impl Send for Pages {}
 
-// SAFETY: a shared mapping is only read; the contract of `mark` covers concurrent purges.
+// SAFETY: a shared mapping is only read. Purges through `mark` may change bytes, but then no reference to them exists.
 unsafe impl Sync for Pages {}
 
 impl Drop for Pages {
@@ -514,12 +517,11 @@ impl Drop for Pages {
     }
 }
 
-/// Counters in huge pages, shared by many threads.
+/// Counters in huge pages that many threads share.
 #[derive(Debug)]
-pub struct Counts(Pages);
+pub struct SharedCounters(Pages);
 
-impl Counts {
-    /// Makes `count` counters, all zero.
+impl SharedCounters {
     pub fn new(count: usize) -> Result<Self, String> {
         let bytes = (count * size_of::<AtomicU64>()).next_multiple_of(BLOCK_BYTES);
         let mut pages = Pages::huge(bytes)?;
@@ -527,10 +529,9 @@ impl Counts {
         Ok(Self(pages))
     }
 
-    /// Returns one counter.
     #[inline]
-    pub fn at(&self, index: usize) -> &AtomicU64 {
-        let word = self.0.at(index * size_of::<AtomicU64>(), size_of::<AtomicU64>()).cast::<AtomicU64>();
+    pub fn counter(&self, index: usize) -> &AtomicU64 {
+        let word = self.0.address_at(index * size_of::<AtomicU64>(), size_of::<AtomicU64>()).cast::<AtomicU64>();
         // SAFETY: inside the mapping and aligned to the counter's size. The bytes are accessed only as such counters
         // while `self` lives.
         unsafe { &*word }
@@ -541,21 +542,21 @@ impl Counts {
 mod tests {
     use super::*;
 
-    /// Words are read back as written, at the alignment that they need.
+    /// Words are read back as written, from copied and from filled allocations; so is the tag.
     #[test]
-    fn pieces_hold_their_words() {
+    fn allocations_keep_their_words() {
         let words: Vec<u64> = (0..4096).collect();
-        let piece = Piece::copy_of(&words).expect("32 KiB are there");
+        let piece = WordAllocation::copy_of(&words).expect("32 KiB are there");
 
         assert_eq!(piece.words(), words);
-        assert_eq!(Piece::filled(3, 7).expect("24 bytes are there").words(), [7; 3]);
-        assert_eq!(Tagged::new(16, 42).expect("16 bytes are there").tag(), 42);
+        assert_eq!(WordAllocation::filled(3, 7).expect("24 bytes are there").words(), [7; 3]);
+        assert_eq!(TaggedAllocation::new(16, 42).expect("16 bytes are there").tag(), 42);
     }
 
-    /// glibc's own call succeeds; a symbol that no library has is an error, not a crash.
+    /// Asking glibc to return memory succeeds. A symbol that no library has gives an error instead of a crash.
     #[test]
     fn absent_symbols_are_reported() {
         assert_eq!(give_back(GiveBack::MallocTrim), Ok(()));
-        assert!(symbol(c"no_allocator_has_this").is_err());
+        assert!(find_symbol(c"no_allocator_has_this").is_err());
     }
 }

@@ -1,38 +1,40 @@
-//! Reads memory, parent, start time and faults of processes from `/proc`.
+//! Reads the memory, parent, start time and page faults of processes from `/proc`.
 
 use std::fs;
 use std::io::Read;
 
 use crate::native::Pages;
 
-/// Memory of one process, in bytes.
+/// Resident memory of one process, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Resident {
+pub struct ResidentMemory {
     /// All resident pages, including those of files and shared memory.
     pub all: u64,
-    /// Anonymous pages.
+    /// Resident anonymous pages.
     pub anonymous: u64,
-    /// The peak of `all`, as the kernel recorded it.
+    /// The largest value of `all` so far, as the kernel recorded it.
     pub peak: u64,
 }
 
 /// Parent, start time and faults of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kinship {
+pub struct ProcessStat {
     pub pid: u32,
     pub parent: u32,
-    /// In clock ticks since boot. Together with the process id it identifies a process even if the id is reused.
+    /// Start time in clock ticks since boot. Together with the process id it identifies a process even if the id is
+    /// reused.
     pub start_time: u64,
     /// Page faults that needed no I/O.
     pub minor_faults: u64,
 }
 
-/// Memory of a process; none if it has ended or is a zombie.
-pub fn resident(pid: u32) -> Option<Resident> {
+/// Returns the resident memory of a process; none if it has ended or is a zombie.
+pub fn resident_memory(pid: u32) -> Option<ResidentMemory> {
     parse_status(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
 
-/// Resident bytes of this process, by the kernel's count; 0 if they cannot be read. Allocates nothing.
+/// Returns the resident bytes of this process as the kernel counts them; 0 if they cannot be read. It allocates
+/// nothing.
 pub fn own_resident_bytes() -> u64 {
     let mut bytes = [0; 128];
     let read = fs::File::open("/proc/self/statm").and_then(|mut file| file.read(&mut bytes));
@@ -41,69 +43,67 @@ pub fn own_resident_bytes() -> u64 {
     pages * Pages::page_bytes() as u64
 }
 
-/// Parent and start time of a process; none if it has ended.
-pub fn kinship(pid: u32) -> Option<Kinship> {
+/// Returns parent, start time and faults of a process; none if it has ended.
+pub fn process_stat(pid: u32) -> Option<ProcessStat> {
     parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// All processes.
-pub fn all() -> Vec<Kinship> {
+pub fn all_processes() -> Vec<ProcessStat> {
     let Ok(entries) = fs::read_dir("/proc") else {
         return Vec::new();
     };
     let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    numbers.filter_map(kinship).collect()
+    numbers.filter_map(process_stat).collect()
 }
 
-/// A process and all its descendants.
-pub fn tree(root: u32) -> Vec<Kinship> {
-    let everyone = all();
-    let mut family: Vec<Kinship> = everyone.iter().copied().filter(|process| process.pid == root).collect();
+/// Lists a process and all its descendants.
+pub fn process_tree(root: u32) -> Vec<ProcessStat> {
+    let processes = all_processes();
+    let mut family: Vec<ProcessStat> = processes.iter().copied().filter(|process| process.pid == root).collect();
     let mut next = 0;
     while let Some(&parent) = family.get(next) {
-        let children = everyone.iter().filter(|process| process.parent == parent.pid);
+        let children = processes.iter().filter(|process| process.parent == parent.pid);
         family.extend(children);
         next += 1;
     }
     family
 }
 
-/// Whether a process has mapped a file, that is, whether a preload took effect.
+/// Whether a process has mapped a file whose path contains `path`. This tells whether a preload took effect.
 pub fn has_mapped(pid: u32, path: &str) -> bool {
     fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains(path))
 }
 
-/// Memory available to programs without swapping or OOM kills.
+/// Returns the memory that the kernel estimates to be available without swapping.
 pub fn available_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
-    field(&text, "MemAvailable:")
+    field_bytes(&text, "MemAvailable:")
 }
 
-/// Total memory of the machine.
 pub fn total_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
-    field(&text, "MemTotal:")
+    field_bytes(&text, "MemTotal:")
 }
 
-/// Bytes of the mapping that holds `address` which are mapped by huge page table entries; for mapped files.
-pub fn huge_mapped_bytes(address: usize) -> Option<u64> {
-    parse_huge(&fs::read_to_string("/proc/self/smaps").ok()?, address)
+/// Returns how many bytes of the file mapping that contains `address` are mapped by huge page table entries.
+pub fn huge_mapped_bytes_at(address: usize) -> Option<u64> {
+    parse_huge_mapped_bytes(&fs::read_to_string("/proc/self/smaps").ok()?, address)
 }
 
-/// Bytes of this process in huge pages: anonymous memory, shared memory and files.
-pub fn huge_bytes() -> Option<u64> {
+/// Returns the bytes of this process in huge pages, in anonymous memory, shared memory and files.
+pub fn own_huge_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
-    ["AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"].iter().map(|name| field(&text, name)).sum()
+    ["AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"].iter().map(|name| field_bytes(&text, name)).sum()
 }
 
-/// Anonymous and shared memory of this process in bytes; file mappings do not count. A page that is mapped twice counts
-/// once.
-pub fn own_bytes() -> Option<u64> {
+/// Returns the anonymous and shared memory of this process in bytes, without file mappings. A page that is mapped twice
+/// counts once.
+pub fn own_anonymous_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
-    Some(field(&text, "Pss_Anon:")? + field(&text, "Pss_Shmem:")?)
+    Some(field_bytes(&text, "Pss_Anon:")? + field_bytes(&text, "Pss_Shmem:")?)
 }
 
-fn parse_huge(smaps: &str, address: usize) -> Option<u64> {
+fn parse_huge_mapped_bytes(smaps: &str, address: usize) -> Option<u64> {
     let bounds = |line: &str| {
         let (start, end) = line.split_whitespace().next()?.split_once('-')?;
         Some(usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?)
@@ -112,49 +112,53 @@ fn parse_huge(smaps: &str, address: usize) -> Option<u64> {
     lines.next()?;
     let mapping: Vec<&str> = lines.take_while(|line| bounds(line).is_none()).collect();
     let text = mapping.join("\n");
-    Some(field(&text, "ShmemPmdMapped:")? + field(&text, "FilePmdMapped:").unwrap_or(0))
+    Some(field_bytes(&text, "ShmemPmdMapped:")? + field_bytes(&text, "FilePmdMapped:").unwrap_or(0))
 }
 
-/// Number of voluntary context switches of a process, over its threads; none if it has ended.
-pub fn wake_ups(pid: u32) -> Option<u64> {
+/// Returns the voluntary context switches of all threads of a process so far; none if it has ended.
+pub fn voluntary_switches(pid: u32) -> Option<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
     let statuses = threads.filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok());
-    statuses.map(|status| number(&status, "voluntary_ctxt_switches:")).sum()
+    statuses.map(|status| field_number(&status, "voluntary_ctxt_switches:")).sum()
 }
 
-/// Clock ticks of all CPUs since boot: busy ticks, and all ticks.
+/// Returns the busy clock ticks and all clock ticks of all CPUs since boot.
 pub fn cpu_ticks() -> Option<(u64, u64)> {
     parse_ticks(&fs::read_to_string("/proc/stat").ok()?)
 }
 
 fn parse_ticks(text: &str) -> Option<(u64, u64)> {
     let line = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
-    // user, nice, system, idle, iowait, irq, softirq, steal. The user field includes guests.
+    // Fields: user, nice, system, idle, iowait, irq, softirq, steal. The user field already includes guest time.
     let fields: Vec<u64> = line.split_whitespace().take(8).filter_map(|field| field.parse().ok()).collect();
     let idle = fields.get(3)? + fields.get(4)?;
     let all: u64 = fields.iter().sum();
     Some((all - idle, all))
 }
 
-fn parse_status(text: &str) -> Option<Resident> {
-    Some(Resident { all: field(text, "VmRSS:")?, anonymous: field(text, "RssAnon:")?, peak: field(text, "VmHWM:")? })
+fn parse_status(text: &str) -> Option<ResidentMemory> {
+    Some(ResidentMemory {
+        all: field_bytes(text, "VmRSS:")?,
+        anonymous: field_bytes(text, "RssAnon:")?,
+        peak: field_bytes(text, "VmHWM:")?,
+    })
 }
 
-fn field(text: &str, name: &str) -> Option<u64> {
-    Some(number(text, name)? * 1024)
+fn field_bytes(text: &str, name: &str) -> Option<u64> {
+    Some(field_number(text, name)? * 1024)
 }
 
-fn number(text: &str, name: &str) -> Option<u64> {
+fn field_number(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-fn parse_stat(text: &str) -> Option<Kinship> {
-    // The name is in parentheses, and can itself contain spaces and parentheses.
+fn parse_stat(text: &str) -> Option<ProcessStat> {
+    // The process name is in parentheses and can itself contain spaces and parentheses.
     let (head, tail) = text.rsplit_once(')')?;
     let (pid, _) = head.split_once(' ')?;
     let fields: Vec<&str> = tail.split_whitespace().collect();
-    Some(Kinship {
+    Some(ProcessStat {
         pid: pid.parse().ok()?,
         parent: fields.get(1)?.parse().ok()?,
         start_time: fields.get(19)?.parse().ok()?,
@@ -166,45 +170,46 @@ fn parse_stat(text: &str) -> Option<Kinship> {
 mod tests {
     use super::*;
 
-    /// A process name that imitates the rest of the line.
+    /// A process name that looks like more fields of the line is skipped up to the last parenthesis.
     #[test]
-    fn names_with_parentheses_are_skipped() {
+    fn process_name_with_parentheses_is_skipped() {
         let line = "7 (a) R (b) S 3 1 1 0 -1 0 55 0 0 0 1 2 0 0 20 0 1 0 999 8 9";
 
-        let expected = Kinship { pid: 7, parent: 3, start_time: 999, minor_faults: 55 };
+        let expected = ProcessStat { pid: 7, parent: 3, start_time: 999, minor_faults: 55 };
         assert_eq!(parse_stat(line), Some(expected));
     }
 
-    /// Input as the kernel writes it; iowait counts as idle, and guests count once.
+    /// A line as the kernel writes it: iowait counts as idle time, and guest time is not added a second time.
     #[test]
-    fn ticks_are_busy_or_idle() {
+    fn cpu_line_is_parsed_into_busy_and_all_ticks() {
         let text = "cpu  10 1 5 100 20 1 1 2 7 7\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
         assert_eq!(parse_ticks(text), Some((20, 140)));
         assert!(cpu_ticks().is_some_and(|(busy, all)| busy <= all));
     }
 
-    /// Of two mappings, only the one that holds the address counts.
+    /// Of two mappings in smaps, only the mapping that contains the address counts.
     #[test]
-    fn huge_entries_are_those_of_the_mapping() {
+    fn huge_bytes_count_only_the_mapping_at_the_address() {
         let smaps = "1000-2000 rw-s 0 0:1 7 /a b\nRss: 4 kB\nShmemPmdMapped: 2048 kB\nFilePmdMapped: 0 kB\n\
                      2000-4000 rw-s 0 0:1 8 /b\nShmemPmdMapped: 4096 kB\nVmFlags: rd";
-        assert_eq!(parse_huge(smaps, 0x1fff), Some(2048 << 10));
-        assert_eq!(parse_huge(smaps, 0x2000), Some(4096 << 10));
-        assert_eq!(parse_huge(smaps, 0x4000), None);
+        assert_eq!(parse_huge_mapped_bytes(smaps, 0x1fff), Some(2048 << 10));
+        assert_eq!(parse_huge_mapped_bytes(smaps, 0x2000), Some(4096 << 10));
+        assert_eq!(parse_huge_mapped_bytes(smaps, 0x4000), None);
     }
 
-    /// This process is in its own tree, has memory, and has its program mapped.
+    /// The functions find this test process: in its own process tree, with resident memory, and with its C library
+    /// mapped.
     #[test]
-    fn the_own_process_is_seen() {
+    fn own_process_is_found() {
         let own = std::process::id();
-        assert_eq!(tree(own)[0].pid, own);
-        let memory = resident(own).expect("a live process");
+        assert_eq!(process_tree(own)[0].pid, own);
+        let memory = resident_memory(own).expect("a live process");
         assert!(memory.peak >= memory.all && memory.all > memory.anonymous);
         assert!(has_mapped(own, "libc"));
-        assert_eq!(resident(u32::MAX), None);
-        // Concurrent tests allocate and free memory all the time.
-        let own_bytes = own_bytes().expect("the kernel tells it");
-        assert!(own_bytes > 0 && own_bytes < resident(own).expect("a live process").peak);
-        assert!(wake_ups(own).is_some() && total_bytes() > available_bytes());
+        assert_eq!(resident_memory(u32::MAX), None);
+        // The bounds are loose, since concurrent tests of the process allocate and free memory meanwhile.
+        let own_bytes = own_anonymous_bytes().expect("the kernel tells it");
+        assert!(own_bytes > 0 && own_bytes < resident_memory(own).expect("a live process").peak);
+        assert!(voluntary_switches(own).is_some() && total_bytes() > available_bytes());
     }
 }

@@ -1,20 +1,20 @@
-//! Cost to pin a range of a huge folio, beside one reference count for each 4 KiB of it; and to split and collapse a
-//! huge folio, beside a copy.
+//! Cost to pin a range of a huge folio, compared with one reference count for each 4 KiB; cost to split and collapse a
+//! huge folio, compared with a copy of it.
 
 use std::time::Duration;
 
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, report_row};
-use crate::report::{Bound, Place, Report};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row};
+use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 use crate::subject;
 
 const SPLITTABLE: &str = "splittable";
 const NEVER_SPLIT: &str = "never-split";
-/// One count for each 4 KiB of a huge page, as direct I/O did until 2013.
+/// The baseline: one reference count for each 4 KiB of a huge page, as direct I/O of the kernel had it until 2013.
 const PER_PAGE: &str = "per-4-KiB";
-/// Names in the report, and on the workload's command line.
+/// Each way to count references: its name in the report, and its name on the workload's command line.
 const WAYS: [(&str, &str); 3] = [(SPLITTABLE, "splittable"), (NEVER_SPLIT, "never-split"), (PER_PAGE, "per-page")];
 
 const SPLIT: &str = "split-collapse";
@@ -28,17 +28,16 @@ const COPY_NS: &str = "copy_ns";
 const SIZES_KIB: [u64; 2] = [64, 1024];
 const RUN_MS: (u64, u64) = (20, 200);
 const CHANGE_MS: (u64, u64) = (100, 1000);
-/// Number of folios: more than the CPU caches hold, like folios that wait for a collapse.
+/// Number of folios (quick, full). They exceed the CPU caches, as folios that wait for a collapse usually do.
 const FOLIOS: (u64, u64) = (16, 64);
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
 }
 
-/// KiB of a range, threads, and whether each thread has a folio of its own.
+/// Size of the range in KiB, number of threads, and whether each thread has a folio of its own.
 type Case = (u64, u64, bool);
 const CHANGE_CASE: Case = (0, 0, false);
 
@@ -46,7 +45,7 @@ fn cases() -> impl Iterator<Item = Case> {
     SIZES_KIB.into_iter().flat_map(|kib| [(kib, 1, false), (kib, 2, false), (kib, 2, true)])
 }
 
-fn name((kib, threads, is_own): Case) -> String {
+fn case_name((kib, threads, is_own): Case) -> String {
     let threads = match (threads, is_own) {
         (1, _) => "1 thread".to_owned(),
         (count, true) => format!("{count} threads, a folio each"),
@@ -66,79 +65,81 @@ pub fn run(options: &Options) -> Result<Report> {
     let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();
     common.check_only(&known)?;
     let mut report = Report::new("refs", common.json);
-    child::warm(512)?;
-    let book = measure(common)?;
+    child::touch_beforehand(512)?;
+    let samples = measure(common)?;
     for case in cases() {
         for (subject, _) in WAYS {
             let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
-            let place = Some(Place { table, column: name(case) });
+            let cell = Some(TableCell { table, column: case_name(case) });
             let metric = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(PER_PAGE) };
-            report_row(&mut report, &book, (&case, &name(case)), subject, metric, place);
+            report_row(&mut report, &samples, (&case, &case_name(case)), subject, metric, cell);
         }
     }
     for (subject, metric, column) in
         [(SPLIT, SPLIT_NS, "split, ns"), (SPLIT, COLLAPSE_NS, "collapse, ns"), (MEMCPY, COPY_NS, "copy, ns")]
     {
-        let place = Some(Place { table: "a huge folio".to_owned(), column: column.to_owned() });
+        let cell = Some(TableCell { table: "a huge folio".to_owned(), column: column.to_owned() });
         let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: None };
-        report_row(&mut report, &book, (&CHANGE_CASE, "2 MiB"), subject, metric, place);
+        report_row(&mut report, &samples, (&CHANGE_CASE, "2 MiB"), subject, metric, cell);
     }
-    verdicts(&mut report, &book);
+    add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(common: &Common) -> Result<Book<Case>> {
+fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
     let is_wanted = |name: &str| common.only.is_empty() || common.only.iter().any(|only| only == name);
     let ways: Vec<_> = WAYS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
     let mut changes = vec![(SPLIT, &[SPLIT_NS, COLLAPSE_NS][..], None), (MEMCPY, &[COPY_NS], Some("--copy"))];
     changes.retain(|(name, ..)| is_wanted(name));
     let progress = Progress::new(common.rounds() * (cases().count() * ways.len() + changes.len()));
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in cases() {
             for index in 0..ways.len() {
                 let (subject, way) = ways[(index + round) % ways.len()];
                 progress.step(subject);
-                let run_ms = common.pick(RUN_MS.0, RUN_MS.1);
+                let run_ms = common.quick_or_full(RUN_MS.0, RUN_MS.1);
                 let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
                 let words = ["__refs", "--way", way].into_iter().chain(case.2.then_some("--own"));
-                let line = words.map(str::to_owned).chain(child::numbers(&numbers));
-                book.enter(&case, subject, &[NS], &sample(subject, line)?);
+                let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
+                samples.add_outcome(&case, subject, &[NS], &sample(subject, line)?);
             }
         }
         for index in 0..changes.len() {
             let (subject, metrics, flag) = changes[(index + round) % changes.len()];
             progress.step(subject);
-            let numbers =
-                [("--folios", common.pick(FOLIOS.0, FOLIOS.1)), ("--run-ms", common.pick(CHANGE_MS.0, CHANGE_MS.1))];
+            let numbers = [
+                ("--folios", common.quick_or_full(FOLIOS.0, FOLIOS.1)),
+                ("--run-ms", common.quick_or_full(CHANGE_MS.0, CHANGE_MS.1)),
+            ];
             let words = ["__change"].into_iter().chain(flag);
-            let line = words.map(str::to_owned).chain(child::numbers(&numbers));
-            book.enter(&CHANGE_CASE, subject, metrics, &sample(subject, line)?);
+            let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
+            samples.add_outcome(&CHANGE_CASE, subject, metrics, &sample(subject, line)?);
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
 fn sample(subject: &str, line: impl Iterator<Item = String>) -> Result<Outcome> {
     let line: Vec<String> = line.collect();
     let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    let mut command = child::workload(&line)?;
+    let mut command = child::workload_command(&line)?;
     subject::clear_foreign_settings(&mut command);
-    let finished = Running::start(&mut command)?.finish(Duration::from_secs(60))?;
-    child::outcome(subject, &finished)
+    let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?;
+    child::classify(subject, &finished)
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let one = (1024, 1, false);
     for subject in [SPLITTABLE, NEVER_SPLIT] {
         let target = format!("get + put of 1 MiB, 1 thread: {subject}, as fast as {PER_PAGE}");
-        let side = |subject| Side { case: &one, subject, metric: NS };
-        report.verdict(compare_times(book, target, Bound::AtLeast(50.0), side(subject), side(PER_PAGE)));
+        let side = |subject| SeriesKey { case: &one, subject, metric: NS };
+        report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(50.0), side(subject), side(PER_PAGE)));
     }
-    let side = |subject, metric| Side { case: &CHANGE_CASE, subject, metric };
+    let side = |subject, metric| SeriesKey { case: &CHANGE_CASE, subject, metric };
     let copy = || side(MEMCPY, COPY_NS);
     let target = "split, as fast as a copy of 2 MiB";
-    report.verdict(compare_times(book, target, Bound::AtLeast(20.0), side(SPLIT, SPLIT_NS), copy()));
+    report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(20.0), side(SPLIT, SPLIT_NS), copy()));
     let target = "collapse, time of a copy of 2 MiB";
-    report.verdict(compare_times(book, target, Bound::AtMost(1.3), side(SPLIT, COLLAPSE_NS), copy()));
+    report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(1.3), side(SPLIT, COLLAPSE_NS), copy()));
 }

@@ -1,7 +1,8 @@
-//! Output of a run: one JSON object per line, or aligned tables, and the verdicts on the targets.
+//! The report of a run: one JSON object per line or aligned tables, then the verdicts on the targets.
 //!
-//! In JSON mode a row is printed as soon as it is known; otherwise it is kept for the tables. What could not be
-//! measured is a gap. With JSON, gaps go to stderr, so that stdout has rows only.
+//! In JSON mode the report prints a row as soon as the row is complete; otherwise it collects rows for the tables at
+//! the end. A *gap* is a measurement that could not be made. In JSON mode gaps go to stderr, so that stdout has rows
+//! only.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -11,7 +12,8 @@ use serde::Serialize;
 
 use crate::stats::{self, Better, Estimate};
 
-/// One result. `ratio` is how many times better than `baseline` it is in the same run; larger is better.
+/// One result line: the median of a metric over the rounds of a run. `ratio` tells how many times better than
+/// `baseline` the subject is in the same run, so larger is better.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     pub experiment: &'static str,
@@ -24,19 +26,19 @@ pub struct Row {
     pub ratio: Option<f64>,
     pub spread: f64,
     pub samples: usize,
-    /// Its cell in the tables; a row without a place appears in the JSON only.
+    /// The row's cell in the tables. A row without a cell appears in the JSON output only.
     #[serde(skip)]
-    pub place: Option<Place>,
+    pub cell: Option<TableCell>,
 }
 
-/// A table cell: title of the table and of the column. The line is the subject.
+/// A cell of a table: the titles of its table and its column. The line of the cell is that of the subject.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct TableCell {
     pub table: String,
     pub column: String,
 }
 
-/// The samples of one subject in one case; none for a lost round.
+/// The samples of one metric of one subject in one case. A round that was killed or failed is `None`.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
     pub rounds: Vec<Option<f64>>,
@@ -45,95 +47,96 @@ pub struct Series {
 }
 
 impl Series {
-    /// The values of the rounds that were measured.
     pub fn values(&self) -> Vec<f64> {
         self.rounds.iter().copied().flatten().collect()
     }
 
-    /// The median of the rounds that were measured.
     pub fn median(&self) -> Option<f64> {
         stats::median(&self.values())
     }
 
-    /// Whether no round was lost.
+    /// Whether every round was measured: none was killed, none failed.
     pub fn survived(&self) -> bool {
         !self.rounds.is_empty() && self.rounds.iter().all(Option::is_some)
     }
 
-    /// Ratio to the baseline, round by round; above 1 is better.
+    /// Returns the ratio to the baseline for each round in which both were measured. A ratio above 1 means better than
+    /// the baseline.
     pub fn ratios(&self, baseline: &Self, better: Better) -> Vec<f64> {
         stats::ratios(&self.rounds, &baseline.rounds, better)
     }
 }
 
-/// Estimates from fewer samples have no usable interval, so no target falls short by them.
-const CONDEMNING_SAMPLES: usize = 3;
+/// The least number of samples by which a target can fall short. With fewer samples the 95 % interval is too
+/// unreliable.
+const LEAST_SAMPLES_TO_FALL_SHORT: usize = 3;
 
-/// The bound that an estimate must meet.
+/// The bound that an estimate must meet to reach its target.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bound {
     AtLeast(f64),
     AtMost(f64),
 }
 
-/// A target and its estimate.
+/// A target, and the estimate that is compared with its bound.
 #[derive(Clone, Debug)]
 pub struct Verdict {
     pub target: String,
     pub baseline: String,
     pub bound: Bound,
     pub unit: &'static str,
-    /// None if it could not be measured; `note` has the reason.
+    /// The measured estimate; none if it could not be measured, and then `note` has the reason.
     pub estimate: Option<Estimate>,
-    /// Set if a round was lost. Then the target falls short whatever the estimate is.
-    pub is_lost: bool,
+    /// Set if a round was killed or failed. The target then falls short, whatever the estimate is.
+    pub has_lost_round: bool,
     pub note: String,
 }
 
-/// The outcome of a target.
+/// The state of a target after the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum VerdictState {
     Reached,
-    /// The median misses the bound, but the 95 % interval is not wholly beyond it: no claim either way.
+    /// The median misses the bound, but part of the 95 % interval meets it, so the result is undecided.
     WithinDoubt,
     FallsShort,
     NotMeasured,
 }
 
 impl Verdict {
-    /// A target falls short only if the whole interval does, or if a round was lost.
-    pub fn state(&self) -> State {
-        if self.is_lost {
-            return State::FallsShort;
+    /// Compares the estimate with the bound. A target falls short only if the whole 95 % interval misses the bound, or
+    /// if a round was lost.
+    pub fn state(&self) -> VerdictState {
+        if self.has_lost_round {
+            return VerdictState::FallsShort;
         }
         let Some(Estimate { value, low, high, samples }) = self.estimate else {
-            return State::NotMeasured;
+            return VerdictState::NotMeasured;
         };
         let (is_reached, is_short) = match self.bound {
             Bound::AtLeast(bound) => (value >= bound, high < bound),
             Bound::AtMost(bound) => (value <= bound, low > bound),
         };
-        let is_short = is_short && samples >= CONDEMNING_SAMPLES;
+        let is_short = is_short && samples >= LEAST_SAMPLES_TO_FALL_SHORT;
         match (is_reached, is_short) {
-            (true, _) => State::Reached,
-            (false, true) => State::FallsShort,
-            (false, false) => State::WithinDoubt,
+            (true, _) => VerdictState::Reached,
+            (false, true) => VerdictState::FallsShort,
+            (false, false) => VerdictState::WithinDoubt,
         }
     }
 
-    fn line(&self) -> String {
+    fn format_line(&self) -> String {
         let state = match self.state() {
-            State::Reached => "reached      ",
-            State::WithinDoubt => "within doubt ",
-            State::FallsShort => "FALLS SHORT  ",
-            State::NotMeasured => "not measured ",
+            VerdictState::Reached => "reached      ",
+            VerdictState::WithinDoubt => "within doubt ",
+            VerdictState::FallsShort => "FALLS SHORT  ",
+            VerdictState::NotMeasured => "not measured ",
         };
         let bound = match self.bound {
             Bound::AtLeast(bound) => format!(">= {bound}"),
             Bound::AtMost(bound) => format!("<= {bound}"),
         };
         let unit = self.unit;
-        // A bound between 0.98 and 1 is printed with three digits, to distinguish it from a near miss.
+        // A bound between 0.98 and 1 is printed with three digits, so that a value just below it does not look equal.
         let digits = match self.bound {
             Bound::AtLeast(bound) | Bound::AtMost(bound) if (0.98..1.0).contains(&bound) => 3,
             _ => 2,
@@ -152,11 +155,11 @@ impl Verdict {
     }
 }
 
-/// Metrics for lost rounds: killed by the kernel, or failed.
+/// Metrics that count lost rounds: killed with SIGKILL (mostly out of memory), or failed otherwise.
 const KILLED: &str = "killed";
 const FAILED: &str = "failed";
 
-/// Collects the rows, gaps and verdicts of a run.
+/// Collects the rows, gaps, notes and verdicts of a run, and prints them.
 #[derive(Debug)]
 pub struct Report {
     experiment: &'static str,
@@ -165,24 +168,23 @@ pub struct Report {
     gaps: Vec<String>,
     notes: Vec<String>,
     verdicts: Vec<Verdict>,
-    /// Titles of the tables that are transposed: a line per column, a column per subject.
-    turned: Vec<String>,
+    /// Titles of the tables that are transposed: one line per column name, one column per subject.
+    transposed: Vec<String>,
 }
 
 impl Report {
-    /// Makes an empty report of one experiment.
     pub fn new(experiment: &'static str, is_json: bool) -> Self {
-        let (rows, gaps, notes, verdicts, turned) = Default::default();
-        Self { experiment, is_json, rows, gaps, notes, verdicts, turned }
+        let (rows, gaps, notes, verdicts, transposed) = Default::default();
+        Self { experiment, is_json, rows, gaps, notes, verdicts, transposed }
     }
 
-    /// Adds a row for a series: its median, its spread, and its lost rounds.
-    pub fn series(&mut self, entry: Entry<'_>, series: &Series) {
+    /// Adds a row with the median and the spread of a series, and rows that count its lost rounds.
+    pub fn add_series(&mut self, entry: RowLabels<'_>, series: &Series) {
         let baseline = entry.baseline;
         let ratio = baseline.and_then(|(_, baseline, better)| stats::median(&series.ratios(baseline, better)));
         if let Some(value) = series.median() {
             let values = series.values();
-            self.row(Row {
+            self.add_row(Row {
                 experiment: self.experiment,
                 case: entry.case.to_owned(),
                 subject: entry.subject.to_owned(),
@@ -193,21 +195,22 @@ impl Report {
                 ratio,
                 spread: stats::spread(&values),
                 samples: values.len(),
-                place: entry.place.clone(),
+                cell: entry.cell.clone(),
             });
         }
-        self.losses(&entry, series);
+        self.add_lost_rounds(&entry, series);
     }
 
-    fn losses(&mut self, entry: &Entry<'_>, series: &Series) {
+    fn add_lost_rounds(&mut self, entry: &RowLabels<'_>, series: &Series) {
         let lost = [(KILLED, series.killed), (FAILED, series.failures.len())];
         for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
-            // A lost round is lost for all its metrics, so it is reported once.
+            // A lost round has no value for any metric. It is reported only with the first metric of the subject and
+            // case.
             let is_it = |row: &Row| row.metric == metric && row.subject == entry.subject && row.case == entry.case;
             if self.rows.iter().any(is_it) {
                 continue;
             }
-            self.row(Row {
+            self.add_row(Row {
                 experiment: self.experiment,
                 case: entry.case.to_owned(),
                 subject: entry.subject.to_owned(),
@@ -218,16 +221,16 @@ impl Report {
                 ratio: None,
                 spread: 0.0,
                 samples: series.rounds.len(),
-                place: entry.place.clone(),
+                cell: entry.cell.clone(),
             });
         }
         if let Some(why) = series.failures.first() {
-            self.gap(format!("{} {}: {why}", entry.subject, entry.case));
+            self.add_gap(format!("{} {}: {why}", entry.subject, entry.case));
         }
     }
 
-    /// Adds a finished row.
-    pub fn row(&mut self, row: Row) {
+    /// Adds a complete row; in JSON mode, prints it.
+    pub fn add_row(&mut self, row: Row) {
         if self.is_json {
             // A row consists of strings and numbers, so its serialization cannot fail.
             println!("{}", serde_json::to_string(&row).unwrap_or_default());
@@ -235,31 +238,31 @@ impl Report {
         self.rows.push(row);
     }
 
-    /// Adds a gap, unless it was added before.
-    pub fn gap(&mut self, what: impl Into<String>) {
+    /// Adds a gap, unless the same text was added before.
+    pub fn add_gap(&mut self, what: impl Into<String>) {
         let what = what.into();
         if !self.gaps.contains(&what) {
             self.gaps.push(what);
         }
     }
 
-    /// Adds a note that is no gap.
-    pub fn note(&mut self, what: impl Into<String>) {
+    /// Adds a remark for the end of the report that is not a gap.
+    pub fn add_note(&mut self, what: impl Into<String>) {
         self.notes.push(what.into());
     }
 
-    /// Transposes a table: for many columns and few subjects.
-    pub fn turn(&mut self, table: impl Into<String>) {
-        self.turned.push(table.into());
+    /// Transposes the table with this title, which suits many columns and few subjects.
+    pub fn transpose_table(&mut self, table: impl Into<String>) {
+        self.transposed.push(table.into());
     }
 
-    /// Adds a verdict.
-    pub fn verdict(&mut self, verdict: Verdict) {
+    /// Adds a verdict; in JSON mode, also prints a row that tells whether the target was kept.
+    pub fn add_verdict(&mut self, verdict: Verdict) {
         if self.is_json
             && let Some(estimate) = verdict.estimate
         {
-            let is_reached = verdict.state() != State::FallsShort;
-            self.row(Row {
+            let is_reached = verdict.state() != VerdictState::FallsShort;
+            self.add_row(Row {
                 experiment: self.experiment,
                 case: format!("target: {}", verdict.target),
                 subject: crate::subject::PAGEMILL.to_owned(),
@@ -270,33 +273,31 @@ impl Report {
                 ratio: (verdict.unit == "x").then_some(estimate.value),
                 spread: 0.0,
                 samples: 1,
-                place: None,
+                cell: None,
             });
         }
         self.verdicts.push(verdict);
     }
 
-    /// The verdicts so far.
     #[cfg(test)]
     pub fn verdicts(&self) -> &[Verdict] {
         &self.verdicts
     }
 
-    /// Whether any target fell short.
     pub fn fell_short(&self) -> bool {
-        self.verdicts.iter().any(|verdict| verdict.state() == State::FallsShort)
+        self.verdicts.iter().any(|verdict| verdict.state() == VerdictState::FallsShort)
     }
 
-    /// Whether anything was measured. A killed workload is a result; a failed one is not.
+    /// Whether anything was measured. A killed workload counts as a result, a failed one does not.
     pub fn has_results(&self) -> bool {
         self.rows.iter().any(|row| row.metric != FAILED)
     }
 
-    /// Prints tables, gaps and verdicts; with JSON, gaps and verdicts go to stderr.
-    pub fn finish(&self) {
+    /// Prints the tables, gaps, notes and verdicts. In JSON mode gaps, notes and verdicts go to stderr.
+    pub fn print(&self) {
         let mut text = String::new();
         if !self.is_json {
-            let _ = writeln!(text, "{}\n", machine());
+            let _ = writeln!(text, "{}\n", describe_machine());
             text += &self.tables();
         }
         for gap in &self.gaps {
@@ -306,35 +307,35 @@ impl Report {
             let _ = writeln!(text, "note: {note}");
         }
         for verdict in &self.verdicts {
-            let _ = writeln!(text, "{}", verdict.line());
+            let _ = writeln!(text, "{}", verdict.format_line());
         }
         match self.is_json {
-            true => eprint!("{}\n{text}", machine()),
+            true => eprint!("{}\n{text}", describe_machine()),
             false => print!("{text}"),
         }
     }
 
     fn tables(&self) -> String {
         let mut text = String::new();
-        let placed = || self.rows.iter().filter_map(|row| Some((row, row.place.as_ref()?)));
-        for title in unique(placed().map(|(_, place)| place.table.as_str())) {
-            let is_turned = self.turned.iter().any(|turned| turned == title);
-            // For each row: its line, its column, and its text.
-            let rows: Vec<_> = placed()
-                .filter(|(_, place)| place.table == title)
-                .map(|(row, place)| match is_turned {
-                    true => (place.column.as_str(), row.subject.as_str(), row),
-                    false => (row.subject.as_str(), place.column.as_str(), row),
+        let rows_with_cells = || self.rows.iter().filter_map(|row| Some((row, row.cell.as_ref()?)));
+        for title in unique_names(rows_with_cells().map(|(_, cell)| cell.table.as_str())) {
+            let is_transposed = self.transposed.iter().any(|transposed| transposed == title);
+            // Each entry has the line name, the column name, and the row whose value goes into that cell.
+            let rows: Vec<_> = rows_with_cells()
+                .filter(|(_, cell)| cell.table == title)
+                .map(|(row, cell)| match is_transposed {
+                    true => (cell.column.as_str(), row.subject.as_str(), row),
+                    false => (row.subject.as_str(), cell.column.as_str(), row),
                 })
                 .collect();
-            let columns = unique(rows.iter().map(|(_, column, _)| *column));
+            let columns = unique_names(rows.iter().map(|(_, column, _)| *column));
             let mut table = Table::new();
             table.load_style(presets::ASCII_MARKDOWN);
             table.set_header([""].into_iter().chain(columns.iter().copied()));
-            for line in unique(rows.iter().map(|(line, ..)| *line)) {
+            for line in unique_names(rows.iter().map(|(line, ..)| *line)) {
                 let cells = columns.iter().map(|&column| {
                     let of_cell = rows.iter().filter(|row| (row.0, row.1) == (line, column));
-                    let texts: Vec<String> = of_cell.map(|(.., row)| cell(row)).collect();
+                    let texts: Vec<String> = of_cell.map(|(.., row)| format_cell(row)).collect();
                     texts.join(", ")
                 });
                 table.add_row([line.to_owned()].into_iter().chain(cells));
@@ -348,22 +349,22 @@ impl Report {
     }
 }
 
-/// The parts of a series' row that are not numbers.
+/// Labels of a series in the report: everything in its row that is not computed from the samples.
 #[derive(Clone, Debug)]
-pub struct Entry<'a> {
+pub struct RowLabels<'a> {
     pub case: &'a str,
     pub subject: &'a str,
     pub metric: &'static str,
     pub unit: &'static str,
     pub baseline: Option<(&'a str, &'a Series, Better)>,
-    pub place: Option<Place>,
+    pub cell: Option<TableCell>,
 }
 
-fn cell(row: &Row) -> String {
+fn format_cell(row: &Row) -> String {
     if matches!(row.metric, KILLED | FAILED) {
         return format!("{} {}/{}", row.metric, row.value, row.samples);
     }
-    let mut text = number(row.value);
+    let mut text = format_number(row.value);
     if row.samples > 1 {
         let _ = write!(text, " ±{:.0}%", row.spread * 50.0);
     }
@@ -373,8 +374,8 @@ fn cell(row: &Row) -> String {
     text
 }
 
-/// Formats a number with three or four significant digits.
-fn number(value: f64) -> String {
+/// Formats a number with about three significant digits.
+fn format_number(value: f64) -> String {
     match value.abs() {
         size if size >= 100_000.0 => format!("{:.0}k", value / 1000.0),
         size if size >= 10_000.0 => format!("{:.1}k", value / 1000.0),
@@ -384,7 +385,7 @@ fn number(value: f64) -> String {
     }
 }
 
-fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+fn unique_names<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let mut seen = Vec::new();
     for name in names {
         if !seen.contains(&name) {
@@ -394,8 +395,8 @@ fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     seen
 }
 
-/// Describes the machine in one line, for readers that compare numbers.
-pub fn machine() -> String {
+/// Describes kernel, CPUs and huge-page setting in one line, since measurements depend on them.
+pub fn describe_machine() -> String {
     let read = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned());
     let unknown = || "unknown".to_owned();
     let kernel = read("/proc/sys/kernel/osrelease").unwrap_or_else(|_| unknown());
@@ -421,14 +422,14 @@ mod tests {
             bound,
             unit: "x",
             estimate: Some(Estimate { value, low, high, samples: 5 }),
-            is_lost: false,
+            has_lost_round: false,
             note: String::new(),
         }
     }
 
-    /// The ten keys that other programs parse, in their order, and no layout of tables.
+    /// A serialized row has exactly the ten keys that other programs parse, in their order. The table cell is left out.
     #[test]
-    fn rows_have_the_agreed_shape() {
+    fn row_serializes_with_its_ten_keys() {
         let row = Row {
             experiment: "ebizzy",
             case: "256 KiB, 2 threads".into(),
@@ -440,7 +441,7 @@ mod tests {
             ratio: None,
             spread: 0.25,
             samples: 5,
-            place: Some(Place { table: "t".into(), column: "c".into() }),
+            cell: Some(TableCell { table: "t".into(), column: "c".into() }),
         };
 
         let text = serde_json::to_string(&row).expect("a row serializes");
@@ -451,41 +452,43 @@ mod tests {
         );
     }
 
-    /// A target falls short only by an interval wholly beyond the bound; a lost round always counts.
+    /// A target falls short if the whole interval misses the bound, and never by a single sample. A lost round always
+    /// makes it fall short.
     #[test]
-    fn targets_fall_short_only_beyond_doubt() {
+    fn target_falls_short_only_if_whole_interval_misses_bound() {
         let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();
-        assert_eq!(state(16.0, 14.0, 18.0), State::Reached);
-        assert_eq!(state(14.0, 13.0, 15.5), State::WithinDoubt);
-        assert_eq!(state(14.0, 13.0, 14.9), State::FallsShort);
+        assert_eq!(state(16.0, 14.0, 18.0), VerdictState::Reached);
+        assert_eq!(state(14.0, 13.0, 15.5), VerdictState::WithinDoubt);
+        assert_eq!(state(14.0, 13.0, 14.9), VerdictState::FallsShort);
 
         let mut hasty = verdict(Bound::AtLeast(15.0), 14.0, 14.0, 14.0);
         hasty.estimate = hasty.estimate.map(|estimate| Estimate { samples: 1, ..estimate });
-        assert_eq!(hasty.state(), State::WithinDoubt);
+        assert_eq!(hasty.state(), VerdictState::WithinDoubt);
 
-        let lost = Verdict { is_lost: true, ..verdict(Bound::AtMost(1.0), 0.5, 0.4, 0.6) };
-        assert_eq!(lost.state(), State::FallsShort);
+        let lost = Verdict { has_lost_round: true, ..verdict(Bound::AtMost(1.0), 0.5, 0.4, 0.6) };
+        assert_eq!(lost.state(), VerdictState::FallsShort);
         let unknown = Verdict { estimate: None, ..verdict(Bound::AtMost(1.0), 0.0, 0.0, 0.0) };
-        assert_eq!(unknown.state(), State::NotMeasured);
+        assert_eq!(unknown.state(), VerdictState::NotMeasured);
     }
 
-    /// The cells of a subject share one line, and kills appear beside the measured value.
+    /// Results of one subject share a line, and a kill appears beside the measured value. Transposed, the subject
+    /// becomes a column.
     #[test]
-    fn tables_align_by_subject_and_column() {
+    fn table_cells_align_by_subject_and_column() {
         let mut report = Report::new("ebizzy", false);
         let series = Series { rounds: vec![Some(10.0), None], killed: 1, failures: Vec::new() };
-        let place = Some(Place { table: "with a hog".into(), column: "2 threads".into() });
-        report.series(
-            Entry { case: "hog", subject: "tcmalloc", metric: "r", unit: "1/s", baseline: None, place },
+        let cell = Some(TableCell { table: "with a hog".into(), column: "2 threads".into() });
+        report.add_series(
+            RowLabels { case: "hog", subject: "tcmalloc", metric: "r", unit: "1/s", baseline: None, cell },
             &series,
         );
 
         let text = report.tables();
-        report.turn("with a hog");
-        let turned = report.tables();
+        report.transpose_table("with a hog");
+        let transposed = report.tables();
 
         assert!(text.contains("10.0, killed 1/2") && text.contains("| tcmalloc |"), "{text}");
-        assert!(turned.contains("| 2 threads | 10.0, killed 1/2"), "{turned}");
-        assert!(machine().contains("CPUs"));
+        assert!(transposed.contains("| 2 threads | 10.0, killed 1/2"), "{transposed}");
+        assert!(describe_machine().contains("CPUs"));
     }
 }

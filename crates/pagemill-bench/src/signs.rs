@@ -1,7 +1,7 @@
-//! Files that signal progress between the bench and its workloads.
+//! Files by which the bench and its workloads signal progress to each other.
 //!
-//! A sign is an empty file in a folder of the run. It works between processes under any allocator and through a
-//! launcher, and it is removed with the folder.
+//! A sign is an empty file in a temporary folder. Its existence is the signal. Files work between processes under any
+//! allocator and through a launcher, and they are removed with the folder.
 
 use std::fs::File;
 use std::io;
@@ -9,48 +9,46 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::child::{self, Running};
+use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result};
 
-/// Interval at which a waiter checks for a sign.
+/// Interval at which a waiting process checks whether the file exists.
 const INTERVAL: Duration = Duration::from_millis(1);
 
-/// A folder of signs.
 #[derive(Clone, Debug)]
 pub struct Signs {
     folder: PathBuf,
 }
 
 impl Signs {
-    /// Uses a folder that exists.
+    /// Uses a folder that already exists.
     pub fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned() }
     }
 
-    /// Creates the file that signals `name` to the other process.
+    /// Creates the file with this name, which signals to the other process.
     ///
     /// # Errors
     ///
     /// An I/O error if the file cannot be created.
-    pub fn give(&self, name: &str) -> io::Result<()> {
+    pub fn create(&self, name: &str) -> io::Result<()> {
         File::create(self.folder.join(name)).map(drop)
     }
 
-    /// Whether the sign was given.
-    pub fn is_given(&self, name: &str) -> bool {
+    pub fn exists(&self, name: &str) -> bool {
         self.folder.join(name).exists()
     }
 
-    /// Waits for a workload's sign. Returns false if the workload ended without it.
+    /// Waits until a workload has created the file. Returns false if the workload ended without it.
     ///
     /// # Errors
     ///
-    /// [`Error::Interrupted`]; [`Error::CannotRun`] if the sign is not there within `limit`.
-    pub fn wait_for(&self, name: &str, giver: &Running, limit: Duration) -> Result<bool> {
+    /// [`Error::Interrupted`] after a signal; [`Error::CannotRun`] if the file does not exist within `limit`.
+    pub fn wait_for(&self, name: &str, process: &RunningGroup, limit: Duration) -> Result<bool> {
         let begun = Instant::now();
-        while !self.is_given(name) {
-            if giver.has_ended() {
-                return Ok(self.is_given(name));
+        while !self.exists(name) {
+            if process.has_ended() {
+                return Ok(self.exists(name));
             }
             if begun.elapsed() > limit {
                 let seconds = limit.as_secs();
@@ -68,17 +66,17 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// A given sign is found. If the process ends without a sign, the wait ends, too.
+    /// A file that the process creates ends the wait. So does the end of the process, and then the time limit.
     #[test]
-    fn signs_are_given_and_missed() {
+    fn wait_ends_with_sign_or_process() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let signs = Signs::new(folder.path());
         let path = folder.path().join("ready").display().to_string();
-        let start = |script: &str| Running::start(Command::new("sh").args(["-c", script])).expect("sh starts");
+        let start = |script: &str| RunningGroup::start(Command::new("sh").args(["-c", script])).expect("sh starts");
 
-        let giver = start(&format!("touch {path}; sleep 3600"));
-        assert!(signs.wait_for("ready", &giver, Duration::from_secs(60)).expect("it comes"));
+        let process = start(&format!("touch {path}; sleep 3600"));
+        assert!(signs.wait_for("ready", &process, Duration::from_secs(60)).expect("it comes"));
         assert!(!signs.wait_for("over", &start("true"), Duration::from_secs(60)).expect("it ends"));
-        assert!(signs.wait_for("over", &giver, Duration::ZERO).is_err());
+        assert!(signs.wait_for("over", &process, Duration::ZERO).is_err());
     }
 }

@@ -1,67 +1,65 @@
-//! Small allocations through the preload against the allocator that serves them there.
+//! Small allocations under the preloaded Pagemill, compared with jemalloc, which serves them inside of Pagemill.
 //!
-//! For a small malloc Pagemill adds one decision and one jump. The nanoseconds show their cost on this machine, the
-//! instructions (`--callgrind`) on any.
+//! For a small malloc Pagemill adds one decision and one jump. The nanoseconds show their cost on this machine; the
+//! instruction counts (`--callgrind`) hold for other machines, too.
 
 use std::time::Duration;
 
 use crate::callgrind;
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{self, Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Row, Verdict};
+use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, Row, TableCell, Verdict};
 use crate::stats::{self, Better, Estimate};
-use crate::subject::{self, KEEPING, PAGEMILL, Ready};
+use crate::subject::{self, AvailableSubject, KEEPING, PAGEMILL};
 
 const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const THREADS: [u16; 2] = [1, 2];
 
-/// The same allocator, preloaded without Pagemill.
+/// The allocator that serves small allocations inside of Pagemill, preloaded by itself.
 const BASELINE: &str = "jemalloc";
 const NANOSECONDS: &str = "ns_per_pair";
 
-/// Bound on the additional instructions per pair.
-const MORE_INSTRUCTIONS: f64 = 8.0;
+/// The bound on the instructions that Pagemill adds to a malloc and free.
+const MAX_ADDED_INSTRUCTIONS: f64 = 8.0;
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
-    /// Also count the instructions of a malloc and free, through valgrind
+    pub common: CommonOptions,
+    /// Also count the instructions of a malloc and free with valgrind
     #[arg(long)]
     pub callgrind: bool,
 }
 
-/// Pattern, number of threads, size; in the order of the tables.
+/// Pattern, number of threads and size, which also order the tables.
 type Case = (&'static str, u16, usize);
 
-/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| match common.only.is_empty() {
         true => matches!(subject.name, BASELINE | PAGEMILL),
         false => true,
     };
-    let (ready, gaps) = subject::select(&common.only, is_wanted)?;
+    let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("small", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
-    child::warm(64)?;
-    let book = measure(&ready, common)?;
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    child::touch_beforehand(64)?;
+    let samples = measure(&ready, common)?;
     let metric = Metric { name: NANOSECONDS, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
     for case in cases() {
         for subject in &ready {
             let (pattern, threads, size) = case;
-            let place = Place {
+            let cell = TableCell {
                 table: format!("{pattern}, {threads} threads: ns a malloc and free, half the spread, times {BASELINE}"),
                 column: size_name(size),
             };
             let name = case_name(case);
-            report_row(&mut report, &book, (&case, &name), subject.name(), metric, Some(place));
+            report_row(&mut report, &samples, (&case, &name), subject.name(), metric, Some(cell));
         }
     }
-    verdicts(&mut report, &book);
+    add_verdicts(&mut report, &samples);
     if options.callgrind {
         count_instructions(&mut report, &ready, common)?;
     }
@@ -85,10 +83,10 @@ fn case_name((pattern, threads, size): Case) -> String {
     format!("{pattern}, {threads} threads, {}", size_name(size))
 }
 
-fn measure(ready: &[Ready], common: &Common) -> Result<Book<Case>> {
-    let milliseconds = common.pick("15", "60");
+fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<Case>> {
+    let milliseconds = common.quick_or_full("15", "60");
     let progress = Progress::new(cases().count() * common.rounds() * ready.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for case in cases() {
         let (pattern, threads, size) = case;
         let (threads, size) = (threads.to_string(), size.to_string());
@@ -98,49 +96,49 @@ fn measure(ready: &[Ready], common: &Common) -> Result<Book<Case>> {
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
-                let outcome = child::measure(subject, &arguments, Duration::from_secs(30))?;
-                book.enter(&case, subject.name(), &[NANOSECONDS], &outcome);
+                let outcome = child::run_under(subject, &arguments, Duration::from_secs(30))?;
+                samples.add_outcome(&case, subject.name(), &[NANOSECONDS], &outcome);
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-/// The target applies to every case, and to the mean of all.
-fn verdicts(report: &mut Report, book: &Book<Case>) {
-    let (mut all, mut kept) = (Vec::new(), Vec::new());
+/// Adds a verdict for every case, for the mean of all cases, and for the cost of returning memory by age.
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
+    let (mut all, mut aging_ratios) = (Vec::new(), Vec::new());
     for case in cases() {
-        let pagemill = book.get(&case, PAGEMILL, NANOSECONDS);
-        if let (Some(pagemill), Some(keeping)) = (pagemill, book.get(&case, KEEPING, NANOSECONDS)) {
-            kept.push(pagemill.ratios(keeping, Better::Lower));
+        let pagemill = samples.get(&case, PAGEMILL, NANOSECONDS);
+        if let (Some(pagemill), Some(keeping)) = (pagemill, samples.get(&case, KEEPING, NANOSECONDS)) {
+            aging_ratios.push(pagemill.ratios(keeping, Better::Lower));
         }
-        let baseline = book.get(&case, BASELINE, NANOSECONDS);
+        let baseline = samples.get(&case, BASELINE, NANOSECONDS);
         if let (Some(pagemill), Some(baseline)) = (pagemill, baseline) {
             let ratios = pagemill.ratios(baseline, Better::Lower);
             let verdict = Verdict {
-                estimate: stats::estimate(&ratios),
+                estimate: stats::estimate_median(&ratios),
                 baseline: BASELINE.to_owned(),
-                is_lost: !pagemill.survived(),
+                has_lost_round: !pagemill.survived(),
                 ..not_measured(format!("small, {}", case_name(case)), Bound::AtLeast(0.95), "x", "")
             };
             all.push(ratios);
-            report.verdict(verdict);
+            report.add_verdict(verdict);
         }
     }
     let is_whole = all.len() == cases().count();
     let means = if is_whole { stats::geometric_means(&all) } else { Vec::new() };
     let note = if is_whole { "" } else { "a side is missing" };
-    report.verdict(Verdict {
-        estimate: stats::estimate(&means),
+    report.add_verdict(Verdict {
+        estimate: stats::estimate_median(&means),
         baseline: BASELINE.to_owned(),
         ..not_measured("small, geometric mean of all cases", Bound::AtLeast(0.95), "x", note)
     });
-    if let Some(verdict) = experiment::against_keeping("small", &kept) {
-        report.verdict(verdict);
+    if let Some(verdict) = experiment::judge_aging_cost("small", &aging_ratios) {
+        report.add_verdict(verdict);
     }
 }
 
-fn count_instructions(report: &mut Report, ready: &[Ready], common: &Common) -> Result<()> {
+fn count_instructions(report: &mut Report, ready: &[AvailableSubject], common: &CommonOptions) -> Result<()> {
     let sizes = if common.quick { &SIZES[1..2] } else { &SIZES[..] };
     let progress = Progress::new(PATTERNS.len() * sizes.len() * ready.len());
     for pattern in PATTERNS {
@@ -150,20 +148,20 @@ fn count_instructions(report: &mut Report, ready: &[Ready], common: &Common) -> 
                 progress.step(&format!("instructions, {pattern}, {size} B, {}", subject.name()));
                 match instructions_per_pair(subject, pattern, size)? {
                     Ok(count) => counts.push((subject.name(), count)),
-                    Err(why) => report.gap(format!("instructions, {}: {why}", subject.name())),
+                    Err(why) => report.add_gap(format!("instructions, {}: {why}", subject.name())),
                 }
             }
-            instruction_rows(report, pattern, size, &counts);
+            add_instruction_rows(report, pattern, size, &counts);
         }
     }
     Ok(())
 }
 
-fn instruction_rows(report: &mut Report, pattern: &str, size: usize, counts: &[(&'static str, f64)]) {
+fn add_instruction_rows(report: &mut Report, pattern: &str, size: usize, counts: &[(&'static str, f64)]) {
     let of = |wanted| counts.iter().find(|(name, _)| *name == wanted).map(|&(_, count)| count);
     for &(name, count) in counts {
         let baseline = of(BASELINE).filter(|_| name != BASELINE);
-        report.row(Row {
+        report.add_row(Row {
             experiment: "small",
             case: format!("{pattern}, 1 threads, {}", size_name(size)),
             subject: name.to_owned(),
@@ -174,7 +172,7 @@ fn instruction_rows(report: &mut Report, pattern: &str, size: usize, counts: &[(
             ratio: baseline.map(|baseline| baseline / count),
             spread: 0.0,
             samples: 1,
-            place: Some(Place {
+            cell: Some(TableCell {
                 table: format!("{pattern}: instructions a malloc and free (callgrind)"),
                 column: size_name(size),
             }),
@@ -183,21 +181,25 @@ fn instruction_rows(report: &mut Report, pattern: &str, size: usize, counts: &[(
     if let (Some(pagemill), Some(baseline)) = (of(PAGEMILL), of(BASELINE)) {
         let more = pagemill - baseline;
         let target = format!("small, {pattern}, {}: instructions more", size_name(size));
-        report.verdict(Verdict {
-            // The count is exact, so the interval is a point.
+        report.add_verdict(Verdict {
+            // The count is exact, so the interval has zero width.
             estimate: Some(Estimate { value: more, low: more, high: more, samples: usize::MAX }),
             baseline: BASELINE.to_owned(),
-            ..not_measured(target, Bound::AtMost(MORE_INSTRUCTIONS), "instructions", "")
+            ..not_measured(target, Bound::AtMost(MAX_ADDED_INSTRUCTIONS), "instructions", "")
         });
     }
 }
 
-fn instructions_per_pair(ready: &Ready, pattern: &str, size: usize) -> Result<std::result::Result<f64, String>> {
-    callgrind::instructions(ready.name(), |command, pairs| {
+fn instructions_per_pair(
+    ready: &AvailableSubject,
+    pattern: &str,
+    size: usize,
+) -> Result<std::result::Result<f64, String>> {
+    callgrind::instructions_per_operation(ready.name(), |command, pairs| {
         command.args(["__small", "--pattern", pattern]);
         command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
         ready.apply(command);
-        // What a pair costs once Pagemill serves: after so few calls the C library still would.
+        // With this setting Pagemill serves from the first call. Otherwise the C library would serve so few calls.
         command.env("PAGEMILL_AFTER", "0");
     })
 }

@@ -1,44 +1,45 @@
-//! Medians, spreads and intervals: the statistics behind each verdict.
+//! Medians, spreads and confidence intervals: the statistics behind each verdict.
 //!
-//! Machines drift by a quarter within minutes, so no verdict rests on times of different rounds. Samples of one round
-//! are taken next to each other, ratios are formed within a round, and the interval is over those ratios.
+//! The speed of a machine can drift by a quarter within minutes, so times of different rounds are never compared. The
+//! samples of one round are taken one after the other. Ratios are formed within a round, and the interval is computed
+//! from those ratios.
 
-/// Resamples of the bootstrap; more of them would change the third digit only.
+/// Number of bootstrap resamples. More resamples would change only the third digit of an interval.
 const RESAMPLES: usize = 2000;
 
-/// Which way a metric improves.
+/// The direction in which a metric improves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Better {
-    /// Rates and bytes returned.
+    /// Larger is better: rates, and bytes returned.
     Higher,
-    /// Times and bytes held.
+    /// Smaller is better: times, and bytes in use.
     Lower,
 }
 
-/// A value with its 95 % interval.
+/// A median with its 95 % confidence interval from `low` to `high`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
     pub value: f64,
     pub low: f64,
     pub high: f64,
-    /// Number of samples; `usize::MAX` for an exact count.
+    /// The number of samples; `usize::MAX` for an exact count.
     pub samples: usize,
 }
 
-/// A random generator with a full period of 2^64 from any seed (ebizzy's own was stuck at zero).
+/// The random number generator SplitMix64: its period is 2^64 from any seed. (ebizzy's original generator stayed at
+/// zero.)
 ///
 /// Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// Different seeds give unrelated sequences, since the output is mixed.
+    /// Makes a generator. Different seeds give unrelated sequences, since the output is mixed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next 64 random bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut bits = self.0;
         bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -46,20 +47,20 @@ impl Random {
         bits ^ (bits >> 31)
     }
 
-    /// A random number below `bound`, by multiplication: there is no division in the measured loop.
-    pub fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
+    /// Returns a random number below `bound`. It multiplies, because a division would be too slow for the measured
+    /// loops.
+    pub fn next_below(&mut self, bound: usize) -> usize {
+        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
     }
 
-    /// Shuffles the slice.
     pub fn shuffle<T>(&mut self, all: &mut [T]) {
         for last in (1..all.len()).rev() {
-            all.swap(last, self.below(last + 1));
+            all.swap(last, self.next_below(last + 1));
         }
     }
 }
 
-/// The median, the mean of the two middle values if their number is even; none without values.
+/// Returns the median, which for an even number of values is the mean of the two middle ones; none without values.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -71,7 +72,8 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// The smallest value that at least `share` of all values do not exceed; none without values.
+/// Returns the smallest value such that at least the fraction `share` of all values do not exceed it; none without
+/// values.
 pub fn percentile(values: &[f64], share: f64) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -79,7 +81,7 @@ pub fn percentile(values: &[f64], share: f64) -> Option<f64> {
     sorted.get(rank.saturating_sub(1)).copied()
 }
 
-/// (max - min) / median; zero for fewer than two values or a median of zero.
+/// Returns (max - min) / median; zero for fewer than two values or a median of zero.
 pub fn spread(values: &[f64]) -> f64 {
     let largest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let smallest = values.iter().copied().fold(f64::INFINITY, f64::min);
@@ -89,7 +91,7 @@ pub fn spread(values: &[f64]) -> f64 {
     }
 }
 
-/// For each round in which both were measured: how many times better `subject` was.
+/// Returns how many times better `subject` was than `baseline`, for each round in which both were measured.
 pub fn ratios(subject: &[Option<f64>], baseline: &[Option<f64>], better: Better) -> Vec<f64> {
     let rounds = subject.iter().zip(baseline);
     rounds
@@ -103,7 +105,7 @@ pub fn ratios(subject: &[Option<f64>], baseline: &[Option<f64>], better: Better)
         .collect()
 }
 
-/// The geometric mean over several cases, for each round; rounds that lack a case are left out.
+/// Returns the geometric mean over all cases for each round. Rounds that lack a case are left out.
 pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
     let rounds = cases.iter().map(Vec::len).min().unwrap_or(0);
     (0..rounds)
@@ -114,13 +116,13 @@ pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
         .collect()
 }
 
-/// The median and its 95 % interval, by bootstrap with a fixed seed.
-pub fn estimate(values: &[f64]) -> Option<Estimate> {
+/// Returns the median and its 95 % confidence interval, by bootstrap with a fixed seed.
+pub fn estimate_median(values: &[f64]) -> Option<Estimate> {
     let value = median(values)?;
     let mut random = Random::new(0x7061_6765_6d69_6c6c);
     let mut medians: Vec<f64> = (0..RESAMPLES)
         .filter_map(|_| {
-            let resample: Vec<f64> = (0..values.len()).map(|_| values[random.below(values.len())]).collect();
+            let resample: Vec<f64> = (0..values.len()).map(|_| values[random.next_below(values.len())]).collect();
             median(&resample)
         })
         .collect();
@@ -133,24 +135,25 @@ pub fn estimate(values: &[f64]) -> Option<Estimate> {
 mod tests {
     use super::*;
 
-    /// Odd, even and empty inputs.
+    /// The median of an odd, an even and an empty list of values.
     #[test]
-    fn median_takes_the_middle() {
+    fn median_is_the_middle_value() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
         assert_eq!(median(&[]), None);
     }
 
-    /// The 99th of a hundred values; the largest of few; none of none.
+    /// The 99th percentile of the numbers 1 to 100 is 99; of two values it is the larger one; an empty list has none.
     #[test]
-    fn percentiles_are_values() {
+    fn percentile_is_one_of_the_values() {
         let hundred: Vec<f64> = (1..=100).rev().map(f64::from).collect();
         assert_eq!(percentile(&hundred, 0.99), Some(99.0));
         assert_eq!(percentile(&[3.0, 1.0], 0.99), Some(3.0));
         assert_eq!(percentile(&[], 0.99), None);
     }
 
-    /// The definition, and the two cases that would divide by zero.
+    /// The spread is (max - min) / median. It is zero for a single value and for a median of zero, instead of a
+    /// division by zero.
     #[test]
     fn spread_is_range_over_median() {
         assert!((spread(&[90.0, 100.0, 120.0]) - 0.3).abs() < 1e-12);
@@ -158,7 +161,7 @@ mod tests {
         assert_eq!(spread(&[0.0, 0.0]), 0.0);
     }
 
-    /// Both directions; a round that lacks one side does not count.
+    /// Ratios for both directions of improvement. A round without a value for one subject gives no ratio.
     #[test]
     fn ratios_are_formed_within_a_round() {
         let subject = [Some(10.0), None, Some(30.0)];
@@ -168,19 +171,20 @@ mod tests {
         assert_eq!(ratios(&subject, &baseline, Better::Lower)[0], 0.5);
     }
 
-    /// Known distribution: the interval covers the median, and is a point without noise.
+    /// The interval of noisy samples contains their median and lies within their range. Equal samples have an interval
+    /// of zero width.
     #[test]
-    fn interval_holds_the_median() {
-        let noisy = estimate(&[1.0, 1.1, 0.9, 1.2, 1.05]).expect("values were given");
-        let still = estimate(&[2.0; 5]).expect("values were given");
+    fn interval_contains_the_median() {
+        let noisy = estimate_median(&[1.0, 1.1, 0.9, 1.2, 1.05]).expect("values were given");
+        let still = estimate_median(&[2.0; 5]).expect("values were given");
 
         assert!(noisy.low <= noisy.value && noisy.value <= noisy.high);
         assert!(noisy.low >= 0.9 && noisy.high <= 1.2);
         assert_eq!((still.low, still.value, still.high), (2.0, 2.0, 2.0));
-        assert_eq!(estimate(&[]), None);
+        assert_eq!(estimate_median(&[]), None);
     }
 
-    /// The mean of 2 and 8 is 4, separately for each round.
+    /// The mean of 2 and 8 is 4 in the first round, and that of 1 and 1 is 1 in the second.
     #[test]
     fn geometric_mean_is_taken_per_round() {
         let means = geometric_means(&[vec![2.0, 1.0], vec![8.0, 1.0]]);
@@ -188,14 +192,14 @@ mod tests {
         assert!((means[0] - 4.0).abs() < 1e-9 && (means[1] - 1.0).abs() < 1e-9);
     }
 
-    /// The generator leaves zero, two seeds differ, and numbers stay below the bound and come close to it.
+    /// Numbers from seed 0 take all values below the bound and no other. Different seeds give different numbers.
     #[test]
-    fn random_numbers_fill_their_range() {
+    fn random_numbers_cover_their_range() {
         let mut random = Random::new(0);
-        let numbers: Vec<usize> = (0..10_000).map(|_| random.below(100)).collect();
+        let numbers: Vec<usize> = (0..10_000).map(|_| random.next_below(100)).collect();
 
         assert!(numbers.iter().all(|&number| number < 100));
         assert!((0..100).all(|wanted| numbers.contains(&wanted)));
-        assert_ne!(Random::new(1).next(), Random::new(2).next());
+        assert_ne!(Random::new(1).next_u64(), Random::new(2).next_u64());
     }
 }

@@ -1,7 +1,7 @@
-//! The allocators that are compared, and the one table of settings that make each return memory at once.
+//! The allocators that are compared, and the one table of settings that make each of them return memory at once.
 //!
 //! `pagemill-bench settings` renders [`SUBJECTS`] for docs/benchmarks.md, so the documented settings are those that
-//! were run. A subject without its library is a gap, printed with the way to install it.
+//! were run. If a subject's library is missing, the report lists a gap that tells how to install it.
 
 use std::env;
 use std::ffi::OsStr;
@@ -11,47 +11,48 @@ use std::process::Command;
 use crate::error::{Error, Result};
 use crate::native::GiveBack;
 
-/// The part of a subject in a comparison.
+/// The role of a subject in a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// An allocator with default settings.
+    /// A peer allocator with default settings.
     Default,
-    /// An allocator with settings that return memory as soon as it is free.
+    /// A peer allocator with settings that return memory as soon as it is free.
     ReturningAtOnce,
     /// Pagemill with default settings: the subject of the verdicts.
     Pagemill,
-    /// Pagemill without watching limits: shows the cost of watching them, and is compared only with Pagemill.
+    /// Pagemill that does not watch memory limits. The comparison with Pagemill shows the cost of watching them.
     Unwatched,
-    /// Pagemill that returns memory only on request and under pressure: shows the cost of returning it by age.
+    /// Pagemill that returns free memory only on request and under pressure. The comparison with Pagemill shows the
+    /// cost of returning memory by age.
     Keeping,
 }
 
-/// Where the library of a subject is found.
+/// The place where the library of a subject is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
     /// The C library; nothing is preloaded.
     System,
-    /// Built with this bench: beside its executable, or in `deps` there.
+    /// Built together with this bench: in the folder of its executable, or in `deps` below that.
     Built(&'static str),
-    /// Installed by the distribution under one of these names.
+    /// Installed by the distribution, under one of these file names.
     Installed(&'static [&'static str]),
 }
 
 /// One allocator with one set of settings.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Subject {
-    /// Its stable name, in tables, JSON and `--only`.
+    /// The stable name of the subject in tables, in JSON and for `--only`.
     pub name: &'static str,
     pub role: Role,
     pub library: Library,
-    /// Environment variables of the workload.
+    /// Environment variables that the workload is run with.
     pub settings: &'static [(&'static str, &'static str)],
-    /// The call that makes it return its free memory.
+    /// The C call that makes the allocator return its free memory.
     pub give_back: GiveBack,
-    /// What the settings do.
-    pub why: &'static str,
-    /// How to install it.
-    pub obtain: &'static str,
+    /// The effect of the settings, in words.
+    pub effect: &'static str,
+    /// The command that installs the library; empty if nothing needs to be installed.
+    pub install_hint: &'static str,
 }
 
 const TCMALLOC: Library =
@@ -61,7 +62,7 @@ const MIMALLOC: Library = Library::Built("libpeer_mimalloc.so");
 const BUILD: &str = "cargo build --release -p pagemill-bench";
 const INSTALL: &str = "apt-get install libtcmalloc-minimal4";
 
-/// All subjects, defaults first.
+/// All subjects: the peers with default settings, the peers that return memory at once, then the variants of Pagemill.
 pub const SUBJECTS: &[Subject] = &[
     Subject {
         name: "glibc",
@@ -69,8 +70,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: Library::System,
         settings: &[],
         give_back: GiveBack::MallocTrim,
-        why: "as it comes",
-        obtain: "",
+        effect: "as it comes",
+        install_hint: "",
     },
     Subject {
         name: "jemalloc",
@@ -78,8 +79,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: JEMALLOC,
         settings: &[],
         give_back: GiveBack::Mallctl,
-        why: "as it comes from the crate tikv-jemalloc-sys",
-        obtain: BUILD,
+        effect: "as it comes from the crate tikv-jemalloc-sys",
+        install_hint: BUILD,
     },
     Subject {
         name: "mimalloc",
@@ -87,8 +88,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: MIMALLOC,
         settings: &[],
         give_back: GiveBack::MiCollect,
-        why: "as it comes from the crate libmimalloc-sys",
-        obtain: BUILD,
+        effect: "as it comes from the crate libmimalloc-sys",
+        install_hint: BUILD,
     },
     Subject {
         name: "tcmalloc",
@@ -96,8 +97,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: TCMALLOC,
         settings: &[],
         give_back: GiveBack::ReleaseFreeMemory,
-        why: "as it comes from the distribution (gperftools)",
-        obtain: INSTALL,
+        effect: "as it comes from the distribution (gperftools)",
+        install_hint: INSTALL,
     },
     Subject {
         name: "glibc-eager",
@@ -108,8 +109,8 @@ pub const SUBJECTS: &[Subject] = &[
             "glibc.malloc.mmap_threshold=65536:glibc.malloc.trim_threshold=0:glibc.malloc.top_pad=0",
         )],
         give_back: GiveBack::MallocTrim,
-        why: "blocks from 64 KiB are mapped and unmapped one by one, the heap's end is trimmed at each free",
-        obtain: "",
+        effect: "blocks from 64 KiB are mapped and unmapped one by one, the heap's end is trimmed at each free",
+        install_hint: "",
     },
     Subject {
         name: "jemalloc-eager",
@@ -117,8 +118,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: JEMALLOC,
         settings: &[("_RJEM_MALLOC_CONF", "dirty_decay_ms:0,muzzy_decay_ms:0")],
         give_back: GiveBack::Mallctl,
-        why: "free extents are purged at once instead of over ten seconds",
-        obtain: BUILD,
+        effect: "free extents are purged at once instead of over ten seconds",
+        install_hint: BUILD,
     },
     Subject {
         name: "mimalloc-eager",
@@ -126,8 +127,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: MIMALLOC,
         settings: &[("MIMALLOC_PURGE_DELAY", "0")],
         give_back: GiveBack::MiCollect,
-        why: "free pages are purged at once",
-        obtain: BUILD,
+        effect: "free pages are purged at once",
+        install_hint: BUILD,
     },
     Subject {
         name: "tcmalloc-eager",
@@ -135,8 +136,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: TCMALLOC,
         settings: &[("TCMALLOC_AGGRESSIVE_DECOMMIT", "1"), ("TCMALLOC_RELEASE_RATE", "1000")],
         give_back: GiveBack::ReleaseFreeMemory,
-        why: "free spans are decommitted at once; blocks up to 256 KiB may stay in its central cache",
-        obtain: INSTALL,
+        effect: "free spans are decommitted at once; blocks up to 256 KiB may stay in its central cache",
+        install_hint: INSTALL,
     },
     Subject {
         name: "pagemill",
@@ -144,8 +145,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: Library::Built("libpagemill_malloc.so"),
         settings: &[],
         give_back: GiveBack::MallocTrim,
-        why: "as it comes",
-        obtain: BUILD,
+        effect: "as it comes",
+        install_hint: BUILD,
     },
     Subject {
         name: UNWATCHED,
@@ -153,8 +154,8 @@ pub const SUBJECTS: &[Subject] = &[
         library: Library::Built("libpagemill_malloc.so"),
         settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_RETURN", "keep")],
         give_back: GiveBack::MallocTrim,
-        why: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
-        obtain: BUILD,
+        effect: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
+        install_hint: BUILD,
     },
     Subject {
         name: KEEPING,
@@ -162,65 +163,66 @@ pub const SUBJECTS: &[Subject] = &[
         library: Library::Built("libpagemill_malloc.so"),
         settings: &[("PAGEMILL_RETURN", "keep")],
         give_back: GiveBack::MallocTrim,
-        why: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
-        obtain: BUILD,
+        effect: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
+        install_hint: BUILD,
     },
 ];
 
-/// An allocator that compacts by meshing: it maps two virtual pages to one physical page if their blocks do not
-/// overlap. It takes part only in measurements of compaction.
+/// Mesh, an allocator that compacts by meshing: it maps two virtual pages to one physical page if their allocations do
+/// not overlap. It takes part only in measurements of compaction.
 pub const MESH: Subject = Subject {
     name: "mesh",
     role: Role::Default,
     library: Library::Installed(&["libmesh.so"]),
     settings: &[],
     give_back: GiveBack::MeshCompact,
-    why: "as it comes",
-    obtain: "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
+    effect: "as it comes",
+    install_hint: "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
 };
 
-/// The name of Pagemill with default settings.
+/// The name of the subject Pagemill with default settings.
 pub const PAGEMILL: &str = "pagemill";
 
-/// The name of Pagemill that does not watch limits.
+/// The name of the subject Pagemill that does not watch limits.
 pub const UNWATCHED: &str = "pagemill-unwatched";
 
-/// The name of Pagemill that does not return memory by age.
+/// The name of the subject Pagemill that does not return memory by age.
 pub const KEEPING: &str = "pagemill-keep";
 
 impl Role {
-    /// Whether it runs only if `--only` names it.
+    /// Whether a subject with this role runs only if `--only` names it.
     fn is_on_request(self) -> bool {
         matches!(self, Self::Unwatched | Self::Keeping)
     }
 }
 
-/// Variable with the library that a workload must have mapped: the loader only warns if a preload fails.
+/// The environment variable with the library that the workload must find mapped. The check is needed because the loader
+/// only warns if a preload fails.
 pub const EXPECTED_LIBRARY: &str = "BENCH_EXPECTED_LIBRARY";
 
-/// Prefixes of variables that affect an allocator. Values from the caller's environment must not reach a workload.
+/// Prefixes of environment variables that affect an allocator. They are removed, so that no value from the caller's
+/// environment reaches a workload.
 const FOREIGN_SETTINGS: &[&str] =
     &["LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "_RJEM_", "MIMALLOC_", "TCMALLOC_", "PAGEMILL_"];
 
-/// A subject that is available on this machine.
+/// A subject whose library was found on this machine.
 #[derive(Clone, Debug)]
-pub struct Ready {
+pub struct AvailableSubject {
     pub subject: &'static Subject,
     preload: Option<PathBuf>,
 }
 
-impl Ready {
-    /// Its stable name.
+impl AvailableSubject {
     pub fn name(&self) -> &'static str {
         self.subject.name
     }
 
-    /// The library that is preloaded, if any.
+    /// Returns the path of the library that is preloaded; none for the C library.
     pub fn preload(&self) -> Option<&Path> {
         self.preload.as_deref()
     }
 
-    /// Whether it publishes how much memory it could return.
+    /// Whether the allocator publishes how much memory it could return.
     pub fn publishes(&self) -> bool {
         self.is_pagemill()
     }
@@ -229,12 +231,12 @@ impl Ready {
         matches!(self.subject.role, Role::Pagemill | Role::Unwatched | Role::Keeping)
     }
 
-    /// Returns the start of a command line that runs a process tree under this allocator: `env` with the subject's
-    /// settings, then `LD_PRELOAD=LIBRARY`, or for Pagemill `pagemill run` with its options.
+    /// Returns the first words of a command line that runs a process tree under this allocator. They are `env` with the
+    /// subject's settings, then `LD_PRELOAD=LIBRARY`, or for Pagemill `pagemill run` with `run_options`.
     ///
     /// # Errors
     ///
-    /// Why the subject cannot run; the report lists it.
+    /// The reason why the subject cannot run, as a sentence for the list of gaps.
     pub fn launcher(&self, run_options: &[&str]) -> std::result::Result<Vec<String>, String> {
         let mut line = vec!["env".to_owned()];
         line.extend(self.subject.settings.iter().map(|(name, value)| format!("{name}={value}")));
@@ -252,7 +254,8 @@ impl Ready {
         Ok(line)
     }
 
-    /// Runs the workload under this allocator, without any allocator setting of the caller.
+    /// Sets the command's environment so that it runs under this allocator, without any allocator setting of the
+    /// caller.
     pub fn apply(&self, command: &mut Command) {
         clear_foreign_settings(command);
         for (name, value) in self.subject.settings {
@@ -280,12 +283,15 @@ fn is_foreign(name: &OsStr) -> bool {
     FOREIGN_SETTINGS.iter().any(|start| name.starts_with(start))
 }
 
-/// Returns the wanted subjects that are available, and a gap for each that is not.
+/// Returns the wanted subjects that are available on this machine, and a gap for each wanted subject that is not.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] for a name in `only` that matches no wanted subject, or if no subject is left.
-pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(Vec<Ready>, Vec<String>)> {
+/// [`Error::CannotRun`] if `only` has a name that matches no wanted subject, or if no wanted subject is available.
+pub fn select_available(
+    only: &[String],
+    is_wanted: impl Fn(&Subject) -> bool,
+) -> Result<(Vec<AvailableSubject>, Vec<String>)> {
     let known = || SUBJECTS.iter().filter(|subject| is_wanted(subject)).map(|subject| subject.name);
     if let Some(name) = only.iter().find(|name| !known().any(|known| known == *name)) {
         let names = known().collect::<Vec<_>>().join(", ");
@@ -298,7 +304,7 @@ pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(
         if !(is_named || is_of_all) || !is_wanted(subject) {
             continue;
         }
-        match self::ready(subject) {
+        match self::find_available(subject) {
             Ok(subject) => ready.push(subject),
             Err(gap) => gaps.push(gap),
         }
@@ -309,19 +315,19 @@ pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(
     Ok((ready, gaps))
 }
 
-/// Returns the subject if it is available here.
+/// Returns the subject if its library is found on this machine.
 ///
 /// # Errors
 ///
-/// A sentence for the list of gaps.
-pub fn ready(subject: &'static Subject) -> std::result::Result<Ready, String> {
-    match find(subject.library) {
-        Ok(preload) => Ok(Ready { subject, preload }),
-        Err(names) => Err(format!("{}: {names} not found; to have it: {}", subject.name, subject.obtain)),
+/// A sentence for the list of gaps, if the library is missing.
+pub fn find_available(subject: &'static Subject) -> std::result::Result<AvailableSubject, String> {
+    match find_library(subject.library) {
+        Ok(preload) => Ok(AvailableSubject { subject, preload }),
+        Err(names) => Err(format!("{}: {names} not found; to have it: {}", subject.name, subject.install_hint)),
     }
 }
 
-fn find(library: Library) -> std::result::Result<Option<PathBuf>, String> {
+fn find_library(library: Library) -> std::result::Result<Option<PathBuf>, String> {
     match library {
         Library::System => Ok(None),
         Library::Built(name) => built_file(name).map(Some).ok_or(name.to_owned()),
@@ -331,7 +337,8 @@ fn find(library: Library) -> std::result::Result<Option<PathBuf>, String> {
     }
 }
 
-/// A file of this build. Cargo leaves the libraries of dependencies in `deps`; the newer of two copies is returned.
+/// Returns the path of a file that was built with this bench. Cargo also leaves libraries in `deps`; of several copies,
+/// the newest is returned.
 pub fn built_file(name: &str) -> Option<PathBuf> {
     let executable = env::current_exe().ok()?;
     let folder = executable.parent()?;
@@ -341,7 +348,7 @@ pub fn built_file(name: &str) -> Option<PathBuf> {
     found.max_by_key(|path| path.metadata().and_then(|file| file.modified()).ok())
 }
 
-/// A library in the system's folders, by its resolved path as in `/proc/self/maps`.
+/// Returns the resolved path of a library in the system's folders, in the form that `/proc/self/maps` has it.
 pub fn installed_file(name: &str) -> Option<PathBuf> {
     const FOLDERS: &[&str] = &[
         "/usr/lib/x86_64-linux-gnu",
@@ -357,7 +364,7 @@ pub fn installed_file(name: &str) -> Option<PathBuf> {
     found.filter_map(|path| path.canonicalize().ok()).next()
 }
 
-/// Renders the settings as a table for docs/benchmarks.md.
+/// Renders the subjects' settings as the Markdown table of docs/benchmarks.md.
 pub fn settings_markdown() -> String {
     let mut text = String::from("| subject | environment | what that does |\n|---|---|---|\n");
     for subject in SUBJECTS {
@@ -366,7 +373,7 @@ pub fn settings_markdown() -> String {
             true => "none".to_owned(),
             false => settings.join(" "),
         };
-        text += &format!("| {} | {settings} | {} |\n", subject.name, subject.why);
+        text += &format!("| {} | {settings} | {} |\n", subject.name, subject.effect);
     }
     text
 }
@@ -377,9 +384,10 @@ mod tests {
 
     use super::*;
 
-    /// Names are stable and unique; settings distinguish "returning at once" from the default.
+    /// Each subject has a unique name. Exactly the subjects that differ from an allocator's default have settings, and
+    /// names that end in `-eager` belong to subjects that return memory at once.
     #[test]
-    fn subjects_are_well_formed() {
+    fn names_roles_and_settings_of_subjects_agree() {
         let names: BTreeSet<&str> = SUBJECTS.iter().map(|subject| subject.name).collect();
         assert_eq!(names.len(), SUBJECTS.len());
         for subject in SUBJECTS {
@@ -387,18 +395,17 @@ mod tests {
             let is_set = is_eager || subject.role.is_on_request();
             assert_eq!(is_set, !subject.settings.is_empty(), "{}", subject.name);
             assert_eq!(is_eager, subject.name.ends_with("-eager"), "{}", subject.name);
-            assert!(subject.library == Library::System || !subject.obtain.is_empty());
+            assert!(subject.library == Library::System || !subject.install_hint.is_empty());
         }
     }
 
-    /// Pagemill with other settings runs only if named.
     #[test]
-    fn other_settings_are_run_on_request() {
+    fn pagemill_variants_run_only_if_named() {
         for own in [UNWATCHED, KEEPING] {
             let names = |only: &[String]| -> Vec<&str> {
-                let (ready, gaps) = select(only, |_| true).unwrap_or_default();
+                let (ready, gaps) = select_available(only, |_| true).unwrap_or_default();
                 let gaps = gaps.into_iter().filter(|gap| gap.starts_with(own)).map(|_| own);
-                ready.iter().map(Ready::name).chain(gaps).collect()
+                ready.iter().map(AvailableSubject::name).chain(gaps).collect()
             };
 
             assert!(!names(&[]).contains(&own));
@@ -406,21 +413,21 @@ mod tests {
         }
     }
 
-    /// `clear_foreign_settings` removes each variable that a setting uses.
+    /// [`clear_foreign_settings`] removes each variable that a subject's settings use, and leaves `PATH` alone.
     #[test]
-    fn settings_are_ours_alone() {
+    fn settings_of_subjects_are_cleared() {
         for (name, _) in SUBJECTS.iter().flat_map(|subject| subject.settings) {
             assert!(is_foreign(OsStr::new(name)), "{name}");
         }
         assert!(!is_foreign(OsStr::new("PATH")));
     }
 
-    /// The rendered table has a line for each subject; an unknown name is refused with the list of known ones.
+    /// The rendered table has one line for each subject. An unknown name is refused with the list of known names.
     #[test]
-    fn settings_and_names_are_complete() {
+    fn settings_table_lists_every_subject() {
         assert_eq!(settings_markdown().lines().count(), SUBJECTS.len() + 2);
 
-        let refusal = select(&["hoard".to_owned()], |_| true).map(|_| ());
+        let refusal = select_available(&["hoard".to_owned()], |_| true).map(|_| ());
         assert!(refusal.is_err_and(|error| error.to_string().contains("jemalloc-eager")));
     }
 }

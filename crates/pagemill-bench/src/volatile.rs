@@ -1,15 +1,17 @@
-//! Cost to mark memory volatile, to take it back, and to purge it: state words and marks beside system calls.
+//! Cost to mark memory volatile, to take it back, and to purge it, compared with `MADV_FREE` and `MADV_DONTNEED`.
 
 use std::time::Duration;
 
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::chunks;
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, judge, report_row};
-use crate::report::{Bound, Place, Report};
+use crate::experiment::{
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, judge_value, report_row,
+};
+use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Names in the report and on the workload's command line.
+/// Each way to give memory up: its name in the report, and its name on the workload's command line.
 const HANDLES: &str = "handle-mark-unmark";
 const PIN: &str = "handle-pin-unpin";
 const VRANGE: &str = "vrange-among-100000";
@@ -21,9 +23,9 @@ const PURGING: &str = "handles-purged";
 
 const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
 const THREADS: [u64; 2] = [1, 2];
-/// The size of the targets.
+/// The range size, in KiB, to which the targets apply.
 const TARGET_KIB: u64 = 64;
-/// MiB that are purged at a time.
+/// MiB that one purge takes.
 const PURGED_MIB: u64 = 1024;
 
 const NS: &str = "ns";
@@ -33,14 +35,13 @@ const VRANGE_RATE: &str = "vrange_gb_per_second";
 const STRICT_RATE: &str = "strict_gb_per_second";
 const WAIT: &str = "wait_p999_us";
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
 }
 
-/// KiB of a range, and number of threads.
+/// Size of the range in KiB, and number of threads.
 type Case = (u64, u64);
 const PURGE_CASE: Case = (0, 0);
 
@@ -48,22 +49,22 @@ const PURGE_CASE: Case = (0, 0);
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] if bytes changed without pressure.
+/// [`crate::error::Error::WrongAnswer`] if bytes changed without memory pressure.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();
     common.check_only(&known)?;
     let mut report = Report::new("volatile", common.json);
     let is_wanted = |name: &str| common.is_wanted(name);
-    child::warm(PURGED_MIB + 512)?;
-    let book = measure(common, is_wanted)?;
+    child::touch_beforehand(PURGED_MIB + 512)?;
+    let samples = measure(common, is_wanted)?;
     for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
-        let name = format!("{} KiB, {}", case.0, threads(case.1));
+        let name = format!("{} KiB, {}", case.0, threads_text(case.1));
         for (subject, _) in WAYS {
             let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
-            let place = Some(Place { table, column: name.clone() });
+            let cell = Some(TableCell { table, column: name.clone() });
             let metric = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(FREE) };
-            report_row(&mut report, &book, (&case, &name), subject, metric, place);
+            report_row(&mut report, &samples, (&case, &name), subject, metric, cell);
         }
     }
     let purge = |name, unit, better| Metric { name, unit, better, baseline: None };
@@ -73,23 +74,23 @@ pub fn run(options: &Options) -> Result<Report> {
         (purge(STRICT_RATE, "GB/s", Better::Higher), "marked strictly, GB/s"),
         (purge(WAIT, "us", Better::Lower), "unmark that meets a purge, 99.9 %, us"),
     ] {
-        let place = Some(Place { table: "purging".to_owned(), column: column.to_owned() });
-        report_row(&mut report, &book, (&PURGE_CASE, "purging"), PURGING, metric, place);
+        let cell = Some(TableCell { table: "purging".to_owned(), column: column.to_owned() });
+        report_row(&mut report, &samples, (&PURGE_CASE, "purging"), PURGING, metric, cell);
     }
-    verdicts(&mut report, &book);
+    add_verdicts(&mut report, &samples);
     chunks::run(common, is_wanted, &mut report)?;
     Ok(report)
 }
 
-fn threads(count: u64) -> String {
+fn threads_text(count: u64) -> String {
     format!("{count} thread{}", if count == 1 { "" } else { "s" })
 }
 
-fn measure(common: &Common, is_wanted: impl Fn(&str) -> bool) -> Result<Book<Case>> {
-    let run_ms = common.pick(50, 300);
+fn measure(common: &CommonOptions, is_wanted: impl Fn(&str) -> bool) -> Result<SampleTable<Case>> {
+    let run_ms = common.quick_or_full(50, 300);
     let ways: Vec<_> = WAYS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
     let progress = Progress::new(common.rounds() * (SIZES_KIB.len() * THREADS.len() * ways.len() + 1));
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
             for index in 0..ways.len() {
@@ -97,54 +98,60 @@ fn measure(common: &Common, is_wanted: impl Fn(&str) -> bool) -> Result<Book<Cas
                 progress.step(name);
                 let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
                 let arguments =
-                    ["__toggle", "--way", way].map(str::to_owned).into_iter().chain(child::numbers(&numbers));
-                book.enter(&case, name, &[NS, FAULTS], &sample(name, arguments)?);
+                    ["__toggle", "--way", way].map(str::to_owned).into_iter().chain(child::numeric_options(&numbers));
+                samples.add_outcome(&case, name, &[NS, FAULTS], &sample(name, arguments)?);
             }
         }
         if is_wanted(PURGING) {
             progress.step(PURGING);
-            let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.pick(500, 3000))];
-            let arguments = ["__purging".to_owned()].into_iter().chain(child::numbers(&numbers));
-            book.enter(&PURGE_CASE, PURGING, &[RATE, VRANGE_RATE, STRICT_RATE, WAIT], &sample(PURGING, arguments)?);
+            let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.quick_or_full(500, 3000))];
+            let arguments = ["__purging".to_owned()].into_iter().chain(child::numeric_options(&numbers));
+            samples.add_outcome(
+                &PURGE_CASE,
+                PURGING,
+                &[RATE, VRANGE_RATE, STRICT_RATE, WAIT],
+                &sample(PURGING, arguments)?,
+            );
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
 fn sample(subject: &str, arguments: impl Iterator<Item = String>) -> Result<Outcome> {
     let arguments: Vec<String> = arguments.collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let finished = Running::start(&mut child::workload(&arguments)?)?.finish(Duration::from_secs(60))?;
-    child::outcome(subject, &finished)
+    let finished = RunningGroup::start(&mut child::workload_command(&arguments)?)?.finish(Duration::from_secs(60))?;
+    child::classify(subject, &finished)
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let ratio = |target: &str, least, way: &'static str, case: Case, base: (&'static str, Case)| {
-        let own = Side { case: &case, subject: way, metric: NS };
-        let base = Side { case: &base.1, subject: base.0, metric: NS };
-        compare_times(book, target, Bound::AtLeast(least), own, base)
+        let own = SeriesKey { case: &case, subject: way, metric: NS };
+        let base = SeriesKey { case: &base.1, subject: base.0, metric: NS };
+        judge_time_ratio(samples, target, Bound::AtLeast(least), own, base)
     };
     for size in SIZES_KIB {
         for (count, least) in [(1, 100.0), (2, 400.0)] {
-            let target = format!("mark + unmark of {size} KiB, {}, against {FREE} of {TARGET_KIB} KiB", threads(count));
-            report.verdict(ratio(&target, least, HANDLES, (size, count), (FREE, (TARGET_KIB, count))));
+            let target =
+                format!("mark + unmark of {size} KiB, {}, against {FREE} of {TARGET_KIB} KiB", threads_text(count));
+            report.add_verdict(ratio(&target, least, HANDLES, (size, count), (FREE, (TARGET_KIB, count))));
         }
     }
     let target = "mark + unmark, 2 threads against 1, a thread";
-    report.verdict(ratio(target, 1.0, HANDLES, (TARGET_KIB, 2), (HANDLES, (TARGET_KIB, 1))));
+    report.add_verdict(ratio(target, 1.0, HANDLES, (TARGET_KIB, 2), (HANDLES, (TARGET_KIB, 1))));
     for count in THREADS {
-        let target = format!("vrange mark + unmark among 100,000, {}, against {FREE}", threads(count));
-        report.verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, count), (FREE, (TARGET_KIB, count))));
+        let target = format!("vrange mark + unmark among 100,000, {}, against {FREE}", threads_text(count));
+        report.add_verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, count), (FREE, (TARGET_KIB, count))));
     }
     let absolute = |target: &str, bound, unit, case: Case, way: &'static str, metric: &'static str| {
-        judge(book, target, (bound, unit), Side { case: &case, subject: way, metric })
+        judge_value(samples, target, (bound, unit), SeriesKey { case: &case, subject: way, metric })
     };
     let none = Bound::AtMost(0.0);
-    report.verdict(absolute("faults of unpurged round trips", none, "", (2048, 1), HANDLES, FAULTS));
-    report.verdict(absolute("purge of huge pages, lazy", Bound::AtLeast(100.0), "GB/s", PURGE_CASE, PURGING, RATE));
+    report.add_verdict(absolute("faults of unpurged round trips", none, "", (2048, 1), HANDLES, FAULTS));
+    report.add_verdict(absolute("purge of huge pages, lazy", Bound::AtLeast(100.0), "GB/s", PURGE_CASE, PURGING, RATE));
     let least = Bound::AtLeast(50.0);
-    report.verdict(absolute("purge of huge pages, strict", least, "GB/s", PURGE_CASE, PURGING, STRICT_RATE));
-    report.verdict(absolute(
+    report.add_verdict(absolute("purge of huge pages, strict", least, "GB/s", PURGE_CASE, PURGING, STRICT_RATE));
+    report.add_verdict(absolute(
         "unmark that meets a purge, 99.9 %",
         Bound::AtMost(1000.0),
         "us",

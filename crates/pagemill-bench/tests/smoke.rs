@@ -1,4 +1,4 @@
-//! Runs every experiment in its smallest form: the workloads run, check their answers and report.
+//! Runs every experiment in its smallest form, and checks that its workloads run, find their answers right, and report.
 //!
 //! A test that needs a library that is not built or installed is skipped, and prints that.
 
@@ -11,7 +11,7 @@ fn bench(arguments: &[&str]) -> Output {
     command.args(arguments).output().expect("the bench starts")
 }
 
-/// The JSON rows of a run, which must succeed.
+/// Returns the JSON rows of a run, which must succeed.
 fn rows(arguments: &[&str]) -> Vec<serde_json::Value> {
     let output = bench(arguments);
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -25,9 +25,9 @@ fn value(rows: &[serde_json::Value], subject: &str, metric: &str) -> Option<f64>
     row.and_then(|row| row["value"].as_f64())
 }
 
-/// Fifty milliseconds of the workload itself: it makes records, and every search ends at its key.
+/// The workload of ebizzy runs for fifty milliseconds. It makes records, and every search finds its key.
 #[test]
-fn ebizzy_counts_right_answers() {
+fn ebizzy_finds_every_key() {
     for sizes in ["fixed", "mixed"] {
         let line = rows(&["__ebizzy", "--threads", "2", "--warm-ms", "5", "--measure-ms", "50", "--sizes", sizes]);
 
@@ -36,9 +36,10 @@ fn ebizzy_counts_right_answers() {
     }
 }
 
-/// Copies in every kind of memory: none is damaged, and only `MADV_DONTNEED` faults all of them in again.
+/// ebizzy runs with its copies in every kind of memory. No copy is damaged, and only with `MADV_DONTNEED` does each
+/// copy cause page faults for all its pages.
 #[test]
-fn ebizzy_runs_in_every_memory() {
+fn ebizzy_runs_with_every_kind_of_memory() {
     for memory in ["malloc", "handles", "free", "dontneed"] {
         let times = ["--threads", "2", "--warm-ms", "20", "--measure-ms", "50"];
         let line = rows(&[&["__ebizzy", "--memory", memory, "--sum-every", "2"], &times[..]].concat());
@@ -54,9 +55,10 @@ fn ebizzy_runs_in_every_memory() {
     }
 }
 
-/// Parent, child and JSON together. Returning at once must cost page faults; otherwise the settings had no effect.
+/// The experiment runs with glibc's defaults and with settings that return memory at once. Only the latter cause page
+/// faults at each record, which shows that the settings had an effect.
 #[test]
-fn ebizzy_tells_keeping_from_returning() {
+fn returning_memory_at_once_causes_page_faults() {
     let rows =
         rows(&["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", "glibc,glibc-eager"]);
 
@@ -67,8 +69,7 @@ fn ebizzy_tells_keeping_from_returning() {
     assert_eq!(eager["baseline"], "glibc");
 }
 
-/// A tenth of a second of the writers, with one process and with two: they write, and no call fails or finds a wrong
-/// tag.
+/// The writers run for a tenth of a second, in one process and in two. They write, no call fails, and no tag is wrong.
 #[test]
 fn writers_write_and_check() {
     for processes in ["1", "2"] {
@@ -79,9 +80,10 @@ fn writers_write_and_check() {
     }
 }
 
-/// A handover in its smallest form. Needs cgroups; without them the bench prints that and exits with 2.
+/// A handover in its smallest form survives under glibc that returns memory at once. Needs cgroups; without them the
+/// bench prints that and exits with 2.
 #[test]
-fn a_handover_lets_the_eager_live() {
+fn handover_survives_with_eager_glibc() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--samples", "1", "--only", "glibc-eager"];
     let output = bench(&arguments);
     if output.status.code() == Some(2) {
@@ -94,10 +96,10 @@ fn a_handover_lets_the_eager_live() {
     assert!(value(&rows, "glibc-eager", "gib_per_second").is_some_and(|speed| speed > 0.0));
 }
 
-/// Every variant of the handover with pieces of one size; impossible sizes are refused. Needs cgroups; without them the
-/// bench prints that and exits with 2.
+/// Every variant of the handover with allocations of one size survives; impossible sizes are refused. Needs cgroups;
+/// without them the bench prints that and exits with 2.
 #[test]
-fn pieces_of_one_size_are_handed_over() {
+fn handover_of_one_size_survives_with_eager_glibc() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--trials", "1", "--sizes"];
     let all = "all,runs,random,several,busy,limit";
     let run = |size, only| [&arguments[..], &[size, "--variants", all, "--only", only]].concat();
@@ -110,25 +112,26 @@ fn pieces_of_one_size_are_handed_over() {
     let rows = rows(&run("1M", "glibc-eager"));
 
     let survived: Vec<_> = rows.iter().filter(|row| row["metric"] == "survived").collect();
-    // Only Pagemill supports the limit of a tree.
+    // Only Pagemill can be given the limit of a process tree, so its variant does not run here.
     assert_eq!(survived.len(), 5, "{rows:?}");
     assert!(survived.iter().all(|row| row["value"] == 1.0), "{rows:?}");
 }
 
-/// A newcomer's memory, filled by eight threads and checked word by word.
+/// The newcomer fills its memory with eight threads and checks it word by word.
 #[test]
-fn newcomers_check_every_word() {
+fn newcomer_checks_every_word() {
     let line = rows(&["__newcomer", "--mib", "16", "--threads", "8"]);
 
     assert!(line[0]["ms"].as_f64().is_some_and(|time| time > 0.0) && line[0]["refused"] == 0, "{line:?}");
 }
 
-/// A request to a sibling is met and timed, if the command is built. An asker without a tree reports an error.
+/// A request to a sibling is answered and timed, if the command is built. An asker without a process tree reports an
+/// error.
 #[test]
-fn requests_are_timed() {
+fn requests_to_a_sibling_are_timed() {
     let rows = rows(&["survive", "--reaction", "--quick", "--json", "--samples", "1", "--only", "pagemill,glibc"]);
     match value(&rows, "pagemill", "median_us") {
-        // How many requests were late depends on the machine.
+        // The number of late requests depends on the machine.
         Some(time) => assert!(time > 0.0 && value(&rows, "pagemill", "late").is_some(), "{rows:?}"),
         None => println!("skipped: the command or the library is not built"),
     }
@@ -137,18 +140,19 @@ fn requests_are_timed() {
     assert!(String::from_utf8_lossy(&alone.stderr).contains("no tree to ask"));
 }
 
-/// Three short samples of one subject of `--cost`; naming it leaves out comparisons and the idle process.
+/// With a subject named, `--cost` measures only that subject: neither a comparison nor an idle process. It cannot be
+/// combined with `--hog`.
 #[test]
-fn cost_names_its_own_subjects() {
+fn cost_measures_only_named_subjects() {
     let rows = rows(&["ebizzy", "--cost", "--quick", "--json", "--threads", "2", "--only", "glibc"]);
 
     assert!(value(&rows, "glibc", "records_per_second").is_some_and(|rate| rate > 0.0));
     assert_eq!(bench(&["ebizzy", "--cost", "--hog"]).status.code(), Some(2));
 }
 
-/// The filler of a machine takes the memory that it should, and none that would pass its floor.
+/// The filler of a machine takes all of its memory above a low floor, and none with a floor that it cannot keep.
 #[test]
-fn fillers_stop_at_their_floor() {
+fn filler_stops_at_its_floor() {
     for (floor_mib, stopped) in [("16", 0), ("99999999", 1)] {
         let folder = tempfile::tempdir().expect("a temporary folder");
         std::fs::write(folder.path().join("stop"), "").expect("written");
@@ -168,9 +172,9 @@ fn fillers_stop_at_their_floor() {
     }
 }
 
-/// The peers serve malloc; otherwise the workload would fail.
+/// Each peer library serves malloc when it is preloaded; otherwise the workload would fail.
 #[test]
-fn peers_are_what_they_say() {
+fn peer_libraries_serve_malloc() {
     for subject in ["jemalloc", "mimalloc", "tcmalloc", "pagemill"] {
         let output = bench(&["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", subject]);
         let complaint = String::from_utf8_lossy(&output.stderr);
@@ -185,7 +189,7 @@ fn peers_are_what_they_say() {
     }
 }
 
-/// Two milliseconds of each pattern, and a few counted pairs.
+/// Each pattern of small allocations runs for two milliseconds, and one pattern for a given number of pairs.
 #[test]
 fn small_allocations_keep_their_tags() {
     for pattern in ["pair", "batch", "churn"] {
@@ -198,15 +202,16 @@ fn small_allocations_keep_their_tags() {
     assert_eq!(line[0]["pairs"], 3000);
 }
 
-/// Sixteen MiB in small pieces below a kept one: glibc holds them, and returns them when asked.
+/// 16 MiB in small allocations are freed below one that is kept. glibc retains the memory until it is asked to return
+/// it.
 #[test]
-fn giveback_sees_memory_go() {
+fn giveback_measures_returned_memory() {
     let line = rows(&["__giveback", "--mib", "16", "--piece", "4096", "--how", "malloc-trim"]);
 
     assert!(line[0]["returned_mib"].as_f64().is_some_and(|mib| mib > 10.0), "{line:?}");
 }
 
-/// `true` under glibc alone: one row, in milliseconds.
+/// The experiment measures `true` under glibc without a preload, in milliseconds.
 #[test]
 fn startup_measures_true() {
     let rows = rows(&["startup", "--quick", "--json", "--samples", "1", "--only", "glibc"]);
@@ -214,10 +219,10 @@ fn startup_measures_true() {
     assert!(value(&rows, "none", "ms").is_some_and(|time| time > 0.0));
 }
 
-/// The memory that a process still holds is reported second by second: glibc returns blocks that it mapped separately
-/// at once.
+/// The experiment reports the memory that a process still holds after each second. glibc returns allocations of 1 MiB
+/// at once, since it maps each of them separately.
 #[test]
-fn footprint_sees_memory_return() {
+fn footprint_reports_memory_after_each_second() {
     let rows =
         rows(&["footprint", "--return", "--quick", "--json", "--samples", "1", "--only", "glibc", "--sizes", "1M"]);
 
@@ -227,15 +232,16 @@ fn footprint_sees_memory_return() {
     assert_eq!(bench(&["footprint", "--return", "--programs", "git"]).status.code(), Some(2));
 }
 
-/// Random churn reports three phases and a time. A program without its sources is a gap with the way to get them.
+/// Random churn reports the memory of three phases and a CPU time. A program without its sources is reported as a gap
+/// that tells how to get them.
 #[test]
-fn footprint_watches_churn() {
+fn footprint_measures_churn() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs"];
     let churn = rows(&[&arguments[..], &["churn"]].concat());
     for metric in ["process_peak_mib", "steady_mib", "last_quarter_mib", "after_mib", "live_mib", "cpu_us_per_act"] {
         assert!(value(&churn, "glibc", metric).is_some_and(|value| value > 0.0), "{metric}: {churn:?}");
     }
-    // The first sample is taken while the threads still fill their share.
+    // The first sample is taken while the threads still allocate their memory, so the bounds are wide.
     let live = value(&churn, "glibc", "live_mib").expect("it is there");
     assert!((10.0..200.0).contains(&live), "{churn:?}");
 
@@ -244,10 +250,10 @@ fn footprint_watches_churn() {
     assert!(output.status.code() == Some(2) && complaint.contains("--mimalloc-bench DIR"), "{complaint}");
 }
 
-/// Programs are compiled from the named checkout: here a test program that prints like larson. pandas runs if it is
-/// installed.
+/// Programs are compiled from the given checkout, which is here a test program that prints like larson. pandas runs if
+/// it is installed.
 #[test]
-fn footprint_watches_foreign_loads() {
+fn footprint_compiles_and_measures_other_programs() {
     let checkout = tempfile::tempdir().expect("a temporary folder");
     let sources = checkout.path().join("bench/larson");
     std::fs::create_dir_all(&sources).expect("made");
@@ -277,10 +283,10 @@ fn footprint_watches_foreign_loads() {
     }
 }
 
-/// `true` in a run beside a spawner, short programs in a run, a test configure script: each has a row. A script that
-/// fails in either is a wrong answer. Skipped if the command is not built.
+/// `true` under `pagemill run` and under a spawner, short programs, and a test configure script each have a row. A
+/// script that prints something else in each run is a wrong answer. Skipped if the command is not built.
 #[test]
-fn startup_measures_trees() {
+fn startup_measures_process_trees() {
     let source = tempfile::tempdir().expect("a temporary folder");
     let script = source.path().join("configure");
     let write = |text: &str| {
@@ -316,9 +322,9 @@ fn startup_measures_trees() {
     assert_eq!(bench(&arguments).status.code(), Some(1), "it prints something else each time");
 }
 
-/// Pagemill that keeps its memory is compared with Pagemill that returns it by age, if both are named.
+/// If both are named, Pagemill that returns memory by age is compared with Pagemill that does not.
 #[test]
-fn balanced_is_compared_with_keep() {
+fn aging_is_compared_with_keep() {
     let arguments =
         ["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", "pagemill,pagemill-keep"];
     let output = bench(&arguments);
@@ -331,13 +337,13 @@ fn balanced_is_compared_with_keep() {
     assert!(value(&rows(&arguments), "pagemill-keep", "records_per_second").is_some_and(|rate| rate > 0.0));
 }
 
-/// The smallest real program; skipped without sqlite3.
+/// The smallest of the real programs is measured. Skipped without sqlite3.
 #[test]
-fn footprint_watches_a_program() {
+fn footprint_measures_a_program() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs", "sqlite3"];
     let output = bench(&arguments);
     let complaint = String::from_utf8_lossy(&output.stderr);
-    // Nothing was measured then, which counts as failure.
+    // Without sqlite3 nothing is measured, which counts as failure of the run.
     if output.status.code() == Some(2) && complaint.contains("gap: sqlite3") {
         return println!("skipped: {complaint}");
     }
@@ -346,19 +352,19 @@ fn footprint_watches_a_program() {
     assert!(value(&rows, "glibc", "peak_mib").is_some_and(|peak| peak > 1.0), "{rows:?}");
 }
 
-/// A hog and a workload that fit by turns, since glibc returns memory at once: both survive. Without cgroups they run
-/// unlimited.
+/// A hog and a workload run alternately under glibc that returns memory at once, and both survive. Without cgroups they
+/// run without a limit.
 #[test]
-fn workload_and_hog_take_turns() {
+fn workload_and_hog_survive_in_turns() {
     let rows = rows(&["ebizzy", "--quick", "--hog", "--json", "--samples", "1", "--only", "glibc-eager"]);
 
     assert!(value(&rows, "glibc-eager", "records_per_second").is_some(), "{rows:?}");
     assert_eq!(value(&rows, "glibc-eager", "killed"), None);
 }
 
-/// Bad usage exits with 2, whether the parser or the bench finds it.
+/// Bad arguments exit with 2, whether the parser or the bench detects them.
 #[test]
-fn bad_usage_is_told() {
+fn bad_arguments_exit_with_2() {
     for arguments in [
         &["nonsense"][..],
         &["ebizzy", "--samples", "0"],
@@ -369,8 +375,8 @@ fn bad_usage_is_told() {
     }
 }
 
-/// A signal during a workload ends the workload, and then the bench by the same signal: the status that a shell or a
-/// service manager expects. The bench has a process group of its own.
+/// A signal during a workload ends the workload, and then the bench by the same signal, as a shell or a service manager
+/// expects. The bench runs in a process group of its own.
 #[test]
 fn signals_end_a_run() {
     for (name, number) in [("INT", 2), ("TERM", 15), ("HUP", 1)] {
@@ -397,7 +403,7 @@ fn signals_end_a_run() {
     }
 }
 
-/// The table for the documentation has every setting.
+/// The table for the documentation contains the settings of the subjects.
 #[test]
 fn settings_are_rendered() {
     let output = bench(&["settings"]);
@@ -406,7 +412,7 @@ fn settings_are_rendered() {
     assert!(text.contains("`MIMALLOC_PURGE_DELAY=0`") && text.contains("tcmalloc-eager"));
 }
 
-/// The rows of a workload on files, in a folder of /dev/shm, which every Linux has as a tmpfs.
+/// Returns the JSON line of a workload on files, in a folder of /dev/shm, which is a tmpfs on every Linux.
 fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
     use std::os::unix::fs::MetadataExt;
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm");
@@ -418,9 +424,9 @@ fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
     rows(&[arguments, &place].concat())
 }
 
-/// Seven ways of access, mapped and not, by threads and by processes: every record is found, and each way has a speed.
+/// iozone's seven operations run mapped and by processes. Every record is found, and each operation has a speed.
 #[test]
-fn records_are_found_in_every_way() {
+fn records_are_found_by_every_operation() {
     for flags in [&["--mapped"][..], &["--processes"], &["--mapped", "--processes"]] {
         let numbers = ["--workers", "3", "--total-bytes", "6000000", "--cell-ms", "1", "--pause-ms", "0"];
         let line = rows_on_files(&[&["__iozone"], &numbers[..], flags].concat());
@@ -431,7 +437,7 @@ fn records_are_found_in_every_way() {
     }
 }
 
-/// The same in a page cache of the process, which cannot be combined with mappings and processes.
+/// iozone's seven operations run in a page cache of the process. The cache cannot be combined with mapped files.
 #[test]
 fn records_are_found_in_a_cache() {
     let numbers = ["--workers", "3", "--total-bytes", "12000000", "--cell-ms", "1", "--pause-ms", "0"];
@@ -443,7 +449,8 @@ fn records_are_found_in_a_cache() {
     assert!(!bench(&[&["__iozone", "--cached", "--mapped"], &numbers[..]].concat()).status.success());
 }
 
-/// 16 MiB are compared, then read at random by two threads: in the cache, in plain memory and in the peers.
+/// 16 MiB are compared and then read in random order by two threads: in the cache, in plain memory and in the peers.
+/// Files are read by one thread.
 #[test]
 fn hits_find_their_pages() {
     for (subject, has_pins) in
@@ -465,7 +472,8 @@ fn hits_find_their_pages() {
     }
 }
 
-/// A complete run with verdicts. Small files take between a half and four times the memory of their pages.
+/// A complete run of `hit` has a ratio to its baseline. Small files take between half and four times the memory of
+/// their pages.
 #[test]
 fn hit_compares_its_subjects() {
     let arguments = ["hit", "--quick", "--json", "--samples", "1", "--mib", "8", "--files", "2000"];
@@ -475,13 +483,14 @@ fn hit_compares_its_subjects() {
     assert!(copy["baseline"] == "memcpy" && copy["ratio"].as_f64().is_some_and(|ratio| ratio > 0.0), "{copy}");
     assert!(value(&rows, "frames", "pin_ns").is_some_and(|ns| ns > 0.0));
     let resident = value(&rows, "files", "resident_ratio").expect("it ran");
-    // Two thousand files are four huge pages; the process grows by about as much for other reasons.
+    // Two thousand files need four huge pages. The process grows by about as much for other reasons, so the bounds are
+    // wide.
     assert!((0.5..4.0).contains(&resident), "{resident}");
     assert_eq!(bench(&["hit", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Objects of every subject keep their tags, in every pattern, with two threads; a pattern for an instruction counter,
-/// too.
+/// Objects of every subject keep their tags in every pattern with two threads, and in a run with a given number of
+/// pairs.
 #[test]
 fn objects_keep_their_tags() {
     for subject in ["fixed", "by-owner", "by-handle", "malloc", "slotmap", "sharded-slab"] {
@@ -496,8 +505,8 @@ fn objects_keep_their_tags() {
     }
 }
 
-/// Caches beside an allocator and a map; values by handle and by pointer; users of objects with and without concurrent
-/// moves.
+/// Each part of the experiment reports its rows: caches compared with an allocator and a map; values by handle and by
+/// pointer; a reader and a writer with and without concurrent moves. Unknown sizes, subjects and parts are refused.
 #[test]
 fn slab_compares_its_subjects() {
     let part = |arguments: &[&str]| rows(&[&["slab", "--quick", "--json", "--samples", "1"], arguments].concat());
@@ -519,10 +528,10 @@ fn slab_compares_its_subjects() {
     }
 }
 
-/// Arguments that would measure nothing are refused before anything runs, with the list of valid ones: for slab by part
-/// and subject, and in every experiment that leaves out some of the allocators.
+/// Arguments that leave nothing to measure are refused before anything runs, with the list of valid ones. This holds
+/// for parts and subjects of slab, and for experiments that do not use all allocators.
 #[test]
-fn what_measures_nothing_is_refused() {
+fn arguments_without_effect_are_refused() {
     let walks = "walks has still, moving, fragmented, packed";
     let speed = "speed has fixed, by-owner, by-handle, slotmap, sharded-slab, glibc, jemalloc, mimalloc, tcmalloc";
     for (arguments, words) in [
@@ -550,10 +559,10 @@ fn what_measures_nothing_is_refused() {
     }
 }
 
-/// References are taken and dropped on both kinds of folio and on counts. A folio is split and collapsed, and keeps its
-/// bytes.
+/// References are taken and dropped on both kinds of folio, and on a count per page. Folios are split and collapsed,
+/// and keep their bytes.
 #[test]
-fn references_are_given_back() {
+fn references_are_dropped_again() {
     let rows = rows(&["refs", "--quick", "--json", "--samples", "1"]);
 
     for subject in ["splittable", "never-split", "per-4-KiB"] {
@@ -567,10 +576,10 @@ fn references_are_given_back() {
     }
 }
 
-/// Fragmented memory is compacted if objects can move, beside an allocator that cannot. A thread's latency is measured
-/// meanwhile, in both ways. A tree is walked during moves, and after. Part by part.
+/// Fragmented memory is compacted in caches that can move objects, unlike in an allocator. The latency of a thread is
+/// measured meanwhile. Trees are walked during moves and after compaction.
 #[test]
-fn slabs_are_packed_and_walked() {
+fn slabs_are_compacted_and_walked() {
     let part = |part: &str, only: &str| {
         let arguments = ["slab", "--quick", "--json", "--samples", "1", "--parts", part, "--only", only];
         let objects = if part == "walks" { &[][..] } else { &["--objects", "100000"] };
@@ -580,7 +589,7 @@ fn slabs_are_packed_and_walked() {
 
     let rows = part("fragments", "by-owner,by-handle,fixed,glibc");
     assert_eq!(rows_of(&rows, "left_ratio"), 8, "{rows:?}");
-    // Without compaction, nine tenths of the memory left are free.
+    // Without compaction, nine tenths of the memory left are free objects.
     let left = |subject| value(&rows, subject, "left_ratio").expect("it ran");
     assert!(left("by-owner") < left("glibc") && left("by-handle") < left("fixed"), "{rows:?}");
     assert!(value(&rows, "by-handle", "times_copy").is_some_and(|times| times > 0.0));
@@ -597,7 +606,7 @@ fn slabs_are_packed_and_walked() {
     assert_eq!(bench(&["slab", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// A file larger than its cache: read by threads, by a queue, by a bare io_uring and, if installed, by fio. Needs a
+/// A file larger than its cache is read by threads, by a queue, by a bare io_uring and, if installed, by fio. Needs a
 /// file system on a device; without it the bench prints that and exits with 2.
 #[test]
 fn misses_are_read_and_found() {
@@ -616,7 +625,7 @@ fn misses_are_read_and_found() {
             assert!(value(&rows, subject, metric).is_some_and(|value| value > 0.0), "{subject} {metric}: {rows:?}");
         }
     }
-    // The cache holds half of the file.
+    // The cache has room for half of the file, so about half of the reads are hits.
     let hits = value(&rows, "queue-32", "hit_ratio").expect("it ran");
     assert!((0.2..0.8).contains(&hits), "{hits}");
     assert!(value(&rows, "hits-memcpy", "kept_ratio").is_some_and(|kept| kept > 0.0));
@@ -629,8 +638,8 @@ fn misses_are_read_and_found() {
     assert_eq!(bench(&["miss", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Large transfers in both directions, with both kinds of memory and with a cache's pages of that size. Reads are
-/// compared as they complete; writes are read back.
+/// Large transfers run in both directions, with buffers of both page sizes and with the cache. Reads are compared as
+/// they complete; writes are read back.
 #[test]
 fn large_transfers_are_read_and_written() {
     assert_eq!(bench(&["orion", "--targets", "--depths", "4"]).status.code(), Some(2), "one or the other");
@@ -651,9 +660,8 @@ fn large_transfers_are_read_and_written() {
     assert_eq!(value(&rows, "original-2013: v2.6.39", "mb_per_second"), Some(5629.0));
 }
 
-/// Scattered dirty pages are written back by the cache, by a bare io_uring and by fio; the workload compares all of
-/// them and their neighbours. The cache merges neighbours, so it makes fewer transfers by the number of dirty
-/// neighbours.
+/// Scattered dirty pages are written back by the cache, by a bare io_uring and by fio. The workload compares them and
+/// the pages next to them. The cache merges adjacent pages, so it needs fewer transfers than there are pages.
 #[test]
 fn dirty_pages_are_written_back() {
     let refused = |more: &[&str]| bench(&[&["writeback"], more].concat());
@@ -685,8 +693,8 @@ fn dirty_pages_are_written_back() {
     assert!(value(&all, "cache", "transfers_per_page").is_some_and(|transfers| transfers < 0.05), "{all:?}");
 }
 
-/// Small files are created, used and removed; a hole takes no memory; writers count what they wrote and find the files
-/// closed last.
+/// Small files are created, used and removed. A hole takes no memory. Writers count the files that they wrote, and find
+/// those closed last.
 #[test]
 fn files_are_written_and_found() {
     let metadata = rows_on_files(&["__metadata", "--files", "50", "--per-directory", "20"]);
@@ -702,10 +710,10 @@ fn files_are_written_and_found() {
     assert!(losses.iter().all(|loss| writers[0][loss] == 0), "{writers:?}");
 }
 
-/// A complete run: mounted, measured, unmounted. Needs the right to mount; without it the bench prints that and exits
-/// with 2.
+/// A complete run mounts, measures and unmounts a tmpfs. Needs permission to mount; without it the bench prints that
+/// and exits with 2.
 #[test]
-fn a_plain_tmpfs_is_mounted_and_measured() {
+fn tmpfs_is_mounted_and_measured() {
     let arguments = ["iozone", "--json", "--samples", "1", "--threads", "2", "--total", "4M", "--cell-seconds", "0"];
     let mut arguments = [&arguments[..], &["--quick", "--only", "tmpfs-never"]].concat();
     let output = bench(&arguments);
@@ -725,10 +733,10 @@ fn a_plain_tmpfs_is_mounted_and_measured() {
     assert_eq!(rows.iter().filter(|row| row["subject"] == "cache").count(), 7);
 }
 
-/// Two traces on small footprints: the cache's policy is reported beside its peers, with a verdict for each trace and
-/// for the mean. The numbers are the same each time.
+/// Two traces on small footprints report Pagemill's policy and its peers, with a verdict for each trace and one for the
+/// mean. A second run reports the same numbers.
 #[test]
-fn traces_are_counted() {
+fn traces_report_the_same_hit_ratios() {
     let line = ["traces", "--json", "--samples", "1", "--pages", "2000", "--traces", "zipf-1.0,loop"];
     let first = rows(&line);
 

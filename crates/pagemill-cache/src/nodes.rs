@@ -89,10 +89,10 @@ impl Deref for NodeCache {
 
 /// # Safety
 ///
-/// An object of the cache.
+/// `object` is an object of the cache of nodes.
 unsafe fn node<'node>(object: usize) -> &'node Node {
-    // SAFETY: the caller's promise: it was set up as a node, is aligned to that, and stays, since the cache is never
-    // dropped.
+    // SAFETY: by the caller's promise, `object` was set up as a node and is aligned for one. It stays, since the cache
+    // is never dropped.
     unsafe { &*(object as *const Node) }
 }
 
@@ -151,7 +151,7 @@ unsafe impl Source for NodeSource {
     }
 
     fn give(&self, node: usize) {
-        // SAFETY: an allocated node that no thread reaches as a live one.
+        // SAFETY: an allocated node that no thread uses as a live node.
         unsafe { self.0.give(node) };
     }
 

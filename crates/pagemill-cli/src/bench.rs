@@ -9,59 +9,63 @@ use std::process::{Command, ExitCode};
 const EXPERIMENTS: &[(&str, &str)] = &[
     (
         "ebizzy",
-        "Records per second of a search server's workload with 1 to 24 threads, with and without a memory \
-         hog; cost of watching limits",
+        "Records per second of a search server's workload with 1 to 24 threads, with and without a memory hog; \
+         cost of watching memory limits",
     ),
-    ("small", "Small allocations through the preload against the same allocator without it"),
-    ("giveback", "Returning 1 GiB of free memory on request, and the longest malloc meanwhile"),
-    ("startup", "Startup cost of a preload in a program that does nothing"),
+    ("small", "Small allocations under the preloaded Pagemill, compared with preloaded jemalloc alone"),
+    ("giveback", "Time to return 1 GiB of free memory on request, and the longest malloc meanwhile"),
+    ("startup", "Startup cost of a preloaded library in a program that does nothing"),
     ("footprint", "Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator"),
     (
         "survive",
-        "OOM kills while free memory could be returned: writers, a handover, a sibling's request, a full \
-         machine",
+        "OOM kills while another process has free memory that it could return: writers, a handover, a sibling's \
+         request, a full machine",
     ),
     (
         "iozone",
-        "Files read and written in records of 4 KiB by 1 to 200 threads, mapped and not, beside tmpfs and the \
-         original",
+        "Files read and written in records of 4 KiB by 1 to 200 threads, mapped and unmapped, compared with tmpfs \
+         and the results of 2013",
     ),
-    ("waste", "Bytes that small, middle, sparse and large files take in memory, and which of them get huge pages"),
-    ("metadata", "Create, stat, read, list and remove many small files, beside tmpfs"),
+    ("waste", "Memory that small, medium, sparse and large files take, and which of them get huge pages"),
+    ("metadata", "Create, stat, read, list and remove many small files, compared with tmpfs"),
     (
         "volatile",
-        "Memory marked volatile and taken back, beside MADV_FREE and MADV_DONTNEED; cost of a purge; ebizzy \
-         on volatile handles",
+        "Cost to mark memory volatile and take it back, compared with MADV_FREE and MADV_DONTNEED; cost of a \
+         purge; ebizzy with its copies in volatile ranges",
     ),
     (
         "hit",
-        "Resident pages copied out and pinned at random: the page cache beside memcpy, files and other \
-         caches; its metadata",
+        "Resident pages copied out and pinned in random order: the page cache compared with memcpy, files and \
+         other caches; its metadata",
     ),
-    ("refs", "Huge folios pinned by range, split and merged, beside a count for each 4 KiB and a copy"),
-    ("traces", "Hit rate on generated traces: the page cache's eviction beside LRU, CLOCK, S3-FIFO and SIEVE"),
+    (
+        "refs",
+        "Cost to pin ranges of huge folios, compared with one reference count for each 4 KiB; cost to split and \
+         collapse them, compared with a copy",
+    ),
+    ("traces", "Hit rate on generated traces: the page cache's eviction compared with LRU, CLOCK, S3-FIFO and SIEVE"),
     (
         "miss",
-        "Random 4 KiB reads of a file six times the cache, by 1 to 32 threads and by one thread with many \
-         requests in flight, beside fio",
+        "Random 4 KiB reads of a file six times as large as the cache, by 1 to 32 threads and by one thread with \
+         many requests in flight, compared with fio",
     ),
     (
         "orion",
-        "Reads and writes of 64 KiB to 2 MiB at depth 1 to 64, into huge pages and small ones, beside fio and \
-         the original",
+        "Reads and writes of 64 KiB to 2 MiB at queue depths 1 to 64, into huge pages and small ones, compared \
+         with fio and the results of 2013",
     ),
     (
         "writeback",
-        "Scattered 4 KiB pages made dirty in a file of 1 GiB, and written back, beside fio writing to the \
-         same places",
+        "Write-back of scattered dirty 4 KiB pages in a file of 1 GiB, compared with fio writing at the same \
+         offsets",
     ),
     (
         "slab",
-        "Objects of one size in slabs, beside allocators and keyed maps: allocate and free, read, move \
+        "Objects of one size in slabs, compared with allocators and keyed maps: allocate and free, read, move \
          concurrently with readers; memory left after nine tenths are freed at random, stalls, walks of \
          relocatable objects",
     ),
-    ("settings", "The settings that make each allocator return memory at once, as a Markdown table"),
+    ("settings", "Print the settings that make each allocator return memory at once, as a Markdown table"),
 ];
 
 const BUILD: &str = "This builds them, with the allocators they compare:\n\n    \

@@ -11,7 +11,7 @@ use pagemill::published::{self, TREE_FILE, TREE_VARIABLE};
 use pagemill::reclaim::Return;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::units::{Bytes, PageSize, parse_bytes};
-use pagemill_sys::child::{self, HeldSignals, StoodFor};
+use pagemill_sys::child::{self, HeldSignals, RunningChild};
 use pagemill_sys::process;
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsStr, OsString};
@@ -161,7 +161,7 @@ struct Limits {
 
 /// A program that was started.
 struct Running<'tree> {
-    child: StoodFor,
+    child: RunningChild,
     start: Instant,
     folder: Option<&'tree str>,
     memory: Option<TreeMemory>,

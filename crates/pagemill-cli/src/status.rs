@@ -108,6 +108,7 @@ fn rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
         ("purged files", counts.purged_files, Files, "purged whole"),
         ("cut off", counts.cut_bytes, Unit::Bytes, "of partial files, from their ends"),
         ("spared", counts.spared_open, Times, "a file was due but open"),
+        ("opens delayed", counts.delayed_opens, Times, "writers were faster than purging"),
         ("nothing to give", counts.nothing_to_purge, Times, "a limit was near and no volatile file could be purged"),
         ("huge", counts.huge_blocks, Blocks, "of 2 MiB found or made huge"),
         ("split", counts.split_blocks, Blocks, "of files marked never huge"),

@@ -5,8 +5,10 @@ mod common;
 use common::group::Group;
 use common::ram::{MIB, Ram, pattern, wait_until};
 use common::{Guard, STUCK_AFTER, finish, lacks};
+use pagemill_sys::open_permission::OpenPermissions;
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -136,6 +138,37 @@ time.sleep(100000)";
         drop(writer);
         fs::remove_file(ram.at(name)).unwrap();
     }
+}
+
+/// Opens wait while writers outrun purging. When the controller is killed, all opens go on.
+#[test]
+fn opens_do_not_wait_for_a_killed_controller() {
+    let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
+    let root = fs::File::open(&ram.point).unwrap();
+    let listener = OpenPermissions::new().and_then(|listener| listener.start(root.as_fd()).map(|()| drop(listener)));
+    if let Err(error) = listener {
+        return println!("skipped: the kernel does not delay opens: {error}");
+    }
+    drop(root);
+    let folder = ram.folder("cache", &["--volatile", "full"]);
+    let (is_over, opened) = (AtomicBool::new(false), AtomicU64::new(0));
+    let write = || {
+        let bytes = vec![1; MIB];
+        while !is_over.load(Relaxed) {
+            // Once nothing is purged, the file system is full.
+            let _ = fs::write(folder.join((opened.load(Relaxed) % 1000).to_string()), &bytes);
+            opened.fetch_add(1, Relaxed);
+        }
+    };
+    thread::scope(|scope| {
+        let _end = OnDrop(|| is_over.store(true, Relaxed));
+        scope.spawn(write);
+        wait_until("an open waits", || ram.count("delayed_opens") > 0);
+        ram.controller.signal("KILL");
+        ram.controller.wait(STUCK_AFTER);
+        let before = opened.load(Relaxed);
+        wait_until("the writer goes on", || opened.load(Relaxed) > before + 10);
+    });
 }
 
 /// Kills the worker whenever it is in the group, as the group's owner can (`cgroup.kill`, the OOM killer).

@@ -224,7 +224,7 @@ fn what_takes_long_goes_on() {
     fs::write(&moving, b"").unwrap();
     let pid = holder.pid().to_string();
     let end = finish(slabinfo(&place, &[&pid, "-s", "--ctor"]), STUCK_AFTER);
-    let words = "still at it after 2 s, and goes on";
+    let words = "still runs the command after 2 s, and continues";
     assert!(
         end.code() == 1 && end.err.contains("nodes: process ") && end.err.contains(words),
         "{}{}",
@@ -282,7 +282,7 @@ fn panics_of_callbacks_are_told() {
     let pid = holder.pid().to_string();
     let end = finish(slabinfo(&place, &[&pid, "-s", "-M"]), STUCK_AFTER);
     assert_eq!(end.code(), 1, "{}{}", end.out, end.err);
-    let is_late = end.err.contains("still at it after 2 s");
+    let is_late = end.err.contains("still runs the command after 2 s");
     assert!(is_late || end.out.contains("nodes   not done: code of the program panicked"), "{}{}", end.out, end.err);
     let nodes = || cache(&list(&place, &holder, &[]), "nodes").clone();
     let state = || {

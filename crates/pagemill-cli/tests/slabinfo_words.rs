@@ -34,7 +34,7 @@ fn what_goes_on_is_no_result() {
     for more in [&["--ctor"][..], &["-C", "--json"]] {
         let end = finish(slabinfo(&place, &[&[pid.as_str(), "-s"], more].concat()), STUCK_AFTER);
         assert_eq!((end.code(), end.out.as_str()), (1, ""), "{}", end.err);
-        assert!(end.err.ends_with("still at it after 2 s, and goes on\n"), "{}", end.err);
+        assert!(end.err.ends_with("still runs the command after 2 s, and continues\n"), "{}", end.err);
     }
     fs::remove_file(&moving).unwrap();
     while said(&holder, "nodes")[1] > slabs / 5 {

@@ -123,6 +123,17 @@ impl Budget {
         self.lines.iter().map(Line::room_bytes).min().unwrap_or(u64::MAX)
     }
 
+    /// Returns the smallest distance between usage and a limit.
+    pub fn room_to_limit_bytes(&self) -> u64 {
+        self.lines.iter().map(|line| line.limit_bytes.saturating_sub(line.used_bytes)).min().unwrap_or(u64::MAX)
+    }
+
+    /// Returns whether usage has consumed a quarter of the distance between a mark and its limit, so that opens must
+    /// wait if writers are fast.
+    pub fn is_far_above_marks(&self) -> bool {
+        self.lines.iter().any(|line| line.excess_bytes() > line.limit_bytes.saturating_sub(line.mark_bytes) / 4)
+    }
+
     /// Returns how long the room lasts at the fastest rate.
     pub fn pause(&self) -> Duration {
         Duration::from_nanos((u128::from(self.room_bytes()) * 1_000_000_000 / u128::from(FASTEST)) as u64)
@@ -209,6 +220,14 @@ mod tests {
         assert!(budget.wants_size(fill(8192, 400)));
         assert!(!budget.wants_size(fill(484, 400)));
         assert_eq!((budget.room_bytes(), budget.pause()), (0, SHORTEST_PAUSE));
+    }
+
+    /// Opens wait from a quarter of the way between the mark and the limit: 384 + 32 MiB of 512.
+    #[test]
+    fn opens_wait_close_to_a_limit() {
+        let budget = |used| Budget::new(8192 * MIB, fill(8192, 400), &[group(512, used)], None, PREFERRED, NOTHING);
+        assert_eq!([300, 416, 417].map(|used| budget(used).is_far_above_marks()), [false, false, true]);
+        assert_eq!([300, 500, 520].map(|used| budget(used).room_to_limit_bytes() / MIB), [212, 12, 0]);
     }
 
     /// A group with next to nothing here does not limit the size; its volatile files are purged nevertheless.

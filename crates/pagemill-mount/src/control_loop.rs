@@ -8,10 +8,11 @@ use crate::duty::Duty;
 use crate::file_access::{FileAccess, Fill};
 use crate::file_table::{FileTable, now_ns};
 use crate::groups::Groups;
+use crate::open_throttle::OpenThrottle;
 use crate::openfiles;
 use crate::rate_limiter::RateLimiter;
 use crate::scan::{self, Scanning};
-use crate::status::{LineStatus, Status};
+use crate::status::{Counts, LineStatus, Status};
 use crate::submissions::{LoopRequest, Message, SubmissionQueue};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
@@ -72,6 +73,14 @@ const STILL_LOOKS: u32 = 16;
 /// Interval at which the machine's memory is read while there is much of it.
 const MACHINE_LASTS: Duration = Duration::from_millis(10);
 
+/// Opens are delayed while writers can fill what is left below a limit in this many times the predicted growth, some 160 ms
+/// of it.
+const FAST_TIMES: u64 = 4;
+
+/// A reading of usage is old after this time, while the control loop purges, and this long after the next look was due.
+const READING_LASTS: Duration = Duration::from_millis(8);
+const LATE: Duration = Duration::from_millis(4);
+
 /// Settings of a mount.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -106,6 +115,7 @@ pub struct ControlLoop {
     fill: Fill,
     rate_limiter: RateLimiter,
     duty: Duty,
+    throttle: Option<OpenThrottle>,
     machine: Option<(Machine, Instant)>,
     is_preferred: bool,
     /// Usage and time when writers were last searched for.
@@ -160,6 +170,7 @@ impl ControlLoop {
             fill,
             rate_limiter: RateLimiter::new(fill.used_bytes, now),
             duty: Duty::default(),
+            throttle: OpenThrottle::new().ok(),
             machine: None,
             is_preferred: false,
             grown: (fill.used_bytes, now),
@@ -361,6 +372,7 @@ impl ControlLoop {
         let is_still = self.still_looks >= STILL_LOOKS && self.budget.room_bytes() >= ROOM_FOR_EASE;
         if is_still && begun < self.sampled + SAMPLE_LASTS && self.access.fill().is_ok_and(|fill| fill == self.fill) {
             self.look_at = begun + LONGEST_PAUSE;
+            self.allow_opens_until(self.look_at + LATE);
             return;
         }
         let mut blocked: Vec<Bound> = Vec::new();
@@ -368,6 +380,7 @@ impl ControlLoop {
         let was = (self.fill.used_bytes, self.used_of_groups());
         loop {
             self.sample();
+            self.throttle_opens();
             let over =
                 self.budget.lines.iter().filter(|line| line.excess_bytes() > 0 && !blocked.contains(&line.bound));
             let Some(line) = over.max_by_key(|line| line.excess_bytes()).cloned() else { break };
@@ -393,6 +406,27 @@ impl ControlLoop {
         let next = self.duty.next_look(self.sampled, Instant::now(), pause, worked);
         // A purge that is not finished does not pause, because a writer on another CPU does not either.
         self.look_at = if is_behind { Instant::now() } else { next };
+        self.allow_opens_until(self.look_at + LATE);
+    }
+
+    /// Turns delays of opens on while writers are fast and something can be purged.
+    fn throttle_opens(&mut self) {
+        let fast_bytes = self.rate_limiter.lately_foreseen_bytes().saturating_mul(FAST_TIMES);
+        let can_purge = !self.is_blocked && self.table.index.count() > 0;
+        let has_fast_writers = can_purge && fast_bytes >= self.budget.room_to_limit_bytes();
+        let Some(throttle) = &mut self.throttle else { return };
+        if let Err(error) = throttle.set_active(self.access.root(), has_fast_writers, self.sampled) {
+            say(&format!("the kernel does not delay opens ({error}): a fast writer may find the file system full"));
+            self.throttle = None;
+        }
+        self.allow_opens_until(self.sampled + READING_LASTS);
+    }
+
+    /// Allows opens until this time, unless usage is close to a limit and purging helps.
+    fn allow_opens_until(&self, until: Instant) {
+        let Some(throttle) = self.throttle.as_ref().filter(|throttle| throttle.is_active()) else { return };
+        let must_wait = self.budget.is_far_above_marks() && !self.is_blocked;
+        throttle.allow_until(if must_wait { self.started } else { until });
     }
 
     fn used_of_groups(&self) -> u64 {
@@ -552,7 +586,10 @@ impl ControlLoop {
             volatile_bytes: self.table.held_bytes(None),
             volatile_age_seconds: volatile_age.as_secs_f64(),
             lines: self.budget.lines.iter().map(line).collect(),
-            counts: self.table.counts,
+            counts: Counts {
+                delayed_opens: self.throttle.as_ref().map_or(0, OpenThrottle::delayed_opens),
+                ..self.table.counts
+            },
             is_preferred: self.is_preferred,
             is_notified: self.listener.is_some(),
             files_waiting_for_pages: self.table.pages.count() as u64,

@@ -12,6 +12,7 @@
 //! - [`budget`], [`rate_limiter`], [`duty`], [`closes`]: arithmetic.
 //! - [`purge`], [`scan`]; [`worker`]: huge pages, in a separate process; [`pagework`]: its queue.
 //! - [`file_table`]: the state of all files.
+//! - [`open_throttle`]: delays opens while writers outrun purging, in a thread of its own.
 //! - [`control_loop`]: the control loop, in one thread; [`submissions`]: its queue; [`control`]: the socket for
 //!   commands;
 //!   [`mounting`].
@@ -27,6 +28,7 @@ pub mod folders;
 pub mod groups;
 pub mod index;
 pub mod mounting;
+pub mod open_throttle;
 pub mod openfiles;
 pub mod pagework;
 pub mod policy;

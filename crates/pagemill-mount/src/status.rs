@@ -34,6 +34,8 @@ pub struct Counts {
     pub events: u64,
     pub events_lost: u64,
     pub scans: u64,
+    /// Opens that waited because writers outran purging.
+    pub delayed_opens: u64,
     /// Times that close events were turned off during many closes of small files.
     pub quiet_times: u64,
     /// Marks with unknown values, which were ignored.

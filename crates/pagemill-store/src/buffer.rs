@@ -1,18 +1,18 @@
-//! Memory of transfers.
+//! Buffers: the memory that transfers read into or write from.
 #![allow(unsafe_code)] // memory that a device writes to
 
 use std::alloc::{self, Layout};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-/// Owns, or keeps alive, memory that a transfer uses.
+/// Memory of a transfer: a type that owns it or keeps it alive.
 ///
 /// # Safety
 ///
 /// 1. `len_bytes` bytes from `addr` on can be read and written until the value is dropped, also when it was moved or
 ///    forgotten.
-/// 2. While another owner holds the value (a ring does, during a transfer), no other code reads the bytes of a read or
-///    changes those of a write.
+/// 2. While another owner has the value (a ring does, during a transfer), no other code reads the bytes of a read or
+///    changes the bytes of a write.
 ///
 /// Example: [`Aligned`], the usual buffer.
 pub unsafe trait Buffer: 'static {
@@ -20,14 +20,14 @@ pub unsafe trait Buffer: 'static {
 
     fn len_bytes(&self) -> usize;
 
-    /// Returns whether fork children never get the memory, registered or not. Registering then leaves the range's
-    /// setting as it is.
+    /// Returns whether fork children never inherit the memory, registered or not. If true, registering does not change
+    /// the setting of the range (`MADV_DONTFORK`).
     fn is_kept_from_children(&self) -> bool {
         false
     }
 }
 
-// SAFETY: the value in the box keeps the promises.
+// SAFETY: the boxed value keeps the trait's promises.
 unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
     fn addr(&self) -> NonNull<u8> {
         (**self).addr()
@@ -42,7 +42,7 @@ unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
     }
 }
 
-/// Memory with the alignment that direct transfers need, zeroed at first.
+/// Zeroed memory with the alignment that direct transfers need.
 ///
 /// # Invariants
 ///
@@ -79,7 +79,7 @@ impl Aligned {
 
 impl Drop for Aligned {
     fn drop(&mut self) {
-        // SAFETY: type invariant.
+        // SAFETY: `bytes` was allocated with `layout` (type invariant).
         unsafe { alloc::dealloc(self.bytes.as_ptr(), self.layout) };
     }
 }
@@ -88,14 +88,14 @@ impl Deref for Aligned {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: type invariant; initialised from the start.
+        // SAFETY: the allocation is owned (type invariant) and was zeroed.
         unsafe { std::slice::from_raw_parts(self.bytes.as_ptr(), self.len_bytes) }
     }
 }
 
 impl DerefMut for Aligned {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: type invariant; initialised from the start.
+        // SAFETY: the allocation is owned (type invariant) and was zeroed.
         unsafe { std::slice::from_raw_parts_mut(self.bytes.as_ptr(), self.len_bytes) }
     }
 }
@@ -106,12 +106,12 @@ impl std::fmt::Debug for Aligned {
     }
 }
 
-// SAFETY: it owns its memory, as a box does.
+// SAFETY: the value owns its memory, as a box does.
 unsafe impl Send for Aligned {}
-// SAFETY: shared references only read.
+// SAFETY: shared references to the value only read the memory.
 unsafe impl Sync for Aligned {}
 
-// SAFETY: allocated memory does not move with the value; only the value's owner accesses it.
+// SAFETY: the allocation does not move with the value, and only the value's owner accesses it.
 unsafe impl Buffer for Aligned {
     fn addr(&self) -> NonNull<u8> {
         self.bytes
@@ -122,10 +122,10 @@ unsafe impl Buffer for Aligned {
     }
 }
 
-/// Zeroes a read's buffer from `from` on. The caller owns the buffer.
-pub(super) fn zero(buffer: &impl Buffer, from: usize) {
+/// Zeroes the buffer of a read from index `from` on. The caller owns the buffer.
+pub(super) fn zero_from(buffer: &impl Buffer, from: usize) {
     let len = buffer.len_bytes().saturating_sub(from);
-    // SAFETY: inside of the buffer, which no other code accesses (both by the trait's promise).
+    // SAFETY: the range lies inside of the buffer, and no other code accesses the buffer (both by the trait's promise).
     unsafe { buffer.addr().as_ptr().add(from.min(buffer.len_bytes())).write_bytes(0, len) };
 }
 
@@ -140,7 +140,7 @@ mod tests {
             assert_eq!(memory.addr().as_ptr() as usize % align, 0);
             assert!(memory.len() == len && memory.iter().all(|byte| *byte == 0));
             memory.fill(7);
-            zero(&memory, len / 2);
+            zero_from(&memory, len / 2);
             assert_eq!(memory.iter().filter(|byte| **byte == 7).count(), len / 2);
         }
     }

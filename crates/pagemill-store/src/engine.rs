@@ -1,7 +1,7 @@
-//! One thread with a ring, for threads that start transfers of files without a ring of their own.
+//! The transfer engine: one thread with a ring, which does the transfers of all threads that have no ring of their own.
 //!
-//! The thread is spawned for the first batch and exits after an idle time. The lock of its queue is held for a few
-//! instructions; transfers are finished outside of it.
+//! The thread is spawned for the first batch of transfers and exits after an idle time. The lock of its queue is held
+//! for a few instructions; completion callbacks run outside of it.
 
 use super::errno::{self, ECANCELED};
 use super::file::Handle;
@@ -17,27 +17,29 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
-/// Most transfers that wait for room in the ring; a caller does those beyond it itself.
-const MOST_WAITING: usize = 16 << 10;
+/// Most transfers that wait for room in the ring. A caller does further transfers itself, with blocking calls.
+const MAX_WAITING_JOBS: usize = 16 << 10;
 
 const DEPTH: u32 = 128;
 
 /// The thread exits after this time without work.
-const IDLE: Duration = if cfg!(test) { Duration::from_millis(50) } else { Duration::from_secs(10) };
+const IDLE_TIMEOUT: Duration = if cfg!(test) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
 struct EngineJob {
     handle: Arc<Handle>,
     transfer: Transfer,
 }
 
-/// The thread of one process.
+/// The engine of one process.
 struct TransferEngine {
     generation: u32,
     submissions: Mutex<SubmissionQueue>,
-    /// Shared by all threads of this engine: a cancel may keep it for as long as the process runs.
+    /// The waker of all threads of this engine. A [`Cancel`](super::Cancel) may store it for as long as the process
+    /// runs.
     waker: OnceLock<Waker>,
 }
 
+/// Jobs that are not in the ring yet.
 #[derive(Default)]
 struct SubmissionQueue {
     jobs: VecDeque<EngineJob>,
@@ -45,7 +47,7 @@ struct SubmissionQueue {
     ring_waker: Option<RingWaker>,
 }
 
-/// Wakes the engine's thread, if it runs.
+/// Wakes the thread of the engine, if one runs.
 struct EngineWaker(&'static TransferEngine);
 
 impl Wake for EngineWaker {
@@ -55,16 +57,16 @@ impl Wake for EngineWaker {
     }
 }
 
-/// Starts transfers of a file.
+/// Starts transfers on the engine, or does them here if none is available.
 pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
     let Some(engine) = TransferEngine::of_process() else {
-        return batch.into_iter().for_each(|transfer| run(handle, transfer));
+        return batch.into_iter().for_each(|transfer| run_blocking(handle, transfer));
     };
     engine.start(handle, batch);
 }
 
-/// Does one transfer with blocking calls.
-fn run(handle: &Handle, mut transfer: Transfer) {
+/// Does one transfer with blocking calls on the calling thread.
+fn run_blocking(handle: &Handle, mut transfer: Transfer) {
     let offset = transfer.offset();
     let result = match transfer.direction() {
         _ if transfer.is_cancelled() => Err(errno::error(ECANCELED)),
@@ -74,13 +76,13 @@ fn run(handle: &Handle, mut transfer: Transfer) {
     transfer.finish(result);
 }
 
-/// Finishes a transfer on the engine's thread.
-fn end(transfer: Transfer, result: io::Result<()>) {
+/// Reports the end of a transfer, and contains panics of its callback.
+fn report_end(transfer: Transfer, result: io::Result<()>) {
     callback::contain(|| transfer.finish(result));
 }
 
 impl TransferEngine {
-    /// Returns the engine of this process; `None` in a fork child of a process that had one.
+    /// Returns the engine of this process; `None` in a fork child of a process that had an engine.
     fn of_process() -> Option<&'static Self> {
         static ENGINE: OnceLock<TransferEngine> = OnceLock::new();
         let generation = generation().ok()?;
@@ -94,7 +96,7 @@ impl TransferEngine {
 
     fn start(&'static self, handle: &Arc<Handle>, batch: Vec<Transfer>) {
         let mut submissions = self.submissions();
-        let room = MOST_WAITING.saturating_sub(submissions.jobs.len());
+        let room = MAX_WAITING_JOBS.saturating_sub(submissions.jobs.len());
         let mut batch = batch.into_iter();
         submissions
             .jobs
@@ -106,17 +108,17 @@ impl TransferEngine {
             ring_waker.wake();
         }
         if must_spawn && thread::spawn(c"pagemill-ring", self).is_err() {
-            self.run_all();
+            self.run_jobs_here();
         }
-        batch.for_each(|transfer| run(handle, transfer));
+        batch.for_each(|transfer| run_blocking(handle, transfer));
     }
 
     fn submissions(&self) -> MutexGuard<'_, SubmissionQueue> {
         self.submissions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does the waiting jobs on the calling thread. Used when no thread or no ring is available.
-    fn run_all(&self) {
+    /// Does all queued jobs on the calling thread, with blocking calls. Used when no thread or no ring is available.
+    fn run_jobs_here(&self) {
         loop {
             let mut submissions = self.submissions();
             let Some(EngineJob { handle, transfer }) = submissions.jobs.pop_front() else {
@@ -124,21 +126,22 @@ impl TransferEngine {
                 return;
             };
             drop(submissions);
-            callback::contain(|| run(&handle, transfer));
+            callback::contain(|| run_blocking(&handle, transfer));
         }
     }
 
-    fn drive(&'static self) -> io::Result<()> {
+    /// The thread's main loop. Returns after an idle time.
+    fn run_ring(&'static self) -> io::Result<()> {
         let mut ring = Ring::new(&Settings { depth: DEPTH, ..Settings::default() })?;
         let waker = self.waker.get_or_init(|| Waker::from(Arc::new(EngineWaker(self))));
         let ring_waker = ring.waker()?;
         self.submissions().ring_waker = Some(ring_waker);
         loop {
-            self.take_in(&mut ring, waker);
-            let events = ring.wait(1, IDLE)?;
+            self.queue_jobs(&mut ring, waker);
+            let events = ring.wait(1, IDLE_TIMEOUT)?;
             while let Some(event) = ring.next() {
                 match event {
-                    Event::Done { buffer, result, .. } => end(buffer, result),
+                    Event::Done { buffer, result, .. } => report_end(buffer, result),
                     Event::Late { id } => {
                         if let Some(transfer) = ring.buffer(id) {
                             callback::contain(|| transfer.tell_late());
@@ -149,15 +152,15 @@ impl TransferEngine {
             ring.cancel_where(Transfer::is_cancelled);
             if ring.in_flight() == 0 {
                 ring.sweep();
-                if events == 0 && self.may_end() {
+                if events == 0 && self.try_end() {
                     return Ok(());
                 }
             }
         }
     }
 
-    /// Returns whether the queue is empty, and marks the thread as ended if so.
-    fn may_end(&self) -> bool {
+    /// Returns whether the queue is empty. If so, marks the thread as ended.
+    fn try_end(&self) -> bool {
         let mut submissions = self.submissions();
         let is_idle = submissions.jobs.is_empty();
         if is_idle {
@@ -166,22 +169,22 @@ impl TransferEngine {
         is_idle
     }
 
-    /// Queues as many jobs as the ring has room for.
-    fn take_in(&self, ring: &mut Ring<Transfer>, waker: &Waker) {
+    /// Moves jobs to the ring, as many as have room there.
+    fn queue_jobs(&self, ring: &mut Ring<Transfer>, waker: &Waker) {
         while !ring.is_full() {
             let Some(EngineJob { handle, transfer }) = self.submissions().jobs.pop_front() else { return };
             if let Some(cancel) = transfer.cancel() {
                 cancel.wake_when_cancelled(waker);
                 if cancel.is_cancelled() {
                     stats::add(Counter::TransfersCancelled, 1);
-                    end(transfer, Err(errno::error(ECANCELED)));
+                    report_end(transfer, Err(errno::error(ECANCELED)));
                     continue;
                 }
             }
             let file = match ring.attach_handle(&handle) {
                 Ok(file) => file,
                 Err(error) => {
-                    end(transfer, Err(error));
+                    report_end(transfer, Err(error));
                     continue;
                 }
             };
@@ -190,7 +193,7 @@ impl TransferEngine {
                 Direction::Read => ring.read(file, offset, transfer),
                 Direction::Write => ring.write(file, offset, transfer),
             };
-            // The ring has room here; otherwise the transfer would end as cancelled.
+            // The ring has room here. If it refused, dropping the transfer would report it as cancelled.
             drop(queued);
         }
     }
@@ -198,8 +201,8 @@ impl TransferEngine {
 
 impl Work for TransferEngine {
     fn work(&'static self) {
-        if self.drive().is_err() {
-            self.run_all();
+        if self.run_ring().is_err() {
+            self.run_jobs_here();
         }
     }
 }
@@ -211,9 +214,9 @@ mod tests {
     use crate::{Aligned, FileStore};
     use pagemill_core::arena::place;
 
-    /// A long-lived cancel keeps one waker for all threads of the engine, and that waker wakes the current one.
+    /// A cancel object stores one waker for all threads of the engine.
     #[test]
-    fn cancels_keep_no_thread() {
+    fn a_cancel_stores_one_waker_for_all_engine_threads() {
         let engine = place(TransferEngine::new(generation().unwrap())).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");

@@ -1,4 +1,4 @@
-//! A store for tests that injects faults: at set rates, random but repeatable.
+//! A store for tests that injects faults at set rates. The faults are random but repeatable.
 //!
 //! Locks: that of the state, for a few instructions; never around calls of the wrapped store.
 
@@ -9,8 +9,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
-/// A call that is held ([`FaultyStore::hold`]) this long fails.
-const LONGEST_HOLD: Duration = Duration::from_secs(60);
+/// A call that is blocked by [`FaultyStore::hold`] for this long fails.
+const MAX_HOLD: Duration = Duration::from_secs(60);
 
 /// Faults to inject, as rates per 1000 calls. A call is one read, write, change of size or sync.
 ///
@@ -21,16 +21,17 @@ pub struct Faults {
     pub seed: u64,
     /// Calls that fail without any effect.
     pub fail_per_mille: u32,
-    /// Reads and writes that are cut short, at a whole block. Half of them then do the rest, the others fail.
+    /// Reads and writes that are interrupted halfway, at a block boundary. Half of them then do the remaining bytes;
+    /// the others fail.
     pub short_per_mille: u32,
-    /// Calls that take up to `longest_delay` longer. Delayed transfers of a batch may end after later ones.
+    /// Calls that take up to `longest_delay` longer. A delayed transfer of a batch may end after later ones.
     pub delay_per_mille: u32,
     pub longest_delay: Duration,
-    /// Transfers of a batch are done in random order.
+    /// Whether the transfers of a batch are done in random order.
     pub is_reordered: bool,
-    /// After this number of calls every call fails, counted from when these faults were set.
+    /// After this many calls, counted from [`FaultyStore::set_faults`], every call fails.
     pub fails_after: Option<u64>,
-    /// Error number of all failures.
+    /// Error number of all injected failures.
     pub errno: i32,
 }
 
@@ -50,7 +51,7 @@ impl Default for Faults {
     }
 }
 
-/// Numbers of calls so far.
+/// How often each call was made so far.
 ///
 /// Example: [`FaultyStore`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,7 +60,7 @@ pub struct Calls {
     pub writes: u64,
     pub set_sizes: u64,
     pub syncs: u64,
-    /// Included in the numbers above.
+    /// Calls that failed, which the numbers above include.
     pub failed: u64,
     pub shortened: u64,
     pub delayed: u64,
@@ -93,32 +94,36 @@ impl<S> Clone for FaultyStore<S> {
 struct Shared<S> {
     inner: S,
     state: Mutex<FaultyState>,
-    /// Signalled when held calls may continue.
+    /// Signalled when blocked calls may continue or check for a cancel.
     changed: Condvar,
 }
 
 struct FaultyState {
     faults: Faults,
     random: u64,
-    /// Calls until all fail.
-    left: Option<u64>,
+    /// Calls that remain until all calls fail.
+    calls_left: Option<u64>,
+    /// Whether [`FaultyStore::hold`] blocks calls.
     is_held: bool,
-    held: usize,
+    /// Calls that are inside of [`Shared::pause`].
+    paused_calls: usize,
     calls: Calls,
 }
 
-/// The outcome of one call.
+/// The faults drawn for one call.
 #[derive(Clone, Copy)]
-struct TransferFate {
+struct CallFaults {
     fails: bool,
+    /// The call is interrupted halfway.
     is_short: bool,
+    /// An interrupted call then does the remaining bytes.
     is_repaired: bool,
     delay: Option<Duration>,
     errno: i32,
 }
 
 impl FaultyState {
-    /// Returns the next number of a fixed sequence (splitmix64).
+    /// Returns the next pseudo-random number (splitmix64).
     fn random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mixed = (self.random ^ self.random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -126,21 +131,23 @@ impl FaultyState {
         mixed ^ mixed >> 31
     }
 
-    fn happens(&mut self, per_mille: u32) -> bool {
+    /// Returns true with a probability of `per_mille` / 1000.
+    fn is_drawn(&mut self, per_mille: u32) -> bool {
         self.random() % 1000 < u64::from(per_mille)
     }
 
-    fn draw(&mut self) -> TransferFate {
+    /// Draws the faults of the next call.
+    fn draw_faults(&mut self) -> CallFaults {
         let Faults { fail_per_mille, short_per_mille, delay_per_mille, longest_delay, errno, .. } = self.faults;
-        let is_used_up = self.left.is_some_and(|left| left == 0);
-        self.left = self.left.map(|left| left.saturating_sub(1));
-        let fails = self.happens(fail_per_mille) || is_used_up;
-        let is_short = self.happens(short_per_mille);
-        let is_repaired = self.happens(500);
-        let is_delayed = self.happens(delay_per_mille);
+        let is_used_up = self.calls_left.is_some_and(|left| left == 0);
+        self.calls_left = self.calls_left.map(|left| left.saturating_sub(1));
+        let fails = self.is_drawn(fail_per_mille) || is_used_up;
+        let is_short = self.is_drawn(short_per_mille);
+        let is_repaired = self.is_drawn(500);
+        let is_delayed = self.is_drawn(delay_per_mille);
         let delay_ns = self.random() % (longest_delay.as_nanos() as u64).max(1);
         let delay = is_delayed.then(|| Duration::from_nanos(delay_ns));
-        TransferFate { fails, is_short, is_repaired, delay, errno }
+        CallFaults { fails, is_short, is_repaired, delay, errno }
     }
 }
 
@@ -149,23 +156,23 @@ impl<S> Shared<S> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call and draws its outcome.
-    fn draw(&self, count: impl FnOnce(&mut Calls)) -> TransferFate {
+    fn draw_faults(&self, count: impl FnOnce(&mut Calls)) -> CallFaults {
         let mut state = self.state();
         count(&mut state.calls);
-        let fate = state.draw();
-        state.calls.failed += u64::from(fate.fails);
-        state.calls.delayed += u64::from(fate.delay.is_some());
-        fate
+        let faults = state.draw_faults();
+        state.calls.failed += u64::from(faults.fails);
+        state.calls.delayed += u64::from(faults.delay.is_some());
+        faults
     }
 
-    /// Waits for the call's delay, and while calls are held.
-    fn pause(&self, fate: TransferFate, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
-        if let Some(delay) = fate.delay {
+    /// Sleeps for the call's delay. Then blocks while calls are held, until the call is cancelled or a minute has
+    /// passed.
+    fn pause(&self, faults: CallFaults, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
+        if let Some(delay) = faults.delay {
             std::thread::sleep(delay);
         }
-        let (end, mut state) = (Instant::now() + LONGEST_HOLD, self.state());
-        state.held += 1;
+        let (end, mut state) = (Instant::now() + MAX_HOLD, self.state());
+        state.paused_calls += 1;
         let mut result = Ok(());
         while state.is_held && !is_cancelled() {
             let rest = end.saturating_duration_since(Instant::now());
@@ -175,69 +182,70 @@ impl<S> Shared<S> {
             }
             state = self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.held -= 1;
+        state.paused_calls -= 1;
         if is_cancelled() { Err(errno::error(ECANCELED)) } else { result }
     }
 }
 
 impl<S: Store> Shared<S> {
-    /// Counts a transfer that is cut short, and returns the length of its first part.
-    fn cut(&self, len_bytes: usize) -> usize {
+    /// Counts an interrupted transfer. Returns the bytes that are done before the interruption: half of them, in whole
+    /// blocks.
+    fn bytes_before_interruption(&self, len_bytes: usize) -> usize {
         self.state().calls.shortened += 1;
         let half = len_bytes / 2;
         half - half % self.inner.block_bytes()
     }
 
-    fn read(&self, offset: u64, to: &mut [u8], fate: TransferFate) -> io::Result<()> {
-        if fate.fails {
-            return Err(errno::error(fate.errno));
+    fn read(&self, offset: u64, to: &mut [u8], faults: CallFaults) -> io::Result<()> {
+        if faults.fails {
+            return Err(errno::error(faults.errno));
         }
-        if !fate.is_short {
+        if !faults.is_short {
             return self.inner.read(offset, to);
         }
-        let (first, rest) = to.split_at_mut(self.cut(to.len()));
+        let (first, rest) = to.split_at_mut(self.bytes_before_interruption(to.len()));
         self.inner.read(offset, first)?;
-        if fate.is_repaired {
+        if faults.is_repaired {
             return self.inner.read(offset + first.len() as u64, rest);
         }
-        // A caller that uses the bytes in spite of the error shall notice.
+        // A caller that uses the bytes in spite of the error gets this pattern, so that a test notices it.
         rest.fill(0xEE);
-        self.fail(fate)
+        self.fail(faults)
     }
 
-    fn write(&self, offset: u64, from: &[u8], fate: TransferFate) -> io::Result<()> {
-        if fate.fails {
-            return Err(errno::error(fate.errno));
+    fn write(&self, offset: u64, from: &[u8], faults: CallFaults) -> io::Result<()> {
+        if faults.fails {
+            return Err(errno::error(faults.errno));
         }
-        if !fate.is_short {
+        if !faults.is_short {
             return self.inner.write(offset, from);
         }
-        let (first, rest) = from.split_at(self.cut(from.len()));
+        let (first, rest) = from.split_at(self.bytes_before_interruption(from.len()));
         self.inner.write(offset, first)?;
-        if fate.is_repaired { self.inner.write(offset + first.len() as u64, rest) } else { self.fail(fate) }
+        if faults.is_repaired { self.inner.write(offset + first.len() as u64, rest) } else { self.fail(faults) }
     }
 
-    fn fail(&self, fate: TransferFate) -> io::Result<()> {
+    fn fail(&self, faults: CallFaults) -> io::Result<()> {
         self.state().calls.failed += 1;
-        Err(errno::error(fate.errno))
+        Err(errno::error(faults.errno))
     }
 
-    fn run(&self, mut transfer: Transfer, fate: TransferFate) {
-        let paused = self.pause(fate, || transfer.is_cancelled());
+    fn run_transfer(&self, mut transfer: Transfer, faults: CallFaults) {
+        let paused = self.pause(faults, || transfer.is_cancelled());
         let offset = transfer.offset();
         let result = paused.and_then(|()| match transfer.direction() {
-            Direction::Read => self.read(offset, transfer.bytes_mut(), fate),
-            Direction::Write => self.write(offset, transfer.bytes(), fate),
+            Direction::Read => self.read(offset, transfer.bytes_mut(), faults),
+            Direction::Write => self.write(offset, transfer.bytes(), faults),
         });
         transfer.finish(result);
     }
 }
 
 impl<S: Store + 'static> FaultyStore<S> {
-    /// Wraps a store, without faults at first.
+    /// Wraps a store. Injects no faults until [`FaultyStore::set_faults`].
     pub fn new(inner: S) -> Self {
         let (calls, faults) = (Calls::default(), Faults::default());
-        let state = FaultyState { faults, random: 0, left: None, is_held: false, held: 0, calls };
+        let state = FaultyState { faults, random: 0, calls_left: None, is_held: false, paused_calls: 0, calls };
         Self(Arc::new(Shared { inner, state: Mutex::new(state), changed: Condvar::new() }))
     }
 
@@ -246,10 +254,10 @@ impl<S: Store + 'static> FaultyStore<S> {
         &self.0.inner
     }
 
-    /// Injects these faults from here on.
+    /// Injects these faults from now on.
     pub fn set_faults(&self, faults: Faults) {
         let mut state = self.0.state();
-        (state.random, state.left) = (faults.seed, faults.fails_after);
+        (state.random, state.calls_left) = (faults.seed, faults.fails_after);
         state.faults = faults;
     }
 
@@ -258,37 +266,38 @@ impl<S: Store + 'static> FaultyStore<S> {
         self.0.state().is_held = true;
     }
 
-    /// Unblocks all held calls.
+    /// Ends [`FaultyStore::hold`]: the blocked calls continue.
     pub fn release(&self) {
         self.0.state().is_held = false;
         self.0.changed.notify_all();
     }
 
-    /// Returns the number of calls that are held now.
+    /// Returns the number of calls that [`FaultyStore::hold`] blocks now.
     pub fn held(&self) -> usize {
         let state = self.0.state();
-        if state.is_held { state.held } else { 0 }
+        if state.is_held { state.paused_calls } else { 0 }
     }
 
-    /// Returns the numbers of calls so far.
+    /// Returns how often each call was made so far.
     pub fn calls(&self) -> Calls {
         self.0.state().calls
     }
 
+    /// Counts a call, draws its faults, pauses it, and then runs `act` with these faults.
     fn call<T>(
         &self,
         count: impl FnOnce(&mut Calls),
-        act: impl FnOnce(&Shared<S>, TransferFate) -> io::Result<T>,
+        act: impl FnOnce(&Shared<S>, CallFaults) -> io::Result<T>,
     ) -> io::Result<T> {
-        let fate = self.0.draw(count);
-        self.0.pause(fate, || false)?;
-        act(&self.0, fate)
+        let faults = self.0.draw_faults(count);
+        self.0.pause(faults, || false)?;
+        act(&self.0, faults)
     }
 }
 
-/// Returns the drawn failure, before anything is done.
-fn unless_failed(fate: TransferFate) -> io::Result<()> {
-    if fate.fails { Err(errno::error(fate.errno)) } else { Ok(()) }
+/// Fails if a failure was drawn for the call.
+fn unless_failed(faults: CallFaults) -> io::Result<()> {
+    if faults.fails { Err(errno::error(faults.errno)) } else { Ok(()) }
 }
 
 impl<S: Store + 'static> Store for FaultyStore<S> {
@@ -301,20 +310,20 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
     }
 
     fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        self.call(|calls| calls.reads += 1, |shared, fate| shared.read(offset, to, fate))
+        self.call(|calls| calls.reads += 1, |shared, faults| shared.read(offset, to, faults))
     }
 
     fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        self.call(|calls| calls.writes += 1, |shared, fate| shared.write(offset, from, fate))
+        self.call(|calls| calls.writes += 1, |shared, faults| shared.write(offset, from, faults))
     }
 
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        let set = |shared: &Shared<S>, fate| unless_failed(fate).and_then(|()| shared.inner.set_size(size_bytes));
+        let set = |shared: &Shared<S>, faults| unless_failed(faults).and_then(|()| shared.inner.set_size(size_bytes));
         self.call(|calls| calls.set_sizes += 1, set)
     }
 
     fn sync(&self) -> io::Result<()> {
-        let sync = |shared: &Shared<S>, fate| unless_failed(fate).and_then(|()| shared.inner.sync());
+        let sync = |shared: &Shared<S>, faults| unless_failed(faults).and_then(|()| shared.inner.sync());
         self.call(|calls| calls.syncs += 1, sync)
     }
 
@@ -326,7 +335,8 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
         true
     }
 
-    /// Runs held and delayed transfers on a thread of their own, all others at once on the caller's.
+    /// Does delayed transfers on a new thread, and all of them while calls are held. Does the others at once on the
+    /// calling thread.
     fn start(&self, mut batch: Vec<Transfer>) {
         let is_reordered = self.0.state().faults.is_reordered;
         for last in (1..batch.len()).rev().filter(|_| is_reordered) {
@@ -334,32 +344,35 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
             batch.swap(last, other as usize);
         }
         let waker = Waker::from(self.0.clone());
-        let mut slow = Vec::new();
+        let mut for_thread = Vec::new();
         for transfer in batch {
-            let fate = self.0.draw(|calls| match transfer.direction() {
+            let faults = self.0.draw_faults(|calls| match transfer.direction() {
                 Direction::Read => calls.reads += 1,
                 Direction::Write => calls.writes += 1,
             });
-            if fate.delay.is_none() && !self.0.state().is_held {
-                self.0.run(transfer, fate);
+            if faults.delay.is_none() && !self.0.state().is_held {
+                self.0.run_transfer(transfer, faults);
                 continue;
             }
             if let Some(cancel) = transfer.cancel() {
                 cancel.wake_when_cancelled(&waker);
             }
-            slow.push((transfer, fate));
+            for_thread.push((transfer, faults));
         }
-        if !slow.is_empty() {
+        if !for_thread.is_empty() {
             let shared = self.0.clone();
-            std::thread::spawn(move || slow.into_iter().for_each(|(transfer, fate)| shared.run(transfer, fate)));
+            std::thread::spawn(move || {
+                for_thread.into_iter().for_each(|(transfer, faults)| shared.run_transfer(transfer, faults))
+            });
         }
     }
 }
 
-/// Makes held calls check whether they were cancelled.
+/// Makes blocked calls check whether they were cancelled.
 impl<S: Send + Sync> Wake for Shared<S> {
     fn wake(self: Arc<Self>) {
-        // Taking the lock once excludes a lost wakeup: a call that has checked but does not wait yet holds it.
+        // A call that has checked for a cancel but does not wait yet holds the lock. Taking the lock once makes sure
+        // that the call waits before it is notified, so that no wake-up is lost.
         drop(self.state());
         self.changed.notify_all();
     }
@@ -377,7 +390,7 @@ mod tests {
         FaultyStore::new(MemoryStore::new((0..64).collect(), 4))
     }
 
-    /// The same seed makes the same calls fail; another seed makes others fail.
+    /// 100 reads fail at random. The same seed makes the same reads fail; another seed makes other reads fail.
     #[test]
     fn faults_are_repeatable() {
         let run = |seed| {
@@ -389,7 +402,7 @@ mod tests {
         assert!(run(1).contains(&true) && run(1).contains(&false));
     }
 
-    /// A shortened write is either completed or reported as an error, and always ends at a whole block.
+    /// Every write is interrupted. It either writes all bytes, or reports an error after half of them.
     #[test]
     fn short_writes_are_reported_or_repaired() {
         let store = store();
@@ -404,9 +417,9 @@ mod tests {
         assert!(calls.writes == 20 && calls.shortened == 20 && (1..20).contains(&calls.failed), "{calls:?}");
     }
 
-    /// After the third call all calls fail, until other faults are set.
+    /// With `fails_after` 3 the first three calls succeed and all later ones fail, until other faults are set.
     #[test]
-    fn calls_fail_after_some() {
+    fn all_calls_fail_after_a_number_of_calls() {
         let store = store();
         store.set_faults(Faults { fails_after: Some(3), errno: errno::ENOSPC, ..Faults::default() });
         store.write(0, &[1]).unwrap();
@@ -418,7 +431,7 @@ mod tests {
         store.sync().unwrap();
     }
 
-    /// Transfers of one batch end in another order, each once, with the right bytes.
+    /// A reordered batch of 16 reads. Each read ends once with the right bytes, and their order has changed.
     #[test]
     fn batches_are_reordered_and_delayed() {
         let store = store();
@@ -437,9 +450,9 @@ mod tests {
         assert!(ended.iter().all(|(at, is_ok, byte)| *is_ok && *byte == at * 4));
     }
 
-    /// Calls block until they are released. Started transfers that are held can be cancelled.
+    /// `hold` blocks a read and a started transfer. The transfer ends when it is cancelled, the read after `release`.
     #[test]
-    fn calls_hang_until_released() {
+    fn held_calls_block_until_release_or_cancel() {
         let store = store();
         store.hold();
         let (cancel, gather) = (Cancel::new(), crate::Gather::new(1));

@@ -1,4 +1,4 @@
-//! Fork handlers for stores: a child never inherits a lock that a thread of the parent held.
+//! Fork handlers of the stores: a child never inherits a lock that another thread holds.
 
 use super::file::claims;
 use super::ring::regions;
@@ -7,18 +7,17 @@ use std::sync::OnceLock;
 
 extern "C" fn before() {
     claims::CLAIMED.acquire_when(|_| true);
-    regions::KEPT.acquire_when(|_| true);
+    regions::NOT_INHERITED.acquire_when(|_| true);
 }
 
 extern "C" fn after() {
-    regions::KEPT.release();
+    regions::NOT_INHERITED.release();
     claims::CLAIMED.release();
 }
 
-/// Registers the fork handlers once. Called before either lock is taken for the first time.
-pub(super) fn hear() {
-    static HEARD: OnceLock<()> = OnceLock::new();
-    // If registration fails for lack of memory, a child forked while a lock is held blocks forever; there is no other
-    // effect.
-    HEARD.get_or_init(|| drop(process::at_fork(before, after, after)));
+/// Registers the fork handlers once. Callers do this before they take either lock.
+pub(super) fn register() {
+    static REGISTERED: OnceLock<()> = OnceLock::new();
+    // Registration can fail for lack of memory. Then a child that is forked while a lock is held blocks forever.
+    REGISTERED.get_or_init(|| drop(process::at_fork(before, after, after)));
 }

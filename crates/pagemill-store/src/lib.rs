@@ -9,9 +9,9 @@
 //!     engine     one thread with a ring, for threads that start transfers without a ring   (engine)
 //! ```
 //!
-//! Does not use folios or caches. Uses `stats` and `sync`. Locks are held for a few instructions (the lock of `regions`
-//! around a `madvise`), never around I/O or callbacks. Only forks take two locks at a time (`forked`: claims, then
-//! regions). Diagram and fallbacks: docs/files-behind.md.
+//! Does not use folios or caches. Uses `stats` and `sync`. Locks are held for a few instructions (that of `regions`
+//! around a `madvise`), never around I/O or callbacks. Only the fork handlers take two locks at once (`forked`: first
+//! claims, then regions). docs/files-behind.md has a diagram and the fallbacks.
 
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]
@@ -38,17 +38,18 @@ use std::io;
 
 /// The backing storage of a mapping.
 ///
-/// A mapping calls its store from any thread, several calls at a time. A call may take long (a remote object: 100 ms).
-/// A truncation of the file waits for it, and so does a write to a folio under writeback. A store must not use files of
-/// the cache that calls it. Calls cover whole folios at offsets that are multiples of [`Store::block_bytes`], so a
-/// store never overwrites a part of a block. A length that ends beyond the store means the last, partial block.
+/// A mapping calls its store from any thread, and makes several calls at a time. A call may take long (100 ms for a
+/// remote object). A truncation of the file waits for such a call, and so does a write to a folio under writeback. A
+/// store must not use files of the cache that calls it. Calls cover whole folios at offsets that are multiples of
+/// [`Store::block_bytes`], so a store never has to overwrite a part of a block. A call that ends beyond the end of the
+/// file includes the last, partial block.
 ///
 /// Concurrent calls may complete in any order. A caller that needs an order waits for the first call before it makes
-/// the second. Two writes to one block never run at a time. A read may run beside a write to the same block if its
-/// result is no longer used.
+/// the second. Two writes to the same block never run at the same time. A read of a block may run during a write to it
+/// only if the caller ignores what the read returns.
 ///
 /// A panic of a store unwinds through the call that needed it. A thread of this crate catches and counts it
-/// (`behind_panics`). The file then has no background writeback until a sync of it succeeds.
+/// (`behind_panics`); the file then has no background writeback until a sync succeeds.
 ///
 /// ```
 /// use pagemill::store::{MemoryStore, Store};
@@ -90,7 +91,7 @@ use std::io;
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Store: Any + Send + Sync {
-    /// Returns the stored length of the file in bytes. Queried anew each time, because other processes may change it.
+    /// Returns the current length of the file in bytes. Callers do not cache it, because other processes may change it.
     ///
     /// # Errors
     ///
@@ -100,28 +101,29 @@ pub trait Store: Any + Send + Sync {
     /// Returns the unit of transfers: a power of two, at most the software page.
     fn block_bytes(&self) -> usize;
 
-    /// Reads from `offset` into all of `to`; bytes beyond the end read zero.
+    /// Reads from `offset` into all of `to`. Bytes beyond the end of the file read zero.
     ///
     /// # Errors
     ///
-    /// Errors of the store; the content of `to` is discarded then.
+    /// Errors of the store; the caller then discards the content of `to`.
     fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()>;
 
-    /// Writes all of `from` at `offset` and extends the file if needed; a gap reads zero.
+    /// Writes all of `from` at `offset`, and extends the file if needed. Bytes between the old end and `offset` read
+    /// zero.
     ///
     /// # Errors
     ///
-    /// Errors of the store; the bytes stay dirty in memory then.
+    /// Errors of the store; the bytes then stay dirty in the cache.
     fn write(&self, offset: u64, from: &[u8]) -> io::Result<()>;
 
-    /// Sets the length of the file. Bytes that are cut off do not come back; bytes that are added read zero.
+    /// Sets the length of the file. Bytes that are cut off are lost; bytes that are added read zero.
     ///
     /// # Errors
     ///
     /// Errors of the store.
     fn set_size(&self, size_bytes: u64) -> io::Result<()>;
 
-    /// Makes all completed writes and size changes durable, then returns.
+    /// Makes all completed writes and size changes durable before it returns.
     ///
     /// # Errors
     ///
@@ -133,35 +135,35 @@ pub trait Store: Any + Send + Sync {
         true
     }
 
-    /// Starts transfers, in any order. Each is finished once, by any thread, perhaps before this returns: with the same
-    /// guarantees as [`Store::read`] and [`Store::write`], or with an error. A transfer that is dropped unfinished ends
-    /// as cancelled. A store checks [`Transfer::is_cancelled`] before it begins a transfer, and may check it while the
-    /// transfer runs.
+    /// Starts transfers, in any order. The store ends each of them once, on any thread, perhaps before this call
+    /// returns: with the guarantees of [`Store::read`] and [`Store::write`], or with an error. A transfer that is
+    /// dropped ends as cancelled. A store checks [`Transfer::is_cancelled`] before it begins a transfer, and may check
+    /// it again during the transfer.
     ///
-    /// The default is for stores with blocking calls only: the caller does the transfers one after the other.
+    /// The default does the transfers one after the other on the calling thread, with blocking calls.
     fn start(&self, batch: Vec<Transfer>) {
         batch.into_iter().for_each(|transfer| transfer.run(self));
     }
 
-    /// Returns whether [`Store::start`] returns before the transfers are done and runs many concurrently. Writeback
-    /// then starts its transfers in batches.
+    /// Returns whether [`Store::start`] returns before the transfers are done and runs many at a time. If so, writeback
+    /// starts its transfers in batches.
     fn is_asynchronous(&self) -> bool {
         false
     }
 
-    /// Returns the store as a file of the system, if it is one: a [`Ring`] can then do its transfers.
+    /// Returns the store as a file of the operating system, if it is one. A [`Ring`] can then do its transfers.
     fn as_file(&self) -> Option<&FileStore> {
         None
     }
 }
 
-/// Returns whether a store fills the whole buffer of a read or reports an error. True for [`FileStore`] only. Other
-/// types are not trusted, whatever their [`Store::as_file`] returns: a short read would expose stale memory.
+/// Returns whether a store either fills the whole buffer of a read or reports an error. True for [`FileStore`] only: a
+/// short read of another type would expose stale memory, whatever its [`Store::as_file`] returns.
 pub fn fills_all(store: &dyn Store) -> bool {
     (store as &dyn Any).is::<FileStore>()
 }
 
-/// Error numbers that this crate creates itself.
+/// Error numbers that this crate uses in its own errors.
 pub mod errno {
     use std::io;
 
@@ -182,7 +184,7 @@ pub mod errno {
         io::Error::from_raw_os_error(number)
     }
 
-    /// Returns whether `error` is the system's error of that number.
+    /// Returns whether `error` is the system's error with that number.
     pub fn is(error: &io::Error, number: i32) -> bool {
         error.raw_os_error() == Some(number)
     }

@@ -4,7 +4,7 @@ use super::Store;
 use std::io;
 use std::sync::{PoisonError, RwLock};
 
-/// A store in memory. Its bytes are lost when the process ends: [`Store::sync`] does nothing.
+/// A store in memory. Its bytes are lost when the store is dropped: [`Store::sync`] does nothing.
 ///
 /// ```
 /// use pagemill::store::{MemoryStore, Store};
@@ -20,7 +20,7 @@ pub struct MemoryStore {
 }
 
 impl MemoryStore {
-    /// Creates a store that holds `bytes`.
+    /// Creates a store with these bytes, and with blocks of `block_bytes`.
     ///
     /// # Panics
     ///
@@ -35,13 +35,13 @@ impl MemoryStore {
         self.bytes.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn change<T>(&self, act: impl FnOnce(&mut Vec<u8>) -> T) -> T {
+    fn with_bytes<T>(&self, act: impl FnOnce(&mut Vec<u8>) -> T) -> T {
         act(&mut self.bytes.write().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// Converts an offset to an index into the bytes.
-fn place(offset: u64) -> io::Result<usize> {
+/// Converts a file offset to an index into the bytes.
+fn index_of(offset: u64) -> io::Result<usize> {
     usize::try_from(offset).ok().filter(|at| *at <= isize::MAX as usize).ok_or(io::ErrorKind::FileTooLarge.into())
 }
 
@@ -55,7 +55,7 @@ impl Store for MemoryStore {
     }
 
     fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        let (at, bytes) = (place(offset)?, self.bytes.read().unwrap_or_else(PoisonError::into_inner));
+        let (at, bytes) = (index_of(offset)?, self.bytes.read().unwrap_or_else(PoisonError::into_inner));
         let from = bytes.get(at..).unwrap_or_default();
         let len = from.len().min(to.len());
         to[..len].copy_from_slice(&from[..len]);
@@ -64,9 +64,9 @@ impl Store for MemoryStore {
     }
 
     fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        let at = place(offset)?;
-        let end = place(offset.saturating_add(from.len() as u64))?;
-        self.change(|bytes| {
+        let at = index_of(offset)?;
+        let end = index_of(offset.saturating_add(from.len() as u64))?;
+        self.with_bytes(|bytes| {
             if bytes.len() < end {
                 bytes.resize(end, 0);
             }
@@ -76,8 +76,8 @@ impl Store for MemoryStore {
     }
 
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        let size = place(size_bytes)?;
-        self.change(|bytes| bytes.resize(size, 0));
+        let size = index_of(size_bytes)?;
+        self.with_bytes(|bytes| bytes.resize(size, 0));
         Ok(())
     }
 

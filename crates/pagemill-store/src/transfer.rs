@@ -1,9 +1,9 @@
-//! In-flight reads and writes: their memory, completion and cancellation.
+//! Transfers: in-flight reads and writes with their memory, completion callback and cancellation.
 //!
-//! The maker of a [`Transfer`] names the completion callback. The store that gets the transfer ends it once
-//! ([`Transfer::finish`]), or drops it, which ends it as cancelled. So no caller waits forever. Many transfers share
-//! one [`Finish`] and one [`Cancel`], so that starting one allocates nothing.
-#![allow(unsafe_code)] // memory that its maker promises
+//! The code that creates a [`Transfer`] sets the completion callback. The store that gets the transfer ends it once
+//! ([`Transfer::finish`]) or drops it, which ends it as cancelled, so no caller waits forever. Many transfers can share
+//! one [`Finish`] and one [`Cancel`]; then starting a transfer allocates nothing.
+#![allow(unsafe_code)] // accesses memory that the creator of a transfer keeps valid
 
 use super::buffer::Buffer;
 use super::errno::{self, ECANCELED};
@@ -20,9 +20,9 @@ use std::time::{Duration, Instant};
 /// Example: [`Transfer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From the store into memory.
+    /// Reads from the store into memory.
     Read,
-    /// From memory to the store.
+    /// Writes from memory to the store.
     Write,
 }
 
@@ -30,30 +30,31 @@ pub enum Direction {
 ///
 /// Example: [`Gather`].
 pub trait Finish: Send + Sync {
-    /// Reports the end of the transfer with that token; its maker owns the memory again. Called once for each transfer,
-    /// by any thread.
+    /// Reports the end of the transfer with that token: its creator owns the memory again. Called once for each
+    /// transfer, on any thread.
     fn finish(&self, token: u64, result: io::Result<()>);
 
     /// Reports that the transfer exceeds its time limit and is being cancelled. Its memory stays in use until
-    /// [`Finish::finish`] is called; a device that hangs may delay that for long.
+    /// [`Finish::finish`] is called. A device that hangs may delay that call for long.
     fn late(&self, _token: u64) {}
 }
 
 type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 
+/// How the end of a transfer is reported.
 enum End {
     Shared(Arc<dyn Finish>, u64),
     Once(Done),
-    /// The end was reported.
-    Told,
+    /// The end was already reported.
+    Reported,
 }
 
-/// One read or write. It succeeds as a whole or fails; after a failed read the content of its memory is undefined.
+/// One read or write. It transfers all bytes or fails. After a failed read the content of its memory is undefined.
 ///
 /// # Invariants
 ///
-/// 1. Until the end is reported, `len_bytes` from `addr` on can be read, and for [`Direction::Read`] written.
-/// 2. Meanwhile no other code writes to them, and for [`Direction::Read`] no other code reads them.
+/// 1. Until the end is reported, the `len_bytes` from `addr` on can be read, and for [`Direction::Read`] written.
+/// 2. Until then no other code writes to these bytes, and for [`Direction::Read`] no other code reads them.
 ///
 /// ```
 /// use pagemill::store::{Aligned, Cancel, Direction, MemoryStore, Transfer};
@@ -77,15 +78,15 @@ pub struct Transfer {
     end: End,
 }
 
-// SAFETY: the owner of the value may use the memory, on any thread (invariants); the rest is Send.
+// SAFETY: the owner of the value may use the memory on any thread (invariants); the other fields are Send.
 unsafe impl Send for Transfer {}
 
 impl Transfer {
-    /// Creates a transfer of memory that the caller keeps until `to` is called with `token`.
+    /// Creates a transfer of memory that the caller keeps valid until `to` is called with `token`.
     ///
     /// # Safety
     ///
-    /// The caller keeps the type's invariants until [`Finish::finish`] is called.
+    /// The caller guarantees the type's invariants until [`Finish::finish`] is called.
     pub unsafe fn new(
         direction: Direction,
         offset: u64,
@@ -97,29 +98,29 @@ impl Transfer {
         Self { direction, offset, addr, len_bytes, cancel: None, end: End::Shared(to, token) }
     }
 
-    /// Reads into memory that the transfer owns and passes to `done`. If `done` panics on a thread of this crate, the
-    /// panic is caught and counted (`behind_panics`).
+    /// Creates a read into memory that the transfer owns and passes to `done`. If `done` panics on a thread of this
+    /// crate, the panic is caught and counted (`behind_panics`).
     pub fn read<B: Buffer + Send>(offset: u64, into: B, done: impl FnOnce(io::Result<()>, B) + Send + 'static) -> Self {
-        Self::owning(Direction::Read, offset, into, done)
+        Self::with_owned_memory(Direction::Read, offset, into, done)
     }
 
-    /// Writes memory that the transfer owns and passes back to `done`.
+    /// Creates a write of memory that the transfer owns and passes back to `done`.
     pub fn write<B: Buffer + Send>(
         offset: u64,
         from: B,
         done: impl FnOnce(io::Result<()>, B) + Send + 'static,
     ) -> Self {
-        Self::owning(Direction::Write, offset, from, done)
+        Self::with_owned_memory(Direction::Write, offset, from, done)
     }
 
-    fn owning<B: Buffer + Send>(
+    fn with_owned_memory<B: Buffer + Send>(
         direction: Direction,
         offset: u64,
         memory: B,
         done: impl FnOnce(io::Result<()>, B) + Send + 'static,
     ) -> Self {
-        // The closure owns the memory until the end is reported, and the bytes do not move with it (the trait's
-        // promise). That gives both invariants.
+        // The closure owns the memory until the end is reported, and moving the closure does not move the bytes (the
+        // trait's promise). Both invariants follow.
         let (addr, len_bytes) = (memory.addr(), memory.len_bytes());
         let end = End::Once(Box::new(move |result| done(result, memory)));
         Self { direction, offset, addr, len_bytes, cancel: None, end }
@@ -145,14 +146,14 @@ impl Transfer {
         self.cancel.as_ref()
     }
 
-    /// Returns whether its maker has cancelled it.
+    /// Returns whether the transfer was cancelled ([`Transfer::with_cancel`]).
     pub fn is_cancelled(&self) -> bool {
         self.cancel.as_ref().is_some_and(Cancel::is_cancelled)
     }
 
-    /// Returns the bytes to write, or those read so far.
+    /// Returns the bytes to write, or the bytes read so far.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: invariants 1 and 2.
+        // SAFETY: the memory is valid, and no other code changes it (invariants 1 and 2).
         unsafe { std::slice::from_raw_parts(self.addr.as_ptr(), self.len_bytes) }
     }
 
@@ -160,19 +161,20 @@ impl Transfer {
     ///
     /// # Panics
     ///
-    /// If the transfer is a write: its bytes must not change.
+    /// If the transfer is a write, whose bytes must not change.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         assert_eq!(self.direction, Direction::Read, "the bytes of a write are not to be changed");
-        // SAFETY: invariants 1 and 2.
+        // SAFETY: the memory is valid, and no other code changes it (invariants 1 and 2).
         unsafe { std::slice::from_raw_parts_mut(self.addr.as_ptr(), self.len_bytes) }
     }
 
-    /// Ends the transfer and reports `result` to its maker. After an error, part of it may have been done.
+    /// Ends the transfer and reports `result` to its creator. If `result` is an error, some bytes may have been
+    /// transferred.
     pub fn finish(mut self, result: io::Result<()>) {
-        self.tell(result);
+        self.report_end(result);
     }
 
-    /// Does the transfer with the store's blocking calls and finishes it. A cancelled one ends with `ECANCELED`
+    /// Does the transfer with the store's blocking calls and ends it. A cancelled transfer ends with `ECANCELED`
     /// instead.
     pub fn run(mut self, store: &(impl Store + ?Sized)) {
         let result = if self.is_cancelled() {
@@ -187,25 +189,26 @@ impl Transfer {
         self.finish(result);
     }
 
-    /// Reports to the maker that the transfer exceeds its time limit.
+    /// Reports that the transfer exceeds its time limit.
     pub fn tell_late(&self) {
         if let End::Shared(to, token) = &self.end {
             to.late(*token);
         }
     }
 
-    fn tell(&mut self, result: io::Result<()>) {
-        match std::mem::replace(&mut self.end, End::Told) {
+    /// Reports the end, unless it was reported before.
+    fn report_end(&mut self, result: io::Result<()>) {
+        match std::mem::replace(&mut self.end, End::Reported) {
             End::Shared(to, token) => to.finish(token, result),
             End::Once(done) => done(result),
-            End::Told => {}
+            End::Reported => {}
         }
     }
 }
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        self.tell(Err(errno::error(ECANCELED)));
+        self.report_end(Err(errno::error(ECANCELED)));
     }
 }
 
@@ -220,7 +223,7 @@ impl std::fmt::Debug for Transfer {
     }
 }
 
-// SAFETY: the end is not reported before the value is consumed or dropped; until then invariants 1 and 2 hold.
+// SAFETY: the end is not reported before the value is consumed or dropped. Until then invariants 1 and 2 hold.
 unsafe impl buffer::Buffer for Transfer {
     fn addr(&self) -> NonNull<u8> {
         self.addr
@@ -241,10 +244,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 ///
 /// Example: [`Transfer`].
 #[derive(Clone, Default)]
-pub struct Cancel(Arc<Cancelling>);
+pub struct Cancel(Arc<CancelState>);
 
 #[derive(Default)]
-struct Cancelling {
+struct CancelState {
     is_cancelled: AtomicBool,
     wakers: Mutex<Vec<Waker>>,
 }
@@ -254,7 +257,7 @@ impl Cancel {
         Self::default()
     }
 
-    /// Cancels all transfers that have not ended, permanently. Returns at once.
+    /// Cancels all transfers that have not ended, and all later ones. Returns at once.
     pub fn cancel(&self) {
         self.0.is_cancelled.store(true, SeqCst);
         let wakers = std::mem::take(&mut *lock(&self.0.wakers));
@@ -265,9 +268,8 @@ impl Cancel {
         self.0.is_cancelled.load(SeqCst)
     }
 
-    /// Registers `waker`, for stores that sleep during a transfer. Wakes it on cancellation, or at once if already
-    /// cancelled. The waker is kept as long as this cancel, perhaps as long as a file exists, so callers should not
-    /// create one per transfer.
+    /// Registers a waker, which is woken on cancellation, or at once after one. It is stored for as long as this object
+    /// lives, perhaps as long as a file exists, so callers should not create one per transfer.
     pub fn wake_when_cancelled(&self, waker: &Waker) {
         let mut wakers = lock(&self.0.wakers);
         if !wakers.iter().any(|known| known.will_wake(waker)) {
@@ -291,7 +293,7 @@ impl std::fmt::Debug for Cancel {
     }
 }
 
-/// Waits for a number of transfers, with tokens from 0.
+/// Waits for a number of transfers, whose tokens count from 0.
 ///
 /// ```
 /// use pagemill::store::{Finish, Gather};
@@ -305,14 +307,14 @@ impl std::fmt::Debug for Cancel {
 /// ```
 pub struct Gather {
     results: Mutex<Vec<Option<io::Result<()>>>>,
-    is_told: Condvar,
+    has_result: Condvar,
 }
 
 impl Gather {
-    /// Creates one for `count` transfers.
+    /// Creates an object that waits for `count` transfers.
     pub fn new(count: usize) -> Arc<Self> {
         let results = (0..count).map(|_| None).collect();
-        Arc::new(Self { results: Mutex::new(results), is_told: Condvar::new() })
+        Arc::new(Self { results: Mutex::new(results), has_result: Condvar::new() })
     }
 
     /// Returns the number of transfers that have not ended.
@@ -320,13 +322,13 @@ impl Gather {
         lock(&self.results).iter().filter(|result| result.is_none()).count()
     }
 
-    /// Waits until all transfers have ended, and takes their results; `None` on timeout.
+    /// Waits until all transfers have ended, and returns their results by token; `None` on timeout.
     pub fn wait(&self, timeout: Duration) -> Option<Vec<io::Result<()>>> {
         let end = Instant::now() + timeout;
         let mut results = lock(&self.results);
         while results.iter().any(Option::is_none) {
             let rest = end.checked_duration_since(Instant::now())?;
-            results = self.is_told.wait_timeout(results, rest).unwrap_or_else(PoisonError::into_inner).0;
+            results = self.has_result.wait_timeout(results, rest).unwrap_or_else(PoisonError::into_inner).0;
         }
         Some(results.drain(..).flatten().collect())
     }
@@ -337,7 +339,7 @@ impl Finish for Gather {
         if let Some(place) = lock(&self.results).get_mut(token as usize) {
             *place = Some(result);
         }
-        self.is_told.notify_all();
+        self.has_result.notify_all();
     }
 }
 
@@ -347,9 +349,9 @@ mod tests {
     use crate::{Aligned, MemoryStore};
     use std::sync::mpsc;
 
-    /// One read, one write, one dropped, one cancelled: each reports its end once, and returns its memory.
+    /// A read, a write, a dropped and a cancelled transfer each report their end once and return their memory.
     #[test]
-    fn every_transfer_tells_its_end_once() {
+    fn every_transfer_reports_its_end_once() {
         let store = MemoryStore::new(vec![5; 100], 1);
         let (sender, results) = mpsc::channel();
         let done = || {
@@ -370,9 +372,9 @@ mod tests {
         assert_eq!(ended, [(Ok(()), 5), (Ok(()), 9), (Err(Some(ECANCELED)), 0), (Err(Some(ECANCELED)), 0)]);
     }
 
-    /// A cancel wakes its wakers, also those registered after it.
+    /// A cancel wakes each registered waker once, also those registered later.
     #[test]
-    fn cancels_wake_once() {
+    fn a_cancel_wakes_registered_wakers() {
         use std::sync::atomic::AtomicUsize;
         struct Count(AtomicUsize);
         impl std::task::Wake for Count {
@@ -391,9 +393,9 @@ mod tests {
         assert_eq!(count.0.load(SeqCst), 2);
     }
 
-    /// Results are stored by token, in any order. A wait for a missing transfer times out.
+    /// Two transfers end in any order; their results are stored by token. A wait times out while one is missing.
     #[test]
-    fn gathering_waits_for_all() {
+    fn a_wait_ends_when_all_transfers_have_ended() {
         let gather = Gather::new(2);
         gather.finish(1, Err(errno::error(ECANCELED)));
         assert!(gather.missing() == 1 && gather.wait(Duration::ZERO).is_none());

@@ -1,9 +1,9 @@
 //! An io_uring: transfers are queued, submitted in batches, and complete in any order.
 //!
-//! A thin layer: the user of a [`Ring`] tracks what is in flight. A ring belongs to one thread. Where the kernel can
-//! (6.1), completions are processed when that thread waits, without interrupting it. In a fork child a ring is still
-//! the parent's: its memory is not mapped there, and every call returns `EBADF`.
-#![allow(unsafe_code)] // queue entries name memory, registering pins it
+//! This is a thin layer: the user of a [`Ring`] tracks which transfers are in flight. A ring belongs to one thread. On
+//! Linux 6.1 and later, completions are processed when that thread waits, without interrupting it. A fork child cannot
+//! use the ring of its parent: the ring's memory is not mapped there, and every call returns `EBADF`.
+#![allow(unsafe_code)] // queue entries contain addresses, and registering pins memory
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
@@ -17,33 +17,33 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-/// The token of the ring's own requests; no caller uses it.
-const OWN: u64 = u64::MAX;
+/// Token of requests that the ring itself makes. Callers must not use it.
+const OWN_TOKEN: u64 = u64::MAX;
 
-/// Number of forks between the first process that counted them and this one.
+/// Number of forks since the process that first called [`generation`].
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-extern "C" fn nothing() {}
+extern "C" fn do_nothing() {}
 
 extern "C" fn count_fork() {
     FORKS.fetch_add(1, Relaxed);
 }
 
-/// Returns a number that differs between a fork child and its parent.
+/// Returns a number that differs between a fork child and its parent: the count of forks.
 ///
 /// # Errors
 ///
 /// `ENOMEM` if the first call cannot register a fork handler.
 pub fn generation() -> io::Result<u32> {
-    static HEARD: OnceLock<bool> = OnceLock::new();
-    if *HEARD.get_or_init(|| process::at_fork(nothing, nothing, count_fork).is_ok()) {
+    static REGISTERED: OnceLock<bool> = OnceLock::new();
+    if *REGISTERED.get_or_init(|| process::at_fork(do_nothing, do_nothing, count_fork).is_ok()) {
         Ok(FORKS.load(Relaxed))
     } else {
         Err(io::ErrorKind::OutOfMemory.into())
     }
 }
 
-/// The file of a transfer.
+/// The file of a transfer: a descriptor, or a registered file.
 ///
 /// Example: [`crate::Ring`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +53,7 @@ pub enum Target {
     Registered(u32),
 }
 
-/// One transfer.
+/// A read or write of a file.
 ///
 /// Example: [`crate::Ring`].
 #[derive(Clone, Copy, Debug)]
@@ -63,11 +63,11 @@ pub struct Transfer {
     pub addr: usize,
     pub len_bytes: u32,
     pub offset: u64,
-    /// Index, in the ring's table of registered memory, of the memory that contains the bytes.
+    /// If the bytes lie in registered memory: its index in the ring's table.
     pub registered: Option<u16>,
 }
 
-/// Result of a transfer.
+/// The result of a transfer.
 ///
 /// Example: [`crate::Ring`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,21 +83,22 @@ pub struct Completion {
 pub struct Ring {
     uring: ManuallyDrop<IoUring>,
     generation: u32,
-    /// Not `Send`: only the thread that made it may use it.
-    here: PhantomData<*mut ()>,
+    /// Makes the ring `!Send`: only the thread that created it may use it.
+    not_send: PhantomData<*mut ()>,
 }
 
 impl Ring {
-    /// Creates a ring for up to `depth` transfers in flight; the kernel rounds up.
+    /// Creates a ring for up to `depth` transfers in flight. The kernel rounds `depth` up to a power of two.
     ///
     /// # Errors
     ///
-    /// `ENOSYS`, `EPERM` where rings are forbidden; `ENOMEM`, `EMFILE`.
+    /// `ENOSYS` or `EPERM` if rings are forbidden; `ENOMEM`, `EMFILE`.
     pub fn new(depth: u32) -> io::Result<Self> {
         let generation = generation()?;
         let mut builder = IoUring::builder();
         builder.dontfork().setup_clamp();
-        // For older kernels all optional flags are left out together: `EINVAL` does not report which one is unknown.
+        // For older kernels all optional flags are omitted together, because `EINVAL` does not say which flag is
+        // unknown.
         let mut best = builder.clone();
         best.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag().setup_submit_all();
         let uring = best.build(depth).or_else(|error| match error.raw_os_error() {
@@ -107,7 +108,7 @@ impl Ring {
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(io::Error::from_raw_os_error(libc::ENOSYS));
         }
-        Ok(Self { uring: ManuallyDrop::new(uring), generation, here: PhantomData })
+        Ok(Self { uring: ManuallyDrop::new(uring), generation, not_send: PhantomData })
     }
 
     fn check(&self) -> io::Result<()> {
@@ -115,12 +116,12 @@ impl Ring {
         if is_ours { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EBADF)) }
     }
 
-    /// Returns whether this process made the ring, rather than inheriting it by fork.
+    /// Returns whether this process created the ring. False in a fork child that inherited it.
     pub fn is_ours(&self) -> bool {
         self.check().is_ok()
     }
 
-    /// Queues a transfer; [`Ring::submit`] or [`Ring::wait`] starts it.
+    /// Queues a transfer. [`Ring::submit`] or [`Ring::wait`] starts it.
     ///
     /// # Errors
     ///
@@ -128,22 +129,22 @@ impl Ring {
     ///
     /// # Safety
     ///
-    /// Until the completion arrives or the process ends, the memory stays mapped, no thread writes to it, and a read's
-    /// target is not read. A registered index refers to memory that contains the bytes. The file stays open until
-    /// submission.
+    /// Until the completion arrives or the process ends, the memory must stay mapped, no thread may write to it, and no
+    /// thread may read the target of a read. A registered index must refer to memory that contains the bytes. The file
+    /// must stay open until the transfer is submitted.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.push(&entry(transfer).user_data(token)) }
     }
 
-    /// Requests that a transfer be cancelled. Its completion arrives in any case, either normally or with `ECANCELED`.
+    /// Requests that a transfer be cancelled. Its completion arrives in any case, with its result or with `ECANCELED`.
     ///
     /// # Errors
     ///
     /// As [`Ring::queue`].
     pub fn queue_cancel(&mut self, token: u64) -> io::Result<()> {
-        // SAFETY: names no memory.
-        unsafe { self.push(&opcode::AsyncCancel::new(token).build().user_data(OWN)) }
+        // SAFETY: the entry contains no address.
+        unsafe { self.push(&opcode::AsyncCancel::new(token).build().user_data(OWN_TOKEN)) }
     }
 
     /// # Safety
@@ -152,7 +153,7 @@ impl Ring {
     unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         self.check()?;
         loop {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             if unsafe { self.uring.submission().push(entry) }.is_ok() {
                 return Ok(());
             }
@@ -169,7 +170,7 @@ impl Ring {
     ///
     /// # Errors
     ///
-    /// Errors of `io_uring_enter`: `EAGAIN`, or `EBUSY` if completions must be taken first.
+    /// Errors of `io_uring_enter`: `EAGAIN`, or `EBUSY` if completions must be taken before.
     pub fn submit(&mut self) -> io::Result<()> {
         self.enter(0, Duration::ZERO)
     }
@@ -199,27 +200,28 @@ impl Ring {
         }
     }
 
-    /// Takes the next available completion.
+    /// Takes the next completion; `None` if none has arrived.
     pub fn pop(&mut self) -> Option<Completion> {
         if !self.is_ours() {
             return None;
         }
         let mut completions = self.uring.completion();
-        let entry = completions.find(|entry| entry.user_data() != OWN)?;
+        let entry = completions.find(|entry| entry.user_data() != OWN_TOKEN)?;
         Some(Completion { token: entry.user_data(), result: entry.result() })
     }
 
-    /// Creates an empty table for `places` memory ranges. Since Linux 5.19.
+    /// Creates an empty table for `len` ranges of memory. Needs Linux 5.19.
     ///
     /// # Errors
     ///
     /// `EINVAL` on older kernels; `ENOMEM`.
-    pub fn make_memory_table(&mut self, places: u16) -> io::Result<()> {
+    pub fn make_memory_table(&mut self, len: u16) -> io::Result<()> {
         self.check()?;
-        self.uring.submitter().register_buffers_sparse(places.into())
+        self.uring.submitter().register_buffers_sparse(len.into())
     }
 
-    /// Pins memory at an index of the table and replaces the previous entry. Transfers to it skip the page lookup.
+    /// Pins memory and enters it in the table at index `place`, in place of the previous entry. Transfers to it skip
+    /// the page lookup.
     ///
     /// # Errors
     ///
@@ -228,35 +230,36 @@ impl Ring {
     ///
     /// # Safety
     ///
-    /// The memory stays mapped until it is unregistered or the ring is dropped.
+    /// The memory must stay mapped until it is unregistered or the ring is dropped.
     pub unsafe fn register_memory(&mut self, place: u16, addr: usize, len_bytes: usize) -> io::Result<()> {
         self.check()?;
         let memory = libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: len_bytes };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.uring.submitter().register_buffers_update(place.into(), &[memory], None) }
     }
 
-    /// Unpins the memory at an index of the table: at once, or when the last transfer in flight there ends.
+    /// Unpins the memory at index `place` of the table, at once or when the last in-flight transfer with it ends.
     ///
     /// # Errors
     ///
     /// Errors of `io_uring_register`.
     pub fn unregister_memory(&mut self, place: u16) -> io::Result<()> {
-        // SAFETY: names no memory.
+        // SAFETY: an empty entry contains no address.
         unsafe { self.register_memory(place, 0, 0) }
     }
 
-    /// Creates an empty table for `places` files. Since Linux 5.19.
+    /// Creates an empty table for `len` files. Needs Linux 5.19.
     ///
     /// # Errors
     ///
     /// As [`Ring::make_memory_table`].
-    pub fn make_file_table(&mut self, places: u32) -> io::Result<()> {
+    pub fn make_file_table(&mut self, len: u32) -> io::Result<()> {
         self.check()?;
-        self.uring.submitter().register_files_sparse(places)
+        self.uring.submitter().register_files_sparse(len)
     }
 
-    /// Keeps a file open at an index of the table and replaces the previous entry; -1 for none.
+    /// Enters a file in the table at index `place`, in place of the previous entry; -1 clears the entry. The table
+    /// keeps the file open.
     ///
     /// # Errors
     ///
@@ -266,10 +269,10 @@ impl Ring {
         self.uring.submitter().register_files_update(place, &[descriptor]).map(drop)
     }
 
-    /// Wakes a waker whenever completions arrive.
+    /// Makes the kernel wake `waker` whenever completions arrive.
     ///
-    /// The ring's own descriptor can be polled, too. But where completions are deferred to this thread, polls were
-    /// seen to miss them (Linux 6.18: one poll of ten).
+    /// The ring's own descriptor can be polled, too. But if completions are deferred to the ring's thread, such polls
+    /// can miss them (seen on Linux 6.18, one poll in ten).
     ///
     /// # Errors
     ///
@@ -299,11 +302,11 @@ fn entry(transfer: &Transfer) -> squeue::Entry {
 impl Drop for Ring {
     fn drop(&mut self) {
         if self.is_ours() {
-            // SAFETY: not used again.
+            // SAFETY: the field is not used again.
             unsafe { ManuallyDrop::drop(&mut self.uring) };
         } else {
-            // The ring's memory is not mapped in the child; another mapping may be at its address.
-            // SAFETY: the child's copy of the descriptor, not used again.
+            // The ring's memory is not mapped in the child; another mapping may be there.
+            // SAFETY: the descriptor is the child's copy, and is not used again.
             unsafe { libc::syscall(libc::SYS_close, self.uring.as_raw_fd()) };
         }
     }
@@ -341,41 +344,41 @@ mod tests {
         }
     }
 
-    /// Bytes are written and read back, by descriptor and by registered file, in plain and in registered memory.
+    /// Bytes are written and read back: by descriptor and by registered file, in ordinary and in registered memory.
     #[test]
-    fn transfers_arrive() {
+    fn transfers_move_the_bytes() {
         let Some(mut ring) = ring() else { return };
         let file = tempfile::tempfile().unwrap();
         let (mut out, mut back) = (vec![7u8; 10_000], vec![0u8; 10_000]);
-        // SAFETY: both live until the end of the test, which waits for each transfer.
+        // SAFETY: both buffers live until the end of the test, which waits for each transfer.
         unsafe { ring.queue(&transfer(&file, true, &mut out, 5), 1) }.unwrap();
         assert!(ring.has_queued());
         assert_eq!(wait_for(&mut ring, 1), 10_000);
         ring.make_file_table(2).unwrap();
         ring.register_file(1, file.as_raw_fd()).unwrap();
         ring.make_memory_table(4).unwrap();
-        // SAFETY: as above.
+        // SAFETY: as for the previous call.
         unsafe { ring.register_memory(3, back.as_mut_ptr() as usize, back.len()) }.unwrap();
         let mut read = transfer(&file, false, &mut back, 4);
         (read.target, read.registered) = (Target::Registered(1), Some(3));
-        // SAFETY: as above.
+        // SAFETY: as for the previous call.
         unsafe { ring.queue(&read, 2) }.unwrap();
         assert_eq!(wait_for(&mut ring, 2), 10_000);
         assert!(back[0] == 0 && back[1..].iter().all(|byte| *byte == 7));
         ring.unregister_memory(3).unwrap();
         ring.register_file(1, -1).unwrap();
-        // SAFETY: as above.
+        // SAFETY: as for the previous call.
         unsafe { ring.queue(&read, 3) }.unwrap();
-        assert!(wait_for(&mut ring, 3) < 0, "nothing is registered any more");
+        assert!(wait_for(&mut ring, 3) < 0, "do_the tables are empty");
     }
 
-    /// A read of an empty pipe does not complete; the wait times out, and the cancelled read completes.
+    /// A wait for a read of an empty pipe times out. The cancelled read completes.
     #[test]
     fn waits_end_and_transfers_can_be_cancelled() {
         let Some(mut ring) = ring() else { return };
         let (reader, _writer) = io::pipe().unwrap();
         let mut bytes = vec![0u8; 8];
-        // SAFETY: lives until the end of the test, which waits for it.
+        // SAFETY: the buffer lives until the end of the test, which waits for the transfer.
         unsafe { ring.queue(&transfer(&reader, false, &mut bytes, 0), 9) }.unwrap();
         ring.wait(1, Duration::from_millis(1)).unwrap();
         assert_eq!(ring.pop(), None);
@@ -383,15 +386,15 @@ mod tests {
         assert_eq!(wait_for(&mut ring, 9), -libc::ECANCELED);
     }
 
-    /// A full queue is submitted on the way; a failed transfer reports its error.
+    /// A full queue is submitted before more is queued. A failed transfer reports its error.
     #[test]
-    fn queues_that_are_full_are_submitted() {
+    fn a_full_queue_is_submitted() {
         let Some(mut ring) = ring() else { return };
         let file = File::open("/proc/self/exe").unwrap();
         let mut bytes = vec![0u8; 8];
         let read = transfer(&file, false, &mut bytes, 0);
         for token in 0..7 {
-            // SAFETY: lives until the end of the test, which waits for it.
+            // SAFETY: the buffer lives until the end of the test, which waits for the transfer.
             unsafe { ring.queue(&read, token) }.unwrap();
         }
         let mut tokens = Vec::new();
@@ -404,7 +407,7 @@ mod tests {
         }
         tokens.sort_unstable();
         assert_eq!(tokens, [0, 1, 2, 3, 4, 5, 6]);
-        // SAFETY: as above.
+        // SAFETY: as for the previous call.
         unsafe { ring.queue(&Transfer { target: Target::Descriptor(-1), ..read }, 8) }.unwrap();
         assert_eq!(wait_for(&mut ring, 8), -libc::EBADF);
     }

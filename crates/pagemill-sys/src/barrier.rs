@@ -1,22 +1,23 @@
-//! A memory barrier in all threads of the process at once, so that their frequent operations need none of their own.
+//! A memory barrier in all threads of the process at once (`membarrier`), so that frequent operations need no barrier
+//! of their own.
 #![allow(unsafe_code)] // the membarrier system call
 
 const PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
 const REGISTER_PRIVATE_EXPEDITED: libc::c_int = 1 << 4;
 
 fn membarrier(command: libc::c_int) -> bool {
-    // SAFETY: takes numbers only, and changes no memory.
+    // SAFETY: the call takes numbers only and changes no memory.
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 
-/// Registers this process for [`all_threads`]. Returns whether it works (since Linux 4.14, unless a filter forbids
-/// it).
+/// Registers this process for [`all_threads`]. Returns whether the call is available (since Linux 4.14, unless a system
+/// call filter forbids it).
 pub fn register() -> bool {
     membarrier(REGISTER_PRIVATE_EXPEDITED) && membarrier(PRIVATE_EXPEDITED)
 }
 
-/// Makes every thread of the process pass a full memory barrier before this returns. Running threads get an interrupt;
-/// the others passed one when they were switched out. Takes some microseconds. Returns whether it succeeded.
+/// Executes a full memory barrier on every thread of the process before it returns. Running threads are interrupted;
+/// the others executed a barrier when they were switched out. Takes some microseconds. Returns whether it succeeded.
 pub fn all_threads() -> bool {
     // A fork child may have to register again.
     membarrier(PRIVATE_EXPEDITED) || register()
@@ -27,10 +28,10 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, compiler_fence};
 
-    /// Two threads each set a flag and read the other's, one with this barrier, one with none. At least one of them
-    /// always sees the other's flag.
+    /// Two threads each set a flag and read the other's, one with this barrier, one without. At least one of them sees
+    /// the other's flag.
     #[test]
-    fn it_stands_for_the_barrier_of_the_other() {
+    fn one_of_two_threads_sees_the_others_flag() {
         if !register() {
             println!("skipped: the kernel has no membarrier for this process");
             return;

@@ -1,16 +1,16 @@
 //! Memory control groups, versions 1 and 2: the groups that this process is charged to, and their limits.
 //!
-//! A [`Hierarchy`] is found once and queried often. When the process is moved to another group, the files of the old
-//! one still exist, so check [`Hierarchy::is_current`] from time to time. Nothing here allocates or keeps a descriptor
-//! open: it is called inside `malloc`, and a program may close descriptors that it did not open.
+//! A [`Hierarchy`] is searched for once and queried often. When the process moves to another group, the files of the
+//! old group still exist, so callers should check [`Hierarchy::is_current`] from time to time. Nothing here allocates
+//! or keeps a descriptor open: callers run inside `malloc`, and a program may close descriptors that it did not open.
 
 use crate::file::{self, Path};
 use std::io;
 
-/// Maximum number of levels that are examined, innermost first.
+/// Most levels of groups that are examined, innermost first.
 pub const MAX_LEVELS: usize = 12;
 
-/// Version 1 writes "no limit" as the largest number of whole pages.
+/// Version 1 reports a missing limit as a number above this.
 const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 16);
 
 /// Version of the control group interface, which determines the file names.
@@ -20,7 +20,7 @@ pub enum Version {
     V2,
 }
 
-/// A mount of a controller: which part of the hierarchy is visible, and where.
+/// A mount of a control group hierarchy: the group at its root, and the mount point.
 struct Mount<'line> {
     pub version: Version,
     pub root: &'line str,
@@ -28,7 +28,8 @@ struct Mount<'line> {
 }
 
 impl<'line> Mount<'line> {
-    /// Parses a line of `mountinfo`: the memory controller of version 1, or the unified hierarchy.
+    /// Parses a line of `mountinfo`. Returns `None` unless it mounts the memory controller of version 1, or the
+    /// hierarchy of version 2.
     fn parse(line: &'line str) -> Option<Self> {
         let (place, kind) = line.split_once(" - ")?;
         let mut place = place.split(' ').skip(3);
@@ -46,19 +47,19 @@ impl<'line> Mount<'line> {
 }
 
 impl Mount<'_> {
-    /// Returns the folder of the group with this path.
+    /// Returns the folder of the group with this path in the hierarchy.
     fn folder(&self, root: &str, path: &str) -> Option<Path> {
-        // A container's mount may show only the container's part; a path outside it cannot be followed.
+        // A container's mount may show only its own groups. A path outside of them is ignored.
         let inner = path.strip_prefix(self.root.trim_end_matches('/')).unwrap_or("");
         let inner = if inner.split('/').any(|part| part == "..") { "" } else { inner.trim_end_matches('/') };
-        join(format_args!("{root}{}{inner}", self.at)).ok()
+        format_path(format_args!("{root}{}{inner}", self.at)).ok()
     }
 }
 
-/// Returns the group of this process, in the hierarchy that has (version 1) or may have (version 2) the memory
-/// controller.
+/// Returns the version and folder of the group of this process, in the hierarchy that has the memory controller
+/// (version 1) or may have it (version 2).
 ///
-/// Unlike [`Hierarchy::find`], returns that group even if only an ancestor, or none, has memory statistics.
+/// Unlike [`Hierarchy::find`], returns that group also if only an ancestor of it has memory statistics, or none has.
 ///
 /// # Errors
 ///
@@ -67,11 +68,11 @@ pub fn own_group(root: &str) -> io::Result<(Version, Path)> {
     find_mount(root, "self", |mount, path| Some((mount.version, mount.folder(root, path)?)))
 }
 
-/// Returns the first result of `act` for a mount that contains the process's path.
+/// Returns the first result of `act` for a mount of a hierarchy with the process.
 fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option<T>) -> io::Result<T> {
     for version in [Version::V1, Version::V2] {
         let Some(path) = path_of(root, pid, version)? else { continue };
-        let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
+        let mountinfo = format_path(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
             act(&Mount::parse(line).filter(|mount| mount.version == version)?, path.as_str())
         })?;
@@ -82,7 +83,8 @@ fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option
     Err(io::ErrorKind::NotFound.into())
 }
 
-/// Parses a line of `/proc/PID/cgroup`: the process's path in the hierarchy of that version.
+/// Parses a line of `/proc/PID/cgroup`. Returns the process's path in the hierarchy of that version, if the line
+/// contains it.
 fn group_path(line: &str, version: Version) -> Option<&str> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, path) = (fields.next()?, fields.next()?);
@@ -93,27 +95,27 @@ fn group_path(line: &str, version: Version) -> Option<&str> {
     is_ours.then_some(path)
 }
 
-/// The groups that a process's memory is charged to: its own and all visible ancestors.
+/// The groups that a process's memory is charged to: the process's own group and all its visible ancestors.
 pub struct Hierarchy {
     pub version: Version,
     /// Folder of the innermost group that has memory statistics.
     own: Path,
     /// Length of the mount point's path, a prefix of `own`.
     mount_len: usize,
-    /// The path in `/proc/self/cgroup` when this was made, to detect a move.
+    /// The path in `/proc/self/cgroup` at the time of the search, to detect a move.
     path: Path,
 }
 
-/// Limits of a group; `u64::MAX` means no limit.
+/// The limits of a group; `u64::MAX` means no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// The smaller of `memory.high` and `memory.max`; beyond it the kernel throttles the group.
+    /// The smaller of `memory.high` and `memory.max`. Above it the kernel throttles the group.
     pub soft_bytes: u64,
-    /// `memory.max`, or the limit of version 1; beyond it the kernel kills.
+    /// `memory.max`, or the limit of version 1. Above it the kernel kills processes of the group.
     pub hard_bytes: u64,
 }
 
-/// Memory of a group by kind.
+/// The memory of a group, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
     /// Inactive file pages.
@@ -129,9 +131,10 @@ impl Limit {
 }
 
 impl Hierarchy {
-    /// Finds this process's groups. `root` is prepended to every path: empty, or the folder of a test tree.
+    /// Searches for this process's groups. `root` is prepended to every path: it is empty, or in tests the folder of
+    /// fake files.
     ///
-    /// Cost: some 100 us. Prefers version 1 where both have the controller, as the kernel does.
+    /// Takes some 100 us. Prefers version 1 if both versions have the memory controller, as the kernel does.
     ///
     /// # Errors
     ///
@@ -140,13 +143,13 @@ impl Hierarchy {
         Self::find_of(root, "self")
     }
 
-    /// As [`Self::find`], for the process with that id.
+    /// As [`Self::find`], for the process with the given id.
     ///
     /// # Errors
     ///
     /// As [`Self::find`]; also `NotFound` if the process has ended.
     pub fn find_of(root: &str, pid: &str) -> io::Result<Self> {
-        find_mount(root, pid, |mount, path| Self::below(root, mount, path))
+        find_mount(root, pid, |mount, path| Self::in_mount(root, mount, path))
     }
 
     /// Returns the group with this folder and its ancestors, up to the mount of the controller.
@@ -155,42 +158,42 @@ impl Hierarchy {
     ///
     /// `NotFound` if the folder is not that of a memory group; errors of reading `/proc`.
     pub fn find_at(root: &str, folder: &str) -> io::Result<Self> {
-        let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
+        let mountinfo = format_path(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
             let mount = Mount::parse(line)?;
-            let at = join(format_args!("{root}{}", mount.at)).ok()?;
+            let at = format_path(format_args!("{root}{}", mount.at)).ok()?;
             let inner = folder.trim_end_matches('/').strip_prefix(at.as_str())?;
-            let path = join(format_args!("{}{inner}", mount.root.trim_end_matches('/'))).ok()?;
-            let found = Self::below(root, &mount, path.as_str())?;
+            let path = format_path(format_args!("{}{inner}", mount.root.trim_end_matches('/'))).ok()?;
+            let found = Self::in_mount(root, &mount, path.as_str())?;
             (found.own.as_str().len() == at.as_str().len() + inner.len()).then_some(found)
         })?;
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
     /// Returns the hierarchy in one mount, if it has the controller.
-    fn below(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
+    fn in_mount(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
         let mut hierarchy = Self {
             version: mount.version,
             own: mount.folder(root, path)?,
             mount_len: root.len() + mount.at.len(),
-            path: join(format_args!("{path}")).ok()?,
+            path: format_path(format_args!("{path}")).ok()?,
         };
-        // The controller may be enabled for an ancestor only.
+        // The controller may be enabled only for an ancestor of the group.
         let first = (0..MAX_LEVELS).find_map(|level| {
             let folder = hierarchy.folder(level)?;
             hierarchy.read(&folder, hierarchy.usage_file()).ok().map(|_| folder)
         })?;
-        hierarchy.own = join(format_args!("{}", first.as_str())).ok()?;
+        hierarchy.own = format_path(format_args!("{}", first.as_str())).ok()?;
         Some(hierarchy)
     }
 
-    /// Returns whether the process is still in the group that was found.
+    /// Returns whether the process still is in the group that was found.
     pub fn is_current(&self, root: &str) -> bool {
         let now = path_of(root, "self", self.version);
         now.is_ok_and(|path| path.is_some_and(|path| path.as_bytes() == self.path.as_bytes()))
     }
 
-    /// Returns the folder of the group `level` steps above the innermost one; `None` above the mount.
+    /// Returns the folder of the group that is `level` steps above the innermost one; `None` above the mount point.
     pub fn folder(&self, level: usize) -> Option<Path> {
         let mut folder = self.own.as_str();
         for _ in 0..level {
@@ -199,10 +202,10 @@ impl Hierarchy {
             }
             folder = &folder[..folder.rfind('/').filter(|at| *at >= self.mount_len)?];
         }
-        join(format_args!("{folder}")).ok()
+        format_path(format_args!("{folder}")).ok()
     }
 
-    /// Returns a group's name: its path below the mount, as in `/proc/self/cgroup`.
+    /// Returns the name of the group with this folder: its path below the mount point, as in `/proc/self/cgroup`.
     pub fn name<'folder>(&self, folder: &'folder Path) -> &'folder str {
         match folder.as_str().get(self.mount_len..) {
             None | Some("") => "/",
@@ -218,10 +221,10 @@ impl Hierarchy {
     }
 
     fn read(&self, folder: &Path, name: &str) -> io::Result<u64> {
-        file::read_number(join(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
+        file::read_number(format_path(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
     }
 
-    /// Returns the limits of a group; no limit if they cannot be read.
+    /// Returns the limits of a group. If they cannot be read, returns no limit.
     pub fn limit(&self, folder: &Path) -> Limit {
         self.try_limit(folder).unwrap_or(Limit::NONE)
     }
@@ -230,7 +233,7 @@ impl Hierarchy {
     ///
     /// # Errors
     ///
-    /// Errors of reading. A missing file (as at the root of version 2) means no limit.
+    /// Errors of reading. A missing file (as in the root group of version 2) means no limit.
     pub fn try_limit(&self, folder: &Path) -> io::Result<Limit> {
         let read = |name| match self.read(folder, name) {
             Ok(limit) if limit < NO_LIMIT => Ok(limit),
@@ -250,33 +253,33 @@ impl Hierarchy {
         })
     }
 
-    /// Returns the smallest limit of these groups; `u64::MAX` for none.
+    /// Returns the smallest soft limit of all these groups; `u64::MAX` if no group has a limit.
     pub fn smallest_limit_bytes(&self) -> u64 {
         let folders = (0..MAX_LEVELS).map_while(|level| self.folder(level));
         folders.map(|folder| self.limit(&folder).soft_bytes).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns the memory usage of the group, page cache included. Some 4 us.
+    /// Returns the memory usage of the group, including page cache. Takes some 4 us.
     ///
     /// # Errors
     ///
-    /// Errors of reading (the root of version 2 has no such file); `InvalidData` for malformed contents.
+    /// Errors of reading (the root group of version 2 has no such file); `InvalidData` for malformed contents.
     pub fn usage_bytes(&self, folder: &Path) -> io::Result<u64> {
         self.read(folder, self.usage_file())
     }
 
-    /// Returns the bytes that the kernel can reclaim from a group before it kills: inactive file pages, then other
-    /// file pages and kernel caches, which take more effort. Some 20 to 50 us.
+    /// Returns the bytes that the kernel can reclaim from a group before it kills: inactive file pages, and other file
+    /// pages and kernel caches, which take more effort. Takes some 20 to 50 us.
     pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
         let held = self.held(folder).unwrap_or_default();
         (held.idle_bytes, held.other_bytes)
     }
 
-    /// Returns the memory of the group by kind. Some 20 to 50 us.
+    /// Returns the memory of the group by kind. Takes some 20 to 50 us.
     ///
-    /// `inactive_file` alone does not measure inactive file pages. It also counts pages offered with `MADV_FREE`, even
-    /// after their owner uses them again. So this limits it to all file pages less the active ones and those in memory
-    /// only.
+    /// `inactive_file` alone does not measure inactive file pages: it also counts pages offered with `MADV_FREE`, even
+    /// after their owner uses them again. So the result is at most the file pages that are neither active nor in
+    /// memory-only files.
     ///
     /// # Errors
     ///
@@ -298,10 +301,10 @@ impl Hierarchy {
         Ok(Held { idle_bytes: idle.min(idle_files), other_bytes: active.saturating_add(slab), shared_bytes })
     }
 
-    /// Reads rows of `memory.stat`.
+    /// Reads the rows with these names from the group's `memory.stat`.
     fn stat<const N: usize>(&self, folder: &Path, names: [&str; N]) -> io::Result<[Option<u64>; N]> {
         let mut found = [None; N];
-        let path = join(format_args!("{}/memory.stat", folder.as_str()))?;
+        let path = format_path(format_args!("{}/memory.stat", folder.as_str()))?;
         let _: Option<()> = file::find_line(path.as_c_str(), |line| {
             for (place, name) in found.iter_mut().zip(names) {
                 if let Some(number) = line.strip_prefix(name) {
@@ -314,37 +317,37 @@ impl Hierarchy {
     }
 }
 
-/// Returns the mount point of the unified hierarchy, from the text of `mountinfo`.
+/// Returns the mount point of the hierarchy of version 2, from the text of `mountinfo`.
 pub(crate) fn unified_mount(mountinfo: &str) -> Option<&str> {
     let mut mounts = mountinfo.lines().filter_map(Mount::parse);
     mounts.find(|mount| mount.version == Version::V2).map(|mount| mount.at)
 }
 
 fn path_of(root: &str, pid: &str, version: Version) -> io::Result<Option<Path>> {
-    let file = join(format_args!("{root}/proc/{pid}/cgroup"))?;
-    file::find_line(file.as_c_str(), |line| join(format_args!("{}", group_path(line, version)?)).ok())
+    let file = format_path(format_args!("{root}/proc/{pid}/cgroup"))?;
+    file::find_line(file.as_c_str(), |line| format_path(format_args!("{}", group_path(line, version)?)).ok())
 }
 
-fn join(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
+fn format_path(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
     Path::format(arguments).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
-/// Memory of the machine.
+/// The memory of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Machine {
     pub total_bytes: u64,
-    /// What programs can still allocate without swapping.
+    /// Memory that programs can still allocate without swapping (`MemAvailable`).
     pub available_bytes: u64,
     pub swap_free_bytes: u64,
 }
 
-/// Reads the machine's memory. Some 20 us.
+/// Reads `/proc/meminfo`. Takes some 20 us.
 ///
 /// # Errors
 ///
 /// Errors of reading `/proc/meminfo`; `InvalidData` if rows are missing.
 pub fn machine(root: &str) -> io::Result<Machine> {
-    let file = join(format_args!("{root}/proc/meminfo"))?;
+    let file = format_path(format_args!("{root}/proc/meminfo"))?;
     let mut found = [None; 3];
     let _: Option<()> = file::find_line(file.as_c_str(), |line| {
         let (name, rest) = line.split_once(':')?;
@@ -364,7 +367,7 @@ pub fn machine(root: &str) -> io::Result<Machine> {
 mod tests {
     use super::*;
 
-    fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
+    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().to_str().unwrap().to_owned();
         for (path, text) in files {
@@ -378,10 +381,10 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// Version 2: levels from the inside out, the smaller of max and high, inactive file pages, a detected move.
+    /// Version 2: levels from the inside out, the smaller of max and high, inactive file pages, and a detected move.
     #[test]
-    fn levels_of_v2_are_walked() {
-        let (_folder, root) = tree(&[
+    fn levels_of_v2_are_listed() {
+        let (_folder, root) = fake_files(&[
             V2_MOUNT,
             ("/proc/self/cgroup", "0::/app/worker\n"),
             ("/sys/fs/cgroup/app/memory.max", "1073741824\n"),
@@ -404,13 +407,13 @@ mod tests {
             (groups.reclaimable_bytes(&levels[0]), groups.held(&levels[0]).unwrap().shared_bytes),
             ((40, 12), 9)
         );
-        // Pages that a process offered with `MADV_FREE` are not counted as file pages.
+        // These numbers occur when a process offered pages with `MADV_FREE`: more inactive file pages than file pages.
         let stat = "file 30\nshmem 9\ninactive_file 40\nactive_file 7\nslab_reclaimable 5\n";
         std::fs::write(format!("{root}/sys/fs/cgroup/app/worker/memory.stat"), stat).unwrap();
         assert_eq!(groups.reclaimable_bytes(&levels[0]), (14, 12));
         let limit = Limit { soft_bytes: 512 << 20, hard_bytes: 1 << 30 };
         assert_eq!((groups.limit(&levels[1]), groups.reclaimable_bytes(&levels[1])), (limit, (0, 0)));
-        assert_eq!(groups.smallest_limit_bytes(), 512 << 20, "an ancestor's");
+        assert_eq!(groups.smallest_limit_bytes(), 512 << 20, "the limit of an ancestor");
         assert!(groups.usage_bytes(&levels[2]).is_err());
         let other = Hierarchy::find_at(&root, &format!("{root}/sys/fs/cgroup/app/worker/")).unwrap();
         assert_eq!(other.folder(0).unwrap().as_str(), levels[0].as_str());
@@ -425,10 +428,10 @@ mod tests {
         assert!(!groups.is_current(&root));
     }
 
-    /// Version 1 in a container: the mount shows only its part, and "no limit" is a huge number.
+    /// Version 1 in a container. The mount shows only the container's groups, and a missing limit is a huge number.
     #[test]
     fn a_container_on_v1_is_found() {
-        let (_folder, root) = tree(&[
+        let (_folder, root) = fake_files(&[
             ("/proc/self/cgroup", "4:cpu,memory:/docker/abc/task\n1:cpuset:/\n0::/\n"),
             (
                 "/proc/self/mountinfo",
@@ -452,19 +455,20 @@ mod tests {
         assert_eq!(groups.reclaimable_bytes(&inner), (524_288, 0));
     }
 
-    /// No mount, malformed files, a path outside the mount, or vanished files give an error or no limit.
+    /// A missing mount, malformed files, a path outside the mount, and vanished files lead to an error or to no limit.
     #[test]
-    fn odd_trees_are_survived() {
-        let (_folder, root) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
+    fn malformed_groups_lead_to_errors() {
+        let (_folder, root) =
+            fake_files(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
         assert_eq!(Hierarchy::find(&root).err().unwrap().kind(), io::ErrorKind::NotFound);
         assert_eq!(own_group(&root).err().unwrap().kind(), io::ErrorKind::NotFound);
-        // The root of version 2 has no statistics, but is a group.
-        let (_folder, root) = tree(&[V2_MOUNT, ("/proc/self/cgroup", "0::/\n")]);
+        // The root group of version 2 has no statistics, but `own_group` finds it.
+        let (_folder, root) = fake_files(&[V2_MOUNT, ("/proc/self/cgroup", "0::/\n")]);
         assert!(Hierarchy::find(&root).is_err());
         assert_eq!(own_group(&root).unwrap().1.as_str(), format!("{root}/sys/fs/cgroup"));
         assert!(Hierarchy::find("/nowhere/at/all").is_err());
 
-        let (_folder, root) = tree(&[
+        let (_folder, root) = fake_files(&[
             V2_MOUNT,
             ("/proc/self/cgroup", "0::/../../outside\n"),
             ("/sys/fs/cgroup/memory.current", "7\n"),
@@ -481,11 +485,11 @@ mod tests {
         assert!(groups.usage_bytes(&own).is_err());
     }
 
-    /// The machine's memory: both numbers, and an error where one is missing.
+    /// Total and available memory are read. A file without them is an error.
     #[test]
     fn the_machines_memory_is_read() {
         let text = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\nSwapFree: 8 kB\n";
-        let (_folder, root) = tree(&[("/proc/meminfo", text)]);
+        let (_folder, root) = fake_files(&[("/proc/meminfo", text)]);
         let machine_here = machine(&root).unwrap();
         let expected = Machine { total_bytes: 100 << 10, available_bytes: 40 << 10, swap_free_bytes: 8 << 10 };
         assert_eq!(machine_here, expected);

@@ -1,4 +1,4 @@
-//! Runs a child process in place of this one: forwards signals to it and returns its exit status.
+//! Runs a program in a child process: forwards signals to it and returns its exit status.
 //!
 //! If this process ends, the kernel kills the child.
 #![allow(unsafe_code)] // clone, signal masks, wait4, prctl
@@ -12,7 +12,8 @@ use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Signals that are forwarded. Stop and continue come from the terminal, which sends them to both processes.
+/// Signals that are forwarded to the child. Stop and continue signals are not: the terminal sends them to both
+/// processes.
 const FORWARDED: &[libc::c_int] = &[
     libc::SIGHUP,
     libc::SIGINT,
@@ -24,37 +25,38 @@ const FORWARDED: &[libc::c_int] = &[
     libc::SIGWINCH,
 ];
 
-/// How a child ended, and the CPU time and memory that it and its waited-for descendants used.
+/// How a child ended, and the CPU time and memory of the child and of the descendants that it waited for.
 #[derive(Clone, Copy, Debug)]
 pub struct End {
-    /// Exit status, or 128 plus the signal number.
+    /// Exit status; after a signal 128 plus its number.
     pub code: i32,
     pub signal: Option<i32>,
     pub user: Duration,
     pub system: Duration,
-    /// Largest resident set of a single process, as the kernel counts it.
+    /// Largest resident set of a single one of these processes.
     pub max_resident_bytes: u64,
 }
 
-/// Standard streams that were closed at start, one bit each. Rust's runtime opens /dev/null in their place.
+/// Standard streams that were closed when this process started, one bit each. Rust's runtime opens /dev/null in their
+/// place.
 static WERE_CLOSED: AtomicU32 = AtomicU32::new(0);
 
-/// Checks the streams before Rust's runtime opens /dev/null.
+/// Runs [`note_closed_streams`] before Rust's runtime opens /dev/null.
 #[used]
 #[unsafe(link_section = ".init_array")]
-static LOOK_AT_STREAMS: extern "C" fn() = look_at_streams;
+static NOTE_CLOSED_STREAMS: extern "C" fn() = note_closed_streams;
 
-extern "C" fn look_at_streams() {
+extern "C" fn note_closed_streams() {
     for stream in 0..3 {
-        // SAFETY: reads the flags of a descriptor number.
+        // SAFETY: the call accesses no memory.
         if unsafe { libc::fcntl(stream, libc::F_GETFD) } < 0 {
             WERE_CLOSED.fetch_or(1 << stream, Relaxed);
         }
     }
 }
 
-fn mask() -> libc::sigset_t {
-    // SAFETY: plain data, initialised by the first call.
+fn handled_signals() -> libc::sigset_t {
+    // SAFETY: the set is plain data, which the first call initialises.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
@@ -65,7 +67,7 @@ fn mask() -> libc::sigset_t {
     }
 }
 
-/// A program to execute: the arguments start with its name, the environment has entries `NAME=VALUE`.
+/// A program to execute. The arguments start with its name; the environment has entries `NAME=VALUE`.
 pub struct Program {
     path: CString,
     arguments: Vec<CString>,
@@ -73,11 +75,11 @@ pub struct Program {
 }
 
 impl Program {
-    /// `path` without a slash is searched in `PATH`, as by `execvp`.
+    /// A `path` without a slash is searched in `PATH`, as by `execvp`.
     ///
     /// # Errors
     ///
-    /// A text contains a zero byte.
+    /// `InvalidInput` if a text contains a zero byte.
     pub fn new(
         path: OsString,
         arguments: impl IntoIterator<Item = OsString>,
@@ -97,21 +99,22 @@ impl Program {
     }
 }
 
-/// Signals that [`StoodFor::wait`] takes, blocked in this thread and in threads that it starts, until this is dropped.
+/// Blocks the signals that [`RunningChild::wait`] receives, in this thread and in threads that it starts, until this is
+/// dropped.
 pub struct HeldSignals {
     /// This thread's previous signal mask, which the child gets.
     before: libc::sigset_t,
 }
 
 impl HeldSignals {
-    /// Call it before any thread is started: one that has a signal unblocked would end this process instead of
-    /// forwarding it.
+    /// Blocks the signals. Must be called before any thread is started: a signal that a thread does not block would end
+    /// this process.
     #[must_use]
     pub fn begin() -> Self {
-        let held = mask();
-        // SAFETY: plain data, written by the call before it is read.
+        let held = handled_signals();
+        // SAFETY: plain data may be zero.
         let mut before: libc::sigset_t = unsafe { std::mem::zeroed() };
-        // SAFETY: sets this thread's mask.
+        // SAFETY: the call only changes this thread's signal mask.
         unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const held, &raw mut before) };
         Self { before }
     }
@@ -119,43 +122,44 @@ impl HeldSignals {
 
 impl Drop for HeldSignals {
     fn drop(&mut self) {
-        // SAFETY: sets this thread's mask back.
+        // SAFETY: the call only restores this thread's signal mask.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, ptr::null_mut()) };
     }
 }
 
-/// A running child, whose signals this thread holds.
-pub struct StoodFor {
+/// A running child. The signals for it stay blocked in this thread.
+pub struct RunningChild {
     pid: libc::pid_t,
     _held: HeldSignals,
 }
 
-/// What a new child reads, and the error that it leaves, in memory shared with its parent.
+/// The data that a new child reads, and the error that it stores, in memory that it shares with its parent.
 struct Start<'a> {
     parent: libc::pid_t,
     path: &'a CStr,
-    /// Ends with a null pointer, like `environment`.
+    /// The arguments. Ends with a null pointer, as `environment` does.
     arguments: &'a [*const c_char],
     environment: &'a [*const c_char],
-    /// `cgroup.procs` of the control group to enter.
+    /// Descriptor of the `cgroup.procs` file of the group that the child enters.
     group: Option<RawFd>,
     mask: libc::sigset_t,
-    /// `errno` of the call that failed; 0 once the program runs.
+    /// `errno` of the call that failed in the child; 0 once the program runs.
     error: c_int,
 }
 
 impl Start<'_> {
-    /// Runs in the child. Returns the error of the call that failed, if the program could not be executed.
+    /// Runs in the child. Returns only the error of a call that failed.
     ///
-    /// The parent is suspended meanwhile and shares all memory: no allocation, no lock, no panic.
+    /// The parent is suspended meanwhile and shares all memory with the child. So this must not allocate, lock or
+    /// panic.
     fn execute(&self) -> io::Error {
-        // SAFETY: system calls on valid arguments; the arrays of texts end with null pointers.
+        // SAFETY: these are system calls with valid arguments, and the arrays of texts end with null pointers.
         unsafe {
-            // Survives `exec`, except of a program that changes its user.
+            // This setting survives `exec`, except of a program that changes its user.
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                 return io::Error::last_os_error();
             }
-            // A parent that ended before the call sends nothing.
+            // If the parent ended before that call, no signal is sent.
             if libc::getppid() != self.parent {
                 libc::_exit(128 + libc::SIGKILL);
             }
@@ -164,10 +168,10 @@ impl Start<'_> {
             {
                 return io::Error::last_os_error();
             }
-            // Rust's runtime ignores this signal; the child has its own table of handlers.
+            // Rust's runtime ignores this signal. The parent's handlers stay as they are.
             libc::signal(libc::SIGPIPE, libc::SIG_DFL);
-            // A child that stops here would keep its parent suspended, so that Ctrl-C reaches neither. Ignoring a stop
-            // signal discards one that is pending; the parent gets its own.
+            // If the child stopped here, its parent would stay suspended, and Ctrl-C would reach neither. Ignoring a
+            // stop signal discards a pending one; the parent gets its own.
             for signal in [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU] {
                 let before = libc::signal(signal, libc::SIG_IGN);
                 libc::signal(signal, before);
@@ -182,24 +186,24 @@ impl Start<'_> {
     }
 }
 
-/// First function of the child; `start` points to a [`Start`].
+/// The first function of the child. `start` points to a [`Start`].
 extern "C" fn child_main(start: *mut c_void) -> c_int {
-    // SAFETY: `start_child` passes a `Start`, and is suspended while this runs.
+    // SAFETY: `start_child` passes a `Start`, and is suspended while the child runs.
     let start = unsafe { &mut *start.cast::<Start>() };
     start.error = start.execute().raw_os_error().unwrap_or(libc::EINVAL);
     127
 }
 
-/// Stack of the child until it executes the program; `execvpe` places a copy of the arguments on it for a script without
-/// an interpreter line.
+/// Size of the child's stack until it executes the program. For a script without an interpreter line `execvpe` copies
+/// the arguments to the stack.
 const STACK_BYTES: usize = 64 << 10;
 
-/// Starts a child that shares this process's memory until it executes the program (`vfork`), which saves the copy of
-/// the page tables that a fork makes.
+/// Starts a child that shares this process's memory until it executes the program (`vfork`). That saves the copy of the
+/// page tables that `fork` makes.
 fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
-    // Whole pages, so that the end is aligned as a stack pointer must be.
+    // Whole pages align the stack's end as a stack pointer must be.
     let stack_bytes = (STACK_BYTES + size_of_val(start.arguments)).next_multiple_of(4096);
-    // SAFETY: new memory, nothing is replaced.
+    // SAFETY: the call creates a new mapping and replaces none.
     let stack = unsafe {
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         libc::mmap(ptr::null_mut(), stack_bytes, access, kind | libc::MAP_STACK, -1, 0)
@@ -208,17 +212,17 @@ fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
         return Err(io::Error::last_os_error());
     }
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
-    // SAFETY: the stack grows down from the mapping's end; with CLONE_VFORK this thread goes on once the child no longer
-    // uses the stack and `start`.
+    // SAFETY: the stack grows down from the end of the mapping. Because of CLONE_VFORK this thread continues only after
+    // the child has stopped using the stack and `start`.
     let pid = unsafe { libc::clone(child_main, stack.byte_add(stack_bytes), flags, ptr::from_mut(start).cast()) };
     let failed = (pid < 0).then(io::Error::last_os_error);
-    // SAFETY: the child executes another program, or ended.
+    // SAFETY: the child does not use the stack any more.
     unsafe { libc::munmap(stack, stack_bytes) };
     if let Some(error) = failed {
         return Err(error);
     }
     if start.error != 0 {
-        // SAFETY: waits for the child, which ends.
+        // SAFETY: the call only waits for the child, which ends.
         while unsafe { libc::waitpid(pid, ptr::null_mut(), 0) } < 0
             && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
         {}
@@ -227,20 +231,20 @@ fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
     Ok(pid)
 }
 
-/// Starts a child.
+/// Starts a program in a child process.
 ///
-/// The kernel kills the child when this thread ends, so call it on the first thread. `group` is the opened
+/// The kernel kills the child when this thread ends, so the first thread should call this. `group` is the opened
 /// `cgroup.procs` of a control group that the child enters before it executes the program.
 ///
 /// # Errors
 ///
 /// Errors of entering the group or of starting the program.
-pub fn spawn(program: &Program, group: Option<&File>, held: HeldSignals) -> io::Result<StoodFor> {
+pub fn spawn(program: &Program, group: Option<&File>, held: HeldSignals) -> io::Result<RunningChild> {
     let pointers = |texts: &[CString]| -> Vec<*const c_char> {
         texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
     };
     let mut start = Start {
-        // SAFETY: no arguments.
+        // SAFETY: the call takes no arguments.
         parent: unsafe { libc::getpid() },
         path: &program.path,
         arguments: &pointers(&program.arguments),
@@ -249,51 +253,51 @@ pub fn spawn(program: &Program, group: Option<&File>, held: HeldSignals) -> io::
         mask: held.before,
         error: 0,
     };
-    // SAFETY: plain data, written by the calls before it is read.
+    // SAFETY: plain data may be zero.
     let (mut all, mut own): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
-    // The child inherits the mask: no signal stops it or runs a handler in it before it has set its own.
-    // SAFETY: sets this thread's mask.
+    // The child inherits the mask, so no signal stops it or runs a handler in it before it has set its own.
+    // SAFETY: the calls only change this thread's signal mask.
     unsafe {
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut own);
     }
     let started = start_child(&mut start);
-    // SAFETY: sets this thread's mask back.
+    // SAFETY: the call only restores this thread's signal mask.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const own, ptr::null_mut()) };
-    started.map(|pid| StoodFor { pid, _held: held })
+    started.map(|pid| RunningChild { pid, _held: held })
 }
 
-impl StoodFor {
-    /// The child's process id.
+impl RunningChild {
+    /// Process id of the child.
     pub fn id(&self) -> u32 {
         self.pid as u32
     }
 
-    /// Waits for the child and forwards signals. Calls `meanwhile` at once, and again after each pause that it
-    /// returns.
+    /// Waits until the child ends, and forwards signals to it. Calls `meanwhile` at once, and again after each pause
+    /// that it returns.
     ///
-    /// A signal from the terminal has already reached the child (both are in the foreground group) and is not sent
-    /// twice.
+    /// A signal from the terminal is not forwarded, because the terminal sends it to the child, too (both are in the
+    /// foreground group).
     ///
     /// # Errors
     ///
     /// Errors of `wait4`.
     pub fn wait(self, mut meanwhile: impl FnMut() -> Duration) -> io::Result<End> {
         let pid = self.pid;
-        let held = mask();
+        let held = handled_signals();
         let mut pause = Duration::ZERO;
         loop {
             if let Some(end) = try_wait(pid)? {
                 return Ok(end);
             }
-            // SAFETY: plain data, written by the call.
+            // SAFETY: plain data may be zero.
             let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
             let time = libc::timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos().into() };
-            // SAFETY: waits for blocked signals; writes `info`.
+            // SAFETY: the call waits for blocked signals and writes only `info`.
             let signal = unsafe { libc::sigtimedwait(&raw const held, &raw mut info, &raw const time) };
             let is_from_terminal = info.si_code == libc::SI_KERNEL;
             if FORWARDED.contains(&signal) && !is_from_terminal {
-                // SAFETY: the child was not waited for, so its id is still its own.
+                // SAFETY: the child was not waited for yet, so no other process has its id.
                 unsafe { libc::kill(pid, signal) };
             }
             if signal < 0 {
@@ -305,9 +309,9 @@ impl StoodFor {
 
 fn try_wait(pid: libc::pid_t) -> io::Result<Option<End>> {
     let mut status = 0;
-    // SAFETY: plain data, written by the call.
+    // SAFETY: plain data may be zero.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: writes `status` and `usage`.
+    // SAFETY: the call writes only `status` and `usage`.
     match unsafe { libc::wait4(pid, &raw mut status, libc::WNOHANG, &raw mut usage) } {
         0 => Ok(None),
         -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => Ok(None),
@@ -342,15 +346,15 @@ mod tests {
     }
 
     #[test]
-    fn statuses_are_the_shells() {
+    fn statuses_are_those_of_a_shell() {
         assert_eq!(end_of("exit 7").code, 7);
         let killed = end_of("kill -TERM $$");
         assert_eq!((killed.code, killed.signal), (143, Some(15)));
     }
 
-    /// `meanwhile` runs repeatedly, with the pauses that it returns; the child's end is noticed between calls.
+    /// `meanwhile` runs repeatedly until the child ends, which is noticed between calls.
     #[test]
-    fn work_goes_on_meanwhile() {
+    fn meanwhile_is_called_until_the_child_ends() {
         let file = std::env::temp_dir().join(format!("pagemill-child-{}", std::process::id()));
         let script = format!("while [ ! -e {} ]; do sleep 0.01; done; exit 3", file.display());
         let child = spawn(&shell(&script), None, HeldSignals::begin()).unwrap();
@@ -367,11 +371,11 @@ mod tests {
         assert!(calls >= 5);
     }
 
-    /// The program gets the environment of the call, and only that; a script without an interpreter line runs in a
-    /// shell; a program that does not exist is an error.
+    /// A program gets only the given environment. A script without an interpreter line runs in a shell. A program that
+    /// does not exist is an error.
     #[test]
-    fn programs_are_executed() {
-        // Even and odd numbers of arguments: the stack is aligned for both.
+    fn programs_run_with_their_arguments_and_environment() {
+        // The stack is aligned for even and for odd numbers of arguments.
         for arguments in [&["true"][..], &["true", "1"], &["true", "1", "2"]] {
             let program = Program::new("true".into(), arguments.iter().map(OsString::from), []).unwrap();
             assert_eq!(
@@ -400,15 +404,15 @@ mod tests {
 
     /// `spawn` returns an error of the child before `exec`, here a failed write to `cgroup.procs`.
     #[test]
-    fn a_group_that_refuses_is_told() {
+    fn a_failure_to_enter_the_group_is_returned() {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let error = spawn(&shell("true"), Some(&full), HeldSignals::begin()).err().unwrap();
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
     }
 
-    /// The child does not inherit the mask that blocks this process's signals.
+    /// The child receives signals: it does not inherit the mask that blocks them in this process.
     #[test]
-    fn the_child_gets_signals() {
+    fn the_child_receives_signals() {
         assert_eq!(end_of("trap 'exit 5' USR1; kill -USR1 $$; sleep 5; exit 6").code, 5);
     }
 }

@@ -1,19 +1,19 @@
-//! Time: coarse for ordering, fine for measuring.
+//! Clocks: a coarse one for ordering, and fine ones for measuring.
 #![allow(unsafe_code)] // clock_gettime
 
 fn read(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writes `time`.
+    // SAFETY: the call writes only `time`.
     unsafe { libc::clock_gettime(clock, &raw mut time) };
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Monotonic nanoseconds, as of the last timer tick (1 to 10 ms old). No system call.
+/// Monotonic time in nanoseconds, as of the last timer tick (1 to 10 ms old). Makes no system call.
 pub fn coarse_ns() -> u64 {
     read(libc::CLOCK_MONOTONIC_COARSE)
 }
 
-/// Monotonic nanoseconds. No system call where the clock source allows it.
+/// Monotonic time in nanoseconds. Makes no system call where the clock source allows reading it in user space.
 pub fn fine_ns() -> u64 {
     read(libc::CLOCK_MONOTONIC)
 }

@@ -1,7 +1,7 @@
-//! Files and block devices: opened direct or buffered, read and written by position.
+//! Files and block devices: opened direct or buffered, read and written at given offsets.
 //!
-//! A [`Disk`] is one open file description. Alignment and sizes are reported as the kernel reports them. Callers must
-//! retry short transfers. Opening does not block on a path that has become a pipe or a terminal.
+//! A [`Disk`] is one open file description. Alignment and sizes are those that the kernel reports. Callers must
+//! continue short transfers. Opening does not block if the path has become a pipe or a terminal.
 #![allow(unsafe_code)] // open, pread, pwrite, statx
 
 use crate::file::{self, Fd};
@@ -23,9 +23,9 @@ pub enum FileKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
     pub kind: FileKind,
-    /// A device's own number; for a file the number of the device that holds it.
+    /// For a device its own number; for a file the number of the device that contains it.
     pub device: u64,
-    /// 0 for devices, which may have several inodes.
+    /// 0 for a device, which may have several inodes.
     pub inode: u64,
     /// Preferred transfer size of the file system.
     pub block_bytes: usize,
@@ -40,16 +40,16 @@ pub struct Alignment {
     pub offset: usize,
 }
 
-/// How to open a file. Default: an existing file, read-only, through the kernel's page cache.
+/// How to open a file. By default an existing file is opened read-only, through the kernel's page cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Also open for writing.
+    /// The file is also opened for writing.
     pub is_writable: bool,
-    /// Create the file; it must not exist.
+    /// The file is created and must not exist.
     pub is_new: bool,
-    /// Bypass the kernel's page cache (`O_DIRECT`).
+    /// Transfers bypass the kernel's page cache (`O_DIRECT`).
     pub is_direct: bool,
-    /// Refuse a block device that the system uses, such as a mounted one.
+    /// A block device that the system uses, such as a mounted one, is refused.
     pub is_exclusive: bool,
 }
 
@@ -60,8 +60,8 @@ fn check(result: i64) -> io::Result<usize> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// Retries a call that a signal interrupted.
-fn patiently(mut call: impl FnMut() -> i64) -> io::Result<usize> {
+/// Repeats a system call while a signal interrupts it.
+fn retry_interrupted(mut call: impl FnMut() -> i64) -> io::Result<usize> {
     loop {
         match check(call()) {
             Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
@@ -83,13 +83,14 @@ impl Disk {
         flags |= if options.is_new { libc::O_CREAT | libc::O_EXCL } else { 0 };
         flags |= if options.is_exclusive { libc::O_EXCL } else { 0 };
         let disk = Self(file::open(path, flags, 0o666)?);
-        // With `O_NONBLOCK` an io_uring request would fail with `EAGAIN` instead of waiting for the device.
-        // SAFETY: changes flags of our own descriptor.
+        // The flag is cleared: with `O_NONBLOCK` an io_uring request would fail with `EAGAIN` instead of waiting for
+        // the device.
+        // SAFETY: the call only changes the flags of a descriptor that `disk` owns.
         check(unsafe { libc::fcntl(disk.number(), libc::F_SETFL, direct) }.into())?;
         Ok(disk)
     }
 
-    /// Takes ownership of a descriptor and leaves its flags unchanged.
+    /// Takes ownership of a descriptor. Its flags stay unchanged.
     pub fn from_descriptor(descriptor: OwnedFd) -> Self {
         use std::os::fd::IntoRawFd;
         Self(Fd::own(descriptor.into_raw_fd()))
@@ -106,9 +107,9 @@ impl Disk {
     ///
     /// Errors of `fstat`.
     pub fn facts(&self) -> io::Result<Facts> {
-        // SAFETY: plain data, written by fstat.
+        // SAFETY: plain data may be zero.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-        // SAFETY: our own descriptor.
+        // SAFETY: the descriptor is open.
         check(unsafe { libc::fstat(self.number(), &raw mut stat) }.into())?;
         let kind = match stat.st_mode & libc::S_IFMT {
             libc::S_IFREG => FileKind::Regular,
@@ -126,20 +127,20 @@ impl Disk {
     ///
     /// Errors of `lseek`.
     pub fn size_bytes(&self) -> io::Result<u64> {
-        // The file position is unused: every transfer names its own offset.
-        // SAFETY: our own descriptor.
+        // The changed file position does not matter: every transfer passes its own offset.
+        // SAFETY: the descriptor is open.
         check(unsafe { libc::lseek(self.number(), 0, libc::SEEK_END) }).map(|size| size as u64)
     }
 
-    /// Returns the alignment of direct transfers to this file; `Ok(None)` if it supports none. Since Linux 6.1.
+    /// Returns the alignment of direct transfers to this file; `Ok(None)` if it supports none. Needs Linux 6.1.
     ///
     /// # Errors
     ///
-    /// Errors of `statx`; `EOPNOTSUPP` where the kernel or the file system does not report it.
+    /// Errors of `statx`; `EOPNOTSUPP` if the kernel or the file system does not report the alignment.
     pub fn direct_alignment(&self) -> io::Result<Option<Alignment>> {
-        // SAFETY: plain data, written by statx.
+        // SAFETY: plain data may be zero.
         let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-        // SAFETY: our own descriptor, an empty path; writes `stat`.
+        // SAFETY: the call reads an empty path and writes only `stat`.
         let result = unsafe {
             libc::statx(self.number(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut stat)
         };
@@ -158,28 +159,28 @@ impl Disk {
     /// `ENOTTY` for a file that is not a block device.
     pub fn sector_bytes(&self) -> io::Result<usize> {
         let mut bytes: libc::c_int = 0;
-        // SAFETY: writes `bytes`.
+        // SAFETY: the call writes only `bytes`.
         check(unsafe { libc::ioctl(self.number(), libc::BLKSSZGET, &raw mut bytes) }.into())?;
         Ok(bytes as usize)
     }
 
-    /// Reads once. Returns the number of bytes read, 0 at the end of the file.
+    /// Makes one read call. Returns the number of bytes read; 0 at the end of the file.
     ///
     /// # Errors
     ///
     /// Errors of `pread`.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize> {
-        // SAFETY: `to` is the caller's alone.
+        // SAFETY: `to` is borrowed exclusively, so no other code accesses it.
         unsafe { read_at(self.number(), to.as_mut_ptr() as usize, to.len(), offset) }
     }
 
-    /// Writes once. Returns the number of bytes written.
+    /// Makes one write call. Returns the number of bytes written.
     ///
     /// # Errors
     ///
     /// Errors of `pwrite`. `EFBIG` beyond this process's file size limit.
     pub fn write_at(&self, from: &[u8], offset: u64) -> io::Result<usize> {
-        // SAFETY: `from` is readable.
+        // SAFETY: `from` is borrowed, so its bytes are readable.
         unsafe { write_at(self.number(), from.as_ptr() as usize, from.len(), offset) }
     }
 
@@ -190,39 +191,39 @@ impl Disk {
     /// Errors of `ftruncate`: `EINVAL` for devices.
     pub fn set_size(&self, size_bytes: u64) -> io::Result<()> {
         let size = libc::off_t::try_from(size_bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-        // SAFETY: our own descriptor.
-        patiently(|| unsafe { libc::ftruncate(self.number(), size) }.into()).map(drop)
+        // SAFETY: the descriptor is open.
+        retry_interrupted(|| unsafe { libc::ftruncate(self.number(), size) }.into()).map(drop)
     }
 
-    /// Blocks until the file's data, and the metadata needed to read it, are on the device.
+    /// Blocks until the file's data, and the metadata needed to read them, are on the device.
     ///
     /// # Errors
     ///
     /// Errors of `fdatasync`, including write errors since the last call.
     pub fn sync_data(&self) -> io::Result<()> {
-        // SAFETY: our own descriptor.
-        patiently(|| unsafe { libc::syscall(libc::SYS_fdatasync, self.number()) }).map(drop)
+        // SAFETY: the descriptor is open.
+        retry_interrupted(|| unsafe { libc::syscall(libc::SYS_fdatasync, self.number()) }).map(drop)
     }
 
-    /// As [`Disk::sync_data`], with all metadata of the file.
+    /// As [`Disk::sync_data`], but for all metadata of the file.
     ///
     /// # Errors
     ///
     /// Errors of `fsync`.
     pub fn sync_all(&self) -> io::Result<()> {
-        // SAFETY: our own descriptor.
-        patiently(|| unsafe { libc::syscall(libc::SYS_fsync, self.number()) }).map(drop)
+        // SAFETY: the descriptor is open.
+        retry_interrupted(|| unsafe { libc::syscall(libc::SYS_fsync, self.number()) }).map(drop)
     }
 
-    /// Tries to take the file's advisory lock, which one open file description of all processes can hold. Returns
-    /// whether it was taken. A fork child that keeps the descriptor keeps the lock.
+    /// Tries to take the file's advisory lock (`flock`). Of all processes, one open file description can have it.
+    /// Returns whether this one got it. A fork child that keeps the descriptor open keeps the lock.
     ///
     /// # Errors
     ///
     /// Errors of `flock`: `ENOLCK`, or `EOPNOTSUPP` where the file system has no locks.
     pub fn try_lock(&self) -> io::Result<bool> {
-        // SAFETY: our own descriptor.
-        match patiently(|| unsafe { libc::flock(self.number(), libc::LOCK_EX | libc::LOCK_NB) }.into()) {
+        // SAFETY: the descriptor is open.
+        match retry_interrupted(|| unsafe { libc::flock(self.number(), libc::LOCK_EX | libc::LOCK_NB) }.into()) {
             Ok(_) => Ok(true),
             Err(error) if error.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(false),
             Err(error) => Err(error),
@@ -231,19 +232,19 @@ impl Disk {
 
     /// Releases the lock of [`Disk::try_lock`], also for fork children that inherited the descriptor.
     pub fn unlock(&self) {
-        // SAFETY: our own descriptor.
+        // SAFETY: the descriptor is open.
         unsafe { libc::flock(self.number(), libc::LOCK_UN) };
     }
 }
 
 impl AsFd for Disk {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: open for as long as `self` lives.
+        // SAFETY: the descriptor is open for as long as `self` lives.
         unsafe { BorrowedFd::borrow_raw(self.number()) }
     }
 }
 
-/// Makes the entries of a folder durable, such as that of a new file.
+/// Makes changes of a folder durable, such as the entry of a new file.
 ///
 /// # Errors
 ///
@@ -260,10 +261,10 @@ pub fn sync_folder(path: &CStr) -> io::Result<()> {
 ///
 /// # Safety
 ///
-/// The `len_bytes` from `addr` on are writable, and no reference to them exists.
+/// The `len_bytes` from `addr` on must be writable, and no reference to them may exist.
 pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
-    // SAFETY: writes at most `len_bytes` there, which the caller allows.
-    patiently(|| unsafe { libc::syscall(libc::SYS_pread64, descriptor, addr, len_bytes, offset) })
+    // SAFETY: the call writes at most `len_bytes` at `addr`, which the caller allows.
+    retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pread64, descriptor, addr, len_bytes, offset) })
 }
 
 /// As [`Disk::write_at`], by descriptor number and address.
@@ -274,20 +275,21 @@ pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u6
 ///
 /// # Safety
 ///
-/// The `len_bytes` from `addr` on are readable.
+/// The `len_bytes` from `addr` on must be readable.
 pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
-    // SAFETY: reads at most `len_bytes` there, which the caller allows.
-    patiently(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
+    // SAFETY: the call reads at most `len_bytes` at `addr`, which the caller allows.
+    retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
 }
 
-/// Excludes the range from fork children, or includes it again. Pages that a device writes to must not be copied.
+/// Excludes the range from fork children (`MADV_DONTFORK`), or includes it again. Used for pages that a device writes
+/// to, which must not be copied.
 ///
 /// # Errors
 ///
 /// Errors of `madvise`: `ENOMEM` for addresses that are not mapped.
 pub fn keep_from_children(addr: usize, len_bytes: usize, is_kept: bool) -> io::Result<()> {
     let advice = if is_kept { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
-    // SAFETY: concerns children only; contents do not change.
+    // SAFETY: the advice concerns fork children only; contents do not change.
     check(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) }).map(drop)
 }
 
@@ -300,7 +302,7 @@ mod tests {
         CString::new(folder.path().join(name).to_str().unwrap()).unwrap()
     }
 
-    /// Data written by position is read by position; reads past the end return nothing; sizes are correct.
+    /// Bytes written at an offset are read at that offset. Reads past the end return nothing, and sizes are correct.
     #[test]
     fn files_are_read_and_written_by_position() {
         let folder = tempfile::tempdir().unwrap();
@@ -321,9 +323,9 @@ mod tests {
         sync_folder(&path(&folder, "")).unwrap();
     }
 
-    /// One open file description holds the lock until it releases it.
+    /// A second open file description gets the lock only after the first has released it.
     #[test]
-    fn locks_exclude() {
+    fn one_file_description_has_the_lock() {
         let folder = tempfile::tempdir().unwrap();
         let at = path(&folder, "file");
         std::fs::write(at.to_str().unwrap(), b"").unwrap();
@@ -334,12 +336,12 @@ mod tests {
         assert!(second.try_lock().unwrap());
     }
 
-    /// Opening a pipe does not wait for a writer, and its type is reported.
+    /// Opening a pipe does not wait for a writer. The kinds of a pipe and of a folder are reported.
     #[test]
-    fn pipes_are_told_from_files() {
+    fn a_pipe_opens_without_waiting() {
         let folder = tempfile::tempdir().unwrap();
         let at = path(&folder, "pipe");
-        // SAFETY: a C string.
+        // SAFETY: the path is a C string.
         assert_eq!(unsafe { libc::mkfifo(at.as_ptr(), 0o600) }, 0);
         assert_eq!(Disk::open(&at, Options::default()).unwrap().facts().unwrap().kind, FileKind::Other);
         assert_eq!(Disk::open(c"/", Options::default()).unwrap().facts().unwrap().kind, FileKind::Folder);

@@ -1,7 +1,7 @@
-//! Kernel notifications about memory pressure: thresholds of control groups, and stalls (PSI).
+//! Kernel notifications about memory: thresholds and limits of control groups, and stalls (PSI).
 //!
-//! An [`Events`] waits for any number of [`Source`]s. They are plain descriptors, which a program must neither see nor
-//! close. So use them in a thread with a private descriptor table ([`crate::thread::unshare_files`]).
+//! An [`Events`] waits for any number of [`Source`]s. Sources are descriptors, which a program must neither see nor
+//! close. So they should be used in a thread with a private descriptor table ([`crate::thread::unshare_files`]).
 #![allow(unsafe_code)] // epoll, eventfd
 
 use crate::file::{self, Fd, Path};
@@ -9,7 +9,7 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-/// The meaning of a source's notification.
+/// The kind of event that a source reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Sign {
@@ -21,18 +21,19 @@ pub enum Sign {
     MachineStall = 4,
 }
 
-/// One source of notifications. Dropping it ends them.
+/// One source of notifications. Dropping it ends the notifications.
 pub struct Source {
     fd: Fd,
     sign: Sign,
     stalls: Option<Stalls>,
 }
 
-/// Total stall time, as the trigger's file counts it.
+/// Total stall time, as the pressure file counts it.
+/// Total at the last notification, or when the trigger was set.
 struct Stalls {
     seen_us: u64,
-    /// The stall time at which the trigger fires.
-    told_us: u64,
+    /// Growth of the total at which the trigger fires.
+    trigger_us: u64,
 }
 
 impl Source {
@@ -40,25 +41,25 @@ impl Source {
         self.sign
     }
 
-    /// Returns whether a notification of this source that has just arrived is genuine. Stalls must have grown since
-    /// the last.
+    /// Returns whether a notification that this source has just delivered is genuine. A stall notification is genuine
+    /// if enough stall time was added since the last one.
     ///
-    /// Triggers with windows of two seconds start from the wrong counter (`psi_trigger_create` takes that of the other
-    /// kind of trigger). So the first notification may count all stalls since boot.
-    pub fn is_true(&mut self) -> bool {
+    /// Triggers with windows of two seconds start from a wrong counter: `psi_trigger_create` uses that of the other
+    /// kind of trigger. So the first notification may be about stalls since boot.
+    pub fn is_genuine(&mut self) -> bool {
         let Some(stalls) = &mut self.stalls else { return true };
         let Some(now_us) = stalled_us(&self.fd) else { return true };
         let new_us = now_us.saturating_sub(stalls.seen_us);
         stalls.seen_us = now_us;
-        // The kernel estimates the share of the previous window, so up to half of the requested time may be older.
-        new_us >= stalls.told_us / 2
+        // The kernel estimates the stall time of the previous window, so up to half of the requested time may be older.
+        new_us >= stalls.trigger_us / 2
     }
 }
 
-/// Parses the total in the first line of a pressure file: `some avg10=… total=N`.
+/// Parses the total stall time in the first line of a pressure file: `some avg10=… total=N`.
 fn stalled_us(fd: &Fd) -> Option<u64> {
     let mut buffer = [0u8; 256];
-    // SAFETY: writes at most `buffer.len()` bytes.
+    // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
     let count =
         check(unsafe { libc::syscall(libc::SYS_pread64, fd.number(), buffer.as_mut_ptr(), buffer.len(), 0) }).ok()?;
     let text = std::str::from_utf8(&buffer[..count as usize]).ok()?;
@@ -70,7 +71,7 @@ fn check(result: i64) -> io::Result<i32> {
 }
 
 fn write(fd: &Fd, bytes: &[u8]) -> io::Result<()> {
-    // SAFETY: reads `bytes`.
+    // SAFETY: the call only reads `bytes`.
     check(unsafe { libc::syscall(libc::SYS_write, fd.number(), bytes.as_ptr(), bytes.len()) }).map(drop)
 }
 
@@ -78,7 +79,7 @@ fn path(folder: &str, name: &str) -> io::Result<Path> {
     Path::format(format_args!("{folder}/{name}")).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
-/// A set of sources.
+/// A set of sources that one thread waits for (epoll).
 pub struct Events(Fd);
 
 impl Events {
@@ -86,38 +87,39 @@ impl Events {
     ///
     /// Errors of `epoll_create1`.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: a new descriptor.
+        // SAFETY: the call only creates a descriptor.
         check(unsafe { libc::syscall(libc::SYS_epoll_create1, libc::EPOLL_CLOEXEC) }).map(|fd| Self(Fd::own(fd)))
     }
 
-    /// Returns the descriptor, for [`wait`].
+    /// Returns the number of the descriptor, for [`wait`].
     pub fn number(&self) -> i32 {
         self.0.number()
     }
 
-    /// Returns the descriptor, to wait for it together with others.
+    /// Returns the descriptor, for waiting for it together with other descriptors.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: open for as long as `self` lives.
+        // SAFETY: the descriptor is open for as long as `self` lives.
         unsafe { BorrowedFd::borrow_raw(self.0.number()) }
     }
 
-    /// Adds a source that fires whenever the usage of a version 1 group crosses `bytes`, upwards or downwards.
+    /// Adds a source that notifies whenever the usage of a version 1 group crosses `bytes`, upwards or downwards.
     ///
     /// # Errors
     ///
     /// Errors of opening or writing `cgroup.event_control`, which requires write permission.
     pub fn add_threshold(&self, folder: &str, bytes: u64) -> io::Result<Source> {
-        // SAFETY: a new descriptor.
+        // SAFETY: the call only creates a descriptor.
         let fired = check(unsafe { libc::syscall(libc::SYS_eventfd2, 0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
         let fired = Fd::own(fired);
         let usage = file::open(path(folder, "memory.usage_in_bytes")?.as_c_str(), libc::O_RDONLY, 0)?;
         let control = file::open(path(folder, "cgroup.event_control")?.as_c_str(), libc::O_WRONLY, 0)?;
-        let order = file::Text::<64>::format(format_args!("{} {} {bytes}", fired.number(), usage.number()));
-        write(&control, order.unwrap_or_default().as_bytes())?;
+        let command = file::Text::<64>::format(format_args!("{} {} {bytes}", fired.number(), usage.number()));
+        write(&control, command.unwrap_or_default().as_bytes())?;
         self.add(fired, Sign::Limit, libc::EPOLLIN, None)
     }
 
-    /// Adds a source that fires when a version 2 group reaches its own limit: a counter in `memory.events` changed.
+    /// Adds a source that notifies when a version 2 group meets its own limit: a counter in `memory.events` has
+    /// changed.
     ///
     /// # Errors
     ///
@@ -127,10 +129,10 @@ impl Events {
         self.add(events, Sign::Limit, libc::EPOLLPRI, None)
     }
 
-    /// Adds a source that fires when tasks stalled on memory for `stall_us` within two seconds, at most once in that
-    /// time.
+    /// Adds a source that notifies when tasks stalled on memory for `stall_us` within two seconds, at most once per two
+    /// seconds.
     ///
-    /// Two seconds, because without privileges the kernel allows only multiples of that.
+    /// The window is two seconds because without privileges the kernel accepts only multiples of that.
     ///
     /// # Errors
     ///
@@ -138,17 +140,18 @@ impl Events {
     /// control groups before 6.7).
     pub fn add_stalls(&self, file: &CStr, stall_us: u32, sign: Sign) -> io::Result<Source> {
         let pressure = file::open(file, libc::O_RDWR, 0)?;
-        let order = file::Text::<64>::format(format_args!("some {stall_us} 2000000")).unwrap_or_default();
-        write(&pressure, order.as_c_str().to_bytes_with_nul())?;
-        let stalls = Stalls { seen_us: stalled_us(&pressure).unwrap_or(0), told_us: u64::from(stall_us) };
+        let command = file::Text::<64>::format(format_args!("some {stall_us} 2000000")).unwrap_or_default();
+        write(&pressure, command.as_c_str().to_bytes_with_nul())?;
+        let stalls = Stalls { seen_us: stalled_us(&pressure).unwrap_or(0), trigger_us: u64::from(stall_us) };
         self.add(pressure, sign, libc::EPOLLPRI, Some(stalls))
     }
 
-    /// Adds a descriptor, edge-triggered: nothing has to be read for a source to fire again. `when` is the event that
-    /// means a notification. The kernel's own files are always readable, so `EPOLLIN` would mean nothing there.
+    /// Adds a descriptor, edge-triggered, so that a source notifies again although nothing was read. `when` is the poll
+    /// event that means a notification. For the kernel's own files it is not `EPOLLIN`, because they are always
+    /// readable.
     fn add(&self, fd: Fd, sign: Sign, when: libc::c_int, stalls: Option<Stalls>) -> io::Result<Source> {
         let mut event = libc::epoll_event { events: (when | libc::EPOLLET) as u32, u64: sign as u64 };
-        // SAFETY: reads `event`.
+        // SAFETY: the call only reads `event`.
         let result = unsafe {
             libc::syscall(libc::SYS_epoll_ctl, self.number(), libc::EPOLL_CTL_ADD, fd.number(), &raw mut event)
         };
@@ -156,7 +159,8 @@ impl Events {
     }
 }
 
-/// Sleeps until a source of the set with this descriptor fires. Returns the [`Sign`]s combined by OR.
+/// Blocks until a source of the set with this descriptor notifies. Returns the [`Sign`]s of all such sources, combined
+/// by OR.
 ///
 /// # Errors
 ///
@@ -164,7 +168,7 @@ impl Events {
 pub fn wait(events: i32) -> io::Result<u64> {
     let mut fired = [libc::epoll_event { events: 0, u64: 0 }; 8];
     loop {
-        // SAFETY: writes at most `fired.len()` entries; no signal mask.
+        // SAFETY: the call writes at most `fired.len()` entries; there is no signal mask.
         let count = unsafe {
             libc::syscall(
                 libc::SYS_epoll_pwait,
@@ -188,9 +192,9 @@ pub fn wait(events: i32) -> io::Result<u64> {
 mod tests {
     use super::*;
 
-    /// A source that cannot be watched returns the error; no descriptor leaks.
+    /// A source that cannot be watched leads to an error, and no descriptor leaks.
     #[test]
-    fn refusals_are_told() {
+    fn refused_sources_return_errors() {
         let events = Events::new().unwrap();
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path().to_str().unwrap();
@@ -198,16 +202,16 @@ mod tests {
         assert_eq!(kind(events.add_threshold(at, 1)), io::ErrorKind::NotFound);
         assert_eq!(kind(events.add_group_events(at)), io::ErrorKind::NotFound);
         assert_eq!(kind(events.add_stalls(c"/nowhere", 1, Sign::MachineStall)), io::ErrorKind::NotFound);
-        // A regular file accepts any write but cannot be waited for.
+        // A regular file accepts any write, but epoll refuses it.
         std::fs::write(folder.path().join("memory.pressure"), "").unwrap();
         let file = Path::format(format_args!("{at}/memory.pressure")).unwrap();
         assert_eq!(kind(events.add_stalls(file.as_c_str(), 1, Sign::GroupStall)), io::ErrorKind::PermissionDenied);
         assert_eq!(std::fs::read_to_string(file.as_str()).unwrap(), "some 1 2000000\0");
     }
 
-    /// A stall notification counts if stalls grew by the requested time; if the file cannot be read, it counts.
+    /// A stall notification is genuine if the stall time grew enough, or if it cannot be read.
     #[test]
-    fn signs_of_old_stalls_are_not_true() {
+    fn old_stalls_are_not_genuine() {
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path().join("memory.pressure");
         let total = |total: &str| {
@@ -217,45 +221,45 @@ mod tests {
         total("15000000");
         let path = Path::format(format_args!("{}", at.to_str().unwrap())).unwrap();
         let fd = file::open(path.as_c_str(), libc::O_RDONLY, 0).unwrap();
-        let stalls = Stalls { seen_us: stalled_us(&fd).unwrap(), told_us: 150_000 };
+        let stalls = Stalls { seen_us: stalled_us(&fd).unwrap(), trigger_us: 150_000 };
         assert_eq!(stalls.seen_us, 15_000_000);
         let mut source = Source { fd, sign: Sign::MachineStall, stalls: Some(stalls) };
-        assert!(!source.is_true(), "of all stalls since the machine was started");
+        assert!(!source.is_genuine(), "of all stalls since the machine was started");
         total("15150000");
-        assert!(source.is_true());
-        assert!(!source.is_true(), "of the same stalls again");
+        assert!(source.is_genuine());
+        assert!(!source.is_genuine(), "of the same stalls again");
         total("15150100");
-        assert!(!source.is_true(), "a hundred microseconds");
+        assert!(!source.is_genuine(), "a hundred microseconds");
         total("?");
-        assert!(source.is_true());
+        assert!(source.is_genuine());
         source.stalls = None;
-        assert!(source.is_true());
+        assert!(source.is_genuine());
     }
 
-    /// A new trigger does not fire before a task stalls.
+    /// A new trigger does not notify before a task stalls.
     #[test]
-    fn setting_a_trigger_is_no_sign() {
+    fn a_new_trigger_does_not_notify() {
         let events = Events::new().unwrap();
         let Ok(mut source) = events.add_stalls(c"/proc/pressure/memory", 1_900_000, Sign::MachineStall) else {
             println!("skipped: no triggers here");
             return;
         };
         let seen_us = stalled_us(&source.fd).unwrap();
-        let is_true = source.is_true();
+        let is_genuine = source.is_genuine();
         let grown_us = stalled_us(&source.fd).unwrap() - seen_us;
-        assert!(!is_true || grown_us >= 900_000, "true after {grown_us} us");
+        assert!(!is_genuine || grown_us >= 900_000, "true after {grown_us} us");
     }
 
-    /// A source that fires wakes the waiter with its sign; a closed set is an error.
+    /// A source that notifies wakes the waiting thread with its sign. A closed set is an error.
     #[test]
     fn a_source_wakes_the_waiter() {
         let events = Events::new().unwrap();
-        // SAFETY: a new descriptor.
+        // SAFETY: the call only creates a descriptor.
         let fd = Fd::own(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) });
         let number = fd.number();
         let source = events.add(fd, Sign::GroupStall, libc::EPOLLIN, None).unwrap();
         for _ in 0..2 {
-            // SAFETY: reads eight bytes.
+            // SAFETY: the call reads the eight bytes of the array.
             unsafe { libc::write(number, [1u64].as_ptr().cast(), 8) };
             assert_eq!(wait(events.number()).unwrap(), Sign::GroupStall as u64);
         }

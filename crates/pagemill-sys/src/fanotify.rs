@@ -1,7 +1,7 @@
 //! Write events of one file system (fanotify): files closed after writing, files and folders renamed.
 //!
-//! The kernel queues at most 16384 events; then it reports that some were lost. Works unprivileged in the user
-//! namespace that mounted the file system.
+//! The kernel queues at most 16384 events; after that it reports that events were lost. Unprivileged processes may use
+//! it in the user namespace that mounted the file system.
 #![allow(unsafe_code)] // fanotify, open_by_handle_at
 
 use std::ffi::{CStr, OsStr};
@@ -10,7 +10,7 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 
-/// Type of a tmpfs handle: `shmem_encode_fh` in mm/shmem.c writes generation and inode number.
+/// Type of a tmpfs file handle, which contains generation and inode number (`shmem_encode_fh` in mm/shmem.c).
 const SHMEM_HANDLE_TYPE: libc::c_int = 1;
 
 /// A folder, as the kernel identifies it in an event.
@@ -21,18 +21,18 @@ pub struct Handle<'event> {
 }
 
 impl Handle<'_> {
-    /// Returns the inode number, if it is a folder of tmpfs.
+    /// Returns the inode number of the folder, if it is on tmpfs.
     pub fn inode(&self) -> Option<u64> {
         let word = |at: usize| Some(u32::from_ne_bytes(self.bytes.get(at..at + 4)?.try_into().ok()?));
         (self.kind == SHMEM_HANDLE_TYPE).then_some(())?;
         Some(u64::from(word(4)?) | u64::from(word(8)?) << 32)
     }
 
-    /// Opens the folder in the mount that `root` is open in.
+    /// Opens the folder in the mount that contains `root`.
     ///
     /// # Errors
     ///
-    /// `EPERM` without CAP_DAC_READ_SEARCH in the first user namespace; `ESTALE` for a removed folder.
+    /// `EPERM` without CAP_DAC_READ_SEARCH in the initial user namespace; `ESTALE` for a removed folder.
     pub fn open(&self, root: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         #[repr(C)]
         struct Raw {
@@ -44,24 +44,24 @@ impl Handle<'_> {
         let place = raw.bytes.get_mut(..self.bytes.len()).ok_or(io::ErrorKind::InvalidInput)?;
         place.copy_from_slice(self.bytes);
         let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
-        // SAFETY: reads `raw`; its length field bounds the bytes that are read.
+        // SAFETY: the call only reads `raw`, whose length field bounds the bytes that are read.
         let fd = unsafe { libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const raw, flags) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: a new descriptor, ours alone.
+        // SAFETY: no other value owns the new descriptor.
         Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
     }
 }
 
 /// An event of the file system.
 pub enum Event<'event> {
-    /// A process (0 if the kernel does not report it) closed a file that it had open for writing, or renamed a file to
-    /// this.
+    /// A process closed a file that it had open for writing, or renamed a file to this name. `pid` is 0 if the kernel
+    /// does not report the process.
     Written { folder: Handle<'event>, name: &'event OsStr, pid: u32 },
     /// A folder was renamed to this name.
     FolderMoved { folder: Handle<'event>, name: &'event OsStr },
-    /// Events were lost. The listener must scan the whole file system to learn its state.
+    /// Events were lost. The listener must scan the whole file system to learn what has changed.
     Lost,
 }
 
@@ -73,22 +73,23 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// `EPERM` without CAP_SYS_ADMIN in the namespace that mounted it (before Linux 6.8 or so, in the first one).
+    /// `EPERM` without CAP_SYS_ADMIN in the namespace that mounted the file system (before about Linux 6.8, in the
+    /// initial namespace).
     pub fn new(root: BorrowedFd<'_>) -> io::Result<Self> {
         let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_DFID_NAME;
-        // SAFETY: makes a new descriptor.
+        // SAFETY: the call only creates a descriptor.
         let fd = unsafe { libc::syscall(libc::SYS_fanotify_init, flags, libc::O_RDONLY) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it is new, and ours alone.
+        // SAFETY: no other value owns the new descriptor.
         let listener = Self(unsafe { OwnedFd::from_raw_fd(fd as i32) });
         let events = libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR;
         listener.mark(root, libc::FAN_MARK_ADD, events)?;
         Ok(listener)
     }
 
-    /// Turns close events on or off; rename events stay on. Events that occur while off are not reported later.
+    /// Turns the events of closed files on or off; rename events stay on.
     ///
     /// # Errors
     ///
@@ -100,23 +101,23 @@ impl Listener {
 
     fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint, events: u64) -> io::Result<()> {
         let how = how | libc::FAN_MARK_FILESYSTEM;
-        // SAFETY: reads the path only.
+        // SAFETY: the path is a C string.
         let marked = unsafe { libc::fanotify_mark(self.0.as_raw_fd(), how, events, root.as_raw_fd(), c".".as_ptr()) };
         if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Returns the descriptor to wait for: readable when there are events.
+    /// Returns the descriptor to wait for, which is readable when there are events.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         std::os::fd::AsFd::as_fd(&self.0)
     }
 
-    /// Reads the events that fit into `buffer` and calls `tell` for each. Returns whether there was any.
+    /// Reads the events that fit into `buffer` and calls `report` for each. Returns whether there were any.
     ///
     /// # Errors
     ///
     /// Errors of `read`.
-    pub fn drain(&self, buffer: &mut [u8], mut tell: impl FnMut(Event<'_>)) -> io::Result<bool> {
-        // SAFETY: writes at most `buffer.len()` bytes.
+    pub fn drain(&self, buffer: &mut [u8], mut report: impl FnMut(Event<'_>)) -> io::Result<bool> {
+        // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
         let count = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
         if count < 0 {
             let error = io::Error::last_os_error();
@@ -128,7 +129,7 @@ impl Listener {
         let mut rest = &buffer[..count as usize];
         while let Some((event, after)) = split_event(rest) {
             if let Some(event) = parse(event) {
-                tell(event);
+                report(event);
             }
             rest = after;
         }
@@ -146,11 +147,12 @@ fn split_event(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     (len >= size_of::<libc::fanotify_event_metadata>()).then(|| bytes.split_at_checked(len)).flatten()
 }
 
-/// Lengths within an event's record: its header, the file system's id, the handle's header.
+/// Lengths in an event's record: its header, the file system's id, the handle's header.
 const INFO_HEAD: usize = 4;
 const FILE_SYSTEM_ID: usize = 8;
 const HANDLE_HEAD: usize = 8;
 
+/// Returns `None` for an event without folder and name.
 fn parse(event: &[u8]) -> Option<Event<'_>> {
     let mask = u64::from_ne_bytes(event.get(8..16)?.try_into().ok()?);
     if mask & libc::FAN_Q_OVERFLOW != 0 {
@@ -183,7 +185,7 @@ mod tests {
     use super::*;
     use std::os::fd::AsFd;
 
-    /// An event as the kernel writes it: metadata, and one record with folder and name.
+    /// Returns an event in the kernel's format: metadata, and one record with folder and name.
     fn event(mask: u64, kind: i32, words: [u32; 3], name: &[u8]) -> Vec<u8> {
         let mut record = vec![libc::FAN_EVENT_INFO_TYPE_DFID_NAME, 0, 0, 0];
         record.extend([0; 8]);
@@ -204,9 +206,9 @@ mod tests {
         event
     }
 
-    /// Folder, name and process are parsed; a truncated event, or one of another type, gives none.
+    /// Folder, name and process are parsed. A truncated event, or one of another type, is not.
     #[test]
-    fn events_are_read() {
+    fn events_are_parsed() {
         let whole = event(libc::FAN_CLOSE_WRITE, 1, [9, 5, 1], b"name\0");
         let both = [whole.clone(), event(libc::FAN_Q_OVERFLOW, 1, [0; 3], b"\0")].concat();
         let (first, rest) = split_event(&both).unwrap();
@@ -227,9 +229,9 @@ mod tests {
         assert!(split_event(&endless).is_none(), "a length of 0");
     }
 
-    /// With permission to listen, a closed or renamed file is reported once, by its folder and name.
+    /// Closing and renaming a file is reported once each, with folder and name.
     #[test]
-    fn a_closed_file_is_told() {
+    fn a_closed_file_is_reported() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
         let root = std::fs::File::open(folder.path()).unwrap();
         let listener = match Listener::new(root.as_fd()) {
@@ -248,12 +250,12 @@ mod tests {
             })
             .unwrap();
         for mine in ["a file", "b file"] {
-            // Other processes write to the same file system.
-            let told: Vec<_> = found.iter().filter(|(at, name, _)| *at == Some(inode) && name == mine).collect();
-            assert_eq!(told.len(), 1, "{found:?}");
-            assert_eq!(told[0].2, std::process::id());
+            // Other processes may write to the same file system.
+            let reported: Vec<_> = found.iter().filter(|(at, name, _)| *at == Some(inode) && name == mine).collect();
+            assert_eq!(reported.len(), 1, "{found:?}");
+            assert_eq!(reported[0].2, std::process::id());
         }
-        // With close events off, only new names are reported.
+        // With close events off, only the rename is reported.
         let names_of = |is_wanted: bool| {
             listener.listen_to_closes(root.as_fd(), is_wanted).unwrap();
             std::fs::write(folder.path().join("c file"), b"x").unwrap();

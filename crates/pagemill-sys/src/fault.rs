@@ -1,12 +1,12 @@
-//! Handles faults in the program's own memory before the program's handler does.
+//! Handles faults in memory of the program, before the program's own handler gets them.
 //!
-//! [`install`] puts a `SIGSEGV` handler before the program's and keeps that one behind it. A [`Judge`] classifies each
-//! fault. A fault of the program is passed to the program's handler, with its mask and flags. The jump to it leaves no
-//! stack frame of this handler. A fault on a purged page becomes a `SIGBUS` of this thread, delivered at the faulting
-//! instruction: to the program's `SIGBUS` handler, or as the end of the process.
+//! [`install`] sets a `SIGSEGV` handler in place of the program's handler, and remembers the latter. For each fault a
+//! [`Judge`] decides. A fault that is the program's own is passed to the program's handler, with its mask and flags;
+//! the jump to it leaves no stack frame of this handler. A fault on a purged page becomes a `SIGBUS` of this thread at
+//! the faulting instruction: it runs the program's `SIGBUS` handler, or ends the process.
 //!
-//! Nothing here allocates. The handler takes no lock that the interrupted thread could hold: a thread that holds it
-//! has blocked all signals.
+//! Nothing here allocates. The handler takes no lock that the interrupted thread could hold, because a thread that
+//! holds the lock has blocked all signals.
 #![allow(unsafe_code)] // signal actions, a handler
 
 use crate::{process, thread};
@@ -21,8 +21,8 @@ const SEGV_MAPERR: c_int = 1;
 const SEGV_ACCERR: c_int = 2;
 const BUS_ADRERR: c_int = 2;
 const RESTORER: u64 = 0x0400_0000;
-/// Flags that are copied from the program's action: which stack to use, and whether system calls restart.
-const PASSED_ON: u64 = (libc::SA_ONSTACK | libc::SA_RESTART) as u64;
+/// Flags that this handler copies from the program's action: the stack to use, and whether system calls restart.
+const COPIED_FLAGS: u64 = (libc::SA_ONSTACK | libc::SA_RESTART) as u64;
 
 /// A signal's action: the kernel's `struct sigaction`.
 #[repr(C)]
@@ -31,53 +31,55 @@ pub struct Action {
     pub handler: usize,
     pub flags: u64,
     pub restorer: usize,
-    /// One bit per signal, the lowest for signal 1.
+    /// One bit per signal; bit 0 is signal 1.
     pub mask: u64,
 }
 
 const DEFAULT: Action = Action { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
 
-/// Properties of a fault that decide whether it is the program's.
+/// What the kernel reports about a fault, from which a [`Judge`] decides.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
     pub addr: usize,
-    /// The mapping exists but forbids the access. Otherwise there is no mapping, or a guard.
+    /// The mapping exists but forbids the access. If false, there is no mapping, or a guard page.
     pub is_protected: bool,
     /// The access that failed; `None` where the processor does not report it.
     pub access: Option<Access>,
 }
 
+/// The kind of access that faulted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Read,
     Write,
-    /// Executing an instruction at the address.
+    /// An instruction fetch at the address.
     Fetch,
 }
 
+/// The decision of a [`Judge`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// A fault of the program.
+    /// The fault is the program's own.
     Program,
-    /// A fault on a purged page.
+    /// The fault is on a purged page.
     Purged,
-    /// Retry: the page is back by now, or its state will be known soon.
+    /// Retry: the page is accessible by now, or its state will be known soon.
     Again,
 }
 
-/// Classifies a fault. Called in a signal handler: must neither allocate nor lock.
+/// Decides about a fault. Called in a signal handler, so it must neither allocate nor lock.
 pub type Judge = fn(&Fault) -> Verdict;
 
 static JUDGE: AtomicUsize = AtomicUsize::new(0);
-/// Id of the process that has our handler; 0 before [`install`].
+/// Id of the process that has this handler; 0 before [`install`].
 static PROCESS: AtomicU32 = AtomicU32::new(0);
-/// The program's `SIGSEGV` action is in the slot with this number's parity. A writer fills the other slot, then
-/// increments.
+/// The program's `SIGSEGV` action is in `SLOTS[SEQUENCE % 2]`. A writer fills the other slot and then increments
+/// `SEQUENCE`.
 static SEQUENCE: AtomicU64 = AtomicU64::new(0);
 static SLOTS: [[AtomicU64; 4]; 2] = [const { [const { AtomicU64::new(0) }; 4] }; 2];
 static LOCK: AtomicU32 = AtomicU32::new(0);
 
-/// Installs the handler, so that `judge` classifies every fault. Once per process; later calls do nothing.
+/// Installs the handler, with `judge` to decide about every fault. Works once per process; later calls do nothing.
 ///
 /// # Errors
 ///
@@ -86,44 +88,43 @@ pub fn install(judge: Judge) -> io::Result<()> {
     if PROCESS.load(Acquire) != 0 {
         return Ok(());
     }
-    locked(|| {
+    under_lock(|| {
         if PROCESS.load(Relaxed) != 0 {
             return Ok(());
         }
         JUDGE.store(judge as usize, Relaxed);
         let before = raw_action(libc::SIGSEGV, None)?;
-        // A fork child may already have inherited our handler, if the fork happened during `install`.
+        // In a fork child the handler may be installed already, if the fork happened during `install`.
         if before.handler != on_fault as *const () as usize {
-            write_program(before);
-            raw_action(libc::SIGSEGV, Some(first(before)))?;
+            write_program_action(before);
+            raw_action(libc::SIGSEGV, Some(our_action(before)))?;
         }
         PROCESS.store(process::id(), Release);
         Ok(())
     })
 }
 
-/// Implements `sigaction(SIGSEGV)` for a program whose calls this library intercepts: the handler of [`install`] stays
-/// first.
+/// Performs `sigaction(SIGSEGV)` for a program whose calls are intercepted. The handler of [`install`] stays installed.
 ///
 /// # Errors
 ///
 /// Errors of `rt_sigaction`.
 pub fn program_action(new: Option<Action>) -> io::Result<Action> {
-    locked(|| {
-        // A child of `vfork` shares the parent's memory but has its own signal actions.
+    under_lock(|| {
+        // A child of `vfork` shares the parent's memory but has signal actions of its own.
         if PROCESS.load(Relaxed) != process::id() {
             return raw_action(libc::SIGSEGV, new);
         }
-        let before = read_program();
+        let before = read_program_action();
         if let Some(new) = new {
-            write_program(new);
-            raw_action(libc::SIGSEGV, Some(first(new)))?;
+            write_program_action(new);
+            raw_action(libc::SIGSEGV, Some(our_action(new)))?;
         }
         Ok(before)
     })
 }
 
-/// For a fork child: the thread that held the lock does not exist here.
+/// Called in a fork child: the thread that had the lock does not exist there.
 pub fn begin_child() {
     LOCK.store(0, Relaxed);
     if PROCESS.load(Relaxed) != 0 {
@@ -131,25 +132,25 @@ pub fn begin_child() {
     }
 }
 
-/// For a program's own handler installed after ours. Returns whether the fault was handled, so that the handler must
-/// return.
+/// For a program's own handler, installed after [`install`]. If this returns true, the fault was handled, and the
+/// program's handler must return.
 ///
-/// The access is then retried, or a `SIGBUS` arrives once the handler has returned.
+/// After that the access is retried, or a `SIGBUS` arrives.
 ///
 /// # Safety
 ///
-/// The arguments are those of a handler with `SA_SIGINFO`, and the call is made in that handler.
+/// The arguments must be those of a handler with `SA_SIGINFO`, and that handler must make the call.
 pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -> bool {
     let is_known = JUDGE.load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
     if !is_known {
         return false;
     }
-    // SAFETY: the thread's own word.
+    // SAFETY: `errno` belongs to this thread.
     let errno = unsafe { *libc::__errno_location() };
-    // `SIGBUS` must arrive at the faulting instruction, not inside this handler.
-    let mask = set_mask(libc::SIG_BLOCK, bit(libc::SIGBUS));
-    // SAFETY: the caller's promise.
-    let is_done = unsafe { deal(info.cast(), context.cast()) };
+    // `SIGBUS` must not arrive inside this handler.
+    let mask = set_mask(libc::SIG_BLOCK, signal_bit(libc::SIGBUS));
+    // SAFETY: guaranteed by the caller.
+    let is_done = unsafe { handle_fault(info.cast(), context.cast()) };
     if !is_done {
         set_mask(libc::SIG_SETMASK, mask);
     }
@@ -157,26 +158,26 @@ pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -
     is_done
 }
 
-/// Returns our handler's action, given the program's.
-fn first(program: Action) -> Action {
+/// The action of this module's handler, with flags of the program's action.
+fn our_action(program: Action) -> Action {
     let has_handler = ![libc::SIG_DFL, libc::SIG_IGN].contains(&program.handler);
-    let passed_on = match has_handler {
-        true => program.flags & PASSED_ON,
-        // An ignored signal interrupts no system call.
-        false if program.handler == libc::SIG_IGN => PASSED_ON,
+    let copied_flags = match has_handler {
+        true => program.flags & COPIED_FLAGS,
+        // An ignored signal must not interrupt system calls.
+        false if program.handler == libc::SIG_IGN => COPIED_FLAGS,
         false => libc::SA_ONSTACK as u64,
     };
-    let flags = libc::SA_SIGINFO as u64 | passed_on;
+    let flags = libc::SA_SIGINFO as u64 | copied_flags;
     Action { handler: on_fault as *const () as usize, flags, restorer: 0, mask: !0 }
 }
 
-/// Calls `rt_sigaction` directly. Adds the restorer where the architecture needs one.
+/// Calls `rt_sigaction` directly. Adds the restorer function where the architecture needs one.
 fn raw_action(signal: c_int, new: Option<Action>) -> io::Result<Action> {
     let new = new.map(with_restorer);
     let pointer = new.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     let mut old = DEFAULT;
-    // SAFETY: reads `new` and writes `old`, both laid out as the kernel's. Handlers are the program's, or ours, which
-    // stays.
+    // SAFETY: the call reads `new` and writes `old`, both with the kernel's layout. This module's handler is never
+    // unloaded.
     let result = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, pointer, &raw mut old, size_of::<u64>()) };
     if result == 0 { Ok(old) } else { Err(io::Error::last_os_error()) }
 }
@@ -202,7 +203,7 @@ unsafe extern "C" {
     fn restore();
 }
 
-// Debuggers and unwinders recognise the end of a handler by exactly these instructions.
+// Debuggers and unwinders recognise the return from a signal handler by exactly these instructions.
 #[cfg(target_arch = "x86_64")]
 std::arch::global_asm!(
     ".pushsection .text.pagemill_restore, \"ax\", @progbits",
@@ -216,7 +217,7 @@ std::arch::global_asm!(
     ".popsection",
 );
 
-fn write_program(action: Action) {
+fn write_program_action(action: Action) {
     let next = SEQUENCE.load(Relaxed) + 1;
     let words = [action.handler as u64, action.flags, action.restorer as u64, action.mask];
     for (slot, word) in SLOTS[next as usize & 1].iter().zip(words) {
@@ -225,8 +226,8 @@ fn write_program(action: Action) {
     SEQUENCE.store(next, Release);
 }
 
-/// Returns the program's action. Does not block: a slot is rewritten only after the other one has become current.
-fn read_program() -> Action {
+/// Returns the program's action. Does not block: a slot is overwritten only after the other slot has become current.
+fn read_program_action() -> Action {
     loop {
         let sequence = SEQUENCE.load(Acquire);
         let [handler, flags, restorer, mask] = SLOTS[sequence as usize & 1].each_ref().map(|word| word.load(Relaxed));
@@ -237,8 +238,8 @@ fn read_program() -> Action {
     }
 }
 
-/// Runs `act` under the lock with all signals blocked, so that no handler of this thread can interrupt it.
-fn locked<T>(act: impl FnOnce() -> T) -> T {
+/// Runs `act` under the lock, with all signals of this thread blocked, so that no handler interrupts it.
+fn under_lock<T>(act: impl FnOnce() -> T) -> T {
     let _quiet = Quiet::begin();
     while LOCK.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
         thread::pause();
@@ -248,7 +249,7 @@ fn locked<T>(act: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Blocks all signals of this thread while it lives, so that no handler of the program interrupts it. Two system
+/// Blocks all signals of this thread until it is dropped, so that no handler of the program runs. Costs two system
 /// calls.
 pub struct Quiet {
     before: u64,
@@ -266,40 +267,40 @@ impl Drop for Quiet {
     }
 }
 
-/// Changes this thread's signal mask by a plain system call. Returns the previous mask.
+/// Changes this thread's signal mask by a direct system call. Returns the previous mask.
 fn set_mask(how: c_int, mask: u64) -> u64 {
     let mut before = 0u64;
-    // SAFETY: reads and writes a word each.
+    // SAFETY: the call reads one word and writes one word.
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, how, &raw const mask, &raw mut before, size_of::<u64>()) };
     before
 }
 
-const fn bit(signal: c_int) -> u64 {
+const fn signal_bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
 
-/// Returns whether the page at `addr` can be read. Passes the address as a signal set: the kernel reads the set before
-/// it rejects the invalid `how`.
+/// Returns whether the page at `addr` can be read. Passes it as a signal set: the kernel reads the set before it
+/// rejects the invalid operation.
 pub fn is_readable(addr: usize) -> bool {
-    const NO_SUCH_WAY: c_int = -1;
+    const INVALID_OPERATION: c_int = -1;
     let set = (addr & !(size_of::<u64>() - 1)) as *const u64;
     let nowhere = std::ptr::null_mut::<u64>();
-    // SAFETY: the kernel checks the address itself and returns `EFAULT`. The mask does not change.
-    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, NO_SUCH_WAY, set, nowhere, size_of::<u64>()) };
+    // SAFETY: the kernel checks the address itself (`EFAULT`). The mask does not change.
+    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, INVALID_OPERATION, set, nowhere, size_of::<u64>()) };
     io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
 }
 
-/// Returns whether four bytes at `addr` can be written. They keep their value: the kernel combines them with zero by
+/// Returns whether the four bytes at `addr` can be written. Their value stays: the kernel combines them with zero by
 /// OR.
 pub fn is_writable(addr: usize) -> bool {
     const OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
     let (unused, way) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
     let word = (addr & !(size_of::<u32>() - 1)) as *const u32;
-    // SAFETY: the kernel checks the address itself and returns `EFAULT`. No waiter exists.
+    // SAFETY: the kernel checks the address itself (`EFAULT`). No thread waits on `unused`.
     unsafe { libc::syscall(libc::SYS_futex, unused.as_ptr(), way, 0, 0, word, OR_ZERO) >= 0 }
 }
 
-/// The signal handler. Jumps to the address that [`decide`] returns, as if the kernel had called it.
+/// The signal handler. Jumps to the address that [`decide`] returns, with the arguments that the kernel passed.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn on_fault() {
@@ -319,7 +320,7 @@ unsafe extern "C" fn on_fault() {
     )
 }
 
-/// The signal handler. Jumps to the address that [`decide`] returns, as if the kernel had called it.
+/// The signal handler. Jumps to the address that [`decide`] returns, with the arguments that the kernel passed.
 #[cfg(target_arch = "aarch64")]
 #[unsafe(naked)]
 unsafe extern "C" fn on_fault() {
@@ -340,12 +341,12 @@ unsafe extern "C" fn on_fault() {
     )
 }
 
-/// Handles a fault, or returns the program's handler to call. 0: return to the faulting instruction.
+/// Handles a fault, or returns the program's handler to call; 0 returns to the faulting instruction.
 extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
-    // SAFETY: the thread's own word.
+    // SAFETY: `errno` belongs to this thread.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: what the kernel passed to the handler.
-    let next = unsafe { if deal(info, context) { 0 } else { pass_on(info, context) } };
+    // SAFETY: the arguments are those that the kernel passed to the handler.
+    let next = unsafe { if handle_fault(info, context) { 0 } else { program_handler(info, context) } };
     process::set_errno(errno);
     next
 }
@@ -354,22 +355,22 @@ extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut
 ///
 /// # Safety
 ///
-/// Both are what the kernel passed to a signal handler, and the call is made in that handler. `SIGBUS` is blocked until
-/// it returns.
-unsafe fn deal(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> bool {
-    // SAFETY: the caller's promise; a fault has an address.
+/// Both arguments must be those that the kernel passed to a signal handler, and that handler must make the call.
+/// `SIGBUS` must be blocked until the handler returns.
+unsafe fn handle_fault(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> bool {
+    // SAFETY: the caller passes the kernel's pointers, and `si_addr` is valid for a fault.
     let (code, addr) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     if ![SEGV_MAPERR, SEGV_ACCERR].contains(&code) {
         return false;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let access = unsafe { access_of(context) };
     let fault = Fault { addr, is_protected: code == SEGV_ACCERR, access };
-    // SAFETY: written by `install`, with a function of this type, before the handler was there.
+    // SAFETY: `install` stored a function of this type before it installed the handler.
     let judge: Judge = unsafe { std::mem::transmute(JUDGE.load(Relaxed)) };
     match judge(&fault) {
         Verdict::Program => false,
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         Verdict::Purged => unsafe { raise_bus(addr, context) },
         Verdict::Again => {
             thread::pause();
@@ -382,12 +383,12 @@ unsafe fn deal(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> 
 ///
 /// # Safety
 ///
-/// `context` is what the kernel passed to a signal handler.
+/// `context` must be what the kernel passed to a signal handler.
 #[cfg(target_arch = "x86_64")]
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     const WRITE: i64 = 1 << 1;
     const FETCH: i64 = 1 << 4;
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let code = unsafe { (*context).uc_mcontext.gregs[libc::REG_ERR as usize] };
     Some(match code {
         code if code & FETCH != 0 => Access::Fetch,
@@ -396,22 +397,23 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     })
 }
 
-/// Returns the access that faulted, from the syndrome in the context records behind the registers.
+/// Returns the access that faulted, from the syndrome in the context records.
 ///
 /// # Safety
 ///
-/// `context` is what the kernel passed to a signal handler.
+/// `context` must be what the kernel passed to a signal handler.
 #[cfg(target_arch = "aarch64")]
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     const SYNDROME: u32 = 0x4553_5201;
     const WRITE: u64 = 1 << 6;
-    /// Exception classes: instruction fetch and data access, from a lower exception level.
+    /// Exception classes: an instruction fetch and a data access from user mode.
     const FETCH: u64 = 0x20;
     const DATA: u64 = 0x24;
-    /// Size of the registers and the fields up to the context records, which are aligned to 16 bytes.
+    /// Offset of the context records: the size of the registers and of the fields before the records, aligned to 16
+    /// bytes.
     const RECORDS_AT: usize = (8 + 31 * 8 + 3 * 8_usize).next_multiple_of(16);
     const ROOM: usize = 4 << 10;
-    // SAFETY: the caller's promise. The records are in `uc_mcontext`, and each begins with its kind and size.
+    // SAFETY: `context` is valid (caller). The records lie in `uc_mcontext`, and each begins with its kind and size.
     unsafe {
         let records = (&raw const (*context).uc_mcontext).cast::<u8>().add(RECORDS_AT);
         let mut at = 0;
@@ -435,27 +437,26 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     None
 }
 
-/// Returns the mask that the thread has again after the handler. Of the C library's set, this is the kernel's part,
-/// one word.
+/// Returns the address of the mask that the thread gets back after the handler: the first word of the C library's set.
 ///
 /// # Safety
 ///
-/// `context` is what the kernel passed to a signal handler.
+/// `context` must be what the kernel passed to a signal handler.
 unsafe fn mask_of(context: *mut libc::ucontext_t) -> *mut u64 {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { (&raw mut (*context).uc_sigmask).cast() }
 }
 
-/// Queues a `SIGBUS` for the address to this thread, delivered when the handler returns. Returns whether it was
+/// Queues a `SIGBUS` with the address to this thread, to be delivered when the handler returns. Returns whether it was
 /// queued.
 ///
-/// If the program ignores or blocks `SIGBUS`, the signal ends the program, as one from the kernel would.
+/// If the program ignores or blocks `SIGBUS`, the signal ends the process, as a `SIGBUS` from the kernel would.
 ///
 /// # Safety
 ///
-/// `context` is what the kernel passed to a signal handler, and the call is made in that handler.
+/// `context` must be what the kernel passed to a signal handler, which makes the call.
 unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
-    /// `siginfo_t` of a fault.
+    /// The kernel's `siginfo_t` of a fault.
     #[repr(C)]
     struct Info {
         signal: c_int,
@@ -466,65 +467,64 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
         rest: [u64; 13],
     }
     const _: () = assert!(size_of::<Info>() == size_of::<libc::siginfo_t>());
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let mask = unsafe { mask_of(context) };
-    // SAFETY: as above.
-    let is_blocked = unsafe { *mask } & bit(libc::SIGBUS) != 0;
+    // SAFETY: as for the previous call.
+    let is_blocked = unsafe { *mask } & signal_bit(libc::SIGBUS) != 0;
     let handler = raw_action(libc::SIGBUS, None).map_or(libc::SIG_DFL, |action| action.handler);
     if is_blocked || [libc::SIG_DFL, libc::SIG_IGN].contains(&handler) {
-        // It ends the program, except the init process of a PID namespace, which takes the `SIGSEGV` itself.
+        // The default action ends the process, except the init process of a PID namespace, which takes the `SIGSEGV`.
         if process::id() == 1 {
             return false;
         }
         let _ = raw_action(libc::SIGBUS, Some(DEFAULT));
-        // SAFETY: as above.
-        unsafe { *mask &= !bit(libc::SIGBUS) };
+        // SAFETY: as for the previous call.
+        unsafe { *mask &= !signal_bit(libc::SIGBUS) };
     }
     let info = Info { signal: libc::SIGBUS, errno: 0, code: BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
-    queue(libc::SIGBUS, (&raw const info).cast())
+    queue_signal(libc::SIGBUS, (&raw const info).cast())
 }
 
-/// Queues a signal with this `siginfo_t` to the calling thread.
-fn queue(signal: c_int, info: *const c_void) -> bool {
-    // SAFETY: no arguments; `info` is a whole `siginfo_t`.
+/// Queues a signal with the given `siginfo_t` to the calling thread.
+fn queue_signal(signal: c_int, info: *const c_void) -> bool {
+    // SAFETY: `info` points to a whole `siginfo_t`, and the other arguments are numbers.
     unsafe {
         let thread = libc::syscall(libc::SYS_gettid);
         libc::syscall(libc::SYS_rt_tgsigqueueinfo, process::id(), thread, signal, info) == 0
     }
 }
 
-/// Does what the kernel would do with the program's action: returns the handler to call and sets its mask, or returns
-/// 0.
+/// Does what the kernel would do for the program's action: sets the mask and returns the handler to call, or 0.
 ///
 /// # Safety
 ///
-/// Both are what the kernel passed to a signal handler, and the call is made in that handler.
-unsafe fn pass_on(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
-    // SAFETY: the caller's promise.
+/// Both arguments must be those that the kernel passed to a signal handler, and that handler must make the call.
+unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
+    // SAFETY: guaranteed by the caller.
     let (is_sent, mask) = unsafe { ((*info).si_code <= 0, mask_of(context)) };
-    let action = read_program();
+    let action = read_program_action();
     match action.handler {
         libc::SIG_IGN if is_sent => 0,
-        // A signal with default action that is sent to the init process of a namespace has no effect.
+        // The init process of a PID namespace ignores a signal that a process sent, if its action is the default.
         libc::SIG_DFL if is_sent && process::id() == 1 => 0,
         libc::SIG_DFL | libc::SIG_IGN => {
-            // The access is retried and ends the program with a complete core file. A signal that was sent is sent
+            // The access is retried and ends the process with a complete core file. A signal that was sent is sent
             // again.
             let _ = raw_action(libc::SIGSEGV, Some(DEFAULT));
-            // SAFETY: the caller's promise.
-            unsafe { *mask &= !bit(libc::SIGSEGV) };
+            // SAFETY: guaranteed by the caller.
+            unsafe { *mask &= !signal_bit(libc::SIGSEGV) };
             if is_sent {
-                queue(libc::SIGSEGV, info.cast());
+                queue_signal(libc::SIGSEGV, info.cast());
             }
             0
         }
         handler => {
             let has = |flag: c_int| action.flags & flag as u32 as u64 != 0;
             if has(libc::SA_RESETHAND) {
-                locked(|| write_program(DEFAULT));
+                under_lock(|| write_program_action(DEFAULT));
             }
-            let itself = if has(libc::SA_NODEFER) { 0 } else { bit(libc::SIGSEGV) };
-            // SAFETY: the caller's promise.
+            let itself = if has(libc::SA_NODEFER) { 0 } else { signal_bit(libc::SIGSEGV) };
+            // SAFETY: guaranteed by the caller.
             set_mask(libc::SIG_SETMASK, unsafe { *mask } | action.mask | itself);
             handler
         }
@@ -535,33 +535,35 @@ unsafe fn pass_on(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) 
 mod tests {
     use super::*;
 
-    /// Mapped accessible memory is readable; reserved or closed memory is not. The probe changes no byte.
+    /// Accessible memory is reported as readable and writable; reserved or closed memory is not. The check changes no
+    /// byte.
     #[test]
-    fn readable_pages_are_known() {
+    fn accessible_pages_are_reported() {
         let page = crate::mem::os_page_bytes();
         let addr = crate::mem::reserve(2 * page, page, 0).unwrap();
         assert!(!is_readable(addr));
-        // SAFETY: our own reservation.
+        // SAFETY: this test reserved the range.
         unsafe { crate::mem::open(addr, page).unwrap() };
         assert!(is_readable(addr) && is_readable(addr + page - 1) && !is_readable(addr + page));
-        // SAFETY: opened above.
+        // SAFETY: the page was opened above.
         unsafe { (addr as *mut u8).write_volatile(7) };
         assert!(is_writable(addr) && is_writable(addr + page - 1) && !is_writable(addr + page));
-        // SAFETY: as above.
+        // SAFETY: as for the previous call.
         assert_eq!(unsafe { (addr as *const u8).read_volatile() }, 7);
-        // SAFETY: our own reservation, with no other users.
+        // SAFETY: no other code uses the range.
         unsafe { crate::mem::close(addr, page).unwrap() };
         assert!(!is_readable(addr) && !is_writable(addr));
-        // SAFETY: as above.
+        // SAFETY: as for the previous call.
         unsafe { crate::mem::unreserve(addr, 2 * page) };
     }
 
-    /// Our handler takes the program's choice of stack and of restarting system calls.
+    /// The handler uses the alternate stack, and restarts system calls, if the program's action says so.
     #[test]
-    fn the_first_handler_takes_after_the_second() {
-        let handler = |flags: c_int| first(Action { handler: 7, flags: flags as u64, ..DEFAULT }).flags & PASSED_ON;
+    fn flags_are_copied_from_the_programs_action() {
+        let handler =
+            |flags: c_int| our_action(Action { handler: 7, flags: flags as u64, ..DEFAULT }).flags & COPIED_FLAGS;
         assert_eq!(handler(libc::SA_ONSTACK), libc::SA_ONSTACK as u64);
         assert_eq!(handler(libc::SA_RESTART | libc::SA_NODEFER), libc::SA_RESTART as u64);
-        assert_eq!(first(DEFAULT).flags & PASSED_ON, libc::SA_ONSTACK as u64);
+        assert_eq!(our_action(DEFAULT).flags & COPIED_FLAGS, libc::SA_ONSTACK as u64);
     }
 }

@@ -1,14 +1,14 @@
-//! Small files without allocating: reads, shared mappings, paths in fixed buffers.
+//! Operations on small files that do not allocate: reads, shared mappings, and paths in fixed buffers.
 //!
-//! Uses plain system calls: the C library's `open`, `read` and `close` are cancellation points, and locks may be held
-//! here.
+//! They make direct system calls: the C library's `open`, `read` and `close` are cancellation points, and callers may
+//! hold locks.
 #![allow(unsafe_code)] // open, read, mmap
 
 use std::ffi::CStr;
 use std::fmt;
 use std::io;
 
-/// Text of at most `N - 1` bytes with a terminating zero. Longer text is truncated and `is_cut` is set.
+/// A text of at most `N - 1` bytes with a terminating zero. A longer text is truncated, and `is_cut` is set.
 pub struct Text<const N: usize> {
     bytes: [u8; N],
     len: usize,
@@ -20,7 +20,7 @@ impl<const N: usize> Text<N> {
         Self { bytes: [0; N], len: 0, is_cut: false }
     }
 
-    /// Formats into a new text; `None` if it did not fit.
+    /// Formats into a new text. Returns `None` if it does not fit.
     pub fn format(arguments: fmt::Arguments<'_>) -> Option<Self> {
         let mut text = Self::new();
         let _ = fmt::Write::write_fmt(&mut text, arguments);
@@ -48,7 +48,7 @@ impl<const N: usize> Text<N> {
         std::str::from_utf8(self.as_bytes()).unwrap_or("")
     }
 
-    /// As a C string, up to the first zero byte.
+    /// Returns the text as a C string, up to the first zero byte.
     pub fn as_c_str(&self) -> &CStr {
         CStr::from_bytes_until_nul(&self.bytes).unwrap_or(c"")
     }
@@ -67,7 +67,7 @@ impl<const N: usize> fmt::Write for Text<N> {
     }
 }
 
-/// A path buffer, long enough for every path that Pagemill creates.
+/// A path in a buffer that is long enough for every path that Pagemill creates.
 pub type Path = Text<512>;
 
 /// A descriptor that is closed on drop.
@@ -86,7 +86,7 @@ impl Fd {
 
 impl Drop for Fd {
     fn drop(&mut self) {
-        // SAFETY: our own descriptor, not used again.
+        // SAFETY: the descriptor belongs to this value and is not used again.
         unsafe { libc::syscall(libc::SYS_close, self.0) };
     }
 }
@@ -113,7 +113,7 @@ pub(crate) fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::R
     }
 }
 
-/// Reads a file from its start into `buffer`. The rest of a longer file is ignored.
+/// Reads a file from its start into `buffer`. Ignores what does not fit.
 ///
 /// # Errors
 ///
@@ -132,7 +132,7 @@ pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buf
 
 fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
-        // SAFETY: writes at most `buffer.len()` bytes into `buffer`.
+        // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
         let count = unsafe { libc::syscall(libc::SYS_read, fd.0, buffer.as_mut_ptr(), buffer.len()) };
         if count >= 0 {
             return Ok(count as usize);
@@ -144,8 +144,8 @@ fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// Reads a text file line by line until `act` returns a value. Skips lines longer than the buffer (1 KiB); passes a
-/// line that is not UTF-8 as an empty one.
+/// Calls `act` for each line of a text file until it returns a value. Skips lines that are longer than the buffer (1
+/// KiB). Passes a line that is not UTF-8 as an empty one.
 ///
 /// # Errors
 ///
@@ -159,7 +159,7 @@ pub fn find_line<T>(path: &CStr, mut act: impl FnMut(&str) -> Option<T>) -> io::
         len += count;
         let mut start = 0;
         while let Some(end) = buffer[start..len].iter().position(|byte| *byte == b'\n').map(|at| start + at) {
-            // If the start of a line did not fit, its end is skipped.
+            // If the start of a line did not fit into the buffer, its end is skipped.
             let line = std::str::from_utf8(&buffer[start..end]).unwrap_or("");
             if !std::mem::take(&mut is_tail)
                 && let Some(found) = act(line)
@@ -180,7 +180,7 @@ pub fn find_line<T>(path: &CStr, mut act: impl FnMut(&str) -> Option<T>) -> io::
     }
 }
 
-/// Reads a file that holds one number, or the word `max`.
+/// Reads a file that contains one number, or the word `max`, which becomes `u64::MAX`.
 ///
 /// # Errors
 ///
@@ -194,27 +194,27 @@ pub fn read_number(path: &CStr) -> io::Result<u64> {
     }
 }
 
-/// How a shared file is opened.
+/// How to open a file that processes share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// The file must not exist. It is created with mode 0600 and the given length.
     Create,
     /// The file must exist, have at least the given length and belong to this user.
     Update,
-    /// As `Update`, but mapped read-only.
+    /// As `Update`, but the mapping is read-only.
     Inspect,
 }
 
-/// Maps a file shared with other processes. If `fixed` is not 0, maps it there and replaces the existing mapping.
+/// Maps a file that processes share. If `fixed` is not 0, maps it at that address and replaces what is mapped there.
 ///
 /// # Errors
 ///
-/// Errors of the system calls; `EINVAL` for a file that is too short, `EACCES` for one that is not a regular file of
+/// Errors of the system calls. `EINVAL` for a file that is too short; `EACCES` for one that is not a regular file of
 /// this user.
 ///
 /// # Safety
 ///
-/// If `fixed` is not 0, nothing depends on the memory mapped there.
+/// If `fixed` is not 0, no code may depend on the memory that is mapped there.
 pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: usize) -> io::Result<usize> {
     let flags = match access {
         Access::Create => libc::O_RDWR | libc::O_CREAT | libc::O_EXCL,
@@ -224,13 +224,13 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     if access == Access::Create && crate::process::file_size_limit() < len_bytes as u64 {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
-    // `O_NONBLOCK`: another user may have placed a pipe at this path, and opening it must not block.
+    // `O_NONBLOCK` is set because another user may have placed a pipe at this path, and opening it must not block.
     let fd = open(path, flags | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0o600)?;
     if access == Access::Create {
-        // Allocates the file's memory: on a full file system the first touch of a sparse file would end the process
-        // with SIGBUS.
+        // The file's memory is allocated now: on a full file system, access to a sparse file would end the process with
+        // SIGBUS.
         let result = loop {
-            // SAFETY: our own descriptor.
+            // SAFETY: the descriptor is open.
             match unsafe { libc::posix_fallocate(fd.0, 0, len_bytes as libc::off_t) } {
                 libc::EINTR => {}
                 result => break result,
@@ -245,20 +245,20 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     }
     let protection = if access == Access::Inspect { libc::PROT_READ } else { libc::PROT_READ | libc::PROT_WRITE };
     let flags = libc::MAP_SHARED | if fixed == 0 { 0 } else { libc::MAP_FIXED };
-    // SAFETY: a new mapping, or one at `fixed` that the caller gives up.
+    // SAFETY: the call creates a new mapping, or replaces the memory at `fixed`, which the caller gives up.
     let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.0, 0) };
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(addr as usize) }
 }
 
 /// Reads the first `buffer.len()` bytes of a regular file that other processes may be changing.
 ///
-/// `owner` is the required owner of the file; `None` accepts any user, for a process that runs as root. The
-/// result is a copy, so later changes to the file have no effect on it.
+/// `owner` is the required owner of the file. `None` accepts any user, for a process that runs as root. Later changes
+/// to the file have no effect on the bytes in `buffer`.
 ///
 /// # Errors
 ///
-/// Errors of `open` or `read`. `EACCES` for a link, for a file that is not regular, or for another user's file.
-/// `EINVAL` for a file that is too short.
+/// Errors of `open` or `read`. `EACCES` for a symbolic link, for a file that is not regular, or for another user's
+/// file. `EINVAL` for a file that is too short.
 pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io::Result<()> {
     let fd = open(path, libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
     check_file(&fd, buffer.len())?;
@@ -275,9 +275,10 @@ pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io:
     Ok(())
 }
 
-/// Whether `path` is a directory (not a symbolic link) owned by `owner`, with no permissions for group and others.
+/// Returns whether `path` is a directory (not a symbolic link) of user `owner`, without permissions for group and
+/// others.
 pub fn is_private_dir(path: &CStr, owner: u32) -> bool {
-    // SAFETY: plain data, written by lstat.
+    // SAFETY: plain data may be zero.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: `path` is a C string.
     let is_known = unsafe { libc::lstat(path.as_ptr(), &raw mut stat) } == 0;
@@ -286,23 +287,23 @@ pub fn is_private_dir(path: &CStr, owner: u32) -> bool {
 
 /// Returns the user that owns the folder or file at `path`.
 pub fn owner(path: &CStr) -> Option<u32> {
-    // SAFETY: plain data, written by stat.
+    // SAFETY: plain data may be zero.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: `path` is a C string.
     (unsafe { libc::stat(path.as_ptr(), &raw mut stat) } == 0).then_some(stat.st_uid)
 }
 
 fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
-    // SAFETY: plain data, written by fstat.
+    // SAFETY: plain data may be zero.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: our own descriptor.
+    // SAFETY: the descriptor is open.
     if unsafe { libc::fstat(fd.0, &raw mut stat) } == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Refuses files that another user could have placed at the path.
+/// Rejects files that another user could have placed there, and short files.
 fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
     let stat = stat_of(fd)?;
-    // SAFETY: no arguments.
+    // SAFETY: the call takes no arguments.
     let user = unsafe { libc::geteuid() };
     if stat.st_mode & libc::S_IFMT != libc::S_IFREG || (stat.st_uid != user && user != 0) {
         return Err(io::Error::from_raw_os_error(libc::EACCES));
@@ -313,7 +314,7 @@ fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Maps zeroed memory private to this process at `fixed`, replacing what is there.
+/// Maps zeroed private memory at `fixed`, in place of what is mapped there.
 ///
 /// # Errors
 ///
@@ -321,7 +322,7 @@ fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
 ///
 /// # Safety
 ///
-/// `fixed..fixed + len_bytes` is mapped and may lose its contents.
+/// `fixed..fixed + len_bytes` must be mapped, and no code may need its contents.
 pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
     // SAFETY: guaranteed by the caller.
@@ -329,17 +330,17 @@ pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()>
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Unmaps a mapping made by [`map_shared`].
+/// Unmaps memory that [`map_shared`] mapped.
 ///
 /// # Safety
 ///
-/// The mapping is no longer in use.
+/// No code may use the mapping any more.
 pub unsafe fn unmap(addr: usize, len_bytes: usize) {
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
 }
 
-/// Creates a folder with mode 0700; accepts an existing one that only this user can access.
+/// Creates a folder with mode 0700. Accepts an existing folder that only this user can access.
 ///
 /// # Errors
 ///
@@ -359,32 +360,32 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     }
 }
 
-/// A file that another process created for this one to write.
+/// A file that another process created so that this process writes an answer to it.
 pub struct Blank(Fd);
 
 impl Blank {
-    /// Opens an empty file at `path`.
+    /// Opens the empty file at `path`.
     ///
     /// # Errors
     ///
-    /// Errors of `open`. `EACCES` for anything but a regular, empty file of this effective user with one link. So
-    /// another user cannot make a privileged process write to a file that this user could not write.
+    /// Errors of `open`. `EACCES` for anything but an empty regular file with one link that belongs to this effective
+    /// user. So another user cannot make a privileged process write to a file that this user could not write.
     pub fn open(path: &CStr) -> io::Result<Self> {
         Self::open_of_len(path, libc::O_WRONLY, 0).map(|(blank, _)| blank)
     }
 
-    /// Opens a file that contains exactly `order.len()` bytes and reads them into `order`.
+    /// Opens a file that contains exactly `command.len()` bytes, and reads them into `command`.
     ///
     /// # Errors
     ///
     /// As [`Blank::open`]; also `EACCES` if the group or others may write the file.
-    pub fn open_with(path: &CStr, order: &mut [u8]) -> io::Result<Self> {
-        let (blank, stat) = Self::open_of_len(path, libc::O_RDWR, order.len())?;
+    pub fn open_with(path: &CStr, command: &mut [u8]) -> io::Result<Self> {
+        let (blank, stat) = Self::open_of_len(path, libc::O_RDWR, command.len())?;
         if stat.st_mode & (libc::S_IWGRP | libc::S_IWOTH) != 0 {
             return Err(io::Error::from_raw_os_error(libc::EACCES));
         }
-        match read_some(&blank.0, order)? {
-            count if count == order.len() => Ok(blank),
+        match read_some(&blank.0, command)? {
+            count if count == command.len() => Ok(blank),
             _ => Err(io::ErrorKind::UnexpectedEof.into()),
         }
     }
@@ -392,7 +393,7 @@ impl Blank {
     fn open_of_len(path: &CStr, access: libc::c_int, len: usize) -> io::Result<(Self, libc::stat)> {
         let fd = open(path, access | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
         let stat = stat_of(&fd)?;
-        // SAFETY: no arguments.
+        // SAFETY: the call takes no arguments.
         let is_own = stat.st_uid == unsafe { libc::geteuid() };
         let is_plain = stat.st_mode & libc::S_IFMT == libc::S_IFREG && stat.st_nlink == 1;
         if is_own && is_plain && usize::try_from(stat.st_size) == Ok(len) {
@@ -408,14 +409,14 @@ impl Blank {
     ///
     /// Errors of `write`; `EFBIG` beyond this process's file size limit.
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        // Beyond the limit the kernel would send a signal first.
+        // The limit is checked first, because the kernel would send a fatal signal.
         if offset.saturating_add(bytes.len() as u64) > crate::process::file_size_limit() {
             return Err(io::Error::from_raw_os_error(libc::EFBIG));
         }
         let mut done = 0;
         while done < bytes.len() {
             let (rest, at) = (&bytes[done..], offset + done as u64);
-            // SAFETY: reads `rest`.
+            // SAFETY: the call only reads `rest`.
             let count = unsafe { libc::syscall(libc::SYS_pwrite64, self.0.0, rest.as_ptr(), rest.len(), at) };
             match count {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
@@ -438,21 +439,22 @@ pub fn exists(path: &CStr) -> bool {
     unsafe { libc::access(path.as_ptr(), libc::F_OK) == 0 }
 }
 
-/// Removes a file. A missing file is no error.
+/// Removes a file. Errors are ignored, also that of a missing file.
 pub fn remove(path: &CStr) {
     // SAFETY: `path` is a C string.
     unsafe { libc::unlink(path.as_ptr()) };
 }
 
-/// Writes to standard error, ignoring failure.
+/// Writes to standard error. Errors are ignored.
 pub fn write_stderr(bytes: &[u8]) {
-    // SAFETY: reads `bytes`.
+    // SAFETY: the call only reads `bytes`.
     unsafe { libc::syscall(libc::SYS_write, 2, bytes.as_ptr(), bytes.len()) };
 }
 
 /// Returns the value of an environment variable, without allocating.
 ///
-/// The reference is valid until the program changes that variable. Callers read it at start and keep no reference.
+/// The reference is valid until the program changes that variable. Callers read the value at start and keep no
+/// reference.
 pub fn environment(name: &CStr) -> Option<&'static CStr> {
     // SAFETY: `name` is a C string; the result points into the environment.
     let value = unsafe { libc::getenv(name.as_ptr()) };
@@ -466,14 +468,14 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn text_is_cut_not_overrun() {
+    fn long_text_is_truncated() {
         let mut text = Text::<8>::new();
         let _ = fmt::Write::write_str(&mut text, "0123456789");
         assert_eq!(text.as_str(), "0123456");
         assert!(Text::<8>::format(format_args!("0123456789")).is_none());
     }
 
-    /// `Blank` opens only this user's own empty regular file: no symbolic link, second hard link, content or pipe.
+    /// `Blank` opens only an empty regular file of this user with one link.
     #[test]
     fn blank_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();
@@ -488,18 +490,18 @@ mod tests {
         assert!(open("link").is_err() && open("missing").is_err() && open("").is_err());
         std::fs::hard_link(path("file").as_str(), path("second").as_str()).unwrap();
         assert!(open("file").is_err() && open("second").is_err());
-        // SAFETY: a C string.
+        // SAFETY: the path is a C string.
         assert_eq!(unsafe { libc::mkfifo(path("pipe").as_c_str().as_ptr(), 0o600) }, 0);
         assert!(open("pipe").is_err());
-        let mut order = [0; 6];
-        std::fs::write(path("order").as_str(), b"shrink").unwrap();
-        let open_with = |order: &mut [u8]| Blank::open_with(path("order").as_c_str(), order);
-        open_with(&mut order).unwrap().write_at(b"done", 6).unwrap();
-        assert_eq!((&order, std::fs::read(path("order").as_str()).unwrap()), (b"shrink", b"shrinkdone".to_vec()));
-        assert!(open_with(&mut order).is_err(), "it was answered");
-        std::fs::write(path("order").as_str(), b"shrink").unwrap();
-        std::fs::set_permissions(path("order").as_str(), std::fs::Permissions::from_mode(0o620)).unwrap();
-        assert!(open_with(&mut order).is_err(), "others may have written it");
+        let mut command = [0; 6];
+        std::fs::write(path("command").as_str(), b"shrink").unwrap();
+        let open_with = |command: &mut [u8]| Blank::open_with(path("command").as_c_str(), command);
+        open_with(&mut command).unwrap().write_at(b"done", 6).unwrap();
+        assert_eq!((&command, std::fs::read(path("command").as_str()).unwrap()), (b"shrink", b"shrinkdone".to_vec()));
+        assert!(open_with(&mut command).is_err(), "it contains an answer already");
+        std::fs::write(path("command").as_str(), b"shrink").unwrap();
+        std::fs::set_permissions(path("command").as_str(), std::fs::Permissions::from_mode(0o620)).unwrap();
+        assert!(open_with(&mut command).is_err(), "others may have written it");
         assert!(exists(path("pipe").as_c_str()) && !exists(path("missing").as_c_str()));
     }
 
@@ -507,7 +509,7 @@ mod tests {
     fn shared_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();
         let path = Path::format(format_args!("{}/page", folder.path().display())).unwrap();
-        // SAFETY: not mapped at a fixed address.
+        // SAFETY: the kernel chooses the addresses of these mappings, so they replace no other mapping.
         unsafe {
             let made = map_shared(path.as_c_str(), 4096, Access::Create, 0).unwrap();
             assert!(map_shared(path.as_c_str(), 4096, Access::Create, 0).is_err(), "made twice");

@@ -1,10 +1,10 @@
-//! Waiting on a word, within a process or across processes that share it.
+//! Waiting on a word (futex), in one process or across processes that share the word.
 #![allow(unsafe_code)] // the futex system call
 
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Which threads may wake the sleeper.
+/// Which threads may wake the waiting thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// Threads of this process.
@@ -22,7 +22,7 @@ impl Scope {
     }
 }
 
-/// Sleeps while `*word == expected`, at most `timeout` (`None`: until woken). May return early.
+/// Blocks while `*word == expected`, at most for `timeout`; with `None` until it is woken. May return early.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>, scope: Scope) {
     let time = timeout
         .map(|limit| libc::timespec { tv_sec: limit.as_secs() as libc::time_t, tv_nsec: limit.subsec_nanos() as _ });
@@ -31,7 +31,7 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>, scope: S
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT | scope.flag(), expected, time_ptr) };
 }
 
-/// Wakes up to `count` sleepers on `word`.
+/// Wakes up to `count` threads that wait on `word`.
 pub fn wake(word: &AtomicU32, count: i32, scope: Scope) {
     // SAFETY: `word` is alive during the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | scope.flag(), count) };

@@ -1,9 +1,9 @@
-//! Huge pages that the administrator has reserved (hugetlb): mapped with their reservation, moved into place,
-//! released.
+//! Huge pages that the administrator has reserved (hugetlb): mapping them, moving them to an address, and releasing
+//! them.
 //!
-//! A mapping reserves its pages when it is made, or is refused then. So [`populate`] later finds one for each block.
-//! These pages are never swapped, split or partially released. They count neither as resident memory of a process
-//! (`HugetlbPages` in its status) nor of a control group.
+//! The kernel reserves the pages of a mapping when the mapping is created, or refuses to create it. So [`populate`]
+//! later finds a page for each block. These pages are never swapped, split or partially released. They count neither as
+//! resident memory of a process (`HugetlbPages` in its status file counts them) nor as memory of a control group.
 //!
 //! [`populate`]: crate::mem::populate
 #![allow(unsafe_code)] // maps and moves pages
@@ -15,7 +15,8 @@ const ACCESS: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
 /// Maps reserved pages of `page_bytes` at an address that the kernel chooses.
 ///
-/// They read zero, are allocated at the first touch, are in no fork child, and can be moved by [`place`].
+/// The pages read zero, are allocated at the first access, are not inherited by fork children, and can be moved by
+/// [`place`].
 ///
 /// # Errors
 ///
@@ -26,32 +27,32 @@ pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | size;
     // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
     let addr = unsafe { mem::map(0, len_bytes, ACCESS, flags) }?;
-    // Tries one move here, where failure is harmless: a kernel that cannot move these pages still unmaps the target.
+    // Try one move here, where a failure does no harm. A kernel that cannot move such pages still unmaps the target.
     let moved = disk::keep_from_children(addr, len_bytes, true).and_then(|()| {
         let to = mem::reserve(len_bytes, page_bytes, 0)?;
-        // SAFETY: both ranges are ours and unknown to other threads. After a failure `to` may belong to another: it is
-        // left alone.
+        // SAFETY: no other thread knows these two ranges. After a failure, another thread may have mapped memory at
+        // `to`, so `to` is not touched again.
         unsafe { place(addr, len_bytes, to) }.map(|()| to)
     });
     if moved.is_err() {
-        // SAFETY: mapped above, and not moved.
+        // SAFETY: the range was mapped above and was not moved.
         unsafe { mem::unreserve(addr, len_bytes) };
     }
     moved
 }
 
-/// Moves a mapping made by [`map`] to `to` and replaces what is there. A concurrent reader sees the old or the new
-/// memory.
+/// Moves a mapping that [`map`] created to `to`, and replaces what is mapped there. A concurrent reader sees either the
+/// old or the new memory.
 ///
 /// # Errors
 ///
-/// Errors of `mremap`. The mapping is then still at `from`. The state of `to` is unknown: it may be unmapped and soon
-/// used by another mapping.
+/// Errors of `mremap`. The mapping is then still at `from`. The state of `to` is unknown: it may be unmapped, and
+/// another mapping may soon use it.
 ///
 /// # Safety
 ///
-/// `from` is such a mapping. `to` is an equally long part of the caller's reservation, aligned to the page size, and
-/// its contents are not needed.
+/// `from` must be a whole mapping of [`map`]. `to` must be an equally long range of the caller's reservation, aligned
+/// to the page size, with contents that no code needs.
 pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: guaranteed by the caller.
@@ -59,7 +60,7 @@ pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> 
     if moved == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Returns a mapping's pages to the reserve. Its addresses stay reserved, without access.
+/// Returns the pages of a mapping to the kernel's reserve. Its addresses stay reserved, without access.
 ///
 /// # Errors
 ///
@@ -67,7 +68,7 @@ pub unsafe fn place(from: usize, len_bytes: usize, to: usize) -> io::Result<()> 
 ///
 /// # Safety
 ///
-/// The range is one whole mapping made by [`map`]. Its contents are not needed, and no reference to them is alive.
+/// The range must be one whole mapping of [`map`]. No code may need its contents or have a reference to them.
 pub unsafe fn give_back(addr: usize, len_bytes: usize) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
     // SAFETY: guaranteed by the caller.

@@ -1,8 +1,9 @@
 //! Linux system calls and kernel files for Pagemill. This crate contains no policy.
 //!
-//! Each file covers one kernel feature. Each call returns the actual result (how many bytes, huge pages or not), so
-//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, and [`task`] allocate
-//! from the global allocator. Everything else may run inside `malloc`.
+//! Each file covers one kernel feature. Each call returns what really happened (how many bytes, whether a huge page),
+//! so that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, [`task`], [`child`],
+//! [`fanotify`], [`open_permission`], [`pages`] and [`namespace`] use the global allocator. Everything else may run
+//! inside `malloc`.
 //!
 //! | file | kernel feature |
 //! |---|---|
@@ -19,7 +20,7 @@
 //! | [`process`], [`child`] | process identity and limits; running a child process and forwarding its signals |
 //! | [`cgroup`] | memory control groups, the machine's memory |
 //! | [`events`] | kernel notifications about memory pressure |
-//! | [`fanotify`], [`pages`] | files of a RAM file system: write events; page contents and leases |
+//! | [`fanotify`], [`open_permission`], [`pages`] | files of a RAM file system: write events; delayed opens; page contents and leases |
 //! | [`namespace`] | a private mount namespace |
 //! | [`probe`] | which features this kernel has, as readable text |
 
@@ -39,6 +40,7 @@ pub mod mem;
 pub mod moves;
 pub mod namespace;
 pub mod numa;
+pub mod open_permission;
 pub mod pages;
 pub mod probe;
 pub mod process;
@@ -49,8 +51,8 @@ pub mod waker;
 
 /// Prints one line to standard error and ends the process with `SIGABRT`.
 ///
-/// For damage after which the process must not continue, such as a double free. Neither allocates nor locks, so any
-/// part of the allocator may call it.
+/// Used for errors after which the process must not continue, such as a double free. Neither allocates nor locks, so
+/// any code of the allocator may call it.
 pub fn fatal(message: core::fmt::Arguments<'_>) -> ! {
     let mut line = file::Text::<512>::new();
     let _ = core::fmt::Write::write_fmt(&mut line, message);

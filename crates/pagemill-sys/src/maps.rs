@@ -1,7 +1,7 @@
 //! Mappings of this process, looked up by address.
 //!
-//! Since Linux 6.11 an ioctl on `/proc/self/maps` looks up one address in some hundred nanoseconds. On older kernels
-//! this module reads the file. Nothing here allocates.
+//! Since Linux 6.11 an ioctl on `/proc/self/maps` finds the mapping of an address in some hundred nanoseconds. On older
+//! kernels this module reads the file. Nothing here allocates.
 #![allow(unsafe_code)] // the ioctl
 
 use crate::file::{self, Fd};
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 const PATH: &CStr = c"/proc/self/maps";
 
-/// A mapping and the properties that decide what may be done with its pages.
+/// A mapping, and the properties that decide what may be done with its pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
     pub addresses: Range<usize>,
@@ -20,13 +20,13 @@ pub struct Mapping {
     pub is_writable: bool,
     pub is_executable: bool,
     pub is_shared: bool,
-    /// Backed by a file. Includes hugetlbfs pages and shared memory.
+    /// The mapping has a file, which includes hugetlbfs pages and shared memory.
     pub has_file: bool,
-    /// The stack of the first thread, or of the program's start.
+    /// The mapping is the stack of the program's first thread.
     pub is_stack: bool,
 }
 
-/// `struct procmap_query`.
+/// The kernel's `struct procmap_query`.
 #[repr(C)]
 struct Query {
     size: u64,
@@ -45,18 +45,19 @@ struct Query {
     build_id_addr: u64,
 }
 
-/// `PROCMAP_QUERY`: `_IOWR('f', 17, struct procmap_query)`.
+/// The ioctl `PROCMAP_QUERY`: `_IOWR('f', 17, struct procmap_query)`.
 const QUERY: libc::c_ulong = 3 << 30 | (size_of::<Query>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 17;
 const READABLE: u64 = 1;
 const WRITABLE: u64 = 1 << 1;
 const EXECUTABLE: u64 = 1 << 2;
 const SHARED: u64 = 1 << 3;
+/// Without a mapping at the address, returns the next one.
 const COVERING_OR_NEXT: u64 = 1 << 4;
 
-/// Longer names belong to files.
+/// Buffer for the name of a mapping. Longer names are paths of files.
 const NAME_BYTES: usize = 32;
 
-/// The mappings of the process that opened this. A fork child must not use it.
+/// The mappings of the process that opened this value. A fork child must not use it.
 pub struct Maps {
     file: Fd,
 }
@@ -69,15 +70,15 @@ impl Maps {
         Ok(Self { file: file::open(PATH, libc::O_RDONLY, 0)? })
     }
 
-    /// Returns the mapping that contains `addr`, or the next one above it; `None` above the last.
+    /// Returns the mapping that contains `addr`, or the next mapping above it; `None` above the last one.
     ///
     /// # Errors
     ///
-    /// Errors of reading `/proc/self/maps`, before Linux 6.11.
+    /// Errors of reading `/proc/self/maps`, which happens only before Linux 6.11.
     pub fn find(&self, addr: usize) -> io::Result<Option<Mapping>> {
         match self.query(addr) {
             Ok(answer) => Ok(answer),
-            // The kernel does not have the ioctl.
+            // The kernel lacks the ioctl.
             Err(_) => file::find_line(PATH, |line| parse(line).filter(|found| found.addresses.end > addr)),
         }
     }
@@ -100,14 +101,14 @@ impl Maps {
             name_addr: name.as_mut_ptr() as u64,
             build_id_addr: 0,
         };
-        // SAFETY: reads and writes `query`, which holds its own size, and `name`, whose address and size are in
-        // `query`.
+        // SAFETY: the call reads and writes `query`, which contains its own size, and `name`, whose address and size
+        // `query` contains.
         let result = unsafe { libc::ioctl(self.file.number(), QUERY as _, &raw mut query) };
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             _ if result == 0 => {}
             Some(libc::ENOENT) => return Ok(None),
-            // A longer name belongs to a file.
+            // The name is a path, so it is not needed.
             Some(libc::ENAMETOOLONG) => return self.query_without_name(query),
             _ => return Err(error),
         }
@@ -117,7 +118,7 @@ impl Maps {
 
     fn query_without_name(&self, mut query: Query) -> io::Result<Option<Mapping>> {
         (query.name_size, query.name_addr) = (0, 0);
-        // SAFETY: reads and writes `query`, which holds its own size.
+        // SAFETY: the call reads and writes `query`, which contains its own size.
         match unsafe { libc::ioctl(self.file.number(), QUERY as _, &raw mut query) } {
             0 => Ok(Some(query.mapping(false))),
             _ => Err(io::Error::last_os_error()),
@@ -139,7 +140,7 @@ impl Query {
     }
 }
 
-/// A line of the file: `start-end rwxp offset device inode name`.
+/// Parses a line of `/proc/self/maps`: `start-end rwxp offset device inode name`.
 fn parse(line: &str) -> Option<Mapping> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
@@ -157,7 +158,7 @@ fn parse(line: &str) -> Option<Mapping> {
     })
 }
 
-/// Returns whether this process has mapped the file at `path`; `false` also if the maps cannot be read.
+/// Returns whether this process has mapped the file at `path`. Returns false if the mappings cannot be read.
 pub fn has_mapped(path: &str) -> bool {
     let is_of_file = |line: &str| line.strip_suffix(path).is_some_and(|rest| rest.ends_with(' '));
     matches!(file::find_line(PATH, |line| is_of_file(line).then_some(())), Ok(Some(())))
@@ -167,22 +168,22 @@ pub fn has_mapped(path: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// The ioctl and the text agree on every mapping, and above the last one.
+    /// For every mapping of this process, and above the last one, the ioctl and the file return the same.
     #[test]
-    fn both_ways_agree() {
+    fn the_ioctl_and_the_file_agree() {
         let maps = Maps::open().unwrap();
         let text = std::fs::read_to_string("/proc/self/maps").unwrap();
         let (mut count, mut stacks) = (0, 0);
-        // The vsyscall page belongs to the kernel and is listed only in the text.
+        // The vsyscall page belongs to the kernel and is only listed in the file.
         for line in text.lines().filter(|line| !line.ends_with("[vsyscall]")) {
             let parsed = parse(line).unwrap();
-            // Other tests map and unmap at the same time, sometimes at the same address.
-            let is_so = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().any(|now| now == line);
+            // Other tests map and unmap memory at the same time.
+            let is_still_listed = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().any(|now| now == line);
             let mut others = Vec::new();
             let agrees = loop {
                 match maps.query(parsed.addresses.start) {
                     Ok(Some(asked)) if asked == parsed => break true,
-                    Ok(asked) if is_so() => others.push(asked),
+                    Ok(asked) if is_still_listed() => others.push(asked),
                     Ok(_) => break false,
                     Err(error) => return println!("skipped: PROCMAP_QUERY: {error}"),
                 }
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_read() {
+    fn lines_are_parsed() {
         let line = "7f5c-7f6d rw-s 00000000 00:01 42   /dev/zero (deleted)";
         let expected = Mapping {
             addresses: 0x7f5c..0x7f6d,

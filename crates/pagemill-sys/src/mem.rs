@@ -1,7 +1,8 @@
 //! Address space and the pages behind it.
 //!
-//! A reservation has no access and no pages. [`open`] makes a part of it readable and writable, still without pages. A
-//! touch or [`populate`] allocates pages, [`discard`] frees them. docs/kernel.md has measured costs.
+//! A reservation has addresses, but no access and no pages. [`open`] makes a range of it readable and writable, still
+//! without pages. An access or [`populate`] allocates pages, and [`discard`] frees them. docs/kernel.md has measured
+//! costs.
 #![allow(unsafe_code)] // the mapping system calls
 
 use std::io;
@@ -12,12 +13,12 @@ const POPULATE_WRITE: i32 = 23;
 /// `MADV_COLD`, since Linux 5.4.
 const COLD: i32 = 20;
 
-/// The pages that the kernel allocated for a block that was to be huge.
+/// The kind of pages that the kernel allocated for a block that should become one huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     /// One huge page.
     Huge,
-    /// Single OS pages: no huge page was available.
+    /// OS pages, because no huge page was available.
     Small,
 }
 
@@ -25,7 +26,7 @@ fn check(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Cache of [`os_page_bytes`]; 0 if empty.
+/// Cached result of [`os_page_bytes`]; 0 before the first call.
 static OS_PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// Bytes of an OS page: 4, 16 or 64 KiB.
@@ -40,68 +41,69 @@ pub fn os_page_bytes() -> usize {
 }
 
 fn kernel_page_bytes() -> usize {
-    // SAFETY: reads a constant of the system.
+    // SAFETY: the call returns a constant of the system.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// Makes this process act as if OS pages were larger than they are. For tests, before any other call.
+/// Makes this process act as if OS pages were larger than they are. Tests call it before any other function.
 ///
 /// # Panics
 ///
 /// If the size was already queried, or if `bytes` is not a valid size.
 pub fn pretend_os_page(bytes: usize) {
-    assert!(bytes.is_power_of_two() && (kernel_page_bytes()..=MOST_OS_PAGE_BYTES).contains(&bytes));
+    assert!(bytes.is_power_of_two() && (kernel_page_bytes()..=MAX_OS_PAGE_BYTES).contains(&bytes));
     assert_eq!(OS_PAGE_BYTES.swap(bytes, Relaxed), 0, "other code counts on another size");
 }
 
-/// The largest OS page size.
-const MOST_OS_PAGE_BYTES: usize = 64 << 10;
+/// The largest OS page size that Pagemill supports.
+const MAX_OS_PAGE_BYTES: usize = 64 << 10;
 
-/// Maps anonymous memory by a plain system call. In the preload library the C library's `mmap` is jemalloc's, which
-/// calls the arena again.
+/// Maps anonymous memory by a direct system call. In the preload library, the C library's `mmap` is replaced by one for
+/// jemalloc, which calls the arena again.
 ///
 /// # Safety
 ///
-/// With `MAP_FIXED`, nothing depends on the memory mapped there.
+/// With `MAP_FIXED`, no code may depend on the memory that is mapped there.
 pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: i32) -> io::Result<usize> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let result = unsafe { libc::syscall(libc::SYS_mmap, addr, len_bytes, protection, flags, -1, 0) };
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// Unmaps by a plain system call: the preload library exports its own `munmap`, for programs.
+/// Unmaps memory by a direct system call, because the preload library exports a `munmap` for programs.
 ///
 /// # Safety
 ///
-/// The memory is no longer in use.
+/// No code may use the memory any more.
 unsafe fn unmap(addr: usize, len_bytes: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
 }
 
-/// `madvise` by a plain system call, for the same reason. Returns 0, or -1 and sets `errno`.
+/// Calls `madvise` by a direct system call, because the preload library exports a `madvise` for programs. Returns 0, or
+/// -1 and sets `errno`.
 ///
 /// # Safety
 ///
-/// The contents that the advice discards are not needed.
+/// No code may need the contents that the advice discards.
 unsafe fn advise(addr: usize, len_bytes: usize, advice: i32) -> i32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 }
 }
 
-/// `mprotect` by a plain system call, for the same reason. Returns 0, or -1 and sets `errno`.
+/// Calls `mprotect` by a direct system call. Returns 0, or -1 and sets `errno`.
 ///
 /// # Safety
 ///
-/// No code relies on the access that is removed.
+/// No code may rely on the access that is removed.
 unsafe fn protect(addr: usize, len_bytes: usize, protection: i32) -> i32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_mprotect, addr, len_bytes, protection) as i32 }
 }
 
 /// Reserves `len_bytes` of address space at a multiple of `align_bytes`, without access or pages.
-///
-/// The reservation counts against `RLIMIT_AS` and against nothing else. `hint` is the preferred address (0: any); the
+/// The reservation counts only against `RLIMIT_AS`. `hint` is the preferred address (0 for any); the kernel may choose
+/// another.
 /// kernel may choose another.
 ///
 /// # Errors
@@ -113,11 +115,11 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
     let spare_bytes = if align_bytes <= os_page_bytes() { 0 } else { align_bytes };
     let padded = len_bytes.checked_add(spare_bytes).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
+    // SAFETY: without MAP_FIXED the kernel maps unused addresses.
     let start = unsafe { map(hint, padded, libc::PROT_NONE, flags) }?;
     let aligned = start.next_multiple_of(align_bytes);
     let (head, tail) = (aligned - start, padded - (aligned - start) - len_bytes);
-    // SAFETY: both ends are parts of the mapping made above, unknown to other code.
+    // SAFETY: both ends belong to the mapping created above, which no other code knows.
     unsafe {
         if head > 0 {
             unmap(start, head);
@@ -133,29 +135,29 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
 ///
 /// # Safety
 ///
-/// `addr..addr + len_bytes` is a reservation, or part of one, that is no longer in use.
+/// `addr..addr + len_bytes` must be a reservation, or a range of one, that no code uses any more.
 pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { unmap(addr, len_bytes) };
 }
 
-/// Makes reserved addresses readable and writable. Pages come with the first touch, zeroed.
+/// Makes reserved addresses readable and writable. The first access to a page allocates it, zeroed.
 ///
-/// Charged against the system's commit limit exactly as a new `mmap` of the same length.
+/// The length is charged against the system's commit limit, as for a new `mmap` of that length.
 ///
 /// # Errors
 ///
-/// `ENOMEM` where `mmap` of that length would be refused too.
+/// `ENOMEM` if `mmap` of that length would be refused, too.
 ///
 /// # Safety
 ///
-/// The range lies inside one reservation of the caller.
+/// The range must lie inside one reservation of the caller.
 pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: the caller owns the range; more access invalidates nothing.
+    // SAFETY: the caller owns the range, and additional access invalidates nothing.
     check(unsafe { protect(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE) })
 }
 
-/// As [`open`], for reading only. Commits no memory and allocates none.
+/// As [`open`], but for reading only. Commits and allocates no memory.
 ///
 /// # Errors
 ///
@@ -163,9 +165,9 @@ pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// # Safety
 ///
-/// The range lies inside a reservation of the caller that was not opened.
+/// The range must lie inside a reservation of the caller and not be open.
 pub unsafe fn open_to_read(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: the caller owns the range, which has never been written.
+    // SAFETY: the caller owns the range, and no code has written to it.
     check(unsafe { protect(addr, len_bytes, libc::PROT_READ) })
 }
 
@@ -177,29 +179,30 @@ pub unsafe fn open_to_read(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// # Safety
 ///
-/// Any thread that accesses the range meanwhile tolerates or handles the fault.
+/// Any thread that accesses the range meanwhile must tolerate or handle the fault.
 pub unsafe fn close(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     check(unsafe { protect(addr, len_bytes, libc::PROT_NONE) })
 }
 
-/// Allows huge pages for whole aligned blocks of the range. Returns whether the kernel accepted it.
+/// Allows huge pages for the aligned blocks of the range. Returns whether the kernel accepted the advice.
 pub fn allow_huge(addr: usize, len_bytes: usize) -> bool {
-    // SAFETY: a hint about paging; contents do not change.
+    // SAFETY: the advice concerns paging only; contents do not change.
     unsafe { advise(addr, len_bytes, libc::MADV_HUGEPAGE) == 0 }
 }
 
-/// Excludes the range from huge pages: untouched OS pages stay unallocated.
+/// Excludes the range from huge pages, so that OS pages without an access stay unallocated.
 pub fn forbid_huge(addr: usize, len_bytes: usize) {
-    // SAFETY: a hint about paging; contents do not change.
+    // SAFETY: the advice concerns paging only; contents do not change.
     unsafe { advise(addr, len_bytes, libc::MADV_NOHUGEPAGE) };
 }
 
-/// Allocates pages for the whole range, as writes would, without changing a byte.
+/// Allocates pages for the whole range, as writes would, but without changing a byte.
 ///
 /// # Errors
 ///
-/// `ENOMEM` for unmapped parts; `EFAULT`, `EHWPOISON`, `EINTR` as `madvise(2)`. Pages allocated before the error stay.
+/// `ENOMEM` for unmapped addresses; `EFAULT`, `EHWPOISON` as in `madvise(2)`. Pages that were allocated before the
+/// error stay.
 pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
     loop {
         // SAFETY: populating changes no contents.
@@ -210,10 +213,9 @@ pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Allocates one block, as a huge page if the kernel has one, and returns which it was.
+/// Allocates the pages of one block, as a huge page if the kernel has one. Returns which kind it got.
 ///
-/// Touches the first OS page. If the last OS page of the block is then resident too, the page is huge. Otherwise
-/// touches nothing more.
+/// Touches the first OS page. If the last one is then resident, too, the page is huge; otherwise touches nothing more.
 ///
 /// # Errors
 ///
@@ -226,7 +228,7 @@ pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
     Ok(if last[0] & 1 == 1 { Backing::Huge } else { Backing::Small })
 }
 
-/// Reports for every OS page of the range whether it is resident (lowest bit of each byte of `pages`).
+/// Reports for every OS page of the range whether it is resident, in the lowest bit of the byte in `pages`.
 ///
 /// # Errors
 ///
@@ -239,14 +241,14 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
     let (page, of_kernel) = (os_page_bytes(), kernel_page_bytes());
     assert!(pages.len() >= len_bytes.div_ceil(page));
     if page == of_kernel {
-        // SAFETY: writes one byte per page into `pages`, long enough as asserted.
+        // SAFETY: the call writes one byte per page into `pages`, which is long enough as asserted.
         return check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) });
     }
     for (at, into) in (0..len_bytes).step_by(page).zip(pages) {
-        // The kernel's pages are at least 4 KiB.
-        let mut parts = [0u8; MOST_OS_PAGE_BYTES >> 12];
+        // The kernel's pages have at least 4 KiB.
+        let mut parts = [0u8; MAX_OS_PAGE_BYTES >> 12];
         let len = page.min(len_bytes - at);
-        // SAFETY: writes one byte per page of the kernel into `parts`, which has room for those of any OS page.
+        // SAFETY: the call writes one byte per kernel page into `parts`, which has a byte for each of them.
         check(unsafe { libc::mincore((addr + at) as *mut _, len, parts.as_mut_ptr()) })?;
         *into = parts[..len.div_ceil(of_kernel)].iter().fold(0, |any, part| any | part & 1);
     }
@@ -269,40 +271,40 @@ pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
     Ok(count * page)
 }
 
-/// Returns whether four bytes at `addr` can be written. The kernel overwrites them with some number to find out.
+/// Returns whether four bytes at `addr` can be written. To find out, the kernel overwrites them with a CPU number.
 pub fn can_write_int(addr: usize) -> bool {
     let nothing = std::ptr::null_mut::<u32>();
-    // SAFETY: the kernel checks the address itself and returns `EFAULT`.
+    // SAFETY: the kernel checks the address itself (`EFAULT`).
     unsafe { libc::syscall(libc::SYS_getcpu, addr as *mut u32, nothing, nothing) == 0 }
 }
 
-/// Checks that the whole range is mapped, with any kind of mapping. Touches no page.
+/// Checks that the whole range is mapped, by any kind of mapping. Accesses no page.
 ///
 /// # Errors
 ///
-/// `ENOMEM` if a part is not mapped or is outside user address space.
+/// `ENOMEM` if any address is not mapped or lies outside of user space.
 pub fn is_mapped(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: this flag has had no effect but the check since Linux 2.6.19.
+    // SAFETY: since Linux 2.6.19 this flag has no effect except for the check.
     check(unsafe { libc::syscall(libc::SYS_msync, addr, len_bytes, libc::MS_ASYNC) as i32 })
 }
 
-/// Frees the pages of the range. Its bytes read zero afterwards.
+/// Frees the pages of the range. The range reads zero afterwards.
 ///
 /// # Errors
 ///
-/// `EINVAL` where the program has locked the memory; nothing was freed then.
+/// `EINVAL` if the program has locked the memory; nothing is freed then.
 ///
 /// # Safety
 ///
-/// The contents are not needed, and no reference to them is alive.
+/// No code may need the contents or have a reference to them.
 pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller gives up the contents.
     check(unsafe { advise(addr, len_bytes, libc::MADV_DONTNEED) })
 }
 
-/// Offers the pages of the range to the kernel, which may reclaim them under pressure (`MADV_FREE`).
+/// Offers the pages of the range to the kernel, which may take them when memory runs short (`MADV_FREE`).
 ///
-/// A page keeps its bytes until then; a write withdraws the offer for its page. A reclaimed page reads zero.
+/// A page keeps its bytes until the kernel takes it. A write to a page ends its offer. A taken page reads zero.
 ///
 /// # Errors
 ///
@@ -316,40 +318,41 @@ pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { advise(addr, len_bytes, libc::MADV_FREE) })
 }
 
-/// Requests that the kernel reclaim the range as under pressure. Without swap it takes only offered pages. For tests.
+/// Makes the kernel reclaim the range, as it does when memory runs short. Without swap it takes only offered pages. For
+/// tests.
 pub fn reclaim(addr: usize, len_bytes: usize) {
     const PAGEOUT: i32 = 21;
-    // SAFETY: contents do not change, except offered ones.
+    // SAFETY: contents do not change, except those that were offered.
     unsafe { advise(addr, len_bytes, PAGEOUT) };
 }
 
-/// Splits the huge page of a block into OS pages, as far as the kernel does so on `MADV_COLD`.
+/// Splits the huge page of a block into OS pages, if the kernel does so for `MADV_COLD`.
 ///
-/// `MADV_DONTNEED` of a part of a huge page frees nothing until the page is split. About 280 us a block.
+/// Until the page is split, `MADV_DONTNEED` of a range inside it frees nothing. Takes some 280 us.
 pub fn split_huge(block: usize, block_bytes: usize) {
-    // `MADV_COLD` for a part of a huge page makes the kernel split it first; for a whole one it would only deactivate
-    // it.
+    // For a range inside a huge page, `MADV_COLD` makes the kernel split the page. For a whole huge page it would only
+    // deactivate the page.
     let _ = cool(block, block_bytes / 2);
-    // Otherwise the kernel may rebuild the huge page, with zeros for freed parts.
+    // Without this the kernel may rebuild the huge page, with zeros for freed OS pages.
     forbid_huge(block, block_bytes);
 }
 
-/// Marks the pages of a range as cold, which splits huge pages that are only partly in the range.
+/// Marks the pages of a range as cold, which splits huge pages that lie only partly in the range.
 ///
 /// # Errors
 ///
 /// `EINVAL` for locked memory.
 pub fn cool(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: a hint about paging; contents do not change.
+    // SAFETY: the advice concerns paging only; contents do not change.
     check(unsafe { advise(addr, len_bytes, COLD) })
 }
 
-/// Frees the pages of the range and installs a guard for each: an access faults (`SIGSEGV`; `EFAULT` in system calls)
-/// until [`remove_guards`]. Before its guard is in place a page may read zero, so [`close`] the range first.
+/// Frees the pages of the range and installs a guard for each. Until [`remove_guards`], an access faults (`SIGSEGV`;
+/// `EFAULT` in system calls). A page may read zero before its guard is installed, so callers first [`close`] the range.
 ///
 /// # Errors
 ///
-/// `EINVAL` before Linux 6.13 and for locked memory; `ENOMEM` without memory for page tables.
+/// `EINVAL` before Linux 6.13 and for locked memory; `ENOMEM` if page tables cannot be allocated.
 ///
 /// # Safety
 ///
@@ -360,20 +363,20 @@ pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { advise(addr, len_bytes, GUARD_INSTALL) })
 }
 
-/// Removes guards; their pages then read zero. Pages without a guard do not change.
+/// Removes guards, after which their pages read zero. Pages without a guard do not change.
 ///
 /// # Errors
 ///
 /// As [`install_guards`].
 pub fn remove_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
     const GUARD_REMOVE: i32 = 103;
-    // SAFETY: there are no contents behind a guard.
+    // SAFETY: a page with a guard has no contents.
     check(unsafe { advise(addr, len_bytes, GUARD_REMOVE) })
 }
 
-/// Maps `len_bytes` of new private memory for metadata: zeroed, readable and writable, without pages.
+/// Maps `len_bytes` of private memory for metadata: zeroed, readable and writable, without pages.
 ///
-/// Not charged in advance (`MAP_NORESERVE`): most of a metadata area is never touched.
+/// The length is not charged in advance (`MAP_NORESERVE`), because most of a metadata area is never accessed.
 ///
 /// # Errors
 ///
@@ -385,50 +388,50 @@ pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
         return unsafe { map(0, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags) };
     }
     let addr = reserve(len_bytes, align_bytes, 0)?;
-    // SAFETY: replaces the reservation made above, unknown to other code.
+    // SAFETY: the call replaces the reservation made above, which no other code knows.
     let mapped = unsafe { map(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags | libc::MAP_FIXED) };
     if mapped.is_err() {
-        // SAFETY: as above.
+        // SAFETY: as for the previous call.
         unsafe { unreserve(addr, len_bytes) };
     }
     mapped
 }
 
-/// Makes the OS page at `addr` read zero in a child made by `fork` or a raw `clone`. Returns whether the kernel
-/// accepted it.
+/// Makes the OS page at `addr` read zero in a child created by `fork` or a raw `clone`. Returns whether the kernel
+/// accepted the advice.
 pub fn wipe_on_fork(addr: usize) -> bool {
     const WIPEONFORK: i32 = 18;
-    // SAFETY: concerns children only.
+    // SAFETY: the advice concerns children only.
     unsafe { advise(addr, os_page_bytes(), WIPEONFORK) == 0 }
 }
 
-/// Prefetches the cache line of an address. An invalid address does no harm.
+/// Prefetches the cache line of an address. An invalid address has no effect.
 #[inline(always)]
 pub fn prefetch(addr: usize) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint, which reads nothing.
+    // SAFETY: a hint that accesses no memory.
     unsafe {
         std::arch::asm!("prefetcht0 [{}]", in(reg) addr, options(nostack, preserves_flags, readonly));
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: as above.
+    // SAFETY: a hint that accesses no memory.
     unsafe {
         std::arch::asm!("prfm pldl1keep, [{}]", in(reg) addr, options(nostack, preserves_flags, readonly));
     }
     let _ = addr;
 }
 
-/// Returns the thread pointer: it differs between live threads and costs one instruction.
+/// Returns the thread pointer, a number that differs between running threads. Costs one instruction.
 #[inline]
 pub fn thread_token() -> usize {
     let token: usize;
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the x86-64 ABI keeps the thread pointer's own address at fs:0.
+    // SAFETY: in the x86-64 ABI, fs:0 contains the thread pointer itself.
     unsafe {
         core::arch::asm!("mov {}, fs:0", out(reg) token, options(nostack, preserves_flags, readonly))
     };
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: reads the thread pointer register.
+    // SAFETY: the instruction reads the thread pointer register.
     unsafe {
         core::arch::asm!("mrs {}, tpidr_el0", out(reg) token, options(nostack, preserves_flags, nomem))
     };
@@ -441,15 +444,15 @@ mod tests {
 
     const BLOCK: usize = 2 << 20;
 
-    /// A reservation is aligned, opens in parts, reads zero after a discard.
+    /// A reservation is aligned. A range of it can be opened, and reads zero after a discard.
     #[test]
-    fn reserved_memory_opens_and_empties() {
+    fn reserved_memory_can_be_opened_and_discarded() {
         let addr = reserve(4 * BLOCK, 4 * BLOCK, 0).unwrap();
         assert_eq!(addr % (4 * BLOCK), 0);
-        // SAFETY: our own reservation.
+        // SAFETY: the range is a reservation of this function.
         unsafe { open(addr, BLOCK).unwrap() };
         let byte = addr as *mut u8;
-        // SAFETY: opened above; ours alone.
+        // SAFETY: the page was opened above, and no other code knows it.
         unsafe {
             byte.write(7);
             discard(addr, os_page_bytes()).unwrap();
@@ -458,9 +461,9 @@ mod tests {
         }
     }
 
-    /// The result of `populate_huge` agrees with the number of resident pages.
+    /// `populate_huge` reports a huge page exactly if all OS pages of the block are resident.
     #[test]
-    fn backing_is_what_is_resident() {
+    fn populate_huge_reports_the_kind_of_page() {
         let addr = map_sparse(BLOCK, BLOCK).unwrap();
         let backing = populate_huge(addr, BLOCK).unwrap();
         let mut pages = [0u8; BLOCK / 4096];
@@ -470,11 +473,11 @@ mod tests {
             Backing::Huge => assert_eq!(count, BLOCK / os_page_bytes()),
             Backing::Small => assert!(count < BLOCK / os_page_bytes()),
         }
-        // SAFETY: ours alone.
+        // SAFETY: no other code knows the memory.
         unsafe { unreserve(addr, BLOCK) };
     }
 
-    /// Two threads have different tokens.
+    /// Two threads have different thread pointers.
     #[test]
     fn tokens_differ() {
         let here = thread_token();

@@ -1,8 +1,8 @@
-//! Moving pages from one address to another instead of copying bytes.
+//! Moves pages from one address to another instead of copying their bytes.
 //!
 //! `UFFDIO_MOVE` (since Linux 6.8) takes 1.8 us per huge page and leaves the mappings unchanged. `mremap` is
-//! unsuitable: when it refuses a source of several mappings, it has already unmapped the target. The userfaultfd lives
-//! for one call, because a descriptor that a child inherits would act on its parent.
+//! unsuitable: if it refuses a source that consists of several mappings, it has already unmapped the target. Each call
+//! opens and closes its own userfaultfd, because a fork child that inherited the descriptor would act on its parent.
 #![allow(unsafe_code)] // the userfaultfd calls
 
 use std::io;
@@ -51,7 +51,7 @@ struct Mover(libc::c_int);
 
 impl Mover {
     fn open() -> io::Result<Self> {
-        // SAFETY: makes a descriptor, touches no memory.
+        // SAFETY: the call only creates a descriptor.
         let fd = unsafe {
             libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY) as libc::c_int
         };
@@ -60,7 +60,7 @@ impl Mover {
         }
         let mover = Self(fd);
         let mut api = Api { api: UFFD_API, features: FEATURE_MOVE, ioctls: 0 };
-        // An older kernel has the call, but not this feature.
+        // A kernel before 6.8 has userfaultfd, but not this feature.
         mover.call(UFFDIO_API, &raw mut api).map_err(|_| io::Error::from_raw_os_error(libc::ENOSYS))?;
         Ok(mover)
     }
@@ -74,8 +74,9 @@ impl Mover {
 
 impl Drop for Mover {
     fn drop(&mut self) {
-        // A plain system call: the C library's `close` is a cancellation point, and locks may be held here.
-        // SAFETY: our own descriptor, not used again.
+        // A direct system call is used because the C library's `close` is a cancellation point, and callers may hold
+        // locks.
+        // SAFETY: this value owns the descriptor, which is not used again.
         unsafe { libc::syscall(libc::SYS_close, self.0) };
     }
 }
@@ -89,17 +90,17 @@ pub fn can_move() -> io::Result<()> {
     Mover::open().map(drop)
 }
 
-/// Moves the pages of `src` to `dst` and returns the number of bytes moved, counted from the start.
+/// Moves the pages of `src` to `dst`. Returns the bytes moved, counted from the start of the ranges.
 ///
-/// Holes stay holes. The moved part of `src` reads zero afterwards.
+/// Addresses without a page in `src` get none in `dst`. The moved range of `src` reads zero afterwards.
 ///
 /// # Errors
 ///
-/// The cause if nothing was moved. After a partial move the caller copies the rest.
+/// The kernel's error if nothing was moved. After a partial move the caller must copy the rest.
 ///
 /// # Safety
 ///
-/// Both ranges are private anonymous memory of the caller. `dst` has no pages and no users. No thread touches `src`
+/// Both ranges are private anonymous memory of the caller. `dst` has no pages and no users. No thread accesses `src`
 /// during the call.
 pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result<usize> {
     let mover = Mover::open()?;
@@ -129,8 +130,8 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
             }
         }
     }
-    // Unregistering has no thread to wake: none can have faulted in `dst`. Closing would also unregister. An error
-    // here does not change what was moved.
+    // Unregistering needs to wake no thread, because none can have faulted in `dst`. Closing would also unregister. An
+    // error here does not change what was moved.
     let _ = mover.call(UFFDIO_UNREGISTER, &raw mut register.range);
     match failure {
         Some(error) if moved == 0 => Err(error),
@@ -145,20 +146,20 @@ mod tests {
 
     const BLOCK: usize = 2 << 20;
 
-    /// Pages arrive complete, holes stay holes, and the source reads zero afterwards.
+    /// Pages are moved from one range to another. Their bytes arrive, and the source reads zero afterwards.
     #[test]
-    fn pages_arrive_and_leave() {
+    fn pages_are_moved_with_their_bytes() {
         let base = mem::map_sparse(8 * BLOCK, BLOCK).unwrap();
         let (src, dst) = (base, base + 4 * BLOCK);
         let pages = [0, 1, 511, 1024, 2047];
-        // SAFETY: all addresses lie in the mapping made above, ours alone.
+        // SAFETY: all addresses lie in the mapping made above, which no other code knows.
         unsafe {
             for page in pages {
                 ((src + page * 4096) as *mut u64).write(page as u64 + 1);
             }
             match move_pages(dst, src, 4 * BLOCK) {
                 Ok(moved) => assert_eq!(moved, 4 * BLOCK),
-                Err(error) => return eprintln!("skipped: UFFDIO_MOVE is not to be had here: {error}"),
+                Err(error) => return eprintln!("skipped: UFFDIO_MOVE is unavailable here: {error}"),
             }
             for page in pages {
                 assert_eq!(((dst + page * 4096) as *const u64).read(), page as u64 + 1, "{page}");

@@ -1,4 +1,5 @@
-//! Pages of a file in memory: collapse into huge pages, split huge pages, find the charged group, take a lease.
+//! Pages of a file in memory: making and splitting huge pages, finding the control group that is charged for a page,
+//! and leases.
 #![allow(unsafe_code)] // mmap, madvise, fcntl
 
 use crate::mem::os_page_bytes;
@@ -11,12 +12,12 @@ use std::sync::Once;
 const MADV_COLD: libc::c_int = 20;
 const MADV_COLLAPSE: libc::c_int = 25;
 
-/// Result of collapsing a block.
+/// Result of making a huge page of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collapse {
-    /// The block is one huge page, now or already before.
+    /// The block is one huge page: it became one now, or was one before.
     Huge,
-    /// Another user holds a reference to one of its pages. A retry may succeed.
+    /// Other code has a reference to a page of the block. A retry may succeed.
     Busy,
     /// No huge page is available, or the group's limit leaves no room for one.
     NoMemory,
@@ -24,17 +25,18 @@ pub enum Collapse {
     Refused,
 }
 
-/// A read-only mapping of a part of a file, for kernel calls. This process reads none of its bytes.
+/// A read-only mapping of a range of a file, for system calls that need an address. Pagemill reads none of its bytes.
 struct Window {
     addr: *mut libc::c_void,
     len: usize,
 }
 
 impl Window {
-    /// Maps at an address that is a multiple of `len`, as a huge page requires. `offset` is a multiple of an OS page.
+    /// Maps the range at an address that is a multiple of `len`, as a huge page requires. `offset` must be a multiple
+    /// of an OS page.
     fn new(file: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Self> {
-        // SAFETY: reserves twice the length, maps over an aligned part and unmaps the rest. No other code has
-        // addresses in it.
+        // SAFETY: reserves twice the length, maps the file over an aligned range and unmaps the rest. No other code
+        // knows these addresses.
         unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
             let around = libc::mmap(std::ptr::null_mut(), 2 * len, libc::PROT_NONE, flags, -1, 0);
@@ -59,11 +61,12 @@ impl Window {
     }
 
     fn advise(&self, len: usize, advice: libc::c_int) -> io::Result<()> {
-        // SAFETY: our own mapping; the advice changes no byte.
+        // SAFETY: this value owns the mapping, and the advice changes no byte.
         if unsafe { libc::madvise(self.addr, len, advice) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Maps the first page with `madvise`: past the end of the file that returns an error instead of raising a signal.
+    /// Maps the first page by `madvise`, which returns an error past the end of the file. An access would raise a
+    /// signal.
     fn populate(&self) -> io::Result<()> {
         const MADV_POPULATE_READ: libc::c_int = 22;
         self.advise(os_page_bytes(), MADV_POPULATE_READ)
@@ -71,10 +74,10 @@ impl Window {
 }
 
 impl Window {
-    /// Returns whether the first page is already in memory.
+    /// Returns whether the first page of the range is in memory already.
     fn is_resident(&self) -> bool {
         let mut state = 0u8;
-        // SAFETY: our own mapping; the kernel writes one byte for one page.
+        // SAFETY: this value owns the mapping, and the kernel writes one byte for one page.
         let result = unsafe { libc::mincore(self.addr, os_page_bytes(), &raw mut state) };
         result == 0 && state & 1 == 1
     }
@@ -82,15 +85,15 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, not used again.
+        // SAFETY: this value owns the mapping, which is not used again.
         unsafe { libc::munmap(self.addr, self.len) };
     }
 }
 
 /// Makes one huge page of the block of `file` at `offset`, a multiple of `block_bytes`.
 ///
-/// The bytes and other mappings stay. The page is charged to this process's memory group. Some 0.25 ms. Since Linux
-/// 6.1.
+/// The bytes and other mappings of the file stay. The huge page is charged to this process's memory group. Takes some
+/// 0.25 ms. Needs Linux 6.1.
 pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collapse {
     let Ok(window) = Window::new(file, offset, block_bytes) else { return Collapse::NoMemory };
     match window.advise(block_bytes, MADV_COLLAPSE) {
@@ -105,7 +108,7 @@ pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collap
 
 /// Splits the huge page at `offset` of `file`, unless another process has mapped it. The bytes stay.
 ///
-/// Uses `MADV_COLD` of a part of it, which processes single pages and therefore splits first.
+/// `MADV_COLD` for one OS page of it makes the kernel split it first.
 ///
 /// # Errors
 ///
@@ -116,7 +119,8 @@ pub fn split(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> io::Resul
     window.advise(os_page_bytes(), MADV_COLD)
 }
 
-/// Returns the inode number of the cgroup folder that the page at `offset` is charged to. For root only.
+/// Returns the inode number of the folder of the control group that is charged for the page at `offset`. Works only as
+/// root.
 ///
 /// # Errors
 ///
@@ -124,55 +128,55 @@ pub fn split(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> io::Resul
 pub fn charged_group(file: BorrowedFd<'_>, offset: u64) -> io::Result<u64> {
     let window = Window::new(file, offset, os_page_bytes())?;
     window.populate()?;
-    Asking::new()?.group(window.addr)
+    ChargedGroupReader::new()?.charged_group_of(window.addr)
 }
 
-/// Returns whether this process may read the charged group of a page.
+/// Returns whether this process may read which group is charged for a page.
 pub fn may_ask_for_group() -> bool {
-    Asking::new().is_ok()
+    ChargedGroupReader::new().is_ok()
 }
 
-/// Returns the groups (as [`charged_group`]) of a few pages spread over a file of `len_bytes`, one for each resident
-/// page.
+/// Samples pages spread over a file of `len_bytes`. Returns the charged group of each sampled page that is resident (as
+/// [`charged_group`]), at most eight.
 ///
-/// Allocates no page and takes no lock of the file, which a writer may hold for long. Some 50 us.
+/// Allocates no page and takes no lock of the file, which a writer may hold for long. Takes some 50 us.
 ///
 /// # Errors
 ///
 /// As [`charged_group`].
 pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64) -> io::Result<Vec<u64>> {
-    const LOOKS: u64 = 64;
-    const ENOUGH: usize = 8;
+    const MAX_SAMPLES: u64 = 64;
+    const MAX_GROUPS: usize = 8;
     let page = os_page_bytes() as u64;
     let pages = len_bytes.div_ceil(page);
-    let asking = Asking::new()?;
+    let reader = ChargedGroupReader::new()?;
     let mut groups = Vec::new();
-    for look in 0..LOOKS.min(pages) {
-        // Starts at the end: the pages written last are resident.
-        let offset = (pages - 1 - look * pages / LOOKS.min(pages)) * page;
-        if groups.len() == ENOUGH {
+    for sample in 0..MAX_SAMPLES.min(pages) {
+        // The sampling starts at the end, because the pages written last are resident.
+        let offset = (pages - 1 - sample * pages / MAX_SAMPLES.min(pages)) * page;
+        if groups.len() == MAX_GROUPS {
             break;
         }
         let window = Window::new(file, offset, page as usize)?;
         if window.is_resident() && window.populate().is_ok() {
-            groups.extend(asking.group(window.addr).ok());
+            groups.extend(reader.charged_group_of(window.addr).ok());
         }
     }
     Ok(groups)
 }
 
-/// The kernel files that report which group a page is charged to.
-struct Asking {
+/// The kernel files that say which control group is charged for a page.
+struct ChargedGroupReader {
     pagemap: File,
     groups: File,
 }
 
-impl Asking {
+impl ChargedGroupReader {
     fn new() -> io::Result<Self> {
         Ok(Self { pagemap: File::open("/proc/self/pagemap")?, groups: File::open("/proc/kpagecgroup")? })
     }
 
-    fn group(&self, addr: *mut libc::c_void) -> io::Result<u64> {
+    fn charged_group_of(&self, addr: *mut libc::c_void) -> io::Result<u64> {
         const IS_PRESENT: u64 = 1 << 63;
         const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
         const LARGEST_ORDER: u32 = 9;
@@ -197,36 +201,36 @@ impl Asking {
     }
 }
 
-/// Takes a write lease, if no other process has the file open or mapped.
+/// Takes a write lease on a file (`F_SETLEASE`). Fails if any other descriptor or mapping of the file exists.
 ///
-/// Afterwards a process that opens the file blocks until `file` is closed, at most `/proc/sys/fs/lease-break-time`
-/// seconds. Requires the file's owner or CAP_LEASE.
+/// After that, a process that opens the file blocks until `file` is closed, for at most `/proc/sys/fs/lease-break-time`
+/// seconds. The caller must own the file or have CAP_LEASE.
 ///
 /// # Errors
 ///
-/// `EAGAIN` if the file is open elsewhere, `EACCES` for another user's file.
+/// `EAGAIN` if the file is open elsewhere; `EACCES` for another user's file.
 pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
     static IS_HANDLED: Once = Once::new();
-    // When another process opens the file, the kernel sends SIGIO here, which would end this process by default.
-    IS_HANDLED.call_once(|| pass_over(libc::SIGIO));
-    // SAFETY: plain arguments.
+    // When a process opens the file, the kernel sends SIGIO to this process, which would end it by default.
+    IS_HANDLED.call_once(|| ignore_signal(libc::SIGIO));
+    // SAFETY: the call takes numbers only.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Returns whether the lease is held and no opener waits for its end.
+/// Returns whether the lease is held, and no process waits to open the file.
 pub fn has_lease(file: BorrowedFd<'_>) -> bool {
-    // SAFETY: plain arguments. While the lease is being broken, the kernel returns the future type.
+    // SAFETY: the call takes numbers only. While an opener waits, it returns the future type.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
 }
 
-/// Releases a lease before the file is closed.
+/// Releases the lease before the file is closed.
 pub fn end_lease(file: BorrowedFd<'_>) {
-    // SAFETY: plain arguments.
+    // SAFETY: the call takes numbers only.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };
 }
 
-/// Returns whether no other process has the file open or mapped at this moment.
+/// Returns whether no other descriptor or mapping of the file exists now.
 pub fn is_alone(file: BorrowedFd<'_>) -> bool {
     let is_alone = take_lease(file).is_ok();
     if is_alone {
@@ -237,10 +241,10 @@ pub fn is_alone(file: BorrowedFd<'_>) -> bool {
 
 extern "C" fn do_nothing(_: libc::c_int) {}
 
-/// Installs an empty handler for a signal that would end this process. Programs that it executes have the default
-/// action.
-fn pass_over(signal: libc::c_int) {
-    // SAFETY: plain data; the handler touches nothing; an existing handler stays.
+/// Installs an empty handler for a signal that would end this process. In programs that this process executes, the
+/// signal has its default action.
+fn ignore_signal(signal: libc::c_int) {
+    // SAFETY: the structures are plain data, the handler accesses nothing, and an existing handler stays.
     unsafe {
         let mut before: libc::sigaction = std::mem::zeroed();
         libc::sigaction(signal, std::ptr::null(), &raw mut before);
@@ -268,7 +272,7 @@ mod tests {
         Some((folder, File::open(path).unwrap()))
     }
 
-    /// Collapsing and splitting keep every byte.
+    /// Collapsing and splitting a block keeps every byte.
     #[test]
     fn collapsing_and_splitting_keep_the_bytes() {
         let Some((_folder, file)) = file(2) else { return println!("skipped: no /dev/shm") };
@@ -283,18 +287,18 @@ mod tests {
         assert!(bytes.iter().all(|byte| *byte == 7));
     }
 
-    /// Retries: children that parallel tests start inherit open files for a moment.
-    fn at_last(is_so: impl Fn() -> bool) {
+    /// Repeats a check: children of parallel tests inherit open files for a moment.
+    fn retry_until(is_so: impl Fn() -> bool) {
         let begun = std::time::Instant::now();
         while !is_so() {
-            assert!(begun.elapsed().as_secs() < 600, "it is refused for ever");
+            assert!(begun.elapsed().as_secs() < 600, "still refused");
             std::thread::yield_now();
         }
     }
 
-    /// A lease is refused while another descriptor or mapping of the file exists.
+    /// A lease is refused while another descriptor or another mapping of the file exists.
     #[test]
-    fn a_lease_wants_the_file_alone() {
+    fn a_lease_is_refused_while_the_file_is_open_elsewhere() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
         let other = File::open(folder.path().join("file")).unwrap();
         let refused = take_lease(file.as_fd()).unwrap_err();
@@ -303,16 +307,16 @@ mod tests {
         drop(other);
         assert_eq!(take_lease(file.as_fd()).unwrap_err().raw_os_error(), Some(libc::EAGAIN));
         drop(window);
-        at_last(|| take_lease(file.as_fd()).is_ok());
+        retry_until(|| take_lease(file.as_fd()).is_ok());
     }
 
-    /// A process that opens the file blocks until it is closed here, and no signal ends this process.
+    /// A thread that opens the file blocks until the lease ends, and no signal ends this process.
     #[test]
-    fn openers_wait_for_the_end_of_a_lease() {
+    fn an_opener_waits_for_the_end_of_a_lease() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
-        at_last(|| is_alone(file.as_fd()));
+        retry_until(|| is_alone(file.as_fd()));
         assert!(!has_lease(file.as_fd()));
-        at_last(|| take_lease(file.as_fd()).is_ok());
+        retry_until(|| take_lease(file.as_fd()).is_ok());
         assert!(has_lease(file.as_fd()));
         let path = folder.path().join("file");
         let opener = std::thread::spawn(move || File::open(path).map(drop));
@@ -324,9 +328,9 @@ mod tests {
         opener.join().unwrap().unwrap();
     }
 
-    /// Reads the group of a page, where permitted.
+    /// The charged group of a page can be read (skipped without permission).
     #[test]
-    fn pages_know_their_group() {
+    fn the_charged_group_of_a_page_is_read() {
         let Some((_folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
         match charged_group(file.as_fd(), 0) {
             Ok(inode) => assert_ne!(inode, 0),
@@ -335,24 +339,28 @@ mod tests {
         assert!(charged_group(file.as_fd(), 64 * BLOCK as u64).is_err());
     }
 
-    /// Every OS page of a huge page reports its group.
+    /// All OS pages of a huge page have the same charged group.
     #[test]
-    fn parts_of_huge_pages_know_their_group() {
+    fn all_pages_of_a_huge_page_have_one_group() {
         let Some((_folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
-        let Ok(group) = charged_group(file.as_fd(), 0) else { return println!("skipped: it is not said here") };
+        let Ok(group) = charged_group(file.as_fd(), 0) else {
+            return println!("skipped: the group cannot be read here");
+        };
         if collapse(file.as_fd(), 0, BLOCK) != Collapse::Huge {
-            return println!("skipped: no huge pages to be had");
+            return println!("skipped: no huge page available");
         }
         for page in [0, 1, 255, 511] {
             assert_eq!(charged_group(file.as_fd(), page * 4096).unwrap(), group, "{page}");
         }
     }
 
-    /// Spread pages report their groups, and holes stay holes.
+    /// Pages of holes are skipped, and none is allocated.
     #[test]
-    fn spread_pages_know_their_groups() {
+    fn sampled_pages_report_their_groups() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
-        let Ok(group) = charged_group(file.as_fd(), 0) else { return println!("skipped: it is not said here") };
+        let Ok(group) = charged_group(file.as_fd(), 0) else {
+            return println!("skipped: the group cannot be read here");
+        };
         assert_eq!(charged_groups(file.as_fd(), BLOCK as u64).unwrap(), [group; 8]);
         File::options().write(true).open(folder.path().join("file")).unwrap().set_len(64 * BLOCK as u64).unwrap();
         let held = || std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap());
@@ -360,7 +368,7 @@ mod tests {
         assert_eq!(
             charged_groups(file.as_fd(), 64 * BLOCK as u64).unwrap(),
             [group],
-            "one look in 64 meets the first block"
+            "one sample of 64 hits the first block"
         );
         assert_eq!(held(), before);
         assert!(charged_groups(file.as_fd(), 0).unwrap().is_empty());

@@ -1,4 +1,4 @@
-//! Identity and resources of processes: numbers from `/proc`, without allocating.
+//! Identity and resources of processes, mostly read from `/proc`. Nothing here allocates.
 #![allow(unsafe_code)] // getpid, gettid, kill, abort
 
 use crate::file::{self, Path};
@@ -6,43 +6,45 @@ use crate::mem;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Identifies a process uniquely: its id and the clock tick at which it started. Ids are reused, pairs are not.
+/// Identifies a process: its id, and the clock tick at which it started. Ids are reused, but pairs are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Identity {
     pub pid: u32,
-    /// Clock ticks after boot; 0 if `/proc` is unavailable.
+    /// Start time in clock ticks after boot; 0 if `/proc` is unavailable.
     pub start_ticks: u64,
 }
 
-/// This process's id.
+/// Returns this process's id.
 pub fn id() -> u32 {
-    // SAFETY: no arguments.
+    // SAFETY: the call takes no arguments.
     unsafe { libc::getpid() as u32 }
 }
 
-/// Returns whether this is the process's first thread; in a fork child, the one that forked.
+/// Returns whether the calling thread is the process's first thread. In a fork child that is the thread that called
+/// `fork`.
 pub fn is_first_thread() -> bool {
-    // SAFETY: no arguments.
+    // SAFETY: the call takes no arguments.
     let thread = unsafe { libc::syscall(libc::SYS_gettid) };
     thread == i64::from(id())
 }
 
-/// The effective user's id.
+/// Returns the effective user's id.
 pub fn user_id() -> u32 {
-    // SAFETY: no arguments.
+    // SAFETY: the call takes no arguments.
     unsafe { libc::geteuid() }
 }
 
 /// Ends this process with `SIGABRT`.
 pub fn abort() -> ! {
-    // SAFETY: no arguments.
+    // SAFETY: the call takes no arguments.
     unsafe { libc::abort() }
 }
 
-/// Returns the name, and the fields of `/proc/PID/stat` from the state on (field 3 is index 0).
+/// Returns a process's name, and the fields of `/proc/PID/stat` from the state on (field 3 has index 0).
 fn stat_fields(pid: u32, buffer: &mut [u8; 1024]) -> Option<(&str, &str)> {
     let path = if pid == id() {
-        // "self", not the id: in a PID namespace this process may have another id in this /proc.
+        // The path contains "self" instead of the id, because this `/proc` may belong to another PID namespace, with
+        // other ids.
         Path::format(format_args!("/proc/self/stat"))?
     } else {
         Path::format(format_args!("/proc/{pid}/stat"))?
@@ -53,7 +55,7 @@ fn stat_fields(pid: u32, buffer: &mut [u8; 1024]) -> Option<(&str, &str)> {
     Some((text.get(open + 1..close)?, text.get(close + 2..)?))
 }
 
-/// Returns the identity of a running process; `None` if there is none, or if it is a zombie.
+/// Returns the identity of a running process; `None` if there is no such process, or if it is a zombie.
 pub fn identity(pid: u32) -> Option<Identity> {
     let mut buffer = [0; 1024];
     let (_, fields) = stat_fields(pid, &mut buffer)?;
@@ -64,35 +66,37 @@ pub fn identity(pid: u32) -> Option<Identity> {
     Some(Identity { pid, start_ticks: fields.nth(18)?.parse().ok()? })
 }
 
-/// Cache of [`own_identity`]: the process id above [`TICK_BITS`] bits of the start time; 0 if empty.
-static OWN: AtomicU64 = AtomicU64::new(0);
+/// Cached result of [`own_identity`]: the process id above [`TICK_BITS`] bits of the start time; 0 before the first
+/// call.
+static OWN_IDENTITY: AtomicU64 = AtomicU64::new(0);
 
-/// Process ids have at most 22 bits. The other 42 hold the start time, enough ticks for a thousand years.
+/// Process ids have at most 22 bits. The other 42 bits hold the start time, which suffices for a thousand years of
+/// ticks.
 const TICK_BITS: u32 = 42;
 
-/// Returns the identity of this process. Reads `/proc` once, and again after [`forget_own_identity`].
+/// Returns the identity of this process. Reads `/proc` only once, and again after [`forget_own_identity`].
 pub fn own_identity() -> Identity {
-    let (pid, known) = (id(), OWN.load(Relaxed));
+    let (pid, known) = (id(), OWN_IDENTITY.load(Relaxed));
     if known >> TICK_BITS == u64::from(pid) {
         return Identity { pid, start_ticks: known & ((1 << TICK_BITS) - 1) };
     }
     let Some(known) = identity(pid) else { return Identity { pid, start_ticks: 0 } };
     if known.start_ticks >> TICK_BITS == 0 && u64::from(pid) >> (u64::BITS - TICK_BITS) == 0 {
-        OWN.store(u64::from(pid) << TICK_BITS | known.start_ticks, Relaxed);
+        OWN_IDENTITY.store(u64::from(pid) << TICK_BITS | known.start_ticks, Relaxed);
     }
     known
 }
 
-/// Clears the cached identity, in a fork child. In another PID namespace parent and child may have the same id.
+/// Clears the cached identity, in a fork child. A parent and a child in another PID namespace may have the same id.
 pub fn forget_own_identity() {
-    OWN.store(0, Relaxed);
+    OWN_IDENTITY.store(0, Relaxed);
 }
 
-/// Returns whether this process still runs. Without `/proc`, returns whether the id is in use.
+/// Returns whether the process with this identity still runs. Without `/proc`, returns whether its id is in use.
 pub fn is_alive(known: Identity) -> bool {
     match identity(known.pid) {
         Some(now) => known.start_ticks == 0 || now.start_ticks == known.start_ticks,
-        // SAFETY: signal 0 sends nothing.
+        // SAFETY: signal 0 is only checked and not sent.
         None => !has_proc() && unsafe { libc::kill(known.pid as i32, 0) == 0 },
     }
 }
@@ -114,7 +118,7 @@ pub fn name(pid: u32) -> [u8; 16] {
     name
 }
 
-/// Returns the resident bytes of a process, mapped files included; `None` without `/proc`.
+/// Returns the resident bytes of a process, including mapped files; `None` without `/proc`.
 pub fn resident_bytes(pid: u32) -> Option<u64> {
     let mut buffer = [0; 256];
     let path = Path::format(format_args!("/proc/{pid}/statm"))?;
@@ -125,15 +129,16 @@ pub fn resident_bytes(pid: u32) -> Option<u64> {
 
 /// Returns the number of CPUs that this process may run on, at least 1.
 pub fn cpu_count() -> usize {
-    // SAFETY: plain data, written by the call.
+    // SAFETY: plain data may be zero.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: writes at most the size given.
+    // SAFETY: the call writes at most the given size.
     let known = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) } == 0;
-    // SAFETY: counts bits of `set`.
+    // SAFETY: the call only counts the bits of `set`.
     if known { (unsafe { libc::CPU_COUNT(&set) } as usize).max(1) } else { 1 }
 }
 
-/// Returns the limit on address space and data (`RLIMIT_AS`, `RLIMIT_DATA`) in bytes; `None` for no limit.
+/// Returns the smaller of the limits on address space and data (`RLIMIT_AS`, `RLIMIT_DATA`) in bytes; `None` without a
+/// limit.
 pub fn address_space_limit() -> Option<usize> {
     let limit = soft_limit(libc::RLIMIT_AS).min(soft_limit(libc::RLIMIT_DATA));
     (limit != libc::RLIM_INFINITY).then_some(limit as usize)
@@ -141,20 +146,21 @@ pub fn address_space_limit() -> Option<usize> {
 
 fn soft_limit(of: libc::__rlimit_resource_t) -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: writes `limit`.
+    // SAFETY: the call writes only `limit`.
     let is_known = unsafe { libc::getrlimit(of, &raw mut limit) } == 0;
     if is_known { limit.rlim_cur } else { libc::RLIM_INFINITY }
 }
 
-/// Returns the maximum size of a file that this process writes (`RLIMIT_FSIZE`). Exceeding it sends a fatal signal.
+/// Returns the largest size of a file that this process may write (`RLIMIT_FSIZE`). The kernel sends a fatal signal
+/// beyond it.
 pub fn file_size_limit() -> u64 {
     soft_limit(libc::RLIMIT_FSIZE)
 }
 
-/// Raises the limit of open descriptors to its maximum, if that is allowed.
+/// Raises the soft limit of open descriptors to the hard limit, if that is allowed.
 pub fn raise_descriptor_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: writes and reads `limit`.
+    // SAFETY: the calls only write and read `limit`.
     unsafe {
         if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
             limit.rlim_cur = limit.rlim_max;
@@ -163,20 +169,20 @@ pub fn raise_descriptor_limit() {
     }
 }
 
-/// Returns a random number from the kernel; from the clock, if the kernel has none ready.
+/// Returns a random number from the kernel, or a number made from the clock if the kernel has none ready.
 pub fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
-    // A plain system call: the C library's function is a cancellation point.
-    // SAFETY: writes at most 8 bytes into `bytes`.
+    // A direct system call is used because the C library's function is a cancellation point.
+    // SAFETY: the call writes at most 8 bytes into `bytes`.
     let count = unsafe { libc::syscall(libc::SYS_getrandom, bytes.as_mut_ptr(), bytes.len(), libc::GRND_NONBLOCK) };
     if count == 8 { u64::from_ne_bytes(bytes) } else { crate::clock::fine_ns().wrapping_mul(0x9E37_79B9_7F4A_7C15) }
 }
 
 /// Returns the major and minor number of the kernel's release; zeros if it cannot be parsed.
 pub fn kernel_release() -> (u32, u32) {
-    // SAFETY: plain data, written by uname.
+    // SAFETY: plain data may be zero.
     let mut names: libc::utsname = unsafe { std::mem::zeroed() };
-    // SAFETY: writes `names`.
+    // SAFETY: the call writes only `names`.
     unsafe { libc::uname(&raw mut names) };
     let mut numbers = [0u32; 2];
     let mut at = 0;
@@ -193,26 +199,27 @@ pub fn kernel_release() -> (u32, u32) {
 /// Sets the C library's error number of this thread.
 #[inline]
 pub fn set_errno(errno: i32) {
-    // SAFETY: the thread's own word.
+    // SAFETY: `errno` belongs to this thread.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Flag of `PR_SET_THP_DISABLE`: huge pages stay allowed where they are advised.
+/// Flag of `PR_SET_THP_DISABLE` with which huge pages stay allowed where a program advises them.
 pub(crate) const THP_DISABLE_EXCEPT_ADVISED: libc::c_int = 1 << 1;
 
-/// Restricts this process and its children to huge pages requested with `madvise`, whatever the machine's setting.
+/// Restricts this process and its children to huge pages that they request with `madvise`, whatever the machine's
+/// setting.
 ///
 /// # Errors
 ///
 /// `EINVAL` before Linux 6.18.
 pub fn allow_huge_where_advised() -> io::Result<()> {
-    // SAFETY: a setting of this process.
+    // SAFETY: the call changes a setting of this process only.
     let result = unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, THP_DISABLE_EXCEPT_ADVISED, 0, 0) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Registers functions that run around each `fork`: before it, after it in the parent, and after it in the child.
-/// They cannot be removed.
+/// Registers functions that run around each `fork`: before it, after it in the parent, and after it in the child. They
+/// cannot be unregistered.
 ///
 /// # Errors
 ///
@@ -225,20 +232,21 @@ pub fn at_fork(before: extern "C" fn(), in_parent: extern "C" fn(), in_child: ex
             child: Option<extern "C" fn()>,
         ) -> libc::c_int;
     }
-    // SAFETY: functions that stay.
+    // SAFETY: the functions exist for as long as the process.
     match unsafe { pthread_atfork(Some(before), Some(in_parent), Some(in_child)) } {
         0 => Ok(()),
         errno => Err(io::Error::from_raw_os_error(errno)),
     }
 }
 
-/// Registers a function that runs when the process ends by `exit` or by returning from `main`. It cannot be removed.
+/// Registers a function that runs when the process ends by `exit` or by returning from `main`. It cannot be
+/// unregistered.
 ///
 /// # Errors
 ///
 /// `ENOMEM`.
 pub fn at_exit(act: extern "C" fn()) -> io::Result<()> {
-    // SAFETY: a function that stays.
+    // SAFETY: the function exists for as long as the process.
     match unsafe { libc::atexit(act) } {
         0 => Ok(()),
         _ => Err(io::ErrorKind::OutOfMemory.into()),
@@ -249,7 +257,7 @@ pub fn at_exit(act: extern "C" fn()) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The release agrees with `/proc/sys/kernel/osrelease`.
+    /// The kernel release agrees with `/proc/sys/kernel/osrelease`.
     #[test]
     fn the_release_is_read() {
         let text = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
@@ -267,7 +275,7 @@ mod tests {
         assert!(resident_bytes(own.pid).unwrap() > 0);
     }
 
-    /// A process that has ended is not alive, even before its parent waits for it.
+    /// A process that has ended is not alive, even if its parent has not waited for it yet.
     #[test]
     fn a_zombie_is_not_alive() {
         let mut child = std::process::Command::new("true").spawn().unwrap();

@@ -1,37 +1,37 @@
-//! Calls a function on a separate stack: the calling thread's stack may be as small as 16 KiB.
+//! Calls a function on a separate stack, because the calling thread's stack may be as small as 16 KiB.
 #![allow(unsafe_code)] // changes the stack pointer
 
 use crate::mem;
 use std::ffi::c_void;
 
-/// Calls `function` with `argument` on a new stack, or on the caller's stack if none can be mapped.
+/// Calls `function` with `argument` on a new stack. If no stack can be mapped, uses the caller's stack.
 ///
 /// # Safety
 ///
-/// `function` returns (it neither unwinds nor jumps out), and may be called with `argument`.
+/// `function` must return (it must neither unwind nor jump out), and must accept `argument`.
 pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
     let page = mem::os_page_bytes();
     let len_bytes = stack_bytes.next_multiple_of(page);
-    // The lowest page stays inaccessible, as the guard page of a stack.
+    // The lowest page stays inaccessible, as the guard page of the stack.
     let Ok(base) = mem::reserve(len_bytes + page, page, 0) else { return function(argument) };
-    // SAFETY: a part of the reservation made above.
+    // SAFETY: the range lies in the reservation made above.
     if unsafe { mem::open(base + page, len_bytes) }.is_ok() {
-        // SAFETY: the top of memory opened above, which no other code knows, aligned to a page; the caller guarantees
-        // the rest.
-        unsafe { switch(base + page + len_bytes, function, argument) };
+        // SAFETY: the top of memory opened above, aligned to a page; the caller guarantees the rest.
+        unsafe { call_on_stack(base + page + len_bytes, function, argument) };
     } else {
         function(argument);
     }
-    // SAFETY: our own reservation; the function has returned.
+    // SAFETY: the reservation was made above, and the function has returned.
     unsafe { mem::unreserve(base, len_bytes + page) };
 }
 
 /// # Safety
 ///
-/// `top` is the upper end of enough memory, aligned to 16. The rest as for [`call_on_new`].
-unsafe fn switch(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
+/// `top` must be the upper end of enough memory, aligned to 16. The function and its argument must be as for
+/// [`call_on_new`].
+unsafe fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the callee preserves r12, which holds the old stack pointer; all other registers it may change are
+    // SAFETY: the callee preserves r12, which holds the old stack pointer. All registers that the callee may change are
     // declared.
     unsafe {
         std::arch::asm!(
@@ -47,7 +47,7 @@ unsafe fn switch(top: usize, function: extern "C" fn(*mut c_void), argument: *mu
         );
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: the callee preserves x20, which holds the old stack pointer; all other registers it may change are
+    // SAFETY: the callee preserves x20, which holds the old stack pointer. All registers that the callee may change are
     // declared.
     unsafe {
         std::arch::asm!(
@@ -68,21 +68,21 @@ unsafe fn switch(top: usize, function: extern "C" fn(*mut c_void), argument: *mu
 mod tests {
     use super::*;
 
-    /// The function runs on another stack, has room to work, and its result arrives.
+    /// A function runs on another stack of the requested size, and its result arrives.
     #[test]
     fn functions_run_on_a_stack_of_their_own() {
         extern "C" fn work(argument: *mut c_void) {
             let mut array = [1u64; 4000];
             std::hint::black_box(&mut array);
             let sum = array.iter().sum::<u64>() as usize;
-            // SAFETY: the test's own pair of words.
+            // SAFETY: `argument` points to the test's pair of words.
             unsafe { argument.cast::<[usize; 2]>().write([sum, (&raw const array) as usize]) };
         }
         let mut answer = [0usize; 2];
         let here = (&raw const answer) as usize;
-        // SAFETY: `work` returns and takes this pointer.
+        // SAFETY: `work` returns, and takes a pointer of this type.
         unsafe { call_on_new(64 << 10, work, (&raw mut answer).cast()) };
         assert_eq!(answer[0], 4000);
-        assert!(answer[1].abs_diff(here) > 64 << 10, "it ran on this stack");
+        assert!(answer[1].abs_diff(here) > 64 << 10, "the function ran on this stack");
     }
 }

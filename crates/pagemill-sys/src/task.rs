@@ -1,5 +1,5 @@
-//! Threads that run one closure. Unlike those of the standard library they need no memory for a signal stack, without which that
-//! library ends the process.
+//! Threads that run one closure. Threads of the standard library need memory for a signal stack, and without it the
+//! library ends the process; these threads do not.
 #![allow(unsafe_code)] // passes a closure through a pointer
 
 use crate::thread;
@@ -15,21 +15,21 @@ const STACK_BYTES: usize = 1 << 20;
 ///
 /// # Errors
 ///
-/// Errors of `pthread_create`, usually `EAGAIN`. The task is dropped then.
+/// Errors of `pthread_create`, usually `EAGAIN`. The task is then dropped without running.
 pub fn spawn(name: &CStr, task: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let task: Box<Task> = Box::new(Box::new(task));
     let task = Box::into_raw(task);
-    // SAFETY: the new thread alone has the pointer.
+    // SAFETY: only the new thread gets the pointer.
     let result = unsafe { thread::create(name, STACK_BYTES, run, task.cast()) };
     if result.is_err() {
-        // SAFETY: no thread was started, so the pointer is still this one's.
+        // SAFETY: no thread was started, so no other thread has the pointer.
         drop(unsafe { Box::from_raw(task) });
     }
     result
 }
 
 extern "C" fn run(task: *mut c_void) -> *mut c_void {
-    // SAFETY: the pointer that `spawn` passed, to this thread alone.
+    // SAFETY: `spawn` passed the pointer to this thread alone.
     let task = unsafe { Box::from_raw(task.cast::<Task>()) };
     task();
     ptr::null_mut()
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// A task runs once, on another thread, and what it holds is dropped.
+    /// A task runs once, on another thread, and is dropped after that.
     #[test]
     fn a_task_runs_on_another_thread() {
         let (sender, receiver) = mpsc::channel();

@@ -1,4 +1,4 @@
-//! Background threads that the program does not notice: detached, named, all signals blocked. Also scheduling
+//! Background threads that do not disturb the program: detached, named, with all signals blocked. Also sets scheduling
 //! priorities.
 #![allow(unsafe_code)] // pthreads
 
@@ -6,20 +6,20 @@ use std::ffi::{CStr, c_void};
 use std::io;
 use std::ptr;
 
-/// The function of a background thread.
+/// A value with the main function of a background thread.
 pub trait Work: Sync + 'static {
     fn work(&'static self);
 }
 
 extern "C" fn start<T: Work>(work: *mut c_void) -> *mut c_void {
-    // SAFETY: the pointer that `spawn` passed: a `'static` reference.
+    // SAFETY: `spawn` passed this pointer, which comes from a `'static` reference.
     unsafe { &*work.cast::<T>() }.work();
     ptr::null_mut()
 }
 
-/// Starts `work` on a thread with a 256 KiB stack. It is never joined.
+/// Starts a detached thread that calls `work`, with a stack of 256 KiB.
 ///
-/// The caller must hold no lock: the C library allocates for a new thread.
+/// The caller must hold no lock, because the C library allocates memory for a new thread.
 ///
 /// # Errors
 ///
@@ -28,13 +28,13 @@ pub fn spawn<T: Work>(name: &CStr, work: &'static T) -> io::Result<()> {
     spawn_with_stack(name, 256 << 10, work)
 }
 
-/// As [`spawn`], with a given stack size, for work that calls the program.
+/// As [`spawn`], with the given stack size, for work that calls functions of the program.
 ///
 /// # Errors
 ///
 /// As [`spawn`].
 pub fn spawn_with_stack<T: Work>(name: &CStr, stack_bytes: usize, work: &'static T) -> io::Result<()> {
-    // SAFETY: `start` reads a `'static` reference to a `T`.
+    // SAFETY: `start` reads a `'static` reference to a `T`, which is passed here.
     unsafe { create(name, stack_bytes, start::<T>, ptr::from_ref(work).cast_mut().cast()) }
 }
 
@@ -46,15 +46,15 @@ pub fn spawn_with_stack<T: Work>(name: &CStr, stack_bytes: usize, work: &'static
 ///
 /// # Safety
 ///
-/// `start` may be called with `argument` on another thread.
+/// `start` must accept `argument` on another thread.
 pub(crate) unsafe fn create(
     name: &CStr,
     stack_bytes: usize,
     start: extern "C" fn(*mut c_void) -> *mut c_void,
     argument: *mut c_void,
 ) -> io::Result<()> {
-    // SAFETY: attributes and signal sets are plain data initialised by the calls
-    // before they are read; the mask of this thread is restored before returning.
+    // SAFETY: attributes and signal sets are plain data, which the calls initialise before they are read. The mask of
+    // this thread is restored before the function returns.
     unsafe {
         let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
         libc::pthread_attr_init(&raw mut attributes);
@@ -69,26 +69,27 @@ pub(crate) unsafe fn create(
         if result != 0 {
             return Err(io::Error::from_raw_os_error(result));
         }
-        // Detached only now: until then its id is valid, even if the thread has ended.
+        // The thread is detached last: until then its id stays valid, even if the thread has ended.
         libc::pthread_setname_np(thread, name.as_ptr());
         libc::pthread_detach(thread);
     }
     Ok(())
 }
 
-/// Gives this thread a private, empty table of file descriptors. Returns whether it succeeded (since Linux 5.9).
+/// Gives this thread a private, empty table of file descriptors (since Linux 5.9). Returns whether it succeeded.
 ///
-/// Files that it opens briefly then take no number that the program relies on, and it keeps none of the program's
-/// files open.
+/// Files that the thread opens then take no descriptor number that the program may rely on, and the thread keeps none
+/// of the program's files open.
 pub fn unshare_files() -> bool {
     const CLOSE_RANGE_UNSHARE: libc::c_uint = 2;
-    // SAFETY: with this flag the table is copied first; the program's own descriptors stay as they are.
+    // SAFETY: with this flag the kernel first copies the table. The program's own table stays as it is.
     unsafe { libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, CLOSE_RANGE_UNSHARE) == 0 }
 }
 
-/// Gives this thread real-time priority if permitted (`SCHED_RR`, lowest level). Returns whether it succeeded.
+/// Gives this thread real-time priority, if that is permitted (`SCHED_RR`, the lowest level). Returns whether it
+/// succeeded.
 pub fn prefer() -> bool {
-    // SAFETY: plain data; concerns the calling thread only.
+    // SAFETY: the call concerns only the calling thread.
     unsafe {
         let mut parameters: libc::sched_param = std::mem::zeroed();
         parameters.sched_priority = libc::sched_get_priority_min(libc::SCHED_RR);
@@ -96,8 +97,8 @@ pub fn prefer() -> bool {
     }
 }
 
-/// Raises the thread's priority while this lives, if permitted ([`prefer`]). For short work that other threads would
-/// wait for. On drop the thread returns to `SCHED_OTHER` and its priority there.
+/// Gives the thread real-time priority until it is dropped, if that is permitted ([`prefer`]). For short work that
+/// other threads wait for. After that the thread has its normal priority again.
 pub struct Preferred;
 
 impl Preferred {
@@ -109,7 +110,7 @@ impl Preferred {
 
 impl Drop for Preferred {
     fn drop(&mut self) {
-        // SAFETY: plain data; concerns the calling thread only.
+        // SAFETY: the call concerns only the calling thread.
         unsafe {
             let parameters: libc::sched_param = std::mem::zeroed();
             libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const parameters);
@@ -117,12 +118,13 @@ impl Drop for Preferred {
     }
 }
 
-/// Gives this thread 8 ms of every 10 (`SCHED_DEADLINE`); otherwise as [`prefer`].
+/// Gives this thread 8 ms of every 10 ms of CPU time (`SCHED_DEADLINE`). If that is not permitted, does the same as
+/// [`prefer`].
 ///
-/// Since Linux 6.12 threads without real-time priority get 50 ms of every second ahead of `SCHED_RR` threads, but not
-/// ahead of those with a deadline. Threads that this one starts are scheduled normally.
+/// Since Linux 6.12 normal threads get 50 ms of every second before `SCHED_RR` threads, but not before threads with a
+/// deadline. Threads that this thread starts are scheduled normally.
 pub fn prefer_by_deadline() -> bool {
-    /// `struct sched_attr`, as of its first version.
+    /// The kernel's `struct sched_attr`, in its first version.
     #[repr(C)]
     struct Attributes {
         size: u32,
@@ -147,38 +149,39 @@ pub fn prefer_by_deadline() -> bool {
         deadline_ns: PERIOD_NS,
         period_ns: PERIOD_NS,
     };
-    // SAFETY: reads `attributes`, which holds its own size; concerns the calling thread only.
+    // SAFETY: the call reads `attributes`, which contains its own size, and concerns only the calling thread.
     let is_done = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) } == 0;
     is_done || prefer()
 }
 
 /// Gives this thread the lowest normal priority (nice 19). It still gets some CPU time.
 pub fn defer() {
-    // SAFETY: concerns the calling thread only, which 0 names.
+    // SAFETY: the call concerns only the calling thread, whose id is 0 here.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
 }
 
-/// Gives this single-threaded process the lowest normal priority and a session of its own with the lowest autogroup
-/// priority.
+/// Gives this single-threaded process the lowest normal priority, and puts it into a session of its own with the lowest
+/// autogroup priority.
 ///
-/// Where the kernel divides CPU time among sessions first (`sched_autogroup_enabled`), a nice value applies within one
-/// session only: of two sessions even a nice 19 one gets half. Control groups have separate weights.
+/// Where the kernel divides CPU time among sessions first (`sched_autogroup_enabled`), a nice value has an effect only
+/// within one session: a nice 19 process that is alone in a session gets as much as another session. Control groups
+/// have weights of their own.
 pub fn defer_process() {
     defer();
-    // SAFETY: no arguments. Fails for the leader of a process group and then changes nothing.
+    // SAFETY: the call takes no arguments. It fails for the leader of a process group and then changes nothing.
     let is_alone = unsafe { libc::setsid() } >= 0;
     if is_alone {
-        // The autogroup of the new session, which this process leads.
+        // The file sets the priority of the new session's autogroup.
         let _ = std::fs::write("/proc/self/autogroup", "19");
     }
 }
 
-/// Waits briefly (50 us plus timer slack) for a thread that may have a lower priority than this one.
+/// Sleeps briefly (50 us plus timer slack), so that a thread with a lower priority can continue.
 pub fn pause() {
-    // SAFETY: no arguments.
+    // SAFETY: the call takes no arguments.
     unsafe { libc::sched_yield() };
     let moment = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
-    // A plain system call, not a cancellation point.
-    // SAFETY: reads `moment`.
+    // A direct system call is used because the C library's function is a cancellation point.
+    // SAFETY: the call only reads `moment`.
     unsafe { libc::syscall(libc::SYS_nanosleep, &raw const moment, std::ptr::null_mut::<libc::timespec>()) };
 }

@@ -1,4 +1,4 @@
-//! A waker: one thread waits for it, any thread may wake it (eventfd).
+//! A waker (eventfd): one thread waits for it, and any thread may wake that thread.
 #![allow(unsafe_code)] // eventfd, poll
 
 use crate::file::Fd;
@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// Wakes that arrive before the wait are merged into one.
+/// A waker. Several wake-ups before a wait count as one.
 pub struct Waker(Fd);
 
 impl Waker {
@@ -14,25 +14,25 @@ impl Waker {
     ///
     /// Errors of `eventfd`: `EMFILE`.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: a new descriptor.
+        // SAFETY: the call only creates a descriptor.
         let number = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if number < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(Fd::own(number))) }
     }
 
-    /// Wakes the waiting thread, or makes the next wait return at once.
+    /// Wakes the waiting thread. If none waits, the next wait returns at once.
     pub fn wake(&self) {
         let one = 1u64;
-        // SAFETY: reads eight bytes. The write could fail only after 2^64 unread wakes.
+        // SAFETY: the call reads eight bytes. It could fail only after 2^64 wake-ups without a wait.
         unsafe { libc::syscall(libc::SYS_write, self.number(), &raw const one, size_of::<u64>()) };
     }
 
-    /// Waits for a wake, at most `timeout`. Returns whether one arrived.
+    /// Waits for a wake-up, at most for `timeout`. Returns whether there was one.
     pub fn wait(&self, timeout: Duration) -> bool {
         if !is_readable(self.as_fd(), timeout) {
             return false;
         }
         let mut count = 0u64;
-        // SAFETY: writes eight bytes.
+        // SAFETY: the call writes eight bytes into `count`.
         let bytes = unsafe { libc::syscall(libc::SYS_read, self.number(), &raw mut count, size_of::<u64>()) };
         bytes == size_of::<u64>() as i64
     }
@@ -44,7 +44,7 @@ impl Waker {
 
 impl AsFd for Waker {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: open for as long as `self` lives.
+        // SAFETY: the descriptor is open for as long as `self` lives.
         unsafe { BorrowedFd::borrow_raw(self.number()) }
     }
 }
@@ -57,7 +57,7 @@ pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
         tv_sec: timeout.as_secs().min(i64::MAX as u64) as i64,
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // SAFETY: reads and writes one entry; no signal mask.
+    // SAFETY: the call uses only `poll` and `time`; there is no signal mask.
     let count = unsafe {
         libc::syscall(libc::SYS_ppoll, &raw mut poll, 1, &raw mut time, std::ptr::null::<libc::sigset_t>(), 0_usize)
     };
@@ -68,7 +68,7 @@ pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
 mod tests {
     use super::*;
 
-    /// Wakes before the wait are merged into one; a second wait finds none.
+    /// Two wake-ups before a wait count as one, so a second wait finds none.
     #[test]
     fn wakes_are_merged() {
         let waker = Waker::new().unwrap();

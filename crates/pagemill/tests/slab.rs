@@ -1,4 +1,4 @@
-//! Slab caches across `fork`, which unit tests cannot do.
+//! Slab caches across `fork` and at process exit, which unit tests cannot test.
 #![allow(unsafe_code)] // fork
 
 use pagemill::arena::Layout;
@@ -20,10 +20,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-/// A child inherits the epoch of a read that was under way during the fork.
+/// Held by each test that forks, because a child inherits the pinned epoch of a reader on another thread.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Runs `act` in a fork child; returns whether it completed.
+/// Runs `act` in a fork child. Returns whether it completed without a panic.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
     // SAFETY: `after_fork` follows on both sides, nothing else before it.
     unsafe { pagemill.before_fork() };
@@ -45,8 +45,8 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
     status == 0
 }
 
-/// A child reads what it inherited, is refused operations that take a lock of its parent, makes its own caches, and
-/// changes nothing of the parent.
+/// A child reads what it inherited. Operations on caches of its parent fail, its own caches work, and nothing of the
+/// parent changes.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
     let _alone = ALONE.lock();
@@ -80,12 +80,13 @@ fn a_fork_child_has_caches_of_its_own() {
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
 }
 
-/// A child waits for no thread of its parent that was reading during the fork, except for its own guard from before.
+/// A thread of the parent is reading during the fork. The child does not wait for it, but does wait for a guard that
+/// its own thread has kept.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::for_test();
-    // So that there are readers to distinguish.
+    // A read in progress requires a cache.
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let (is_reading, may_go) = (Barrier::new(2), Barrier::new(2));
     let use_own = |guard: Option<Guard>| {
@@ -118,8 +119,8 @@ fn a_fork_child_waits_for_its_own_readers() {
     });
 }
 
-/// A child is charged for free blocks of its parent when it uses them, and can give them back. Until then it has none
-/// to give.
+/// Free blocks of the parent count neither as charged nor as giveable in a child. The child is charged for them when it
+/// uses them, and can free them afterwards.
 #[test]
 fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
@@ -142,7 +143,7 @@ fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     let is_done = in_child(pagemill, || {
         assert_eq!(free(), (0, 0, 0));
         uses_some();
-        // Its own free blocks count as the parent's for its child.
+        // The child's free blocks are likewise not charged in a child of the child.
         assert!(in_child(pagemill, uses_some));
         pagemill.slabs.shrink(u64::MAX, Urgency::Limit);
         assert_eq!(free(), (0, 0, 0));
@@ -157,21 +158,21 @@ struct Flags {
     may_go: AtomicBool,
 }
 
-/// An owner that keeps the lock of a node as long as the test requests.
+/// An owner whose `isolate` waits, under the lock of a node, until the test lets it go on.
 #[derive(Default)]
-struct Slow {
+struct SlowOwner {
     flags: Arc<Flags>,
     fails_at_end: bool,
 }
 
-impl Drop for Slow {
+impl Drop for SlowOwner {
     fn drop(&mut self) {
         assert!(!self.fails_at_end, "an owner that fails to end, as it should here");
     }
 }
 
-// SAFETY: plain words; none is ever moved.
-unsafe impl Migrate for Slow {
+// SAFETY: plain words, none of which is ever moved.
+unsafe impl Migrate for SlowOwner {
     type Object = [u64; 24];
     type Isolated = ();
 
@@ -197,7 +198,7 @@ unsafe impl Migrate for Slow {
     }
 }
 
-/// Waits for an asynchronous change.
+/// Waits until `is_so` returns true, which another thread causes.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -206,7 +207,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Allocates objects, of which one of ten stays.
+/// Allocates objects and frees nine of ten.
 fn remove_most<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
     let objects: Vec<_> = (0..objects).map(|_| cache.allocate().unwrap()).collect();
     for (number, object) in objects.into_iter().enumerate().filter(|(number, _)| number % 10 != 0) {
@@ -216,20 +217,20 @@ fn remove_most<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
     }
 }
 
-/// Settings with a ratio that triggers nothing in the background.
-fn still(name: &str) -> Settings {
+/// Settings with ratio 0, at which the background does nothing.
+fn without_background(name: &str) -> Settings {
     Settings { defrag_used_ratio: 0, ..Settings::new(name) }
 }
 
-/// Dropping a cache waits at most a second for the background thread. What that thread finishes then may panic: the
-/// process continues, and so does the thread with other caches.
+/// A cache is dropped while the background thread is in its callback. The drop waits at most a second, so the owner is
+/// dropped on the background thread later, and its destructor panics. The process and the thread continue.
 #[test]
-fn an_owner_may_fail_to_end_behind() {
+fn panic_of_an_owners_destructor_does_not_end_the_process() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let flags = Arc::new(Flags::default());
-    let slow = Slow { flags: flags.clone(), fails_at_end: true };
-    let cache = pagemill.slabs.by_owner(still("slow"), slow).unwrap();
+    let slow = SlowOwner { flags: flags.clone(), fails_at_end: true };
+    let cache = pagemill.slabs.by_owner(without_background("slow"), slow).unwrap();
     remove_most(&cache, 20_000);
     cache.set_defrag_used_ratio(30).unwrap();
     wait_until("isolate", || flags.is_inside.load(SeqCst));
@@ -240,20 +241,21 @@ fn an_owner_may_fail_to_end_behind() {
     wait_for_memory(&fragmented(pagemill.slabs));
 }
 
-/// A child forked during `isolate` is refused, and does not wait for a lock that is never released.
+/// A process forks while another thread is inside of `isolate`. In the child, calls of that cache fail without waiting
+/// for a lock that is never released.
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::for_test();
     let flags = Arc::new(Flags::default());
-    let slow = Slow { flags: flags.clone(), fails_at_end: false };
+    let slow = SlowOwner { flags: flags.clone(), fails_at_end: false };
     let cache = pagemill.slabs.by_owner(Settings::new("slow"), slow).unwrap();
     remove_most(&cache, 20_000);
     let is_done = std::thread::scope(|scope| {
         scope.spawn(|| cache.shrink().unwrap());
         wait_until("isolate", || flags.is_inside.load(SeqCst));
         let is_done = in_child(pagemill, || {
-            // SAFETY: ends a child that waits forever.
+            // SAFETY: a timer that ends the child if it hangs.
             unsafe { libc::alarm(600) };
             assert!(matches!(cache.set_defrag_used_ratio(50), Err(Error::WrongState { .. })));
             assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
@@ -267,13 +269,13 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
 }
 
 /// An owner whose callback waits for a lock of the program.
-struct Waiting {
+struct WaitingOwner {
     lock: Arc<Mutex<()>>,
     is_inside: Arc<AtomicBool>,
 }
 
-// SAFETY: plain words; none is ever moved, and all kept words stay unchanged.
-unsafe impl Migrate for Waiting {
+// SAFETY: plain words, none of which is ever moved.
+unsafe impl Migrate for WaitingOwner {
     type Object = [u64; 24];
     type Isolated = ();
 
@@ -295,15 +297,15 @@ unsafe impl Migrate for Waiting {
     }
 }
 
-/// A process forks while the background thread is in a callback that waits for the forking thread. The fork waits a
-/// moment only; the child makes and uses caches, with its own thread; and the parent's thread continues.
+/// A process forks while the background thread is in a callback that waits for the forking thread. The fork waits only
+/// briefly. The child can use caches with a background thread of its own, and the parent's thread continues afterwards.
 #[test]
-fn a_fork_waits_for_no_callback_that_waits_for_it() {
+fn fork_does_not_deadlock_with_a_callback() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let (lock, is_inside) = (Arc::default(), Arc::default());
-    let owner = Waiting { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
-    let cache = pagemill.slabs.by_owner(still("waiting"), owner).unwrap();
+    let owner = WaitingOwner { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
+    let cache = pagemill.slabs.by_owner(without_background("waiting"), owner).unwrap();
     remove_most(&cache, 20_000);
     let held = lock.lock().unwrap();
     cache.set_defrag_used_ratio(30).unwrap();
@@ -318,10 +320,10 @@ fn a_fork_waits_for_no_callback_that_waits_for_it() {
     });
     assert!(waits.min().unwrap() < Duration::from_millis(500), "a fork waits for long");
     let is_done = in_child(pagemill, || {
-        // SAFETY: ends a child that waits forever.
+        // SAFETY: a timer that ends the child if it hangs.
         unsafe { libc::alarm(600) };
         assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
-        let own = pagemill.slabs.by_owner(Settings::new("own"), Slow::default()).unwrap();
+        let own = pagemill.slabs.by_owner(Settings::new("own"), SlowOwner::default()).unwrap();
         own.owner().flags.may_go.store(true, SeqCst);
         remove_most(&own, 20_000);
         wait_until("a thread of its own", || own.owner().flags.is_inside.load(SeqCst));
@@ -334,14 +336,14 @@ fn a_fork_waits_for_no_callback_that_waits_for_it() {
     assert!(cache.info().unwrap().busy > 0);
 }
 
-/// Calls of the owner below.
+/// Number of calls of `SleepingOwner::isolate`.
 static CALLS: AtomicU32 = AtomicU32::new(0);
 
-/// An owner that keeps the background thread busy for some time.
-struct Lasting;
+/// An owner whose `isolate` keeps the background thread busy for some time.
+struct SleepingOwner;
 
-// SAFETY: plain words; none is ever moved.
-unsafe impl Migrate for Lasting {
+// SAFETY: plain words, none of which is ever moved.
+unsafe impl Migrate for SleepingOwner {
     type Object = [u64; 24];
     type Isolated = ();
 
@@ -365,8 +367,9 @@ unsafe impl Migrate for Lasting {
     }
 }
 
-/// The program's own exit handler: what callbacks use is destroyed here.
-extern "C" fn look_for_calls() {
+/// An exit handler of the program, which might destroy what callbacks use. Ends the process with status 7 if a callback
+/// runs meanwhile.
+extern "C" fn fail_if_callbacks_run() {
     let before = CALLS.load(SeqCst);
     std::thread::sleep(Duration::from_millis(300));
     if CALLS.load(SeqCst) != before {
@@ -375,9 +378,9 @@ extern "C" fn look_for_calls() {
     }
 }
 
-/// Nothing runs in the background once the program's own exit handlers are called, even if registered last.
+/// A program registers an exit handler last of all. No callback runs in the background once that handler is called.
 #[test]
-fn no_callback_runs_beside_handlers_of_the_end() {
+fn no_callback_runs_during_exit_handlers() {
     let _alone = ALONE.lock();
     // SAFETY: the child, whose first thread this is, ends without returning to the test.
     let pid = unsafe { libc::fork() };
@@ -385,9 +388,9 @@ fn no_callback_runs_beside_handlers_of_the_end() {
     if pid == 0 {
         let is_ready = catch_unwind(|| {
             let slabs = Pagemill::of_process().unwrap().slabs;
-            let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), Lasting).unwrap());
+            let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), SleepingOwner).unwrap());
             // SAFETY: a function that is never unloaded.
-            assert_eq!(unsafe { libc::atexit(look_for_calls) }, 0);
+            assert_eq!(unsafe { libc::atexit(fail_if_callbacks_run) }, 0);
             remove_most(&cache, 100_000);
             wait_until("a callback", || CALLS.load(SeqCst) > 0);
         });
@@ -400,9 +403,10 @@ fn no_callback_runs_beside_handlers_of_the_end() {
     assert_eq!(status, 0, "7 << 8: a callback ran; see the child's message above");
 }
 
-/// A second Pagemill that handles the fork ends no guard of this process.
+/// The fork handler of a second Pagemill runs on another thread of this process. It must not end guards of this
+/// process.
 #[test]
-fn what_is_read_stays_beside_another_pagemill() {
+fn second_pagemill_keeps_the_guards_of_the_process() {
     let _alone = ALONE.lock();
     let (other, pagemill) = (Pagemill::for_test(), Pagemill::for_test());
     let cache = pagemill.slabs.by_handle::<Arc<u64>>(Settings::new("values")).unwrap();
@@ -421,12 +425,13 @@ fn what_is_read_stays_beside_another_pagemill() {
     assert_eq!((Arc::strong_count(&value), **read), (2, 7), "dropped under a guard");
 }
 
-/// Tells the tests below that this process is their program.
+/// Environment variable that makes this process the program of a test below.
 const BE_PROGRAM: &str = "PAGEMILL_TEST_ORDERS";
 
-/// Commands from outside run destructors in the program's context: files that a value has open are closed.
+/// Another process requests a shrink, which drops a removed value with an open file. The file is closed, so the
+/// destructor ran on a thread that shares the program's files.
 #[test]
-fn commands_find_the_files_of_the_program() {
+fn shrink_command_closes_files_of_removed_values() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "a_program_with_files", "--ignored", "--nocapture"]);
@@ -448,44 +453,45 @@ fn a_program_with_files() {
     let number = file.as_raw_fd();
     let handle = cache.insert(Box::new(file)).unwrap();
     cache.remove(handle).unwrap();
-    let (figures, own) = (published::own_file().unwrap(), process::own_identity());
-    let list = listing::ask_for_slabs(&[(&figures, own)], || false).remove(0).unwrap();
+    let (own_file, own) = (published::own_file().unwrap(), process::own_identity());
+    let list = listing::ask_for_slabs(&[(&own_file, own)], || false).remove(0).unwrap();
     let id = list.iter().find(|(_, info)| &*info.name == "files").unwrap().0;
     let shrunk =
-        listing::command(&figures, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
+        listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     assert_eq!(shrunk.errno, 0);
-    // A thread that is reading is waited for; the command waits a second.
+    // Another thread that is reading delays the drop. Each request waits a second for it.
     let began = Instant::now();
     // SAFETY: queries a number only.
     while unsafe { libc::fcntl(number, libc::F_GETFD) } != -1 {
         assert!(began.elapsed() < Duration::from_secs(600), "{number} is open still");
-        listing::command(&figures, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
+        listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     }
 }
 
-/// Threads use a cache by handle, each with a slot number: returns the size of the table, drops the cache, and keeps
-/// the threads.
+/// 32 threads use a cache by handle, so each has a slot. Drops the cache, and returns the size of its handle table and
+/// a function that ends the threads.
 fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     const THREADS: usize = 32;
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
     let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
-    // One after the other: a thread that meets another on the same slot goes without a magazine once.
-    let turn = Arc::new(Mutex::new(()));
-    let use_cache = |cache: Arc<ByHandle<u64>>, turn: &Mutex<()>| {
-        let _turn = turn.lock().unwrap();
+    // One thread at a time, because a thread does not open its magazine while another opens one.
+    let one_at_a_time = Arc::new(Mutex::new(()));
+    let use_cache = |cache: Arc<ByHandle<u64>>, one_at_a_time: &Mutex<()>| {
+        let _turn = one_at_a_time.lock().unwrap();
         assert!(cache.remove(cache.insert(1).unwrap()).unwrap());
     };
     let threads: Vec<_> = (0..THREADS)
         .map(|_| {
-            let (cache, turn, are_in, may_end) = (cache.clone(), turn.clone(), are_in.clone(), may_end.clone());
+            let (cache, one_at_a_time, are_in, may_end) =
+                (cache.clone(), one_at_a_time.clone(), are_in.clone(), may_end.clone());
             std::thread::spawn(move || {
-                use_cache(cache, &turn);
+                use_cache(cache, &one_at_a_time);
                 are_in.wait();
                 may_end.wait();
             })
         })
         .collect();
-    use_cache(cache.clone(), &turn);
+    use_cache(cache.clone(), &one_at_a_time);
     are_in.wait();
     let end = move || {
         may_end.wait();
@@ -494,10 +500,10 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     (cache.handle_bytes(), end)
 }
 
-/// Threads of a child reuse the slot numbers of threads that it does not have, and their table entries. Runs in a
-/// process without other tests' threads.
+/// Threads of a child take the slots of the parent's threads, which it does not have, and their stocks. Runs a process
+/// without threads of other tests.
 #[test]
-fn threads_of_a_fork_child_begin_anew() {
+fn fork_child_reuses_slots_of_its_parents_threads() {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "a_program_with_threads", "--ignored", "--nocapture"]).env(BE_PROGRAM, "1");
     let output = command.output().unwrap();
@@ -523,7 +529,7 @@ fn a_program_with_threads() {
 
 const VALUES: u64 = 60_000;
 
-/// A cache of which nine tenths were freed, and the rest.
+/// Creates a cache and removes nine tenths of its values. Returns the cache and the other handles.
 fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
     let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
     let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
@@ -534,8 +540,7 @@ fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 2
     (cache, handles)
 }
 
-/// Waits until half of six blocks are given back, without a call. Of the rest two are used above the ratio, and one is
-/// idle and kept.
+/// Waits until three of six blocks are freed without a call. Of the rest, two are used above the ratio and one is idle.
 fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>)) {
     let (began, most) = (Instant::now(), 3 * BLOCK_BYTES as u64);
     while cache.info().unwrap().total.resident_bytes > most {
@@ -548,10 +553,10 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
     }
 }
 
-/// A process with a defragmenting thread forks at any moment. The child has no such thread, its own caches get one, and
-/// both processes get their memory back.
+/// A process with a background thread forks at any moment. The child has no such thread until it creates a cache, and
+/// the memory of both processes is freed.
 #[test]
-fn a_fork_child_defragments_behind_by_itself() {
+fn fork_child_has_its_own_background_thread() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
@@ -567,9 +572,9 @@ fn a_fork_child_defragments_behind_by_itself() {
     }
 }
 
-/// Reads an object of an owner: a freed object stays unchanged until its slab is freed.
-fn use_after_end(slabs: &'static Slabs) {
-    let slow = Slow { flags: Arc::default(), fails_at_end: false };
+/// Reads a freed object of an owner, which may be read until its slab is freed, and then the memory of the freed slab.
+fn read_after_slab_is_freed(slabs: &'static Slabs) {
+    let slow = SlowOwner { flags: Arc::default(), fails_at_end: false };
     let cache = slabs.by_owner(Settings::new("owner"), slow).unwrap();
     let object = cache.allocate().unwrap();
     let at: *const u64 = object.as_ptr().cast();
@@ -578,15 +583,15 @@ fn use_after_end(slabs: &'static Slabs) {
     // SAFETY: freed objects of an owner can be read while their slab exists.
     println!("read {}", unsafe { at.read_volatile() });
     cache.shrink().unwrap();
-    // SAFETY: none: the test checks that this is detected. The memory may exist.
+    // SAFETY: none. The test checks that this read is detected. The memory may exist.
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// Reads a value after it was freed: of a cache by handle or not, in a magazine or in a slab.
-fn use_after_free(case: &str) {
+/// Reads a value after it was freed: fixed or by handle, and with its memory in a magazine or in a slab.
+fn read_after_free(case: &str) {
     let slabs = Pagemill::for_test().slabs;
     if case == "owner" {
-        return use_after_end(slabs);
+        return read_after_slab_is_freed(slabs);
     }
     let boxes = slabs.fixed::<[u64; 8]>(Settings::new("boxes")).unwrap();
     let values = slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
@@ -595,7 +600,7 @@ fn use_after_free(case: &str) {
         "value" => &raw const values.get(handle, &slab::pin()).unwrap()[7],
         _ => &raw const slot[7],
     };
-    // SAFETY: of a value that exists.
+    // SAFETY: the value exists.
     println!("read {}", unsafe { at.read_volatile() });
     drop(slot);
     values.remove(handle).unwrap();
@@ -603,16 +608,16 @@ fn use_after_free(case: &str) {
         values.shrink().unwrap();
         boxes.shrink().unwrap();
     }
-    // SAFETY: none: the test checks that this is detected. The memory may exist.
+    // SAFETY: none. The test checks that this read is detected. The memory may exist.
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// AddressSanitizer reports a read of freed memory.
+/// A process reads freed memory, and AddressSanitizer reports it.
 #[test]
-fn uses_of_free_objects_are_reported() {
+fn asan_reports_uses_of_free_objects() {
     const CASE: &str = "PAGEMILL_USE_AFTER_FREE";
     if let Ok(case) = std::env::var(CASE) {
-        return use_after_free(&case);
+        return read_after_free(&case);
     }
     if !cfg!(asan) {
         println!("skipped: built without `--cfg asan`");
@@ -620,7 +625,7 @@ fn uses_of_free_objects_are_reported() {
     }
     for case in ["magazine", "slab", "value", "owner"] {
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "uses_of_free_objects_are_reported", "--nocapture"]).env(CASE, case);
+        child.args(["--exact", "asan_reports_uses_of_free_objects", "--nocapture"]).env(CASE, case);
         let output = child.output().unwrap();
         let (said, report) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(report.contains("AddressSanitizer: use-after-poison"), "{case}: {said}{report}");

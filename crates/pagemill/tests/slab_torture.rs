@@ -1,6 +1,6 @@
-//! A million random calls of slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` sets the
-//! number; `PAGEMILL_TEST_SEED` repeats the calls, but not the interleaving. `pagemill-bench __slab torture` does the
-//! same.
+//! A million random calls of slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` sets the number
+//! of calls. `PAGEMILL_TEST_SEED` repeats the calls, but not their interleaving. `pagemill-bench __slab torture` runs
+//! the same workload.
 
 #[path = "../../pagemill-bench/src/workload/slab/torture/mod.rs"]
 mod torture;
@@ -12,8 +12,8 @@ fn named(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
 
-/// Full and sparse blocks, with two neighbouring seeds; then further seeds until enough objects have moved: the moving
-/// thread is one of several, and may have few turns on a small machine.
+/// Runs with two neighbouring seeds, one with whole and one with sparse blocks, and then with further seeds until
+/// enough objects have moved. The thread that moves them is one of several, so on a small machine it may rarely run.
 fn torture(run: fn(Plan) -> pagemill::Result<Found>, least_moved: u64) -> u64 {
     let (began, mut moved) = (Instant::now(), 0);
     let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);
@@ -44,6 +44,6 @@ fn threads_use_items_of_an_owner() {
 }
 
 #[test]
-fn threads_use_values_that_stay() {
+fn threads_use_fixed_values() {
     assert_eq!(torture(torture::run_fixed, 0), 0);
 }

@@ -1,5 +1,4 @@
-//! Memory-maps a file for measurements. Records are copied in and out; no Rust reference to the file's bytes is ever
-//! made.
+//! Maps a file into memory. Records are copied in and out, so that no Rust reference to the file's bytes exists.
 
 #![allow(unsafe_code)] // mmap, and copies to and from what it mapped
 
@@ -12,7 +11,7 @@ use pagemill::units::os_page_bytes;
 
 use crate::pattern::RECORD_BYTES;
 
-/// Whether a mapping is read or written.
+/// The access to a mapping: only reads, or also writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Read,
@@ -23,8 +22,8 @@ pub enum Access {
 ///
 /// # Invariants
 ///
-/// `start` is the first of `len_bytes` bytes mapped shared with a file. They are readable, and writable if `access` is
-/// `Write`. Nothing else in this process refers to them.
+/// `start` is the first of `len_bytes` bytes of a shared file mapping. They are readable, and also writable if `access`
+/// is `Write`. Nothing else in this process refers to them.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
@@ -33,11 +32,11 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Maps a file that is at least `len_bytes` long.
+    /// Maps the first `len_bytes` bytes of a file, which must be at least that long.
     ///
     /// # Errors
     ///
-    /// The error of `mmap`.
+    /// The error of the system call `mmap`.
     pub fn new(file: &File, len_bytes: usize, access: Access) -> io::Result<Self> {
         let protection = match access {
             Access::Read => libc::PROT_READ,
@@ -52,23 +51,20 @@ impl Mapping {
         }
     }
 
-    /// The address of the mapping.
     pub fn address(&self) -> usize {
         self.start.as_ptr() as usize
     }
 
-    /// Copies a record out of the file.
     #[inline]
     pub fn read(&self, offset: usize, record: &mut [u8; RECORD_BYTES]) {
         assert!(offset + RECORD_BYTES <= self.len_bytes);
         // SAFETY:
-        // 1. The record lies within the mapping (assertion above, type invariant), and is readable.
-        // 2. Only this function refers to `record`, so the two ranges do not overlap.
+        // 1. The record lies within the mapping (assertion above, type invariant), which is readable.
+        // 2. `record` is an exclusive borrow, so the two ranges do not overlap.
         // 3. While a file is measured, only the thread that owns the file writes it.
         unsafe { ptr::copy_nonoverlapping(self.start.as_ptr().add(offset), record.as_mut_ptr(), RECORD_BYTES) };
     }
 
-    /// Copies a record into the file.
     #[inline]
     pub fn write(&self, offset: usize, record: &[u8; RECORD_BYTES]) {
         assert!(offset + RECORD_BYTES <= self.len_bytes && self.access == Access::Write);
@@ -78,7 +74,7 @@ impl Mapping {
         unsafe { ptr::copy_nonoverlapping(record.as_ptr(), self.start.as_ptr().add(offset), RECORD_BYTES) };
     }
 
-    /// Reads a byte of each page.
+    /// Reads one byte of each page, which makes the kernel map all pages.
     pub fn touch(&self) {
         for offset in (0..self.len_bytes).step_by(os_page_bytes()) {
             // SAFETY: `offset` lies within the mapping, which is readable (type invariant).
@@ -87,26 +83,25 @@ impl Mapping {
     }
 }
 
-/// A mapping that many threads read.
+/// A read-only file mapping that several threads read.
 #[derive(Debug)]
-pub struct Shared(Mapping);
+pub struct SharedMapping(Mapping);
 
-// SAFETY: the mapping is read-only, and the file is not written while it is measured.
-unsafe impl Sync for Shared {}
+// SAFETY: the mapping is only read, and the file is not written while it is measured.
+unsafe impl Sync for SharedMapping {}
 
-impl Shared {
-    /// Maps a file that is at least `len_bytes` long, and takes all page faults at once.
+impl SharedMapping {
+    /// Maps the first `len_bytes` bytes of a file, and takes all page faults at once.
     ///
     /// # Errors
     ///
-    /// The error of `mmap`.
+    /// The error of the system call `mmap`.
     pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
         let mapping = Mapping::new(file, len_bytes, Access::Read)?;
         mapping.touch();
         Ok(Self(mapping))
     }
 
-    /// Copies a record out of the file.
     #[inline]
     pub fn read(&self, offset: usize, record: &mut [u8; RECORD_BYTES]) {
         self.0.read(offset, record);
@@ -115,7 +110,7 @@ impl Shared {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: nothing else refers to the mapping, and it is not used again (type invariant).
+        // SAFETY: nothing else refers to the mapping (type invariant), and it is not used again.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len_bytes) };
     }
 }
@@ -124,9 +119,9 @@ impl Drop for Mapping {
 mod tests {
     use super::*;
 
-    /// Bytes stored through one mapping are read through another; a read past the end fails.
+    /// Bytes written through one mapping are read through another. A read beyond the end panics.
     #[test]
-    fn records_go_in_and_out() {
+    fn records_are_copied_through_a_mapping() {
         let file = tempfile::tempfile().expect("a temporary file");
         file.set_len(3 * RECORD_BYTES as u64).expect("it grows");
         let [writer, reader] = [Access::Write, Access::Read]

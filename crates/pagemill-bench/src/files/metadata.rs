@@ -1,21 +1,22 @@
-//! Cost of a watching controller for programs that create, stat and remove many small files.
+//! Cost of Pagemill's mount controller for programs that create, stat and remove many small files.
 
 use std::time::Duration;
 
-use super::Plan;
-use super::mount::{Mounter, NEVER, STEERED, WITHIN_SIZE};
+use super::FileExperiment;
+use super::mount::{Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
 use crate::experiment::{Metric, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 
 const FILES: (usize, usize) = (10_000, 100_000);
 const PER_DIRECTORY: u64 = 1000;
-/// Samples (quick, full). Differences of a few percent in samples of a second need more samples than usual.
+/// Number of samples (quick, full). Differences of a few percent in samples of one second need more samples than other
+/// experiments.
 const ROUNDS: (usize, usize) = (5, 15);
 
-/// The operations on each file, and the bound on each relative to the speed of plain tmpfs.
+/// The operations on each file: metric, column, and the bound on the speed relative to plain tmpfs.
 const TARGETS: [(&str, &str, f64); 5] = [
     (CREATE, "create, write 100 B, close", 0.7),
     ("stat", "stat", 0.95),
@@ -24,10 +25,10 @@ const TARGETS: [(&str, &str, f64); 5] = [
     ("find", "find", 0.95),
 ];
 const CREATE: &str = "create";
-/// Of creation, in folders marked `huge=never`.
+/// The bound on the speed of creation in folders marked `huge=never`.
 const CREATE_NEVER: f64 = 0.9;
 
-/// Where the files are made.
+/// Number of files, and whether their folders are marked `huge=never`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     files: usize,
@@ -43,7 +44,7 @@ impl Case {
     fn arguments(self) -> Vec<String> {
         let numbers = [("--files", self.files as u64), ("--per-directory", PER_DIRECTORY)];
         let mark = self.is_never.then(|| "--huge-never".to_owned());
-        ["__metadata".to_owned()].into_iter().chain(child::numbers(&numbers)).chain(mark).collect()
+        ["__metadata".to_owned()].into_iter().chain(child::numeric_options(&numbers)).chain(mark).collect()
     }
 
     fn target(self, metric: &str, bound: f64) -> f64 {
@@ -59,41 +60,41 @@ impl Case {
 pub fn run(options: &super::FileOptions) -> Result<Report> {
     let common = &options.common;
     let mounter = Mounter::new(options.dir.as_deref())?;
-    let (ready, gaps) = mounter.select(&common.only, &[WITHIN_SIZE, NEVER, STEERED])?;
+    let (ready, gaps) = mounter.select(&common.only, &[WITHIN_SIZE, NEVER, PAGEMILL_MOUNT])?;
     let mut report = Report::new("metadata", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
-    let files = common.pick(FILES.0, FILES.1);
-    // A page of content for each file, and the kernel's metadata of it.
-    child::warm(files as u64 * 6 / 1024 + 64)?;
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let files = common.quick_or_full(FILES.0, FILES.1);
+    // Each file takes a page of content and some metadata of the kernel.
+    child::touch_beforehand(files as u64 * 6 / 1024 + 64)?;
     let cases = [false, true].map(|is_never| Case { files, is_never });
-    let plan = Plan {
+    let plan = FileExperiment {
         cases: &cases,
-        rounds: common.samples.map_or(common.pick(ROUNDS.0, ROUNDS.1), usize::from),
+        rounds: common.samples.map_or(common.quick_or_full(ROUNDS.0, ROUNDS.1), usize::from),
         size_bytes: 2 << 30,
         metrics: &TARGETS.map(|(metric, ..)| metric),
         arguments: &|case| case.arguments(),
         name: &|case| case.name(),
         limit: Duration::from_secs(300),
     };
-    let book = plan.measure(&mounter, &ready, &mut report)?;
+    let samples = plan.measure(&mounter, &ready, &mut report)?;
     for case in cases {
         let table =
             format!("{}, one thread: operations a second, half the spread, times {}", case.name(), WITHIN_SIZE.name);
         for (name, column, bound) in TARGETS {
             for subject in &ready {
-                let place = Some(Place { table: table.clone(), column: column.to_owned() });
+                let cell = Some(TableCell { table: table.clone(), column: column.to_owned() });
                 let metric = Metric { name, unit: "1/s", better: Better::Higher, baseline: Some(WITHIN_SIZE.name) };
-                report_row(&mut report, &book, (&case, &case.name()), subject.name, metric, place);
+                report_row(&mut report, &samples, (&case, &case.name()), subject.name, metric, cell);
             }
             let target = format!("{}: {column}, against {}", case.name(), WITHIN_SIZE.name);
             let bound = Bound::AtLeast(case.target(name, bound));
             let verdict = not_measured(target, bound, "x", "one side was not run");
-            let get = |subject| book.get(&case, subject, name);
-            report.verdict(match (get(STEERED.name), get(WITHIN_SIZE.name)) {
+            let get = |subject| samples.get(&case, subject, name);
+            report.add_verdict(match (get(PAGEMILL_MOUNT.name), get(WITHIN_SIZE.name)) {
                 (Some(series), Some(plain)) => Verdict {
-                    estimate: stats::estimate(&series.ratios(plain, Better::Higher)),
+                    estimate: stats::estimate_median(&series.ratios(plain, Better::Higher)),
                     baseline: WITHIN_SIZE.name.to_owned(),
-                    is_lost: !series.survived(),
+                    has_lost_round: !series.survived(),
                     note: String::new(),
                     ..verdict
                 },

@@ -1,4 +1,4 @@
-//! Experiments on file systems in memory: plain tmpfs with each setting for huge pages, and Pagemill's mount.
+//! Experiments on file systems in memory: tmpfs with each setting for huge pages, compared with Pagemill's mount.
 
 pub mod iozone;
 pub mod mapping;
@@ -10,47 +10,48 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Progress};
+use crate::experiment::{CommonOptions, Progress, SampleTable};
 use crate::report::Report;
 use crate::subject;
 use mount::{FileSystem, Mounted, Mounter};
 
-/// Options of all experiments on files.
+/// Command-line options of the experiments on files.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FileOptions {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
     /// A folder that `pagemill mount` already serves (default: one mount for each sample, which needs root)
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
 }
 
-/// Option of a workload that keeps its files in its own process.
+/// Workload option: store the files in a page cache of the workload's own process.
 const CACHED: &str = "--cached";
 
-/// Cases, and the arguments with which a workload runs each of them on a mounted file system.
-pub struct Plan<'a, Case> {
+/// The cases of an experiment on files, and the arguments with which a workload runs each of them.
+pub struct FileExperiment<'a, Case> {
     pub cases: &'a [Case],
     pub rounds: usize,
     pub size_bytes: u64,
-    /// The fields of the workload's JSON line.
+    /// The metrics, which are keys of the workload's JSON line.
     pub metrics: &'a [&'static str],
     pub arguments: &'a dyn Fn(&Case) -> Vec<String>,
     pub name: &'a dyn Fn(&Case) -> String,
     pub limit: Duration,
 }
 
-impl<Case: Ord + Clone> Plan<'_, Case> {
-    /// Runs every case on every file system, interleaved. Each sample has a mount of its own.
+impl<Case: Ord + Clone> FileExperiment<'_, Case> {
+    /// Runs every case on every file system and returns the samples. The file systems alternate, and each sample has a
+    /// new mount.
     ///
     /// # Errors
     ///
     /// A wrong answer, an interrupt, or a tmpfs that can no longer be mounted.
-    pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<Book<Case>> {
+    pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<SampleTable<Case>> {
         let progress = Progress::new(self.cases.len() * self.rounds * ready.len());
-        let mut book = Book::new();
+        let mut samples = SampleTable::new();
         for case in self.cases {
             for round in 0..self.rounds {
                 for index in 0..ready.len() {
@@ -58,53 +59,54 @@ impl<Case: Ord + Clone> Plan<'_, Case> {
                     progress.step(&format!("{}, {}", (self.name)(case), subject.name));
                     if !subject.is_mounted() {
                         let outcome = self.sample(case, subject, &[CACHED])?;
-                        book.enter(case, subject.name, self.metrics, &outcome);
+                        samples.add_outcome(case, subject.name, self.metrics, &outcome);
                         continue;
                     }
                     match mounter.mount(subject, self.size_bytes)? {
                         Ok(mounted) => {
-                            let outcome = self.sample(case, subject, &place(&mounted))?;
-                            book.enter(case, subject.name, self.metrics, &outcome);
-                            mounted.end().complaint.into_iter().for_each(|gap| report.gap(gap));
+                            let outcome = self.sample(case, subject, &place_arguments(&mounted))?;
+                            samples.add_outcome(case, subject.name, self.metrics, &outcome);
+                            mounted.unmount().complaint.into_iter().for_each(|gap| report.add_gap(gap));
                         }
-                        Err(gap) => book.enter(case, subject.name, self.metrics, &Outcome::Failed(gap)),
+                        Err(gap) => samples.add_outcome(case, subject.name, self.metrics, &Outcome::Failed(gap)),
                     }
                 }
             }
         }
-        Ok(book)
+        Ok(samples)
     }
 
     fn sample(&self, case: &Case, subject: FileSystem, place: &[impl AsRef<OsStr>]) -> Result<Outcome> {
-        let mut command = child::workload(&[])?;
+        let mut command = child::workload_command(&[])?;
         command.args((self.arguments)(case)).args(place);
         subject::clear_foreign_settings(&mut command);
-        let finished = Running::start(&mut command)?.finish(self.limit)?;
-        child::outcome(subject.name, &finished)
+        let finished = RunningGroup::start(&mut command)?.finish(self.limit)?;
+        child::classify(subject.name, &finished)
     }
 }
 
-/// Arguments of a workload: its folder, and the device number by which it checks that the mount is still there.
-pub fn place(mounted: &Mounted) -> [String; 4] {
+/// Returns workload arguments with the folder of the files and the device number by which the workload checks that the
+/// mount is still there.
+pub fn place_arguments(mounted: &Mounted) -> [String; 4] {
     let folder = mounted.folder().display().to_string();
     ["--folder".to_owned(), folder, "--device".to_owned(), mounted.device().to_string()]
 }
 
-/// The same, as parsed by a workload.
+/// The folder and device number of [`place_arguments`], as parsed by a workload.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Place {
-    // Workloads with an optional place could not be parsed if these were required. Workloads that need one check it
-    // themselves.
-    /// The file system's root, or a folder in it
+pub struct FilePlace {
+    // Neither option is required, so that workloads with an optional place can be parsed. Workloads that need a place
+    // check it themselves.
+    /// The root of the file system, or a folder in it
     #[arg(long, required = false, requires = "device")]
     pub folder: PathBuf,
-    /// Its device number
+    /// The device number of that file system
     #[arg(long, required = false, requires = "folder")]
     pub device: u64,
 }
 
-impl Place {
-    /// Fails if another file system is mounted there now.
+impl FilePlace {
+    /// Fails if another file system is mounted on the folder now.
     pub fn check(&self) -> std::result::Result<(), String> {
         mount::assert_tmpfs(&self.folder, self.device)
     }

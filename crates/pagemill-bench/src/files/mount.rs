@@ -1,7 +1,7 @@
-//! File systems in memory: mounted for a sample, checked while it runs, unmounted after it.
+//! File systems in memory: mounted for one sample, checked while it runs, and unmounted after it.
 //!
-//! All mounts are made in a private mount namespace. Even if the bench is killed, they go with its last process, and no
-//! other process sees them. The bench unmounts only what it mounted.
+//! All mounts are made in a private mount namespace. No other process sees them, and they vanish with the last process
+//! of the bench, even if the bench is killed. The bench unmounts only what it mounted.
 
 use std::ffi::CString;
 use std::fs;
@@ -13,58 +13,58 @@ use std::time::{Duration, Instant};
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use tempfile::TempDir;
 
-use crate::child::{self, Running};
+use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result, doing};
 use crate::native;
 use crate::subject::{self, PAGEMILL};
 
-/// The type that `statfs` reports for tmpfs.
+/// The file-system type that `statfs` reports for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// Time limit of `pagemill mount` to mount, and to unmount.
+/// Time limit for `pagemill mount` to mount, and to unmount.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A subject of the comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
-    /// Stable name of the file system in tables, JSON and `--only`.
+    /// The stable name of the file system in tables, in JSON and for `--only`.
     pub name: &'static str,
-    kind: Kind,
+    kind: FileSystemKind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    /// tmpfs with this setting for huge pages.
+enum FileSystemKind {
+    /// tmpfs with this value of its mount option `huge`.
     Tmpfs(&'static str),
-    /// Pagemill's mount, which chooses huge pages per file.
-    Steered,
-    /// A page cache in the workload's process: nothing to mount.
+    /// `pagemill mount`, whose controller decides on huge pages for each file.
+    PagemillMount,
+    /// A page cache inside the workload's process, so that nothing is mounted.
     Cache,
 }
 
-pub const NEVER: FileSystem = FileSystem { name: "tmpfs-never", kind: Kind::Tmpfs("never") };
-pub const WITHIN_SIZE: FileSystem = FileSystem { name: "tmpfs-within-size", kind: Kind::Tmpfs("within_size") };
-pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", kind: Kind::Tmpfs("always") };
-pub const STEERED: FileSystem = FileSystem { name: PAGEMILL, kind: Kind::Steered };
-pub const CACHE: FileSystem = FileSystem { name: "cache", kind: Kind::Cache };
+pub const NEVER: FileSystem = FileSystem { name: "tmpfs-never", kind: FileSystemKind::Tmpfs("never") };
+pub const WITHIN_SIZE: FileSystem =
+    FileSystem { name: "tmpfs-within-size", kind: FileSystemKind::Tmpfs("within_size") };
+pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", kind: FileSystemKind::Tmpfs("always") };
+pub const PAGEMILL_MOUNT: FileSystem = FileSystem { name: PAGEMILL, kind: FileSystemKind::PagemillMount };
+pub const CACHE: FileSystem = FileSystem { name: "cache", kind: FileSystemKind::Cache };
 
 impl FileSystem {
-    /// Whether there is something to mount; otherwise the workload keeps its files in its own process.
+    /// Whether the file system is mounted. If not, the workload stores its files in its own process.
     pub fn is_mounted(self) -> bool {
-        self.kind != Kind::Cache
+        self.kind != FileSystemKind::Cache
     }
 }
 
-/// How a file system was made, and so how it is removed.
+/// How a file system came to be mounted, which determines how it is removed.
 #[derive(Debug)]
 enum Origin {
-    /// Mounted before by the user; only the bench's folder in it is removed.
+    /// The user mounted it beforehand. Only the bench's folder in it is removed.
     Given,
     Mounted,
-    /// Mounted by a resident controller, which unmounts it when asked to end.
-    Steered(Running),
+    /// A `pagemill mount` process mounted it, and unmounts it when it is asked to end.
+    PagemillMount(RunningGroup),
 }
 
-/// A mounted file system; dropping it unmounts it.
+/// A mounted file system. Dropping it unmounts it.
 #[derive(Debug)]
 pub struct Mounted {
     origin: Option<Origin>,
@@ -72,46 +72,47 @@ pub struct Mounted {
     folder: TempDir,
 }
 
-/// The result of an unmount.
 #[derive(Debug, Default)]
-pub struct Ended {
-    /// A message if the controller did not unmount by itself.
+pub struct UnmountResult {
+    /// A message, if the controller did not unmount the file system by itself.
     pub complaint: Option<String>,
-    /// Standard error of the controller, in one line.
-    pub said: String,
+    /// The controller's standard error, as one line.
+    pub stderr: String,
 }
 
-/// Mounts file systems.
+/// Mounts file systems in a private mount namespace.
 #[derive(Debug)]
 pub struct Mounter {
-    /// A folder that Pagemill already serves, given by the user.
-    given: Option<PathBuf>,
+    /// A folder given by the user, on which a `pagemill mount` is already active.
+    given_folder: Option<PathBuf>,
 }
 
 impl Mounter {
-    /// Moves this thread, and all threads and processes that it starts, into a mount namespace of their own.
+    /// Moves the calling thread into a new mount namespace. Threads and processes that it starts later are in that
+    /// namespace, too.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] if mounting is not permitted, or if the folder is no tmpfs.
-    pub fn new(given: Option<&Path>) -> Result<Self> {
+    /// [`Error::CannotRun`] if mounting is not permitted, or if the given folder is not on a tmpfs.
+    pub fn new(given_folder: Option<&Path>) -> Result<Self> {
         let refused = |cause| Error::CannotRun(format!("mounting is not permitted here ({cause}); it takes root"));
-        if let Some(folder) = given {
+        if let Some(folder) = given_folder {
             let device = device_of(folder).map_err(doing(folder.display().to_string()))?;
             assert_tmpfs(folder, device).map_err(Error::CannotRun)?;
         }
         native::unshare_mounts().map_err(refused)?;
-        // Later mounts and unmounts of the host still propagate to the bench; mounts of the bench stay here.
+        // Later mounts and unmounts of the host still propagate into this namespace, but mounts of the bench do not
+        // propagate out.
         let inwards = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
         rustix::mount::mount_change("/", inwards).map_err(|errno| refused(errno.into()))?;
-        Ok(Self { given: given.map(Path::to_owned) })
+        Ok(Self { given_folder: given_folder.map(Path::to_owned) })
     }
 
-    /// Returns the file systems of `known` that are wanted and can be mounted, and a gap for each that cannot.
+    /// Returns the wanted file systems of `known` that can be mounted, and a gap for each that cannot.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] for an unknown name, if a plain tmpfs cannot be mounted, or if nothing is left to run.
+    /// [`Error::CannotRun`] for an unknown name, if a plain tmpfs cannot be mounted, or if no file system can be run.
     pub fn select(&self, only: &[String], known: &[FileSystem]) -> Result<(Vec<FileSystem>, Vec<String>)> {
         if let Some(name) = only.iter().find(|name| known.iter().all(|known| known.name != **name)) {
             let names: Vec<&str> = known.iter().map(|known| known.name).collect();
@@ -129,7 +130,7 @@ impl Mounter {
             match self.mount(subject, 64 << 20)? {
                 Ok(mounted) => {
                     ready.push(subject);
-                    gaps.extend(mounted.end().complaint);
+                    gaps.extend(mounted.unmount().complaint);
                 }
                 Err(gap) => gaps.push(gap),
             }
@@ -140,21 +141,21 @@ impl Mounter {
         }
     }
 
-    /// Mounts a file system that can hold `size_bytes`; the inner error is a sentence for the list of gaps.
+    /// Mounts a file system with room for `size_bytes`. The inner error is a sentence for the list of gaps.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`].
+    /// [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`] after a signal.
     pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<std::result::Result<Mounted, String>> {
         let builder = || tempfile::Builder::new().prefix("pagemill-bench-").to_owned();
-        let Kind::Tmpfs(huge) = subject.kind else {
-            if let Some(given) = &self.given {
-                let folder = builder().tempdir_in(given).map_err(doing(given.display().to_string()))?;
+        let FileSystemKind::Tmpfs(huge) = subject.kind else {
+            if let Some(given_folder) = &self.given_folder {
+                let folder = builder().tempdir_in(given_folder).map_err(doing(given_folder.display().to_string()))?;
                 return Mounted::new(folder, Origin::Given).map(Ok);
             }
             let folder = builder().tempdir().map_err(doing("making a folder to mount on"))?;
             return match start_controller(folder.path(), size_bytes)? {
-                Ok(running) => Mounted::new(folder, Origin::Steered(running)).map(Ok),
+                Ok(running) => Mounted::new(folder, Origin::PagemillMount(running)).map(Ok),
                 Err(gap) => Ok(Err(gap)),
             };
         };
@@ -167,16 +168,17 @@ impl Mounter {
     }
 }
 
-/// Starts `pagemill mount` and waits until the folder is a mount point.
-fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<Running, String>> {
+/// Starts `pagemill mount` and waits until the folder is a mount point. The inner error is a sentence for the list of
+/// gaps.
+fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<RunningGroup, String>> {
     let Some(program) = subject::built_file("pagemill") else {
         return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
     };
     let before = device_of(folder).map_err(doing("looking at a folder to mount on"))?;
-    let mut command = child::workload(&["__enter", "--"])?;
+    let mut command = child::workload_command(&["__enter", "--"])?;
     command.arg(program).arg("mount").arg(folder).args(["--size", &size_bytes.to_string()]);
     subject::clear_foreign_settings(&mut command);
-    let running = Running::start(&mut command)?;
+    let running = RunningGroup::start(&mut command)?;
     let begun = Instant::now();
     while device_of(folder).is_ok_and(|device| device == before) {
         child::check_interrupt()?;
@@ -202,30 +204,28 @@ impl Mounted {
         Ok(mounted)
     }
 
-    /// The folder for the workload's files.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// The device number of the mount; it changes if the file system is unmounted.
+    /// Returns the device number of the mount. The folder's number changes if the file system is unmounted.
     pub fn device(&self) -> u64 {
         self.device
     }
 
-    /// Unmounts.
-    pub fn end(mut self) -> Ended {
+    pub fn unmount(mut self) -> UnmountResult {
         self.close()
     }
 
-    fn close(&mut self) -> Ended {
+    fn close(&mut self) -> UnmountResult {
         let mut ended = match self.origin.take() {
-            None | Some(Origin::Given) => return Ended::default(),
-            Some(Origin::Mounted) => Ended::default(),
-            Some(Origin::Steered(running)) => self.end_controller(running),
+            None | Some(Origin::Given) => return UnmountResult::default(),
+            Some(Origin::Mounted) => UnmountResult::default(),
+            Some(Origin::PagemillMount(running)) => self.end_controller(running),
         };
         if self.is_mounted() {
-            // Its device number shows that it is the bench's mount. Detached, since a killed workload may hold it for a
-            // moment.
+            // The device number shows that this is the bench's mount. It is detached, since a killed workload may keep
+            // it busy for a moment.
             let result = rustix::mount::unmount(self.folder(), UnmountFlags::DETACH);
             let stays = result.err().map(|errno| format!("{} stays: {errno}", self.folder().display()));
             ended.complaint = ended.complaint.or(stays);
@@ -233,23 +233,23 @@ impl Mounted {
         ended
     }
 
-    fn end_controller(&self, running: Running) -> Ended {
+    fn end_controller(&self, running: RunningGroup) -> UnmountResult {
         running.terminate();
         let finished = match running.finish(TIMEOUT) {
             Ok(finished) => finished,
-            // The interrupt killed the controller.
-            Err(Error::Interrupted { .. }) => return Ended::default(),
+            // The interrupt has killed the controller, too.
+            Err(Error::Interrupted { .. }) => return UnmountResult::default(),
             Err(error) => {
                 let complaint = Some(format!("pagemill: the controller did not end on request: {error}"));
-                return Ended { complaint, ..Ended::default() };
+                return UnmountResult { complaint, ..UnmountResult::default() };
             }
         };
-        let said = String::from_utf8_lossy(&finished.stderr).trim().replace('\n', "; ");
+        let stderr = String::from_utf8_lossy(&finished.stderr).trim().replace('\n', "; ");
         let complaint = (!finished.status.success() || self.is_mounted()).then(|| {
             let what = if self.is_mounted() { "did not unmount" } else { "unmounted" };
-            format!("pagemill: asked to end the controller {what} and ended with {}: {said}", finished.status)
+            format!("pagemill: asked to end the controller {what} and ended with {}: {stderr}", finished.status)
         });
-        Ended { complaint, said }
+        UnmountResult { complaint, stderr }
     }
 
     /// Whether the folder still is the file system that was mounted on it.
@@ -270,7 +270,8 @@ fn device_of(path: &Path) -> std::io::Result<u64> {
     fs::metadata(path).map(|metadata| metadata.dev())
 }
 
-/// Fails if the folder is no tmpfs, or not the same one: if the mount vanished, the disk below it would be measured.
+/// Fails if the folder is not on a tmpfs, or not on the same tmpfs as before. Without this check, a vanished mount
+/// would mean that the disk below it is measured.
 pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), String> {
     let at = |cause: std::io::Error| format!("{}: {cause}", folder.display());
     let kind = rustix::fs::statfs(folder).map_err(|errno| at(errno.into()))?.f_type as u64;
@@ -283,7 +284,7 @@ pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), Strin
     }
 }
 
-/// Bytes in use on the file system, by `statfs`.
+/// Returns the bytes in use on the file system, by `statfs`.
 pub fn used_bytes(folder: &Path) -> std::result::Result<u64, String> {
     let state = rustix::fs::statfs(folder).map_err(|errno| format!("{}: {errno}", folder.display()))?;
     Ok((state.f_blocks - state.f_bfree) * state.f_bsize as u64)
@@ -293,10 +294,11 @@ pub fn used_bytes(folder: &Path) -> std::result::Result<u64, String> {
 mod tests {
     use super::*;
 
-    /// If mounting is permitted: a mount is a separate tmpfs, counts its bytes, and leaves nothing behind.
+    /// A mount is a tmpfs with a device number of its own and counts the bytes written to it. Unmounting leaves no
+    /// folder behind. Skipped if mounting is not permitted.
     #[test]
-    fn mounts_are_made_and_unmade() {
-        // In a thread of its own, so that the other tests keep their mount namespace.
+    fn unmount_leaves_nothing_behind() {
+        // The test runs in a thread of its own, so that the other tests keep their mount namespace.
         let test = thread::spawn(|| {
             let mounter = Mounter::new(None).map_err(|error| error.to_string())?;
             let mounted = mounter.mount(NEVER, 1 << 20).map_err(|error| error.to_string())??;
@@ -305,7 +307,7 @@ mod tests {
             assert_eq!(used_bytes(&folder), Ok(8192));
             assert_eq!(assert_tmpfs(&folder, mounted.device()), Ok(()));
             assert!(assert_tmpfs(&folder, mounted.device() + 1).is_err());
-            assert_eq!(mounted.end().complaint, None);
+            assert_eq!(mounted.unmount().complaint, None);
             assert!(!folder.exists());
             Ok::<(), String>(())
         });
@@ -314,11 +316,12 @@ mod tests {
         }
     }
 
-    /// An unknown name is answered with the known ones. A folder outside tmpfs is refused before anything is mounted.
+    /// An unknown name is refused with the list of known names. A folder outside of tmpfs is refused before anything is
+    /// mounted.
     #[test]
-    fn what_cannot_be_is_refused() {
-        let mounter = Mounter { given: None };
-        let refusal = mounter.select(&["ramfs".to_owned()], &[NEVER, STEERED]).map(|_| ());
+    fn unknown_name_and_other_folder_are_refused() {
+        let mounter = Mounter { given_folder: None };
+        let refusal = mounter.select(&["ramfs".to_owned()], &[NEVER, PAGEMILL_MOUNT]).map(|_| ());
         assert!(refusal.is_err_and(|error| error.to_string().contains("tmpfs-never, pagemill")));
         assert!(Mounter::new(Some(Path::new("/proc"))).is_err_and(|error| error.to_string().contains("no tmpfs")));
     }

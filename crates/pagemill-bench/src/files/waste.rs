@@ -1,55 +1,61 @@
-//! Memory that files take beyond their content under each setting for huge pages, and whether large files get huge
-//! pages.
+//! Memory that files take in addition to their content, under each setting for huge pages; and whether large files get
+//! huge pages.
 
 use std::time::Duration;
 
-use super::Plan;
-use super::mount::{ALWAYS, FileSystem, Mounter, NEVER, STEERED, WITHIN_SIZE};
+use super::FileExperiment;
+use super::mount::{ALWAYS, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Book, Metric, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{Metric, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 
 const AT_ONCE: &str = "used_at_once";
 const LATER: &str = "used_after_second";
 const SHARE: &str = "huge_share";
-/// After a second, files may take at most this many times the memory that they take in small pages.
-const MOST: f64 = 1.1;
-const LEAST_SHARE: f64 = 0.95;
+/// The bound on the memory of files after a second, relative to their memory in small pages.
+const MAX_RATIO: f64 = 1.1;
+const MIN_HUGE_SHARE: f64 = 0.95;
 
-/// The criterion for a kind of files.
+/// How a kind of files is judged: not at all, by the memory that it takes, or by its fraction in huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Judged {
+enum Criterion {
     Not,
     BySize,
     ByHugePages,
 }
 
-/// Files of one kind.
+/// Files of one size, all written in the same way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Kind {
+struct FileKind {
     name: &'static str,
     files: u64,
     bytes: u64,
-    /// Bytes per write; 0: one byte in the middle of a hole.
+    /// Bytes per write; with 0 the file is a hole with one byte in its middle.
     step: u64,
-    judged: Judged,
+    criterion: Criterion,
 }
 
 const LARGE: u64 = 64 << 20;
 
-const fn appended(name: &'static str, step: u64) -> Kind {
-    Kind { name, files: 1, bytes: LARGE, step, judged: Judged::ByHugePages }
+const fn appended_file(name: &'static str, step: u64) -> FileKind {
+    FileKind { name, files: 1, bytes: LARGE, step, criterion: Criterion::ByHugePages }
 }
 
-const KINDS: [Kind; 6] = [
-    Kind { name: "small: 1000 x 1000 B", files: 1000, bytes: 1000, step: 1000, judged: Judged::BySize },
-    Kind { name: "middle: 300 x 300 KiB", files: 300, bytes: 300 << 10, step: 64 << 10, judged: Judged::Not },
-    Kind { name: "sparse: 100 x 64 MiB, 1 B each", files: 100, bytes: LARGE, step: 0, judged: Judged::BySize },
-    appended("64 MiB in steps of 4 KiB", 4 << 10),
-    appended("64 MiB in steps of 64 KiB", 64 << 10),
-    appended("64 MiB in steps of 1 MiB", 1 << 20),
+const KINDS: [FileKind; 6] = [
+    FileKind { name: "small: 1000 x 1000 B", files: 1000, bytes: 1000, step: 1000, criterion: Criterion::BySize },
+    FileKind { name: "middle: 300 x 300 KiB", files: 300, bytes: 300 << 10, step: 64 << 10, criterion: Criterion::Not },
+    FileKind {
+        name: "sparse: 100 x 64 MiB, 1 B each",
+        files: 100,
+        bytes: LARGE,
+        step: 0,
+        criterion: Criterion::BySize,
+    },
+    appended_file("64 MiB in steps of 4 KiB", 4 << 10),
+    appended_file("64 MiB in steps of 64 KiB", 64 << 10),
+    appended_file("64 MiB in steps of 1 MiB", 1 << 20),
 ];
 
 /// Runs the experiment and returns the report.
@@ -60,12 +66,12 @@ const KINDS: [Kind; 6] = [
 pub fn run(options: &super::FileOptions) -> Result<Report> {
     let common = &options.common;
     let mounter = Mounter::new(options.dir.as_deref())?;
-    let (ready, gaps) = mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, STEERED])?;
+    let (ready, gaps) = mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT])?;
     let mut report = Report::new("waste", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
-    // Small files take 2 MiB each if all pages are huge.
-    child::warm(2100)?;
-    let plan = Plan {
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    // If all pages were huge, each small file would take 2 MiB.
+    child::touch_beforehand(2100)?;
+    let plan = FileExperiment {
         cases: &KINDS,
         rounds: common.rounds(),
         size_bytes: 8 << 30,
@@ -74,50 +80,50 @@ pub fn run(options: &super::FileOptions) -> Result<Report> {
         name: &|kind| kind.name.to_owned(),
         limit: Duration::from_secs(120),
     };
-    let book = plan.measure(&mounter, &ready, &mut report)?;
+    let samples = plan.measure(&mounter, &ready, &mut report)?;
     for kind in KINDS {
-        rows(&mut report, &book, kind, &ready);
-        match kind.judged {
-            Judged::Not => {}
-            Judged::BySize => report.verdict(size_verdict(&book, kind)),
-            Judged::ByHugePages => report.verdict(share_verdict(&book, kind)),
+        add_rows(&mut report, &samples, kind, &ready);
+        match kind.criterion {
+            Criterion::Not => {}
+            Criterion::BySize => report.add_verdict(size_verdict(&samples, kind)),
+            Criterion::ByHugePages => report.add_verdict(share_verdict(&samples, kind)),
         }
     }
     Ok(report)
 }
 
-fn arguments(kind: &Kind) -> Vec<String> {
+fn arguments(kind: &FileKind) -> Vec<String> {
     let numbers = [("--files", kind.files), ("--bytes", kind.bytes), ("--step", kind.step)];
-    ["__waste".to_owned()].into_iter().chain(child::numbers(&numbers)).collect()
+    ["__waste".to_owned()].into_iter().chain(child::numeric_options(&numbers)).collect()
 }
 
-fn rows(report: &mut Report, book: &Book<Kind>, kind: Kind, ready: &[FileSystem]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<FileKind>, kind: FileKind, ready: &[FileSystem]) {
     let mut metrics = vec![
         (AT_ONCE, "MiB", Some(NEVER.name), "used at once"),
         (LATER, "MiB", Some(NEVER.name), "used after a second"),
     ];
-    if kind.judged == Judged::ByHugePages {
+    if kind.criterion == Criterion::ByHugePages {
         metrics.push((SHARE, "share", None, "mapped huge"));
     }
     for (name, unit, baseline, column) in metrics {
         for subject in ready {
             let table = format!("{}: MiB, half the spread, times {}", kind.name, NEVER.name);
-            let place = Some(Place { table, column: column.to_owned() });
+            let cell = Some(TableCell { table, column: column.to_owned() });
             let metric = Metric { name, unit, better: Better::Lower, baseline };
-            report_row(report, book, (&kind, kind.name), subject.name, metric, place);
+            report_row(report, samples, (&kind, kind.name), subject.name, metric, cell);
         }
     }
 }
 
-fn size_verdict(book: &Book<Kind>, kind: Kind) -> Verdict {
+fn size_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let target = format!("{}, used after a second, against {}", kind.name, NEVER.name);
-    let verdict = not_measured(target, Bound::AtMost(MOST), "x", "one side was not run");
-    match (book.get(&kind, STEERED.name, LATER), book.get(&kind, NEVER.name, LATER)) {
+    let verdict = not_measured(target, Bound::AtMost(MAX_RATIO), "x", "one side was not run");
+    match (samples.get(&kind, PAGEMILL_MOUNT.name, LATER), samples.get(&kind, NEVER.name, LATER)) {
         (Some(series), Some(never)) => Verdict {
-            // Bytes divided by bytes: a larger ratio is worse here.
-            estimate: stats::estimate(&series.ratios(never, Better::Higher)),
+            // The ratio is bytes divided by bytes, so a larger ratio is worse here.
+            estimate: stats::estimate_median(&series.ratios(never, Better::Higher)),
             baseline: NEVER.name.to_owned(),
-            is_lost: !series.survived(),
+            has_lost_round: !series.survived(),
             note: String::new(),
             ..verdict
         },
@@ -125,13 +131,13 @@ fn size_verdict(book: &Book<Kind>, kind: Kind) -> Verdict {
     }
 }
 
-fn share_verdict(book: &Book<Kind>, kind: Kind) -> Verdict {
+fn share_verdict(samples: &SampleTable<FileKind>, kind: FileKind) -> Verdict {
     let target = format!("{}, share in huge pages when mapped a second after the close", kind.name);
-    let verdict = not_measured(target, Bound::AtLeast(LEAST_SHARE), "of 1", "pagemill was not run");
-    match book.get(&kind, STEERED.name, SHARE) {
+    let verdict = not_measured(target, Bound::AtLeast(MIN_HUGE_SHARE), "of 1", "pagemill was not run");
+    match samples.get(&kind, PAGEMILL_MOUNT.name, SHARE) {
         Some(series) => Verdict {
-            estimate: stats::estimate(&series.values()),
-            is_lost: !series.survived(),
+            estimate: stats::estimate_median(&series.values()),
+            has_lost_round: !series.survived(),
             note: String::new(),
             ..verdict
         },
@@ -143,25 +149,26 @@ fn share_verdict(book: &Book<Kind>, kind: Kind) -> Verdict {
 mod tests {
     use super::*;
 
-    /// The workload receives the numbers of each kind, and exactly the kinds of the target are judged.
+    /// The arguments of the workload have the numbers of a kind. Two kinds are judged by size, three by huge pages.
     #[test]
-    fn kinds_are_told_to_the_workload() {
+    fn file_kind_becomes_workload_arguments() {
         assert_eq!(arguments(&KINDS[2]), ["__waste", "--files", "100", "--bytes", "67108864", "--step", "0"]);
-        let count = |judged| KINDS.iter().filter(|kind| kind.judged == judged).count();
-        assert_eq!((count(Judged::BySize), count(Judged::ByHugePages)), (2, 3));
+        let count = |criterion| KINDS.iter().filter(|kind| kind.criterion == criterion).count();
+        assert_eq!((count(Criterion::BySize), count(Criterion::ByHugePages)), (2, 3));
     }
 
-    /// A share is judged by itself, bytes by the ratio; without one side there is no verdict.
+    /// The fraction in huge pages has a verdict without a baseline. The ratio of bytes has one only if both file
+    /// systems were measured.
     #[test]
-    fn verdicts_need_both_sides() {
-        let (mut book, small, large) = (Book::new(), KINDS[0], KINDS[3]);
+    fn ratio_verdict_needs_both_file_systems() {
+        let (mut samples, small, large) = (SampleTable::new(), KINDS[0], KINDS[3]);
         for _ in 0..3 {
-            book.enter_value(&small, STEERED.name, LATER, 10.0);
-            book.enter_value(&large, STEERED.name, SHARE, 0.5);
+            samples.add_value(&small, PAGEMILL_MOUNT.name, LATER, 10.0);
+            samples.add_value(&large, PAGEMILL_MOUNT.name, SHARE, 0.5);
         }
-        assert!(size_verdict(&book, small).estimate.is_none());
-        book.enter_value(&small, NEVER.name, LATER, 5.0);
-        assert_eq!(size_verdict(&book, small).estimate.map(|estimate| estimate.value), Some(2.0));
-        assert_eq!(share_verdict(&book, large).state(), crate::report::State::FallsShort);
+        assert!(size_verdict(&samples, small).estimate.is_none());
+        samples.add_value(&small, NEVER.name, LATER, 5.0);
+        assert_eq!(size_verdict(&samples, small).estimate.map(|estimate| estimate.value), Some(2.0));
+        assert_eq!(share_verdict(&samples, large).state(), crate::report::VerdictState::FallsShort);
     }
 }

@@ -1,5 +1,5 @@
-//! Loads that are hard on an allocator: random churn, pandas, programs of mimalloc-bench. Measures the memory that they
-//! hold in each phase, and their CPU time.
+//! Loads that fragment an allocator's memory: random churn, pandas, and programs of mimalloc-bench. Measures how much
+//! memory they have in each phase, and their CPU time.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,14 +7,14 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use super::programs::{is_installed, prepare_python, python};
-use super::tree::Watch;
+use super::tree::TreeSampler;
 use super::{BASELINE, Options, WALL};
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, PAGEMILL, Ready};
+use crate::subject::{self, AvailableSubject, PAGEMILL};
 
 const PEAK: &str = "process_peak_mib";
 const STEADY: &str = "steady_mib";
@@ -22,29 +22,29 @@ const LAST_QUARTER: &str = "last_quarter_mib";
 const LIVE: &str = "live_mib";
 const AFTER: &str = "after_mib";
 const CPU: &str = "cpu_s";
-/// CPU time of one allocation, for loads of a fixed duration.
-const CPU_PER_ACT: &str = "cpu_us_per_act";
-const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER, CPU, CPU_PER_ACT, WALL];
+/// CPU time per operation, for loads that run for a fixed time.
+const CPU_PER_OPERATION: &str = "cpu_us_per_act";
+const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER, CPU, CPU_PER_OPERATION, WALL];
 
-/// Limits of the verdicts: memory in each phase relative to glibc, and CPU time relative to jemalloc.
-const MOST_HELD: f64 = 1.10;
-const MOST_CPU: f64 = 1.10;
+/// Bounds of the verdicts: memory in each phase relative to glibc, and CPU time relative to jemalloc.
+const MAX_MEMORY_RATIO: f64 = 1.10;
+const MAX_CPU_RATIO: f64 = 1.10;
 const CPU_BASELINE: &str = "jemalloc";
 
-/// A program of mimalloc-bench: its sources below the folder `bench`, extra compiler flags, and arguments as in its
-/// bench.sh (N is the number of CPUs).
-struct Foreign {
+/// A program of mimalloc-bench: its sources below the folder `bench`, extra compiler flags, and its arguments in
+/// bench.sh. The argument N stands for the number of CPUs.
+struct BenchProgram {
     name: &'static str,
     compiler: &'static str,
     sources: &'static [&'static str],
     flags: &'static [&'static str],
     arguments: &'static [&'static str],
-    /// Its duration, if that is fixed; the program then prints its operations per second.
+    /// The run time, if it is fixed. Such a program prints its operations per second.
     seconds: Option<f64>,
 }
 
-const FOREIGN: &[Foreign] = &[
-    Foreign {
+const BENCH_PROGRAMS: &[BenchProgram] = &[
+    BenchProgram {
         name: "mstress",
         compiler: "cc",
         sources: &["mstress/mstress.c"],
@@ -52,7 +52,7 @@ const FOREIGN: &[Foreign] = &[
         arguments: &["N", "50", "25"],
         seconds: None,
     },
-    Foreign {
+    BenchProgram {
         name: "malloc-large",
         compiler: "c++",
         sources: &["malloc-large/malloc-large.cpp"],
@@ -60,7 +60,7 @@ const FOREIGN: &[Foreign] = &[
         arguments: &[],
         seconds: None,
     },
-    Foreign {
+    BenchProgram {
         name: "larson",
         compiler: "c++",
         sources: &["larson/larson.cpp"],
@@ -68,7 +68,7 @@ const FOREIGN: &[Foreign] = &[
         arguments: &["5", "8", "1000", "5000", "100", "4141", "N"],
         seconds: Some(5.0),
     },
-    Foreign {
+    BenchProgram {
         name: "rptest",
         compiler: "cc",
         sources: &["rptest/rptest.c", "rptest/thread.c", "rptest/timer.c"],
@@ -81,8 +81,8 @@ const FOREIGN: &[Foreign] = &[
 const CHURN: &str = "churn";
 const PANDAS: &str = "pandas";
 
-/// Builds tables, joins, groups and appends them, drops them all, and sleeps. Prints the memory that it held then, and
-/// a sum by which runs are compared.
+/// A script that builds tables, joins, groups and appends them, drops them all, and sleeps. It prints its memory before
+/// and after, and a sum by which runs are compared.
 const PANDAS_SCRIPT: &str = "
 import gc, json, os, sys, time
 import pandas
@@ -109,66 +109,64 @@ time.sleep(rest)
 print(json.dumps({'steady_mib': full, 'after_mib': resident(), 'answer': repr(round(total, 3))}))
 ";
 
-/// The names of all loads.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    [CHURN, PANDAS].into_iter().chain(FOREIGN.iter().map(|foreign| foreign.name))
+    [CHURN, PANDAS].into_iter().chain(BENCH_PROGRAMS.iter().map(|bench_program| bench_program.name))
 }
 
-/// One load, ready to run.
 struct Load {
     name: &'static str,
     command: Box<dyn Fn() -> Result<Command>>,
-    /// Converts the program's output into a JSON line.
+    /// Converts the standard output of the program into a JSON line.
     read: fn(&[u8]) -> std::result::Result<serde_json::Value, String>,
     seconds: Option<f64>,
 }
 
 /// Runs the named loads; adds rows and verdicts.
-pub fn run(options: &Options, names: &[&'static str], ready: &[Ready], report: &mut Report) -> Result<()> {
+pub fn run(options: &Options, names: &[&'static str], ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(names.len() * common.rounds() * ready.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for &name in names {
         let folder = tempfile::tempdir().map_err(doing("making a folder for a load"))?;
         match prepare(options, name, folder.path())? {
-            Ok(load) => measure(&load, common, ready, &mut book, &progress)?,
-            Err(gap) => report.gap(gap),
+            Ok(load) => measure(&load, common, ready, &mut samples, &progress)?,
+            Err(gap) => report.add_gap(gap),
         }
     }
     drop(progress);
     for &name in names {
-        rows(report, &book, name, ready);
+        add_rows(report, &samples, name, ready);
     }
     for &name in names {
-        verdicts(report, &book, name);
+        add_verdicts(report, &samples, name);
     }
     Ok(())
 }
 
-/// Prepares a load; the inner error is a sentence for the list of gaps.
+/// Prepares the load with this name. The inner error is a sentence for the list of gaps.
 fn prepare(options: &Options, name: &'static str, folder: &Path) -> Result<std::result::Result<Load, String>> {
     let common = &options.common;
-    Ok(match FOREIGN.iter().find(|foreign| foreign.name == name) {
-        Some(foreign) => compile(foreign, options.mimalloc_bench.as_deref(), folder)?,
-        None if name == PANDAS => pandas(common, folder)?,
-        None => Ok(churn(common)),
+    Ok(match BENCH_PROGRAMS.iter().find(|bench_program| bench_program.name == name) {
+        Some(bench_program) => compile_program(bench_program, options.mimalloc_bench.as_deref(), folder)?,
+        None if name == PANDAS => pandas_load(common, folder)?,
+        None => Ok(churn_load(common)),
     })
 }
 
-fn churn(common: &Common) -> Load {
-    let numbers = common.pick(
+fn churn_load(common: &CommonOptions) -> Load {
+    let numbers = common.quick_or_full(
         [("--threads", 4), ("--mib", 64), ("--run-ms", 300), ("--rest-ms", 200)],
         [("--threads", 8), ("--mib", 350), ("--run-ms", 20_000), ("--rest-ms", 15_000)],
     );
     let command = move || {
-        let mut command = child::workload(&["__churn"])?;
-        command.args(child::numbers(&numbers));
+        let mut command = child::workload_command(&["__churn"])?;
+        command.args(child::numeric_options(&numbers));
         Ok(command)
     };
-    Load { name: CHURN, command: Box::new(command), read: json, seconds: None }
+    Load { name: CHURN, command: Box::new(command), read: parse_json, seconds: None }
 }
 
-fn pandas(common: &Common, folder: &Path) -> Result<std::result::Result<Load, String>> {
+fn pandas_load(common: &CommonOptions, folder: &Path) -> Result<std::result::Result<Load, String>> {
     if !is_installed("python3") {
         return Ok(Err(format!("{PANDAS}: python3 is not installed")));
     }
@@ -182,40 +180,41 @@ fn pandas(common: &Common, folder: &Path) -> Result<std::result::Result<Load, St
     }
     let script = folder.join("tables.py");
     fs::write(&script, PANDAS_SCRIPT).map_err(doing("preparing pandas"))?;
-    let (rows, rest) = common.pick(("20000", "0.2"), ("2000000", "15"));
+    let (rows, rest) = common.quick_or_full(("20000", "0.2"), ("2000000", "15"));
     let command = move || {
         let mut command = Command::new(&python);
         command.arg(&script).args([rows, rest]).env("PYTHONHASHSEED", "0");
         Ok(command)
     };
-    Ok(Ok(Load { name: PANDAS, command: Box::new(command), read: json, seconds: None }))
+    Ok(Ok(Load { name: PANDAS, command: Box::new(command), read: parse_json, seconds: None }))
 }
 
 /// Compiles a program of mimalloc-bench with the flags of its CMakeLists.txt.
-fn compile(
-    foreign: &'static Foreign,
+fn compile_program(
+    bench_program: &'static BenchProgram,
     checkout: Option<&Path>,
     folder: &Path,
 ) -> Result<std::result::Result<Load, String>> {
-    let name = foreign.name;
+    let name = bench_program.name;
     let Some(checkout) = checkout else {
         return Ok(Err(format!(
             "{name}: --mimalloc-bench DIR names no checkout; to have one: git clone https://github.com/daanx/mimalloc-bench"
         )));
     };
-    let sources: Vec<PathBuf> = foreign.sources.iter().map(|source| checkout.join("bench").join(source)).collect();
+    let sources: Vec<PathBuf> =
+        bench_program.sources.iter().map(|source| checkout.join("bench").join(source)).collect();
     if let Some(missing) = sources.iter().find(|source| !source.is_file()) {
         return Ok(Err(format!("{name}: {} is not there", missing.display())));
     }
     let program = folder.join(name);
-    let mut compiler = Command::new(foreign.compiler);
-    compiler.args(["-O3", "-DNDEBUG", "-w"]).args(foreign.flags).args(&sources).arg("-o").arg(&program);
+    let mut compiler = Command::new(bench_program.compiler);
+    compiler.args(["-O3", "-DNDEBUG", "-w"]).args(bench_program.flags).args(&sources).arg("-o").arg(&program);
     compiler.args(sources.iter().filter_map(|source| Some(format!("-I{}", source.parent()?.display()))));
     compiler.args(["-pthread", "-lm"]);
-    if !is_installed(foreign.compiler) {
-        return Ok(Err(format!("{name}: {} is not installed", foreign.compiler)));
+    if !is_installed(bench_program.compiler) {
+        return Ok(Err(format!("{name}: {} is not installed", bench_program.compiler)));
     }
-    let finished = Running::start(&mut compiler)?.finish(Duration::from_secs(120))?;
+    let finished = RunningGroup::start(&mut compiler)?.finish(Duration::from_secs(120))?;
     if !finished.status.success() {
         let complaint = String::from_utf8_lossy(&finished.stderr).lines().next().unwrap_or_default().to_owned();
         return Ok(Err(format!("{name}: does not compile: {complaint}")));
@@ -224,19 +223,19 @@ fn compile(
     let folder = folder.to_owned();
     let command = move || {
         let mut command = Command::new(&program);
-        command.args(foreign.arguments.iter().map(|word| if *word == "N" { cpus.as_str() } else { *word }));
+        command.args(bench_program.arguments.iter().map(|word| if *word == "N" { cpus.as_str() } else { *word }));
         command.current_dir(&folder);
         Ok(command)
     };
-    Ok(Ok(Load { name, command: Box::new(command), read: printed, seconds: foreign.seconds }))
+    Ok(Ok(Load { name, command: Box::new(command), read: parse_printed_rate, seconds: bench_program.seconds }))
 }
 
-fn json(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
+fn parse_json(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
     serde_json::from_slice(stdout).map_err(|cause| format!("unreadable result: {cause}"))
 }
 
-/// Parses the operations per second that a program of fixed duration prints.
-fn printed(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
+/// Parses the operations per second that a program with a fixed run time prints.
+fn parse_printed_rate(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
     let text = String::from_utf8_lossy(stdout);
     let rate =
         text.split_once("Throughput =").and_then(|(_, rest)| rest.split_whitespace().next()?.parse::<f64>().ok());
@@ -247,9 +246,9 @@ const RATE: &str = "operations_per_second";
 
 fn measure(
     load: &Load,
-    common: &Common,
-    ready: &[Ready],
-    book: &mut Book<&'static str>,
+    common: &CommonOptions,
+    ready: &[AvailableSubject],
+    samples: &mut SampleTable<&'static str>,
     progress: &Progress,
 ) -> Result<()> {
     let mut answer = None;
@@ -265,23 +264,23 @@ fn measure(
                     return Err(Error::WrongAnswer { subject: subject.name().to_owned(), what });
                 }
             }
-            book.enter(&load.name, subject.name(), METRICS, &outcome);
+            samples.add_outcome(&load.name, subject.name(), METRICS, &outcome);
         }
     }
     Ok(())
 }
 
-fn sample(load: &Load, ready: &Ready) -> Result<Outcome> {
+fn sample(load: &Load, ready: &AvailableSubject) -> Result<Outcome> {
     let mut command = (load.command)()?;
     ready.apply(&mut command);
-    let running = Running::start(&mut command)?;
-    let watch = Watch::start(running.id(), ready.preload(), false);
+    let running = RunningGroup::start(&mut command)?;
+    let watch = TreeSampler::start(running.id(), ready.preload(), false);
     let finished = running.finish(Duration::from_secs(300))?;
     let peaks = watch.stop();
     if !finished.status.success() {
-        return child::outcome(ready.name(), &finished);
+        return child::classify(ready.name(), &finished);
     }
-    if !peaks.saw_library {
+    if !peaks.has_mapped_library {
         return Ok(Outcome::Failed("the preload was not mapped in it".to_owned()));
     }
     let mut line = match (load.read)(&finished.stdout) {
@@ -293,17 +292,17 @@ fn sample(load: &Load, ready: &Ready) -> Result<Outcome> {
     let cpu = finished.usage.cpu().as_secs_f64();
     match load.seconds {
         Some(seconds) => match line[RATE].as_f64() {
-            Some(rate) => line[CPU_PER_ACT] = (cpu * 1e6 / (rate * seconds)).into(),
+            Some(rate) => line[CPU_PER_OPERATION] = (cpu * 1e6 / (rate * seconds)).into(),
             None => return Ok(Outcome::Failed("it printed no rate".to_owned())),
         },
-        // The bench's own load of fixed duration reports its CPU time per operation itself.
-        None if line[CPU_PER_ACT].is_null() => line[CPU] = cpu.into(),
+        // The bench's own load has a fixed run time and reports the CPU time per operation itself.
+        None if line[CPU_PER_OPERATION].is_null() => line[CPU] = cpu.into(),
         None => {}
     }
     Ok(Outcome::Measured(line))
 }
 
-fn rows(report: &mut Report, book: &Book<&'static str>, name: &'static str, ready: &[Ready]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
     let metrics = [
         (PEAK, "MiB", BASELINE, "peak, MiB"),
         (STEADY, "MiB", BASELINE, "steady"),
@@ -311,46 +310,47 @@ fn rows(report: &mut Report, book: &Book<&'static str>, name: &'static str, read
         (AFTER, "MiB", BASELINE, "after freeing, at rest"),
         (LIVE, "MiB", BASELINE, "live"),
         (CPU, "s", CPU_BASELINE, "CPU, s"),
-        (CPU_PER_ACT, "us", CPU_BASELINE, "CPU, us an act"),
+        (CPU_PER_OPERATION, "us", CPU_BASELINE, "CPU, us an act"),
         (WALL, "s", BASELINE, "wall, s"),
     ];
     for (metric, unit, baseline, column) in metrics {
         for subject in ready {
-            let series = book.get(&name, subject.name(), metric);
+            let series = samples.get(&name, subject.name(), metric);
             if metric != PEAK && series.is_none_or(|series| series.median().is_none()) {
                 continue;
             }
-            let place = Place {
+            let cell = TableCell {
                 table: format!("{name}: memory, half the spread, times {BASELINE}; CPU, times {CPU_BASELINE}"),
                 column: column.to_owned(),
             };
-            // The live bytes depend on the load, not on the allocator.
+            // The live bytes depend on the load and not on the allocator, so they have no baseline.
             let baseline = (metric != LIVE).then_some(baseline);
             let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
-            report_row(report, book, (&name, name), subject.name(), metric, Some(place));
+            report_row(report, samples, (&name, name), subject.name(), metric, Some(cell));
         }
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) {
-    let held = [(PEAK, "peak"), (STEADY, "steady"), (LAST_QUARTER, "last quarter"), (AFTER, "after freeing")];
-    let held = held.map(|(metric, what)| (metric, what, MOST_HELD, BASELINE));
-    let cpu = [(CPU, "CPU", MOST_CPU, CPU_BASELINE), (CPU_PER_ACT, "CPU", MOST_CPU, CPU_BASELINE)];
-    for (metric, what, most, baseline) in held.into_iter().chain(cpu) {
-        let (Some(own), Some(base)) = (book.get(&name, PAGEMILL, metric), book.get(&name, baseline, metric)) else {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {
+    let memory_targets = [(PEAK, "peak"), (STEADY, "steady"), (LAST_QUARTER, "last quarter"), (AFTER, "after freeing")];
+    let memory_targets = memory_targets.map(|(metric, what)| (metric, what, MAX_MEMORY_RATIO, BASELINE));
+    let cpu = [(CPU, "CPU", MAX_CPU_RATIO, CPU_BASELINE), (CPU_PER_OPERATION, "CPU", MAX_CPU_RATIO, CPU_BASELINE)];
+    for (metric, what, most, baseline) in memory_targets.into_iter().chain(cpu) {
+        let (Some(own), Some(base)) = (samples.get(&name, PAGEMILL, metric), samples.get(&name, baseline, metric))
+        else {
             continue;
         };
         let was_lost = own.killed + own.failures.len() > 0;
-        // The load lacks this phase or this kind of time.
+        // The median is missing if the load lacks this phase or this kind of CPU time.
         if own.median().is_none() && !(was_lost && metric == PEAK) {
             continue;
         }
         let target = format!("{name}, {what}, against {baseline}");
-        report.verdict(Verdict {
-            // Memory divided by memory, time by time: a larger ratio is worse here.
-            estimate: stats::estimate(&own.ratios(base, Better::Higher)),
+        report.add_verdict(Verdict {
+            // The ratio is memory divided by memory, or time by time, so a larger ratio is worse here.
+            estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
             baseline: baseline.to_owned(),
-            is_lost: was_lost,
+            has_lost_round: was_lost,
             ..not_measured(target, Bound::AtMost(most), "x", "")
         });
     }
@@ -360,17 +360,18 @@ fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) 
 mod tests {
     use super::*;
 
-    /// Each phase and the time are judged once, against the right peer. A metric that the load lacks is left out.
+    /// Each phase has one verdict against glibc, and the CPU time one against jemalloc. Metrics that the load lacks
+    /// have none.
     #[test]
     fn every_phase_is_judged() {
-        let mut book = Book::new();
+        let mut samples = SampleTable::new();
         for (name, mib, cpu) in [(BASELINE, 100.0, 1.0), (CPU_BASELINE, 300.0, 2.0), (PAGEMILL, 120.0, 2.1)] {
             let line = serde_json::json!({ PEAK: mib, AFTER: mib, CPU: cpu });
-            (0..3).for_each(|_| book.enter(&CHURN, name, METRICS, &Outcome::Measured(line.clone())));
+            (0..3).for_each(|_| samples.add_outcome(&CHURN, name, METRICS, &Outcome::Measured(line.clone())));
         }
         let mut report = Report::new("footprint", false);
 
-        verdicts(&mut report, &book, CHURN);
+        add_verdicts(&mut report, &samples, CHURN);
 
         let lines: Vec<(String, f64)> = report
             .verdicts()
@@ -382,12 +383,12 @@ mod tests {
         assert!(lines.iter().map(|(target, value)| (target.as_str(), *value)).eq(expected), "{lines:?}");
     }
 
-    /// larson's line is parsed; other programs print no rate.
+    /// The rate is parsed from larson's output. The output of a program without a rate gives none.
     #[test]
-    fn rates_are_read() {
+    fn printed_rate_is_parsed() {
         let larson = b"Throughput = 51871522 operations per second, relative time: 19.278s.\nDone sleeping...\n";
 
-        assert_eq!(printed(larson).expect("any text will do")[RATE], 51_871_522.0);
-        assert!(printed(b"done\n").expect("any text will do")[RATE].is_null());
+        assert_eq!(parse_printed_rate(larson).expect("any text will do")[RATE], 51_871_522.0);
+        assert!(parse_printed_rate(b"done\n").expect("any text will do")[RATE].is_null());
     }
 }

@@ -1,4 +1,5 @@
-//! Real programs under every allocator: their peak memory, their memory at rest, and the peak net of returnable memory.
+//! Real programs under every allocator: their peak memory, their memory at rest, and the peak without the free memory
+//! that they could return.
 
 mod loads;
 mod programs;
@@ -9,15 +10,15 @@ mod tree;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::child::{self, Finished, Outcome, Running};
+use crate::child::{self, FinishedProcess, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{self, Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{self, CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, KEEPING, PAGEMILL, Ready, Role};
+use crate::subject::{self, AvailableSubject, KEEPING, PAGEMILL, Role};
 pub use programs::is_installed;
 use programs::{PROGRAMS, Program};
-use tree::{Moment, Peaks, Watch};
+use tree::{TreeMemory, TreePeaks, TreeSampler};
 
 const BASELINE: &str = "glibc";
 const REDIS: &str = "redis";
@@ -31,40 +32,40 @@ const WALL: &str = "wall_s";
 const REQUESTS: &str = "requests_per_second";
 const METRICS: [&str; 8] = [PEAK, PEAK_ANONYMOUS, NET_PEAK, LARGEST, IDLE, IDLE_NET, WALL, REQUESTS];
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
-    /// Only these programs: redis, python, python-tests, sqlite3, git, cargo-build, or the loads of --churn
+    pub common: CommonOptions,
+    /// Run only these programs: redis, python, python-tests, sqlite3, git, cargo-build, or the loads of --churn
     #[arg(long, value_delimiter = ',', value_name = "PROGRAM")]
     pub programs: Vec<String>,
-    /// Run loads that are hard on an allocator instead: churn, pandas, mstress, malloc-large, larson, rptest
+    /// Run loads instead that fragment an allocator's memory: churn, pandas, mstress, malloc-large, larson, rptest
     #[arg(long, conflicts_with_all = ["programs", "returning"])]
     pub churn: bool,
-    /// A checkout of mimalloc-bench, from which the last four loads are compiled
+    /// A checkout of mimalloc-bench, from which the loads mstress, malloc-large, larson and rptest are compiled
     #[arg(long, value_name = "DIR")]
     pub mimalloc_bench: Option<PathBuf>,
-    /// Measure instead a process that frees 400 MiB and goes on working: the memory that it still holds 15 s later
+    /// Measure instead a process that frees 400 MiB and goes on working: the memory that it still holds up to 15 s
+    /// later
     #[arg(long = "return", conflicts_with = "programs")]
     pub returning: bool,
-    /// With --return: only pieces of these sizes, such as 512,4K,1M
+    /// With --return: only allocations of these sizes, such as 512,4K,1M
     #[arg(long, value_name = "SIZES", requires = "returning", value_delimiter = ',', value_parser = pagemill::units::parse_bytes)]
     pub sizes: Vec<u64>,
 }
 
-/// One run of one program.
+/// The measurements of one run of one program.
 struct Sample {
-    peaks: Peaks,
-    /// Memory after a rest; servers only.
-    idle: Option<Moment>,
+    peaks: TreePeaks,
+    /// Memory after a rest of two seconds; measured for servers only.
+    idle: Option<TreeMemory>,
     wall: Duration,
-    /// Throughput, measured after the memory; servers only.
+    /// Throughput, measured after the memory; for servers only.
     requests_per_second: Option<f64>,
 }
 
 impl Sample {
-    fn line(&self) -> serde_json::Value {
+    fn json_line(&self) -> serde_json::Value {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let idle_net = self.idle.and_then(|idle| Some(idle.resident.saturating_sub(idle.giveable?)));
         serde_json::json!({
@@ -80,37 +81,37 @@ impl Sample {
     }
 }
 
-/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
-    let (ready, gaps) = subject::select(&common.only, is_wanted)?;
+    let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("footprint", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
     if options.returning {
         returning::run(options, &ready, &mut report)?;
         return Ok(report);
     }
     let (names, loads) = wanted_names(options)?;
-    child::warm(common.pick(256, 1024))?;
+    child::touch_beforehand(common.quick_or_full(256, 1024))?;
     let progress = Progress::new(names.len() * common.rounds() * ready.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for &name in &names {
         match PROGRAMS.iter().find(|program| program.name == name) {
-            Some(program) => measure(program, &ready, common, &mut book, &mut report, &progress)?,
-            None => measure_redis(&ready, common, &mut book, &mut report, &progress)?,
+            Some(program) => measure(program, &ready, common, &mut samples, &mut report, &progress)?,
+            None => measure_redis(&ready, common, &mut samples, &mut report, &progress)?,
         }
     }
     drop(progress);
     for &name in &names {
-        rows(&mut report, &book, name, &ready);
-        verdicts(&mut report, &book, name);
+        add_rows(&mut report, &samples, name, &ready);
+        add_verdicts(&mut report, &samples, name);
     }
     loads::run(options, &loads, &ready, &mut report)?;
     Ok(report)
 }
 
-/// The programs and loads that were named; if none, all of the chosen kind.
+/// Returns the programs and loads that `--programs` names. Without the option, all programs, or all loads with
+/// `--churn`.
 fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static str>)> {
     let given = &options.programs;
     let programs: Vec<&'static str> = [REDIS].into_iter().chain(PROGRAMS.iter().map(|program| program.name)).collect();
@@ -128,22 +129,22 @@ fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static st
 
 fn measure(
     program: &Program,
-    ready: &[Ready],
-    common: &Common,
-    book: &mut Book<&'static str>,
+    ready: &[AvailableSubject],
+    common: &CommonOptions,
+    samples: &mut SampleTable<&'static str>,
     report: &mut Report,
     progress: &Progress,
 ) -> Result<()> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for a program"))?;
     if let Err(gap) = program.prepare(folder.path())? {
-        report.gap(gap);
+        report.add_gap(gap);
         return Ok(());
     }
-    // One unmeasured run without a preload: it yields the reference output and fills the page cache.
+    // One unmeasured run without a preload yields the expected output and fills the kernel's page cache.
     let reference = run_once(program, None, folder.path())?.0;
     if !reference.status.success() {
         let complaint = String::from_utf8_lossy(&reference.stderr).trim().to_owned();
-        report.gap(format!("{}: fails even without a preload: {complaint}", program.name));
+        report.add_gap(format!("{}: fails even without a preload: {complaint}", program.name));
         return Ok(());
     }
     for round in 0..common.rounds() {
@@ -151,32 +152,42 @@ fn measure(
             let subject = &ready[(index + round) % ready.len()];
             progress.step(&format!("{}, {}", program.name, subject.name()));
             let (finished, sample) = run_once(program, Some(subject), folder.path())?;
-            check(program, subject, &reference, &finished)?;
-            let outcome = match (finished.status.success(), sample.peaks.saw_library) {
-                (true, true) => Outcome::Measured(sample.line()),
+            check_output(program, subject, &reference, &finished)?;
+            let outcome = match (finished.status.success(), sample.peaks.has_mapped_library) {
+                (true, true) => Outcome::Measured(sample.json_line()),
                 (true, false) => Outcome::Failed("the preload was not mapped in it".to_owned()),
-                (false, _) => child::outcome(subject.name(), &finished)?,
+                (false, _) => child::classify(subject.name(), &finished)?,
             };
-            book.enter(&program.name, subject.name(), &METRICS, &outcome);
+            samples.add_outcome(&program.name, subject.name(), &METRICS, &outcome);
         }
     }
     Ok(())
 }
 
-fn run_once(program: &Program, ready: Option<&Ready>, folder: &Path) -> Result<(Finished, Sample)> {
+fn run_once(program: &Program, ready: Option<&AvailableSubject>, folder: &Path) -> Result<(FinishedProcess, Sample)> {
     let mut command = program.command(folder);
     if let Some(ready) = ready {
         ready.apply(&mut command);
     }
-    let running = Running::start(&mut command)?;
-    let watch = Watch::start(running.id(), ready.and_then(Ready::preload), ready.is_some_and(Ready::publishes));
+    let running = RunningGroup::start(&mut command)?;
+    let watch = TreeSampler::start(
+        running.id(),
+        ready.and_then(AvailableSubject::preload),
+        ready.is_some_and(AvailableSubject::publishes),
+    );
     let finished = running.finish(Duration::from_secs(300))?;
     let sample = Sample { peaks: watch.stop(), idle: None, wall: finished.wall, requests_per_second: None };
     Ok((finished, sample))
 }
 
-/// If a program succeeds with other output than without the preload, its memory was wrong.
-fn check(program: &Program, ready: &Ready, reference: &Finished, finished: &Finished) -> Result<()> {
+/// Compares the output with that of the run without a preload. A program that succeeds with other output had wrong
+/// memory.
+fn check_output(
+    program: &Program,
+    ready: &AvailableSubject,
+    reference: &FinishedProcess,
+    finished: &FinishedProcess,
+) -> Result<()> {
     let is_same = !program.is_repeatable || reference.stdout == finished.stdout;
     match is_same || !finished.status.success() {
         true => Ok(()),
@@ -188,14 +199,14 @@ fn check(program: &Program, ready: &Ready, reference: &Finished, finished: &Fini
 }
 
 fn measure_redis(
-    ready: &[Ready],
-    common: &Common,
-    book: &mut Book<&'static str>,
+    ready: &[AvailableSubject],
+    common: &CommonOptions,
+    samples: &mut SampleTable<&'static str>,
     report: &mut Report,
     progress: &Progress,
 ) -> Result<()> {
-    if let Some(gap) = redis::gap() {
-        report.gap(gap);
+    if let Some(gap) = redis::missing_programs() {
+        report.add_gap(gap);
         return Ok(());
     }
     let folder = redis::folder()?;
@@ -204,17 +215,17 @@ fn measure_redis(
             let subject = &ready[(index + round) % ready.len()];
             progress.step(&format!("{REDIS}, {}", subject.name()));
             let outcome = match redis::run(subject, folder.path())? {
-                Ok(sample) if sample.peaks.saw_library => Outcome::Measured(sample.line()),
+                Ok(sample) if sample.peaks.has_mapped_library => Outcome::Measured(sample.json_line()),
                 Ok(_) => Outcome::Failed("the preload was not mapped in it".to_owned()),
                 Err(why) => Outcome::Failed(why),
             };
-            book.enter(&REDIS, subject.name(), &METRICS, &outcome);
+            samples.add_outcome(&REDIS, subject.name(), &METRICS, &outcome);
         }
     }
     Ok(())
 }
 
-fn rows(report: &mut Report, book: &Book<&'static str>, name: &'static str, ready: &[Ready]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str, ready: &[AvailableSubject]) {
     let metrics = [
         (PEAK, "MiB", "peak, MiB"),
         (PEAK_ANONYMOUS, "MiB", "anonymous"),
@@ -227,50 +238,50 @@ fn rows(report: &mut Report, book: &Book<&'static str>, name: &'static str, read
     for (metric, unit, column) in metrics {
         for subject in ready {
             let is_missing = |series: &crate::report::Series| series.median().is_none();
-            if metric != PEAK && book.get(&name, subject.name(), metric).is_none_or(is_missing) {
+            if metric != PEAK && samples.get(&name, subject.name(), metric).is_none_or(is_missing) {
                 continue;
             }
-            let place = Place {
+            let cell = TableCell {
                 table: format!("{name}: memory of the whole tree, half the spread, times {BASELINE}"),
                 column: column.to_owned(),
             };
             let metric = Metric { name: metric, unit, better: Better::Lower, baseline: Some(BASELINE) };
-            report_row(report, book, (&name, name), subject.name(), metric, Some(place));
+            report_row(report, samples, (&name, name), subject.name(), metric, Some(cell));
         }
     }
     for subject in ready {
-        let place = Place { table: format!("{name}: requests a second"), column: "GET and SET".to_owned() };
+        let cell = TableCell { table: format!("{name}: requests a second"), column: "GET and SET".to_owned() };
         let metric = Metric { name: REQUESTS, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
-        if book.get(&name, subject.name(), REQUESTS).is_some_and(|series| series.median().is_some()) {
-            report_row(report, book, (&name, name), subject.name(), metric, Some(place));
+        if samples.get(&name, subject.name(), REQUESTS).is_some_and(|series| series.median().is_some()) {
+            report_row(report, samples, (&name, name), subject.name(), metric, Some(cell));
         }
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) {
-    let requests = |subject| book.get(&name, subject, REQUESTS).filter(|series| series.median().is_some());
+fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, name: &'static str) {
+    let requests = |subject| samples.get(&name, subject, REQUESTS).filter(|series| series.median().is_some());
     if let (Some(own), Some(keeping)) = (requests(PAGEMILL), requests(KEEPING))
-        && let Some(verdict) = experiment::against_keeping(name, &[own.ratios(keeping, Better::Higher)])
+        && let Some(verdict) = experiment::judge_aging_cost(name, &[own.ratios(keeping, Better::Higher)])
     {
-        report.verdict(verdict);
+        report.add_verdict(verdict);
     }
-    let Some(glibc) = book.get(&name, BASELINE, PEAK) else {
+    let Some(glibc) = samples.get(&name, BASELINE, PEAK) else {
         return;
     };
     for (metric, bound, what) in [(PEAK, 1.1, "peak"), (NET_PEAK, 1.05, "peak net of what could be given")] {
         let target = format!("{name}, {what}, against {BASELINE}");
         let verdict = not_measured(target, Bound::AtMost(bound), "x", "");
-        let pagemill = book.get(&name, PAGEMILL, metric);
-        report.verdict(match pagemill {
+        let pagemill = samples.get(&name, PAGEMILL, metric);
+        report.add_verdict(match pagemill {
             None => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
             Some(series) if series.median().is_none() && series.killed + series.failures.len() == 0 => {
                 Verdict { note: "the giveable memory was not published".to_owned(), ..verdict }
             }
             Some(series) => Verdict {
-                // Memory divided by memory: a larger ratio is worse here.
-                estimate: stats::estimate(&series.ratios(glibc, Better::Higher)),
+                // The ratio is memory divided by memory, so a larger ratio is worse here.
+                estimate: stats::estimate_median(&series.ratios(glibc, Better::Higher)),
                 baseline: BASELINE.to_owned(),
-                is_lost: !series.survived(),
+                has_lost_round: !series.survived(),
                 ..verdict
             },
         });

@@ -1,7 +1,7 @@
-//! The real programs: their scripts and what they need.
+//! The real programs that the experiment runs: their scripts and the commands that they need.
 //!
-//! Each is one shell script in a folder of its own. It uses no network, no user settings and no time of day, so its
-//! output is the same under every allocator. The outputs are compared.
+//! Each program is one shell script in a folder of its own. It uses no network, no user settings and no time of day.
+//! Its output is therefore the same under every allocator, and the bench compares the outputs.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -12,21 +12,20 @@ use crate::error::{Result, doing};
 use crate::stats::Random;
 use crate::subject;
 
-/// One program and its work.
 #[derive(Clone, Debug)]
 pub struct Program {
     pub name: &'static str,
-    /// Commands that must be installed.
+    /// Commands that must be installed for the script.
     pub needs: &'static [&'static str],
-    /// The script, run by `sh -e` in the prepared folder.
+    /// The script, which `sh -e` runs in the prepared folder.
     pub script: &'static str,
-    /// Whether the output is the same each time. If not, only the status is compared.
+    /// Whether each run prints the same. If not, only the exit status is checked.
     pub is_repeatable: bool,
-    /// Creates the script's input.
+    /// Creates the input of the script in the folder.
     prepare: fn(&Path) -> std::io::Result<()>,
 }
 
-/// All programs except Redis, which is a server and has a file of its own.
+/// All programs except Redis, which is a server and has a module of its own.
 pub const PROGRAMS: &[Program] = &[
     Program {
         name: "python",
@@ -97,7 +96,8 @@ pragma integrity_check;
 ";
 
 impl Program {
-    /// Prepares the folder; the inner error is a sentence for the list of gaps.
+    /// Checks that the needed commands are installed and prepares the folder. The inner error is a sentence for the
+    /// list of gaps.
     pub fn prepare(&self, folder: &Path) -> Result<std::result::Result<(), String>> {
         if let Some(missing) = self.needs.iter().find(|name| !is_installed(name)) {
             return Ok(Err(format!("{}: {missing} is not installed", self.name)));
@@ -109,7 +109,7 @@ impl Program {
         Ok(Ok(()))
     }
 
-    /// The command that does the work, without the settings of any subject.
+    /// Returns the command that runs the script, without the settings of any subject.
     pub fn command(&self, folder: &Path) -> Command {
         let mut command = Command::new("sh");
         command.args(["-e", "-c", self.script]).current_dir(folder);
@@ -125,13 +125,13 @@ impl Program {
     }
 }
 
-/// Whether a command is on the path.
+/// Whether a command is in a folder of `PATH`.
 pub fn is_installed(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
 }
 
-/// Writes the script, and the path of the real interpreter: `python3` on the path may be a shell wrapper.
+/// Writes the Python script, and the path of the real interpreter, since `python3` may be a shell wrapper.
 pub fn prepare_python(folder: &Path) -> std::io::Result<()> {
     let mut command = Command::new("python3");
     command.args(["-c", "import sys; print(sys.executable)"]).stdin(Stdio::null());
@@ -139,7 +139,7 @@ pub fn prepare_python(folder: &Path) -> std::io::Result<()> {
     fs::write(folder.join("work.py"), PYTHON)
 }
 
-/// Returns the interpreter that [`prepare_python`] found.
+/// Returns the path of the interpreter that [`prepare_python`] found.
 pub fn python(folder: &Path) -> std::io::Result<String> {
     fs::read_to_string(folder.join("python")).map(|path| path.trim().to_owned())
 }
@@ -158,7 +158,7 @@ fn prepare_sqlite(folder: &Path) -> std::io::Result<()> {
     fs::write(folder.join("work.sql"), SQL)
 }
 
-/// Writes six hundred text files that compress like text.
+/// Writes six hundred text files that compress as well as natural text.
 fn prepare_git(folder: &Path) -> std::io::Result<()> {
     const WORDS: [&str; 8] = ["page", "folio", "range", "block", "limit", "slab", "node", "store"];
     let tree = folder.join("tree");
@@ -166,21 +166,21 @@ fn prepare_git(folder: &Path) -> std::io::Result<()> {
     let mut random = Random::new(7);
     for number in 0..600 {
         let mut text = String::new();
-        for _ in 0..200 + random.below(800) {
-            let word = WORDS[random.below(WORDS.len())];
-            let end = if random.below(9) == 0 { '\n' } else { ' ' };
-            let _ = write!(text, "{word}{}{end}", random.below(100));
+        for _ in 0..200 + random.next_below(800) {
+            let word = WORDS[random.next_below(WORDS.len())];
+            let end = if random.next_below(9) == 0 { '\n' } else { ' ' };
+            let _ = write!(text, "{word}{}{end}", random.next_below(100));
         }
         fs::write(tree.join(format!("{number:04}.txt")), text)?;
     }
     Ok(())
 }
 
-/// Writes a crate without dependencies, in sixty modules.
+/// Writes a crate of sixty modules without dependencies.
 fn prepare_cargo(folder: &Path) -> std::io::Result<()> {
     let source = folder.join("work/src");
     fs::create_dir_all(&source)?;
-    // An empty [workspace] keeps cargo from searching the parent folders for one.
+    // An empty [workspace] table keeps cargo from searching the parent folders for a workspace.
     let manifest = "[package]\nname = \"work\"\nversion = \"0.0.0\"\nedition = \"2021\"\n[workspace]\n";
     fs::write(folder.join("work/Cargo.toml"), manifest)?;
     let mut main = String::new();

@@ -1,4 +1,4 @@
-//! Redis: its own benchmark, 200,000 keys, half of them deleted, two seconds of rest.
+//! Redis: runs its own benchmark, stores 200,000 keys, deletes half of them, and rests for two seconds.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -6,23 +6,23 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::tree::{self, Watch};
+use super::tree::{self, TreeSampler};
 use super::{Sample, programs};
-use crate::child::{self, Running};
+use crate::child::{self, RunningGroup};
 use crate::error::{Error, Result, doing};
 use crate::stats;
-use crate::subject::{self, Ready};
+use crate::subject::{self, AvailableSubject};
 
 const NAME: &str = "redis";
 const KEYS: u32 = 200_000;
 const VALUE_BYTES: usize = 500;
-const IDLE: Duration = Duration::from_secs(2);
+const REST: Duration = Duration::from_secs(2);
 
-/// Commands sent before their replies are read.
+/// Number of commands that are sent before their replies are read.
 const PIPELINE: u32 = 1000;
 
-/// Returns the reason why Redis cannot be measured, if a program is missing.
-pub fn gap() -> Option<String> {
+/// Returns the reason why Redis cannot be measured; none if its programs are installed.
+pub fn missing_programs() -> Option<String> {
     let missing = ["redis-server", "redis-benchmark"].into_iter();
     let missing = missing.filter(|name| !programs::is_installed(name));
     let missing: Vec<&str> = missing.collect();
@@ -32,10 +32,10 @@ pub fn gap() -> Option<String> {
     })
 }
 
-/// Runs the server under the subject, with its load.
-pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, String>> {
+/// Runs the server under the subject and applies the load. The inner error is a message for the report.
+pub fn run(ready: &AvailableSubject, folder: &Path) -> Result<std::result::Result<Sample, String>> {
     let socket = folder.join("socket");
-    // Removes the socket of an earlier server, if there is one.
+    // Removes the socket file of an earlier server. It is no error if there is none.
     let _ = std::fs::remove_file(&socket);
     let mut command = Command::new("redis-server");
     command.args(["--port", "0", "--save", "", "--appendonly", "no", "--daemonize", "no"]);
@@ -45,25 +45,25 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
     if ready.preload().is_none()
         && let Some(libc) = subject::installed_file("libc.so.6")
     {
-        // Distributions link Redis with jemalloc. Preloading the C library puts glibc's malloc first again.
+        // Distributions link Redis with jemalloc. Preloading the C library puts glibc's malloc before it.
         command.env("LD_PRELOAD", libc);
     }
     let begun = Instant::now();
-    let server = Running::start(&mut command)?;
-    let watch = Watch::start(server.id(), ready.preload(), ready.publishes());
-    let worked = work(&server, &socket);
+    let server = RunningGroup::start(&mut command)?;
+    let watch = TreeSampler::start(server.id(), ready.preload(), ready.publishes());
+    let load_result = apply_load(&server, &socket);
     let wall = begun.elapsed();
-    let idle = match &worked {
+    let idle = match &load_result {
         Ok(_) => {
-            child::sleep(IDLE)?;
-            Some(tree::moment(server.id(), ready.publishes()))
+            child::sleep(REST)?;
+            Some(tree::sample_once(server.id(), ready.publishes()))
         }
         Err(_) => None,
     };
     let peaks = watch.stop();
-    // Runs after the memory was measured, so its effect on the server's memory is not counted.
-    let ended = worked.and_then(|mut client| {
-        let requests = throughput(&socket)?;
+    // The throughput is measured after the memory, so that it does not change the memory that is reported.
+    let ended = load_result.and_then(|mut client| {
+        let requests = measure_throughput(&socket)?;
         client.send(&["SHUTDOWN", "NOSAVE"])?;
         Ok(requests)
     });
@@ -75,35 +75,35 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
             }
             Ok(Ok(Sample { peaks, idle, wall, requests_per_second: Some(requests) }))
         }
-        Err(Trouble::Wrong(what)) => Err(Error::WrongAnswer { subject: ready.name().to_owned(), what }),
-        Err(Trouble::Lost(why)) => {
+        Err(ServerFailure::Wrong(what)) => Err(Error::WrongAnswer { subject: ready.name().to_owned(), what }),
+        Err(ServerFailure::Lost(why)) => {
             child::check_interrupt()?;
             Ok(Err(format!("{NAME}: {why}")))
         }
     }
 }
 
-/// Failures of a server.
-enum Trouble {
-    /// A reply differs from what was stored.
+/// The ways in which a server can fail.
+enum ServerFailure {
+    /// A reply differs from the stored value.
     Wrong(String),
-    /// No reply.
+    /// There was no reply.
     Lost(String),
 }
 
-impl From<std::io::Error> for Trouble {
+impl From<std::io::Error> for ServerFailure {
     fn from(cause: std::io::Error) -> Self {
         Self::Lost(format!("the server did not answer: {cause}"))
     }
 }
 
-fn work(server: &Running, socket: &Path) -> std::result::Result<Client, Trouble> {
+fn apply_load(server: &RunningGroup, socket: &Path) -> std::result::Result<Client, ServerFailure> {
     let mut client = Client::connect(server, socket)?;
-    own_benchmark(socket)?;
+    run_own_benchmark(socket)?;
     client.call(&["FLUSHALL"], "+OK")?;
     for first in (0..KEYS).step_by(PIPELINE as usize) {
         for key in first..first + PIPELINE {
-            client.send(&["SET", &name(key), &value(key)])?;
+            client.send(&["SET", &key_name(key), &stored_value(key)])?;
         }
         for _ in 0..PIPELINE {
             client.expect("+OK")?;
@@ -112,7 +112,7 @@ fn work(server: &Running, socket: &Path) -> std::result::Result<Client, Trouble>
     for first in (0..KEYS).step_by(PIPELINE as usize) {
         let odd = (first..first + PIPELINE).filter(|key| key % 2 == 1);
         for key in odd.clone() {
-            client.send(&["DEL", &name(key)])?;
+            client.send(&["DEL", &key_name(key)])?;
         }
         for _ in odd {
             client.expect(":1")?;
@@ -120,64 +120,65 @@ fn work(server: &Running, socket: &Path) -> std::result::Result<Client, Trouble>
     }
     client.call(&["DBSIZE"], &format!(":{}", KEYS / 2))?;
     for key in (0..KEYS).step_by(2) {
-        client.call(&["GET", &name(key)], &value(key))?;
+        client.call(&["GET", &key_name(key)], &stored_value(key))?;
     }
     Ok(client)
 }
 
-fn own_benchmark(socket: &Path) -> std::result::Result<(), Trouble> {
-    benchmark(socket, &["-t", "set,get,lpush", "-n", "20000", "-r", "1000", "-P", "16", "-q"]).map(drop)
+fn run_own_benchmark(socket: &Path) -> std::result::Result<(), ServerFailure> {
+    run_benchmark(socket, &["-t", "set,get,lpush", "-n", "20000", "-r", "1000", "-P", "16", "-q"]).map(drop)
 }
 
-/// Requests per second, the geometric mean of SET and GET of 500 bytes.
-fn throughput(socket: &Path) -> std::result::Result<f64, Trouble> {
-    let csv = benchmark(socket, &["-t", "set,get", "-n", "200000", "-r", "100000", "-P", "16", "-d", "500", "--csv"])?;
-    rates(&csv).ok_or_else(|| Trouble::Lost(format!("redis-benchmark printed no rates: {csv:.100}")))
+/// Returns the geometric mean of the rates of SET and GET with values of 500 bytes.
+fn measure_throughput(socket: &Path) -> std::result::Result<f64, ServerFailure> {
+    let csv =
+        run_benchmark(socket, &["-t", "set,get", "-n", "200000", "-r", "100000", "-P", "16", "-d", "500", "--csv"])?;
+    mean_rate(&csv).ok_or_else(|| ServerFailure::Lost(format!("redis-benchmark printed no rates: {csv:.100}")))
 }
 
-/// The geometric mean of the rates in redis-benchmark's CSV: the second field of each line in which it is a number.
-fn rates(csv: &str) -> Option<f64> {
+/// Returns the geometric mean of the two rates in redis-benchmark's CSV. A rate is a second field that is a number.
+fn mean_rate(csv: &str) -> Option<f64> {
     let fields = csv.lines().filter_map(|line| line.split(',').nth(1)?.trim_matches('"').parse::<f64>().ok());
     let rates: Vec<Vec<f64>> = fields.map(|rate| vec![rate]).collect();
     (rates.len() == 2).then(|| stats::geometric_means(&rates)[0])
 }
 
-fn benchmark(socket: &Path, arguments: &[&str]) -> std::result::Result<String, Trouble> {
+fn run_benchmark(socket: &Path, arguments: &[&str]) -> std::result::Result<String, ServerFailure> {
     let mut command = Command::new("redis-benchmark");
     command.args(arguments).arg("-s").arg(socket);
     subject::clear_foreign_settings(&mut command);
-    let lost = |error: Error| Trouble::Lost(error.to_string());
-    let running = Running::start(&mut command).map_err(lost)?;
+    let lost = |error: Error| ServerFailure::Lost(error.to_string());
+    let running = RunningGroup::start(&mut command).map_err(lost)?;
     let finished = running.finish(Duration::from_secs(120)).map_err(lost)?;
     match finished.status.success() {
         true => Ok(String::from_utf8_lossy(&finished.stdout).into_owned()),
-        false => Err(Trouble::Lost(format!("redis-benchmark ended with {}", finished.status))),
+        false => Err(ServerFailure::Lost(format!("redis-benchmark ended with {}", finished.status))),
     }
 }
 
-fn name(key: u32) -> String {
+fn key_name(key: u32) -> String {
     format!("key:{key:07}")
 }
 
-fn value(key: u32) -> String {
+fn stored_value(key: u32) -> String {
     format!("{key:09}.").repeat(VALUE_BYTES / 10)
 }
 
-/// A connection with the few commands of Redis that are needed here.
+/// A connection to the server that can send the commands needed here and check their replies.
 struct Client {
     reader: BufReader<UnixStream>,
     writer: std::io::BufWriter<UnixStream>,
 }
 
 impl Client {
-    /// Connects as soon as the server listens.
-    fn connect(server: &Running, socket: &Path) -> std::result::Result<Self, Trouble> {
+    /// Connects to the server; retries until the server listens.
+    fn connect(server: &RunningGroup, socket: &Path) -> std::result::Result<Self, ServerFailure> {
         let begun = Instant::now();
         let stream = loop {
             match UnixStream::connect(socket) {
                 Ok(stream) => break stream,
                 Err(cause) if server.has_ended() || begun.elapsed() > Duration::from_secs(10) => {
-                    return Err(Trouble::Lost(format!("the server does not listen: {cause}")));
+                    return Err(ServerFailure::Lost(format!("the server does not listen: {cause}")));
                 }
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
@@ -187,7 +188,7 @@ impl Client {
         Ok(Self { reader, writer: std::io::BufWriter::new(stream) })
     }
 
-    fn send(&mut self, words: &[&str]) -> std::result::Result<(), Trouble> {
+    fn send(&mut self, words: &[&str]) -> std::result::Result<(), ServerFailure> {
         write!(self.writer, "*{}\r\n", words.len())?;
         for word in words {
             write!(self.writer, "${}\r\n{word}\r\n", word.len())?;
@@ -198,7 +199,7 @@ impl Client {
         Ok(())
     }
 
-    fn expect(&mut self, wanted: &str) -> std::result::Result<(), Trouble> {
+    fn expect(&mut self, wanted: &str) -> std::result::Result<(), ServerFailure> {
         self.writer.flush()?;
         let mut line = String::new();
         self.reader.read_line(&mut line)?;
@@ -211,18 +212,18 @@ impl Client {
         }
         match answer == wanted {
             true => Ok(()),
-            false if answer.is_empty() => Err(Trouble::Lost("the server hung up".to_owned())),
-            false => Err(Trouble::Wrong(format!("Redis answered {answer:.60}, not {wanted:.60}"))),
+            false if answer.is_empty() => Err(ServerFailure::Lost("the server hung up".to_owned())),
+            false => Err(ServerFailure::Wrong(format!("Redis answered {answer:.60}, not {wanted:.60}"))),
         }
     }
 
-    fn call(&mut self, words: &[&str], wanted: &str) -> std::result::Result<(), Trouble> {
+    fn call(&mut self, words: &[&str], wanted: &str) -> std::result::Result<(), ServerFailure> {
         self.send(words)?;
         self.expect(wanted)
     }
 }
 
-/// Makes a folder with a path short enough for a socket's name.
+/// Makes a folder for the server's socket and data.
 pub fn folder() -> Result<tempfile::TempDir> {
     tempfile::tempdir().map_err(doing("making a folder for Redis"))
 }
@@ -231,12 +232,12 @@ pub fn folder() -> Result<tempfile::TempDir> {
 mod tests {
     use super::*;
 
-    /// The header of the table is no rate; both tests must be there.
+    /// The header of the CSV is skipped. The mean needs both rates.
     #[test]
-    fn rates_are_read_from_csv() {
+    fn csv_rates_are_averaged() {
         let csv = "\"test\",\"rps\",\"avg_latency_ms\"\n\"SET\",\"200.00\",\"0.1\"\n\"GET\",\"800.00\",\"0.1\"\n";
 
-        assert!(rates(csv).is_some_and(|rate| (rate - 400.0).abs() < 1e-6));
-        assert!(rates("\"SET\",\"200.00\"\n").is_none());
+        assert!(mean_rate(csv).is_some_and(|rate| (rate - 400.0).abs() < 1e-6));
+        assert!(mean_rate("\"SET\",\"200.00\"\n").is_none());
     }
 }

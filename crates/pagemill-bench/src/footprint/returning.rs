@@ -1,133 +1,145 @@
-//! Memory freed by a process that goes on working: how much of it the process still holds, second by second.
+//! Memory that a process frees before it goes on working: how much of it the process still holds after each second.
 
 use std::time::Duration;
 
 use pagemill::units::Bytes;
 
 use super::Options;
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::proc;
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{PAGEMILL, Ready};
+use crate::subject::{AvailableSubject, PAGEMILL};
 
-/// Memory that a process allocates and frees, and how long it works afterwards (quick, full).
+/// MiB that a process allocates and frees, and seconds for which it works afterwards (quick, full).
 const MIB: (u64, u64) = (64, 400);
 const SECONDS: (u64, u64) = (2, 15);
 
 const SIZES: &[u64] = &[64, 512, 4 << 10, 64 << 10, 1 << 20];
 const QUICK_SIZES: &[u64] = &[4 << 10];
 
-/// The most that a process may still hold at the end.
+/// The most memory, in MiB, that a process may still hold at the end.
 const MOST_MIB: f64 = 16.0;
 
 const FILLED: &str = "filled_mib";
 const CPU: &str = "cpu_share";
-const MORE: &str = "more_mib";
+const MORE_MIB: &str = "more_mib";
 
-/// Size of the pieces, and seconds since the last free.
+/// Size of the allocations in bytes, and seconds since the last free.
 type Case = (u64, u64);
 
 /// Runs the experiment; adds rows and verdicts.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] if the machine has no room for all allocators at once.
-pub fn run(options: &Options, ready: &[Ready], report: &mut Report) -> Result<()> {
+/// [`Error::CannotRun`] if the machine has too little memory to run all allocators at once.
+pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let common = &options.common;
-    let (mib, seconds) = (common.pick(MIB.0, MIB.1), common.pick(SECONDS.0, SECONDS.1));
+    let (mib, seconds) = (common.quick_or_full(MIB.0, MIB.1), common.quick_or_full(SECONDS.0, SECONDS.1));
     let wanted = 2 * mib * ready.len() as u64;
     let available = proc::available_bytes().unwrap_or(u64::MAX) >> 20;
     if available < wanted {
         return Err(Error::CannotRun(format!("--return takes up to {wanted} MiB, {available} MiB are available")));
     }
     let sizes = match options.sizes.as_slice() {
-        [] => common.pick(QUICK_SIZES, SIZES),
+        [] => common.quick_or_full(QUICK_SIZES, SIZES),
         given => given,
     };
-    child::warm(mib * ready.len() as u64)?;
-    let book = measure(common, ready, sizes, (mib, seconds))?;
+    child::touch_beforehand(mib * ready.len() as u64)?;
+    let samples = measure(common, ready, sizes, (mib, seconds))?;
     for &size in sizes {
-        rows(report, &book, (size, mib, seconds), ready);
+        add_rows(report, &samples, (size, mib, seconds), ready);
     }
     for &size in sizes {
-        report.verdict(verdict(&book, (size, seconds), mib));
+        report.add_verdict(verdict(&samples, (size, seconds), mib));
     }
     Ok(())
 }
 
-/// Runs the allocators of a round concurrently: nothing here is timed, and each process leaves four fifths of a CPU
-/// idle.
-fn measure(common: &Common, ready: &[Ready], sizes: &[u64], (mib, seconds): (u64, u64)) -> Result<Book<Case>> {
+/// Measures all sizes and rounds. The allocators of a round run concurrently, since no time is measured and each
+/// process leaves four fifths of a CPU idle.
+fn measure(
+    common: &CommonOptions,
+    ready: &[AvailableSubject],
+    sizes: &[u64],
+    (mib, seconds): (u64, u64),
+) -> Result<SampleTable<Case>> {
     let progress = Progress::new(sizes.len() * common.rounds());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for &size in sizes {
         for _ in 0..common.rounds() {
             progress.step(&format!("pieces of {}", Bytes(size)));
             let mut running = Vec::new();
             for subject in ready {
-                let mut command = child::workload(&["__returning"])?;
-                command.args(child::numbers(&[("--mib", mib), ("--size", size), ("--seconds", seconds)]));
+                let mut command = child::workload_command(&["__returning"])?;
+                command.args(child::numeric_options(&[("--mib", mib), ("--size", size), ("--seconds", seconds)]));
                 subject.apply(&mut command);
-                running.push((subject, Running::start(&mut command)?));
+                running.push((subject, RunningGroup::start(&mut command)?));
             }
             for (subject, running) in running {
                 let finished = running.finish(Duration::from_secs(seconds + 120))?;
-                enter(&mut book, size, seconds, subject.name(), child::outcome(subject.name(), &finished)?);
+                add_sample(&mut samples, size, seconds, subject.name(), child::classify(subject.name(), &finished)?);
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn enter(book: &mut Book<Case>, size: u64, seconds: u64, name: &'static str, outcome: Outcome) {
+fn add_sample(samples: &mut SampleTable<Case>, size: u64, seconds: u64, name: &'static str, outcome: Outcome) {
     for second in 0..=seconds {
         let of_second = match &outcome {
-            Outcome::Measured(line) => Outcome::Measured(serde_json::json!({ MORE: line[MORE][second as usize] })),
+            Outcome::Measured(line) => {
+                Outcome::Measured(serde_json::json!({ MORE_MIB: line[MORE_MIB][second as usize] }))
+            }
             Outcome::Killed => Outcome::Killed,
             Outcome::Failed(why) => Outcome::Failed(why.clone()),
         };
-        book.enter(&(size, second), name, &[MORE], &of_second);
+        samples.add_outcome(&(size, second), name, &[MORE_MIB], &of_second);
     }
-    book.enter(&(size, 0), name, &[FILLED, CPU], &outcome);
+    samples.add_outcome(&(size, 0), name, &[FILLED, CPU], &outcome);
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, (size, mib, seconds): (u64, u64, u64), ready: &[Ready]) {
+fn add_rows(
+    report: &mut Report,
+    samples: &SampleTable<Case>,
+    (size, mib, seconds): (u64, u64, u64),
+    ready: &[AvailableSubject],
+) {
     let table = format!(
         "{mib} MiB in pieces of {} freed, then a fifth of a CPU used: MiB more than before, half the spread",
         Bytes(size)
     );
     let name = format!("pieces of {}", Bytes(size));
-    let place = |column: String| Some(Place { table: table.clone(), column });
-    // No baseline: some allocators hold almost nothing, and a ratio to that means nothing.
+    let cell = |column: String| Some(TableCell { table: table.clone(), column });
+    // There is no baseline. Some allocators hold almost nothing, and a ratio to almost nothing is meaningless.
     let metric = |name, unit| Metric { name, unit, better: Better::Lower, baseline: None };
     for subject in ready {
         let whole = (&(size, 0), name.as_str());
-        report_row(report, book, whole, subject.name(), metric(FILLED, "MiB"), place("filled".to_owned()));
+        report_row(report, samples, whole, subject.name(), metric(FILLED, "MiB"), cell("filled".to_owned()));
         for second in 0..=seconds {
             let at = format!("after {second} s");
-            // The JSON has a row for each second; the table shows some of them.
+            // The JSON has a row for each second; the table shows only some of them.
             let is_shown = second % 5 == 0 || second == 1 || second == seconds;
-            let shown = if is_shown { place(at.clone()) } else { None };
+            let shown = if is_shown { cell(at.clone()) } else { None };
             let (case, name) = ((size, second), format!("{name}, {at}"));
-            report_row(report, book, (&case, &name), subject.name(), metric(MORE, "MiB"), shown);
+            report_row(report, samples, (&case, &name), subject.name(), metric(MORE_MIB, "MiB"), shown);
         }
-        let shown = place("CPU used".to_owned());
-        report_row(report, book, whole, subject.name(), metric(CPU, "share"), shown);
+        let shown = cell("CPU used".to_owned());
+        report_row(report, samples, whole, subject.name(), metric(CPU, "share"), shown);
     }
 }
 
-fn verdict(book: &Book<Case>, case: Case, mib: u64) -> Verdict {
+fn verdict(samples: &SampleTable<Case>, case: Case, mib: u64) -> Verdict {
     let (size, seconds) = case;
     let target = format!("{mib} MiB in pieces of {} freed, still held {seconds} s later", Bytes(size));
     let blank = not_measured(target, Bound::AtMost(MOST_MIB), "MiB", "pagemill was not run");
-    match book.get(&case, PAGEMILL, MORE) {
+    match samples.get(&case, PAGEMILL, MORE_MIB) {
         None => blank,
         Some(series) => Verdict {
-            estimate: stats::estimate(&series.values()),
-            is_lost: !series.survived(),
+            estimate: stats::estimate_median(&series.values()),
+            has_lost_round: !series.survived(),
             note: String::new(),
             ..blank
         },
@@ -137,20 +149,20 @@ fn verdict(book: &Book<Case>, case: Case, mib: u64) -> Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::State;
+    use crate::report::VerdictState;
 
-    /// The last second is judged, not the first. A killed run is lost.
+    /// The memory after the last second is judged, whatever it was before. A killed run makes the target fall short.
     #[test]
     fn the_last_second_is_judged() {
-        let line = |held: [f64; 3]| Outcome::Measured(serde_json::json!({ MORE: held, FILLED: 400.0, CPU: 0.2 }));
+        let line = |held: [f64; 3]| Outcome::Measured(serde_json::json!({ MORE_MIB: held, FILLED: 400.0, CPU: 0.2 }));
         let judge = |outcomes: [Outcome; 3]| {
-            let mut book = Book::new();
-            outcomes.into_iter().for_each(|outcome| enter(&mut book, 4096, 2, PAGEMILL, outcome));
-            verdict(&book, (4096, 2), 400).state()
+            let mut samples = SampleTable::new();
+            outcomes.into_iter().for_each(|outcome| add_sample(&mut samples, 4096, 2, PAGEMILL, outcome));
+            verdict(&samples, (4096, 2), 400).state()
         };
 
-        assert_eq!(judge([(); 3].map(|()| line([400.0, 200.0, 3.0]))), State::Reached);
-        assert_eq!(judge([(); 3].map(|()| line([3.0, 3.0, 400.0]))), State::FallsShort);
-        assert_eq!(judge([line([3.0; 3]), Outcome::Killed, line([3.0; 3])]), State::FallsShort);
+        assert_eq!(judge([(); 3].map(|()| line([400.0, 200.0, 3.0]))), VerdictState::Reached);
+        assert_eq!(judge([(); 3].map(|()| line([3.0, 3.0, 400.0]))), VerdictState::FallsShort);
+        assert_eq!(judge([line([3.0; 3]), Outcome::Killed, line([3.0; 3])]), VerdictState::FallsShort);
     }
 }

@@ -7,89 +7,88 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use crate::figures;
+use crate::giveable;
 use crate::proc;
 
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// The peaks of a tree, in bytes.
+/// The peaks of a process tree, in bytes.
 #[derive(Clone, Debug, Default)]
-pub struct Peaks {
-    /// Sum over the tree. Shared pages count once for each process, under every allocator alike.
+pub struct TreePeaks {
+    /// Resident memory, summed over the tree. Shared pages count once for each process, under every allocator alike.
     pub resident: u64,
     pub anonymous: u64,
-    /// The peak of resident minus returnable memory; none if the allocator does not publish the latter.
+    /// The peak of resident memory minus memory that could be returned; none if the allocator does not publish the
+    /// latter.
     pub net: Option<u64>,
-    /// The largest peak of a single process, as recorded by the kernel, so sampling cannot miss it.
+    /// The largest peak of a single process. The kernel records it, so it cannot fall between two samples.
     pub largest_process: u64,
     /// Whether the root process has mapped the preloaded library.
-    pub saw_library: bool,
+    pub has_mapped_library: bool,
 }
 
-/// A tree's memory at one moment, in bytes.
+/// The memory of a process tree at one point in time, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Moment {
+pub struct TreeMemory {
     pub resident: u64,
     pub anonymous: u64,
-    /// Returnable bytes; none if the allocator does not publish them.
+    /// Bytes that the tree could return; none if the allocator does not publish them.
     pub giveable: Option<u64>,
 }
 
-/// A thread that samples a tree until it is stopped.
+/// A thread that samples a process tree until it is stopped.
 #[derive(Debug)]
-pub struct Watch {
-    is_over: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Peaks>>,
+pub struct TreeSampler {
+    is_stopped: Arc<AtomicBool>,
+    thread: Option<JoinHandle<TreePeaks>>,
 }
 
-impl Watch {
-    /// Starts to sample the tree below `root`. If `publishes`, a process that has not published yet counts as having
-    /// nothing to return.
+impl TreeSampler {
+    /// Starts to sample the tree below `root`. `publishes` tells whether the allocator publishes how much memory it
+    /// could return; a process that has not yet published counts with zero.
     pub fn start(root: u32, library: Option<&Path>, publishes: bool) -> Self {
-        let is_over = Arc::new(AtomicBool::new(false));
+        let is_stopped = Arc::new(AtomicBool::new(false));
         let library = library.map(|library| library.display().to_string());
         let thread = {
-            let is_over = Arc::clone(&is_over);
-            thread::spawn(move || watch(root, library.as_deref(), publishes, &is_over))
+            let is_stopped = Arc::clone(&is_stopped);
+            thread::spawn(move || sample_until_stopped(root, library.as_deref(), publishes, &is_stopped))
         };
-        Self { is_over, thread: Some(thread) }
+        Self { is_stopped, thread: Some(thread) }
     }
 
-    /// Stops the sampling and returns the peaks.
-    pub fn stop(mut self) -> Peaks {
-        self.is_over.store(true, Ordering::Relaxed);
+    pub fn stop(mut self) -> TreePeaks {
+        self.is_stopped.store(true, Ordering::Relaxed);
         let peaks = self.thread.take().and_then(|thread| thread.join().ok());
         peaks.unwrap_or_default()
     }
 }
 
-impl Drop for Watch {
+impl Drop for TreeSampler {
     fn drop(&mut self) {
-        self.is_over.store(true, Ordering::Relaxed);
+        self.is_stopped.store(true, Ordering::Relaxed);
     }
 }
 
-/// Samples the tree below `root` once.
-pub fn moment(root: u32, publishes: bool) -> Moment {
-    look(root, publishes, &mut BTreeMap::new())
+pub fn sample_once(root: u32, publishes: bool) -> TreeMemory {
+    take_sample(root, publishes, &mut BTreeMap::new())
 }
 
-fn watch(root: u32, library: Option<&str>, publishes: bool, is_over: &AtomicBool) -> Peaks {
-    let mut peaks = Peaks { saw_library: library.is_none(), ..Peaks::default() };
+fn sample_until_stopped(root: u32, library: Option<&str>, publishes: bool, is_stopped: &AtomicBool) -> TreePeaks {
+    let mut peaks = TreePeaks { has_mapped_library: library.is_none(), ..TreePeaks::default() };
     let mut largest = BTreeMap::new();
-    // Samples at least once.
+    // The end is checked after the sample, so that there is at least one.
     loop {
-        let now = look(root, publishes, &mut largest);
+        let now = take_sample(root, publishes, &mut largest);
         peaks.resident = peaks.resident.max(now.resident);
         peaks.anonymous = peaks.anonymous.max(now.anonymous);
         if let Some(giveable) = now.giveable {
             let net = now.resident.saturating_sub(giveable);
             peaks.net = Some(peaks.net.unwrap_or(0).max(net));
         }
-        if !peaks.saw_library {
-            peaks.saw_library = library.is_some_and(|library| proc::has_mapped(root, library));
+        if !peaks.has_mapped_library {
+            peaks.has_mapped_library = library.is_some_and(|library| proc::has_mapped(root, library));
         }
-        if is_over.load(Ordering::Relaxed) {
+        if is_stopped.load(Ordering::Relaxed) {
             break;
         }
         thread::sleep(INTERVAL);
@@ -98,16 +97,16 @@ fn watch(root: u32, library: Option<&str>, publishes: bool, is_over: &AtomicBool
     peaks
 }
 
-fn look(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u64>) -> Moment {
-    let mut now = Moment { giveable: publishes.then_some(0), ..Moment::default() };
-    for process in proc::tree(root) {
-        let Some(memory) = proc::resident(process.pid) else {
+fn take_sample(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u64>) -> TreeMemory {
+    let mut now = TreeMemory { giveable: publishes.then_some(0), ..TreeMemory::default() };
+    for process in proc::process_tree(root) {
+        let Some(memory) = proc::resident_memory(process.pid) else {
             continue;
         };
         now.resident += memory.all;
         now.anonymous += memory.anonymous;
         if let Some(sum) = &mut now.giveable {
-            *sum += figures::giveable_bytes(process.pid, process.start_time).unwrap_or(0);
+            *sum += giveable::giveable_bytes(process.pid, process.start_time).unwrap_or(0);
         }
         let peak = largest.entry((process.pid, process.start_time)).or_default();
         *peak = memory.peak.max(*peak);
@@ -119,20 +118,20 @@ fn look(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u64>) -> 
 mod tests {
     use super::*;
 
-    /// A tree includes its children: first this process alone, then with one child.
+    /// The watch counts this test process and a child that it starts. The child is in the process tree.
     #[test]
-    fn children_are_counted() {
+    fn sampler_includes_children() {
         let root = std::process::id();
-        let watch = Watch::start(root, None, false);
-        // `cat` ends when its input is closed.
+        let watch = TreeSampler::start(root, None, false);
+        // `cat` ends when `wait` closes its standard input.
         let child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn();
         let mut child = child.expect("cat starts");
-        let both = proc::tree(root);
+        let both = proc::process_tree(root);
         child.wait().expect("cat ends");
 
         assert!(both.iter().any(|process| process.pid == child.id()));
         let peaks = watch.stop();
-        assert!(peaks.resident > 0 && peaks.largest_process > 0 && peaks.saw_library);
-        assert!(moment(root, false).resident > 0);
+        assert!(peaks.resident > 0 && peaks.largest_process > 0 && peaks.has_mapped_library);
+        assert!(sample_once(root, false).resident > 0);
     }
 }

@@ -1,22 +1,22 @@
-//! Two million objects, of which nine tenths are freed at random: the memory that the process still has after each
-//! allocator returned what it could.
+//! Two million objects, of which nine tenths are freed at random. Measures the memory that the process still has after
+//! its allocator has returned what it can.
 
-use super::keepers::{self, Keeper, MOVERS};
+use super::keepers::{self, MOVERS, StorageSubject};
 use super::{BY_HANDLE, BY_OWNER, Options};
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::{Book, Metric, Progress, Side, judge, not_measured, report_row};
+use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, not_measured, report_row};
 use crate::proc;
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 
-/// Sizes of the objects in bytes.
 pub const SIZES: [u64; 2] = [192, 576];
 
-/// Number of objects (quick, full). The targets are about the latter.
+/// Number of objects (quick, full). The targets apply to the full number.
 const OBJECTS: (u64, u64) = (500_000, 2_000_000);
 
-/// Memory needed per object of the larger size: in the worst allocator, plus its source.
+/// Bytes of memory needed per object of the larger size: in the allocator that needs most, and for the copies that are
+/// timed.
 const NEEDED_BYTES: u64 = 2 * 1024;
 
 const BASELINE: &str = "glibc";
@@ -34,20 +34,19 @@ const TIMES_COPY: &str = "times_copy";
 const OF_ALL: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, MS];
 const OF_MOVERS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
 
-/// Bound on the memory left, relative to the live bytes; for handles, 8 bytes for each object of the peak are not
-/// counted.
+/// The bound on the memory left, relative to the live bytes. For the cache by handle, 8 bytes for each object of the
+/// peak are subtracted.
 const MOST_RATIO: f64 = 1.10;
-/// Peers must have at least this many times as much memory left.
-const OTHERS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
-/// Bound on the time of a move, relative to a copy.
-const MOST_COPIES: f64 = 6.0;
+/// Factors for the verdicts against peers: a peer must have at least this many times as much memory left as the cache.
+const LEAST_PEER_RATIOS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
+/// The bound on the time of moving an object, relative to a copy of its bytes.
+const MAX_TIMES_COPY: f64 = 6.0;
 
-/// The number of objects.
 pub fn objects(options: &Options) -> u64 {
-    options.objects.map_or(options.common.pick(OBJECTS.0, OBJECTS.1), u64::from)
+    options.objects.map_or(options.common.quick_or_full(OBJECTS.0, OBJECTS.1), u64::from)
 }
 
-/// Checks that enough memory is available, and touches what will be used.
+/// Checks that enough memory is available, and touches the memory beforehand.
 ///
 /// # Errors
 ///
@@ -58,7 +57,7 @@ pub fn prepare(options: &Options) -> Result<()> {
         Some(available) if available < needed => {
             Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)))
         }
-        _ => child::warm(needed >> 20),
+        _ => child::touch_beforehand(needed >> 20),
     }
 }
 
@@ -66,44 +65,44 @@ pub fn prepare(options: &Options) -> Result<()> {
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`]; [`Error::CannotRun`] without enough memory.
+/// [`Error::WrongAnswer`] if an object had wrong contents; [`Error::CannotRun`] without enough memory.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
-    let keepers = keepers::wanted(&options.common, report)?;
-    if keepers.is_empty() {
+    let subjects = keepers::available_subjects(&options.common, report)?;
+    if subjects.is_empty() {
         return Ok(());
     }
     prepare(options)?;
-    let book = measure(options, &keepers)?;
+    let samples = measure(options, &subjects)?;
     for size in SIZES {
-        rows(report, &book, &keepers, (size, objects(options)));
+        add_rows(report, &samples, &subjects, (size, objects(options)));
     }
     for size in SIZES {
-        verdicts(report, &book, size, objects(options) < OBJECTS.1);
+        add_verdicts(report, &samples, size, objects(options) < OBJECTS.1);
     }
     Ok(())
 }
 
-fn measure(options: &Options, keepers: &[Keeper]) -> Result<Book<u64>> {
-    let progress = Progress::new(SIZES.len() * options.common.rounds() * keepers.len());
-    let mut book = Book::new();
+fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<u64>> {
+    let progress = Progress::new(SIZES.len() * options.common.rounds() * subjects.len());
+    let mut samples = SampleTable::new();
     for size in SIZES {
         for round in 0..options.common.rounds() {
-            for index in 0..keepers.len() {
-                let keeper = &keepers[(index + round) % keepers.len()];
-                progress.step(&format!("fragments of {size} B, {}", keeper.name()));
+            for index in 0..subjects.len() {
+                let subject = &subjects[(index + round) % subjects.len()];
+                progress.step(&format!("fragments of {size} B, {}", subject.name()));
                 let numbers = [("--size", size), ("--objects", objects(options))];
-                let outcome = keeper.sample("fragments", &numbers, None)?;
-                book.enter(&size, keeper.name(), &OF_ALL, &outcome);
-                if keeper.moves() {
-                    book.enter(&size, keeper.name(), &OF_MOVERS, &outcome);
+                let outcome = subject.sample("fragments", &numbers, None)?;
+                samples.add_outcome(&size, subject.name(), &OF_ALL, &outcome);
+                if subject.can_move() {
+                    samples.add_outcome(&size, subject.name(), &OF_MOVERS, &outcome);
                 }
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn rows(report: &mut Report, book: &Book<u64>, keepers: &[Keeper], (size, objects): (u64, u64)) {
+fn add_rows(report: &mut Report, samples: &SampleTable<u64>, subjects: &[StorageSubject], (size, objects): (u64, u64)) {
     let metrics = [
         (HELD, "x", Better::Lower, "held when asked, x of live"),
         (LEFT_MIB, "MiB", Better::Lower, "left, MiB"),
@@ -116,52 +115,62 @@ fn rows(report: &mut Report, book: &Book<u64>, keepers: &[Keeper], (size, object
         (TIMES_COPY, "x", Better::Lower, "x of a copy"),
     ];
     let name = format!("{objects} objects of {size} B");
-    for keeper in keepers {
+    for subject in subjects {
         for (metric, unit, better, column) in metrics {
-            let place = Place { table: format!("{name}, a random nine tenths freed"), column: column.to_owned() };
+            let cell = TableCell { table: format!("{name}, a random nine tenths freed"), column: column.to_owned() };
             let baseline = (metric == LEFT_MIB).then_some(BASELINE);
             let metric = Metric { name: metric, unit, better, baseline };
-            report_row(report, book, (&size, &name), keeper.name(), metric, Some(place));
+            report_row(report, samples, (&size, &name), subject.name(), metric, Some(cell));
         }
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<u64>, size: u64, is_small: bool) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<u64>, size: u64, is_small: bool) {
     let mut add = |verdict: Verdict| {
         let note = "fewer objects than the target requires".to_owned();
-        report.verdict(if is_small { Verdict { estimate: None, note, ..verdict } } else { verdict });
+        report.add_verdict(if is_small { Verdict { estimate: None, note, ..verdict } } else { verdict });
     };
     for subject in MOVERS {
         let beside = if subject == BY_HANDLE { ", beside 8 B a handle of the peak" } else { "" };
         let target = format!("fragments of {size} B, {subject}: left, of what is live{beside}");
-        add(judge(book, target, (Bound::AtMost(MOST_RATIO), "x"), Side { case: &size, subject, metric: LEFT }));
+        add(judge_value(
+            samples,
+            target,
+            (Bound::AtMost(MOST_RATIO), "x"),
+            SeriesKey { case: &size, subject, metric: LEFT },
+        ));
     }
-    for (subject, least) in OTHERS {
-        for peer in keepers::peers().filter(|peer| book.get(&size, peer, LEFT_MIB).is_some()) {
+    for (subject, least) in LEAST_PEER_RATIOS {
+        for peer in keepers::peers().filter(|peer| samples.get(&size, peer, LEFT_MIB).is_some()) {
             let target = format!("fragments of {size} B, {peer}: left, of what {subject} has left");
-            add(compare_bytes(book, target, Bound::AtLeast(least), (size, subject, peer)));
+            add(compare_bytes(samples, target, Bound::AtLeast(least), (size, subject, peer)));
         }
     }
     for subject in MOVERS {
         let target = format!("moves of {size} B, {subject}: time of a copy");
-        add(judge(book, target, (Bound::AtMost(MOST_COPIES), "x"), Side { case: &size, subject, metric: TIMES_COPY }));
+        add(judge_value(
+            samples,
+            target,
+            (Bound::AtMost(MAX_TIMES_COPY), "x"),
+            SeriesKey { case: &size, subject, metric: TIMES_COPY },
+        ));
     }
 }
 
-/// Memory that a peer has left, relative to `subject` with its handles.
+/// Compares the memory that a peer has left with that of `subject`, including its handles.
 fn compare_bytes(
-    book: &Book<u64>,
+    samples: &SampleTable<u64>,
     target: String,
     bound: Bound,
     (size, subject, peer): (u64, &'static str, &'static str),
 ) -> Verdict {
     let blank = not_measured(target, bound, "x", "it was not run");
-    let of = |subject| book.get(&size, subject, LEFT_MIB);
+    let of = |subject| samples.get(&size, subject, LEFT_MIB);
     match (of(subject), of(peer)) {
         (Some(own), Some(other)) => Verdict {
-            estimate: stats::estimate(&own.ratios(other, Better::Lower)),
+            estimate: stats::estimate_median(&own.ratios(other, Better::Lower)),
             baseline: peer.to_owned(),
-            is_lost: !own.survived(),
+            has_lost_round: !own.survived(),
             note: String::new(),
             ..blank
         },

@@ -1,29 +1,30 @@
-//! Subjects that hold the fragmented objects: allocators, each preloaded, and caches in workloads of their own.
+//! Subjects of the parts fragments and stalls: allocators, preloaded into the workload, and Pagemill's caches inside of
+//! it.
 
 use std::time::Duration;
 
 use super::{BY_HANDLE, BY_OWNER, FIXED, allocator_names, allocators};
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::Common;
+use crate::experiment::CommonOptions;
 use crate::report::Report;
-use crate::subject::{self, MESH, Ready};
+use crate::subject::{self, AvailableSubject, MESH};
 
-/// Caches, by their names in the report and on the workload's command line.
+/// Pagemill's caches, by their names in the report and on the workload's command line.
 pub const CACHES: [&str; 3] = [BY_OWNER, BY_HANDLE, FIXED];
 
-/// Caches with relocatable objects.
+/// The caches that can move their objects.
 pub const MOVERS: [&str; 2] = [BY_OWNER, BY_HANDLE];
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// An allocator or a cache.
-pub enum Keeper {
-    Allocator(Ready),
+/// A subject that stores the objects: an allocator or a cache.
+pub enum StorageSubject {
+    Allocator(AvailableSubject),
     Cache(&'static str),
 }
 
-impl Keeper {
+impl StorageSubject {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Allocator(ready) => ready.name(),
@@ -31,11 +32,11 @@ impl Keeper {
         }
     }
 
-    pub fn moves(&self) -> bool {
+    pub fn can_move(&self) -> bool {
         MOVERS.contains(&self.name())
     }
 
-    /// Runs a workload of `__slab` with this subject.
+    /// Runs a workload of the subcommand `__slab` with this subject.
     pub fn sample(&self, work: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
         let mut line = vec!["__slab".to_owned(), work.to_owned(), "--subject".to_owned()];
         match self {
@@ -46,43 +47,42 @@ impl Keeper {
                 line.extend(["malloc".to_owned(), "--how".to_owned(), how]);
             }
         }
-        line.extend(child::numbers(numbers));
+        line.extend(child::numeric_options(numbers));
         line.extend(flag.map(str::to_owned));
         let line: Vec<&str> = line.iter().map(String::as_str).collect();
         match self {
-            Self::Allocator(ready) => child::measure(ready, &line, LIMIT),
-            Self::Cache(name) => alone(name, &line),
+            Self::Allocator(ready) => child::run_under(ready, &line, LIMIT),
+            Self::Cache(name) => run_under_glibc(name, &line),
         }
     }
 }
 
-/// Runs a workload under the C library's allocator, which is not measured.
-pub fn alone(name: &str, line: &[&str]) -> Result<Outcome> {
-    let mut command = child::workload(line)?;
+/// Runs a workload under the C library's allocator, which is not measured then.
+pub fn run_under_glibc(name: &str, line: &[&str]) -> Result<Outcome> {
+    let mut command = child::workload_command(line)?;
     subject::clear_foreign_settings(&mut command);
-    child::outcome(name, &Running::start(&mut command)?.finish(LIMIT)?)
+    child::classify(name, &RunningGroup::start(&mut command)?.finish(LIMIT)?)
 }
 
-/// Returns the wanted subjects that are available; adds a gap for each that is not.
-pub fn wanted(common: &Common, report: &mut Report) -> Result<Vec<Keeper>> {
-    let caches = CACHES.into_iter().filter(|name| common.is_wanted(name)).map(Keeper::Cache);
+/// Returns the wanted subjects that are available on this machine; adds a gap for each that is not.
+pub fn available_subjects(common: &CommonOptions, report: &mut Report) -> Result<Vec<StorageSubject>> {
+    let caches = CACHES.into_iter().filter(|name| common.is_wanted(name)).map(StorageSubject::Cache);
     let (mut ready, gaps) = allocators(common)?;
-    gaps.into_iter().for_each(|gap| report.gap(gap));
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
     if common.is_wanted(MESH.name) {
-        match subject::ready(&MESH) {
+        match subject::find_available(&MESH) {
             Ok(mesh) => ready.push(mesh),
-            Err(gap) => report.gap(gap),
+            Err(gap) => report.add_gap(gap),
         }
     }
-    Ok(caches.chain(ready.into_iter().map(Keeper::Allocator)).collect())
+    Ok(caches.chain(ready.into_iter().map(StorageSubject::Allocator)).collect())
 }
 
-/// The names of all subjects.
 pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().chain(peers())
 }
 
-/// The names of all subjects that are not caches of Pagemill.
+/// Returns the names of the subjects that are not caches of Pagemill.
 pub fn peers() -> impl Iterator<Item = &'static str> {
     allocator_names().chain([MESH.name])
 }

@@ -1,7 +1,7 @@
-//! Slabs: cost to allocate, free and read an object; effect of moves on concurrent users; memory left after
-//! fragmentation, stalls during compaction, and the speed of walks.
+//! Slabs: cost to allocate, free and read an object; effect of moving objects on concurrent readers and writers; memory
+//! left after fragmentation, stalls during compaction, and the speed of walks.
 //!
-//! Each part has its own samples, rows and targets, and adds them to the common report.
+//! Each part of the experiment has its own samples, rows and targets, and adds them to one report.
 
 mod fragments;
 mod keepers;
@@ -14,11 +14,11 @@ mod walks;
 use clap::ValueEnum;
 
 use crate::error::{Error, Result};
-use crate::experiment::Common;
+use crate::experiment::CommonOptions;
 use crate::report::Report;
-use crate::subject::{self, Ready, Role, SUBJECTS};
+use crate::subject::{self, AvailableSubject, Role, SUBJECTS};
 
-/// Names of the caches in the report.
+/// Names of Pagemill's three kinds of slab caches in the report.
 pub const FIXED: &str = "fixed";
 pub const BY_OWNER: &str = "by-owner";
 pub const BY_HANDLE: &str = "by-handle";
@@ -28,19 +28,19 @@ pub const BY_HANDLE: &str = "by-handle";
 pub enum Part {
     /// Allocate and free objects
     Speed,
-    /// Values read by handle
+    /// Read values by handle
     Reads,
-    /// A reader and a writer while objects are moved concurrently
+    /// Read and write objects while they are moved concurrently
     Moves,
-    /// Two million objects, nine tenths of them freed at random, then all free memory returned
+    /// Allocate two million objects, free nine tenths of them at random, then return all free memory
     Fragments,
     /// Latency of a thread that allocates and frees objects during that compaction
     Stalls,
-    /// Walks of a tree of names and of a file's index, while objects are moved and after that
+    /// Walk a tree of names and the index of a file, while objects are moved and afterwards
     Walks,
 }
 
-/// The text that `--help` prints below the options.
+/// Text that `--help` prints below the options.
 const MORE_HELP: &str = "\
 Subjects (--only) of the parts (--parts):
   speed      fixed, by-owner, by-handle: Pagemill's caches
@@ -57,22 +57,21 @@ Examples:
   pagemill bench slab --parts speed --sizes 192 --only fixed,tcmalloc
   pagemill bench slab --parts fragments --only by-owner,glibc
 
-The part speed takes about eight minutes, reads and moves two. Methods and figures:
+The part speed takes about eight minutes, reads and moves two. Methods and metrics:
 docs/benchmarks-slab.md.";
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = MORE_HELP)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
-    /// Only these parts, separated by commas
+    pub common: CommonOptions,
+    /// Run only these parts, separated by commas
     #[arg(long, value_delimiter = ',', value_name = "PART")]
     pub parts: Vec<Part>,
     /// Object sizes of the part speed in bytes, separated by commas (default 64,192,576,1024,4096)
-    #[arg(long, value_delimiter = ',', value_name = "BYTES", value_parser = speed::size)]
+    #[arg(long, value_delimiter = ',', value_name = "BYTES", value_parser = speed::parse_size)]
     pub sizes: Vec<usize>,
-    /// Also count the instructions of the part speed, through valgrind
+    /// Also count the instructions of the part speed with valgrind
     #[arg(long)]
     pub callgrind: bool,
     /// Initial number of objects of the parts fragments and stalls (default 2,000,000, with --quick 500,000)
@@ -81,12 +80,12 @@ pub struct Options {
 }
 
 impl Part {
-    /// The part's name as an argument of `--parts`.
+    /// Returns the part's name as an argument of `--parts`.
     fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
-    /// The part's subjects, as arguments of `--only`.
+    /// Returns the part's subjects, as arguments of `--only`.
     fn subjects(self) -> Vec<&'static str> {
         match self {
             Self::Speed => speed::names().collect(),
@@ -99,19 +98,19 @@ impl Part {
 }
 
 impl Options {
-    /// Whether a part is run: it is named, or no part is, and it has a wanted subject.
+    /// Whether to run a part: `--parts` names it or is absent, and it has a wanted subject.
     fn has(&self, part: Part) -> bool {
         let is_named = self.parts.is_empty() || self.parts.contains(&part);
         is_named && part.subjects().into_iter().any(|name| self.common.is_wanted(name))
     }
 
-    /// Rejects a part, a subject or an option that would measure nothing.
+    /// Checks that each part, subject and option given has something to measure.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] with the list of known subjects or parts.
+    /// [`Error::CannotRun`] with the list of known subjects or parts, if one of them has nothing to measure.
     fn check(&self) -> Result<()> {
-        self.common.check_only(&known())?;
+        self.common.check_only(&all_subjects())?;
         let list = |part: &Part| format!("{} has {}", part.name(), part.subjects().join(", "));
         if let Some(part) = self.parts.iter().find(|part| !self.has(**part)) {
             let only = self.common.only.join(", ");
@@ -145,7 +144,7 @@ impl Options {
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if an object had wrong contents; [`Error::CannotRun`] for an unknown subject, or if a part or
-/// an option would measure nothing.
+/// an option has nothing to measure.
 pub fn run(options: &Options) -> Result<Report> {
     options.check()?;
     let mut report = Report::new("slab", options.common.json);
@@ -170,33 +169,30 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// The subjects of all parts.
-fn known() -> Vec<&'static str> {
+fn all_subjects() -> Vec<&'static str> {
     let mut all: Vec<_> = Part::value_variants().iter().flat_map(|part| part.subjects()).collect();
     all.sort_unstable();
     all.dedup();
     all
 }
 
-/// The names of the allocators with default settings.
 fn allocator_names() -> impl Iterator<Item = &'static str> {
     SUBJECTS.iter().filter(|subject| subject.role == Role::Default).map(|subject| subject.name)
 }
 
-/// Returns the wanted default allocators that are available, and a gap for each that is not.
-fn allocators(common: &Common) -> Result<(Vec<Ready>, Vec<String>)> {
+/// Returns the wanted default allocators that are available on this machine, and a gap for each that is not.
+fn allocators(common: &CommonOptions) -> Result<(Vec<AvailableSubject>, Vec<String>)> {
     let is_default = |subject: &subject::Subject| subject.role == Role::Default;
     let only: Vec<String> = allocator_names().filter(|name| common.is_wanted(name)).map(str::to_owned).collect();
-    if only.is_empty() { Ok(Default::default()) } else { subject::select(&only, is_default) }
+    if only.is_empty() { Ok(Default::default()) } else { subject::select_available(&only, is_default) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The help lists every part with its subjects, and every size.
     #[test]
-    fn help_names_all() {
+    fn help_lists_all_parts_and_subjects() {
         let parts: Vec<&str> = MORE_HELP.split("\n  ").collect();
         for part in Part::value_variants().iter().filter(|part| **part != Part::Stalls) {
             let lines: Vec<&&str> = parts.iter().skip_while(|line| !line.starts_with(&part.name())).take(2).collect();

@@ -1,35 +1,36 @@
-//! Values read by handle, beside pointers to the same values.
+//! Values read by handle, compared with values read by pointer.
 
 use std::time::Duration;
 
 use super::Options;
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, Metric, Progress, Side, compare_times, report_row};
-use crate::report::{Bound, Place, Report};
+use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, report_row};
+use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 use crate::subject;
 
 const HANDLE: &str = "handle-read";
 const POINTER: &str = "pointer-read";
-/// Names in the report and on the workload's command line. One process measures both, since they read the same memory.
+/// Names in the report and in the workload's JSON. One process measures both subjects, since they read the same memory.
 pub const SUBJECTS: [&str; 2] = [HANDLE, POINTER];
 
-/// Metrics: independent reads, and dependent reads, each of which yields the address of the next.
+/// Metrics: time of independent reads, and of dependent reads, in which each value leads to the next one.
 const NS: &str = "ns";
 const CHAIN_NS: &str = "chain_ns";
 
-/// Number of values: as many as fit into L1 with their handles and words, and more than fit into L2.
+/// Number of values. With their handles and state words, the smaller number fits into the L1 cache; the larger one
+/// exceeds L2.
 type Case = u64;
 const CASES: [Case; 2] = [100, 100_000];
 const RUN_MS: (u64, u64) = (100, 500);
 
-fn name(case: Case) -> String {
+fn case_name(case: Case) -> String {
     let fits = if case == CASES[0] { "in L1" } else { "beyond L2" };
     format!("{case} values of 192 B, {fits}")
 }
 
-/// Measures the part; adds rows and verdicts.
+/// Measures this part; adds rows and verdicts.
 ///
 /// # Errors
 ///
@@ -37,13 +38,13 @@ fn name(case: Case) -> String {
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(common.rounds() * CASES.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for _ in 0..common.rounds() {
         for case in CASES {
-            progress.step(&format!("read, {}", name(case)));
-            let outcome = sample(case, common.pick(RUN_MS.0, RUN_MS.1))?;
+            progress.step(&format!("read, {}", case_name(case)));
+            let outcome = sample(case, common.quick_or_full(RUN_MS.0, RUN_MS.1))?;
             for subject in SUBJECTS {
-                book.enter(&case, subject, &[NS, CHAIN_NS], &part(&outcome, subject));
+                samples.add_outcome(&case, subject, &[NS, CHAIN_NS], &of_subject(&outcome, subject));
             }
         }
     }
@@ -52,25 +53,25 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
             for subject in SUBJECTS {
                 let table =
                     format!("ns to read the first word of a value at random, {how}, half the spread, times {POINTER}");
-                let place = Some(Place { table, column: name(case) });
+                let cell = Some(TableCell { table, column: case_name(case) });
                 let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: Some(POINTER) };
-                report_row(report, &book, (&case, &name(case)), subject, metric, place);
+                report_row(report, &samples, (&case, &case_name(case)), subject, metric, cell);
             }
         }
     }
-    verdicts(report, &book);
+    add_verdicts(report, &samples);
     Ok(())
 }
 
 fn sample(objects: u64, run_ms: u64) -> Result<Outcome> {
-    let mut command = child::workload(&["__slab", "reads"])?;
-    command.args(child::numbers(&[("--objects", objects), ("--run-ms", run_ms)]));
+    let mut command = child::workload_command(&["__slab", "reads"])?;
+    command.args(child::numeric_options(&[("--objects", objects), ("--run-ms", run_ms)]));
     subject::clear_foreign_settings(&mut command);
-    child::outcome(HANDLE, &Running::start(&mut command)?.finish(Duration::from_secs(60))?)
+    child::classify(HANDLE, &RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?)
 }
 
-/// The fields of one subject in the workload's JSON line.
-fn part(outcome: &Outcome, subject: &str) -> Outcome {
+/// Returns the part of the workload's JSON line that belongs to one subject.
+fn of_subject(outcome: &Outcome, subject: &str) -> Outcome {
     match outcome {
         Outcome::Measured(line) => Outcome::Measured(line[subject].clone()),
         Outcome::Killed => Outcome::Killed,
@@ -78,12 +79,12 @@ fn part(outcome: &Outcome, subject: &str) -> Outcome {
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     for case in &CASES {
         for (metric, how) in [(NS, "each by itself"), (CHAIN_NS, "one after the other")] {
-            let target = format!("read, {}, {how}: {HANDLE}, time of {POINTER}", name(*case));
-            let side = |subject| Side { case, subject, metric };
-            report.verdict(compare_times(book, target, Bound::AtMost(2.0), side(HANDLE), side(POINTER)));
+            let target = format!("read, {}, {how}: {HANDLE}, time of {POINTER}", case_name(*case));
+            let side = |subject| SeriesKey { case, subject, metric };
+            report.add_verdict(judge_time_ratio(samples, target, Bound::AtMost(2.0), side(HANDLE), side(POINTER)));
         }
     }
 }
@@ -92,17 +93,17 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
 mod tests {
     use super::*;
 
-    /// One line has both subjects; a failed run is lost for both.
+    /// One JSON line yields the metrics of both subjects, and a failed run is lost for both.
     #[test]
-    fn a_line_is_of_both() {
+    fn json_line_has_both_subjects() {
         let line = serde_json::json!({ HANDLE: { NS: 3.0, CHAIN_NS: 9.0 }, POINTER: { NS: 2.0, CHAIN_NS: 3.0 } });
-        let mut book = Book::new();
+        let mut samples = SampleTable::new();
         for outcome in [Outcome::Measured(line), Outcome::Failed("no".to_owned())] {
             for subject in SUBJECTS {
-                book.enter(&CASES[0], subject, &[NS, CHAIN_NS], &part(&outcome, subject));
+                samples.add_outcome(&CASES[0], subject, &[NS, CHAIN_NS], &of_subject(&outcome, subject));
             }
         }
-        let of = |subject, metric| book.get(&CASES[0], subject, metric).expect("it was entered");
+        let of = |subject, metric| samples.get(&CASES[0], subject, metric).expect("it was entered");
 
         assert_eq!(of(HANDLE, NS).rounds, [Some(3.0), None]);
         assert_eq!(of(POINTER, CHAIN_NS).rounds, [Some(3.0), None]);

@@ -1,18 +1,18 @@
-//! Speed of allocating and freeing objects: Pagemill's caches beside allocators and keyed maps.
+//! Speed of allocating and freeing objects: Pagemill's slab caches, compared with allocators and keyed maps.
 
 use std::process::Command;
 use std::time::Duration;
 
 use super::{BY_HANDLE, BY_OWNER, FIXED, Options, allocators};
 use crate::callgrind;
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Series, Verdict};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, Series, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, Ready};
+use crate::subject::{self, AvailableSubject};
 
-/// Subjects that are no allocators: the name in the report, and on the workload's command line.
+/// Subjects that are no allocators: the name in the report, and the name on the workload's command line.
 pub const CACHES: [(&str, &str); 5] = [
     (FIXED, "fixed"),
     (BY_OWNER, "by-owner"),
@@ -21,26 +21,24 @@ pub const CACHES: [(&str, &str); 5] = [
     ("sharded-slab", "sharded-slab"),
 ];
 
-/// The names of all subjects.
 pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().map(|(name, _)| name).chain(super::allocator_names())
 }
 
-/// The subjects of verdicts, and their peers: the faster peer counts.
+/// The subjects that have a verdict. Each is compared with the faster one of these peers.
 const JUDGED: [&str; 2] = [FIXED, BY_OWNER];
 const PEERS: [&str; 2] = ["tcmalloc", "jemalloc"];
 const BEST: &str = "best-of-tcmalloc-and-jemalloc";
-/// The baseline of the rows.
 const BASELINE: &str = "jemalloc";
 
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
-/// The size of the targets.
+/// The object size, in bytes, to which the targets apply.
 const TARGET_SIZE: usize = 192;
 const THREADS: [u64; 2] = [1, 2];
 
-/// Number of live objects while one is replaced, and a bound on their bytes, which reduces the number for large
-/// objects.
+/// Number of live objects in the pattern churn, and the most bytes that they may have. The second bound reduces the
+/// number of large objects.
 const LIVE: usize = 100_000;
 const LIVE_BYTES: usize = 128 << 20;
 const RUN_MS: (u64, u64) = (20, 100);
@@ -49,14 +47,13 @@ const NS: &str = "ns";
 const RATE: &str = "pairs_per_second";
 const INSTRUCTIONS: &str = "instructions_per_pair";
 
-/// Pattern and size.
 type Shape = (&'static str, usize);
-/// Pattern, size, number of threads.
+/// Pattern, object size, number of threads.
 type Case = (&'static str, usize, u64);
 
-/// An allocator under which a workload runs, or a cache inside the workload.
+/// A subject: either an allocator under which the workload process runs, or a cache inside that process.
 enum Subject {
-    Allocator(Ready),
+    Allocator(AvailableSubject),
     Cache(&'static str, &'static str),
 }
 
@@ -68,14 +65,14 @@ impl Subject {
         }
     }
 
-    /// Adds the workload's arguments to a command, and the allocator's preload.
-    fn complete(&self, command: &mut Command, (pattern, size): Shape, numbers: &[(&str, u64)]) {
+    /// Adds the workload's arguments to a command, and the environment of the subject.
+    fn add_arguments(&self, command: &mut Command, (pattern, size): Shape, numbers: &[(&str, u64)]) {
         let word = match self {
             Self::Allocator(_) => "malloc",
             Self::Cache(_, word) => word,
         };
         command.args(["__slab", "speed", "--subject", word, "--pattern", pattern, "--size", &size.to_string()]);
-        command.args(child::numbers(numbers));
+        command.args(child::numeric_options(numbers));
         match self {
             Self::Allocator(ready) => ready.apply(command),
             Self::Cache(..) => subject::clear_foreign_settings(command),
@@ -85,9 +82,9 @@ impl Subject {
     fn sample(&self, (pattern, size, threads): Case, run_ms: u64) -> Result<Outcome> {
         let live = LIVE.min(LIVE_BYTES / size);
         let numbers = [("--threads", threads), ("--live", live as u64), ("--measure-ms", run_ms)];
-        let mut command = child::workload(&[])?;
-        self.complete(&mut command, (pattern, size), &numbers);
-        child::outcome(self.name(), &Running::start(&mut command)?.finish(Duration::from_secs(60))?)
+        let mut command = child::workload_command(&[])?;
+        self.add_arguments(&mut command, (pattern, size), &numbers);
+        child::classify(self.name(), &RunningGroup::start(&mut command)?.finish(Duration::from_secs(60))?)
     }
 }
 
@@ -99,7 +96,7 @@ impl Subject {
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let (ready, gaps) = allocators(common)?;
-    gaps.into_iter().for_each(|gap| report.gap(gap));
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
     let caches = CACHES.into_iter().filter(|(name, _)| common.is_wanted(name));
     let subjects: Vec<Subject> = caches
         .map(|(name, word)| Subject::Cache(name, word))
@@ -108,19 +105,18 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     if subjects.is_empty() {
         return Ok(());
     }
-    child::warm(4 * (LIVE_BYTES >> 20) as u64)?;
+    child::touch_beforehand(4 * (LIVE_BYTES >> 20) as u64)?;
     let sizes = if options.sizes.is_empty() { &SIZES[..] } else { &options.sizes };
-    let book = measure(&subjects, sizes, common)?;
-    rows(report, &book, &subjects, sizes);
-    verdicts(report, &book);
+    let samples = measure(&subjects, sizes, common)?;
+    add_rows(report, &samples, &subjects, sizes);
+    add_verdicts(report, &samples);
     if options.callgrind {
         count_instructions(report, &subjects, sizes)?;
     }
     Ok(())
 }
 
-/// Parses one of the supported sizes.
-pub fn size(text: &str) -> std::result::Result<usize, String> {
+pub fn parse_size(text: &str) -> std::result::Result<usize, String> {
     let size = text.parse().ok().filter(|size| SIZES.contains(size));
     size.ok_or_else(|| format!("there are objects of {SIZES:?} bytes"))
 }
@@ -130,18 +126,19 @@ fn shapes(sizes: &[usize]) -> impl Iterator<Item = Shape> {
 }
 
 fn case_name((pattern, size, threads): Case) -> String {
-    format!("{pattern}, {size} B, {}", threads_name(threads))
+    format!("{pattern}, {size} B, {}", threads_text(threads))
 }
 
-fn threads_name(threads: u64) -> String {
+fn threads_text(threads: u64) -> String {
     format!("{threads} thread{}", if threads == 1 { "" } else { "s" })
 }
 
-/// Runs of one and two threads of a subject follow each other, since they are compared, too.
-fn measure(subjects: &[Subject], sizes: &[usize], common: &Common) -> Result<Book<Case>> {
-    let run_ms = common.pick(RUN_MS.0, RUN_MS.1);
+/// Measures all cases. For each subject, the runs with one and with two threads follow each other, since the verdict on
+/// scaling compares them.
+fn measure(subjects: &[Subject], sizes: &[usize], common: &CommonOptions) -> Result<SampleTable<Case>> {
+    let run_ms = common.quick_or_full(RUN_MS.0, RUN_MS.1);
     let progress = Progress::new(shapes(sizes).count() * THREADS.len() * common.rounds() * subjects.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for (pattern, size) in shapes(sizes) {
         for round in 0..common.rounds() {
             for index in 0..subjects.len() {
@@ -150,98 +147,98 @@ fn measure(subjects: &[Subject], sizes: &[usize], common: &Common) -> Result<Boo
                     let case = (pattern, size, threads);
                     progress.step(&format!("{}, {}", case_name(case), subject.name()));
                     let outcome = subject.sample(case, run_ms)?;
-                    book.enter(&case, subject.name(), &[NS, RATE], &outcome);
+                    samples.add_outcome(&case, subject.name(), &[NS, RATE], &outcome);
                 }
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, subjects: &[Subject], sizes: &[usize]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subject], sizes: &[usize]) {
     let cases = shapes(sizes).flat_map(|(pattern, size)| THREADS.map(|threads| (pattern, size, threads)));
     for case in cases {
         let (pattern, size, threads) = case;
         let what = "ns to take an object and give it back, as a thread sees it";
         for subject in subjects {
-            let table = format!("{pattern}, {}: {what}, half the spread, times {BASELINE}", threads_name(threads));
-            let place = Some(Place { table, column: format!("{size} B") });
+            let table = format!("{pattern}, {}: {what}, half the spread, times {BASELINE}", threads_text(threads));
+            let cell = Some(TableCell { table, column: format!("{size} B") });
             let ns = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
-            report_row(report, book, (&case, &case_name(case)), subject.name(), ns, place);
+            report_row(report, samples, (&case, &case_name(case)), subject.name(), ns, cell);
             let rate = Metric { name: RATE, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
-            report_row(report, book, (&case, &case_name(case)), subject.name(), rate, None);
+            report_row(report, samples, (&case, &case_name(case)), subject.name(), rate, None);
         }
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     for pattern in PATTERNS {
         for name in JUDGED {
-            report.verdict(against_best(book, name, (pattern, TARGET_SIZE, 1)));
-            report.verdict(scaling(book, name, (pattern, TARGET_SIZE)));
+            report.add_verdict(judge_against_best(samples, name, (pattern, TARGET_SIZE, 1)));
+            report.add_verdict(judge_scaling(samples, name, (pattern, TARGET_SIZE)));
         }
     }
 }
 
-/// A cache against the faster of its peers, chosen by the medians of this run.
-fn against_best(book: &Book<Case>, name: &'static str, case: Case) -> Verdict {
+/// Compares a cache with the faster one of its peers, by the medians of this run.
+fn judge_against_best(samples: &SampleTable<Case>, name: &'static str, case: Case) -> Verdict {
     let target = format!("{}: {name}, as fast as the best of tcmalloc and jemalloc", case_name(case));
     let blank = not_measured(target, Bound::AtLeast(0.95), "x", "one side was not run");
-    let of = |name: &'static str| Some((name, book.get(&case, name, NS).filter(|series| series.survived())?));
+    let of = |name: &'static str| Some((name, samples.get(&case, name, NS).filter(|series| series.survived())?));
     let peers: Vec<(&str, &Series)> = PEERS.into_iter().filter_map(of).collect();
     let best = peers
         .iter()
         .min_by(|(_, one), (_, other)| one.median().partial_cmp(&other.median()).unwrap_or(std::cmp::Ordering::Equal));
-    let (Some(own), Some((best, peer))) = (book.get(&case, name, NS), best) else { return blank };
+    let (Some(own), Some((best, peer))) = (samples.get(&case, name, NS), best) else { return blank };
     let missing = if peers.len() < PEERS.len() { ", the only one that there is" } else { "" };
     Verdict {
-        estimate: stats::estimate(&own.ratios(peer, Better::Lower)),
+        estimate: stats::estimate_median(&own.ratios(peer, Better::Lower)),
         baseline: BEST.to_owned(),
-        is_lost: !own.survived(),
+        has_lost_round: !own.survived(),
         note: format!("best: {best}{missing}"),
         ..blank
     }
 }
 
-/// Throughput of two threads relative to one.
-fn scaling(book: &Book<Case>, name: &'static str, (pattern, size): Shape) -> Verdict {
+/// Compares the throughput of two threads with that of one thread.
+fn judge_scaling(samples: &SampleTable<Case>, name: &'static str, (pattern, size): Shape) -> Verdict {
     let target = format!("{pattern}, {size} B: {name}, all of 2 threads against 1");
     let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
-    let of = |threads| book.get(&(pattern, size, threads), name, RATE);
+    let of = |threads| samples.get(&(pattern, size, threads), name, RATE);
     let (Some(one), Some(two)) = (of(1), of(2)) else { return blank };
     Verdict {
-        estimate: stats::estimate(&two.ratios(one, Better::Higher)),
+        estimate: stats::estimate_median(&two.ratios(one, Better::Higher)),
         baseline: name.to_owned(),
-        is_lost: !two.survived(),
+        has_lost_round: !two.survived(),
         note: String::new(),
         ..blank
     }
 }
 
-/// Number of live objects under valgrind: few enough to set up within a minute.
+/// Number of live objects under valgrind, small enough that setting up takes less than a minute.
 const COUNTED_LIVE: u64 = 20_000;
 
 fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]) -> Result<()> {
     let progress = Progress::new(shapes(sizes).count() * subjects.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for shape in shapes(sizes) {
         let (pattern, size) = shape;
         for subject in subjects {
             progress.step(&format!("instructions, {}, {}", case_name((pattern, size, 1)), subject.name()));
-            let counted = callgrind::instructions(subject.name(), |command, pairs| {
-                subject.complete(command, shape, &[("--live", COUNTED_LIVE), ("--pairs", pairs)]);
+            let counted = callgrind::instructions_per_operation(subject.name(), |command, pairs| {
+                subject.add_arguments(command, shape, &[("--live", COUNTED_LIVE), ("--pairs", pairs)]);
             })?;
             match counted {
-                Ok(count) => book.enter_value(&shape, subject.name(), INSTRUCTIONS, count),
-                Err(why) => report.gap(format!("instructions, {}: {why}", subject.name())),
+                Ok(count) => samples.add_value(&shape, subject.name(), INSTRUCTIONS, count),
+                Err(why) => report.add_gap(format!("instructions, {}: {why}", subject.name())),
             }
         }
         for subject in subjects {
             let table = format!("{pattern}: instructions to take and give back (callgrind), times {BASELINE}");
-            let place = Some(Place { table, column: format!("{size} B") });
+            let cell = Some(TableCell { table, column: format!("{size} B") });
             let metric =
                 Metric { name: INSTRUCTIONS, unit: "instructions", better: Better::Lower, baseline: Some(BASELINE) };
-            report_row(report, &book, (&shape, &case_name((pattern, size, 1))), subject.name(), metric, place);
+            report_row(report, &samples, (&shape, &case_name((pattern, size, 1))), subject.name(), metric, cell);
         }
     }
     Ok(())
@@ -251,21 +248,21 @@ fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]
 mod tests {
     use super::*;
 
-    fn book(ns: &[(&'static str, u64, f64)]) -> Book<Case> {
-        let mut book = Book::new();
+    fn samples(ns: &[(&'static str, u64, f64)]) -> SampleTable<Case> {
+        let mut samples = SampleTable::new();
         for &(name, threads, ns) in ns {
             let line = serde_json::json!({ NS: ns, RATE: threads as f64 * 1e9 / ns });
-            book.enter(&("pair", TARGET_SIZE, threads), name, &[NS, RATE], &Outcome::Measured(line));
+            samples.add_outcome(&("pair", TARGET_SIZE, threads), name, &[NS, RATE], &Outcome::Measured(line));
         }
-        book
+        samples
     }
 
-    /// 8 ns against 6 and 9: the faster peer counts. If it is missing, the other one counts, and the verdict notes
-    /// that.
+    /// A cache at 8 ns is compared with the faster one of two peers at 6 and 9 ns. If that peer is missing, the other
+    /// one is the baseline, and the note says so.
     #[test]
     fn the_faster_peer_is_the_baseline() {
         let all = [(FIXED, 1, 8.0), ("tcmalloc", 1, 6.0), ("jemalloc", 1, 9.0), ("slotmap", 1, 1.0)];
-        let verdict = |all: &[_]| against_best(&book(all), FIXED, ("pair", TARGET_SIZE, 1));
+        let verdict = |all: &[_]| judge_against_best(&samples(all), FIXED, ("pair", TARGET_SIZE, 1));
 
         let both = verdict(&all);
         let without = verdict(&[all[0], all[2]]);
@@ -277,23 +274,23 @@ mod tests {
         );
         assert_eq!(without.estimate.map(|estimate| estimate.value), Some(1.125));
         assert!(without.note.contains("the only one"));
-        assert_eq!(alone.state(), crate::report::State::NotMeasured);
+        assert_eq!(alone.state(), crate::report::VerdictState::NotMeasured);
     }
 
-    /// Two threads at 10 ns each against one at 9 ns have 1.8 times the throughput.
+    /// Two threads at 10 ns per pair have 1.8 times the throughput of one thread at 9 ns.
     #[test]
-    fn scaling_is_of_all_threads() {
-        let both = scaling(&book(&[(FIXED, 1, 9.0), (FIXED, 2, 10.0)]), FIXED, ("pair", TARGET_SIZE));
-        let one = scaling(&book(&[(FIXED, 1, 9.0)]), FIXED, ("pair", TARGET_SIZE));
+    fn scaling_compares_total_throughput() {
+        let both = judge_scaling(&samples(&[(FIXED, 1, 9.0), (FIXED, 2, 10.0)]), FIXED, ("pair", TARGET_SIZE));
+        let one = judge_scaling(&samples(&[(FIXED, 1, 9.0)]), FIXED, ("pair", TARGET_SIZE));
 
         assert!(both.estimate.is_some_and(|estimate| (estimate.value - 1.8).abs() < 1e-9));
-        assert_eq!(one.state(), crate::report::State::NotMeasured);
+        assert_eq!(one.state(), crate::report::VerdictState::NotMeasured);
     }
 
-    /// A subject is either an allocator or a cache, and its name is unique.
+    /// No two subjects have the same name, and all names used in verdicts belong to a subject.
     #[test]
-    fn names_are_known_once() {
-        let known = super::super::known();
+    fn subject_names_are_unique() {
+        let known = super::super::all_subjects();
         assert_eq!(known.iter().collect::<std::collections::BTreeSet<_>>().len(), known.len());
         assert!(PEERS.iter().chain(&JUDGED).chain([&BASELINE]).all(|name| known.contains(name)));
     }

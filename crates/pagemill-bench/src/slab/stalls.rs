@@ -1,17 +1,17 @@
-//! Latency of a thread that allocates and frees objects while the tenth that others left is compacted, or memory is
-//! returned.
+//! Latency of a thread that allocates and frees objects, while the objects left of a fragmented set are compacted or
+//! free memory is returned.
 
 use super::Options;
 use super::fragments::{self, SIZES};
-use super::keepers::{self, Keeper, MOVERS};
+use super::keepers::{self, MOVERS, StorageSubject};
 use crate::error::Result;
-use crate::experiment::{Book, Metric, Progress, Side, judge, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{Metric, Progress, SampleTable, SeriesKey, judge_value, report_row};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::Better;
 
 const BASELINE: &str = "glibc";
 
-/// Metrics and their columns, all in microseconds.
+/// Metrics and their columns, all in microseconds. The first four are measured while the thread runs alone.
 const TIMES: [(&str, &str); 8] = [
     ("quiet_p50_us", "alone, 50 %"),
     ("quiet_p99_us", "99 %"),
@@ -26,16 +26,16 @@ const WORST: &str = "p9999_us";
 const CALLS: &str = "calls";
 const MS: &str = "ms";
 
-/// The bound is on the 99.99th percentile: at most one millisecond.
+/// The bound on the 99.99th percentile, in microseconds.
 const MOST_US: f64 = 1000.0;
 
-/// How long the thread runs alone.
+/// Milliseconds for which the thread runs alone (quick, full).
 const QUIET_MS: (u64, u64) = (100, 500);
 
-/// Size of the objects, and whether they are compacted in steps in the background.
+/// Size of the objects, and whether they are compacted in small steps by the background thread.
 type Case = (u64, bool);
 
-fn name((size, steps): Case) -> String {
+fn case_name((size, steps): Case) -> String {
     let how = if steps { "by steps in the background" } else { "all at once" };
     format!("{size} B, {how}")
 }
@@ -44,33 +44,38 @@ fn name((size, steps): Case) -> String {
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`]; [`crate::error::Error::CannotRun`] without enough memory.
+/// [`crate::error::Error::WrongAnswer`] if an object had wrong contents; [`crate::error::Error::CannotRun`] without
+/// enough memory.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
-    let keepers = keepers::wanted(&options.common, report)?;
-    if keepers.is_empty() {
+    let subjects = keepers::available_subjects(&options.common, report)?;
+    if subjects.is_empty() {
         return Ok(());
     }
     fragments::prepare(options)?;
-    let book = measure(options, &keepers)?;
+    let samples = measure(options, &subjects)?;
     for case in cases() {
-        for keeper in &keepers {
+        for subject in &subjects {
             let columns = TIMES.map(|(metric, column)| (metric, "us", column));
             for (metric, unit, column) in columns.into_iter().chain([(MS, "ms", "ms"), (CALLS, "calls", "calls")]) {
-                let table = format!("microseconds of a call, {}", name(case));
-                let place = Some(Place { table, column: column.to_owned() });
+                let table = format!("microseconds of a call, {}", case_name(case));
+                let cell = Some(TableCell { table, column: column.to_owned() });
                 let baseline = (metric == WORST).then_some(BASELINE);
                 let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
-                report_row(report, &book, (&case, &name(case)), keeper.name(), metric, place);
+                report_row(report, &samples, (&case, &case_name(case)), subject.name(), metric, cell);
             }
         }
     }
     for (case, subject) in cases().flat_map(|case| MOVERS.map(|subject| (case, subject))) {
-        let target = format!("stall, {}, {subject}: 99.99 % of the calls", name(case));
-        let verdict =
-            judge(&book, target, (Bound::AtMost(MOST_US), "us"), Side { case: &case, subject, metric: WORST });
-        let note = book.get(&case, subject, "quiet_p9999_us").and_then(|alone| alone.median());
+        let target = format!("stall, {}, {subject}: 99.99 % of the calls", case_name(case));
+        let verdict = judge_value(
+            &samples,
+            target,
+            (Bound::AtMost(MOST_US), "us"),
+            SeriesKey { case: &case, subject, metric: WORST },
+        );
+        let note = samples.get(&case, subject, "quiet_p9999_us").and_then(|alone| alone.median());
         let note = note.map_or(verdict.note.clone(), |alone| format!("alone {alone:.1} us"));
-        report.verdict(Verdict { note, ..verdict });
+        report.add_verdict(Verdict { note, ..verdict });
     }
     Ok(())
 }
@@ -79,25 +84,25 @@ fn cases() -> impl Iterator<Item = Case> {
     SIZES.into_iter().flat_map(|size| [(size, false), (size, true)])
 }
 
-fn measure(options: &Options, keepers: &[Keeper]) -> Result<Book<Case>> {
-    let of_case = |case: Case| keepers.iter().filter(move |keeper| !case.1 || keeper.moves());
+fn measure(options: &Options, subjects: &[StorageSubject]) -> Result<SampleTable<Case>> {
+    let of_case = |case: Case| subjects.iter().filter(move |subject| !case.1 || subject.can_move());
     let steps: usize = cases().map(|case| of_case(case).count()).sum();
     let progress = Progress::new(options.common.rounds() * steps);
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for case in cases() {
-        let keepers: Vec<&Keeper> = of_case(case).collect();
+        let subjects: Vec<&StorageSubject> = of_case(case).collect();
         for round in 0..options.common.rounds() {
-            for index in 0..keepers.len() {
-                let keeper = keepers[(index + round) % keepers.len()];
-                progress.step(&format!("stalls, {}, {}", name(case), keeper.name()));
+            for index in 0..subjects.len() {
+                let subject = subjects[(index + round) % subjects.len()];
+                progress.step(&format!("stalls, {}, {}", case_name(case), subject.name()));
                 let objects = fragments::objects(options);
-                let quiet = options.common.pick(QUIET_MS.0, QUIET_MS.1);
+                let quiet = options.common.quick_or_full(QUIET_MS.0, QUIET_MS.1);
                 let numbers = [("--size", case.0), ("--objects", objects), ("--quiet-ms", quiet)];
-                let outcome = keeper.sample("stalls", &numbers, case.1.then_some("--steps"))?;
+                let outcome = subject.sample("stalls", &numbers, case.1.then_some("--steps"))?;
                 let metrics: Vec<&str> = TIMES.iter().map(|(metric, _)| *metric).chain([MS, CALLS]).collect();
-                book.enter(&case, keeper.name(), &metrics, &outcome);
+                samples.add_outcome(&case, subject.name(), &metrics, &outcome);
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }

@@ -1,14 +1,18 @@
-//! Walks of a tree of names, as `find` does it, and of a file's index: while objects are moved, and after that.
+//! Walks of a tree of names, as the program `find` does, and of the index of a file: while objects are moved, and
+//! afterwards.
 
 use super::Options;
-use super::keepers::alone;
+use super::keepers::run_under_glibc;
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, not_measured, report_row};
-use crate::report::{Bound, Place, Report};
+use crate::experiment::{
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_time_ratio, not_measured, report_row,
+};
+use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Subjects: no moves; a background thread moves objects; nine of ten objects were freed; the rest was compacted.
+/// Subjects: without moves; while a background thread moves objects; after nine of ten objects were freed; after the
+/// rest was compacted.
 const STILL: &str = "still";
 const MOVING: &str = "moving";
 const FRAGMENTED: &str = "fragmented";
@@ -18,16 +22,16 @@ pub const NAMES: [&str; 4] = [STILL, MOVING, FRAGMENTED, PACKED];
 const NS: &str = "ns";
 const MOVED: &str = "moved";
 
-/// Sizes of the parts (quick, full).
+/// Number of tree entries and of file pages, number of turns, and milliseconds of each turn (quick, full).
 const ENTRIES: (u64, u64) = (20_000, 100_000);
 const PAGES: (u64, u64) = (6_000, 30_000);
 const TURNS: (u64, u64) = (2, 5);
 const TURN_MS: (u64, u64) = (100, 300);
 
-/// Bound on the speed: at most 5 % slower.
-const LEAST: f64 = 0.95;
+/// The bound on the speed: a walk may be at most 5 % slower than its baseline.
+const MIN_SPEED: f64 = 0.95;
 
-/// The data structure that is walked.
+/// The data structure that is walked, and whether it was compacted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Case {
     Tree,
@@ -46,7 +50,7 @@ impl Case {
         }
     }
 
-    /// The subject of the verdict, and its baseline.
+    /// Returns the subject of the verdict and its baseline.
     fn sides(self) -> [&'static str; 2] {
         match self {
             Self::Packed => [PACKED, FRAGMENTED],
@@ -62,93 +66,97 @@ impl Case {
 /// [`crate::error::Error::WrongAnswer`] if a walk found a wrong entry.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
-    child::warm(1024)?;
-    let book = measure(common)?;
+    child::touch_beforehand(1024)?;
+    let samples = measure(common)?;
     for case in Case::ALL {
         for subject in case.sides() {
             for (metric, unit, column) in [(NS, "ns", "ns"), (MOVED, "objects", "moves")] {
                 let table = format!("walks, nanoseconds an entry: {}", case.name());
-                let place = Some(Place { table, column: column.to_owned() });
+                let cell = Some(TableCell { table, column: column.to_owned() });
                 let baseline = (metric == NS).then_some(case.sides()[1]);
                 let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
-                report_row(report, &book, (&case, case.name()), subject, metric, place);
+                report_row(report, &samples, (&case, case.name()), subject, metric, cell);
             }
         }
-        verdict(report, &book, case);
+        verdict(report, &samples, case);
     }
     Ok(())
 }
 
-/// If nothing was moved, there is no verdict.
-fn verdict(report: &mut Report, book: &Book<Case>, case: Case) {
+/// Adds the verdict on a case. It has no estimate if no object was moved.
+fn verdict(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let [own, base] = case.sides();
     let target = format!("walk, {}: {own}, as fast as {base}", case.name());
-    let bound = Bound::AtLeast(LEAST);
-    let moved = book.get(&case, own, MOVED).and_then(|series| series.median());
-    report.verdict(match moved {
+    let bound = Bound::AtLeast(MIN_SPEED);
+    let moved = samples.get(&case, own, MOVED).and_then(|series| series.median());
+    report.add_verdict(match moved {
         Some(0.0) => not_measured(target, bound, "x", "nothing was moved"),
         _ => {
-            let side = |subject| Side { case: &case, subject, metric: NS };
-            compare_times(book, target, bound, side(own), side(base))
+            let side = |subject| SeriesKey { case: &case, subject, metric: NS };
+            judge_time_ratio(samples, target, bound, side(own), side(base))
         }
     });
 }
 
-fn measure(common: &Common) -> Result<Book<Case>> {
+fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
     let is_wanted = |case: &Case| case.sides().into_iter().any(|side| common.is_wanted(side));
     let cases: Vec<Case> = Case::ALL.into_iter().filter(is_wanted).collect();
     let progress = Progress::new(common.rounds() * cases.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for case in cases {
         for round in 0..common.rounds() {
             progress.step(&format!("walks, {}", case.name()));
             if case == Case::Packed {
-                sample_packed(common, &mut book)?;
+                sample_packed(common, &mut samples)?;
                 continue;
             }
-            // Each round begins with the other subject.
+            // The two subjects begin alternately.
             for index in 0..2 {
                 let subject = case.sides()[(index + round) % 2];
                 if common.is_wanted(subject) {
-                    book.enter(&case, subject, &[NS, MOVED], &sample(common, case, subject)?);
+                    samples.add_outcome(&case, subject, &[NS, MOVED], &sample(common, case, subject)?);
                 }
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn sample(common: &Common, case: Case, subject: &str) -> Result<Outcome> {
+fn sample(common: &CommonOptions, case: Case, subject: &str) -> Result<Outcome> {
     let (work, size) = match case {
-        Case::Index => ("index", ("--pages", common.pick(PAGES.0, PAGES.1))),
-        _ => ("tree", ("--entries", common.pick(ENTRIES.0, ENTRIES.1))),
+        Case::Index => ("index", ("--pages", common.quick_or_full(PAGES.0, PAGES.1))),
+        _ => ("tree", ("--entries", common.quick_or_full(ENTRIES.0, ENTRIES.1))),
     };
-    let turns = [("--turns", common.pick(TURNS.0, TURNS.1)), ("--turn-ms", common.pick(TURN_MS.0, TURN_MS.1))];
+    let turns = [
+        ("--turns", common.quick_or_full(TURNS.0, TURNS.1)),
+        ("--turn-ms", common.quick_or_full(TURN_MS.0, TURN_MS.1)),
+    ];
     let numbers: Vec<(&str, u64)> = [size].into_iter().chain(turns).collect();
     run(work, subject, &numbers, (subject == MOVING).then_some("--moving"))
 }
 
-/// One process walks before and after the compaction.
-fn sample_packed(common: &Common, book: &mut Book<Case>) -> Result<()> {
-    let entries = ("--entries", common.pick(ENTRIES.0, ENTRIES.1));
-    let turn = ("--turn-ms", common.pick(TURN_MS.0, TURN_MS.1));
+/// Takes one sample of walks in a fragmented and in a compacted tree. One process walks before and after the
+/// compaction.
+fn sample_packed(common: &CommonOptions, samples: &mut SampleTable<Case>) -> Result<()> {
+    let entries = ("--entries", common.quick_or_full(ENTRIES.0, ENTRIES.1));
+    let turn = ("--turn-ms", common.quick_or_full(TURN_MS.0, TURN_MS.1));
     let outcome = run("packed", PACKED, &[entries, turn], None)?;
-    let part = |figures: &[(&str, &str)]| match &outcome {
+    let part = |metrics: &[(&str, &str)]| match &outcome {
         Outcome::Measured(line) => {
-            let figures = figures.iter().map(|(name, from)| ((*name).to_owned(), line[*from].clone()));
-            Outcome::Measured(figures.collect::<serde_json::Map<_, _>>().into())
+            let metrics = metrics.iter().map(|(name, from)| ((*name).to_owned(), line[*from].clone()));
+            Outcome::Measured(metrics.collect::<serde_json::Map<_, _>>().into())
         }
         Outcome::Killed => Outcome::Killed,
         Outcome::Failed(why) => Outcome::Failed(why.clone()),
     };
-    book.enter(&Case::Packed, FRAGMENTED, &[NS], &part(&[(NS, "fragmented_ns")]));
-    book.enter(&Case::Packed, PACKED, &[NS, MOVED], &part(&[(NS, "packed_ns"), (MOVED, MOVED)]));
+    samples.add_outcome(&Case::Packed, FRAGMENTED, &[NS], &part(&[(NS, "fragmented_ns")]));
+    samples.add_outcome(&Case::Packed, PACKED, &[NS, MOVED], &part(&[(NS, "packed_ns"), (MOVED, MOVED)]));
     Ok(())
 }
 
 fn run(work: &str, subject: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
-    let words = ["__slab", work].map(str::to_owned).into_iter().chain(child::numbers(numbers));
+    let words = ["__slab", work].map(str::to_owned).into_iter().chain(child::numeric_options(numbers));
     let line: Vec<String> = words.chain(flag.map(str::to_owned)).collect();
     let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    alone(subject, &line)
+    run_under_glibc(subject, &line)
 }

@@ -1,5 +1,5 @@
-//! Startup cost of a preload in a program that does nothing, and the CPU time that `pagemill run` adds to trees of
-//! short programs.
+//! Startup cost of a preloaded library in a program that does nothing, and the CPU time that `pagemill run` adds to
+//! trees of short programs.
 
 mod trees;
 
@@ -9,50 +9,48 @@ use std::time::Instant;
 
 use crate::child;
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, PAGEMILL, Ready, Role};
+use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 
-/// Runs per sample. A sample is the median of its runs, so that one outlier does not matter.
+/// Runs per sample (quick, full). A sample is the median of its runs, so that one outlier does not affect it.
 const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 
-/// The baseline of all subjects: glibc without a preload.
+/// The baseline of all subjects: glibc without any preload.
 const BASELINE: &str = "none";
 const MILLISECONDS: &str = "ms";
-const MORE: &str = "ms_more";
+const MS_MORE: &str = "ms_more";
 const CASE: &str = "true";
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
-    /// A folder with a configure script, which is run with and without `pagemill run`
+    pub common: CommonOptions,
+    /// A folder with a configure script to run with and without `pagemill run`
     #[arg(long, value_name = "DIR")]
     pub configure: Option<PathBuf>,
 }
 
-/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
-    let (ready, gaps) = subject::select(&common.only, is_wanted)?;
+    let (ready, gaps) = subject::select_available(&common.only, is_wanted)?;
     let mut report = Report::new("startup", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
-    let book = measure(&ready, common)?;
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
+    let samples = measure(&ready, common)?;
     let table = "`true`: ms from start to end, half the spread, times none".to_owned();
-    for name in names(&ready) {
-        let place = |column: &str| Some(Place { table: table.clone(), column: column.to_owned() });
+    for name in subject_names(&ready) {
+        let cell = |column: &str| Some(TableCell { table: table.clone(), column: column.to_owned() });
         let whole = Metric { name: MILLISECONDS, unit: "ms", better: Better::Lower, baseline: Some(BASELINE) };
-        report_row(&mut report, &book, (&CASE, CASE), name, whole, place("ms"));
-        let more = Metric { name: MORE, unit: "ms", better: Better::Lower, baseline: None };
-        report_row(&mut report, &book, (&CASE, CASE), name, more, place("ms more than none"));
+        report_row(&mut report, &samples, (&CASE, CASE), name, whole, cell("ms"));
+        let more = Metric { name: MS_MORE, unit: "ms", better: Better::Lower, baseline: None };
+        report_row(&mut report, &samples, (&CASE, CASE), name, more, cell("ms more than none"));
     }
     let verdict = not_measured("start of `true`, more than without", Bound::AtMost(1.0), "ms", "");
-    report.verdict(match book.get(&CASE, PAGEMILL, MORE) {
+    report.add_verdict(match samples.get(&CASE, PAGEMILL, MS_MORE) {
         Some(series) => {
-            Verdict { estimate: stats::estimate(&series.values()), baseline: BASELINE.to_owned(), ..verdict }
+            Verdict { estimate: stats::estimate_median(&series.values()), baseline: BASELINE.to_owned(), ..verdict }
         }
         None => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
     });
@@ -62,18 +60,18 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// The names of the subjects here; glibc is the baseline without a preload.
-fn names(ready: &[Ready]) -> impl Iterator<Item = &'static str> {
+/// Returns the names of the baseline and of all subjects that are preloaded.
+fn subject_names(ready: &[AvailableSubject]) -> impl Iterator<Item = &'static str> {
     let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
-    [BASELINE].into_iter().chain(preloaded.map(Ready::name))
+    [BASELINE].into_iter().chain(preloaded.map(AvailableSubject::name))
 }
 
-fn measure(ready: &[Ready], common: &Common) -> Result<Book<&'static str>> {
-    let program = program()?;
-    let preloaded: Vec<&Ready> = ready.iter().filter(|ready| ready.preload().is_some()).collect();
-    let runs = common.pick(RUNS_PER_SAMPLE.0, RUNS_PER_SAMPLE.1);
+fn measure(ready: &[AvailableSubject], common: &CommonOptions) -> Result<SampleTable<&'static str>> {
+    let program = true_program()?;
+    let preloaded: Vec<&AvailableSubject> = ready.iter().filter(|ready| ready.preload().is_some()).collect();
+    let runs = common.quick_or_full(RUNS_PER_SAMPLE.0, RUNS_PER_SAMPLE.1);
     let progress = Progress::new(common.rounds() * runs);
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         let mut times = vec![Vec::with_capacity(runs); preloaded.len() + 1];
         for run in 0..runs {
@@ -82,28 +80,29 @@ fn measure(ready: &[Ready], common: &Common) -> Result<Book<&'static str>> {
             for index in 0..times.len() {
                 let index = (index + run + round) % times.len();
                 let subject = index.checked_sub(1).map(|index| preloaded[index]);
-                times[index].push(start_and_end(program, subject)?);
+                times[index].push(run_for_wall_ms(program, subject)?);
             }
         }
         let medians: Vec<f64> = times.iter().filter_map(|times| stats::median(times)).collect();
-        for (name, &median) in names(ready).zip(&medians) {
-            book.enter_value(&CASE, name, MILLISECONDS, median);
+        for (name, &median) in subject_names(ready).zip(&medians) {
+            samples.add_value(&CASE, name, MILLISECONDS, median);
             if name != BASELINE {
-                book.enter_value(&CASE, name, MORE, median - medians[0]);
+                samples.add_value(&CASE, name, MS_MORE, median - medians[0]);
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn program() -> Result<&'static str> {
+fn true_program() -> Result<&'static str> {
     let known = ["/usr/bin/true", "/bin/true"];
     let found = known.into_iter().find(|path| std::path::Path::new(path).exists());
     found.ok_or_else(|| Error::CannotRun("there is no program `true`".to_owned()))
 }
 
-/// Milliseconds of one run. The program ends at once, so it needs no process group and no timeout.
-fn start_and_end(program: &str, ready: Option<&Ready>) -> Result<f64> {
+/// Runs the program once and returns the milliseconds. The program ends at once, so it needs no process group and no
+/// timeout.
+fn run_for_wall_ms(program: &str, ready: Option<&AvailableSubject>) -> Result<f64> {
     let mut command = Command::new(program);
     match ready {
         Some(ready) => ready.apply(&mut command),
@@ -117,7 +116,7 @@ fn start_and_end(program: &str, ready: Option<&Ready>) -> Result<f64> {
     match status.success() {
         true => Ok(took.as_secs_f64() * 1e3),
         false => {
-            let name = ready.map_or(BASELINE, Ready::name);
+            let name = ready.map_or(BASELINE, AvailableSubject::name);
             Err(Error::WrongAnswer { subject: name.to_owned(), what: format!("`true` ended with {status}") })
         }
     }

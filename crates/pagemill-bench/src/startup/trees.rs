@@ -1,4 +1,5 @@
-//! CPU time that `pagemill run` adds to a tree: one short program, a thousand of them, a configure script.
+//! CPU time that `pagemill run` adds to a process tree: one short program, a thousand short programs, a configure
+//! script.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -6,28 +7,28 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use super::{Options, program};
-use crate::child::{self, Finished, Running};
+use super::{Options, true_program};
+use crate::child::{self, FinishedProcess, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Book, Metric, Progress, not_measured, report_row};
+use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
 use crate::footprint::is_installed;
 use crate::native;
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL};
 
-/// Starts of `true` per sample, with `--quick` and in a full run; their CPU times are summed.
+/// Number of starts of `true` per sample (quick, full). The CPU times of a sample are summed.
 const STARTS: (usize, usize) = (20, 100);
-/// Programs that one shell starts: with `--quick`, and in a full run.
+/// Number of programs that one shell starts (quick, full).
 const PROGRAMS: (u32, u32) = (50, 1000);
 
-/// Bounds: CPU time that `pagemill run` adds, relative to what a minimal spawner adds; and CPU times relative to plain
-/// runs.
+/// Bounds of the verdicts. The first is the CPU time that `pagemill run` adds, relative to the time that a minimal
+/// spawner adds. The others are CPU times under `pagemill run`, relative to runs without it.
 const MOST_ADDED: f64 = 1.5;
 const MOST_FOR_PROGRAMS: f64 = 1.15;
 const MOST_FOR_CONFIGURE: f64 = 1.05;
 
-/// Subjects: without a launcher, and under the spawner.
+/// Names of subjects: run without a launcher, and run under the spawner.
 const PLAIN: &str = "none";
 const SPAWNER: &str = "spawner";
 
@@ -39,7 +40,7 @@ const CPU: &str = "cpu_ms";
 const ADDED: &str = "cpu_ms_added";
 const WALL: &str = "wall_ms";
 
-/// Starts a program, waits for it and exits with its status: the minimum for a launcher that stays.
+/// A C program that starts a program, waits for it and exits with its status. A launcher that waits cannot do less.
 const SPAWNER_SOURCE: &str = "
 #include <sys/wait.h>
 #include <unistd.h>
@@ -58,29 +59,29 @@ int main(int argc, char **argv) {
 /// Runs the three cases; adds rows and verdicts.
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let Some(pagemill) = subject::built_file("pagemill") else {
-        report.gap("startup, trees: the command is not built: cargo build --release -p pagemill-cli");
+        report.add_gap("startup, trees: the command is not built: cargo build --release -p pagemill-cli");
         return Ok(());
     };
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     let folder = tempfile::tempdir().map_err(doing("making a folder for a program"))?;
-    match spawner(folder.path())? {
-        Ok(spawner) => run_true(options, &pagemill, &spawner, &mut book)?,
-        Err(gap) => report.gap(gap),
+    match compile_spawner(folder.path())? {
+        Ok(spawner) => measure_true(options, &pagemill, &spawner, &mut samples)?,
+        Err(gap) => report.add_gap(gap),
     }
-    short_programs(options, &pagemill, &mut book)?;
+    measure_short_programs(options, &pagemill, &mut samples)?;
     match &options.configure {
-        Some(source) => configure(options, &pagemill, source, &mut book)?,
-        None => report.gap(
+        Some(source) => measure_configure(options, &pagemill, source, &mut samples)?,
+        None => report.add_gap(
             "startup, configure: --configure DIR names no folder with a configure script, such as the source of GNU hello",
         ),
     }
-    rows(report, &book);
-    verdicts(report, &book, options);
+    add_rows(report, &samples);
+    add_verdicts(report, &samples, options);
     Ok(())
 }
 
-/// Compiles the spawner; the inner error is a sentence for the list of gaps.
-fn spawner(folder: &Path) -> Result<std::result::Result<PathBuf, String>> {
+/// Compiles the spawner with `cc`. The inner error is a sentence for the list of gaps.
+fn compile_spawner(folder: &Path) -> Result<std::result::Result<PathBuf, String>> {
     if !is_installed("cc") {
         return Ok(Err(
             "startup, run true: cc is not installed, which compiles the spawner that it is compared with".to_owned()
@@ -90,16 +91,21 @@ fn spawner(folder: &Path) -> Result<std::result::Result<PathBuf, String>> {
     fs::write(&source, SPAWNER_SOURCE).map_err(doing("writing the spawner"))?;
     let mut compiler = Command::new("cc");
     compiler.arg("-O2").arg(&source).arg("-o").arg(&program);
-    let finished = Running::start(&mut compiler)?.finish(Duration::from_secs(60))?;
+    let finished = RunningGroup::start(&mut compiler)?.finish(Duration::from_secs(60))?;
     Ok(match finished.status.success() {
         true => Ok(program),
         false => Err("startup, run true: the spawner does not compile".to_owned()),
     })
 }
 
-fn run_true(options: &Options, pagemill: &Path, spawner: &Path, book: &mut Book<&'static str>) -> Result<()> {
-    let (common, program) = (&options.common, program()?);
-    let starts = common.pick(STARTS.0, STARTS.1);
+fn measure_true(
+    options: &Options,
+    pagemill: &Path,
+    spawner: &Path,
+    samples: &mut SampleTable<&'static str>,
+) -> Result<()> {
+    let (common, program) = (&options.common, true_program()?);
+    let starts = common.quick_or_full(STARTS.0, STARTS.1);
     let launchers: [(&'static str, Vec<&Path>); 3] =
         [(PLAIN, vec![]), (SPAWNER, vec![spawner]), (PAGEMILL, vec![pagemill, Path::new("run"), Path::new("--")])];
     let progress = Progress::new(common.rounds() * starts);
@@ -111,23 +117,23 @@ fn run_true(options: &Options, pagemill: &Path, spawner: &Path, book: &mut Book<
                 let index = (index + start + round) % launchers.len();
                 let (name, words) = &launchers[index];
                 let mut words = words.iter().copied().chain([Path::new(program)]);
-                cpu[index] += words.next().map_or(Ok(Duration::ZERO), |first| cpu_of(name, first, words))?;
+                cpu[index] += words.next().map_or(Ok(Duration::ZERO), |first| run_for_cpu_time(name, first, words))?;
             }
         }
         let each = cpu.map(|cpu| cpu.as_secs_f64() * 1e3 / starts as f64);
         for ((name, _), own) in launchers.iter().zip(each) {
-            book.enter_value(&RUN, name, CPU, own);
+            samples.add_value(&RUN, name, CPU, own);
             if *name != PLAIN {
-                book.enter_value(&RUN, name, ADDED, own - each[0]);
+                samples.add_value(&RUN, name, ADDED, own - each[0]);
             }
         }
     }
     Ok(())
 }
 
-/// CPU time of a command that must succeed, and of all its descendants that are waited for. It ends at once, so it
-/// needs no process group and no timeout.
-fn cpu_of<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a Path>) -> Result<Duration> {
+/// Runs a command that must succeed. Returns its CPU time, including that of all descendants that were waited for. The
+/// command ends at once, so it needs no process group and no timeout.
+fn run_for_cpu_time<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a Path>) -> Result<Duration> {
     child::check_interrupt()?;
     let mut command = Command::new(first);
     command.args(rest).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -141,21 +147,26 @@ fn cpu_of<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a Path>) ->
     }
 }
 
-fn short_programs(options: &Options, pagemill: &Path, book: &mut Book<&'static str>) -> Result<()> {
-    let (count, program) = (options.common.pick(PROGRAMS.0, PROGRAMS.1), program()?);
+fn measure_short_programs(options: &Options, pagemill: &Path, samples: &mut SampleTable<&'static str>) -> Result<()> {
+    let (count, program) = (options.common.quick_or_full(PROGRAMS.0, PROGRAMS.1), true_program()?);
     let script = format!("i=0; while [ $i -lt {count} ]; do {program} || exit 1; i=$((i + 1)); done");
-    both(options, SHORT, pagemill, book, || {
+    measure_with_and_without(options, SHORT, pagemill, samples, || {
         let mut command = Command::new("sh");
         command.args(["-c", &script]);
         Ok((command, None))
     })
 }
 
-/// Runs the script in a new folder, as an out-of-tree build.
-fn configure(options: &Options, pagemill: &Path, source: &Path, book: &mut Book<&'static str>) -> Result<()> {
+/// Runs the configure script in a new folder, as for an out-of-tree build.
+fn measure_configure(
+    options: &Options,
+    pagemill: &Path,
+    source: &Path,
+    samples: &mut SampleTable<&'static str>,
+) -> Result<()> {
     let script = source.join("configure");
     let script = script.canonicalize().map_err(doing(format!("looking for {}", script.display())))?;
-    both(options, CONFIGURE, pagemill, book, || {
+    measure_with_and_without(options, CONFIGURE, pagemill, samples, || {
         let folder = tempfile::tempdir().map_err(doing("making a folder for configure"))?;
         let mut command = Command::new(&script);
         command.current_dir(folder.path()).env("CONFIG_SITE", "/dev/null");
@@ -163,37 +174,40 @@ fn configure(options: &Options, pagemill: &Path, source: &Path, book: &mut Book<
     })
 }
 
-/// Runs a command alone and under `pagemill run`, round by round. Both must succeed and print the same.
-fn both(
+/// Runs a command alone and under `pagemill run` in each round. Both runs must succeed and print the same.
+fn measure_with_and_without(
     options: &Options,
     case: &'static str,
     pagemill: &Path,
-    book: &mut Book<&'static str>,
+    samples: &mut SampleTable<&'static str>,
     make: impl Fn() -> Result<(Command, Option<tempfile::TempDir>)>,
 ) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(common.rounds() * 2);
-    // One unmeasured run fills the page cache.
-    let reference = once(make()?, None)?;
+    // One unmeasured run fills the kernel's page cache and yields the expected output.
+    let reference = run_once(make()?, None)?;
     for round in 0..common.rounds() {
         for index in 0..2 {
             progress.step(case);
             let is_own = (index + round) % 2 == 1;
             let name = if is_own { PAGEMILL } else { PLAIN };
-            let finished = once(make()?, is_own.then_some(pagemill))?;
+            let finished = run_once(make()?, is_own.then_some(pagemill))?;
             if !finished.status.success() || finished.stdout != reference.stdout {
                 let complaint = String::from_utf8_lossy(&finished.stderr).trim().to_owned();
                 let what = format!("{case} ended with {}, or printed something else: {complaint}", finished.status);
                 return Err(Error::WrongAnswer { subject: name.to_owned(), what });
             }
-            book.enter_value(&case, name, CPU, finished.usage.cpu().as_secs_f64() * 1e3);
-            book.enter_value(&case, name, WALL, finished.wall.as_secs_f64() * 1e3);
+            samples.add_value(&case, name, CPU, finished.usage.cpu().as_secs_f64() * 1e3);
+            samples.add_value(&case, name, WALL, finished.wall.as_secs_f64() * 1e3);
         }
     }
     Ok(())
 }
 
-fn once((command, folder): (Command, Option<tempfile::TempDir>), pagemill: Option<&Path>) -> Result<Finished> {
+fn run_once(
+    (command, folder): (Command, Option<tempfile::TempDir>),
+    pagemill: Option<&Path>,
+) -> Result<FinishedProcess> {
     let mut whole = match pagemill {
         None => command,
         Some(pagemill) => {
@@ -207,34 +221,34 @@ fn once((command, folder): (Command, Option<tempfile::TempDir>), pagemill: Optio
         }
     };
     subject::clear_foreign_settings(&mut whole);
-    Running::start(&mut whole)?.finish(Duration::from_secs(300))
+    RunningGroup::start(&mut whole)?.finish(Duration::from_secs(300))
 }
 
-fn rows(report: &mut Report, book: &Book<&'static str>) {
+fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>) {
     let table = "`pagemill run`: CPU of the whole tree, half the spread, times none";
     for case in [RUN, SHORT, CONFIGURE] {
         for name in [PLAIN, SPAWNER, PAGEMILL] {
-            let place = |what: &str| Some(Place { table: table.to_owned(), column: format!("{case}, {what}") });
+            let cell = |what: &str| Some(TableCell { table: table.to_owned(), column: format!("{case}, {what}") });
             let metric = |name, baseline| Metric { name, unit: "ms", better: Better::Lower, baseline };
-            report_row(report, book, (&case, case), name, metric(CPU, Some(PLAIN)), place("ms"));
-            report_row(report, book, (&case, case), name, metric(ADDED, Some(SPAWNER)), place("ms added"));
-            report_row(report, book, (&case, case), name, metric(WALL, Some(PLAIN)), None);
+            report_row(report, samples, (&case, case), name, metric(CPU, Some(PLAIN)), cell("ms"));
+            report_row(report, samples, (&case, case), name, metric(ADDED, Some(SPAWNER)), cell("ms added"));
+            report_row(report, samples, (&case, case), name, metric(WALL, Some(PLAIN)), None);
         }
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<&'static str>, options: &Options) {
-    let count = options.common.pick(PROGRAMS.0, PROGRAMS.1);
+fn add_verdicts(report: &mut Report, samples: &SampleTable<&'static str>, options: &Options) {
+    let count = options.common.quick_or_full(PROGRAMS.0, PROGRAMS.1);
     for (case, metric, baseline, most, target) in [
         (RUN, ADDED, SPAWNER, MOST_ADDED, "CPU that `pagemill run true` adds, against a minimal spawner".to_owned()),
         (SHORT, CPU, PLAIN, MOST_FOR_PROGRAMS, format!("CPU of {count} short programs in a run, against none")),
         (CONFIGURE, CPU, PLAIN, MOST_FOR_CONFIGURE, "CPU of a configure script in a run, against none".to_owned()),
     ] {
         let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");
-        report.verdict(match (book.get(&case, PAGEMILL, metric), book.get(&case, baseline, metric)) {
+        report.add_verdict(match (samples.get(&case, PAGEMILL, metric), samples.get(&case, baseline, metric)) {
             (Some(own), Some(base)) => Verdict {
-                // Time divided by time: a larger ratio is worse here.
-                estimate: stats::estimate(&own.ratios(base, Better::Higher)),
+                // The ratio is time divided by time, so a larger ratio is worse here.
+                estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
                 baseline: baseline.to_owned(),
                 note: String::new(),
                 ..blank

@@ -1,22 +1,22 @@
-//! Writes counted by the block device below a file, from any process.
+//! Reads how many writes the block device below a file has completed, from all processes.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-/// Index of the field that counts writes; the kernel counts them after merging.
+/// Index of the field that counts completed writes. The kernel counts them after merging adjacent ones.
 const WRITES: usize = 4;
 
-/// Number of writes that the device of a file has completed; none if its file system has several devices, or none with
-/// a count.
-pub fn writes(path: &Path) -> Option<u64> {
+/// Returns the number of writes that the device of a file has completed; none if the file system has no single device
+/// with a count.
+pub fn completed_writes(path: &Path) -> Option<u64> {
     let metadata = fs::metadata(path).ok()?;
     let device = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    writes_of(&fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/stat")).ok()?)
+    parse_completed_writes(&fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/stat")).ok()?)
 }
 
-fn writes_of(line: &str) -> Option<u64> {
+fn parse_completed_writes(line: &str) -> Option<u64> {
     line.split_whitespace().nth(WRITES)?.parse().ok()
 }
 
@@ -24,10 +24,10 @@ fn writes_of(line: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The fifth number of the line; a file without a device has none.
+    /// The fifth number of the line is the count. A file without a device has none.
     #[test]
-    fn writes_are_found() {
-        assert_eq!(writes_of("  100  2  300 4  57 6  700 8 0 10 11\n"), Some(57));
-        assert!(writes_of("").is_none() && writes(Path::new("/proc/self/stat")).is_none());
+    fn completed_writes_are_parsed() {
+        assert_eq!(parse_completed_writes("  100  2  300 4  57 6  700 8 0 10 11\n"), Some(57));
+        assert!(parse_completed_writes("").is_none() && completed_writes(Path::new("/proc/self/stat")).is_none());
     }
 }

@@ -1,4 +1,4 @@
-//! fio as a peer: runs one job from its arguments and converts fio's JSON into the bench's metrics.
+//! fio as a peer: runs one fio job and converts its JSON output into the bench's metrics.
 
 use std::io::{self, BufWriter, Write as _};
 use std::path::Path;
@@ -8,16 +8,15 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::{CPU, IOS, MIB, P50, P99, P999};
-use crate::child::{Outcome, Running};
+use crate::child::{Outcome, RunningGroup};
 use crate::error::{Error, Result};
 use crate::report::Report;
 use crate::subject;
 
-/// glibc asks for huge pages for fio's buffers, which fio allocates with one `malloc`.
+/// Makes glibc ask for huge pages for fio's buffers, which fio allocates with one `malloc`.
 const HUGE_MALLOC: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 
-/// Arguments of every run.
-const ALWAYS: [&str; 6] = [
+const COMMON_ARGUMENTS: [&str; 6] = [
     "--direct=1",
     "--thread",
     "--output-format=json",
@@ -26,10 +25,9 @@ const ALWAYS: [&str; 6] = [
     "--percentile_list=50:99:99.9",
 ];
 
-/// By default fio changes the bytes of each write.
-const SAME_BYTES: &str = "--scramble_buffers=0";
+/// fio argument: write the same bytes each time. By default fio changes the bytes of each write.
+const KEEP_BYTES_ARGUMENT: &str = "--scramble_buffers=0";
 
-/// An I/O engine of fio, and its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Engine {
     pub name: &'static str,
@@ -38,20 +36,20 @@ pub struct Engine {
     pub is_huge: bool,
 }
 
-/// fio reports user and system CPU time in whole milliseconds, truncated. On average this loses so much of each.
-const CUT_OFF_MS: f64 = 0.5;
+/// fio reports user and system CPU time in whole milliseconds, truncated. On average this loses half a millisecond of
+/// each.
+const MEAN_TRUNCATION_MS: f64 = 0.5;
 
-/// Blocking calls.
+/// fio's engine that uses blocking system calls.
 pub const PSYNC: Engine = Engine { name: "psync", settings: &[], is_huge: false };
 pub const LIBAIO: Engine = Engine { name: "libaio", settings: &[], is_huge: false };
 pub const URING: Engine = Engine { name: "io_uring", settings: &[], is_huge: false };
-/// Registered buffers and file.
+/// fio's io_uring engine with registered buffers and a registered file.
 pub const URING_FIXED: Engine =
     Engine { name: "io_uring", settings: &["--fixedbufs=1", "--registerfiles=1"], is_huge: false };
-/// Registered buffers only: with a list, fio opens the file too late to register it.
+/// fio's io_uring engine with registered buffers only. With an I/O list, fio opens the file too late to register it.
 pub const URING_FIXED_BUFFERS: Engine = Engine { name: "io_uring", settings: &["--fixedbufs=1"], is_huge: false };
 
-/// One run of fio.
 #[derive(Clone, Copy, Debug)]
 pub struct Job<'a> {
     pub engine: Engine,
@@ -65,26 +63,26 @@ pub struct Job<'a> {
     pub run_ms: u64,
 }
 
-/// Removes fio's subjects if fio is missing, and adds a gap for that.
+/// If fio is missing, removes the subjects that need it and adds a gap.
 ///
 /// # Errors
 ///
 /// [`Error::CannotRun`] if no subject is left.
 pub fn leave_out_missing<S>(subjects: &mut Vec<S>, is_fio: impl Fn(&S) -> bool, report: &mut Report) -> Result<()> {
     if subjects.iter().any(&is_fio)
-        && let Some(gap) = gap()
+        && let Some(gap) = missing_reason()
     {
         subjects.retain(|subject| !is_fio(subject));
         if subjects.is_empty() {
             return Err(Error::CannotRun(gap));
         }
-        report.gap(gap);
+        report.add_gap(gap);
     }
     Ok(())
 }
 
-/// The reason why fio cannot be run; none if it can.
-fn gap() -> Option<String> {
+/// Returns the reason why fio cannot be run; none if it can.
+fn missing_reason() -> Option<String> {
     let version = Command::new("fio").arg("--version").stdin(Stdio::null()).output();
     match version {
         Ok(output) if output.status.success() => None,
@@ -100,7 +98,7 @@ impl Job<'_> {
             (false, false) => "read",
             (false, true) => "write",
         };
-        // fio splits file names at colons.
+        // fio splits file names at colons, so they are escaped.
         let path = self.path.display().to_string().replace(':', "\\:");
         let words = [
             "--name=pagemill".to_owned(),
@@ -115,7 +113,7 @@ impl Job<'_> {
             format!("--ramp_time={}ms", self.run_ms / 10),
         ];
         let fixed = ["--group_reporting", "--time_based", "--norandommap", "--randrepeat=0"];
-        let guard = if self.is_write { SAME_BYTES } else { "--readonly" };
+        let guard = if self.is_write { KEEP_BYTES_ARGUMENT } else { "--readonly" };
         let rest = fixed.iter().chain(self.engine.settings).copied().chain([guard]);
         words.into_iter().chain(rest.map(str::to_owned)).collect()
     }
@@ -124,21 +122,21 @@ impl Job<'_> {
     ///
     /// # Errors
     ///
-    /// If the bench is interrupted, or fio does not end.
+    /// [`Error::Interrupted`] after a signal; [`Error::CannotRun`] if fio does not end in time.
     pub fn run(&self) -> Result<Outcome> {
         let limit = Duration::from_millis(self.run_ms * 2) + Duration::from_secs(60);
-        // Operations completed within the run; `total_ios` counts those started.
+        // The bytes count the operations completed within the run, whereas `total_ios` counts those started.
         let ios = |side: &Value| side["io_bytes"].as_f64().map(|bytes| bytes / self.io_bytes as f64);
-        run(self.engine, self.arguments(), limit, |stdout| figures(stdout, self.is_write, self.io_bytes, ios))
+        run(self.engine, self.arguments(), limit, |stdout| parse_fio_output(stdout, self.is_write, self.io_bytes, ios))
     }
 }
 
-/// Writes of one length, at offsets from a list.
+/// Writes of one length at the offsets of an I/O list.
 #[derive(Clone, Copy, Debug)]
 pub struct Replay<'a> {
     pub engine: Engine,
     pub path: &'a Path,
-    /// A list from [`write_list`].
+    /// The file of an I/O list made by [`write_list`].
     pub list: &'a Path,
     pub io_bytes: u64,
     pub depth: u64,
@@ -149,28 +147,31 @@ impl Replay<'_> {
         let words = [
             "--name=pagemill".to_owned(),
             format!("--read_iolog={}", self.list.display().to_string().replace(':', "\\:")),
-            // The list has a placeholder as its file name, since names in it must have no spaces and at most 255 bytes.
+            // The list has a placeholder as its file name, since a name in it must not have spaces and at most 255
+            // bytes.
             format!("--replay_redirect={}", self.path.display()),
             format!("--ioengine={}", self.engine.name),
             format!("--iodepth={}", self.depth),
         ];
-        let rest = ["--replay_no_stall=1", SAME_BYTES].into_iter().chain(self.engine.settings.iter().copied());
+        let rest = ["--replay_no_stall=1", KEEP_BYTES_ARGUMENT].into_iter().chain(self.engine.settings.iter().copied());
         words.into_iter().chain(rest.map(str::to_owned)).collect()
     }
 
-    /// Runs the job and returns its metrics. Fails unless all writes of the list were done.
+    /// Runs the replay and returns its metrics.
     ///
     /// # Errors
     ///
     /// As [`Job::run`].
     pub fn run(&self) -> Result<Outcome> {
-        // In a replay `io_bytes` lacks the operations completed last.
+        // In a replay, `io_bytes` lacks the operations that completed last.
         let ios = |side: &Value| side["total_ios"].as_f64();
-        run(self.engine, self.arguments(), Duration::from_secs(300), |stdout| figures(stdout, true, self.io_bytes, ios))
+        run(self.engine, self.arguments(), Duration::from_secs(300), |stdout| {
+            parse_fio_output(stdout, true, self.io_bytes, ios)
+        })
     }
 }
 
-/// Writes a list of writes for [`Replay`], in fio's iolog format, version 2. Its last entry is a datasync.
+/// Writes an I/O list for [`Replay`], in fio's iolog format, version 2. The last entry is a datasync.
 ///
 /// # Errors
 ///
@@ -193,11 +194,11 @@ fn run(
 ) -> Result<Outcome> {
     let mut command = Command::new("fio");
     subject::clear_foreign_settings(&mut command);
-    command.args(arguments).args(ALWAYS);
+    command.args(arguments).args(COMMON_ARGUMENTS);
     if engine.is_huge {
         command.env(HUGE_MALLOC.0, HUGE_MALLOC.1);
     }
-    let finished = Running::start(&mut command)?.finish(limit)?;
+    let finished = RunningGroup::start(&mut command)?.finish(limit)?;
     let complaint = String::from_utf8_lossy(&finished.stderr);
     Ok(match read(&finished.stdout) {
         Ok(line) if finished.status.success() => Outcome::Measured(line),
@@ -206,18 +207,18 @@ fn run(
     })
 }
 
-/// Extracts the metrics of fio's one group of jobs; `ios` counts its operations. The CPU time is that of the jobs,
-/// without fio's startup.
-fn figures(
+/// Extracts the metrics of fio's only job group from its JSON. `ios` returns the number of operations. The CPU time is
+/// that of the job threads, without fio's startup.
+fn parse_fio_output(
     stdout: &[u8],
     is_write: bool,
     io_bytes: u64,
     ios: impl FnOnce(&Value) -> Option<f64>,
 ) -> std::result::Result<Value, String> {
-    // Text may precede the JSON.
+    // fio may print other text before the JSON.
     let begin = stdout.iter().position(|byte| *byte == b'{').ok_or("fio printed nothing")?;
-    let said: Value = serde_json::from_slice(&stdout[begin..]).map_err(|cause| cause.to_string())?;
-    let job = &said["jobs"][0];
+    let output: Value = serde_json::from_slice(&stdout[begin..]).map_err(|cause| cause.to_string())?;
+    let job = &output["jobs"][0];
     let side = &job[if is_write { "write" } else { "read" }];
     if let Some(error) = job["error"].as_i64().filter(|error| *error != 0) {
         return Err(std::io::Error::from_raw_os_error(error as i32).to_string());
@@ -230,7 +231,7 @@ fn figures(
     let job_ms = number(job, "job_runtime")?;
     let cpu_ms = |name: &str| {
         let told = number(job, name)? / 100.0 * job_ms;
-        Ok::<f64, String>(if told > 0.0 { told + CUT_OFF_MS } else { 0.0 })
+        Ok::<f64, String>(if told > 0.0 { told + MEAN_TRUNCATION_MS } else { 0.0 })
     };
     let cpu_ms = cpu_ms("usr_cpu")? + cpu_ms("sys_cpu")?;
     let seconds = number(side, "runtime")? / 1000.0;
@@ -250,29 +251,31 @@ fn figures(
 mod tests {
     use super::*;
 
-    /// Rates, times and CPU time are read after a line that is no JSON. Errors and missing output are reported.
+    /// The metrics are read from JSON that follows a line of text. fio errors and missing output are reported as
+    /// errors.
     #[test]
-    fn output_is_read() {
-        let said = |error: i64| {
+    fn fio_output_is_parsed() {
+        let output = |error: i64| {
             let times = json!({"50.000000": 1500, "99.000000": 2000, "99.900000": 3000});
             let read = json!({"total_ios": 1000, "runtime": 500, "io_bytes": 4096000, "lat_ns": {"percentile": times}});
             let job = json!({"error": error, "read": read, "usr_cpu": 0.0, "sys_cpu": 40.0, "job_runtime": 1000});
             format!("note: something\n{}", json!({"jobs": [job]}))
         };
-        let read = |text: &str, is_write| figures(text.as_bytes(), is_write, 4096, |side| side["total_ios"].as_f64());
-        let line = read(&said(0), false).expect("it can be read");
+        let read =
+            |text: &str, is_write| parse_fio_output(text.as_bytes(), is_write, 4096, |side| side["total_ios"].as_f64());
+        let line = read(&output(0), false).expect("it can be read");
         let of = |name: &str| line[name].as_f64();
-        // Nothing is truncated from a time of zero.
+        // A CPU time of zero gets no correction for truncation.
         assert_eq!((of(IOS), of(CPU), of(P50)), (Some(2000.0), Some(400.5), Some(1.5)));
         assert_eq!(of(MIB), Some(7.8125));
-        assert!(read(&said(5), false).is_err_and(|why| why.contains("os error 5")));
-        assert!(read(&said(0), true).is_err() && read("", false).is_err());
+        assert!(read(&output(5), false).is_err_and(|why| why.contains("os error 5")));
+        assert!(read(&output(0), true).is_err() && read("", false).is_err());
     }
 
-    /// fio accepts a list for any file name, and writes exactly its entries.
+    /// fio accepts an I/O list for file names with spaces and colons, and writes exactly at the list's offsets.
     #[test]
-    fn lists_are_replayed() {
-        if let Some(gap) = gap() {
+    fn fio_replays_a_list_exactly() {
+        if let Some(gap) = missing_reason() {
             return println!("skipped: {gap}");
         }
         let folder = tempfile::Builder::new().prefix("a list: ").tempdir_in("/var/tmp").expect("a folder");

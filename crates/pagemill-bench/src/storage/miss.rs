@@ -1,25 +1,27 @@
-//! Cost of a cache miss: random 4 KiB reads of a file six times the cache, beside fio on the same file and a bare
-//! io_uring.
+//! Cost of a cache miss: random 4 KiB reads of a file that is six times as large as the cache, compared with fio on the
+//! same file and with a bare io_uring.
 
 use std::time::Duration;
 
 use super::fio::{self, Engine, Job};
 use super::target::Target;
-use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, against_best, compare, sample};
+use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, judge_against_best, judge_ratio, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result};
-use crate::experiment::{Book, Common, Metric, Progress, Side, judge, not_measured, report_row};
+use crate::experiment::{
+    CommonOptions, Metric, Progress, SampleTable, SeriesKey, judge_value, not_measured, report_row,
+};
 use crate::pattern::RECORD_BYTES;
-use crate::report::{Bound, Place, Report};
+use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Metrics of copying resident pages: alone, concurrent with misses, the quotient of both, misses per second, and
-/// copies that were misses.
-pub const ALONE: &str = "alone_per_second";
-pub const BESIDE: &str = "beside_per_second";
-pub const KEPT: &str = "kept_ratio";
+/// Metrics of copying resident pages: copies per second alone, and with concurrent misses; the quotient of both; misses
+/// per second; and copies that were misses.
+pub const COPIES_ALONE: &str = "alone_per_second";
+pub const COPIES_WITH_MISSES: &str = "beside_per_second";
+pub const KEPT_RATIO: &str = "kept_ratio";
 pub const MISSES: &str = "misses_per_second";
-pub const LOST: &str = "hits_lost";
+pub const COPIES_MISSED: &str = "hits_lost";
 
 const QUEUE: &str = "queue-32";
 const RING: &str = "ring-32";
@@ -27,8 +29,8 @@ const FIO_URING: &str = "fio-io_uring-32";
 const FIO_LIBAIO: &str = "fio-libaio-32";
 const HITS: &str = "hits";
 const HITS_PLAIN: &str = "hits-memcpy";
-/// Blocking reads by so many threads, and by fio with as many jobs.
-const WAITING: [(&str, &str, u64); 4] = [
+/// Subjects that read with this number of blocking threads, and fio with as many jobs.
+const BLOCKING: [(&str, &str, u64); 4] = [
     ("threads-1", "fio-psync-1", 1),
     ("threads-2", "fio-psync-2", 2),
     ("threads-8", "fio-psync-8", 8),
@@ -36,14 +38,12 @@ const WAITING: [(&str, &str, u64); 4] = [
 ];
 
 const DEPTH: u64 = 32;
-/// Reads that the bare io_uring submits together.
+/// Number of reads that the bare io_uring submits together.
 const BATCH: u64 = 4;
 const RUN_MS: (u64, u64) = (500, 2000);
 const CACHE_MIB: (u64, u64) = (32, 256);
-/// The file is this many times the cache.
-const TIMES: u64 = 6;
+const FILE_TO_CACHE_RATIO: u64 = 6;
 
-/// The workload of a sample.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Threads(u64),
@@ -66,8 +66,8 @@ impl Subject {
         match self.work {
             Work::Threads(_) | Work::Queue => &[IOS, CPU, P50, P99, P999, READS, HIT_RATIO],
             Work::Ring | Work::Fio(..) => &[IOS, CPU, P50, P99, P999],
-            Work::Hits { is_plain: false } => &[ALONE, BESIDE, KEPT, MISSES, LOST],
-            Work::Hits { is_plain: true } => &[ALONE, BESIDE, KEPT, MISSES],
+            Work::Hits { is_plain: false } => &[COPIES_ALONE, COPIES_WITH_MISSES, KEPT_RATIO, MISSES, COPIES_MISSED],
+            Work::Hits { is_plain: true } => &[COPIES_ALONE, COPIES_WITH_MISSES, KEPT_RATIO, MISSES],
         }
     }
 
@@ -79,7 +79,7 @@ impl Subject {
 fn subjects() -> Vec<Subject> {
     let subject = |name, baseline, work| Subject { name, baseline, work };
     let mut all = Vec::new();
-    for (own, peer, threads) in WAITING {
+    for (own, peer, threads) in BLOCKING {
         all.push(subject(own, Some(peer), Work::Threads(threads)));
         all.push(subject(peer, None, Work::Fio(fio::PSYNC, 1, threads)));
     }
@@ -92,11 +92,10 @@ fn subjects() -> Vec<Subject> {
     all
 }
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
     #[command(flatten)]
     pub place: PlaceOptions,
     /// Memory for cached pages (default a sixth of the file: 256, with --quick 32)
@@ -110,8 +109,8 @@ type Case = ();
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] if a page had wrong contents; [`Error::CannotRun`] for an unknown subject, without a file,
-/// and if the cache could hold the whole file.
+/// [`Error::WrongAnswer`] if a page had wrong contents; [`Error::CannotRun`] for an unknown subject, without a file, or
+/// if the cache could hold the whole file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("miss", common.json);
@@ -119,41 +118,41 @@ pub fn run(options: &Options) -> Result<Report> {
     common.check_only(&subjects.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
     subjects.retain(|subject| common.is_wanted(subject.name));
     fio::leave_out_missing(&mut subjects, Subject::is_fio, &mut report)?;
-    let target = options.place.ready(TIMES * common.pick(CACHE_MIB.0, CACHE_MIB.1))?;
+    let target = options.place.open_or_make(FILE_TO_CACHE_RATIO * common.quick_or_full(CACHE_MIB.0, CACHE_MIB.1))?;
     if !target.has_pattern {
-        report.note("the file's content is unknown, so reads are not compared");
+        report.add_note("the file's content is unknown, so reads are not compared");
     }
     let (file_mib, cache_mib) =
-        (target.len_bytes >> 20, options.cache_mib.unwrap_or((target.len_bytes / TIMES) >> 20).max(2));
+        (target.len_bytes >> 20, options.cache_mib.unwrap_or((target.len_bytes / FILE_TO_CACHE_RATIO) >> 20).max(2));
     if cache_mib >= file_mib {
         return Err(Error::CannotRun(format!(
             "a cache of {cache_mib} MiB holds the whole file of {file_mib} MiB, and nothing would miss: --cache-mib has to be less"
         )));
     }
-    report.note(format!("the file has {file_mib} MiB, the cache {cache_mib}"));
-    let book = measure(options, &subjects, &target, cache_mib)?;
-    rows(&mut report, &book, &subjects);
-    verdicts(&mut report, &book);
+    report.add_note(format!("the file has {file_mib} MiB, the cache {cache_mib}"));
+    let samples = measure(options, &subjects, &target, cache_mib)?;
+    add_rows(&mut report, &samples, &subjects);
+    add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[Subject], target: &Target, cache_mib: u64) -> Result<Book<Case>> {
+fn measure(options: &Options, subjects: &[Subject], target: &Target, cache_mib: u64) -> Result<SampleTable<Case>> {
     let common = &options.common;
-    child::warm(cache_mib * 3 / 2 + 256)?;
+    child::touch_beforehand(cache_mib * 3 / 2 + 256)?;
     let progress = Progress::new(common.rounds() * subjects.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for index in 0..subjects.len() {
             let subject = &subjects[(index + round) % subjects.len()];
             progress.step(subject.name);
-            let outcome = one(subject, target, cache_mib, common.pick(RUN_MS.0, RUN_MS.1))?;
-            book.enter(&(), subject.name, subject.metrics(), &outcome);
+            let outcome = run_sample(subject, target, cache_mib, common.quick_or_full(RUN_MS.0, RUN_MS.1))?;
+            samples.add_outcome(&(), subject.name, subject.metrics(), &outcome);
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn one(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -> Result<Outcome> {
+fn run_sample(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -> Result<Outcome> {
     let io_bytes = RECORD_BYTES as u64;
     let (words, numbers) = match subject.work {
         Work::Fio(engine, depth, jobs) => {
@@ -171,11 +170,12 @@ fn one(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -> Resul
         Work::Hits { is_plain: true } => (&["__hits", "--plain"][..], vec![("--cache-mib", cache_mib)]),
     };
     let words = words.iter().map(|word| (*word).to_owned());
-    let line = words.chain(child::numbers(&numbers)).chain(child::numbers(&[("--run-ms", run_ms)])).collect();
+    let line =
+        words.chain(child::numeric_options(&numbers)).chain(child::numeric_options(&[("--run-ms", run_ms)])).collect();
     sample(subject.name, target, line, Duration::from_secs(120))
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, subjects: &[Subject]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[Subject]) {
     let table = "4 KiB at random, a file of six times the cache, O_DIRECT; half the spread, times the fio of that width; \
                  processor and times for each read from the device";
     for (name, unit, better, column) in [
@@ -188,45 +188,47 @@ fn rows(report: &mut Report, book: &Book<Case>, subjects: &[Subject]) {
         (HIT_RATIO, "1", Better::Higher, "hits"),
     ] {
         for subject in subjects {
-            let place = Some(Place { table: table.to_owned(), column: column.to_owned() });
+            let cell = Some(TableCell { table: table.to_owned(), column: column.to_owned() });
             let metric = Metric { name, unit, better, baseline: subject.baseline };
-            report_row(report, book, (&(), "4 KiB random"), subject.name, metric, place);
+            report_row(report, samples, (&(), "4 KiB random"), subject.name, metric, cell);
         }
     }
     for (name, unit, column) in [
-        (ALONE, "1/s", "alone /s"),
-        (BESIDE, "1/s", "beside misses /s"),
-        (KEPT, "1", "kept"),
+        (COPIES_ALONE, "1/s", "alone /s"),
+        (COPIES_WITH_MISSES, "1/s", "beside misses /s"),
+        (KEPT_RATIO, "1", "kept"),
         (MISSES, "1/s", "misses /s"),
-        (LOST, "1", "copies that were misses"),
+        (COPIES_MISSED, "1", "copies that were misses"),
     ] {
         for subject in subjects {
             let table = "one thread copies 4 KiB that are in memory, another misses by 32 at a time".to_owned();
-            let place = Some(Place { table, column: column.to_owned() });
+            let cell = Some(TableCell { table, column: column.to_owned() });
             let metric = Metric { name, unit, better: Better::Higher, baseline: None };
-            report_row(report, book, (&(), "hits beside misses"), subject.name, metric, place);
+            report_row(report, samples, (&(), "hits beside misses"), subject.name, metric, cell);
         }
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>) {
-    let get = |subject, metric| book.get(&(), subject, metric);
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
+    let get = |subject, metric| samples.get(&(), subject, metric);
     let peers: Vec<&'static str> = subjects().iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
     let target = format!("read from the device, {QUEUE}, against the best of fio");
-    report.verdict(against_best(book, (target, Bound::AtLeast(0.9)), (&(), QUEUE), (&peers, IOS)));
+    report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(0.9)), (&(), QUEUE), (&peers, IOS)));
     let cpu = |report: &mut Report, own: &'static str, peer: &'static str| {
         let target = format!("processor for each, {own}, of that of {peer}");
-        report.verdict(compare(target, Bound::AtMost(1.0), get(own, CPU), (peer, get(peer, CPU))));
+        report.add_verdict(judge_ratio(target, Bound::AtMost(1.0), get(own, CPU), (peer, get(peer, CPU))));
     };
     cpu(report, QUEUE, FIO_URING);
-    for (own, peer, _) in WAITING.into_iter().filter(|(.., threads)| [8, 32].contains(threads)) {
+    for (own, peer, _) in BLOCKING.into_iter().filter(|(.., threads)| [8, 32].contains(threads)) {
         let target = format!("read from the device, {own}, against {peer}");
-        report.verdict(compare(target, Bound::AtLeast(0.95), get(own, IOS), (peer, get(peer, IOS))));
+        report.add_verdict(judge_ratio(target, Bound::AtLeast(0.95), get(own, IOS), (peer, get(peer, IOS))));
         cpu(report, own, peer);
     }
     let (target, bound) = ("copies beside misses, of those alone", Bound::AtLeast(0.8));
-    report.verdict(match get(HITS, KEPT) {
-        Some(_) => judge(book, target, (bound, "x"), Side { case: &(), subject: HITS, metric: KEPT }),
+    report.add_verdict(match get(HITS, KEPT_RATIO) {
+        Some(_) => {
+            judge_value(samples, target, (bound, "x"), SeriesKey { case: &(), subject: HITS, metric: KEPT_RATIO })
+        }
         None => not_measured(target, bound, "x", "it was not run"),
     });
 }

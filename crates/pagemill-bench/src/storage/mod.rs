@@ -1,4 +1,4 @@
-//! Experiments on files behind Pagemill's page cache: O_DIRECT transfers, beside fio on the same file.
+//! Experiments on files behind Pagemill's page cache: transfers with O_DIRECT, compared with fio on the same file.
 
 pub mod device;
 pub mod fio;
@@ -10,26 +10,26 @@ pub mod writeback;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, not_measured};
+use crate::experiment::{SampleTable, not_measured};
 use crate::report::{Bound, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 use target::Target;
 
-/// Metrics of every subject, fio's and Pagemill's.
+/// Metrics that all subjects have, those of fio and those of Pagemill.
 pub const IOS: &str = "ios_per_second";
 pub const MIB: &str = "mib_per_second";
 pub const P50: &str = "p50_us";
 pub const P99: &str = "p99_us";
 pub const P999: &str = "p999_us";
 pub const CPU: &str = "cpu_us";
-/// Metrics of a cache: all reads, and the share of hits.
+/// Metrics of a cache: the rate of all reads, and the fraction of hits among them.
 pub const READS: &str = "reads_per_second";
 pub const HIT_RATIO: &str = "hit_ratio";
 
-/// Options for the file.
+/// Command-line options that choose the file.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PlaceOptions {
     /// A file or block device that exists already; the experiment does not write to it unless an option says so
@@ -46,7 +46,7 @@ pub struct PlaceOptions {
 
 impl PlaceOptions {
     /// Opens the given file, or makes a temporary one.
-    fn ready(&self, mib: u64) -> Result<Target> {
+    fn open_or_make(&self, mib: u64) -> Result<Target> {
         let bytes = self.mib.unwrap_or(mib) << 20;
         match &self.file {
             Some(path) => Target::existing(path, self.mib.map(|_| bytes)),
@@ -55,46 +55,46 @@ impl PlaceOptions {
     }
 }
 
-/// Runs a hidden subcommand on the file.
+/// Runs a hidden subcommand of the bench on the file.
 fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration) -> Result<Outcome> {
     line.extend(target.arguments());
     let line: Vec<&str> = line.iter().map(String::as_str).collect();
-    let mut command = child::workload(&line)?;
+    let mut command = child::workload_command(&line)?;
     subject::clear_foreign_settings(&mut command);
-    let finished = Running::start(&mut command)?.finish(limit)?;
-    child::outcome(subject, &finished)
+    let finished = RunningGroup::start(&mut command)?.finish(limit)?;
+    child::classify(subject, &finished)
 }
 
-/// The subject with the best median of a rate. Not the best of each round, which would be the luckiest one.
-fn best<'a, Case: Ord + Clone>(
-    book: &'a Book<Case>,
+/// Returns the subject with the best median of a rate. The best of each round would be the luckiest subject instead.
+fn best_subject<'a, Case: Ord + Clone>(
+    samples: &'a SampleTable<Case>,
     case: &Case,
     subjects: &[&'static str],
     rate: &'static str,
 ) -> (&'static str, Option<&'a Series>) {
-    let all = subjects.iter().filter_map(|subject| Some((*subject, book.get(case, subject, rate)?)));
+    let all = subjects.iter().filter_map(|subject| Some((*subject, samples.get(case, subject, rate)?)));
     let medians = all.filter_map(|(subject, series)| Some((series.median()?, subject, series)));
     let best = medians.max_by(|(one, ..), (other, ..)| one.total_cmp(other));
     best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
 }
 
-/// A verdict on a rate against the best of several subjects; it names that subject.
-fn against_best<Case: Ord + Clone>(
-    book: &Book<Case>,
+/// Compares a rate with the best of several subjects. The note names that subject.
+fn judge_against_best<Case: Ord + Clone>(
+    samples: &SampleTable<Case>,
     (target, bound): (String, Bound),
     (case, own): (&Case, &'static str),
     (subjects, rate): (&[&'static str], &'static str),
 ) -> Verdict {
-    let base = best(book, case, subjects, rate);
-    let verdict = compare(target, bound, book.get(case, own, rate), base);
+    let base = best_subject(samples, case, subjects, rate);
+    let verdict = judge_ratio(target, bound, samples.get(case, own, rate), base);
     match verdict.estimate {
         Some(_) => Verdict { note: base.0.to_owned(), ..verdict },
         None => verdict,
     }
 }
 
-/// A verdict on the quotient of two series.
-fn compare(
+/// Judges the quotient of two series.
+fn judge_ratio(
     target: impl Into<String>,
     bound: Bound,
     own: Option<&Series>,
@@ -103,10 +103,11 @@ fn compare(
     let blank = not_measured(target, bound, "x", "one side was not run");
     let (Some(own), Some(base)) = (own, base) else { return blank };
     Verdict {
-        // The plain quotient: rates should be large, costs small.
-        estimate: stats::estimate(&own.ratios(base, Better::Higher)),
+        // The ratio is the plain quotient. The bound tells whether it should be large, as for rates, or small, as for
+        // costs.
+        estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
         baseline: name.to_owned(),
-        is_lost: !own.survived(),
+        has_lost_round: !own.survived(),
         note: String::new(),
         ..blank
     }
@@ -116,17 +117,17 @@ fn compare(
 mod tests {
     use super::*;
 
-    /// The baseline is the subject with the best median, not with the best single round. Without peers there is no
-    /// verdict.
+    /// The baseline is the subject with the best median, although another subject has the best single round. If no peer
+    /// was run, there is no estimate.
     #[test]
     fn the_best_has_the_best_median() {
-        let mut book = Book::new();
+        let mut samples = SampleTable::new();
         let all = [("own", [95.0, 96.0, 94.0]), ("steady", [100.0, 99.0, 101.0]), ("lucky", [50.0, 200.0, 60.0])];
         for (subject, rates) in all {
-            rates.iter().for_each(|rate| book.enter_value(&(), subject, IOS, *rate));
+            rates.iter().for_each(|rate| samples.add_value(&(), subject, IOS, *rate));
         }
         let verdict = |peers: &[&'static str]| {
-            against_best(&book, ("it".to_owned(), Bound::AtLeast(0.9)), (&(), "own"), (peers, IOS))
+            judge_against_best(&samples, ("it".to_owned(), Bound::AtLeast(0.9)), (&(), "own"), (peers, IOS))
         };
 
         let measured = verdict(&["steady", "lucky", "absent"]);

@@ -1,4 +1,5 @@
-//! The file that is read: temporary, with records that identify their offset; or given by the user.
+//! The file that an experiment reads and writes: a temporary file whose records identify their offset, or a file given
+//! by the user.
 
 use std::path::{Path, PathBuf};
 
@@ -10,23 +11,23 @@ use crate::child;
 use crate::error::{Error, Result};
 use crate::pattern::{self, RECORD_BYTES, Records};
 
-/// File systems in memory, by the type that `statfs` reports: tmpfs and ramfs.
+/// The types that `statfs` reports for file systems in memory: tmpfs and ramfs.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
-/// Bytes left free on the file system.
+/// Bytes that must stay free on the file system.
 const SPARE_BYTES: u64 = 256 << 20;
 
-/// A file, and the length of the part in use. Dropping this removes a temporary file.
+/// A file, and the length of the part in use. Dropping it removes a temporary file.
 #[derive(Debug)]
 pub struct Target {
     path: PathBuf,
     pub len_bytes: u64,
-    /// Whether every record of it is as [`Records`] writes it.
+    /// Whether every record is as [`Records`] writes it. If not, reads cannot be checked.
     pub has_pattern: bool,
     _folder: Option<TempDir>,
 }
 
-fn cannot(path: &Path, why: impl std::fmt::Display) -> Error {
+fn cannot_run(path: &Path, why: impl std::fmt::Display) -> Error {
     Error::CannotRun(format!("{}: {why}", path.display()))
 }
 
@@ -35,49 +36,49 @@ impl Target {
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] on a file system in memory, without room, or without O_DIRECT.
+    /// [`Error::CannotRun`] on a file system in memory, without enough free space, or without O_DIRECT.
     pub fn make(dir: Option<&Path>, len_bytes: u64) -> Result<Self> {
         let dir = dir.map_or_else(default_folder, |dir| Ok(dir.to_owned()))?;
         check_folder(&dir, len_bytes)?;
         let folder = tempfile::Builder::new().prefix("pagemill-bench-").tempdir_in(&dir);
-        let folder = folder.map_err(|cause| cannot(&dir, cause))?;
+        let folder = folder.map_err(|cause| cannot_run(&dir, cause))?;
         let path = folder.path().join("file");
-        let store = FileOptions::new().create_new().open(&path).map_err(|error| cannot(&path, error))?;
+        let store = FileOptions::new().create_new().open(&path).map_err(|error| cannot_run(&path, error))?;
         check_direct(&path, &store)?;
         let mut bytes = Aligned::new(BLOCK_BYTES, RECORD_BYTES);
         let mut records = Records::filled(BLOCK_BYTES);
         let len_bytes = len_bytes / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
         for offset in (0..len_bytes).step_by(BLOCK_BYTES) {
             child::check_interrupt()?;
-            bytes.copy_from_slice(records.at(0, offset));
-            store.write(offset, &bytes).map_err(|cause| cannot(&path, cause))?;
+            bytes.copy_from_slice(records.stamped_at(0, offset));
+            store.write(offset, &bytes).map_err(|cause| cannot_run(&path, cause))?;
         }
-        store.sync().map_err(|cause| cannot(&path, cause))?;
+        store.sync().map_err(|cause| cannot_run(&path, cause))?;
         Ok(Self { path, len_bytes, has_pattern: true, _folder: Some(folder) })
     }
 
-    /// Opens an existing file.
+    /// Opens an existing file. Checks at three offsets whether it has the pattern of [`Records`].
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] if it does not support O_DIRECT, or is too short.
+    /// [`Error::CannotRun`] if the file does not support O_DIRECT, or is too short.
     pub fn existing(path: &Path, len_bytes: Option<u64>) -> Result<Self> {
-        let path = path.canonicalize().map_err(|cause| cannot(path, cause))?;
-        let store = FileStore::open_read_only(&path).map_err(|error| cannot(&path, error))?;
+        let path = path.canonicalize().map_err(|cause| cannot_run(path, cause))?;
+        let store = FileStore::open_read_only(&path).map_err(|error| cannot_run(&path, error))?;
         check_direct(&path, &store)?;
-        // Dirty pages in the kernel's cache would otherwise be written during a measurement.
-        store.sync().map_err(|cause| cannot(&path, cause))?;
-        let size = store.size_bytes().map_err(|cause| cannot(&path, cause))?;
+        // Without the sync, the kernel could write dirty pages of its cache during a measurement.
+        store.sync().map_err(|cause| cannot_run(&path, cause))?;
+        let size = store.size_bytes().map_err(|cause| cannot_run(&path, cause))?;
         let blocks = len_bytes.unwrap_or(size).min(size) / BLOCK_BYTES as u64;
         if blocks < 8 {
-            return Err(cannot(&path, format!("{size} bytes are too few to be read at random")));
+            return Err(cannot_run(&path, format!("{size} bytes are too few to be read at random")));
         }
         let mut record = Aligned::new(RECORD_BYTES, RECORD_BYTES);
         let mut has_pattern = true;
         for block in [0, blocks / 2, blocks - 1] {
             let offset = block * BLOCK_BYTES as u64;
-            store.read(offset, &mut record).map_err(|cause| cannot(&path, cause))?;
-            has_pattern &= pattern::is_whole(&record, 0, offset);
+            store.read(offset, &mut record).map_err(|cause| cannot_run(&path, cause))?;
+            has_pattern &= pattern::is_intact(&record, 0, offset);
         }
         Ok(Self { path, len_bytes: blocks * BLOCK_BYTES as u64, has_pattern, _folder: None })
     }
@@ -86,16 +87,19 @@ impl Target {
         &self.path
     }
 
-    /// The arguments by which a workload finds the file.
+    /// Returns the workload arguments that describe the file.
     pub fn arguments(&self) -> impl Iterator<Item = String> {
         let words = ["--file".to_owned(), self.path.display().to_string()];
         let pattern = self.has_pattern.then(|| "--pattern".to_owned());
-        words.into_iter().chain(child::numbers(&[("--len-bytes", self.len_bytes)]).collect::<Vec<_>>()).chain(pattern)
+        words
+            .into_iter()
+            .chain(child::numeric_options(&[("--len-bytes", self.len_bytes)]).collect::<Vec<_>>())
+            .chain(pattern)
     }
 }
 
 fn is_in_memory(folder: &Path) -> Result<bool> {
-    let state = rustix::fs::statfs(folder).map_err(|cause| cannot(folder, cause))?;
+    let state = rustix::fs::statfs(folder).map_err(|cause| cannot_run(folder, cause))?;
     Ok(IN_MEMORY.contains(&(state.f_type as u64)))
 }
 
@@ -109,13 +113,13 @@ fn default_folder() -> Result<PathBuf> {
 
 fn check_folder(folder: &Path, len_bytes: u64) -> Result<()> {
     if is_in_memory(folder)? {
-        return Err(cannot(folder, "it is in memory (tmpfs), where nothing is read from a device"));
+        return Err(cannot_run(folder, "it is in memory (tmpfs), where nothing is read from a device"));
     }
-    let state = rustix::fs::statvfs(folder).map_err(|cause| cannot(folder, cause))?;
+    let state = rustix::fs::statvfs(folder).map_err(|cause| cannot_run(folder, cause))?;
     let free = state.f_bavail.saturating_mul(state.f_frsize);
     if free < len_bytes + SPARE_BYTES {
         let [free, wanted] = [free, len_bytes + SPARE_BYTES].map(|bytes| bytes >> 20);
-        return Err(cannot(folder, format!("{free} MiB are free, {wanted} are needed: --mib takes less")));
+        return Err(cannot_run(folder, format!("{free} MiB are free, {wanted} are needed: --mib takes less")));
     }
     Ok(())
 }
@@ -123,7 +127,7 @@ fn check_folder(folder: &Path, len_bytes: u64) -> Result<()> {
 fn check_direct(path: &Path, store: &FileStore) -> Result<()> {
     match store.is_direct() {
         true => Ok(()),
-        false => Err(cannot(path, "the file system refuses O_DIRECT: the kernel's page cache would be measured")),
+        false => Err(cannot_run(path, "the file system refuses O_DIRECT: the kernel's page cache would be measured")),
     }
 }
 
@@ -131,9 +135,9 @@ fn check_direct(path: &Path, store: &FileStore) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A file is made on a device, reopened by its path, and removed afterwards; a file system in memory is refused.
+    /// A temporary file is made, reopened by its path, and removed when dropped. A file system in memory is refused.
     #[test]
-    fn files_come_and_go() {
+    fn temporary_file_is_made_and_removed() {
         let refused = Target::make(Some(Path::new("/dev/shm")), 16 << 20);
         assert!(matches!(&refused, Err(Error::CannotRun(why)) if why.contains("in memory")), "{refused:?}");
         let made = match Target::make(None, 16 << 20) {
@@ -148,9 +152,9 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// A file larger than the free space is refused before anything is written.
+    /// A file that exceeds the free space is refused before anything is written.
     #[test]
-    fn room_is_looked_for() {
+    fn too_large_file_is_refused() {
         if let Ok(folder) = default_folder() {
             assert!(matches!(check_folder(&folder, 1 << 60), Err(Error::CannotRun(why)) if why.contains("are free")));
         }

@@ -1,5 +1,5 @@
-//! Cost of writeback: scattered dirty pages of 4 KiB in a file of 1 GiB, beside fio and a bare io_uring that write to
-//! the same offsets in the same order.
+//! Cost of writeback: scattered dirty pages of 4 KiB in a file of 1 GiB, compared with fio and a bare io_uring that
+//! write at the same offsets in the same order.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,15 +8,15 @@ use tempfile::TempDir;
 
 use super::fio::{self, Engine, Replay};
 use super::target::Target;
-use super::{CPU, IOS, MIB, PlaceOptions, against_best, device, sample};
+use super::{CPU, IOS, MIB, PlaceOptions, device, judge_against_best, sample};
 use crate::child::{self, Outcome};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Book, Common, Metric, Progress, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row};
 use crate::pattern::RECORD_BYTES;
-use crate::report::{Bound, Place, Report};
+use crate::report::{Bound, Report, TableCell};
 use crate::stats::{Better, Random};
 
-/// Metrics per page: write operations, and writes counted by the device.
+/// Metrics per page: write operations of the subject, and writes counted by the device.
 pub const TRANSFERS: &str = "transfers_per_page";
 const DEVICE_WRITES: &str = "device_writes_per_page";
 
@@ -26,8 +26,8 @@ const FIO_URING: &str = "fio-io_uring-64";
 const DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 1024);
 
-/// On average one page in so many is dirty: enough for half a second, and so few that seven of eight have no dirty
-/// neighbour. Merging neighbours gains little then, so the writing of single pages is compared.
+/// By default, one page in this many is dirty. That is enough to write for half a second. Seven of eight dirty pages
+/// have no dirty neighbour, so merging gains little, and the speed of writing single pages is compared.
 const ONE_OF: u64 = 8;
 
 #[derive(Clone, Copy, Debug)]
@@ -61,26 +61,25 @@ impl Subject {
     }
 }
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
     #[command(flatten)]
     pub place: PlaceOptions,
     /// Required with --file, WHOSE CONTENT IS LOST
     #[arg(long, requires = "file")]
     pub writes: bool,
-    /// Make one page in so many dirty
+    /// Make one page in this many dirty
     #[arg(long, value_name = "PAGES", default_value_t = ONE_OF, value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub one_of: u64,
 }
 
-/// Offsets of the dirty pages, ascending: one page in `one_of` on average, chosen by the seed.
-pub fn places(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Vec<u64> {
+/// Returns the offsets of the dirty pages in ascending order: on average one page in `one_of`, chosen by the seed.
+pub fn page_offsets(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Vec<u64> {
     let mut random = Random::new(seed);
     let all = (0..len_bytes / io_bytes).map(|index| index * io_bytes);
-    all.filter(|_| random.below(one_of as usize) == 0).collect()
+    all.filter(|_| random.next_below(one_of as usize) == 0).collect()
 }
 
 type Case = ();
@@ -90,7 +89,7 @@ type Case = ();
 /// # Errors
 ///
 /// [`Error::WrongAnswer`] if the file has wrong contents afterwards; [`Error::CannotRun`] for an unknown subject,
-/// without a file, and for `--file` without `--writes`.
+/// without a file, or for `--file` without `--writes`.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     common.check_only(&SUBJECTS.map(|subject| subject.name))?;
@@ -101,66 +100,67 @@ pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("writeback", common.json);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
     fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
-    let target = options.place.ready(common.pick(FILE_MIB.0, FILE_MIB.1))?;
-    let pages = places(target.len_bytes, RECORD_BYTES as u64, options.one_of, 0).len();
-    report.note(format!("the file has {} MiB, of which about {pages} pages are made dirty", target.len_bytes >> 20));
-    report.note("all subjects end with one fdatasync, which is timed; processor and rates are for each page");
-    if device::writes(target.path()).is_none() {
-        report.gap("the file's device is unknown: writes that the kernel merges are not counted");
+    let target = options.place.open_or_make(common.quick_or_full(FILE_MIB.0, FILE_MIB.1))?;
+    let pages = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, 0).len();
+    report
+        .add_note(format!("the file has {} MiB, of which about {pages} pages are made dirty", target.len_bytes >> 20));
+    report.add_note("all subjects end with one fdatasync, which is timed; processor and rates are for each page");
+    if device::completed_writes(target.path()).is_none() {
+        report.add_gap("the file's device is unknown: writes that the kernel merges are not counted");
     }
-    let book = measure(options, &subjects, &target)?;
-    rows(&mut report, &book, &subjects);
-    verdicts(&mut report, &book);
+    let samples = measure(options, &subjects, &target)?;
+    add_rows(&mut report, &samples, &subjects);
+    add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[&Subject], target: &Target) -> Result<Book<Case>> {
+fn measure(options: &Options, subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
     let common = &options.common;
-    child::warm((target.len_bytes >> 20) / options.one_of * 2 + 256)?;
+    child::touch_beforehand((target.len_bytes >> 20) / options.one_of * 2 + 256)?;
     let folder = TempDir::with_prefix("pagemill-bench-").map_err(doing("making a folder for a list of writes"))?;
     let list = folder.path().join("list");
     let progress = Progress::new(common.rounds() * subjects.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         let seed = round as u64 + 1;
-        let places = places(target.len_bytes, RECORD_BYTES as u64, options.one_of, seed);
-        fio::write_list(&list, &places, RECORD_BYTES as u64).map_err(doing("writing a list of writes"))?;
+        let page_offsets = page_offsets(target.len_bytes, RECORD_BYTES as u64, options.one_of, seed);
+        fio::write_list(&list, &page_offsets, RECORD_BYTES as u64).map_err(doing("writing a list of writes"))?;
         for index in 0..subjects.len() {
             let subject = subjects[(index + round) % subjects.len()];
             progress.step(subject.name);
-            let before = device::writes(target.path());
-            let mut outcome = one(subject, target, &list, (options.one_of, seed))?;
+            let before = device::completed_writes(target.path());
+            let mut outcome = run_sample(subject, target, &list, (options.one_of, seed))?;
             if let (Outcome::Measured(line), Some(before)) = (&mut outcome, before)
-                && let Some(after) = device::writes(target.path())
+                && let Some(after) = device::completed_writes(target.path())
             {
-                line[DEVICE_WRITES] = ((after - before) as f64 / places.len() as f64).into();
+                line[DEVICE_WRITES] = ((after - before) as f64 / page_offsets.len() as f64).into();
             }
-            book.enter(&(), subject.name, subject.metrics(), &outcome);
+            samples.add_outcome(&(), subject.name, subject.metrics(), &outcome);
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn one(subject: &Subject, target: &Target, list: &Path, (one_of, seed): (u64, u64)) -> Result<Outcome> {
+fn run_sample(subject: &Subject, target: &Target, list: &Path, (one_of, seed): (u64, u64)) -> Result<Outcome> {
     let mut words = vec!["__writeback".to_owned()];
     match subject.work {
         Work::Fio(engine, depth) => {
             let replay = Replay { engine, path: target.path(), list, io_bytes: RECORD_BYTES as u64, depth };
             let mut outcome = replay.run()?;
             if let Outcome::Measured(line) = &mut outcome {
-                // It writes each page separately.
+                // fio writes each page with an operation of its own.
                 line[TRANSFERS] = 1.0.into();
             }
             return Ok(outcome);
         }
-        Work::Ring => words.extend(child::numbers(&[("--ring", DEPTH)])),
+        Work::Ring => words.extend(child::numeric_options(&[("--ring", DEPTH)])),
         Work::Cache => {}
     }
-    words.extend(child::numbers(&[("--one-of", one_of), ("--seed", seed)]));
+    words.extend(child::numeric_options(&[("--one-of", one_of), ("--seed", seed)]));
     sample(subject.name, target, words, Duration::from_secs(300))
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, subjects: &[&Subject]) {
     let table =
         format!("4 KiB pages here and there, O_DIRECT, in the order of the file; half the spread, times {FIO_URING}");
     for (name, unit, better, column) in [
@@ -172,33 +172,33 @@ fn rows(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
     ] {
         let baseline = [MIB, CPU].contains(&name).then_some(FIO_URING);
         for subject in subjects {
-            let place = Some(Place { table: table.clone(), column: column.to_owned() });
+            let cell = Some(TableCell { table: table.clone(), column: column.to_owned() });
             let metric = Metric { name, unit, better, baseline };
-            report_row(report, book, (&(), "4 KiB here and there"), subject.name, metric, place);
+            report_row(report, samples, (&(), "4 KiB here and there"), subject.name, metric, cell);
         }
     }
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let peers: Vec<&'static str> = SUBJECTS.iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
     let target = format!("pages written back and safe, {CACHE}, against the best of fio");
-    report.verdict(against_best(book, (target, Bound::AtLeast(0.95)), (&(), CACHE), (&peers, IOS)));
+    report.add_verdict(judge_against_best(samples, (target, Bound::AtLeast(0.95)), (&(), CACHE), (&peers, IOS)));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A seed determines the offsets: ascending, inside the file, about as many as requested; all of them with one of
-    /// one.
+    /// Equal seeds give equal offsets. They ascend, are multiples of the page size inside the file, and are about one
+    /// in eight. With one page in one, all pages are chosen.
     #[test]
-    fn places_are_drawn() {
+    fn page_offsets_follow_the_seed() {
         let (len_bytes, io_bytes) = (64 << 20, RECORD_BYTES as u64);
-        let drawn = places(len_bytes, io_bytes, 8, 1);
+        let drawn = page_offsets(len_bytes, io_bytes, 8, 1);
 
         assert!(drawn.is_sorted() && drawn.iter().all(|place| place % io_bytes == 0 && *place < len_bytes));
         assert!((1800..2300).contains(&drawn.len()), "{}", drawn.len());
-        assert!(drawn == places(len_bytes, io_bytes, 8, 1) && drawn != places(len_bytes, io_bytes, 8, 2));
-        assert_eq!(places(len_bytes, io_bytes, 1, 1).len() as u64, len_bytes / io_bytes);
+        assert!(drawn == page_offsets(len_bytes, io_bytes, 8, 1) && drawn != page_offsets(len_bytes, io_bytes, 8, 2));
+        assert_eq!(page_offsets(len_bytes, io_bytes, 1, 1).len() as u64, len_bytes / io_bytes);
     }
 }

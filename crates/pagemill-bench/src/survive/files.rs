@@ -1,33 +1,34 @@
-//! Volatile files, written at full speed into memory that is too small for them. Under a group's limit they must be
-//! removed in time, the oldest first, and no other file may be.
+//! Volatile files, written at full speed into memory that is too small for them. Under the limit of a cgroup the oldest
+//! volatile files must be removed in time, and no other file may be.
 
 use std::time::Duration;
 
 use super::Options;
 use crate::cgroup::Cgroup;
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result};
-use crate::experiment::{Book, Metric, Progress, not_measured, report_row};
-use crate::files::mount::{FileSystem, Mounted, Mounter, STEERED, WITHIN_SIZE};
-use crate::files::place;
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
+use crate::files::mount::{FileSystem, Mounted, Mounter, PAGEMILL_MOUNT, WITHIN_SIZE};
+use crate::files::place_arguments;
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 use crate::workload::file_writers::{KEPT, LONGEST_FILL, VOLATILE};
 
-/// Total size of the files that are kept.
+/// Total size in MiB of the files that must not be removed.
 const KEPT_MIB: u64 = 64;
-/// Without a group's limit, files are removed only when the file system is full, which takes longer.
+/// Size of the mount without a cgroup limit. It is smaller, since files are then removed only when the file system is
+/// full.
 const UNLIMITED_SIZE: u64 = 4 << 30;
 const LIMITED_SIZE: u64 = 8 << 30;
-/// Seconds of a run on plain tmpfs, which fills up sooner.
+/// Seconds of a run on plain tmpfs, which soon is full.
 const PLAIN_SECONDS: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
 const PEAK: &str = "peak_mib";
 const UNLIMITED: &str = "unlimited";
 const FAILED_WRITES: &str = "failed_writes";
-/// Losses, none of which is allowed.
+/// Metrics that count losses, none of which is allowed, and their columns.
 const LOSSES: [(&str, &str); 5] = [
     (FAILED_WRITES, "failed writes"),
     ("lost_newest", "newest lost"),
@@ -37,7 +38,8 @@ const LOSSES: [(&str, &str); 5] = [
 ];
 const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK];
 
-/// A number of writers of files of one size, in a group with this limit. The first case also runs without a limit.
+/// Writers of files of one size, in a cgroup with this limit. The first case of each file size and number of writers
+/// also runs without a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     file_mib: u64,
@@ -53,21 +55,21 @@ impl Case {
         format!("{} writer{plural}, files of {} MiB, in {} MiB", self.writers, self.file_mib, self.limit_mib)
     }
 
-    /// MiB that cannot be removed: files that are being written, and files that are kept.
-    fn fixed_mib(&self) -> u64 {
+    /// Returns the MiB that cannot be removed: files that are being written, and files that are kept.
+    fn unremovable_mib(&self) -> u64 {
         self.writers * self.file_mib + KEPT_MIB
     }
 
-    /// Whether the files that cannot be removed fit, so that there is a result to judge.
-    fn fits(&self) -> bool {
-        self.fixed_mib() < self.limit_mib
+    /// Whether the files that cannot be removed fit below the limit. Otherwise there is no speed to judge.
+    fn can_fit(&self) -> bool {
+        self.unremovable_mib() < self.limit_mib
     }
 
-    /// Number of the last closed files that must be there at the end: two per writer, one per writer, or none,
-    /// depending on what fits below the mark from which files are removed.
-    fn newest(&self) -> u64 {
+    /// Returns how many of the files closed last must still exist at the end: two per writer, one per writer, or none.
+    /// The number depends on how many fit below the memory use from which the controller removes files.
+    fn required_newest_files(&self) -> u64 {
         let mark = self.limit_mib - (self.limit_mib / 5).max(128);
-        let fits = |count: &u64| self.fixed_mib() + count * self.file_mib <= mark;
+        let fits = |count: &u64| self.unremovable_mib() + count * self.file_mib <= mark;
         [2, 1].map(|each| each * self.writers).into_iter().find(fits).unwrap_or(0)
     }
 }
@@ -76,47 +78,47 @@ impl Case {
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let mounter = Mounter::new(None)?;
-    let (ready, gaps) = mounter.select(&common.only, &[STEERED, WITHIN_SIZE])?;
-    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let (ready, gaps) = mounter.select(&common.only, &[PAGEMILL_MOUNT, WITHIN_SIZE])?;
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
     let cases = cases(options)?;
-    let seconds = options.seconds.unwrap_or(common.pick(1, 60));
-    let rounds = common.samples.map_or(common.pick(2, 3), usize::from);
-    let mut book = Book::new();
+    let seconds = options.seconds.unwrap_or(common.quick_or_full(1, 60));
+    let rounds = common.samples.map_or(common.quick_or_full(2, 3), usize::from);
+    let mut samples = SampleTable::new();
     let same_writers = |left: &Case, right: &Case| (left.file_mib, left.writers) == (right.file_mib, right.writers);
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
     let progress = Progress::new((cases.len() + groups.len()) * rounds);
     for cases in groups {
-        // The last setup has no limit; all others are compared with it.
+        // The last setup has no limit and is the baseline of the others.
         let limited = cases.iter().map(|&case| (case, Some(case.limit_mib)));
         let setups: Vec<_> = limited.chain([(cases[0], None)]).collect();
         for round in 0..rounds {
             for index in 0..setups.len() {
                 let (case, limit_mib) = setups[(index + round) % setups.len()];
                 progress.step(&case.name());
-                if ready.contains(&STEERED) {
-                    let outcome = sample(&mounter, STEERED, (case, limit_mib), seconds, report)?;
+                if ready.contains(&PAGEMILL_MOUNT) {
+                    let outcome = sample(&mounter, PAGEMILL_MOUNT, (case, limit_mib), seconds, report)?;
                     match limit_mib {
-                        Some(_) => book.enter(&case, STEERED.name, METRICS, &outcome),
-                        None => cases.iter().for_each(|case| book.enter(case, UNLIMITED, METRICS, &outcome)),
+                        Some(_) => samples.add_outcome(&case, PAGEMILL_MOUNT.name, METRICS, &outcome),
+                        None => cases.iter().for_each(|case| samples.add_outcome(case, UNLIMITED, METRICS, &outcome)),
                     }
                 }
                 if ready.contains(&WITHIN_SIZE) && round == 0 && limit_mib.is_some() {
                     let plain = seconds.min(PLAIN_SECONDS);
                     let outcome = sample(&mounter, WITHIN_SIZE, (case, limit_mib), plain, report)?;
-                    book.enter(&case, WITHIN_SIZE.name, METRICS, &outcome);
+                    samples.add_outcome(&case, WITHIN_SIZE.name, METRICS, &outcome);
                 }
             }
         }
     }
     drop(progress);
     for case in &cases {
-        rows(report, &book, case);
-        report.verdict(verdict(&book, case));
+        add_rows(report, &samples, case);
+        report.add_verdict(verdict(&samples, case));
     }
     Ok(())
 }
 
-/// All cases, ordered by file size and number of writers.
+/// Returns all wanted cases, ordered by file size and number of writers.
 fn cases(options: &Options) -> Result<Vec<Case>> {
     let mut cases = Vec::new();
     for file_mib in [4, 64] {
@@ -133,7 +135,7 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
     }
 }
 
-/// Takes one sample in a fresh group on a fresh mount.
+/// Takes one sample in a new cgroup on a new mount.
 fn sample(
     mounter: &Mounter,
     subject: FileSystem,
@@ -151,86 +153,88 @@ fn sample(
         Ok(mounted) => mounted,
         Err(gap) => return Ok(Outcome::Failed(gap)),
     };
-    if let Err(why) = lay_out(&mounted, subject) {
+    if let Err(why) = make_folders(&mounted, subject) {
         return Ok(Outcome::Failed(why));
     }
-    // The speed counts once as much was written as fits. Before that, the files may take memory that was free for long.
-    // If the host took it back, its first touch is many times slower, and touching other memory does not help.
-    let fill_mib = if subject == STEERED { limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) } else { 0 };
+    // The speed is measured only after as much was written as fits. Until then, files may get memory that the host of a
+    // virtual machine has taken back; its first touch is many times slower. Touching other memory beforehand does not
+    // help.
+    let fill_mib = if subject == PAGEMILL_MOUNT { limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) } else { 0 };
     let options = [
         ("--writers", case.writers),
         ("--file-mib", case.file_mib),
         ("--kept-mib", KEPT_MIB),
-        ("--newest", case.newest()),
+        ("--newest", case.required_newest_files()),
         ("--fill-mib", fill_mib),
         ("--run-ms", seconds * 1000),
     ];
     let finished = start(&group, &mounted, &options)?.finish(Duration::from_secs(seconds) + 2 * LONGEST_FILL)?;
-    let mut outcome = child::outcome(subject.name, &finished)?;
+    let mut outcome = child::classify(subject.name, &finished)?;
     if let Outcome::Measured(line) = &mut outcome {
-        line["kills"] = group.kills().into();
+        line["kills"] = group.oom_kills().into();
         line[PEAK] = group.peak_bytes().map(|bytes| bytes as f64 / f64::from(1 << 20)).into();
         if let Some(complaint) = line["complaint"].as_str() {
             let limit = if limit_mib.is_some() { "" } else { " (without a limit)" };
-            report.gap(format!("{}, {}{limit}: {complaint}", subject.name, case.name()));
+            report.add_gap(format!("{}, {}{limit}: {complaint}", subject.name, case.name()));
         }
     }
-    // The files are charged to the group, so they are removed first.
-    let ended = mounted.end();
-    ended.complaint.into_iter().for_each(|gap| report.gap(gap));
+    // The files are charged to the cgroup, so the mount is removed before it.
+    let ended = mounted.unmount();
+    ended.complaint.into_iter().for_each(|gap| report.add_gap(gap));
     drop(group);
-    if matches!(outcome, Outcome::Killed) && subject == STEERED {
-        let (name, seconds, said) = (case.name(), finished.wall.as_secs_f64(), ended.said);
-        report.note(format!("{name}: killed after {seconds:.2} s; the controller said: {said}"));
+    if matches!(outcome, Outcome::Killed) && subject == PAGEMILL_MOUNT {
+        let (name, seconds, stderr) = (case.name(), finished.wall.as_secs_f64(), ended.stderr);
+        report.add_note(format!("{name}: killed after {seconds:.2} s; the controller said: {stderr}"));
     }
     Ok(outcome)
 }
 
-/// Makes the two folders; marks one of them, so that files made in it are volatile.
-fn lay_out(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), String> {
+/// Makes the folders for volatile and for kept files. Marks the first, so that files made in it are volatile.
+fn make_folders(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), String> {
     let [volatile, kept] = [VOLATILE, KEPT].map(|name| mounted.folder().join(name));
     for folder in [&volatile, &kept] {
         std::fs::create_dir(folder).map_err(|cause| format!("{}: {cause}", folder.display()))?;
     }
     let flags = rustix::fs::XattrFlags::empty();
     match rustix::fs::setxattr(&volatile, "user.pagemill.volatile", b"full", flags) {
-        Err(errno) if subject == STEERED => Err(format!("marking {}: {errno}", volatile.display())),
+        Err(errno) if subject == PAGEMILL_MOUNT => Err(format!("marking {}: {errno}", volatile.display())),
         _ => Ok(()),
     }
 }
 
-fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<Running> {
-    let entrance = group.entrance().display().to_string();
-    let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
-    command.arg(child::own_executable()?).arg("__file-writers").args(place(mounted));
-    command.args(child::numbers(options));
+fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<RunningGroup> {
+    let entrance = group.join_file().display().to_string();
+    let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
+    command.arg(child::own_executable()?).arg("__file-writers").args(place_arguments(mounted));
+    command.args(child::numeric_options(options));
     subject::clear_foreign_settings(&mut command);
-    Running::start(&mut command)
+    RunningGroup::start(&mut command)
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, case: &Case) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: &Case) {
     let table = format!("survive: {}, {KEPT_MIB} MiB beside them that must stay", case.name());
-    for subject in [UNLIMITED, STEERED.name, WITHIN_SIZE.name] {
+    for subject in [UNLIMITED, PAGEMILL_MOUNT.name, WITHIN_SIZE.name] {
         let losses = LOSSES.map(|(name, column)| (name, "count", None, column));
         let speed = (SPEED, "GiB/s", Some(UNLIMITED), "written, GiB/s");
         let peak = (PEAK, "MiB", None, "peak of the group, MiB");
         for (name, unit, baseline, column) in [speed, peak].into_iter().chain(losses) {
-            let place = Some(Place { table: table.clone(), column: column.to_owned() });
+            let cell = Some(TableCell { table: table.clone(), column: column.to_owned() });
             let metric = Metric { name, unit, better: Better::Higher, baseline };
-            report_row(report, book, (case, &case.name()), subject, metric, place);
+            report_row(report, samples, (case, &case.name()), subject, metric, cell);
         }
     }
 }
 
-fn verdict(book: &Book<Case>, case: &Case) -> Verdict {
+fn verdict(samples: &SampleTable<Case>, case: &Case) -> Verdict {
     let target = format!("survive, {}: speed, of that without a limit", case.name());
     let blank = not_measured(target, Bound::AtLeast(0.8), "x", "pagemill was not run");
-    let Some(series) = book.get(case, STEERED.name, SPEED) else { return blank };
-    let count = |metric| book.get(case, STEERED.name, metric).map_or(0.0, |series| series.values().iter().sum());
+    let Some(series) = samples.get(case, PAGEMILL_MOUNT.name, SPEED) else { return blank };
+    let count =
+        |metric| samples.get(case, PAGEMILL_MOUNT.name, metric).map_or(0.0, |series| series.values().iter().sum());
     let mut losses: Vec<String> = LOSSES
         .into_iter()
-        // Where the files cannot fit, writes fail. Nothing else may happen.
-        .filter(|(metric, _)| case.fits() || *metric != FAILED_WRITES)
+        // Where the files cannot fit, failed writes are expected. All other losses count.
+        .filter(|(metric, _)| case.can_fit() || *metric != FAILED_WRITES)
         .map(|(metric, name)| (count(metric), name))
         .filter(|(count, _): &(f64, _)| *count > 0.0)
         .map(|(count, name)| format!("{count} {name}"))
@@ -238,71 +242,72 @@ fn verdict(book: &Book<Case>, case: &Case) -> Verdict {
     if series.killed > 0 {
         losses.push(format!("killed {} of {}", series.killed, series.rounds.len()));
     }
-    if !case.fits() {
-        let is_lost = !losses.is_empty();
-        losses.push(format!("{} MiB are open or must stay: no purging makes them fit", case.fixed_mib()));
-        return Verdict { note: losses.join("; "), is_lost, ..blank };
+    if !case.can_fit() {
+        let has_lost_round = !losses.is_empty();
+        losses.push(format!("{} MiB are open or must stay: no purging makes them fit", case.unremovable_mib()));
+        return Verdict { note: losses.join("; "), has_lost_round, ..blank };
     }
-    let is_lost = !series.survived() || !losses.is_empty();
-    let note = match (losses.is_empty(), case.newest()) {
+    let has_lost_round = !series.survived() || !losses.is_empty();
+    let note = match (losses.is_empty(), case.required_newest_files()) {
         (false, _) => losses.join(", "),
         (true, 0) => "nothing lost; no room for the newest files, which were not checked".to_owned(),
         (true, newest) => format!("nothing lost, the {newest} newest files were there"),
     };
-    let ratios = book.get(case, UNLIMITED, SPEED).map(|unlimited| series.ratios(unlimited, Better::Higher));
-    let estimate = stats::estimate(&ratios.unwrap_or_default());
-    Verdict { estimate, baseline: UNLIMITED.to_owned(), is_lost, note, ..blank }
+    let ratios = samples.get(case, UNLIMITED, SPEED).map(|unlimited| series.ratios(unlimited, Better::Higher));
+    let estimate = stats::estimate_median(&ratios.unwrap_or_default());
+    Verdict { estimate, baseline: UNLIMITED.to_owned(), has_lost_round, note, ..blank }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::State;
+    use crate::report::VerdictState;
 
     const SMALL: Case = Case { file_mib: 4, writers: 8, limit_mib: 512 };
 
-    /// By hand: the files that must be there at the end never pass the mark, and cases that cannot fit are detected.
+    /// The expected numbers are computed by hand. The required files always fit below the memory use at which removal
+    /// starts; cases whose files cannot fit are detected.
     #[test]
-    fn the_newest_are_those_that_fit() {
-        let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.newest();
+    fn required_newest_files_fit_below_limit() {
+        let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.required_newest_files();
         assert_eq!([newest(4, 1, 512), newest(4, 8, 512), newest(4, 8, 1024)], [2, 16, 16]);
-        // 64 kept + 128 open leave 192 below 384: three files, so one of each writer.
+        // 64 MiB kept and 128 MiB open leave 192 of 384 MiB, which is room for three files: one for each writer.
         assert_eq!([newest(64, 1, 512), newest(64, 2, 512), newest(64, 4, 512)], [2, 2, 0]);
         assert_eq!([newest(64, 4, 1024), newest(64, 8, 1024)], [4, 0]);
-        assert!(SMALL.fits() && !Case { file_mib: 64, writers: 8, limit_mib: 512 }.fits());
+        assert!(SMALL.can_fit() && !Case { file_mib: 64, writers: 8, limit_mib: 512 }.can_fit());
     }
 
-    fn book(speed: f64, failed: f64) -> Book<Case> {
-        let mut book = Book::new();
+    fn samples(speed: f64, failed: f64) -> SampleTable<Case> {
+        let mut samples = SampleTable::new();
         for _ in 0..3 {
-            book.enter_value(&SMALL, UNLIMITED, SPEED, 10.0);
-            book.enter_value(&SMALL, STEERED.name, SPEED, speed);
-            book.enter_value(&SMALL, STEERED.name, FAILED_WRITES, failed);
+            samples.add_value(&SMALL, UNLIMITED, SPEED, 10.0);
+            samples.add_value(&SMALL, PAGEMILL_MOUNT.name, SPEED, speed);
+            samples.add_value(&SMALL, PAGEMILL_MOUNT.name, FAILED_WRITES, failed);
         }
-        book
+        samples
     }
 
-    /// A slow survivor falls short, and so does a fast one that lost a write. Without the baseline, which has no limit,
+    /// A slow run without losses falls short, and so does a fast run with a failed write. Without the baseline run,
     /// there is no verdict.
     #[test]
-    fn losses_allow_no_doubt() {
-        assert_eq!(verdict(&book(9.0, 0.0), &SMALL).state(), State::Reached);
-        assert_eq!(verdict(&book(7.0, 0.0), &SMALL).state(), State::FallsShort);
-        let lossy = verdict(&book(9.0, 1.0), &SMALL);
-        assert_eq!((lossy.state(), lossy.note.as_str()), (State::FallsShort, "3 failed writes"));
-        assert_eq!(verdict(&Book::new(), &SMALL).state(), State::NotMeasured);
+    fn any_loss_misses_the_target() {
+        assert_eq!(verdict(&samples(9.0, 0.0), &SMALL).state(), VerdictState::Reached);
+        assert_eq!(verdict(&samples(7.0, 0.0), &SMALL).state(), VerdictState::FallsShort);
+        let lossy = verdict(&samples(9.0, 1.0), &SMALL);
+        assert_eq!((lossy.state(), lossy.note.as_str()), (VerdictState::FallsShort, "3 failed writes"));
+        assert_eq!(verdict(&SampleTable::new(), &SMALL).state(), VerdictState::NotMeasured);
     }
 
-    /// Where the files cannot fit, a failed write is right and a kill is not.
+    /// Where the files cannot fit, failed writes are accepted, but a kill makes the target fall short.
     #[test]
-    fn a_kill_is_never_right() {
+    fn kill_misses_target_even_if_files_cannot_fit() {
         let case = Case { file_mib: 64, writers: 8, limit_mib: 512 };
-        let mut book = Book::new();
-        book.enter_value(&case, STEERED.name, SPEED, 9.0);
-        book.enter_value(&case, STEERED.name, FAILED_WRITES, 20.0);
-        assert_eq!(verdict(&book, &case).state(), State::NotMeasured);
-        book.enter(&case, STEERED.name, METRICS, &Outcome::Killed);
-        let killed = verdict(&book, &case);
-        assert_eq!((killed.state(), killed.note.starts_with("killed 1 of 2; ")), (State::FallsShort, true));
+        let mut samples = SampleTable::new();
+        samples.add_value(&case, PAGEMILL_MOUNT.name, SPEED, 9.0);
+        samples.add_value(&case, PAGEMILL_MOUNT.name, FAILED_WRITES, 20.0);
+        assert_eq!(verdict(&samples, &case).state(), VerdictState::NotMeasured);
+        samples.add_outcome(&case, PAGEMILL_MOUNT.name, METRICS, &Outcome::Killed);
+        let killed = verdict(&samples, &case);
+        assert_eq!((killed.state(), killed.note.starts_with("killed 1 of 2; ")), (VerdictState::FallsShort, true));
     }
 }

@@ -1,24 +1,23 @@
-//! One process frees much memory and goes on with little work; then another process of its group, on the plain C
-//! library, needs the memory.
+//! One process frees much memory and continues with little work; then another process of its cgroup needs the memory.
 //!
-//! A sample repeats this several times: after each turn of the second process (the newcomer) the first one (the keeper)
-//! fills its memory again.
+//! The first process (the keeper) runs under the measured allocator, the second (the newcomer) under plain glibc. A
+//! sample repeats this several times: after each run of a newcomer the keeper fills its memory again.
 
 use std::time::Duration;
 
 use crate::cgroup::Cgroup;
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Result, doing};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::signs::Signs;
 use crate::stats::{self, Better};
-use crate::subject::{self, PAGEMILL, Ready};
+use crate::subject::{self, AvailableSubject, PAGEMILL};
 use crate::workload::handover::{freed_sign, taken_sign};
 
 use super::LIMIT_MIB;
 
-/// Memory that the keeper fills and frees. The limit holds this or the newcomer's memory, not both.
+/// Memory that the keeper fills and frees. The limit has room for this memory or for the newcomer's, but not for both.
 const KEEPER_MIB: u64 = 200;
 /// Memory that the newcomer needs.
 const NEWCOMER_MIB: u64 = 180;
@@ -29,37 +28,37 @@ const SPEED: &str = "gib_per_second";
 const SLOWEST: &str = "slowest_ms";
 const REFUSED: &str = "refused";
 const USED: &str = "used_share";
-/// 1 for a sample in which no process was killed, else 0.
+/// Metric: 1 for a sample in which no process was killed, else 0.
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED, USED];
 
-/// Runs the experiment under every allocator; adds rows and verdict.
-pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
-    let turns = common.pick(2, 5);
+/// Runs the experiment under every allocator; adds rows and a verdict to the report.
+pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
+    let turns = common.quick_or_full(2, 5);
     let progress = Progress::new(ready.len() * common.rounds());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..common.rounds() {
         for index in 0..ready.len() {
             let subject = &ready[(index + round) % ready.len()];
             progress.step(&format!("handover, {}", subject.name()));
             match sample(subject, turns)? {
                 Ok(outcome) => {
-                    book.enter(&CASE, subject.name(), METRICS, &outcome);
+                    samples.add_outcome(&CASE, subject.name(), METRICS, &outcome);
                     let survived = f64::from(u8::from(matches!(outcome, Outcome::Measured(_))));
-                    book.enter_value(&CASE, subject.name(), SURVIVED, survived);
+                    samples.add_value(&CASE, subject.name(), SURVIVED, survived);
                 }
-                Err(gap) => report.gap(gap),
+                Err(gap) => report.add_gap(gap),
             }
         }
     }
     drop(progress);
-    rows(report, &book, ready);
-    report.verdict(verdict(&book, ready));
+    add_rows(report, &samples, ready);
+    report.add_verdict(verdict(&samples, ready));
     Ok(())
 }
 
-/// Takes one sample in a fresh group; the inner error is a sentence for the list of gaps.
-fn sample(ready: &Ready, turns: u64) -> Result<std::result::Result<Outcome, String>> {
+/// Takes one sample in a new cgroup. The inner error is a sentence for the list of gaps.
+fn sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
@@ -77,54 +76,54 @@ fn sample(ready: &Ready, turns: u64) -> Result<std::result::Result<Outcome, Stri
         ("--folder", folder.path().display().to_string()),
     ];
     line.extend(options.into_iter().flat_map(|(name, value)| [name.to_owned(), value]));
-    let keeper = start(&group, &line)?;
+    let keeper = start_in_group(&group, &line)?;
     let mut newcomers = Vec::new();
     for turn in 0..turns {
-        // A keeper that ended early was killed or failed; `finish` below reports which.
+        // A keeper that ended early was killed or failed. The outcome of `finish` below tells which.
         if !signs.wait_for(&freed_sign(turn), &keeper, Duration::from_secs(60))? {
             break;
         }
-        match newcomer(&group)? {
+        match run_newcomer(&group)? {
             Outcome::Measured(line) => newcomers.push(line),
             lost => return Ok(Ok(lost)),
         }
-        signs.give(&taken_sign(turn)).map_err(doing("giving a sign"))?;
+        signs.create(&taken_sign(turn)).map_err(doing("giving a sign"))?;
     }
     let finished = keeper.finish(Duration::from_secs(60))?;
     let used_share = group.peak_bytes().unwrap_or(0) as f64 / (LIMIT_MIB << 20) as f64;
-    Ok(Ok(match child::outcome(ready.name(), &finished)? {
-        Outcome::Measured(keeper) => Outcome::Measured(summary(&keeper, &newcomers, used_share)),
+    Ok(Ok(match child::classify(ready.name(), &finished)? {
+        Outcome::Measured(keeper) => Outcome::Measured(sample_json(&keeper, &newcomers, used_share)),
         lost => lost,
     }))
 }
 
-/// Runs the newcomer from start to end.
-fn newcomer(group: &Cgroup) -> Result<Outcome> {
+/// Runs one newcomer process from start to end.
+fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
     let (mib, threads) = (NEWCOMER_MIB.to_string(), NEWCOMER_THREADS.to_string());
     let own = child::own_executable()?.display().to_string();
     let line = [&own, "__newcomer", "--mib", &mib, "--threads", &threads].map(str::to_owned);
-    let finished = start(group, &line)?.finish(Duration::from_secs(60))?;
-    child::outcome("the newcomer's glibc", &finished)
+    let finished = start_in_group(group, &line)?.finish(Duration::from_secs(60))?;
+    child::classify("the newcomer's glibc", &finished)
 }
 
-/// Starts a command in the group, without any allocator setting of the caller.
-pub fn start(group: &Cgroup, line: &[String]) -> Result<Running> {
-    let entrance = group.entrance().display().to_string();
-    let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
+/// Starts a command in the cgroup, without any allocator setting of the caller.
+pub fn start_in_group(group: &Cgroup, line: &[String]) -> Result<RunningGroup> {
+    let entrance = group.join_file().display().to_string();
+    let mut command = child::workload_command(&["__enter", "--entrance", &entrance, "--"])?;
     command.args(line);
     subject::clear_foreign_settings(&mut command);
-    Running::start(&mut command)
+    RunningGroup::start(&mut command)
 }
 
-/// The JSON line of a sample: the median and the slowest of the newcomer's turns, and all refused calls.
-fn summary(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used_share: f64) -> serde_json::Value {
+/// Returns the JSON line of a sample: the newcomers' median speed and longest time, and all refused calls.
+fn sample_json(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used_share: f64) -> serde_json::Value {
     let of = |metric: &str| -> Vec<f64> { newcomers.iter().filter_map(|line| line[metric].as_f64()).collect() };
     let refused = of(REFUSED).iter().sum::<f64>() + keeper[REFUSED].as_f64().unwrap_or(0.0);
     let slowest = of("ms").into_iter().fold(0.0, f64::max);
     serde_json::json!({ SPEED: stats::median(&of(SPEED)), SLOWEST: slowest, REFUSED: refused, USED: used_share })
 }
 
-fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) {
     let metrics = [
         (SPEED, "GiB/s", Better::Higher, "newcomer, GiB/s"),
         (SLOWEST, "ms", Better::Lower, "its slowest turn, ms"),
@@ -137,26 +136,26 @@ fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready]) {
     );
     for subject in ready {
         for (name, unit, better, column) in metrics {
-            let place = Place { table: table.clone(), column: column.to_owned() };
+            let cell = TableCell { table: table.clone(), column: column.to_owned() };
             let metric = Metric { name, unit, better, baseline: None };
-            report_row(report, book, (&CASE, CASE), subject.name(), metric, Some(place));
+            report_row(report, samples, (&CASE, CASE), subject.name(), metric, Some(cell));
         }
         let survived = Metric { name: SURVIVED, unit: "share", better: Better::Higher, baseline: None };
-        report_row(report, book, (&CASE, CASE), subject.name(), survived, None);
+        report_row(report, samples, (&CASE, CASE), subject.name(), survived, None);
     }
 }
 
-fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
+fn verdict(samples: &SampleTable<&'static str>, ready: &[AvailableSubject]) -> Verdict {
     let target = "survive, handover: samples in which no process was killed";
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
-    let Some(survived) = book.get(&CASE, PAGEMILL, SURVIVED) else { return blank };
-    let sum = |name, metric| book.get(&CASE, name, metric).map_or(0.0, |series| series.values().iter().sum());
+    let Some(survived) = samples.get(&CASE, PAGEMILL, SURVIVED) else { return blank };
+    let sum = |name, metric| samples.get(&CASE, name, metric).map_or(0.0, |series| series.values().iter().sum());
     let survived = survived.values();
     let share = survived.iter().sum::<f64>() / survived.len() as f64;
     let peers = ready.iter().filter(|ready| ready.name() != PAGEMILL);
     let killed: Vec<_> = peers
-        .filter(|peer| book.get(&CASE, peer.name(), SPEED).is_some_and(|series| series.killed > 0))
-        .map(Ready::name)
+        .filter(|peer| samples.get(&CASE, peer.name(), SPEED).is_some_and(|series| series.killed > 0))
+        .map(AvailableSubject::name)
         .collect();
     let mut note = match killed.is_empty() {
         true => "no peer was killed".to_owned(),
@@ -166,45 +165,47 @@ fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
     if refused > 0.0 {
         note = format!("{refused} calls were refused; {note}");
     }
-    // Survival is counted, not estimated, so the interval is a point.
+    // The samples are counted exactly, so the interval has zero width.
     let estimate = stats::Estimate { value: share, low: share, high: share, samples: survived.len() };
-    Verdict { estimate: Some(estimate), is_lost: share < 1.0 || refused > 0.0, note, ..blank }
+    Verdict { estimate: Some(estimate), has_lost_round: share < 1.0 || refused > 0.0, note, ..blank }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The median speed, the slowest turn, and the refused calls of both processes.
+    /// A sample of three turns has the median speed, the longest time, and the refused calls of both processes
+    /// together.
     #[test]
-    fn a_sample_sums_up_its_turns() {
+    fn sample_summarizes_its_turns() {
         let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, REFUSED: refused });
         let turns = [turn(1.0, 90.0, 0), turn(3.0, 30.0, 1), turn(2.0, 45.0, 0)];
 
-        let line = summary(&serde_json::json!({ REFUSED: 2 }), &turns, 0.5);
+        let line = sample_json(&serde_json::json!({ REFUSED: 2 }), &turns, 0.5);
 
         assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST: 90.0, REFUSED: 3.0, USED: 0.5 }));
     }
 
-    /// One lost sample is too many, whatever the others are. Killed peers are named.
+    /// A survived sample of Pagemill reaches the target, and the note names the killed peer. One killed sample makes
+    /// the target fall short.
     #[test]
-    fn survival_allows_no_doubt() {
-        let (ready, _) = subject::select(&[], |_| true).expect("glibc is always there");
-        let mut book = Book::new();
-        let mut enter = |name, survived, outcome: &Outcome| {
-            book.enter(&CASE, name, METRICS, outcome);
-            book.enter_value(&CASE, name, SURVIVED, survived);
+    fn one_kill_misses_the_target() {
+        let (ready, _) = subject::select_available(&[], |_| true).expect("glibc is always there");
+        let mut samples = SampleTable::new();
+        let mut add = |name, survived, outcome: &Outcome| {
+            samples.add_outcome(&CASE, name, METRICS, outcome);
+            samples.add_value(&CASE, name, SURVIVED, survived);
         };
-        enter(PAGEMILL, 1.0, &Outcome::Measured(serde_json::json!({ SPEED: 1.0, REFUSED: 0 })));
-        enter("glibc", 0.0, &Outcome::Killed);
-        let reached = verdict(&book, &ready);
-        assert!(!reached.is_lost && reached.note.contains("killed: glibc"), "{reached:?}");
+        add(PAGEMILL, 1.0, &Outcome::Measured(serde_json::json!({ SPEED: 1.0, REFUSED: 0 })));
+        add("glibc", 0.0, &Outcome::Killed);
+        let reached = verdict(&samples, &ready);
+        assert!(!reached.has_lost_round && reached.note.contains("killed: glibc"), "{reached:?}");
 
-        let mut enter = |name, survived, outcome: &Outcome| {
-            book.enter(&CASE, name, METRICS, outcome);
-            book.enter_value(&CASE, name, SURVIVED, survived);
+        let mut add = |name, survived, outcome: &Outcome| {
+            samples.add_outcome(&CASE, name, METRICS, outcome);
+            samples.add_value(&CASE, name, SURVIVED, survived);
         };
-        enter(PAGEMILL, 0.0, &Outcome::Killed);
-        assert!(verdict(&book, &ready).is_lost);
+        add(PAGEMILL, 0.0, &Outcome::Killed);
+        assert!(verdict(&samples, &ready).has_lost_round);
     }
 }

@@ -1,54 +1,55 @@
-//! A machine that another process fills at 1 GiB/s: held free memory must be returned at the same rate, and in time.
+//! A machine that another process fills at 1 GiB/s: a server that holds free memory must return it at the same rate,
+//! and in time.
 //!
-//! The only experiment that uses most of the machine's memory. The filler stops at a floor of available memory, and is
-//! the process that the kernel would kill.
+//! This is the only experiment that uses most of the machine's memory. The process that fills the machine (the
+//! *filler*) stops at a floor of available memory. It is also the process that the kernel would kill first.
 
 use std::time::{Duration, Instant};
 
 use pagemill::reclaim::kernel::Kernel;
-use pagemill::reclaim::limits::{Bound as Nearest, Limits};
+use pagemill::reclaim::limits::{Bound as NearestLimit, Limits};
 
-use crate::child::{self, Outcome, Running};
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
 use crate::proc;
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::signs::Signs;
 use crate::stats::{self, Better};
-use crate::subject::{self, PAGEMILL, Ready, Role};
+use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 use crate::workload::host::{NEAR, READY, STOP, TAKEN};
 
-/// Memory below which the experiment refuses to run.
+/// The least available memory with which the experiment runs.
 const LEAST_BYTES: u64 = 4 << 30;
-/// If other processes use more of one CPU than this, the machine is not idle.
+/// CPUs that other processes may use. Above that, the machine is not idle enough.
 const BUSY_CPUS: f64 = 0.3;
 
 const RATE_MIB: u64 = 1024;
 const LIVE_MIB: u64 = 64;
-/// Interval between samples of the machine and both processes.
+/// Interval between samples of the machine and of both processes.
 const INTERVAL: Duration = Duration::from_millis(5);
-/// The machine is watched for this long after the last byte was taken.
-const AFTER: Duration = Duration::from_millis(500);
-/// The server has begun to return memory once it holds this much less; its own work moves less than this.
-const GAVE_BYTES: u64 = 128 << 20;
+/// Sampling goes on for this long after the filler has taken its last byte.
+const SAMPLING_AFTER_END: Duration = Duration::from_millis(500);
+/// The server counts as returning memory once its resident memory is lower by this amount. Its own work changes less
+/// than that.
+const RETURNING_BYTES: u64 = 128 << 20;
 
-/// Little memory is left once it is within this of the minimum of the run.
-const LITTLE_BYTES: u64 = 256 << 20;
-/// Time limit of a sample.
+/// Available memory counts as low when it is at most this far above the minimum of the run.
+const LOW_MARGIN_BYTES: u64 = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 const CASE: &str = "host";
 const AVAILABLE: &str = "least_available_percent";
-const GAVE: &str = "gave_gib_per_second";
-const TOOK: &str = "filler_gib_per_second";
-const KEPT_UP: &str = "gave_per_taken";
+const RETURNED: &str = "gave_gib_per_second";
+const TAKEN_RATE: &str = "filler_gib_per_second";
+const RETURNED_PER_TAKEN: &str = "gave_per_taken";
 const P999: &str = "p999_ms";
 const STOPPED: &str = "stopped";
 const METRICS: &[&str] = &[
     AVAILABLE,
-    GAVE,
-    TOOK,
-    KEPT_UP,
+    RETURNED,
+    TAKEN_RATE,
+    RETURNED_PER_TAKEN,
     "given_gib",
     STOPPED,
     "p50_ms",
@@ -60,13 +61,13 @@ const METRICS: &[&str] = &[
     "refused",
 ];
 
-/// The amounts of memory for each purpose on this machine.
+/// The sizes in bytes that a run uses on this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     total: u64,
-    /// Pagemill should leave this much available.
+    /// Available memory that Pagemill should preserve.
     margin: u64,
-    /// The filler always leaves this much available.
+    /// Available memory that the filler never takes.
     floor: u64,
     /// Free memory that the server holds.
     free: u64,
@@ -77,16 +78,16 @@ impl Plan {
         Self { total, margin: total / 20, floor: total / 40, free: (total / 5 * 2).min(available / 2) }
     }
 
-    /// Memory that the filler takes: all that is available down to the margin, and four fifths of the server's free
-    /// memory.
+    /// Returns the MiB that the filler takes: all available memory down to the margin, and four fifths of the server's
+    /// free memory.
     fn filler_mib(&self, available: u64) -> u64 {
         (available + self.free / 5 * 4).saturating_sub(self.margin) >> 20
     }
 }
 
-/// The machine and both processes at one moment, in bytes.
+/// One sample of the machine and of both processes, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-struct Moment {
+struct MachineSample {
     seconds: f64,
     available: u64,
     server: u64,
@@ -94,18 +95,18 @@ struct Moment {
     is_filling: bool,
 }
 
-/// Checks whether this machine may be filled now.
+/// Checks that the machine has enough memory, is not limited by a cgroup, and is idle.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] with the reason.
+/// [`Error::CannotRun`] with the reason why the machine must not be filled.
 pub fn check_machine() -> Result<()> {
     let available = proc::available_bytes().unwrap_or(0);
     if available < LEAST_BYTES {
         let (mib, least) = (available >> 20, LEAST_BYTES >> 20);
         return Err(Error::CannotRun(format!("survive --host needs {least} MiB of available memory; {mib} are")));
     }
-    if Kernel::new("").sample().bound == Nearest::Group {
+    if Kernel::new("").sample().bound == NearestLimit::Group {
         let why = "survive --host fills the machine, but a control group limits this process";
         return Err(Error::CannotRun(why.to_owned()));
     }
@@ -129,65 +130,72 @@ fn busy_cpus((busy, all): (u64, u64), (busy_after, all_after): (u64, u64), cpus:
 }
 
 /// Runs the experiment; adds rows and verdicts. Pagemill runs in every round, each peer once.
-pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
+pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let total = proc::total_bytes().ok_or_else(|| Error::CannotRun("there is no /proc/meminfo".to_owned()))?;
     let plan = Plan::new(total, proc::available_bytes().unwrap_or(0));
-    // Touches all memory once, except what the machine itself needs.
+    // Touches all available memory once, except an amount that the system itself needs.
     let warm = proc::available_bytes().unwrap_or(0).saturating_sub(2 * plan.margin);
-    child::warm(warm >> 20)?;
-    let rounds = common.samples.map_or(common.pick(1, 3), usize::from);
-    let is_wanted = |ready: &&Ready| !common.only.is_empty() || ready.subject.role != Role::ReturningAtOnce;
+    child::touch_beforehand(warm >> 20)?;
+    let rounds = common.samples.map_or(common.quick_or_full(1, 3), usize::from);
+    let is_wanted = |ready: &&AvailableSubject| !common.only.is_empty() || ready.subject.role != Role::ReturningAtOnce;
     let progress = Progress::new(ready.len() - 1 + rounds);
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for round in 0..rounds {
         for subject in ready.iter().filter(is_wanted).filter(|ready| round == 0 || ready.name() == PAGEMILL) {
             progress.step(&format!("host, {}", subject.name()));
-            let outcome = sample(subject, &plan)?;
-            book.enter(&CASE, subject.name(), METRICS, &outcome);
+            let outcome = run_sample(subject, &plan)?;
+            samples.add_outcome(&CASE, subject.name(), METRICS, &outcome);
         }
     }
     drop(progress);
-    rows(report, &book, ready, &plan);
-    verdicts(&book).into_iter().for_each(|verdict| report.verdict(verdict));
+    add_rows(report, &samples, ready, &plan);
+    verdicts(&samples).into_iter().for_each(|verdict| report.add_verdict(verdict));
     Ok(())
 }
 
-fn sample(ready: &Ready, plan: &Plan) -> Result<Outcome> {
+fn run_sample(ready: &AvailableSubject, plan: &Plan) -> Result<Outcome> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
     let folder = folder.path().display().to_string();
     let (free, live) = ((plan.free >> 20).to_string(), LIVE_MIB.to_string());
-    let mut command = child::workload(&["__server", "--free-mib", &free, "--live-mib", &live, "--folder", &folder])?;
+    let mut command =
+        child::workload_command(&["__server", "--free-mib", &free, "--live-mib", &live, "--folder", &folder])?;
     ready.apply(&mut command);
-    let server = Running::start(&mut command)?;
+    let server = RunningGroup::start(&mut command)?;
     if !signs.wait_for(READY, &server, TIMEOUT)? {
-        return child::outcome(ready.name(), &server.finish(TIMEOUT)?);
+        return child::classify(ready.name(), &server.finish(TIMEOUT)?);
     }
     let available = proc::available_bytes().unwrap_or(0);
     let (mib, rate) = (plan.filler_mib(available).to_string(), RATE_MIB.to_string());
     let floor = (plan.floor >> 20).to_string();
-    let mut command = child::workload(&["__filler", "--mib", &mib, "--mib-per-second", &rate, "--folder", &folder])?;
+    let mut command =
+        child::workload_command(&["__filler", "--mib", &mib, "--mib-per-second", &rate, "--folder", &folder])?;
     command.args(["--floor-mib", &floor]);
     subject::clear_foreign_settings(&mut command);
-    let filler = Running::start(&mut command)?;
-    let trace = watch(plan, &signs, &server, &filler)?;
-    signs.give(STOP).map_err(doing("giving a sign"))?;
+    let filler = RunningGroup::start(&mut command)?;
+    let trace = sample_until_full(plan, &signs, &server, &filler)?;
+    signs.create(STOP).map_err(doing("giving a sign"))?;
     let (filler, server) = (filler.finish(TIMEOUT)?, server.finish(TIMEOUT)?);
-    Ok(match (child::outcome(ready.name(), &server)?, child::outcome("the filler's glibc", &filler)?) {
+    Ok(match (child::classify(ready.name(), &server)?, child::classify("the filler's glibc", &filler)?) {
         (Outcome::Measured(server), Outcome::Measured(filler)) => {
-            Outcome::Measured(summary(plan, &trace, &server, &filler))
+            Outcome::Measured(sample_json(plan, &trace, &server, &filler))
         }
         (Outcome::Measured(_), lost) | (lost, _) => lost,
     })
 }
 
-/// Samples until all is taken and [`AFTER`] has passed, or until either process ends.
-fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Result<Vec<Moment>> {
+/// Samples until [`SAMPLING_AFTER_END`] has passed since the filler's last byte, or until either process ends.
+fn sample_until_full(
+    plan: &Plan,
+    signs: &Signs,
+    server: &RunningGroup,
+    filler: &RunningGroup,
+) -> Result<Vec<MachineSample>> {
     let (begun, mut taken, mut is_near) = (Instant::now(), None, false);
     let mut trace = Vec::with_capacity(1 << 13);
     loop {
         child::check_interrupt()?;
-        let now = Moment {
+        let now = MachineSample {
             seconds: begun.elapsed().as_secs_f64(),
             available: proc::available_bytes().unwrap_or(0),
             server: resident_bytes(server),
@@ -196,14 +204,14 @@ fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Resu
         };
         trace.push(now);
         if !is_near && now.available < 2 * plan.margin {
-            signs.give(NEAR).map_err(doing("giving a sign"))?;
+            signs.create(NEAR).map_err(doing("giving a sign"))?;
             is_near = true;
         }
-        if taken.is_none() && signs.is_given(TAKEN) {
+        if taken.is_none() && signs.exists(TAKEN) {
             taken = Some(Instant::now());
         }
-        let is_over = taken.is_some_and(|taken| taken.elapsed() > AFTER);
-        // The filler stops earlier by itself; this is for a filler that hangs.
+        let is_over = taken.is_some_and(|taken| taken.elapsed() > SAMPLING_AFTER_END);
+        // The filler normally stops earlier, at its floor. This check is for a filler that hangs.
         let is_in_danger = now.available < plan.floor / 2 || begun.elapsed() > TIMEOUT;
         if is_over || is_in_danger || server.has_ended() || filler.has_ended() {
             return Ok(trace);
@@ -212,47 +220,52 @@ fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Resu
     }
 }
 
-fn resident_bytes(running: &Running) -> u64 {
-    proc::resident(running.id()).map_or(0, |memory| memory.all)
+fn resident_bytes(running: &RunningGroup) -> u64 {
+    proc::resident_memory(running.id()).map_or(0, |memory| memory.all)
 }
 
-/// The JSON line of a sample: figures of the trace, and what both processes report.
-fn summary(plan: &Plan, trace: &[Moment], server: &serde_json::Value, filler: &serde_json::Value) -> serde_json::Value {
+/// Returns the JSON line of a sample: rates and minimum from the trace, and what both processes report.
+fn sample_json(
+    plan: &Plan,
+    trace: &[MachineSample],
+    server: &serde_json::Value,
+    filler: &serde_json::Value,
+) -> serde_json::Value {
     let mut line = server.clone();
-    let least = trace.iter().map(|moment| moment.available).min().unwrap_or(0);
-    let most = trace.iter().map(|moment| moment.server).max().unwrap_or(0);
-    let last = trace.last().map_or(0, |moment| moment.server);
+    let least = trace.iter().map(|sample| sample.available).min().unwrap_or(0);
+    let most = trace.iter().map(|sample| sample.server).max().unwrap_or(0);
+    let last = trace.last().map_or(0, |sample| sample.server);
     line[AVAILABLE] = (least as f64 / plan.total as f64 * 100.0).into();
     line["given_gib"] = (most.saturating_sub(last) as f64 / f64::from(1 << 30)).into();
-    line[TOOK] = filler[TOOK].clone();
+    line[TAKEN_RATE] = filler[TAKEN_RATE].clone();
     line[STOPPED] = filler[STOPPED].clone();
-    if let Some((gave, took)) = rates(trace) {
-        line[GAVE] = gave.into();
-        line[TOOK] = took.into();
-        line[KEPT_UP] = (gave / took).into();
+    if let Some((returned, took)) = return_and_fill_rates(trace) {
+        line[RETURNED] = returned.into();
+        line[TAKEN_RATE] = took.into();
+        line[RETURNED_PER_TAKEN] = (returned / took).into();
     }
     line
 }
 
-/// GiB/s that the server returned and that the filler took, from the moment when little was left and the server had
-/// begun to return memory, until all was taken. None if that moment never came. Earlier returns do not count, since the
-/// memory was not yet needed.
-fn rates(trace: &[Moment]) -> Option<(f64, f64)> {
+/// Returns the GiB/s that the server returned and that the filler took. The time runs from the first sample with low
+/// available memory in which the server has begun to return memory, to the filler's last byte. None if there is no such
+/// sample. Earlier returns do not count, since the memory was not yet needed.
+fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
     let held = trace.first()?.server;
-    let little = trace.iter().map(|moment| moment.available).min()? + LITTLE_BYTES;
-    let first = trace.iter().find(|moment| moment.available < little && moment.server + GAVE_BYTES < held)?;
-    let last = trace.iter().rev().find(|moment| moment.is_filling)?;
+    let little = trace.iter().map(|sample| sample.available).min()? + LOW_MARGIN_BYTES;
+    let first = trace.iter().find(|sample| sample.available < little && sample.server + RETURNING_BYTES < held)?;
+    let last = trace.iter().rev().find(|sample| sample.is_filling)?;
     let seconds = last.seconds - first.seconds;
     let rate = |bytes: u64| bytes as f64 / f64::from(1 << 30) / seconds;
     let took = rate(last.filler.saturating_sub(first.filler));
     (seconds > 0.0 && took > 0.0).then(|| (rate(first.server.saturating_sub(last.server)), took))
 }
 
-fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready], plan: &Plan) {
+fn add_rows(report: &mut Report, samples: &SampleTable<&'static str>, ready: &[AvailableSubject], plan: &Plan) {
     let metrics = [
         (AVAILABLE, "%", Better::Higher, "least available, %"),
-        (GAVE, "GiB/s", Better::Higher, "gave, GiB/s"),
-        (TOOK, "GiB/s", Better::Higher, "taken, GiB/s"),
+        (RETURNED, "GiB/s", Better::Higher, "gave, GiB/s"),
+        (TAKEN_RATE, "GiB/s", Better::Higher, "taken, GiB/s"),
         ("given_gib", "GiB", Better::Higher, "given, GiB"),
         (STOPPED, "samples", Better::Lower, "stopped at the floor"),
         (P999, "ms", Better::Lower, "malloc 99.9th, ms"),
@@ -265,36 +278,40 @@ fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready], plan: &
         format!("survive: {free:.1} GiB held free, while another process fills the machine at {RATE_MIB} MiB/s");
     for subject in ready {
         for (name, unit, better, column) in metrics {
-            let place = Place { table: table.clone(), column: column.to_owned() };
+            let cell = TableCell { table: table.clone(), column: column.to_owned() };
             let metric = Metric { name, unit, better, baseline: None };
-            report_row(report, book, (&CASE, CASE), subject.name(), metric, Some(place));
+            report_row(report, samples, (&CASE, CASE), subject.name(), metric, Some(cell));
         }
-        for name in ["p50_ms", "p99_ms", KEPT_UP, "refused"] {
+        for name in ["p50_ms", "p99_ms", RETURNED_PER_TAKEN, "refused"] {
             let metric = Metric { name, unit: "", better: Better::Lower, baseline: None };
-            report_row(report, book, (&CASE, CASE), subject.name(), metric, None);
+            report_row(report, samples, (&CASE, CASE), subject.name(), metric, None);
         }
     }
 }
 
-fn verdicts(book: &Book<&'static str>) -> [Verdict; 3] {
+fn verdicts(samples: &SampleTable<&'static str>) -> [Verdict; 3] {
     let targets = [
-        ("given a second, of what is taken", KEPT_UP, Bound::AtLeast(0.9), "x"),
+        ("given a second, of what is taken", RETURNED_PER_TAKEN, Bound::AtLeast(0.9), "x"),
         ("least of the machine's memory available", AVAILABLE, Bound::AtLeast(5.0), "%"),
         ("malloc, 99.9th percentile", P999, Bound::AtMost(5.0), "ms"),
     ];
     targets.map(|(what, metric, bound, unit)| {
         let target = format!("survive, a machine that is filled: {what}");
-        let Some(series) = book.get(&CASE, PAGEMILL, metric) else {
+        let Some(series) = samples.get(&CASE, PAGEMILL, metric) else {
             return not_measured(target, bound, unit, "pagemill was not run");
         };
-        let is_stopped = book.get(&CASE, PAGEMILL, STOPPED).is_some_and(|stopped| stopped.values().contains(&1.0));
-        let took = book.get(&CASE, PAGEMILL, TOOK).and_then(|series| series.median()).unwrap_or(0.0);
+        let is_stopped = samples.get(&CASE, PAGEMILL, STOPPED).is_some_and(|stopped| stopped.values().contains(&1.0));
+        let took = samples.get(&CASE, PAGEMILL, TAKEN_RATE).and_then(|series| series.median()).unwrap_or(0.0);
         let note = match is_stopped {
             true => "the filler was stopped at the floor".to_owned(),
             false => format!("filled at {took:.2} GiB/s"),
         };
-        let is_lost = series.killed > 0 || !series.failures.is_empty() || is_stopped;
-        Verdict { estimate: stats::estimate(&series.values()), is_lost, ..not_measured(target, bound, unit, &note) }
+        let has_lost_round = series.killed > 0 || !series.failures.is_empty() || is_stopped;
+        Verdict {
+            estimate: stats::estimate_median(&series.values()),
+            has_lost_round,
+            ..not_measured(target, bound, unit, &note)
+        }
     })
 }
 
@@ -304,14 +321,15 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// A server of 8 GiB that returns nothing for four seconds, then half of what is taken for four more.
+    /// In the trace the server has 8 GiB. It returns nothing for four seconds, then half as fast as the filler takes.
+    /// Only the later four seconds count: 0.5 GiB/s against 1 GiB/s.
     #[test]
-    fn rates_count_from_the_first_gift() {
-        let trace: Vec<Moment> = (0..=900)
+    fn rates_start_with_the_first_return() {
+        let trace: Vec<MachineSample> = (0..=900)
             .map(|step| {
                 let seconds = f64::from(step) / 100.0;
                 let given = (seconds.clamp(4.0, 8.0) - 4.0) / 2.0;
-                Moment {
+                MachineSample {
                     seconds,
                     available: GIB,
                     server: 8 * GIB - (given * GIB as f64) as u64,
@@ -321,16 +339,16 @@ mod tests {
             })
             .collect();
 
-        let (gave, took) = rates(&trace).expect("it gave");
+        let (returned, took) = return_and_fill_rates(&trace).expect("it gave");
 
-        assert!((gave - 0.5).abs() < 0.01 && (took - 1.0).abs() < 0.01, "{gave} {took}");
-        assert!(rates(&trace[..300]).is_none() && rates(&[]).is_none());
+        assert!((returned - 0.5).abs() < 0.01 && (took - 1.0).abs() < 0.01, "{returned} {took}");
+        assert!(return_and_fill_rates(&trace[..300]).is_none() && return_and_fill_rates(&[]).is_none());
     }
 
-    /// Margin and floor are shares of the machine; the filler takes what is above the margin, and most of the server's
-    /// free memory.
+    /// Margin and floor are fixed fractions of the machine's memory. The filler takes what is available above the
+    /// margin, and four fifths of the server's free memory.
     #[test]
-    fn the_plan_leaves_the_machine_its_part() {
+    fn plan_leaves_margin_and_floor() {
         let plan = Plan::new(20 * GIB, 19 * GIB);
 
         assert_eq!((plan.margin, plan.floor, plan.free), (GIB, GIB / 2, 8 * GIB));
@@ -338,9 +356,9 @@ mod tests {
         assert!(Plan::new(20 * GIB, 4 * GIB).free <= 2 * GIB);
     }
 
-    /// Half of two CPUs is one.
+    /// Half of all ticks busy on two CPUs is one CPU.
     #[test]
-    fn busy_is_counted_in_cpus() {
+    fn busy_ticks_convert_to_cpus() {
         assert_eq!(busy_cpus((100, 1000), (150, 1100), 2), 1.0);
         assert_eq!(busy_cpus((1, 1), (1, 1), 2), 0.0);
     }

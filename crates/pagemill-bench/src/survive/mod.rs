@@ -1,7 +1,8 @@
-//! No process is killed, and none waits long, while free memory could be returned: under a group's limit, at a
-//! sibling's request, on a full machine.
+//! Tests whether processes survive while free memory could be returned: under the limit of a cgroup, at a sibling's
+//! request, on a full machine.
 //!
-//! A kill is a result, under every allocator. Pagemill is given no limit by an option; it must detect each one.
+//! No process may be killed or wait long. Under every allocator a kill is a result. Pagemill gets no limit by an
+//! option, so it must detect each limit itself.
 
 mod files;
 mod handover;
@@ -13,59 +14,59 @@ mod writers;
 use crate::cgroup::Cgroup;
 use crate::child;
 use crate::error::{Error, Result};
-use crate::experiment::Common;
+use crate::experiment::CommonOptions;
 use crate::report::Report;
 use crate::subject;
 
-/// The limit around all processes of a group.
+/// The memory limit around all processes of a cgroup.
 const LIMIT_MIB: u64 = 256;
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
-    /// How long each sample of the writers lasts (default 60, with --quick 1)
+    pub common: CommonOptions,
+    /// Seconds that each sample of the writers lasts (default 60, with --quick 1)
     #[arg(long)]
     pub seconds: Option<u64>,
-    /// Only the writers, in a group too small for the memory that they freed
+    /// Run only the writers, in a cgroup that is too small for the memory that they freed
     #[arg(long)]
     pub writers: bool,
-    /// Only the handover: one process frees much memory, then another in its group needs it; pieces of all sizes, and
-    /// of one size
+    /// Run only the handover: one process frees much memory, then another in its cgroup needs it; with allocations of
+    /// all sizes, and of one size
     #[arg(long)]
     pub handover: bool,
-    /// With --handover and pieces of one size: samples of each case (default as --samples, with --quick 1)
+    /// With --handover and allocations of one size: samples of each case (default as --samples, with --quick 1)
     #[arg(long, value_name = "COUNT", requires = "handover", value_parser = clap::value_parser!(u16).range(1..))]
     pub trials: Option<u16>,
-    /// With --handover: only pieces of these sizes, such as 512,4K,1M
+    /// With --handover: only allocations of these sizes, such as 512,4K,1M
     #[arg(long, value_name = "SIZES", requires = "handover", value_delimiter = ',', value_parser = pagemill::units::parse_bytes)]
     pub sizes: Vec<u64>,
-    /// With --handover: only these variants (with --quick the first)
+    /// With --handover: only these variants (default all, with --quick the first)
     #[arg(long, value_name = "VARIANTS", requires = "handover", value_delimiter = ',')]
     pub variants: Vec<pieces::Variant>,
-    /// Only the time from a sibling's request until the memory is returned
+    /// Measure only the time from a sibling's request until the memory is returned
     #[arg(long)]
     pub reaction: bool,
-    /// Only a machine that another process fills at 1 GiB/s. Uses nearly all memory; runs only if named
+    /// Run only on a machine that another process fills at 1 GiB/s. Uses nearly all memory; runs only if this option is
+    /// given
     #[arg(long)]
     pub host: bool,
-    /// Only volatile files on a `pagemill mount`, written at full speed in a group too small for them. Needs root; runs
-    /// only if named
+    /// Run only volatile files on a `pagemill mount`, written at full speed in a cgroup that is too small for them.
+    /// Needs root; runs only if this option is given
     #[arg(long)]
     pub files: bool,
-    /// With --files: only cases with this text in their name
+    /// With --files: only cases whose name contains this text
     #[arg(long, value_name = "TEXT", requires = "files")]
     pub case: Option<String>,
 }
 
 impl Options {
-    /// Whether a part is run: it is named, or no part is.
+    /// Whether to run a part: its option is given, or no part's option is given.
     fn wants(&self, is_named: bool) -> bool {
         is_named || !(self.writers || self.handover || self.reaction || self.host || self.files)
     }
 
-    /// Whether any part that runs under allocators is run.
+    /// Whether to run any part that compares allocators.
     fn wants_allocators(&self) -> bool {
         !self.files || self.writers || self.handover || self.reaction || self.host
     }
@@ -75,7 +76,7 @@ impl Options {
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] if no control group can be made for the parts that need one.
+/// [`Error::CannotRun`] if no cgroup can be made for the parts that need one.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let (is_writing, is_handing_over) = (options.wants(options.writers), options.wants(options.handover));
@@ -89,12 +90,12 @@ pub fn run(options: &Options) -> Result<Report> {
     if !options.wants_allocators() {
         return Ok(report);
     }
-    let (ready, gaps) = subject::select(&common.only, |_| true)?;
-    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let (ready, gaps) = subject::select_available(&common.only, |_| true)?;
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
     if options.host {
         host::check_machine()?;
     }
-    child::warm(2 * LIMIT_MIB)?;
+    child::touch_beforehand(2 * LIMIT_MIB)?;
     if is_writing {
         writers::run(options, &ready, &mut report)?;
     }
@@ -124,9 +125,9 @@ mod tests {
         options: Options,
     }
 
-    /// Without names, all parts run that leave the machine usable; with names, only those.
+    /// Without options, the three parts run that leave the machine usable. With options, only the named parts run.
     #[test]
-    fn parts_are_chosen_by_name() {
+    fn options_choose_parts() {
         let wanted = |line: &[&str]| {
             let options = Line::try_parse_from([&["x"], line].concat()).expect("known options").options;
             let wants = |is_named| options.wants(is_named);

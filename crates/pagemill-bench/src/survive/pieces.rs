@@ -1,9 +1,9 @@
-//! Whether another process can use memory that one process freed, by the size of the allocations.
+//! Tests whether memory that one process freed can be used by another, for each size of allocations.
 //!
-//! Processes under the measured allocator (*keepers*) fill a control group with allocations of one size and free all or
-//! nine tenths of them. Then a process with the C library's malloc (the *newcomer*) allocates in that group.
+//! Processes under the measured allocator (*keepers*) fill a cgroup with allocations of one size and free all of them
+//! or nine tenths. Then a process with the C library's malloc (the *newcomer*) allocates memory in that cgroup.
 //!
-//! A sample counts as lost if any process of the group was killed, or if malloc failed in any of them.
+//! A sample is lost if any process of the cgroup was killed, or if malloc failed in any of them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,62 +12,64 @@ use clap::ValueEnum;
 use pagemill::units::Bytes;
 
 use super::Options;
-use super::handover::start;
+use super::handover::start_in_group;
 use crate::cgroup::Cgroup;
-use crate::chain::LEAST_BYTES;
-use crate::child::{self, Outcome, Running};
+use crate::chain::MIN_BYTES;
+use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Book, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::signs::Signs;
 use crate::stats::{self, Better};
-use crate::subject::{PAGEMILL, Ready, Role};
+use crate::subject::{AvailableSubject, PAGEMILL, Role};
 use crate::workload::handover::taken_sign;
 use crate::workload::pieces::{Freed, Load, keeper_sign};
 
-/// The limit around all processes of a sample.
+/// The memory limit around all processes of a sample.
 const LIMIT_MIB: u64 = 140;
-/// Memory that all keepers fill together.
+/// Memory that all keepers together fill.
 const KEEPERS_MIB: u64 = 100;
 const NEWCOMER_MIB: u64 = 70;
 const NEWCOMER_THREADS: u64 = 2;
-/// The tree's own limit, in the variant that has one. The filled memory fits into it.
+/// The limit of the process tree itself, in the variant that has one. The keepers' memory fits below it.
 const TREE_LIMIT: &str = "128M";
 
 const SIZES: &[u64] = &[16, 64, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
 const QUICK_SIZES: &[u64] = &[4 << 10, 1 << 20];
-/// From this size on, pieces have OS pages of their own, so an allocator can return pages freed at random.
+/// The smallest size with which an allocator can return memory that was freed at random. Allocations from this size on
+/// have OS pages of their own.
 const RANDOM_FROM: u64 = 64 << 10;
 
-/// Pauses between the last free and the newcomer's start, taken in turn: the longer ones meet a governor that sleeps.
+/// Pauses between the last free and the start of the newcomer. Trials use them alternately; with the longer ones,
+/// Pagemill's periodic reclaim is asleep when the newcomer starts.
 const PAUSES: [Duration; 3] = [Duration::ZERO, Duration::from_millis(300), Duration::from_millis(1500)];
 
 const SPEED: &str = "gib_per_second";
 const SLOWEST: &str = "slowest_ms";
 const REFUSED: &str = "refused";
-/// 1 for a sample in which no process was killed and nothing was refused, else 0.
+/// Metric: 1 for a sample in which no process was killed and no malloc failed, else 0.
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED];
 
-/// What the keepers do.
+/// The number of keepers, and which allocations they free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub enum Variant {
-    /// One process frees all pieces
+    /// One process frees all allocations
     All,
-    /// One process frees nine tenths, in runs of 1 MiB
+    /// One process frees nine tenths of its allocations, in runs of 1 MiB
     Runs,
-    /// One process frees nine tenths at random; sizes from 64 KiB
+    /// One process frees nine tenths of its allocations at random; sizes from 64 KiB
     Random,
-    /// Three processes with a third each free all pieces
+    /// Three processes, each with a third of the memory, free all allocations
     Several,
-    /// One process frees all pieces and then uses a fifth of a CPU
+    /// One process frees all allocations and then uses a fifth of a CPU
     Busy,
-    /// One process of a tree with its own limit (`pagemill run --limit`) frees all pieces
+    /// One process of a tree with its own limit (`pagemill run --limit`) frees all allocations
     Limit,
 }
 
 impl Variant {
-    fn words(self) -> &'static str {
+    fn description(self) -> &'static str {
         match self {
             Self::All => "all freed",
             Self::Runs => "90 % freed in runs",
@@ -94,63 +96,63 @@ impl Variant {
         if self == Self::Several { 3 } else { 1 }
     }
 
-    fn takes(self, size: u64, ready: &Ready) -> bool {
+    fn applies_to(self, size: u64, ready: &AvailableSubject) -> bool {
         let is_for_size = self != Self::Random || size >= RANDOM_FROM;
         is_for_size && (self != Self::Limit || ready.subject.role == Role::Pagemill)
     }
 }
 
-/// Variant and size; in the order of the tables.
+/// Variant and size, which also order the tables.
 type Case = (Variant, u64);
 
 /// Runs all variants and sizes under every allocator; adds rows and verdicts.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] for a size smaller than a list's link, or larger than the keepers' memory.
-pub fn run(options: &Options, ready: &[Ready], report: &mut Report) -> Result<()> {
+/// [`Error::CannotRun`] for a size smaller than the link of a list, or larger than the keepers' memory.
+pub fn run(options: &Options, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let (common, cases) = (&options.common, cases(options)?);
-    // A quick run only checks that the cases work; survival rates need the full run.
-    let trials = options.trials.map_or(common.pick(1, common.rounds()), usize::from);
+    // A quick run only checks that the cases work. Survival rates need a full run.
+    let trials = options.trials.map_or(common.quick_or_full(1, common.rounds()), usize::from);
     let progress = Progress::new(cases.len() * trials * ready.len());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for &case in &cases {
         let (variant, size) = case;
-        let fitting: Vec<&Ready> = ready.iter().filter(|ready| variant.takes(size, ready)).collect();
+        let fitting: Vec<&AvailableSubject> = ready.iter().filter(|ready| variant.applies_to(size, ready)).collect();
         for trial in 0..trials {
             for index in 0..fitting.len() {
                 let subject = fitting[(index + trial) % fitting.len()];
                 progress.step(&format!("{}, {}", case_name(case), subject.name()));
                 match sample(subject, case, PAUSES[trial % PAUSES.len()])? {
-                    Ok(outcome) => enter(&mut book, case, subject.name(), &outcome),
-                    Err(gap) => report.gap(gap),
+                    Ok(outcome) => add_sample(&mut samples, case, subject.name(), &outcome),
+                    Err(gap) => report.add_gap(gap),
                 }
             }
         }
     }
     drop(progress);
     for &case in &cases {
-        rows(report, &book, case, ready);
+        add_rows(report, &samples, case, ready);
     }
     let mut variants: Vec<Variant> = cases.iter().map(|(variant, _)| *variant).collect();
     variants.dedup();
     for variant in variants {
-        report.verdict(verdict(&book, variant, &cases));
+        report.add_verdict(verdict(&samples, variant, &cases));
     }
     Ok(())
 }
 
 fn cases(options: &Options) -> Result<Vec<Case>> {
-    if let Some(size) = options.sizes.iter().find(|&&size| size < LEAST_BYTES as u64 || size > KEEPERS_MIB << 20) {
+    if let Some(size) = options.sizes.iter().find(|&&size| size < MIN_BYTES as u64 || size > KEEPERS_MIB << 20) {
         let most = Bytes(KEEPERS_MIB << 20);
-        return Err(Error::CannotRun(format!("pieces of {size} bytes: they have {LEAST_BYTES} B to {most}")));
+        return Err(Error::CannotRun(format!("pieces of {size} bytes: they have {MIN_BYTES} B to {most}")));
     }
     let sizes = match options.sizes.as_slice() {
-        [] => options.common.pick(QUICK_SIZES, SIZES),
+        [] => options.common.quick_or_full(QUICK_SIZES, SIZES),
         given => given,
     };
     let variants = match options.variants.as_slice() {
-        [] => options.common.pick(&[Variant::All][..], Variant::value_variants()),
+        [] => options.common.quick_or_full(&[Variant::All][..], Variant::value_variants()),
         given => given,
     };
     let of_all = variants.iter().flat_map(|&variant| sizes.iter().map(move |&size| (variant, size)));
@@ -158,18 +160,18 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
 }
 
 fn case_name((variant, size): Case) -> String {
-    format!("pieces of {}, {}", Bytes(size), variant.words())
+    format!("pieces of {}, {}", Bytes(size), variant.description())
 }
 
-fn enter(book: &mut Book<Case>, case: Case, name: &'static str, outcome: &Outcome) {
-    book.enter(&case, name, METRICS, outcome);
-    // A workload that failed did not survive; its message is among the gaps.
+fn add_sample(samples: &mut SampleTable<Case>, case: Case, name: &'static str, outcome: &Outcome) {
+    samples.add_outcome(&case, name, METRICS, outcome);
+    // A workload that failed counts as not survived; its message is among the gaps.
     let is_alive = matches!(outcome, Outcome::Measured(line) if line[REFUSED].as_f64() == Some(0.0));
-    book.enter_value(&case, name, SURVIVED, f64::from(u8::from(is_alive)));
+    samples.add_value(&case, name, SURVIVED, f64::from(u8::from(is_alive)));
 }
 
-/// Takes one sample in a fresh group; the inner error is a sentence for the list of gaps.
-fn sample(ready: &Ready, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
+/// Takes one sample in a new cgroup. The inner error is a sentence for the list of gaps.
+fn sample(ready: &AvailableSubject, case: Case, pause: Duration) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
     let group = match Cgroup::with_limit(LIMIT_MIB << 20) {
@@ -179,27 +181,27 @@ fn sample(ready: &Ready, case: Case, pause: Duration) -> Result<std::result::Res
     let mut keepers = Vec::new();
     for index in 0..case.0.keepers() {
         match keeper_line(ready, case, index, folder.path()) {
-            Ok(line) => keepers.push(start(&group, &line?)?),
+            Ok(line) => keepers.push(start_in_group(&group, &line?)?),
             Err(gap) => return Ok(Err(format!("survive: {gap}"))),
         }
     }
     for (index, keeper) in (0..).zip(&keepers) {
         if !signs.wait_for(&keeper_sign(index), keeper, Duration::from_secs(60))? {
-            // The filled memory fits under every allocator, so a keeper that ends here shows nothing about returning
-            // memory.
+            // The keepers' memory fits under every allocator. A keeper that ends here was therefore not killed for lack
+            // of memory.
             return Ok(Ok(Outcome::Failed("a keeper ended before it had freed its pieces".to_owned())));
         }
     }
     child::sleep(pause)?;
-    let newcomer = match keepers.iter().any(Running::has_ended) {
+    let newcomer = match keepers.iter().any(RunningGroup::has_ended) {
         true => None,
-        false => Some(newcomer(&group)?),
+        false => Some(run_newcomer(&group)?),
     };
-    signs.give(&taken_sign(0)).map_err(doing("giving a sign"))?;
+    signs.create(&taken_sign(0)).map_err(doing("giving a sign"))?;
     let mut refused = 0.0;
     for keeper in keepers {
         let finished = keeper.finish(Duration::from_secs(60))?;
-        match child::outcome(ready.name(), &finished)? {
+        match child::classify(ready.name(), &finished)? {
             Outcome::Measured(line) => refused += line[REFUSED].as_f64().unwrap_or(0.0),
             lost => return Ok(Ok(lost)),
         }
@@ -214,9 +216,9 @@ fn sample(ready: &Ready, case: Case, pause: Duration) -> Result<std::result::Res
     }))
 }
 
-/// The command line of a keeper; the outer error is a sentence for the list of gaps.
+/// Returns the command line of a keeper. The outer error is a sentence for the list of gaps.
 fn keeper_line(
-    ready: &Ready,
+    ready: &AvailableSubject,
     (variant, size): Case,
     index: u64,
     folder: &Path,
@@ -241,39 +243,39 @@ fn keeper_line(
     Ok(Ok(line))
 }
 
-fn newcomer(group: &Cgroup) -> Result<Outcome> {
+fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
     let own = child::own_executable()?.display().to_string();
     let mut line = vec![own, "__newcomer".to_owned()];
-    line.extend(child::numbers(&[("--mib", NEWCOMER_MIB), ("--threads", NEWCOMER_THREADS)]));
-    let finished = start(group, &line)?.finish(Duration::from_secs(60))?;
-    child::outcome("the newcomer's glibc", &finished)
+    line.extend(child::numeric_options(&[("--mib", NEWCOMER_MIB), ("--threads", NEWCOMER_THREADS)]));
+    let finished = start_in_group(&group, &line)?.finish(Duration::from_secs(60))?;
+    child::classify("the newcomer's glibc", &finished)
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, case: Case, ready: &[Ready]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, case: Case, ready: &[AvailableSubject]) {
     let (variant, size) = case;
-    let (name, words) = (case_name(case), variant.words());
+    let (name, words) = (case_name(case), variant.description());
     let table = format!(
         "survive, {words}: newcomer's GiB/s after {KEEPERS_MIB} MiB in pieces of one size, \
          {NEWCOMER_MIB} MiB needed, in {LIMIT_MIB} MiB"
     );
     for subject in ready {
         let metric = |name, unit, better| Metric { name, unit, better, baseline: None };
-        let place = Place { table: table.clone(), column: Bytes(size).to_string() };
+        let cell = TableCell { table: table.clone(), column: Bytes(size).to_string() };
         let of = (&case, name.as_str());
-        report_row(report, book, of, subject.name(), metric(SPEED, "GiB/s", Better::Higher), Some(place));
-        report_row(report, book, of, subject.name(), metric(SLOWEST, "ms", Better::Lower), None);
-        report_row(report, book, of, subject.name(), metric(REFUSED, "calls", Better::Lower), None);
-        report_row(report, book, of, subject.name(), metric(SURVIVED, "share", Better::Higher), None);
+        report_row(report, samples, of, subject.name(), metric(SPEED, "GiB/s", Better::Higher), Some(cell));
+        report_row(report, samples, of, subject.name(), metric(SLOWEST, "ms", Better::Lower), None);
+        report_row(report, samples, of, subject.name(), metric(REFUSED, "calls", Better::Lower), None);
+        report_row(report, samples, of, subject.name(), metric(SURVIVED, "share", Better::Higher), None);
     }
 }
 
-/// A verdict on all sizes of a variant: one lost sample is too many.
-fn verdict(book: &Book<Case>, variant: Variant, cases: &[Case]) -> Verdict {
-    let target = format!("survive, pieces of one size, {}: samples without a kill or refusal", variant.words());
+/// Judges all sizes of a variant together. One lost sample makes the target fall short.
+fn verdict(samples: &SampleTable<Case>, variant: Variant, cases: &[Case]) -> Verdict {
+    let target = format!("survive, pieces of one size, {}: samples without a kill or refusal", variant.description());
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
     let own = cases.iter().filter(|case| case.0 == variant);
     let survived: Vec<(u64, Vec<f64>)> =
-        own.filter_map(|case| Some((case.1, book.get(case, PAGEMILL, SURVIVED)?.values()))).collect();
+        own.filter_map(|case| Some((case.1, samples.get(case, PAGEMILL, SURVIVED)?.values()))).collect();
     let all: Vec<f64> = survived.iter().flat_map(|(_, values)| values).copied().collect();
     if all.is_empty() {
         return blank;
@@ -288,33 +290,34 @@ fn verdict(book: &Book<Case>, variant: Variant, cases: &[Case]) -> Verdict {
         false => format!("lost: {}", lost.join(", ")),
     };
     let share = all.iter().sum::<f64>() / all.len() as f64;
-    // Survival is counted, not estimated, so the interval is a point.
+    // The samples are counted exactly, so the interval has zero width.
     let estimate = stats::Estimate { value: share, low: share, high: share, samples: all.len() };
-    Verdict { estimate: Some(estimate), is_lost: share < 1.0, note, ..blank }
+    Verdict { estimate: Some(estimate), has_lost_round: share < 1.0, note, ..blank }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::State;
+    use crate::report::VerdictState;
 
-    /// One lost sample of one size misses the target, and is named; a refused call counts as a loss.
+    /// Of three samples of one size, one is killed and one has a failed malloc: the target falls short, and the note
+    /// has the count. A variant without a loss reaches its target.
     #[test]
-    fn one_lost_sample_is_too_many() {
+    fn one_lost_sample_misses_the_target() {
         let cases = [(Variant::All, 512), (Variant::All, 4096), (Variant::Runs, 512)];
-        let mut book = Book::new();
+        let mut samples = SampleTable::new();
         let line = |refused: u64| Outcome::Measured(serde_json::json!({ SPEED: 1.0, SLOWEST: 1.0, REFUSED: refused }));
         for (case, outcome) in
             [(0, line(0)), (1, line(0)), (1, Outcome::Killed), (1, line(1)), (2, line(0)), (2, line(0))]
         {
-            enter(&mut book, cases[case], PAGEMILL, &outcome);
+            add_sample(&mut samples, cases[case], PAGEMILL, &outcome);
         }
 
-        let all = verdict(&book, Variant::All, &cases);
-        let runs = verdict(&book, Variant::Runs, &cases);
-        let busy = verdict(&book, Variant::Busy, &cases);
+        let all = verdict(&samples, Variant::All, &cases);
+        let runs = verdict(&samples, Variant::Runs, &cases);
+        let busy = verdict(&samples, Variant::Busy, &cases);
 
-        assert!(all.state() == State::FallsShort && all.note == "lost: 4 KiB 2/3", "{all:?}");
-        assert_eq!((runs.state(), busy.state()), (State::Reached, State::NotMeasured));
+        assert!(all.state() == VerdictState::FallsShort && all.note == "lost: 4 KiB 2/3", "{all:?}");
+        assert_eq!((runs.state(), busy.state()), (VerdictState::Reached, VerdictState::NotMeasured));
     }
 }

@@ -1,16 +1,16 @@
-//! Latency from a request to a sibling until the memory is returned. Only Pagemill has such requests.
+//! Latency from a request to a sibling until the sibling returns the memory. Only Pagemill has such requests.
 
 use std::process::Command;
 use std::time::Duration;
 
-use crate::child::{self, Running};
+use crate::child::{self, RunningGroup};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, report_row};
-use crate::report::{Place, Report};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row};
+use crate::report::{Report, TableCell};
 use crate::stats::Better;
-use crate::subject::{self, PAGEMILL, Ready};
+use crate::subject::{self, AvailableSubject, PAGEMILL};
 
-/// Free memory that the sibling holds (quick, full).
+/// MiB of free memory that the sibling holds (quick, full).
 const HOARD_MIB: (u64, u64) = (256, 1024);
 
 /// MiB per request, and number of requests (quick, full).
@@ -20,50 +20,51 @@ const MEDIAN: &str = "median_us";
 const P99: &str = "p99_us";
 const LATE: &str = "late";
 
-/// Runs the experiment under Pagemill, if that is among the subjects; adds rows.
-pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
+/// Runs the experiment under Pagemill, if Pagemill is among the subjects; adds rows to the report.
+pub fn run(common: &CommonOptions, ready: &[AvailableSubject], report: &mut Report) -> Result<()> {
     let Some(pagemill) = ready.iter().find(|ready| ready.name() == PAGEMILL) else { return Ok(()) };
-    let hoard_mib = common.pick(HOARD_MIB.0, HOARD_MIB.1);
-    child::warm(hoard_mib + hoard_mib / 8)?;
+    let hoard_mib = common.quick_or_full(HOARD_MIB.0, HOARD_MIB.1);
+    child::touch_beforehand(hoard_mib + hoard_mib / 8)?;
     let progress = Progress::new(CASES.len() * common.rounds());
-    let mut book = Book::new();
+    let mut samples = SampleTable::new();
     for _ in 0..common.rounds() {
         for (ask_mib, asks) in CASES {
             progress.step(&format!("reaction, {ask_mib} MiB"));
             let line = match pagemill.launcher(&[]) {
                 Ok(line) => line,
                 Err(gap) => {
-                    report.gap(format!("reaction: {gap}"));
+                    report.add_gap(format!("reaction: {gap}"));
                     return Ok(());
                 }
             };
             let mut command = Command::new(&line[0]);
             command.args(&line[1..]).arg(child::own_executable()?).arg("__asker");
-            let options = [("--hoard-mib", hoard_mib), ("--ask-mib", ask_mib), ("--asks", common.pick(asks.0, asks.1))];
+            let options =
+                [("--hoard-mib", hoard_mib), ("--ask-mib", ask_mib), ("--asks", common.quick_or_full(asks.0, asks.1))];
             for (name, value) in options {
                 command.arg(name).arg(value.to_string());
             }
             subject::clear_foreign_settings(&mut command);
-            let finished = Running::start(&mut command)?.finish(Duration::from_secs(300))?;
-            let outcome = child::outcome(PAGEMILL, &finished)?;
-            book.enter(&ask_mib, PAGEMILL, &[MEDIAN, P99, LATE], &outcome);
+            let finished = RunningGroup::start(&mut command)?.finish(Duration::from_secs(300))?;
+            let outcome = child::classify(PAGEMILL, &finished)?;
+            samples.add_outcome(&ask_mib, PAGEMILL, &[MEDIAN, P99, LATE], &outcome);
         }
     }
     drop(progress);
     for (ask_mib, _) in CASES {
-        rows(report, &book, ask_mib, hoard_mib);
+        add_rows(report, &samples, ask_mib, hoard_mib);
     }
     Ok(())
 }
 
-fn rows(report: &mut Report, book: &Book<u64>, ask_mib: u64, hoard_mib: u64) {
+fn add_rows(report: &mut Report, samples: &SampleTable<u64>, ask_mib: u64, hoard_mib: u64) {
     let name = format!("reaction, {ask_mib} MiB");
     for (metric, unit, column) in [(MEDIAN, "us", "median, us"), (P99, "us", "99th, us"), (LATE, "asks", "over 1 s")] {
-        let place = Place {
+        let cell = TableCell {
             table: format!("survive: from request to bytes given, by a sibling that holds {hoard_mib} MiB free"),
             column: format!("{ask_mib} MiB: {column}"),
         };
         let metric = Metric { name: metric, unit, better: Better::Lower, baseline: None };
-        report_row(report, book, (&ask_mib, &name), PAGEMILL, metric, Some(place));
+        report_row(report, samples, (&ask_mib, &name), PAGEMILL, metric, Some(cell));
     }
 }

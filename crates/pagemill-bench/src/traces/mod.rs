@@ -1,18 +1,18 @@
-//! Hit ratios on generated traces: the page cache's eviction policy beside others.
+//! Hit ratios on generated traces: the page cache's eviction policy, compared with LRU, CLOCK, S3-FIFO and SIEVE.
 //!
-//! Pages are only numbers here, and nothing is timed, so the results are the same on every machine. The policy is the
-//! module that the page cache itself uses.
+//! Pages are only numbers in this experiment, and nothing is timed, so the results are the same on every machine.
+//! Pagemill's policy is run by the same module that the page cache uses.
 
 mod generate;
 mod own;
 mod peers;
 
 use crate::error::{Error, Result};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, not_measured, report_row};
+use crate::report::{Bound, Report, TableCell, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::PAGEMILL;
-use generate::{KINDS, Kind};
+use generate::{KINDS, TraceKind};
 use peers::{Clock, Lru, Policy, S3Fifo, Sieve};
 
 const S3_FIFO: &str = "s3-fifo";
@@ -20,29 +20,28 @@ const PEERS: [&str; 4] = ["lru", "clock", S3_FIFO, "sieve"];
 const HIT_RATIO: &str = "hit_percent";
 
 const PAGES: (usize, usize) = (20_000, 100_000);
-/// Requests for each page of the footprint.
+/// Number of requests for each page of the footprint.
 const REQUESTS: usize = 20;
-/// Sizes of the cache, in percent of the footprint.
-const PERCENT: [usize; 3] = [1, 10, 25];
-/// The first requests fill the cache and do not count: one in so many of all requests.
+const CACHE_PERCENTS: [usize; 3] = [1, 10, 25];
+/// The first requests only fill the cache and do not count. They are all requests divided by this number.
 const WARM_DIVISOR: usize = 5;
-/// The seed from which the seed of each round is derived.
+/// The seed of the first round; each later round adds its number.
 const SEED: u64 = 0x7061_6765_6d69_6c6c;
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
-    /// Pages of the footprint (default 100000, with --quick 20000); each trace has 20 times as many requests
+    pub common: CommonOptions,
+    /// Number of distinct pages in a trace (default 100000, with --quick 20000); each trace has 20 times as many
+    /// requests
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1000..10_000_000))]
     pub pages: Option<u32>,
-    /// Only these traces, separated by commas
+    /// Run only these traces, separated by commas
     #[arg(long, value_delimiter = ',', value_name = "TRACE")]
     pub traces: Vec<String>,
 }
 
-/// Trace, and the cache's share of the footprint.
+/// Index of the trace, and size of the cache in percent of the footprint.
 type Case = (usize, usize);
 
 /// Runs the experiment and returns the report.
@@ -63,55 +62,55 @@ pub fn run(options: &Options) -> Result<Report> {
     if let Some(name) = options.traces.iter().find(|name| !traces.contains(&name.as_str())) {
         return unknown("trace", name, &traces);
     }
-    let book = measure(options, &subjects)?;
+    let samples = measure(options, &subjects)?;
     let mut report = Report::new("traces", common.json);
-    for percent in PERCENT {
+    for percent in CACHE_PERCENTS {
         let table = format!("hit ratio, %, half the spread: a cache of {percent} % of the footprint");
-        report.turn(table.clone());
+        report.transpose_table(table.clone());
         for (trace, (name, _)) in KINDS.iter().enumerate() {
             for subject in &subjects {
-                let place = Some(Place { table: table.clone(), column: (*name).to_owned() });
+                let cell = Some(TableCell { table: table.clone(), column: (*name).to_owned() });
                 let metric = Metric { name: HIT_RATIO, unit: "%", better: Better::Higher, baseline: None };
                 let case = (&(trace, percent), &*format!("{name}, {percent} %"));
-                report_row(&mut report, &book, case, subject, metric, place);
+                report_row(&mut report, &samples, case, subject, metric, cell);
             }
         }
     }
-    verdicts(&mut report, &book);
+    add_verdicts(&mut report, &samples);
     Ok(report)
 }
 
-fn measure(options: &Options, subjects: &[&'static str]) -> Result<Book<Case>> {
+fn measure(options: &Options, subjects: &[&'static str]) -> Result<SampleTable<Case>> {
     let common = &options.common;
-    let pages = options.pages.map_or(common.pick(PAGES.0, PAGES.1), |pages| pages as usize);
+    let pages = options.pages.map_or(common.quick_or_full(PAGES.0, PAGES.1), |pages| pages as usize);
     let is_wanted = |list: &[String], name: &str| list.is_empty() || list.iter().any(|wanted| wanted == name);
     let subjects: Vec<_> = subjects.iter().filter(|subject| is_wanted(&common.only, subject)).collect();
     let kinds: Vec<_> = KINDS.iter().enumerate().filter(|(_, (name, _))| is_wanted(&options.traces, name)).collect();
-    let progress = Progress::new(common.rounds() * kinds.len() * PERCENT.len());
-    let mut book = Book::new();
+    let progress = Progress::new(common.rounds() * kinds.len() * CACHE_PERCENTS.len());
+    let mut samples = SampleTable::new();
     for round in 0..common.rounds() as u64 {
         for (trace, (name, kind)) in &kinds {
-            for percent in PERCENT {
+            for percent in CACHE_PERCENTS {
                 progress.step(name);
                 let size = pages * percent / 100;
                 let requests = generate::trace(*kind, pages, size, REQUESTS * pages, SEED + round);
                 for subject in &subjects {
-                    let mut policy = policy(subject, pages, size)?;
-                    book.enter_value(&(*trace, percent), subject, HIT_RATIO, hit_percent(&mut *policy, &requests));
+                    let mut policy = make_policy(subject, pages, size)?;
+                    samples.add_value(&(*trace, percent), subject, HIT_RATIO, hit_percent(&mut *policy, &requests));
                 }
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn policy(subject: &str, pages: usize, size: usize) -> Result<Box<dyn Policy>> {
+fn make_policy(subject: &str, pages: usize, size: usize) -> Result<Box<dyn Policy>> {
     Ok(match subject {
         "lru" => Box::new(Lru::new(pages, size)),
         "clock" => Box::new(Clock::new(pages, size)),
         S3_FIFO => Box::new(S3Fifo::new(pages, size)),
         "sieve" => Box::new(Sieve::new(pages, size)),
-        _ => Box::new(own::Own::new(pages, size).map_err(|error| Error::CannotRun(error.to_string()))?),
+        _ => Box::new(own::PagemillPolicy::new(pages, size).map_err(|error| Error::CannotRun(error.to_string()))?),
     })
 }
 
@@ -124,53 +123,53 @@ fn hit_percent(policy: &mut dyn Policy, requests: &[u32]) -> f64 {
     100.0 * hits as f64 / counted.len() as f64
 }
 
-/// Hit ratios of one subject in one case, by round.
-fn ratios(book: &Book<Case>, case: &Case, subject: &'static str) -> Option<Vec<f64>> {
-    book.get(case, subject, HIT_RATIO).map(|series| series.values())
+/// Returns the hit percentages of one subject in one case, for each round.
+fn ratios(samples: &SampleTable<Case>, case: &Case, subject: &'static str) -> Option<Vec<f64>> {
+    samples.get(case, subject, HIT_RATIO).map(|series| series.values())
 }
 
-/// The lead of the cache's policy over the best peer, in percentage points, by round.
-fn ahead_of_best(book: &Book<Case>, case: &Case) -> Option<Vec<f64>> {
-    let peers: Option<Vec<_>> = PEERS.iter().map(|peer| ratios(book, case, peer)).collect();
-    let (own, peers) = (ratios(book, case, PAGEMILL)?, peers?);
+/// Returns for each round by how many percentage points Pagemill's policy exceeds the best peer.
+fn lead_over_best_peer(samples: &SampleTable<Case>, case: &Case) -> Option<Vec<f64>> {
+    let peers: Option<Vec<_>> = PEERS.iter().map(|peer| ratios(samples, case, peer)).collect();
+    let (own, peers) = (ratios(samples, case, PAGEMILL)?, peers?);
     let best = |round: usize| peers.iter().map(|ratios| ratios[round]).fold(0.0, f64::max);
     Some(own.iter().enumerate().map(|(round, own)| own - best(round)).collect())
 }
 
-fn verdicts(report: &mut Report, book: &Book<Case>) {
+fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
     let points = |target: String, bound, values: Option<Vec<f64>>, note: String| {
         let blank = not_measured(target, bound, "points", "not all were run");
         let Some(values) = values else { return blank };
-        Verdict { estimate: stats::estimate(&values), baseline: "best-of-four".to_owned(), note, ..blank }
+        Verdict { estimate: stats::estimate_median(&values), baseline: "best-of-four".to_owned(), note, ..blank }
     };
     for (trace, (name, kind)) in KINDS.iter().enumerate() {
-        if book.cases().iter().all(|(with, _)| *with != trace) {
+        if samples.cases().iter().all(|(with, _)| *with != trace) {
             continue;
         }
         let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-        let by_size = PERCENT.map(|percent| (percent, ahead_of_best(book, &(trace, percent))));
+        let by_size = CACHE_PERCENTS.map(|percent| (percent, lead_over_best_peer(samples, &(trace, percent))));
         let worst = by_size.into_iter().min_by(|(_, one), (_, other)| {
             let of = |values: &Option<Vec<f64>>| values.as_deref().map_or(f64::MIN, mean);
             of(one).total_cmp(&of(other))
         });
         let Some((percent, values)) = worst else { continue };
         let target = format!("{name}: {PAGEMILL}, ahead of the best of four");
-        let what = if *kind == Kind::Loop { "of the loop's footprint" } else { "of the footprint" };
+        let what = if *kind == TraceKind::Loop { "of the loop's footprint" } else { "of the footprint" };
         let note = if values.is_some() { format!("worst: {percent} % {what}") } else { "not all were run".to_owned() };
-        report.verdict(points(target, Bound::AtLeast(-1.0), values, note));
+        report.add_verdict(points(target, Bound::AtLeast(-1.0), values, note));
     }
     let target = format!("mean of all: {PAGEMILL}, ahead of {S3_FIFO}");
     let mean = Verdict {
         baseline: S3_FIFO.to_owned(),
-        ..points(target, Bound::AtLeast(0.0), ahead_of_s3(book), String::new())
+        ..points(target, Bound::AtLeast(0.0), lead_over_s3_fifo(samples), String::new())
     };
-    report.verdict(mean);
+    report.add_verdict(mean);
 }
 
-/// The lead of the mean of all cases over S3-FIFO's mean, in percentage points, by round.
-fn ahead_of_s3(book: &Book<Case>) -> Option<Vec<f64>> {
-    let cases = book.cases();
-    let both = |case: &&Case| Some((ratios(book, case, PAGEMILL)?, ratios(book, case, S3_FIFO)?));
+/// Returns for each round by how many percentage points Pagemill's mean over all cases exceeds S3-FIFO's.
+fn lead_over_s3_fifo(samples: &SampleTable<Case>) -> Option<Vec<f64>> {
+    let cases = samples.cases();
+    let both = |case: &&Case| Some((ratios(samples, case, PAGEMILL)?, ratios(samples, case, S3_FIFO)?));
     let all: Vec<_> = cases.iter().map(both).collect::<Option<_>>()?;
     let rounds = all.iter().map(|(own, _)| own.len()).min()?;
     let ahead = |round: usize| all.iter().map(|(own, peer)| own[round] - peer[round]).sum::<f64>() / all.len() as f64;

@@ -1,4 +1,4 @@
-//! Pagemill's own eviction policy on a trace: the module of the page cache, with numbers as pages.
+//! Runs Pagemill's own eviction policy on a trace. The policy is the module of the page cache; pages are only numbers.
 
 use std::cell::Cell;
 
@@ -6,10 +6,10 @@ use pagemill::mapping::order::{FolioState, Folios, GhostKey, Order};
 
 use super::peers::Policy;
 
-/// The most uses that a folio's state word counts.
+/// The largest number of uses that the state word of a folio counts.
 const MOST_USES: u8 = 2;
 
-/// Number of uses of each frame.
+/// The number of uses of each frame.
 struct Frames(Vec<Cell<u8>>);
 
 impl Folios for Frames {
@@ -27,11 +27,11 @@ impl Folios for Frames {
     }
 }
 
-/// Marks the absence of a frame.
-const NONE: u32 = u32::MAX;
+/// Stands for the absence of a frame or page.
+const ABSENT: u32 = u32::MAX;
 
-/// A cache of frames with this policy.
-pub struct Own {
+/// A cache of page numbers with Pagemill's eviction policy.
+pub struct PagemillPolicy {
     order: Order,
     frames: Frames,
     page_of: Vec<u32>,
@@ -39,43 +39,43 @@ pub struct Own {
     size: usize,
 }
 
-impl Own {
-    /// Makes an empty cache of `size` frames.
+impl PagemillPolicy {
+    /// Makes an empty cache of `size` frames, for page numbers below `pages`.
     ///
     /// # Errors
     ///
-    /// If there is no address space for its tables.
+    /// If there is no address space for the tables of the policy.
     pub fn new(pages: usize, size: usize) -> pagemill::Result<Self> {
         let order = Order::new(size)?;
         order.begin(size as u64);
         order.reach(size)?;
         let frames = Frames(vec![Cell::new(0); size]);
-        Ok(Self { order, frames, page_of: Vec::new(), frame_of: vec![NONE; pages], size })
+        Ok(Self { order, frames, page_of: Vec::new(), frame_of: vec![ABSENT; pages], size })
     }
 
-    /// Returns a frame for another page, evicting if necessary; `None` if no frame can be freed.
-    fn make_room(&mut self) -> Option<u32> {
+    /// Returns a frame for another page, and evicts a page if necessary; `None` if no frame can be freed.
+    fn take_frame(&mut self) -> Option<u32> {
         if self.page_of.len() < self.size {
-            self.page_of.push(NONE);
+            self.page_of.push(ABSENT);
             return Some(self.page_of.len() as u32 - 1);
         }
         let candidate = self.order.scan().next(&self.frames)?;
         let page = self.page_of[candidate.number as usize];
-        self.frame_of[page as usize] = NONE;
+        self.frame_of[page as usize] = ABSENT;
         self.order.dropped(&candidate, GhostKey::of(0, page.into(), 0));
         Some(candidate.number)
     }
 }
 
-impl Policy for Own {
+impl Policy for PagemillPolicy {
     fn access(&mut self, page: u32) -> bool {
         let frame = self.frame_of[page as usize];
-        if frame != NONE {
+        if frame != ABSENT {
             let uses = &self.frames.0[frame as usize];
             uses.set((uses.get() + 1).min(MOST_USES));
             return true;
         }
-        if let Some(frame) = self.make_room() {
+        if let Some(frame) = self.take_frame() {
             let recall = self.order.recall(GhostKey::of(0, page.into(), 0));
             self.frames.0[frame as usize].set(0);
             (self.page_of[frame as usize], self.frame_of[page as usize]) = (page, frame);

@@ -1,25 +1,24 @@
 //! Eviction policies as their papers describe them, on pages of one size.
 //!
 //! - LRU: evicts the least recently used page.
-//! - CLOCK: a ring of pages with reference bits. The hand clears set bits and evicts the first page without one. F.
-//!   Corbato, 1968.
-//! - S3-FIFO: a small queue of a tenth, a main queue, and a ghost queue as long as the main queue may be. J. Yang and
-//!   others, SOSP 2023, algorithm 1.
+//! - CLOCK: a ring of pages with reference bits. The clock hand clears set bits and evicts the first page without one.
+//! F. Corbato, 1968.
+//! - S3-FIFO: a small queue for a tenth of the pages, a main queue, and a ghost queue with as many entries as the main
+//! queue has room for. J. Yang and others, SOSP 2023, algorithm 1.
 //! - SIEVE: one queue. The hand moves from the oldest to the newest page, clears set bits, and evicts the first page
-//!   without one; pages that stay are not moved. Y. Zhang and others, NSDI 2024, algorithm 1.
+//! without one. Pages that stay are not moved. Y. Zhang and others, NSDI 2024, algorithm 1.
 
 use std::collections::VecDeque;
 
-/// A cache of pages, by their numbers.
+/// A cache of page numbers with an eviction policy.
 pub trait Policy {
-    /// Requests a page, which is in the cache afterwards. Returns whether it was a hit.
+    /// Requests a page, which enters the cache if it is not there. Returns whether it was a hit.
     fn access(&mut self, page: u32) -> bool;
 }
 
-/// Marks the absence of a page.
-const NONE: u32 = u32::MAX;
+const ABSENT: u32 = u32::MAX;
 
-/// A doubly linked list of pages, from which any page can be removed.
+/// A doubly linked list of pages that can remove any page in constant time.
 struct List {
     newer: Vec<u32>,
     older: Vec<u32>,
@@ -30,13 +29,13 @@ struct List {
 
 impl List {
     fn new(pages: usize) -> Self {
-        Self { newer: vec![NONE; pages], older: vec![NONE; pages], newest: NONE, oldest: NONE, len: 0 }
+        Self { newer: vec![ABSENT; pages], older: vec![ABSENT; pages], newest: ABSENT, oldest: ABSENT, len: 0 }
     }
 
     fn push(&mut self, page: u32) {
-        (self.newer[page as usize], self.older[page as usize]) = (NONE, self.newest);
+        (self.newer[page as usize], self.older[page as usize]) = (ABSENT, self.newest);
         match self.newest {
-            NONE => self.oldest = page,
+            ABSENT => self.oldest = page,
             newest => self.newer[newest as usize] = page,
         }
         self.newest = page;
@@ -46,11 +45,11 @@ impl List {
     fn remove(&mut self, page: u32) {
         let (newer, older) = (self.newer[page as usize], self.older[page as usize]);
         match newer {
-            NONE => self.newest = older,
+            ABSENT => self.newest = older,
             newer => self.older[newer as usize] = older,
         }
         match older {
-            NONE => self.oldest = newer,
+            ABSENT => self.oldest = newer,
             older => self.newer[older as usize] = newer,
         }
         self.len -= 1;
@@ -59,25 +58,25 @@ impl List {
 
 pub struct Lru {
     list: List,
-    is_in: Vec<bool>,
+    is_cached: Vec<bool>,
     size: usize,
 }
 
 impl Lru {
     pub fn new(pages: usize, size: usize) -> Self {
-        Self { list: List::new(pages), is_in: vec![false; pages], size }
+        Self { list: List::new(pages), is_cached: vec![false; pages], size }
     }
 }
 
 impl Policy for Lru {
     fn access(&mut self, page: u32) -> bool {
-        let is_hit = std::mem::replace(&mut self.is_in[page as usize], true);
+        let is_hit = std::mem::replace(&mut self.is_cached[page as usize], true);
         if is_hit {
             self.list.remove(page);
         } else if self.list.len == self.size {
             let oldest = self.list.oldest;
             self.list.remove(oldest);
-            self.is_in[oldest as usize] = false;
+            self.is_cached[oldest as usize] = false;
         }
         self.list.push(page);
         is_hit
@@ -87,24 +86,24 @@ impl Policy for Lru {
 pub struct Clock {
     ring: Vec<u32>,
     hand: usize,
-    is_in: Vec<bool>,
+    is_cached: Vec<bool>,
     is_used: Vec<bool>,
     size: usize,
 }
 
 impl Clock {
     pub fn new(pages: usize, size: usize) -> Self {
-        Self { ring: Vec::new(), hand: 0, is_in: vec![false; pages], is_used: vec![false; pages], size }
+        Self { ring: Vec::new(), hand: 0, is_cached: vec![false; pages], is_used: vec![false; pages], size }
     }
 }
 
 impl Policy for Clock {
     fn access(&mut self, page: u32) -> bool {
-        if self.is_in[page as usize] {
+        if self.is_cached[page as usize] {
             self.is_used[page as usize] = true;
             return true;
         }
-        (self.is_in[page as usize], self.is_used[page as usize]) = (true, false);
+        (self.is_cached[page as usize], self.is_used[page as usize]) = (true, false);
         if self.ring.len() < self.size {
             self.ring.push(page);
             return false;
@@ -113,7 +112,7 @@ impl Policy for Clock {
             self.hand = (self.hand + 1) % self.size;
         }
         let dropped = std::mem::replace(&mut self.ring[self.hand], page);
-        self.is_in[dropped as usize] = false;
+        self.is_cached[dropped as usize] = false;
         self.hand = (self.hand + 1) % self.size;
         false
     }
@@ -122,31 +121,37 @@ impl Policy for Clock {
 pub struct Sieve {
     list: List,
     hand: u32,
-    is_in: Vec<bool>,
+    is_cached: Vec<bool>,
     is_visited: Vec<bool>,
     size: usize,
 }
 
 impl Sieve {
     pub fn new(pages: usize, size: usize) -> Self {
-        Self { list: List::new(pages), hand: NONE, is_in: vec![false; pages], is_visited: vec![false; pages], size }
+        Self {
+            list: List::new(pages),
+            hand: ABSENT,
+            is_cached: vec![false; pages],
+            is_visited: vec![false; pages],
+            size,
+        }
     }
 
     fn evict(&mut self) {
-        let or_oldest = |at: u32, oldest: u32| if at == NONE { oldest } else { at };
+        let or_oldest = |at: u32, oldest: u32| if at == ABSENT { oldest } else { at };
         let mut at = or_oldest(self.hand, self.list.oldest);
         while std::mem::take(&mut self.is_visited[at as usize]) {
             at = or_oldest(self.list.newer[at as usize], self.list.oldest);
         }
         self.hand = self.list.newer[at as usize];
         self.list.remove(at);
-        self.is_in[at as usize] = false;
+        self.is_cached[at as usize] = false;
     }
 }
 
 impl Policy for Sieve {
     fn access(&mut self, page: u32) -> bool {
-        if self.is_in[page as usize] {
+        if self.is_cached[page as usize] {
             self.is_visited[page as usize] = true;
             return true;
         }
@@ -154,14 +159,13 @@ impl Policy for Sieve {
             self.evict();
         }
         self.list.push(page);
-        (self.is_in[page as usize], self.is_visited[page as usize]) = (true, false);
+        (self.is_cached[page as usize], self.is_visited[page as usize]) = (true, false);
         false
     }
 }
 
-/// The queue of S3-FIFO in which a page is.
 #[derive(Clone, Copy, PartialEq)]
-enum Place {
+enum QueueOfPage {
     Out,
     Small,
     Main,
@@ -170,11 +174,11 @@ enum Place {
 pub struct S3Fifo {
     small: VecDeque<u32>,
     main: VecDeque<u32>,
-    /// Pages with the number of their entry. An entry is stale unless its number is the page's latest.
+    /// Each entry is a page and the number of the entry. An entry is stale if the page has a later number or none.
     ghosts: VecDeque<(u32, u32)>,
     ghost_of: Vec<u32>,
     next_ghost: u32,
-    place: Vec<Place>,
+    queue_of: Vec<QueueOfPage>,
     uses: Vec<u8>,
     size: usize,
     small_size: usize,
@@ -186,9 +190,9 @@ impl S3Fifo {
             small: VecDeque::new(),
             main: VecDeque::new(),
             ghosts: VecDeque::new(),
-            ghost_of: vec![NONE; pages],
+            ghost_of: vec![ABSENT; pages],
             next_ghost: 0,
-            place: vec![Place::Out; pages],
+            queue_of: vec![QueueOfPage::Out; pages],
             uses: vec![0; pages],
             size,
             small_size: (size / 10).max(1),
@@ -206,11 +210,11 @@ impl S3Fifo {
     fn evict_small(&mut self) {
         while let Some(page) = self.small.pop_front() {
             if self.uses[page as usize] <= 1 {
-                self.place[page as usize] = Place::Out;
-                self.remember(page);
+                self.queue_of[page as usize] = QueueOfPage::Out;
+                self.add_ghost(page);
                 return;
             }
-            (self.place[page as usize], self.uses[page as usize]) = (Place::Main, 0);
+            (self.queue_of[page as usize], self.uses[page as usize]) = (QueueOfPage::Main, 0);
             self.main.push_back(page);
             if self.main.len() > self.main_size() {
                 return self.evict_main();
@@ -221,7 +225,7 @@ impl S3Fifo {
     fn evict_main(&mut self) {
         while let Some(page) = self.main.pop_front() {
             if self.uses[page as usize] == 0 {
-                self.place[page as usize] = Place::Out;
+                self.queue_of[page as usize] = QueueOfPage::Out;
                 return;
             }
             self.uses[page as usize] -= 1;
@@ -229,14 +233,14 @@ impl S3Fifo {
         }
     }
 
-    fn remember(&mut self, page: u32) {
+    fn add_ghost(&mut self, page: u32) {
         self.ghost_of[page as usize] = self.next_ghost;
         self.ghosts.push_back((page, self.next_ghost));
         self.next_ghost += 1;
         while self.ghosts.len() > self.main_size() {
             let Some((page, ghost)) = self.ghosts.pop_front() else { return };
             if self.ghost_of[page as usize] == ghost {
-                self.ghost_of[page as usize] = NONE;
+                self.ghost_of[page as usize] = ABSENT;
             }
         }
     }
@@ -245,7 +249,7 @@ impl S3Fifo {
 impl Policy for S3Fifo {
     fn access(&mut self, page: u32) -> bool {
         let at = page as usize;
-        if self.place[at] != Place::Out {
+        if self.queue_of[at] != QueueOfPage::Out {
             self.uses[at] = (self.uses[at] + 1).min(3);
             return true;
         }
@@ -253,11 +257,11 @@ impl Policy for S3Fifo {
             self.evict();
         }
         self.uses[at] = 0;
-        if std::mem::replace(&mut self.ghost_of[at], NONE) == NONE {
-            self.place[at] = Place::Small;
+        if std::mem::replace(&mut self.ghost_of[at], ABSENT) == ABSENT {
+            self.queue_of[at] = QueueOfPage::Small;
             self.small.push_back(page);
         } else {
-            self.place[at] = Place::Main;
+            self.queue_of[at] = QueueOfPage::Main;
             self.main.push_back(page);
         }
         false
@@ -272,22 +276,23 @@ mod tests {
         trace.iter().map(|page| if policy.access(*page) { '+' } else { '-' }).collect()
     }
 
-    /// By hand, with room for three pages: the pages that are left show which ones were evicted.
+    /// Each policy runs a short trace with room for three pages. The hits and misses, computed by hand, show which
+    /// pages were evicted.
     #[test]
-    fn each_drops_the_page_that_its_paper_says() {
-        // LRU: 0 is the most recent of the first three, so 3 evicts 1, and 1 evicts 2.
+    fn each_policy_evicts_the_expected_page() {
+        // LRU: page 0 is the most recent of the first three pages, so 3 evicts 1, and 1 evicts 2.
         assert_eq!(hits(&mut Lru::new(9, 3), &[0, 1, 2, 0, 3, 0, 1, 2]), "---+-+--");
-        // CLOCK: the bit of 0 is set, so it stays and 3 evicts 1; then the hand is at 2.
+        // CLOCK: the reference bit of page 0 is set, so 0 stays and 3 evicts 1. The hand is then at 2.
         assert_eq!(hits(&mut Clock::new(9, 3), &[0, 1, 2, 0, 3, 0, 2, 1, 0]), "---+-++-+");
-        // SIEVE: the bit of 0 is set, so it stays and 1 is evicted. The hand stays behind it, so 4 evicts 2, though 0
-        // is older.
+        // SIEVE: the reference bit of page 0 is set, so 0 stays and 3 evicts 1. The hand is then behind 0, so 4 evicts
+        // 2, although 0 is older.
         assert_eq!(hits(&mut Sieve::new(9, 3), &[0, 1, 2, 0, 3, 4, 0, 3, 2]), "---+--++-");
     }
 
-    /// With room for ten pages: a page used twice moves to main, and a scan does not. A page that returns soon moves to
-    /// main, too.
+    /// With room for ten pages: a page with two hits moves to the main queue and survives a scan. A page that is
+    /// requested again soon after its eviction is found as a ghost and enters the main queue.
     #[test]
-    fn s3_fifo_lets_scans_pass() {
+    fn s3_fifo_keeps_reused_pages_during_scan() {
         let mut cache = S3Fifo::new(100, 10);
         assert_eq!(hits(&mut cache, &[0, 0, 0]), "-++");
         let scan: Vec<u32> = (10..40).collect();

@@ -1,4 +1,4 @@
-//! Random churn: threads replace pieces of random sizes, some hundred MiB in all, then free everything and sleep.
+//! Random churn: threads replace allocations of random sizes, some hundred MiB in all, then free everything and sleep.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
@@ -6,87 +6,84 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::pieces::Load;
-use super::{Failure, Outcome};
-use crate::native::Tagged;
+use super::{Failure, WorkloadResult};
+use crate::native::TaggedAllocation;
 use crate::stats::{self, Random};
 use crate::{native, proc};
 
-/// Range of sizes, uniform in their logarithm.
-const LEAST: f64 = 16.0;
-const MOST: f64 = (8 << 20) as f64;
+/// Smallest and largest size of an allocation. The logarithm of the sizes is uniformly distributed.
+const MIN_BYTES: f64 = 16.0;
+const MAX_BYTES: f64 = (8 << 20) as f64;
 
-/// One piece in so many is passed to another thread, which frees it.
-const SHARED_ONE_OF: usize = 8;
-const SHARED: usize = 64;
+/// One allocation in this many is passed to another thread, which frees it; and the number of slots for passing.
+const PASSED_ONE_OF: usize = 8;
+const PASSING_SLOTS: usize = 64;
 
 /// Interval at which the process samples its own memory.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Churn {
     #[arg(long)]
     pub threads: usize,
-    /// Memory that all threads hold together.
+    /// Live memory of all threads together, in MiB.
     #[arg(long)]
     pub mib: usize,
-    /// Duration of the churn.
+    /// Duration of the churn in ms.
     #[arg(long)]
     pub run_ms: u64,
-    /// Duration of the sleep after everything is freed.
+    /// Duration of the sleep after everything is freed, in ms.
     #[arg(long)]
     pub rest_ms: u64,
 }
 
-/// A piece, its size, and its tag.
-struct Held {
-    piece: Tagged,
+struct TrackedAllocation {
+    piece: TaggedAllocation,
     size: usize,
     tag: u64,
 }
 
-/// State shared by all threads.
-struct Field {
-    shared: Vec<Mutex<Option<Held>>>,
+struct SharedState {
+    shared: Vec<Mutex<Option<TrackedAllocation>>>,
     is_over: AtomicBool,
-    /// Bytes of all live pieces.
+    /// Sum of the sizes of all live allocations, in bytes.
     live: AtomicU64,
 }
 
-/// Churns, frees, sleeps. The JSON line has the process's memory during the churn (median of the last three quarters,
-/// and of the last quarter) and after the sleep, and the CPU time of a replacement.
-pub fn run(arguments: &Churn) -> Outcome {
-    let field = Field {
-        shared: (0..SHARED).map(|_| Mutex::new(None)).collect(),
+/// Churns, frees everything, and sleeps. The JSON line has the memory of the process during the churn (median of the
+/// last three quarters, and of the last quarter) and after the sleep, and the CPU time per replacement.
+pub fn run(arguments: &Churn) -> WorkloadResult {
+    let state = SharedState {
+        shared: (0..PASSING_SLOTS).map(|_| Mutex::new(None)).collect(),
         is_over: AtomicBool::new(false),
         live: AtomicU64::new(0),
     };
     let share = (arguments.mib << 20) / arguments.threads;
-    // The threads live until the end, since memory in their thread caches counts.
+    // The threads live until the end, so that memory in their thread caches is counted.
     let (emptied, ended) = (Barrier::new(arguments.threads + 1), Barrier::new(arguments.threads + 1));
-    let cpu_before = native::own_cpu();
-    let (looks, cpu, after_mib, replaced) = thread::scope(|scope| {
-        let (field, emptied, ended) = (&field, &emptied, &ended);
+    let cpu_before = native::own_cpu_time();
+    let (memory_samples, cpu, after_mib, replaced) = thread::scope(|scope| {
+        let (state, emptied, ended) = (&state, &emptied, &ended);
         let work = move |index| {
-            let replaced = churn(field, share, index as u64);
+            let replaced = run_thread(state, share, index as u64);
             emptied.wait();
             ended.wait();
             replaced
         };
         let workers: Vec<_> = (0..arguments.threads).map(|index| scope.spawn(move || work(index))).collect();
-        let looks = look(field, Duration::from_millis(arguments.run_ms));
-        field.is_over.store(true, Ordering::Relaxed);
+        let memory_samples = sample_memory(state, Duration::from_millis(arguments.run_ms));
+        state.is_over.store(true, Ordering::Relaxed);
         emptied.wait();
-        let cpu = native::own_cpu() - cpu_before;
-        let rested = field.empty().and_then(|()| rest(Duration::from_millis(arguments.rest_ms)));
+        let cpu = native::own_cpu_time() - cpu_before;
+        let rested = state.free_shared().and_then(|()| work_little(Duration::from_millis(arguments.rest_ms)));
         let after_mib = mib(proc::own_resident_bytes());
         ended.wait();
         let joined =
             workers.into_iter().map(|worker| worker.join().unwrap_or(Err("a thread panicked".to_owned().into())));
         let replaced = joined.sum::<Result<u64, Failure>>();
-        rested.and(replaced).map(|replaced| (looks, cpu, after_mib, replaced))
+        rested.and(replaced).map(|replaced| (memory_samples, cpu, after_mib, replaced))
     })?;
-    let (held, live): (Vec<f64>, Vec<f64>) = looks.into_iter().unzip();
+    let (held, live): (Vec<f64>, Vec<f64>) = memory_samples.into_iter().unzip();
     let last = |values: &[f64], share: usize| stats::median(&values[values.len() - values.len() / share..]);
     Ok(serde_json::json!({
         "steady_mib": stats::median(&held[held.len() / 4..]),
@@ -101,63 +98,64 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Samples the memory of the process and its live bytes, in MiB, for `duration`.
-fn look(field: &Field, duration: Duration) -> Vec<(f64, f64)> {
+/// Samples the memory of the process and its live bytes, in MiB, for the given duration.
+fn sample_memory(state: &SharedState, duration: Duration) -> Vec<(f64, f64)> {
     let begun = Instant::now();
-    let mut looks = Vec::with_capacity((duration.as_millis() / LOOK_EVERY.as_millis()) as usize + 2);
-    while begun.elapsed() < duration || looks.len() < 4 {
-        thread::sleep(LOOK_EVERY.min(duration / 4));
-        looks.push((mib(proc::own_resident_bytes()), mib(field.live.load(Ordering::Relaxed))));
+    let mut memory_samples = Vec::with_capacity((duration.as_millis() / SAMPLE_INTERVAL.as_millis()) as usize + 2);
+    while begun.elapsed() < duration || memory_samples.len() < 4 {
+        thread::sleep(SAMPLE_INTERVAL.min(duration / 4));
+        memory_samples.push((mib(proc::own_resident_bytes()), mib(state.live.load(Ordering::Relaxed))));
     }
-    looks
+    memory_samples
 }
 
-/// One thread: fills its share, replaces pieces until the end, frees all. Returns its number of allocations.
-fn churn(field: &Field, share: usize, seed: u64) -> Result<u64, Failure> {
+/// Runs one thread: fills `share` bytes, replaces allocations until the end, and frees all. Returns its number of
+/// allocations.
+fn run_thread(state: &SharedState, share: usize, seed: u64) -> Result<u64, Failure> {
     let mut random = Random::new(seed);
-    let (mut held, mut held_bytes, mut allocated) = (Vec::<Held>::with_capacity(1 << 16), 0, 0);
-    while !field.is_over.load(Ordering::Relaxed) {
-        let size = size(&mut random);
+    let (mut held, mut held_bytes, mut allocated) = (Vec::<TrackedAllocation>::with_capacity(1 << 16), 0, 0);
+    while !state.is_over.load(Ordering::Relaxed) {
+        let size = random_size(&mut random);
         while held_bytes + size > share && !held.is_empty() {
-            let gone = held.swap_remove(random.below(held.len()));
+            let gone = held.swap_remove(random.next_below(held.len()));
             held_bytes -= gone.size;
-            field.free(gone)?;
+            state.free(gone)?;
         }
         let tag = seed << 48 | allocated;
-        let piece = Tagged::touched(size, tag).ok_or_else(|| "malloc refused without a limit".to_owned())?;
+        let piece = TaggedAllocation::touched(size, tag).ok_or_else(|| "malloc refused without a limit".to_owned())?;
         allocated += 1;
-        field.live.fetch_add(size as u64, Ordering::Relaxed);
-        let new = Held { piece, size, tag };
-        if random.below(SHARED_ONE_OF) == 0 {
-            let place = &field.shared[random.below(SHARED)];
+        state.live.fetch_add(size as u64, Ordering::Relaxed);
+        let new = TrackedAllocation { piece, size, tag };
+        if random.next_below(PASSED_ONE_OF) == 0 {
+            let place = &state.shared[random.next_below(PASSING_SLOTS)];
             let other = place.lock().unwrap_or_else(PoisonError::into_inner).replace(new);
-            other.map_or(Ok(()), |other| field.free(other))?;
+            other.map_or(Ok(()), |other| state.free(other))?;
         } else {
             held_bytes += size;
             held.push(new);
         }
     }
-    held.into_iter().try_for_each(|held| field.free(held))?;
+    held.into_iter().try_for_each(|held| state.free(held))?;
     Ok(allocated)
 }
 
-/// A random size, uniform in its logarithm.
-fn size(random: &mut Random) -> usize {
-    let share = random.below(1 << 20) as f64 / f64::from(1 << 20);
-    (LEAST * (MOST / LEAST).powf(share)) as usize
+/// Returns a random size whose logarithm is uniformly distributed.
+fn random_size(random: &mut Random) -> usize {
+    let share = random.next_below(1 << 20) as f64 / f64::from(1 << 20);
+    (MIN_BYTES * (MAX_BYTES / MIN_BYTES).powf(share)) as usize
 }
 
-fn rest(duration: Duration) -> Result<(), Failure> {
+fn work_little(duration: Duration) -> Result<(), Failure> {
     let begun = Instant::now();
     while begun.elapsed() < duration {
-        Load::Little.turn(LEAST as usize)?;
+        Load::Little.work_for_one_turn(MIN_BYTES as usize)?;
     }
     Ok(())
 }
 
-impl Field {
-    /// Frees a piece after a check of its tag.
-    fn free(&self, held: Held) -> Result<(), Failure> {
+impl SharedState {
+    /// Frees an allocation after a check of its tag.
+    fn free(&self, held: TrackedAllocation) -> Result<(), Failure> {
         self.live.fetch_sub(held.size as u64, Ordering::Relaxed);
         match held.piece.tag() == held.tag {
             true => Ok(()),
@@ -165,8 +163,8 @@ impl Field {
         }
     }
 
-    /// Frees the shared pieces.
-    fn empty(&self) -> Result<(), Failure> {
+    /// Frees the allocations that wait in the shared slots.
+    fn free_shared(&self) -> Result<(), Failure> {
         let places = self.shared.iter();
         let mut all = places.filter_map(|place| place.lock().unwrap_or_else(PoisonError::into_inner).take());
         all.try_for_each(|held| self.free(held))
@@ -177,12 +175,13 @@ impl Field {
 mod tests {
     use super::*;
 
-    /// Sizes of every magnitude occur, with a median far below the mean. A short churn frees all its pieces.
+    /// Random sizes lie in their range, and their median is far below their mean. A short churn finds all tags and
+    /// reports its results.
     #[test]
     fn churn_keeps_its_tags() {
         let mut random = Random::new(1);
-        let sizes: Vec<f64> = (0..10_000).map(|_| size(&mut random) as f64).collect();
-        assert!(sizes.iter().all(|&size| (LEAST..=MOST).contains(&size)));
+        let sizes: Vec<f64> = (0..10_000).map(|_| random_size(&mut random) as f64).collect();
+        assert!(sizes.iter().all(|&size| (MIN_BYTES..=MAX_BYTES).contains(&size)));
         assert!((4e3..40e3).contains(&stats::median(&sizes).expect("there are some")));
 
         let line = run(&Churn { threads: 2, mib: 32, run_ms: 40, rest_ms: 5 }).expect("all tags are there");

@@ -1,34 +1,34 @@
-//! Memory for the copies of a search server's records: blocks of malloc, or chunks that are kept for the next record
-//! and given up in between.
+//! Memory for the copies of a search server's records: allocations of malloc, or chunks that are given up after a
+//! record and taken back for a later one.
 //!
-//! Kept chunks are reused in LIFO order, as allocators do.
+//! Chunks are reused in LIFO order, as allocators do.
 
 use pagemill::Pagemill;
 use pagemill::volatile::{Behaviour, Contents, Range};
 
 use super::Failure;
-use crate::native::{Pages, Piece};
+use crate::native::{Pages, WordAllocation};
 
-/// The memory of a copy, and what is done with it after its record.
+/// The kind of memory for a copy, and what happens to the memory after its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Memory {
-    /// A block of malloc; freed.
+    /// An allocation of malloc, which is freed.
     Malloc,
-    /// A volatile handle; marked volatile, and taken back for the next record.
+    /// A volatile range by handle, which is marked volatile and taken back for a later record.
     Handles,
-    /// Anonymous pages; `MADV_FREE`.
+    /// Anonymous pages, to which `MADV_FREE` is applied.
     Free,
-    /// Anonymous pages; `MADV_DONTNEED`.
+    /// Anonymous pages, to which `MADV_DONTNEED` is applied.
     Dontneed,
 }
 
-/// The chunks of one thread that are not in use.
+/// The memory for the copies of one thread, with its chunks that are not in use.
 pub struct Copies {
     memory: Memory,
     pagemill: Option<&'static Pagemill>,
     chunk_bytes: usize,
-    kept: Vec<Chunk>,
-    /// Number of chunks that were purged before their reuse.
+    free_chunks: Vec<Chunk>,
+    /// Number of chunks that were purged before they were taken back.
     pub purged: u64,
 }
 
@@ -37,40 +37,40 @@ enum Chunk {
     Pages(Pages),
 }
 
-/// A copy of some words.
+/// A copy of words, in an allocation or a chunk.
 pub struct Copy {
-    home: Home,
+    storage: Storage,
     len_bytes: usize,
 }
 
-enum Home {
-    Piece(Piece),
+enum Storage {
+    WordAllocation(WordAllocation),
     Chunk(Chunk),
 }
 
 impl Copies {
-    /// Starts without chunks; each chunk will have room for `chunk_bytes`.
+    /// Starts without chunks. Each chunk made later has room for `chunk_bytes`.
     pub fn new(memory: Memory, chunk_bytes: usize) -> Result<Self, Failure> {
         let pagemill = match memory {
             Memory::Handles => Some(Pagemill::of_process().map_err(|error| error.to_string())?),
             _ => None,
         };
-        Ok(Self { memory, pagemill, chunk_bytes, kept: Vec::new(), purged: 0 })
+        Ok(Self { memory, pagemill, chunk_bytes, free_chunks: Vec::new(), purged: 0 })
     }
 
-    /// Copies `words`, which must fit into a chunk; returns none without memory.
+    /// Copies `words`, which must fit into a chunk. Returns none if there is no memory.
     pub fn copy_of(&mut self, words: &[u64]) -> Option<Copy> {
         let len_bytes = size_of_val(words);
         if self.memory == Memory::Malloc {
-            return Some(Copy { home: Home::Piece(Piece::copy_of(words)?), len_bytes });
+            return Some(Copy { storage: Storage::WordAllocation(WordAllocation::copy_of(words)?), len_bytes });
         }
-        let mut chunk = match self.kept.pop() {
-            Some(chunk) => self.taken_back(chunk)?,
+        let mut chunk = match self.free_chunks.pop() {
+            Some(chunk) => self.take_back(chunk)?,
             None => self.new_chunk()?,
         };
         let (places, _) = chunk.bytes_mut(len_bytes)?.as_chunks_mut();
         places.iter_mut().zip(words).for_each(|(place, word)| *place = word.to_ne_bytes());
-        Some(Copy { home: Home::Chunk(chunk), len_bytes })
+        Some(Copy { storage: Storage::Chunk(chunk), len_bytes })
     }
 
     fn new_chunk(&self) -> Option<Chunk> {
@@ -80,29 +80,29 @@ impl Copies {
         }
     }
 
-    fn taken_back(&mut self, chunk: Chunk) -> Option<Chunk> {
+    fn take_back(&mut self, chunk: Chunk) -> Option<Chunk> {
         if let Chunk::Range(range) = &chunk {
-            // The old contents do not matter: the chunk is overwritten, purged or not.
+            // The old contents do not matter, since the chunk is overwritten in any case.
             self.purged += u64::from(range.unmark().ok()? != Contents::Kept);
         }
         Some(chunk)
     }
 
-    /// Ends the use of a copy.
+    /// Frees a copy's allocation, or gives its chunk up for a later copy.
     ///
     /// # Errors
     ///
-    /// A message if the chunk cannot be given up.
-    pub fn leave(&mut self, copy: Copy) -> Result<(), String> {
-        let Home::Chunk(mut chunk) = copy.home else {
+    /// A message if giving up the chunk fails.
+    pub fn release(&mut self, copy: Copy) -> Result<(), String> {
+        let Storage::Chunk(mut chunk) = copy.storage else {
             return Ok(());
         };
         match (&mut chunk, self.memory) {
             (Chunk::Range(range), _) => range.mark().map_err(|error| error.to_string())?,
-            (Chunk::Pages(pages), Memory::Free) => pages.offer(0, self.chunk_bytes)?,
+            (Chunk::Pages(pages), Memory::Free) => pages.advise_free(0, self.chunk_bytes)?,
             (Chunk::Pages(pages), _) => pages.discard(0, self.chunk_bytes)?,
         }
-        self.kept.push(chunk);
+        self.free_chunks.push(chunk);
         Ok(())
     }
 }
@@ -117,39 +117,37 @@ impl Chunk {
 }
 
 impl Copy {
-    /// Passes the words of a chunk to `look`, as arrays of eight bytes; none for a block of malloc, or if the chunk
-    /// cannot be pinned.
-    fn see<T>(&self, look: impl FnOnce(&[[u8; 8]]) -> T) -> Option<T> {
-        match &self.home {
-            Home::Piece(_) => None,
-            Home::Chunk(Chunk::Range(range)) => {
+    /// Calls `read` with the words of a chunk, as arrays of eight bytes, and returns its result. None for an allocation
+    /// of malloc, or if the chunk cannot be pinned.
+    fn with_words<T>(&self, read: impl FnOnce(&[[u8; 8]]) -> T) -> Option<T> {
+        match &self.storage {
+            Storage::WordAllocation(_) => None,
+            Storage::Chunk(Chunk::Range(range)) => {
                 let pin = range.pin().ok()?;
-                Some(look(pin.whole()?[..self.len_bytes].as_chunks().0))
+                Some(read(pin.whole()?[..self.len_bytes].as_chunks().0))
             }
-            Home::Chunk(Chunk::Pages(pages)) => Some(look(pages.bytes(self.len_bytes).as_chunks().0)),
+            Storage::Chunk(Chunk::Pages(pages)) => Some(read(pages.bytes(self.len_bytes).as_chunks().0)),
         }
     }
 
-    /// The index of the key among the ascending words.
+    /// Returns the index of the key among the ascending words.
     pub fn find(&self, key: u64) -> Option<usize> {
-        match &self.home {
-            Home::Piece(piece) => piece.words().binary_search(&key).ok(),
-            Home::Chunk(_) => {
-                self.see(|words| words.binary_search_by_key(&key, |word| u64::from_ne_bytes(*word)).ok())?
+        match &self.storage {
+            Storage::WordAllocation(piece) => piece.words().binary_search(&key).ok(),
+            Storage::Chunk(_) => {
+                self.with_words(|words| words.binary_search_by_key(&key, |word| u64::from_ne_bytes(*word)).ok())?
             }
         }
     }
 
-    /// The wrapping sum of the words.
     pub fn sum(&self) -> Option<u64> {
-        match &self.home {
-            Home::Piece(piece) => Some(sum(piece.words().iter().copied())),
-            Home::Chunk(_) => self.see(|words| sum(words.iter().map(|word| u64::from_ne_bytes(*word)))),
+        match &self.storage {
+            Storage::WordAllocation(piece) => Some(sum(piece.words().iter().copied())),
+            Storage::Chunk(_) => self.with_words(|words| sum(words.iter().map(|word| u64::from_ne_bytes(*word)))),
         }
     }
 }
 
-/// The wrapping sum of words.
 pub fn sum(words: impl Iterator<Item = u64>) -> u64 {
     words.fold(0, u64::wrapping_add)
 }
@@ -158,9 +156,9 @@ pub fn sum(words: impl Iterator<Item = u64>) -> u64 {
 mod tests {
     use super::*;
 
-    /// A copy holds its words in every kind of memory, and chunks are reused.
+    /// In every kind of memory, copies of several lengths contain their words. A chunk is reused for the next copy.
     #[test]
-    fn copies_hold_their_words() {
+    fn copies_equal_their_source() {
         let words: Vec<u64> = (0..8192).map(|word| word * 3).collect();
         for memory in [Memory::Malloc, Memory::Handles, Memory::Free, Memory::Dontneed] {
             let mut copies = Copies::new(memory, 2 * size_of_val(&*words)).expect("a Pagemill");
@@ -168,9 +166,9 @@ mod tests {
                 let copy = copies.copy_of(&words[..len]).expect("64 KiB are there");
                 assert_eq!((copy.find(3 * 99), copy.find(1)), (Some(99), None), "{memory:?}");
                 assert_eq!(copy.sum(), Some(sum(words[..len].iter().copied())), "{memory:?}");
-                copies.leave(copy).expect("it can be given up");
+                copies.release(copy).expect("it can be given up");
             }
-            assert!(copies.kept.len() <= 1, "the chunk is used again");
+            assert!(copies.free_chunks.len() <= 1, "the chunk is used again");
         }
     }
 }

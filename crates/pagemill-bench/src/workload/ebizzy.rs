@@ -1,11 +1,11 @@
-//! The workload of a search server: copy a chunk, search the copy, free it, as fast as possible.
+//! The workload of a search server: copy a chunk of keys, search the copy for a key, and free it, as fast as possible.
 //!
 //! It follows ebizzy (V. Henson, 2006) in new code, with a random generator that works. Every record checks its answer:
-//! keys are unique and ascending, so a search with another result found damaged memory.
+//! keys are unique and ascending, so a search with another result has found damaged memory.
 //!
-//! With a lock file it also makes *bursts*: results that are all held before they are searched. Bursts and the
-//! [`hog`](super::hog) take turns by the lock, so the live memory always fits into the limit. A process that runs out
-//! of memory thus failed because of free memory that was held.
+//! With a lock file the workload also makes *bursts*: copies that are all live before they are searched. Bursts and the
+//! [`hog`](super::hog) run alternately, by the lock, so the live memory always fits into the limit. If a process runs
+//! out of memory nevertheless, the cause is free memory that an allocator retained.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -16,21 +16,21 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::copies::{self, Copies, Copy, Memory};
-use super::{Failure, Outcome};
-use crate::native::{self, Piece};
+use super::{Failure, WorkloadResult};
+use crate::native::{self, WordAllocation};
 use crate::proc;
 use crate::stats::Random;
 
-/// 256 KiB in words, the size of ebizzy's chunks.
+/// Number of words in 256 KiB, the size of ebizzy's chunks.
 const FIXED_WORDS: usize = 256 * 1024 / 8;
 
 /// Range of sizes in the mixed case, in words: 64 KiB to 1 MiB.
 const MIXED_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
 
-/// Each thread makes so many records before counting starts, and as many that count, however long that takes. The first
-/// records touch new memory, and a thread may be without a CPU for a while.
-const FEW_RECORDS: u64 = 4;
-const FEW_WITHIN: Duration = Duration::from_secs(30);
+/// Number of records that each thread makes before counting starts, and again before it ends, however long that takes.
+/// The first records touch new memory, and a thread may be without a CPU for a while.
+const MIN_RECORDS: u64 = 4;
+const MIN_RECORDS_TIME_LIMIT: Duration = Duration::from_secs(30);
 
 /// The sizes of the copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -41,7 +41,6 @@ pub enum Sizes {
     Mixed,
 }
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Ebizzy {
     #[arg(long)]
@@ -52,47 +51,46 @@ pub struct Ebizzy {
     pub measure_ms: u64,
     #[arg(long, default_value = "fixed")]
     pub sizes: Sizes,
-    /// The memory of the copies.
+    /// The kind of memory in which the copies are stored.
     #[arg(long, default_value = "malloc")]
     pub memory: Memory,
-    /// One record in so many has its whole copy summed up; 0 for none.
+    /// One record in this many has its whole copy summed up; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
-    /// Chunks in the working set.
+    /// Number of chunks in the working set.
     #[arg(long, default_value_t = 10)]
     pub chunks: usize,
-    /// Memory that a burst holds at once; 0 for no bursts.
+    /// Memory in MiB that is live at the end of a burst; 0 for no bursts.
     #[arg(long, default_value_t = 0)]
     pub burst_mib: usize,
-    /// Time between the starts of two bursts.
+    /// Milliseconds from the end of a burst to the start of the next.
     #[arg(long, default_value_t = 500)]
     pub burst_every_ms: u64,
-    /// The lock file by which bursts and the hog take turns.
+    /// The lock file by which bursts and the hog exclude each other.
     #[arg(long)]
     pub lock: Option<PathBuf>,
 }
 
-/// State shared by all threads.
 struct Shared {
-    chunks: Vec<Piece>,
+    chunks: Vec<WordAllocation>,
     sizes: Sizes,
     sum_every: u64,
     is_over: AtomicBool,
-    tallies: Vec<Tally>,
+    counters: Vec<Counters>,
     bursts: AtomicU64,
 }
 
 /// Counters of one thread, on cache lines of their own.
 #[derive(Default)]
 #[repr(align(128))]
-struct Tally {
+struct Counters {
     records: AtomicU64,
     mismatches: AtomicU64,
     purged: AtomicU64,
     refused: AtomicU64,
 }
 
-/// The bursts of the first thread.
+/// State of the bursts, which the first thread makes.
 struct Bursts {
     lock: File,
     bytes: usize,
@@ -100,18 +98,18 @@ struct Bursts {
     next: Instant,
 }
 
-/// Runs the workload. Its JSON line has records per second, faults per record, and the number of failed allocations.
-pub fn run(arguments: &Ebizzy) -> Outcome {
+/// Runs the workload. The JSON line has records per second, faults per record, and the number of failed allocations.
+pub fn run(arguments: &Ebizzy) -> WorkloadResult {
     let words = match arguments.sizes {
         Sizes::Fixed => FIXED_WORDS,
         Sizes::Mixed => MIXED_WORDS.1,
     };
     let shared = Shared {
-        chunks: working_set(arguments.chunks, words)?,
+        chunks: make_working_set(arguments.chunks, words)?,
         sizes: arguments.sizes,
         sum_every: arguments.sum_every,
         is_over: AtomicBool::new(false),
-        tallies: (0..arguments.threads).map(|_| Tally::default()).collect(),
+        counters: (0..arguments.threads).map(|_| Counters::default()).collect(),
         bursts: AtomicU64::new(0),
     };
     let mut bursts = open_bursts(arguments)?;
@@ -123,7 +121,7 @@ pub fn run(arguments: &Ebizzy) -> Outcome {
             let (shared, start, bursts) = (&shared, &start, bursts.take());
             scope.spawn(move || {
                 start.wait();
-                work(shared, index, copies, bursts);
+                run_thread(shared, index, copies, bursts);
             });
         }
         start.wait();
@@ -131,26 +129,26 @@ pub fn run(arguments: &Ebizzy) -> Outcome {
         shared.is_over.store(true, Ordering::Relaxed);
         measured
     });
-    let mismatches = shared.sum(|tally| &tally.mismatches);
+    let mismatches = shared.sum(|counters| &counters.mismatches);
     if mismatches > 0 {
         return Err(Failure::WrongAnswer(format!("{mismatches} searches ended at a wrong key")));
     }
     measured
 }
 
-/// Chunks of ascending keys. The upper bits hold the chunk's number, so that no two chunks share a key.
-fn working_set(chunks: usize, words: usize) -> Result<Vec<Piece>, Failure> {
+/// Makes chunks of ascending keys. The upper bits of a key are the chunk's number, so that no two chunks share a key.
+fn make_working_set(chunks: usize, words: usize) -> Result<Vec<WordAllocation>, Failure> {
     let mut random = Random::new(0x6562_697a_7a79);
     (0..chunks)
         .map(|chunk| {
             let mut key = (chunk as u64) << 40;
             let keys: Vec<u64> = (0..words)
                 .map(|_| {
-                    key += 1 + random.below(7) as u64;
+                    key += 1 + random.next_below(7) as u64;
                     key
                 })
                 .collect();
-            Piece::copy_of(&keys).ok_or(Failure::Other("no memory for the working set".to_owned()))
+            WordAllocation::copy_of(&keys).ok_or(Failure::Other("no memory for the working set".to_owned()))
         })
         .collect()
 }
@@ -168,8 +166,8 @@ fn open_bursts(arguments: &Ebizzy) -> Result<Option<Bursts>, Failure> {
     }))
 }
 
-/// Warms up (until after the first burst, if there are bursts), then counts for the fixed time.
-fn measure(shared: &Shared, arguments: &Ebizzy) -> Outcome {
+/// Warms up (until after the first burst, if there are bursts), then counts for the given time.
+fn measure(shared: &Shared, arguments: &Ebizzy) -> WorkloadResult {
     let begun = Instant::now();
     thread::sleep(Duration::from_millis(arguments.warm_ms));
     while arguments.burst_mib > 0 && shared.bursts.load(Ordering::Relaxed) == 0 {
@@ -180,10 +178,10 @@ fn measure(shared: &Shared, arguments: &Ebizzy) -> Outcome {
     }
     shared.await_records(&vec![0; arguments.threads])?;
     let snapshot = || {
-        let faults = proc::kinship(std::process::id()).map_or(0, |own| own.minor_faults);
-        (shared.sum(|tally| &tally.records), faults, shared.sum(|tally| &tally.purged), Instant::now())
+        let faults = proc::process_stat(std::process::id()).map_or(0, |own| own.minor_faults);
+        (shared.sum(|counters| &counters.records), faults, shared.sum(|counters| &counters.purged), Instant::now())
     };
-    let (before, made) = (snapshot(), shared.made());
+    let (before, made) = (snapshot(), shared.records_per_thread());
     thread::sleep(Duration::from_millis(arguments.measure_ms));
     shared.await_records(&made)?;
     let after = snapshot();
@@ -193,30 +191,30 @@ fn measure(shared: &Shared, arguments: &Ebizzy) -> Outcome {
         "records_per_second": records as f64 / seconds,
         "faults_per_record": (after.1 - before.1) as f64 / records.max(1) as f64,
         "purged_per_record": (after.2 - before.2) as f64 / records.max(1) as f64,
-        "refused": shared.sum(|tally| &tally.refused),
+        "refused": shared.sum(|counters| &counters.refused),
         "bursts": shared.bursts.load(Ordering::Relaxed),
     }))
 }
 
-fn work(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Option<Bursts>) {
+fn run_thread(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Option<Bursts>) {
     let mut random = Random::new(0x1000 + index as u64);
-    let tally = &shared.tallies[index];
+    let counters = &shared.counters[index];
     while !shared.is_over.load(Ordering::Relaxed) {
         match &mut bursts {
-            Some(bursts) if bursts.is_due() => burst(shared, bursts, tally, &mut copies, &mut random),
+            Some(bursts) if bursts.is_due() => make_burst(shared, bursts, counters, &mut copies, &mut random),
             _ => match Query::make(shared, &mut copies, &mut random) {
                 Some(query) => {
-                    tally.count(shared, &query);
-                    tally.leave(query, &mut copies);
+                    counters.count_record(shared, &query);
+                    counters.release(query, &mut copies);
                 }
-                None => tally.refuse(),
+                None => counters.count_refusal(),
             },
         }
     }
 }
 
-/// Makes copies until they have the burst's bytes, then searches all of them, and frees them.
-fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, copies: &mut Copies, random: &mut Random) {
+/// Makes copies until they have the bytes of a burst, then searches all of them, and frees them.
+fn make_burst(shared: &Shared, bursts: &mut Bursts, counters: &Counters, copies: &mut Copies, random: &mut Random) {
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     while held_bytes < bursts.bytes && !shared.is_over.load(Ordering::Relaxed) {
         match Query::make(shared, copies, random) {
@@ -225,23 +223,23 @@ fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, copies: &mut Copie
                 held.push(query);
             }
             None => {
-                tally.refuse();
+                counters.count_refusal();
                 break;
             }
         }
     }
     for query in &held {
-        tally.count(shared, query);
+        counters.count_record(shared, query);
     }
     for query in held {
-        tally.leave(query, copies);
+        counters.release(query, copies);
     }
     native::unlock(bursts.lock.as_fd());
     bursts.next = Instant::now() + bursts.every;
     shared.bursts.fetch_add(1, Ordering::Relaxed);
 }
 
-/// One record: a copy, and the place of the key to find in it.
+/// One record: a copy, and the index of the key to find in it.
 struct Query {
     copy: Copy,
     chunk: usize,
@@ -251,50 +249,49 @@ struct Query {
 
 impl Query {
     fn make(shared: &Shared, copies: &mut Copies, random: &mut Random) -> Option<Self> {
-        let chunk = random.below(shared.chunks.len());
+        let chunk = random.next_below(shared.chunks.len());
         let source = shared.chunks[chunk].words();
         let words = match shared.sizes {
             Sizes::Fixed => source.len(),
-            Sizes::Mixed => MIXED_WORDS.0 + random.below(MIXED_WORDS.1 - MIXED_WORDS.0 + 1),
+            Sizes::Mixed => MIXED_WORDS.0 + random.next_below(MIXED_WORDS.1 - MIXED_WORDS.0 + 1),
         };
-        let place = random.below(words);
+        let place = random.next_below(words);
         let copy = copies.copy_of(&source[..words])?;
         Some(Self { copy, chunk, words, place })
     }
 
-    /// Whether the search finds the key at its place.
-    fn is_right(&self, shared: &Shared) -> bool {
+    fn finds_key(&self, shared: &Shared) -> bool {
         self.copy.find(shared.chunks[self.chunk].words()[self.place]) == Some(self.place)
     }
 
-    /// Whether the whole copy equals its source, by their sums.
-    fn is_whole(&self, shared: &Shared) -> bool {
+    /// Whether the sum of the whole copy equals that of its source.
+    fn equals_source(&self, shared: &Shared) -> bool {
         let source = &shared.chunks[self.chunk].words()[..self.words];
         self.copy.sum() == Some(copies::sum(source.iter().copied()))
     }
 }
 
-impl Tally {
-    fn count(&self, shared: &Shared, query: &Query) {
-        // Only its own thread writes a tally, so a load and a store suffice.
+impl Counters {
+    fn count_record(&self, shared: &Shared, query: &Query) {
+        // Only its own thread writes a counter, so a load and a store suffice.
         let count = |counter: &AtomicU64| {
             counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         };
         count(&self.records);
         let is_summed = shared.sum_every > 0 && self.records.load(Ordering::Relaxed).is_multiple_of(shared.sum_every);
-        if !query.is_right(shared) || is_summed && !query.is_whole(shared) {
+        if !query.finds_key(shared) || is_summed && !query.equals_source(shared) {
             count(&self.mismatches);
         }
     }
 
-    /// Ends the use of a record's copy.
-    fn leave(&self, query: Query, copies: &mut Copies) {
+    /// Ends the use of the copy of a record.
+    fn release(&self, query: Query, copies: &mut Copies) {
         self.purged.store(copies.purged, Ordering::Relaxed);
         // A panic in a thread ends the run.
-        copies.leave(query.copy).expect("a chunk that was written can be given up");
+        copies.release(query.copy).expect("a chunk that was written can be given up");
     }
 
-    fn refuse(&self) {
+    fn count_refusal(&self) {
         self.refused.fetch_add(1, Ordering::Relaxed);
         thread::sleep(Duration::from_millis(1));
     }
@@ -307,17 +304,18 @@ impl Bursts {
 }
 
 impl Shared {
-    /// Records of each thread, including refused ones.
-    fn made(&self) -> Vec<u64> {
-        let made = |tally: &Tally| tally.records.load(Ordering::Relaxed) + tally.refused.load(Ordering::Relaxed);
-        self.tallies.iter().map(made).collect()
+    /// Returns the number of records of each thread, including those that failed for lack of memory.
+    fn records_per_thread(&self) -> Vec<u64> {
+        let made =
+            |counters: &Counters| counters.records.load(Ordering::Relaxed) + counters.refused.load(Ordering::Relaxed);
+        self.counters.iter().map(made).collect()
     }
 
-    /// Waits until each thread has made a few more records than before.
+    /// Waits until each thread has made [`MIN_RECORDS`] more records than `before`.
     fn await_records(&self, before: &[u64]) -> Result<(), Failure> {
         let begun = Instant::now();
-        while self.made().iter().zip(before).any(|(made, before)| *made < before + FEW_RECORDS) {
-            if begun.elapsed() > FEW_WITHIN {
+        while self.records_per_thread().iter().zip(before).any(|(made, before)| *made < before + MIN_RECORDS) {
+            if begun.elapsed() > MIN_RECORDS_TIME_LIMIT {
                 return Err(Failure::Other("a thread makes no records".to_owned()));
             }
             thread::sleep(Duration::from_millis(1));
@@ -325,8 +323,8 @@ impl Shared {
         Ok(())
     }
 
-    fn sum(&self, counter: impl Fn(&Tally) -> &AtomicU64) -> u64 {
-        let counters = self.tallies.iter().map(counter);
+    fn sum(&self, counter: impl Fn(&Counters) -> &AtomicU64) -> u64 {
+        let counters = self.counters.iter().map(counter);
         counters.map(|counter| counter.load(Ordering::Relaxed)).sum()
     }
 }
@@ -337,16 +335,16 @@ mod tests {
 
     fn shared() -> Shared {
         Shared {
-            chunks: working_set(3, MIXED_WORDS.1).expect("3 MiB are there"),
+            chunks: make_working_set(3, MIXED_WORDS.1).expect("3 MiB are there"),
             sizes: Sizes::Mixed,
             sum_every: 1,
             is_over: AtomicBool::new(false),
-            tallies: vec![Tally::default()],
+            counters: vec![Counters::default()],
             bursts: AtomicU64::new(0),
         }
     }
 
-    /// Keys ascend within a chunk and across chunks, so a search has one right answer.
+    /// Keys ascend within a chunk and from chunk to chunk, so a search has only one right answer.
     #[test]
     fn keys_are_unique() {
         let shared = shared();
@@ -355,22 +353,23 @@ mod tests {
         assert!(keys.is_sorted_by(|a, b| a < b));
     }
 
-    /// A correct record passes; a record with a damaged copy is counted as a mismatch.
+    /// A correct record passes both checks. A record with a damaged copy fails both and is counted as a mismatch.
     #[test]
-    fn damaged_copies_are_noticed() {
+    fn damaged_copy_is_counted() {
         let shared = shared();
         let mut copies = Copies::new(Memory::Malloc, 0).expect("nothing is made yet");
         let mut query = Query::make(&shared, &mut copies, &mut Random::new(1)).expect("1 MiB is there");
-        assert!(query.is_right(&shared) && query.is_whole(&shared));
+        assert!(query.finds_key(&shared) && query.equals_source(&shared));
 
         let source = &shared.chunks[query.chunk].words()[..query.words];
         let mut damaged: Vec<u64> = source.iter().map(|key| key ^ 1 << 63).collect();
-        // The highest bits of an even number of words cancel out in the sum.
+        // Flipping the highest bit of an even number of words does not change the sum, so one word gets another value,
+        // too.
         damaged[0] += 1;
         query.copy = copies.copy_of(&damaged).expect("1 MiB is there");
-        assert!(!query.is_right(&shared) && !query.is_whole(&shared));
-        shared.tallies[0].count(&shared, &query);
+        assert!(!query.finds_key(&shared) && !query.equals_source(&shared));
+        shared.counters[0].count_record(&shared, &query);
 
-        assert_eq!(shared.sum(|tally| &tally.mismatches), 1);
+        assert_eq!(shared.sum(|counters| &counters.mismatches), 1);
     }
 }

@@ -1,5 +1,5 @@
-//! Writes volatile files at full speed, beside files that are kept. Counts failed writes, and files that vanished
-//! although they should not.
+//! Writes volatile files at full speed, next to files that must be kept. Counts failed writes, and files that vanished
+//! although they must not.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -9,34 +9,32 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, Outcome};
-use crate::files::Place;
+use super::{Failure, WorkloadResult};
+use crate::files::FilePlace;
 use crate::pattern::{self, Records};
 
-/// Bytes per write.
-const PIECE_BYTES: usize = 1 << 20;
+const WRITE_BYTES: usize = 1 << 20;
 const KEPT_FILES: u64 = 16;
-/// Time limit of the fill; after it, the measurement starts with what was written.
+/// Time limit of the fill. After it, the measurement starts with what was written so far.
 pub const LONGEST_FILL: Duration = Duration::from_secs(60);
-/// The folder of volatile files: it is marked before the writers start.
+/// The folder of volatile files, which the bench marks before the writers start.
 pub const VOLATILE: &str = "volatile";
-/// The folder of files that are kept.
+/// The folder of files that must be kept.
 pub const KEPT: &str = "kept";
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FileWriters {
     #[command(flatten)]
-    pub place: Place,
+    pub place: FilePlace,
     #[arg(long)]
     pub writers: u64,
     /// Length of each volatile file
     #[arg(long)]
     pub file_mib: u64,
-    /// Total length of the kept files
+    /// Total length of the files that must be kept
     #[arg(long)]
     pub kept_mib: u64,
-    /// Number of the last closed files that must be there at the end
+    /// How many of the files closed last must still exist at the end
     #[arg(long)]
     pub newest: usize,
     /// MiB to write before the measurement starts
@@ -46,12 +44,11 @@ pub struct FileWriters {
     pub run_ms: u64,
 }
 
-/// Counters of all writers.
 #[derive(Default)]
-struct Tally {
+struct Counters {
     next: AtomicU64,
-    /// Sequence of closes; a writer takes its number just before the close. Taken after it, the number could be
-    /// delayed, and the file would seem newer than it is.
+    /// Number of closes begun. A writer takes the number just before it closes its file. If it took the number after
+    /// the close, it could be delayed, and the file would seem newer than it is.
     closing: AtomicU64,
     closed: AtomicU64,
     failed: AtomicU64,
@@ -59,8 +56,8 @@ struct Tally {
     start: OnceLock<(Instant, u64)>,
 }
 
-impl Tally {
-    /// Whether the time is up. The measurement starts here, once enough is written or the fill took too long.
+impl Counters {
+    /// Whether the time is over. Starts the measurement once enough was written or the fill took too long.
     fn is_over(&self, arguments: &FileWriters, begun: Instant) -> bool {
         let closed = self.closed.load(Ordering::Relaxed);
         if closed * arguments.file_mib >= arguments.fill_mib || begun.elapsed() >= LONGEST_FILL {
@@ -71,47 +68,47 @@ impl Tally {
     }
 }
 
-/// One writer's record: the files that it closed, and its first error.
+/// The record of one writer: the files that it closed, and its first error.
 #[derive(Default)]
-struct Diary {
-    /// Sequence number of the close, and the file.
+struct WriterRecord {
+    /// Pairs of the sequence number of the close and the number of the file.
     closed: Vec<(u64, u64)>,
     complaint: Option<String>,
 }
 
-/// Writes until the time is up, then checks all files.
-pub fn run(arguments: &FileWriters) -> Outcome {
+/// Writes until the time is over, then checks all files.
+pub fn run(arguments: &FileWriters) -> WorkloadResult {
     let (volatile, kept) = (arguments.place.folder.join(VOLATILE), arguments.place.folder.join(KEPT));
     arguments.place.check()?;
     let kept_bytes = (arguments.kept_mib << 20) / KEPT_FILES;
     for file in 0..KEPT_FILES {
         write(&path(&kept, file), file, kept_bytes).map_err(|cause| format!("a file to be kept: {cause}"))?;
     }
-    let (begun, tally) = (Instant::now(), Tally::default());
-    let diaries: Vec<Diary> = thread::scope(|scope| {
-        let start = |_| scope.spawn(|| keep_writing(arguments, &volatile, begun, &tally));
+    let (begun, counters) = (Instant::now(), Counters::default());
+    let records: Vec<WriterRecord> = thread::scope(|scope| {
+        let start = |_| scope.spawn(|| run_writer(arguments, &volatile, begun, &counters));
         let writers: Vec<_> = (0..arguments.writers).map(start).collect();
         writers.into_iter().map(|writer| writer.join().unwrap_or_default()).collect()
     });
     let end = Instant::now();
     arguments.place.check()?;
-    let count = tally.closed.into_inner();
-    let (start, filled) = tally.start.into_inner().unwrap_or((begun, 0));
+    let count = counters.closed.into_inner();
+    let (start, filled) = counters.start.into_inner().unwrap_or((begun, 0));
     let gib = ((count - filled) * arguments.file_mib) as f64 / 1024.0;
-    let lost_kept = (0..KEPT_FILES).filter(|&file| !is_there(&path(&kept, file), file, kept_bytes)).count();
-    let mut closed: Vec<(u64, u64)> = diaries.iter().flat_map(|diary| diary.closed.iter().copied()).collect();
+    let lost_kept = (0..KEPT_FILES).filter(|&file| !is_intact(&path(&kept, file), file, kept_bytes)).count();
+    let mut closed: Vec<(u64, u64)> = records.iter().flat_map(|record| record.closed.iter().copied()).collect();
     closed.sort_unstable_by(|left, right| right.cmp(left));
     let file_bytes = arguments.file_mib << 20;
     let newest = closed.iter().take(arguments.newest);
-    let lost_newest = newest.filter(|(_, file)| !is_there(&path(&volatile, *file), *file, file_bytes)).count();
+    let lost_newest = newest.filter(|(_, file)| !is_intact(&path(&volatile, *file), *file, file_bytes)).count();
     Ok(serde_json::json!({
         "gib_per_second": gib / (end - start).as_secs_f64(),
         "files": count,
-        "failed_writes": tally.failed.into_inner(),
+        "failed_writes": counters.failed.into_inner(),
         "lost_kept": lost_kept,
         "lost_newest": lost_newest,
-        "torn": torn(&volatile, file_bytes)?,
-        "complaint": diaries.into_iter().find_map(|diary| diary.complaint),
+        "torn": count_torn_files(&volatile, file_bytes)?,
+        "complaint": records.into_iter().find_map(|record| record.complaint),
     }))
 }
 
@@ -119,51 +116,52 @@ fn path(folder: &Path, file: u64) -> PathBuf {
     folder.join(file.to_string())
 }
 
-/// One writer: writes file after file. A failure is counted; the next file follows a moment later.
-fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &Tally) -> Diary {
-    let mut diary = Diary::default();
-    while !tally.is_over(arguments, begun) {
-        let file = tally.next.fetch_add(1, Ordering::Relaxed);
+/// Runs one writer, which writes one file after the other. A failure is counted, and the next file follows a
+/// millisecond later.
+fn run_writer(arguments: &FileWriters, folder: &Path, begun: Instant, counters: &Counters) -> WriterRecord {
+    let mut record = WriterRecord::default();
+    while !counters.is_over(arguments, begun) {
+        let file = counters.next.fetch_add(1, Ordering::Relaxed);
         let path = path(folder, file);
         let written = write(&path, file, arguments.file_mib << 20).map(|open| {
-            diary.closed.push((tally.closing.fetch_add(1, Ordering::Relaxed), file));
+            record.closed.push((counters.closing.fetch_add(1, Ordering::Relaxed), file));
             drop(open);
         });
         match written {
-            Ok(()) => drop(tally.closed.fetch_add(1, Ordering::Relaxed)),
+            Ok(()) => drop(counters.closed.fetch_add(1, Ordering::Relaxed)),
             Err(cause) => {
-                tally.failed.fetch_add(1, Ordering::Relaxed);
-                diary.complaint.get_or_insert_with(|| format!("writing file {file}: {cause}"));
-                // The file may not exist.
+                counters.failed.fetch_add(1, Ordering::Relaxed);
+                record.complaint.get_or_insert_with(|| format!("writing file {file}: {cause}"));
+                // The removal fails if the file was not created.
                 let _ = fs::remove_file(&path);
                 thread::sleep(Duration::from_millis(1));
             }
         }
     }
-    diary
+    record
 }
 
 fn write(path: &Path, file: u64, len_bytes: u64) -> io::Result<File> {
-    let mut records = Records::filled(PIECE_BYTES);
+    let mut records = Records::filled(WRITE_BYTES);
     let mut output = File::create_new(path)?;
-    for offset in (0..len_bytes).step_by(PIECE_BYTES) {
-        output.write_all(records.at(file, offset))?;
+    for offset in (0..len_bytes).step_by(WRITE_BYTES) {
+        output.write_all(records.stamped_at(file, offset))?;
     }
     Ok(output)
 }
 
-/// Whether the file is there with every byte that was written.
-fn is_there(path: &Path, file: u64, len_bytes: u64) -> bool {
+/// Whether the file exists with every byte that was written.
+fn is_intact(path: &Path, file: u64, len_bytes: u64) -> bool {
     matches!(check(path, file, len_bytes), Ok(true))
 }
 
-/// Whether every byte and the length are right.
+/// Whether length and every byte are right.
 fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     let mut input = File::open(path)?;
-    let mut piece = vec![0; PIECE_BYTES];
-    for offset in (0..len_bytes).step_by(PIECE_BYTES) {
+    let mut piece = vec![0; WRITE_BYTES];
+    for offset in (0..len_bytes).step_by(WRITE_BYTES) {
         match input.read_exact(&mut piece) {
-            Ok(()) if pattern::is_whole(&piece, file, offset) => {}
+            Ok(()) if pattern::is_intact(&piece, file, offset) => {}
             Ok(()) => return Ok(false),
             Err(cause) if cause.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
             Err(cause) => return Err(cause),
@@ -172,8 +170,8 @@ fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     Ok(input.read(&mut piece)? == 0)
 }
 
-/// Number of files that are incomplete: a volatile file may vanish, but only as a whole.
-fn torn(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
+/// Returns the number of incomplete files. A volatile file may vanish, but only as a whole.
+fn count_torn_files(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("looking at what is left: {cause}"));
     let mut torn = 0;
     for entry in fs::read_dir(folder).map_err(failed)? {
@@ -193,22 +191,22 @@ fn torn(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
 mod tests {
     use super::*;
 
-    /// Whole files count as there. A shortened, a changed, a lengthened and a missing one do not; three of them are
-    /// torn.
+    /// Of four whole files, one is shortened, one gets another name and so wrong contents, and one is lengthened. Only
+    /// the fourth counts as existing; the three others count as torn.
     #[test]
-    fn torn_files_are_told_from_missing_ones() {
+    fn torn_and_missing_files_are_distinguished() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let len = 2 * PIECE_BYTES as u64;
+        let len = 2 * WRITE_BYTES as u64;
         (0..4).for_each(|file| drop(write(&path(folder.path(), file), file, len).expect("it is written")));
-        assert!((0..4).all(|file| is_there(&path(folder.path(), file), file, len)));
-        assert_eq!(torn(folder.path(), len).expect("a look"), 0);
+        assert!((0..4).all(|file| is_intact(&path(folder.path(), file), file, len)));
+        assert_eq!(count_torn_files(folder.path(), len).expect("a look"), 0);
 
         File::options().write(true).open(path(folder.path(), 0)).and_then(|file| file.set_len(4096)).expect("cut");
         fs::rename(path(folder.path(), 1), path(folder.path(), 5)).expect("another name, another file");
         File::options().write(true).open(path(folder.path(), 2)).and_then(|file| file.set_len(len + 1)).expect("grown");
 
-        let there: Vec<u64> = (0..6).filter(|&file| is_there(&path(folder.path(), file), file, len)).collect();
+        let there: Vec<u64> = (0..6).filter(|&file| is_intact(&path(folder.path(), file), file, len)).collect();
         assert_eq!(there, [3]);
-        assert_eq!(torn(folder.path(), len).expect("a look"), 3);
+        assert_eq!(count_torn_files(folder.path(), len).expect("a look"), 3);
     }
 }

@@ -1,20 +1,19 @@
-//! Frees 1 GiB and asks the allocator to return it, while another thread keeps allocating.
+//! Frees 1 GiB and asks the allocator to return it, while another thread allocates.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, Outcome};
-use crate::native::{self, GiveBack, Tagged};
+use super::{Failure, WorkloadResult};
+use crate::native::{self, GiveBack, TaggedAllocation};
 use crate::proc;
 
-/// Sizes that the unrelated thread allocates in turn: small ones, and one that an allocator may map.
-const UNRELATED: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
+/// Sizes that the other thread allocates in turn: small ones, and one that an allocator may map separately.
+const OTHER_THREAD_SIZES: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
 
-/// Time for which the unrelated thread runs alone, to measure the machine's own pauses.
+/// Time for which the other thread runs before the request, which measures the delays that the machine itself causes.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Giveback {
     #[arg(long)]
@@ -25,21 +24,23 @@ pub struct Giveback {
     pub how: GiveBack,
 }
 
-/// Allocates, touches, frees, and asks for the return. The JSON line has its duration and the memory before and after.
-pub fn run(arguments: &Giveback) -> Outcome {
-    // Allocated last and kept, so the freed memory is not at the end of a heap and cannot simply be trimmed.
-    let last = take_and_free(arguments)?;
+/// Allocates, touches, frees, and asks for the return. The JSON line has the duration of the return and the memory
+/// before and after.
+pub fn run(arguments: &Giveback) -> WorkloadResult {
+    // The last allocation is kept, so that the freed memory is not at the end of a heap, where it could simply be
+    // trimmed.
+    let last = fill_and_free(arguments)?;
     let longest_ns = AtomicU64::new(0);
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
-        let unrelated = scope.spawn(|| keep_allocating(&longest_ns, &is_over));
+        let unrelated = scope.spawn(|| allocate_until_stopped(&longest_ns, &is_over));
         thread::sleep(QUIET);
         let quiet_ns = longest_ns.swap(0, Ordering::Relaxed);
-        let held = resident()?;
+        let held = resident_bytes()?;
         let begun = Instant::now();
         let asked = native::give_back(arguments.how);
         let took = begun.elapsed();
-        let left = resident();
+        let left = resident_bytes();
         is_over.store(true, Ordering::Relaxed);
         let is_right = unrelated.join().unwrap_or(false);
         drop(last);
@@ -58,12 +59,12 @@ pub fn run(arguments: &Giveback) -> Outcome {
     })
 }
 
-/// Allocates and touches all pieces, then frees all but the last.
-fn take_and_free(arguments: &Giveback) -> Result<Option<Tagged>, Failure> {
+/// Makes and touches all allocations, then frees all but the last, which is returned.
+fn fill_and_free(arguments: &Giveback) -> Result<Option<TaggedAllocation>, Failure> {
     let count = (arguments.mib << 20) / arguments.piece;
     let mut held = Vec::with_capacity(count);
     for tag in 0..count as u64 {
-        let piece = Tagged::touched(arguments.piece, tag);
+        let piece = TaggedAllocation::touched(arguments.piece, tag);
         held.push(piece.ok_or("no memory to give back later".to_owned())?);
     }
     match (0..).zip(&held).all(|(tag, piece)| piece.tag() == tag) {
@@ -72,13 +73,13 @@ fn take_and_free(arguments: &Giveback) -> Result<Option<Tagged>, Failure> {
     }
 }
 
-/// Allocates and frees until stopped, and records the longest call. Returns true if every tag was intact.
-fn keep_allocating(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool {
+/// Allocates and frees until stopped, and records the longest call. Returns whether every tag was intact.
+fn allocate_until_stopped(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool {
     let mut is_right = true;
     while !is_over.load(Ordering::Relaxed) {
-        for size in UNRELATED {
+        for size in OTHER_THREAD_SIZES {
             let begun = Instant::now();
-            let block = Tagged::new(size, size as u64);
+            let block = TaggedAllocation::new(size, size as u64);
             is_right &= block.is_none_or(|block| block.tag() == size as u64);
             longest_ns.fetch_max(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
         }
@@ -86,7 +87,7 @@ fn keep_allocating(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool {
     is_right
 }
 
-fn resident() -> Result<u64, Failure> {
-    let own = proc::resident(std::process::id());
+fn resident_bytes() -> Result<u64, Failure> {
+    let own = proc::resident_memory(std::process::id());
     Ok(own.ok_or("no /proc/self/status".to_owned())?.all)
 }

@@ -1,40 +1,39 @@
-//! The two sides of a handover: a keeper, which frees much memory and stays; and a newcomer, which needs it then.
+//! The two processes of a handover: the keeper frees much memory and keeps running; then the newcomer needs that
+//! memory.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, Outcome};
-use crate::native::{Piece, Tagged};
+use super::{Failure, WorkloadResult};
+use crate::native::{TaggedAllocation, WordAllocation};
 use crate::signs::Signs;
 use crate::stats::Random;
 
-/// Range of sizes of the large pieces.
 const LARGE: (usize, usize) = (64 << 10, 1 << 20);
-/// Small pieces for each large one.
-const SMALL_EACH: usize = 4;
+/// Number of small allocations for each large one.
+const SMALL_PER_LARGE: usize = 4;
 const SMALL: (usize, usize) = (16, 4 << 10);
 
-/// Bytes of each piece of the newcomer.
-const NEWCOMER_PIECE: usize = 1 << 20;
+const NEWCOMER_ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Bytes that an almost idle process allocates and frees each millisecond.
-const LITTLE: usize = 512;
+/// Bytes that an almost idle keeper allocates and frees each millisecond.
+const IDLE_ALLOCATION_BYTES: usize = 512;
 
-/// Arguments of the keeper, which frees and stays.
+/// Arguments of the keeper, which frees its memory and keeps running.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Keeper {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub turns: u64,
-    /// The folder of signs.
+    /// The folder of sign files.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Arguments of the newcomer, which needs all its memory at once.
+/// Arguments of the newcomer, which needs all of its memory at one time.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Newcomer {
     #[arg(long)]
@@ -43,43 +42,43 @@ pub struct Newcomer {
     pub threads: usize,
 }
 
-/// The keeper's sign: all is freed.
+/// Returns the name of the keeper's sign that it has freed its memory in this turn.
 pub fn freed_sign(turn: u64) -> String {
     format!("freed-{turn}")
 }
 
-/// The bench's sign: the newcomer has ended.
+/// Returns the name of the bench's sign that the newcomer of this turn has ended.
 pub fn taken_sign(turn: u64) -> String {
     format!("taken-{turn}")
 }
 
-/// In each turn, fills and frees memory, then does little until the newcomer has ended.
-pub fn keep(arguments: &Keeper) -> Outcome {
+/// In each turn, fills and frees memory, then does little work until the newcomer has ended.
+pub fn run_keeper(arguments: &Keeper) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
     let mut random = Random::new(0x6b65_6570);
     let mut refused = 0_u64;
     for turn in 0..arguments.turns {
         refused += fill_and_free(arguments.mib << 20, &mut random)?;
-        signs.give(&freed_sign(turn)).map_err(|cause| cause.to_string())?;
+        signs.create(&freed_sign(turn)).map_err(|cause| cause.to_string())?;
         let taken = taken_sign(turn);
-        while !signs.is_given(&taken) {
-            refused += u64::from(Tagged::new(LITTLE, turn).is_none());
+        while !signs.exists(&taken) {
+            refused += u64::from(TaggedAllocation::new(IDLE_ALLOCATION_BYTES, turn).is_none());
             thread::sleep(Duration::from_millis(1));
         }
     }
     Ok(serde_json::json!({ "refused": refused }))
 }
 
-/// Fills and frees memory; returns the number of failed allocations.
+/// Fills memory with allocations of mixed sizes and frees it; returns the number of failed allocations.
 fn fill_and_free(bytes: usize, random: &mut Random) -> Result<u64, Failure> {
     let (mut held, mut held_bytes, mut refused) = (Vec::new(), 0, 0);
     while held_bytes < bytes {
-        let mut sizes = [0; SMALL_EACH + 1];
-        sizes.fill_with(|| SMALL.0 + random.below(SMALL.1 - SMALL.0));
-        sizes[SMALL_EACH] = LARGE.0 + random.below(LARGE.1 - LARGE.0);
+        let mut sizes = [0; SMALL_PER_LARGE + 1];
+        sizes.fill_with(|| SMALL.0 + random.next_below(SMALL.1 - SMALL.0));
+        sizes[SMALL_PER_LARGE] = LARGE.0 + random.next_below(LARGE.1 - LARGE.0);
         for size in sizes {
             let tag = held.len() as u64;
-            match Tagged::filled(size, tag) {
+            match TaggedAllocation::filled(size, tag) {
                 Some(piece) => held.push(Some(piece)),
                 None => {
                     held.push(None);
@@ -97,24 +96,24 @@ fn fill_and_free(bytes: usize, random: &mut Random) -> Result<u64, Failure> {
 }
 
 /// Allocates and fills memory with all threads at full speed, then checks every word.
-pub fn come(arguments: &Newcomer) -> Outcome {
+pub fn run_newcomer(arguments: &Newcomer) -> WorkloadResult {
     let refused = AtomicU64::new(0);
     let begun = Instant::now();
-    let taken: Vec<Vec<(u64, Piece)>> = thread::scope(|scope| {
-        let takers: Vec<_> = (0..arguments.threads)
+    let taken: Vec<Vec<(u64, WordAllocation)>> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..arguments.threads)
             .map(|index| {
                 let refused = &refused;
-                scope.spawn(move || take(arguments, index, refused))
+                scope.spawn(move || fill_memory(arguments, index, refused))
             })
             .collect();
-        takers.into_iter().map(|taker| taker.join().unwrap_or_default()).collect()
+        threads.into_iter().map(|thread| thread.join().unwrap_or_default()).collect()
     });
     let took = begun.elapsed().as_secs_f64();
     let pieces = || taken.iter().flatten();
     if !pieces().all(|(tag, piece)| piece.words().iter().all(|word| word == tag)) {
         return Err(Failure::WrongAnswer("the newcomer's memory lost a word".to_owned()));
     }
-    let gib = (pieces().count() * NEWCOMER_PIECE) as f64 / f64::from(1 << 30);
+    let gib = (pieces().count() * NEWCOMER_ALLOCATION_BYTES) as f64 / f64::from(1 << 30);
     Ok(serde_json::json!({
         "ms": took * 1e3,
         "gib_per_second": gib / took,
@@ -122,13 +121,13 @@ pub fn come(arguments: &Newcomer) -> Outcome {
     }))
 }
 
-/// The part of one thread.
-fn take(arguments: &Newcomer, index: usize, refused: &AtomicU64) -> Vec<(u64, Piece)> {
-    let count = (arguments.mib << 20) / NEWCOMER_PIECE / arguments.threads;
+/// Allocates and fills the memory of one thread. Returns the allocations with the word that fills each of them.
+fn fill_memory(arguments: &Newcomer, index: usize, refused: &AtomicU64) -> Vec<(u64, WordAllocation)> {
+    let count = (arguments.mib << 20) / NEWCOMER_ALLOCATION_BYTES / arguments.threads;
     let mut taken = Vec::with_capacity(count);
     for number in 0..count as u64 {
         let tag = (index as u64) << 32 | number;
-        match Piece::filled(NEWCOMER_PIECE / size_of::<u64>(), tag) {
+        match WordAllocation::filled(NEWCOMER_ALLOCATION_BYTES / size_of::<u64>(), tag) {
             Some(piece) => taken.push((tag, piece)),
             None => {
                 refused.fetch_add(1, Ordering::Relaxed);

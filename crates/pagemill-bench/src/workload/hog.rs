@@ -1,4 +1,4 @@
-//! A neighbour that needs memory periodically: allocates, touches, checks, frees, pauses.
+//! A memory hog: a process that periodically allocates, touches, checks and frees memory, and then pauses.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -6,30 +6,29 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use super::{Failure, Outcome};
-use crate::native::{self, Tagged};
+use super::{Failure, WorkloadResult};
+use crate::native::{self, TaggedAllocation};
 
-const PIECE: usize = 1 << 20;
+const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Arguments of one neighbour.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hog {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub pause_ms: u64,
-    /// The folder with the lock that it shares with the workload, and with the stop file.
+    /// The folder with the stop file, and with the lock file that hog and workload share.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Name of the lock in the folder that hog and workload share.
+/// Name of the lock file in the folder that hog and workload share.
 pub const LOCK: &str = "turn";
-/// Name of the file that stops the hog once it appears.
+/// Name of the file that stops the hog once it exists.
 pub const STOP: &str = "stop";
 
-/// Runs rounds until stopped. The JSON line has the number of rounds and of failed allocations.
-pub fn run(arguments: &Hog) -> Outcome {
+/// Repeats rounds until the stop file exists. The JSON line has the number of rounds and of failed allocations.
+pub fn run(arguments: &Hog) -> WorkloadResult {
     let path = arguments.folder.join(LOCK);
     let lock = File::open(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;
     let stop = arguments.folder.join(STOP);
@@ -38,7 +37,7 @@ pub fn run(arguments: &Hog) -> Outcome {
         native::lock(lock.as_fd()).map_err(|cause| cause.to_string())?;
         let mut held = Vec::with_capacity(arguments.mib);
         for tag in 0..arguments.mib as u64 {
-            match Tagged::touched(PIECE, tag) {
+            match TaggedAllocation::touched(ALLOCATION_BYTES, tag) {
                 Some(piece) => held.push(piece),
                 None => {
                     refused += 1;

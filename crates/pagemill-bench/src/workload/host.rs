@@ -1,34 +1,34 @@
-//! A machine that runs full: a server that holds much free memory and goes on allocating, and a filler that takes
-//! memory steadily.
+//! Processes of a machine that runs full: a server that holds much free memory and goes on allocating, and a filler
+//! that takes memory at a steady rate.
 
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::histogram::Histogram;
-use crate::native::Tagged;
+use crate::native::TaggedAllocation;
 use crate::proc;
 use crate::signs::Signs;
 use crate::stats::Random;
 
-const PIECE: usize = 1 << 20;
+const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Printed by the server once it holds its memory.
+/// The server's sign: it has allocated its memory and freed most of it.
 pub const READY: &str = "ready";
-/// The filler's sign: it has taken all, or was stopped.
+/// The filler's sign: it has taken all its memory, or was stopped.
 pub const TAKEN: &str = "taken";
-/// The bench's sign: memory is nearly short; times count from here.
+/// The bench's sign: memory is nearly short. The server records times separately from here on.
 pub const NEAR: &str = "near";
 /// The bench's sign: both processes must end.
 pub const STOP: &str = "stop";
 
-/// Live blocks of the server's own work; each step replaces one of them.
+/// Number of live allocations in the server's work. Each step replaces one of them.
 const LIVE_BLOCKS: usize = 256;
-/// Smallest size of those blocks, and number of doublings; each doubling is equally frequent.
-const SIZES: (usize, u32) = (1 << 10, 10);
+/// The smallest size of these allocations, and the number of powers of two above it, which are equally frequent.
+const SIZE_RANGE: (usize, u32) = (1 << 10, 10);
 
-/// Blocks that the server replaces at a time; then it sleeps for a millisecond, as servers do.
+/// Number of allocations that the server replaces before it sleeps for a millisecond, as servers do.
 const BATCH: usize = 64;
 
 /// Arguments of the server, which holds much free memory.
@@ -38,7 +38,7 @@ pub struct Server {
     pub free_mib: usize,
     #[arg(long)]
     pub live_mib: usize,
-    /// The folder of signs.
+    /// The folder of sign files.
     #[arg(long)]
     pub folder: PathBuf,
 }
@@ -50,33 +50,34 @@ pub struct Filler {
     pub mib: usize,
     #[arg(long)]
     pub mib_per_second: u64,
-    /// It takes no memory that would leave the machine less than this.
+    /// The filler takes no memory that would leave less than this available on the machine.
     #[arg(long)]
     pub floor_mib: u64,
-    /// The folder of signs.
+    /// The folder of sign files.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Serves until stopped. The JSON line has the latency of malloc before memory was nearly short, and after that.
-pub fn serve(arguments: &Server) -> Outcome {
+/// Serves until the bench's sign to stop. The JSON line has the latency of malloc before memory was nearly short, and
+/// after that.
+pub fn run_server(arguments: &Server) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
-    let mut held = hold(arguments.live_mib + arguments.free_mib)?;
-    // The live pieces are between the freed ones, so the free memory is scattered.
+    let mut held = fill_memory(arguments.live_mib + arguments.free_mib)?;
+    // The allocations that stay live lie between the freed ones, so the free memory is scattered.
     let every = held.len() / arguments.live_mib.max(1);
     let mut index = 0;
     held.retain(|_| {
         index += 1;
         index % every.max(1) == 0
     });
-    signs.give(READY).map_err(|cause| cause.to_string())?;
+    signs.create(READY).map_err(|cause| cause.to_string())?;
     let (mut before, mut near) = (Box::new(Histogram::new()), Box::new(Histogram::new()));
-    let mut work = Work::new();
+    let mut work = ServerWork::new();
     let (mut is_near, mut is_over) = (false, false);
     while !is_over {
-        // If both signs are seen at once, one more batch is still timed.
-        is_over = signs.is_given(STOP);
-        is_near = is_near || signs.is_given(NEAR);
+        // If both signs exist at the same time, one more batch is still timed.
+        is_over = signs.exists(STOP);
+        is_near = is_near || signs.exists(NEAR);
         let times = if is_near { &mut near } else { &mut before };
         (0..BATCH).for_each(|_| work.replace_one(times));
         thread::sleep(Duration::from_millis(1));
@@ -85,7 +86,7 @@ pub fn serve(arguments: &Server) -> Outcome {
     if work.wrong > 0 || !is_right {
         return Err(Failure::WrongAnswer("a block lost its tag".to_owned()));
     }
-    // If memory was never nearly short, there are no times for that phase.
+    // If memory was never nearly short, the percentiles of that phase are left out.
     let of_near = |value: f64| (near.count() > 0).then_some(value);
     Ok(serde_json::json!({
         "quiet_p999_ms": before.percentile_ms(0.999),
@@ -99,63 +100,64 @@ pub fn serve(arguments: &Server) -> Outcome {
     }))
 }
 
-fn hold(mib: usize) -> Result<Vec<(u64, Tagged)>, Failure> {
-    let pieces = (0..mib as u64).map(|tag| Some((tag, Tagged::touched(PIECE, tag)?)));
+fn fill_memory(mib: usize) -> Result<Vec<(u64, TaggedAllocation)>, Failure> {
+    let pieces = (0..mib as u64).map(|tag| Some((tag, TaggedAllocation::touched(ALLOCATION_BYTES, tag)?)));
     pieces.collect::<Option<_>>().ok_or(Failure::Other("no memory to hold free later".to_owned()))
 }
 
-/// The server's permanent work: it frees one block and allocates another.
-struct Work {
-    blocks: Vec<Option<(u64, Tagged)>>,
+/// The server's permanent work, in which each step frees one allocation and makes another.
+struct ServerWork {
+    blocks: Vec<Option<(u64, TaggedAllocation)>>,
     random: Random,
     count: u64,
     refused: u64,
     wrong: u64,
 }
 
-impl Work {
+impl ServerWork {
     fn new() -> Self {
         let blocks = (0..LIVE_BLOCKS).map(|_| None).collect();
         Self { blocks, random: Random::new(0x686f_7374), count: 0, refused: 0, wrong: 0 }
     }
 
-    /// Frees a block and allocates another in its place; times that and the touch of its first page.
+    /// Frees one allocation and makes another in its place. Times the malloc, which includes the touch of its first
+    /// page.
     fn replace_one(&mut self, times: &mut Histogram) {
-        let place = self.random.below(self.blocks.len());
+        let place = self.random.next_below(self.blocks.len());
         let old = self.blocks[place].take();
         self.wrong += u64::from(old.is_some_and(|(tag, block)| block.tag() != tag));
-        let base = SIZES.0 << self.random.below(SIZES.1 as usize);
-        let size = base + self.random.below(base);
+        let base = SIZE_RANGE.0 << self.random.next_below(SIZE_RANGE.1 as usize);
+        let size = base + self.random.next_below(base);
         self.count += 1;
         let begun = Instant::now();
-        let block = Tagged::new(size, self.count);
+        let block = TaggedAllocation::new(size, self.count);
         times.add(begun.elapsed());
         self.refused += u64::from(block.is_none());
         self.blocks[place] = block.map(|block| (self.count, block));
     }
 }
 
-/// Takes memory piece by piece at its rate, gives its sign, and holds all until stopped.
-pub fn fill(arguments: &Filler) -> Outcome {
-    // If the kernel has to kill after all, it should choose this process.
+/// Takes memory at its rate until it has all or reaches the floor, gives its sign, and waits for the sign to stop.
+pub fn run_filler(arguments: &Filler) -> WorkloadResult {
+    // If the kernel has to kill a process nevertheless, it should choose this one.
     std::fs::write("/proc/self/oom_score_adj", "1000").map_err(|cause| cause.to_string())?;
     let signs = Signs::new(&arguments.folder);
     let mut held = Vec::with_capacity(arguments.mib);
     let (begun, mut is_stopped) = (Instant::now(), false);
     while held.len() < arguments.mib {
         let available = proc::available_bytes().ok_or("no /proc/meminfo".to_owned())?;
-        is_stopped = available < (arguments.floor_mib << 20) + PIECE as u64;
-        if is_stopped || signs.is_given(STOP) {
+        is_stopped = available < (arguments.floor_mib << 20) + ALLOCATION_BYTES as u64;
+        if is_stopped || signs.exists(STOP) {
             break;
         }
         let tag = held.len() as u64;
-        held.push(Tagged::touched(PIECE, tag).ok_or("the C library refused memory".to_owned())?);
+        held.push(TaggedAllocation::touched(ALLOCATION_BYTES, tag).ok_or("the C library refused memory".to_owned())?);
         let due = Duration::from_micros(1_000_000 * held.len() as u64 / arguments.mib_per_second);
         thread::sleep(due.saturating_sub(begun.elapsed()));
     }
     let seconds = begun.elapsed().as_secs_f64();
-    signs.give(TAKEN).map_err(|cause| cause.to_string())?;
-    while !signs.is_given(STOP) {
+    signs.create(TAKEN).map_err(|cause| cause.to_string())?;
+    while !signs.exists(STOP) {
         thread::sleep(Duration::from_millis(2));
     }
     if !(0..).zip(&held).all(|(tag, piece)| piece.tag() == tag) {
@@ -169,18 +171,18 @@ pub fn fill(arguments: &Filler) -> Outcome {
 mod tests {
     use super::*;
 
-    /// A server with 8 MiB free gets all signs at once, as soon as it is ready: it still times a batch, and no block is
-    /// damaged.
+    /// A server with 8 MiB of free memory finds all signs as soon as it is ready. It still times one batch, and no
+    /// allocation is damaged.
     #[test]
-    fn a_server_counts_what_is_near() {
+    fn server_times_a_batch_after_the_near_sign() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let signs = Signs::new(folder.path());
         let arguments = Server { free_mib: 8, live_mib: 2, folder: folder.path().to_owned() };
-        let server = thread::spawn(move || serve(&arguments));
-        while !signs.is_given(READY) {
+        let server = thread::spawn(move || run_server(&arguments));
+        while !signs.exists(READY) {
             thread::yield_now();
         }
-        [NEAR, STOP].into_iter().for_each(|sign| signs.give(sign).expect("given"));
+        [NEAR, STOP].into_iter().for_each(|sign| signs.create(sign).expect("given"));
 
         let line = server.join().expect("it ends").expect("all is right");
 

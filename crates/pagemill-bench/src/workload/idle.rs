@@ -1,26 +1,24 @@
-//! A process that held much memory, freed it, and does nothing afterwards.
+//! A process that fills much memory, frees it, and then does nothing.
 
 use std::thread;
 use std::time::Duration;
 
-use super::Outcome;
-use crate::native::Tagged;
+use super::WorkloadResult;
+use crate::native::TaggedAllocation;
 
-const PIECE: usize = 1 << 20;
+const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Arguments of one idle process.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Idle {
     #[arg(long)]
     pub mib: usize,
-    /// Its lifetime; the bench may end it earlier.
+    /// Lifetime of the process; the bench may end it earlier.
     #[arg(long)]
     pub seconds: u64,
 }
 
-/// Fills, frees, sleeps.
-pub fn run(arguments: &Idle) -> Outcome {
-    let held: Vec<_> = (0..arguments.mib as u64).map(|tag| Tagged::touched(PIECE, tag)).collect();
+pub fn run(arguments: &Idle) -> WorkloadResult {
+    let held: Vec<_> = (0..arguments.mib as u64).map(|tag| TaggedAllocation::touched(ALLOCATION_BYTES, tag)).collect();
     let taken = held.iter().flatten().count();
     drop(held);
     thread::sleep(Duration::from_secs(arguments.seconds));

@@ -6,85 +6,86 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use super::{Failure, Outcome};
-use crate::files::Place;
+use super::{Failure, WorkloadResult};
+use crate::files::FilePlace;
 use crate::pattern;
 
 const FILE_BYTES: usize = 100;
-/// Repetitions of fast operations.
-const STATS: usize = 4;
-const READS: usize = 2;
-const FINDS: usize = 4;
+/// Repetitions of the operations that are faster than creation.
+const STAT_REPEATS: usize = 4;
+const READ_REPEATS: usize = 2;
+const FIND_REPEATS: usize = 4;
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Metadata {
     #[command(flatten)]
-    pub place: Place,
+    pub place: FilePlace,
     #[arg(long)]
     pub files: usize,
-    /// Files of each directory
+    /// Number of files in each directory
     #[arg(long)]
     pub per_directory: usize,
-    /// The files are never to be in huge pages
+    /// Mark the directory so that its files never get huge pages
     #[arg(long)]
     pub huge_never: bool,
 }
 
-/// Runs all operations; the JSON line has the operations per second of each kind.
-pub fn run(arguments: &Metadata) -> Outcome {
+/// Runs all operations. The JSON line has the operations per second of each kind.
+pub fn run(arguments: &Metadata) -> WorkloadResult {
     let root = arguments.place.folder.join("tree");
-    let paths = lay_out(arguments, &root)?;
+    let paths = make_directories(arguments, &root)?;
     arguments.place.check()?;
-    // One unmeasured round: the first creation would include memory that the host has not backed yet.
-    rate(1, &paths, create)?;
-    rate(1, &paths, unlink)?;
-    let create = rate(1, &paths, create)?;
-    let stat = rate(STATS, &paths, stat)?;
-    let read = rate(READS, &paths, read)?;
+    // One round is not measured. In it, the first creation touches memory that the host of a virtual machine has not
+    // backed yet.
+    operations_per_second(1, &paths, create)?;
+    operations_per_second(1, &paths, unlink)?;
+    let create = operations_per_second(1, &paths, create)?;
+    let stat = operations_per_second(STAT_REPEATS, &paths, stat)?;
+    let read = operations_per_second(READ_REPEATS, &paths, read)?;
     let begun = Instant::now();
-    for _ in 0..FINDS {
+    for _ in 0..FIND_REPEATS {
         find(&root, paths.len())?;
     }
-    let find = (paths.len() * FINDS) as f64 / begun.elapsed().as_secs_f64();
-    let unlink = rate(1, &paths, unlink)?;
+    let find = (paths.len() * FIND_REPEATS) as f64 / begun.elapsed().as_secs_f64();
+    let unlink = operations_per_second(1, &paths, unlink)?;
     arguments.place.check()?;
-    fs::remove_dir_all(&root).map_err(|cause| at(&root, &cause))?;
+    fs::remove_dir_all(&root).map_err(|cause| failed_at(&root, &cause))?;
     Ok(serde_json::json!({ "create": create, "stat": stat, "read": read, "find": find, "unlink": unlink }))
 }
 
-/// Makes the directories, and returns the paths of the files.
-fn lay_out(arguments: &Metadata, root: &Path) -> Result<Vec<PathBuf>, Failure> {
-    fs::create_dir_all(root).map_err(|cause| at(root, &cause))?;
+/// Makes the directories and returns the paths of the files to create.
+fn make_directories(arguments: &Metadata, root: &Path) -> Result<Vec<PathBuf>, Failure> {
+    fs::create_dir_all(root).map_err(|cause| failed_at(root, &cause))?;
     if arguments.huge_never {
         let flags = rustix::fs::XattrFlags::empty();
-        rustix::fs::setxattr(root, "user.pagemill.huge", b"never", flags).map_err(|errno| at(root, &errno.into()))?;
+        rustix::fs::setxattr(root, "user.pagemill.huge", b"never", flags)
+            .map_err(|errno| failed_at(root, &errno.into()))?;
     }
     let mut paths = Vec::with_capacity(arguments.files);
     for index in 0..arguments.files {
         let directory = root.join(format!("d{}", index / arguments.per_directory));
         if index % arguments.per_directory == 0 {
-            fs::create_dir_all(&directory).map_err(|cause| at(&directory, &cause))?;
+            fs::create_dir_all(&directory).map_err(|cause| failed_at(&directory, &cause))?;
         }
         paths.push(directory.join(format!("f{index}")));
     }
     Ok(paths)
 }
 
-fn at(path: &Path, cause: &io::Error) -> Failure {
+fn failed_at(path: &Path, cause: &io::Error) -> Failure {
     Failure::Other(format!("{}: {cause}", path.display()))
 }
 
-/// Performs one operation on all files, `times` times; returns the operations per second.
-fn rate(
+/// Repeats an operation on all files, `times` times; returns the operations per second.
+fn operations_per_second(
     times: usize,
     paths: &[PathBuf],
-    mut act: impl FnMut(usize, &PathBuf) -> Result<(), Failure>,
+    mut operation: impl FnMut(usize, &PathBuf) -> Result<(), Failure>,
 ) -> Result<f64, Failure> {
     let begun = Instant::now();
     for _ in 0..times {
         for (index, path) in paths.iter().enumerate() {
-            act(index, path)?;
+            operation(index, path)?;
         }
     }
     Ok((times * paths.len()) as f64 / begun.elapsed().as_secs_f64())
@@ -98,20 +99,20 @@ fn content(index: usize) -> [u8; FILE_BYTES] {
 
 fn create(index: usize, path: &PathBuf) -> Result<(), Failure> {
     let write = || File::create_new(path)?.write_all(&content(index));
-    write().map_err(|cause| at(path, &cause))
+    write().map_err(|cause| failed_at(path, &cause))
 }
 
 fn stat(_: usize, path: &PathBuf) -> Result<(), Failure> {
     match fs::metadata(path) {
         Ok(found) if found.len() == FILE_BYTES as u64 => Ok(()),
         Ok(found) => Err(Failure::WrongAnswer(format!("{} has {} bytes", path.display(), found.len()))),
-        Err(cause) => Err(at(path, &cause)),
+        Err(cause) => Err(failed_at(path, &cause)),
     }
 }
 
 fn read(index: usize, path: &PathBuf) -> Result<(), Failure> {
     let mut bytes = [0; FILE_BYTES + 1];
-    let len = File::open(path).and_then(|mut file| file.read(&mut bytes)).map_err(|cause| at(path, &cause))?;
+    let len = File::open(path).and_then(|mut file| file.read(&mut bytes)).map_err(|cause| failed_at(path, &cause))?;
     match bytes[..len] == content(index) {
         true => Ok(()),
         false => Err(Failure::WrongAnswer(format!("{} has another content", path.display()))),
@@ -119,17 +120,17 @@ fn read(index: usize, path: &PathBuf) -> Result<(), Failure> {
 }
 
 fn unlink(_: usize, path: &PathBuf) -> Result<(), Failure> {
-    fs::remove_file(path).map_err(|cause| at(path, &cause))
+    fs::remove_file(path).map_err(|cause| failed_at(path, &cause))
 }
 
-/// Runs the program `find`, which must see each file; if it is not installed, walks the tree instead.
+/// Runs the program `find`, which must list each file. If it is not installed, walks the tree in this process instead.
 fn find(root: &Path, files: usize) -> Result<(), Failure> {
     let mut command = Command::new("find");
     command.arg(root).args(["-type", "f"]).stdin(Stdio::null());
     let seen = match command.output() {
         Ok(output) if output.status.success() => output.stdout.iter().filter(|&&byte| byte == b'\n').count(),
         Ok(output) => return Err(format!("find: {}", String::from_utf8_lossy(&output.stderr).trim()).into()),
-        Err(cause) if cause.kind() == io::ErrorKind::NotFound => walk(root).map_err(|cause| at(root, &cause))?,
+        Err(cause) if cause.kind() == io::ErrorKind::NotFound => walk(root).map_err(|cause| failed_at(root, &cause))?,
         Err(cause) => return Err(format!("find: {cause}").into()),
     };
     match seen == files {
@@ -152,17 +153,22 @@ fn walk(directory: &Path) -> io::Result<usize> {
 mod tests {
     use super::*;
 
-    /// Both ways to find files see the same; a missing file is a wrong answer for each operation.
+    /// The program and the walk find the same files. A file with other contents, and a missing file, are wrong answers.
     #[test]
     fn files_are_made_and_found() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let place = Place { folder: folder.path().to_owned(), device: 0 };
-        let paths = lay_out(&Metadata { place, files: 25, per_directory: 10, huge_never: false }, folder.path())
-            .expect("laid out");
-        rate(1, &paths, create).expect("they are made");
+        let place = FilePlace { folder: folder.path().to_owned(), device: 0 };
+        let paths =
+            make_directories(&Metadata { place, files: 25, per_directory: 10, huge_never: false }, folder.path())
+                .expect("laid out");
+        operations_per_second(1, &paths, create).expect("they are made");
 
         assert_eq!(walk(folder.path()).expect("a walk"), 25);
-        assert!(find(folder.path(), 25).is_ok() && rate(2, &paths, stat).is_ok() && rate(2, &paths, read).is_ok());
+        assert!(
+            find(folder.path(), 25).is_ok()
+                && operations_per_second(2, &paths, stat).is_ok()
+                && operations_per_second(2, &paths, read).is_ok()
+        );
         fs::write(&paths[3], "short").expect("it is written");
         assert!(matches!(stat(3, &paths[3]), Err(Failure::WrongAnswer(_))));
         assert!(matches!(read(3, &paths[3]), Err(Failure::WrongAnswer(_))));

@@ -1,8 +1,8 @@
-//! The workloads: hidden subcommands, each a process of its own under one preloaded allocator.
+//! The workloads: hidden subcommands that run as separate processes under one preloaded allocator.
 //!
-//! A workload prints one line of JSON, checks its own answers, and exits with [`WRONG_ANSWER`] if one was wrong. First
-//! it checks that the requested allocator serves `malloc`: after a failed preload the loader only warns, and glibc
-//! would be measured under another name.
+//! A workload measures, checks its own answers, and prints one line of JSON. It exits with [`WRONG_ANSWER`] if an
+//! answer was wrong. First it checks that the requested allocator serves `malloc`. After a failed preload the loader
+//! only prints a warning, and glibc would be measured under another name.
 
 pub mod churn;
 pub mod copies;
@@ -38,17 +38,17 @@ use crate::child::WRONG_ANSWER;
 use crate::native;
 use crate::subject::EXPECTED_LIBRARY;
 
-/// Result of a workload: its JSON line, or the reason why there is none.
-pub type Outcome = Result<serde_json::Value, Failure>;
+/// The result of a workload: its JSON line, or the reason why it has none.
+pub type WorkloadResult = Result<serde_json::Value, Failure>;
 
-/// Why a workload has no result.
+/// The reason why a workload has no result.
 #[derive(Debug)]
 pub enum Failure {
-    /// Memory did not hold what was written.
+    /// Memory did not contain what was written to it.
     WrongAnswer(String),
-    /// Anything else.
+    /// Any other failure, with a message.
     Other(String),
-    /// A launcher's child was killed: out of memory.
+    /// SIGKILL ended a child that the workload had started, mostly for lack of memory.
     Killed,
 }
 
@@ -58,14 +58,14 @@ impl From<String> for Failure {
     }
 }
 
-/// Touches and frees memory, so that the host has backed it for later runs.
+/// Touches and frees memory, so that the host of a virtual machine has backed it before later runs.
 #[derive(Debug, clap::Args)]
 pub struct Touch {
     #[arg(long)]
     mib: usize,
 }
 
-/// Becomes a command that ends with this bench, in a cgroup if one is given.
+/// Replaces itself by a command that ends together with this bench. If a cgroup is given, it joins the cgroup first.
 #[derive(Debug, clap::Args)]
 pub struct Enter {
     #[arg(long)]
@@ -74,8 +74,8 @@ pub struct Enter {
     command: Vec<String>,
 }
 
-/// Runs a workload in this process and turns its result into output and exit status.
-pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
+/// Runs a workload in this process, prints its result, and returns the exit status.
+pub fn run(work: impl FnOnce() -> WorkloadResult) -> ExitCode {
     native::die_with_parent();
     let outcome = check_library().and_then(|()| work());
     match outcome {
@@ -95,17 +95,16 @@ pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
     }
 }
 
-/// Runs [`Touch`].
-pub fn touch(arguments: &Touch) -> Outcome {
-    const PIECE: usize = 64 << 20;
+pub fn touch(arguments: &Touch) -> WorkloadResult {
+    const ALLOCATION_BYTES: usize = 64 << 20;
     let mut held = Vec::new();
-    for _ in 0..(arguments.mib << 20).div_ceil(PIECE) {
-        held.push(native::Tagged::touched(PIECE, 1).ok_or("no memory".to_owned())?);
+    for _ in 0..(arguments.mib << 20).div_ceil(ALLOCATION_BYTES) {
+        held.push(native::TaggedAllocation::touched(ALLOCATION_BYTES, 1).ok_or("no memory".to_owned())?);
     }
     Ok(serde_json::json!({ "pieces": held.len() }))
 }
 
-/// Runs [`Enter`]; returns only on failure.
+/// Runs the workload [`Enter`]; returns only on failure.
 pub fn enter(arguments: &Enter) -> ExitCode {
     native::die_with_parent();
     if let Some(entrance) = &arguments.entrance
@@ -124,7 +123,7 @@ fn check_library() -> Result<(), Failure> {
     let Some(expected) = env::var_os(EXPECTED_LIBRARY).map(PathBuf::from) else {
         return Ok(());
     };
-    match native::malloc_home() {
+    match native::malloc_library() {
         Some(home) if home == expected => Ok(()),
         home => Err(Failure::Other(format!(
             "malloc comes from {}, not from {}: the preload failed",

@@ -1,4 +1,4 @@
-//! Runs workload and hog from one launcher, so that both are in one process tree and one cgroup.
+//! Starts workload and hog from one launcher process, so that both are in one process tree and one cgroup.
 
 use std::fs;
 use std::io::Read;
@@ -7,13 +7,13 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, Outcome, hog};
+use super::{Failure, WorkloadResult, hog};
 use crate::child::WRONG_ANSWER;
 
-/// Time limit for the hog to stop: it may be in the middle of a round.
+/// Time limit for the hog to end after the stop file was made, since it may be in the middle of a round.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Arguments of both; the lock is in the hog's folder.
+/// Arguments of workload and hog. Both use the lock file in the hog's folder.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Pair {
     #[arg(long)]
@@ -26,29 +26,29 @@ pub struct Pair {
     pub burst_mib: usize,
     #[arg(long)]
     pub burst_every_ms: u64,
-    /// The memory of the workload's copies.
+    /// The kind of memory in which the workload stores its copies.
     #[arg(long, default_value = "malloc")]
     pub memory: String,
-    /// One record in so many has its whole copy summed up; 0 for none.
+    /// One record in this many has its whole copy summed up; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
     #[command(flatten)]
     pub hog: hog::Hog,
 }
 
-/// A child that does not outlive its launcher.
-struct Member(Child);
+/// A child process that is killed when this value is dropped.
+struct ChildProcess(Child);
 
-impl Drop for Member {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // Both calls fail only if it has already ended.
+        // Both calls fail only if the process has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Starts both, waits for the workload, stops the hog. If either is killed, the pair counts as killed.
-pub fn run(arguments: &Pair) -> Outcome {
+/// Starts both processes, waits for the workload, and stops the hog. If either is killed, the pair counts as killed.
+pub fn run(arguments: &Pair) -> WorkloadResult {
     let folder = &arguments.hog.folder;
     let lock = folder.join(hog::LOCK).display().to_string();
     let hog_arguments = [
@@ -69,35 +69,35 @@ pub fn run(arguments: &Pair) -> Outcome {
     let mut work = start("__ebizzy", &work_arguments)?;
     let mut hog = start("__hog", &hog_arguments)?;
     let work_status = loop {
-        if let Some(status) = ended(&mut work)? {
+        if let Some(status) = exit_status(&mut work)? {
             break status;
         }
-        if let Some(status) = ended(&mut hog)? {
-            check(status)?;
+        if let Some(status) = exit_status(&mut hog)? {
+            check_status(status)?;
             return Err(Failure::Other("the hog ended too early".to_owned()));
         }
         thread::sleep(Duration::from_millis(5));
     };
-    check(work_status)?;
+    check_status(work_status)?;
     fs::write(folder.join(hog::STOP), "").map_err(|cause| cause.to_string())?;
-    let told = Instant::now();
+    let stop_time = Instant::now();
     let hog_status = loop {
-        match ended(&mut hog)? {
+        match exit_status(&mut hog)? {
             Some(status) => break status,
-            None if told.elapsed() > TIMEOUT => {
+            None if stop_time.elapsed() > TIMEOUT => {
                 return Err(Failure::Other("the hog did not stop".to_owned()));
             }
             None => thread::sleep(Duration::from_millis(5)),
         }
     };
-    check(hog_status)?;
-    let (mut line, neighbour) = (line(&mut work)?, line(&mut hog)?);
+    check_status(hog_status)?;
+    let (mut line, neighbour) = (read_json_line(&mut work)?, read_json_line(&mut hog)?);
     line["hog_rounds"] = neighbour["rounds"].clone();
     line["hog_refused"] = neighbour["refused"].clone();
     Ok(line)
 }
 
-fn start(name: &str, arguments: &[(&str, String)]) -> Result<Member, Failure> {
+fn start(name: &str, arguments: &[(&str, String)]) -> Result<ChildProcess, Failure> {
     let executable = std::env::current_exe().map_err(|cause| cause.to_string())?;
     let mut command = Command::new(executable);
     command.arg(name).stdout(Stdio::piped());
@@ -105,14 +105,14 @@ fn start(name: &str, arguments: &[(&str, String)]) -> Result<Member, Failure> {
         command.args([option, value.as_str()]);
     }
     let child = command.spawn().map_err(|cause| format!("starting {name}: {cause}"))?;
-    Ok(Member(child))
+    Ok(ChildProcess(child))
 }
 
-fn ended(member: &mut Member) -> Result<Option<ExitStatus>, Failure> {
-    member.0.try_wait().map_err(|cause| Failure::Other(cause.to_string()))
+fn exit_status(process: &mut ChildProcess) -> Result<Option<ExitStatus>, Failure> {
+    process.0.try_wait().map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-fn check(status: ExitStatus) -> Result<(), Failure> {
+fn check_status(status: ExitStatus) -> Result<(), Failure> {
     match (status.code(), status.signal()) {
         (Some(0), _) => Ok(()),
         (Some(WRONG_ANSWER), _) => Err(Failure::WrongAnswer("told above".to_owned())),
@@ -121,10 +121,10 @@ fn check(status: ExitStatus) -> Result<(), Failure> {
     }
 }
 
-/// Reads a member's JSON line. The member has ended, and a line fits into a pipe.
-fn line(member: &mut Member) -> Outcome {
+/// Reads the JSON line of a process that has ended. The pipe has room for a whole line.
+fn read_json_line(process: &mut ChildProcess) -> WorkloadResult {
     let mut text = String::new();
-    let pipe: Option<&mut ChildStdout> = member.0.stdout.as_mut();
+    let pipe: Option<&mut ChildStdout> = process.0.stdout.as_mut();
     let pipe = pipe.ok_or("no output was captured".to_owned())?;
     pipe.read_to_string(&mut text).map_err(|cause| cause.to_string())?;
     serde_json::from_str(&text).map_err(|cause| Failure::Other(cause.to_string()))

@@ -1,4 +1,4 @@
-//! Pieces of one size: allocated up to a limit, freed in whole or in part; and the work that the process does
+//! Allocations of one size, made up to a limit and then freed in whole or in part; and the work that the process does
 //! afterwards.
 
 use std::path::PathBuf;
@@ -6,42 +6,42 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::handover::taken_sign;
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::chain::Chain;
-use crate::native::Tagged;
+use crate::native::TaggedAllocation;
 use crate::proc;
 use crate::signs::Signs;
 use crate::stats::Random;
 
-/// Pieces are freed and kept in runs of this many bytes, in order of allocation.
+/// Bytes of a run. Runs are consecutive allocations that are all freed or all kept.
 const RUN_BYTES: usize = 1 << 20;
-/// Of this many runs (or pieces) the last two are kept, so nine tenths are freed.
-const OF_RUNS: u64 = 20;
+/// Number of runs (or allocations) of which [`KEPT_RUNS`] are kept, so that nine tenths are freed.
+const RUNS_PER_CYCLE: u64 = 20;
 const KEPT_RUNS: u64 = 2;
 
-/// The process samples its own memory after this many bytes.
-const LOOK_EVERY: usize = 1 << 20;
+/// Bytes after which the process samples its own memory.
+const SAMPLE_EVERY_BYTES: usize = 1 << 20;
 
-/// Which of the pieces are freed.
+/// The allocations that are freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Freed {
     All,
-    /// Nine tenths, in runs of the order of allocation.
+    /// Nine tenths, in runs of consecutive allocations.
     Runs,
-    /// Nine tenths, each piece at random.
+    /// Nine tenths, where each allocation is chosen at random.
     Random,
 }
 
-/// The work that a process does meanwhile.
+/// The work that a process does after it has freed its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Load {
     /// One small malloc per millisecond.
     Little,
-    /// A fifth of a CPU, in pairs of malloc and free.
+    /// Pairs of malloc and free for a fifth of the time.
     Busy,
 }
 
-/// Arguments of a process that fills, frees and stays until the newcomer has ended.
+/// Arguments of a keeper: it fills memory, frees it, and works until the newcomer has ended.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PieceKeeper {
     #[arg(long)]
@@ -52,44 +52,43 @@ pub struct PieceKeeper {
     pub freed: Freed,
     #[arg(long)]
     pub load: Load,
-    /// The index of this keeper among several.
+    /// The number of this keeper among several.
     #[arg(long)]
     pub index: u64,
-    /// The folder of signs.
+    /// The folder of sign files.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// The sign of one keeper: it has freed its pieces.
+/// Returns the name of a keeper's sign that it has freed its allocations.
 pub fn keeper_sign(index: u64) -> String {
     format!("pieces-freed-{index}")
 }
 
-/// Runs [`PieceKeeper`].
-pub fn keep(arguments: &PieceKeeper) -> Outcome {
+pub fn run_keeper(arguments: &PieceKeeper) -> WorkloadResult {
     let signs = Signs::new(&arguments.folder);
     let mut chain = Chain::new(arguments.size)?;
     let mut refused = fill(&mut chain, arguments.size, arguments.mib << 20);
     free(&mut chain, arguments.size, arguments.freed)?;
-    signs.give(&keeper_sign(arguments.index)).map_err(|cause| cause.to_string())?;
+    signs.create(&keeper_sign(arguments.index)).map_err(|cause| cause.to_string())?;
     let taken = taken_sign(0);
-    while !signs.is_given(&taken) {
-        refused += arguments.load.turn(arguments.size)?;
+    while !signs.exists(&taken) {
+        refused += arguments.load.work_for_one_turn(arguments.size)?;
     }
     match chain.retain(|_| true) {
-        0 => Ok(serde_json::json!({ "refused": refused, "pieces": chain.pushed() })),
+        0 => Ok(serde_json::json!({ "refused": refused, "pieces": chain.allocated_count() })),
         wrong => Err(Failure::WrongAnswer(format!("{wrong} pieces that were kept have changed"))),
     }
 }
 
-/// Allocates until the pieces have `bytes` in sum, or the process holds that much more, whichever comes first: a piece
-/// of 16 bytes takes 32 in some allocators. Stops at the first failed allocation. Returns the number of failed
-/// allocations.
+/// Makes allocations of `size` bytes until they sum up to `bytes`, or until the resident memory has grown by `bytes`.
+/// The second limit is needed since some allocators use 32 bytes for 16. Stops at the first failed allocation. Returns
+/// the number of failed allocations.
 pub fn fill(chain: &mut Chain, size: usize, bytes: usize) -> u64 {
     let before = proc::own_resident_bytes();
     let mut filled = 0;
     while filled < bytes {
-        for _ in 0..LOOK_EVERY.div_ceil(size) {
+        for _ in 0..SAMPLE_EVERY_BYTES.div_ceil(size) {
             if !chain.push() {
                 return 1;
             }
@@ -102,18 +101,18 @@ pub fn fill(chain: &mut Chain, size: usize, bytes: usize) -> u64 {
     0
 }
 
-/// Frees the pieces that `freed` selects.
+/// Frees the allocations that `freed` selects.
 ///
 /// # Errors
 ///
-/// [`Failure::WrongAnswer`] if a piece has changed since it was written.
+/// [`Failure::WrongAnswer`] if an allocation has changed since it was written.
 pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure> {
     let run = (RUN_BYTES / size).max(1) as u64;
     let mut random = Random::new(0x7069_6563);
     let wrong = chain.retain(|place| match freed {
         Freed::All => false,
-        Freed::Runs => place / run % OF_RUNS >= OF_RUNS - KEPT_RUNS,
-        Freed::Random => (random.below(OF_RUNS as usize) as u64) < KEPT_RUNS,
+        Freed::Runs => place / run % RUNS_PER_CYCLE >= RUNS_PER_CYCLE - KEPT_RUNS,
+        Freed::Random => (random.next_below(RUNS_PER_CYCLE as usize) as u64) < KEPT_RUNS,
     });
     match wrong {
         0 => Ok(()),
@@ -121,11 +120,11 @@ pub fn free(chain: &mut Chain, size: usize, freed: Freed) -> Result<(), Failure>
     }
 }
 
-/// Length of a duty cycle, and of its working part.
+/// Length of a duty cycle, and of the part of it in which the process works.
 const CYCLE: Duration = Duration::from_millis(10);
-const WORKING: Duration = Duration::from_millis(2);
+const WORKING_PART: Duration = Duration::from_millis(2);
 
-/// Bytes that an almost idle process allocates each millisecond.
+/// Bytes that a process with little work allocates each millisecond.
 const LITTLE_BYTES: usize = 512;
 
 impl Load {
@@ -133,19 +132,19 @@ impl Load {
     ///
     /// # Errors
     ///
-    /// [`Failure::WrongAnswer`] if a piece lost its tag.
-    pub fn turn(self, size: usize) -> Result<u64, Failure> {
+    /// [`Failure::WrongAnswer`] if an allocation lost its tag.
+    pub fn work_for_one_turn(self, size: usize) -> Result<u64, Failure> {
         let begun = Instant::now();
         let mut refused = 0;
         match self {
             Self::Little => {
-                refused += u64::from(Tagged::new(LITTLE_BYTES, 1).is_none());
+                refused += u64::from(TaggedAllocation::new(LITTLE_BYTES, 1).is_none());
                 thread::sleep(Duration::from_millis(1));
             }
             Self::Busy => {
                 let mut tag = 0;
-                while begun.elapsed() < WORKING {
-                    match Tagged::filled(size, tag) {
+                while begun.elapsed() < WORKING_PART {
+                    match TaggedAllocation::filled(size, tag) {
                         Some(piece) if piece.tag() != tag => {
                             return Err(Failure::WrongAnswer("a piece lost its tag".to_owned()));
                         }
@@ -165,9 +164,9 @@ impl Load {
 mod tests {
     use super::*;
 
-    /// A tenth is kept of each kind, and nothing if all is freed.
+    /// Of 100 allocations, about a tenth is kept with runs and at random, and none if all are freed.
     #[test]
-    fn a_tenth_stays() {
+    fn a_tenth_is_kept() {
         for (freed, low, high) in [(Freed::All, 0, 0), (Freed::Runs, 10, 10), (Freed::Random, 2, 25)] {
             let mut chain = Chain::new(RUN_BYTES).expect("large enough");
             assert!((0..100).all(|_| chain.push()));
@@ -183,14 +182,14 @@ mod tests {
         }
     }
 
-    /// Filling stops at the bytes or at the resident memory. Both kinds of work leave all pieces intact.
+    /// Filling stops at the given bytes, counted or resident. Both kinds of work leave all allocations intact.
     #[test]
-    fn filling_ends_and_work_is_done() {
+    fn filling_stops_at_its_limit() {
         let mut chain = Chain::new(64).expect("large enough");
         assert_eq!(fill(&mut chain, 64, 4 << 20), 0);
-        assert!(chain.pushed() >= (1 << 20) / 64 && chain.pushed() <= (4 << 20) / 64);
+        assert!(chain.allocated_count() >= (1 << 20) / 64 && chain.allocated_count() <= (4 << 20) / 64);
         for load in [Load::Little, Load::Busy] {
-            assert_eq!(load.turn(64).expect("all tags are there"), 0);
+            assert_eq!(load.work_for_one_turn(64).expect("all tags are there"), 0);
         }
         assert_eq!(chain.retain(|_| true), 0);
     }

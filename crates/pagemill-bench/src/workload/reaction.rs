@@ -1,4 +1,5 @@
-//! Two members of one tree: a hoarder that holds much free memory, and an asker that times its requests.
+//! Two processes of one tree: a hoarder that holds much free memory, and an asker that requests it and times the
+//! requests.
 
 use std::ffi::CString;
 use std::io::{self, BufRead, BufReader, Write};
@@ -9,23 +10,24 @@ use std::time::{Duration, Instant};
 use pagemill::published::{TREE_FILE, TREE_VARIABLE};
 use pagemill::reclaim::tree::TreePage;
 
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::child;
-use crate::native::Tagged;
+use crate::native::TaggedAllocation;
 use crate::stats;
 
-const PIECE: usize = 1 << 20;
+const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// Pause after a refill: the hoarder's helper starts, and its figures settle.
+/// Pause after the hoarder has freed its memory again. Meanwhile its helper thread starts and its published counts
+/// become stable.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A request that takes longer than this is late, and counts with this time.
+/// The time after which a request counts as late; it is then recorded with this time.
 const LATE: Duration = Duration::from_secs(1);
 
 /// Arguments of the asker, which starts the hoarder.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Asker {
-    /// Free memory of the hoarder before the first request and after each refill.
+    /// MiB of free memory that the hoarder holds before the first request and after each refill.
     #[arg(long)]
     pub hoard_mib: usize,
     #[arg(long)]
@@ -41,29 +43,29 @@ pub struct Hoarder {
     pub mib: usize,
 }
 
-/// The hoarder and the pipes to it; it ends when its input is closed.
-struct Hoard {
+/// The hoarder process and the pipes to it. It ends when its input is closed.
+struct HoarderProcess {
     child: Child,
-    orders: ChildStdin,
+    requests: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
 
-impl Hoard {
+impl HoarderProcess {
     fn start(mib: usize) -> Result<Self, Failure> {
         let executable = child::own_executable().map_err(|cause| cause.to_string())?;
         let mut command = Command::new(executable);
         command.args(["__hoarder", "--mib", &mib.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(|cause| cause.to_string())?;
         match (child.stdin.take(), child.stdout.take()) {
-            (Some(orders), Some(answers)) => Ok(Self { child, orders, answers: BufReader::new(answers) }),
+            (Some(requests), Some(answers)) => Ok(Self { child, requests, answers: BufReader::new(answers) }),
             _ => Err(Failure::Other("the hoarder has no pipes".to_owned())),
         }
     }
 
-    /// Makes it fill and free its memory again.
+    /// Makes the hoarder fill and free its memory again.
     fn refill(&mut self) -> Result<(), Failure> {
         let mut answer = String::new();
-        writeln!(self.orders).map_err(|cause| cause.to_string())?;
+        writeln!(self.requests).map_err(|cause| cause.to_string())?;
         self.answers.read_line(&mut answer).map_err(|cause| cause.to_string())?;
         if answer.trim() != "free" {
             return Err(Failure::Other(format!("the hoarder answered {answer:?}")));
@@ -73,29 +75,30 @@ impl Hoard {
     }
 }
 
-impl Drop for Hoard {
+impl Drop for HoarderProcess {
     fn drop(&mut self) {
-        // Both calls fail only if it has already ended.
+        // Both calls fail only if the hoarder has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Sends requests; the JSON line has the median and the 99th percentile of the times until the memory was returned.
-pub fn ask(arguments: &Asker) -> Outcome {
-    let page = tree()?;
+/// Sends requests. The JSON line has the median and the 99th percentile of the times until the memory was returned.
+pub fn run_asker(arguments: &Asker) -> WorkloadResult {
+    let page = join_tree()?;
     let bytes = (arguments.ask_mib << 20) as u64;
-    // Requests per refill, less one: the last bytes of a hoard may be scattered.
-    let asks_each = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
-    let mut hoard = Hoard::start(arguments.hoard_mib)?;
+    // Number of requests before the hoarder fills its memory again. It is one less than what fits, since the hoarder's
+    // last free memory may be too scattered to be returned.
+    let asks_per_refill = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
+    let mut hoard = HoarderProcess::start(arguments.hoard_mib)?;
     let (mut times, mut late) = (Vec::with_capacity(arguments.asks), 0_u64);
     while times.len() < arguments.asks {
         hoard.refill()?;
-        // A request for zero bytes: the tree measures its overcommitted memory now, which then does not count as new
-        // during the requests.
+        // A request for zero bytes makes the tree's processes measure their overcommitted memory now. Otherwise it
+        // would count as new memory during the requests.
         page.ask(0, None, || false);
-        for _ in 0..asks_each.min(arguments.asks - times.len()) {
-            let took = time_one(page, bytes);
+        for _ in 0..asks_per_refill.min(arguments.asks - times.len()) {
+            let took = time_request(page, bytes);
             late += u64::from(took.is_none());
             times.push(took.unwrap_or(LATE).as_secs_f64() * 1e6);
         }
@@ -107,14 +110,15 @@ pub fn ask(arguments: &Asker) -> Outcome {
     }))
 }
 
-/// Time from the request until the tree's published total has fallen by it; none if that takes too long.
-fn time_one(page: &TreePage, bytes: u64) -> Option<Duration> {
+/// Returns the time from a request until the tree's published total has fallen by `bytes`; none if it takes longer than
+/// [`LATE`].
+fn time_request(page: &TreePage, bytes: u64) -> Option<Duration> {
     let before = page.totals().resident;
-    let is_given = || before.saturating_sub(page.totals().resident) >= bytes;
+    let is_returned = || before.saturating_sub(page.totals().resident) >= bytes;
     let begun = Instant::now();
-    page.ask(bytes, None, is_given);
-    // A sibling publishes its total a moment after it answered.
-    while !is_given() {
+    page.ask(bytes, None, is_returned);
+    // A sibling publishes its new total shortly after it has answered.
+    while !is_returned() {
         if begun.elapsed() > LATE {
             return None;
         }
@@ -123,19 +127,20 @@ fn time_one(page: &TreePage, bytes: u64) -> Option<Duration> {
     Some(begun.elapsed())
 }
 
-fn tree() -> Result<&'static TreePage, Failure> {
+fn join_tree() -> Result<&'static TreePage, Failure> {
     let name = TREE_VARIABLE.to_str().unwrap_or_default();
     let folder = std::env::var(name).map_err(|_| format!("{name} is not set: there is no tree to ask"))?;
     let path = CString::new(format!("{folder}/{TREE_FILE}")).map_err(|cause| cause.to_string())?;
     TreePage::join(&path).map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// Fills and frees at each line of input, and answers with a line.
-pub fn hoard(arguments: &Hoarder) -> Outcome {
+/// For each line of input, fills memory, frees it, and answers with a line.
+pub fn run_hoarder(arguments: &Hoarder) -> WorkloadResult {
     let (mut refills, mut answers) = (0_u64, io::stdout());
-    for order in io::stdin().lines() {
-        order.map_err(|cause| cause.to_string())?;
-        let held: Vec<_> = (0..arguments.mib as u64).map(|tag| Tagged::touched(PIECE, tag)).collect();
+    for request in io::stdin().lines() {
+        request.map_err(|cause| cause.to_string())?;
+        let held: Vec<_> =
+            (0..arguments.mib as u64).map(|tag| TaggedAllocation::touched(ALLOCATION_BYTES, tag)).collect();
         let is_right = (0..).zip(&held).all(|(tag, piece)| piece.as_ref().is_some_and(|piece| piece.tag() == tag));
         drop(held);
         if !is_right {

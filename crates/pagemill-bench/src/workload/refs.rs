@@ -1,4 +1,4 @@
-//! Huge folios: references to a range of one; and splitting a huge folio and collapsing it again.
+//! Huge folios: references to a range of a folio are taken and dropped; folios are split and collapsed again.
 
 use std::sync::Barrier;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
@@ -9,28 +9,28 @@ use pagemill::mapping::policy::Always;
 use pagemill::mapping::{Cache, Mapping};
 use pagemill::units::BLOCK_BYTES;
 
-use super::hit::{cache, failed, write};
-use super::{Failure, Outcome};
-use crate::native::{Counts, Pages};
+use super::hit::{cache, failed, write_all};
+use super::{Failure, WorkloadResult};
+use crate::native::{Pages, SharedCounters};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats;
 
-/// The way a range is pinned.
+/// The way in which a range is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Way {
+pub enum PinMethod {
     /// A pin of a folio that may be split.
     Splittable,
     /// A pin of a folio that is never split.
     NeverSplit,
-    /// One count for each 4 KiB.
+    /// One reference count for each 4 KiB.
     PerPage,
 }
 
-/// Arguments: references taken and dropped repeatedly.
+/// Arguments of a run that takes and drops references.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Refs {
     #[arg(long)]
-    pub way: Way,
+    pub way: PinMethod,
     #[arg(long)]
     pub threads: usize,
     #[arg(long)]
@@ -44,19 +44,19 @@ pub struct Refs {
 
 const PAGES_PER_BLOCK: usize = BLOCK_BYTES / RECORD_BYTES;
 
-/// Nanoseconds of a get and its put, as each thread sees it.
-pub fn run(arguments: &Refs) -> Outcome {
+/// Measures the nanoseconds to take and drop a reference, as each thread sees them.
+pub fn run(arguments: &Refs) -> WorkloadResult {
     let folios = if arguments.own { arguments.threads } else { 1 };
     let len_bytes = arguments.range_kib << 10;
     if len_bytes > BLOCK_BYTES {
         return Err("the range is longer than a huge folio".to_owned().into());
     }
     let folio_of = |thread: usize| if arguments.own { thread } else { 0 };
-    let ns = if arguments.way == Way::PerPage {
-        let counts = Counts::new(folios * PAGES_PER_BLOCK)?;
-        let ns = by_threads(arguments, |thread| {
+    let ns = if arguments.way == PinMethod::PerPage {
+        let counts = SharedCounters::new(folios * PAGES_PER_BLOCK)?;
+        let ns = time_by_threads(arguments, |thread| {
             let first = folio_of(thread) * PAGES_PER_BLOCK;
-            let range = || (first..first + len_bytes / RECORD_BYTES).map(|page| counts.at(page));
+            let range = || (first..first + len_bytes / RECORD_BYTES).map(|page| counts.counter(page));
             for count in range() {
                 count.fetch_add(1, Acquire);
             }
@@ -65,13 +65,13 @@ pub fn run(arguments: &Refs) -> Outcome {
             }
             Ok(())
         })?;
-        if (0..folios * PAGES_PER_BLOCK).any(|page| counts.at(page).load(Acquire) != 0) {
+        if (0..folios * PAGES_PER_BLOCK).any(|page| counts.counter(page).load(Acquire) != 0) {
             return Err(Failure::WrongAnswer("a reference was not given back".to_owned()));
         }
         ns
     } else {
-        let (cache, file) = huge_file(folios, arguments.way == Way::Splittable)?;
-        let ns = by_threads(arguments, |thread| {
+        let (cache, file) = huge_file(folios, arguments.way == PinMethod::Splittable)?;
+        let ns = time_by_threads(arguments, |thread| {
             let pins = file.pin_range((folio_of(thread) * BLOCK_BYTES) as u64, len_bytes).map_err(failed)?;
             match pins.first() {
                 Some(pin) if pins.len() == 1 && pin.len_bytes() >= len_bytes => Ok(()),
@@ -82,58 +82,58 @@ pub fn run(arguments: &Refs) -> Outcome {
         if usage.locked != 0 || usage.huge != (folios * BLOCK_BYTES) as u64 {
             return Err(Failure::WrongAnswer(format!("a reference was not given back: {usage:?}")));
         }
-        check(&file, folios)?;
+        check_folios(&file, folios)?;
         ns
     };
     Ok(serde_json::json!({ "ns": ns }))
 }
 
-/// Makes a file of huge folios.
+/// Makes a file that consists of huge folios.
 fn huge_file(folios: usize, may_split: bool) -> Result<(Cache, Mapping), Failure> {
     let bytes = (folios * BLOCK_BYTES) as u64;
-    // Twice the memory and some more, since a collapse needs a new block.
+    // The cache gets twice the memory and some more, since a collapse needs a free block.
     let cache = cache(2 * bytes + 16 * BLOCK_BYTES as u64, Box::new(Always), may_split)?;
     let file = cache.create().map_err(failed)?;
-    fill(&file, folios)?;
+    fill_folios(&file, folios)?;
     match cache.usage() {
         usage if usage.huge == bytes => Ok((cache, file)),
         usage => Err(Failure::Other(format!("the file does not lie in huge folios: {usage:?}"))),
     }
 }
 
-fn fill(file: &Mapping, folios: usize) -> Result<(), Failure> {
+fn fill_folios(file: &Mapping, folios: usize) -> Result<(), Failure> {
     let mut records = Records::filled(BLOCK_BYTES);
     (0..folios).try_for_each(|folio| {
         let offset = (folio * BLOCK_BYTES) as u64;
-        write(file, records.at(0, offset), offset)
+        write_all(file, records.stamped_at(0, offset), offset)
     })
 }
 
-fn check(file: &Mapping, folios: usize) -> Result<(), Failure> {
+fn check_folios(file: &Mapping, folios: usize) -> Result<(), Failure> {
     let mut bytes = vec![0; BLOCK_BYTES];
     for offset in (0..folios).map(|folio| (folio * BLOCK_BYTES) as u64) {
         let read = file.read_at(&mut bytes, offset).map_err(failed)?;
-        if read != BLOCK_BYTES || !pattern::is_whole(&bytes, 0, offset) {
+        if read != BLOCK_BYTES || !pattern::is_intact(&bytes, 0, offset) {
             return Err(Failure::WrongAnswer(format!("the folio at {offset} is not what was put there")));
         }
     }
     Ok(())
 }
 
-fn by_threads(arguments: &Refs, act: impl Fn(usize) -> Result<(), Failure> + Sync) -> Result<f64, Failure> {
+fn time_by_threads(arguments: &Refs, operation: impl Fn(usize) -> Result<(), Failure> + Sync) -> Result<f64, Failure> {
     const BATCH: usize = 100;
     let (start, run) = (Barrier::new(arguments.threads), Duration::from_millis(arguments.run_ms));
     let repeat = |thread: usize, run: Duration| -> Result<f64, Failure> {
         let (begun, mut done) = (Instant::now(), 0);
         while begun.elapsed() < run || done == 0 {
-            (0..BATCH).try_for_each(|_| act(thread))?;
+            (0..BATCH).try_for_each(|_| operation(thread))?;
             done += BATCH;
         }
         Ok(begun.elapsed().as_nanos() as f64 / done as f64)
     };
     let work = |thread: usize| {
         start.wait();
-        // A tenth of the time as warm-up: CPUs leave idle states.
+        // A tenth of the time is warm-up, in which CPUs leave their idle states.
         repeat(thread, run / 10).and_then(|_| repeat(thread, run))
     };
     let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
@@ -146,10 +146,10 @@ fn by_threads(arguments: &Refs, act: impl Fn(usize) -> Result<(), Failure> + Syn
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Arguments: huge folios split and collapsed alternately, or as much memory copied.
+/// Arguments of a run that splits and collapses huge folios, or copies as much memory.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Change {
-    /// Copy huge pages instead; each copy goes to the source of the one before.
+    /// Copy huge pages instead. Each copy overwrites the source of the previous copy.
     #[arg(long)]
     pub copy: bool,
     #[arg(long)]
@@ -158,16 +158,16 @@ pub struct Change {
     pub run_ms: u64,
 }
 
-/// Median nanoseconds of each operation.
-pub fn change(arguments: &Change) -> Outcome {
+/// Measures the median nanoseconds of each operation.
+pub fn measure_change(arguments: &Change) -> WorkloadResult {
     let run = Duration::from_millis(arguments.run_ms);
-    if arguments.copy { copy(arguments.folios, run) } else { split_and_collapse(arguments.folios, run) }
+    if arguments.copy { time_copies(arguments.folios, run) } else { split_and_collapse(arguments.folios, run) }
 }
 
-/// Times an operation in nanoseconds; an operation that did nothing is an error.
-fn time(times: &mut Vec<f64>, act: impl FnOnce() -> pagemill::Result<bool>) -> Result<(), Failure> {
+/// Records the nanoseconds of an operation. An operation that did nothing is an error.
+fn time_operation(times: &mut Vec<f64>, operation: impl FnOnce() -> pagemill::Result<bool>) -> Result<(), Failure> {
     let begun = Instant::now();
-    let is_done = act();
+    let is_done = operation();
     times.push(begun.elapsed().as_nanos() as f64);
     match is_done.map_err(failed)? {
         true => Ok(()),
@@ -175,18 +175,18 @@ fn time(times: &mut Vec<f64>, act: impl FnOnce() -> pagemill::Result<bool>) -> R
     }
 }
 
-fn split_and_collapse(folios: usize, run: Duration) -> Outcome {
+fn split_and_collapse(folios: usize, run: Duration) -> WorkloadResult {
     let (cache, file) = huge_file(folios, true)?;
     let (mut splits, mut collapses) = (Vec::new(), Vec::new());
     let begun = Instant::now();
-    // The first round over all folios allocates the nodes and blocks that later rounds reuse.
+    // The first round over all folios allocates index nodes and blocks that later rounds reuse.
     while begun.elapsed() < run || splits.len() < 2 * folios {
         for offset in (0..folios).map(|folio| (folio * BLOCK_BYTES) as u64) {
-            time(&mut splits, || file.split(offset))?;
-            time(&mut collapses, || file.collapse(offset))?;
+            time_operation(&mut splits, || file.split(offset))?;
+            time_operation(&mut collapses, || file.collapse(offset))?;
         }
     }
-    check(&file, folios)?;
+    check_folios(&file, folios)?;
     let usage = cache.usage();
     if usage.huge != (folios * BLOCK_BYTES) as u64 || usage.small != 0 {
         return Err(Failure::WrongAnswer(format!("not all is huge again: {usage:?}")));
@@ -195,14 +195,14 @@ fn split_and_collapse(folios: usize, run: Duration) -> Outcome {
     Ok(serde_json::json!({ "split_ns": median(&splits), "collapse_ns": median(&collapses), "turns": splits.len() }))
 }
 
-/// Each copy goes to the source of the one before, as in a collapse, which reuses blocks.
-fn copy(folios: usize, run: Duration) -> Outcome {
+/// Copies huge pages. Each copy overwrites the source of the previous one, as a collapse reuses freed blocks.
+fn time_copies(folios: usize, run: Duration) -> WorkloadResult {
     let mut memory = Pages::huge((folios + 1) * BLOCK_BYTES)?;
     let bytes = memory.bytes_mut((folios + 1) * BLOCK_BYTES);
     let mut records = Records::filled(BLOCK_BYTES);
     let mut blocks: Vec<&mut [u8]> = bytes.chunks_exact_mut(BLOCK_BYTES).collect();
     for (folio, block) in blocks.iter_mut().enumerate().take(folios) {
-        block.copy_from_slice(records.at(0, (folio * BLOCK_BYTES) as u64));
+        block.copy_from_slice(records.stamped_at(0, (folio * BLOCK_BYTES) as u64));
     }
     let Some(mut spare) = blocks.pop() else { return Err("no blocks".to_owned().into()) };
     let mut times = Vec::new();
@@ -216,7 +216,7 @@ fn copy(folios: usize, run: Duration) -> Outcome {
         }
     }
     for (folio, block) in blocks.iter().enumerate() {
-        if !pattern::is_whole(block, 0, (folio * BLOCK_BYTES) as u64) {
+        if !pattern::is_intact(block, 0, (folio * BLOCK_BYTES) as u64) {
             return Err(Failure::WrongAnswer("a copy is not what was copied".to_owned()));
         }
     }

@@ -1,33 +1,32 @@
-//! A process that allocates much memory, frees all of it, and goes on working: the memory that it still holds, second
-//! by second.
+//! A process that allocates much memory, frees all of it, and goes on working. It reports how much memory it still
+//! holds after each second.
 
 use std::time::{Duration, Instant};
 
-use super::Outcome;
+use super::WorkloadResult;
 use super::pieces::{Freed, Load, fill, free};
 use crate::chain::Chain;
 use crate::{native, proc};
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Returning {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub size: usize,
-    /// Duration of the work after the last free.
+    /// Seconds for which the process works after the last free.
     #[arg(long)]
     pub seconds: u64,
 }
 
-/// Size of the pieces of that work.
+/// Size of the allocations that the process makes while it works.
 const WORK_BYTES: usize = 512;
 
-/// Fills, frees, works. The JSON line has the memory beyond that before the first allocation: right after the last
-/// free, and after each second.
-pub fn run(arguments: &Returning) -> Outcome {
-    // Memory that the first turn of work takes is not part of the freed memory.
-    Load::Busy.turn(WORK_BYTES)?;
+/// Fills memory, frees it, and works. The JSON line has the resident memory beyond that before the first allocation:
+/// right after the last free, and after each second.
+pub fn run(arguments: &Returning) -> WorkloadResult {
+    // The memory that the work itself needs is allocated first, so that it does not count as held.
+    Load::Busy.work_for_one_turn(WORK_BYTES)?;
     let before = proc::own_resident_bytes();
     let more_mib = || (proc::own_resident_bytes() as f64 - before as f64) / f64::from(1 << 20);
     let mut chain = Chain::new(arguments.size)?;
@@ -36,14 +35,14 @@ pub fn run(arguments: &Returning) -> Outcome {
     }
     let filled_mib = more_mib();
     free(&mut chain, arguments.size, Freed::All)?;
-    let (begun, cpu_before) = (Instant::now(), native::own_cpu());
+    let (begun, cpu_before) = (Instant::now(), native::own_cpu_time());
     let mut held = vec![more_mib()];
     for second in 1..=arguments.seconds {
         while begun.elapsed() < Duration::from_secs(second) {
-            Load::Busy.turn(WORK_BYTES)?;
+            Load::Busy.work_for_one_turn(WORK_BYTES)?;
         }
         held.push(more_mib());
     }
-    let cpu = (native::own_cpu() - cpu_before).as_secs_f64() / begun.elapsed().as_secs_f64();
+    let cpu = (native::own_cpu_time() - cpu_before).as_secs_f64() / begun.elapsed().as_secs_f64();
     Ok(serde_json::json!({ "filled_mib": filled_mib, "more_mib": held, "cpu_share": cpu }))
 }

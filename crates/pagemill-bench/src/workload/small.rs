@@ -1,31 +1,30 @@
-//! Small allocations: timed, or a known number of pairs for an instruction counter.
+//! Small allocations: timed, or a known number of malloc and free pairs for an instruction counter.
 
 use std::time::{Duration, Instant};
 
-use super::steps::{self, Work};
-use super::{Failure, Outcome};
-use crate::native::Tagged;
+use super::steps::{self, StepWork};
+use super::{Failure, WorkloadResult};
+use crate::native::TaggedAllocation;
 use crate::stats::Random;
 
-/// Pairs of malloc and free in a step, in every pattern; also the size of batch and table.
+/// Number of malloc and free pairs in a step of every pattern. It is also the size of the batch and of the table.
 pub const STEP_PAIRS: u64 = 1000;
 
-/// The order in which blocks are allocated and freed.
+/// The order in which allocations are made and freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Pattern {
-    /// Each block freed at once
+    /// Each allocation is freed at once
     Pair,
-    /// A thousand blocks allocated, then all freed
+    /// A thousand allocations are made, then all are freed
     Batch,
-    /// A random block of a thousand replaced
+    /// A random one of a thousand allocations is replaced
     Churn,
 }
 
-/// Warm-up: pairs of each thread, and its time limit.
+/// Number of pairs with which each thread warms up, and the time limit of the warm-up.
 const WARM_PAIRS: u64 = 150_000;
-const WARM_AT_MOST: Duration = Duration::from_millis(500);
+const WARM_TIME_LIMIT: Duration = Duration::from_millis(500);
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Small {
     #[arg(long)]
@@ -34,65 +33,65 @@ pub struct Small {
     pub pattern: Pattern,
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
-    /// Duration of the measurement; without it, `--pairs` applies.
+    /// Duration of the measurement in ms; without it, `--pairs` applies.
     #[arg(long)]
     pub measure_ms: Option<u64>,
-    /// Number of pairs on one thread.
+    /// Number of pairs to run on one thread.
     #[arg(long, default_value_t = 100_000)]
     pub pairs: u64,
 }
 
-/// The blocks of one thread.
-struct Bench {
+/// The allocations of one thread, and its count of wrong tags.
+struct ThreadState {
     size: usize,
     pattern: Pattern,
-    table: Vec<Option<Tagged>>,
+    table: Vec<Option<TaggedAllocation>>,
     random: Random,
     wrong: u64,
 }
 
 /// Runs the pattern. The JSON line has nanoseconds per pair, or only the number of pairs.
-pub fn run(arguments: &Small) -> Outcome {
+pub fn run(arguments: &Small) -> WorkloadResult {
     match arguments.measure_ms {
-        Some(milliseconds) => timed(arguments, Duration::from_millis(milliseconds)),
-        None => counted(arguments),
+        Some(milliseconds) => run_timed(arguments, Duration::from_millis(milliseconds)),
+        None => run_pairs(arguments),
     }
 }
 
-fn counted(arguments: &Small) -> Outcome {
-    let mut bench = Bench::new(arguments, 0)?;
+fn run_pairs(arguments: &Small) -> WorkloadResult {
+    let mut thread = ThreadState::new(arguments, 0)?;
     for _ in 0..arguments.pairs / STEP_PAIRS {
-        bench.step()?;
+        thread.step()?;
     }
-    bench.verdict()?;
+    thread.check_results()?;
     Ok(serde_json::json!({ "pairs": arguments.pairs }))
 }
 
-fn timed(arguments: &Small, duration: Duration) -> Outcome {
-    let make = |index| Bench::new(arguments, index as u64).and_then(Bench::warmed);
-    let times = steps::timed(arguments.threads, duration, STEP_PAIRS, make)?;
-    Ok(serde_json::json!({ "ns_per_pair": times.ns(), "pairs": times.acts() }))
+fn run_timed(arguments: &Small, duration: Duration) -> WorkloadResult {
+    let make = |index| ThreadState::new(arguments, index as u64).and_then(ThreadState::warm_up);
+    let times = steps::measure_threads(arguments.threads, duration, STEP_PAIRS, make)?;
+    Ok(serde_json::json!({ "ns_per_pair": times.ns_per_operation(), "pairs": times.operations() }))
 }
 
-impl Bench {
+impl ThreadState {
     fn new(arguments: &Small, seed: u64) -> Result<Self, Failure> {
         if arguments.size < 8 {
             return Err(Failure::Other("a block holds a tag of eight bytes".to_owned()));
         }
-        let mut table: Vec<Option<Tagged>> = Vec::new();
+        let mut table: Vec<Option<TaggedAllocation>> = Vec::new();
         table.resize_with(STEP_PAIRS as usize, || None);
         if arguments.pattern == Pattern::Churn {
             for (tag, slot) in (0..).zip(&mut table) {
-                *slot = Some(Tagged::new(arguments.size, tag).ok_or_else(refused)?);
+                *slot = Some(TaggedAllocation::new(arguments.size, tag).ok_or_else(out_of_memory)?);
             }
         }
         Ok(Self { size: arguments.size, pattern: arguments.pattern, table, random: Random::new(seed), wrong: 0 })
     }
 
-    /// Warms up for a number of pairs or a time, until every allocator is in its steady state: Pagemill leaves the
+    /// Warms up for a number of pairs or a time, so that the allocator reaches its steady state. Pagemill leaves the
     /// first hundred thousand calls of a program to the C library.
-    fn warmed(mut self) -> Result<Self, Failure> {
-        let end = Instant::now() + WARM_AT_MOST;
+    fn warm_up(mut self) -> Result<Self, Failure> {
+        let end = Instant::now() + WARM_TIME_LIMIT;
         for _ in 0..WARM_PAIRS / STEP_PAIRS {
             self.step()?;
             if Instant::now() >= end {
@@ -103,19 +102,19 @@ impl Bench {
     }
 }
 
-impl Work for Bench {
-    /// Does [`STEP_PAIRS`] pairs. Each block has a tag, which is checked before the block is freed.
+impl StepWork for ThreadState {
+    /// Makes [`STEP_PAIRS`] pairs of malloc and free. The tag of each allocation is checked before the free.
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
             Pattern::Pair => {
                 for tag in 0..STEP_PAIRS {
-                    let block = Tagged::new(self.size, tag).ok_or_else(refused)?;
+                    let block = TaggedAllocation::new(self.size, tag).ok_or_else(out_of_memory)?;
                     self.wrong += u64::from(block.tag() != tag);
                 }
             }
             Pattern::Batch => {
                 for (tag, slot) in (0..).zip(&mut self.table) {
-                    *slot = Some(Tagged::new(self.size, tag).ok_or_else(refused)?);
+                    *slot = Some(TaggedAllocation::new(self.size, tag).ok_or_else(out_of_memory)?);
                 }
                 for (tag, slot) in (0..).zip(&mut self.table) {
                     let block = slot.take();
@@ -124,18 +123,18 @@ impl Work for Bench {
             }
             Pattern::Churn => {
                 for _ in 0..STEP_PAIRS {
-                    let tag = self.random.below(self.table.len());
+                    let tag = self.random.next_below(self.table.len());
                     let slot = &mut self.table[tag];
                     let block = slot.take();
                     self.wrong += u64::from(block.is_some_and(|block| block.tag() != tag as u64));
-                    *slot = Some(Tagged::new(self.size, tag as u64).ok_or_else(refused)?);
+                    *slot = Some(TaggedAllocation::new(self.size, tag as u64).ok_or_else(out_of_memory)?);
                 }
             }
         }
         Ok(())
     }
 
-    fn verdict(&mut self) -> Result<(), Failure> {
+    fn check_results(&mut self) -> Result<(), Failure> {
         match self.wrong {
             0 => Ok(()),
             wrong => Err(Failure::WrongAnswer(format!("{wrong} blocks lost their tag"))),
@@ -143,7 +142,7 @@ impl Work for Bench {
     }
 }
 
-fn refused() -> Failure {
+fn out_of_memory() -> Failure {
     Failure::Other("malloc refused a small block".to_owned())
 }
 
@@ -151,13 +150,13 @@ fn refused() -> Failure {
 mod tests {
     use super::*;
 
-    /// Every pattern makes its pairs and finds every tag.
+    /// Every pattern runs its pairs, counted and timed, and finds every tag.
     #[test]
     fn all_patterns_keep_their_tags() {
         for pattern in [Pattern::Pair, Pattern::Batch, Pattern::Churn] {
             let arguments = Small { size: 64, pattern, threads: 2, measure_ms: None, pairs: 5000 };
-            assert!(counted(&arguments).is_ok());
-            assert!(timed(&arguments, Duration::from_millis(4)).is_ok());
+            assert!(run_pairs(&arguments).is_ok());
+            assert!(run_timed(&arguments, Duration::from_millis(4)).is_ok());
         }
     }
 }

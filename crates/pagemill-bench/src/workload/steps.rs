@@ -1,4 +1,4 @@
-//! Threads that do the same work step by step, measured over an interval in which all of them run.
+//! Runs threads that do the same work step by step, and measures them over an interval in which all of them run.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,51 +7,49 @@ use std::time::{Duration, Instant};
 
 use super::Failure;
 
-/// The work of one thread.
-pub trait Work {
-    /// Does several operations; the clock is read only between steps.
+pub trait StepWork {
+    /// Does a fixed number of operations. The clock is read only between steps.
     fn step(&mut self) -> Result<(), Failure>;
 
-    /// Whether every answer was right.
-    fn verdict(&mut self) -> Result<(), Failure>;
+    /// Returns an error if any operation of this thread had a wrong result.
+    fn check_results(&mut self) -> Result<(), Failure>;
 }
 
-/// Operations and times of the threads in the measured interval.
-pub struct Times(Vec<Time>);
+/// Operations and durations of all threads in the measured interval.
+pub struct ThreadTimes(Vec<ThreadTime>);
 
-/// Operations of one thread, and the time that they took.
+/// Number of operations of one thread, and the time that they took.
 #[derive(Clone, Copy)]
-struct Time {
+struct ThreadTime {
     nanoseconds: u64,
-    acts: u64,
+    operations: u64,
 }
 
-impl Times {
-    /// Operations of all threads.
-    pub fn acts(&self) -> u64 {
-        self.0.iter().map(|time| time.acts).sum::<u64>().max(1)
+impl ThreadTimes {
+    pub fn operations(&self) -> u64 {
+        self.0.iter().map(|time| time.operations).sum::<u64>().max(1)
     }
 
-    /// Nanoseconds per operation, as its thread sees it.
-    pub fn ns(&self) -> f64 {
-        self.0.iter().map(|time| time.nanoseconds).sum::<u64>() as f64 / self.acts() as f64
+    /// Returns the nanoseconds per operation, as the thread that does it sees them.
+    pub fn ns_per_operation(&self) -> f64 {
+        self.0.iter().map(|time| time.nanoseconds).sum::<u64>() as f64 / self.operations() as f64
     }
 
-    /// Operations per second of one thread; 0 if there is no such thread.
+    /// Returns the operations per second of one thread; 0 if there is no thread with this index.
     pub fn per_second(&self, thread: usize) -> f64 {
-        self.0.get(thread).map_or(0.0, |time| time.acts as f64 * 1e9 / time.nanoseconds as f64)
+        self.0.get(thread).map_or(0.0, |time| time.operations as f64 * 1e9 / time.nanoseconds as f64)
     }
 }
 
-/// Runs threads that start together: a quarter of `duration` of warm-up, then `duration` that is measured.
+/// Runs threads that start together. They warm up for a quarter of `duration` and are then measured for `duration`.
 ///
-/// Thread `i` runs steps of the work that `make(i)` returns; each step counts as `step_acts` operations.
-pub fn timed<W: Work>(
+/// Thread `i` runs steps of the work that `make(i)` returns. Each step counts as `operations_per_step` operations.
+pub fn measure_threads<W: StepWork>(
     threads: usize,
     duration: Duration,
-    step_acts: u64,
+    operations_per_step: u64,
     make: impl Fn(usize) -> Result<W, Failure> + Sync,
-) -> Result<Times, Failure> {
+) -> Result<ThreadTimes, Failure> {
     let (is_measured, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     let start = Barrier::new(threads + 1);
     let work = |index| {
@@ -62,7 +60,7 @@ pub fn timed<W: Work>(
             work.step()?;
         }
         let (begun, mut steps) = (Instant::now(), 0);
-        // At least one step, even if the time is over before this thread gets a CPU.
+        // Each thread makes at least one step, even if the time is over before it gets a CPU.
         loop {
             work.step()?;
             steps += 1;
@@ -70,8 +68,9 @@ pub fn timed<W: Work>(
                 break;
             }
         }
-        let time = Time { nanoseconds: begun.elapsed().as_nanos() as u64, acts: steps * step_acts };
-        work.verdict().map(|()| time)
+        let time =
+            ThreadTime { nanoseconds: begun.elapsed().as_nanos() as u64, operations: steps * operations_per_step };
+        work.check_results().map(|()| time)
     };
     thread::scope(|scope| {
         let work = &work;
@@ -83,6 +82,6 @@ pub fn timed<W: Work>(
         is_over.store(true, Ordering::Relaxed);
         let joined = workers.into_iter().map(|worker| worker.join());
         let times = joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into())));
-        times.collect::<Result<_, _>>().map(Times)
+        times.collect::<Result<_, _>>().map(ThreadTimes)
     })
 }

@@ -1,4 +1,4 @@
-//! Memory given up and taken back: by a state word, by a mark of its address, or by a system call.
+//! Memory that is given up and taken back: by the state word of a handle, by marking its address, or by a system call.
 
 use std::sync::Barrier;
 use std::thread;
@@ -11,38 +11,37 @@ use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::volatile::vrange::Mode;
 use pagemill::volatile::{Behaviour, Contents, Range};
 
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::native::Pages;
 use crate::stats;
 
-/// Memory of one thread.
+/// Bytes of memory that each thread uses.
 const AREA_BYTES: usize = 64 << 20;
 /// Number of other marked ranges while marks by address are measured.
 const OTHER_MARKS: usize = 100_000;
-/// Length of the ranges that are purged.
 const HUGE_RANGE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 2 << 20;
 
-/// Ways to give memory up.
+/// The ways to give memory up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Way {
-    /// Handles: mark volatile, take back.
+pub enum Method {
+    /// Handles: mark volatile, then take back.
     Handles,
-    /// Handles: pin, unpin.
+    /// Handles: pin, then unpin.
     Pin,
-    /// `vrange` among 100,000 other ranges.
+    /// `vrange` marks by address, with 100,000 other marked ranges.
     Vrange,
-    /// `MADV_FREE`, and a write to each page.
+    /// `MADV_FREE`, then a write to each page.
     Free,
-    /// `MADV_DONTNEED`, and a write to each page.
+    /// `MADV_DONTNEED`, then a write to each page.
     Dontneed,
 }
 
-/// Arguments: operations repeated on ranges.
+/// Arguments of a run that gives ranges up and takes them back repeatedly.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Toggle {
     #[arg(long)]
-    pub way: Way,
+    pub way: Method,
     #[arg(long)]
     pub threads: usize,
     #[arg(long)]
@@ -51,7 +50,7 @@ pub struct Toggle {
     pub run_ms: u64,
 }
 
-/// Arguments: cost of a purge, and of taking a range back meanwhile.
+/// Arguments of a run that measures purges, and taking a range back during a purge.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Purging {
     #[arg(long)]
@@ -60,15 +59,15 @@ pub struct Purging {
     pub run_ms: u64,
 }
 
-/// Nanoseconds per thread to give a range up and take it back, and the page faults of that.
-pub fn toggle(arguments: &Toggle) -> Outcome {
+/// Measures the nanoseconds per thread to give a range up and take it back, and the page faults.
+pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);
     let threads = 0..arguments.threads;
     let results: Vec<Result<(f64, u64), Failure>> = thread::scope(|scope| {
         let work = |index: usize| {
             let start = &start;
-            move || toggle_by(arguments, pagemill, index, start)
+            move || toggle_in_thread(arguments, pagemill, index, start)
         };
         let workers: Vec<_> = threads.map(|index| scope.spawn(work(index))).collect();
         let joined = workers.into_iter().map(|worker| worker.join());
@@ -85,7 +84,7 @@ fn pagemill() -> Result<&'static Pagemill, Failure> {
         .map_err(|error| Failure::Other(error.to_string()))
 }
 
-fn toggle_by(
+fn toggle_in_thread(
     arguments: &Toggle,
     pagemill: &'static Pagemill,
     index: usize,
@@ -93,48 +92,53 @@ fn toggle_by(
 ) -> Result<(f64, u64), Failure> {
     let range_bytes = arguments.range_kib << 10;
     let count = AREA_BYTES / range_bytes;
-    let until = Duration::from_millis(arguments.run_ms);
+    let duration = Duration::from_millis(arguments.run_ms);
     match arguments.way {
-        Way::Handles | Way::Pin => {
-            let ranges = ranges(pagemill, count.min(512), range_bytes, index as u8)?;
-            if arguments.way == Way::Pin {
+        Method::Handles | Method::Pin => {
+            let ranges = make_ranges(pagemill, count.min(512), range_bytes, index as u8)?;
+            if arguments.way == Method::Pin {
                 ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
             }
             start.wait();
-            let result = if arguments.way == Way::Pin { pin_all(&ranges, until) } else { mark_all(&ranges, until) };
+            let result =
+                if arguments.way == Method::Pin { time_pins(&ranges, duration) } else { time_marks(&ranges, duration) };
             check(&ranges, index as u8)?;
             result
         }
-        Way::Vrange => {
+        Method::Vrange => {
             let area = Pages::new(AREA_BYTES)?;
-            // Every other page of another area, so that the ranges do not merge.
+            // The other ranges are every second page of another mapping, so that they do not merge.
             let others = Pages::new(OTHER_MARKS / arguments.threads * 2 * Pages::page_bytes())?;
             for page in 0..OTHER_MARKS / arguments.threads {
                 others.vrange(pagemill, page * 2 * Pages::page_bytes(), Pages::page_bytes(), true)?;
             }
             start.wait();
-            repeat(until, |turn| {
-                let at = turn % count * range_bytes;
+            time_repeated(duration, |index| {
+                let at = index % count * range_bytes;
                 area.vrange(pagemill, at, range_bytes, true)?;
                 area.vrange(pagemill, at, range_bytes, false)
             })
         }
-        Way::Free | Way::Dontneed => {
+        Method::Free | Method::Dontneed => {
             let mut area = Pages::new(AREA_BYTES)?;
             area.touch(0, AREA_BYTES);
             start.wait();
-            by_calls(&mut area, arguments.way, range_bytes, until)
+            time_calls(&mut area, arguments.way, range_bytes, duration)
         }
     }
 }
 
-/// Mean nanoseconds per operation, and page faults of this thread. The clock is read once per hundred operations.
-fn repeat(until: Duration, mut act: impl FnMut(usize) -> Result<(), String>) -> Result<(f64, u64), Failure> {
+/// Repeats an operation. Returns the mean nanoseconds and the page faults of this thread. The clock is read once per
+/// hundred operations.
+fn time_repeated(
+    duration: Duration,
+    mut operation: impl FnMut(usize) -> Result<(), String>,
+) -> Result<(f64, u64), Failure> {
     const BATCH: usize = 100;
     let (faults, begun, mut done) = (Pages::faults(), Instant::now(), 0);
-    while begun.elapsed() < until {
-        for turn in done..done + BATCH {
-            act(turn)?;
+    while begun.elapsed() < duration {
+        for index in done..done + BATCH {
+            operation(index)?;
         }
         done += BATCH;
     }
@@ -142,9 +146,9 @@ fn repeat(until: Duration, mut act: impl FnMut(usize) -> Result<(), String>) -> 
     Ok((ns, Pages::faults() - faults))
 }
 
-fn mark_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
-    repeat(until, |turn| {
-        let range = &ranges[turn % ranges.len()];
+fn time_marks(ranges: &[Range], duration: Duration) -> Result<(f64, u64), Failure> {
+    time_repeated(duration, |index| {
+        let range = &ranges[index % ranges.len()];
         range.mark().map_err(|error| error.to_string())?;
         match range.unmark() {
             Ok(Contents::Kept) => Ok(()),
@@ -154,23 +158,24 @@ fn mark_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
     })
 }
 
-fn pin_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
-    repeat(until, |turn| match ranges[turn % ranges.len()].pin() {
+fn time_pins(ranges: &[Range], duration: Duration) -> Result<(f64, u64), Failure> {
+    time_repeated(duration, |index| match ranges[index % ranges.len()].pin() {
         Ok(pin) if pin.contents() == Contents::Kept => Ok(()),
         Ok(pin) => Err(format!("without pressure a range was lost: {:?}", pin.contents())),
         Err(error) => Err(error.to_string()),
     })
 }
 
-/// Times only the calls and the faults of writes after them; a write without a fault is not counted.
-fn by_calls(area: &mut Pages, way: Way, range_bytes: usize, until: Duration) -> Result<(f64, u64), Failure> {
+/// Times the system calls, and the writes after `MADV_DONTNEED`, which fault. Writes after `MADV_FREE` do not fault and
+/// are not timed.
+fn time_calls(area: &mut Pages, way: Method, range_bytes: usize, duration: Duration) -> Result<(f64, u64), Failure> {
     let (faults, begun, mut took, mut done) = (Pages::faults(), Instant::now(), Duration::ZERO, 0u32);
     let count = AREA_BYTES / range_bytes;
-    while begun.elapsed() < until {
+    while begun.elapsed() < duration {
         let at = done as usize % count * range_bytes;
         let call = Instant::now();
-        if way == Way::Free {
-            area.offer(at, range_bytes)?;
+        if way == Method::Free {
+            area.advise_free(at, range_bytes)?;
             took += call.elapsed();
             area.touch(at, range_bytes);
         } else {
@@ -183,7 +188,7 @@ fn by_calls(area: &mut Pages, way: Way, range_bytes: usize, until: Duration) -> 
     Ok((took.as_nanos() as f64 / f64::from(done), Pages::faults() - faults))
 }
 
-fn ranges(pagemill: &'static Pagemill, count: usize, len_bytes: usize, byte: u8) -> Result<Vec<Range>, Failure> {
+fn make_ranges(pagemill: &'static Pagemill, count: usize, len_bytes: usize, byte: u8) -> Result<Vec<Range>, Failure> {
     let made = (0..count).map(|_| {
         let mut range = pagemill.ranges.allocate(len_bytes, Behaviour::Full)?;
         range.bytes_mut()?.fill(byte);
@@ -202,14 +207,14 @@ fn check(ranges: &[Range], byte: u8) -> Result<(), Failure> {
     }
 }
 
-/// Bytes per second of purging huge pages; then the 99.9th percentile of the time to take a range back during purges.
-pub fn purging(arguments: &Purging) -> Outcome {
+/// Measures the rate of purging huge pages, and the 99.9th percentile of the time to take a range back during a purge.
+pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
     let pagemill = pagemill()?;
     let bytes = arguments.mib << 20;
-    // One unmeasured round: it would include memory that the host has not backed yet.
+    // The first round is not measured, since it touches memory that the host of a virtual machine has not backed yet.
     let (mut best, mut total) = (Vec::new(), 0);
     for round in 0..6 {
-        let ranges = ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
+        let ranges = make_ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
         ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
         pagemill.account.reconcile();
         let begun = Instant::now();
@@ -223,9 +228,9 @@ pub fn purging(arguments: &Purging) -> Outcome {
         }
         total += freed;
     }
-    let waits = waits(pagemill, Duration::from_millis(arguments.run_ms))?;
-    let lazy = purge_marks(pagemill, bytes, Mode::Volatile)?;
-    let strict = purge_marks(pagemill, bytes, Mode::VolatileStrict)?;
+    let waits = measure_waits(pagemill, Duration::from_millis(arguments.run_ms))?;
+    let lazy = measure_purge_of_marks(pagemill, bytes, Mode::Volatile)?;
+    let strict = measure_purge_of_marks(pagemill, bytes, Mode::VolatileStrict)?;
     Ok(serde_json::json!({
         "purge_gb_per_second": stats::median(&best),
         "vrange_gb_per_second": lazy,
@@ -237,11 +242,11 @@ pub fn purging(arguments: &Purging) -> Outcome {
     }))
 }
 
-/// Bytes per second of purging huge pages that were marked by address. Later reads get a signal in strict mode, else
-/// zeros.
-fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<f64, Failure> {
+/// Returns the rate, in GB/s, of purging huge pages that were marked by address. Checks that later reads get a signal
+/// in strict mode, and zeros otherwise.
+fn measure_purge_of_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<f64, Failure> {
     let mut area = Pages::new(bytes)?;
-    area.allow_huge()?;
+    area.advise_huge()?;
     let mut rates = Vec::new();
     for round in 0..6 {
         area.touch(0, bytes);
@@ -268,10 +273,11 @@ fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<
     stats::median(&rates).ok_or_else(|| Failure::Other("no rounds".to_owned()))
 }
 
-/// Microseconds to take a range back during a purge: one thread purges all the time, this one marks and takes back.
-fn waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
+/// Returns the microseconds that it takes to take a range back during a purge. One thread purges all the time; this
+/// thread marks the range and takes it back.
+fn measure_waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-    let mut range = ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
+    let mut range = make_ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
     let is_over = AtomicBool::new(false);
     let mut waits = Vec::new();
     thread::scope(|scope| {
@@ -283,12 +289,12 @@ fn waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure
         let begun = Instant::now();
         let result = (|| {
             while begun.elapsed() < run {
-                // All of it is resident, so that there is something to purge.
+                // All pages are made resident, so that there is something to purge.
                 for at in (0..HUGE_RANGE_BYTES).step_by(BLOCK_BYTES) {
                     range.bytes_mut()?[at] = 1;
                 }
                 range.mark()?;
-                // Waits until a purge of the range has begun.
+                // Waits until a purge of the range has begun, at most two milliseconds.
                 let marked = Instant::now();
                 while !range.is_being_purged() && marked.elapsed() < Duration::from_millis(2) {
                     std::hint::spin_loop();

@@ -1,4 +1,4 @@
-//! Files of one kind, written and closed: the memory that they take on the file system, at once and a second later.
+//! Files of one kind, written and closed: the memory that they use on the file system, at once and a second later.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,34 +7,34 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::Outcome;
-use crate::files::Place;
+use super::WorkloadResult;
+use crate::files::FilePlace;
 use crate::files::mapping::{Access, Mapping};
 use crate::files::mount::used_bytes;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::proc;
 
-/// Time of the second measurement.
-const LATER: Duration = Duration::from_secs(1);
+/// Time after the last close at which the memory is measured again.
+const SECOND_MEASUREMENT: Duration = Duration::from_secs(1);
 
 /// Arguments: number and kind of the files.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Waste {
     #[command(flatten)]
-    pub place: Place,
+    pub place: FilePlace,
     #[arg(long)]
     pub files: usize,
-    /// Length of each file
+    /// Length of each file in bytes
     #[arg(long)]
     pub bytes: usize,
-    /// Bytes per write; 0: a single byte in the middle of a hole
+    /// Bytes per write; with 0 the file is a hole with one byte in its middle
     #[arg(long)]
     pub step: usize,
 }
 
-/// Writes, waits, measures. The JSON line has the bytes used and, for large files, the share that is mapped by huge
-/// pages.
-pub fn run(arguments: &Waste) -> Outcome {
+/// Writes the files, waits and measures. The JSON line has the MiB in use and, for files that are written in steps, the
+/// fraction of the first file that is mapped by huge pages.
+pub fn run(arguments: &Waste) -> WorkloadResult {
     let folder = &arguments.place.folder;
     arguments.place.check()?;
     let before = used_bytes(folder)?;
@@ -45,11 +45,11 @@ pub fn run(arguments: &Waste) -> Outcome {
     }
     let closed = Instant::now();
     let at_once = used()?;
-    thread::sleep(LATER.saturating_sub(closed.elapsed()));
+    thread::sleep(SECOND_MEASUREMENT.saturating_sub(closed.elapsed()));
     let later = used()?;
     let share = match arguments.step {
         0 => None,
-        _ => huge_share(&folder.join("file-0"), arguments.bytes).map_err(|cause| cause.to_string())?,
+        _ => huge_fraction(&folder.join("file-0"), arguments.bytes).map_err(|cause| cause.to_string())?,
     };
     arguments.place.check()?;
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
@@ -75,22 +75,22 @@ fn write(path: &Path, index: u64, arguments: &Waste) -> io::Result<()> {
     Ok(())
 }
 
-/// Maps the file, reads all of it, and returns the share that the kernel maps by huge pages.
-fn huge_share(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
+/// Maps the file, reads all pages, and returns the fraction that the kernel maps by huge pages.
+fn huge_fraction(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
     let mapping = Mapping::new(&File::open(path)?, len_bytes, Access::Read)?;
     mapping.touch();
-    Ok(proc::huge_mapped_bytes(mapping.address()).map(|huge| huge as f64 / len_bytes as f64))
+    Ok(proc::huge_mapped_bytes_at(mapping.address()).map(|huge| huge as f64 / len_bytes as f64))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A file has its length for every step size, and a sparse one has a single byte of content.
+    /// Files have their full length for every step size. A sparse file has a single byte that is not zero.
     #[test]
     fn files_have_their_length() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let place = Place { folder: folder.path().to_owned(), device: 0 };
+        let place = FilePlace { folder: folder.path().to_owned(), device: 0 };
         for (step, bytes) in [(1000, 1000), (4096, 10_000), (0, 10_000)] {
             let path = folder.path().join(step.to_string());
             write(&path, 0, &Waste { place: place.clone(), files: 1, bytes, step }).expect("it is written");
@@ -98,6 +98,6 @@ mod tests {
             assert_eq!(content.len(), bytes);
             assert_eq!(content.iter().filter(|byte| **byte != 0).count() == 1, step == 0);
         }
-        assert!(huge_share(&folder.path().join("4096"), 10_000).expect("it is mapped").is_some());
+        assert!(huge_fraction(&folder.path().join("4096"), 10_000).expect("it is mapped").is_some());
     }
 }

@@ -1,5 +1,5 @@
-//! Writers at full speed with constant live memory, in pieces of a different size in each phase. Memory freed by one
-//! phase does not fit the next, and has to be returned before that one allocates.
+//! Writers at full speed with constant live memory, whose allocations have another size in each phase. The next phase
+//! cannot reuse the memory that the last one freed, so that memory must be returned first.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
@@ -7,46 +7,44 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::child::{self, WRONG_ANSWER};
-use crate::native::Tagged;
+use crate::native::TaggedAllocation;
 
-/// Sizes of the pieces in each phase, in KiB.
+/// Sizes of the allocations in each phase, in KiB.
 const PHASES: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Writers {
-    /// Number of processes; the first one starts the others.
+    /// Number of processes; the first process starts the others.
     #[arg(long, default_value_t = 1)]
     pub processes: usize,
-    /// Writers in each process.
+    /// Number of writers in each process.
     #[arg(long)]
     pub threads: usize,
-    /// Live memory of each process.
+    /// Live memory of each process in MiB.
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// Counters of all writers of a process.
 #[derive(Default)]
-struct Tally {
+struct Counters {
     bytes: AtomicU64,
     refused: AtomicU64,
     wrong: AtomicU64,
 }
 
-/// Writes until the time is up. The JSON line has the rate and the number of failed allocations.
-pub fn run(arguments: &Writers) -> Outcome {
+/// Writes until the time is over. The JSON line has the rate of the first process and its number of failed allocations.
+pub fn run(arguments: &Writers) -> WorkloadResult {
     let siblings = (1..arguments.processes).map(|_| start_sibling(arguments)).collect::<Result<Vec<_>, _>>()?;
-    let (start, tally) = (Instant::now(), Tally::default());
+    let (start, counters) = (Instant::now(), Counters::default());
     let end = start + Duration::from_millis(arguments.run_ms);
     thread::scope(|scope| {
         for index in 0..arguments.threads {
-            let tally = &tally;
-            scope.spawn(move || write(arguments, index, end, tally));
+            let counters = &counters;
+            scope.spawn(move || run_writer(arguments, index, end, counters));
         }
     });
     let seconds = start.elapsed().as_secs_f64();
@@ -59,11 +57,11 @@ pub fn run(arguments: &Writers) -> Outcome {
             _ => return Err(Failure::Other(format!("a sibling ended with {status}"))),
         }
     }
-    if tally.wrong.into_inner() > 0 {
+    if counters.wrong.into_inner() > 0 {
         return Err(Failure::WrongAnswer("memory lost a tag".to_owned()));
     }
-    let gib = tally.bytes.into_inner() as f64 / f64::from(1 << 30);
-    Ok(serde_json::json!({ "gib_per_second": gib / seconds, "refused": tally.refused.into_inner() }))
+    let gib = counters.bytes.into_inner() as f64 / f64::from(1 << 30);
+    Ok(serde_json::json!({ "gib_per_second": gib / seconds, "refused": counters.refused.into_inner() }))
 }
 
 fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
@@ -78,26 +76,27 @@ fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
     command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// One writer: runs phases, at least one; each is filled, checked and freed as a whole.
-fn write(arguments: &Writers, index: usize, end: Instant, tally: &Tally) {
-    let share = (arguments.mib << 20) / arguments.threads;
+/// Runs one writer. In each phase it fills its memory, checks the tags, and frees everything; it runs at least one
+/// phase.
+fn run_writer(arguments: &Writers, index: usize, end: Instant, counters: &Counters) {
+    let bytes_per_writer = (arguments.mib << 20) / arguments.threads;
     for phase in index.. {
         let size = PHASES[phase % PHASES.len()] << 10;
-        let mut held = Vec::with_capacity(share / size);
-        for tag in 0..(share / size) as u64 {
-            // At least one phase, even if this thread had no CPU until now.
+        let mut held = Vec::with_capacity(bytes_per_writer / size);
+        for tag in 0..(bytes_per_writer / size) as u64 {
+            // The first phase is always completed, even if this thread had no CPU before the end of the time.
             if phase > index && Instant::now() >= end {
                 return;
             }
-            match Tagged::filled(size, tag) {
+            match TaggedAllocation::filled(size, tag) {
                 Some(piece) => held.push((tag, piece)),
                 None => {
-                    tally.refused.fetch_add(1, Ordering::Relaxed);
+                    counters.refused.fetch_add(1, Ordering::Relaxed);
                 }
             }
         }
         let wrong = held.iter().filter(|(tag, piece)| piece.tag() != *tag).count();
-        tally.wrong.fetch_add(wrong as u64, Ordering::Relaxed);
-        tally.bytes.fetch_add((held.len() * size) as u64, Ordering::Relaxed);
+        counters.wrong.fetch_add(wrong as u64, Ordering::Relaxed);
+        counters.bytes.fetch_add((held.len() * size) as u64, Ordering::Relaxed);
     }
 }

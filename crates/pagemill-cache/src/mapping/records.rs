@@ -1,9 +1,10 @@
-//! One record per cache, 136 bytes: 0 name, padded with zeros; 40 bytes of a page; 48 number (u32); 52 node (u32); 56
-//! owner (0 a cache, 1 an idle pool, 2 spare nodes); 57 whether not all was inspected; 58 whether in reserved huge
-//! pages; 64 huge; 72 small; 80 locked; 88 free; 96 frames; 104 index; 112 charged; 120 limit; 128 dirty.
+//! The record of a cache, 136 bytes. Offsets and fields: 0 name, padded with zeros; 40 bytes of a page; 48 number
+//! (u32); 52 node (u32); 56 holder (0 a cache, 1 an idle pool, 2 spare nodes); 57 whether the inspection was
+//! incomplete; 58 whether the memory is hugetlb; 64 huge; 72 small; 80 locked; 88 free; 96 frames; 104 index; 112
+//! charged; 120 limit; 128 dirty.
 
 use super::{Caches, Holder, Usage};
-use pagemill_core::listing::{Lister, MOST_LOOK_NS, Record, Response, Unanswered, ask_for, u32_at, u64_at};
+use pagemill_core::listing::{Lister, MAX_INSPECTION_NS, Record, Response, Unanswered, ask_for, u32_at, u64_at};
 use pagemill_core::published::Subject;
 use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
@@ -11,7 +12,7 @@ use std::io;
 
 const RECORD_LEN: usize = 136;
 
-/// Bytes of a name in a record.
+/// Bytes of the name in a record.
 const NAME_LEN: usize = 40;
 
 const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
@@ -59,7 +60,7 @@ impl Lister for Caches {
     }
 
     fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
-        self.show(MOST_LOOK_NS, |holder, usage| response.put(&to_record(holder, usage)))
+        self.show(MAX_INSPECTION_NS, |holder, usage| response.write_record(&to_record(holder, usage)))
     }
 }
 
@@ -123,9 +124,9 @@ mod tests {
         }
     }
 
-    /// A written record is read back; a long name is cut at a character boundary.
+    /// A record is read as it was written. A long name is cut at a character boundary.
     #[test]
-    fn records_go_and_come() {
+    fn records_are_read_as_written() {
         for holder in HOLDERS {
             let read = Record::from_bytes(&to_record(holder, &usage("tiles")));
             assert_eq!(read, Some(Row(holder, usage("tiles"))));
@@ -136,9 +137,9 @@ mod tests {
         assert_eq!((read, odd), (usage(&"ä".repeat(20)), usage(&format!("x{}", "ä".repeat(19)))));
     }
 
-    /// Invalid records are rejected; control characters in names are replaced.
+    /// Records with an invalid field are rejected. Control characters in names are replaced.
     #[test]
-    fn damaged_records_are_refused() {
+    fn invalid_records_are_rejected() {
         let good = to_record(Holder::Cache, &usage("a\x1b[31m"));
         let Row(_, read) = Record::from_bytes(&good).unwrap();
         assert_eq!(&*read.name, "a?[31m");

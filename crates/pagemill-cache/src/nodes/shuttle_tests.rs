@@ -36,10 +36,10 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
 }
 
-/// A thread that visits all caches while the index nodes are first used finds their cache complete or not at all. Only
-/// one is created. The addresses of nodes stay reserved, so there are few runs.
+/// A thread visits all caches while two others use index nodes for the first time. It finds the cache of nodes complete
+/// or not at all, and only one is created. Reserved addresses are never freed, so there are few runs.
 #[test]
-fn the_cache_of_nodes_is_seen_whole() {
+fn node_cache_is_complete_when_published() {
     run_in_orders(30, || {
         let slabs = new_slabs();
         let seer = shuttle::thread::spawn(move || {

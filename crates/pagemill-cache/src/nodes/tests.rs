@@ -1,4 +1,4 @@
-//! Indices with nodes that move: the contents stay, and memory is freed.
+//! Indices whose nodes are moved: the contents stay, and memory is freed.
 #![allow(unsafe_code)] // arrays that keep their address
 
 use super::*;
@@ -60,11 +60,11 @@ fn wait_for_sleep(slabs: &Slabs) {
     wait_until("sleep", || slabs.is_asleep());
 }
 
-/// Indices that a lowest-level node covers.
+/// Number of indices that a lowest-level node covers.
 const SPAN: u64 = 64;
 
 fn array(nodes: &'static NodeCache) -> Box<Array> {
-    // SAFETY: not used before it lies in its box, where it is dropped.
+    // SAFETY: the array is not used before it lies in its box, where it stays until its drop.
     Box::new(unsafe { Array::movable(nodes.forest()) })
 }
 
@@ -78,8 +78,8 @@ fn all(array: &Array) -> Vec<Found> {
     std::iter::successors(next(0), |found| next(found.last() + 1)).collect()
 }
 
-/// Ten thousand entries, each in its own node, of which one in six stays.
-fn one_of_six(nodes: &'static NodeCache) -> Box<Array> {
+/// Creates an index of ten thousand entries, each in its own node, and erases all but one in six.
+fn array_with_one_of_six(nodes: &'static NodeCache) -> Box<Array> {
     let array = array(nodes);
     (0..10_000).for_each(|at| store(&array, at * SPAN, 0, at));
     let erased = (0..10_000).filter(|at| at % 6 != 0);
@@ -92,7 +92,7 @@ fn assert_one_of_six(array: &Array) {
     assert_eq!(all(array), kept);
 }
 
-/// Shrinks, and waits for readers of other tests until everything that was moved is freed.
+/// Shrinks until everything that was moved is freed. Readers of concurrent tests may delay this.
 fn shrink(nodes: &NodeCache) {
     nodes.shrink().unwrap();
     nodes.finish_retired();
@@ -102,18 +102,17 @@ fn shrink(nodes: &NodeCache) {
     nodes.check_state();
 }
 
-/// Reading without a guard at the address of a former node returns zeros, and AddressSanitizer reports no error.
+/// Memory that held nodes is read without a guard. After a shrink it reads as zero, and AddressSanitizer reports no
+/// error.
 #[test]
-fn nodes_can_be_read_where_they_went() {
+fn memory_of_former_nodes_reads_zero() {
     for slabs in [slabs(), sparse_slabs()] {
         let nodes = slabs.nodes().unwrap();
-        let array = one_of_six(nodes);
+        let array = array_with_one_of_six(nodes);
         let sum = || {
-            // SAFETY: the window is readable where nodes have been.
-            nodes
-                .addresses()
-                .map(|node| unsafe { &*(node as *const AtomicU64) }.load(Relaxed))
-                .fold(0, |sum, word| sum | word)
+            // SAFETY: the window stays readable where nodes were set up.
+            let words = nodes.addresses().map(|node| unsafe { &*(node as *const AtomicU64) }.load(Relaxed));
+            words.fold(0, |sum, word| sum | word)
         };
         assert_ne!(sum(), 0);
         drop(array);
@@ -124,12 +123,13 @@ fn nodes_can_be_read_where_they_went() {
     }
 }
 
-/// Of ten thousand entries one in six stays, in order, each once; at most one slab per node is partial.
+/// Five of six entries are erased and the cache is shrunk. The others are found in order, and at most one slab per
+/// memory node is partial.
 #[test]
 fn an_index_that_became_sparse_is_packed() {
     for slabs in [slabs(), sparse_slabs(), slabs_on_nodes(2)] {
         let nodes = slabs.nodes().unwrap();
-        let array = one_of_six(nodes);
+        let array = array_with_one_of_six(nodes);
         let before = nodes.info().unwrap();
         let per_slab = u64::from(before.objects_per_slab);
         let full = |objects: u64| objects.div_ceil(per_slab) as u32;
@@ -149,11 +149,11 @@ fn an_index_that_became_sparse_is_packed() {
     }
 }
 
-/// Nothing moves with a ratio of 0, nor in arrays that may be moved themselves.
+/// Nodes are not moved at a ratio of 0, nor in arrays whose own address may change.
 #[test]
-fn nothing_moves_where_nothing_may() {
+fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
     let nodes = slabs().nodes().unwrap();
-    let array = one_of_six(nodes);
+    let array = array_with_one_of_six(nodes);
     nodes.set_defrag_used_ratio(0).unwrap();
     assert!(nodes.defrag_step(Duration::from_secs(1)).unwrap().is_done);
     assert_eq!(nodes.info().unwrap().moved, 0);
@@ -169,13 +169,13 @@ fn nothing_moves_where_nothing_may() {
     assert_eq!(all(&staying).len(), 1000_usize.div_ceil(6));
 }
 
-/// The background's ratio bounds the resident memory, even if the lock of an array is taken now and then.
+/// Steps by the ratio bound the resident memory, even if the lock of the array is sometimes taken.
 #[test]
-fn steps_pack_as_far_as_the_ratio_says() {
+fn ratio_bounds_resident_nodes() {
     let slabs = sparse_slabs();
     let nodes = slabs.nodes().unwrap();
     nodes.set_defrag_used_ratio(60).unwrap();
-    let array = one_of_six(nodes);
+    let array = array_with_one_of_six(nodes);
     let busy = array.lock();
     assert_eq!(slabs.defrag_step(Duration::from_secs(5)).moved, 0);
     assert!(nodes.info().unwrap().busy > 0);
@@ -184,12 +184,12 @@ fn steps_pack_as_far_as_the_ratio_says() {
         let most = info.total.used * info.stride_bytes as u64 * 100 / 60;
         info.moved > 0 && info.total.resident_bytes <= most + (6 * info.slab_bytes) as u64
     };
-    // Readers of other tests may delay it.
+    // Readers of other tests may delay the bound.
     for round in 0..1000 {
         if round >= 20 && is_bounded(&nodes.info().unwrap()) {
             break;
         }
-        // A resting cache is visited again only after its number of objects has changed.
+        // A suspended cache is searched again only after its number of objects has changed.
         store(&array, MAX_INDEX, 0, 1);
         (0..40).for_each(|at| store(&array, (20_000 + at) * SPAN, 0, at));
         while !slabs.defrag_step(Duration::from_millis(1)).is_done {}
@@ -201,12 +201,12 @@ fn steps_pack_as_far_as_the_ratio_says() {
     assert!(is_bounded(&info), "{info:?}");
 }
 
-/// At a limit the governor packs the cache, too. What that frees was never charged, so it is not reported.
+/// At a memory limit the shrinker packs the nodes. The freed bytes were never charged, so it reports none.
 #[test]
-fn the_governor_packs_it() {
+fn limit_packs_nodes() {
     let slabs = sparse_slabs();
     let nodes = slabs.nodes().unwrap();
-    let array = one_of_six(nodes);
+    let array = array_with_one_of_six(nodes);
     let before = nodes.info().unwrap();
     let mut freed = 0;
     while nodes.info().unwrap().total.resident_bytes * 2 > before.total.resident_bytes {
@@ -218,12 +218,12 @@ fn the_governor_packs_it() {
     assert_one_of_six(&array);
 }
 
-/// A value contains its index, and in the lowest bits a round.
+/// Returns a value that contains its index, and a round number in the lowest bits.
 fn value_of(index: u64, round: u64) -> u64 {
     index << 8 | round & 0xFF
 }
 
-/// Ends the other threads, also when one has failed.
+/// Ends the other threads when it is dropped, also after a panic.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -232,8 +232,8 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Readers, two writers and two movers, while arrays are created and dropped: a permanent entry is always found, with its
-/// mark, and no lookup returns an entry of another index.
+/// Two readers, two writers and two threads that move nodes, while further arrays are created and dropped. A permanent
+/// entry is always found with its mark, and no lookup returns an entry of another index.
 #[test]
 fn threads_read_and_write_while_nodes_move() {
     const ROUNDS: u64 = 60;
@@ -275,7 +275,7 @@ fn threads_read_and_write_while_nodes_move() {
             .map(|base| {
                 scope.spawn(move || {
                     let _done = Done(is_done);
-                    // At least `ROUNDS`, and more until the movers have run.
+                    // At least `ROUNDS` rounds, and more until nodes were moved.
                     let nothing_moved = || nodes.info().unwrap().moved == 0 && !is_done.load(Relaxed);
                     for round in (1..).take_while(|round| *round <= ROUNDS || nothing_moved()) {
                         for at in 0..FILES {
@@ -285,7 +285,7 @@ fn threads_read_and_write_while_nodes_move() {
                                 assert!(array.lock().replace(at * SPAN, value_of(at * SPAN, round)).is_some());
                             }
                         }
-                        // A private array, which is dropped while its nodes may be moved.
+                        // An array of this thread alone, which is dropped while its nodes may be moved.
                         let brief = self::array(nodes);
                         (0..50).for_each(|at| store(&brief, at * SPAN, 0, value_of(at * SPAN, round)));
                         for at in (0..FILES).filter(|at| at % 6 != round % 6) {
@@ -307,12 +307,12 @@ fn threads_read_and_write_while_nodes_move() {
     assert_eq!(nodes.info().unwrap().active, u64::from(array.node_count()));
 }
 
-/// Nodes of an emptied index are freed without a call, even few of them; after `defrag_by_hand` they wait for one.
+/// An index is emptied, and its few nodes are freed without a call. After `defrag_by_hand` they wait for a call.
 #[test]
-fn retired_nodes_go_back_without_a_call() {
-    for is_by_hand in [false, true] {
+fn background_frees_retired_nodes() {
+    for is_stopped in [false, true] {
         let slabs = slabs_behind(arena::Layout { use_huge: false, ..arena::Layout::for_test() });
-        if is_by_hand {
+        if is_stopped {
             slabs.defrag_by_hand();
         }
         let forest = slabs.nodes().unwrap().forest();
@@ -321,13 +321,13 @@ fn retired_nodes_go_back_without_a_call() {
             let (mut writer, mut stock) = array.lock_for(index, index, 0).unwrap();
             writer.store(index, 0, 1, &mut stock);
         }
-        if !is_by_hand {
+        if !is_stopped {
             wait_for_sleep(slabs);
         }
         let in_use = forest.in_use();
         assert!(in_use > 20);
         array.lock().erase_range(0, MAX_INDEX, drop);
-        if is_by_hand {
+        if is_stopped {
             std::thread::sleep(Duration::from_millis(100));
             assert_eq!(forest.in_use(), in_use, "no call has asked for it");
             slabs.nodes().unwrap().shrink().unwrap();

@@ -1,7 +1,7 @@
-//! Answers requests, in the helper thread of the process that is asked.
+//! The stats responder, in the helper thread: writes the lists that other processes request.
 
 use super::control::ControlEndpoint;
-use super::figures::Values;
+use super::figures::CounterValues;
 use super::{Head, Lister, MOST_RECORDS, Measured};
 use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
@@ -10,10 +10,10 @@ use pagemill_sys::file::Blank;
 use std::io;
 use std::sync::OnceLock;
 
-/// The errno of errors without one of the system.
+/// Reported for errors without a number of the system.
 const EIO: i32 = 5;
 
-/// Lists the ranges and the caches of one Pagemill, and passes commands on.
+/// Writes lists of ranges, caches and slab caches of one Pagemill, and forwards commands.
 ///
 /// Example: [`List`](super::List).
 pub struct StatsResponder {
@@ -33,21 +33,21 @@ impl StatsResponder {
         assert!(is_first, "one list for each subject");
     }
 
-    /// Sets the object that measures the figures.
+    /// Sets the object that measures the statistics before they are written.
     pub fn set_measured(&self, measured: &'static dyn Measured) {
         let _ = self.measured.set(measured);
     }
 
-    /// Writes all ranges into an empty file, and the head last: a reader that sees the head sees a whole list.
+    /// Writes all ranges into an empty file, and then the head. A reader that finds the head finds a complete list.
     ///
     /// # Errors
     ///
-    /// An error of writing the head. Errors of writing records are reported in the head.
+    /// Errors of writing the head. An error of writing the records is reported in the head.
     pub fn write(&self, file: &Blank, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Ranges)
     }
 
-    /// As [`StatsResponder::write`], for the usage of caches.
+    /// As [`StatsResponder::write`], but lists the usage of caches.
     ///
     /// # Errors
     ///
@@ -56,7 +56,7 @@ impl StatsResponder {
         self.write_list(file, number, Subject::Caches)
     }
 
-    /// As [`StatsResponder::write`], for slab caches.
+    /// As [`StatsResponder::write`], but lists slab caches.
     ///
     /// # Errors
     ///
@@ -66,20 +66,20 @@ impl StatsResponder {
     }
 
     fn write_list(&self, file: &Blank, number: u32, subject: Subject) -> io::Result<()> {
-        let mut response = Response::behind(file, 0);
+        let mut response = Response::after_request(file, 0);
         let result = match (subject, self.listers[subject as usize].get()) {
             (Subject::Figures, _) => self.write_figures(&mut response),
             (_, Some(lister)) => lister.list(&mut response),
             (_, None) => Ok(()),
         };
-        response.end(number, subject, result)
+        response.write_head(number, subject, result)
     }
 
     fn write_figures(&self, response: &mut Response) -> io::Result<()> {
         if let Some(measured) = self.measured.get() {
             measured.measure();
         }
-        response.put(&Values(*stats::snapshot().values()).to_record())
+        response.write_record(&CounterValues(*stats::snapshot().values()).to_record())
     }
 }
 
@@ -88,10 +88,10 @@ impl Answer for StatsResponder {
         let Some(own) = published::own_file() else { return };
         for subject in Subject::ALL {
             let Some(path) = published::request_of(own.as_str(), subject, number) else { continue };
-            // On failure the requester has ended, asks for another list, or lacks the right; there is no one to report
-            // to.
+            // A failure is not reported: the requester has ended, has made another request, or must not access this
+            // process.
             match subject {
-                Subject::Command => self.control.take(path.as_c_str(), number),
+                Subject::Command => self.control.accept(path.as_c_str(), number),
                 Subject::Ranges | Subject::Caches | Subject::Slabs | Subject::Figures => {
                     if let Ok(file) = Blank::open(path.as_c_str()) {
                         let _ = self.write_list(&file, number, subject);
@@ -102,7 +102,7 @@ impl Answer for StatsResponder {
     }
 }
 
-/// A file that is being written, with its head at offset `from`.
+/// The file of an answer. The head is written at offset `from`, and the records follow it.
 ///
 /// Example: [`Lister`].
 pub struct Response<'file> {
@@ -113,23 +113,23 @@ pub struct Response<'file> {
 }
 
 impl<'file> Response<'file> {
-    /// An answer after a request of `len` bytes.
-    pub(super) fn behind(file: &'file Blank, len: usize) -> Self {
+    /// Starts an answer that follows a request of `len` bytes in the same file.
+    pub(super) fn after_request(file: &'file Blank, len: usize) -> Self {
         Self { file, from: len as u64, records: 0, left_out: 0 }
     }
 
-    /// Writes records of `record_len` bytes each, as far as the list has room.
-    pub fn put_all(&mut self, records: &[u8], record_len: usize) -> io::Result<()> {
+    /// Writes records of `record_len` bytes each up to [`MOST_RECORDS`] in total, and counts the rest.
+    pub fn write_records(&mut self, records: &[u8], record_len: usize) -> io::Result<()> {
         let count = (records.len() / record_len) as u64;
-        let kept = count.min(MOST_RECORDS - self.records);
-        self.write(&records[..kept as usize * record_len], record_len)?;
-        self.records += kept;
-        self.left_out += count - kept;
+        let written = count.min(MOST_RECORDS - self.records);
+        self.write(&records[..written as usize * record_len], record_len)?;
+        self.records += written;
+        self.left_out += count - written;
         Ok(())
     }
 
-    /// Writes the next record.
-    pub fn put(&mut self, record: &[u8]) -> io::Result<()> {
+    /// Writes one record after the existing ones.
+    pub fn write_record(&mut self, record: &[u8]) -> io::Result<()> {
         self.write(record, record.len())?;
         self.records += 1;
         Ok(())
@@ -140,11 +140,11 @@ impl<'file> Response<'file> {
         self.file.write_at(bytes, self.from + Head::LEN as u64 + self.records * record_len as u64)
     }
 
-    /// Writes the head of a list with this result.
-    pub(super) fn end(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
+    /// Writes the head, with the error number of `result`.
+    pub(super) fn write_head(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
         let errno = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(EIO));
         let head = Head { number, errno: errno as u32, records: self.records, left_out: self.left_out };
-        // The magic is written last: a reader that sees it sees a whole head.
+        // The magic is written last. A reader that finds it finds a complete head.
         let bytes = head.to_bytes(subject);
         let (magic, rest) = bytes.split_at(8);
         self.file.write_at(rest, self.from + 8)?;

@@ -1,6 +1,7 @@
-//! Sends requests, from a command. The answer comes from another process, so it is checked like any untrusted input.
+//! The requester's side: sends a request to another process and reads the answer. The answer is untrusted, so it is
+//! checked completely.
 
-use super::figures::Values;
+use super::figures::CounterValues;
 use super::{ControlCommand, Head, MOST_RECORDS, Outcome, Record, u32_at};
 use crate::published::{self, Subject, TREE_FILE};
 use crate::reclaim::tree::TreePage;
@@ -14,59 +15,61 @@ use std::marker::PhantomData;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::{Duration, Instant};
 
-/// Time limit of an answer.
+/// Longest time to wait for an answer.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-const PAUSE: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// If the number of a request is not new, the request is repeated after this.
-const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);
+/// A request whose number was used before is repeated after this time.
+const REPEAT_AFTER: Duration = Duration::from_millis(100);
 
-/// The most concurrent requests: of other commands that ask now, or were killed while they asked.
-const MOST_REQUESTS: u32 = 64;
+/// Most concurrent requests to a process, by commands that are waiting now or were killed while they waited.
+const MAX_REQUESTS: u32 = 64;
 
-/// Why there is no list.
+/// Why a request has no result.
 ///
 /// Example: [`Lister`](super::Lister).
 #[derive(Debug)]
 pub enum Unanswered {
-    /// No request can be made of the process.
+    /// The request could not be made.
     Refused(io::Error),
-    /// No answer came in time.
+    /// The process did not answer in time.
     Late,
     /// The process has ended.
     Ended,
-    /// The caller no longer wants the answer.
+    /// The caller stopped waiting.
     Stopped,
-    /// The process could not write it.
+    /// The process could not write its answer.
     Failed(io::Error),
-    /// The answer is no valid list.
+    /// The answer is malformed.
     Damaged,
-    /// The process has taken the command, but not finished it in time. It continues.
+    /// The process has accepted the command but not finished it in time. It continues with the command.
     InProgress,
 }
 
 impl fmt::Display for Unanswered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Refused(error) => write!(f, "it cannot be asked: {error}"),
+            Self::Refused(error) => write!(f, "no request can be sent to it: {error}"),
             Self::Late => write!(f, "it does not answer within {} s", ANSWER_WITHIN.as_secs()),
             Self::Ended => write!(f, "it has ended"),
             Self::Stopped => write!(f, "interrupted"),
             Self::Failed(error) => write!(f, "it could not write its list: {error}"),
-            Self::Damaged => write!(f, "what it answers is no list"),
-            Self::InProgress => write!(f, "it is still at it after {} s, and goes on", ANSWER_WITHIN.as_secs()),
+            Self::Damaged => write!(f, "its answer is not a valid list"),
+            Self::InProgress => {
+                write!(f, "it still runs the command after {} s, and continues", ANSWER_WITHIN.as_secs())
+            }
         }
     }
 }
 
-/// The file of a request; removed on drop.
+/// A file with a request, in which the process writes its answer. The file is removed on drop.
 struct Request {
     path: Path,
     file: File,
     number: u32,
-    /// Offset of the answer.
-    head_at: u64,
+    /// Offset of the answer's head in the file.
+    answer_at: u64,
 }
 
 impl Drop for Request {
@@ -75,12 +78,12 @@ impl Drop for Request {
     }
 }
 
-/// Asks the process that published its figures at `figures` for the records of one list. Waits until it answers,
-/// `should_stop` returns true, or [`ANSWER_WITHIN`] has passed. In every case the file of the request is removed.
+/// Requests the records of one list of the process that published its statistics at `figures`. Waits until the process
+/// answers, `should_stop` returns true, or [`ANSWER_WITHIN`] has passed. In every case the request's file is removed.
 ///
 /// # Errors
 ///
-/// [`Unanswered`] with the reason.
+/// [`Unanswered`] says why there is no list.
 pub fn ask_for<R: Record>(
     figures: &Path,
     identity: Identity,
@@ -89,38 +92,41 @@ pub fn ask_for<R: Record>(
     ask_with(figures, identity, None, should_stop)
 }
 
-/// As [`ask_for`], for several processes: sends all requests before the first wait, so a process that does not answer
-/// does not delay the others. Returns [`Unanswered::Stopped`] for those that had not answered when `should_stop`
-/// returned true.
+/// As [`ask_for`], but of several processes. All requests are sent before the first wait, so a process that does not
+/// answer does not delay the others. The result is [`Unanswered::Stopped`] for processes that had not answered when
+/// `should_stop` returned true.
 pub fn ask_all_for<R: Record>(
     targets: &[(&Path, Identity)],
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Records<R>, Unanswered>> {
-    let until = Instant::now() + ANSWER_WITHIN;
-    let asked = targets.iter().map(|(figures, identity)| Asked::begin(figures, *identity, None, until)).collect();
+    let deadline = Instant::now() + ANSWER_WITHIN;
+    let asked =
+        targets.iter().map(|(figures, identity)| RequestState::begin(figures, *identity, None, deadline)).collect();
     wait(asked, should_stop)
 }
 
-/// As [`ask_all_for`], for figures: each process measures them first. `known` is what it has published.
+/// As [`ask_all_for`], but requests the statistics, which each process measures first. `known` is what the process
+/// published before.
 pub fn ask_for_figures(
     targets: &[(&Path, &Snapshot)],
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Snapshot, Unanswered>> {
-    let until = Instant::now() + ANSWER_WITHIN;
-    let asked = targets.iter().map(|(figures, known)| Asked::begin(figures, known.identity, None, until)).collect();
+    let deadline = Instant::now() + ANSWER_WITHIN;
+    let asked =
+        targets.iter().map(|(figures, known)| RequestState::begin(figures, known.identity, None, deadline)).collect();
     let answers = wait(asked, should_stop).into_iter().zip(targets);
-    let measured = |(values, _): Records<Values>, known: &Snapshot| match values.as_slice() {
-        [Values(values)] => Ok(known.with_values(*values)),
+    let measured = |(values, _): Records<CounterValues>, known: &Snapshot| match values.as_slice() {
+        [CounterValues(values)] => Ok(known.with_values(*values)),
         _ => Err(Unanswered::Damaged),
     };
-    answers.map(|(told, (_, known))| told.and_then(|records| measured(records, known))).collect()
+    answers.map(|(result, (_, known))| result.and_then(|records| measured(records, known))).collect()
 }
 
-/// Makes the process return memory, or act on one of its slab caches; returns the outcome.
+/// Makes a process return memory, or act on one of its slab caches. Returns the outcome.
 ///
 /// # Errors
 ///
-/// As [`ask_for`]; [`Unanswered::InProgress`] if it takes longer.
+/// As [`ask_for`]; [`Unanswered::InProgress`] if the command takes longer.
 pub fn command(
     figures: &Path,
     identity: Identity,
@@ -128,10 +134,10 @@ pub fn command(
     should_stop: impl Fn() -> bool,
 ) -> Result<Outcome, Unanswered> {
     let (outcomes, _) = ask_with::<Outcome>(figures, identity, Some(command), should_stop)?;
-    outcomes.into_iter().find(|outcome| outcome.of == command.number()).ok_or(Unanswered::Damaged)
+    outcomes.into_iter().find(|outcome| outcome.of == command.target()).ok_or(Unanswered::Damaged)
 }
 
-/// The records of a list, and the number of those left out.
+/// The records of a list, and the number of records that were left out.
 pub type Records<R> = (Vec<R>, u64);
 
 fn ask_with<R: Record>(
@@ -140,87 +146,87 @@ fn ask_with<R: Record>(
     command: Option<ControlCommand>,
     should_stop: impl Fn() -> bool,
 ) -> Result<Records<R>, Unanswered> {
-    let asked = Asked::begin(figures, identity, command, Instant::now() + ANSWER_WITHIN);
+    let asked = RequestState::begin(figures, identity, command, Instant::now() + ANSWER_WITHIN);
     wait(vec![asked], should_stop).remove(0)
 }
 
-enum Asked<'a, R> {
-    Waits(Box<Asking<'a, R>>),
-    Told(Result<Records<R>, Unanswered>),
+enum RequestState<'a, R> {
+    Waiting(Box<PendingRequest<'a, R>>),
+    Done(Result<Records<R>, Unanswered>),
 }
 
-impl<'a, R: Record> Asked<'a, R> {
-    fn begin(figures: &'a Path, identity: Identity, command: Option<ControlCommand>, until: Instant) -> Self {
-        match Asking::begin(figures, identity, command, until) {
-            Ok(asking) => Self::Waits(Box::new(asking)),
-            Err(error) => Self::Told(Err(error)),
+impl<'a, R: Record> RequestState<'a, R> {
+    fn begin(figures: &'a Path, identity: Identity, command: Option<ControlCommand>, deadline: Instant) -> Self {
+        match PendingRequest::begin(figures, identity, command, deadline) {
+            Ok(pending) => Self::Waiting(Box::new(pending)),
+            Err(error) => Self::Done(Err(error)),
         }
     }
 
-    /// Whether the result is known.
-    fn is_told(&mut self) -> bool {
-        if let Self::Waits(asking) = self
-            && let Some(told) = asking.look()
+    /// Checks for the answer. Returns whether the result is known.
+    fn is_done(&mut self) -> bool {
+        if let Self::Waiting(pending) = self
+            && let Some(result) = pending.poll()
         {
-            *self = Self::Told(told);
+            *self = Self::Done(result);
         }
-        matches!(self, Self::Told(_))
+        matches!(self, Self::Done(_))
     }
 
-    fn told(self) -> Result<Records<R>, Unanswered> {
+    fn into_result(self) -> Result<Records<R>, Unanswered> {
         match self {
-            Self::Waits(_) => Err(Unanswered::Stopped),
-            Self::Told(told) => told,
+            Self::Waiting(_) => Err(Unanswered::Stopped),
+            Self::Done(result) => result,
         }
     }
 }
 
-/// Waits until the result of each is known, or `should_stop` returns true.
+/// Waits until the results of all requests are known, or `should_stop` returns true.
 fn wait<R: Record>(
-    mut asked: Vec<Asked<'_, R>>,
+    mut asked: Vec<RequestState<'_, R>>,
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Records<R>, Unanswered>> {
     loop {
         let is_stopped = should_stop();
-        let told = asked.iter_mut().filter_map(|asked| asked.is_told().then_some(())).count();
-        if is_stopped || told == asked.len() {
-            return asked.into_iter().map(Asked::told).collect();
+        let done = asked.iter_mut().filter_map(|asked| asked.is_done().then_some(())).count();
+        if is_stopped || done == asked.len() {
+            return asked.into_iter().map(RequestState::into_result).collect();
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// A process that was asked and has not answered yet.
-struct Asking<'a, R> {
+/// A request that was sent and has no answer yet.
+struct PendingRequest<'a, R> {
     figures: &'a Path,
     identity: Identity,
     command: Option<ControlCommand>,
     request: Request,
-    /// Deadlines of the answer, and of this request: at the latter, a process that may not have seen the request is
-    /// asked again.
-    until: Instant,
-    until_again: Instant,
+    /// Deadlines of the answer, and of this request. A process that may not have seen this request gets another one at
+    /// the second deadline.
+    deadline: Instant,
+    repeat_deadline: Instant,
     records: PhantomData<R>,
 }
 
-impl<'a, R: Record> Asking<'a, R> {
+impl<'a, R: Record> PendingRequest<'a, R> {
     fn begin(
         figures: &'a Path,
         identity: Identity,
         command: Option<ControlCommand>,
-        until: Instant,
+        deadline: Instant,
     ) -> Result<Self, Unanswered> {
-        let request = make_request(figures, R::SUBJECT, command).map_err(Unanswered::Refused)?;
+        let request = create_request(figures, R::SUBJECT, command).map_err(Unanswered::Refused)?;
         let is_new = stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number))
             .map_err(Unanswered::Refused)?;
         wake_in_tree(figures, identity);
-        // The helper may have looked for another request of this number before the file existed.
-        let until_again = if is_new { until } else { until.min(Instant::now() + ASK_AGAIN_AFTER) };
-        Ok(Self { figures, identity, command, request, until, until_again, records: PhantomData })
+        // If the number was used before, the helper may have searched for the file before it existed.
+        let repeat_deadline = if is_new { deadline } else { deadline.min(Instant::now() + REPEAT_AFTER) };
+        Ok(Self { figures, identity, command, request, deadline, repeat_deadline, records: PhantomData })
     }
 
-    /// The result, once it is known.
-    fn look(&mut self) -> Option<Result<Records<R>, Unanswered>> {
+    /// Returns the result, once it is known.
+    fn poll(&mut self) -> Option<Result<Records<R>, Unanswered>> {
         match head_of(&self.request, R::SUBJECT) {
             Ok(Some(head)) => return Some(read(&self.request, head)),
             Ok(None) => {}
@@ -230,17 +236,17 @@ impl<'a, R: Record> Asking<'a, R> {
             return Some(Err(Unanswered::Ended));
         }
         let now = Instant::now();
-        let is_late = now > self.until;
-        if now <= self.until_again {
+        let is_late = now > self.deadline;
+        if now <= self.repeat_deadline {
             return None;
         }
-        if is_taken(&self.request) {
+        if is_accepted(&self.request) {
             return is_late.then_some(Err(Unanswered::InProgress));
         }
         if is_late {
             return Some(Err(Unanswered::Late));
         }
-        match Self::begin(self.figures, self.identity, self.command, self.until) {
+        match Self::begin(self.figures, self.identity, self.command, self.deadline) {
             Ok(again) => {
                 *self = again;
                 None
@@ -250,24 +256,24 @@ impl<'a, R: Record> Asking<'a, R> {
     }
 }
 
-/// Whether the process has marked the command as taken.
-fn is_taken(request: &Request) -> bool {
+/// Whether the process has marked the command as accepted.
+fn is_accepted(request: &Request) -> bool {
     let mut bytes = [0; size_of::<u32>()];
-    let is_read = request.file.read_exact_at(&mut bytes, ControlCommand::TAKEN_AT as u64).is_ok();
-    request.head_at > 0 && is_read && u32_at(&bytes, 0) == 1
+    let is_read = request.file.read_exact_at(&mut bytes, ControlCommand::ACCEPTED_AT as u64).is_ok();
+    request.answer_at > 0 && is_read && u32_at(&bytes, 0) == 1
 }
 
-/// Makes the file of the first free request number. Existing files are left alone, links too.
-fn make_request(figures: &Path, subject: Subject, command: Option<ControlCommand>) -> io::Result<Request> {
+/// Creates the file of a request, with the first free request number. Existing files, also links, are not touched.
+fn create_request(figures: &Path, subject: Subject, command: Option<ControlCommand>) -> io::Result<Request> {
     let last = stats::with_page_of_asked(figures.as_c_str(), Figures::asked)?;
-    for number in (1..=MOST_REQUESTS).filter_map(|more| last.checked_add(more)) {
+    for number in (1..=MAX_REQUESTS).filter_map(|more| last.checked_add(more)) {
         let path = published::request_of(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
         match options.open(path.as_str()) {
             Ok(file) => {
-                let head_at = if command.is_some() { ControlCommand::LEN as u64 } else { 0 };
-                let request = Request { path, file, number, head_at };
+                let answer_at = if command.is_some() { ControlCommand::LEN as u64 } else { 0 };
+                let request = Request { path, file, number, answer_at };
                 if let Some(command) = command {
                     request.file.write_all_at(&command.to_bytes(number), 0)?;
                 }
@@ -277,10 +283,10 @@ fn make_request(figures: &Path, subject: Subject, command: Option<ControlCommand
             Err(error) => return Err(error),
         }
     }
-    Err(io::Error::other("too many ask it already"))
+    Err(io::Error::other("too many requests to it wait already"))
 }
 
-/// In a tree, wakes the helper, which sleeps on the tree's page.
+/// Wakes a helper in a tree, which sleeps on the tree's page.
 fn wake_in_tree(figures: &Path, identity: Identity) {
     let folder = figures.as_str().rsplit_once('/').map_or("", |(folder, _)| folder);
     if let Some(path) = Path::format(format_args!("{folder}/{TREE_FILE}"))
@@ -290,10 +296,10 @@ fn wake_in_tree(figures: &Path, identity: Identity) {
     }
 }
 
-/// Reads the head, once it is there; an error for other contents.
+/// Reads the head of the answer; `None` if it was not written yet. Other contents are an error.
 fn head_of(request: &Request, subject: Subject) -> io::Result<Option<Head>> {
     let mut magic = [0; 8];
-    match request.file.read_exact_at(&mut magic, request.head_at) {
+    match request.file.read_exact_at(&mut magic, request.answer_at) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         result => result?,
     }
@@ -302,16 +308,16 @@ fn head_of(request: &Request, subject: Subject) -> io::Result<Option<Head>> {
         return Ok(None);
     }
     let mut bytes = [0; Head::LEN];
-    request.file.read_exact_at(&mut bytes, request.head_at)?;
+    request.file.read_exact_at(&mut bytes, request.answer_at)?;
     Head::from_bytes(&bytes, subject).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Reads and checks the records that the head announces.
+/// Reads the records after the head, and checks all of them.
 fn read<R: Record>(request: &Request, head: Head) -> Result<(Vec<R>, u64), Unanswered> {
     if head.errno != 0 {
         return Err(Unanswered::Failed(io::Error::from_raw_os_error(i32::try_from(head.errno).unwrap_or(0))));
     }
-    let records_at = request.head_at + Head::LEN as u64;
+    let records_at = request.answer_at + Head::LEN as u64;
     let expected = head.records.saturating_mul(R::LEN as u64).saturating_add(records_at);
     let is_whole = request.file.metadata().is_ok_and(|metadata| metadata.len() == expected);
     if head.number != request.number || head.records > MOST_RECORDS || !is_whole {

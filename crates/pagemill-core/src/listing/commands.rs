@@ -1,19 +1,19 @@
-//! A command and its answer, in one file.
+//! A command to another process, and its outcome. Both are in the same file.
 //!
-//! Command, 32 bytes, in native byte order:
+//! The command, 32 bytes, in native byte order:
 //!
 //! ```text
 //!    0  u64  magic pm-ordr1
 //!    8  u32  request id
 //!   12  u32  action: 1 shrink, 2 defrag_used_ratio, 3 remote_node_defrag_ratio, 4 return memory
 //!   16  u32  percent, for actions 2 and 3; else 0
-//!   20  u32  set to 1 by the process when it takes the command
+//!   20  u32  set to 1 by the process when it accepts the command
 //!   24  u64  number of the cache; for action 4 the bytes to return
 //! ```
 //!
-//! The answer follows it: a head (see [`listing`](super)), then one record of 64 bytes: 0 u64 the field at 24 of the
-//! command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and after; 32 and 40 u64 resident
-//! bytes before and after; 48 u32 `errno`; zeros.
+//! The answer follows the command: a head (see [`listing`](super)), then one record of 64 bytes. Its fields: 0 u64 the
+//! field at offset 24 of the command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and after;
+//! 32 and 40 u64 resident bytes before and after; 48 u32 `errno`. The other bytes are zero.
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
@@ -25,11 +25,11 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Compact relocatable objects, and return empty slabs.
+    /// Moves objects of relocatable caches together, and returns empty slabs.
     Shrink,
-    /// Set `defrag_used_ratio`, in percent.
+    /// Sets `defrag_used_ratio`, in percent.
     SetUsedRatio(u32),
-    /// Set `remote_node_defrag_ratio`, in percent.
+    /// Sets `remote_node_defrag_ratio`, in percent.
     SetRemoteRatio(u32),
 }
 
@@ -49,9 +49,9 @@ pub enum Action {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlCommand {
-    /// Act on the slab cache with this number in the list.
+    /// An action on the slab cache that has this number in the list.
     Slab { action: Action, cache: u64 },
-    /// Return about this many bytes.
+    /// Returns about this many bytes of free memory to the system.
     Trim { want_bytes: u64 },
 }
 
@@ -60,12 +60,12 @@ pub enum ControlCommand {
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The number of the cache, or the wanted bytes.
+    /// Number of the cache that the command acted on, or for [`ControlCommand::Trim`] the wanted bytes.
     pub of: u64,
-    /// Zeros if nothing was shrunk; for returned memory only `freed_bytes` is set.
+    /// What a shrink did; zeros for other actions. For [`ControlCommand::Trim`] only `freed_bytes` is set.
     pub shrunk: ShrinkReport,
-    /// 0, or the reason for a failure: `ENOENT` if the cache is gone, `ECANCELED` if code of the program panicked,
-    /// `EAGAIN` if too many commands wait or no thread could be started.
+    /// 0, or the reason of a failure: `ENOENT` if the cache does not exist any more, `ECANCELED` if code of the program
+    /// panicked, `EAGAIN` if too many commands wait or no thread could be started.
     pub errno: i32,
 }
 
@@ -88,11 +88,11 @@ pub struct ShrinkReport {
 impl ControlCommand {
     pub(super) const LEN: usize = 32;
 
-    /// Offset at which the process marks the command as taken: a 1 (u32).
-    pub(super) const TAKEN_AT: usize = 20;
+    /// Offset of the field in which the process marks the command as accepted, by a 1 (u32).
+    pub(super) const ACCEPTED_AT: usize = 20;
 
-    /// The value by which an answer identifies the command.
-    pub(super) fn number(self) -> u64 {
+    /// The value that identifies the command in its outcome.
+    pub(super) fn target(self) -> u64 {
         match self {
             Self::Slab { cache, .. } => cache,
             Self::Trim { want_bytes } => want_bytes,
@@ -108,14 +108,14 @@ impl ControlCommand {
         };
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
-        for (place, word) in bytes[8..Self::TAKEN_AT].chunks_exact_mut(4).zip([number, action, percent]) {
+        for (place, word) in bytes[8..Self::ACCEPTED_AT].chunks_exact_mut(4).zip([number, action, percent]) {
             place.copy_from_slice(&u32::to_le_bytes(word));
         }
-        bytes[24..].copy_from_slice(&self.number().to_le_bytes());
+        bytes[24..].copy_from_slice(&self.target().to_le_bytes());
         bytes
     }
 
-    /// `None` if this is no valid order with this number.
+    /// Returns `None` if the command is invalid, was accepted before, or has another request number.
     pub(super) fn from_bytes(bytes: &[u8; Self::LEN], number: u32) -> Option<Self> {
         let (percent, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
         let slab = |action| Self::Slab { action, cache: of };
@@ -126,14 +126,15 @@ impl ControlCommand {
             4 => Self::Trim { want_bytes: of },
             _ => return None,
         };
-        let is_command = u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::TAKEN_AT) == 0;
+        let is_command =
+            u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::ACCEPTED_AT) == 0;
         is_command.then_some(command)
     }
 }
 
 impl Outcome {
     pub(super) fn failed(command: ControlCommand, errno: i32) -> Self {
-        Self { of: command.number(), shrunk: ShrinkReport::default(), errno }
+        Self { of: command.target(), shrunk: ShrinkReport::default(), errno }
     }
 
     pub(super) fn to_record(self) -> [u8; Self::LEN] {
@@ -170,10 +171,10 @@ impl Record for Outcome {
 mod tests {
     use super::*;
 
-    /// A written order is read back under its own number only; an invalid one is rejected, and so is one that was
-    /// taken.
+    /// A command is read as it was written, with its own request number only. A command that is invalid, or was
+    /// accepted before, is rejected.
     #[test]
-    fn commands_go_and_come() {
+    fn commands_are_read_as_written() {
         let actions = [Some(Action::Shrink), Some(Action::SetUsedRatio(100)), Some(Action::SetRemoteRatio(7)), None];
         for action in actions {
             for of in [0, 9, u64::MAX] {
@@ -184,7 +185,7 @@ mod tests {
                     (ControlCommand::from_bytes(&bytes, 5), ControlCommand::from_bytes(&bytes, 6)),
                     (Some(command), None)
                 );
-                for at in [0, 15, ControlCommand::TAKEN_AT] {
+                for at in [0, 15, ControlCommand::ACCEPTED_AT] {
                     let mut bytes = bytes;
                     bytes[at] ^= 0x80;
                     assert_eq!(ControlCommand::from_bytes(&bytes, 5), None, "byte {at}");
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn outcomes_go_and_come() {
+    fn outcomes_are_read_as_written() {
         let shrunk = ShrinkReport {
             freed_bytes: 1,
             moved: 2,

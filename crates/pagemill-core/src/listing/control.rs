@@ -1,9 +1,10 @@
-//! Executes commands: the helper changes settings at once; long commands run in a thread that ends when none is left.
-//! The helper has other work, and must not wait for callbacks of the program.
+//! The control endpoint: executes commands from other processes. The helper thread changes settings at once. Commands
+//! that take long run in a thread of their own, because the helper has other work and must not wait for callbacks of
+//! the program. That thread ends when no command is left.
 //!
-//! The helper opens all files. It has a file table of its own, which the thread shares, since the helper starts it. So
-//! the thread must not run code of the program, which would not find the program's descriptors. The defragmentation
-//! thread runs that code, and this thread waits for it.
+//! The helper opens all files. It has a descriptor table of its own, which the thread shares, since the helper starts
+//! the thread. So the thread must not run code of the program, which would not find the program's descriptors. The
+//! defragmentation thread runs such code, and this thread waits for it.
 
 use super::SlabCommands;
 use super::answer::Response;
@@ -19,17 +20,17 @@ use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
-/// The most commands that may wait.
-const MOST_WAITING: usize = 8;
+/// Most commands that may wait in the queue.
+const MAX_WAITING: usize = 8;
 
-/// Bytes requested from the owners per step.
+/// Bytes requested from the shrinkers per step.
 const STEP_BYTES: u64 = 64 << 20;
 
 const ENOENT: i32 = 2;
 const EAGAIN: i32 = 11;
 const ECANCELED: i32 = 125;
 
-/// A command that is marked as taken in its file.
+/// A command that is marked as accepted in its file.
 struct PendingCommand {
     file: Blank,
     number: u32,
@@ -37,13 +38,13 @@ struct PendingCommand {
 }
 
 struct CommandQueue {
-    /// Oldest first.
-    waiting: [Option<PendingCommand>; MOST_WAITING],
-    /// A thread is running and will check the queue again.
+    /// Oldest command first.
+    waiting: [Option<PendingCommand>; MAX_WAITING],
+    /// The thread runs, and will check the queue again.
     is_working: bool,
 }
 
-/// Takes commands of other processes.
+/// Accepts commands and executes them.
 ///
 /// Example: [`ControlCommand`].
 pub struct ControlEndpoint {
@@ -54,7 +55,7 @@ pub struct ControlEndpoint {
 
 impl ControlEndpoint {
     pub fn new(account: &'static Account) -> Self {
-        let queue = CommandQueue { waiting: [const { None }; MOST_WAITING], is_working: false };
+        let queue = CommandQueue { waiting: [const { None }; MAX_WAITING], is_working: false };
         Self { account, slabs: OnceLock::new(), queue: Guarded::new(queue) }
     }
 
@@ -64,42 +65,42 @@ impl ControlEndpoint {
         assert!(is_first, "the slab caches of one process");
     }
 
-    /// Takes the command in the file, if there is one. Called by the helper.
-    pub fn take(&'static self, path: &CStr, number: u32) {
+    /// Accepts the command in the file, if there is one. Called by the helper.
+    pub fn accept(&'static self, path: &CStr, number: u32) {
         let mut bytes = [0; ControlCommand::LEN];
-        // On failure the requester has ended, or lacks the right; there is no one to report to.
+        // A failure is not reported: the requester has ended, or must not access this process.
         let Ok(file) = Blank::open_with(path, &mut bytes) else { return };
         let Some(command) = ControlCommand::from_bytes(&bytes, number) else { return };
         let job = PendingCommand { file, number, command };
         match command {
             ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => {
-                self.carry_out(&job)
+                self.execute(&job)
             }
-            ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.put_off(job),
+            ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.enqueue(job),
         }
     }
 
-    /// Queues the command for the thread.
-    fn put_off(&'static self, job: PendingCommand) {
-        // Marked before it is queued: the requester must not find it finished but not taken.
-        let _ = job.file.write_at(&1_u32.to_le_bytes(), ControlCommand::TAKEN_AT as u64);
+    /// Queues a command for the thread, which it starts if needed.
+    fn enqueue(&'static self, job: PendingCommand) {
+        // Marked before it is queued: the requester must not find it finished but not accepted.
+        let _ = job.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
         let (refused, is_idle) = self.queue.with(|queue| {
             let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else { return (Some(job), false) };
             *place = Some(job);
             (None, !std::mem::replace(&mut queue.is_working, true))
         });
         if let Some(job) = refused {
-            answer(&job, Outcome::failed(job.command, EAGAIN));
+            write_answer(&job, Outcome::failed(job.command, EAGAIN));
         }
         if is_idle && thread::spawn(c"pagemill-orders", self).is_err() {
-            while let Some(job) = self.next() {
-                answer(&job, Outcome::failed(job.command, EAGAIN));
+            while let Some(job) = self.dequeue() {
+                write_answer(&job, Outcome::failed(job.command, EAGAIN));
             }
         }
     }
 
-    /// Takes the next order; without one the thread ends.
-    fn next(&self) -> Option<PendingCommand> {
+    /// Takes the oldest command from the queue. Without a command the thread ends.
+    fn dequeue(&self) -> Option<PendingCommand> {
         self.queue.with(|queue| {
             let job = queue.waiting[0].take();
             queue.waiting.rotate_left(1);
@@ -108,13 +109,13 @@ impl ControlEndpoint {
         })
     }
 
-    fn carry_out(&self, job: &PendingCommand) {
-        // Dropping the last reference to a cache drops its values, and their code may panic.
-        let done = catch_unwind(AssertUnwindSafe(|| self.outcome(job.command)));
-        answer(job, done.unwrap_or_else(|_| Outcome::failed(job.command, ECANCELED)));
+    fn execute(&self, job: &PendingCommand) {
+        // Dropping the last reference to a cache runs code of the program, which may panic.
+        let done = catch_unwind(AssertUnwindSafe(|| self.run_command(job.command)));
+        write_answer(job, done.unwrap_or_else(|_| Outcome::failed(job.command, ECANCELED)));
     }
 
-    fn outcome(&self, command: ControlCommand) -> Outcome {
+    fn run_command(&self, command: ControlCommand) -> Outcome {
         let (action, id) = match command {
             ControlCommand::Slab { action, cache } => (action, cache),
             ControlCommand::Trim { want_bytes } => {
@@ -130,8 +131,8 @@ impl ControlEndpoint {
         }
     }
 
-    /// Makes the owners return free and volatile memory, whole blocks first. Works in steps, so that siblings that ask
-    /// meanwhile get their turn at each owner.
+    /// Makes the shrinkers return free and volatile memory, whole blocks first, in steps, so that siblings are answered
+    /// between them.
     fn give_back(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for urgency in [Urgency::Request, Urgency::Split] {
@@ -156,7 +157,8 @@ impl ControlEndpoint {
         self.queue.release();
     }
 
-    /// The child has neither the thread nor its files: their descriptor numbers may belong to other files here.
+    /// Called in a fork child, which has neither the thread nor its files: their descriptor numbers may belong to other
+    /// files.
     pub fn begin_child(&self) {
         self.queue.with(|queue| {
             queue.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
@@ -167,14 +169,14 @@ impl ControlEndpoint {
 
 impl thread::Work for ControlEndpoint {
     fn work(&'static self) {
-        while let Some(job) = self.next() {
-            self.carry_out(&job);
+        while let Some(job) = self.dequeue() {
+            self.execute(&job);
         }
     }
 }
 
-fn answer(job: &PendingCommand, outcome: Outcome) {
-    let mut response = Response::behind(&job.file, ControlCommand::LEN);
-    let result = response.put(&outcome.to_record());
-    let _ = response.end(job.number, Subject::Command, result);
+fn write_answer(job: &PendingCommand, outcome: Outcome) {
+    let mut response = Response::after_request(&job.file, ControlCommand::LEN);
+    let result = response.write_record(&outcome.to_record());
+    let _ = response.write_head(job.number, Subject::Command, result);
 }

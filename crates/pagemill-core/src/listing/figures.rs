@@ -1,14 +1,14 @@
-//! The single record of figures: all counters of [`stats::TABLE`](crate::stats::TABLE) as measured, 8 bytes each, with
-//! room for 128.
+//! The record of a process's statistics: all counters of [`stats::TABLE`](crate::stats::TABLE), 8 bytes each, with
+//! space for 128 counters.
 
 use super::{Record, u64_at};
 use crate::published::Subject;
 use crate::stats::CAPACITY;
 
-/// Counters of a process as it measured them.
-pub(super) struct Values(pub [u64; CAPACITY]);
+/// The counters that a process measured.
+pub(super) struct CounterValues(pub [u64; CAPACITY]);
 
-impl Values {
+impl CounterValues {
     pub fn to_record(&self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         for (place, value) in bytes.chunks_exact_mut(8).zip(self.0) {
@@ -18,7 +18,7 @@ impl Values {
     }
 }
 
-impl Record for Values {
+impl Record for CounterValues {
     const SUBJECT: Subject = Subject::Figures;
     const LEN: usize = 8 * CAPACITY;
 
@@ -31,10 +31,10 @@ impl Record for Values {
 mod tests {
     use super::*;
 
-    /// A written record is read back.
+    /// A record is read as it was written.
     #[test]
-    fn records_go_and_come() {
+    fn records_are_read_as_written() {
         let values: [u64; CAPACITY] = std::array::from_fn(|at| (at as u64) << 40 | 7);
-        assert_eq!(Values::from_bytes(&Values(values).to_record()).unwrap().0, values);
+        assert_eq!(CounterValues::from_bytes(&CounterValues(values).to_record()).unwrap().0, values);
     }
 }

@@ -1,7 +1,7 @@
-//! Requests from other processes of the same user. A process lists its volatile ranges, the usage of its caches, and
-//! its slab caches, which it also shrinks on request. It measures its figures, and returns memory.
+//! Lists and commands between processes of the same user. On request a process lists its volatile ranges, the usage of
+//! its caches, and its slab caches; measures its statistics; shrinks a slab cache; or returns memory.
 //!
-//! A process must not read another process's memory, so the process answers itself:
+//! A process must not read another process's memory, so each process writes its own lists:
 //!
 //! ```text
 //!   requester                                         the process
@@ -12,16 +12,17 @@
 //!   reads, checks everything, removes the file
 //! ```
 //!
-//! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
-//! caches, `pm-figr1` figures, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
-//! failure, or 0 (u32); 16 records; 24 records left out. The records: `figures`, `commands`, and the modules `records` of
-//! the crates that add a [`Lister`].
+//! All numbers are little-endian. The head has 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
+//! caches, `pm-figr1` statistics, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
+//! failure, or 0 (u32); 16 count of records; 24 count of records left out. The modules `figures` and
+//! `commands`, and the modules `records` of the crates that add a [`Lister`], define the records.
 //!
-//! A command ([`ControlCommand`]) is in the file from the start, and the answer follows it. Commands that may call code
-//! of the program are executed by a thread that lives while there are commands (`control`). The requester waits no
-//! longer than for a list; then it learns that the command goes on.
+//! The file of a command ([`ControlCommand`]) contains the command from the start, and the answer follows it. Commands
+//! that may call code of the program are executed by a thread that runs only while there are commands (`control`). The
+//! requester waits as long as for a list. After that it learns that the process continues with the command.
 //!
-//! Answering (`answer`) allocates no memory and, while it writes, holds no lock. Asking ([`mod@ask`]) is for commands.
+//! Answering (`answer`) allocates no memory, and holds no lock while it writes. Requests ([`mod@ask`]) are made by the
+//! command-line tool.
 
 mod answer;
 pub mod ask;
@@ -37,7 +38,7 @@ use crate::error::Result;
 use crate::published::Subject;
 use std::io;
 
-/// The most records of a file: 8 MiB of ranges.
+/// Most records in a file: 8 MiB of ranges.
 pub const MOST_RECORDS: u64 = 1 << 18;
 
 /// The head of a list, before its records.
@@ -72,7 +73,7 @@ impl Head {
         bytes
     }
 
-    /// `None` if this is no valid head of such a list.
+    /// Returns `None` if this is not the head of such a list.
     fn from_bytes(bytes: &[u8; Self::LEN], subject: Subject) -> Option<Self> {
         let head = Self {
             number: u32_at(bytes, 8),
@@ -84,16 +85,16 @@ impl Head {
     }
 }
 
-/// Updates figures when another process asks for them.
+/// Measures statistics when another process requests them.
 ///
 /// Example: [`Lister`].
 pub trait Measured: Sync {
-    /// Must neither allocate nor take long.
+    /// Updates the counters. Must neither allocate nor take long.
     fn measure(&self);
 }
 
-/// Time limit to inspect what is listed. The helper has other work, and siblings wait for it 25 ms at most.
-pub const MOST_LOOK_NS: u64 = 15_000_000;
+/// Time limit for inspecting what is listed. The helper has other work, and siblings wait for it for at most 25 ms.
+pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 
 /// Lists one kind of things for other processes. Each product implements it and adds it to the [`StatsResponder`].
 ///
@@ -120,7 +121,7 @@ pub const MOST_LOOK_NS: u64 = 15_000_000;
 ///     }
 ///
 ///     fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
-///         response.put(&self.0.to_le_bytes())
+///         response.write_record(&self.0.to_le_bytes())
 ///     }
 /// }
 ///
@@ -130,7 +131,7 @@ pub trait Lister: Sync {
     /// The list that it writes.
     fn subject(&self) -> Subject;
 
-    /// Writes all records. Must not allocate, and end soon after [`MOST_LOOK_NS`].
+    /// Writes all records. Must not allocate, and end soon after [`MAX_INSPECTION_NS`].
     ///
     /// # Errors
     ///
@@ -146,14 +147,14 @@ pub trait SlabCommands: Sync {
     fn execute(&self, cache: u64, action: Action) -> Option<Result<ShrinkReport>>;
 }
 
-/// A record of a list.
+/// A record of a list; each subject has a format of its own.
 ///
 /// Example: [`Lister`].
 pub trait Record: Sized {
     const SUBJECT: Subject;
     const LEN: usize;
 
-    /// `None` for an invalid record: another process wrote it.
+    /// Parses a record, which another process wrote. Returns `None` if it is invalid.
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
 }
 
@@ -171,9 +172,9 @@ pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
 mod tests {
     use super::*;
 
-    /// A written head is read back; each list has its own magic.
+    /// A head is read as it was written. The magic of each subject is different.
     #[test]
-    fn heads_go_and_come() {
+    fn heads_are_read_as_written() {
         let head = Head { number: 3, errno: 28, records: 5, left_out: 6 };
         for subject in Subject::ALL {
             let bytes = head.to_bytes(subject);

@@ -1,15 +1,17 @@
-//! The account of one process: compares what it holds with its limits before memory becomes resident.
+//! The account of one process: it compares the bytes that the process holds with its limits before memory becomes
+//! resident.
 //!
-//! A charge that meets the limit measures overcommitted memory, gives back free memory of this process, requests memory
-//! from the siblings of the process tree, and removes dead members. Only then does it fail.
-//! Inside the small allocator, whose locks forbid purging it, one charge may exceed the limit. The next allocation
-//! outside those locks reclaims first ([`Account::pay_debt`]).
+//! A charge that would exceed the limit first reclaims: it measures overcommitted memory, returns free memory of this
+//! process, requests memory from the siblings of the process tree, and removes dead members. The charge fails only if
+//! that frees too little. A charge from inside the small allocator (jemalloc) may exceed the limit once, because
+//! jemalloc's locks forbid purging its memory. The next allocation outside of those locks reclaims first
+//! ([`Account::pay_debt`]).
 
 use super::governor;
 use super::helper::Helper;
 use super::limits::Headroom;
 use super::owners::Owners;
-use super::pressure::FUTILE_NS;
+use super::pressure::RECLAIM_PAUSE_NS;
 use super::tree::{MemberSlot, Membership, Totals, TreePage, UNLIMITED};
 use super::{Reason, Shrinker, Urgency, Which};
 use crate::arena::{self, Budget, Context};
@@ -26,39 +28,41 @@ use std::time::Duration;
 /// Shortest time between two measurements of overcommitted memory.
 const RECONCILE_NS: u64 = 2_000_000;
 
-/// If more than this part of the known resident bytes is overcommitted, overcommitted memory is measured before that
-/// number is relied on.
+/// The overcommitted memory is measured before the known resident bytes are used, if it is larger than the resident
+/// bytes divided by this.
 const OVERCOMMIT_DIVISOR: u64 = 8;
 
-/// Measuring this much takes some 20 us: done whenever the room is queried.
-const QUICK_BYTES: u64 = 64 << 20;
+/// Up to this much is measured whenever the room is queried. That takes some 20 us.
+const QUICK_RECONCILE_BYTES: u64 = 64 << 20;
 
-/// Measuring this much takes some 0.4 ms: done whenever a limit is near.
-const QUICK_AT_LIMIT_BYTES: u64 = 1 << 30;
+/// Up to this much is measured whenever a limit is near. That takes some 0.4 ms.
+const QUICK_RECONCILE_AT_LIMIT_BYTES: u64 = 1 << 30;
 
-/// Measuring takes at most this part of a thread's time.
-const RECONCILE_SHARE: u64 = 50;
+/// After a measurement, the next one waits for this many times its duration: measuring costs at most 2 %.
+const RECONCILE_PAUSE_FACTOR: u64 = 50;
 
-/// Largest part of a loan that is expected to be touched at once.
-const SYSTEM_LOAN_BYTES: u64 = 16 << 20;
+/// The most of an overcommitted range that is expected to be touched at once.
+const MAX_TOUCHED_AT_ONCE_BYTES: u64 = 16 << 20;
 
-/// New memory is offset in steps of this, or of this part of the resident bytes: each step scans all free slots.
-const MAKE_UP_STEP_BYTES: u64 = 1 << 20;
-const MAKE_UP_DIVISOR: u64 = 128;
+/// New memory is offset in steps of this size, or of the resident bytes divided by `OFFSET_STEP_DIVISOR` if that is
+/// more: each step scans all free slots.
+const OFFSET_STEP_BYTES: u64 = 1 << 20;
+const OFFSET_STEP_DIVISOR: u64 = 128;
 
-/// Free memory that was not reused for this long is cold. Faulting it in again costs a hundredth of that time.
-const COLD: Duration = Duration::from_millis(67);
+/// Free memory that was not reused for this long is cold. A page fault that brings it in again costs a hundredth of
+/// this time.
+const COLD_AGE: Duration = Duration::from_millis(67);
 
-/// After too little cold memory was found, the next search waits this long.
-const MAKE_UP_PAUSE_NS: u64 = 100_000_000;
+/// After a search that found too little cold memory, the next search waits for this long.
+const OFFSET_PAUSE_NS: u64 = 100_000_000;
 
-/// Free memory up to this part of the resident bytes (plus one block) is kept.
-const SPARE_DIVISOR: u64 = 16;
+/// Free memory up to the resident bytes divided by this, plus one block, is not returned to offset new memory.
+const KEEP_FREE_DIVISOR: u64 = 16;
 
-/// Free memory beyond this part of the resident bytes is given back even if it is not cold.
-const MOST_SPARE_DIVISOR: u64 = 3;
+/// Free memory above the resident bytes divided by this, plus one block, is returned even if it is not cold.
+const MAX_FREE_DIVISOR: u64 = 3;
 
-/// The account of one process.
+/// The account of one process: its charge, its limits, and the shrinkers that can give memory back.
 ///
 /// ```
 /// use pagemill::arena::Context;
@@ -78,33 +82,34 @@ const MOST_SPARE_DIVISOR: u64 = 3;
 /// ```
 pub struct Account {
     resident: AtomicU64,
-    /// Bytes overcommitted to the program and not known to be touched.
+    /// Overcommitted bytes that no measurement has found to be touched yet.
     untouched: AtomicU64,
     own_limit: AtomicU64,
     membership: Membership,
     pub(super) owners: Owners,
     /// Earliest time of the next measurement of overcommitted memory.
     reconcile_after_ns: AtomicU64,
-    /// The room that control groups and the machine leave.
+    /// The room below the limits of control groups and of the machine.
     pub headroom: Headroom,
-    /// Until this time reclaim for groups and the machine is not retried, because it freed nothing; and the length of
-    /// that pause.
-    pub(super) futile_until_ns: AtomicU64,
-    pub(super) futile_pause_ns: AtomicU64,
-    /// Until this time siblings are not asked before this process reclaims, because that did not help.
-    pub(super) elsewhere_after_ns: AtomicU64,
-    /// Woken when there is memory to give back again.
+    /// Until this time this process does not reclaim for control groups or the machine again, because the last attempt
+    /// freed nothing. `reclaim_pause_ns` is the length of that pause.
+    pub(super) reclaim_paused_until_ns: AtomicU64,
+    pub(super) reclaim_pause_ns: AtomicU64,
+    /// Until this time this process reclaims its own memory before it asks siblings, because asking them first did not
+    /// help.
+    pub(super) siblings_first_after_ns: AtomicU64,
+    /// The helper thread, woken when there is memory to give back.
     helper: OnceLock<&'static Helper>,
-    /// New memory that was not yet offset by giving free memory back.
-    to_make_up: AtomicU64,
-    /// Earliest time of the next search for cold memory, after one found too little.
-    make_up_after_ns: AtomicU64,
+    /// Bytes of new memory for which no free memory was returned yet.
+    not_offset_bytes: AtomicU64,
+    /// Earliest time of the next search for cold memory, after a search that found too little.
+    next_offset_ns: AtomicU64,
     has_debt: AtomicBool,
-    /// The last reclaim outside freed too little. Nested charges over the limit are refused.
+    /// The last reclaim outside of the small allocator freed too little, so nested charges over the limit are refused.
     is_exhausted: AtomicBool,
-    /// Called when a nested charge has passed the limit. Must not allocate or lock.
+    /// Called when a nested charge has exceeded the limit. The function must not allocate or lock.
     on_debt: OnceLock<fn()>,
-    /// Called before the first charge of this process. Must not allocate or lock.
+    /// Called before the first charge of this process. The function must not allocate or lock.
     on_first_charge: OnceLock<fn()>,
     has_charged: AtomicBool,
 }
@@ -120,12 +125,12 @@ impl Account {
             owners: Owners::default(),
             reconcile_after_ns: AtomicU64::new(0),
             headroom: Headroom::default(),
-            futile_until_ns: AtomicU64::new(0),
-            futile_pause_ns: AtomicU64::new(*FUTILE_NS.start()),
-            elsewhere_after_ns: AtomicU64::new(0),
+            reclaim_paused_until_ns: AtomicU64::new(0),
+            reclaim_pause_ns: AtomicU64::new(*RECLAIM_PAUSE_NS.start()),
+            siblings_first_after_ns: AtomicU64::new(0),
             helper: OnceLock::new(),
-            to_make_up: AtomicU64::new(0),
-            make_up_after_ns: AtomicU64::new(0),
+            not_offset_bytes: AtomicU64::new(0),
+            next_offset_ns: AtomicU64::new(0),
             has_debt: AtomicBool::new(false),
             is_exhausted: AtomicBool::new(false),
             on_debt: OnceLock::new(),
@@ -134,7 +139,7 @@ impl Account {
         }
     }
 
-    /// As [`Account::new`], in its own allocation, which is never freed.
+    /// As [`Account::new`], but places the account in an allocation of its own that is never freed.
     ///
     /// # Errors
     ///
@@ -143,16 +148,16 @@ impl Account {
         arena::place(Self::new(limit))
     }
 
-    /// Registers an owner that can give memory back. Cheaper owners must register first.
+    /// Registers a shrinker. Shrinkers are called in the order of registration, so cheaper ones must register first.
     ///
     /// # Panics
     ///
-    /// If there are more than eight.
+    /// If more than eight owners register.
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
         self.owners.register(shrinker);
     }
 
-    /// As [`Account::register`], for an owner that is called after all that register later.
+    /// As [`Account::register`], but the owner is called after all others, also after those that register later.
     ///
     /// # Panics
     ///
@@ -161,47 +166,48 @@ impl Account {
         self.owners.register_last(shrinker);
     }
 
-    /// Sets the helper that is woken when there is memory to give back again.
+    /// Sets the helper thread that is woken when there is memory to give back again.
     pub fn set_helper(&self, helper: &'static Helper) {
         let _ = self.helper.set(helper);
     }
 
-    /// Sets the function called when a nested charge exceeds the limit. It must arrange that [`Account::pay_debt`] runs
-    /// soon.
+    /// Sets the function that is called when a nested charge exceeds the limit. That function must arrange that
+    /// [`Account::pay_debt`] runs soon.
     pub fn on_debt(&self, act: fn()) {
         let _ = self.on_debt.set(act);
     }
 
-    /// Sets the function called before the first charge of this process and of every fork child, for example to publish
-    /// the figures.
+    /// Sets the function that is called before the first charge of this process and of every fork child. Pagemill
+    /// publishes the process's statistics there.
     pub fn on_first_charge(&self, act: fn()) {
         let _ = self.on_first_charge.set(act);
     }
 
-    /// Joins a process tree: the tree's limit applies from now on, and this process's charge is published there.
+    /// Joins a process tree. From now on the tree's limit applies, and this process publishes its charge on the tree's
+    /// page.
     pub fn join(&self, page: &'static TreePage, identity: Identity) {
         self.membership.set(page, page.enter(identity));
         self.publish();
     }
 
-    /// Leaves the tree, at the end of the process.
+    /// Leaves the process tree, at the end of the process.
     pub fn leave(&self) {
         if let Some(place) = self.membership.place() {
-            // Other threads and later destructors may continue to allocate. They must not write to a slot that another
-            // process takes.
-            self.membership.give_up_place();
+            // Other threads and later destructors may continue to allocate. They must not write to a slot of the tree's
+            // page that another process may take over.
+            self.membership.forget_slot();
             place.leave();
         }
     }
 
-    /// Called in a fork child. The parent keeps its charge; the child takes its own slot in the tree.
+    /// Called in a fork child: the charge starts at zero, in a slot of its own.
     pub fn forked(&self, identity: Identity) {
         self.resident.store(0, Relaxed);
         self.untouched.store(0, Relaxed);
         self.has_charged.store(false, Relaxed);
-        self.headroom.forget();
+        self.headroom.drop_credit();
         self.owners.forked();
-        self.futile_until_ns.store(0, Relaxed);
+        self.reclaim_paused_until_ns.store(0, Relaxed);
         if let Some(page) = self.membership.page() {
             page.count_start();
             self.membership.set(page, page.enter(identity));
@@ -213,23 +219,23 @@ impl Account {
         self.membership.place()
     }
 
-    /// Whether any limit applies to this process, so that reclaim may be requested.
+    /// Whether a limit of this process or of its tree applies.
     pub fn is_limited(&self) -> bool {
         self.limit() != UNLIMITED
     }
 
-    /// The smallest limit that applies.
+    /// The smaller of the process's own limit and its tree's.
     pub fn limit(&self) -> u64 {
         let tree = self.membership.page().map_or(UNLIMITED, TreePage::limit);
         tree.min(self.own_limit.load(Relaxed))
     }
 
-    /// Resident bytes of this process, as far as charged and measured.
+    /// Resident bytes of this process, as far as they were charged or measured.
     pub fn resident(&self) -> u64 {
         self.resident.load(Relaxed)
     }
 
-    /// The totals that the limit is compared with: those of the tree, or of this process alone.
+    /// The totals that the limit is compared with: of the tree, or of this process without a tree.
     fn totals(&self) -> Totals {
         let own = Totals {
             resident: self.resident.load(Relaxed),
@@ -238,7 +244,7 @@ impl Account {
             members: 1,
         };
         match (self.membership.page(), self.membership.place()) {
-            // For this process uses the current numbers, not those it last published.
+            // The totals contain this process's current charge instead of the charge that it last published.
             (Some(page), Some(place)) => page.totals_with(place, own),
             (Some(page), None) => {
                 let others = page.totals();
@@ -257,19 +263,19 @@ impl Account {
         self.totals().resident
     }
 
-    /// Publishes the current charge in the tree and in the figures, and updates the peaks.
+    /// Publishes the current charge on the tree's page and in the statistics, and updates the peaks.
     pub fn publish(&self) {
-        // Repeat if another thread changed it meanwhile, so that the last value published is a current one.
+        // Repeat if another thread changed the charge meanwhile, so that the value published last is a current one.
         loop {
             let resident = self.resident.load(Relaxed);
-            self.publish_once(resident);
+            self.publish_charge(resident);
             if self.resident.load(Relaxed) == resident {
                 return;
             }
         }
     }
 
-    fn publish_once(&self, resident: u64) {
+    fn publish_charge(&self, resident: u64) {
         let untouched = self.untouched.load(Relaxed);
         stats::set(Counter::Resident, resident);
         stats::set(Counter::Untouched, untouched);
@@ -280,7 +286,7 @@ impl Account {
             helper.unpark(self);
         }
         stats::raise(Counter::ResidentPeak, resident);
-        let giveable = self.giveable_of_state(giveable);
+        let giveable = self.charged_giveable(giveable);
         stats::raise(Counter::NetPeak, resident.saturating_sub(giveable));
         if let Some(place) = self.membership.place() {
             place.publish(resident, untouched, giveable.min(resident));
@@ -288,46 +294,46 @@ impl Account {
         }
     }
 
-    /// Bytes that the owners of this process could give back at once.
+    /// Bytes that the shrinkers of this process could give back at once.
     pub fn giveable(&self) -> u64 {
         self.owners.giveable(Context::Outside)
     }
 
-    /// The part of `giveable` that this account is charged for. Only that part helps siblings and limits.
-    fn giveable_of_state(&self, giveable: u64) -> u64 {
+    /// The bytes of `giveable` that this account is charged for. Only these help siblings and limits.
+    fn charged_giveable(&self, giveable: u64) -> u64 {
         giveable.saturating_sub(self.owners.foreign())
     }
 
-    /// Whether measuring may find more to give back than is known.
+    /// Whether a measurement may find more giveable memory than the shrinkers report.
     pub(super) fn may_have_more(&self) -> bool {
         self.owners.may_have_more()
     }
 
-    /// Wakes the helper if it is parked, because there may be something to give back from now on.
+    /// Wakes the helper if it is parked: there may be something to give back from now on.
     pub fn note_more(&self) {
         if let Some(helper) = self.helper.get() {
             helper.unpark(self);
         }
     }
 
-    /// Measures how much of the overcommitted memory is resident.
+    /// Measures how much of the overcommitted memory has become resident, and charges it.
     pub fn reconcile(&self) {
         let start = clock::fine_ns();
         self.owners.reconcile();
         let end = clock::fine_ns();
-        self.reconcile_after_ns.store(end + RECONCILE_NS.max((end - start) * RECONCILE_SHARE), Relaxed);
+        self.reconcile_after_ns.store(end + RECONCILE_NS.max((end - start) * RECONCILE_PAUSE_FACTOR), Relaxed);
     }
 
-    /// Measures everything that can only be known by measuring. Call it outside every lock.
+    /// Measures all amounts that are known only by measuring. The caller must hold no lock.
     pub fn measure(&self) {
         self.reconcile();
         self.owners.measure();
         self.publish();
     }
 
-    /// As [`Account::reconcile`], but skipped if more than `quick_bytes` are overcommitted and the last measurement is
-    /// recent.
-    fn reconcile_sometimes(&self, quick_bytes: u64) {
+    /// As [`Account::reconcile`], but does nothing if more than `quick_bytes` are overcommitted and the last
+    /// measurement is recent.
+    fn reconcile_if_due(&self, quick_bytes: u64) {
         let untouched = self.untouched.load(Relaxed);
         if untouched == 0 {
             return;
@@ -337,33 +343,34 @@ impl Account {
         }
     }
 
-    /// Makes the owners of this process give back up to `want_bytes`. Returns the bytes that the kernel took.
+    /// Makes the shrinkers of this process give back up to `want_bytes`. Returns the bytes that the kernel took back.
     pub fn give_back(&self, want_bytes: u64, context: Context, urgency: Urgency, reason: Reason) -> u64 {
         stats::add(Counter::PurgeRequests, 1);
         let freed = self.owners.give(want_bytes, context, urgency);
-        reason.note(want_bytes, freed);
+        reason.record(want_bytes, freed);
         freed
     }
 
-    /// Makes the owners of this process give back up to `want_bytes` that were not reused for `age`. Returns the bytes
-    /// that the kernel took.
+    /// Makes the shrinkers give back up to `want_bytes` of memory that was not reused for `age`. Returns the bytes that
+    /// the kernel took back.
     pub fn give_aged(&self, want_bytes: u64, age: Duration) -> u64 {
         let freed = self.owners.give_aged(want_bytes, age, Context::Outside);
         if freed > 0 {
-            Reason::Age.note(want_bytes, freed);
+            Reason::Age.record(want_bytes, freed);
         }
         freed
     }
 
-    /// Gives back all free memory of this process, also parts of huge pages. Used when the program requests it.
+    /// Gives back all free memory of this process, also free parts of huge pages, which it splits. Runs when the
+    /// program requests it.
     pub fn give_all_back(&self) -> u64 {
         let [cheap, rest] = [Urgency::Request, Urgency::Split]
             .map(|urgency| self.give_back(u64::MAX, Context::Outside, urgency, Reason::Program));
         cheap.saturating_add(rest)
     }
 
-    /// Offers up to `want_bytes` of free memory to the kernel, in case the kernel runs short before this process
-    /// reacts.
+    /// Offers up to `want_bytes` of free memory to the kernel (`MADV_FREE`), in case memory runs short before this
+    /// process reacts.
     pub fn offer(&self, want_bytes: u64, which: Which) {
         let offered = self.owners.offer(want_bytes, which);
         if offered > 0 {
@@ -372,48 +379,48 @@ impl Account {
         }
     }
 
-    /// Records how much of the offered memory the kernel took. Usually there is nothing to do.
+    /// Counts how much of the offered memory the kernel took. Usually the kernel took none.
     pub fn reap(&self) {
         self.owners.reap();
     }
 
-    /// Returns free memory to offset `bytes` of new memory. If much is free, returns as much as is cold. If very much
-    /// is free, returns twice as much, cold or not. So free memory of size classes that a program no longer uses does
-    /// not accumulate.
+    /// Returns free memory to offset `bytes` of new memory, so that free memory of unused size classes does not
+    /// accumulate. Returns nothing while little memory is free, as many cold bytes while more is free, and up to twice
+    /// as many bytes, cold or not, while very much is free.
     pub fn make_up_for(&self, bytes: u64) {
-        let due = self.to_make_up.fetch_add(bytes, Relaxed).saturating_add(bytes);
-        if due < MAKE_UP_STEP_BYTES.max(self.resident() / MAKE_UP_DIVISOR) {
+        let due = self.not_offset_bytes.fetch_add(bytes, Relaxed).saturating_add(bytes);
+        if due < OFFSET_STEP_BYTES.max(self.resident() / OFFSET_STEP_DIVISOR) {
             return;
         }
-        self.to_make_up.store(0, Relaxed);
+        self.not_offset_bytes.store(0, Relaxed);
         let (free, resident) = (self.owners.giveable(Context::Nested), self.resident());
-        if free <= resident / SPARE_DIVISOR + BLOCK_BYTES as u64 {
+        if free <= resident / KEEP_FREE_DIVISOR + BLOCK_BYTES as u64 {
             return;
         }
-        let excess = free.saturating_sub(resident / MOST_SPARE_DIVISOR + BLOCK_BYTES as u64);
+        let excess = free.saturating_sub(resident / MAX_FREE_DIVISOR + BLOCK_BYTES as u64);
         if excess > 0 {
             let want = excess.min(2 * due);
-            Reason::New.note(want, self.owners.give_aged(want, Duration::ZERO, Context::Nested));
+            Reason::New.record(want, self.owners.give_aged(want, Duration::ZERO, Context::Nested));
             return;
         }
         let now = clock::coarse_ns();
-        if now < self.make_up_after_ns.load(Relaxed) {
+        if now < self.next_offset_ns.load(Relaxed) {
             return;
         }
-        let freed = self.owners.give_aged(due, COLD, Context::Nested);
-        Reason::New.note(due, freed);
+        let freed = self.owners.give_aged(due, COLD_AGE, Context::Nested);
+        Reason::New.record(due, freed);
         if freed < due / 2 {
-            // The free memory lies in pieces that cannot be given back. Do not search again at every step.
-            self.make_up_after_ns.store(now + MAKE_UP_PAUSE_NS, Relaxed);
+            // The free memory lies in ranges that cannot be given back. The next steps skip the search.
+            self.next_offset_ns.store(now + OFFSET_PAUSE_NS, Relaxed);
         }
     }
 
-    /// Answers an open request of a sibling, if there is one.
+    /// Answers an open request of a sibling for memory, if there is one.
     pub fn answer(&self) {
         let Some(place) = self.membership.place() else { return };
         self.measure();
         let mut asked = 0;
-        let given = place.answer(self.giveable_of_state(self.giveable()), |part| {
+        let given = place.answer(self.charged_giveable(self.giveable()), |part| {
             asked = part;
             self.give_back(part, Context::Outside, Urgency::Limit, Reason::Sibling)
         });
@@ -423,74 +430,77 @@ impl Account {
         self.publish();
     }
 
-    /// Bytes by which the limit would be exceeded if `bytes` more were charged.
-    fn excess(&self, bytes: u64) -> u64 {
+    /// Bytes by which the limit would be exceeded after a charge of `bytes`.
+    fn bytes_over_limit(&self, bytes: u64) -> u64 {
         self.totals().resident.saturating_add(bytes).saturating_sub(self.limit())
     }
 
-    /// Reclaims until `bytes` more fit under the limit, in this process and in the tree. Returns whether they fit.
+    /// Reclaims in this process and in the tree until a charge of `bytes` fits under the limit. Returns whether it
+    /// fits.
     fn make_room(&self, bytes: u64, context: Context) -> bool {
-        self.reconcile_sometimes(QUICK_AT_LIMIT_BYTES);
+        self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
         trace::event(Event::OverLimit, bytes, self.totals().resident);
         for urgency in [Urgency::Request, Urgency::Limit] {
-            let excess = self.excess(bytes);
+            let excess = self.bytes_over_limit(bytes);
             if excess == 0 {
                 break;
             }
             self.give_back(excess, context, urgency, Reason::Limit);
         }
-        // Ask twice: a member that took a part of the first request may not have had that much.
+        // The siblings are asked twice: a member that accepted a share of the first request may have had less than
+        // that.
         for _ in 0..2 {
             self.ask_siblings(bytes, u64::MAX);
         }
-        let has_room = self.excess(bytes) == 0;
+        let has_room = self.bytes_over_limit(bytes) == 0;
         stats::add(if has_room { Counter::LimitReclaims } else { Counter::LimitRefused }, 1);
         has_room
     }
 
-    /// Removes dead members from the totals. Then requests from the siblings the excess that `bytes` more would cause,
-    /// at most `most`. Waits for answers for a bounded time.
+    /// Removes dead members from the totals. If a charge of `bytes` would still exceed the limit, requests the excess,
+    /// at most `most`, from the siblings. The wait for their answers is bounded.
     fn ask_siblings(&self, bytes: u64, most: u64) {
-        let Some(page) = self.membership.page().filter(|_| self.excess(bytes) > 0) else { return };
+        let Some(page) = self.membership.page().filter(|_| self.bytes_over_limit(bytes) > 0) else { return };
         page.sweep();
-        let excess = self.excess(bytes).min(most);
+        let excess = self.bytes_over_limit(bytes).min(most);
         if excess > 0 {
-            self.ask_for(excess, || self.excess(bytes) == 0);
+            self.request_from_siblings(excess, || self.bytes_over_limit(bytes) == 0);
         }
     }
 
-    /// Requests `bytes` from the siblings. Returns by how much their charge fell. Waits for answers for a bounded time.
-    pub(super) fn ask_for(&self, bytes: u64, is_enough: impl Fn() -> bool) -> u64 {
+    /// Requests `bytes` from the siblings. Returns by how much their charge fell. The wait for their answers is
+    /// bounded.
+    pub(super) fn request_from_siblings(&self, bytes: u64, is_enough: impl Fn() -> bool) -> u64 {
         let Some(page) = self.membership.page() else { return 0 };
         let given = page.ask(bytes, self.membership.place(), is_enough);
         trace::event(Event::AskSiblings, bytes, given);
         given
     }
 
-    fn refuse(&self, bytes: u64) -> Error {
+    fn no_memory_error(&self, bytes: u64) -> Error {
         let used_bytes = self.totals().resident;
         trace::event(Event::Refused, bytes, used_bytes);
         Error::NoMemory { wanted_bytes: bytes, used_bytes, limit_bytes: self.limit() }
     }
 
-    /// Whether a nested charge exceeded the limit since the last [`Account::pay_debt`].
+    /// Whether a nested charge has exceeded the limit since the last [`Account::pay_debt`].
     #[inline]
     pub fn has_debt(&self) -> bool {
         self.has_debt.load(Relaxed)
     }
 
-    /// Reclaims what nested charges exceeded the limit by. Call it outside every lock.
+    /// Reclaims the bytes by which nested charges exceeded the limit. The caller must hold no lock.
     pub fn pay_debt(&self) {
         if self.has_debt.swap(false, Relaxed) {
-            let is_paid = self.excess(0) == 0 || self.make_room(0, Context::Outside);
+            let is_paid = self.bytes_over_limit(0) == 0 || self.make_room(0, Context::Outside);
             let is_below_others = self.pay_system_debt();
             self.is_exhausted.store(!(is_paid && is_below_others), Relaxed);
         }
     }
 
-    /// Whether a charge that found no room may exceed the limit. Only nested charges may, until a reclaim outside
-    /// fails.
-    pub(super) fn admit_on_debt(&self, context: Context) -> bool {
+    /// Whether a charge that does not fit may exceed the limit. Only nested charges may, until a reclaim outside of the
+    /// small allocator fails.
+    pub(super) fn may_exceed_limit(&self, context: Context) -> bool {
         if context == Context::Outside {
             return false;
         }
@@ -502,7 +512,7 @@ impl Account {
         is_admitted
     }
 
-    /// Runs `on_first_charge` once: at the first charge, or at the first vrange mark.
+    /// Runs `on_first_charge` once: at the first charge, or when the program first makes a range volatile.
     #[inline]
     pub fn note_use(&self) {
         if !self.has_charged.load(Relaxed)
@@ -521,8 +531,8 @@ impl Account {
 }
 
 impl Account {
-    /// Counts memory that the C library allocates (or frees) while it serves the program. Never refuses, never
-    /// reclaims.
+    /// Charges memory that the C library allocates for the program, or discharges what the C library frees. Never
+    /// refuses and never reclaims.
     pub fn count_c_library(&self, change_bytes: i64) {
         self.note_use();
         let amount = change_bytes.unsigned_abs();
@@ -538,8 +548,8 @@ impl Account {
 }
 
 impl Account {
-    /// Records the peak of a process that the C library served, at its end. If its figures are not published by then,
-    /// they never are: the tree records the peak instead.
+    /// Records the peak of a process that ends and allocated from the C library only. If the process never published
+    /// its statistics, the page of the tree records the peak instead.
     pub fn note_small(&self, peak_bytes: u64) {
         if self.has_charged.load(Relaxed) {
             stats::raise(Counter::ResidentPeak, peak_bytes);
@@ -553,17 +563,17 @@ impl Account {
 impl Budget for Account {
     fn admit(&self, bytes: u64, context: Context) -> Result<()> {
         let limit = self.limit();
-        if limit != UNLIMITED && self.excess(bytes) > 0 {
+        if limit != UNLIMITED && self.bytes_over_limit(bytes) > 0 {
             let has_room = self.make_room(bytes, context);
-            if !(has_room || self.admit_on_debt(context)) {
-                return Err(self.refuse(bytes));
+            if !(has_room || self.may_exceed_limit(context)) {
+                return Err(self.no_memory_error(bytes));
             }
         } else if limit != UNLIMITED {
-            // Overcommitted memory may have become resident meanwhile: measure it if it could matter.
+            // Overcommitted memory may have become resident meanwhile. It is measured if it could exceed the limit.
             let totals = self.totals();
             self.is_exhausted.store(false, Relaxed);
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
-                self.reconcile_sometimes(QUICK_AT_LIMIT_BYTES);
+                self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
             }
         }
         self.make_system_room(bytes, context)?;
@@ -575,7 +585,7 @@ impl Budget for Account {
     }
 
     fn discharge(&self, bytes: u64) {
-        // A charge below zero would wrap around and exceed every limit.
+        // A charge below zero would wrap around and appear to exceed every limit.
         let rest = |resident: u64| Some(resident.saturating_sub(bytes));
         let before = self.resident.fetch_update(Relaxed, Relaxed, rest).unwrap_or_default();
         stats::add(Counter::BooksMended, bytes.saturating_sub(before));
@@ -587,23 +597,23 @@ impl Budget for Account {
         if limit != UNLIMITED {
             let totals = self.totals();
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
-                self.reconcile_sometimes(QUICK_AT_LIMIT_BYTES);
-                // The loan is touched without another charge, so reclaim now, as far as there is something to give
-                // back.
-                if self.excess(bytes) > 0 {
-                    self.give_back(self.excess(bytes).min(bytes), context, Urgency::Request, Reason::Limit);
+                self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
+                // The program touches overcommitted memory without another charge. So free memory is returned now, as
+                // far as there is any.
+                if self.bytes_over_limit(bytes) > 0 {
+                    self.give_back(self.bytes_over_limit(bytes).min(bytes), context, Urgency::Request, Reason::Limit);
                 }
                 self.ask_siblings(bytes, bytes);
             }
-            // Refuse only if not even one more byte may become resident.
-            let has_room = self.excess(1) == 0 || self.make_room(1, context);
-            if !(has_room || self.admit_on_debt(context)) {
-                return Err(self.refuse(bytes));
+            // The request is refused only if not even one more byte may become resident.
+            let has_room = self.bytes_over_limit(1) == 0 || self.make_room(1, context);
+            if !(has_room || self.may_exceed_limit(context)) {
+                return Err(self.no_memory_error(bytes));
             }
         }
-        // Large loans are touched bit by bit, if ever. Reclaim only what may become resident before the next sample.
-        // Refuse only if not even one block may become resident.
-        self.make_system_room_or(bytes.min(SYSTEM_LOAN_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
+        // Programs touch large ranges gradually, if at all. So reclaim only what may become resident before the next
+        // sample, and refuse only if not even one block may.
+        self.make_system_room_or(bytes.min(MAX_TOUCHED_AT_ONCE_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
         self.note_use();
         self.untouched.fetch_add(bytes, Relaxed);
         self.publish();
@@ -618,12 +628,12 @@ impl Budget for Account {
         }
         let totals = self.totals();
         if totals.resident.saturating_add(totals.untouched) > limit {
-            self.reconcile_sometimes(QUICK_AT_LIMIT_BYTES);
+            self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
         }
-        if self.excess(bytes) == 0 || self.make_room(bytes, Context::Outside) {
+        if self.bytes_over_limit(bytes) == 0 || self.make_room(bytes, Context::Outside) {
             Ok(())
         } else {
-            Err(self.refuse(bytes))
+            Err(self.no_memory_error(bytes))
         }
     }
 
@@ -634,9 +644,9 @@ impl Budget for Account {
     }
 
     fn room(&self) -> (u64, u64) {
-        // Where much is overcommitted, the known resident bytes are inaccurate.
+        // With much overcommitted memory, the known resident bytes are inaccurate.
         if self.untouched.load(Relaxed) > self.resident.load(Relaxed) / OVERCOMMIT_DIVISOR {
-            self.reconcile_sometimes(QUICK_BYTES);
+            self.reconcile_if_due(QUICK_RECONCILE_BYTES);
         }
         let limit = self.limit();
         let room = if limit == UNLIMITED { u64::MAX } else { limit.saturating_sub(self.totals().resident) };
@@ -649,69 +659,70 @@ mod tests {
     use super::*;
     use crate::arena::place;
 
-    /// A shrinker that gives what is requested from a fixed stock.
-    struct Hoard {
+    /// A shrinker with a fixed stock of bytes, which discharges what it gives back.
+    struct FixedStock {
         account: &'static Account,
-        held: AtomicU64,
+        stock_bytes: AtomicU64,
         may_nest: bool,
     }
 
-    impl Shrinker for Hoard {
+    impl Shrinker for FixedStock {
         fn name(&self) -> &'static str {
-            "hoard"
+            "stock"
         }
         fn may_nest(&self) -> bool {
             self.may_nest
         }
         fn giveable_bytes(&self) -> u64 {
-            self.held.load(Relaxed)
+            self.stock_bytes.load(Relaxed)
         }
         fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
-            let given = want_bytes.min(self.held.load(Relaxed));
-            self.held.fetch_sub(given, Relaxed);
+            let given = want_bytes.min(self.stock_bytes.load(Relaxed));
+            self.stock_bytes.fetch_sub(given, Relaxed);
             self.account.discharge(given);
             given
         }
     }
 
-    fn account(limit: u64, hoard: u64, may_nest: bool) -> (&'static Account, &'static Hoard) {
+    fn account(limit: u64, stock: u64, may_nest: bool) -> (&'static Account, &'static FixedStock) {
         let account = place(Account::new(limit)).unwrap();
-        account.admit(hoard, Context::Outside).unwrap();
-        let hoard = place(Hoard { account, held: AtomicU64::new(hoard), may_nest }).unwrap();
-        account.register(hoard);
-        (account, hoard)
+        account.admit(stock, Context::Outside).unwrap();
+        let stock = place(FixedStock { account, stock_bytes: AtomicU64::new(stock), may_nest }).unwrap();
+        account.register(stock);
+        (account, stock)
     }
 
-    /// A charge over the limit reclaims exactly what is missing. A charge that needs more than there is fails.
+    /// A charge over the limit frees exactly the missing bytes. A charge of more than the shrinker has fails and
+    /// charges nothing.
     #[test]
-    fn a_charge_over_the_limit_reclaims_what_is_missing() {
-        let (account, hoard) = account(100, 60, true);
+    fn a_charge_over_the_limit_reclaims_the_missing_bytes() {
+        let (account, stock) = account(100, 60, true);
         account.admit(70, Context::Outside).unwrap();
-        assert_eq!((account.resident(), hoard.held.load(Relaxed)), (100, 30));
+        assert_eq!((account.resident(), stock.stock_bytes.load(Relaxed)), (100, 30));
         let error = account.admit(31, Context::Outside).unwrap_err();
         assert!(matches!(error, Error::NoMemory { wanted_bytes: 31, limit_bytes: 100, .. }), "{error}");
-        assert_eq!(account.resident(), 100 - hoard.held.swap(0, Relaxed) - 30, "nothing charged by a refusal");
+        assert_eq!(account.resident(), 100 - stock.stock_bytes.swap(0, Relaxed) - 30, "nothing charged by a refusal");
     }
 
-    /// Memory that cannot be purged inside the small allocator becomes a debt. The debt is paid outside; once nothing
-    /// is left to pay with, nested charges are refused.
+    /// A nested charge may exceed the limit, and `pay_debt` reclaims the excess. Once the shrinker has nothing left,
+    /// nested charges are refused.
     #[test]
-    fn nested_charges_run_a_debt_once() {
-        let (account, hoard) = account(100, 90, false);
+    fn nested_charges_exceed_the_limit_until_nothing_is_left_to_reclaim() {
+        let (account, stock) = account(100, 90, false);
         account.admit(20, Context::Nested).unwrap();
         assert_eq!(account.resident(), 110);
         assert!(account.has_debt());
         account.pay_debt();
-        assert_eq!((account.resident(), hoard.held.load(Relaxed)), (100, 80));
-        hoard.held.store(0, Relaxed);
+        assert_eq!((account.resident(), stock.stock_bytes.load(Relaxed)), (100, 80));
+        stock.stock_bytes.store(0, Relaxed);
         account.admit(20, Context::Nested).unwrap();
         account.pay_debt();
-        assert!(account.admit(1, Context::Nested).is_err(), "nothing left to pay with");
+        assert!(account.admit(1, Context::Nested).is_err(), "the shrinker has nothing left");
     }
 
-    /// Overcommitting is refused only at the limit itself.
+    /// Far more than the limit can be overcommitted, until resident bytes have reached the limit.
     #[test]
-    fn untouched_memory_is_overcommitted_far_beyond_the_limit() {
+    fn overcommitting_is_refused_only_at_the_limit() {
         let (account, _) = account(100, 0, true);
         account.overcommit(1 << 40, Context::Outside).unwrap();
         account.reconciled(100, 100);

@@ -1,17 +1,20 @@
-//! The least value of an amount over an age: how much free memory was not reused, where no piece has a time stamp.
+//! How much free memory was not reused for an age, computed without time stamps: the minimum of an amount over that
+//! age.
 //!
-//! An owner that reuses the most recently freed memory first leaves its oldest free memory untouched. The least amount
-//! that was free at any look within an age is then as old as that age. Looks come at uneven intervals (the governor's
-//! jitter), so that a program which frees and reuses periodically is sampled at all its phases.
+//! An owner that reuses the most recently freed memory first leaves its oldest free memory untouched. So the minimum of
+//! its free bytes over an age is an amount that was free for that whole age. The amount is recorded at uneven intervals
+//! (the governor's jitter), so that records do not always meet the same phase of a program that frees and reuses
+//! periodically.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// An age is divided into this many parts. The least amount of each is kept, and that of the current part.
+/// An age is divided into this many parts of equal length. The minimum is stored for each of them and for the current
+/// part.
 const PARTS: u64 = 4;
-const KEPT: usize = PARTS as usize + 1;
+const STORED_PARTS: usize = PARTS as usize + 1;
 
-/// The least value of an amount over an age. One thread updates it; others may read.
+/// The minimum of an amount over an age. One thread updates it; others may read it.
 ///
 /// ```
 /// use pagemill::reclaim::aging::LeastOver;
@@ -25,84 +28,84 @@ const KEPT: usize = PARTS as usize + 1;
 /// ```
 #[derive(Default)]
 pub struct LeastOver {
-    short: LeastOverOne,
-    long: LeastOverOne,
+    short: SingleAgeMinimum,
+    long: SingleAgeMinimum,
 }
 
-/// Ages below this are used only to make up for new memory.
+/// Ages below this are used only to offset new memory ([`super::Account::make_up_for`]).
 const LONG_FROM: Duration = Duration::from_secs(1);
 
 impl LeastOver {
-    /// Records the amount at `now_ns`. Returns the least amount of the last `age`, or 0 if the records do not reach
-    /// back that far. For an age of 0 returns the amount.
+    /// Records `amount` at `now_ns`. Returns the minimum of the last `age`, or 0 if the records do not reach back that
+    /// far. An age of 0 returns `amount` itself.
     ///
-    /// A gap in the records counts as unchanged, since looks stop only while the process uses no CPU. For ages below a
-    /// second a gap starts the records anew.
+    /// Time without records counts as time without change, since recording stops only while the process uses no CPU.
+    /// For ages below a second, time without records discards all earlier records instead.
     pub fn least(&self, amount: u64, now_ns: u64, age: Duration) -> u64 {
         if age.is_zero() {
             amount
         } else if age < LONG_FROM {
-            self.short.least(amount, now_ns, age, Gap::BeginsAnew)
+            self.short.least(amount, now_ns, age, Gap::DiscardsRecords)
         } else {
-            self.long.least(amount, now_ns, age, Gap::Counts)
+            self.long.least(amount, now_ns, age, Gap::IsUnchanged)
         }
     }
 
-    /// Subtracts memory that was returned on request: the rest was free over the same time.
+    /// Subtracts bytes that were returned on request from all minima. The remaining bytes were free over the same time.
     pub fn take(&self, amount: u64) {
         self.short.take(amount);
         self.long.take(amount);
     }
 
-    /// Forgets all records.
+    /// Discards all records.
     pub fn forget(&self) {
         self.short.forget();
         self.long.forget();
     }
 }
 
-/// Meaning of a gap in the records.
+/// How a time without records is treated.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
-    /// As if the amount had not changed.
-    Counts,
-    BeginsAnew,
+    /// The amount is taken as unchanged.
+    IsUnchanged,
+    DiscardsRecords,
 }
 
-/// For one age; another one begins anew.
+/// The minimum over one age. A different age discards the records.
 #[derive(Default)]
-struct LeastOverOne {
-    /// By number of the part, modulo [`KEPT`].
-    least: [AtomicU64; KEPT],
-    /// Number of the current part plus one; 0 before the first look.
-    part: AtomicU64,
-    /// Parts that were seen without a gap, including the current one.
-    seen: AtomicU64,
-    /// Length of a part at the last look.
+struct SingleAgeMinimum {
+    /// The minimum of each part, at its number modulo [`STORED_PARTS`].
+    least: [AtomicU64; STORED_PARTS],
+    /// Number of the current part plus one; 0 before the first record.
+    current_part: AtomicU64,
+    /// Consecutive parts with records, up to and including the current one.
+    parts_seen: AtomicU64,
+    /// Length of a part at the last record.
     part_ns: AtomicU64,
 }
 
-impl LeastOverOne {
+impl SingleAgeMinimum {
     fn least(&self, amount: u64, now_ns: u64, age: Duration, gap: Gap) -> u64 {
         let part_ns = (age.as_nanos() as u64 / PARTS).max(1);
         let part = now_ns / part_ns + 1;
         let is_other_age = self.part_ns.swap(part_ns, Relaxed) != part_ns;
-        if is_other_age || gap == Gap::BeginsAnew && part > self.part.load(Relaxed).saturating_add(1) {
+        if is_other_age || gap == Gap::DiscardsRecords && part > self.current_part.load(Relaxed).saturating_add(1) {
             self.forget();
         }
-        let before = self.part.swap(part, Relaxed);
-        let missed = if before == 0 { 0 } else { part.saturating_sub(before).min(KEPT as u64) };
+        let before = self.current_part.swap(part, Relaxed);
+        let missed = if before == 0 { 0 } else { part.saturating_sub(before).min(STORED_PARTS as u64) };
         if before == 0 {
-            self.place(part).store(amount, Relaxed);
-            self.seen.store(1, Relaxed);
+            self.minimum_of(part).store(amount, Relaxed);
+            self.parts_seen.store(1, Relaxed);
         }
-        let last = self.place(before.max(1)).load(Relaxed);
+        let last = self.minimum_of(before.max(1)).load(Relaxed);
         for number in part + 1 - missed..=part {
-            self.place(number).store(if number == part { amount } else { amount.min(last) }, Relaxed);
-            self.seen.store((self.seen.load(Relaxed) + 1).min(KEPT as u64), Relaxed);
+            self.minimum_of(number).store(if number == part { amount } else { amount.min(last) }, Relaxed);
+            self.parts_seen.store((self.parts_seen.load(Relaxed) + 1).min(STORED_PARTS as u64), Relaxed);
         }
-        self.place(part).fetch_min(amount, Relaxed);
-        if self.seen.load(Relaxed) < KEPT as u64 {
+        self.minimum_of(part).fetch_min(amount, Relaxed);
+        if self.parts_seen.load(Relaxed) < STORED_PARTS as u64 {
             return 0;
         }
         self.least.iter().map(|least| least.load(Relaxed)).min().unwrap_or(0)
@@ -115,12 +118,12 @@ impl LeastOverOne {
     }
 
     fn forget(&self) {
-        self.part.store(0, Relaxed);
-        self.seen.store(0, Relaxed);
+        self.current_part.store(0, Relaxed);
+        self.parts_seen.store(0, Relaxed);
     }
 
-    fn place(&self, part: u64) -> &AtomicU64 {
-        &self.least[(part % KEPT as u64) as usize]
+    fn minimum_of(&self, part: u64) -> &AtomicU64 {
+        &self.least[(part % STORED_PARTS as u64) as usize]
     }
 }
 
@@ -132,15 +135,15 @@ mod tests {
     const AGE: Duration = Duration::from_secs(4);
     const SECOND: u64 = 1_000_000_000;
 
-    /// Nothing is old before an age has passed. After that the least amount is old, and a decrease counts at once.
+    /// The result is 0 before an age of records has passed, then the minimum of the last age.
     #[test]
-    fn the_least_amount_of_an_age_is_old() {
+    fn the_result_is_the_minimum_over_the_age() {
         let least = LeastOver::default();
-        let looks = [(0, 50), (1, 50), (2, 30), (3, 60)];
-        assert!(looks.iter().all(|(second, amount)| least.least(*amount, second * SECOND, AGE) == 0));
+        let records = [(0, 50), (1, 50), (2, 30), (3, 60)];
+        assert!(records.iter().all(|(second, amount)| least.least(*amount, second * SECOND, AGE) == 0));
         assert_eq!(least.least(60, 4 * SECOND, AGE), 30);
         assert_eq!(least.least(10, 5 * SECOND, AGE), 10);
-        assert_eq!(least.least(60, 9 * SECOND, AGE), 10, "standing still since 5");
+        assert_eq!(least.least(60, 9 * SECOND, AGE), 10, "no record since second 5 counts as unchanged");
         assert_eq!(least.least(60, 13 * SECOND, AGE), 60);
         least.take(25);
         assert_eq!(least.least(35, 13 * SECOND, AGE), 35);
@@ -148,28 +151,28 @@ mod tests {
         assert_eq!(least.least(35, 14 * SECOND, AGE), 0);
     }
 
-    /// Looks for a short age between those for a long one do not make memory old; a gap makes none cold.
+    /// Records for a short age do not count for a long one. A pause in the records of the short age discards them.
     #[test]
-    fn ages_are_kept_apart() {
+    fn records_of_two_ages_are_independent() {
         const MS: u64 = 1_000_000;
         let (least, cold) = (LeastOver::default(), Duration::from_millis(67));
         assert_eq!(least.least(100, 0, AGE), 0);
         assert_eq!(least.least(100, MS, cold), 0);
-        assert_eq!(least.least(100, 2 * MS, AGE), 0, "seen for 2 ms");
+        assert_eq!(least.least(100, 2 * MS, AGE), 0, "recorded for 2 ms only");
         assert_eq!(least.least(100, 2 * MS, Duration::ZERO), 100);
-        assert_eq!(least.least(100, 500 * MS, cold), 0, "not looked at in between");
-        assert!((1..=3).all(|look| least.least(100, (500 + 17 * look) * MS, cold) == 0));
+        assert_eq!(least.least(100, 500 * MS, cold), 0, "the pause discarded the records");
+        assert!((1..=3).all(|step| least.least(100, (500 + 17 * step) * MS, cold) == 0));
         assert_eq!(least.least(100, 568 * MS, cold), 100);
-        assert_eq!(least.least(100, SECOND, Duration::from_secs(2)), 0, "another age begins anew");
+        assert_eq!(least.least(100, SECOND, Duration::from_secs(2)), 0, "another age discards the records");
     }
 
     proptest! {
-        /// The result never exceeds any amount that was seen within the age.
+        /// The result never exceeds any amount that was recorded within the age.
         #[test]
-        fn never_more_than_was_seen(looks in prop::collection::vec((0u64..3000, 0u64..100), 1..80)) {
+        fn the_result_never_exceeds_a_recorded_amount(records in prop::collection::vec((0u64..3000, 0u64..100), 1..80)) {
             let least = LeastOver::default();
             let (mut now_ns, mut seen) = (0, Vec::new());
-            for (pause_ms, amount) in looks {
+            for (pause_ms, amount) in records {
                 now_ns += pause_ms * 1_000_000;
                 seen.push((now_ns, amount));
                 let old = least.least(amount, now_ns, AGE);

@@ -1,8 +1,8 @@
-//! The kernel events that wake the helper: thresholds and limits of control groups, and memory stalls.
+//! Alarms: kernel events that wake the helper when a control group gets near its limit, meets it, or stalls on memory.
 //!
-//! [`super::limits::Limits`] plans them; the helper sets and owns them, with the descriptors in its own descriptor
-//! table. A second thread, which only sleeps, passes the events on, because before Linux 6.7 a thread cannot wait for a
-//! futex and for descriptors at once.
+//! [`super::limits::Limits`] says which alarms are needed. The helper thread sets them and owns their descriptors,
+//! which live in its own descriptor table. A second thread waits for the descriptors and wakes the helper through its
+//! futex, because before Linux 6.7 a thread cannot wait for a futex and for descriptors at once.
 
 use super::limits::{alarm_bytes, margin_bytes};
 use crate::stats::{self, Counter};
@@ -12,47 +12,47 @@ use pagemill_sys::events::{Events, Sign, Source};
 use pagemill_sys::file::Path;
 use std::io;
 
-/// Maximum number of limits with alarms, innermost first.
+/// Most control groups with a limit that get alarms, innermost first.
 pub const MAX_GROUPS: usize = 4;
 
-/// Two for each group, plus stalls of the group and of the machine.
+/// Two alarms for each group, plus one for stalls of the group and one for stalls of the machine.
 const MAX_ALARMS: usize = 2 * MAX_GROUPS + 2;
 
-/// Waiting for memory for this long within two seconds counts as a stall.
+/// Tasks that wait for memory for this long within two seconds raise a stall event.
 const STALL_US: u32 = 150_000;
 
-/// A refused alarm is retried after this time: descriptors may have been short.
+/// After a refused alarm, setting alarms is retried after this time: descriptors may have run out.
 const RETRY_NS: u64 = 60_000_000_000;
 
-/// The limits and files that alarms are to be set for.
+/// The limits and files for which alarms are to be set.
 ///
 /// Example: [`Alarms`].
 pub struct Plan {
-    /// The state number of the limits that the plan was made for.
+    /// Version number of the limits that this plan was made for.
     pub state: u32,
     pub version: Option<Version>,
     /// The groups with a limit, innermost first.
     pub groups: [Option<(Path, Limit)>; MAX_GROUPS],
-    /// No other group has a limit.
+    /// Whether `groups` contains all groups that have a limit.
     pub is_complete: bool,
     /// The files that report stalls of the group and of the machine.
     pub stalls: [Option<Path>; 2],
 }
 
-/// What the alarms cover.
+/// Which events wake the helper.
 ///
 /// Example: [`Alarms`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Covered {
-    /// Reaching three quarters of any group's limit wakes the helper. Far from it no polling is needed.
+    /// A group that reaches three quarters of its limit wakes the helper, so it need not poll before.
     pub has_thresholds: bool,
-    /// Meeting a limit wakes the helper.
+    /// A group that meets its limit wakes the helper.
     pub has_limits: bool,
-    /// Stalling on memory wakes the helper.
+    /// Tasks that stall on memory wake the helper.
     pub has_stalls: bool,
 }
 
-/// The alarms that are set.
+/// The alarms that are set, and the kernel event set that reports them.
 ///
 /// ```
 /// let alarms = pagemill::reclaim::alarms::Alarms::new()?;
@@ -62,9 +62,9 @@ pub struct Covered {
 pub struct Alarms {
     events: Events,
     sources: [Option<Source>; MAX_ALARMS],
-    /// The state number of the limits that the alarms are set for; `None` before the first.
+    /// Version number of the limits that the alarms were set for; `None` before the first call of `set_all`.
     set_for: Option<u32>,
-    /// Time of the next attempt, after an alarm was refused.
+    /// Time at which a refused alarm is tried again; `None` if none was refused.
     retry_ns: Option<u64>,
     pub covered: Covered,
 }
@@ -72,7 +72,7 @@ pub struct Alarms {
 impl Alarms {
     /// # Errors
     ///
-    /// The error of creating the event set.
+    /// The error of creating the kernel's event set.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             events: Events::new()?,
@@ -83,20 +83,22 @@ impl Alarms {
         })
     }
 
-    /// The descriptor to wait for.
+    /// The descriptor that becomes readable when an alarm fires.
     pub fn number(&self) -> i32 {
         self.events.number()
     }
 
-    /// The state number of the limits that needs no new plan. `None`: every state needs one.
+    /// Version number of the limits that the alarms are set for. `None`: they must be set again.
     pub fn set_for(&self) -> Option<u32> {
         self.set_for.filter(|_| self.retry_ns.is_none_or(|retry| clock::fine_ns() < retry))
     }
 
-    /// Clears all alarms and sets those of the plan. May take some tens of milliseconds: the kernel waits for readers.
+    /// Clears all alarms and sets those of the plan. May take some tens of milliseconds: closing an alarm waits for the
+    /// kernel's readers (RCU).
     ///
-    /// Cgroup version 1 reports thresholds: one where a limit gets near, one well before its margin begins. Version 2
-    /// reports when a limit is met and when the group stalls. Stalls of the machine are reported with both.
+    /// Cgroup version 1 supports thresholds. Two are set for each group: one where its limit gets near, and one well
+    /// before its margin begins. Version 2 reports when a group meets its limit or stalls. Stalls of the machine are
+    /// reported with both versions.
     pub fn set_all(&mut self, plan: &Plan) {
         self.sources = [const { None }; MAX_ALARMS];
         (self.set_for, self.retry_ns) = (Some(plan.state), None);
@@ -123,19 +125,19 @@ impl Alarms {
         self.publish();
     }
 
-    /// Filters `signs`, a set of bits: keeps the events that really happened.
+    /// Returns those bits of `signs` whose event really happened. The kernel also wakes waiters for other reasons.
     pub fn confirm(&mut self, signs: u64) -> u64 {
-        let mut untrue = 0;
+        let mut false_signs = 0;
         for source in self.sources.iter_mut().flatten() {
             let sign = source.sign() as u64;
-            if signs & sign != 0 && !source.is_true() {
-                untrue |= sign;
+            if signs & sign != 0 && !source.is_genuine() {
+                false_signs |= sign;
             }
         }
-        signs & !untrue
+        signs & !false_signs
     }
 
-    /// Sets one alarm. Returns whether that succeeded; counts a failure.
+    /// Sets one alarm. Returns whether that succeeded. A failure is counted, and schedules a retry.
     fn set(&mut self, make: impl FnOnce(&Events) -> io::Result<Source>) -> bool {
         let place = self.sources.iter_mut().find(|place| place.is_none());
         let is_set = place.is_some_and(|place| {
@@ -149,7 +151,7 @@ impl Alarms {
         is_set
     }
 
-    /// Publishes what is covered.
+    /// Publishes in the statistics which events wake the helper.
     fn publish(&self) {
         let Covered { has_thresholds, has_limits, has_stalls } = self.covered;
         stats::set(Counter::HelpersWarned, u64::from(has_thresholds || has_limits));
@@ -169,9 +171,9 @@ mod tests {
         Plan { state, version: Some(version), groups, is_complete: true, stalls: [const { None }; 2] }
     }
 
-    /// A refusal is counted, covers nothing, and is retried after a while. A covered state is not planned again.
+    /// An alarm that the kernel refuses is counted, covers nothing, and is retried after a minute.
     #[test]
-    fn refusals_are_counted_and_tried_again() {
+    fn a_refused_alarm_is_counted_and_retried() {
         let mut alarms = Alarms::new().unwrap();
         let before = stats::get(Counter::AlarmsRefused);
         assert_eq!(alarms.set_for(), None);
@@ -185,7 +187,8 @@ mod tests {
         assert_eq!((alarms.covered, alarms.set_for()), (Covered::default(), Some(2)));
     }
 
-    /// The alarms of this process's own group, if it has one, can be set and cover what its cgroup version can report.
+    /// Alarms of this process's own group, if it can be written, cover the events of its cgroup version. A plan that
+    /// lacks a group covers no limits.
     #[test]
     fn alarms_of_a_real_group_are_set() {
         let groups = match pagemill_sys::cgroup::Hierarchy::find("") {

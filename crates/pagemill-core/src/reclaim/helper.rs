@@ -1,9 +1,9 @@
-//! The helper thread: answers the siblings' requests, brings in blocks ahead of need and runs the governor. Otherwise
-//! it sleeps.
+//! The helper thread: it answers requests of sibling processes, brings in blocks before they are needed, and runs the
+//! governor. Otherwise it sleeps.
 //!
-//! It is started, outside every lock, when the process first holds enough memory for it to matter. A fork child has
-//! none until it needs one again. If there is memory to give back and a limit to watch, a second thread waits for
-//! kernel events and wakes the helper.
+//! The helper is started, outside of every lock, when the process first holds enough memory for reclaim to matter. A
+//! fork child has no helper until it holds that much itself. If there is memory to give back and a limit to watch, a
+//! second thread waits for kernel events and wakes the helper.
 
 use super::alarms::{Alarms, Covered};
 use super::governor::{Governor, Next, Signs, SystemClock, WORTHWHILE_BYTES};
@@ -22,32 +22,32 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-/// Resident bytes from which a process in a limited tree or control group gets a helper.
-const HELPED_FROM_BYTES: u64 = 4 << 20;
+/// Resident bytes from which a process gets a helper if its tree or its control group has a limit.
+const HELPER_IF_LIMITED_BYTES: u64 = 4 << 20;
 
 /// Resident bytes from which every process gets a helper, which returns memory by age. Most smaller processes end
-/// before that.
-const GOVERNED_FROM_BYTES: u64 = 16 << 20;
+/// before memory ages.
+const HELPER_BYTES: u64 = 16 << 20;
 
-/// Shortest pause between two forwarded events: they come in bursts where a group's usage oscillates around a
+/// Shortest pause between two forwarded kernel events. Events come in bursts while a group's usage oscillates around a
 /// threshold.
-const SIGN_PAUSE: Duration = Duration::from_millis(5);
+const EVENT_PAUSE: Duration = Duration::from_millis(5);
 
-/// A helper that wakes this much later than planned is starved of CPU.
-const LATE: Duration = Duration::from_millis(20);
+/// A helper that wakes this much later than planned is counted as late: it got no CPU.
+const LATE_AFTER: Duration = Duration::from_millis(20);
 
 /// Of requests that arrived together, at most this many are answered: the latest ones.
-const MOST_ASKED: u32 = 8;
+const MAX_ANSWERED: u32 = 8;
 
-/// Answers requests of other processes, which are numbered on the page of figures.
+/// Answers requests of other processes, which have ascending numbers.
 ///
 /// Example: [`Helper`].
 pub trait Answer: Sync {
-    /// Answers request `number`. Must not allocate and must not trust the requester.
+    /// Answers the request with this number. The implementation must not allocate and must not trust the requester.
     fn answer(&self, number: u32);
 }
 
-/// The state of the helper thread, and the object that answers its requests.
+/// The state of the helper thread. Other threads use it to wake the helper.
 ///
 /// ```
 /// let pagemill = pagemill::Pagemill::of_process()?; // starts the helper
@@ -58,12 +58,13 @@ pub trait Answer: Sync {
 pub struct Helper {
     account: &'static Account,
     is_started: AtomicBool,
-    /// The helper sleeps until there is something to give back.
+    /// The helper sleeps without a timeout until there is something to give back.
     is_parked: AtomicBool,
+    /// Answers requests of other processes; empty until [`Helper::set_answer`].
     answers: OnceLock<&'static dyn Answer>,
-    /// Descriptor of the alarms, in the helper's own descriptor table.
+    /// Descriptor of the alarms in the helper's own descriptor table, or -1.
     alarms: AtomicI32,
-    /// Kernel events that were not handled yet.
+    /// Bits of the kernel events that were not handled yet.
     signs: AtomicU64,
     /// The age of [`Return`] in seconds; 0 for [`Return::Keep`].
     return_after_s: AtomicU64,
@@ -78,13 +79,13 @@ impl Helper {
             answers: OnceLock::new(),
             alarms: AtomicI32::new(-1),
             signs: AtomicU64::new(0),
-            return_after_s: AtomicU64::new(seconds_of(Return::BALANCED)),
+            return_after_s: AtomicU64::new(return_after_seconds(Return::BALANCED)),
         }
     }
 
-    /// Sets when free memory returns to the system. Takes effect at the helper's next look.
+    /// Sets when free memory returns to the system. Takes effect at once: the helper is woken for it.
     pub fn set_return(&self, policy: Return) {
-        self.return_after_s.store(seconds_of(policy), Relaxed);
+        self.return_after_s.store(return_after_seconds(policy), Relaxed);
         self.wake(self.account);
     }
 
@@ -97,7 +98,7 @@ impl Helper {
         let _ = self.answers.set(answer);
     }
 
-    /// Whether a helper should be started now: there is none, and the process holds enough.
+    /// Whether a helper should be started now: none runs, and the process holds enough memory.
     #[inline]
     pub fn is_due(&self, account: &Account) -> bool {
         if self.is_started.load(Relaxed) {
@@ -105,7 +106,7 @@ impl Helper {
         }
         let resident = account.resident();
         let is_near_limit = || account.is_limited() || account.headroom.known().bound == Bound::Group;
-        resident >= GOVERNED_FROM_BYTES || (resident >= HELPED_FROM_BYTES && is_near_limit())
+        resident >= HELPER_BYTES || (resident >= HELPER_IF_LIMITED_BYTES && is_near_limit())
     }
 
     #[inline]
@@ -113,12 +114,13 @@ impl Helper {
         self.is_started.load(Relaxed)
     }
 
-    /// Claims the right to start the helper. Returns whether the caller got it.
+    /// Claims the right to start the helper. Returns whether the caller got that right.
     pub fn claim(&self) -> bool {
         !self.is_started.swap(true, AcqRel)
     }
 
-    /// Undoes [`Helper::claim`]: the thread could not be started, or was not copied by `fork`. Another may be started.
+    /// Undoes [`Helper::claim`] after the thread could not be started or was not copied by `fork`. Another thread may
+    /// claim then.
     pub fn unclaim(&self) {
         self.is_started.store(false, Relaxed);
     }
@@ -147,13 +149,13 @@ impl Helper {
         }
     }
 
-    /// Answers the requests of other processes after number `answered`. Returns the number of the latest.
+    /// Answers the requests of other processes with numbers above `answered`. Returns the number of the latest request.
     fn answer_others(&self, answered: u32) -> u32 {
         let asked = stats::current().asked();
         if asked != answered
             && let Some(answers) = self.answers.get()
         {
-            let first = answered.min(asked).max(asked.saturating_sub(MOST_ASKED));
+            let first = answered.min(asked).max(asked.saturating_sub(MAX_ANSWERED));
             (first..asked).for_each(|before| answers.answer(before + 1));
         }
         asked
@@ -162,10 +164,10 @@ impl Helper {
     /// The main loop of the thread. Runs as long as the process lives.
     pub fn run(&'static self, arena: &Arena) -> ! {
         let account = self.account;
-        // Other threads may need memory and use all CPU time, so ask for preference. A program may rely on the number
-        // of its next descriptor, so use a separate descriptor table. If either fails the helper continues without.
+        // Other threads may use all CPU time, so this thread requests a higher priority. A program may rely on the
+        // number of its next descriptor, so this thread uses a table of its own.
         stats::set(Counter::HelpersPreferred, u64::from(thread::prefer()));
-        let mut may_be_warned = thread::unshare_files();
+        let mut can_set_alarms = thread::unshare_files();
         stats::set(Counter::Helpers, 1);
         let mut governor = Governor::new(SystemClock);
         let mut alarms = None;
@@ -174,19 +176,19 @@ impl Helper {
             place.listen(true);
         }
         loop {
-            // The page of figures may have been published since.
+            // The statistics, with the word to sleep on, may have been published since.
             let word: &AtomicU32 = place.as_ref().map_or_else(stats::wake_word, |place| place.wake_word());
             let seen = word.load(Acquire);
             answered = self.answer_others(answered);
             account.answer();
             while arena.prefault() {}
-            let next = governor.step(account, self.take_signs(account, &mut alarms), self.policy());
-            if matches!(next, Next::After(_)) && may_be_warned {
-                may_be_warned = self.keep_alarms(&mut alarms);
+            let next = governor.step(account, self.take_events(account, &mut alarms), self.policy());
+            if matches!(next, Next::After(_)) && can_set_alarms {
+                can_set_alarms = self.update_alarms(&mut alarms);
             }
             if next == Next::WhenGiveable {
                 self.is_parked.store(true, SeqCst);
-                // Memory freed since the look woke nothing: check again.
+                // Memory that was freed since the step above woke nothing, so check again.
                 if account.giveable() >= WORTHWHILE_BYTES || account.may_have_more() {
                     self.is_parked.store(false, Relaxed);
                     continue;
@@ -196,7 +198,7 @@ impl Helper {
                 Next::After(pause) => Some(pause),
                 Next::WhenGiveable | Next::WhenAsked => None,
             };
-            let due_ns = pause.map(|pause| clock::fine_ns().saturating_add((pause + LATE).as_nanos() as u64));
+            let due_ns = pause.map(|pause| clock::fine_ns().saturating_add((pause + LATE_AFTER).as_nanos() as u64));
             futex::wait(word, seen, pause, Scope::Shared);
             if due_ns.is_some_and(|due_ns| clock::fine_ns() > due_ns) {
                 stats::add(Counter::HelperLate, 1);
@@ -205,8 +207,8 @@ impl Helper {
         }
     }
 
-    /// Takes the kernel events since the last look.
-    fn take_signs(&self, account: &Account, alarms: &mut Option<Alarms>) -> Signs {
+    /// Takes the kernel events that happened since the last step.
+    fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> Signs {
         let mut signs = self.signs.swap(0, AcqRel);
         if let Some(alarms) = alarms {
             signs = alarms.confirm(signs);
@@ -225,9 +227,9 @@ impl Helper {
         }
     }
 
-    /// Keeps alarms set for the current limits. The first call starts the thread that waits for them. Returns whether
-    /// alarms work here.
-    fn keep_alarms(&'static self, alarms: &mut Option<Alarms>) -> bool {
+    /// Sets alarms if the limits have changed. The first call starts the thread that waits for them. Returns whether
+    /// alarms can be set here.
+    fn update_alarms(&'static self, alarms: &mut Option<Alarms>) -> bool {
         let headroom = &self.account.headroom;
         if headroom.known().bound == Bound::None {
             return true;
@@ -249,19 +251,19 @@ impl Helper {
     }
 }
 
-fn seconds_of(policy: Return) -> u64 {
+fn return_after_seconds(policy: Return) -> u64 {
     policy.age().map_or(0, |age| age.as_secs().max(1))
 }
 
-/// The second thread: waits for an event, passes it on, pauses.
+/// The second thread: waits for a kernel event, forwards it to the helper, and pauses.
 impl thread::Work for Helper {
     fn work(&'static self) {
-        // As for the helper: other threads may use all CPU time.
+        // Other threads may use all CPU time, so this thread requests a higher priority, too.
         thread::prefer();
         while let Ok(signs) = events::wait(self.alarms.load(Relaxed)) {
             self.signs.fetch_or(signs, AcqRel);
             self.wake(self.account);
-            std::thread::sleep(SIGN_PAUSE);
+            std::thread::sleep(EVENT_PAUSE);
         }
     }
 }

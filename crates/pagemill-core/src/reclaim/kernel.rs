@@ -1,6 +1,6 @@
-//! The limits that the kernel sets: the control groups that this process is charged to, and the machine's memory.
+//! The limits that the kernel sets: those of the control groups that charge this process, and the machine's memory.
 //!
-//! Below: `sys`. Locks: one, around `KernelRooms`; only tried, never waited for.
+//! Uses `sys`. Locks: one, around `ControlGroups`; it is only tried, so no thread waits for it.
 #![allow(unsafe_code)] // a call on a separate stack
 
 use super::alarms::Plan;
@@ -15,7 +15,8 @@ use std::sync::Mutex;
 
 /// The kernel as a source of limits: every visible control group above this process, and `MemAvailable`.
 ///
-/// A limit that cannot be read does not bind: a group that vanished, a file without a number, no `/proc`.
+/// A limit that cannot be read is ignored, for example if a group has vanished, a file contains no number, or `/proc`
+/// is missing.
 ///
 /// ```
 /// use pagemill::reclaim::{kernel::Kernel, limits::Limits};
@@ -24,73 +25,76 @@ use std::sync::Mutex;
 /// assert!(KERNEL.sample().limit_bytes > 0);
 /// ```
 pub struct Kernel {
-    /// Prefix of every path: empty, or a folder with a test tree.
+    /// Prefix of every path: empty, or in tests a folder with fake files.
     root: &'static str,
-    /// Only tried, never waited for: [`super::limits::Headroom`] allows one sample at a time.
-    found: Mutex<KernelRooms>,
+    /// The lock is only tried: [`super::limits::Headroom`] allows one sample at a time.
+    groups: Mutex<ControlGroups>,
 }
 
-struct KernelRooms {
-    /// Incremented with every change of the fields below.
+struct ControlGroups {
+    /// Version number of the fields below, incremented with every change.
     state: u32,
     groups: Option<Hierarchy>,
-    /// Limits by level, innermost first.
+    /// Limit of each level, innermost first.
     limits: [Limit; MAX_LEVELS],
-    look_again_ns: u64,
-    /// Groups could not be searched for: no descriptor was free, or no memory.
-    is_blind: bool,
+    next_refresh_ns: u64,
+    /// The last search for groups failed because no descriptor or no memory was free.
+    search_failed: bool,
 }
 
-/// Interval of searching for groups and reading their limits: a move or a change is noticed within it.
-const LOOK_AGAIN_NS: u64 = 1_000_000_000;
+/// Interval of searching for groups and reading their limits. A move to another group, or a new limit, is noticed
+/// within it.
+const REFRESH_NS: u64 = 1_000_000_000;
 
-/// The interval where there are no groups.
-const LOOK_IN_VAIN_NS: u64 = 10_000_000_000;
+/// The interval if the process is in no control group.
+const REFRESH_WITHOUT_GROUPS_NS: u64 = 10_000_000_000;
 
-/// Searching for groups takes more stack than a small thread has to spare inside malloc.
-const LOOK_STACK_BYTES: usize = 64 << 10;
+/// Stack for the search. A small thread may have less left when it calls malloc.
+const SEARCH_STACK_BYTES: usize = 64 << 10;
 
 impl Kernel {
     pub const fn new(root: &'static str) -> Self {
-        let found = KernelRooms {
+        let groups = ControlGroups {
             state: 0,
             groups: None,
             limits: [Limit::NONE; MAX_LEVELS],
-            look_again_ns: 0,
-            is_blind: false,
+            next_refresh_ns: 0,
+            search_failed: false,
         };
-        Self { root, found: Mutex::new(found) }
+        Self { root, groups: Mutex::new(groups) }
     }
 }
 
-impl KernelRooms {
-    fn look_again(&mut self, root: &'static str) {
-        struct GroupSearch<'found> {
-            found: &'found mut KernelRooms,
+impl ControlGroups {
+    /// Calls [`Self::refresh`] on a new stack, if the interval has passed.
+    fn refresh_if_due(&mut self, root: &'static str) {
+        struct GroupSearch<'groups> {
+            groups: &'groups mut ControlGroups,
             root: &'static str,
         }
-        extern "C" fn look(argument: *mut c_void) {
-            let look = argument.cast::<GroupSearch<'_>>();
-            // SAFETY: points to the `GroupSearch` passed below, which nothing else uses during the call.
-            let look = unsafe { &mut *look };
-            look.found.find(look.root);
+        extern "C" fn run_search(argument: *mut c_void) {
+            let search = argument.cast::<GroupSearch<'_>>();
+            // SAFETY: `argument` points to the `GroupSearch` passed below, which nothing else uses during the call.
+            let search = unsafe { &mut *search };
+            search.groups.refresh(search.root);
         }
         let now = clock::fine_ns();
-        if now < self.look_again_ns {
+        if now < self.next_refresh_ns {
             return;
         }
-        let mut argument = GroupSearch { found: self, root };
-        // SAFETY: `look` returns, and its argument outlives the call.
-        unsafe { stack::call_on_new(LOOK_STACK_BYTES, look, (&raw mut argument).cast()) };
-        let is_final = self.groups.is_none() && !self.is_blind;
-        self.look_again_ns = now + if is_final { LOOK_IN_VAIN_NS } else { LOOK_AGAIN_NS };
+        let mut argument = GroupSearch { groups: self, root };
+        // SAFETY: `run_search` returns, and its argument outlives the call.
+        unsafe { stack::call_on_new(SEARCH_STACK_BYTES, run_search, (&raw mut argument).cast()) };
+        let is_final = self.groups.is_none() && !self.search_failed;
+        self.next_refresh_ns = now + if is_final { REFRESH_WITHOUT_GROUPS_NS } else { REFRESH_NS };
     }
 
-    fn find(&mut self, root: &str) {
+    /// Searches for the groups if they have changed, and reads their limits.
+    fn refresh(&mut self, root: &str) {
         let is_current = self.groups.as_ref().is_some_and(|groups| groups.is_current(root));
         if !is_current {
             let found = Hierarchy::find(root);
-            self.is_blind = found.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::NotFound);
+            self.search_failed = found.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::NotFound);
             self.groups = found.ok();
         }
         let limits = std::array::from_fn(|level| {
@@ -99,23 +103,23 @@ impl KernelRooms {
         });
         let has_moved = !is_current && self.groups.is_some();
         if has_moved || limits != self.limits {
-            // The first result is not a change.
+            // The first result is counted as no change.
             stats::add(Counter::LimitsChanged, u64::from(self.state > 0));
             self.state += 1;
         }
         self.limits = limits;
     }
 
-    /// The groups with a limit, innermost first.
-    fn limited(&self) -> impl Iterator<Item = (Path, Limit)> {
+    /// Returns the groups with a limit, innermost first.
+    fn limited_groups(&self) -> impl Iterator<Item = (Path, Limit)> {
         let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != Limit::NONE);
         levels.filter_map(|(level, limit)| Some((self.groups.as_ref()?.folder(level)?, *limit)))
     }
 
-    /// The limits and files that alarms are to be set for.
+    /// Returns the limits and files for which alarms are to be set.
     fn plan(&self, root: &str) -> Plan {
         let version = self.groups.as_ref().map(|groups| groups.version);
-        let mut limited = self.limited();
+        let mut limited = self.limited_groups();
         let groups = std::array::from_fn(|_| limited.next());
         let own = self.groups.as_ref().and_then(|groups| groups.folder(0)).filter(|_| version == Some(Version::V2));
         let of_group = own.and_then(|own| Path::format(format_args!("{}/memory.pressure", own.as_str())));
@@ -129,10 +133,10 @@ impl KernelRooms {
         }
     }
 
-    /// The room of the group with the least room, combined with the least room before a kill in any group.
-    fn nearest(&self) -> Option<Room> {
+    /// Returns the room of the group with the least room. Its `kill` is the least room before a kill in any group.
+    fn nearest_room(&self) -> Option<Room> {
         let groups = self.groups.as_ref()?;
-        let rooms = self.limited().filter_map(|(folder, limit)| {
+        let rooms = self.limited_groups().filter_map(|(folder, limit)| {
             let usage = groups.usage_bytes(&folder);
             stats::add(Counter::LimitsUnread, u64::from(usage.is_err()));
             let usage = usage.ok()?;
@@ -150,16 +154,16 @@ impl KernelRooms {
 
 impl Limits for Kernel {
     fn sample(&self) -> Room {
-        let group = self.found.try_lock().ok().and_then(|mut found| {
-            found.look_again(self.root);
-            found.nearest()
+        let group = self.groups.try_lock().ok().and_then(|mut groups| {
+            groups.refresh_if_due(self.root);
+            groups.nearest_room()
         });
         let machine = cgroup::machine(self.root);
         stats::add(Counter::LimitsUnread, u64::from(machine.is_err()));
         let of_machine = |machine: &Machine| Room::of_machine(machine.total_bytes, machine.available_bytes);
         let room = machine.as_ref().map_or(Room::ENDLESS, of_machine);
         let Some(group) = group else { return room };
-        // With free swap the kernel writes pages out before it kills, so no charge is refused.
+        // With free swap the kernel writes pages to swap before it kills, so no charge is refused.
         let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
         let kill = if has_swap { Kill::NONE } else { group.kill };
         let nearer = if group.bytes <= room.bytes { group } else { room };
@@ -167,8 +171,8 @@ impl Limits for Kernel {
     }
 
     fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
-        let found = self.found.try_lock().ok()?;
-        (set_for != Some(found.state)).then(|| found.plan(self.root))
+        let groups = self.groups.try_lock().ok()?;
+        (set_for != Some(groups.state)).then(|| groups.plan(self.root))
     }
 }
 
@@ -183,10 +187,10 @@ mod tests {
         std::fs::write(path, text).unwrap();
     }
 
-    /// The nearest limit of all ancestors binds. File pages that the kernel can take do not count. Unreadable values
-    /// bind nothing.
+    /// The ancestor with the least room counts. File pages that the kernel can reclaim are not counted as used. Values
+    /// that cannot be read are ignored.
     #[test]
-    fn the_nearest_limit_of_a_tree_binds() {
+    fn the_limit_with_the_least_room_counts() {
         let folder = tempfile::tempdir().unwrap();
         let root: &'static str = Box::leak(folder.path().to_str().unwrap().to_owned().into_boxed_str());
         write(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
@@ -200,23 +204,23 @@ mod tests {
         write(root, "/cg/app/memory.current", "900000000\n");
         write(root, "/cg/app/memory.max", "1073741824\n");
         write(root, "/cg/app/memory.stat", "file 100000000\ninactive_file 100000000\n");
-        system.found.lock().unwrap().look_again_ns = 0;
+        system.groups.lock().unwrap().next_refresh_ns = 0;
         let room = system.sample();
         assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
         assert_eq!(room.kill, Kill { limit_bytes: 1 << 30, used_bytes: 800_000_000 });
         write(root, "/cg/app/worker/memory.current", "1500000000\n");
         write(root, "/cg/app/worker/memory.max", "1600000000\n");
-        system.found.lock().unwrap().look_again_ns = 0;
+        system.groups.lock().unwrap().next_refresh_ns = 0;
         let nearest = Kill { limit_bytes: 1_600_000_000, used_bytes: 1_500_000_000 };
-        assert_eq!(system.sample().kill, nearest, "the nearest kill counts, whoever binds");
+        assert_eq!(system.sample().kill, nearest, "the nearest killing limit, also if another limit has less room");
         write(root, "/cg/app/worker/memory.current", "1000000\n");
         write(root, "/cg/app/worker/memory.max", "2147483648\n");
-        system.found.lock().unwrap().look_again_ns = 0;
+        system.groups.lock().unwrap().next_refresh_ns = 0;
 
         write(root, "/cg/app/memory.current", "-5\n");
-        assert_eq!(system.sample().limit_bytes, 2 << 30, "the next one binds");
+        assert_eq!(system.sample().limit_bytes, 2 << 30, "the limit of the inner group counts");
         write(root, "/cg/app/worker/memory.max", "max\n");
-        system.found.lock().unwrap().look_again_ns = 0;
+        system.groups.lock().unwrap().next_refresh_ns = 0;
         assert_eq!(system.sample().bound, Bound::Machine, "a limit that changes is noticed");
         write(root, "/proc/meminfo", "\n");
         assert_eq!(system.sample(), Room::ENDLESS);

@@ -1,10 +1,11 @@
-//! How much more may become resident before the kernel kills a process for it.
+//! How much more memory may become resident before the kernel kills a process for it.
 //!
-//! [`Limits`] supplies the [`Room`]: [`super::kernel::Kernel`] reads it from the kernel, tests use a fake. [`Headroom`]
-//! samples it as seldom as is safe. A sample gives credit for a part of the room, for as long as no other process could
-//! have used that room up.
+//! [`Limits`] supplies the [`Room`], the bytes left below the nearest limit. [`super::kernel::Kernel`] reads it from
+//! the kernel; tests use a fake. [`Headroom`] samples the room as seldom as is safe: a sample gives credit for a part
+//! of the room, for as long as no other process could have used that room up. Below each limit there is a *margin*:
+//! memory is given back before usage enters it.
 //!
-//! Below: `sync`. Locks: one, around a sample; a charge with credit does not take it.
+//! Uses `sync`. Locks: one, around a sample; a charge with credit does not take it.
 
 use super::alarms::Plan;
 use crate::stats::{self, Counter};
@@ -14,16 +15,16 @@ use pagemill_sys::clock;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
-/// Which limit is nearest.
+/// Which kind of limit is nearest.
 ///
 /// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// No known limit.
+    /// No limit is known.
     None,
-    /// A control group's: beyond it the kernel kills.
+    /// The limit of a control group. The kernel kills processes of a group that exceeds it.
     Group,
-    /// The machine's memory: a part of it is left to other processes.
+    /// The machine's memory. A part of it is left to other processes.
     Machine,
 }
 
@@ -32,40 +33,40 @@ pub enum Bound {
 /// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kill {
-    /// `u64::MAX` for none.
+    /// The limit; `u64::MAX` for none.
     pub limit_bytes: u64,
-    /// Usage that the kernel could not reclaim even with effort.
+    /// Usage of the group, without the file pages that the kernel could reclaim.
     pub used_bytes: u64,
 }
 
 impl Kill {
     pub const NONE: Self = Self { limit_bytes: u64::MAX, used_bytes: 0 };
 
-    /// Bytes that may still become resident. A reserve is subtracted: charges inside it are refused, so that page
+    /// Bytes that may still become resident before charges are refused. Below the limit a reserve is kept, so that page
     /// tables, stacks, the C library and executed code still get memory.
     pub fn room_bytes(&self) -> u64 {
-        self.room_beside(self.kept_bytes())
+        self.room_above_reserve(self.reserve_bytes())
     }
 
-    /// As [`Kill::room_bytes`] for debts, which may use half of the reserve.
+    /// As [`Kill::room_bytes`] for nested charges, which may use half of the reserve.
     pub fn debt_room_bytes(&self) -> u64 {
-        self.room_beside(self.kept_bytes() / 2)
+        self.room_above_reserve(self.reserve_bytes() / 2)
     }
 
-    fn room_beside(&self, kept_bytes: u64) -> u64 {
+    fn room_above_reserve(&self, reserve_bytes: u64) -> u64 {
         match self.limit_bytes {
             u64::MAX => u64::MAX,
-            limit => (limit - kept_bytes).saturating_sub(self.used_bytes),
+            limit => (limit - reserve_bytes).saturating_sub(self.used_bytes),
         }
     }
 
-    fn kept_bytes(&self) -> u64 {
-        let most = self.limit_bytes / MOST_KEPT_DIVISOR;
-        (self.limit_bytes / KEPT_DIVISOR).clamp(KEPT_BYTES.start, KEPT_BYTES.end).min(most)
+    fn reserve_bytes(&self) -> u64 {
+        let most = self.limit_bytes / MAX_RESERVE_DIVISOR;
+        (self.limit_bytes / RESERVE_DIVISOR).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end).min(most)
     }
 }
 
-/// How much may still become resident.
+/// How much memory may still become resident below the nearest limit.
 ///
 /// ```
 /// use pagemill::reclaim::limits::{Bound, Kill, Room};
@@ -77,15 +78,16 @@ impl Kill {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     pub bound: Bound,
-    /// Room before the margin. Free memory is given back from there on; negative inside the margin.
+    /// Bytes left before the margin, from which on free memory is given back. Negative inside the margin.
     pub bytes: i64,
-    /// The nearest limit beyond which processes are killed, whichever limit binds.
+    /// The nearest limit beyond which processes are killed. It may be another one than `limit_bytes`.
     pub kill: Kill,
-    /// The limit that binds; `u64::MAX` for none.
+    /// The limit with the least room; `u64::MAX` for none.
     pub limit_bytes: u64,
-    /// No group has used three quarters of its limit, file pages included, so an alarm is early enough.
+    /// No group has used three quarters of its limit, including file pages. Until then it suffices to wait for an
+    /// alarm.
     pub is_far: bool,
-    /// Room before the machine's margin; `i64::MAX` if unknown.
+    /// Bytes left before the machine's margin; `i64::MAX` if unknown.
     pub machine_bytes: i64,
 }
 
@@ -99,8 +101,8 @@ impl Room {
         machine_bytes: i64::MAX,
     };
 
-    /// The room below a group's limits. Of its usage the kernel can reclaim `idle_bytes` easily and `other_bytes` with
-    /// effort.
+    /// The room below a group's limits. The kernel can reclaim `idle_bytes` of its usage easily, and `other_bytes` with
+    /// more effort.
     pub fn of_group(limit: Limit, usage_bytes: u64, idle_bytes: u64, other_bytes: u64) -> Self {
         let soft = limit.soft_bytes;
         let working_set = usage_bytes.saturating_sub(idle_bytes);
@@ -111,7 +113,7 @@ impl Room {
         };
         Self {
             bound: Bound::Group,
-            bytes: signed(before_margin).saturating_sub(signed(working_set)),
+            bytes: as_signed(before_margin).saturating_sub(as_signed(working_set)),
             kill,
             limit_bytes: limit.soft_bytes,
             is_far: usage_bytes < alarm_bytes(limit),
@@ -119,10 +121,9 @@ impl Room {
         }
     }
 
-    /// The room of the machine. A sixteenth is left to other processes: giving back from there on leaves a twentieth
-    /// free.
+    /// The room of the machine. A sixteenth of its memory is the margin, left to other processes.
     pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
-        let bytes = signed(available_bytes) - signed(total_bytes / MACHINE_MARGIN_DIVISOR);
+        let bytes = as_signed(available_bytes) - as_signed(total_bytes / MACHINE_MARGIN_DIVISOR);
         Self {
             bound: Bound::Machine,
             bytes,
@@ -135,41 +136,43 @@ impl Room {
 
     /// Bytes that must be given back before `bytes` more become resident.
     pub fn shortage(&self, bytes: u64) -> u64 {
-        signed(bytes).saturating_sub(self.bytes).max(0) as u64
+        as_signed(bytes).saturating_sub(self.bytes).max(0) as u64
     }
 }
 
-/// Usage from which a group's limit is near.
+/// Usage from which a group counts as near its limit.
 pub(super) fn alarm_bytes(limit: Limit) -> u64 {
     limit.soft_bytes - limit.soft_bytes / NEAR_DIVISOR
 }
 
-/// The margin before a group's limit.
+/// Size of the margin below a group's limit.
 pub(super) fn margin_bytes(limit: Limit) -> u64 {
     let margin = (limit.soft_bytes / GROUP_MARGIN_DIVISOR).clamp(GROUP_MARGIN_BYTES.start, GROUP_MARGIN_BYTES.end);
     margin.min(limit.soft_bytes / 2)
 }
 
-fn signed(bytes: u64) -> i64 {
+fn as_signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// The margin before a group's limit is a sixteenth, within bounds. It covers page tables, stacks, and what several
-/// threads bring in at once between two samples.
+/// The margin below a group's limit is a sixteenth of the limit, within bounds. It covers page tables, stacks, and
+/// memory that several threads bring in between two samples.
 const GROUP_MARGIN_DIVISOR: u64 = 16;
 const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
 
-/// Divisor and bounds of the reserve before a kill. The page tables of small pages alone take a 512th.
-const KEPT_DIVISOR: u64 = 64;
-const KEPT_BYTES: std::ops::Range<u64> = 1 << 20..16 << 20;
-const MOST_KEPT_DIVISOR: u64 = 8;
+/// Divisors and bounds of the reserve below a killing limit. The page tables of small pages alone take a 512th of the
+/// memory.
+const RESERVE_DIVISOR: u64 = 64;
+const RESERVE_BYTES: std::ops::Range<u64> = 1 << 20..16 << 20;
+const MAX_RESERVE_DIVISOR: u64 = 8;
 
-/// A group's limit is near if less than this part of it is left. From there on the reclaimable bytes are read, too.
+/// A group is near its limit if less than `1/NEAR_DIVISOR` of it is left. From there on samples also read the
+/// reclaimable bytes.
 pub(super) const NEAR_DIVISOR: u64 = 4;
 
 const MACHINE_MARGIN_DIVISOR: u64 = 16;
 
-/// A source of limits.
+/// A source of limits: the kernel, or a fake in tests.
 ///
 /// ```
 /// use pagemill::reclaim::limits::{Headroom, Limits, Room};
@@ -188,39 +191,39 @@ const MACHINE_MARGIN_DIVISOR: u64 = 16;
 /// assert_eq!(headroom.sample().shortage(3 << 20), 2 << 20);
 /// ```
 pub trait Limits: Sync {
-    /// The nearest limit now. May take some 50 us; must not allocate or lock.
+    /// Returns the room below the nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
 
-    /// The alarms that would warn of these limits, or `None` if they are set already (`set_for`).
+    /// Returns the alarms for these limits, or `None` if those for version `set_for` of the limits are still right.
     fn plan(&self, _set_for: Option<u32>) -> Option<Plan> {
         None
     }
 }
 
-/// The room that is left, sampled no more often than is safe.
+/// The room below the nearest limit, sampled no more often than is safe.
 ///
 /// Example: [`Limits`].
 pub struct Headroom {
     limits: OnceLock<&'static dyn Limits>,
-    /// Bytes that may become resident before the next sample.
+    /// Bytes that may still be charged before the next sample.
     credit: AtomicI64,
     /// Time at which the credit expires.
     valid_until_ns: AtomicU64,
-    /// The latest sample.
+    /// The latest sample: this and the next two fields.
     bytes: AtomicI64,
     limit_bytes: AtomicU64,
     is_group: AtomicBool,
     sampling: Lock,
 }
 
-/// A sample gives credit for this part of the room, because other processes use it, too.
+/// A sample gives credit for the room divided by this, because other processes use the room, too.
 const CREDIT_DIVISOR: i64 = 4;
 
-/// Upper bound of how fast memory can be used up, in bytes per nanosecond.
+/// Upper bound of the rate at which memory can be used up, in bytes per nanosecond.
 pub(super) const FASTEST_BYTES_PER_NS: u64 = 16;
 
-/// A sample is valid no longer than this.
-const BELIEVED_NS: u64 = 100_000_000;
+/// The credit of a sample expires after this time at the latest.
+const VALID_NS: u64 = 100_000_000;
 
 impl Default for Headroom {
     fn default() -> Self {
@@ -237,12 +240,12 @@ impl Default for Headroom {
 }
 
 impl Headroom {
-    /// Sets the source of limits. Until then the room is endless.
+    /// Sets the source of limits. Before this call the room is unlimited.
     pub fn set_limits(&self, limits: &'static dyn Limits) {
         let _ = self.limits.set(limits);
     }
 
-    /// The latest sample, without a new one: which limit is nearest, and the room that is left.
+    /// Returns the latest sample without taking a new one: kind of limit and bytes left.
     pub fn known(&self) -> Room {
         let limit_bytes = self.limit_bytes.load(Relaxed);
         let bound = match (limit_bytes, self.is_group.load(Relaxed)) {
@@ -253,15 +256,15 @@ impl Headroom {
         Room { bound, bytes: self.bytes.load(Relaxed), limit_bytes, ..Room::ENDLESS }
     }
 
-    /// The alarms that would warn of these limits. They are set outside the lock, because that takes long.
+    /// Returns the alarms for the limits ([`Limits::plan`]). They are set outside of the lock, because that takes long.
     pub(super) fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
         let limits = self.limits.get()?;
-        // Held so that a fork finds the state consistent.
+        // The lock keeps the source of limits consistent in a fork child.
         let _guard = self.sampling.lock();
         limits.plan(set_for)
     }
 
-    /// Samples now.
+    /// Takes a sample now.
     pub fn sample(&self) -> Room {
         let Some(limits) = self.limits.get() else { return Room::ENDLESS };
         let _guard = self.sampling.lock();
@@ -276,16 +279,16 @@ impl Headroom {
         self.is_group.store(room.bound == Bound::Group, Relaxed);
         let credit = room.bytes.max(0) / CREDIT_DIVISOR;
         self.credit.store(credit, Relaxed);
-        let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(BELIEVED_NS);
+        let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(VALID_NS);
         self.valid_until_ns.store(clock::fine_ns() + valid_ns, Relaxed);
         room
     }
 
     /// Returns the room if `bytes` more do not fit before the margin. Mostly returns `None`, which costs one atomic
-    /// subtraction and a read of the clock.
+    /// subtraction and one read of the clock.
     pub fn is_short(&self, bytes: u64) -> Option<Room> {
         let limits = self.limits.get()?;
-        let amount = signed(bytes);
+        let amount = as_signed(bytes);
         let has_credit =
             || clock::fine_ns() < self.valid_until_ns.load(Relaxed) && self.credit.fetch_sub(amount, Relaxed) >= amount;
         if has_credit() {
@@ -296,29 +299,29 @@ impl Headroom {
             return None;
         }
         let room = self.sample_locked(*limits);
-        // What this caller brings in is subtracted from the credit of the next charge.
+        // The bytes of this caller are subtracted from the new credit.
         self.credit.fetch_sub(amount, Relaxed);
         (room.shortage(bytes) > 0).then_some(room)
     }
 
-    /// Gives credit although there is no room before the margin. Nothing can be given back for a moment, so sampling
-    /// for every charge would be useless.
-    pub(super) fn grant(&self, bytes: u64, time_ns: u64) {
-        self.credit.store(signed(bytes), Relaxed);
+    /// Gives credit for `bytes` although there is no room before the margin. Nothing can be given back for a while, so
+    /// a sample for every charge would be useless.
+    pub(super) fn grant_credit(&self, bytes: u64, time_ns: u64) {
+        self.credit.store(as_signed(bytes), Relaxed);
         self.valid_until_ns.store(clock::fine_ns() + time_ns, Relaxed);
     }
 
-    /// Called in a fork child: drops the parent's credit.
-    pub(super) fn forget(&self) {
+    /// Called in a fork child: drops the credit that the parent had.
+    pub(super) fn drop_credit(&self) {
         self.valid_until_ns.store(0, Relaxed);
     }
 
-    /// Called before `fork`: waits until no sample is under way.
+    /// Called before `fork`: waits until no sample is taken.
     pub fn acquire_for_fork(&self) {
         self.sampling.acquire();
     }
 
-    /// Called after `fork`, in both processes.
+    /// Called after `fork`, in the parent and in the child.
     pub fn release_after_fork(&self) {
         self.sampling.release();
     }
@@ -329,64 +332,66 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
 
-    /// Returns the room set by the test and counts samples.
+    /// Returns the room that the test sets, and counts samples.
     struct Fake {
         bytes: AtomicI64,
-        asked: AtomicUsize,
+        samples: AtomicUsize,
     }
 
     impl Limits for Fake {
         fn sample(&self) -> Room {
-            self.asked.fetch_add(1, Relaxed);
+            self.samples.fetch_add(1, Relaxed);
             let bytes = self.bytes.load(Relaxed);
             Room { bound: Bound::Group, bytes, limit_bytes: 1 << 30, ..Room::ENDLESS }
         }
     }
 
     fn headroom(bytes: i64) -> (Headroom, &'static Fake) {
-        let fake = Box::leak(Box::new(Fake { bytes: AtomicI64::new(bytes), asked: AtomicUsize::new(0) }));
+        let fake = Box::leak(Box::new(Fake { bytes: AtomicI64::new(bytes), samples: AtomicUsize::new(0) }));
         let headroom = Headroom::default();
         headroom.set_limits(fake);
         (headroom, fake)
     }
 
-    /// With much room one sample lasts for many charges. Each charge takes its part of the credit.
+    /// There are 64 GiB of room. One sample gives credit for many charges, and each charge is subtracted from the
+    /// credit.
     #[test]
     fn credit_saves_samples() {
         let (headroom, fake) = headroom(64 << 30);
         for _ in 0..1000 {
             assert_eq!(headroom.is_short(1 << 20), None);
         }
-        let asked = fake.asked.load(Relaxed);
-        assert!((1..200).contains(&asked), "asked {asked} times");
+        let samples = fake.samples.load(Relaxed);
+        assert!((1..200).contains(&samples), "asked {samples} times");
         assert_eq!(headroom.is_short(1 << 40).unwrap().shortage(1 << 40), (1 << 40) - (64 << 30));
     }
 
-    /// With little room every charge takes a sample, which reports the missing bytes.
+    /// With little room every charge takes a sample, unless credit was granted.
     #[test]
     fn near_the_limit_every_charge_is_sampled() {
         let (headroom, fake) = headroom(1000);
         for _ in 0..10 {
             assert_eq!(headroom.is_short(4096).unwrap().shortage(4096), 3096);
         }
-        assert_eq!(fake.asked.load(Relaxed), 10);
+        assert_eq!(fake.samples.load(Relaxed), 10);
         fake.bytes.store(-50, Relaxed);
         let short = |bytes| headroom.is_short(bytes).unwrap().shortage(bytes);
         assert_eq!((short(1), short(0)), (51, 50));
-        headroom.grant(100, u64::MAX / 4);
+        headroom.grant_credit(100, u64::MAX / 4);
         assert_eq!((headroom.is_short(60), headroom.is_short(60).is_some()), (None, true));
         assert_eq!(headroom.known().bound, Bound::Group);
     }
 
-    /// Without a source of limits nothing is short.
+    /// Without a source of limits no charge is short of room.
     #[test]
-    fn without_limits_there_is_no_end_of_room() {
+    fn without_a_source_of_limits_room_is_unlimited() {
         let headroom = Headroom::default();
         assert_eq!((headroom.is_short(u64::MAX), headroom.sample()), (None, Room::ENDLESS));
     }
 
+    /// Margins and reserves stay within their bounds for groups of many sizes.
     #[test]
-    fn margins_leave_nine_tenths() {
+    fn margins_and_reserves_are_bounded() {
         for limit in [64u64 << 20, 256 << 20, 1 << 30, 64 << 30] {
             let both = Limit { soft_bytes: limit, hard_bytes: limit };
             let room = Room::of_group(both, 0, 0, 0);
@@ -409,9 +414,9 @@ mod tests {
         );
         assert_eq!((room.kill.room_bytes(), room.kill.debt_room_bytes()), (100 - 17, 100 - 8));
         assert_eq!(Room::of_group(Limit { soft_bytes: 0, hard_bytes: 0 }, 5, 0, 0).kill.room_bytes(), 0);
-        for (hard, kept) in [(1 << 20, 128 << 10), (64 << 20, 1 << 20), (128 << 20, 2 << 20), (64 << 30, 16 << 20)] {
+        for (hard, reserve) in [(1 << 20, 128 << 10), (64 << 20, 1 << 20), (128 << 20, 2 << 20), (64 << 30, 16 << 20)] {
             let both = Limit { soft_bytes: hard, hard_bytes: hard };
-            assert_eq!(Room::of_group(both, 0, 0, 0).kill.room_bytes(), hard - kept);
+            assert_eq!(Room::of_group(both, 0, 0, 0).kill.room_bytes(), hard - reserve);
         }
         let high = Limit { soft_bytes: 100, hard_bytes: u64::MAX };
         assert_eq!(Room::of_group(high, 500, 0, 0).kill.room_bytes(), u64::MAX, "memory.high kills no process");

@@ -1,12 +1,12 @@
-//! Memory reclaim: which owners give memory back, in which order, and when.
+//! Memory reclaim: which owners of memory give memory back, in which order, and when.
 //!
 //! Every charge passes through [`Account`]. Owners of memory register as [`Shrinker`]s, cheapest first (`owners`).
-//! [`tree`] is the page that a process tree shares. [`limits`] is the room that control groups and the machine leave,
-//! as measured by [`kernel`]; `pressure` gives memory back before they are exceeded.
-//! [`helper`] is the one background thread: it answers siblings and brings in blocks ahead of need. [`governor`] is its
-//! periodic work; [`alarms`] are the kernel events that wake it.
+//! [`tree`] is the page that the processes of a tree share. [`limits`] defines the room that control groups and the
+//! machine leave, and [`kernel`] measures it; `pressure` gives memory back before such a limit is exceeded. [`helper`]
+//! is the one background thread: it answers siblings and brings in blocks before they are needed. [`governor`] is its
+//! periodic work, and [`alarms`] are the kernel events that wake it.
+//!
 //! No lock is held around a call to a shrinker.
-//! held around a shrinker.
 
 pub mod account;
 pub mod aging;
@@ -27,16 +27,17 @@ use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
 use std::time::Duration;
 
-/// How much effort a reclaim request makes.
+/// How far reclaim goes to free memory, from cheap to costly.
 ///
 /// Example: [`Shrinker`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
-    /// Only what is cheap to return: whole blocks, coldest first.
+    /// Returns only what is cheap to return: whole blocks, coldest first.
     Request,
-    /// Also free parts of huge pages, which are split for that. Nothing that is in use is reclaimed.
+    /// Also splits huge pages to return their free parts. Memory in use is not touched.
     Split,
-    /// Also memory that is in use and can be recreated. Used where the charge is refused otherwise.
+    /// Also returns memory in use that can be recreated, such as clean folios. For charges that would be refused
+    /// otherwise.
     Limit,
 }
 
@@ -45,9 +46,9 @@ pub enum Urgency {
 /// Example: [`Shrinker::offer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
-    /// Only memory that is unlikely to be used soon.
+    /// Only memory that has been free for a while.
     Cold,
-    /// All free memory: other processes may use up the room before this process reacts.
+    /// All free memory. Used when other processes may use up the room before this process reacts.
     All,
 }
 
@@ -58,24 +59,24 @@ pub enum Which {
 pub enum Reason {
     /// The program requested it.
     Program,
-    /// The limit of the process or of its tree.
+    /// The limit of the process or of its tree would be exceeded.
     Limit,
-    /// A control group's limit.
+    /// Usage is inside the margin of a control group's limit.
     Group,
-    /// The machine's memory.
+    /// The machine's memory runs short.
     Machine,
     /// A sibling of the process tree needs memory.
     Sibling,
-    /// A thread stalls on memory, in this process's group or elsewhere on the machine.
+    /// A thread stalls on memory, in this process's control group or elsewhere on the machine.
     Stall,
     /// The memory was free, and not reused, for the age that [`Return`] sets.
     Age,
-    /// New memory becomes resident.
+    /// Free memory is returned to offset new memory.
     New,
 }
 
 impl Reason {
-    fn row(self) -> (Counter, Event) {
+    fn counter_and_event(self) -> (Counter, Event) {
         match self {
             Self::Program => (Counter::GivenForProgram, Event::GivenForProgram),
             Self::Limit => (Counter::GivenForLimit, Event::GivenForLimit),
@@ -89,14 +90,14 @@ impl Reason {
     }
 
     /// Records that `freed` of `wanted` bytes were given back.
-    fn note(self, wanted: u64, freed: u64) {
-        let (counter, event) = self.row();
+    fn record(self, wanted: u64, freed: u64) {
+        let (counter, event) = self.counter_and_event();
         stats::add(counter, freed);
         trace::event(event, wanted, freed);
     }
 }
 
-/// An owner of memory that can give some back.
+/// An owner of memory that can give some of it back on request.
 ///
 /// ```
 /// use pagemill::Pagemill;
@@ -133,20 +134,19 @@ pub trait Shrinker: Sync {
     /// A short name for reports.
     fn name(&self) -> &'static str;
 
-    /// Whether the shrinker may be called while the small allocator holds its locks.
+    /// Whether the shrinker may be called while the small allocator (jemalloc) holds its locks.
     fn may_nest(&self) -> bool;
 
-    /// Bytes that the shrinker could give back at once: an estimate, cheap to compute.
+    /// Bytes that the shrinker could give back at once. An estimate that is cheap to compute.
     fn giveable_bytes(&self) -> u64;
 
     /// Whether [`Shrinker::measure`] may find more than [`Shrinker::giveable_bytes`] reports, because the owner is not
-    /// notified of what becomes giveable. Limits are watched as long as this holds.
+    /// notified when memory becomes giveable. While this returns true, limits are watched.
     fn may_have_more(&self) -> bool {
         false
     }
 
-    /// The part of [`Shrinker::giveable_bytes`] that no account is charged for. Giving it back lowers no budget's
-    /// usage.
+    /// The bytes of [`Shrinker::giveable_bytes`] that no account is charged for. Giving them back lowers no charge.
     fn foreign_bytes(&self) -> u64 {
         0
     }
@@ -154,8 +154,8 @@ pub trait Shrinker: Sync {
     /// Gives back up to about `want_bytes`. Returns the bytes that the kernel took back.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64;
 
-    /// Gives back up to about `want_bytes` of memory that has been free and not reused for `age`, oldest first. May be
-    /// called nested if [`Shrinker::may_nest`] holds. Never drops contents.
+    /// Gives back up to about `want_bytes` of memory that has been free and not reused for `age`, oldest first. Never
+    /// drops contents. May be called nested if [`Shrinker::may_nest`] returns true.
     ///
     /// Returns `None` if the owner tracks no ages. The caller then calls [`Shrinker::shrink`] for the least amount that
     /// was giveable throughout `age`. An owner whose giveable memory has contents (volatile ranges) must therefore
@@ -164,18 +164,18 @@ pub trait Shrinker: Sync {
         None
     }
 
-    /// Lets the kernel take up to about `want_bytes` of free memory if it runs short: memory that has been free for a
-    /// while, or all of it. Returns the bytes offered. Memory that was offered before does not count again.
+    /// Lets the kernel take up to about `want_bytes` of free memory if memory runs short (`MADV_FREE`): only memory
+    /// that has been free for a while, or any. Returns the bytes offered by this call, without those offered before.
     fn offer(&self, _want_bytes: u64, _which: Which) -> u64 {
         0
     }
 
-    /// Records how much of the offered memory the kernel took. Called periodically.
+    /// Counts how much of the offered memory the kernel took. Called periodically.
     fn reap(&self) {}
 
-    /// Measures how much of the overcommitted memory is resident.
+    /// Measures how much of the overcommitted memory has become resident, and charges it.
     fn reconcile(&self) {}
 
-    /// Measures what the owner could give back, where that takes more than reading a number. Called outside every lock.
+    /// Measures what the owner could give back, if that takes more than reading a counter. The caller holds no lock.
     fn measure(&self) {}
 }

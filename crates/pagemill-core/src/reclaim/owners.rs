@@ -1,10 +1,9 @@
 //! The registered owners of memory. They are called in order of cost, in bounded steps, and are not trusted.
 //!
 //! An owner that panics is not called again (where panics unwind; the preload library aborts). A call that does not
-//! return blocks only the thread that made it and threads whose charge would be refused otherwise. Other threads skip
-//! that owner.
-//! Reported amounts are added with saturation. Whether an owner really freed memory is seen in the limit that had no
-//! room.
+//! return blocks only the thread that made it, and threads whose charge would be refused otherwise; all others skip
+//! that owner. The amounts that owners report are added with saturation. Whether an owner really freed memory shows
+//! when the limit is checked again.
 
 use super::aging::LeastOver;
 use super::governor::WORTHWHILE_BYTES;
@@ -17,41 +16,41 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Owners that can register.
+/// Most owners that can register.
 pub const MAX_OWNERS: usize = 8;
 
-/// Maximum bytes requested by one call, or `1/STEP_DIVISOR` of what is wanted if that is more.
+/// Most bytes requested by one call, or the bytes wanted divided by `STEP_DIVISOR` if that is more.
 const STEP_BYTES: u64 = 64 << 20;
 const STEP_DIVISOR: u64 = 16;
 
-/// A step takes some milliseconds. An owner that shows no progress for this long is blocked.
+/// A call takes some milliseconds. An owner without progress for this long is skipped as blocked.
 const BLOCKED_NS: u64 = 1_000_000_000;
 
 #[derive(Default)]
 struct RegisteredOwner {
     shrinker: OnceLock<&'static dyn Shrinker>,
-    /// Threads inside a call that may take long.
-    inside: AtomicU32,
-    /// When the first of them entered, or the last one left.
+    /// Number of threads inside a call that may take long.
+    threads_inside: AtomicU32,
+    /// Time at which the first of these threads entered, or the latest one left.
     progress_ns: AtomicU64,
     has_failed: AtomicBool,
-    /// Least amount that was giveable throughout an age, for an owner that tracks no ages.
-    unused: LeastOver,
+    /// For an owner that tracks no ages: the minimum of its giveable bytes over an age.
+    least_giveable: LeastOver,
 }
 
-/// Decrements [`RegisteredOwner::inside`] on drop, also on unwind.
+/// Decrements [`RegisteredOwner::threads_inside`] on drop, also on unwind.
 struct CallGuard<'owner>(&'owner RegisteredOwner);
 
 impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
         self.0.progress_ns.store(clock::fine_ns(), Relaxed);
-        self.0.inside.fetch_sub(1, AcqRel);
+        self.0.threads_inside.fetch_sub(1, AcqRel);
     }
 }
 
 impl RegisteredOwner {
-    /// Makes a call that only reads a number or two.
-    fn ask<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
+    /// Makes a call that returns at once. Returns `None` without an owner, or if it has panicked.
+    fn query<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let shrinker = *self.shrinker.get()?;
         if self.has_failed.load(Relaxed) {
             return None;
@@ -64,7 +63,8 @@ impl RegisteredOwner {
         result.ok()
     }
 
-    /// Makes a call that may take long. Returns `None` if another thread has been blocked in one for [`BLOCKED_NS`].
+    /// Makes a call that may take long. Returns `None` if threads inside such a call made no progress for
+    /// [`BLOCKED_NS`].
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         self.call_within(BLOCKED_NS, act)
     }
@@ -72,37 +72,37 @@ impl RegisteredOwner {
     /// As [`RegisteredOwner::call`], but threads inside count as blocked only after `timeout_ns` without progress.
     fn call_within<T>(&self, timeout_ns: u64, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let now = clock::fine_ns();
-        if self.inside.fetch_add(1, AcqRel) == 0 {
+        if self.threads_inside.fetch_add(1, AcqRel) == 0 {
             self.progress_ns.store(now, Relaxed);
         } else if now.saturating_sub(self.progress_ns.load(Relaxed)) > timeout_ns {
-            self.inside.fetch_sub(1, AcqRel);
+            self.threads_inside.fetch_sub(1, AcqRel);
             stats::add(Counter::OwnersBlocked, 1);
             return None;
         }
         let _inside = CallGuard(self);
-        self.ask(act)
+        self.query(act)
     }
 
     fn may_be_called(&self, context: Context) -> bool {
-        context == Context::Outside || self.ask(|shrinker| shrinker.may_nest()).unwrap_or(false)
+        context == Context::Outside || self.query(|shrinker| shrinker.may_nest()).unwrap_or(false)
     }
 
-    /// Requests memory that was not reused for `age`.
+    /// Requests memory that was not reused for `age`. Returns the bytes freed.
     fn give_aged(&self, want_bytes: u64, age: Duration) -> u64 {
         if let Some(freed) = self.call(|shrinker| shrinker.shrink_aged(want_bytes, age)).flatten() {
             return freed;
         }
-        let giveable = self.ask(|shrinker| shrinker.giveable_bytes()).unwrap_or(0);
-        let unused = self.unused.least(giveable, clock::fine_ns(), age).min(want_bytes);
+        let giveable = self.query(|shrinker| shrinker.giveable_bytes()).unwrap_or(0);
+        let unused = self.least_giveable.least(giveable, clock::fine_ns(), age).min(want_bytes);
         if unused < WORTHWHILE_BYTES {
             return 0;
         }
         let freed = self.call(|shrinker| shrinker.shrink(unused, Urgency::Request)).unwrap_or(0);
-        self.unused.take(freed);
+        self.least_giveable.take(freed);
         freed
     }
 
-    /// Requests `want_bytes` in steps, until a step frees less than it requested.
+    /// Requests `want_bytes` in steps, until a step frees less than requested. Returns the bytes freed.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
         // The last attempt before a refusal waits: the thread inside may only be stopped, or wait for a fork.
@@ -131,44 +131,44 @@ impl Owners {
     ///
     /// # Panics
     ///
-    /// If there are more than eight.
+    /// If more than eight owners register.
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
-        let is_in = self.0.iter().any(|owner| owner.shrinker.set(shrinker).is_ok());
-        assert!(is_in, "more than {MAX_OWNERS} owners of memory");
+        let is_registered = self.0.iter().any(|owner| owner.shrinker.set(shrinker).is_ok());
+        assert!(is_registered, "more than {MAX_OWNERS} owners of memory");
     }
 
-    /// Registers an owner in the last free slot. It is called after all owners of [`Owners::register`].
+    /// Registers an owner in the last free slot. It is called after all owners that [`Owners::register`] registers.
     ///
     /// # Panics
     ///
     /// As [`Owners::register`].
     pub fn register_last(&self, shrinker: &'static dyn Shrinker) {
-        let is_in = self.0.iter().rev().any(|owner| owner.shrinker.set(shrinker).is_ok());
-        assert!(is_in, "more than {MAX_OWNERS} owners of memory");
+        let is_registered = self.0.iter().rev().any(|owner| owner.shrinker.set(shrinker).is_ok());
+        assert!(is_registered, "more than {MAX_OWNERS} owners of memory");
     }
 
     fn callable(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
         self.0.iter().filter(move |owner| owner.may_be_called(context))
     }
 
-    /// Bytes that the owners callable in `context` could give back at once.
+    /// Bytes that all owners callable in `context` could give back at once.
     pub fn giveable(&self, context: Context) -> u64 {
-        let each = self.callable(context).filter_map(|owner| owner.ask(|shrinker| shrinker.giveable_bytes()));
+        let each = self.callable(context).filter_map(|owner| owner.query(|shrinker| shrinker.giveable_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
-    /// The part of [`Owners::giveable`] that no account is charged for.
+    /// The bytes of [`Owners::giveable`] that no account is charged for.
     pub fn foreign(&self) -> u64 {
-        let each = self.callable(Context::Outside).filter_map(|owner| owner.ask(|shrinker| shrinker.foreign_bytes()));
+        let each = self.callable(Context::Outside).filter_map(|owner| owner.query(|shrinker| shrinker.foreign_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
-    /// Whether any owner may have more than it reports ([`Shrinker::may_have_more`]).
+    /// Whether any owner may have more giveable memory than it reports ([`Shrinker::may_have_more`]).
     pub fn may_have_more(&self) -> bool {
-        self.0.iter().any(|owner| owner.ask(|shrinker| shrinker.may_have_more()).unwrap_or(false))
+        self.0.iter().any(|owner| owner.query(|shrinker| shrinker.may_have_more()).unwrap_or(false))
     }
 
-    /// Makes the owners give back `want_bytes`. Returns the bytes freed, as the owners report them.
+    /// Makes the owners give back `want_bytes`, in order of cost. Returns the bytes freed, as the owners report them.
     pub fn give(&self, want_bytes: u64, context: Context, urgency: Urgency) -> u64 {
         self.callable(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
             0 => freed,
@@ -176,7 +176,7 @@ impl Owners {
         })
     }
 
-    /// Makes the owners give back memory that was not reused for `age`.
+    /// Makes the owners give back memory that was not reused for `age`. Returns the bytes freed.
     pub fn give_aged(&self, want_bytes: u64, age: Duration, context: Context) -> u64 {
         self.callable(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
             0 => freed,
@@ -184,7 +184,7 @@ impl Owners {
         })
     }
 
-    /// Makes the owners offer memory to the kernel. Returns the bytes offered.
+    /// Makes the owners offer memory to the kernel ([`Shrinker::offer`]). Returns the bytes offered.
     pub fn offer(&self, want_bytes: u64, which: Which) -> u64 {
         self.callable(Context::Outside).fold(0, |offered, owner| {
             let left = want_bytes.saturating_sub(offered);
@@ -192,7 +192,7 @@ impl Owners {
         })
     }
 
-    /// Makes the owners find out how much of the offered memory the kernel took.
+    /// Makes the owners count how much of the offered memory the kernel took.
     pub fn reap(&self) {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reap()));
     }
@@ -207,9 +207,9 @@ impl Owners {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
     }
 
-    /// Called in a fork child. The threads that were inside do not exist there.
+    /// Called in a fork child: the threads that were inside calls do not exist there.
     pub fn forked(&self) {
-        self.0.iter().for_each(|owner| owner.inside.store(0, Relaxed));
+        self.0.iter().for_each(|owner| owner.threads_inside.store(0, Relaxed));
     }
 }
 
@@ -220,19 +220,19 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A scripted shrinker: frees at most `gives` bytes a call and reports `claims` as giveable.
+    /// A scripted shrinker. It reports `reported_bytes` as giveable and frees at most `freed_per_call` bytes a call.
     #[derive(Default)]
-    struct Odd {
-        claims: AtomicU64,
-        gives: AtomicU64,
+    struct ScriptedShrinker {
+        reported_bytes: AtomicU64,
+        freed_per_call: AtomicU64,
         calls: AtomicU64,
         panics: bool,
         entry: Lock,
     }
 
-    impl Shrinker for Odd {
+    impl Shrinker for ScriptedShrinker {
         fn name(&self) -> &'static str {
-            "odd"
+            "scripted"
         }
 
         fn may_nest(&self) -> bool {
@@ -240,46 +240,49 @@ mod tests {
         }
 
         fn giveable_bytes(&self) -> u64 {
-            self.claims.load(Relaxed)
+            self.reported_bytes.load(Relaxed)
         }
 
         fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
             self.calls.fetch_add(1, Relaxed);
-            assert!(!self.panics, "an owner that fails, as it should here");
+            assert!(!self.panics, "panics on purpose");
             let _guard = self.entry.lock();
-            assert!(want_bytes <= STEP_BYTES.max(self.claims.load(Relaxed) / STEP_DIVISOR), "a step of {want_bytes}");
-            self.gives.load(Relaxed).min(want_bytes)
+            assert!(
+                want_bytes <= STEP_BYTES.max(self.reported_bytes.load(Relaxed) / STEP_DIVISOR),
+                "a step of {want_bytes}"
+            );
+            self.freed_per_call.load(Relaxed).min(want_bytes)
         }
     }
 
-    fn odd(claims: u64, gives: u64, panics: bool) -> &'static Odd {
-        let (claims, gives) = (AtomicU64::new(claims), AtomicU64::new(gives));
-        Box::leak(Box::new(Odd { claims, gives, panics, ..Odd::default() }))
+    fn scripted_shrinker(reported_bytes: u64, freed_per_call: u64, panics: bool) -> &'static ScriptedShrinker {
+        let (reported_bytes, freed_per_call) = (AtomicU64::new(reported_bytes), AtomicU64::new(freed_per_call));
+        Box::leak(Box::new(ScriptedShrinker { reported_bytes, freed_per_call, panics, ..ScriptedShrinker::default() }))
     }
 
-    fn with(odd: &[&'static Odd]) -> Owners {
+    fn owners_of(shrinkers: &[&'static ScriptedShrinker]) -> Owners {
         let owners = Owners::default();
-        odd.iter().for_each(|odd| owners.register(*odd));
+        shrinkers.iter().for_each(|shrinkers| owners.register(*shrinkers));
         owners
     }
 
-    /// A large amount is requested in steps. The requests stop once a step frees too little.
+    /// A large amount is requested in steps, until a step frees too little.
     #[test]
     fn steps_are_bounded() {
-        let willing = odd(1024 * MIB, u64::MAX, false);
-        let owners = with(&[willing]);
+        let freeing = scripted_shrinker(1024 * MIB, u64::MAX, false);
+        let owners = owners_of(&[freeing]);
         assert_eq!(owners.give(1024 * MIB, Context::Outside, Urgency::Request), 1024 * MIB);
-        assert_eq!(willing.calls.swap(0, Relaxed), 16);
-        willing.gives.store(3 * MIB, Relaxed);
+        assert_eq!(freeing.calls.swap(0, Relaxed), 16);
+        freeing.freed_per_call.store(3 * MIB, Relaxed);
         assert_eq!(owners.give(1024 * MIB, Context::Outside, Urgency::Request), 3 * MIB);
-        assert_eq!((willing.calls.load(Relaxed), owners.give(MIB, Context::Nested, Urgency::Request)), (1, 0));
+        assert_eq!((freeing.calls.load(Relaxed), owners.give(MIB, Context::Nested, Urgency::Request)), (1, 0));
     }
 
-    /// An owner that panics is counted and not called again. The next owner is called in its place.
+    /// An owner that panics is counted and not called again. The next owner frees the memory.
     #[test]
-    fn a_panicking_owner_is_left_alone() {
-        let (failing, willing) = (odd(MIB, MIB, true), odd(2 * MIB, 2 * MIB, false));
-        let owners = with(&[failing, willing]);
+    fn a_panicking_owner_is_not_called_again() {
+        let (failing, freeing) = (scripted_shrinker(MIB, MIB, true), scripted_shrinker(2 * MIB, 2 * MIB, false));
+        let owners = owners_of(&[failing, freeing]);
         let before = stats::get(Counter::OwnersFailed);
         for _ in 0..3 {
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
@@ -288,32 +291,32 @@ mod tests {
         assert!(stats::get(Counter::OwnersFailed) > before);
     }
 
-    /// Absurd reported amounts neither overflow nor cause an endless loop.
+    /// Owners that report absurd amounts cause neither an overflow nor an endless loop.
     #[test]
-    fn lies_are_survived() {
-        let owners = with(&[odd(u64::MAX, 0, false), odd(u64::MAX, u64::MAX, false)]);
+    fn absurd_amounts_do_not_overflow() {
+        let owners = owners_of(&[scripted_shrinker(u64::MAX, 0, false), scripted_shrinker(u64::MAX, u64::MAX, false)]);
         assert_eq!(owners.giveable(Context::Outside), u64::MAX);
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Limit), MIB);
     }
 
-    /// A blocked owner blocks only the thread that called it.
+    /// While a thread is blocked inside a call, other threads skip that owner. Later they call it again.
     #[test]
-    fn a_blocked_owner_is_passed_over() {
-        let (stuck, willing) = (odd(MIB, MIB, false), odd(MIB, MIB, false));
-        let owners = with(&[stuck, willing]);
+    fn a_blocked_owner_is_skipped() {
+        let (stuck, freeing) = (scripted_shrinker(MIB, MIB, false), scripted_shrinker(MIB, MIB, false));
+        let owners = owners_of(&[stuck, freeing]);
         stuck.entry.acquire();
         std::thread::scope(|scope| {
             scope.spawn(|| owners.give(MIB, Context::Outside, Urgency::Request));
             while stuck.calls.load(Relaxed) == 0 {
                 std::thread::yield_now();
             }
-            // Simulates that a second has passed.
+            // Set the time of the last progress back by more than a second.
             owners.0[0].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
-            assert_eq!((stuck.calls.load(Relaxed), willing.calls.load(Relaxed)), (1, 1));
+            assert_eq!((stuck.calls.load(Relaxed), freeing.calls.load(Relaxed)), (1, 1));
             stuck.entry.release();
         });
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
-        assert_eq!(stuck.calls.load(Relaxed), 2, "it came back");
+        assert_eq!(stuck.calls.load(Relaxed), 2, "the call has returned");
     }
 }

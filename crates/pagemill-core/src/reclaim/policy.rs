@@ -4,10 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// How long free memory stays with the process before it returns to the system.
+/// When free memory returns to the system without a request.
 ///
-/// Text form, in `PAGEMILL_RETURN` and `pagemill run --return`: `keep`,
-/// `eager`, `balanced`, or `balanced=SECONDS`.
+/// Its text form is used in `PAGEMILL_RETURN` and `pagemill run --return`: `keep`, `eager`, `balanced`, or
+/// `balanced=SECONDS`.
 ///
 /// ```
 /// use pagemill::{Pagemill, reclaim::Return};
@@ -20,13 +20,13 @@ use std::time::Duration;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Return {
-    /// Never by age, only on request and under pressure.
+    /// Free memory is not returned by age, only on request and under pressure.
     Keep,
-    /// After it has been free and not reused for this long. Memory that is reused earlier is never returned.
+    /// Memory returns after it has been free and not reused for this long.
     After(Duration),
 }
 
-/// The text is not one of the forms of [`Return`].
+/// The error of a text that is not a form of [`Return`].
 ///
 /// Example: [`Return`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,13 +41,13 @@ impl fmt::Display for NotAReturn {
 impl std::error::Error for NotAReturn {}
 
 impl Return {
-    /// `balanced`, the default.
+    /// The default, `balanced`: after 10 seconds.
     pub const BALANCED: Self = Self::After(Duration::from_secs(10));
 
-    /// `eager`: within a second.
+    /// The policy `eager`: after one second.
     pub const EAGER: Self = Self::After(Duration::from_secs(1));
 
-    /// The longest age that is accepted: the stamps of free slots reach 36 minutes back.
+    /// The longest age that is accepted. The time stamps of free slots reach back 36 minutes.
     pub const LONGEST: Duration = Duration::from_secs(30 * 60);
 
     /// Parses the text form. Allocates nothing.
@@ -68,12 +68,12 @@ impl Return {
         }
     }
 
-    /// After this many whole seconds; `None` for 0 or above [`Return::LONGEST`].
+    /// The policy that returns memory after this many seconds. `None` for 0 and for more than [`Return::LONGEST`].
     pub fn after_seconds(seconds: u64) -> Option<Self> {
         (1..=Self::LONGEST.as_secs()).contains(&seconds).then(|| Self::After(Duration::from_secs(seconds)))
     }
 
-    /// The age, if there is one.
+    /// The age after which memory returns; `None` for [`Return::Keep`].
     pub fn age(self) -> Option<Duration> {
         match self {
             Self::Keep => None,
@@ -105,7 +105,7 @@ impl fmt::Display for Return {
 mod tests {
     use super::*;
 
-    /// Every form parses and prints back. Other texts are rejected.
+    /// Every text form parses, and prints as the same text. Other texts are rejected.
     #[test]
     fn return_policies_round_trip() {
         for text in ["keep", "eager", "balanced", "balanced=3", "balanced=1800"] {

@@ -1,7 +1,8 @@
-//! Gives memory back before a control group's limit is exceeded or the machine runs short.
+//! Pressure: gives memory back before a control group's limit is exceeded or the machine runs short.
 //!
-//! These limits are shared with other processes. Inside their margin free memory is given back, by this process and by
-//! its siblings. Only a charge that would use the reserve below a killing limit is refused, with `ENOMEM`.
+//! Other processes share these limits. When usage is inside the margin below a limit, this process and its siblings
+//! give free memory back. A charge is refused, with `ENOMEM`, only if it would use the reserve below a limit beyond
+//! which the kernel kills.
 
 use super::governor::WORTHWHILE_BYTES;
 use super::limits::{Bound, Room};
@@ -12,25 +13,27 @@ use crate::stats::{self, Counter};
 use pagemill_sys::clock;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Least amount given back at once, so that not every new block waits for another to go.
-const STEP_BYTES: u64 = 4 << 20;
+/// Fewest bytes to give back at once. With smaller steps, every new block would have to wait for a reclaim.
+const MIN_STEP_BYTES: u64 = 4 << 20;
 
-/// While nothing can be given back, this part of the room before the kill may become resident without a sample.
+/// While nothing can be given back, this fraction of the room before a kill may become resident without a sample.
 const GRANT_DIVISOR: u64 = 16;
 
-/// After the siblings could not help, they are not asked first for this long.
-const ELSEWHERE_PAUSE_NS: u64 = 100_000_000;
+/// For this long, siblings are not asked before this process reclaims, after asking them first did not help.
+const SIBLINGS_FIRST_PAUSE_NS: u64 = 100_000_000;
 
-/// After nothing could be given back, the pause before the next attempt; doubled each time, up to the second value.
-pub(super) const FUTILE_NS: std::ops::RangeInclusive<u64> = 1_000_000..=256_000_000;
+/// Pause after an attempt that could give nothing back. Each such attempt doubles the pause, up to the end of the
+/// range.
+pub(super) const RECLAIM_PAUSE_NS: std::ops::RangeInclusive<u64> = 1_000_000..=256_000_000;
 
 impl Account {
-    /// Makes room for `bytes` below the limits of groups and of the machine, as far as there is something to give back.
+    /// Gives memory back until `bytes` fit below the limits of groups and of the machine, as far as there is any to
+    /// give back.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if the reserve below a group's limit would be used, counting all the group's file pages as
-    /// free.
+    /// [`Error::NoMemory`] if the charge would use the reserve below a group's limit, even if all of the group's file
+    /// pages were free.
     #[inline]
     pub(super) fn make_system_room(&self, bytes: u64, context: Context) -> Result<()> {
         self.make_system_room_or(bytes, bytes, context)
@@ -41,92 +44,97 @@ impl Account {
     pub(super) fn make_system_room_or(&self, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         match self.headroom.is_short(bytes) {
             None => Ok(()),
-            Some(room) => self.relieve(room, bytes, least_bytes, context),
+            Some(room) => self.give_back_or_refuse(room, bytes, least_bytes, context),
         }
     }
 
+    /// Gives memory back. Refuses if `least_bytes` still do not fit.
     #[cold]
-    fn relieve(&self, room: Room, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
+    fn give_back_or_refuse(&self, room: Room, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         let room = self.give_for_system(room, bytes, context);
         let kill = room.kill;
         if room.shortage(bytes) == 0 || least_bytes <= kill.room_bytes() {
             return Ok(());
         }
-        // Inside the small allocator most of its free memory is out of reach; the next call outside gives it back. The
-        // reserve prevents a kill meanwhile.
-        if self.admit_on_debt(context) && least_bytes <= kill.debt_room_bytes() {
+        // Inside the small allocator's locks, most of its free memory cannot be purged. The next call outside of them
+        // gives it back; the reserve prevents a kill until then.
+        if self.may_exceed_limit(context) && least_bytes <= kill.debt_room_bytes() {
             return Ok(());
         }
         stats::add(Counter::LimitRefused, 1);
         Err(Error::NoMemory { wanted_bytes: bytes, used_bytes: kill.used_bytes, limit_bytes: kill.limit_bytes })
     }
 
-    /// Gives back until `bytes` more fit before the margin: first in this process, then in the siblings. Returns the
-    /// room.
+    /// Gives memory back until `bytes` more fit before the margin: first in this process, then in the siblings. Returns
+    /// the new room.
     pub(super) fn give_for_system(&self, mut room: Room, bytes: u64, context: Context) -> Room {
-        let is_pausing = clock::fine_ns() < self.futile_until_ns.load(Relaxed);
+        let is_pausing = clock::fine_ns() < self.reclaim_paused_until_ns.load(Relaxed);
         if room.shortage(bytes) == 0 || (is_pausing && bytes <= room.kill.room_bytes()) {
             return room;
         }
         let reason = if room.bound == Bound::Group { Reason::Group } else { Reason::Machine };
         let mut freed = 0;
-        if self.is_better_off_elsewhere() {
+        if self.siblings_have_more_giveable() {
             let short = room.shortage(bytes);
-            let given = self.ask_for(short.max(STEP_BYTES), || self.headroom.sample().shortage(bytes) == 0);
+            let given =
+                self.request_from_siblings(short.max(MIN_STEP_BYTES), || self.headroom.sample().shortage(bytes) == 0);
             freed = given;
             room = self.headroom.sample();
             if room.shortage(bytes) >= short {
-                // What the siblings gave lay in pieces, or was charged to another group.
-                self.elsewhere_after_ns.store(clock::fine_ns() + ELSEWHERE_PAUSE_NS, Relaxed);
+                // The siblings freed only parts of pages, or their memory was charged to another group.
+                self.siblings_first_after_ns.store(clock::fine_ns() + SIBLINGS_FIRST_PAUSE_NS, Relaxed);
             }
         }
         for urgency in [Urgency::Request, Urgency::Limit] {
             let short = room.shortage(bytes);
             if short > 0 {
-                freed = freed.saturating_add(self.give_back(short.max(STEP_BYTES), context, urgency, reason));
+                freed = freed.saturating_add(self.give_back(short.max(MIN_STEP_BYTES), context, urgency, reason));
                 room = self.headroom.sample();
             }
         }
         let short = room.shortage(bytes);
-        if short > 0 && self.ask_for(short, || self.headroom.sample().shortage(bytes) == 0) > 0 {
+        if short > 0 && self.request_from_siblings(short, || self.headroom.sample().shortage(bytes) == 0) > 0 {
             freed = freed.max(1);
             room = self.headroom.sample();
         }
         if context == Context::Outside {
-            self.note_effort(freed > 0 || room.shortage(bytes) == 0, &room);
+            self.update_reclaim_pause(freed > 0 || room.shortage(bytes) == 0, &room);
         }
         room
     }
 
-    /// Whether a sibling could give back much more than this process, whose own free memory is needed again sooner.
-    fn is_better_off_elsewhere(&self) -> bool {
+    /// Whether the siblings could give back more than twice as much as this process, which will need its own free
+    /// memory sooner.
+    fn siblings_have_more_giveable(&self) -> bool {
         let Some(place) = self.place() else { return false };
-        if clock::fine_ns() < self.elsewhere_after_ns.load(Relaxed) {
+        if clock::fine_ns() < self.siblings_first_after_ns.load(Relaxed) {
             return false;
         }
         let own = self.giveable();
-        let elsewhere = place.page().totals().giveable.saturating_sub(place.published_giveable());
-        elsewhere > WORTHWHILE_BYTES.max(own.saturating_mul(2))
+        let siblings_giveable = place.page().totals().giveable.saturating_sub(place.published_giveable());
+        siblings_giveable > WORTHWHILE_BYTES.max(own.saturating_mul(2))
     }
 
-    /// Gives back, outside every lock, what nested charges exceeded a group's limit by. Returns whether that was
-    /// enough.
+    /// Gives back the bytes by which nested charges exceeded a group's limit, outside of locks. Returns whether that
+    /// was enough.
     pub(super) fn pay_system_debt(&self) -> bool {
         let room = self.headroom.sample();
-        // One byte, for which there is no room while there is a debt.
+        // Request one byte: while there is a debt, not even one byte has room.
         self.give_for_system(room, 1, Context::Outside).kill.room_bytes() > 0
     }
 
-    /// Records whether giving back helped. If it did not, it is not retried for a while.
-    fn note_effort(&self, was_useful: bool, room: &Room) {
-        let pause_ns = self.futile_pause_ns.load(Relaxed);
+    /// Records whether giving back helped. If it did not, the next attempt waits for a pause that doubles each time.
+    fn update_reclaim_pause(&self, was_useful: bool, room: &Room) {
+        let pause_ns = self.reclaim_pause_ns.load(Relaxed);
         if was_useful {
-            self.futile_pause_ns.store(*FUTILE_NS.start(), Relaxed);
+            self.reclaim_pause_ns.store(*RECLAIM_PAUSE_NS.start(), Relaxed);
         } else {
             stats::add(Counter::NothingToGive, 1);
-            self.futile_until_ns.store(clock::fine_ns() + pause_ns, Relaxed);
-            self.futile_pause_ns.store((2 * pause_ns).clamp(*FUTILE_NS.start(), *FUTILE_NS.end()), Relaxed);
-            self.headroom.grant((room.kill.room_bytes() / GRANT_DIVISOR).min(STEP_BYTES), *FUTILE_NS.start());
+            self.reclaim_paused_until_ns.store(clock::fine_ns() + pause_ns, Relaxed);
+            self.reclaim_pause_ns
+                .store((2 * pause_ns).clamp(*RECLAIM_PAUSE_NS.start(), *RECLAIM_PAUSE_NS.end()), Relaxed);
+            self.headroom
+                .grant_credit((room.kill.room_bytes() / GRANT_DIVISOR).min(MIN_STEP_BYTES), *RECLAIM_PAUSE_NS.start());
         }
     }
 }

@@ -1,12 +1,11 @@
-//! The page that a process tree shares: its limit, the charge of each member, and requests to give back.
+//! The page that a process tree shares: its limit, the charge of each member process, and requests to give memory back.
 //!
-//! It contains no lock, so no member can die holding one. It contains no total that could go stale: the total is the
-//! sum of the members' own words. The charge of a killed member ends when its identity is found to be dead. A request
-//! is an amount and a sequence number. Members take their part of the amount with compare-and-swap, give it back, and
-//! record the number as answered.
+//! The page contains no lock, so a member that dies cannot leave one locked. It stores no total, which could become
+//! stale: the total is the sum of the members' own words. The charge of a killed member ends when a sweep finds that
+//! the process does not exist. A request is an amount and a sequence number. Each member subtracts its share of the
+//! amount by compare-and-swap, gives that much back, and stores the number as answered.
 //!
-//! The page is untrusted: members check what they read as far as it matters to them, and wait for no answer longer than
-//! [`ANSWER_MS`].
+//! The page is untrusted: members check the values that matter to them, and wait for answers for at most [`ANSWER_MS`].
 #![allow(unsafe_code)] // the shared page is reached through a pointer
 
 use crate::error::{Error, Result};
@@ -20,32 +19,33 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-/// Members that a tree can list. Further members obey the limit, but their charge is not counted.
+/// Most members that a tree can list. Further members obey the limit, but their charge is not counted.
 pub const CAPACITY: usize = 1024;
 
-/// Longest wait for siblings to answer a request.
+/// Longest time to wait for answers of siblings to a request.
 pub const ANSWER_MS: u64 = 25;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-tree1");
 
+/// Values of [`Member::is_listening`].
 const LISTENS: u32 = 1;
-const DEAF: u32 = 2;
+const UNRESPONSIVE: u32 = 2;
 
-/// No limit.
+/// The value that means no limit.
 pub const UNLIMITED: u64 = u64::MAX;
 
 #[repr(C, align(64))]
 struct Member {
-    /// Process id in the low half, low half of the start time in the high half; 0 if the slot is free.
+    /// Process id in the low half, low half of the start time in the high half; 0 in a free slot.
     id: AtomicU64,
     resident: AtomicU64,
     untouched: AtomicU64,
     giveable: AtomicU64,
-    /// Incremented to wake the member's helper.
+    /// Incremented to wake the member's helper, which sleeps on it.
     wake: AtomicU32,
-    /// Latest request that the member has answered.
+    /// Number of the latest request that the member has answered.
     answered: AtomicU32,
-    /// [`LISTENS`] while a helper listens, [`DEAF`] after one did not answer in time, else 0.
+    /// [`LISTENS`] while a helper runs, [`UNRESPONSIVE`] after the helper did not answer in time, else 0.
     is_listening: AtomicU32,
     reserved: AtomicU32,
 }
@@ -57,9 +57,11 @@ impl Member {
     }
 }
 
+/// The shared page of a process tree, mapped from a file.
+///
 /// # Invariants
 ///
-/// All bits are valid: it may be mapped from any file.
+/// All bit patterns are valid: the page may be mapped from any file.
 ///
 /// ```
 /// use pagemill::{Pagemill, reclaim::tree::TreePage};
@@ -78,26 +80,26 @@ impl Member {
 pub struct TreePage {
     magic: AtomicU64,
     limit: AtomicU64,
-    /// Bytes requested and not yet given back.
+    /// Bytes requested that no member has accepted yet.
     wanted: AtomicU64,
-    /// Largest sum of the members' resident bytes.
+    /// Largest sum of the members' resident bytes so far.
     peak: AtomicU64,
-    /// Largest such sum less what the members could have given back at once.
+    /// Largest sum of the members' resident bytes, without what they could have given back at once.
     net_peak: AtomicU64,
-    /// Processes that found no free slot.
+    /// Number of processes that found no free slot.
     unlisted: AtomicU64,
     /// Number of the latest request.
     request: AtomicU32,
-    /// Incremented with every answer; requesters sleep on it.
+    /// Incremented with every answer; processes that wait for answers sleep on it.
     answers: AtomicU32,
-    /// Slots from this one on were never used.
+    /// Slots from this index on were never used.
     high_water: AtomicU32,
-    /// Programs that were started, and fork children that entered.
+    /// Number of programs that were started, and of fork children that entered.
     started: AtomicU32,
     members: [Member; CAPACITY],
 }
 
-/// Totals of a tree at one moment.
+/// The sums over all members of a tree, at one time.
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -110,14 +112,14 @@ pub struct Totals {
 }
 
 impl TreePage {
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     pub const LEN: usize = size_of::<Self>();
 
-    /// Creates the page of a new tree.
+    /// Creates the file of a new tree, and maps it.
     ///
     /// # Errors
     ///
-    /// [`Error::System`].
+    /// [`Error::System`] if the file cannot be created or mapped.
     pub fn create(path: &CStr, limit: u64) -> Result<&'static Self> {
         let page = Self::map(path, Access::Create)?;
         page.limit.store(limit, Relaxed);
@@ -125,11 +127,11 @@ impl TreePage {
         Ok(page)
     }
 
-    /// Maps the page of an existing tree.
+    /// Maps the file of an existing tree.
     ///
     /// # Errors
     ///
-    /// [`Error::System`], also for a file that is not such a page.
+    /// [`Error::System`] if the file cannot be mapped, or is not the page of a tree.
     pub fn join(path: &CStr) -> Result<&'static Self> {
         let page = Self::map(path, Access::Update)?;
         if page.magic.load(Acquire) == MAGIC {
@@ -141,14 +143,14 @@ impl TreePage {
     }
 
     fn map(path: &CStr, access: Access) -> Result<&'static Self> {
-        // SAFETY: a new mapping, at no fixed address.
+        // SAFETY: the new mapping replaces no other mapping.
         let addr = unsafe { file::map_shared(path, Self::LEN, access, 0) }
             .map_err(Error::system("mapping the page of the process tree"))?;
-        // SAFETY: long enough, page aligned, all bits valid, never unmapped.
+        // SAFETY: long enough, page aligned and never unmapped; all bit patterns are valid.
         Ok(unsafe { &*(addr as *const Self) })
     }
 
-    /// Bytes that the members together may have resident.
+    /// Bytes that all members together may have resident.
     pub fn limit(&self) -> u64 {
         self.limit.load(Relaxed)
     }
@@ -157,21 +159,21 @@ impl TreePage {
         self.limit.store(limit, Relaxed);
     }
 
-    fn used_places(&self) -> &[Member] {
+    fn used_slots(&self) -> &[Member] {
         &self.members[..(self.high_water.load(Acquire) as usize).min(CAPACITY)]
     }
 
-    /// Takes a slot for this process: the one it had before an `exec`, or a free one. Returns `None` if all are taken.
+    /// Takes a slot for this process: the slot it had before an `exec`, or a free one. Returns `None` if all are taken.
     pub fn enter(&'static self, identity: Identity) -> Option<MemberSlot> {
-        let id = pack(identity);
-        if let Some(index) = self.used_places().iter().position(|member| member.id.load(Relaxed) == id) {
-            return Some(self.take(index));
+        let id = pack_identity(identity);
+        if let Some(index) = self.used_slots().iter().position(|member| member.id.load(Relaxed) == id) {
+            return Some(self.initialize_slot(index));
         }
         for round in 0..2 {
             for (index, member) in self.members.iter().enumerate() {
                 if member.id.load(Relaxed) == 0 && member.id.compare_exchange(0, id, AcqRel, Relaxed).is_ok() {
                     self.high_water.fetch_max(index as u32 + 1, AcqRel);
-                    return Some(self.take(index));
+                    return Some(self.initialize_slot(index));
                 }
             }
             if round == 0 {
@@ -182,7 +184,7 @@ impl TreePage {
         None
     }
 
-    fn take(&'static self, index: usize) -> MemberSlot {
+    fn initialize_slot(&'static self, index: usize) -> MemberSlot {
         let member = &self.members[index];
         for word in [&member.resident, &member.untouched, &member.giveable] {
             word.store(0, Relaxed);
@@ -192,28 +194,29 @@ impl TreePage {
         MemberSlot { page: self, index }
     }
 
-    /// Frees the slots of dead processes. Reads `/proc` once per member. Returns how many it freed.
+    /// Frees the slots of dead processes. Reads `/proc` once per member. Returns the number of freed slots.
     pub fn sweep(&self) -> usize {
         let mut ended = 0;
-        for member in self.used_places() {
+        for member in self.used_slots() {
             let id = member.id.load(Acquire);
             if id != 0 && !is_alive(id) {
-                // Clear only the identity: the numbers count no more, and may belong to a new member by now.
+                // Clear only the identity: the other words do not count without it, and may belong to a new member by
+                // now.
                 ended += usize::from(member.id.compare_exchange(id, 0, AcqRel, Relaxed).is_ok());
             }
         }
         ended
     }
 
-    /// The members, some of which may have ended.
+    /// Returns the members, some of which may have ended.
     pub fn members(&self) -> impl Iterator<Item = MemberId> {
-        self.used_places().iter().map(|member| MemberId(member.id.load(Relaxed))).filter(|id| id.0 != 0)
+        self.used_slots().iter().map(|member| MemberId(member.id.load(Relaxed))).filter(|id| id.0 != 0)
     }
 
-    /// Sums up the members. Costs some nanoseconds per slot that was ever used.
+    /// Sums up the charges of the members. Costs some nanoseconds per slot that was ever used.
     pub fn totals(&self) -> Totals {
         let mut totals = Totals::default();
-        for member in self.used_places() {
+        for member in self.used_slots() {
             if member.id.load(Relaxed) != 0 {
                 totals.resident = totals.resident.saturating_add(member.resident.load(Relaxed));
                 totals.untouched = totals.untouched.saturating_add(member.untouched.load(Relaxed));
@@ -224,7 +227,7 @@ impl TreePage {
         totals
     }
 
-    /// As [`TreePage::totals`], with `own` in place of the numbers that the member at `place` published.
+    /// As [`TreePage::totals`], but uses `own` instead of the charge that the member at `place` last published.
     pub fn totals_with(&self, place: MemberSlot, own: Totals) -> Totals {
         let (totals, published) = (self.totals(), place.member());
         let replace = |sum: u64, word: &AtomicU64, own: u64| sum.saturating_sub(word.load(Relaxed)).saturating_add(own);
@@ -237,46 +240,46 @@ impl TreePage {
 
     /// Wakes the helper of a member.
     pub fn wake(&self, identity: Identity) {
-        let id = pack(identity);
-        self.used_places().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
+        let id = pack_identity(identity);
+        self.used_slots().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
     }
 
-    /// Updates the peaks with `totals`.
+    /// Updates the two peaks with `totals`.
     pub fn note_peak(&self, totals: Totals) {
         self.peak.fetch_max(totals.resident, Relaxed);
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
 
-    /// The largest sum so far, and the largest sum less what could have been given back at once.
+    /// The largest sum so far, and the largest sum without what could have been given back.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
     }
 
-    /// Counts a program, when it starts, or a fork child. Most programs end without an entry of their own.
+    /// Counts the start of a program or of a fork child. Most programs are too small to take a slot.
     pub fn count_start(&self) {
         self.started.fetch_add(1, Relaxed);
     }
 
-    /// Records the peak of a process that ends and published nothing.
+    /// Records the peak of a process that ends and has published no charge.
     pub fn note_small(&self, peak_bytes: u64) {
         let totals = self.totals();
         self.note_peak(Totals { resident: totals.resident.saturating_add(peak_bytes), ..totals });
     }
 
-    /// Programs that were started, and fork children that entered. A process that executes another program counts twice.
+    /// Number of programs that were started, and of fork children. A process counts again for each `exec`.
     pub fn started(&self) -> u32 {
         self.started.load(Relaxed)
     }
 
-    /// Processes that found no free slot.
+    /// Number of processes that found no free slot.
     pub fn unlisted(&self) -> u64 {
         self.unlisted.load(Relaxed)
     }
 
-    /// Requests `bytes` from all members but `own`. Waits until all that listen have answered, `is_enough` returns
-    /// true, or [`ANSWER_MS`] have passed.
+    /// Requests `bytes` from all members but `own`. Waits until all members with a helper have answered, until
+    /// `is_enough` returns true, or for [`ANSWER_MS`].
     ///
-    /// Returns the bytes by which the others' total fell.
+    /// Returns the bytes by which the total of the other members fell.
     pub fn ask(&self, bytes: u64, own: Option<MemberSlot>, is_enough: impl Fn() -> bool) -> u64 {
         let others = || {
             let totals = self.totals();
@@ -285,9 +288,9 @@ impl TreePage {
         let before = others();
         self.wanted.fetch_add(bytes, Relaxed);
         let request = self.request.fetch_add(1, AcqRel).wrapping_add(1);
-        // A member that did not answer in time before gets the request, but is not waited for.
+        // A member that did not answer an earlier request in time gets this request, but is not waited for.
         let mut awaited = [0u64; CAPACITY / 64];
-        for (index, member) in self.used_places().iter().enumerate() {
+        for (index, member) in self.used_slots().iter().enumerate() {
             let is_own = own.is_some_and(|place| place.index == index);
             if is_own || member.id.load(Relaxed) == 0 || member.is_listening.load(Relaxed) == 0 {
                 continue;
@@ -297,13 +300,14 @@ impl TreePage {
             }
             member.wake();
         }
-        self.wait_for(&awaited, request, is_enough);
+        self.wait_for_answers(&awaited, request, is_enough);
         let left = bytes.saturating_sub(before.saturating_sub(others()));
         let _ = self.wanted.fetch_update(Relaxed, Relaxed, |wanted| Some(wanted.saturating_sub(left)));
         before.saturating_sub(others())
     }
 
-    fn wait_for(&self, awaited: &[u64; CAPACITY / 64], request: u32, is_enough: impl Fn() -> bool) {
+    /// Waits for the members in the bit set `awaited`. Marks late ones as unresponsive.
+    fn wait_for_answers(&self, awaited: &[u64; CAPACITY / 64], request: u32, is_enough: impl Fn() -> bool) {
         for _ in 0..ANSWER_MS {
             let seen = self.answers.load(Acquire);
             let is_open = (0..CAPACITY).any(|index| {
@@ -317,16 +321,16 @@ impl TreePage {
             }
             futex::wait(&self.answers, seen, Some(Duration::from_millis(1)), Scope::Shared);
         }
-        for (index, member) in self.used_places().iter().enumerate() {
+        for (index, member) in self.used_slots().iter().enumerate() {
             let is_late = (member.answered.load(Relaxed).wrapping_sub(request) as i32) < 0;
             if awaited[index / 64] >> (index % 64) & 1 == 1 && is_late {
-                let _ = member.is_listening.compare_exchange(LISTENS, DEAF, Relaxed, Relaxed);
+                let _ = member.is_listening.compare_exchange(LISTENS, UNRESPONSIVE, Relaxed, Relaxed);
             }
         }
     }
 }
 
-/// Identifies the process of a member.
+/// Identifies the process of one member.
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -337,13 +341,13 @@ impl MemberId {
         self.0 as u32
     }
 
-    /// Whether that process is running. Reads `/proc` once.
+    /// Whether the process is running. Reads `/proc` once.
     pub fn is_alive(self) -> bool {
         is_alive(self.0)
     }
 }
 
-/// This process's slot in its tree.
+/// The slot of this process on the page of its tree.
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy)]
@@ -366,7 +370,7 @@ impl MemberSlot {
         &self.member().wake
     }
 
-    /// Wakes that helper.
+    /// Wakes the helper of this process.
     pub fn wake(&self) {
         self.member().wake();
     }
@@ -384,14 +388,14 @@ impl MemberSlot {
         self.member().giveable.load(Relaxed)
     }
 
-    /// Publishes whether a helper answers requests.
+    /// Publishes whether this process has a helper that answers requests.
     pub fn listen(&self, is_listening: bool) {
         self.member().answered.store(self.page.request.load(Relaxed), Relaxed);
         self.member().is_listening.store(if is_listening { LISTENS } else { 0 }, Release);
     }
 
-    /// Answers an open request. `give` is called with the bytes wanted (at most `giveable`) and returns the bytes given
-    /// back.
+    /// Answers an open request. Calls `give` with this member's share, at most `giveable`. Returns the bytes given
+    /// back, or `None` without an open request.
     pub fn answer(&self, giveable: u64, give: impl FnOnce(u64) -> u64) -> Option<u64> {
         let (page, member) = (self.page, self.member());
         let request = page.request.load(Acquire);
@@ -406,13 +410,13 @@ impl MemberSlot {
         let given = if part > 0 { give(part) } else { 0 };
         page.wanted.fetch_add(part.saturating_sub(given), Relaxed);
         member.answered.store(request, Release);
-        let _ = member.is_listening.compare_exchange(DEAF, LISTENS, Relaxed, Relaxed);
+        let _ = member.is_listening.compare_exchange(UNRESPONSIVE, LISTENS, Relaxed, Relaxed);
         page.answers.fetch_add(1, AcqRel);
         futex::wake(&page.answers, i32::MAX, Scope::Shared);
         Some(given)
     }
 
-    /// Frees the slot, at the end of the process.
+    /// Frees the slot at the end of the process.
     pub fn leave(&self) {
         self.publish(0, 0, 0);
         self.member().is_listening.store(0, Relaxed);
@@ -420,11 +424,11 @@ impl MemberSlot {
     }
 }
 
-/// A process's link to its tree; replaced in a fork child.
+/// Links a process to the page and to its slot. Replaced in a fork child.
 #[derive(Default)]
 pub(super) struct Membership {
     page: AtomicPtr<TreePage>,
-    /// Slot in the page plus one; 0 for a process without a slot.
+    /// Index of the slot plus one; 0 for a process without a slot.
     index: AtomicUsize,
 }
 
@@ -434,13 +438,13 @@ impl Membership {
         self.page.store(std::ptr::from_ref(page).cast_mut(), Release);
     }
 
-    /// Drops the slot but keeps the page and its limit.
-    pub fn give_up_place(&self) {
+    /// Forgets the slot. The page, and with it the tree's limit, stays.
+    pub fn forget_slot(&self) {
         self.index.store(0, Relaxed);
     }
 
     pub fn page(&self) -> Option<&'static TreePage> {
-        // SAFETY: null, or set from a reference that is never unmapped.
+        // SAFETY: the pointer is null, or from a reference to a page that is never unmapped.
         unsafe { self.page.load(Acquire).as_ref() }
     }
 
@@ -450,10 +454,11 @@ impl Membership {
     }
 }
 
-fn pack(identity: Identity) -> u64 {
+fn pack_identity(identity: Identity) -> u64 {
     u64::from(identity.pid) | identity.start_ticks << 32
 }
 
+/// Without `/proc` every process counts as running.
 fn is_alive(id: u64) -> bool {
     match process::identity(id as u32) {
         Some(now) => (id >> 32) == (now.start_ticks & 0xFFFF_FFFF) || id >> 32 == 0,
@@ -478,9 +483,9 @@ mod tests {
         Identity { pid: 1 << 30 | number, start_ticks: 1 }
     }
 
-    /// The charge of a killed member ends with a sweep. That of a living member stays.
+    /// A sweep ends the charge of a dead member, and keeps that of a living one.
     #[test]
-    fn the_dead_hold_nothing() {
+    fn a_sweep_ends_the_charge_of_dead_members() {
         let (_folder, page) = page(UNLIMITED);
         let own = page.enter(process::own_identity()).unwrap();
         own.publish(10, 0, 0);
@@ -494,9 +499,9 @@ mod tests {
         assert_eq!(page.totals().members, 0);
     }
 
-    /// A full page accepts a living process only in the slot of a dead one.
+    /// All slots belong to dead processes. A living process that enters gets one of their slots.
     #[test]
-    fn a_full_page_makes_room_for_the_living() {
+    fn a_full_page_reuses_slots_of_dead_members() {
         let (_folder, page) = page(UNLIMITED);
         for number in 0..CAPACITY as u32 {
             page.enter(fake_identity(number)).unwrap();
@@ -506,9 +511,9 @@ mod tests {
         assert_eq!(page.unlisted(), 0);
     }
 
-    /// Entering twice (as after exec) takes the same slot.
+    /// A process that enters again, as after `exec`, gets the same slot.
     #[test]
-    fn a_process_has_one_place() {
+    fn a_process_that_enters_twice_keeps_its_slot() {
         let (_folder, page) = page(UNLIMITED);
         let first = page.enter(process::own_identity()).unwrap();
         first.publish(7, 0, 0);
@@ -517,10 +522,9 @@ mod tests {
         assert_eq!(page.totals().resident, 0);
     }
 
-    /// Two members get a request for less than both hold. Together they give back what was requested, not more. They
-    /// answer during the wait, whatever time they take.
+    /// Two members together give back exactly the requested bytes, although each could give a part of them.
     #[test]
-    fn siblings_share_a_request() {
+    fn siblings_together_give_back_the_requested_bytes() {
         let (_folder, page) = page(UNLIMITED);
         let places = [fake_identity(1), fake_identity(2)].map(|identity| page.enter(identity).unwrap());
         let held = [AtomicU64::new(60), AtomicU64::new(60)];
@@ -547,9 +551,9 @@ mod tests {
         assert_eq!(page.wanted.load(Relaxed), 0);
     }
 
-    /// A member that never answers costs one bounded wait, and none the second time.
+    /// A member that never answers is waited for only once.
     #[test]
-    fn the_deaf_are_waited_for_once() {
+    fn an_unresponsive_member_is_waited_for_once() {
         let (_folder, page) = page(UNLIMITED);
         page.enter(fake_identity(1)).unwrap().listen(true);
         for expected in [ANSWER_MS, 0] {

@@ -1,9 +1,10 @@
-//! An asymmetric lock for a magazine: its thread enters at the cost of two plain stores; a drain pays for both sides.
+//! An asymmetric lock for a magazine: the magazine's thread enters with two plain stores, and a drain pays for the
+//! barriers of both sides.
 //!
-//! The thread sets `entered` before it reads `draining`. The draining thread sets `draining` before it reads `entered`.
-//! A barrier separates the two steps on each side, so at least one side sees the other. Either the draining thread
-//! executes a process-wide barrier (`membarrier`) for all, or each side has its own: the kernel decides once for a
-//! process ([`Barriers`]).
+//! The magazine's thread sets `entered` before it reads `draining`. The draining thread sets `draining` before it reads
+//! `entered`. A barrier separates the two steps on each side, so at least one thread sees the flag of the other. Either
+//! the draining thread executes one process-wide barrier (`membarrier`) for all threads, or each side executes its own.
+//! The kernel's support decides this once for a process ([`Barriers`]).
 
 use pagemill_core::sync::{Acquire, AtomicU32, Relaxed, Release, fence};
 #[cfg(not(loom))]
@@ -12,36 +13,37 @@ use pagemill_sys::barrier;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Which side executes the barriers between the two steps.
+/// The sides that execute a barrier between their two steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Barriers {
-    /// The draining thread, for all threads at once ([`pagemill_sys::barrier`]): they need no barrier of their own.
-    OfDrainer,
-    /// Each side its own, because the kernel refuses the process-wide barrier.
-    OfEach,
+    /// The draining thread executes the barrier for all threads at once ([`pagemill_sys::barrier`]).
+    DrainerOnly,
+    /// Each side executes a barrier of its own, because the kernel refuses the process-wide barrier.
+    BothSides,
 }
 
 impl Barriers {
-    /// What the kernel supports. Queried once: sleeping threads would not notice a change.
+    /// Returns the kind that the kernel supports. The kernel is asked once: threads that sleep would not notice a
+    /// change.
     #[cfg(not(loom))]
     pub fn of_process() -> Self {
-        static ARE_OF_DRAINER: OnceLock<bool> = OnceLock::new();
-        if *ARE_OF_DRAINER.get_or_init(barrier::register) { Self::OfDrainer } else { Self::OfEach }
+        static HAS_PROCESS_BARRIER: OnceLock<bool> = OnceLock::new();
+        if *HAS_PROCESS_BARRIER.get_or_init(barrier::register) { Self::DrainerOnly } else { Self::BothSides }
     }
 
-    /// The draining thread's barrier between its two steps; returns whether it was executed. One call covers any number
-    /// of magazines.
-    pub fn pass(self) -> bool {
+    /// Executes the draining thread's barrier between its two steps. Returns false if the kernel refused it. One call
+    /// covers any number of magazines.
+    pub fn execute(self) -> bool {
         match self {
             #[cfg(not(loom))]
-            Self::OfDrainer => barrier::all_threads(),
-            // The model represents the process-wide barrier by one fence here and one in `order_own`.
+            Self::DrainerOnly => barrier::all_threads(),
+            // loom has no process-wide barrier: one fence here and one in `order_owner_steps` represent it.
             #[cfg(loom)]
-            Self::OfDrainer => {
+            Self::DrainerOnly => {
                 fence(SeqCst);
                 true
             }
-            Self::OfEach => {
+            Self::BothSides => {
                 fence(SeqCst);
                 true
             }
@@ -53,65 +55,67 @@ impl Barriers {
 #[derive(Default)]
 #[repr(C)]
 pub(crate) struct AsymmetricLock {
-    /// 1 while its thread is inside. Written by that thread only.
+    /// 1 while the magazine's thread is inside. Only that thread writes the flag.
     entered: AtomicU32,
-    /// 1 while another thread drains the magazine. Never written by its own thread.
+    /// 1 while another thread drains the magazine. The magazine's thread never writes the flag.
     draining: AtomicU32,
 }
 
 impl AsymmetricLock {
-    /// For the thread of the magazine: enters, and returns whether the magazine is its own until
-    /// [`AsymmetricLock::leave`]. For [`Barriers::OfDrainer`].
+    /// Enters the lock on the magazine's thread, with [`Barriers::DrainerOnly`]. Returns false if the magazine is being
+    /// drained. Otherwise the thread has exclusive access until [`AsymmetricLock::leave`].
     #[inline(always)]
     pub fn enter(&self) -> bool {
         self.entered.store(1, Relaxed);
-        order_own();
-        self.is_own()
+        order_owner_steps();
+        self.confirm_entry()
     }
 
-    /// As [`AsymmetricLock::enter`], for [`Barriers::OfEach`].
+    /// As [`AsymmetricLock::enter`], for [`Barriers::BothSides`].
     pub fn enter_fenced(&self) -> bool {
         self.entered.store(1, Relaxed);
         fence(SeqCst);
-        self.is_own()
+        self.confirm_entry()
     }
 
-    /// The second step of the thread.
+    /// Executes the second step of the magazine's thread: leaves again if a drain is in progress.
     #[inline(always)]
-    fn is_own(&self) -> bool {
-        // Acquires what the draining thread left.
-        let is_own = self.draining.load(Acquire) == 0;
-        if !is_own {
+    fn confirm_entry(&self) -> bool {
+        // Acquire: the thread must see the changes of the last drain.
+        let is_entered = self.draining.load(Acquire) == 0;
+        if !is_entered {
             self.leave();
         }
-        is_own
+        is_entered
     }
 
-    /// Leaves the magazine.
     #[inline(always)]
     pub fn leave(&self) {
         self.entered.store(0, Release);
     }
 
-    /// For the draining thread, one at a time: after the following [`Barriers::pass`] the magazine's thread cannot enter.
+    /// Begins a drain. After the next [`Barriers::execute`] the magazine's thread cannot enter. One thread may drain at
+    /// a time.
     pub fn begin_drain(&self) {
         self.draining.store(1, Relaxed);
     }
 
-    /// For the draining thread, after `pass`: whether the thread is outside, so that the magazine belongs to the caller.
-    pub fn is_outside(&self) -> bool {
+    /// Returns whether the magazine's thread is outside. If so after [`Barriers::execute`], the draining thread has
+    /// exclusive access.
+    pub fn is_owner_outside(&self) -> bool {
         self.entered.load(Acquire) == 0
     }
 
-    /// Ends the drain: the thread can enter again.
-    pub fn release(&self) {
+    /// Ends the drain: the magazine's thread can enter again.
+    pub fn end_drain(&self) {
         self.draining.store(0, Release);
     }
 }
 
-/// Prevents the compiler from reordering the two steps; the barrier of the draining thread orders the processor.
+/// Prevents the compiler from reordering the two steps of the magazine's thread. The draining thread's barrier orders
+/// them in the processor.
 #[inline(always)]
-fn order_own() {
+fn order_owner_steps() {
     #[cfg(not(loom))]
     std::sync::atomic::compiler_fence(SeqCst);
     #[cfg(loom)]
@@ -127,7 +131,8 @@ mod loom_tests {
     #[derive(Default)]
     struct Magazine {
         lock: AsymmetricLock,
-        /// Stands for the objects of a magazine: read, then written. If two threads change it at once, a change is lost.
+        /// Represents the objects of a magazine. A change reads the count, then writes it, so concurrent changes would
+        /// lose one.
         objects: AtomicU32,
     }
 
@@ -137,9 +142,8 @@ mod loom_tests {
         }
     }
 
-    /// A thread adds objects while another drains them twice: no object is lost or duplicated, and the two are never
-    /// inside together.
-    fn thread_and_drainer(barriers: Barriers, enter: fn(&AsymmetricLock) -> bool) {
+    /// One thread adds objects while another drains them twice. No object may be lost or duplicated.
+    fn check_mutual_exclusion(barriers: Barriers, enter: fn(&AsymmetricLock) -> bool) {
         loom::model(move || {
             let magazine = Arc::new(Magazine::default());
             let owner = {
@@ -159,15 +163,15 @@ mod loom_tests {
             let mut taken = 0;
             for _ in 0..2 {
                 magazine.lock.begin_drain();
-                assert!(barriers.pass());
-                // If the thread is inside, the drain is retried later.
-                if magazine.lock.is_outside() {
+                assert!(barriers.execute());
+                // If the thread is inside, this drain fails; a real one would be retried.
+                if magazine.lock.is_owner_outside() {
                     magazine.change(|objects| {
                         taken += objects;
                         0
                     });
                 }
-                magazine.lock.release();
+                magazine.lock.end_drain();
             }
             let added = owner.join().unwrap();
             assert!(enter(&magazine.lock));
@@ -179,21 +183,22 @@ mod loom_tests {
     }
 
     #[test]
-    fn a_thread_and_a_drainer_never_meet() {
-        thread_and_drainer(Barriers::OfDrainer, AsymmetricLock::enter);
+    fn thread_and_drain_exclude_each_other() {
+        check_mutual_exclusion(Barriers::DrainerOnly, AsymmetricLock::enter);
     }
 
     #[test]
-    fn a_thread_with_barriers_of_its_own_and_a_drainer_never_meet() {
-        thread_and_drainer(Barriers::OfEach, AsymmetricLock::enter_fenced);
+    fn thread_with_own_barriers_and_drain_exclude_each_other() {
+        check_mutual_exclusion(Barriers::BothSides, AsymmetricLock::enter_fenced);
     }
 
-    /// One barrier of the draining thread covers two magazines of two threads: it is never inside together with either.
+    /// Two threads use a magazine each, and one barrier of the draining thread covers both. No object may be lost or
+    /// duplicated.
     #[test]
-    fn one_barrier_is_enough_for_two_magazines() {
+    fn one_barrier_covers_two_magazines() {
         for (barriers, enter) in [
-            (Barriers::OfDrainer, AsymmetricLock::enter as fn(&AsymmetricLock) -> bool),
-            (Barriers::OfEach, AsymmetricLock::enter_fenced),
+            (Barriers::DrainerOnly, AsymmetricLock::enter as fn(&AsymmetricLock) -> bool),
+            (Barriers::BothSides, AsymmetricLock::enter_fenced),
         ] {
             loom::model(move || {
                 let magazines = Arc::new([Magazine::default(), Magazine::default()]);
@@ -201,25 +206,25 @@ mod loom_tests {
                     let magazines = magazines.clone();
                     thread::spawn(move || {
                         let Magazine { lock, .. } = &magazines[own];
-                        let is_in = enter(lock);
-                        if is_in {
+                        let is_entered = enter(lock);
+                        if is_entered {
                             magazines[own].change(|objects| objects + 1);
                             lock.leave();
                         }
-                        u32::from(is_in)
+                        u32::from(is_entered)
                     })
                 });
                 let mut taken = [0; 2];
                 magazines.iter().for_each(|magazine| magazine.lock.begin_drain());
-                assert!(barriers.pass());
+                assert!(barriers.execute());
                 for (magazine, taken) in magazines.iter().zip(&mut taken) {
-                    if magazine.lock.is_outside() {
+                    if magazine.lock.is_owner_outside() {
                         magazine.change(|objects| {
                             *taken = objects;
                             0
                         });
                     }
-                    magazine.lock.release();
+                    magazine.lock.end_drain();
                 }
                 let added = threads.map(|thread| thread.join().unwrap());
                 let left = [0, 1].map(|own| magazines[own].objects.load(Relaxed));

@@ -1,30 +1,31 @@
-//! Barns: per-node depots of full sheaves (arrays of free objects) that refill magazines.
+//! Barns: depots on each node that hold full sheaves (arrays of free objects) and refill magazines.
 //!
-//! Without them, a thread that frees what another allocates would look up the slab of every object. Each node has several
-//! barns. So a thread that needs more than its magazine holds mostly gets back its own sheaves, without contention. Each
-//! barn has its own lock; no other lock is taken under it.
+//! If one thread frees what another allocates, barns pass the objects on as whole sheaves, without a look-up of the
+//! slab of each object. A node has several barns, and a thread prefers one of them. So a thread that needs more than
+//! its magazine holds mostly gets back its own sheaves, without contention. Each barn has a lock, under which no other
+//! lock is taken.
 #![allow(unsafe_code)] // zero bits are a valid sheaf
 
-use super::meta::{Held32, Held64};
-use super::shape::MAX_SHEAF;
+use super::meta::{LockedU32, LockedU64};
+use super::shape::MAX_SHEAF_LEN;
 use pagemill_core::arena::{Table, Zeroed};
 use pagemill_core::error::Result;
 use pagemill_core::sync::Lock;
 
-/// Barns of a cache on each node. A thread prefers one by its thread slot.
-pub(super) const BARNS: usize = 8;
+/// Number of barns that a cache has on each node. A thread prefers the barn that its thread slot selects.
+pub(super) const BARNS_PER_NODE: usize = 8;
 
 /// Maximum number of sheaves in a barn.
-const PLACES: usize = 16;
+const SHEAVES_PER_BARN: usize = 16;
 
-/// Objects that move between magazine and barn at once.
+/// An array of free objects, the unit of transfer between magazine and barn.
 #[repr(C)]
-pub(super) struct Sheaf([Held64; MAX_SHEAF]);
+pub(super) struct Sheaf([LockedU64; MAX_SHEAF_LEN]);
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Sheaf {}
 
-/// Memory of the barns of all caches.
+/// The sheaves of all barns of all caches, in one table.
 pub(super) struct BarnMemory {
     sheaves: Table<Sheaf>,
 }
@@ -32,74 +33,79 @@ pub(super) struct BarnMemory {
 impl BarnMemory {
     /// # Errors
     ///
-    /// [`pagemill_core::Error::System`] without addresses.
+    /// [`pagemill_core::Error::System`] if no addresses are available.
     pub fn new(barns: usize) -> Result<Self> {
-        Ok(Self { sheaves: Table::new(barns * PLACES)? })
+        Ok(Self { sheaves: Table::new(barns * SHEAVES_PER_BARN)? })
     }
 
-    /// Opens `barns` barns.
+    /// Makes the memory of `barns` barns accessible, from barn `first` on.
     ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::System`].
     pub fn open(&self, first: usize, barns: usize) -> Result<()> {
-        self.sheaves.open(first * PLACES, first * PLACES, (first + barns) * PLACES)
+        self.sheaves.open(first * SHEAVES_PER_BARN, first * SHEAVES_PER_BARN, (first + barns) * SHEAVES_PER_BARN)
     }
 
     /// Resident bytes of the first `barns` barns.
     pub fn resident_bytes(&self, barns: usize) -> u64 {
-        self.sheaves.resident_bytes(0, barns * PLACES)
+        self.sheaves.resident_bytes(0, barns * SHEAVES_PER_BARN)
     }
 }
 
 /// A bounded stack of full sheaves with its own lock, shared by some threads of a node.
 pub(super) struct Barn {
     barn_memory: &'static BarnMemory,
-    first: usize,
-    /// Objects in each sheaf.
-    sheaf: usize,
+    first_sheaf: usize,
+    sheaf_len: usize,
     lock: Lock,
-    /// Number of sheaves. Changed under the lock.
-    full: Held32,
+    /// Number of stored sheaves. Changed under `lock`.
+    sheaf_count: LockedU32,
 }
 
 impl Barn {
-    /// The barn with this number, which must be unused.
-    pub fn new(barn_memory: &'static BarnMemory, number: usize, sheaf: usize) -> Self {
-        Self { barn_memory, first: number * PLACES, sheaf, lock: Lock::new(), full: Held32::default() }
+    /// Creates the barn that uses the sheaves of index `number`. No other barn may use them.
+    pub fn new(barn_memory: &'static BarnMemory, number: usize, sheaf_len: usize) -> Self {
+        Self {
+            barn_memory,
+            first_sheaf: number * SHEAVES_PER_BARN,
+            sheaf_len,
+            lock: Lock::new(),
+            sheaf_count: LockedU32::default(),
+        }
     }
 
     pub fn objects(&self) -> usize {
-        self.full.get() as usize * self.sheaf
+        self.sheaf_count.get() as usize * self.sheaf_len
     }
 
-    /// Stores a sheaf; returns false if the length is not that of a sheaf or the barn is full.
-    pub fn put(&self, objects: &[usize]) -> bool {
-        if objects.len() != self.sheaf || self.full.get() as usize == PLACES {
+    /// Stores the objects as a sheaf. Returns false if their number is not that of a sheaf, or the barn is full.
+    pub fn push_sheaf(&self, objects: &[usize]) -> bool {
+        if objects.len() != self.sheaf_len || self.sheaf_count.get() as usize == SHEAVES_PER_BARN {
             return false;
         }
         let _guard = self.lock.lock();
-        let full = self.full.get() as usize;
-        let is_in = full < PLACES;
-        if is_in {
-            let words = &self.barn_memory.sheaves.get(self.first + full).0;
+        let full = self.sheaf_count.get() as usize;
+        let has_room = full < SHEAVES_PER_BARN;
+        if has_room {
+            let words = &self.barn_memory.sheaves.get(self.first_sheaf + full).0;
             words.iter().zip(objects).for_each(|(word, object)| word.set(*object as u64));
-            self.full.set(full as u32 + 1);
+            self.sheaf_count.set(full as u32 + 1);
         }
-        is_in
+        has_room
     }
 
-    /// Removes a sheaf; returns the number of its objects. An empty barn costs one load.
-    pub fn take(&self, objects: &mut [usize]) -> usize {
-        if self.full.get() == 0 || objects.len() < self.sheaf {
+    /// Removes a sheaf and returns the number of its objects, 0 if there is none. An empty barn costs one load.
+    pub fn pop_sheaf(&self, objects: &mut [usize]) -> usize {
+        if self.sheaf_count.get() == 0 || objects.len() < self.sheaf_len {
             return 0;
         }
         let _guard = self.lock.lock();
-        let Some(last) = self.full.get().checked_sub(1) else { return 0 };
-        self.full.set(last);
-        let words = &self.barn_memory.sheaves.get(self.first + last as usize).0;
-        objects.iter_mut().zip(&words[..self.sheaf]).for_each(|(object, word)| *object = word.get() as usize);
-        self.sheaf
+        let Some(last) = self.sheaf_count.get().checked_sub(1) else { return 0 };
+        self.sheaf_count.set(last);
+        let words = &self.barn_memory.sheaves.get(self.first_sheaf + last as usize).0;
+        objects.iter_mut().zip(&words[..self.sheaf_len]).for_each(|(object, word)| *object = word.get() as usize);
+        self.sheaf_len
     }
 }
 
@@ -108,27 +114,31 @@ mod tests {
     use super::*;
     use pagemill_core::arena::place;
 
-    /// Each stored object is removed once; adjacent barns do not mix.
+    /// Two adjacent barns are filled and emptied: each stored object comes out once, and no sheaf reaches the other
+    /// barn.
     #[test]
-    fn sheaves_come_out_once() {
+    fn each_stored_object_is_removed_once() {
         let barn_memory = place(BarnMemory::new(2).unwrap()).unwrap();
         barn_memory.open(0, 2).unwrap();
         let barns = [Barn::new(barn_memory, 0, 3), Barn::new(barn_memory, 1, 3)];
         let mut inside = Vec::new();
-        for number in 0..2 * PLACES {
+        for number in 0..2 * SHEAVES_PER_BARN {
             let objects = [number * 3, number * 3 + 1, number * 3 + 2];
-            if barns[number % 2].put(&objects) {
+            if barns[number % 2].push_sheaf(&objects) {
                 inside.extend(objects);
             }
         }
-        assert_eq!((inside.len(), barns[0].put(&[7, 8, 9]), barns[0].put(&[7])), (6 * PLACES, false, false));
+        assert_eq!(
+            (inside.len(), barns[0].push_sheaf(&[7, 8, 9]), barns[0].push_sheaf(&[7])),
+            (6 * SHEAVES_PER_BARN, false, false)
+        );
         let mut out = Vec::new();
         let mut sheaf = [0; 3];
         for barn in &barns {
-            while barn.take(&mut sheaf) == 3 {
+            while barn.pop_sheaf(&mut sheaf) == 3 {
                 out.extend(sheaf);
             }
-            assert_eq!((barn.objects(), barn.take(&mut sheaf[..2])), (0, 0));
+            assert_eq!((barn.objects(), barn.pop_sheaf(&mut sheaf[..2])), (0, 0));
         }
         out.sort_unstable();
         assert_eq!(out, inside);

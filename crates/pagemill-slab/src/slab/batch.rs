@@ -1,7 +1,7 @@
-//! The retire list of emptied slabs: moved objects keep their old bytes until no reader can use them.
+//! The retire list of emptied slabs: the memory of a moved object keeps its old bytes until no reader can use them.
 //!
-//! Each step of defragmentation makes one batch with one grace period ([`Grace`]), however many slabs it emptied. Until
-//! the grace period is over, its slabs stay claimed: no object is allocated from them.
+//! Each step of defragmentation creates one batch with one grace period ([`Grace`]) for all slabs that it emptied.
+//! These slabs stay claimed until the grace period is over, so no object is allocated from them.
 
 use super::engine::Engine;
 use super::epochs::{self, Epoch};
@@ -15,29 +15,29 @@ use std::collections::vec_deque::Drain;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Calls that return memory wait for readers up to this long.
+/// Maximum time that calls that return memory wait for readers.
 pub(super) const GRACE_NS: u64 = 1_000_000_000;
 
-/// A deferred action: what to finish after the grace period.
+/// An action that is executed after the grace period.
 pub(super) enum Deferred {
-    /// Objects that were moved away, and their slab, which is claimed.
+    /// Frees the objects that were moved away, and opens their slab, which is claimed.
     Slab { node: usize, block: u32, slab: u32, objects: Objects },
-    /// A block that was being emptied; comes after its slabs.
+    /// Ends the emptying of a block. Comes after the slabs of the block.
     Block { node: usize, block: u32 },
 }
 
-/// Polls `have_gone` until readers have finished, advancing the epoch between polls, for `most_ns` at most. Returns
-/// whether they have finished.
-pub(super) fn wait_for_readers(most_ns: u64, mut have_gone: impl FnMut() -> bool) -> bool {
+/// Calls `have_finished` repeatedly until it returns true, and advances the epoch between calls. Gives up after
+/// `timeout_ns`. Returns the last result of `have_finished`.
+pub(super) fn wait_for_readers(timeout_ns: u64, mut have_finished: impl FnMut() -> bool) -> bool {
     let mut backoff = Backoff::new();
     loop {
-        if have_gone() {
+        if have_finished() {
             return true;
         }
-        if backoff.waited_ns() > most_ns {
+        if backoff.waited_ns() > timeout_ns {
             return false;
         }
-        // Each flush advances the epoch if no participant lags behind.
+        // A flush advances the epoch if no participant is behind.
         epoch::pin().flush();
         backoff.pause();
     }
@@ -46,22 +46,24 @@ pub(super) fn wait_for_readers(most_ns: u64, mut have_gone: impl FnMut() -> bool
 pub(super) struct Batch {
     deferred: Vec<Deferred>,
     grace: Grace,
-    /// When the batch is done there is more room than before, or a slab to continue with.
-    is_news: bool,
+    /// Whether the end of this batch lets the current pass continue: it frees objects, or opens a slab that was emptied
+    /// partly.
+    unblocks_pass: bool,
 }
 
-/// A grace period: over when all readers of its beginning have finished.
+/// A grace period. It is over when all readers that existed at its beginning have finished.
 pub(super) struct Grace {
-    /// For readers under [`super::pin`].
+    /// The epoch of readers under [`super::pin`]: all of them must have finished.
     handle_epoch: Epoch,
-    /// For readers under [`pagemill_core::epoch::pin`]: true once they have finished.
+    /// Set to true when all readers under [`pagemill_core::epoch::pin`] have finished. `None`: the objects have no such
+    /// readers.
     epoch: Option<Arc<AtomicBool>>,
 }
 
 impl Grace {
     /// Begins a grace period for readers of values by handle.
     pub fn of_handles() -> Self {
-        Self { handle_epoch: epochs::wait_until(), epoch: None }
+        Self { handle_epoch: epochs::grace_epoch(), epoch: None }
     }
 
     /// Begins a grace period for readers under either kind of guard.
@@ -74,90 +76,96 @@ impl Grace {
         grace
     }
 
-    /// Whether no reader can use the objects any more. `oldest` is the oldest epoch of a reader.
+    /// Returns whether the grace period is over. `oldest` is the oldest epoch of a current reader.
     fn is_over(&self, oldest: Epoch) -> bool {
         self.epoch.as_ref().is_none_or(|is_over| is_over.load(Acquire)) && oldest > self.handle_epoch
     }
 }
 
-/// Removes entries from the front while they are over, `most` at most. Entries are in order of arrival, so the first that
-/// has to wait ends the scan.
-pub(super) fn take_over<W>(waiting: &mut VecDeque<W>, most: usize, is_over: impl FnMut(&&W) -> bool) -> Drain<'_, W> {
+/// Removes entries from the front for which `is_over` returns true, at most `most`. Entries are in order of arrival, so
+/// the scan stops at the first that has to wait.
+pub(super) fn drain_finished<W>(
+    waiting: &mut VecDeque<W>,
+    most: usize,
+    is_over: impl FnMut(&&W) -> bool,
+) -> Drain<'_, W> {
     let count = waiting.iter().take(most).take_while(is_over).count();
     waiting.drain(..count)
 }
 
 impl Engine {
-    /// Ends a step: `deferred` becomes a batch that waits for readers.
+    /// Makes the deferred actions of a step one batch, and begins its grace period.
     pub fn retire(&self, deferred: Vec<Deferred>) {
         if deferred.is_empty() {
             return;
         }
-        let is_news = deferred.iter().any(|deferred| match deferred {
+        let unblocks_pass = deferred.iter().any(|deferred| match deferred {
             Deferred::Slab { block, slab, objects, .. } => {
                 objects.count() > 0 || self.shared.blocks.slab(*block, *slab).tried.get() == 0
             }
             Deferred::Block { .. } => false,
         });
         let grace = (self.grace)();
-        self.batches.with(|batches| batches.push_back(Batch { deferred, grace, is_news }));
+        self.batches.with(|batches| batches.push_back(Batch { deferred, grace, unblocks_pass }));
     }
 
-    /// Whether a waiting batch gives more room or a slab to continue with.
-    pub fn awaits_news(&self) -> bool {
-        self.batches.with(|batches| batches.iter().any(|batch| batch.is_news))
+    /// Returns whether a waiting batch will let the current pass continue.
+    pub fn awaits_unblocking_batch(&self) -> bool {
+        self.batches.with(|batches| batches.iter().any(|batch| batch.unblocks_pass))
     }
 
-    /// Finishes the batches after their grace period.
+    /// Executes the actions of all batches with a grace period that is over.
     pub fn finish_retired(&self) {
         if !self.has_batches() {
             return;
         }
-        let oldest = epochs::oldest();
-        let ripe: Vec<Batch> =
-            self.batches.with(|batches| take_over(batches, usize::MAX, |batch| batch.grace.is_over(oldest)).collect());
-        ripe.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.end(deferred));
+        let oldest = epochs::oldest_pinned();
+        let finished: Vec<Batch> = self
+            .batches
+            .with(|batches| drain_finished(batches, usize::MAX, |batch| batch.grace.is_over(oldest)).collect());
+        finished.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
     }
 
-    /// Finishes all batches at once. For a cache that no thread reads any more.
+    /// Executes the actions of all batches without waiting. The caller guarantees that no thread reads the cache any
+    /// more.
     pub fn finish_retired_at_once(&self) {
         let batches = self.batches.with(std::mem::take);
-        batches.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.end(deferred));
+        batches.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
     }
 
-    fn end(&self, deferred: Deferred) {
+    fn finish_deferred(&self, deferred: Deferred) {
         match deferred {
             Deferred::Slab { node, block, slab, objects } => {
                 let base = self.shared.blocks.addr(block);
                 let each = || objects.iter().map(|object| base + self.shape.offset_of(slab, object));
                 each().for_each(|object| {
-                    self.note_given(object);
-                    self.close_free(object);
+                    self.note_freed(object);
+                    self.poison(object);
                 });
-                self.on(node, |node| {
-                    node.give_all(block, slab, &objects);
+                self.with_node(node, |node| {
+                    node.free_all(block, slab, &objects);
                     if node.blocks.slab(block, slab).state() == SlabState::Claimed {
                         node.open(block, slab);
                     }
                 });
             }
-            Deferred::Block { node, block } => self.on(node, |node| node.return_block(block)),
+            Deferred::Block { node, block } => self.with_node(node, |node| node.end_emptying(block)),
         }
     }
 
     /// As [`Engine::finish_retired`], for periodic callers: also advances the epoch and frees what is empty. Returns
     /// whether something still waits.
-    pub fn finish_retired_behind(&self) -> bool {
+    pub fn finish_retired_in_background(&self) -> bool {
         if self.has_batches() {
             epoch::pin().flush();
             self.finish_retired();
-            self.trim_all(Keep::Some);
+            self.trim_all(Keep::Reserve);
         }
         self.has_batches()
     }
 
-    /// Objects that were moved away from places that are not free yet.
-    pub fn in_batches(&self) -> u64 {
+    /// Number of moved objects whose old memory is not free yet.
+    pub fn objects_in_batches(&self) -> u64 {
         let objects = |deferred: &Deferred| match deferred {
             Deferred::Slab { objects, .. } => u64::from(objects.count()),
             Deferred::Block { .. } => 0,
@@ -171,13 +179,13 @@ impl Engine {
 
     /// Waits until all batches are finished, at most one second. Returns whether they are.
     pub fn finish_all_retired(&self) -> Result<bool> {
-        self.check()?;
+        self.check_generation()?;
         Ok(self.finish_retired_within(GRACE_NS))
     }
 
-    /// As [`Engine::finish_all_retired`], for `most_ns` at most. The cache must be of this process.
-    pub fn finish_retired_within(&self, most_ns: u64) -> bool {
-        wait_for_readers(most_ns, || {
+    /// As [`Engine::finish_all_retired`], for `timeout_ns` at most. The cache must be of this process.
+    pub fn finish_retired_within(&self, timeout_ns: u64) -> bool {
+        wait_for_readers(timeout_ns, || {
             self.finish_retired();
             !self.has_batches()
         })
@@ -188,19 +196,19 @@ impl Engine {
 mod tests {
     use super::*;
 
-    /// A scan visits the entries that it removes and one more, however many wait.
+    /// Of 1,000 waiting entries, a scan visits only those that it removes and the first that has to wait.
     #[test]
-    fn what_waits_is_looked_at_in_order() {
+    fn scan_stops_at_first_entry_that_waits() {
         let mut waiting: VecDeque<u32> = (0..1000).collect();
-        let mut looks = 0;
+        let mut visited = 0;
         let mut take = |until, most| {
-            take_over(&mut waiting, most, |at| {
-                looks += 1;
+            drain_finished(&mut waiting, most, |at| {
+                visited += 1;
                 **at < until
             })
             .collect::<Vec<_>>()
         };
         assert_eq!((take(0, usize::MAX), take(3, usize::MAX), take(9, 2)), (vec![], vec![0, 1, 2], vec![3, 4]));
-        assert_eq!((looks, waiting.len()), (1 + 4 + 2, 995));
+        assert_eq!((visited, waiting.len()), (1 + 4 + 2, 995));
     }
 }

@@ -1,73 +1,74 @@
-//! Defragmentation candidates: finds the emptiest block or slab of a node with objects that fit elsewhere.
+//! Defragmentation candidates: finds the emptiest block or slab of a node whose objects fit elsewhere.
 //!
-//! Each search visits a bounded number of blocks under the lock of the node's [`super::node::NodeState`].
+//! Each search visits a bounded number of blocks, under the lock of the node's [`super::node::NodeState`].
 
 use super::lists::Lists;
-use super::meta::{LEVELS, Level, QUEUED, STANDING, SlabSet, SlabState};
-use super::node::{BUCKETS, FULL, FULLEST, GROWING, IDLE, Node, PARTS, TargetRoom};
+use super::meta::{BY_USE, LEVELS, Level, SEARCH_QUEUE, SlabSet, SlabState};
+use super::node::{FULL, FULL_WITH_BARE, FULLEST, IDLE, Node, TargetSlabs, USE_CLASSES, USE_LISTS};
 
-/// Maximum number of suitable blocks that a search compares.
+/// Maximum number of suitable blocks that a search compares to find the emptiest.
 pub(super) const MAX_COMPARED: usize = 16;
 
-/// Ratio of a search for slabs of any use.
+/// Percentage that identifies a search for slabs with any number of objects.
 const ANY_PERCENT: u32 = u32::MAX;
 
-/// Searches of each kind are numbered; 0: no search.
+/// Id of the first search. Id 0 means that a block belongs to no search.
 const FIRST_SEARCH: u32 = 1;
 
-type Standing = Lists<BUCKETS, STANDING>;
-type BlockQueues = Lists<BUCKETS, QUEUED>;
+type UseLists = Lists<USE_LISTS, BY_USE>;
+type SearchQueues = Lists<USE_LISTS, SEARCH_QUEUE>;
 
-/// The next candidate to empty.
+/// A candidate for emptying, already claimed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DefragCandidate {
-    /// A block, its slabs that were claimed with it, and where its objects may go. Slabs that were claimed before (to set
-    /// up, to free, or in a batch) are not included.
-    Block(u32, SlabSet, TargetRoom),
-    /// A slab of a block, claimed now, and how many of its objects fit into other partial slabs.
+    /// A block; its slabs that were claimed with it; and the slabs that may receive its objects. Slabs that were
+    /// claimed before (to be set up, freed, or in a batch) are not in the set.
+    Block(u32, SlabSet, TargetSlabs),
+    /// A slab, as block number and slab number, and how many of its objects fit into other partial slabs.
     Slab(u32, u32, u32),
 }
 
-/// What to search for.
+/// The conditions that a candidate must meet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Criteria {
-    /// Candidates are used by less than this percentage.
+    /// Less than this percentage of the candidate's capacity is in use.
     pub percent: u32,
-    /// Each slab is tried once in a pass.
+    /// The slab was not tried in this pass.
     pub pass: u32,
-    /// Each block is tried once in a round of passes: if an object stayed, the other objects of the block would only be
-    /// moved back and forth. `None`: search for slabs only.
-    pub round: Option<u32>,
+    /// The block was not tried under this number, which several passes may share. If an object stayed in a block,
+    /// trying it again would only move its other objects back and forth. `None`: slabs only.
+    pub block_pass: Option<u32>,
 }
 
-/// Identity of a search: pass (or round of passes) and percentage, and its unique number.
+/// Identifies a search by its pass and percentage (`key`) and by a unique number (`id`).
 struct SearchId {
-    of: (u32, u32),
-    number: u32,
+    key: (u32, u32),
+    id: u32,
 }
 
 impl SearchId {
     fn new() -> Self {
-        Self { of: (0, 0), number: FIRST_SEARCH }
+        Self { key: (0, 0), id: FIRST_SEARCH }
     }
 
-    /// Continues the search, or begins a new one if `of` differs. Returns whether it is new.
-    fn begin(&mut self, of: (u32, u32)) -> bool {
-        let is_new = self.of != of;
+    /// Continues the search if `key` is the same, else begins a new one. Returns whether a new one began.
+    fn begin(&mut self, key: (u32, u32)) -> bool {
+        let is_new = self.key != key;
         if is_new {
-            *self = Self { of, number: self.number.checked_add(1).unwrap_or(FIRST_SEARCH) };
+            *self = Self { key, id: self.id.checked_add(1).unwrap_or(FIRST_SEARCH) };
         }
         is_new
     }
 }
 
-/// State of a node's searches.
+/// State of a node's searches for candidates.
 pub(super) struct Searches {
-    for_slabs: SearchId,
-    for_blocks: SearchId,
-    /// Blocks that the search for blocks still has to visit, list by list. Blocks that enter a list meanwhile come first.
-    queues: BlockQueues,
-    /// Number of blocks visited.
+    slab_search: SearchId,
+    block_search: SearchId,
+    /// Queues of the blocks that the block search has not visited yet, one for each list by use. A block that enters a
+    /// list during the search goes to the front.
+    queues: SearchQueues,
+    /// Number of blocks that all searches have visited.
     #[cfg(test)]
     pub visited: u64,
 }
@@ -75,208 +76,218 @@ pub(super) struct Searches {
 impl Searches {
     pub fn new() -> Self {
         Self {
-            for_slabs: SearchId::new(),
-            for_blocks: SearchId::new(),
+            slab_search: SearchId::new(),
+            block_search: SearchId::new(),
             queues: Lists::new(),
             #[cfg(test)]
             visited: 0,
         }
     }
 
-    /// The lists in which a block may be less used than `percent`, the limit of the search for blocks: those of blocks with
-    /// room, by eighths in use, up to that limit; then `GROWING`. That one is not sorted by use, because its blocks have no
-    /// room in set-up slabs.
-    fn lists_of_blocks(&self) -> impl Iterator<Item = usize> + use<> {
-        let percent = self.for_blocks.of.1;
-        let parts = (percent * PARTS).div_ceil(100).min(PARTS) as usize;
-        (IDLE + 1..=IDLE + parts).chain((percent > 0).then_some(GROWING))
+    /// The lists whose blocks may be used by less than the percentage of the block search. Blocks with free objects are
+    /// listed by eighths in use, so these are the lists up to that percentage. Then comes `FULL_WITH_BARE`, whose
+    /// blocks have any use, since it is not sorted.
+    fn lists_to_search(&self) -> impl Iterator<Item = usize> + use<> {
+        let percent = self.block_search.key.1;
+        let parts = (percent * USE_CLASSES).div_ceil(100).min(USE_CLASSES) as usize;
+        (IDLE + 1..=IDLE + parts).chain((percent > 0).then_some(FULL_WITH_BARE))
     }
 }
 
 impl Node<'_> {
-    /// Claims the next candidate: a block if its objects fit into others, else a slab with some objects that do.
+    /// Claims the next candidate: a block if all its objects fit into other blocks, else a slab if some of its objects
+    /// fit into other slabs.
     pub fn claim_candidate(&mut self, criteria: &Criteria) -> Option<DefragCandidate> {
-        if let Some(number) = self.sparsest_block(criteria) {
-            let room = self.room_for(number);
-            return Some(DefragCandidate::Block(number, self.begin_emptying(number, criteria.round), room));
+        if let Some(block_number) = self.emptiest_block(criteria) {
+            let targets = self.target_slabs_for(block_number);
+            return Some(DefragCandidate::Block(
+                block_number,
+                self.begin_emptying(block_number, criteria.block_pass),
+                targets,
+            ));
         }
-        let (number, slab, most) = self.sparsest_slab(criteria)?;
-        self.blocks.slab(number, slab).tried.set(criteria.pass);
-        self.claim(number, slab);
-        Some(DefragCandidate::Slab(number, slab, most))
+        let (block_number, slab, most) = self.emptiest_slab(criteria)?;
+        self.blocks.slab(block_number, slab).tried.set(criteria.pass);
+        self.claim(block_number, slab);
+        Some(DefragCandidate::Slab(block_number, slab, most))
     }
 
-    /// Whether [`Node::claim_candidate`] would find a candidate.
+    /// Returns whether [`Node::claim_candidate`] would find a candidate.
     pub fn has_candidate(&mut self, criteria: &Criteria) -> bool {
-        self.sparsest_block(criteria).is_some() || self.sparsest_slab(criteria).is_some()
+        self.emptiest_block(criteria).is_some() || self.emptiest_slab(criteria).is_some()
     }
 
-    /// The emptiest of the first suitable blocks. A block that is used too much for this search is dequeued, and visited
-    /// again only after it has entered another list.
-    fn sparsest_block(&mut self, criteria: &Criteria) -> Option<u32> {
-        self.begin_for_blocks(criteria.round?, criteria.percent);
+    /// Returns the emptiest of the first suitable blocks. An unsuitable block leaves the search queue, and returns only
+    /// when it enters another list.
+    fn emptiest_block(&mut self, criteria: &Criteria) -> Option<u32> {
+        self.begin_block_search(criteria.block_pass?, criteria.percent);
         let capacity = u64::from(self.shape.block_capacity());
-        for list in self.state.searches.lists_of_blocks() {
+        for list in self.state.searches.lists_to_search() {
             let (mut least, mut count) = (None, 0);
             let mut at = self.state.searches.queues.first(list);
-            while let Some(number) = at.filter(|_| count < MAX_COMPARED) {
-                at = BlockQueues::next(self.blocks, number);
-                self.note_visit();
-                let block = self.blocks.block(number);
+            while let Some(block_number) = at.filter(|_| count < MAX_COMPARED) {
+                at = SearchQueues::next(self.blocks, block_number);
+                self.count_visit();
+                let block = self.blocks.block(block_number);
                 let used = u64::from(block.used.get());
-                // A sparse block has memory only for its set-up slabs. If these are full, emptying it gains nothing.
-                let is_packed = list == GROWING && block.is_sparse.get() == 1;
-                let was_tried = Some(block.tried.get()) == criteria.round;
+                // Only set-up slabs of a sparse block have memory. If all of them are full, emptying the block saves
+                // nothing.
+                let is_packed = list == FULL_WITH_BARE && block.is_sparse.get() == 1;
+                let was_tried = Some(block.tried.get()) == criteria.block_pass;
                 if is_packed || was_tried || used * 100 >= capacity * u64::from(criteria.percent) {
-                    self.dequeue(number);
+                    self.dequeue_from_search(block_number);
                     continue;
                 }
                 count += 1;
-                if used <= self.room_beside(number) {
-                    let found = (used, number);
+                if used <= self.free_objects_elsewhere(block_number) {
+                    let found = (used, block_number);
                     least = Some(least.map_or(found, |before: (u64, u32)| before.min(found)));
                 }
             }
-            if let Some((_, number)) = least {
-                return Some(number);
+            if let Some((_, block_number)) = least {
+                return Some(block_number);
             }
         }
         None
     }
 
-    /// Where the objects of a block may go. Two blocks with objects that cannot move would exchange the others forever.
-    /// So after such an attempt, objects only go to blocks that are at least as full.
-    fn room_for(&self, number: u32) -> TargetRoom {
-        let block = self.blocks.block(number);
-        if block.has_refused.get() == 1 { TargetRoom::Fuller(block.used.get()) } else { TargetRoom::Used }
+    /// Returns the slabs that may receive the objects of a block. If a block kept unmovable objects before, only blocks
+    /// that are at least as full may receive the others. Otherwise two such blocks would exchange them forever.
+    fn target_slabs_for(&self, block_number: u32) -> TargetSlabs {
+        let block = self.blocks.block(block_number);
+        if block.has_unmovable.get() == 1 { TargetSlabs::Fuller(block.used.get()) } else { TargetSlabs::InUse }
     }
 
-    /// How many objects fit into the blocks that the objects of this block may go to. Emptier blocks of the same list are
-    /// counted, too.
-    fn room_beside(&self, number: u32) -> u64 {
-        let block = self.blocks.block(number);
-        let first = match self.room_for(number) {
-            TargetRoom::Fuller(least) => self.list_of(least),
+    /// Returns how many objects fit into the blocks that may receive the objects of this block. Also counts emptier
+    /// blocks of the same list.
+    fn free_objects_elsewhere(&self, block_number: u32) -> u64 {
+        let block = self.blocks.block(block_number);
+        let first = match self.target_slabs_for(block_number) {
+            TargetSlabs::Fuller(least) => self.list_for_use(least),
             _ => IDLE + 1,
         };
-        let lists = (first..=FULLEST).chain([GROWING]);
-        let (room, bare) =
-            lists.fold((0, 0), |(room, bare), list| (room + self.state.room_in[list], bare + self.state.bare_in[list]));
-        let bare = u64::from(bare - self.bare_in_use(number)) * u64::from(self.shape.capacity);
-        room - u64::from(block.room.get()) + bare
+        let lists = (first..=FULLEST).chain([FULL_WITH_BARE]);
+        let (free, bare) = lists.fold((0, 0), |(free, bare), list| {
+            (free + self.state.free_objects_in[list], bare + self.state.bare_slabs_in[list])
+        });
+        let bare = u64::from(bare - self.counted_bare_slabs(block_number)) * u64::from(self.shape.capacity);
+        free - u64::from(block.free_objects.get()) + bare
     }
 
-    /// The first blocks of a list with at least `least` objects in use; they are the first that an allocation looks at.
-    pub fn first_of(&self, list: usize, least: u32) -> impl Iterator<Item = u32> {
-        // Blocks that were tried may be emptier. They come first in the list, and are in no queue.
+    /// Returns the first blocks of a list that have at least `least` objects in use. An allocation tries these first.
+    pub fn first_blocks_of(&self, list: usize, least: u32) -> impl Iterator<Item = u32> {
+        // Blocks that were tried may be emptier. They come first in the list, but are in no search queue.
         let queued = self.state.searches.queues.iter(self.blocks, list).take(MAX_COMPARED);
-        let blocks = queued.chain(self.list(list).take(MAX_COMPARED));
-        blocks.filter(move |number| self.blocks.block(*number).used.get() >= least)
+        let blocks = queued.chain(self.blocks_in_list(list).take(MAX_COMPARED));
+        blocks.filter(move |block_number| self.blocks.block(*block_number).used.get() >= least)
     }
 
-    /// Begins a search for blocks. If it is new, queues all blocks that may be used by less than it wants.
-    fn begin_for_blocks(&mut self, round: u32, percent: u32) {
-        if !self.state.searches.for_blocks.begin((round, percent)) {
+    /// Begins or continues a block search. A new search queues all blocks that may be used by less than `percent`.
+    fn begin_block_search(&mut self, block_pass: u32, percent: u32) {
+        if !self.state.searches.block_search.begin((block_pass, percent)) {
             return;
         }
         self.state.searches.queues = Lists::new();
-        for list in self.state.searches.lists_of_blocks() {
+        for list in self.state.searches.lists_to_search() {
             let mut at = self.state.lists.first(list);
-            while let Some(number) = at {
-                at = Standing::next(self.blocks, number);
-                self.blocks.block(number).queued.set(self.state.searches.for_blocks.number);
-                self.state.searches.queues.put_last(self.blocks, list, number);
+            while let Some(block_number) = at {
+                at = UseLists::next(self.blocks, block_number);
+                self.blocks.block(block_number).queued_search.set(self.state.searches.block_search.id);
+                self.state.searches.queues.push_back(self.blocks, list, block_number);
             }
         }
     }
 
-    /// Queues a block that has entered its list for the search for blocks, unless it was tried in this round.
-    pub fn queue(&mut self, number: u32) {
-        let (block, searches) = (self.blocks.block(number), &mut self.state.searches);
-        let list = block.bucket();
+    /// Adds a block that has entered a list to the search queue of that list, unless it was tried in this search.
+    pub fn queue_for_search(&mut self, block_number: u32) {
+        let (block, searches) = (self.blocks.block(block_number), &mut self.state.searches);
+        let list = block.use_list();
         let is_wanted =
-            block.tried.get() != searches.for_blocks.of.0 && searches.lists_of_blocks().any(|of| of == list);
-        block.queued.set(if is_wanted { searches.for_blocks.number } else { 0 });
+            block.tried.get() != searches.block_search.key.0 && searches.lists_to_search().any(|of| of == list);
+        block.queued_search.set(if is_wanted { searches.block_search.id } else { 0 });
         if is_wanted {
-            searches.queues.put_first(self.blocks, list, number);
+            searches.queues.push_front(self.blocks, list, block_number);
         }
     }
 
-    pub fn dequeue(&mut self, number: u32) {
+    pub fn dequeue_from_search(&mut self, block_number: u32) {
         let searches = &mut self.state.searches;
-        let queued = &self.blocks.block(number).queued;
-        if queued.get() == searches.for_blocks.number {
-            searches.queues.remove(self.blocks, number);
+        let queued_search = &self.blocks.block(block_number).queued_search;
+        if queued_search.get() == searches.block_search.id {
+            searches.queues.remove(self.blocks, block_number);
         }
-        queued.set(0);
+        queued_search.set(0);
     }
 
-    /// Checks that each queued block is queued under the list that it is in.
+    /// Checks that each queued block is in the queue of its list.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check_queues(&self) {
         let searches = &self.state.searches;
         searches.queues.check(self.blocks);
-        for list in 0..BUCKETS {
-            let is_there = |number: &u32| {
-                let block = self.blocks.block(*number);
-                block.bucket() == list && block.queued.get() == searches.for_blocks.number
+        for list in 0..USE_LISTS {
+            let is_there = |block_number: &u32| {
+                let block = self.blocks.block(*block_number);
+                block.use_list() == list && block.queued_search.get() == searches.block_search.id
             };
-            assert!(searches.queues.iter(self.blocks, list).all(|number| is_there(&number)));
-            let queued =
-                self.list(list).filter(|number| self.blocks.block(*number).queued.get() == searches.for_blocks.number);
+            assert!(searches.queues.iter(self.blocks, list).all(|block_number| is_there(&block_number)));
+            let queued = self.blocks_in_list(list).filter(|block_number| {
+                self.blocks.block(*block_number).queued_search.get() == searches.block_search.id
+            });
             assert_eq!(queued.count(), searches.queues.iter(self.blocks, list).count());
         }
     }
 
-    fn note_visit(&mut self) {
+    fn count_visit(&mut self) {
         #[cfg(test)]
         {
             self.state.searches.visited += 1;
         }
     }
 
-    /// A slab, and how many of its objects fit into other partial slabs. In whole blocks this is only useful when
-    /// everything is packed.
-    fn sparsest_slab(&mut self, criteria: &Criteria) -> Option<(u32, u32, u32)> {
+    /// Returns the emptiest suitable slab, and how many of its objects fit into other partial slabs. Emptying a slab of
+    /// a whole block frees no memory, so such slabs are considered only if everything is to be packed.
+    fn emptiest_slab(&mut self, criteria: &Criteria) -> Option<(u32, u32, u32)> {
         let capacity = self.shape.capacity;
-        let partial_room = self.state.room - u64::from(self.state.empty) * u64::from(capacity);
+        let partial_room = self.state.free_objects - u64::from(self.state.empty) * u64::from(capacity);
         let blocks = self.blocks;
-        let sparsest_of = |number| {
-            let block = blocks.block(number);
-            let is_worth_it = block.is_sparse.get() == 1 || criteria.percent > 100;
-            let slabs = (Level::Partial as usize..LEVELS).flat_map(|level| block.all_at(level));
-            let used = |slab: u32| blocks.slab(number, slab).used();
+        let sparsest_of = |block_number| {
+            let block = blocks.block(block_number);
+            let is_worthwhile = block.is_sparse.get() == 1 || criteria.percent > 100;
+            let slabs = (Level::Partial as usize..LEVELS).flat_map(|level| block.slabs_at_level(level));
+            let used = |slab: u32| blocks.slab(block_number, slab).used_objects();
             let fits = |slab: &u32| {
                 let is_sparse_enough = u64::from(used(*slab)) * 100 < u64::from(capacity) * u64::from(criteria.percent);
-                is_sparse_enough && blocks.slab(number, *slab).tried.get() != criteria.pass
+                is_sparse_enough && blocks.slab(block_number, *slab).tried.get() != criteria.pass
             };
-            let slab = is_worth_it.then(|| slabs.filter(fits).min_by_key(|slab| used(*slab)))??;
-            Some((used(slab), number, slab))
+            let slab = is_worthwhile.then(|| slabs.filter(fits).min_by_key(|slab| used(*slab)))??;
+            Some((used(slab), block_number, slab))
         };
-        let (used, number, slab) = self.least((criteria.pass, criteria.percent), FULLEST, MAX_COMPARED, sparsest_of)?;
+        let (used, block_number, slab) =
+            self.min_over_blocks((criteria.pass, criteria.percent), FULLEST, MAX_COMPARED, sparsest_of)?;
         let elsewhere = partial_room - u64::from(capacity - used);
-        (elsewhere > 0).then(|| (number, slab, u64::from(used).min(elsewhere) as u32))
+        (elsewhere > 0).then(|| (block_number, slab, u64::from(used).min(elsewhere) as u32))
     }
 
-    /// The minimum of `find` over the first `most` blocks that have a candidate, from the emptiest list to `last`. Blocks
-    /// without a candidate move to the end of their list. The same search visits them again only after a change.
-    fn least<T: Ord + Copy>(
+    /// Returns the minimum of `find` over the first `most` blocks for which it finds a candidate, from the emptiest
+    /// list to list `last`. A block without a candidate moves to the end of its list. The same search visits it again
+    /// only after a change.
+    fn min_over_blocks<T: Ord + Copy>(
         &mut self,
         search_id: (u32, u32),
         last: usize,
         most: usize,
         find: impl Fn(u32) -> Option<T>,
     ) -> Option<T> {
-        self.state.searches.for_slabs.begin(search_id);
+        self.state.searches.slab_search.begin(search_id);
         let (mut least, mut count) = (None, 0);
         for list in IDLE + 1..=last {
             let mut at = self.state.lists.first(list);
-            while let Some(number) = at.filter(|number| count < most && !self.is_spent(*number)) {
-                at = Standing::next(self.blocks, number);
-                self.note_visit();
-                let Some(found) = find(number) else {
-                    self.blocks.block(number).spent.set(self.state.searches.for_slabs.number);
-                    self.state.lists.move_last(self.blocks, number);
+            while let Some(block_number) = at.filter(|block_number| count < most && !self.is_exhausted(*block_number)) {
+                at = UseLists::next(self.blocks, block_number);
+                self.count_visit();
+                let Some(found) = find(block_number) else {
+                    self.blocks.block(block_number).exhausted_search.set(self.state.searches.slab_search.id);
+                    self.state.lists.move_to_back(self.blocks, block_number);
                     continue;
                 };
                 least = Some(least.map_or(found, |before: T| before.min(found)));
@@ -286,69 +297,70 @@ impl Node<'_> {
         least
     }
 
-    /// Whether the current search has found no candidate in a block. Such blocks are last in their lists.
-    pub fn is_spent(&self, number: u32) -> bool {
-        self.blocks.block(number).spent.get() == self.state.searches.for_slabs.number
+    /// Returns whether the current slab search found no candidate in a block. Such blocks are last in their lists.
+    pub fn is_exhausted(&self, block_number: u32) -> bool {
+        self.blocks.block(block_number).exhausted_search.get() == self.state.searches.slab_search.id
     }
 
-    /// A slab of a block changed, so the search may visit the block again.
-    pub fn renew(&mut self, number: u32) {
-        if self.is_spent(number) {
-            let bucket = self.blocks.block(number).bucket();
-            self.unlink(number);
-            self.link(number, bucket);
+    /// Lets the slab search visit a block again, because one of its slabs has changed.
+    pub fn allow_revisit(&mut self, block_number: u32) {
+        if self.is_exhausted(block_number) {
+            let list = self.blocks.block(block_number).use_list();
+            self.unlink(block_number);
+            self.link(block_number, list);
         }
     }
 
-    /// Marks a block as leaving, and claims all of its open slabs. Returns them.
-    fn begin_emptying(&mut self, number: u32, round: Option<u32>) -> SlabSet {
-        let block = self.blocks.block(number);
-        block.tried.set(round.unwrap_or(0));
-        block.is_leaving.set(1);
+    /// Begins to empty a block: no object is allocated from it any more. Claims all of its open slabs and returns them.
+    fn begin_emptying(&mut self, block_number: u32, block_pass: Option<u32>) -> SlabSet {
+        let block = self.blocks.block(block_number);
+        block.tried.set(block_pass.unwrap_or(0));
+        block.is_emptying.set(1);
         let mut claimed = SlabSet::default();
-        for slab in block.all_set_up(self.shape.slabs) {
-            if self.blocks.slab(number, slab).state() == SlabState::Open {
-                self.claim(number, slab);
+        for slab in block.set_up_slabs(self.shape.slabs) {
+            if self.blocks.slab(block_number, slab).state() == SlabState::Open {
+                self.claim(block_number, slab);
                 claimed.add(slab);
             }
         }
-        self.file(number);
+        self.update_use_list(block_number);
         claimed
     }
 
-    /// Claims the first block of the emptiest nonempty list, if it is whole, has no claimed slab and is at most half used.
-    pub fn claim_emptiest(&mut self) -> Option<(u32, SlabSet)> {
-        let number = (IDLE + 1..=FULLEST).flat_map(|list| self.list(list)).next()?;
-        let block = self.blocks.block(number);
+    /// Claims the first block of the emptiest nonempty list, if it is whole, at most half used, and has no claimed
+    /// slab.
+    pub fn claim_half_used_block(&mut self) -> Option<(u32, SlabSet)> {
+        let block_number = (IDLE + 1..=FULLEST).flat_map(|list| self.blocks_in_list(list)).next()?;
+        let block = self.blocks.block(block_number);
         let is_half_used = 2 * block.used.get() <= self.shape.block_capacity();
         let is_it = is_half_used && block.is_sparse.get() == 0 && block.claimed.get() == 0;
-        is_it.then(|| (number, self.begin_emptying(number, None)))
+        is_it.then(|| (block_number, self.begin_emptying(block_number, None)))
     }
 
-    /// Claims a slab with objects that was not tried in this pass, of the emptiest block that has one.
-    pub fn claim_next(&mut self, pass: u32) -> Option<(u32, u32)> {
+    /// Claims a slab with objects that was not tried in this pass, in the emptiest block that has one.
+    pub fn claim_next_slab(&mut self, pass: u32) -> Option<(u32, u32)> {
         let (blocks, slabs) = (self.blocks, self.shape.slabs);
-        let (number, slab) = self.least((pass, ANY_PERCENT), FULL, 1, |number| {
-            let slab = blocks.block(number).all_set_up(slabs).find(|slab| {
-                let words = blocks.slab(number, *slab);
-                words.state() == SlabState::Open && words.used() > 0 && words.tried.get() != pass
+        let (block_number, slab) = self.min_over_blocks((pass, ANY_PERCENT), FULL, 1, |block_number| {
+            let slab = blocks.block(block_number).set_up_slabs(slabs).find(|slab| {
+                let slab_meta = blocks.slab(block_number, *slab);
+                slab_meta.state() == SlabState::Open && slab_meta.used_objects() > 0 && slab_meta.tried.get() != pass
             })?;
-            Some((number, slab))
+            Some((block_number, slab))
         })?;
-        self.blocks.slab(number, slab).tried.set(pass);
-        self.claim(number, slab);
-        Some((number, slab))
+        self.blocks.slab(block_number, slab).tried.set(pass);
+        self.claim(block_number, slab);
+        Some((block_number, slab))
     }
 
-    /// Ends the emptying of a block that [`Node::claim_candidate`] claimed, after the claims of its slabs.
-    pub fn return_block(&mut self, number: u32) {
-        let block = self.blocks.block(number);
-        block.is_leaving.set(0);
-        // A block that was left half done is continued, not marked.
+    /// Ends the emptying of a claimed block, after its slabs were opened or freed.
+    pub fn end_emptying(&mut self, block_number: u32) {
+        let block = self.blocks.block(block_number);
+        block.is_emptying.set(0);
+        // If emptying stopped before all objects were tried, `tried` is 0: a later step continues with the block.
         if block.tried.get() != 0 && block.used.get() > 0 {
-            block.has_refused.set(1);
+            block.has_unmovable.set(1);
         }
-        self.file(number);
+        self.update_use_list(block_number);
     }
 }
 
@@ -356,32 +368,32 @@ impl Node<'_> {
 mod tests {
     use super::*;
 
-    /// A search for blocks used by less than a percentage visits the lists of the eighths below it, then blocks without
-    /// room. A search for none visits none.
+    /// A block search visits the lists of all eighths that begin below its percentage, then `FULL_WITH_BARE`. At 0 % it
+    /// visits no list.
     #[test]
-    fn a_percentage_chooses_the_lists() {
+    fn percentage_selects_lists_to_search() {
         let lists_of = |percent: u32| {
             let mut searches = Searches::new();
-            searches.for_blocks.of.1 = percent;
-            searches.lists_of_blocks().collect::<Vec<_>>()
+            searches.block_search.key.1 = percent;
+            searches.lists_to_search().collect::<Vec<_>>()
         };
         assert_eq!(lists_of(0), []);
         for (percent, parts) in [(1, 1), (12, 1), (13, 2), (25, 2), (26, 3), (87, 7), (88, 8), (100, 8), (101, 8)] {
             let mut expected = Vec::from_iter(IDLE + 1..=IDLE + parts);
-            expected.push(GROWING);
+            expected.push(FULL_WITH_BARE);
             assert_eq!(lists_of(percent), expected, "{percent} %");
         }
     }
 
-    /// A search with another pass or percentage has a new number, which is never 0.
+    /// A search with another pass or percentage gets a new id. Ids are never 0, even after an overflow.
     #[test]
-    fn each_search_has_a_number() {
+    fn each_search_has_a_nonzero_id() {
         let mut id = SearchId::new();
-        assert!(id.number != 0 && id.begin((7, 50)) && !id.begin((7, 50)));
-        let first = id.number;
+        assert!(id.id != 0 && id.begin((7, 50)) && !id.begin((7, 50)));
+        let first = id.id;
         assert!(id.begin((7, 51)) && id.begin((8, 51)) && !id.begin((8, 51)));
-        assert_eq!((id.of, id.number), ((8, 51), first + 2));
-        id.number = u32::MAX;
-        assert!(id.begin((9, 51)) && id.number == FIRST_SEARCH);
+        assert_eq!((id.key, id.id), ((8, 51), first + 2));
+        id.id = u32::MAX;
+        assert!(id.begin((9, 51)) && id.id == FIRST_SEARCH);
     }
 }

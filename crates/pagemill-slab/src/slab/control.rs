@@ -1,6 +1,6 @@
-//! What other processes of the user can see of slab caches and change in them. Each cache is named by a unique id.
+//! Statistics and commands of slab caches for other processes of the same user. A unique id names each cache.
 
-use super::{CacheKind, Member, NodeInfo, SlabInfo, Slabs, info};
+use super::{Cache, CacheKind, NodeInfo, SlabInfo, Slabs, info};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::listing::ShrinkReport;
 use pagemill_core::sync::Backoff;
@@ -9,53 +9,54 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 impl Slabs {
-    /// The first cache that still exists with an id of at least `from`.
-    fn member_from(&self, from: u64) -> Option<(u64, Arc<dyn Member>)> {
-        self.members.with(|members| {
-            let rest = &members[members.partition_point(|(id, _)| *id < from)..];
-            rest.iter().find_map(|(id, member)| Some((*id, member.upgrade()?)))
+    /// Returns the existing cache with the lowest id that is at least `from`.
+    fn first_cache_from(&self, from: u64) -> Option<(u64, Arc<dyn Cache>)> {
+        self.caches.with(|caches| {
+            let rest = &caches[caches.partition_point(|(id, _)| *id < from)..];
+            rest.iter().find_map(|(id, cache)| Some((*id, cache.upgrade()?)))
         })
     }
 
-    fn member(&self, id: u64) -> Option<Arc<dyn Member>> {
-        self.member_from(id).filter(|(found, _)| *found == id).map(|(_, member)| member)
+    fn cache_by_id(&self, id: u64) -> Option<Arc<dyn Cache>> {
+        self.first_cache_from(id).filter(|(found, _)| *found == id).map(|(_, cache)| cache)
     }
 
-    /// Calls `show` for every cache in order of ids, once for each node, with the statistics of that node. Allocates no
-    /// memory. Waits `most_ns` for locks in all, and reports a node as partial if it could not read its values.
+    /// Calls `show` once for each node of every cache, in order of cache ids, with the statistics of that node.
+    /// Allocates no memory. Waits at most `timeout_ns` for locks in all. If the lock of a node was not available, the
+    /// statistics are marked as partial.
     ///
     /// # Errors
     ///
-    /// Those of `show`; the remaining caches are not shown then.
+    /// Those of `show`. After an error no further cache is shown.
     pub(super) fn show(
         &self,
-        most_ns: u64,
+        timeout_ns: u64,
         mut show: impl FnMut(u64, &SlabInfo, usize, &NodeInfo) -> io::Result<()>,
     ) -> io::Result<()> {
         let (mut backoff, mut from) = (Backoff::new(), 0);
-        while let Some((id, member)) = self.member_from(from) {
-            info::show(&*member, (&mut backoff, most_ns), |info, node, figures| show(id, info, node, figures))?;
+        while let Some((id, cache)) = self.first_cache_from(from) {
+            info::show(&*cache, (&mut backoff, timeout_ns), |info, node, node_info| show(id, info, node, node_info))?;
             from = id + 1;
         }
         Ok(())
     }
 
-    /// Shrinks one cache as its user would, which runs callbacks of owners. `None` if the cache was dropped, even while
-    /// it waited.
+    /// Shrinks one cache as the program itself would, including callbacks of owners. Returns `None` if the cache was
+    /// dropped before or meanwhile.
     ///
     /// # Errors
     ///
     /// As the cache's own `shrink`.
     pub(super) fn shrink_one(&self, id: u64) -> Option<Result<ShrinkReport>> {
-        let member = self.member(id)?;
+        let cache = self.cache_by_id(id)?;
         let shrink = || {
-            let before = info::of(&*member)?;
-            // Code of the program must run on a thread that shares the program's open files.
-            let freed_bytes = match member.kind() {
-                CacheKind::Fixed => member.shrink()?,
-                CacheKind::ByOwner | CacheKind::ByHandle => self.worker.request_shrink(member.engine())?,
+            let before = info::of(&*cache)?;
+            // Callbacks must run on a thread that shares the program's open files: the background thread.
+            let freed_bytes = match cache.kind() {
+                CacheKind::Fixed => cache.shrink()?,
+                CacheKind::ByOwner | CacheKind::ByHandle => self.worker.request_shrink(cache.engine())?,
             };
-            let after = info::of(&*member)?;
+            let after = info::of(&*cache)?;
             Ok(ShrinkReport {
                 freed_bytes,
                 moved: after.moved.saturating_sub(before.moved),
@@ -66,29 +67,30 @@ impl Slabs {
             })
         };
         let done = shrink();
-        let has_gone = done.is_err() && member.engine().is_withdrawn.load(SeqCst);
+        let has_gone = done.is_err() && cache.engine().is_unregistered.load(SeqCst);
         (!has_gone).then_some(done)
     }
 
-    /// Sets the used ratio below which a cache is defragmented. `None` if the cache was dropped.
+    /// Sets the ratio of use below which a cache is defragmented. Returns `None` if the cache was dropped.
     ///
     /// # Errors
     ///
     /// [`Error::BadRatio`]; [`Error::Unsupported`] if objects of the cache cannot be moved.
     pub(super) fn set_used_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
-        let member = self.member(id)?;
-        Some(match member.kind() {
-            CacheKind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache stay where they are" }),
-            CacheKind::ByOwner | CacheKind::ByHandle => member.engine().set_used_ratio(percent),
+        let cache = self.cache_by_id(id)?;
+        Some(match cache.kind() {
+            CacheKind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache cannot be moved" }),
+            CacheKind::ByOwner | CacheKind::ByHandle => cache.engine().set_used_ratio(percent),
         })
     }
 
-    /// Sets how often free objects of other nodes are used before a new slab is set up. `None` if the cache was dropped.
+    /// Sets how often free objects of other nodes are used before a new slab is set up. Returns `None` if the cache was
+    /// dropped.
     ///
     /// # Errors
     ///
     /// [`Error::BadRatio`].
     pub(super) fn set_remote_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
-        Some(self.member(id)?.engine().set_remote_ratio(percent))
+        Some(self.cache_by_id(id)?.engine().set_remote_ratio(percent))
     }
 }

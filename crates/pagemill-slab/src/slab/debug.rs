@@ -1,14 +1,15 @@
-//! Debug mode: redzones behind objects, poison in free objects, and the callers that allocated and freed each object.
+//! Debug mode: detects writes outside of allocated objects and double frees. It uses redzones, poison, and the recorded
+//! callers of each allocation and free.
 //!
-//! Behind each object lie a *redzone*, which also records whether it is free, and the source locations of its last
-//! allocation and its last free. Every call checks all of it, without magazines. Damage causes a panic that names these
-//! locations.
-#![allow(unsafe_code)] // accesses the bytes behind objects, and free objects
+//! A trailer follows each object: a *redzone* word, whose value also tells whether the object is free, and the
+//! source locations of the last allocation and the last free. Every allocation and free checks the trailer and the
+//! poison of free objects. Magazines are not used. Damage causes a panic that names these locations.
+#![allow(unsafe_code)] // accesses free objects and the bytes after objects
 
 use std::panic::Location;
 
-/// The kernel's values, so that a dump looks familiar: redzones of allocated and free objects, a free byte, and the last
-/// free byte.
+/// Same values as in the kernel, so that a memory dump looks familiar: the redzones of allocated and free objects, the
+/// poison of free bytes, and the poison of the last free byte.
 const IN_USE: u64 = 0xcccc_cccc_cccc_cccc;
 const FREE: u64 = 0xbbbb_bbbb_bbbb_bbbb;
 const POISON: u8 = 0x6b;
@@ -16,22 +17,24 @@ const LAST_POISON: u8 = 0xa5;
 
 type CallSite = &'static Location<'static>;
 
-/// The redzone behind an object, and the source locations of its last allocation and free.
+/// Follows an object in memory: its redzone, and the source locations of its last allocation and free.
 #[repr(C)]
 struct Trailer {
     redzone: u64,
-    taken: Option<CallSite>,
-    given: Option<CallSite>,
+    allocated_at: Option<CallSite>,
+    freed_at: Option<CallSite>,
 }
 
 /// # Invariants
 ///
-/// A trailer lies behind each object of the cache, at the next multiple of eight. The owner of an allocated object has
-/// exclusive access to both; for a free object, the thread that is about to allocate it has.
+/// A trailer follows each object of the cache, at the next multiple of eight. The owner of an allocated object has
+/// exclusive access to object and trailer. While the object is free, only the thread that is about to allocate it
+/// accesses them.
 pub(super) struct Checks {
     name: String,
     object_bytes: usize,
-    /// Free objects of caches with a constructor are not poisoned: they keep their constructed contents.
+    /// Whether free objects are filled with poison. Objects of a cache with a constructor are not: they keep their
+    /// contents.
     is_poisoned: bool,
 }
 
@@ -57,8 +60,8 @@ impl Checks {
         }
     }
 
-    /// The first byte of a free object that differs from the poison.
-    fn damage(&self, object: usize) -> Option<usize> {
+    /// Returns the index of the first byte of a free object that is not poison.
+    fn first_damaged_byte(&self, object: usize) -> Option<usize> {
         // SAFETY: as in `poison`; all bytes were written there.
         let byte = |at: usize| unsafe { std::ptr::read((object + at) as *const u8) };
         let expected = |at: usize| if at + 1 == self.object_bytes { LAST_POISON } else { POISON };
@@ -68,40 +71,40 @@ impl Checks {
 
     /// Initializes the trailer and poison of an object in a new slab.
     pub fn note_new(&self, object: usize) {
-        let trailer = Trailer { redzone: FREE, taken: None, given: None };
-        // SAFETY: the slab is claimed, so the object is free (type invariant).
+        let trailer = Trailer { redzone: FREE, allocated_at: None, freed_at: None };
+        // SAFETY: the slab is claimed by this thread, so no other thread accesses the object (type invariant).
         unsafe { self.trailer(object).write(trailer) };
         self.poison(object);
     }
 
-    /// Records an allocation.
+    /// Checks a free object and records its allocation.
     ///
     /// # Panics
     ///
     /// If the redzone or the poison was overwritten while the object was free.
     #[track_caller]
-    pub fn note_taken(&self, object: usize) {
-        // SAFETY: no other thread has allocated it (type invariant).
+    pub fn note_allocated(&self, object: usize) {
+        // SAFETY: this thread is allocating the object, so no other thread accesses it (type invariant).
         let trailer = unsafe { &mut *self.trailer(object) };
         if trailer.redzone != FREE {
             self.report(object, trailer, "was written behind while it was free");
         }
-        if let Some(at) = self.damage(object) {
+        if let Some(at) = self.first_damaged_byte(object) {
             self.report(object, trailer, &format!("was written at byte {at} while it was free"));
         }
         trailer.redzone = IN_USE;
-        trailer.taken = Some(Location::caller());
+        trailer.allocated_at = Some(Location::caller());
     }
 
-    /// Records that an object is about to be freed.
+    /// Checks an allocated object and records that it is being freed.
     ///
     /// # Panics
     ///
-    /// If it is free already, or its redzone was overwritten.
+    /// If the object is free already, or its redzone was overwritten.
     #[track_caller]
-    pub fn note_given(&self, object: usize) {
-        // SAFETY: the caller owns it (type invariant). If it does not, this check reports that, in the worst case with a
-        // wrong location.
+    pub fn note_freed(&self, object: usize) {
+        // SAFETY: the caller owns the object (type invariant). A double free violates this; the check then reports it,
+        // in the worst case with a wrong location.
         let trailer = unsafe { &mut *self.trailer(object) };
         match trailer.redzone {
             IN_USE => {}
@@ -109,19 +112,19 @@ impl Checks {
             _ => self.report(object, trailer, "was written behind its end"),
         }
         trailer.redzone = FREE;
-        trailer.given = Some(Location::caller());
+        trailer.freed_at = Some(Location::caller());
         self.poison(object);
     }
 
     #[cold]
     #[track_caller]
     fn report(&self, object: usize, trailer: &Trailer, what: &str) -> ! {
-        let place = |place: Option<CallSite>| place.map_or("nowhere".to_owned(), ToString::to_string);
+        let location = |location: Option<CallSite>| location.map_or("nowhere".to_owned(), ToString::to_string);
         panic!(
-            "slab cache {}: the object at {object:#x} {what} (taken at {}, given at {})",
+            "slab cache {}: the object at {object:#x} {what} (allocated at {}, freed at {})",
             self.name,
-            place(trailer.taken),
-            place(trailer.given)
+            location(trailer.allocated_at),
+            location(trailer.freed_at)
         );
     }
 }

@@ -1,30 +1,33 @@
-//! Deferred drop: a destructor may remove further values of its cache. These are dropped later, by the call on this
-//! thread that is already dropping values of the cache. So destructors nest at most once per cache, even when they take
-//! apart a long list.
+//! Deferred drop: bounds the nesting of destructors that remove further values of their cache. Such values are dropped
+//! later, by the outer call on this thread that is already dropping values of the cache. So destructors nest at most
+//! once per cache, even if each removes the next element of a long list.
 
 use super::thread_slots;
 use std::cell::Cell;
 
-/// Maximum number of caches with destructors nested on one thread. Values of further caches wait for a later call.
+/// Maximum number of caches with destructors nested on one thread. Removed values of further caches are dropped by a
+/// later call.
 const DEPTH: usize = 8;
 
 thread_local! {
-    /// The drops in progress on this thread. Without a destructor, so it is usable until the thread ends.
-    static DROPPING: [DropSlot; DEPTH] = const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
+    /// The drops in progress on this thread. The variable has no destructor, so it is usable until the thread ends.
+    static DROPPING: [DropSlot; DEPTH] =
+        const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
 }
 
 struct DropSlot {
-    /// The address that names the cache; 0 if the slot is free.
+    /// Address that identifies the cache; 0 if this entry is unused.
     cache: Cell<usize>,
     has_more: Cell<bool>,
 }
 
-/// A drop in progress on this thread, for one cache.
+/// The right to drop values of one cache on this thread, until this is dropped.
 pub(super) struct DeferredDrop(usize);
 
 impl DeferredDrop {
-    /// Begins to drop values of a cache, which is named by its address. `None` inside of a destructor of the same cache:
-    /// the outer call is notified that there is more. Also `None` if all [`DEPTH`] slots are taken.
+    /// Begins to drop values of a cache, which its address identifies. Returns `None` inside of a destructor of the
+    /// same cache, and tells the outer call that there are more values to drop. Also returns `None` if all [`DEPTH`]
+    /// entries are used.
     pub fn begin<T>(cache: &T) -> Option<Self> {
         // Under shuttle all tasks share one thread.
         let thread = if cfg!(shuttle) { thread_slots::own_slot() as usize } else { 0 };
@@ -40,15 +43,15 @@ impl DeferredDrop {
         })
     }
 
-    /// Whether destructors have retired more since the last call.
-    pub fn take_more(&self) -> bool {
+    /// Returns whether destructors have retired further values since the last call.
+    pub fn take_has_more(&self) -> bool {
         DROPPING.with(|slots| slots[self.0].has_more.take())
     }
 }
 
 impl Drop for DeferredDrop {
     fn drop(&mut self) {
-        self.take_more();
+        self.take_has_more();
         DROPPING.with(|slots| slots[self.0].cache.set(0));
     }
 }

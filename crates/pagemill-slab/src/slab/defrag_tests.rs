@@ -1,20 +1,20 @@
-//! Defragmentation in steps: it ends, however small the steps are, and with the expected result.
+//! Defragmentation in steps: it stops by itself, even if the steps are very short, and has freed what it should.
 
 use super::model_tests::Random;
-use super::owner_tests::{Book, Items, cache_of, pin};
+use super::owner_tests::{ItemOwner, Items, cache_of, pin};
 use super::tests::{finish_retired, slabs, slabs_on_nodes, sparse_slabs};
 use super::*;
 use pagemill_core::epoch;
 use pagemill_core::units::BLOCK_BYTES;
 use std::collections::BTreeMap;
 
-/// Two slabs a block, and 512 objects a slab: many blocks with few items.
+/// A block has two slabs of 512 objects. So few items fill many blocks.
 const SLABS_EACH: u64 = 2;
 const SLAB_BYTES: usize = BLOCK_BYTES / SLABS_EACH as usize;
 const PER_BLOCK: u64 = SLABS_EACH * 512;
 
-/// A cache with `blocks` full blocks, and the numbers of the items in each.
-fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<Book>, Vec<Vec<u64>>) {
+/// Creates a cache with `blocks` full blocks. Returns it, and the numbers of the items in each block.
+fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<ItemOwner>, Vec<Vec<u64>>) {
     let cache = cache_of(slabs, Settings { slab_bytes: Some(SLAB_BYTES), ..Settings::new("steps") });
     (0..blocks * PER_BLOCK).for_each(|number| cache.add(number));
     let mut by_block = BTreeMap::<usize, Vec<u64>>::new();
@@ -25,8 +25,9 @@ fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<Book>, Vec<V
     (cache, by_block.into_values().collect())
 }
 
-/// Leaves `left` items of a block, some in each slab, and returns their numbers. Magazines are empty afterwards.
-fn remove_most(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> {
+/// Removes all but `left` items of a block, such that some are left in each slab. Drains the magazines. Returns the
+/// numbers of the remaining items.
+fn remove_most(cache: &ByOwner<ItemOwner>, numbers: &[u64], left: usize) -> Vec<u64> {
     let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
     let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().enumerate().partition(|(at, _)| is_left(*at));
     gone.iter().for_each(|(_, number)| assert!(cache.remove(**number)));
@@ -34,11 +35,11 @@ fn remove_most(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> 
     kept.into_iter().map(|(_, number)| *number).collect()
 }
 
-/// Runs steps of one slab each until the cache rests; returns how many.
-fn steps_until_rest(cache: &ByOwner<Book>, most: u64) -> u64 {
+/// Runs steps of one slab each until defragmentation is suspended. Returns the number of steps.
+fn steps_until_suspended(cache: &ByOwner<ItemOwner>, most: u64) -> u64 {
     for steps in 0..most {
         cache.defrag_step(Duration::ZERO).unwrap();
-        if cache.engine().passes.is_resting() {
+        if cache.engine().passes.is_suspended() {
             return steps;
         }
         finish_retired(cache.engine());
@@ -46,10 +47,10 @@ fn steps_until_rest(cache: &ByOwner<Book>, most: u64) -> u64 {
     panic!("it does not come to its end in {most} steps: {:?}", cache.info());
 }
 
-/// More blocks with pinned items than one search compares: all blocks behind them are still emptied, in steps of one slab
-/// each. Forty blocks have pinned items and come first in their list; the items of twenty others fit into these.
+/// Forty blocks have only pinned items and come first in their list, more than one search compares. The items of twenty
+/// other blocks fit into them. In steps of one slab each, all of the twenty are emptied.
 #[test]
-fn blocks_that_refuse_do_not_hide_others() {
+fn blocks_with_pinned_items_do_not_hide_others() {
     let (cache, blocks) = with_full_blocks(slabs(), 60);
     let (refusing, others) = blocks.split_at(40);
     others.iter().for_each(|numbers| _ = remove_most(&cache, numbers, 100));
@@ -57,8 +58,8 @@ fn blocks_that_refuse_do_not_hide_others() {
         remove_most(&cache, numbers, 100).iter().for_each(|number| pin(&cache, *number));
     }
 
-    // Each slab is tried once in a pass, and there are few passes.
-    steps_until_rest(&cache, 4 * 60 * SLABS_EACH);
+    // Each slab is tried once in a pass, and few passes are needed.
+    steps_until_suspended(&cache, 4 * 60 * SLABS_EACH);
 
     cache.engine().shrink().unwrap();
     let info = cache.info().unwrap();
@@ -67,28 +68,28 @@ fn blocks_that_refuse_do_not_hide_others() {
     cache.engine().check_state();
 }
 
-/// Two blocks with one pinned item each, both used by less than the ratio, are not emptied into each other forever: each
-/// moves its items to the other once.
+/// Two blocks with a pinned item each are both used by less than the ratio. Each moves its other items to the other
+/// block at most once.
 #[test]
-fn blocks_that_cannot_be_emptied_do_not_take_turns() {
+fn blocks_with_pinned_items_do_not_exchange_items_forever() {
     let (cache, blocks) = with_full_blocks(slabs(), 2);
     for numbers in &blocks {
         let left = remove_most(&cache, numbers, 130);
         pin(&cache, left[0]);
     }
     for _ in 0..5 {
-        cache.engine().passes.wake();
-        steps_until_rest(&cache, 4 * 2 * SLABS_EACH);
+        cache.engine().passes.resume();
+        steps_until_suspended(&cache, 4 * 2 * SLABS_EACH);
     }
     let info = cache.info().unwrap();
     assert!(info.moved <= 129 + 2 * 129 && info.total.blocks == 2, "{info:?}");
     cache.engine().check_state();
 }
 
-/// A slab that a step left half done is continued once readers have finished, even if a step found nothing else
-/// meanwhile. So a cache does not rest before everything possible is freed.
+/// A step empties a slab partly, and a later step finds nothing else while a reader exists. After the reader has
+/// finished, the pass continues with this slab, so defragmentation is not suspended too early.
 #[test]
-fn a_pass_waits_for_what_it_left_in_the_midst() {
+fn half_emptied_slab_is_continued_after_readers_finish() {
     let (cache, blocks) = with_full_blocks(slabs(), 6);
     cache.set_defrag_used_ratio(100).unwrap();
     remove_most(&cache, &blocks[4], 500);
@@ -100,17 +101,17 @@ fn a_pass_waits_for_what_it_left_in_the_midst() {
     assert_eq!(cache.info().unwrap().moved, 20, "one of two slabs");
     drop(guard);
     finish_retired(cache.engine());
-    steps_until_rest(&cache, 4 * 6 * SLABS_EACH);
+    steps_until_suspended(&cache, 4 * 6 * SLABS_EACH);
     cache.engine().shrink().unwrap();
     let info = cache.info().unwrap();
     assert_eq!((info.moved, info.total.blocks), (40, 5), "{info:?}");
 }
 
-/// Random items stay in some blocks, and come and go beside steps of random lengths and readers. A resting cache has no
-/// more memory than the ratio allows. In addition, each node may have one whole block that is used by less and one idle
-/// block; with sparse blocks one such slab and four empty ones.
+/// Items are added and removed at random between steps of random length, with and without readers. When defragmentation
+/// is suspended, the cache has no more memory than the ratio allows. In addition, it may have one little used whole
+/// block and one idle block, or with sparse blocks one little used slab and four empty ones.
 #[test]
-fn at_rest_a_cache_has_what_its_ratio_says() {
+fn ratio_bounds_memory_when_defragmentation_is_suspended() {
     let mut random = Random::seeded("at rest");
     for slabs in [slabs(), sparse_slabs()].into_iter().flat_map(|slabs| [slabs; 15]) {
         let (cache, blocks) = with_full_blocks(slabs, 2 + random.below(7));
@@ -119,12 +120,12 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
         let most = 1 + random.below(PER_BLOCK);
         let mut live: Vec<u64> =
             blocks.iter().flat_map(|numbers| remove_most(&cache, numbers, random.below(most) as usize)).collect();
-        for turn in 0..random.below(12) {
+        for step in 0..random.below(12) {
             let guard = (random.below(2) == 0).then(epoch::pin);
             cache.defrag_step(Duration::from_micros(random.below(4) * 20)).unwrap();
             match random.below(6) {
                 0 => {
-                    let more = (1 << 32) + turn * PER_BLOCK..;
+                    let more = (1 << 32) + step * PER_BLOCK..;
                     live.extend(more.take(random.below(200) as usize).inspect(|number| cache.add(*number)));
                 }
                 1 => {
@@ -138,12 +139,13 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
                 finish_retired(cache.engine());
             }
         }
-        // A change of less than 1/64 of the objects would not start a pass.
-        cache.engine().passes.wake();
-        steps_until_rest(&cache, 1000);
+        // A change of less than 1/64 of the objects would not end the suspension.
+        cache.engine().passes.resume();
+        steps_until_suspended(&cache, 1000);
         let (info, live_count) = (cache.info().unwrap(), live.len() as u64);
         assert_eq!((cache.check_all(), info.active), (live_count, live_count));
-        let (unit, kept) = if cache.engine().comes_sparse() { (SLAB_BYTES, 1 + 4) } else { (BLOCK_BYTES, 1 + 1) };
+        let (unit, kept) =
+            if cache.engine().new_blocks_are_sparse() { (SLAB_BYTES, 1 + 4) } else { (BLOCK_BYTES, 1 + 1) };
         let per_unit = PER_BLOCK * unit as u64 / BLOCK_BYTES as u64;
         let more = (info.total.resident_bytes / unit as u64).saturating_sub(kept);
         assert!(more * per_unit * u64::from(ratio) <= live_count * 100, "{ratio} {info:?}");
@@ -151,9 +153,10 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
     }
 }
 
-/// Balancing leaves each node the average: a node gives its surplus only, also to several others.
+/// Four nodes with different numbers of objects are balanced: each has the average afterwards, and only the surplus was
+/// moved.
 #[test]
-fn balancing_leaves_the_average() {
+fn balance_gives_each_node_the_average() {
     let cache = cache_of(slabs_on_nodes(4), Settings::new("average"));
     let mut numbers = 0..;
     for (node, count) in [500, 350, 200, 550].into_iter().enumerate() {

@@ -1,4 +1,5 @@
-//! Epoch-based reclamation for values by handle: a retired object is freed once every pinned epoch is newer.
+//! Epoch-based reclamation for values by handle: a retired object is freed once no reader has an epoch as old as its
+//! own.
 //!
 //! ```text
 //!   reader    word = global epoch, barrier, look up values ... word = 0
@@ -8,16 +9,15 @@
 //! ```
 //!
 //! One of the two barriers comes first. So either the retiring thread sees the reader, or the reader does not find the
-//! object. Nothing waits for time to pass: an object without readers is free at the first check, and the global epoch
-//! stands still while no reader is met. A thread's word is indexed by its thread slot ([`super::thread_slots`]).
-//! Threads without a slot share an overflow list.
-//!
-//! Names: [`Epoch`] is an epoch, [`GlobalEpoch`] the global epoch, [`Participant`] a participant, `retire` is retire.
+//! object. An object without readers is free at the first check, and the global epoch advances only if there are
+//! readers. A thread's word is indexed by its thread slot ([`super::thread_slots`]). Threads without a slot share an
+//! overflow list.
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 
-/// Bits of a participant's word that count its guards. The bits above hold the epoch at which the first guard began.
+/// Number of low bits of a participant's word that count its guards. The other bits hold the epoch at which its first
+/// guard began.
 const DEPTH_BITS: u32 = 16;
 const DEPTH: u64 = (1 << DEPTH_BITS) - 1;
 
@@ -26,13 +26,13 @@ const DEPTH: u64 = (1 << DEPTH_BITS) - 1;
 pub(crate) struct Epoch(u64);
 
 impl Epoch {
-    /// The epoch of a participant that is not reading: newer than all others.
+    /// Returned for a participant that is not reading: newer than all epochs.
     const NEVER: Self = Self(u64::MAX);
 
-    /// Older than any epoch that the global epoch has ever had.
+    /// Older than any value of the global epoch.
     const BEFORE_ALL: Self = Self(0);
 
-    /// For storage in a word.
+    /// Returns the epoch as a number, to be stored in an atomic word.
     pub fn to_bits(self) -> u64 {
         self.0
     }
@@ -42,20 +42,19 @@ impl Epoch {
     }
 }
 
-/// The global epoch.
 pub(crate) struct GlobalEpoch(AtomicU64);
 
-/// A participant of the epoch. The word is 0 while it does not read. Only its own thread writes it.
+/// The word of a participant, which may read values. 0 while it is not reading. Only its own thread writes the word.
 #[repr(align(128))]
 pub(crate) struct Participant(AtomicU64);
 
 impl Participant {
-    /// Begins to read, or nests.
+    /// Begins to read. A nested call only increments the number of guards.
     #[inline(always)]
     fn begin(&self, global: &GlobalEpoch) {
         match self.0.load(Relaxed) {
             0 => self.enter(global.0.load(Acquire) << DEPTH_BITS | 1),
-            word => self.begin_again(word),
+            word => self.nest(word),
         }
     }
 
@@ -73,7 +72,7 @@ impl Participant {
     }
 
     #[cold]
-    fn begin_again(&self, word: u64) {
+    fn nest(&self, word: u64) {
         assert!(word & DEPTH < DEPTH, "too many guards of one thread");
         self.0.store(word + 1, Release);
     }
@@ -81,7 +80,7 @@ impl Participant {
     #[inline(always)]
     fn end(&self) {
         let word = self.0.load(Relaxed);
-        // 0 if a fork child reset it meanwhile.
+        // The word is 0 if a fork child has reset it meanwhile.
         self.0.store(if word & DEPTH <= 1 { 0 } else { word - 1 }, Release);
     }
 
@@ -89,8 +88,8 @@ impl Participant {
         self.0.load(Relaxed) != 0
     }
 
-    fn since(&self) -> Epoch {
-        // Acquires what the reader did until it finished or began anew.
+    fn pinned_epoch(&self) -> Epoch {
+        // Acquire: everything that the reader did before it finished, or began anew, is done.
         match self.0.load(Acquire) {
             0 => Epoch::NEVER,
             word => Epoch(word >> DEPTH_BITS),
@@ -98,14 +97,14 @@ impl Participant {
     }
 }
 
-/// The oldest epoch of a participant that is reading.
+/// Returns the oldest epoch of the participants that are reading.
 fn oldest_of<'all>(participants: impl IntoIterator<Item = &'all Participant>) -> Epoch {
-    participants.into_iter().map(Participant::since).min().unwrap_or(Epoch::NEVER)
+    participants.into_iter().map(Participant::pinned_epoch).min().unwrap_or(Epoch::NEVER)
 }
 
 impl GlobalEpoch {
-    /// Retires objects after their last reference was unlinked. Returns the epoch up to which readers may still use
-    /// them, and the oldest epoch of a reader. `participants` is called once the words of the participants can be read.
+    /// Retires objects after their last reference was removed. Returns the epoch up to which readers may still use
+    /// them, and the oldest epoch of a current reader. `participants` is called after the barrier.
     fn retire<'all, R: IntoIterator<Item = &'all Participant>>(
         &self,
         participants: impl FnOnce() -> R,
@@ -114,7 +113,7 @@ impl GlobalEpoch {
         let now = self.0.load(Acquire);
         let oldest = oldest_of(participants());
         if oldest <= Epoch(now) {
-            // Readers that begin from here on are known to be newer. If the exchange fails, another thread has advanced
+            // Readers that begin from here on have a newer epoch. If the exchange fails, another thread has advanced
             // the epoch.
             let _ = self.0.compare_exchange(now, now + 1, AcqRel, Relaxed);
         }
@@ -123,12 +122,12 @@ impl GlobalEpoch {
 }
 
 #[cfg(not(loom))]
-pub use here::{Guard, pin};
+pub use process_wide::{Guard, pin};
 #[cfg(not(loom))]
-pub(super) use here::{begin_child, is_reading, note_process, oldest, retire, wait_until};
+pub(super) use process_wide::{begin_child, grace_epoch, is_reading, note_process, oldest_pinned, retire};
 
 #[cfg(not(loom))]
-mod here {
+mod process_wide {
     use super::super::thread_slots::{self, MAX_THREADS, NONE};
     use super::{DEPTH_BITS, Epoch, GlobalEpoch, Participant, oldest_of};
     use pagemill_core::sync::{Acquire, AtomicU64, Padded, Relaxed, Release, fence};
@@ -138,7 +137,7 @@ mod here {
     use std::sync::atomic::Ordering::SeqCst;
     use std::sync::atomic::{AtomicBool, AtomicU32};
 
-    /// Participants without a thread slot in one part of the overflow list.
+    /// Number of participants in one segment of the overflow list.
     const OVERFLOW_LEN: usize = 64;
 
     static GLOBAL_EPOCH: Padded<GlobalEpoch> = Padded(GlobalEpoch(AtomicU64::new(1)));
@@ -146,15 +145,14 @@ mod here {
     /// Participants by thread slot.
     static PARTICIPANTS: [Participant; MAX_THREADS] = [const { Participant(AtomicU64::new(0)) }; MAX_THREADS];
 
-    /// Whether the overflow list was ever used.
     static HAS_OVERFLOW: AtomicBool = AtomicBool::new(false);
-    static FIRST: Overflow = Overflow::new();
+    static FIRST_OVERFLOW: Overflow = Overflow::new();
 
-    /// The process that these threads belong to; 0 while there is none.
+    /// The process whose threads the participants are; 0 before the first thread.
     static OWNER: AtomicU32 = AtomicU32::new(0);
 
-    /// The overflow list: participants of threads without a slot, because all are taken or the thread is ending. Each
-    /// guard has its own word.
+    /// A segment of the overflow list: participants of threads without a slot, because all slots are taken or the
+    /// thread is ending. Each guard uses a word of its own.
     struct Overflow {
         participants: [Participant; OVERFLOW_LEN],
         next: OnceLock<Box<Overflow>>,
@@ -169,7 +167,7 @@ mod here {
             std::iter::successors(Some(self), |overflow| overflow.next.get().map(|next| &**next))
         }
 
-        /// Begins to read with the first free word.
+        /// Begins to read with the first free word of the list. Adds a segment if all words are used.
         fn begin(&'static self) -> &'static Participant {
             let mut overflow = self;
             loop {
@@ -186,7 +184,8 @@ mod here {
         }
     }
 
-    /// Pins the epoch of a reader: until the guard is dropped, values that it has looked up stay valid and unchanged.
+    /// A pinned epoch of a reader. Until the guard is dropped, values that were looked up under it stay valid and
+    /// unchanged.
     ///
     /// Example: [`ByHandle`](crate::slab::ByHandle).
     pub struct Guard {
@@ -194,8 +193,8 @@ mod here {
         _of_this_thread: PhantomData<*mut ()>,
     }
 
-    /// Begins reading. Costs some nanoseconds, and writes no shared cache line. Retired memory accumulates while the
-    /// guard is kept.
+    /// Pins the current epoch, so that values can be read. Costs some nanoseconds and writes no shared cache line.
+    /// Retired memory accumulates while the guard exists.
     #[inline]
     pub fn pin() -> Guard {
         let participant = match PARTICIPANTS.get(thread_slots::own_slot() as usize) {
@@ -211,13 +210,13 @@ mod here {
     #[cold]
     #[inline(never)]
     fn pin_slowly() -> &'static Participant {
-        if let Some(participant) = PARTICIPANTS.get(thread_slots::find_slot() as usize) {
+        if let Some(participant) = PARTICIPANTS.get(thread_slots::ensure_slot() as usize) {
             participant.begin(&GLOBAL_EPOCH.0);
             return participant;
         }
-        // Before the barrier of this reader, so that a retiring thread that looks for it sees the flag.
+        // Set before this reader's barrier, so that a retiring thread that could miss the reader sees the flag.
         HAS_OVERFLOW.store(true, Relaxed);
-        FIRST.begin()
+        FIRST_OVERFLOW.begin()
     }
 
     impl Drop for Guard {
@@ -227,28 +226,29 @@ mod here {
         }
     }
 
-    /// All participants that may be reading. To be called after a barrier.
+    /// All participants that may be reading. The caller must have executed a barrier.
     fn participants() -> impl Iterator<Item = &'static Participant> {
-        let overflow = HAS_OVERFLOW.load(Relaxed).then(|| FIRST.all().flat_map(|overflow| &overflow.participants));
-        // A slot that no thread has is not reading.
-        thread_slots::taken().map(|slot| &PARTICIPANTS[slot]).chain(overflow.into_iter().flatten())
+        let overflow =
+            HAS_OVERFLOW.load(Relaxed).then(|| FIRST_OVERFLOW.all().flat_map(|overflow| &overflow.participants));
+        // A participant whose slot is not in use is not reading.
+        thread_slots::slots_in_use().map(|slot| &PARTICIPANTS[slot]).chain(overflow.into_iter().flatten())
     }
 
-    /// Retires unlinked objects. Returns the epoch up to which readers may use them, and the oldest epoch of a reader.
-    /// The objects are free if the second is newer than the first.
+    /// Retires objects that were unlinked. Returns the epoch up to which readers may use them, and the oldest epoch of
+    /// a current reader. The objects are free if the second epoch is newer than the first.
     pub fn retire() -> (Epoch, Epoch) {
         GLOBAL_EPOCH.0.retire(participants)
     }
 
-    /// The epoch that [`oldest`] has to pass before objects retired now are free. They are free at once if no thread
-    /// reads.
-    pub fn wait_until() -> Epoch {
+    /// Returns the epoch that [`oldest_pinned`] must exceed before objects retired now are free. If no thread reads,
+    /// the result is older than all epochs.
+    pub fn grace_epoch() -> Epoch {
         let (epoch, oldest) = retire();
         if oldest > epoch { Epoch::BEFORE_ALL } else { epoch }
     }
 
-    /// The oldest epoch of a reader: objects retired at an earlier epoch are free.
-    pub fn oldest() -> Epoch {
+    /// Returns the oldest epoch of a current reader. Objects that were retired at an earlier epoch are free.
+    pub fn oldest_pinned() -> Epoch {
         fence(SeqCst);
         oldest_of(participants())
     }
@@ -263,9 +263,8 @@ mod here {
         let _ = OWNER.compare_exchange(0, process::id(), Relaxed, Relaxed);
     }
 
-    /// In a fork child: resets all participants but that of this thread. Runs once for each process, however many
-    /// Pagemills it has. It does nothing if called first by another thread than the first one, because the first thread
-    /// may be reading.
+    /// In a fork child: resets all participants except that of this thread. Runs once for each process, even if it has
+    /// several Pagemills. Does nothing on another thread than the first, because the first may be reading.
     pub fn begin_child() {
         let own = process::id();
         if [0, own].contains(&OWNER.load(Relaxed)) || !process::is_first_thread() {
@@ -280,7 +279,7 @@ mod here {
             }
         });
         if slot != NONE {
-            FIRST
+            FIRST_OVERFLOW
                 .all()
                 .flat_map(|overflow| &overflow.participants)
                 .for_each(|participant| participant.0.store(0, Release));
@@ -291,14 +290,14 @@ mod here {
     mod tests {
         use super::*;
 
-        /// Objects retired under guards wait for the guards of that time, in any order of drops, and for no newer guard.
+        /// Objects that are retired under two guards wait for both guards, but not for a newer one.
         #[test]
         fn retired_objects_wait_for_earlier_guards() {
             let (first, second) = (pin(), pin());
             let (epoch, oldest_then) = retire();
             assert!(oldest_then <= epoch);
             drop(first);
-            assert!(oldest() <= epoch, "the second guard is there");
+            assert!(oldest_pinned() <= epoch, "the second guard is there");
             drop(second);
             let later = pin();
             let wait = |is_so: &dyn Fn() -> bool| {
@@ -306,18 +305,19 @@ mod here {
                     std::thread::yield_now();
                 }
             };
-            // Readers of other tests finish, too.
-            wait(&|| oldest() > epoch);
+            // Readers of concurrent tests may delay this.
+            wait(&|| oldest_pinned() > epoch);
             drop(later);
         }
 
-        /// Participants without a thread slot are waited for, even more than one part of the overflow list holds.
+        /// More participants without a thread slot than a segment of the overflow list holds: retired objects wait for
+        /// all of them.
         #[test]
         fn participants_without_a_slot_count() {
             let guards: Vec<_> = (0..OVERFLOW_LEN + 2)
                 .map(|_| {
                     HAS_OVERFLOW.store(true, Relaxed);
-                    Guard { participant: FIRST.begin(), _of_this_thread: PhantomData }
+                    Guard { participant: FIRST_OVERFLOW.begin(), _of_this_thread: PhantomData }
                 })
                 .collect();
             let (epoch, oldest_then) = retire();
@@ -325,14 +325,14 @@ mod here {
             let mut guards = guards.into_iter();
             let last = guards.next_back();
             guards.for_each(drop);
-            assert!(oldest() <= epoch);
+            assert!(oldest_pinned() <= epoch);
             drop(last);
-            while oldest() <= epoch {
+            while oldest_pinned() <= epoch {
                 std::thread::yield_now();
             }
         }
 
-        /// A thread slot is not reused while one of its guards exists, even if the thread has ended otherwise.
+        /// A thread ends and leaves a guard: its slot is not reused before the guard ends.
         #[test]
         fn slots_of_participants_are_kept() {
             let (slot, participant) = std::thread::spawn(|| {
@@ -343,7 +343,7 @@ mod here {
             })
             .join()
             .unwrap();
-            let others = (0..100).map(|_| std::thread::spawn(thread_slots::find_slot).join().unwrap());
+            let others = (0..100).map(|_| std::thread::spawn(thread_slots::ensure_slot).join().unwrap());
             assert!(others.into_iter().all(|other| other != slot));
             participant.end();
         }
@@ -362,36 +362,36 @@ mod loom_tests {
     struct Model {
         global: GlobalEpoch,
         participant: Participant,
-        /// Each makes a place reachable while it is 1.
-        words: [AtomicU32; RETIRERS],
-        /// 1 once the place is reused.
-        places: [AtomicU32; RETIRERS],
+        /// Each reference leads to one object while it is 1.
+        references: [AtomicU32; RETIRERS],
+        /// Each object is 1 once its memory is reused.
+        memory: [AtomicU32; RETIRERS],
     }
 
-    /// A reader that begins twice, beside two threads that each unlink a place and reuse it when it is free. The reader
-    /// never sees a reused place. With only one retiring thread, no other thread would advance the global epoch.
+    /// A reader begins twice while two threads each unlink an object and reuse its memory when it is free. The reader
+    /// must never see reused memory. Two threads are needed, because one advances the global epoch for the other.
     #[test]
-    fn no_reader_sees_a_reused_place() {
+    fn no_reader_sees_reused_memory() {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
             let model = Arc::new(Model {
                 global: GlobalEpoch(AtomicU64::new(1)),
                 participant: Participant(AtomicU64::new(0)),
-                words: [AtomicU32::new(1), AtomicU32::new(1)],
-                places: [AtomicU32::new(0), AtomicU32::new(0)],
+                references: [AtomicU32::new(1), AtomicU32::new(1)],
+                memory: [AtomicU32::new(0), AtomicU32::new(0)],
             });
             let retire = |at: usize| {
                 let model = model.clone();
                 move || {
-                    model.words[at].store(0, Release);
+                    model.references[at].store(0, Release);
                     let (epoch, oldest) = model.global.retire(|| [&model.participant]);
                     let is_free = oldest > epoch || {
                         fence(SeqCst);
                         oldest_of([&model.participant]) > epoch
                     };
                     if is_free {
-                        model.places[at].store(1, Relaxed);
+                        model.memory[at].store(1, Relaxed);
                     }
                 }
             };
@@ -399,8 +399,8 @@ mod loom_tests {
             for _ in 0..2 {
                 model.participant.begin(&model.global);
                 for at in 0..RETIRERS {
-                    if model.words[at].load(Acquire) == 1 {
-                        assert_eq!(model.places[at].load(Relaxed), 0, "a place is used again under its reader");
+                    if model.references[at].load(Acquire) == 1 {
+                        assert_eq!(model.memory[at].load(Relaxed), 0, "the memory is reused under its reader");
                     }
                 }
                 model.participant.end();

@@ -1,16 +1,16 @@
-//! Caches of objects with fixed addresses: a [`Slot`] is a box in the memory of a cache.
+//! Caches of objects with fixed addresses. A [`Slot`] owns a value in the memory of a cache, like a box.
 #![allow(unsafe_code)] // values in slots
 
 use super::engine::Engine;
 use super::info::{self, SlabInfo};
-use super::{CacheKind, Member};
+use super::{Cache, CacheKind};
 use pagemill_core::error::Result;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// The part of the cache that the list of all caches refers to.
+/// The part of a cache that the list of all caches refers to.
 pub(super) struct FixedInner(Engine);
 
 impl FixedInner {
@@ -19,7 +19,7 @@ impl FixedInner {
     }
 }
 
-impl Member for FixedInner {
+impl Cache for FixedInner {
     fn engine(&self) -> &Engine {
         &self.0
     }
@@ -64,9 +64,9 @@ pub struct Slot<'cache, T> {
     _value: PhantomData<T>,
 }
 
-// SAFETY: as a box: only the value is sent to the other thread; engines are shared by threads.
+// SAFETY: as for a box, only the value is sent to the other thread. The engine is shared by threads anyway.
 unsafe impl<T: Send> Send for Slot<'_, T> {}
-// SAFETY: as above.
+// SAFETY: as above, for a shared reference to the value.
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
 
 impl<T> Fixed<T> {
@@ -85,7 +85,7 @@ impl<T> Fixed<T> {
     #[track_caller]
     pub fn insert(&self, value: T) -> Result<Slot<'_, T>> {
         let object = self.inner.0.allocate()?;
-        Ok(self.fill(object, value))
+        Ok(self.write_value(object, value))
     }
 
     /// As [`Fixed::insert`], in memory of one node.
@@ -96,13 +96,13 @@ impl<T> Fixed<T> {
     #[track_caller]
     pub fn insert_on(&self, node: usize, value: T) -> Result<Slot<'_, T>> {
         let object = self.inner.0.allocate_on(node)?;
-        Ok(self.fill(object, value))
+        Ok(self.write_value(object, value))
     }
 
     #[inline]
-    fn fill(&self, object: usize, value: T) -> Slot<'_, T> {
+    fn write_value(&self, object: usize, value: T) -> Slot<'_, T> {
         let at = object as *mut T;
-        // SAFETY: an allocated object: large and aligned enough for a `T`, and owned by this call alone.
+        // SAFETY: `object` was just allocated. It is large and aligned enough for a `T`, and this call alone owns it.
         let at = unsafe {
             at.write(value);
             NonNull::new_unchecked(at)
@@ -110,12 +110,13 @@ impl<T> Fixed<T> {
         Slot { cache: &self.inner.0, at, _value: PhantomData }
     }
 
-    /// Frees all memory that holds no value: free objects in magazines and barns, empty slabs of sparse blocks, idle
-    /// blocks. Returns by how many bytes the charge of the cache fell.
+    /// Frees all memory that holds no value: free objects in magazines and barns, idle blocks, and empty slabs of
+    /// blocks in small pages. Returns by how many bytes the charge of the cache fell.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if another thread drains the cache for a second, or a thread was stopped during a call.
+    /// [`pagemill_core::Error::Busy`] if another thread drains the cache for a second, or a thread was stopped during an
+    /// allocation or free.
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }
@@ -146,7 +147,7 @@ impl<T> Slot<'_, T> {
     /// Moves the value out and frees the object.
     pub fn into_inner(self) -> T {
         let slot = std::mem::ManuallyDrop::new(self);
-        // SAFETY: the slot's own value (type invariant), read once: the slot is not dropped.
+        // SAFETY: the slot owns the value (type invariant). The value is read once, because the slot is not dropped.
         unsafe {
             let value = slot.at.read();
             slot.cache.free(slot.at.as_ptr() as usize);
@@ -177,8 +178,8 @@ impl<T> Drop for Slot<'_, T> {
     #[inline]
     #[track_caller]
     fn drop(&mut self) {
-        // SAFETY: the slot's own value (type invariant); no reference to it is left. The object is freed even if the
-        // destructor panics.
+        // SAFETY: the slot owns the value (type invariant), and no reference to it is left. The object is freed even if
+        // the destructor panics.
         unsafe {
             let _place = FreeOnDrop(self.cache, self.at.as_ptr() as usize);
             self.at.drop_in_place();
@@ -193,7 +194,7 @@ impl Drop for FreeOnDrop<'_> {
     #[inline]
     #[track_caller]
     fn drop(&mut self) {
-        // SAFETY: created by the drop of the slot that owned the object.
+        // SAFETY: created only by the drop of the slot that owned the object.
         unsafe { self.0.free(self.1) };
     }
 }

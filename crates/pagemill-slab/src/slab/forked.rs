@@ -13,15 +13,16 @@ impl Slabs {
     pub unsafe fn release_after_fork(&self) {
         if let Some(shared) = self.shared.get() {
             shared.blocks.release_after_fork();
-            shared.handles.release();
+            shared.free_handle_tables.release();
             shared.ids.release();
         }
-        self.members.release();
+        self.caches.release();
         self.nodes.release_after_fork();
         self.worker.release_after_fork();
     }
 
-    /// In a fork child: the caches belong to the parent, and no background thread exists.
+    /// In a fork child: forgets the caches, which belong to the parent, and the background thread, which does not
+    /// exist.
     ///
     /// # Safety
     ///
@@ -33,8 +34,8 @@ impl Slabs {
         if let Some(shared) = self.shared.get() {
             shared.blocks.begin_child();
         }
-        // The child must not hold an owner of the parent, and must not be the one that drops it.
-        self.members.with(|members| std::mem::forget(std::mem::take(members)));
+        // The child leaks its references to the caches, so that it never drops an owner of the parent.
+        self.caches.with(|caches| std::mem::forget(std::mem::take(caches)));
         self.kept_bytes.store(0, Relaxed);
     }
 }

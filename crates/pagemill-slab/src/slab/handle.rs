@@ -1,22 +1,22 @@
-//! Values reached by handle: a table holds the address of each value, so it can be moved while it is read.
+//! Caches by handle: a table holds the address of each value, so the cache can move a value while it is read.
 //!
-//! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires the
-//! old value; so does a move. A retired value is dropped (after a move: forgotten) when its readers have finished, by a
-//! later call of the cache or by the background thread.
+//! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires
+//! the old value. A move does the same with a copy. When the readers of a retired value have finished, a later call or
+//! the background thread drops the value. After a move the old copy is freed without a drop.
 #![allow(unsafe_code)] // values in slots
 
-use super::batch::{GRACE_NS, Grace, take_over};
+use super::batch::{GRACE_NS, Grace, drain_finished};
 use super::deferred_drop::DeferredDrop;
 use super::defrag::{self, SHORT_GRACE_NS};
 use super::drain::DrainGuard;
 use super::engine::{Engine, Object};
 use super::epochs::{self, Epoch, Guard, pin};
-use super::handles::{Handle, HandleWord, Handles, Key, Words};
+use super::handles::{Handle, HandleTable, HandleWord, Key, Words};
 use super::info::{self, SlabInfo};
-use super::migrate::{Chunk, Fate, Mover, Places, Progress};
-use super::stock::{KEYS, PLACES, RUN, Sorted};
-use super::worker::withdraw;
-use super::{CacheKind, Member, Settings, Slabs};
+use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
+use super::stock::{DrainedBatch, KEY_BATCH, KEY_CAPACITY, RETIRED_CAPACITY};
+use super::worker::unregister;
+use super::{Cache, CacheKind, Settings, Slabs};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, Backoff, Guarded, Padded, Relaxed, Release};
 use std::alloc::Layout;
@@ -39,298 +39,299 @@ pub unsafe trait Movable: Send + Sync + 'static {}
 
 macro_rules! movable {
     ($($plain:ty),*) => { $(
-        // SAFETY: plain data.
+        // SAFETY: plain data without interior mutability.
         unsafe impl Movable for $plain {}
     )* };
 }
 
 movable!((), bool, char, u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize, f32, f64, String);
 
-// SAFETY: as its items.
+// SAFETY: an array is movable if its items are.
 unsafe impl<T: Movable, const N: usize> Movable for [T; N] {}
-// SAFETY: as the value that it may hold.
+// SAFETY: an option is movable if its value is.
 unsafe impl<T: Movable> Movable for Option<T> {}
-// SAFETY: a pointer and lengths; the buffer is not moved.
+// SAFETY: a pointer and two lengths. The buffer itself is not moved.
 unsafe impl<T: Send + Sync + 'static> Movable for Vec<T> {}
-// SAFETY: a pointer; its target is not moved.
+// SAFETY: a pointer. Its target is not moved.
 unsafe impl<T: Send + Sync + 'static> Movable for Box<T> {}
-// SAFETY: a pointer; its target is not moved.
+// SAFETY: a pointer. Its target is not moved.
 unsafe impl<T: Send + Sync + 'static> Movable for Arc<T> {}
 
-/// A value, and the index of its handle. The content of one object.
+/// The content of an object: a value and the index of its handle.
 #[repr(C)]
 struct HandledValue<T> {
-    /// For a free place, that of its last value. Lies before the value, in the cache line of its first bytes.
+    /// Index of the handle (in a free object, of the last one). Before the value, in the cache line of its first bytes.
     index: AtomicU32,
     value: T,
 }
 
-/// The retire list: places without a handle that readers may still use. The stocks of threads hold more.
+/// The shared retire list: objects without a handle that readers may still use. Stocks of threads hold more of them.
 #[derive(Default)]
 struct SharedRetireList {
-    /// Places whose grace period has not begun.
-    open: Vec<u64>,
-    /// Batches with the epoch that each waits for, in order of arrival, which is mostly the order of epochs.
-    closed: VecDeque<(Vec<u64>, Epoch)>,
+    /// Retired objects whose grace period has not begun.
+    unsealed: Vec<u64>,
+    /// Batches of retired objects with the epoch that each waits for, mostly in the order of epochs.
+    sealed: VecDeque<(Vec<u64>, Epoch)>,
 }
 
-/// Batches that one call ends at most.
-const PARTS_AT_ONCE: usize = 2;
+/// Maximum number of batches that one call frees.
+const MAX_BATCHES: usize = 2;
 
 /// # Invariants
 ///
-/// A live word names a place with an initialized value. The value does not change until the word has changed and all
-/// guards of that time are dropped. Retired places hold values that no word names.
+/// A live word holds the offset of an object with an initialized value. The value does not change until the word has
+/// changed and all guards of that time are dropped. No word refers to a retired object.
 pub(super) struct HandleInner<T> {
     engine: Engine,
-    handles: &'static Handles,
-    /// Address that places in words are relative to.
+    handles: &'static HandleTable,
+    /// The address that offsets in words are relative to.
     base: usize,
     retired: Padded<Guarded<SharedRetireList>>,
-    /// Number of places in `closed`. Changed together with it, under its lock.
+    /// Number of objects in `sealed`. Changes together with it, under its lock.
     waiting: Padded<AtomicUsize>,
-    /// The handle table belongs to another cache now. Set while all magazines are drained.
-    is_over: AtomicBool,
+    /// Whether the handle table was returned, so that another cache may use it. Set while all magazines are drained.
+    is_closed: AtomicBool,
     _values: PhantomData<T>,
 }
 
 impl<T: Movable> HandleInner<T> {
     #[inline]
-    fn place(&self, entry: HandleWord) -> *mut HandledValue<T> {
-        (self.base + entry.place()) as *mut HandledValue<T>
+    fn value_at(&self, word: HandleWord) -> *mut HandledValue<T> {
+        (self.base + word.object_offset()) as *mut HandledValue<T>
     }
 
-    /// Writes a value into an allocated object that is not published yet.
+    /// Writes a value into an allocated object that no handle refers to yet.
     #[inline]
     fn write(&self, object: usize, value: T, index: u32) {
-        let place = object as *mut HandledValue<T>;
-        // SAFETY: an allocated object: large and aligned enough, and owned by this call alone. Only the index may be read
-        // by a mover meanwhile, and it is atomic.
+        let object = object as *mut HandledValue<T>;
+        // SAFETY: a new object is large and aligned enough, and owned by this call. Movers only read its atomic index.
         unsafe {
-            (&raw mut (*place).value).write(value);
-            (*place).index.store(index, Release);
+            (&raw mut (*object).value).write(value);
+            (*object).index.store(index, Release);
         }
     }
 
-    /// Allocates a place, and a handle that is not live yet.
+    /// Allocates an object, and a handle that is not live yet.
     #[cold]
     #[inline(never)]
     #[track_caller]
-    fn take_slowly(&self) -> Result<(usize, Key)> {
+    fn allocate_slowly(&self) -> Result<(usize, Key)> {
         let object = self.engine.allocate()?;
-        let stocked = self.engine.beside_magazine(|thread| self.handles.stock(thread).keys.pop());
-        let key = stocked.flatten().map_or_else(|| self.take_key_slowly(), |bits| Ok(Key::from_stock(bits)));
-        // SAFETY: it was allocated here, and no other thread has seen it.
+        let stocked = self.engine.with_magazine(|slot| self.handles.stock(slot).keys.pop());
+        let key = stocked.flatten().map_or_else(|| self.take_keys_from_table(), |bits| Ok(Key::from_stock(bits)));
+        // SAFETY: the object was allocated above, and no other thread has seen it.
         let key = key.inspect_err(|_| unsafe { self.engine.free(object) })?;
         Ok((object, key))
     }
 
-    fn take_key_slowly(&self) -> Result<Key> {
-        let mut keys = [Key::from_bits(0); RUN];
-        let most = if self.engine.beside_magazine(|_| ()).is_some() { keys.len() } else { 1 };
-        let count = self.handles.take(&mut keys[..most])?;
-        let kept = self.engine.beside_magazine(|thread| {
+    fn take_keys_from_table(&self) -> Result<Key> {
+        let mut keys = [Key::from_bits(0); KEY_BATCH];
+        let most = if self.engine.with_magazine(|_| ()).is_some() { keys.len() } else { 1 };
+        let count = self.handles.allocate(&mut keys[..most])?;
+        let kept = self.engine.with_magazine(|thread| {
             let stock = &self.handles.stock(thread).keys;
-            // The lowest is popped first.
+            // In reverse order, so that the lowest handle is popped first.
             keys[1..count].iter().rev().take_while(|key| stock.push(key.to_bits())).count()
         });
-        self.handles.give(keys[1..count - kept.unwrap_or(0)].iter().copied());
+        self.handles.free(keys[1..count - kept.unwrap_or(0)].iter().copied());
         Ok(keys[0])
     }
 
-    /// Frees a handle that is not live, and retires its place.
+    /// Frees a handle that is not live, and retires the object that it referred to.
     #[inline(always)]
-    fn give_up(&self, key: Option<Key>, place: usize) {
-        // One place may wait: it is small. A value may own much, so types with a destructor are not stocked.
+    fn free_and_retire(&self, key: Option<Key>, object: usize) {
+        // A stock may keep a retired object for long. A value with a destructor may own much, so it is not stocked.
         let is_done = !std::mem::needs_drop::<T>()
             && key.is_some_and(|key| {
-                let take_in = |thread| self.handles.stock(thread).take_in(key.to_bits(), place as u64);
-                self.engine.beside_magazine(take_in).unwrap_or(false)
+                let push_pair = |slot| self.handles.stock(slot).push_pair(key.to_bits(), object as u64);
+                self.engine.with_magazine(push_pair).unwrap_or(false)
             });
         if !is_done {
-            self.give_up_slowly(key, place);
+            self.free_and_retire_slowly(key, object);
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn give_up_slowly(&self, key: Option<Key>, place: usize) {
-        // If the closure of `remove_with` forked, this is the child. The value still belongs to the parent, and locks may
-        // be held by threads that do not exist here.
-        if self.engine.check().is_err() {
+    fn free_and_retire_slowly(&self, key: Option<Key>, object: usize) {
+        // If the closure of `remove_with` forked, this is the child. The value still belongs to the parent, and locks
+        // may be held by threads that do not exist in the child.
+        if self.engine.check_generation().is_err() {
             return;
         }
-        let are_in = self.engine.beside_magazine(|thread| {
+        let are_in = self.engine.with_magazine(|thread| {
             let stock = self.handles.stock(thread);
-            let is_stocked = !std::mem::needs_drop::<T>() && stock.retired.push(place as u64);
+            let is_stocked = !std::mem::needs_drop::<T>() && stock.retired.push(object as u64);
             (key.is_none_or(|key| stock.keys.push(key.to_bits())), is_stocked)
         });
         let (has_key, has_place) = are_in.unwrap_or((key.is_none(), false));
         if !has_key {
-            self.give_key_slowly(key);
+            self.free_key_slowly(key);
         }
         if !has_place {
-            self.retire_slowly(place);
+            self.retire_slowly(object);
         }
     }
 
-    fn give_key_slowly(&self, key: Option<Key>) {
-        let mut keys = [0; KEYS / 2];
-        let drained = self.engine.beside_magazine(|thread| self.handles.stock(thread).keys.drain(KEYS / 2, &mut keys));
-        self.give_keys(&keys[..drained.unwrap_or(0)]);
-        self.handles.give(key);
+    fn free_key_slowly(&self, key: Option<Key>) {
+        let mut keys = [0; KEY_CAPACITY / 2];
+        let count = self.engine.with_magazine(|slot| self.handles.stock(slot).keys.drain(KEY_CAPACITY / 2, &mut keys));
+        self.free_keys(&keys[..count.unwrap_or(0)]);
+        self.handles.free(key);
     }
 
-    /// Returns handles to the table, one run for each time that its lock is taken.
-    fn give_keys(&self, keys: &[u64]) {
-        keys.chunks(RUN).for_each(|run| self.handles.give(run.iter().map(|bits| Key::from_stock(*bits))));
+    /// Returns handles to the table. The table's lock is taken once for each [`KEY_BATCH`] handles.
+    fn free_keys(&self, keys: &[u64]) {
+        keys.chunks(KEY_BATCH).for_each(|run| self.handles.free(run.iter().map(|bits| Key::from_stock(*bits))));
     }
 
-    fn retire_slowly(&self, place: usize) {
-        if !std::mem::needs_drop::<T>() && self.retire_to_stock(place) {
+    fn retire_slowly(&self, object: usize) {
+        if !std::mem::needs_drop::<T>() && self.retire_to_stock(object) {
             if self.waiting.0.load(Relaxed) > 0 {
-                let ripe = self.retired.0.try_with(|retired| self.ripe(retired, PARTS_AT_ONCE));
-                self.drop_all(ripe.unwrap_or_default());
+                let finished = self.retired.0.try_with(|retired| self.take_finished(retired, MAX_BATCHES));
+                self.drop_values(finished.unwrap_or_default());
             }
             return;
         }
-        let ripe = self.retired.0.with(|retired| {
-            retired.open.push(place as u64);
-            if retired.open.len() < PLACES {
+        let finished = self.retired.0.with(|retired| {
+            retired.unsealed.push(object as u64);
+            if retired.unsealed.len() < RETIRED_CAPACITY {
                 return None;
             }
-            self.close(retired);
-            self.begin_end(retired)
+            self.seal(retired);
+            self.begin_drops(retired)
         });
-        self.end(ripe);
+        self.drop_batches(finished);
         self.notify();
     }
 
-    /// Wakes the background thread for the retire list if the cache allows it and it is worth it: at once for values with
-    /// a destructor, which may own much, else for about a block of places.
+    /// Wakes the background thread to free retired objects, unless the ratio of the cache is 0. It is woken at once for
+    /// values with a destructor, which may own much memory, else when about a block of objects waits.
     fn notify(&self) {
-        let places = self.waiting.0.load(Relaxed);
-        let is_worth_it = std::mem::needs_drop::<T>() || places >= self.engine.shape.block_capacity() as usize;
-        if is_worth_it && self.engine.used_ratio.load(Relaxed) > 0 {
+        let objects = self.waiting.0.load(Relaxed);
+        let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
+        if is_worthwhile && self.engine.used_ratio.load(Relaxed) > 0 {
             self.engine.shared.slabs.worker.notify();
         }
     }
 
-    /// Sorts the retired places of this thread's stock and adds one. Returns whether the thread has a stock.
-    fn retire_to_stock(&self, place: usize) -> bool {
-        let mut places = [0; PLACES];
-        let more = self.engine.shape.sheaf.div_ceil(2);
-        let sorted = self.engine.beside_magazine(|thread| {
-            let left = &self.handles.stock(thread).retired;
-            let sorted = left.sort(more, &mut places);
-            (sorted, left.push(place as u64))
+    /// Makes room in the retire list of this thread's stock by freeing retired objects whose readers have finished, or
+    /// moving the oldest ones to the shared list. Then adds the object. Returns whether it fits.
+    fn retire_to_stock(&self, object: usize) -> bool {
+        let mut objects = [0; RETIRED_CAPACITY];
+        let more = self.engine.shape.sheaf_len.div_ceil(2);
+        let drained = self.engine.with_magazine(|thread| {
+            let retired = &self.handles.stock(thread).retired;
+            let drained = retired.drain_batch(more, &mut objects);
+            (drained, retired.push(object as u64))
         });
-        let Some((Sorted { count, until }, is_in)) = sorted else { return false };
-        let places = &places[..count];
+        let Some((DrainedBatch { count, until }, is_pushed)) = drained else { return false };
+        let objects = &objects[..count];
         match until {
-            // SAFETY: allocated objects with values without a destructor; no word names them, and no reader uses them.
-            None => unsafe { self.engine.free_all(places) },
+            // SAFETY: allocated objects whose values need no destructor. No word refers to them, no reader uses them.
+            None => unsafe { self.engine.free_all(objects) },
             Some(until) => {
-                self.retired.0.with(|retired| self.add_part(retired, places.to_vec(), until));
+                self.retired.0.with(|retired| self.push_batch(retired, objects.to_vec(), until));
                 self.notify();
             }
         }
-        is_in
+        is_pushed
     }
 
-    /// Starts the grace period of the open places.
-    fn close(&self, retired: &mut SharedRetireList) {
-        if !retired.open.is_empty() {
-            let open = std::mem::take(&mut retired.open);
-            self.add_part(retired, open, epochs::wait_until());
+    /// Makes the unsealed objects a batch, and begins its grace period.
+    fn seal(&self, retired: &mut SharedRetireList) {
+        if !retired.unsealed.is_empty() {
+            let open = std::mem::take(&mut retired.unsealed);
+            self.push_batch(retired, open, epochs::grace_epoch());
         }
     }
 
-    fn add_part(&self, retired: &mut SharedRetireList, places: Vec<u64>, until: Epoch) {
-        self.waiting.0.fetch_add(places.len(), Relaxed);
-        retired.closed.push_back((places, until));
+    fn push_batch(&self, retired: &mut SharedRetireList, objects: Vec<u64>, until: Epoch) {
+        self.waiting.0.fetch_add(objects.len(), Relaxed);
+        retired.sealed.push_back((objects, until));
     }
 
-    /// Removes up to `most` batches that have no readers left.
-    fn ripe(&self, retired: &mut SharedRetireList, most: usize) -> Vec<Vec<u64>> {
-        let oldest = epochs::oldest();
-        let ripe = take_over(&mut retired.closed, most, |(_, until)| *until < oldest);
-        let ripe: Vec<Vec<u64>> = ripe.map(|(places, _)| places).collect();
-        self.waiting.0.fetch_sub(ripe.iter().map(Vec::len).sum(), Relaxed);
-        ripe
+    /// Removes up to `most` batches whose readers have finished.
+    fn take_finished(&self, retired: &mut SharedRetireList, most: usize) -> Vec<Vec<u64>> {
+        let oldest = epochs::oldest_pinned();
+        let finished = drain_finished(&mut retired.sealed, most, |(_, until)| *until < oldest);
+        let finished: Vec<Vec<u64>> = finished.map(|(objects, _)| objects).collect();
+        self.waiting.0.fetch_sub(finished.iter().map(Vec::len).sum(), Relaxed);
+        finished
     }
 
-    /// As [`HandleInner::ripe`], for all batches. `None` inside of a destructor: the outer call ends them then.
-    fn begin_end(&self, retired: &mut SharedRetireList) -> Option<(DeferredDrop, Vec<Vec<u64>>)> {
+    /// As [`HandleInner::take_finished`], for all batches. `None` in a destructor: the outer call drops them.
+    fn begin_drops(&self, retired: &mut SharedRetireList) -> Option<(DeferredDrop, Vec<Vec<u64>>)> {
         let dropping = DeferredDrop::begin(self)?;
-        Some((dropping, self.ripe(retired, usize::MAX)))
+        Some((dropping, self.take_finished(retired, usize::MAX)))
     }
 
-    /// Drops the values of these batches, and of those that destructors retire meanwhile. Called without locks.
-    fn end(&self, begun: Option<(DeferredDrop, Vec<Vec<u64>>)>) {
-        let Some((dropping, mut ripe)) = begun else { return };
+    /// Drops the values of these batches, and of values that their destructors retire. The caller holds no lock.
+    fn drop_batches(&self, begun: Option<(DeferredDrop, Vec<Vec<u64>>)>) {
+        let Some((dropping, mut finished)) = begun else { return };
         loop {
-            self.drop_all(ripe);
-            if !dropping.take_more() {
+            self.drop_values(finished);
+            if !dropping.take_has_more() {
                 return;
             }
-            ripe = self.retired.0.with(|retired| self.ripe(retired, usize::MAX));
+            finished = self.retired.0.with(|retired| self.take_finished(retired, usize::MAX));
         }
     }
 
-    /// Drops values that no thread can reach, and frees their places. Called without locks.
-    fn drop_all(&self, ripe: Vec<Vec<u64>>) {
+    /// Drops values that no thread can reach, and frees their objects. The caller holds no lock.
+    fn drop_values(&self, finished: Vec<Vec<u64>>) {
         let mut panic = None;
-        for place in ripe.iter().flatten().map(|place| *place as usize) {
+        for object in finished.iter().flatten().map(|object| *object as usize) {
             if std::mem::needs_drop::<T>() {
-                // SAFETY: it was retired: no word names the value, no reader uses it (type invariant). Dropped only here.
+                // SAFETY: a retired value: no word refers to it, no reader uses it (type invariant). Dropped only here.
                 let dropped = catch_unwind(AssertUnwindSafe(|| unsafe {
-                    (&raw mut (*(place as *mut HandledValue<T>)).value).drop_in_place()
+                    (&raw mut (*(object as *mut HandledValue<T>)).value).drop_in_place()
                 }));
                 panic = panic.or(dropped.err());
             }
-            // SAFETY: an allocated object; its value is gone.
-            unsafe { self.engine.free(place) };
+            // SAFETY: an allocated object whose value was dropped or needs no destructor.
+            unsafe { self.engine.free(object) };
         }
         match panic {
-            // A second panic would abort: that of the `remove_with` closure, during which this runs, goes on.
+            // A closure of `remove_with` is unwinding. A second panic would abort the process, so it is dropped.
             Some(panic) if thread::panicking() => std::mem::forget(panic),
             Some(panic) => resume_unwind(panic),
             None => {}
         }
     }
 
-    /// Frees retired values without a destructor after their readers. For reclaim, so it may run inside of any call.
-    fn end_plain(&self) {
+    /// Frees retired values without a destructor whose readers have finished. Reclaim calls it inside of any call.
+    fn free_plain_retired(&self) {
         let Some(drained) = self.engine.try_drain_magazines() else { return };
-        self.collect(&drained);
+        self.collect_stocks(&drained);
         drop(drained);
-        self.retired.0.try_with(|retired| self.close(retired));
+        self.retired.0.try_with(|retired| self.seal(retired));
         let backoff = Backoff::new();
         while backoff.waited_ns() < SHORT_GRACE_NS {
-            let ripe = self.retired.0.try_with(|retired| self.ripe(retired, PARTS_AT_ONCE)).unwrap_or_default();
-            if ripe.is_empty() {
+            let finished =
+                self.retired.0.try_with(|retired| self.take_finished(retired, MAX_BATCHES)).unwrap_or_default();
+            if finished.is_empty() {
                 return;
             }
-            self.drop_all(ripe);
+            self.drop_values(finished);
         }
     }
 
-    /// Ends all retired values, if their readers finish within a second.
-    fn end_all(&self) {
+    /// Drops all retired values, if their readers finish within a second.
+    fn drop_all_retired(&self) {
         if let Ok(drained) = self.engine.drain_magazines() {
-            self.collect(&drained);
-            // After the end of the cache its handle table and stocks belong to another cache.
-            if !self.is_over.load(Relaxed) {
-                drained.users().for_each(|thread| self.handles.strip_stock(thread));
+            self.collect_stocks(&drained);
+            // After the end of this cache, its handle table and stocks belong to another cache.
+            if !self.is_closed.load(Relaxed) {
+                drained.opened_slots().for_each(|thread| self.handles.discard_stock(thread));
             }
         }
         let mut backoff = Backoff::new();
-        self.retired.0.with(|retired| self.close(retired));
+        self.retired.0.with(|retired| self.seal(retired));
         loop {
-            let (ripe, left) = self.retired.0.with(|retired| (self.begin_end(retired), retired.closed.len()));
-            let is_within = ripe.is_none();
-            self.end(ripe);
+            let (finished, left) = self.retired.0.with(|retired| (self.begin_drops(retired), retired.sealed.len()));
+            let is_within = finished.is_none();
+            self.drop_batches(finished);
             if is_within || left == 0 || backoff.waited_ns() > GRACE_NS {
                 return;
             }
@@ -339,7 +340,7 @@ impl<T: Movable> HandleInner<T> {
     }
 }
 
-impl<T: Movable> Member for HandleInner<T> {
+impl<T: Movable> Cache for HandleInner<T> {
     fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -349,108 +350,108 @@ impl<T: Movable> Member for HandleInner<T> {
     }
 
     fn handle_bytes(&self) -> u64 {
-        if self.engine.check().is_ok() { self.handles.resident_bytes() } else { 0 }
+        if self.engine.check_generation().is_ok() { self.handles.resident_bytes() } else { 0 }
     }
 
-    fn waiting(&self) -> u64 {
-        if self.engine.check().is_err() || self.is_over.load(Relaxed) {
+    fn waiting_objects(&self) -> u64 {
+        if self.engine.check_generation().is_err() || self.is_closed.load(Relaxed) {
             return 0;
         }
-        let stocked: u64 = self.engine.users().map(|thread| u64::from(self.handles.stock(thread).retired.len())).sum();
-        let in_retire_list = self.retired.0.with(|retired| retired.open.len() + self.waiting.0.load(Relaxed));
-        stocked + in_retire_list as u64 + self.engine.in_batches()
+        let stocked: u64 =
+            self.engine.opened_slots().map(|slot| u64::from(self.handles.stock(slot).retired.len())).sum();
+        let in_retire_list = self.retired.0.with(|retired| retired.unsealed.len() + self.waiting.0.load(Relaxed));
+        stocked + in_retire_list as u64 + self.engine.objects_in_batches()
     }
 
-    /// Moving or forgetting a value runs no user code. So under `Limit` this cache packs itself, and frees retired values
-    /// if they have no destructor.
-    fn compact(&self) {
+    /// Moves values, and frees retired values without a destructor: neither runs user code.
+    fn pack_without_callback(&self) {
         if !std::mem::needs_drop::<T>() {
-            self.end_plain();
+            self.free_plain_retired();
         }
         defrag::pack(&self.engine, self);
     }
 
     fn shrink(&self) -> Result<u64> {
-        self.engine.check()?;
-        self.end_all();
+        self.engine.check_generation()?;
+        self.drop_all_retired();
         let freed = defrag::shrink(&self.engine, self)?;
         Ok(freed + self.handles.shrink())
     }
 
     fn finish_retired(&self) -> bool {
-        let (ripe, is_left) = self.retired.0.with(|retired| {
-            self.close(retired);
-            (self.begin_end(retired), !retired.closed.is_empty())
+        let (finished, is_left) = self.retired.0.with(|retired| {
+            self.seal(retired);
+            (self.begin_drops(retired), !retired.sealed.is_empty())
         });
-        self.end(ripe);
-        self.engine.finish_retired_behind() || is_left
+        self.drop_batches(finished);
+        self.engine.finish_retired_in_background() || is_left
     }
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
-        let ripe = self.retired.0.with(|retired| {
-            self.close(retired);
-            self.begin_end(retired)
+        let finished = self.retired.0.with(|retired| {
+            self.seal(retired);
+            self.begin_drops(retired)
         });
-        self.end(ripe);
+        self.drop_batches(finished);
         defrag::step(&self.engine, self, budget)
     }
 }
 
 impl<T: Movable> Mover for HandleInner<T> {
-    /// The guard keeps the source of the copy from being dropped.
+    /// The guard keeps the old copy from being freed while it is read.
     type Isolated = Guard;
 
     fn isolate(&self, _chunk: &mut Chunk) -> Guard {
         pin()
     }
 
-    /// Prefetches the word of its handle: words are spread over the whole table.
-    fn expect(&self, object: usize) {
-        // SAFETY: as in `migrate`, which also checks that the index still belongs to this value.
+    /// Prefetches the word of the value's handle, because words are spread over the whole table.
+    fn prefetch_for(&self, object: usize) {
+        // SAFETY: as in `migrate`, which also checks that the index belongs to this value.
         let index = unsafe { &(*(object as *mut HandledValue<T>)).index }.load(Relaxed);
-        self.handles.fetch(index);
+        self.handles.prefetch(index);
     }
 
-    /// Handles go to the table, places to the shared retire list.
-    fn collect(&self, drained: &DrainGuard<'_>) {
-        if self.is_over.load(Relaxed) {
+    /// Returns stocked handles to the table, and moves stocked retired objects to the shared retire list.
+    fn collect_stocks(&self, drained: &DrainGuard<'_>) {
+        if self.is_closed.load(Relaxed) {
             return;
         }
-        for stock in drained.users().map(|thread| self.handles.stock(thread)) {
-            let (mut keys, mut places) = ([0; KEYS], [0; PLACES]);
-            let (free, left) = (stock.keys.drain(0, &mut keys), stock.retired.take(&mut places));
-            self.give_keys(&keys[..free]);
-            self.retired.0.with(|retired| retired.open.extend_from_slice(&places[..left]));
+        for stock in drained.opened_slots().map(|slot| self.handles.stock(slot)) {
+            let (mut keys, mut objects) = ([0; KEY_CAPACITY], [0; RETIRED_CAPACITY]);
+            let (free, left) = (stock.keys.drain(0, &mut keys), stock.retired.drain_all(&mut objects));
+            self.free_keys(&keys[..free]);
+            self.retired.0.with(|retired| retired.unsealed.extend_from_slice(&objects[..left]));
         }
     }
 
-    fn migrate(&self, object: usize, to: &mut Places<'_>, _guard: &mut Guard) -> Fate {
+    fn migrate(&self, object: usize, to: &mut Destinations<'_>, _guard: &mut Guard) -> MoveOutcome {
         let old = object as *mut HandledValue<T>;
-        // SAFETY: an object of this cache: the index of each was initialized, first by `set_up`.
+        // SAFETY: an object of this cache. `set_up` has initialized its index.
         let index = unsafe { &(*old).index }.load(Acquire);
-        // If the place is being filled or is retired, its index leads to a word that does not name this place.
+        // If the object is being filled or is retired, its index leads to a word that does not refer to this object.
         let seen = self.handles.load(index);
-        if !seen.is_live() || self.place(seen) != old || seen.pins() > 0 {
-            return Fate::Busy;
+        if !seen.is_live() || self.value_at(seen) != old || seen.pins() > 0 {
+            return MoveOutcome::Busy;
         }
-        let Some(target) = to.take() else { return Fate::Failed };
+        let Some(target) = to.take() else { return MoveOutcome::Failed };
         let new = target as *mut HandledValue<T>;
-        // SAFETY: the word was live after the guard was pinned: the value exists until it is dropped, and does not
-        // change (type invariant, `Movable`). Only this call uses the target, except for its index.
+        // SAFETY: the word was live after the guard was pinned. So the value exists until the guard is dropped, and
+        // does not change (type invariant, `Movable`). Only this call uses the target, except for its index.
         unsafe {
             std::ptr::copy_nonoverlapping(&raw const (*old).value, &raw mut (*new).value, 1);
             (*new).index.store(index, Release);
         }
-        if self.handles.exchange(index, seen, seen.at(target - self.base)) {
-            Fate::Moved
+        if self.handles.exchange(index, seen, seen.with_offset(target - self.base)) {
+            MoveOutcome::Moved
         } else {
             to.put(target);
-            Fate::Busy
+            MoveOutcome::Busy
         }
     }
 }
 
-/// A cache of values that are reached by handle, and that the cache moves by itself.
+/// A cache of values that are reached by handle. The cache moves them by itself.
 ///
 /// ```
 /// use pagemill::{Pagemill, slab::{Settings, pin}};
@@ -466,27 +467,27 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// ```
 pub struct ByHandle<T: Movable> {
     inner: Arc<HandleInner<T>>,
-    /// As in `inner`. A copy in the cache itself stays in registers from one call of a reader to the next.
+    /// Copies of the fields in `inner`. They stay in registers from one call of a reader to the next.
     words: &'static Words,
     base: usize,
 }
 
-/// A value that was removed from its handle. Dropping this retires it, also during unwinding.
-struct Ended<'cache, T: Movable> {
+/// A value that was removed from its handle. Dropping this retires the value, also during unwinding.
+struct RemovedValue<'cache, T: Movable> {
     cache: &'cache HandleInner<T>,
-    /// Its former handle.
+    /// The former handle of the value.
     key: Key,
-    place: *mut HandledValue<T>,
+    object: *mut HandledValue<T>,
 }
 
-impl<T: Movable> Drop for Ended<'_, T> {
+impl<T: Movable> Drop for RemovedValue<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.cache.give_up(self.key.next(), self.place as usize);
+        self.cache.free_and_retire(self.key.next_generation(), self.object as usize);
     }
 }
 
-/// A pinned value: it keeps its address and contents while this exists. At most seven pins of one value at a time.
+/// A pinned value, which keeps its address and contents while this exists. A value can have seven pins at a time.
 /// Example: [`ByHandle`].
 pub struct Pinned<'cache, T: Movable> {
     cache: &'cache HandleInner<T>,
@@ -503,29 +504,29 @@ impl Slabs {
     pub fn by_handle<T: Movable>(&'static self, settings: Settings) -> Result<ByHandle<T>> {
         let (index_at, value_at) =
             (std::mem::offset_of!(HandledValue<T>, index), std::mem::offset_of!(HandledValue<T>, value));
-        // SAFETY: an object of a slab that is being set up, with the layout below, and not shared yet.
+        // SAFETY: an object of a slab that is being set up, with the layout below. No other thread uses it yet.
         let set_up = move |object: usize| unsafe { ((object + index_at) as *mut AtomicU32).write(AtomicU32::new(0)) };
-        let shared = self.members.with(|_| self.shared())?;
-        let handles = shared.take_handles()?;
+        let shared = self.caches.with(|_| self.shared())?;
+        let handles = shared.take_handle_table()?;
         let object = Object {
             layout: Layout::new::<HandledValue<T>>(),
             user_bytes: size_of::<T>(),
-            closed: value_at..value_at + size_of::<T>(),
+            poisoned_range: value_at..value_at + size_of::<T>(),
             set_up: Some(Box::new(set_up)),
             is_movable: true,
             grace: Grace::of_handles,
             handles: Some(handles),
         };
-        let inner = self.make(settings, object, |engine| HandleInner {
+        let inner = self.create_cache(settings, object, |engine| HandleInner {
             base: engine.shared.blocks.addr(0),
             engine,
             handles,
             retired: Padded::default(),
             waiting: Padded::default(),
-            is_over: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
             _values: PhantomData,
         });
-        let inner = inner.inspect_err(|_| shared.give_handles(handles))?;
+        let inner = inner.inspect_err(|_| shared.return_handle_table(handles))?;
         Ok(ByHandle { base: inner.base, inner, words: handles.words() })
     }
 }
@@ -537,132 +538,132 @@ impl<T: Movable> ByHandle<T> {
     ///
     /// [`Error::NoMemory`], [`Error::NoAddresses`], [`Error::System`]: the value is dropped. [`Error::WrongState`] in a
     /// fork child.
-    // Always inlined, so that the value is built in place and uninitialized bytes of it are not copied.
+    // Always inlined, so that the caller builds the value in place and uninitialized bytes are not copied.
     #[inline(always)]
     #[track_caller]
     pub fn insert(&self, value: T) -> Result<Handle<T>> {
         let inner = &*self.inner;
-        inner.engine.check()?;
-        let at_hand = inner.engine.allocate_with(|thread| inner.handles.stock(thread).keys.pop());
+        inner.engine.check_generation()?;
+        let at_hand = inner.engine.allocate_together(|thread| inner.handles.stock(thread).keys.pop());
         let (object, key) = match at_hand {
             Some((object, bits)) => (object, Key::from_stock(bits)),
-            None => inner.take_slowly()?,
+            None => inner.allocate_slowly()?,
         };
         inner.write(object, value, key.index());
         key.publish(self.words, object - inner.base);
         Ok(Handle::new(key))
     }
 
-    /// Returns the value of a handle, if it is live. Cost: one load of its word, then the value.
+    /// Returns the value of a handle, if it is live. Cost: one load of the handle's word, then the access to the value.
     #[inline]
     pub fn get<'read>(&'read self, handle: Handle<T>, _guard: &'read Guard) -> Option<&'read T> {
-        let entry = handle.key.find(self.words)?;
-        // SAFETY: a live word names a value that exists until all guards of this time are dropped. `_guard` is one of
-        // them and outlives the reference; so does the cache.
-        Some(unsafe { &(*handle.key.address(entry, self.base).cast::<HandledValue<T>>()).value })
+        let word = handle.key.live_word(self.words)?;
+        // SAFETY: a live word refers to a value that exists until all guards of this time are dropped. `_guard` is one
+        // of them and outlives the reference, as does the cache.
+        Some(unsafe { &(*handle.key.address(word, self.base).cast::<HandledValue<T>>()).value })
     }
 
-    /// Removes a value. Returns whether it existed. It is dropped when its readers have finished, by this or a later call
-    /// or by Pagemill's background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], it is dropped by one of
-    /// the next removals, [`ByHandle::shrink`] or [`ByHandle::defrag_step`].
+    /// Removes a value. Returns whether it existed. When its readers have finished, the value is dropped by this call,
+    /// a later one, or the background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], one of the next
+    /// removals, [`ByHandle::shrink`] or [`ByHandle::defrag_step`] drops it.
     ///
     /// Cost: a compare-and-swap and two stores into the thread's stock; for types with a destructor also a short lock.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if it is pinned; [`Error::WrongState`] in a fork child.
+    /// [`Error::Busy`] if the value is pinned; [`Error::WrongState`] in a fork child.
     #[inline]
     pub fn remove(&self, handle: Handle<T>) -> Result<bool> {
-        Ok(self.end(handle)?.is_some())
+        Ok(self.take_out(handle)?.is_some())
     }
 
-    /// As [`ByHandle::remove`], and returns the result of `look` on the value. Only one of concurrent removals sees it.
-    /// Needs no guard, so it costs less than [`ByHandle::get`] and a removal.
+    /// As [`ByHandle::remove`], and returns the result of `read` on the value. If several threads remove the value at
+    /// once, only one calls `read`. No guard is needed, so this costs less than [`ByHandle::get`] and a removal.
     ///
     /// # Errors
     ///
     /// As [`ByHandle::remove`].
     #[inline]
-    pub fn remove_with<R>(&self, handle: Handle<T>, look: impl FnOnce(&T) -> R) -> Result<Option<R>> {
-        // SAFETY: a live word named the place until this call ended it, so the value is initialized and does not change
-        // (type invariant). Only this call retires the place, when the result is dropped.
-        Ok(self.end(handle)?.map(|ended| look(unsafe { &(*ended.place).value })))
+    pub fn remove_with<R>(&self, handle: Handle<T>, read: impl FnOnce(&T) -> R) -> Result<Option<R>> {
+        // SAFETY: a live word referred to the object until this call changed it, so the value is initialized and does
+        // not change (type invariant). Only this call retires the object, when `removed` is dropped.
+        Ok(self.take_out(handle)?.map(|removed| read(unsafe { &(*removed.object).value })))
     }
 
-    /// Removes the value from its handle, if it is live.
+    /// Takes the value out of the table, if the handle is live.
     ///
     /// # Errors
     ///
     /// As [`ByHandle::remove`].
     #[inline(always)]
-    fn end(&self, handle: Handle<T>) -> Result<Option<Ended<'_, T>>> {
-        self.inner.engine.check()?;
-        while let Some(seen) = handle.key.find(self.words) {
+    fn take_out(&self, handle: Handle<T>) -> Result<Option<RemovedValue<'_, T>>> {
+        self.inner.engine.check_generation()?;
+        while let Some(seen) = handle.key.live_word(self.words) {
             if seen.pins() > 0 {
                 return Err(Error::Busy { what: "the value of this handle is pinned" });
             }
-            if handle.key.end(self.words, seen) {
-                let place = handle.key.address(seen, self.base).cast();
-                return Ok(Some(Ended { cache: &self.inner, key: handle.key, place }));
+            if handle.key.end_value(self.words, seen) {
+                let object = handle.key.address(seen, self.base).cast();
+                return Ok(Some(RemovedValue { cache: &self.inner, key: handle.key, object }));
             }
         }
         Ok(None)
     }
 
-    /// Replaces a value by the result of `change`. Returns whether the value existed. If another thread changes it at the
-    /// same time, `change` is called again. Readers see the old or the new value. `change` must not update the same
-    /// value: it would be called again forever.
+    /// Replaces a value by the result of `change`. Returns whether the value existed. If another thread changes the
+    /// value at the same time, `change` is called again. Readers see the old or the new value. `change` must not update
+    /// the same value, or it would be called again forever.
     ///
     /// # Errors
     ///
-    /// As [`ByHandle::insert`]; [`Error::Busy`] if it is pinned.
+    /// As [`ByHandle::insert`]; [`Error::Busy`] if the value is pinned.
     #[track_caller]
     pub fn update(&self, handle: Handle<T>, mut change: impl FnMut(&T) -> T) -> Result<bool> {
         let inner = &*self.inner;
-        inner.engine.check()?;
+        inner.engine.check_generation()?;
         loop {
             let guard = pin();
-            let Some(seen) = handle.key.find(self.words) else { return Ok(false) };
+            let Some(seen) = handle.key.live_word(self.words) else { return Ok(false) };
             if seen.pins() > 0 {
                 return Err(Error::Busy { what: "the value of this handle is pinned" });
             }
             // SAFETY: as in `get`.
-            let new = change(unsafe { &(*inner.place(seen)).value });
+            let new = change(unsafe { &(*inner.value_at(seen)).value });
             let object = inner.engine.allocate()?;
             inner.write(object, new, handle.key.index());
-            // Still under the guard: the place that was read cannot hold another value by now.
-            let is_in = inner.handles.exchange(handle.key.index(), seen, seen.at(object - inner.base));
+            // The guard still exists, so the object that was read cannot hold another value by now.
+            let is_in = inner.handles.exchange(handle.key.index(), seen, seen.with_offset(object - inner.base));
             drop(guard);
-            // An unused new value was never visible; it is retired in the same way.
-            inner.give_up(None, if is_in { inner.place(seen) as usize } else { object });
+            // If the exchange failed, the new value was never visible. It is retired in the same way.
+            inner.free_and_retire(None, if is_in { inner.value_at(seen) as usize } else { object });
             if is_in {
                 return Ok(true);
             }
         }
     }
 
-    /// Pins a value: it keeps its address and contents. `None` if the handle is not live.
+    /// Pins a value, so that it keeps its address and contents. Returns `None` if the handle is not live.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if it has been pinned seven times.
+    /// [`Error::Busy`] if the value has seven pins.
     pub fn pin_value(&self, handle: Handle<T>) -> Result<Option<Pinned<'_, T>>> {
         let inner = &*self.inner;
-        while let Some(seen) = handle.key.find(self.words) {
+        while let Some(seen) = handle.key.live_word(self.words) {
             if inner.handles.pin(handle.key.index(), seen) {
-                // SAFETY: the word is as it was read except for the pin, which keeps all threads from changing it.
-                let value = unsafe { &(*inner.place(seen)).value };
+                // SAFETY: the word was live, and its new pin keeps all threads from changing it.
+                let value = unsafe { &(*inner.value_at(seen)).value };
                 return Ok(Some(Pinned { cache: inner, index: handle.key.index(), value }));
             }
-            if seen.is_pinned_most() {
-                return Err(Error::Busy { what: "the value of this handle is pinned as often as can be" });
+            if seen.has_max_pins() {
+                return Err(Error::Busy { what: "the value of this handle has the maximum number of pins" });
             }
         }
         Ok(None)
     }
 
-    /// Packs all values into as few slabs and blocks as possible, drops removed ones, and frees the rest, including free
-    /// pages of the handle table. As [`super::ByOwner::shrink`]; returns the bytes of both.
+    /// Packs all values into as few slabs and blocks as possible, drops removed values, and frees the unused memory,
+    /// including pages of the handle table. Returns the freed bytes. Otherwise as [`super::ByOwner::shrink`].
     ///
     /// # Errors
     ///
@@ -716,7 +717,7 @@ impl<T: Movable> ByHandle<T> {
         info::of(&*self.inner)
     }
 
-    /// Resident bytes of the handle table: 8 for each handle of the highest count so far, less free pages.
+    /// Resident bytes of the handle table: 8 for each handle of the highest number so far, less freed pages.
     pub fn handle_bytes(&self) -> u64 {
         self.inner.handle_bytes()
     }
@@ -725,35 +726,36 @@ impl<T: Movable> ByHandle<T> {
 impl<T: Movable> Drop for ByHandle<T> {
     /// Drops all values.
     fn drop(&mut self) {
-        withdraw(&self.inner);
+        unregister(&self.inner);
         let inner = &*self.inner;
-        // Keeps other threads from moving values. If it fails, as in a fork child, the values stay allocated for good.
+        // The drain keeps other threads from moving values. If it fails, as in a fork child, the values are leaked.
         let drained = loop {
             match inner.engine.drain_magazines() {
                 Ok(drained) => break drained,
-                // Another thread runs a long step that it began through the list of caches: it ends.
+                // Another thread runs a long step, on a cache that it found in the list of caches. The step will end.
                 Err(Error::Busy { .. }) => {}
                 Err(_) => return,
             }
         };
-        // Readers borrow the cache, so guards that exist are for other caches.
+        // Readers borrow the cache, so existing guards belong to readers of other caches.
         inner.engine.finish_retired_at_once();
-        let live: Vec<(u32, HandleWord)> = inner.handles.live().collect();
-        let mut places = Vec::with_capacity(live.len());
-        for (index, entry) in live {
-            // Readers and pins borrow the cache, so none is left, except pins that were forgotten.
-            let key = Key::new(index, entry.generation());
-            inner.handles.close(key);
-            inner.handles.give(key.next());
-            places.push(inner.place(entry) as u64);
+        let live: Vec<(u32, HandleWord)> = inner.handles.live_words().collect();
+        let mut objects = Vec::with_capacity(live.len());
+        for (index, word) in live {
+            // Readers and pins borrow the cache, so only forgotten pins are left.
+            let key = Key::new(index, word.generation());
+            inner.handles.force_end(key);
+            inner.handles.free(key.next_generation());
+            objects.push(inner.value_at(word) as u64);
         }
-        inner.collect(&drained);
-        inner.is_over.store(true, Relaxed);
+        inner.collect_stocks(&drained);
+        inner.is_closed.store(true, Relaxed);
         drop(drained);
         let retired = inner.retired.0.with(std::mem::take);
         inner.handles.shrink();
-        inner.engine.shared.give_handles(inner.handles);
-        inner.drop_all(retired.closed.into_iter().map(|(left, _)| left).chain([places, retired.open]).collect());
+        inner.engine.shared.return_handle_table(inner.handles);
+        inner
+            .drop_values(retired.sealed.into_iter().map(|(left, _)| left).chain([objects, retired.unsealed]).collect());
     }
 }
 
@@ -778,13 +780,12 @@ impl<T: Movable> ByHandle<T> {
     }
 
     pub(super) fn in_retire_list(&self) -> usize {
-        self.inner
-            .retired
-            .0
-            .with(|retired| retired.open.len() + retired.closed.iter().map(|(places, _)| places.len()).sum::<usize>())
+        self.inner.retired.0.with(|retired| {
+            retired.unsealed.len() + retired.sealed.iter().map(|(objects, _)| objects.len()).sum::<usize>()
+        })
     }
 
-    /// Shrinks until readers of other tests have finished: nothing waits for them, and nothing is left to move.
+    /// Shrinks until readers of concurrent tests have finished, so that nothing waits and nothing is left to move.
     pub(super) fn pack(&self) -> u64 {
         let mut freed = 0;
         loop {

@@ -18,7 +18,7 @@ fn value(number: u64) -> Value {
     std::array::from_fn(|at| number + at as u64)
 }
 
-/// An item of a list. Its destructor removes the next one, in the same cache or in the next of several.
+/// An item of a list. Its destructor removes the next item, which is in the next of several caches.
 struct Link {
     next: Option<Handle<Link>>,
     number: usize,
@@ -28,31 +28,31 @@ struct Link {
 #[derive(Default)]
 struct Lists {
     caches: OnceLock<Vec<ByHandle<Link>>>,
-    /// Destructors that are running on the one thread, and their maximum so far.
-    now: AtomicUsize,
-    most: AtomicUsize,
+    /// `nested`: number of destructors running on the one thread. `max_nested`: its maximum so far.
+    nested: AtomicUsize,
+    max_nested: AtomicUsize,
     dropped: AtomicUsize,
 }
 
-// SAFETY: numbers and pointers.
+// SAFETY: numbers and pointers can be copied byte by byte.
 unsafe impl Movable for Link {}
 
 impl Drop for Link {
     fn drop(&mut self) {
         let lists = &self.lists;
-        lists.most.fetch_max(lists.now.fetch_add(1, Relaxed) + 1, Relaxed);
+        lists.max_nested.fetch_max(lists.nested.fetch_add(1, Relaxed) + 1, Relaxed);
         if let (Some(next), Some(caches)) = (self.next, lists.caches.get()) {
             assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap());
         }
-        lists.now.fetch_sub(1, Relaxed);
+        lists.nested.fetch_sub(1, Relaxed);
         lists.dropped.fetch_add(1, Relaxed);
     }
 }
 
-/// Destructors that remove other values do not nest, except once for each cache, of at most eight caches. All of them
-/// run.
+/// Long lists are removed whose destructors each remove the next item. Destructors nest at most once for each of up to
+/// eight caches, and all of them run.
 #[test]
-fn destructors_that_remove_others_do_not_nest() {
+fn destructors_nest_once_per_cache() {
     const LISTS: usize = 256;
     const LENGTH: usize = 64;
     for caches in [1, 2, 12] {
@@ -71,18 +71,22 @@ fn destructors_that_remove_others_do_not_nest() {
         while lists.dropped.load(Relaxed) < LISTS * LENGTH {
             made.iter().for_each(|cache| _ = cache.shrink().unwrap());
         }
-        assert!(lists.most.load(Relaxed) <= caches.min(8), "{} within each other", lists.most.load(Relaxed));
+        assert!(
+            lists.max_nested.load(Relaxed) <= caches.min(8),
+            "{} within each other",
+            lists.max_nested.load(Relaxed)
+        );
         assert_eq!(lists.dropped.load(Relaxed), LISTS * LENGTH, "each once");
     }
 }
 
-/// A value that may own a cache of such values.
+/// A value that may own a cache with further values of this type.
 struct Nest {
     _inner: Option<Box<ByHandle<Nest>>>,
     dropped: Arc<AtomicUsize>,
 }
 
-// SAFETY: pointers.
+// SAFETY: pointers can be copied byte by byte.
 unsafe impl Movable for Nest {}
 
 impl Drop for Nest {
@@ -91,10 +95,10 @@ impl Drop for Nest {
     }
 }
 
-/// More caches than [`super::deferred_drop`] tracks are dropped inside of each other's destructors. Each value is
-/// dropped once, including removed values that wait for a reader, and all memory is freed.
+/// Twelve caches, more than [`super::deferred_drop`] tracks, each own the next one through a value. Dropping the
+/// outermost drops each value once, also removed values that wait for a reader, and frees all memory.
 #[test]
-fn caches_end_within_each_other() {
+fn caches_can_be_dropped_in_destructors_of_values() {
     const CACHES: usize = 12;
     const EACH: usize = 100;
     let slabs = slabs();
@@ -105,7 +109,7 @@ fn caches_end_within_each_other() {
     for _ in 0..CACHES {
         let cache = Box::new(slabs.by_handle::<Nest>(Settings::new("nest")).unwrap());
         let handles: Vec<_> = (1..EACH).map(|_| cache.insert(nest(None)).unwrap()).collect();
-        // The value that is removed last, and waits, owns the other caches.
+        // The value that is removed last, and waits for the reader, owns the other caches.
         let last = cache.insert(nest(outer.take())).unwrap();
         handles.iter().step_by(2).chain([&last]).for_each(|handle| assert!(cache.remove(*handle).unwrap()));
         outer = Some(cache);
@@ -124,7 +128,7 @@ struct Counted {
     dropped: Arc<Vec<AtomicUsize>>,
 }
 
-// SAFETY: a number and a pointer.
+// SAFETY: a number and a pointer can be copied byte by byte.
 unsafe impl Movable for Counted {}
 
 impl Drop for Counted {
@@ -137,10 +141,10 @@ fn counters(count: usize) -> Arc<Vec<AtomicUsize>> {
     Arc::new((0..count).map(|_| AtomicUsize::new(0)).collect())
 }
 
-/// Nine of ten values are removed: the handles of the others find them, in as few slabs and blocks as possible; the
-/// removed handles find nothing.
+/// Nine of ten values are removed and the rest is packed into as few slabs and blocks as possible. The other handles
+/// find their values, and the removed handles find nothing.
 #[test]
-fn values_move_below_their_handles() {
+fn handles_find_values_after_moves() {
     for slabs in [slabs(), sparse_slabs()] {
         let cache = slabs.by_handle::<Value>(Settings::new("packed")).unwrap();
         let handles: Vec<_> = (0..100_000).map(|number| cache.insert(value(number)).unwrap()).collect();
@@ -148,10 +152,10 @@ fn values_move_below_their_handles() {
             assert!(number % 10 == 3 || cache.remove(*handle).unwrap());
         }
         assert!(!cache.remove(handles[0]).unwrap(), "it has gone");
-        let place = |handle| std::ptr::from_ref(cache.get(handle, &pin()).unwrap()) as usize;
-        let before: Vec<usize> = handles.iter().skip(3).step_by(10).map(|handle| place(*handle)).collect();
+        let address = |handle| std::ptr::from_ref(cache.get(handle, &pin()).unwrap()) as usize;
+        let before: Vec<usize> = handles.iter().skip(3).step_by(10).map(|handle| address(*handle)).collect();
         assert!(cache.pack() >= 8 * BLOCK_BYTES as u64);
-        let after: Vec<usize> = handles.iter().skip(3).step_by(10).map(|handle| place(*handle)).collect();
+        let after: Vec<usize> = handles.iter().skip(3).step_by(10).map(|handle| address(*handle)).collect();
         assert!(before.iter().zip(&after).filter(|(before, after)| before != after).count() > 5_000);
         let guard = pin();
         for (number, handle) in handles.iter().enumerate() {
@@ -168,7 +172,8 @@ fn values_move_below_their_handles() {
     }
 }
 
-/// Each value is dropped once, after its readers: removed, replaced, moved, or left in the cache.
+/// Values are removed, replaced, moved, or left in the cache until its drop. Each is dropped once, and not before its
+/// readers have finished.
 #[test]
 fn values_are_dropped_once() {
     const VALUES: usize = 30_000;
@@ -199,10 +204,10 @@ fn values_are_dropped_once() {
     assert_eq!(count(), VALUES + VALUES / 4);
 }
 
-/// A panicking destructor does not keep other destructors from running, neither for removed values nor at the drop of the
-/// cache. The panic reaches the caller.
+/// A panicking destructor does not prevent others from running, neither for removed values nor at the drop of the
+/// cache. The caller gets the panic.
 #[test]
-fn destructors_may_panic() {
+fn panicking_destructor_does_not_stop_others() {
     struct Failing(Counted);
     // SAFETY: as the value that it holds.
     unsafe impl Movable for Failing {}
@@ -234,29 +239,29 @@ fn destructors_may_panic() {
     assert!((0..400).all(is_gone));
 }
 
-/// A cache that is dropped during a long drain by another thread waits for it, then drops its values.
+/// A cache is dropped while another thread drains it for long. The drop waits for the drain, then drops the values.
 #[test]
-fn values_are_dropped_after_a_long_step() {
+fn drop_waits_for_a_long_drain() {
     let (slabs, dropped) = (slabs(), counters(10));
     let cache = slabs.by_handle(Settings::new("long")).unwrap();
     (0..10).for_each(|number| _ = cache.insert(Counted { number, dropped: dropped.clone() }).unwrap());
     std::thread::scope(|scope| {
-        let member = slabs.members().remove(0);
-        let drained = member.engine().drain_magazines().unwrap();
+        let other_reference = slabs.caches().remove(0);
+        let drained = other_reference.engine().drain_magazines().unwrap();
         let dropper = scope.spawn(move || drop(cache));
-        // Longer than a shrink would wait.
+        // Longer than a shrink would wait for the drain.
         std::thread::sleep(Duration::from_millis(1_200));
         drop(drained);
-        drop(member);
+        drop(other_reference);
         dropper.join().unwrap();
     });
     assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
 }
 
-/// A cache that is dropped under a guard frees all of its memory, including places that values were moved from: the guard
-/// is for another cache.
+/// A cache with moved objects is dropped under a guard, which must belong to a reader of another cache. The drop frees
+/// all memory of the cache.
 #[test]
-fn a_cache_is_dropped_under_a_guard() {
+fn drop_under_a_guard_frees_all_memory() {
     let (slabs, account) = slabs_with(Layout::for_test(), UNLIMITED);
     let cache = slabs.by_handle::<Value>(Settings::new("guarded")).unwrap();
     let handles: Vec<_> = (0..50_000).map(|number| cache.insert(value(number)).unwrap()).collect();
@@ -264,7 +269,7 @@ fn a_cache_is_dropped_under_a_guard() {
         .iter()
         .enumerate()
         .for_each(|(number, handle)| assert!(number % 100 == 0 || cache.remove(*handle).unwrap()));
-    // Frees the places of removed values without moving anything.
+    // Frees the removed values without moving anything.
     cache.set_defrag_used_ratio(0).unwrap();
     while cache.info().unwrap().active > 1_000 {
         cache.defrag_step(Duration::ZERO).unwrap();
@@ -281,9 +286,9 @@ fn a_cache_is_dropped_under_a_guard() {
     drop(guard);
 }
 
-/// A shrink drops the values that sleeping threads removed and still keep in their stocks.
+/// Threads remove values and then sleep. A shrink by another thread drops these values.
 #[test]
-fn what_threads_removed_is_dropped_by_another() {
+fn shrink_drops_values_that_sleeping_threads_removed() {
     const THREADS: usize = 4;
     let dropped = counters(THREADS * 100);
     let cache = slabs().by_handle(Settings::new("asleep")).unwrap();
@@ -310,34 +315,35 @@ fn what_threads_removed_is_dropped_by_another() {
 fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
     let cache = slabs().by_handle::<T>(Settings { defrag_used_ratio: 0, ..Settings::new("waiting") }).unwrap();
     let handles: Vec<_> = (0..4_000).map(|_| cache.insert(value.clone()).unwrap()).collect();
-    let figures = || {
+    let active_and_waiting = || {
         let info = cache.info().unwrap();
         (info.active, info.waiting)
     };
-    assert_eq!(figures(), (4_000, 0));
+    assert_eq!(active_and_waiting(), (4_000, 0));
     let guard = pin();
     handles[..3_000].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap()));
     handles[3_900..].iter().for_each(|handle| assert!(cache.update(*handle, T::clone).unwrap()));
-    assert_eq!(figures(), (4_100, 3_100));
+    assert_eq!(active_and_waiting(), (4_100, 3_100));
     drop(guard);
     cache.pack();
-    assert_eq!(figures(), (1_000, 0));
+    assert_eq!(active_and_waiting(), (1_000, 0));
 }
 
-/// Removed or replaced values are counted as waiting while readers may use them, with and without a destructor.
+/// Removed and replaced values, with and without a destructor, are counted as waiting while a reader exists.
 #[test]
-fn what_waits_for_readers_is_counted() {
+fn values_that_wait_for_readers_are_counted() {
     assert_counted_while_they_wait(value(1));
     assert_counted_while_they_wait("a string".to_owned());
 }
 
-/// A pinned value keeps its address and contents; after the last pin is dropped it can be moved and removed again.
+/// Pinned values keep their address and contents during packing. After the last pin is dropped they can be moved and
+/// removed.
 #[test]
-fn pinned_values_stay() {
+fn pinned_values_keep_address_and_contents() {
     let cache = slabs().by_handle::<Value>(Settings::new("pinned")).unwrap();
     let handles: Vec<_> = (0..50_000).map(|number| cache.insert(value(number)).unwrap()).collect();
     let pins: Vec<_> = handles.iter().step_by(5_000).map(|handle| cache.pin_value(*handle).unwrap().unwrap()).collect();
-    let places: Vec<_> = pins.iter().map(|pin| std::ptr::from_ref(&**pin)).collect();
+    let addresses: Vec<_> = pins.iter().map(|pin| std::ptr::from_ref(&**pin)).collect();
     for (number, handle) in handles.iter().enumerate() {
         assert!(number % 10 == 0 || cache.remove(*handle).unwrap());
     }
@@ -346,8 +352,8 @@ fn pinned_values_stay() {
     cache.pack();
     let info = cache.info().unwrap();
     assert!(info.busy >= 9 && info.moved > 3_000 && info.total.partial as usize <= pins.len() + 1, "{info:?}");
-    for (at, (pin, place)) in pins.iter().zip(places).enumerate() {
-        assert_eq!((std::ptr::from_ref(&**pin), **pin), (place, value(at as u64 * 5_000)));
+    for (at, (pin, address)) in pins.iter().zip(addresses).enumerate() {
+        assert_eq!((std::ptr::from_ref(&**pin), **pin), (address, value(at as u64 * 5_000)));
     }
     let most: Vec<_> = (0..6).map(|_| cache.pin_value(handles[0]).unwrap().unwrap()).collect();
     assert_eq!(cache.get(handles[0], &pin()), Some(&value(0)));
@@ -358,10 +364,10 @@ fn pinned_values_stay() {
     assert!(cache.remove(handles[0]).unwrap() && cache.pin_value(handles[0]).unwrap().is_none());
 }
 
-/// `remove_with` shows a value to one removal only. Pinned values stay; if the closure panics, the place is freed
-/// nevertheless.
+/// `remove_with` shows a value to one removal only and refuses pinned values. If its closure panics, the value is
+/// removed nevertheless.
 #[test]
-fn a_value_is_seen_as_it_goes() {
+fn remove_with_shows_a_value_to_one_removal() {
     let slabs = slabs();
     let cache = slabs.by_handle::<Value>(Settings::new("seen")).unwrap();
     let handles: Vec<_> = (0..5_000).map(|number| cache.insert(value(number)).unwrap()).collect();
@@ -384,10 +390,10 @@ fn a_value_is_seen_as_it_goes() {
     assert_eq!(texts.info().unwrap().active, 0);
 }
 
-/// A fork child that returns from the closure of `remove_with` or `update` retires nothing: locks of the parent's caches
-/// may be held forever there.
+/// The closure of `remove_with` or `update` forks. The child must retire nothing when the closure returns, because
+/// locks of the parent's caches may be held forever there.
 #[test]
-fn a_child_that_comes_out_of_a_look_gives_nothing_up() {
+fn fork_in_a_closure_retires_nothing_in_the_child() {
     for is_removed in [true, false] {
         let slabs = slabs();
         slabs.defrag_by_hand();
@@ -407,10 +413,10 @@ fn a_child_that_comes_out_of_a_look_gives_nothing_up() {
     }
 }
 
-/// If the closure of `remove_with` panics, and a destructor that runs at that moment, too, the panic of the closure
-/// propagates.
+/// The closure of `remove_with` panics, and so does a destructor that runs meanwhile. The caller gets the panic of the
+/// closure.
 #[test]
-fn a_look_and_a_destructor_may_both_panic() {
+fn panic_of_the_closure_propagates_before_that_of_a_destructor() {
     static DROPPED: AtomicUsize = AtomicUsize::new(0);
 
     struct Bad;
@@ -428,7 +434,7 @@ fn a_look_and_a_destructor_may_both_panic() {
     let slabs = slabs();
     slabs.defrag_by_hand();
     let cache = slabs.by_handle::<Bad>(Settings::new("bad")).unwrap();
-    // Every 64th removal runs destructors; readers of other tests may delay them.
+    // Every 64th removal runs destructors. Readers of other tests may delay them.
     while DROPPED.load(Relaxed) == 0 {
         let bad = cache.insert(Bad).unwrap();
         let look = |_: &Bad| panic!("a look");
@@ -437,9 +443,10 @@ fn a_look_and_a_destructor_may_both_panic() {
     }
 }
 
-/// The handle table frees pages; old handles match no later value, nor one of the next cache.
+/// After removals the handle table returns pages. Old handles match no later value, not even of the next cache that
+/// uses the table.
 #[test]
-fn the_table_of_handles_shrinks() {
+fn handle_table_shrinks() {
     let slabs = slabs();
     let cache = slabs.by_handle::<u64>(Settings::new("table")).unwrap();
     let handles: Vec<_> = (0..100_000).map(|number| cache.insert(number).unwrap()).collect();
@@ -460,18 +467,19 @@ fn the_table_of_handles_shrinks() {
     assert!(next.get(Handle::from_bits(u64::MAX), &guard).is_none());
 }
 
-/// At a limit, values of a sparsely used cache are packed, so that another cache gets the memory.
+/// A little used cache has most memory below the limit. Another cache that needs memory causes it to be packed, and its
+/// handles still find their values.
 #[test]
-fn a_limit_packs_values() {
+fn values_are_packed_at_a_memory_limit() {
     let (slabs, account) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
     let cache = slabs.by_handle::<Value>(Settings::new("limit")).unwrap();
     let handles: Vec<_> = (0..70_000).map(|number| cache.insert(value(number)).unwrap()).collect();
     handles.iter().enumerate().for_each(|(number, handle)| assert!(number % 10 == 0 || cache.remove(*handle).unwrap()));
-    // The values that were removed last wait for a call.
+    // The values that were removed last are freed by a later call.
     while !cache.defrag_step(Duration::ZERO).unwrap().is_done && cache.info().unwrap().active > 7_100 {}
     assert!(account.resident() > 6 * BLOCK_BYTES as u64);
     let other = slabs.fixed::<[u8; 4000]>(Settings::new("other")).unwrap();
-    // Readers of other tests are waited for, too, and may take longer than an allocation waits.
+    // Readers of other tests may delay reclaim for longer than an allocation waits.
     let insert = |_| loop {
         match other.insert([1; 4000]) {
             Ok(slot) => break slot,
@@ -488,9 +496,10 @@ fn a_limit_packs_values() {
     drop(slots);
 }
 
-/// At a limit, values that were removed under a guard are freed after it is dropped, without a call to their cache.
+/// Values are removed under a guard. After the guard is dropped, another cache at the limit gets their memory, without
+/// a call to the first cache.
 #[test]
-fn a_limit_ends_what_was_removed() {
+fn removed_values_are_freed_at_a_memory_limit() {
     let (slabs, _) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
     let cache = slabs.by_handle::<Value>(Settings::new("limit")).unwrap();
     let handles: Vec<_> = (0..70_000).map(|number| cache.insert(value(number)).unwrap()).collect();
@@ -514,7 +523,7 @@ fn a_limit_ends_what_was_removed() {
     }
 }
 
-/// Values move between nodes, and their handles find them.
+/// Values move to another node and back, and their handles find them.
 #[test]
 fn values_move_between_nodes() {
     let cache = slabs_on_nodes(2).by_handle::<Value>(Settings::new("nodes")).unwrap();
@@ -529,17 +538,17 @@ fn values_move_between_nodes() {
     assert!(handles.iter().zip(0..).all(|(handle, number)| cache.get(*handle, &guard) == Some(&value(number))));
 }
 
-/// Threads insert, read, change and remove values while another packs them: each handle finds its own value, undamaged,
+/// Threads insert, read, change and remove values while another packs them. Each handle finds its own value, undamaged,
 /// or nothing after its removal. Each value is dropped once.
 #[test]
-fn threads_use_values_that_move() {
+fn threads_use_values_while_they_move() {
     const THREADS: usize = 2;
     const ROUNDS: usize = 60_000;
     struct Owned {
         words: Box<[u64; 4]>,
         live: Arc<AtomicUsize>,
     }
-    // SAFETY: two pointers.
+    // SAFETY: two pointers can be copied byte by byte.
     unsafe impl Movable for Owned {}
     impl Drop for Owned {
         fn drop(&mut self) {

@@ -1,17 +1,17 @@
-//! The handle table: one word for each handle, which alone holds the location of its value.
+//! The handle table: one word for each handle. Only this word holds the location of the handle's value.
 //!
 //! ```text
-//!   bits 0-40 place, in 8 bytes from the window's start | 41-60 generation | 61-63 pins
+//!   bits 0-40 offset of the object in the window, in units of 8 bytes | 41-60 generation | 61-63 pins
 //! ```
 //!
-//! A word times eight is generation and place in bytes, without the pins. The generation is known from the handle before
-//! the word is loaded. So the way from the word to the value is one load: its addressing mode does the multiplication by
-//! eight and the addition.
+//! A word times eight has the generation in its high bits and the offset in bytes below; the pins are shifted out. The
+//! generation is known from the handle before the word is loaded, so it can be subtracted from the base address in
+//! advance. Then one load from the word leads to the value: an addressing mode multiplies by eight and adds.
 //!
-//! A generation is odd while the value exists. It is incremented when the value is removed, so a stale handle never
-//! matches. An index is not used again after its last generation. Pages of the table with free handles only return their
-//! memory. The page remembers the highest generation that it reached, at most half of all generations. Threads keep some
-//! handles in stock ([`stock`]).
+//! A generation is odd while the value exists. Removal increments it, so an old handle never matches again. An index is
+//! not reused after its last generation. If all handles of a page of the table are free, the page can be freed. The
+//! table then remembers the highest generation of the page, which may be at most half of all generations. Threads keep
+//! some free handles in their [`stock`].
 //!
 //! [`stock`]: super::stock
 #![allow(unsafe_code)] // unchecked access to words of the table
@@ -27,35 +27,36 @@ use pagemill_sys::mem;
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Maximum number of handles of a cache; a power of two. The last index is never given out: it marks an invalid handle.
+/// Maximum number of handles of a cache; a power of two. The last index is never allocated: it marks an invalid handle.
 const MAX_HANDLES: usize = 1 << 26;
-const NOWHERE: u64 = MAX_HANDLES as u64 - 1;
+const INVALID_INDEX: u64 = MAX_HANDLES as u64 - 1;
 
-/// All words of a table. Words that are not open read as zero, which is not live, so readers need no bounds check.
+/// All words of a table. Words that are not open yet read as zero, which is not live. So readers need no bounds check.
 pub(super) type Words = [AtomicU64; MAX_HANDLES];
 
 const PIN_BITS: u32 = 3;
 const ONE_PIN: u64 = 1 << (u64::BITS - PIN_BITS);
-const MOST_PINS: u64 = (1 << PIN_BITS) - 1;
-/// In a key, and in a word times eight.
+const MAX_PINS: u64 = (1 << PIN_BITS) - 1;
+/// Position of the generation in a key, and in a word times eight.
 const GENERATION_SHIFT: u32 = 44;
 const ONE_GENERATION: u64 = 1 << GENERATION_SHIFT;
-const PLACE: u64 = ONE_GENERATION - 1;
-/// In a word as it is stored.
-const GENERATION: u64 = !PLACE >> PIN_BITS;
+const OFFSET_MASK: u64 = ONE_GENERATION - 1;
+/// The generation's bits in a word as it is stored.
+const GENERATION_MASK: u64 = !OFFSET_MASK >> PIN_BITS;
 const MAX_GENERATION: u32 = (1 << (u64::BITS - GENERATION_SHIFT)) - 1;
 
-/// Index and generation of a handle.
+/// Index and generation of a handle, in one number.
 ///
 /// # Invariants
 ///
-/// The generation is odd, as for a live value. The index is below [`MAX_HANDLES`], and the bits between the two are 0.
+/// The generation is odd, as for a live value. The index is below [`MAX_HANDLES`], and the bits between index and
+/// generation are 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key(u64);
 
 impl Key {
     pub fn new(index: u32, generation: u32) -> Self {
-        debug_assert!(u64::from(index) < NOWHERE && generation % 2 == 1);
+        debug_assert!(u64::from(index) < INVALID_INDEX && generation % 2 == 1);
         Self(u64::from(generation) << GENERATION_SHIFT | u64::from(index))
     }
 
@@ -64,7 +65,7 @@ impl Key {
         self.0
     }
 
-    /// A key from the result of [`Key::to_bits`].
+    /// Restores a key from the result of [`Key::to_bits`], without a check.
     #[inline]
     pub fn from_stock(bits: u64) -> Self {
         debug_assert!(Self::from_bits(bits).0 == bits);
@@ -72,13 +73,17 @@ impl Key {
     }
 
     pub fn from_bits(bits: u64) -> Self {
-        let (generation, index) = (bits >> GENERATION_SHIFT, bits & NOWHERE);
-        Self(if generation % 2 == 1 { generation << GENERATION_SHIFT | index } else { 1 << GENERATION_SHIFT | NOWHERE })
+        let (generation, index) = (bits >> GENERATION_SHIFT, bits & INVALID_INDEX);
+        Self(if generation % 2 == 1 {
+            generation << GENERATION_SHIFT | index
+        } else {
+            1 << GENERATION_SHIFT | INVALID_INDEX
+        })
     }
 
     #[inline]
     pub fn index(self) -> u32 {
-        (self.0 & NOWHERE) as u32
+        (self.0 & INVALID_INDEX) as u32
     }
 
     #[inline]
@@ -88,59 +93,59 @@ impl Key {
 
     #[inline]
     fn word(self, words: &Words) -> &AtomicU64 {
-        // Not `index()`: the processor would apply the same mask twice.
+        // `index()` would apply a mask that the conversion to 32 bits already implies.
         let index = self.0 as u32 as usize;
         debug_assert_eq!(index, self.index() as usize);
-        // SAFETY: below the table's length (type invariant).
+        // SAFETY: the index is below the table's length (type invariant).
         unsafe { words.get_unchecked(index) }
     }
 
-    /// Makes an allocated handle live: it refers to the value at a place.
+    /// Makes an allocated handle live, with a value at this offset.
     #[inline]
-    pub fn publish(self, words: &Words, place: usize) {
-        self.word(words).store(HandleWord::new(self.generation(), place).0, Release);
+    pub fn publish(self, words: &Words, offset: usize) {
+        self.word(words).store(HandleWord::new(self.generation(), offset).0, Release);
     }
 
-    /// Ends the value of a handle if its word is still `seen`; returns whether it did. The caller then frees
-    /// [`Key::next`].
+    /// Removes the value of a handle if its word is still `seen` and has no pins. Returns whether it did. The caller
+    /// then frees [`Key::next_generation`].
     #[inline]
-    pub fn end(self, words: &Words, seen: HandleWord) -> bool {
-        seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended().0, AcqRel, Relaxed).is_ok()
+    pub fn end_value(self, words: &Words, seen: HandleWord) -> bool {
+        seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended_word().0, AcqRel, Relaxed).is_ok()
     }
 
-    /// The next handle with the same index; `None` if all generations are used up.
+    /// The next handle with the same index; `None` after the last generation.
     #[inline]
-    pub fn next(self) -> Option<Self> {
+    pub fn next_generation(self) -> Option<Self> {
         (self.generation() < MAX_GENERATION).then(|| Self(self.0 + 2 * ONE_GENERATION))
     }
 
-    /// The word after the value was removed. After the last generation it is 0, which no handle has.
+    /// The word after the value was removed. After the last generation the word is 0, which matches no handle.
     #[inline]
-    fn ended(self) -> HandleWord {
-        // One more than the last generation wraps to 0.
-        HandleWord((self.0 & !PLACE).wrapping_add(ONE_GENERATION) >> PIN_BITS)
+    fn ended_word(self) -> HandleWord {
+        // The generation after the last one wraps to 0.
+        HandleWord((self.0 & !OFFSET_MASK).wrapping_add(ONE_GENERATION) >> PIN_BITS)
     }
 
-    /// The word of this handle while it is live.
+    /// Returns the word of this handle if the handle is live.
     #[inline]
-    pub fn find(self, words: &Words) -> Option<HandleWord> {
-        let entry = HandleWord(self.word(words).load(Acquire));
-        // The generation of a word that is not live is even.
-        ((entry.0 ^ self.0 >> PIN_BITS) & GENERATION == 0).then_some(entry)
+    pub fn live_word(self, words: &Words) -> Option<HandleWord> {
+        let word = HandleWord(self.word(words).load(Acquire));
+        // A word that is not live has an even generation, so it does not match.
+        ((word.0 ^ self.0 >> PIN_BITS) & GENERATION_MASK == 0).then_some(word)
     }
 
-    /// Address of the value that [`Key::find`] found: `base` plus the place of the entry. Uses pointers, because integer
-    /// additions would be reordered into a chain after the load of the entry.
+    /// Returns the address of the value: `base` plus the offset in the word. Computes with pointers, because the
+    /// compiler would reorder integer additions into a chain after the load of the word.
     #[inline]
-    pub fn address(self, entry: HandleWord, base: usize) -> *mut u8 {
-        let before = (base as *mut u8).wrapping_sub((self.0 & !PLACE) as usize);
-        let address = before.wrapping_add(entry.unpinned() as usize);
-        debug_assert_eq!(address as usize, base + entry.place());
+    pub fn address(self, word: HandleWord, base: usize) -> *mut u8 {
+        let before = (base as *mut u8).wrapping_sub((self.0 & !OFFSET_MASK) as usize);
+        let address = before.wrapping_add(word.generation_and_offset() as usize);
+        debug_assert_eq!(address as usize, base + word.object_offset());
         address
     }
 }
 
-/// Refers to a value of a cache. Copies refer to the same value; once it is removed, no copy matches a later value.
+/// Refers to a value of a cache. Copies refer to the same value. After its removal, no copy matches a later value.
 ///
 /// Example: [`ByHandle`](super::ByHandle).
 pub struct Handle<T> {
@@ -153,13 +158,13 @@ impl<T> Handle<T> {
         Self { key, _value: PhantomData }
     }
 
-    /// The handle as a number, for storage. Never 0.
+    /// Returns the handle as a number, for storage. The number is never 0.
     pub fn to_bits(self) -> u64 {
         self.key.to_bits()
     }
 
-    /// The handle of a number. A number that did not come from [`Handle::to_bits`] refers to no value or to any value of
-    /// the cache; 0 refers to none.
+    /// Restores a handle from a number. A number that did not come from [`Handle::to_bits`] refers to no value, or to
+    /// any value of the cache; 0 refers to none.
     pub fn from_bits(bits: u64) -> Self {
         Self::new(Key::from_bits(bits))
     }
@@ -193,25 +198,25 @@ impl<T> std::fmt::Debug for Handle<T> {
     }
 }
 
-/// A snapshot of the word of a handle.
+/// The value of a handle's word at one time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct HandleWord(u64);
 
 impl HandleWord {
-    fn new(generation: u32, place: usize) -> Self {
-        debug_assert!(place as u64 & !PLACE == 0 && place.is_multiple_of(1 << PIN_BITS));
-        Self((u64::from(generation) << GENERATION_SHIFT | place as u64) >> PIN_BITS)
+    fn new(generation: u32, offset: usize) -> Self {
+        debug_assert!(offset as u64 & !OFFSET_MASK == 0 && offset.is_multiple_of(1 << PIN_BITS));
+        Self((u64::from(generation) << GENERATION_SHIFT | offset as u64) >> PIN_BITS)
     }
 
-    /// Generation and place, laid out as in a key.
+    /// Generation and offset without the pins, at the bit positions of a key.
     #[inline]
-    fn unpinned(self) -> u64 {
+    fn generation_and_offset(self) -> u64 {
         self.0 << PIN_BITS
     }
 
     #[inline]
     pub fn generation(self) -> u32 {
-        (self.unpinned() >> GENERATION_SHIFT) as u32
+        (self.generation_and_offset() >> GENERATION_SHIFT) as u32
     }
 
     #[inline]
@@ -219,10 +224,10 @@ impl HandleWord {
         self.generation() % 2 == 1
     }
 
-    /// Location of the value from the window's start; in a free entry, the next free entry.
+    /// Offset of the value's object from the window's start. In a free word, index of the next free word of the page.
     #[inline]
-    pub fn place(self) -> usize {
-        (self.unpinned() & PLACE) as usize
+    pub fn object_offset(self) -> usize {
+        (self.generation_and_offset() & OFFSET_MASK) as usize
     }
 
     #[inline]
@@ -230,87 +235,87 @@ impl HandleWord {
         self.0 / ONE_PIN
     }
 
-    pub fn is_pinned_most(self) -> bool {
-        self.pins() == MOST_PINS
+    pub fn has_max_pins(self) -> bool {
+        self.pins() == MAX_PINS
     }
 
-    /// The same generation at another place.
-    pub fn at(self, place: usize) -> Self {
-        Self::new(self.generation(), place)
+    /// The word with the same generation and another offset.
+    pub fn with_offset(self, offset: usize) -> Self {
+        Self::new(self.generation(), offset)
     }
 }
 
-/// Free handles of one page of the table. Under the lock of the table.
+/// State of the free handles in one page of the table. Protected by the table's lock.
 #[derive(Clone, Copy)]
 struct Page {
-    /// The first free entry of the page; the page's length if there is none.
+    /// Index of the first free word in the page; the number of words if none is free.
     head: u32,
     free: u32,
-    /// Upper bound of the generations of the page when its memory was freed.
-    passed: u32,
-    /// Whether its words are written.
-    is_filled: bool,
+    /// Upper bound of the page's generations when its memory was freed.
+    max_generation: u32,
+    /// Whether the page's memory holds words, rather than having been freed or never used.
+    has_words: bool,
 }
 
 #[derive(Default)]
 struct TableState {
     pages: Vec<Page>,
-    with_free: Marks,
+    pages_with_free: PageBitmap,
 }
 
-/// Set of the pages that have a free handle: a two-level bitmap.
+/// The set of pages that have a free handle, as a two-level bitmap.
 #[derive(Default)]
-struct Marks {
+struct PageBitmap {
     /// One bit for each page.
     pages: Vec<u64>,
     /// One bit for each nonzero word of `pages`.
-    words: Vec<u64>,
+    nonzero_words: Vec<u64>,
 }
 
-impl Marks {
-    fn mark(&mut self, page: usize) {
+impl PageBitmap {
+    fn insert(&mut self, page: usize) {
         let word = page / WORD_BITS;
         if self.pages.len() <= word {
             self.pages.resize(word + 1, 0);
-            self.words.resize(word / WORD_BITS + 1, 0);
+            self.nonzero_words.resize(word / WORD_BITS + 1, 0);
         }
         self.pages[word] |= 1 << (page % WORD_BITS);
-        self.words[word / WORD_BITS] |= 1 << (word % WORD_BITS);
+        self.nonzero_words[word / WORD_BITS] |= 1 << (word % WORD_BITS);
     }
 
-    fn unmark(&mut self, page: usize) {
+    fn remove(&mut self, page: usize) {
         let word = page / WORD_BITS;
         self.pages[word] &= !(1 << (page % WORD_BITS));
         if self.pages[word] == 0 {
-            self.words[word / WORD_BITS] &= !(1 << (word % WORD_BITS));
+            self.nonzero_words[word / WORD_BITS] &= !(1 << (word % WORD_BITS));
         }
     }
 
-    fn lowest(&self) -> Option<usize> {
-        let at = self.words.iter().position(|words| *words != 0)?;
-        let word = at * WORD_BITS + self.words[at].trailing_zeros() as usize;
+    fn lowest_page(&self) -> Option<usize> {
+        let at = self.nonzero_words.iter().position(|words| *words != 0)?;
+        let word = at * WORD_BITS + self.nonzero_words[at].trailing_zeros() as usize;
         Some(word * WORD_BITS + self.pages[word].trailing_zeros() as usize)
     }
 }
 
-/// The handles of one cache. After the end of the cache another one takes the table over, and generations continue.
-pub(super) struct Handles {
+/// The handle table of one cache. After the end of the cache another one uses the table, and generations continue.
+pub(super) struct HandleTable {
     words: Table<AtomicU64>,
     state: Guarded<TableState>,
     per_page: usize,
     page_shift: u32,
-    /// By thread slot; the first `stocked` are open.
+    /// The stocks by thread slot. The first `opened_stocks` are open.
     stocks: Table<Stock>,
-    stocked: AtomicUsize,
-    /// Number of threads that the table has addresses for.
+    opened_stocks: AtomicUsize,
+    /// Number of thread slots that have addresses for a stock.
     threads: usize,
 }
 
-impl Handles {
+impl HandleTable {
     /// # Errors
     ///
-    /// [`Error::System`] without addresses.
-    pub fn place() -> Result<&'static Self> {
+    /// [`Error::System`] if no addresses are available.
+    pub fn new_static() -> Result<&'static Self> {
         let per_page = os_page_bytes() / size_of::<AtomicU64>();
         let (stocks, threads) = table_by_thread()?;
         place(Self {
@@ -319,34 +324,35 @@ impl Handles {
             per_page,
             page_shift: per_page.trailing_zeros(),
             stocks,
-            stocked: AtomicUsize::new(0),
+            opened_stocks: AtomicUsize::new(0),
             threads,
         })
     }
 
-    /// Opens the stock of a thread slot; returns whether it has one. One caller at a time.
-    pub fn reach(&self, number: usize) -> bool {
-        let (stocked, end) = (self.stocked.load(Relaxed), number + 1);
-        if end > self.threads || self.stocks.open(0, stocked, end).is_err() {
+    /// Opens the stock of a thread slot. Returns false if no memory or addresses are available. One thread may call
+    /// this at a time.
+    pub fn open_slot(&self, slot: usize) -> bool {
+        let (opened_stocks, end) = (self.opened_stocks.load(Relaxed), slot + 1);
+        if end > self.threads || self.stocks.open(0, opened_stocks, end).is_err() {
             return false;
         }
-        // The end of the previous cache may still be reaching a slot of its own.
-        self.stocked.fetch_max(end, Relaxed);
+        // A thread of the previous cache with this table may still be opening a stock.
+        self.opened_stocks.fetch_max(end, Relaxed);
         true
     }
 
-    /// The stock of a thread slot. For a thread inside of its magazine, which is not open before the slot was
-    /// [reached](Self::reach).
+    /// Returns the stock of a thread slot. The caller has entered or drained the slot's magazine, which is opened only
+    /// after [`HandleTable::open_slot`].
     #[inline]
-    pub fn stock(&self, number: usize) -> &Stock {
-        self.stocks.get(number)
+    pub fn stock(&self, slot: usize) -> &Stock {
+        self.stocks.get(slot)
     }
 
-    /// Frees the memory of an empty stock. The caller drains the magazine of the slot.
-    pub fn strip_stock(&self, number: usize) {
+    /// Frees the memory of an empty stock. The caller has drained the magazine of the slot.
+    pub fn discard_stock(&self, slot: usize) {
         if size_of::<Stock>().is_multiple_of(os_page_bytes()) {
             // If the kernel keeps the memory, the stock stays as it is.
-            let _ = self.stocks.discard(number, 1);
+            let _ = self.stocks.discard(slot, 1);
         }
     }
 
@@ -359,41 +365,38 @@ impl Handles {
         &self.words()[index as usize]
     }
 
-    /// The current word of an index.
     pub fn load(&self, index: u32) -> HandleWord {
         HandleWord(self.word(index).load(Acquire))
     }
 
-    /// Prefetches the word of an index.
-    pub fn fetch(&self, index: u32) {
+    pub fn prefetch(&self, index: u32) {
         mem::prefetch(std::ptr::from_ref(self.word(index)).addr());
     }
 
-    /// Replaces a word that is still `seen`; returns whether it was.
+    /// Replaces a word if it is still `seen`. Returns whether it did.
     #[inline]
     pub fn exchange(&self, index: u32, seen: HandleWord, new: HandleWord) -> bool {
         self.word(index).compare_exchange(seen.0, new.0, AcqRel, Relaxed).is_ok()
     }
 
-    /// Adds a pin. Returns false if the pins are used up or the word has changed.
+    /// Adds a pin. Returns false if the word has the maximum number of pins or has changed.
     pub fn pin(&self, index: u32, seen: HandleWord) -> bool {
-        !seen.is_pinned_most() && self.exchange(index, seen, HandleWord(seen.0 + ONE_PIN))
+        !seen.has_max_pins() && self.exchange(index, seen, HandleWord(seen.0 + ONE_PIN))
     }
 
     pub fn unpin(&self, index: u32) {
         self.word(index).fetch_sub(ONE_PIN, Release);
     }
 
-    /// Allocates at least one handle; returns how many. They belong to the caller, and are not live before
-    /// [`Key::publish`].
+    /// Allocates at least one handle. Returns how many. The handles are not live before [`Key::publish`].
     ///
     /// # Errors
     ///
-    /// [`Error::NoAddresses`] if all handles are used up.
-    pub fn take(&self, keys: &mut [Key]) -> Result<usize> {
+    /// [`Error::NoAddresses`] if all handles are in use or used up.
+    pub fn allocate(&self, keys: &mut [Key]) -> Result<usize> {
         self.state.with(|state| {
             for (count, key) in keys.iter_mut().enumerate() {
-                *key = match self.take_one(state) {
+                *key = match self.allocate_one(state) {
                     Ok(key) => key,
                     Err(error) => return if count > 0 { Ok(count) } else { Err(error) },
                 };
@@ -402,81 +405,82 @@ impl Handles {
         })
     }
 
-    fn take_one(&self, state: &mut TableState) -> Result<Key> {
-        let number = match state.with_free.lowest() {
-            Some(number) => number,
-            None => self.open(state)?,
+    fn allocate_one(&self, state: &mut TableState) -> Result<Key> {
+        let page_number = match state.pages_with_free.lowest_page() {
+            Some(page_number) => page_number,
+            None => self.open_page(state)?,
         };
-        let page = &mut state.pages[number];
-        if !page.is_filled {
-            self.fill(number, page);
+        let page = &mut state.pages[page_number];
+        if !page.has_words {
+            self.write_free_words(page_number, page);
         }
-        let index = (number * self.per_page) as u32 + page.head;
-        let entry = HandleWord(self.word(index).load(Relaxed));
-        page.head = (entry.place() >> PIN_BITS) as u32;
+        let index = (page_number * self.per_page) as u32 + page.head;
+        let word = HandleWord(self.word(index).load(Relaxed));
+        page.head = (word.object_offset() >> PIN_BITS) as u32;
         page.free -= 1;
         if page.free == 0 {
-            state.with_free.unmark(number);
+            state.pages_with_free.remove(page_number);
         }
-        Ok(Key::new(index, entry.generation() + 1))
+        Ok(Key::new(index, word.generation() + 1))
     }
 
-    /// Opens one more page of the table; returns its number.
-    fn open(&self, state: &mut TableState) -> Result<usize> {
+    /// Opens one more page of the table. Returns its number.
+    fn open_page(&self, state: &mut TableState) -> Result<usize> {
         let next = state.pages.len() * self.per_page;
-        if next + self.per_page > NOWHERE as usize {
+        if next + self.per_page > INVALID_INDEX as usize {
             return Err(Error::NoAddresses { wanted_bytes: size_of::<AtomicU64>() as u64 });
         }
         self.words.open(0, next, next + self.per_page)?;
-        let number = state.pages.len();
-        state.pages.push(Page { head: 0, free: self.per_page as u32, passed: 0, is_filled: false });
-        state.with_free.mark(number);
-        Ok(number)
+        let page_number = state.pages.len();
+        state.pages.push(Page { head: 0, free: self.per_page as u32, max_generation: 0, has_words: false });
+        state.pages_with_free.insert(page_number);
+        Ok(page_number)
     }
 
-    /// Writes the words of a page of free handles.
-    fn fill(&self, number: usize, page: &mut Page) {
+    /// Writes the words of a page whose handles are all free, and links them.
+    fn write_free_words(&self, page_number: usize, page: &mut Page) {
         for at in 0..self.per_page {
-            let entry = HandleWord::new(page.passed, (at + 1) << PIN_BITS);
-            self.words.get(number * self.per_page + at).store(entry.0, Relaxed);
+            let word = HandleWord::new(page.max_generation, (at + 1) << PIN_BITS);
+            self.words.get(page_number * self.per_page + at).store(word.0, Relaxed);
         }
-        (page.head, page.is_filled) = (0, true);
+        (page.head, page.has_words) = (0, true);
     }
 
-    /// Ends a value that no other thread can reach, regardless of its pins. As [`Key::end`].
-    pub fn close(&self, key: Key) {
-        self.word(key.index()).store(key.ended().0, Release);
+    /// Ends a value as [`Key::end_value`] does, but regardless of its pins. No other thread may reach the value.
+    pub fn force_end(&self, key: Key) {
+        self.word(key.index()).store(key.ended_word().0, Release);
     }
 
     /// Frees handles that are not live.
-    pub fn give(&self, keys: impl IntoIterator<Item = Key>) {
+    pub fn free(&self, keys: impl IntoIterator<Item = Key>) {
         self.state.with(|state| {
             for key in keys {
-                let (number, at) =
+                let (page_number, at) =
                     (key.index() as usize >> self.page_shift, key.index() as usize & (self.per_page - 1));
-                let page = &mut state.pages[number];
-                let entry = HandleWord::new(key.generation() - 1, (page.head as usize) << PIN_BITS);
-                self.word(key.index()).store(entry.0, Relaxed);
+                let page = &mut state.pages[page_number];
+                let word = HandleWord::new(key.generation() - 1, (page.head as usize) << PIN_BITS);
+                self.word(key.index()).store(word.0, Relaxed);
                 page.head = at as u32;
                 page.free += 1;
-                state.with_free.mark(number);
+                state.pages_with_free.insert(page_number);
             }
         });
     }
 
-    /// Frees the memory of pages without a handle in use; returns the bytes.
+    /// Frees the memory of pages without a handle in use. Returns the freed bytes.
     pub fn shrink(&self) -> u64 {
         self.state.with(|state| {
-            let is_free = |page: &Page| page.is_filled && page.free as usize == self.per_page;
+            let is_free = |page: &Page| page.has_words && page.free as usize == self.per_page;
             let mut freed = 0;
-            for (number, page) in state.pages.iter_mut().enumerate().filter(|(_, page)| is_free(page)) {
-                let words = (number * self.per_page..(number + 1) * self.per_page).map(|at| self.words.get(at));
-                let passed = words.map(|word| HandleWord(word.load(Relaxed)).generation()).max().unwrap_or(0);
-                // All handles of the page continue from this generation when it is used again. If one busy handle would
-                // cost the others more than half of their generations, the page keeps its memory.
-                let is_cheap = passed <= MAX_GENERATION / 2;
-                if is_cheap && self.words.discard(number * self.per_page, self.per_page).is_ok() {
-                    *page = Page { passed, is_filled: false, ..*page };
+            for (page_number, page) in state.pages.iter_mut().enumerate().filter(|(_, page)| is_free(page)) {
+                let words =
+                    (page_number * self.per_page..(page_number + 1) * self.per_page).map(|at| self.words.get(at));
+                let max_generation = words.map(|word| HandleWord(word.load(Relaxed)).generation()).max().unwrap_or(0);
+                // When the page is used again, all its handles continue from this generation. If that would cost them
+                // more than half of all generations, because one handle was used often, the page keeps its memory.
+                let is_cheap = max_generation <= MAX_GENERATION / 2;
+                if is_cheap && self.words.discard(page_number * self.per_page, self.per_page).is_ok() {
+                    *page = Page { max_generation, has_words: false, ..*page };
                     freed += os_page_bytes() as u64;
                 }
             }
@@ -485,17 +489,18 @@ impl Handles {
     }
 
     /// All live handles with their words.
-    pub fn live(&self) -> impl Iterator<Item = (u32, HandleWord)> {
-        let pages: Vec<bool> = self.state.with(|state| state.pages.iter().map(|page| page.is_filled).collect());
-        let filled = pages.into_iter().enumerate().filter(|(_, is_filled)| *is_filled);
-        let indices = filled.flat_map(|(number, _)| number * self.per_page..(number + 1) * self.per_page);
-        indices.map(|index| (index as u32, self.load(index as u32))).filter(|(_, entry)| entry.is_live())
+    pub fn live_words(&self) -> impl Iterator<Item = (u32, HandleWord)> {
+        let pages: Vec<bool> = self.state.with(|state| state.pages.iter().map(|page| page.has_words).collect());
+        let filled = pages.into_iter().enumerate().filter(|(_, has_words)| *has_words);
+        let indices =
+            filled.flat_map(|(page_number, _)| page_number * self.per_page..(page_number + 1) * self.per_page);
+        indices.map(|index| (index as u32, self.load(index as u32))).filter(|(_, word)| word.is_live())
     }
 
     /// Resident bytes of the table and the stocks.
     pub fn resident_bytes(&self) -> u64 {
         let opened = self.state.with(|state| state.pages.len()) * self.per_page;
-        self.words.resident_bytes(0, opened) + self.stocks.resident_bytes(0, self.stocked.load(Relaxed))
+        self.words.resident_bytes(0, opened) + self.stocks.resident_bytes(0, self.opened_stocks.load(Relaxed))
     }
 }
 
@@ -503,111 +508,113 @@ impl Handles {
 mod tests {
     use super::*;
 
-    fn take(handles: &Handles) -> Key {
+    fn take(handles: &HandleTable) -> Key {
         let mut keys = [Key::from_bits(0)];
-        assert_eq!(handles.take(&mut keys).unwrap(), 1);
+        assert_eq!(handles.allocate(&mut keys).unwrap(), 1);
         keys[0]
     }
 
-    /// A handle has one owner at a time; a freed one comes back with another generation.
+    /// A pinned handle cannot be removed. After unpinning it can, and its index is allocated again with the next
+    /// generation.
     #[test]
-    fn generations_go_on() {
-        let handles = Handles::place().unwrap();
+    fn freed_handle_returns_with_the_next_generation() {
+        let handles = HandleTable::new_static().unwrap();
         let key = take(handles);
         key.publish(handles.words(), 64);
-        let seen = key.find(handles.words()).unwrap();
-        assert_eq!(seen.place(), 64);
+        let seen = key.live_word(handles.words()).unwrap();
+        assert_eq!(seen.object_offset(), 64);
         assert!(
-            handles.pin(key.index(), seen) && !key.end(handles.words(), handles.load(key.index())),
+            handles.pin(key.index(), seen) && !key.end_value(handles.words(), handles.load(key.index())),
             "a pinned value stays"
         );
         handles.unpin(key.index());
-        assert!(key.end(handles.words(), seen) && key.find(handles.words()).is_none());
-        let next = key.next().unwrap();
-        handles.give([next]);
+        assert!(key.end_value(handles.words(), seen) && key.live_word(handles.words()).is_none());
+        let next = key.next_generation().unwrap();
+        handles.free([next]);
         assert_eq!((next.index(), next.generation()), (key.index(), key.generation() + 2));
         assert!(take(handles) == next);
     }
 
-    /// The lowest page is taken first, in any order of marks. Compares with a `BTreeSet`; as many pages as three words of
-    /// `words` cover.
+    /// Random insertions and removals, compared with a `BTreeSet`: the bitmap always returns the lowest page. The pages
+    /// span three words of the upper level.
     #[test]
-    fn the_lowest_page_comes_first() {
-        let (mut marks, mut set) = (Marks::default(), std::collections::BTreeSet::new());
+    fn bitmap_returns_the_lowest_page() {
+        let (mut marks, mut set) = (PageBitmap::default(), std::collections::BTreeSet::new());
         let mut draw = 1_usize;
         for round in 0..20_000 {
             draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let page = (draw >> 33) % (3 * WORD_BITS * WORD_BITS);
-            assert_eq!(marks.lowest(), set.first().copied());
-            // First more are marked than unmarked, then all are unmarked.
+            assert_eq!(marks.lowest_page(), set.first().copied());
+            // First insertions outnumber removals, then all pages are removed.
             if round < 10_000 && draw >> 62 != 0 {
-                marks.mark(page);
+                marks.insert(page);
                 set.insert(page);
             } else if let Some(first) = set.pop_first() {
-                marks.unmark(first);
+                marks.remove(first);
             }
         }
-        assert_eq!((marks.lowest(), set.len()), (None, 0));
+        assert_eq!((marks.lowest_page(), set.len()), (None, 0));
     }
 
-    /// When all generations of an index are used up there is no next handle, and its word is not live.
+    /// After the last generation of an index there is no next handle, and the word is not live.
     #[test]
-    fn generations_end() {
-        let handles = Handles::place().unwrap();
+    fn index_is_unused_after_its_last_generation() {
+        let handles = HandleTable::new_static().unwrap();
         let last = Key::new(take(handles).index(), MAX_GENERATION);
         last.publish(handles.words(), 8);
-        assert!(last.end(handles.words(), last.find(handles.words()).unwrap()));
-        assert!(last.next().is_none() && last.find(handles.words()).is_none());
+        assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
+        assert!(last.next_generation().is_none() && last.live_word(handles.words()).is_none());
         assert_ne!(take(handles).index(), last.index());
     }
 
-    /// A number that is no handle finds nothing.
+    /// Arbitrary numbers, and handles with another generation, find no value.
     #[test]
-    fn numbers_are_no_handles() {
-        let handles = Handles::place().unwrap();
+    fn arbitrary_numbers_find_no_value() {
+        let handles = HandleTable::new_static().unwrap();
         let key = take(handles);
-        assert!(Key::from_bits(key.to_bits()) == key && key.find(handles.words()).is_none());
+        assert!(Key::from_bits(key.to_bits()) == key && key.live_word(handles.words()).is_none());
         key.publish(handles.words(), 64);
-        assert_eq!(key.find(handles.words()).map(HandleWord::place), Some(64));
+        assert_eq!(key.live_word(handles.words()).map(HandleWord::object_offset), Some(64));
         for bits in [0, 1, u64::MAX, key.to_bits() + (1 << GENERATION_SHIFT), key.to_bits() + (2 << GENERATION_SHIFT)] {
-            assert_eq!(Key::from_bits(bits).find(handles.words()), None, "{bits:#x}");
+            assert_eq!(Key::from_bits(bits).live_word(handles.words()), None, "{bits:#x}");
         }
     }
 
-    /// A heavily used handle does not use up the generations of its page: when the page is used again, each handle has
-    /// half of them left.
+    /// One handle is used up to half, or nearly all, of its generations. Its page is then freed only in the first case,
+    /// and each handle has half of its generations left.
     #[test]
-    fn a_busy_handle_leaves_generations_to_others() {
+    fn busy_handle_leaves_half_of_the_generations() {
         for (busy, freed) in [(MAX_GENERATION / 2 - 2, os_page_bytes() as u64), (MAX_GENERATION - 2, 0)] {
-            let handles = Handles::place().unwrap();
+            let handles = HandleTable::new_static().unwrap();
             let last = Key::new(take(handles).index(), busy);
             last.publish(handles.words(), 8);
-            assert!(last.end(handles.words(), last.find(handles.words()).unwrap()));
-            handles.give(last.next());
+            assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
+            handles.free(last.next_generation());
             assert_eq!(handles.shrink(), freed);
             let others = (1..handles.per_page).map(|_| take(handles)).filter(|key| key.index() != last.index());
             assert!(others.into_iter().all(|key| key.generation() < MAX_GENERATION / 2 + 2));
         }
     }
 
-    /// Pages without a handle in use free their memory; old handles do not match new values.
+    /// Five pages of handles are allocated and all but ten removed. The free pages return their memory, and old handles
+    /// match no new value.
     #[test]
-    fn a_table_shrinks() {
-        let handles = Handles::place().unwrap();
+    fn free_pages_of_the_table_return_memory() {
+        let handles = HandleTable::new_static().unwrap();
         let taken: Vec<_> = (0..5 * handles.per_page).map(|_| take(handles)).collect();
         assert_eq!(handles.shrink(), 0);
         taken.iter().for_each(|key| key.publish(handles.words(), 8));
         let (kept, gone) = taken.split_at(10);
         for key in gone {
-            assert!(key.end(handles.words(), handles.load(key.index())));
-            handles.give(key.next());
+            assert!(key.end_value(handles.words(), handles.load(key.index())));
+            handles.free(key.next_generation());
         }
         let before = handles.resident_bytes();
         let freed = handles.shrink();
         assert_eq!((freed, handles.shrink()), (4 * os_page_bytes() as u64, 0));
         assert_eq!(before - handles.resident_bytes(), freed);
-        assert_eq!(handles.live().count(), kept.len());
-        assert!(gone[gone.len() - 1].find(handles.words()).is_none());
+        assert_eq!(handles.live_words().count(), kept.len());
+        assert!(gone[gone.len() - 1].live_word(handles.words()).is_none());
         assert!(gone.iter().all(|_| take(handles).generation() == 3));
     }
 }

@@ -1,14 +1,14 @@
-//! Statistics of a cache: those of Linux's `slabinfo`, and more.
+//! Statistics of a cache: those of Linux's `slabinfo`, and further ones.
 
 use super::migrate::assert_not_isolating;
 use super::node::Node;
-use super::{CacheKind, Member};
+use super::{Cache, CacheKind};
 use pagemill_core::error::Result;
 use pagemill_core::sync::{Backoff, Relaxed};
 use std::io;
 use std::sync::Arc;
 
-/// Statistics of a cache. If other threads use the cache meanwhile, the values are not from exactly one moment.
+/// Statistics of a cache. If other threads use the cache meanwhile, the values may be from slightly different times.
 ///
 /// ```
 /// use pagemill::{Pagemill, slab::Settings};
@@ -35,33 +35,35 @@ pub struct SlabInfo {
     pub is_debug: bool,
     pub defrag_used_ratio: u32,
     pub remote_node_defrag_ratio: u32,
-    /// Sums over the nodes.
+    /// Sums of the statistics of all nodes.
     pub total: NodeInfo,
     pub nodes: Vec<NodeInfo>,
-    /// Objects allocated by users: without those in magazines and barns.
+    /// Objects that users have allocated, without free objects in magazines and barns.
     pub active: u64,
-    /// Of the active ones, objects that are unreachable but wait for readers: removed or replaced values, and places that
-    /// objects were moved from. Counted anew by each call. Retired index nodes count as active until they are freed.
+    /// How many of the active objects are unreachable and wait for readers: removed or replaced values, and the old
+    /// memory of moved objects. Counted anew by each call. Retired index nodes count as active until they are freed,
+    /// not as waiting.
     pub waiting: u64,
     /// Free objects in magazines and barns.
     pub cached: u64,
     /// `moved`: objects that were moved. `freed`: objects that their owner freed instead of moving them.
     pub moved: u64,
     pub freed: u64,
-    /// Objects that stayed. `busy`: in use or pinned. `refused`: rejected by `isolate`. `failed`: without a destination.
+    /// Objects that were not moved. `busy`: in use or pinned. `refused`: rejected by `isolate`. `failed`: without a
+    /// destination.
     pub busy: u64,
     pub refused: u64,
     pub failed: u64,
-    /// Slabs that were emptied by moving.
+    /// Slabs that were emptied by moving their objects.
     pub emptied: u64,
     /// Objects that were allocated from another node than the preferred one.
     pub from_remote: u64,
-    /// Resident bytes of the handle table, in addition to what is charged for blocks.
+    /// Resident bytes of the handle table. They are not included in the bytes charged for blocks.
     pub handle_bytes: u64,
-    /// The lock of a node was held for too long: its values are missing.
+    /// Whether values of a node are missing, because its lock was held for too long.
     pub is_partial: bool,
-    /// A callback panicked in the background, which ignores the cache since. It resumes when `defrag_used_ratio` is set,
-    /// even to the same value, or when a shrink succeeds. Slabs that are out of use (`lost`) stay so.
+    /// Whether the background skips the cache, because a callback panicked there. It resumes when `defrag_used_ratio`
+    /// is set, even to the same value, or a shrink succeeds. Slabs that are out of use (`lost`) stay so.
     pub is_given_up: bool,
 }
 
@@ -72,23 +74,23 @@ pub struct SlabInfo {
 pub struct NodeInfo {
     /// Objects outside of slabs: allocated by users, or in magazines and barns.
     pub used: u64,
-    /// Of these, free objects in barns.
+    /// Free objects in barns, which are part of `used`.
     pub cached: u64,
-    /// Capacity of its slabs in objects.
+    /// Capacity of the node's slabs in objects.
     pub objects: u64,
-    /// `slabs`: number of slabs that are set up. `partial`, `empty`, `lost`: how many of them are partial, empty, or out
-    /// of use for good.
+    /// `slabs`: number of slabs that are set up. Of these, `partial` have free and used objects, `empty` have no used
+    /// objects, and `lost` are out of use for good.
     pub slabs: u32,
     pub partial: u32,
     pub empty: u32,
     pub lost: u32,
     pub blocks: u32,
-    /// Bytes charged for its blocks.
+    /// Bytes charged for the blocks of the node.
     pub resident_bytes: u64,
 }
 
 impl NodeInfo {
-    /// Sums saturate, because statistics that another process sent may have any value.
+    /// Adds statistics of another node. Sums saturate, because another process may send any values.
     fn add(&mut self, other: &Self) {
         self.used = self.used.saturating_add(other.used);
         self.cached = self.cached.saturating_add(other.cached);
@@ -137,65 +139,65 @@ impl SlabInfo {
 /// # Errors
 ///
 /// [`pagemill_core::Error::WrongState`] for a cache of the parent process.
-pub(super) fn of(member: &dyn Member) -> Result<SlabInfo> {
+pub(super) fn of(cache: &dyn Cache) -> Result<SlabInfo> {
     assert_not_isolating();
-    let (mut info, engine) = (without_nodes(member)?, member.engine());
+    let (mut info, engine) = (cache_info(cache)?, cache.engine());
     for node in 0..engine.node_count() {
-        let cached = engine.in_barns(node);
-        info.add_node(engine.on(node, |node| NodeInfo::of(node, cached)));
+        let cached = engine.objects_in_barns(node);
+        info.add_node(engine.with_node(node, |node| NodeInfo::of(node, cached)));
     }
     Ok(info)
 }
 
-/// Calls `show` for each node with the statistics of the cache (without nodes) and of that node. Allocates no memory.
-/// Waits for the lock of a node, under which `isolate` may run, until `backoff` has waited `most_ns` in all.
+/// Calls `show` for each node, with the statistics of the cache (`nodes` empty) and those of the node. Allocates no
+/// memory. Waits for the lock of a node, which `isolate` may hold, until `backoff` has waited `timeout_ns` in all.
 ///
 /// # Errors
 ///
-/// Those of `show`. A cache of the parent process is skipped.
+/// Those of `show`. Does nothing for a cache of the parent process.
 pub(super) fn show(
-    member: &dyn Member,
-    (backoff, most_ns): (&mut Backoff, u64),
+    cache: &dyn Cache,
+    (backoff, timeout_ns): (&mut Backoff, u64),
     mut show: impl FnMut(&SlabInfo, usize, &NodeInfo) -> io::Result<()>,
 ) -> io::Result<()> {
-    let Ok(mut info) = without_nodes(member) else { return Ok(()) };
-    for node in 0..member.engine().node_count() {
-        let found = loop {
-            let cached = member.engine().in_barns(node);
-            let found = member.engine().try_on(node, |node| NodeInfo::of(node, cached));
-            if found.is_some() || backoff.waited_ns() > most_ns {
-                break found;
+    let Ok(mut info) = cache_info(cache) else { return Ok(()) };
+    for node in 0..cache.engine().node_count() {
+        let node_info = loop {
+            let cached = cache.engine().objects_in_barns(node);
+            let node_info = cache.engine().try_with_node(node, |node| NodeInfo::of(node, cached));
+            if node_info.is_some() || backoff.waited_ns() > timeout_ns {
+                break node_info;
             }
             backoff.pause();
         };
-        info.is_partial = found.is_none();
-        show(&info, node, &found.unwrap_or_default())?;
+        info.is_partial = node_info.is_none();
+        show(&info, node, &node_info.unwrap_or_default())?;
     }
     Ok(())
 }
 
-/// `cached` counts objects in magazines only.
-fn without_nodes(member: &dyn Member) -> Result<SlabInfo> {
-    let engine = member.engine();
-    engine.check()?;
+/// Returns the statistics of a cache without those of its nodes. `cached` counts only objects in magazines.
+fn cache_info(cache: &dyn Cache) -> Result<SlabInfo> {
+    let engine = cache.engine();
+    engine.check_generation()?;
     let (shape, counts) = (&engine.shape, &engine.counts);
     Ok(SlabInfo {
         name: engine.name.clone(),
-        kind: member.kind(),
+        kind: cache.kind(),
         object_bytes: engine.object_bytes,
         stride_bytes: shape.stride,
         slab_bytes: shape.slab_bytes,
         objects_per_slab: shape.capacity,
-        // The set-up of places for handles is not a constructor of the user.
-        has_constructor: engine.has_constructor() && member.kind() == CacheKind::ByOwner,
+        // Caches by handle use a constructor internally, which is not the user's.
+        has_constructor: engine.has_constructor() && cache.kind() == CacheKind::ByOwner,
         is_debug: engine.checks.is_some(),
         defrag_used_ratio: engine.used_ratio.load(Relaxed),
         remote_node_defrag_ratio: engine.remote_ratio.load(Relaxed),
         total: NodeInfo::default(),
         nodes: Vec::new(),
         active: 0,
-        waiting: member.waiting(),
-        cached: engine.in_magazines(),
+        waiting: cache.waiting_objects(),
+        cached: engine.objects_in_magazines(),
         moved: counts.moved.load(Relaxed),
         freed: counts.freed.load(Relaxed),
         busy: counts.busy.load(Relaxed),
@@ -203,8 +205,8 @@ fn without_nodes(member: &dyn Member) -> Result<SlabInfo> {
         failed: counts.failed.load(Relaxed),
         emptied: counts.emptied.load(Relaxed),
         from_remote: counts.from_remote.load(Relaxed),
-        handle_bytes: member.handle_bytes(),
+        handle_bytes: cache.handle_bytes(),
         is_partial: false,
-        is_given_up: engine.has_failed.load(Relaxed),
+        is_given_up: engine.has_panicked.load(Relaxed),
     })
 }

@@ -1,17 +1,17 @@
-//! Slab metadata, out of line: for each slab a line of bits and a line of words, for each block the set of slabs at each
-//! level of use.
+//! Slab metadata, apart from the slabs. Each slab has a bitmap of its objects and some counters. Each block has the set
+//! of slabs at each level of use.
 //!
-//! All of it is changed under the lock of the node that has the block ([`super::node`]). The words are atomic only so
-//! that they can lie in shared tables.
+//! All metadata is changed under the lock of the node that has the block ([`super::node`]). The words are atomic only
+//! because they lie in shared tables.
 #![allow(unsafe_code)] // zero bits are valid metadata
 
 use super::shape::{MAX_OBJECTS, MAX_SLABS};
 use pagemill_core::arena::Zeroed;
 use pagemill_core::sync::Relaxed;
 
-macro_rules! held {
+macro_rules! locked_word {
     ($name:ident, $atomic:ident, $integer:ty) => {
-        /// A word that a lock protects.
+        /// An atomic word that is accessed under a lock only.
         #[derive(Default)]
         #[repr(transparent)]
         pub(super) struct $name(std::sync::atomic::$atomic);
@@ -30,10 +30,10 @@ macro_rules! held {
     };
 }
 
-held!(Held32, AtomicU32, u32);
-held!(Held64, AtomicU64, u64);
+locked_word!(LockedU32, AtomicU32, u32);
+locked_word!(LockedU64, AtomicU64, u64);
 
-impl Held32 {
+impl LockedU32 {
     pub fn add(&self, more: u32) {
         self.set(self.get() + more);
     }
@@ -73,31 +73,31 @@ impl Objects {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum SlabState {
-    /// Objects are taken from it and returned to it.
+    /// Objects are allocated from the slab and freed into it.
     Open,
-    /// Owned by one thread that sets it up, empties it or frees its memory. Objects can still be returned to it.
+    /// One thread owns the slab, to set it up, empty it, or free its memory. Objects can still be freed into it.
     Claimed,
-    /// Unusable, because a callback panicked: no object is taken from it again.
+    /// The slab is unusable, because a callback panicked. No object is allocated from it again.
     Lost,
 }
 
 /// Metadata of one slab.
 #[repr(C, align(128))]
 pub(super) struct Slab {
-    /// One bit for each object that is outside of the slab: allocated, or in a magazine or barn.
-    bits: [Held64; WORDS],
-    /// Number of set bits.
-    used: Held32,
-    state: Held32,
-    /// The last pass that tried to empty it.
-    pub tried: Held32,
+    /// One bit for each object, set while the object is outside of the slab: allocated, or in a magazine or barn.
+    bits: [LockedU64; WORDS],
+    /// Number of set bits in `bits`.
+    used: LockedU32,
+    state: LockedU32,
+    /// Number of the last pass that tried to empty the slab.
+    pub tried: LockedU32,
 }
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Slab {}
 
 impl Slab {
-    pub fn used(&self) -> u32 {
+    pub fn used_objects(&self) -> u32 {
         self.used.get()
     }
 
@@ -113,15 +113,16 @@ impl Slab {
         self.state.set(state as u32);
     }
 
-    /// Takes up to `most` of `capacity` objects, lowest first, and calls `taken` for each.
-    pub fn take(&self, capacity: u32, most: usize, mut taken: impl FnMut(u32)) -> usize {
+    /// Takes up to `most` free objects, the lowest first, and calls `on_allocated` for each. Returns how many. The slab
+    /// has `capacity` objects.
+    pub fn allocate(&self, capacity: u32, most: usize, mut on_allocated: impl FnMut(u32)) -> usize {
         let mut count = 0;
         for (at, word) in self.bits.iter().enumerate().take(capacity.div_ceil(64) as usize) {
             let left = capacity - at as u32 * 64;
             let all = if left >= 64 { u64::MAX } else { (1 << left) - 1 };
             let mut free = !word.get() & all;
             while free != 0 && count < most {
-                taken(at as u32 * 64 + free.trailing_zeros());
+                on_allocated(at as u32 * 64 + free.trailing_zeros());
                 free &= free - 1;
                 count += 1;
             }
@@ -134,12 +135,12 @@ impl Slab {
         count
     }
 
-    /// Returns one object.
+    /// Frees one object.
     ///
     /// # Panics
     ///
-    /// If it is free already.
-    pub fn give(&self, object: u32) {
+    /// If the object is free already.
+    pub fn free(&self, object: u32) {
         let word = &self.bits[object as usize / 64];
         let bit = 1 << (object % 64);
         assert!(word.get() & bit != 0, "object {object} of a slab is free already");
@@ -147,21 +148,21 @@ impl Slab {
         self.used.sub(1);
     }
 
-    /// Returns several objects.
+    /// Frees several objects.
     ///
     /// # Panics
     ///
-    /// If one of them is free already.
-    pub fn give_all(&self, objects: &Objects) {
-        for (word, given) in self.bits.iter().zip(objects.0) {
-            assert!(word.get() & given == given, "an object of a slab is free already");
-            word.set(word.get() & !given);
+    /// If one of the objects is free already.
+    pub fn free_all(&self, objects: &Objects) {
+        for (word, freed) in self.bits.iter().zip(objects.0) {
+            assert!(word.get() & freed == freed, "an object of a slab is free already");
+            word.set(word.get() & !freed);
         }
         self.used.sub(objects.count());
     }
 
-    /// Calls `found` for up to `most` objects outside of the slab, beginning at `from`.
-    pub fn set_objects(&self, from: u32, most: usize, found: impl FnMut(u32)) -> usize {
+    /// Calls `found` for up to `most` objects outside of the slab, beginning at object `from`. Returns how many.
+    pub fn for_each_allocated(&self, from: u32, most: usize, found: impl FnMut(u32)) -> usize {
         let first = from as usize / 64;
         let mut objects = Objects(std::array::from_fn(|at| if at < first { 0 } else { self.bits[at].get() }));
         if let Some(word) = objects.0.get_mut(first) {
@@ -171,25 +172,25 @@ impl Slab {
     }
 }
 
-/// Level of use of a slab, or that it is not set up.
+/// Classes of slabs by use. A slab is *bare* until it is set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub(super) enum Level {
-    /// Not set up: it has no memory, or was never cut into objects.
+    /// The slab has no memory, or was never divided into objects.
     Bare,
-    /// All objects are free.
+    /// The slab is set up, and all objects are free.
     Empty,
-    /// The first of four levels of partial slabs.
+    /// The first of four levels of partial slabs, by quarters in use.
     Partial,
 }
 
-/// Levels of partial slabs: quarters.
+/// Number of levels of partial slabs.
 const QUARTERS: usize = 4;
 pub(super) const LEVELS: usize = Level::Partial as usize + QUARTERS;
 const MASK_WORDS: usize = 2;
 const _: () = assert!(MAX_SLABS == u128::BITS as usize);
 
-/// The level of an open slab; `None` if it is full.
+/// Returns the level of an open slab with `used` objects outside of it; `None` if it is full.
 pub(super) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     match used {
         0 => Some(Level::Empty as usize),
@@ -198,51 +199,51 @@ pub(super) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     }
 }
 
-/// Kinds of lists. Each block is in one `STANDING` list (by use), and in a `QUEUED` list while a search still has to
-/// visit it.
-pub(super) const STANDING: usize = 0;
-pub(super) const QUEUED: usize = 1;
-const LINKS: usize = QUEUED + 1;
+/// Kinds of lists. Each block is in one list of kind `BY_USE`. It is also in a `SEARCH_QUEUE` list until the current
+/// block search visits it.
+pub(super) const BY_USE: usize = 0;
+pub(super) const SEARCH_QUEUE: usize = 1;
+const LINKS: usize = SEARCH_QUEUE + 1;
 
-/// Links of a block in a list, as block number plus one (0: none), and the index of that list.
+/// Neighbours of a block in a list, as block numbers plus one (0: none), and the index of that list.
 #[derive(Default)]
 pub(super) struct Links {
-    pub next: Held32,
-    pub before: Held32,
-    pub list: Held32,
+    pub next: LockedU32,
+    pub previous: LockedU32,
+    pub list: LockedU32,
 }
 
 /// Metadata of one block.
 #[repr(C, align(64))]
 #[derive(Default)]
 pub(super) struct Block {
-    /// The set of slabs at each level. Full, claimed and lost slabs are at none.
-    levels: [[Held64; MASK_WORDS]; LEVELS],
+    /// The set of slabs at each level. Full, claimed and lost slabs are at no level.
+    levels: [[LockedU64; MASK_WORDS]; LEVELS],
     /// Links for each kind of list.
     pub links: [Links; LINKS],
-    /// Objects outside of its slabs.
-    pub used: Held32,
-    /// Objects that can be taken from its slabs.
-    pub room: Held32,
+    /// Number of objects outside of the block's slabs.
+    pub used: LockedU32,
+    /// Number of objects that can be allocated from the block's open slabs.
+    pub free_objects: LockedU32,
     /// Number of slabs that are claimed or lost.
-    pub claimed: Held32,
+    pub claimed: LockedU32,
     /// Number of slabs that are set up.
-    pub slabs: Held32,
-    /// 1 if its memory is charged and returned slab by slab.
-    pub is_sparse: Held32,
-    /// 1 while it is being emptied: no object is taken from it.
-    pub is_leaving: Held32,
-    /// The last pass that tried to empty it.
-    pub tried: Held32,
-    /// 1 if an attempt to empty it left objects behind.
-    pub has_refused: Held32,
-    /// The last search for slabs that found no more candidate in it.
-    pub spent: Held32,
-    /// The search for blocks that has not visited it yet; 0 if none.
-    pub queued: Held32,
+    pub slabs: LockedU32,
+    /// 1 if the block is sparse: its memory is charged and freed slab by slab.
+    pub is_sparse: LockedU32,
+    /// 1 while the block is being emptied. No object is allocated from it then.
+    pub is_emptying: LockedU32,
+    /// The `block_pass` of the last attempt to empty the block.
+    pub tried: LockedU32,
+    /// 1 if an attempt to empty the block left objects in it.
+    pub has_unmovable: LockedU32,
+    /// Id of the last slab search that found no further candidate in the block.
+    pub exhausted_search: LockedU32,
+    /// Id of the block search in whose queue the block is; 0 if none.
+    pub queued_search: LockedU32,
 }
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Block {}
 
 /// A set of slabs of one block.
@@ -264,12 +265,12 @@ impl SlabSet {
 }
 
 impl Block {
-    /// The list by use that it is in.
-    pub fn bucket(&self) -> usize {
-        self.links[STANDING].list.get() as usize
+    /// Index of the `BY_USE` list that the block is in.
+    pub fn use_list(&self) -> usize {
+        self.links[BY_USE].list.get() as usize
     }
 
-    pub fn put(&self, level: usize, slab: u32) {
+    pub fn insert(&self, level: usize, slab: u32) {
         let word = &self.levels[level][slab as usize / 64];
         word.set(word.get() | 1 << (slab % 64));
     }
@@ -280,47 +281,44 @@ impl Block {
         word.set(word.get() & !(1 << (slab % 64)));
     }
 
-    /// The lowest slab at a level.
     #[inline]
-    pub fn first_at(&self, level: usize) -> Option<u32> {
-        let slabs = self.mask_at(level);
+    pub fn first_at_level(&self, level: usize) -> Option<u32> {
+        let slabs = self.mask_at_level(level);
         (slabs != 0).then(|| slabs.trailing_zeros())
     }
 
-    fn mask_at(&self, level: usize) -> u128 {
+    fn mask_at_level(&self, level: usize) -> u128 {
         let [low, high] = &self.levels[level];
         u128::from(low.get()) | u128::from(high.get()) << u64::BITS
     }
 
-    /// All slabs at a level.
-    pub fn all_at(&self, level: usize) -> impl Iterator<Item = u32> + use<> {
-        SlabSet(self.mask_at(level)).iter()
+    pub fn slabs_at_level(&self, level: usize) -> impl Iterator<Item = u32> + use<> {
+        SlabSet(self.mask_at_level(level)).iter()
     }
 
-    /// All of the first `slabs` slabs that are set up.
-    pub fn all_set_up(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
-        SlabSet(!self.mask_at(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
+    /// All slabs that are set up. The block has `slabs` slabs.
+    pub fn set_up_slabs(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
+        SlabSet(!self.mask_at_level(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
     }
 
-    /// Number of slabs at a level.
-    pub fn count_at(&self, level: usize) -> u32 {
-        self.mask_at(level).count_ones()
+    pub fn count_at_level(&self, level: usize) -> u32 {
+        self.mask_at_level(level).count_ones()
     }
 
-    /// Marks the first `slabs` slabs as bare.
-    pub fn strip(&self, slabs: u32) {
-        (0..slabs).for_each(|slab| self.put(Level::Bare as usize, slab));
+    /// Adds the first `slabs` slabs to the level of bare slabs.
+    pub fn mark_all_bare(&self, slabs: u32) {
+        (0..slabs).for_each(|slab| self.insert(Level::Bare as usize, slab));
     }
 
     /// Removes all slabs from all levels.
-    pub fn clear(&self) {
+    pub fn clear_levels(&self) {
         self.levels.iter().flatten().for_each(|word| word.set(0));
     }
 
-    /// The fullest partial slab; if there is none and `may_be_empty`, an empty one.
-    pub fn fullest(&self, may_be_empty: bool) -> Option<u32> {
+    /// Returns the fullest partial slab. If there is none and `may_be_empty`, returns an empty one.
+    pub fn fullest_slab(&self, may_be_empty: bool) -> Option<u32> {
         let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
-        (least..LEVELS).rev().find_map(|level| self.first_at(level))
+        (least..LEVELS).rev().find_map(|level| self.first_at_level(level))
     }
 }
 
@@ -329,38 +327,40 @@ mod tests {
     use super::*;
 
     fn slab() -> Slab {
-        // SAFETY: zero bits are a value.
+        // SAFETY: zero bits are a valid slab.
         unsafe { std::mem::zeroed() }
     }
 
-    /// Each object of a slab is taken once, none beyond its capacity; returned ones are taken again.
+    /// Objects are allocated until the slab is full: each comes once, none beyond the capacity. A freed object is
+    /// allocated again.
     #[test]
-    fn objects_come_once() {
+    fn each_object_is_allocated_once() {
         for capacity in [1, 63, 64, 65, 341, 512] {
             let slab = slab();
             let mut taken = Vec::new();
-            while slab.take(capacity, 7, |object| taken.push(object)) == 7 {}
+            while slab.allocate(capacity, 7, |object| taken.push(object)) == 7 {}
             assert_eq!(taken, (0..capacity).collect::<Vec<_>>());
-            assert_eq!((slab.used(), level_of(slab.used(), capacity)), (capacity, None));
-            slab.give(capacity - 1);
-            assert_eq!(slab.set_objects(capacity - 1, 1, |_| ()), 0);
-            assert_eq!(slab.take(capacity, 9, |object| assert_eq!(object, capacity - 1)), 1);
+            assert_eq!((slab.used_objects(), level_of(slab.used_objects(), capacity)), (capacity, None));
+            slab.free(capacity - 1);
+            assert_eq!(slab.for_each_allocated(capacity - 1, 1, |_| ()), 0);
+            assert_eq!(slab.allocate(capacity, 9, |object| assert_eq!(object, capacity - 1)), 1);
         }
     }
 
-    /// The objects found from any position on are those taken and not returned, also after several are returned at once.
+    /// From any start, exactly the objects are found that were allocated and not freed, also after many were freed at
+    /// once.
     #[test]
-    fn objects_are_found_and_given_at_once() {
+    fn objects_are_found_and_freed_together() {
         let slab = slab();
-        slab.take(512, 300, |_| ());
-        let mut given = Objects::default();
-        (0..300).filter(|object| object % 3 != 0).for_each(|object| given.add(object));
-        assert_eq!(given.iter().collect::<Vec<_>>(), (0..300).filter(|object| object % 3 != 0).collect::<Vec<_>>());
-        slab.give_all(&given);
-        assert_eq!(slab.used(), 100);
+        slab.allocate(512, 300, |_| ());
+        let mut freed = Objects::default();
+        (0..300).filter(|object| object % 3 != 0).for_each(|object| freed.add(object));
+        assert_eq!(freed.iter().collect::<Vec<_>>(), (0..300).filter(|object| object % 3 != 0).collect::<Vec<_>>());
+        slab.free_all(&freed);
+        assert_eq!(slab.used_objects(), 100);
         for (from, most) in [(0, 200), (1, 7), (64, 30), (127, 200), (299, 1), (512, 1)] {
             let mut found = Vec::new();
-            let count = slab.set_objects(from, most, |object| found.push(object));
+            let count = slab.for_each_allocated(from, most, |object| found.push(object));
             let expected: Vec<u32> = (from..300).filter(|object| object % 3 == 0).take(most).collect();
             assert_eq!((count, found), (expected.len(), expected));
         }
@@ -368,14 +368,14 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "free already")]
-    fn an_object_is_not_given_twice() {
+    fn double_free_panics() {
         let slab = slab();
-        slab.take(64, 1, |_| ());
-        slab.give(0);
-        slab.give(0);
+        slab.allocate(64, 1, |_| ());
+        slab.free(0);
+        slab.free(0);
     }
 
-    /// Levels run from empty to nearly full; a full slab is at none.
+    /// Levels rise with use from empty to nearly full. A full slab has no level.
     #[test]
     fn levels_are_quarters() {
         assert_eq!(level_of(0, 8), Some(Level::Empty as usize));
@@ -384,16 +384,16 @@ mod tests {
         assert_eq!(level_of(8, 8), None);
     }
 
-    /// The fullest slab comes first; an empty one only if allowed.
+    /// The fullest partial slab is returned, and an empty one only if allowed.
     #[test]
-    fn the_fullest_comes_first() {
+    fn fullest_slab_is_chosen_first() {
         let block = Block::default();
-        block.put(Level::Empty as usize, 3);
-        assert_eq!((block.fullest(false), block.fullest(true)), (None, Some(3)));
-        block.put(Level::Partial as usize, 100);
-        block.put(LEVELS - 1, 70);
-        assert_eq!((block.fullest(false), block.count_at(LEVELS - 1)), (Some(70), 1));
+        block.insert(Level::Empty as usize, 3);
+        assert_eq!((block.fullest_slab(false), block.fullest_slab(true)), (None, Some(3)));
+        block.insert(Level::Partial as usize, 100);
+        block.insert(LEVELS - 1, 70);
+        assert_eq!((block.fullest_slab(false), block.count_at_level(LEVELS - 1)), (Some(70), 1));
         block.remove(LEVELS - 1, 70);
-        assert_eq!(block.fullest(true), Some(100));
+        assert_eq!(block.fullest_slab(true), Some(100));
     }
 }

@@ -1,10 +1,11 @@
 //! Emptying slabs: moves the objects of a slab to free objects elsewhere, in chunks.
 //!
-//! [`super::defrag`] chooses and claims a slab. The mover of the cache selects its objects (`isolate`, under the lock of
-//! the node) and moves each of them (`migrate`, without locks). The emptied places wait for readers ([`super::batch`]).
+//! [`super::defrag`] chooses and claims a slab. The cache's mover selects its objects (`isolate`, under the lock of the
+//! node) and moves each of them (`migrate`, without locks). The old memory of moved objects waits for readers
+//! ([`super::batch`]).
 //!
 //! ```text
-//!   open --claim--> claimed --isolate, migrate ... --> claimed, in a batch --readers gone--> open, or its memory back
+//!   open --claim--> claimed --isolate, migrate ... --> claimed, in a batch --readers done--> open, or freed
 //!                      `------- a callback panics ---> lost
 //! ```
 
@@ -13,7 +14,7 @@ use super::candidates::{Criteria, DefragCandidate};
 use super::drain::DrainGuard;
 use super::engine::Engine;
 use super::meta::{Objects, SlabSet};
-use super::node::TargetRoom;
+use super::node::TargetSlabs;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Relaxed;
 use pagemill_sys::{clock, mem};
@@ -22,22 +23,20 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
-/// Objects that are isolated at once. Bounds how long an allocation waits for the node's lock.
-const CHUNK: usize = 64;
+/// Number of objects that are isolated at once. This bounds how long an allocation waits for the node's lock.
+const CHUNK_OBJECTS: usize = 64;
 
-/// Objects to move and their destinations are spread over a slab, so they are prefetched this many moves ahead. Each move
-/// ends with an atomic exchange that stalls the processor, which would otherwise fetch only one object at a time.
-const AHEAD: usize = 4;
+/// Prefetch distance in moves. Objects to move and their destinations are spread over a slab. Without prefetching, the
+/// processor would fetch one object at a time, because each move ends with an atomic exchange that stalls it.
+const PREFETCH_DISTANCE: usize = 4;
 
-/// Bytes of an object that are prefetched at most.
-const AHEAD_BYTES: usize = 256;
+const PREFETCH_BYTES: usize = 256;
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
+const CACHE_LINE: usize = 64;
 
-/// Objects of one slab that may be moved.
+/// Addresses of objects of one slab that may be moved.
 pub(super) struct Chunk {
-    pub objects: [usize; CHUNK],
+    pub objects: [usize; CHUNK_OBJECTS],
     pub len: usize,
 }
 
@@ -56,105 +55,108 @@ impl Chunk {
     }
 }
 
-/// Result of moving an object.
+/// Outcome of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum MoveOutcome {
     /// The object was moved.
     Moved,
     /// Its owner freed it instead.
     Freed,
-    /// It stays, because it is in use.
+    /// The object was not moved, because it is in use.
     Busy,
-    /// It stays, because there was no destination, or it could not be moved.
+    /// The object was not moved, because there was no destination or its owner could not move it.
     Failed,
 }
 
 /// Moves the objects of a cache.
 pub(super) trait Mover {
-    /// State that `isolate` passes to `migrate`.
+    /// State that `isolate` returns for `migrate`.
     type Isolated;
 
-    /// Rejects objects that must not be moved. Called under the lock of the node: must not call the cache.
+    /// Removes objects that must not be moved from the chunk. Runs under the lock of the node, so it must not call the
+    /// cache.
     fn isolate(&self, chunk: &mut Chunk) -> Self::Isolated;
 
-    /// Called for an object that `isolate` kept, which is being prefetched and will be moved soon. Prefetches what
-    /// else [`Mover::migrate`] needs.
-    fn expect(&self, _object: usize) {}
+    /// Prefetches memory that [`Mover::migrate`] will need for this object, apart from the object itself. Called some
+    /// moves ahead.
+    fn prefetch_for(&self, _object: usize) {}
 
-    /// Collects what threads keep beside their magazines.
-    fn collect(&self, _drained: &DrainGuard<'_>) {}
+    /// Empties the stocks of threads, while magazines are drained.
+    fn collect_stocks(&self, _drained: &DrainGuard<'_>) {}
 
-    /// Moves an object to a place of `to`.
-    fn migrate(&self, object: usize, to: &mut Places<'_>, isolated: &mut Self::Isolated) -> Fate;
+    /// Moves an object to a destination from `to`.
+    fn migrate(&self, object: usize, to: &mut Destinations<'_>, isolated: &mut Self::Isolated) -> MoveOutcome;
 }
 
-/// Free objects of one node that objects can be moved to.
-pub(super) struct Places<'engine> {
+/// Destinations: free objects of one node, to which other objects can be moved.
+pub(super) struct Destinations<'engine> {
     engine: &'engine Engine,
     node: usize,
-    room: TargetRoom,
-    taken: [usize; CHUNK],
+    targets: TargetSlabs,
+    taken: [usize; CHUNK_OBJECTS],
     len: usize,
-    /// Upper bound of the objects that are still to be moved.
+    /// Upper bound of the number of objects that are still to be moved.
     wanted: usize,
 }
 
-impl<'engine> Places<'engine> {
-    fn new(engine: &'engine Engine, node: usize, room: TargetRoom) -> Self {
-        Self { engine, node, room, taken: [0; CHUNK], len: 0, wanted: CHUNK }
+impl<'engine> Destinations<'engine> {
+    fn new(engine: &'engine Engine, node: usize, targets: TargetSlabs) -> Self {
+        Self { engine, node, targets, taken: [0; CHUNK_OBJECTS], len: 0, wanted: CHUNK_OBJECTS }
     }
 
     /// Allocates a destination.
     pub fn take(&mut self) -> Option<usize> {
         if self.len == 0 {
-            let wanted = self.wanted.clamp(1, CHUNK);
-            self.len = self.engine.take_present(self.node, self.room, &mut self.taken[..wanted]);
-            let least = match self.room {
-                TargetRoom::Used => Some(0),
-                TargetRoom::Fuller(least) => Some(least),
-                TargetRoom::Partial | TargetRoom::Any => None,
+            let wanted = self.wanted.clamp(1, CHUNK_OBJECTS);
+            self.len = self.engine.take_from_slabs(self.node, self.targets, &mut self.taken[..wanted]);
+            let least = match self.targets {
+                TargetSlabs::InUse => Some(0),
+                TargetSlabs::Fuller(least) => Some(least),
+                TargetSlabs::Partial | TargetSlabs::Any => None,
             };
-            if self.len == 0 && least.is_some_and(|least| self.engine.grow_in_use(self.node, least)) {
-                self.len = self.engine.take_present(self.node, self.room, &mut self.taken[..wanted]);
+            if self.len == 0 && least.is_some_and(|least| self.engine.add_slab_in_use(self.node, least)) {
+                self.len = self.engine.take_from_slabs(self.node, self.targets, &mut self.taken[..wanted]);
             }
         }
-        if self.len == 0 && self.room == TargetRoom::Any && self.engine.take(self.node, 0, &mut self.taken[..1]).is_ok()
+        if self.len == 0
+            && self.targets == TargetSlabs::Any
+            && self.engine.take_objects(self.node, 0, &mut self.taken[..1]).is_ok()
         {
             self.len = 1;
         }
         self.len = self.len.checked_sub(1)?;
         let object = self.taken[self.len];
-        if let Some(next) = self.len.checked_sub(AHEAD) {
-            self.engine.fetch(self.taken[next]);
+        if let Some(next) = self.len.checked_sub(PREFETCH_DISTANCE) {
+            self.engine.prefetch(self.taken[next]);
         }
-        self.engine.note_taken(object);
-        self.engine.open_free(object);
+        self.engine.note_allocated(object);
+        self.engine.unpoison(object);
         Some(object)
     }
 
-    /// Returns a destination that was not used.
+    /// Frees a destination that was not used.
     pub fn put(&mut self, object: usize) {
-        self.engine.note_given(object);
-        self.engine.close_free(object);
-        if self.len < CHUNK {
+        self.engine.note_freed(object);
+        self.engine.poison(object);
+        if self.len < CHUNK_OBJECTS {
             self.taken[self.len] = object;
             self.len += 1;
         } else {
-            self.engine.put_back(self.node, &[object]);
+            self.engine.return_objects(self.node, &[object]);
         }
     }
 }
 
-impl Drop for Places<'_> {
+impl Drop for Destinations<'_> {
     fn drop(&mut self) {
-        self.engine.put_back(self.node, &self.taken[..self.len]);
+        self.engine.return_objects(self.node, &self.taken[..self.len]);
     }
 }
 
 impl Engine {
     /// Prefetches an object that is about to be read or written.
-    fn fetch(&self, object: usize) {
-        (0..self.shape.stride.min(AHEAD_BYTES)).step_by(LINE).for_each(|at| mem::prefetch(object + at));
+    fn prefetch(&self, object: usize) {
+        (0..self.shape.stride.min(PREFETCH_BYTES)).step_by(CACHE_LINE).for_each(|at| mem::prefetch(object + at));
     }
 }
 
@@ -162,13 +164,13 @@ thread_local! {
     static IS_ISOLATING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is inside of `isolate`, under the lock of a node.
+/// Returns whether this thread is inside of `isolate`, under the lock of a node.
 pub(super) fn is_isolating() -> bool {
     // Under shuttle all tasks share one thread.
     cfg!(not(shuttle)) && IS_ISOLATING.get()
 }
 
-/// Panics in calls from inside of `isolate`: they would wait for a lock that their own caller holds.
+/// Panics if this thread is inside of `isolate`. The call would wait for a lock that its own caller holds.
 pub(super) fn assert_not_isolating() {
     assert!(!is_isolating(), "a slab cache is called while its slab is locked for `isolate`");
 }
@@ -189,7 +191,7 @@ impl Drop for Isolating {
     }
 }
 
-/// Returns the first of two panics. The other is forgotten, because its destructor may panic.
+/// Returns the first of two panics. The other is leaked, because its destructor may panic.
 fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::Result<()> {
     if first.is_err() {
         std::mem::forget(other);
@@ -198,7 +200,7 @@ fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::
     other
 }
 
-/// Result of a defragmentation.
+/// Progress of a defragmentation.
 ///
 /// ```
 /// use pagemill::{Pagemill, slab::Settings};
@@ -211,9 +213,9 @@ fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Objects that were moved, or that their owner freed instead.
+    /// Objects that were moved, or that their owner freed instead of moving them.
     pub moved: u64,
-    /// Objects that stayed where they were.
+    /// Objects that were not moved.
     pub stayed: u64,
     /// Slabs that were emptied.
     pub emptied: u64,
@@ -240,9 +242,10 @@ pub(super) struct MigrationRun<'engine, M: Mover> {
     most: u64,
     pub progress: Progress,
     deferred: Vec<Deferred>,
-    /// The first slab is finished regardless of the deadline, so that each step makes progress.
-    has_tried: bool,
-    /// A slab was left half done: there is more to do once it is open again.
+    /// Whether a slab was finished. The first slab of a step is finished regardless of the deadline, so that each step
+    /// makes progress.
+    has_finished_slab: bool,
+    /// Set when a slab was emptied partly: the pass continues with it once it is open again.
     pub was_stopped: bool,
     panic: Option<Box<dyn Any + Send>>,
 }
@@ -257,51 +260,52 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
             most,
             progress: Progress::default(),
             deferred: Vec::new(),
-            has_tried: false,
+            has_finished_slab: false,
             was_stopped: false,
             panic: None,
         }
     }
 
     pub fn is_over(&self) -> bool {
-        let is_late = self.has_tried && clock::fine_ns() >= self.deadline_ns;
+        let is_late = self.has_finished_slab && clock::fine_ns() >= self.deadline_ns;
         self.panic.is_some() || self.most == 0 || is_late
     }
 
-    /// Empties what the search finds on a node.
-    pub fn compact(&mut self, node: usize, criteria: &Criteria) {
+    /// Empties candidates of a node until none is left or the run is over.
+    pub fn empty_candidates(&mut self, node: usize, criteria: &Criteria) {
         while !self.is_over()
-            && let Some(candidate) = self.engine.on(node, |node| node.claim_candidate(criteria))
+            && let Some(candidate) = self.engine.with_node(node, |node| node.claim_candidate(criteria))
         {
             match candidate {
                 DefragCandidate::Slab(block, slab, most) => {
-                    self.empty_slab(node, block, slab, most, (node, TargetRoom::Partial));
+                    self.empty_slab(node, block, slab, most, (node, TargetSlabs::Partial));
                 }
-                DefragCandidate::Block(block, slabs, room) => {
-                    self.empty_block(node, block, slabs, (criteria.pass, room))
+                DefragCandidate::Block(block, slabs, targets) => {
+                    self.empty_block(node, block, slabs, (criteria.pass, targets))
                 }
             }
         }
     }
 
-    /// Moves the objects of the slabs of a block that were claimed with it.
-    pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, room): (u32, TargetRoom)) {
+    /// Empties a claimed block: moves the objects of the slabs that were claimed with it.
+    pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, targets): (u32, TargetSlabs)) {
         for slab in slabs.iter() {
             let was_tried = self.engine.shared.blocks.slab(block, slab).tried.get() == pass;
             let objects = if was_tried { 0 } else { u32::MAX };
-            if !self.empty_slab(node, block, slab, objects, (node, room)) {
-                self.engine.on(node, |node| node.blocks.block(block).tried.set(0));
+            if !self.empty_slab(node, block, slab, objects, (node, targets)) {
+                self.engine.with_node(node, |node| node.blocks.block(block).tried.set(0));
             }
         }
         self.deferred.push(Deferred::Block { node, block });
     }
 
-    /// Moves objects of a claimed slab. Returns whether all were tried; if not, the slab is tried again later.
-    pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, TargetRoom)) -> bool {
+    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If not, the slab is tried
+    /// again later.
+    pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, TargetSlabs)) -> bool {
         let mut objects = Objects::default();
         let (mut from, mut left) = (0, u64::from(most));
-        let is_whole = loop {
-            let chunk_most = left.min(self.most).min(CHUNK as u64) as usize;
+        let is_complete = loop {
+            let chunk_most = left.min(self.most).min(CHUNK_OBJECTS as u64) as usize;
             if chunk_most == 0 {
                 break left == 0;
             }
@@ -312,46 +316,46 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
                 Some((0, _)) => break true,
                 Some((count, stayed)) => left -= (count - stayed) as u64,
                 None => {
-                    self.engine.lose(node, block, slab);
+                    self.engine.mark_slab_lost(node, block, slab);
                     break true;
                 }
             }
         };
-        let is_empty = self.engine.on(node, |node| {
-            let words = node.blocks.slab(block, slab);
-            words.tried.set(if is_whole { self.pass } else { 0 });
-            words.used() == objects.count()
+        let is_empty = self.engine.with_node(node, |node| {
+            let slab_meta = node.blocks.slab(block, slab);
+            slab_meta.tried.set(if is_complete { self.pass } else { 0 });
+            slab_meta.used_objects() == objects.count()
         });
         self.progress.emptied += u64::from(is_empty && objects.count() > 0);
-        self.was_stopped |= !is_whole;
-        self.has_tried |= is_whole && most > 0;
+        self.was_stopped |= !is_complete;
+        self.has_finished_slab |= is_complete && most > 0;
         self.deferred.push(Deferred::Slab { node, block, slab, objects });
-        is_whole
+        is_complete
     }
 
-    /// Moves up to `most` objects of a slab, beginning at `from`. Returns how many there were and how many stayed; `None`
-    /// if a callback panicked.
+    /// Moves up to `most` objects of a slab, beginning at `from`. Returns how many objects there were and how many
+    /// stayed, or `None` if a callback panicked.
     fn move_chunk(
         &mut self,
         node: usize,
         (block, slab): (u32, u32),
         from: &mut u32,
         most: usize,
-        (to, room): (usize, TargetRoom),
+        (to, targets): (usize, TargetSlabs),
         left: &mut Objects,
     ) -> Option<(usize, usize)> {
         let (engine, mover) = (self.engine, self.mover);
-        let mut chunk = Chunk { objects: [0; CHUNK], len: 0 };
+        let mut chunk = Chunk { objects: [0; CHUNK_OBJECTS], len: 0 };
         let mut count = 0;
         let isolated = catch_unwind(AssertUnwindSafe(|| {
-            engine.on(node, |node| {
+            engine.with_node(node, |node| {
                 let base = node.blocks.addr(block);
-                node.blocks.slab(block, slab).set_objects(*from, most, |object| {
+                node.blocks.slab(block, slab).for_each_allocated(*from, most, |object| {
                     chunk.objects[count] = base + node.shape.offset_of(slab, object);
                     count += 1;
                     *from = object + 1;
                 });
-                // `isolate` usually reads each object.
+                // `isolate` usually reads each object, so all are prefetched.
                 chunk.objects[..count].iter().for_each(|object| mem::prefetch(*object));
                 chunk.len = count;
                 let _isolating = Isolating::begin();
@@ -359,30 +363,32 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
             })
         }));
         let refused = count - chunk.len;
-        let mut fates = [0_usize; 4];
+        let mut outcomes = [0_usize; 4];
         let moved = isolated.and_then(|mut isolated| {
-            let mut places = Places::new(engine, to, room);
+            let mut destinations = Destinations::new(engine, to, targets);
             let moved = catch_unwind(AssertUnwindSafe(|| {
                 for (at, object) in chunk.objects[..chunk.len].iter().enumerate() {
-                    places.wanted = chunk.len - at;
-                    if let Some(next) = chunk.objects[..chunk.len].get(at + AHEAD) {
-                        engine.fetch(*next);
-                        mover.expect(*next);
+                    destinations.wanted = chunk.len - at;
+                    if let Some(next) = chunk.objects[..chunk.len].get(at + PREFETCH_DISTANCE) {
+                        engine.prefetch(*next);
+                        mover.prefetch_for(*next);
                     }
-                    let fate = mover.migrate(*object, &mut places, &mut isolated);
-                    fates[fate as usize] += 1;
-                    if matches!(fate, Fate::Moved | Fate::Freed) {
-                        left.add(engine.place_of(*object));
+                    let outcome = mover.migrate(*object, &mut destinations, &mut isolated);
+                    outcomes[outcome as usize] += 1;
+                    if matches!(outcome, MoveOutcome::Moved | MoveOutcome::Freed) {
+                        left.add(engine.object_index(*object));
                     }
                 }
             }));
-            // The destructor is user code, too.
+            // The destructor of the isolated state is user code, too.
             let ended = catch_unwind(AssertUnwindSafe(|| drop(isolated)));
             first_panic(moved, ended)
         });
-        self.count(refused, fates);
+        self.count(refused, outcomes);
         match moved {
-            Ok(()) => Some((count, refused + fates[Fate::Busy as usize] + fates[Fate::Failed as usize])),
+            Ok(()) => {
+                Some((count, refused + outcomes[MoveOutcome::Busy as usize] + outcomes[MoveOutcome::Failed as usize]))
+            }
             Err(panic) => {
                 self.panic = Some(panic);
                 None
@@ -390,9 +396,9 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         }
     }
 
-    fn count(&mut self, refused: usize, fates: [usize; 4]) {
+    fn count(&mut self, refused: usize, outcomes: [usize; 4]) {
         let counts = &self.engine.counts;
-        let [moved, freed, busy, failed] = fates.map(|count| count as u64);
+        let [moved, freed, busy, failed] = outcomes.map(|count| count as u64);
         let stayed = busy + failed + refused as u64;
         let each = [
             (&counts.moved, moved),
@@ -409,7 +415,8 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.most = self.most.saturating_sub(moved + freed);
     }
 
-    /// Retires what was emptied until readers have finished. Resumes the panic of a callback, if there was one.
+    /// Ends the run: emptied slabs become a batch that waits for readers. Resumes the panic of a callback, if there was
+    /// one.
     pub fn end(self) -> Progress {
         stats::add(Counter::SlabEmptied, self.progress.emptied);
         self.engine.counts.emptied.fetch_add(self.progress.emptied, Relaxed);

@@ -1,15 +1,16 @@
-//! Slab allocator: caches of equally sized objects that return free memory to the system, and compact themselves if
-//! objects can move.
+//! Slab allocator: caches of objects of equal size. They return free memory to the system, and pack their objects into
+//! fewer slabs if the objects can move.
 //!
 //! All kinds of caches share one `engine`. Objects of a [`Fixed`] cache keep their address until they are dropped.
-//! Objects of a [`ByOwner`] cache are moved by their owner, which updates all references. Values of a [`ByHandle`] cache
-//! are reached through a handle table, so the cache can move them by itself.
+//! Objects of a [`ByOwner`] cache are moved by their owner, which updates all references. Values of a [`ByHandle`]
+//! cache are reached through a handle table, so the cache can move them by itself.
 //!
-//! A cache consists of blocks of 2 MiB (`blocks`), cut into slabs of 16 to 64 KiB (`shape`) with metadata out of line
-//! (`meta`). A thread allocates and frees through its own magazine (`magazine`, `asymmetric_lock`, `thread_slots`).
-//! Magazines are refilled from the `barn` sheaf by sheaf, or from the slabs of a `node`, which are set up on demand
-//! (`supply`). Defragmentation drains the magazines (`drain`), chooses slabs (`defrag`, `candidates`), moves objects
-//! (`migrate`), and waits for readers (`batch`, `epochs`). A background thread does this for all caches (`worker`).
+//! A cache consists of blocks of 2 MiB (`blocks`), divided into slabs of 16 to 64 KiB (`shape`), whose metadata lies
+//! apart (`meta`). A *whole* block is populated and freed as 2 MiB, a *sparse* block slab by slab. A thread allocates
+//! and frees through its own magazine (`magazine`, `asymmetric_lock`, `thread_slots`). Magazines are refilled with
+//! sheaves from a `barn`, or with objects from the slabs of a `node`, which are set up on demand (`supply`).
+//! Defragmentation drains the magazines (`drain`), chooses slabs (`defrag`, `candidates`), moves objects (`migrate`),
+//! and waits for readers (`batch`, `epochs`). A background thread does this for all caches (`worker`).
 //!
 //! Uses `arena`, `sync` and `epoch`. Implements `reclaim::Shrinker`. Holds the nodes of an index (`xnodes`), which it does
 //! not know.
@@ -77,11 +78,11 @@ pub use records::{ask_for_slabs, shown_name};
 pub use xnodes::{NodeCache, NodeIndex, NodeMemory};
 
 use asymmetric_lock::Barriers;
-use barn::{BARNS, BarnMemory};
+use barn::{BARNS_PER_NODE, BarnMemory};
 use batch::Grace;
 use blocks::Blocks;
 use engine::{Engine, Object};
-use handles::Handles;
+use handles::HandleTable;
 use magazine::MagazineRange;
 use pagemill_core::arena::{Arena, place};
 use pagemill_core::error::{Error, Result};
@@ -97,11 +98,11 @@ use worker::Worker;
 use xnodes::IndexNodes;
 
 /// Maximum number of slab caches of a process at a time. The count includes the cache of index nodes and, in a fork
-/// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB if available).
-/// One more cache fails with [`Error::TooMany`].
+/// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB if
+/// available). One more cache fails with [`Error::TooMany`].
 pub const MAX_CACHES: usize = 1 << 10;
 
-/// A slab or block that is used by less than this percentage is worth emptying.
+/// Default of [`Settings::defrag_used_ratio`], as in Linux.
 const DEFRAG_USED_RATIO: u32 = 30;
 
 /// Parameters of a cache.
@@ -121,19 +122,20 @@ pub struct Settings {
     /// Slab size in bytes: a power of two, at least 16 KiB and one OS page, at most 2 MiB. `None`: chosen by the object
     /// size.
     pub slab_bytes: Option<usize>,
-    /// Defragmentation, by calls and in the background, empties slabs and blocks that are used by less than this
-    /// percentage: 0 none, 100 all that are not full. The background runs owners' callbacks and the destructors of
-    /// removed values on Pagemill's thread, except for caches with ratio 0 and after [`Slabs::defrag_by_hand`].
+    /// Slabs and blocks that are used by less than this percentage are emptied by defragmentation, both by calls and in
+    /// the background. 0: none; 100: all that are not full. The background thread runs callbacks of owners and
+    /// destructors of removed values, except for caches with ratio 0 and after [`Slabs::defrag_by_hand`].
     pub defrag_used_ratio: u32,
-    /// How often, in percent, a node without free objects takes those of other nodes before a new slab is set up.
+    /// Percentage of cases in which a node without free objects takes those of other nodes before a new slab is set up.
     pub remote_node_defrag_ratio: u32,
-    /// Debug mode: redzones, poison, and the callers that allocated and freed an object. Each call then costs a lock and
-    /// a check of the object.
+    /// Debug mode: detects damage with redzones and poison, and records the callers that allocated and freed an object.
+    /// Each allocation and free then takes a lock and checks the object.
     pub debug: bool,
 }
 
 impl Settings {
-    /// Slab size chosen by the object size, Linux's ratios, no debug checks.
+    /// Default parameters: the slab size follows from the object size, the ratios are those of Linux, and debug mode is
+    /// off.
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -145,14 +147,15 @@ impl Settings {
     }
 }
 
-/// Cache ids in use. A cache that could not be closed, or belongs to the parent process, keeps its id.
+/// The cache ids in use. A cache that could not be closed, or that belongs to the parent process, keeps its id.
 struct CacheIds {
     are_taken: [bool; MAX_CACHES],
-    /// The magazine range of each id that was ever in use. These ids have barns, too.
+    /// The magazine range of each id that was ever in use. The barns of these ids are open, too.
     ranges: Vec<&'static MagazineRange>,
 }
 
-/// Shared state of all caches, created with the first one. The index nodes have a second one, with blocks of their own.
+/// State that all caches share, created with the first cache. The cache of index nodes has a second instance with
+/// blocks of its own.
 struct SharedState {
     slabs: &'static Slabs,
     blocks: Blocks,
@@ -160,7 +163,7 @@ struct SharedState {
     barn_memory: &'static BarnMemory,
     ids: &'static Guarded<CacheIds>,
     /// Handle tables that no cache uses.
-    handles: Guarded<Vec<&'static Handles>>,
+    free_handle_tables: Guarded<Vec<&'static HandleTable>>,
 }
 
 impl SharedState {
@@ -170,18 +173,18 @@ impl SharedState {
             slabs,
             blocks: Blocks::new(arena)?,
             barriers,
-            barn_memory: place(BarnMemory::new(MAX_CACHES * arena.nodes.count() * BARNS)?)?,
+            barn_memory: place(BarnMemory::new(MAX_CACHES * arena.nodes.count() * BARNS_PER_NODE)?)?,
             ids: place(Guarded::new(CacheIds { are_taken: [false; MAX_CACHES], ranges: Vec::new() }))?,
-            handles: Guarded::new(Vec::new()),
+            free_handle_tables: Guarded::new(Vec::new()),
         })
     }
 
     fn for_metadata(&self) -> Result<Self> {
-        let (blocks, handles) = (Blocks::for_metadata(self.slabs.arena)?, Guarded::new(Vec::new()));
-        Ok(Self { blocks, handles, ..*self })
+        let (blocks, free_handle_tables) = (Blocks::for_metadata(self.slabs.arena)?, Guarded::new(Vec::new()));
+        Ok(Self { blocks, free_handle_tables, ..*self })
     }
 
-    /// Takes the lowest free cache id and prepares its magazines and barns.
+    /// Allocates the lowest free cache id, and opens its magazine range and barns.
     ///
     /// # Errors
     ///
@@ -189,52 +192,52 @@ impl SharedState {
     fn take_id(&self) -> Result<usize> {
         self.ids.with(|ids| {
             let free = ids.are_taken.iter().position(|is_taken| !is_taken);
-            let number = free.ok_or(Error::TooMany { what: "slab caches", most: MAX_CACHES })?;
-            if number == ids.ranges.len() {
-                // A retry after an error opens the same barns again; a table that is reserved stays.
-                let barns = self.barns_each();
-                self.barn_memory.open(number * barns, barns)?;
+            let id = free.ok_or(Error::TooMany { what: "slab caches", most: MAX_CACHES })?;
+            if id == ids.ranges.len() {
+                // After an error, a retry opens the same barns again, which has no effect if they are open.
+                let barns = self.barns_per_cache();
+                self.barn_memory.open(id * barns, barns)?;
                 ids.ranges.push(Box::leak(Box::new(MagazineRange::new()?)));
             }
-            ids.are_taken[number] = true;
-            Ok(number)
+            ids.are_taken[id] = true;
+            Ok(id)
         })
     }
 
     /// The magazine range of a cache id in use.
-    fn range(&self, number: usize) -> &'static MagazineRange {
-        self.ids.with(|ids| ids.ranges[number])
+    fn range(&self, id: usize) -> &'static MagazineRange {
+        self.ids.with(|ids| ids.ranges[id])
     }
 
     /// Number of barns of one cache.
-    fn barns_each(&self) -> usize {
-        self.slabs.arena.nodes.count() * BARNS
+    fn barns_per_cache(&self) -> usize {
+        self.slabs.arena.nodes.count() * BARNS_PER_NODE
     }
 
-    /// Resident bytes of magazines and barns.
+    /// Resident bytes of the magazines and barns of all caches.
     fn resident_bytes(&self) -> u64 {
         let of_magazines =
             |ids: &mut CacheIds| (ids.ranges.len(), ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
         let (caches, bytes) = self.ids.with(of_magazines);
-        bytes + self.barn_memory.resident_bytes(caches * self.barns_each())
+        bytes + self.barn_memory.resident_bytes(caches * self.barns_per_cache())
     }
 
-    fn take_handles(&self) -> Result<&'static Handles> {
-        self.handles.with(Vec::pop).map_or_else(Handles::place, Ok)
+    fn take_handle_table(&self) -> Result<&'static HandleTable> {
+        self.free_handle_tables.with(Vec::pop).map_or_else(HandleTable::new_static, Ok)
     }
 
     /// Returns a handle table to the free list. None of its handles may be live.
-    fn give_handles(&self, handles: &'static Handles) {
-        self.handles.with(|free| free.push(handles));
+    fn return_handle_table(&self, handles: &'static HandleTable) {
+        self.free_handle_tables.with(|free| free.push(handles));
     }
 
-    fn give_id(&self, number: usize) {
-        self.ids.with(|ids| ids.are_taken[number] = false);
+    fn free_id(&self, id: usize) {
+        self.ids.with(|ids| ids.are_taken[id] = false);
     }
 }
 
-/// Operations on a cache of any kind, for code that handles all caches.
-trait Member: Send + Sync {
+/// A cache of any kind, as seen by code that handles all caches.
+trait Cache: Send + Sync {
     fn engine(&self) -> &Engine;
 
     fn kind(&self) -> CacheKind;
@@ -244,44 +247,44 @@ trait Member: Send + Sync {
         0
     }
 
-    /// Objects that are no longer reachable but wait for readers.
-    fn waiting(&self) -> u64 {
-        self.engine().in_batches()
+    /// Number of objects that are unreachable but wait for readers.
+    fn waiting_objects(&self) -> u64 {
+        self.engine().objects_in_batches()
     }
 
-    /// Packs the objects if that runs no user callback; else requests it from the background thread.
-    fn compact(&self) {}
+    /// Packs the objects if that runs no user callback. Otherwise requests the background thread to do so.
+    fn pack_without_callback(&self) {}
 
     /// The public `shrink` of the cache.
     fn shrink(&self) -> Result<u64>;
 
-    /// Frees retired objects after their readers have finished, if that runs no user callback.
-    fn tidy(&self) {}
+    /// Frees retired objects whose readers have finished, if that runs no user callback.
+    fn finish_retired_without_callback(&self) {}
 
-    /// Frees retired objects after their readers have finished. Returns whether some still wait.
+    /// Frees retired objects whose readers have finished. Returns whether some still wait.
     fn finish_retired(&self) -> bool {
-        self.engine().finish_retired_behind()
+        self.engine().finish_retired_in_background()
     }
 
-    /// One step of defragmentation, if objects can be moved.
+    /// Runs one step of defragmentation, if objects can be moved.
     fn defrag(&self, _budget: Duration) -> Result<Progress> {
         Ok(Progress { is_done: true, ..Progress::default() })
     }
 
-    /// Frees what it can without user callbacks. Returns the bytes that went to the system, not counting free blocks.
-    /// With `Limit`, magazines are drained, too.
+    /// Frees what it can without user callbacks. With `Limit`, also drains magazines and packs. Returns the bytes that
+    /// went to the system. Whole blocks that become free are not included, since they keep their memory.
     fn give_back(&self, urgency: Urgency) -> u64 {
         let engine = self.engine();
-        if engine.check().is_err() {
+        if engine.check_generation().is_err() {
             return 0;
         }
-        self.tidy();
+        self.finish_retired_without_callback();
         if urgency == Urgency::Limit {
-            self.compact();
+            self.pack_without_callback();
         }
         let _drained = (urgency == Urgency::Limit).then(|| engine.try_drain_magazines());
         let each = (0..engine.node_count()).map(|node| {
-            engine.empty_barns(node);
+            engine.drain_barns(node);
             engine.trim(node, node::Keep::Nothing)
         });
         each.sum()
@@ -316,10 +319,10 @@ pub enum CacheKind {
 pub struct Slabs {
     arena: &'static Arena,
     shared: OnceLock<&'static SharedState>,
-    /// In order of creation, each with a unique id.
-    members: Guarded<Vec<(u64, Weak<dyn Member>)>>,
-    made: AtomicU64,
-    /// Bytes of idle blocks and empty slabs that caches keep, as of the last `measure()`.
+    /// The caches in order of creation, each with a unique id.
+    caches: Guarded<Vec<(u64, Weak<dyn Cache>)>>,
+    created_count: AtomicU64,
+    /// Bytes of idle blocks and empty slabs that caches keep for their next objects, as of the last `measure()`.
     kept_bytes: AtomicU64,
     worker: Worker,
     /// The cache of index nodes and its shared state.
@@ -329,13 +332,13 @@ pub struct Slabs {
 impl Slabs {
     /// Reserves neither memory nor addresses before the first cache.
     pub fn new(arena: &'static Arena) -> Self {
-        let (members, made) = (Guarded::new(Vec::new()), AtomicU64::new(0));
+        let (caches, created_count) = (Guarded::new(Vec::new()), AtomicU64::new(0));
         let kept_bytes = AtomicU64::new(0);
         Self {
             arena,
             shared: OnceLock::new(),
-            members,
-            made,
+            caches,
+            created_count,
             kept_bytes,
             worker: Worker::default(),
             nodes: IndexNodes::default(),
@@ -352,53 +355,53 @@ impl Slabs {
         let object = Object {
             layout: Layout::new::<T>(),
             user_bytes: size_of::<T>(),
-            closed: 0..size_of::<T>(),
+            poisoned_range: 0..size_of::<T>(),
             set_up: None,
             is_movable: false,
             grace: Grace::of_all,
             handles: None,
         };
-        self.make(settings, object, fixed::FixedInner::new).map(Fixed::new)
+        self.create_cache(settings, object, fixed::FixedInner::new).map(Fixed::new)
     }
 
-    /// Creates the inner part of a cache under a new id and registers it.
-    fn make<M: Member + 'static>(
+    /// Creates the inner part of a cache under a new cache id, and registers it.
+    fn create_cache<M: Cache + 'static>(
         &'static self,
         settings: Settings,
         object: Object,
         inner: impl FnOnce(Engine) -> M,
     ) -> Result<Arc<M>> {
-        let shared = self.members.with(|_| self.shared())?;
-        let member = Self::make_on(shared, settings, object, inner)?;
-        self.enter(&member);
-        Ok(member)
+        let shared = self.caches.with(|_| self.shared())?;
+        let cache = Self::create_cache_on(shared, settings, object, inner)?;
+        self.register(&cache);
+        Ok(cache)
     }
 
-    /// As [`Slabs::make`], without registration; [`Slabs::enter`] registers it.
-    fn make_on<M: Member + 'static>(
+    /// As [`Slabs::create_cache`], but the caller must call [`Slabs::register`].
+    fn create_cache_on<M: Cache + 'static>(
         shared: &'static SharedState,
         settings: Settings,
         object: Object,
         inner: impl FnOnce(Engine) -> M,
     ) -> Result<Arc<M>> {
-        let number = shared.take_id()?;
-        let engine = Engine::new(shared, number, settings, object).inspect_err(|_| shared.give_id(number))?;
+        let id = shared.take_id()?;
+        let engine = Engine::new(shared, id, settings, object).inspect_err(|_| shared.free_id(id))?;
         Ok(Arc::new(inner(engine)))
     }
 
-    /// Registers a cache. It must be complete, because other threads call it at once.
-    fn enter<M: Member + 'static>(&'static self, member: &Arc<M>) {
-        let weak: Weak<M> = Arc::downgrade(member);
-        self.members.with(|members| {
-            members.retain(|(_, member)| member.strong_count() > 0);
-            members.push((self.made.fetch_add(1, Relaxed), weak));
+    /// Registers a cache. The cache must be complete, because other threads call it at once.
+    fn register<M: Cache + 'static>(&'static self, cache: &Arc<M>) {
+        let weak: Weak<M> = Arc::downgrade(cache);
+        self.caches.with(|caches| {
+            caches.retain(|(_, cache)| cache.strong_count() > 0);
+            caches.push((self.created_count.fetch_add(1, Relaxed), weak));
         });
-        if member.engine().is_movable {
+        if cache.engine().is_movable {
             self.worker.start(self);
         }
     }
 
-    /// The shared state, created on the first call. Called under the lock of `members`.
+    /// Returns the shared state, and creates it on the first call. The caller holds the lock of `caches`.
     fn shared(&'static self) -> Result<&'static SharedState> {
         if let Some(shared) = self.shared.get() {
             return Ok(shared);
@@ -407,55 +410,57 @@ impl Slabs {
         Ok(self.shared.get_or_init(|| shared))
     }
 
-    /// Makes the process behave as if the kernel refused the process-wide barrier. Before the first cache.
+    /// Makes the process behave as if the kernel refused the process-wide barrier. Must be called before the first
+    /// cache.
     #[cfg(test)]
     fn refuse_barrier(&'static self) {
-        let shared = place(SharedState::new(self, Barriers::OfEach).unwrap()).unwrap();
+        let shared = place(SharedState::new(self, Barriers::BothSides).unwrap()).unwrap();
         assert!(self.shared.set(shared).is_ok());
     }
 
-    fn members(&self) -> Vec<Arc<dyn Member>> {
-        self.members.with(|members| members.iter().filter_map(|(_, member)| member.upgrade()).collect())
+    fn caches(&self) -> Vec<Arc<dyn Cache>> {
+        self.caches.with(|caches| caches.iter().filter_map(|(_, cache)| cache.upgrade()).collect())
     }
 
-    fn member_count(&self) -> usize {
-        self.members.with(|members| members.len())
+    fn cache_count(&self) -> usize {
+        self.caches.with(|caches| caches.len())
     }
 
-    fn member_at(&self, at: usize) -> Option<Arc<dyn Member>> {
-        self.members.with(|members| members.get(at).and_then(|(_, member)| member.upgrade()))
+    fn cache_at(&self, at: usize) -> Option<Arc<dyn Cache>> {
+        self.caches.with(|caches| caches.get(at).and_then(|(_, cache)| cache.upgrade()))
     }
 
-    /// All caches of this process, not those of the parent: first those with movable objects, then by name.
+    /// Returns the statistics of all caches of this process, without those of its parent. Caches with movable objects
+    /// come first, and each kind is sorted by name.
     pub fn list(&self) -> Vec<SlabInfo> {
-        let mut list: Vec<SlabInfo> = self.members().iter().filter_map(|member| info::of(&**member).ok()).collect();
+        let mut list: Vec<SlabInfo> = self.caches().iter().filter_map(|cache| info::of(&**cache).ok()).collect();
         list.sort_by_cached_key(SlabInfo::rank);
         list
     }
 
-    /// Stops background defragmentation. From here on caches are defragmented only by calls such as
-    /// [`Slabs::defrag_step`], and no callback runs on a thread of Pagemill. Waits for the step in progress, at most one
-    /// second.
+    /// Stops background defragmentation. Afterwards caches are defragmented only by calls such as
+    /// [`Slabs::defrag_step`], and no callback runs on Pagemill's own thread. Waits for the step in progress, at most
+    /// one second.
     pub fn defrag_by_hand(&self) {
         self.worker.stop();
     }
 
-    /// Runs one step of defragmentation over all caches, by their ratios. For a thread of the program or for idle time.
-    /// It calls the owners of objects: do not call it where they may wait for the caller. Returns the progress of all
-    /// caches together.
+    /// Runs one step of defragmentation over all caches, by their ratios. Meant for a thread of the program, or for
+    /// idle time. The step calls the owners of objects, so the caller must hold nothing that they may wait for. Returns
+    /// the progress of all caches together.
     pub fn defrag_step(&self, budget: Duration) -> Progress {
         let began_ns = clock::fine_ns();
         let mut whole = Progress { is_done: true, ..Progress::default() };
-        for member in self.members().iter().filter(|member| member.engine().check().is_ok()) {
+        for cache in self.caches().iter().filter(|cache| cache.engine().check_generation().is_ok()) {
             let left = budget.saturating_sub(Duration::from_nanos(clock::fine_ns() - began_ns));
             // A cache that another thread is defragmenting is skipped.
-            let part = if left.is_zero() { Ok(Progress::default()) } else { member.defrag(left) };
+            let part = if left.is_zero() { Ok(Progress::default()) } else { cache.defrag(left) };
             whole.add(&part.unwrap_or_default());
         }
         whole
     }
 
-    /// Resident bytes of metadata.
+    /// Resident bytes of the metadata of all caches.
     pub fn metadata_bytes(&self) -> u64 {
         let of_nodes = self.nodes.metadata_bytes();
         of_nodes + self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes() + shared.resident_bytes())
@@ -464,10 +469,10 @@ impl Slabs {
     pub fn acquire_for_fork(&self) {
         self.worker.acquire_for_fork();
         self.nodes.acquire_for_fork();
-        self.members.acquire_when(|_| true);
+        self.caches.acquire_when(|_| true);
         if let Some(shared) = self.shared.get() {
             shared.ids.acquire_when(|_| true);
-            shared.handles.acquire_when(|_| true);
+            shared.free_handle_tables.acquire_when(|_| true);
             shared.blocks.acquire_for_fork();
         }
     }
@@ -486,26 +491,27 @@ impl Shrinker for Slabs {
         self.shared.get().map_or(0, |shared| shared.blocks.giveable_bytes() + self.kept_bytes.load(Relaxed))
     }
 
-    /// Frees free blocks first, then the blocks and slabs that caches keep for their next objects. With `Limit`,
-    /// magazines are drained, too. A call from inside of `isolate`, under the lock of a node, frees free blocks only.
+    /// Frees the memory of free blocks first, then blocks and slabs that caches keep for their next objects. With
+    /// `Limit`, also drains magazines. A call from inside of `isolate`, under the lock of a node, frees only free
+    /// blocks.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let Some(shared) = self.shared.get() else { return 0 };
         let mut freed = shared.blocks.shrink(want_bytes);
         if freed < want_bytes && !migrate::is_isolating() {
-            freed += self.members().iter().map(|member| member.give_back(urgency)).sum::<u64>();
+            freed += self.caches().iter().map(|cache| cache.give_back(urgency)).sum::<u64>();
             freed += shared.blocks.shrink(want_bytes.saturating_sub(freed));
             self.measure();
         }
         freed
     }
 
-    /// Updates `kept_bytes`: what caches keep for their next objects.
+    /// Updates `kept_bytes`.
     fn measure(&self) {
         if migrate::is_isolating() {
             return;
         }
-        let members = (0..self.member_count()).filter_map(|at| self.member_at(at));
-        let kept = members.map(|member| member.engine().kept_bytes()).sum();
+        let caches = (0..self.cache_count()).filter_map(|at| self.cache_at(at));
+        let kept = caches.map(|cache| cache.engine().kept_bytes()).sum();
         self.kept_bytes.store(kept, Relaxed);
         stats::set(Counter::SlabKept, kept);
     }

@@ -1,5 +1,5 @@
-//! Caches against a map: random calls, with regular checks of all contents. Prints the seed; `PAGEMILL_TEST_SEED` repeats
-//! a run.
+//! Random calls of a cache by handle, compared with a `BTreeMap` that has the expected contents. Prints the seed;
+//! `PAGEMILL_TEST_SEED` repeats a run.
 #![allow(unsafe_code)] // implements `Movable`
 
 use super::tests::slabs_with;
@@ -31,13 +31,13 @@ impl Random {
     }
 }
 
-/// A value that contributes to a sum while it lives.
+/// A value that adds its number to a sum while it exists.
 struct Summed<const WORDS: usize> {
     words: [u64; WORDS],
     sum: Arc<AtomicU64>,
 }
 
-// SAFETY: numbers and a pointer.
+// SAFETY: numbers and a pointer can be copied byte by byte.
 unsafe impl<const WORDS: usize> Movable for Summed<WORDS> {}
 
 impl<const WORDS: usize> Summed<WORDS> {
@@ -54,24 +54,24 @@ impl<const WORDS: usize> Drop for Summed<WORDS> {
     }
 }
 
-/// One cache, and its expected contents.
+/// A cache and its expected contents.
 struct Model<const WORDS: usize> {
     slabs: &'static Slabs,
     cache: ByHandle<Summed<WORDS>>,
     values: BTreeMap<u64, (Handle<Summed<WORDS>>, u64)>,
-    gone: Vec<Handle<Summed<WORDS>>>,
+    removed: Vec<Handle<Summed<WORDS>>>,
     sum: Arc<AtomicU64>,
-    next: u64,
+    next_key: u64,
 }
 
 impl<const WORDS: usize> Model<WORDS> {
     fn new(slabs: &'static Slabs, settings: Settings) -> Self {
         let cache = slabs.by_handle(settings).unwrap();
-        Self { slabs, cache, values: BTreeMap::new(), gone: Vec::new(), sum: Arc::default(), next: 0 }
+        Self { slabs, cache, values: BTreeMap::new(), removed: Vec::new(), sum: Arc::default(), next_key: 0 }
     }
 
-    fn some(&self, random: &mut Random) -> Option<u64> {
-        let from = random.below(self.next);
+    fn random_key(&self, random: &mut Random) -> Option<u64> {
+        let from = random.below(self.next_key);
         self.values.range(from..).next().map(|(key, _)| *key)
     }
 
@@ -79,40 +79,40 @@ impl<const WORDS: usize> Model<WORDS> {
         for _ in 0..count {
             let number = random.below(1 << 40);
             let handle = self.cache.insert(Summed::new(number, &self.sum)).unwrap();
-            assert_eq!(self.values.insert(self.next, (handle, number)), None);
-            self.next += 1;
+            assert_eq!(self.values.insert(self.next_key, (handle, number)), None);
+            self.next_key += 1;
         }
     }
 
     fn remove(&mut self, count: u64, random: &mut Random) {
         for _ in 0..count {
-            let Some(key) = self.some(random) else { return };
+            let Some(key) = self.random_key(random) else { return };
             let (handle, _) = self.values.remove(&key).unwrap();
             assert!(self.cache.remove(handle).unwrap());
-            self.gone.push(handle);
+            self.removed.push(handle);
         }
     }
 
     fn update(&mut self, random: &mut Random) {
-        let (Some(key), number) = (self.some(random), random.below(1 << 40)) else { return };
-        let entry = self.values.get_mut(&key).unwrap();
+        let (Some(key), number) = (self.random_key(random), random.below(1 << 40)) else { return };
+        let word = self.values.get_mut(&key).unwrap();
         assert!(
             self.cache
-                .update(entry.0, |old| {
-                    assert_eq!(old.words, [entry.1; WORDS]);
+                .update(word.0, |old| {
+                    assert_eq!(old.words, [word.1; WORDS]);
                     Summed::new(number, &self.sum)
                 })
                 .unwrap()
         );
-        entry.1 = number;
+        word.1 = number;
     }
 
-    /// Packs while a value is pinned.
+    /// Packs once while a value is pinned, which must not move it, and once without pins.
     fn shrink(&mut self, random: &mut Random) {
-        let pinned = self.some(random).map(|key| self.cache.pin_value(self.values[&key].0).unwrap().unwrap());
-        let place = pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned));
+        let pinned = self.random_key(random).map(|key| self.cache.pin_value(self.values[&key].0).unwrap().unwrap());
+        let address = pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned));
         self.cache.pack();
-        assert_eq!(pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned)), place);
+        assert_eq!(pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned)), address);
         drop(pinned);
         self.cache.pack();
         let info = self.cache.info().unwrap();
@@ -120,7 +120,7 @@ impl<const WORDS: usize> Model<WORDS> {
         assert!(info.nodes.iter().all(|node| node.partial <= 1), "{info:?}");
     }
 
-    fn act(&mut self, random: &mut Random) {
+    fn do_random_operation(&mut self, random: &mut Random) {
         match random.below(16) {
             0..5 => self.insert(random.below(400), random),
             5..9 => self.remove(random.below(400), random),
@@ -142,7 +142,7 @@ impl<const WORDS: usize> Model<WORDS> {
         for (handle, number) in self.values.values() {
             assert_eq!(self.cache.get(*handle, &guard).unwrap().words, [*number; WORDS]);
         }
-        assert!(self.gone.iter().all(|handle| self.cache.get(*handle, &guard).is_none()));
+        assert!(self.removed.iter().all(|handle| self.cache.get(*handle, &guard).is_none()));
         self.cache.engine().check_state();
     }
 
@@ -158,7 +158,7 @@ fn run<const WORDS: usize>(what: &str, use_huge: bool, debug: bool) {
     let mut random = Random::seeded(what);
     let mut model = Model::<WORDS>::new(slabs, Settings { debug, ..Settings::new(what) });
     for step in 0..400 {
-        model.act(&mut random);
+        model.do_random_operation(&mut random);
         if step % 8 == 0 {
             model.check();
         }
@@ -169,21 +169,21 @@ fn run<const WORDS: usize>(what: &str, use_huge: bool, debug: bool) {
 }
 
 #[test]
-fn whole_blocks_of_small_values() {
+fn model_holds_for_small_values_in_huge_blocks() {
     run::<5>("whole blocks", true, false);
 }
 
 #[test]
-fn sparse_blocks_of_middling_values() {
+fn model_holds_for_medium_values_in_small_pages() {
     run::<100>("sparse blocks", false, false);
 }
 
 #[test]
-fn large_values() {
+fn model_holds_for_large_values() {
     run::<1500>("large values", true, false);
 }
 
 #[test]
-fn values_that_are_watched() {
+fn model_holds_in_debug_mode() {
     run::<20>("watched", false, true);
 }

@@ -1,81 +1,84 @@
-//! State of one cache on one NUMA node: its blocks, listed by how full they are, and the slabs in them.
+//! The allocator state of one cache on one NUMA node: its blocks, in lists by use, and the slabs in them.
 //!
-//! Objects are taken from the fullest block, and there from the fullest slab, so sparse slabs drain by themselves.
-//! Everything here runs under the lock of the node's [`NodeState`] (the allocator state) and allocates no memory.
+//! Objects are allocated from the fullest block, and there from the fullest slab, so little used slabs become empty
+//! over time. All operations run under the lock of the node's [`NodeState`] and allocate no memory.
 
 use super::blocks::Blocks;
 use super::candidates::Searches;
 use super::lists::Lists;
 #[cfg(any(test, feature = "test-util"))]
 use super::meta::LEVELS;
-use super::meta::{Level, Objects, STANDING, SlabState, level_of};
+use super::meta::{BY_USE, Level, Objects, SlabState, level_of};
 use super::shape::Shape;
 use pagemill_core::units::BLOCK_BYTES;
 
-/// Number of classes of block use.
-pub(super) const PARTS: u32 = 8;
+/// Number of classes of blocks by use: eighths.
+pub(super) const USE_CLASSES: u32 = 8;
 
-/// Lists of blocks. First the blocks without an object in use.
+/// Lists of blocks by use. `IDLE`: no object is in use and no slab is claimed. Lists 1 to `FULLEST`: blocks with free
+/// objects, by eighths in use.
 pub(super) const IDLE: usize = 0;
-pub(super) const FULLEST: usize = PARTS as usize;
-/// No room in slabs that are set up, but some slabs are bare (not set up).
-pub(super) const GROWING: usize = FULLEST + 1;
-pub(super) const FULL: usize = GROWING + 1;
-/// Blocks that are being emptied.
-const LEAVING: usize = FULL + 1;
-pub(super) const BUCKETS: usize = LEAVING + 1;
+pub(super) const FULLEST: usize = USE_CLASSES as usize;
+/// Blocks whose set-up slabs are full, but that have bare slabs (not set up).
+pub(super) const FULL_WITH_BARE: usize = FULLEST + 1;
+pub(super) const FULL: usize = FULL_WITH_BARE + 1;
+const EMPTYING: usize = FULL + 1;
+pub(super) const USE_LISTS: usize = EMPTYING + 1;
 
-/// `KEPT_IDLE`: idle blocks kept for the next objects. `KEPT_EMPTY`: empty slabs of sparse blocks kept for them.
-const KEPT_IDLE: u32 = 1;
-const KEPT_EMPTY: u32 = 4;
+/// `KEPT_IDLE_BLOCKS`: number of idle blocks that a node keeps for later objects. `KEPT_EMPTY_SLABS`: the same for
+/// empty slabs in sparse blocks.
+const KEPT_IDLE_BLOCKS: u32 = 1;
+const KEPT_EMPTY_SLABS: u32 = 4;
 
-/// Memory to keep for the next objects when the rest is freed.
+/// How much memory a node keeps for later objects when unused memory is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keep {
-    /// [`KEPT_IDLE`] and [`KEPT_EMPTY`].
-    Some,
+    /// [`KEPT_IDLE_BLOCKS`] blocks and [`KEPT_EMPTY_SLABS`] slabs.
+    Reserve,
     Nothing,
 }
 
-/// The slabs that objects may be taken from.
+/// The slabs from which objects may be allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum TargetRoom {
-    /// Partial slabs.
+pub(super) enum TargetSlabs {
+    /// Partial slabs of all blocks.
     Partial,
-    /// Partial and empty slabs of blocks in use; for moves, their bare slabs, too.
-    Used,
-    /// As `Used`, but only of blocks with at least this many objects in use.
+    /// Partial and empty slabs of blocks in use. Moves may also set up bare slabs of these blocks.
+    InUse,
+    /// As `InUse`, but only in blocks with at least this many objects in use.
     Fuller(u32),
-    /// All slabs that are set up.
+    /// All slabs that are set up, also in idle blocks.
     Any,
 }
 
 /// Allocator state of one cache on one node.
 pub(super) struct NodeState {
-    pub lists: Lists<BUCKETS, STANDING>,
+    pub lists: Lists<USE_LISTS, BY_USE>,
     pub searches: Searches,
     blocks: u32,
-    idle: u32,
-    /// Number of whole blocks: each is charged and returned as a whole.
-    whole: u32,
-    /// `slabs`: number of slabs that are set up. `sparse`: number of those in sparse blocks.
+    idle_blocks: u32,
+    /// Number of whole blocks. The memory of each is charged and freed as a whole.
+    whole_blocks: u32,
+    /// `slabs`: number of slabs that are set up. `slabs_in_sparse_blocks`: number of those in sparse blocks.
     slabs: u32,
-    sparse: u32,
+    slabs_in_sparse_blocks: u32,
     /// `partial`: number of partial slabs. `empty`: number of empty slabs.
     partial: u32,
     pub empty: u32,
     /// Number of empty slabs in sparse blocks.
-    sparse_empty: u32,
-    /// `bare`: number of bare slabs in whole blocks that are in use; they have memory. `bare_in`: the same for each list.
-    pub bare: u32,
-    pub bare_in: [u32; BUCKETS],
+    empty_in_sparse_blocks: u32,
+    /// `bare_slabs`: number of bare slabs in whole blocks in use, which have memory already. `bare_slabs_in`: the same
+    /// for each list.
+    pub bare_slabs: u32,
+    pub bare_slabs_in: [u32; USE_LISTS],
     /// Objects outside of slabs: in use, or in magazines and barns.
     used: u64,
-    /// `room`: objects that can be taken. `room_in`: the same for each list.
-    pub room: u64,
-    pub room_in: [u64; BUCKETS],
-    /// Objects that users returned to slabs since the last [`super::engine::Engine::take_given`].
-    pub given: u64,
+    /// `free_objects`: number of objects that can be allocated from open slabs. `free_objects_in`: the same for each
+    /// list.
+    pub free_objects: u64,
+    pub free_objects_in: [u64; USE_LISTS],
+    /// Number of objects that users freed into slabs since the last [`super::engine::Engine::has_new_frees`].
+    pub freed_objects: u64,
     lost: u32,
 }
 
@@ -87,12 +90,12 @@ pub(super) struct Tally {
     pub partial: u32,
     pub empty: u32,
     pub lost: u32,
-    /// Objects outside of slabs.
+    /// Number of objects outside of slabs.
     pub used: u64,
     pub resident_bytes: u64,
 }
 
-/// The allocator state of a node, with the blocks that it describes.
+/// The allocator state of a node, together with the blocks and the layout that it refers to.
 pub(super) struct Node<'a> {
     pub shape: &'a Shape,
     pub blocks: &'a Blocks,
@@ -105,40 +108,40 @@ impl NodeState {
             lists: Lists::new(),
             searches: Searches::new(),
             blocks: 0,
-            idle: 0,
-            whole: 0,
+            idle_blocks: 0,
+            whole_blocks: 0,
             slabs: 0,
-            sparse: 0,
+            slabs_in_sparse_blocks: 0,
             partial: 0,
             empty: 0,
-            sparse_empty: 0,
-            bare: 0,
-            bare_in: [0; BUCKETS],
+            empty_in_sparse_blocks: 0,
+            bare_slabs: 0,
+            bare_slabs_in: [0; USE_LISTS],
             used: 0,
-            room: 0,
-            room_in: [0; BUCKETS],
-            given: 0,
+            free_objects: 0,
+            free_objects_in: [0; USE_LISTS],
+            freed_objects: 0,
             lost: 0,
         }
     }
 
-    pub fn used(&self) -> u64 {
+    pub fn used_objects(&self) -> u64 {
         self.used
     }
 }
 
 impl Node<'_> {
-    /// Takes up to `taken.len()` objects and writes their addresses. Returns how many: 0 if no suitable slab has room.
-    pub fn take(&mut self, room: TargetRoom, taken: &mut [usize]) -> usize {
+    /// Allocates up to `taken.len()` objects from the given slabs and writes their addresses. Returns how many.
+    pub fn allocate(&mut self, targets: TargetSlabs, taken: &mut [usize]) -> usize {
         let mut count = 0;
         while count < taken.len()
-            && let Some((block, slab)) = self.find(room)
+            && let Some((block, slab)) = self.find_slab(targets)
         {
             let base = self.blocks.addr(block);
             let left = &mut taken[count..];
             let before = self.level(block, slab);
             let (mut at, shape) = (0, self.shape);
-            self.blocks.slab(block, slab).take(shape.capacity, left.len(), |object| {
+            self.blocks.slab(block, slab).allocate(shape.capacity, left.len(), |object| {
                 left[at] = base + shape.offset_of(slab, object);
                 at += 1;
             });
@@ -148,307 +151,317 @@ impl Node<'_> {
         count
     }
 
-    fn find(&self, room: TargetRoom) -> Option<(u32, u32)> {
-        let may_be_empty = room != TargetRoom::Partial;
-        let least = if let TargetRoom::Fuller(least) = room { self.list_of(least) + 1 } else { IDLE + 1 };
-        let mut lists = (least..=FULLEST).rev().chain((room == TargetRoom::Any).then_some(IDLE));
-        let in_slab = |block| Some((block, self.blocks.block(block).fullest(may_be_empty)?));
-        let found = lists.find_map(|list| self.list(list).find_map(in_slab));
-        if let (None, TargetRoom::Fuller(least)) = (found, room) {
-            return self.first_of(self.list_of(least), least).find_map(in_slab);
+    fn find_slab(&self, targets: TargetSlabs) -> Option<(u32, u32)> {
+        let may_be_empty = targets != TargetSlabs::Partial;
+        let least = if let TargetSlabs::Fuller(least) = targets { self.list_for_use(least) + 1 } else { IDLE + 1 };
+        let mut lists = (least..=FULLEST).rev().chain((targets == TargetSlabs::Any).then_some(IDLE));
+        let in_slab = |block| Some((block, self.blocks.block(block).fullest_slab(may_be_empty)?));
+        let found = lists.find_map(|list| self.blocks_in_list(list).find_map(in_slab));
+        if let (None, TargetSlabs::Fuller(least)) = (found, targets) {
+            return self.first_blocks_of(self.list_for_use(least), least).find_map(in_slab);
         }
         found
     }
 
-    /// Returns an object to its slab.
+    /// Frees an object into its slab.
     ///
     /// # Panics
     ///
     /// If no object begins at `addr`, or it is free already.
-    pub fn give(&mut self, addr: usize) {
+    pub fn free(&mut self, addr: usize) {
         let block = self.blocks.number_of(addr);
-        let (slab, object, is_object) = self.shape.place_of(addr - self.blocks.addr(block));
+        let (slab, object, is_object) = self.shape.locate(addr - self.blocks.addr(block));
         assert!(is_object, "no object of this cache begins at {addr:#x}");
         let before = self.level(block, slab);
-        self.blocks.slab(block, slab).give(object);
+        self.blocks.slab(block, slab).free(object);
         self.note_change(block, slab, before, -1);
     }
 
-    /// Returns several objects of one slab.
+    /// Frees several objects of one slab.
     ///
     /// # Panics
     ///
-    /// If one of them is free already.
-    pub fn give_all(&mut self, block: u32, slab: u32, objects: &Objects) {
+    /// If one of the objects is free already.
+    pub fn free_all(&mut self, block: u32, slab: u32, objects: &Objects) {
         let before = self.level(block, slab);
-        self.blocks.slab(block, slab).give_all(objects);
+        self.blocks.slab(block, slab).free_all(objects);
         self.note_change(block, slab, before, -(objects.count() as i32));
     }
 
-    /// Whether more is kept than [`Keep::Some`] allows: idle blocks, or empty slabs of sparse blocks.
-    pub fn has_spare(&self) -> bool {
-        self.state.idle > KEPT_IDLE || self.state.sparse_empty > KEPT_EMPTY
+    /// Returns whether the node keeps more idle blocks or empty slabs than [`Keep::Reserve`] allows.
+    pub fn has_surplus(&self) -> bool {
+        self.state.idle_blocks > KEPT_IDLE_BLOCKS || self.state.empty_in_sparse_blocks > KEPT_EMPTY_SLABS
     }
 
-    /// The level of an open slab.
+    /// Returns the level of use of an open slab.
     fn level(&self, block: u32, slab: u32) -> Option<usize> {
-        level_of(self.blocks.slab(block, slab).used(), self.shape.capacity)
+        level_of(self.blocks.slab(block, slab).used_objects(), self.shape.capacity)
     }
 
-    /// Records that `more` objects of a slab were taken (negative: returned).
-    fn note_change(&mut self, number: u32, slab: u32, before: Option<usize>, more: i32) {
-        let block = self.blocks.block(number);
+    /// Updates all counters and lists after `more` objects of a slab were allocated (negative: freed). `before` is the
+    /// former level.
+    fn note_change(&mut self, block_number: u32, slab: u32, before: Option<usize>, more: i32) {
+        let block = self.blocks.block(block_number);
         self.state.used = self.state.used.wrapping_add_signed(i64::from(more));
         block.used.set(block.used.get().wrapping_add_signed(more));
-        if self.blocks.slab(number, slab).state() == SlabState::Open {
-            self.replace(number, slab, before, self.level(number, slab));
-            self.add_room(number, -more);
+        if self.blocks.slab(block_number, slab).state() == SlabState::Open {
+            self.change_level(block_number, slab, before, self.level(block_number, slab));
+            self.add_free_objects(block_number, -more);
         }
-        self.file(number);
+        self.update_use_list(block_number);
     }
 
-    fn add_room(&mut self, number: u32, more: i32) {
-        let block = self.blocks.block(number);
-        block.room.set(block.room.get().wrapping_add_signed(more));
-        for room in [&mut self.state.room, &mut self.state.room_in[block.bucket()]] {
-            *room = room.wrapping_add_signed(i64::from(more));
+    fn add_free_objects(&mut self, block_number: u32, more: i32) {
+        let block = self.blocks.block(block_number);
+        block.free_objects.set(block.free_objects.get().wrapping_add_signed(more));
+        for free in [&mut self.state.free_objects, &mut self.state.free_objects_in[block.use_list()]] {
+            *free = free.wrapping_add_signed(i64::from(more));
         }
     }
 
-    fn replace(&mut self, number: u32, slab: u32, before: Option<usize>, after: Option<usize>) {
+    fn change_level(&mut self, block_number: u32, slab: u32, before: Option<usize>, after: Option<usize>) {
         if before == after {
             return;
         }
-        let block = self.blocks.block(number);
+        let block = self.blocks.block(block_number);
         let empty = |level: Option<usize>| u32::from(level == Some(Level::Empty as usize));
         let partial = |level: Option<usize>| u32::from(level.is_some_and(|level| level >= Level::Partial as usize));
         let (state, is_sparse) = (&mut *self.state, block.is_sparse.get());
         state.partial = state.partial + partial(after) - partial(before);
         state.empty = state.empty + empty(after) - empty(before);
-        state.sparse_empty = state.sparse_empty + is_sparse * empty(after) - is_sparse * empty(before);
+        state.empty_in_sparse_blocks =
+            state.empty_in_sparse_blocks + is_sparse * empty(after) - is_sparse * empty(before);
         if let Some(level) = before {
             block.remove(level, slab);
         }
         if let Some(level) = after {
-            block.put(level, slab);
+            block.insert(level, slab);
         }
-        // Changes within a quarter are seen by the next pass.
+        // The current search does not visit the block again for a change within a quarter; the next pass does.
         if partial(after) == 1 {
-            self.renew(number);
+            self.allow_revisit(block_number);
         }
     }
 
-    /// Moves a block to the list that it belongs in.
-    pub fn file(&mut self, number: u32) {
-        let bucket = self.bucket_of(number);
-        if bucket != self.blocks.block(number).bucket() {
-            self.unlink(number);
-            self.link(number, bucket);
+    /// Moves a block to the list that fits its use.
+    pub fn update_use_list(&mut self, block_number: u32) {
+        let list = self.use_list_for(block_number);
+        if list != self.blocks.block(block_number).use_list() {
+            self.unlink(block_number);
+            self.link(block_number, list);
         }
     }
 
-    fn bucket_of(&self, number: u32) -> usize {
-        let block = self.blocks.block(number);
-        if block.is_leaving.get() == 1 {
-            LEAVING
+    fn use_list_for(&self, block_number: u32) -> usize {
+        let block = self.blocks.block(block_number);
+        if block.is_emptying.get() == 1 {
+            EMPTYING
         } else if block.used.get() == 0 && block.claimed.get() == 0 {
             IDLE
-        } else if block.room.get() > 0 {
-            self.list_of(block.used.get())
-        } else if block.first_at(Level::Bare as usize).is_some() {
-            GROWING
+        } else if block.free_objects.get() > 0 {
+            self.list_for_use(block.used.get())
+        } else if block.first_at_level(Level::Bare as usize).is_some() {
+            FULL_WITH_BARE
         } else {
             FULL
         }
     }
 
-    /// The list of blocks with room and this many objects in use.
-    pub fn list_of(&self, used: u32) -> usize {
-        IDLE + 1 + (used * PARTS / self.shape.block_capacity()).min(PARTS - 1) as usize
+    /// Returns the list of blocks with free objects of which `used` objects are in use.
+    pub fn list_for_use(&self, used: u32) -> usize {
+        IDLE + 1 + (used * USE_CLASSES / self.shape.block_capacity()).min(USE_CLASSES - 1) as usize
     }
 
-    pub fn link(&mut self, number: u32, bucket: usize) {
-        let block = self.blocks.block(number);
-        block.spent.set(0);
-        self.state.lists.put_first(self.blocks, bucket, number);
-        self.queue(number);
-        self.state.room_in[bucket] += u64::from(block.room.get());
-        self.add_bare(number, self.bare_in_use(number) as i32);
-        if bucket == IDLE {
-            self.state.idle += 1;
-            block.has_refused.set(0);
+    pub fn link(&mut self, block_number: u32, list: usize) {
+        let block = self.blocks.block(block_number);
+        block.exhausted_search.set(0);
+        self.state.lists.push_front(self.blocks, list, block_number);
+        self.queue_for_search(block_number);
+        self.state.free_objects_in[list] += u64::from(block.free_objects.get());
+        self.add_bare_slabs(block_number, self.counted_bare_slabs(block_number) as i32);
+        if list == IDLE {
+            self.state.idle_blocks += 1;
+            block.has_unmovable.set(0);
         }
     }
 
-    fn add_bare(&mut self, number: u32, more: i32) {
-        for bare in [&mut self.state.bare, &mut self.state.bare_in[self.blocks.block(number).bucket()]] {
+    fn add_bare_slabs(&mut self, block_number: u32, more: i32) {
+        for bare in
+            [&mut self.state.bare_slabs, &mut self.state.bare_slabs_in[self.blocks.block(block_number).use_list()]]
+        {
             *bare = bare.wrapping_add_signed(more);
         }
     }
 
-    /// The bare slabs of a block that count in `bare` and `bare_in`: none if the block is sparse, idle or leaving.
-    pub fn bare_in_use(&self, number: u32) -> u32 {
-        let block = self.blocks.block(number);
-        let is_counted = block.is_sparse.get() == 0 && ![IDLE, LEAVING].contains(&block.bucket());
-        if is_counted { block.count_at(Level::Bare as usize) } else { 0 }
+    /// Returns how many bare slabs of a block count in `bare_slabs` and `bare_slabs_in`: none if the block is sparse,
+    /// idle or being emptied.
+    pub fn counted_bare_slabs(&self, block_number: u32) -> u32 {
+        let block = self.blocks.block(block_number);
+        let is_counted = block.is_sparse.get() == 0 && ![IDLE, EMPTYING].contains(&block.use_list());
+        if is_counted { block.count_at_level(Level::Bare as usize) } else { 0 }
     }
 
-    pub fn unlink(&mut self, number: u32) {
-        let block = self.blocks.block(number);
-        self.add_bare(number, -(self.bare_in_use(number) as i32));
-        self.state.room_in[block.bucket()] -= u64::from(block.room.get());
-        self.state.idle -= u32::from(block.bucket() == IDLE);
-        self.state.lists.remove(self.blocks, number);
-        self.dequeue(number);
+    pub fn unlink(&mut self, block_number: u32) {
+        let block = self.blocks.block(block_number);
+        self.add_bare_slabs(block_number, -(self.counted_bare_slabs(block_number) as i32));
+        self.state.free_objects_in[block.use_list()] -= u64::from(block.free_objects.get());
+        self.state.idle_blocks -= u32::from(block.use_list() == IDLE);
+        self.state.lists.remove(self.blocks, block_number);
+        self.dequeue_from_search(block_number);
     }
 
-    pub fn list(&self, bucket: usize) -> impl Iterator<Item = u32> {
-        self.state.lists.iter(self.blocks, bucket)
+    pub fn blocks_in_list(&self, list: usize) -> impl Iterator<Item = u32> {
+        self.state.lists.iter(self.blocks, list)
     }
 
-    /// Adds a block. All of its slabs are bare.
-    pub fn add_block(&mut self, number: u32) {
-        let block = self.blocks.block(number);
-        for word in [&block.used, &block.room, &block.claimed, &block.slabs, &block.is_leaving, &block.tried] {
+    /// Adds a block, with bare slabs only.
+    pub fn add_block(&mut self, block_number: u32) {
+        let block = self.blocks.block(block_number);
+        for word in [&block.used, &block.free_objects, &block.claimed, &block.slabs, &block.is_emptying, &block.tried] {
             word.set(0);
         }
-        block.strip(self.shape.slabs);
+        block.mark_all_bare(self.shape.slabs);
         self.state.blocks += 1;
-        self.state.whole += 1 - block.is_sparse.get();
-        self.link(number, IDLE);
+        self.state.whole_blocks += 1 - block.is_sparse.get();
+        self.link(block_number, IDLE);
     }
 
-    /// Removes an idle block if there are more than to be kept.
+    /// Removes an idle block, if there are more than `keep` demands.
     pub fn remove_idle(&mut self, keep: Keep) -> Option<u32> {
-        if self.state.idle <= if keep == Keep::Some { KEPT_IDLE } else { 0 } {
+        if self.state.idle_blocks <= if keep == Keep::Reserve { KEPT_IDLE_BLOCKS } else { 0 } {
             return None;
         }
-        let number = self.state.lists.first(IDLE)?;
-        let block = self.blocks.block(number);
-        self.unlink(number);
+        let block_number = self.state.lists.first(IDLE)?;
+        let block = self.blocks.block(block_number);
+        self.unlink(block_number);
         self.state.blocks -= 1;
-        self.state.whole -= 1 - block.is_sparse.get();
+        self.state.whole_blocks -= 1 - block.is_sparse.get();
         self.state.slabs -= block.slabs.get();
-        self.state.sparse -= block.slabs.get() * block.is_sparse.get();
-        self.state.room -= u64::from(block.room.get());
-        let empty = block.count_at(Level::Empty as usize);
+        self.state.slabs_in_sparse_blocks -= block.slabs.get() * block.is_sparse.get();
+        self.state.free_objects -= u64::from(block.free_objects.get());
+        let empty = block.count_at_level(Level::Empty as usize);
         self.state.empty -= empty;
-        self.state.sparse_empty -= empty * block.is_sparse.get();
-        Some(number)
+        self.state.empty_in_sparse_blocks -= empty * block.is_sparse.get();
+        Some(block_number)
     }
 
-    /// Bytes of idle whole blocks, and of empty slabs of sparse blocks.
+    /// Bytes of idle whole blocks, and of empty slabs in sparse blocks.
     pub fn kept_bytes(&self) -> u64 {
-        let whole = self.list(IDLE).filter(|block| self.blocks.block(*block).is_sparse.get() == 0).count();
-        let empty = u64::from(self.state.sparse_empty) * self.shape.slab_bytes as u64;
+        let whole = self.blocks_in_list(IDLE).filter(|block| self.blocks.block(*block).is_sparse.get() == 0).count();
+        let empty = u64::from(self.state.empty_in_sparse_blocks) * self.shape.slab_bytes as u64;
         whole as u64 * BLOCK_BYTES as u64 + empty
     }
 
-    /// Claims a bare slab, to set it up.
+    /// Claims a bare slab, so that the caller can set it up.
     pub fn claim_bare(&mut self) -> Option<(u32, u32)> {
-        let number = [GROWING, IDLE].into_iter().find_map(|list| {
-            self.list(list).find(|block| self.blocks.block(*block).first_at(Level::Bare as usize).is_some())
+        let block_number = [FULL_WITH_BARE, IDLE].into_iter().find_map(|list| {
+            self.blocks_in_list(list)
+                .find(|block| self.blocks.block(*block).first_at_level(Level::Bare as usize).is_some())
         })?;
-        self.claim_bare_of(number)
+        self.claim_bare_of(block_number)
     }
 
-    /// As [`Node::claim_bare`], but needs no additional memory: takes the slab from the fullest whole block in use that
-    /// has a bare slab and at least `least` objects in use.
+    /// As [`Node::claim_bare`], but only in whole blocks in use, where a slab needs no further memory. Chooses the
+    /// fullest that has at least `least` objects in use.
     pub fn claim_bare_in_use(&mut self, least: u32) -> Option<(u32, u32)> {
         let is_it = |block: &u32| {
-            let words = self.blocks.block(*block);
-            words.is_sparse.get() == 0 && words.used.get() >= least && words.first_at(Level::Bare as usize).is_some()
+            let block_meta = self.blocks.block(*block);
+            block_meta.is_sparse.get() == 0
+                && block_meta.used.get() >= least
+                && block_meta.first_at_level(Level::Bare as usize).is_some()
         };
-        let lists = [GROWING].into_iter().chain((self.list_of(least)..=FULLEST).rev());
-        let number =
-            (self.state.bare > 0).then(|| lists.into_iter().find_map(|list| self.list(list).find(is_it)))??;
-        self.claim_bare_of(number)
+        let lists = [FULL_WITH_BARE].into_iter().chain((self.list_for_use(least)..=FULLEST).rev());
+        let block_number = (self.state.bare_slabs > 0)
+            .then(|| lists.into_iter().find_map(|list| self.blocks_in_list(list).find(is_it)))??;
+        self.claim_bare_of(block_number)
     }
 
-    fn claim_bare_of(&mut self, number: u32) -> Option<(u32, u32)> {
-        let block = self.blocks.block(number);
-        let slab = block.first_at(Level::Bare as usize)?;
-        let before = self.bare_in_use(number);
+    fn claim_bare_of(&mut self, block_number: u32) -> Option<(u32, u32)> {
+        let block = self.blocks.block(block_number);
+        let slab = block.first_at_level(Level::Bare as usize)?;
+        let before = self.counted_bare_slabs(block_number);
         block.remove(Level::Bare as usize, slab);
-        self.add_bare(number, self.bare_in_use(number) as i32 - before as i32);
+        self.add_bare_slabs(block_number, self.counted_bare_slabs(block_number) as i32 - before as i32);
         block.slabs.add(1);
-        self.blocks.slab(number, slab).tried.set(0);
+        self.blocks.slab(block_number, slab).tried.set(0);
         self.state.slabs += 1;
-        self.state.sparse += block.is_sparse.get();
-        self.hold(number, slab);
-        Some((number, slab))
+        self.state.slabs_in_sparse_blocks += block.is_sparse.get();
+        self.mark_claimed(block_number, slab);
+        Some((block_number, slab))
     }
 
-    /// Claims an empty slab of a sparse block, to free its memory, if there are more than to be kept.
+    /// Claims an empty slab of a sparse block, so that the caller can free its memory, if there are more than `keep`
+    /// demands.
     pub fn claim_empty(&mut self, keep: Keep) -> Option<(u32, u32)> {
-        if self.state.sparse_empty <= if keep == Keep::Some { KEPT_EMPTY } else { 0 } {
+        if self.state.empty_in_sparse_blocks <= if keep == Keep::Reserve { KEPT_EMPTY_SLABS } else { 0 } {
             return None;
         }
         let is_it = |block: &u32| {
-            let words = self.blocks.block(*block);
-            words.is_sparse.get() == 1 && words.first_at(Level::Empty as usize).is_some()
+            let block_meta = self.blocks.block(*block);
+            block_meta.is_sparse.get() == 1 && block_meta.first_at_level(Level::Empty as usize).is_some()
         };
-        let number = (IDLE..=FULLEST).find_map(|list| self.list(list).find(is_it))?;
-        let slab = self.blocks.block(number).first_at(Level::Empty as usize)?;
-        self.claim(number, slab);
-        Some((number, slab))
+        let block_number = (IDLE..=FULLEST).find_map(|list| self.blocks_in_list(list).find(is_it))?;
+        let slab = self.blocks.block(block_number).first_at_level(Level::Empty as usize)?;
+        self.claim(block_number, slab);
+        Some((block_number, slab))
     }
 
-    fn hold(&mut self, number: u32, slab: u32) {
-        self.blocks.slab(number, slab).set_state(SlabState::Claimed);
-        self.blocks.block(number).claimed.add(1);
-        self.file(number);
+    fn mark_claimed(&mut self, block_number: u32, slab: u32) {
+        self.blocks.slab(block_number, slab).set_state(SlabState::Claimed);
+        self.blocks.block(block_number).claimed.add(1);
+        self.update_use_list(block_number);
     }
 
-    /// Claims an open slab: no object is taken from it until [`Node::open`].
-    pub fn claim(&mut self, number: u32, slab: u32) {
-        let level = self.level(number, slab);
-        self.replace(number, slab, level, None);
-        let free = self.shape.capacity - self.blocks.slab(number, slab).used();
-        self.add_room(number, -(free as i32));
-        self.hold(number, slab);
+    /// Claims an open slab: no object is allocated from it until [`Node::open`].
+    pub fn claim(&mut self, block_number: u32, slab: u32) {
+        let level = self.level(block_number, slab);
+        self.change_level(block_number, slab, level, None);
+        let free = self.shape.capacity - self.blocks.slab(block_number, slab).used_objects();
+        self.add_free_objects(block_number, -(free as i32));
+        self.mark_claimed(block_number, slab);
     }
 
-    /// Ends a claim: objects may be taken from the slab again.
-    pub fn open(&mut self, number: u32, slab: u32) {
-        let words = self.blocks.slab(number, slab);
-        debug_assert_eq!(words.state(), SlabState::Claimed);
-        words.set_state(SlabState::Open);
-        let free = self.shape.capacity - words.used();
-        let level = self.level(number, slab);
-        self.replace(number, slab, None, level);
-        self.add_room(number, free as i32);
-        self.blocks.block(number).claimed.sub(1);
-        self.renew(number);
-        self.file(number);
+    /// Ends a claim: objects may be allocated from the slab again.
+    pub fn open(&mut self, block_number: u32, slab: u32) {
+        let slab_meta = self.blocks.slab(block_number, slab);
+        debug_assert_eq!(slab_meta.state(), SlabState::Claimed);
+        slab_meta.set_state(SlabState::Open);
+        let free = self.shape.capacity - slab_meta.used_objects();
+        let level = self.level(block_number, slab);
+        self.change_level(block_number, slab, None, level);
+        self.add_free_objects(block_number, free as i32);
+        self.blocks.block(block_number).claimed.sub(1);
+        self.allow_revisit(block_number);
+        self.update_use_list(block_number);
     }
 
-    /// Ends a claim: the slab is bare, and must be set up before use.
-    pub fn strip(&mut self, number: u32, slab: u32) {
-        let block = self.blocks.block(number);
-        self.blocks.slab(number, slab).set_state(SlabState::Open);
-        block.put(Level::Bare as usize, slab);
+    /// Ends a claim: the slab becomes bare, and must be set up before use.
+    pub fn mark_bare(&mut self, block_number: u32, slab: u32) {
+        let block = self.blocks.block(block_number);
+        self.blocks.slab(block_number, slab).set_state(SlabState::Open);
+        block.insert(Level::Bare as usize, slab);
         block.slabs.sub(1);
         self.state.slabs -= 1;
-        self.state.sparse -= block.is_sparse.get();
+        self.state.slabs_in_sparse_blocks -= block.is_sparse.get();
         block.claimed.sub(1);
-        self.file(number);
+        self.update_use_list(block_number);
     }
 
-    /// Makes a claimed slab unusable for good. Its objects can be returned, but are not allocated again.
-    pub fn lose(&mut self, number: u32, slab: u32) {
-        self.blocks.slab(number, slab).set_state(SlabState::Lost);
+    /// Makes a claimed slab unusable for good. Its objects can be freed, but are not allocated again.
+    pub fn mark_lost(&mut self, block_number: u32, slab: u32) {
+        self.blocks.slab(block_number, slab).set_state(SlabState::Lost);
         self.state.lost += 1;
     }
 
     /// Number of slabs and blocks with objects in use.
-    pub fn footprint(&self) -> u64 {
-        u64::from(self.state.slabs - self.state.empty) + u64::from(self.state.blocks - self.state.idle)
+    pub fn used_slabs_and_blocks(&self) -> u64 {
+        u64::from(self.state.slabs - self.state.empty) + u64::from(self.state.blocks - self.state.idle_blocks)
     }
 
     pub fn tally(&self) -> Tally {
         let state = &self.state;
-        let (whole, sparse) = (state.whole as usize * BLOCK_BYTES, state.sparse as usize * self.shape.slab_bytes);
+        let (whole, sparse) =
+            (state.whole_blocks as usize * BLOCK_BYTES, state.slabs_in_sparse_blocks as usize * self.shape.slab_bytes);
         Tally {
             blocks: state.blocks,
             slabs: state.slabs,
@@ -460,63 +473,74 @@ impl Node<'_> {
         }
     }
 
-    /// Lists are consistent in both directions, with spent blocks last.
+    /// Checks that lists are consistent in both directions, and that blocks without candidates are last.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check_lists(&self) {
         self.state.lists.check(self.blocks);
         self.check_queues();
-        assert!((0..BUCKETS).all(|bucket| self.list(bucket).is_sorted_by_key(|number| self.is_spent(number))));
+        assert!(
+            (0..USE_LISTS)
+                .all(|list| self.blocks_in_list(list).is_sorted_by_key(|block_number| self.is_exhausted(block_number)))
+        );
     }
 
-    /// The counters match the slabs.
+    /// Checks that the counters match the slabs.
     #[cfg(any(test, feature = "test-util"))]
     pub fn check(&self) {
-        let (mut blocks, mut used, mut room, mut slabs, mut idle) = (0, 0, 0, 0, 0);
+        let (mut blocks, mut used, mut free_objects, mut slabs, mut idle) = (0, 0, 0, 0, 0);
         let (mut empty, mut sparse_empty, mut partial, mut resident, mut bare) = (0, 0, 0, 0, 0);
         self.check_lists();
-        for bucket in 0..BUCKETS {
-            let room_in: u32 = self.list(bucket).map(|number| self.blocks.block(number).room.get()).sum();
-            let bare_in: u32 = self.list(bucket).map(|number| self.bare_in_use(number)).sum();
-            assert_eq!((u64::from(room_in), bare_in), (self.state.room_in[bucket], self.state.bare_in[bucket]));
-            for number in self.list(bucket) {
-                let block = self.blocks.block(number);
-                assert_eq!((bucket, bucket), (self.bucket_of(number), block.bucket()), "block {number}");
-                let (mut own_used, mut own_room, mut claimed) = (0, 0, 0);
-                let all: Vec<u32> = block.all_set_up(self.shape.slabs).collect();
+        for list in 0..USE_LISTS {
+            let free_objects_in: u32 =
+                self.blocks_in_list(list).map(|block_number| self.blocks.block(block_number).free_objects.get()).sum();
+            let bare_slabs_in: u32 =
+                self.blocks_in_list(list).map(|block_number| self.counted_bare_slabs(block_number)).sum();
+            assert_eq!(
+                (u64::from(free_objects_in), bare_slabs_in),
+                (self.state.free_objects_in[list], self.state.bare_slabs_in[list])
+            );
+            for block_number in self.blocks_in_list(list) {
+                let block = self.blocks.block(block_number);
+                assert_eq!((list, list), (self.use_list_for(block_number), block.use_list()), "block {block_number}");
+                let (mut own_used, mut own_free, mut claimed) = (0, 0, 0);
+                let all: Vec<u32> = block.set_up_slabs(self.shape.slabs).collect();
                 for slab in &all {
-                    let words = self.blocks.slab(number, *slab);
-                    own_used += words.used();
-                    let level = self.level(number, *slab);
-                    let stands_at = (0..LEVELS).find(|level| block.all_at(*level).any(|at| at == *slab));
-                    if words.state() == SlabState::Open {
-                        assert_eq!(stands_at, level);
-                        own_room += self.shape.capacity - words.used();
+                    let slab_meta = self.blocks.slab(block_number, *slab);
+                    own_used += slab_meta.used_objects();
+                    let level = self.level(block_number, *slab);
+                    let listed_level = (0..LEVELS).find(|level| block.slabs_at_level(*level).any(|at| at == *slab));
+                    if slab_meta.state() == SlabState::Open {
+                        assert_eq!(listed_level, level);
+                        own_free += self.shape.capacity - slab_meta.used_objects();
                     } else {
-                        assert_eq!(stands_at, None);
+                        assert_eq!(listed_level, None);
                         claimed += 1;
                     }
-                    let set = words.set_objects(0, usize::MAX, |_| ());
-                    assert_eq!(set as u32, words.used());
+                    let set = slab_meta.for_each_allocated(0, usize::MAX, |_| ());
+                    assert_eq!(set as u32, slab_meta.used_objects());
                 }
                 assert_eq!(
-                    (block.used.get(), block.room.get(), block.claimed.get(), block.slabs.get()),
-                    (own_used, own_room, claimed, all.len() as u32)
+                    (block.used.get(), block.free_objects.get(), block.claimed.get(), block.slabs.get()),
+                    (own_used, own_free, claimed, all.len() as u32)
                 );
                 blocks += 1;
-                idle += u32::from(bucket == IDLE);
+                idle += u32::from(list == IDLE);
                 slabs += block.slabs.get();
                 used += u64::from(own_used);
-                room += u64::from(own_room);
-                empty += block.count_at(Level::Empty as usize);
-                partial += (Level::Partial as usize..LEVELS).map(|level| block.count_at(level)).sum::<u32>();
-                resident += self.blocks.resident_bytes_of(number);
-                sparse_empty += block.count_at(Level::Empty as usize) * block.is_sparse.get();
-                bare += self.bare_in_use(number);
+                free_objects += u64::from(own_free);
+                empty += block.count_at_level(Level::Empty as usize);
+                partial += (Level::Partial as usize..LEVELS).map(|level| block.count_at_level(level)).sum::<u32>();
+                resident += self.blocks.resident_bytes_of(block_number);
+                sparse_empty += block.count_at_level(Level::Empty as usize) * block.is_sparse.get();
+                bare += self.counted_bare_slabs(block_number);
             }
         }
         let state = &self.state;
-        assert_eq!((state.blocks, state.idle, state.slabs), (blocks, idle, slabs));
-        assert_eq!((state.partial, state.bare, self.tally().resident_bytes), (partial, bare, resident));
-        assert_eq!((state.used, state.room, state.empty, state.sparse_empty), (used, room, empty, sparse_empty));
+        assert_eq!((state.blocks, state.idle_blocks, state.slabs), (blocks, idle, slabs));
+        assert_eq!((state.partial, state.bare_slabs, self.tally().resident_bytes), (partial, bare, resident));
+        assert_eq!(
+            (state.used, state.free_objects, state.empty, state.empty_in_sparse_blocks),
+            (used, free_objects, empty, sparse_empty)
+        );
     }
 }

@@ -1,13 +1,14 @@
-//! Caches of objects that their owner moves: the owner knows all references to an object and updates them.
+//! Caches by owner: the owner of the objects moves them, since it knows all references to an object and can update
+//! them.
 #![allow(unsafe_code)] // the contract of owners; objects in slots
 
 use super::batch::Grace;
 use super::defrag;
 use super::engine::{Engine, Object, SetUp};
 use super::info::{self, SlabInfo};
-use super::migrate::{Chunk, Fate, Mover, Places, Progress};
-use super::worker::withdraw;
-use super::{CacheKind, Member, Settings, Slabs};
+use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
+use super::worker::unregister;
+use super::{Cache, CacheKind, Settings, Slabs};
 use pagemill_core::error::Result;
 use std::alloc::Layout;
 use std::marker::PhantomData;
@@ -16,25 +17,23 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The owner of a cache's objects, which can move them.
+/// The owner of the objects in a cache. It can move them.
 ///
-/// At any time an object is *free* or *live*. It is live from the moment when its owner makes it so, after
-/// [`ByOwner::allocate`], until the owner ends that, before [`ByOwner::free`]. The cache does not know which state an
-/// object is in. The owner must recognize it from the object itself, which always has the contents that
-/// [`Migrate::construct`] or the owner wrote. A reference count in the object that is 0 while the object is free is
-/// sufficient.
+/// At any time an object is *free* or *live*. The owner makes it live after [`ByOwner::allocate`], and free again
+/// before [`ByOwner::free`]. The cache does not know the state of an object. The owner must recognize it from the
+/// object's contents, which [`Migrate::construct`] or the owner wrote last. A reference count that is 0 while the
+/// object is free is sufficient.
 ///
 /// # Safety
 ///
-/// - A free object needs no destructor, and is valid for every access that the owner makes before it knows that an object
-///   is live.
-/// - `isolate` keeps only live objects. They must stay live until `migrate` receives them: no thread frees them
-///   meanwhile.
-/// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it earlier
-///   under a guard ([`pagemill_core::epoch::pin`] or [`super::pin`]). The object is free once these guards are dropped, and needs
-///   no destructor.
-/// - If `migrate` can panic, it panics before any thread can reach the object at its new address. That address is freed
-///   then.
+/// - A free object needs no destructor. It is valid for every access that the owner makes before it knows whether the
+///   object is live.
+/// - `isolate` keeps only live objects. No thread frees them before `migrate` receives them.
+/// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it
+///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`super::pin`]). The object is free once these guards are dropped,
+///   and needs no destructor.
+/// - If `migrate` can panic, it does so before any thread can reach the object at its new address. The new address is
+///   then freed.
 ///
 /// ```
 /// # use pagemill::{Pagemill, slab::{Candidates, Done, Migrate, Moving, Settings, Target}};
@@ -70,24 +69,25 @@ use std::time::Duration;
 pub unsafe trait Migrate: Send + Sync + 'static {
     type Object;
 
-    /// State that `isolate` passes to `migrate` for the objects of one slab. A panic of its destructor counts as one of
-    /// `migrate`.
+    /// State that `isolate` passes to `migrate` for the objects of one slab. A panic of its destructor counts as a
+    /// panic of `migrate`.
     type Isolated;
 
     /// Creates a free object. Called for every object of a slab before the first of them is allocated.
     fn construct(&self) -> Self::Object;
 
-    /// Selects the objects to move: rejects free and unmovable ones, and takes a reference to (or locks) the others.
+    /// Selects the objects to move: rejects free and unmovable objects, and takes a reference to (or locks) each of the
+    /// others.
     ///
-    /// The slab is locked. No object of it is allocated or freed meanwhile, and other users of the slab wait. Calls to
-    /// the cache from here panic, and so do `info` and [`Slabs::list`]. This method must not wait for a thread that may
-    /// be inside such a call. If one lock covers both the references and calls to the cache, use `try_lock`, and reject
-    /// all objects if the lock is taken. Under load little is moved then. Better: call the cache outside of that lock, or
-    /// keep a lock word in each object, as the name tree in `pagemill bench slab` does.
+    /// The slab is locked: none of its objects is allocated or freed meanwhile, and threads that want to do so wait. A
+    /// call from here to the cache panics, also `info` and [`Slabs::list`]. This method must not wait for a thread that
+    /// may be inside such a call. If one lock covers both the references and calls to the cache, use `try_lock`, and
+    /// reject all objects if the lock is taken. Few objects are then moved under load. It is better to call the cache
+    /// outside of that lock, or to keep a lock word in each object, as the name tree in `pagemill bench slab` does.
     fn isolate(&self, objects: &mut Candidates<'_, Self::Object>) -> Self::Isolated;
 
-    /// Moves an object to a place from `to`, frees it, or leaves it where it is, and releases what `isolate` took. Called
-    /// without locks. The result can only be made from `object`.
+    /// Moves an object to a destination from `to`, frees it, or leaves it where it is. Then releases the reference or
+    /// lock that `isolate` took. Called without locks. The result can only be made from `object`.
     fn migrate<'object>(
         &self,
         object: Moving<'object, Self::Object>,
@@ -111,7 +111,8 @@ impl<T> Candidates<'_, T> {
     }
 }
 
-/// An object that is being moved. The lifetime `'object` is unique to it, so the result of another object does not fit.
+/// An object that is being moved. The lifetime `'object` is unique to the object, so the result for another object does
+/// not compile.
 ///
 /// Example: [`Migrate`].
 #[must_use]
@@ -122,12 +123,12 @@ pub struct Moving<'object, T> {
 
 type Brand<'object> = PhantomData<fn(&'object ()) -> &'object ()>;
 
-/// The result for one object. Made from its [`Moving`], once.
+/// The outcome for one object, made from its [`Moving`].
 ///
 /// Example: [`Migrate`].
 #[must_use]
 pub struct Done<'object> {
-    fate: Fate,
+    outcome: MoveOutcome,
     _brand: Brand<'object>,
 }
 
@@ -136,70 +137,71 @@ impl<'object, T> Moving<'object, T> {
         self.at
     }
 
-    fn end(fate: Fate) -> Done<'object> {
-        Done { fate, _brand: PhantomData }
+    fn done(outcome: MoveOutcome) -> Done<'object> {
+        Done { outcome, _brand: PhantomData }
     }
 
-    /// The object is live at its new address. The cache frees the old one.
+    /// Reports that the object is live at its new address. The cache frees the old address.
     pub fn moved(self, new: New<'_, T>) -> Done<'object> {
         let _ = ManuallyDrop::new(new);
-        Self::end(Fate::Moved)
+        Self::done(MoveOutcome::Moved)
     }
 
-    /// The object is free. The cache frees its memory: do not call [`ByOwner::free`] for it.
+    /// Reports that the object is free now. The cache frees its memory, so the owner must not call [`ByOwner::free`]
+    /// for it.
     pub fn freed(self) -> Done<'object> {
-        Self::end(Fate::Freed)
+        Self::done(MoveOutcome::Freed)
     }
 
-    /// The object stays, because it is in use.
+    /// Reports that the object was not moved, because it is in use.
     pub fn busy(self) -> Done<'object> {
-        Self::end(Fate::Busy)
+        Self::done(MoveOutcome::Busy)
     }
 
-    /// The object stays, because there is no free place, or it cannot be moved now.
+    /// Reports that the object was not moved, because there is no destination or it cannot be moved now.
     pub fn failed(self) -> Done<'object> {
-        Self::end(Fate::Failed)
+        Self::done(MoveOutcome::Failed)
     }
 }
 
-/// Destinations for moved objects: free objects of one node, none in a slab that is being emptied.
+/// Destinations for moved objects: free objects of one node, outside of slabs that are being emptied.
 ///
 /// Example: [`Migrate`].
 pub struct Target<'step, T> {
-    places: &'step mut (dyn Spare + 'step),
+    destinations: &'step mut (dyn DestinationSource + 'step),
     _objects: PhantomData<*mut T>,
 }
 
-/// [`Places`] of any engine.
-trait Spare {
+/// The operations of [`Destinations`], without its lifetime.
+trait DestinationSource {
     fn take(&mut self) -> Option<usize>;
     fn put(&mut self, object: usize);
 }
 
-impl Spare for Places<'_> {
+impl DestinationSource for Destinations<'_> {
     fn take(&mut self) -> Option<usize> {
-        Places::take(self)
+        Destinations::take(self)
     }
 
     fn put(&mut self, object: usize) {
-        Places::put(self, object);
+        Destinations::put(self, object);
     }
 }
 
 impl<T> Target<'_, T> {
-    /// Takes a free object as destination; `None` if there is none. Dropping it unused frees it.
+    /// Takes a free object as destination; `None` if there is none. Dropping the result unused frees the object again.
     pub fn take(&mut self) -> Option<New<'_, T>> {
-        let object = self.places.take()?;
-        Some(New { places: self.places, at: pointer(object) })
+        let object = self.destinations.take()?;
+        Some(New { destinations: self.destinations, at: pointer(object) })
     }
 }
 
-/// A free object that another object can be moved to.
+/// A destination: a free object that another object can be moved to.
 ///
 /// Example: [`Migrate`].
 #[must_use]
 pub struct New<'target, T> {
-    places: &'target mut (dyn Spare + 'target),
+    destinations: &'target mut (dyn DestinationSource + 'target),
     at: NonNull<T>,
 }
 
@@ -211,7 +213,7 @@ impl<T> New<'_, T> {
 
 impl<T> Drop for New<'_, T> {
     fn drop(&mut self) {
-        self.places.put(self.at.as_ptr() as usize);
+        self.destinations.put(self.at.as_ptr() as usize);
     }
 }
 
@@ -219,13 +221,13 @@ fn pointer<T>(object: usize) -> NonNull<T> {
     NonNull::new(object as *mut T).expect("objects lie in the arena")
 }
 
-/// The part of the cache that the list of all caches refers to.
+/// The part of a cache that the list of all caches refers to.
 pub(super) struct OwnerInner<M> {
     engine: Engine,
     owner: Arc<M>,
 }
 
-impl<M: Migrate> Member for OwnerInner<M> {
+impl<M: Migrate> Cache for OwnerInner<M> {
     fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -234,10 +236,10 @@ impl<M: Migrate> Member for OwnerInner<M> {
         CacheKind::ByOwner
     }
 
-    /// Reclaim does not call the owner, since the reclaiming thread may hold any lock. The background thread packs the
-    /// cache instead.
-    fn compact(&self) {
-        self.engine.press();
+    /// Requests the background thread to pack the cache. Reclaim must not call the owner itself, since the reclaiming
+    /// thread may hold any lock.
+    fn pack_without_callback(&self) {
+        self.engine.note_memory_short();
     }
 
     fn shrink(&self) -> Result<u64> {
@@ -256,21 +258,21 @@ impl<M: Migrate> Mover for OwnerInner<M> {
         self.owner.isolate(&mut Candidates { chunk, _objects: PhantomData })
     }
 
-    fn migrate(&self, object: usize, to: &mut Places<'_>, isolated: &mut M::Isolated) -> Fate {
-        let mut target = Target { places: to, _objects: PhantomData };
+    fn migrate(&self, object: usize, to: &mut Destinations<'_>, isolated: &mut M::Isolated) -> MoveOutcome {
+        let mut target = Target { destinations: to, _objects: PhantomData };
         let moving = Moving { at: pointer(object), _brand: PhantomData };
-        self.owner.migrate(moving, &mut target, isolated).fate
+        self.owner.migrate(moving, &mut target, isolated).outcome
     }
 }
 
 /// A cache of objects that their owner can move.
 ///
-/// If it is dropped with objects that were not freed, their memory stays allocated for good. The drop waits for a
-/// background step in progress, at most one second. So the owner is dropped on the thread that drops the cache.
+/// Objects that were not freed before the cache is dropped are leaked. The drop waits for a background step in
+/// progress, at most one second. So the owner is usually dropped on the thread that drops the cache.
 ///
-/// `isolate` and `migrate` run in calls that defragment, and on Pagemill's background thread
-/// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]), also on request of another process (`pagemill slabinfo
-/// -s`).
+/// `isolate` and `migrate` run in calls that defragment and on Pagemill's background thread
+/// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]). Another process can request a shrink, too (`pagemill
+/// slabinfo -s`).
 ///
 /// Example: [`Migrate`].
 pub struct ByOwner<M: Migrate> {
@@ -286,13 +288,15 @@ impl Slabs {
     pub fn by_owner<M: Migrate>(&'static self, settings: Settings, owner: M) -> Result<ByOwner<M>> {
         let owner = Arc::new(owner);
         let constructor = owner.clone();
-        // SAFETY: an object of a slab that is being set up: large and aligned enough, and not shared yet.
+        // SAFETY: an object of a slab that is being set up. It is large and aligned enough, and no other thread uses it
+        // yet.
         let set_up = move |object: usize| unsafe { (object as *mut M::Object).write(constructor.construct()) };
         let user_bytes = size_of::<M::Object>();
         let layout = Layout::new::<M::Object>();
         let (set_up, grace) = (Some(Box::new(set_up) as SetUp), Grace::of_all);
-        let object = Object { layout, user_bytes, closed: 0..0, set_up, is_movable: true, grace, handles: None };
-        let inner = self.make(settings, object, |engine| OwnerInner { engine, owner })?;
+        let object =
+            Object { layout, user_bytes, poisoned_range: 0..0, set_up, is_movable: true, grace, handles: None };
+        let inner = self.create_cache(settings, object, |engine| OwnerInner { engine, owner })?;
         Ok(ByOwner { inner })
     }
 }
@@ -302,7 +306,7 @@ impl<M: Migrate> ByOwner<M> {
         &self.inner.owner
     }
 
-    /// Allocates an object. It is free, with the contents that its owner left.
+    /// Allocates an object. The object is free in the sense of [`Migrate`], with the contents that its owner left.
     ///
     /// Cost: mostly a pop from this thread's magazine. Sometimes a new slab has to be set up, and rarely a new block.
     ///
@@ -312,7 +316,7 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// # Panics
     ///
-    /// If the constructor panics (the slab is unusable afterwards), and inside of [`Migrate::isolate`].
+    /// If the constructor panics; the slab is unusable afterwards. Also inside of [`Migrate::isolate`].
     #[inline]
     #[track_caller]
     pub fn allocate(&self) -> Result<NonNull<M::Object>> {
@@ -333,8 +337,8 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// # Safety
     ///
-    /// The object was allocated from this cache, or an object was moved there. It is free in the sense of [`Migrate`],
-    /// and no thread reaches it as a live one any more.
+    /// The object was allocated from this cache, or was the destination of a move. It is free in the sense of
+    /// [`Migrate`], and no thread reaches it as a live object any more.
     #[inline]
     #[track_caller]
     pub unsafe fn free(&self, object: NonNull<M::Object>) {
@@ -347,16 +351,16 @@ impl<M: Migrate> ByOwner<M> {
         self.inner.engine.node_of(object.as_ptr() as usize)
     }
 
-    /// Packs all objects into as few slabs and blocks as possible, and frees the rest.
+    /// Packs all objects into as few slabs and blocks as possible, and frees the unused memory.
     ///
-    /// Afterwards each node has at most one partial slab, except for objects that could not be moved. Returns by how many
-    /// bytes the charge of the cache fell. Stops when a pass over all slabs empties nothing. Waits for readers, at most
-    /// one second: do not call it under a guard.
+    /// Afterwards each node has at most one partial slab, except for objects that could not be moved. Returns by how
+    /// many bytes the charge of the cache fell. Waits for readers, at most one second, so it must not be called under a
+    /// guard.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache for a second, or a thread was stopped during a
-    /// call.
+    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache for a second, or a thread was stopped during an
+    /// allocation or free.
     ///
     /// # Panics
     ///
@@ -365,13 +369,14 @@ impl<M: Migrate> ByOwner<M> {
         self.inner.shrink()
     }
 
-    /// Empties slabs and blocks that are used by less than the cache's ratio, for about `budget`. The time is checked
-    /// after every 64 objects, but only once one slab is done. A later call frees the emptied memory, when readers have
-    /// finished.
+    /// Runs a step of defragmentation for about `budget`: empties slabs and blocks that are used by less than the
+    /// cache's ratio. The time is checked after every 64 objects, but at least one slab is finished. A later call frees
+    /// the memory, after readers have finished.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache, or a thread was stopped during a call.
+    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache, or a thread was stopped during an allocation or
+    /// free.
     ///
     /// # Panics
     ///
@@ -389,7 +394,7 @@ impl<M: Migrate> ByOwner<M> {
         defrag::move_objects(&self.inner.engine, &*self.inner, from, to, most)
     }
 
-    /// Moves objects from nodes above the average to nodes below it, and no more than that.
+    /// Moves objects from nodes with more than the average to nodes with less, until each has the average.
     ///
     /// # Errors
     ///
@@ -398,8 +403,9 @@ impl<M: Migrate> ByOwner<M> {
         defrag::balance(&self.inner.engine, &*self.inner)
     }
 
-    /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 none, 100 all that are not full.
-    /// If the background gave the cache up after a panic of a callback ([`SlabInfo::is_given_up`]), it tries again.
+    /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 none, 100 all that are not
+    /// full. The background also retries a cache that it had given up after a panic of a callback
+    /// ([`SlabInfo::is_given_up`]).
     ///
     /// # Errors
     ///
@@ -420,7 +426,7 @@ impl<M: Migrate> ByOwner<M> {
 
 impl<M: Migrate> Drop for ByOwner<M> {
     fn drop(&mut self) {
-        withdraw(&self.inner);
+        unregister(&self.inner);
     }
 }
 

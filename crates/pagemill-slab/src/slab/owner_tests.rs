@@ -1,5 +1,5 @@
-//! Behaviour of caches by owner. The owner here is a map of numbered items. It moves an item by copying it and storing
-//! its new address.
+//! Behaviour of caches by owner. The owner in these tests is a map of numbered items. It moves an item by copying it
+//! and storing its new address.
 #![allow(unsafe_code)] // implements an owner
 
 use super::tests::{STUCK_AFTER, finish_retired, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
@@ -20,7 +20,7 @@ const WORDS: usize = 22;
 
 #[repr(C)]
 pub(super) struct Item {
-    /// 0 free, 1 live, more: pinned.
+    /// 0: free. 1: live. More: pinned.
     references: AtomicU32,
     number: AtomicU64,
     body: [AtomicU64; WORDS],
@@ -28,31 +28,31 @@ pub(super) struct Item {
 
 const FREE: u64 = 0xfee;
 
-/// What the owner does when it is to move an item.
+/// What the owner does when it is asked to move an item.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum Whim {
+pub(super) enum Behavior {
     #[default]
     Move,
-    /// Frees items with even numbers instead.
+    /// Frees items with even numbers instead of moving them.
     FreeSome,
     /// Takes a destination, but does not use it.
     Fail,
     PanicInIsolate,
     PanicInMigrate,
-    /// In the destructor of the result of `isolate`.
+    /// Panics in the destructor of the result of `isolate`.
     PanicAfterwards,
     CallInIsolate,
-    /// Waits until the whim changes.
+    /// Waits in `migrate` until the behaviour is changed.
     Wait,
 }
 
 type Hook = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
-pub(super) struct Book {
+pub(super) struct ItemOwner {
     items: Mutex<BTreeMap<u64, usize>>,
-    pub whim: Arc<Mutex<Whim>>,
-    /// Set while it waits in `migrate`.
+    pub behavior: Arc<Mutex<Behavior>>,
+    /// Set while the owner waits in `migrate`.
     pub waits: AtomicBool,
     pub ended_on: Arc<OnceLock<ThreadId>>,
     panics_in_construct: AtomicBool,
@@ -62,13 +62,13 @@ pub(super) struct Book {
     constructed: AtomicU64,
 }
 
-impl Drop for Book {
+impl Drop for ItemOwner {
     fn drop(&mut self) {
         let _ = self.ended_on.set(std::thread::current().id());
     }
 }
 
-/// Number of items that are still to be moved.
+/// State of an isolated slab: the number of items that are still to be moved.
 pub(super) struct Deferred {
     count: usize,
     is_to_panic: bool,
@@ -80,8 +80,8 @@ impl Drop for Deferred {
     }
 }
 
-// SAFETY: items are found through the map and count their users; the old place of a moved item is free.
-unsafe impl Migrate for Book {
+// SAFETY: items are found through the map and count their users. The old copy of a moved item is free.
+unsafe impl Migrate for ItemOwner {
     type Object = Item;
     type Isolated = Deferred;
 
@@ -100,9 +100,9 @@ unsafe impl Migrate for Book {
     fn isolate(&self, items: &mut Candidates<'_, Item>) -> Deferred {
         let hook = self.on_isolate.lock().unwrap().take();
         hook.into_iter().for_each(|hook| hook());
-        let whim = *self.whim.lock().unwrap();
-        assert!(whim != Whim::PanicInIsolate, "an owner that fails, as it should here");
-        if whim == Whim::CallInIsolate {
+        let behavior = *self.behavior.lock().unwrap();
+        assert!(behavior != Behavior::PanicInIsolate, "an owner that fails, as it should here");
+        if behavior == Behavior::CallInIsolate {
             super::migrate::assert_not_isolating();
         }
         let mut count = 0;
@@ -113,7 +113,7 @@ unsafe impl Migrate for Book {
             count += usize::from(is_kept);
             is_kept
         });
-        Deferred { count, is_to_panic: whim == Whim::PanicAfterwards }
+        Deferred { count, is_to_panic: behavior == Behavior::PanicAfterwards }
     }
 
     fn migrate<'object>(
@@ -123,17 +123,17 @@ unsafe impl Migrate for Book {
         left: &mut Deferred,
     ) -> Done<'object> {
         left.count -= 1;
-        while *self.whim.lock().unwrap() == Whim::Wait {
+        while *self.behavior.lock().unwrap() == Behavior::Wait {
             self.waits.store(true, Relaxed);
             std::thread::yield_now();
         }
-        // SAFETY: live, and held by `isolate`.
+        // SAFETY: the item is live, and `isolate` took a reference to it.
         let old = unsafe { item.object().as_ref() };
         let number = old.number.load(Relaxed);
-        let whim = *self.whim.lock().unwrap();
-        assert!(whim != Whim::PanicInMigrate || number % 64 != 33, "an owner that fails, as it should here");
+        let behavior = *self.behavior.lock().unwrap();
+        assert!(behavior != Behavior::PanicInMigrate || number % 64 != 33, "an owner that fails, as it should here");
         let mut items = self.items.lock().unwrap();
-        if whim == Whim::FreeSome && number % 2 == 0 {
+        if behavior == Behavior::FreeSome && number % 2 == 0 {
             items.remove(&number);
             release(old);
             return item.freed();
@@ -142,11 +142,11 @@ unsafe impl Migrate for Book {
             old.references.fetch_sub(1, AcqRel);
             return item.failed();
         };
-        if whim == Whim::Fail {
+        if behavior == Behavior::Fail {
             old.references.fetch_sub(1, AcqRel);
             return item.failed();
         }
-        // SAFETY: a free item, owned by this call.
+        // SAFETY: a free item that only this call uses.
         let copy = unsafe { new.object().as_ref() };
         assert_eq!(
             (copy.references.load(Acquire), copy.number.load(Relaxed)),
@@ -180,8 +180,8 @@ impl Item {
     }
 }
 
-pub(super) fn cache_of(slabs: &'static Slabs, settings: Settings) -> ByOwner<Book> {
-    slabs.by_owner(settings, Book::default()).unwrap()
+pub(super) fn cache_of(slabs: &'static Slabs, settings: Settings) -> ByOwner<ItemOwner> {
+    slabs.by_owner(settings, ItemOwner::default()).unwrap()
 }
 
 pub(super) trait Items {
@@ -190,11 +190,11 @@ pub(super) trait Items {
     fn remove(&self, number: u64) -> bool;
     fn check_all(&self) -> u64;
     fn item(&self, number: u64) -> NonNull<Item>;
-    /// Shrinks until readers of other tests have finished: nothing waits for them, and nothing is left to move.
+    /// Shrinks until readers of concurrent tests have finished, so that nothing waits and nothing is left to move.
     fn pack(&self) -> u64;
 }
 
-impl Items for ByOwner<Book> {
+impl Items for ByOwner<ItemOwner> {
     fn add(&self, number: u64) {
         enter(self, self.allocate().unwrap(), number);
     }
@@ -207,7 +207,7 @@ impl Items for ByOwner<Book> {
     fn remove(&self, number: u64) -> bool {
         let mut items = self.owner().items.lock().unwrap();
         let Some(item) = items.get(&number).map(|at| NonNull::new(*at as *mut Item).unwrap()) else { return false };
-        // SAFETY: in the map, so live; the map is locked.
+        // SAFETY: the item is in the map, so it is live. The map is locked.
         let words = unsafe { item.as_ref() };
         if words.references.compare_exchange(1, 0, AcqRel, Acquire).is_err() {
             return false;
@@ -216,7 +216,7 @@ impl Items for ByOwner<Book> {
         items.remove(&number);
         drop(items);
         words.number.store(FREE, Relaxed);
-        // SAFETY: free, and without users.
+        // SAFETY: the item is free and has no users.
         unsafe { self.free(item) };
         true
     }
@@ -224,11 +224,11 @@ impl Items for ByOwner<Book> {
     /// Checks that each item exists once, undamaged, at an address of its own. Returns the number of items.
     fn check_all(&self) -> u64 {
         let items = self.owner().items.lock().unwrap();
-        let mut places: Vec<usize> = items.values().copied().collect();
-        places.sort_unstable();
-        assert!(places.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Item>()));
+        let mut addresses: Vec<usize> = items.values().copied().collect();
+        addresses.sort_unstable();
+        assert!(addresses.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Item>()));
         for (number, at) in &*items {
-            // SAFETY: in the map.
+            // SAFETY: the item is in the map, so it is live.
             let item = unsafe { &*(*at as *const Item) };
             assert!(item.is_whole(*number) && item.references.load(Acquire) == 1, "item {number}");
         }
@@ -253,8 +253,8 @@ impl Items for ByOwner<Book> {
     }
 }
 
-fn enter(cache: &ByOwner<Book>, at: NonNull<Item>, number: u64) {
-    // SAFETY: an item, free as it was constructed.
+fn enter(cache: &ByOwner<ItemOwner>, at: NonNull<Item>, number: u64) {
+    // SAFETY: an allocated item, which is free.
     let item = unsafe { at.as_ref() };
     assert_eq!((item.references.load(Relaxed), item.number.load(Relaxed)), (0, FREE));
     item.fill(number);
@@ -264,28 +264,28 @@ fn enter(cache: &ByOwner<Book>, at: NonNull<Item>, number: u64) {
 }
 
 /// Pins an item, so that it is not moved.
-pub(super) fn pin(cache: &ByOwner<Book>, number: u64) {
-    // SAFETY: in the map.
+pub(super) fn pin(cache: &ByOwner<ItemOwner>, number: u64) {
+    // SAFETY: the item is in the map, so it is live.
     unsafe { cache.item(number).as_ref() }.references.fetch_add(1, AcqRel);
 }
 
-pub(super) fn unpin(cache: &ByOwner<Book>, number: u64) {
-    // SAFETY: in the map.
+pub(super) fn unpin(cache: &ByOwner<ItemOwner>, number: u64) {
+    // SAFETY: the item is in the map, so it is live.
     unsafe { cache.item(number).as_ref() }.references.fetch_sub(1, AcqRel);
 }
 
 /// Adds items and removes nine of ten, at pseudorandom positions.
-fn fragmented(cache: &ByOwner<Book>, items: u64) -> u64 {
+fn fragmented(cache: &ByOwner<ItemOwner>, items: u64) -> u64 {
     (0..items).for_each(|number| cache.add(number));
     let is_kept = |number: u64| number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32 & 0xff < 26;
     (0..items).filter(|number| !is_kept(*number)).for_each(|number| assert!(cache.remove(number)));
     (0..items).filter(|number| is_kept(*number)).count() as u64
 }
 
-/// After packing, a small rest lies in small pages where a whole block would be wasted on it. The kernel has no more
-/// memory resident than is charged, also at addresses of a former huge page.
+/// Few items are left after packing, so a whole block would be wasted on the last of them. They lie in small pages, and
+/// resident memory does not exceed the charge, even at addresses of a former huge page.
 #[test]
-fn the_last_block_is_small_pages() {
+fn last_block_is_in_small_pages_after_packing() {
     let layout = arena::Layout { huge_from_bytes: 3 * BLOCK_BYTES as u64 / 2, ..arena::Layout::for_test() };
     let (slabs, _) = slabs_with(layout, UNLIMITED);
     let cache = cache_of(slabs, Settings::new("last"));
@@ -294,15 +294,15 @@ fn the_last_block_is_small_pages() {
         let info = cache.info().unwrap();
         (BLOCK_BYTES / info.slab_bytes) as u64 * u64::from(info.objects_per_slab)
     };
-    // The first blocks are in small pages and are emptied; of the others one item in six is left, a little more than four
-    // blocks.
+    // The first blocks are in small pages and are emptied. Of the items in other blocks one in six is left, which fill
+    // a little more than four blocks.
     let items = 27 * per_block + 600;
     let is_left = |number: &u64| *number >= 3 * per_block && number.is_multiple_of(6);
     (1..items).for_each(|number| cache.add(number));
     (0..items).filter(|number| !is_left(number)).for_each(|number| assert!(cache.remove(number)));
     let left = (0..items).filter(is_left).count() as u64;
 
-    // Free blocks that are kept for any cache would count in the decision about waste.
+    // Free blocks with memory would influence whether a whole block counts as wasted.
     slabs.shrink(u64::MAX, Urgency::Request);
     cache.pack();
 
@@ -312,13 +312,13 @@ fn the_last_block_is_small_pages() {
     let window_bytes = 32 * BLOCK_BYTES;
     let in_memory = pagemill_sys::mem::resident_bytes(cache.engine().shared.blocks.addr(0), window_bytes).unwrap();
     assert!(in_memory as u64 <= info.total.resident_bytes, "{in_memory} {info:?}");
-    // Later items find room.
+    // Later items can be allocated.
     (items..items + per_block).for_each(|number| cache.add(number));
     assert_eq!(cache.check_all(), left + per_block);
 }
 
-/// After a shrink at most one slab is partial, there is no superfluous block, and each item exists once.
-fn assert_packed(cache: &ByOwner<Book>, items: u64) {
+/// Checks that at most one slab is partial, no block is superfluous, and each item exists once.
+fn assert_packed(cache: &ByOwner<ItemOwner>, items: u64) {
     let info = cache.info().unwrap();
     assert_eq!((cache.check_all(), info.active, info.cached), (items, items, 0));
     let slabs = items.div_ceil(u64::from(info.objects_per_slab));
@@ -329,7 +329,8 @@ fn assert_packed(cache: &ByOwner<Book>, items: u64) {
     cache.engine().check_state();
 }
 
-/// Nine of ten items are freed: the rest is packed into as few slabs and blocks as possible, and memory is freed.
+/// Nine of ten items are freed. The rest is packed into as few slabs and blocks as possible, and the other memory is
+/// freed.
 #[test]
 fn a_fragmented_cache_is_packed() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -350,7 +351,7 @@ fn a_fragmented_cache_is_packed() {
     }
 }
 
-/// One slab of items plus one, then one item of the first slab is freed: two slabs become one.
+/// There is one item more than fits into a slab, and then one is freed. Packing leaves one full slab.
 #[test]
 fn two_slabs_become_one() {
     let cache = cache_of(slabs(), Settings::new("two"));
@@ -366,15 +367,15 @@ fn two_slabs_become_one() {
     assert_eq!((info.total.partial, info.moved), (0, 1));
 }
 
-/// Of two whole blocks one is emptied into bare slabs of the other. Two blocks exist because the first was unusable while
-/// it was being emptied under a reader.
+/// Two whole blocks are packed into one, whose bare slabs take items of the other. The second block exists because the
+/// first was unusable while it was emptied under a reader.
 #[test]
-fn slabs_that_were_not_set_up_are_room() {
+fn bare_slabs_are_destinations_when_packing() {
     let cache = cache_of(slabs(), Settings::new("bare"));
     let info = cache.info().unwrap();
     let (per_slab, slabs_each) = (u64::from(info.objects_per_slab), (BLOCK_BYTES / info.slab_bytes) as u64);
-    // One block that loses half of its items, and almost a quarter of another, whose items fit into the first; some of
-    // them are pinned.
+    // The first block loses half of its items. The second is less than a quarter full, and its items fit into the
+    // first, except for some that are pinned.
     let (per_block, pinned) = (slabs_each * per_slab, 2 * per_slab);
     let end = per_block + slabs_each / 4 * per_slab - 1;
     (0..end).for_each(|number| cache.add(number));
@@ -383,7 +384,7 @@ fn slabs_that_were_not_set_up_are_room() {
     cache.set_defrag_used_ratio(100).unwrap();
     let guard = epoch::pin();
     while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}
-    // Fills the first block, and ten slabs of a third.
+    // These items fill the first block, and ten slabs of a third.
     let more = end + per_block / 2 - (end - per_block - pinned);
     (end..more + 10 * per_slab).for_each(|number| cache.add(number));
     drop(guard);
@@ -403,45 +404,45 @@ fn slabs_that_were_not_set_up_are_room() {
     assert_packed(&cache, left.len() as u64);
 }
 
-/// Pinned items stay where they are and are counted; after unpinning they are moved.
+/// Pinned items keep their address and are counted as refused. After unpinning they are moved.
 #[test]
 fn pinned_items_stay() {
     let cache = cache_of(slabs(), Settings::new("pinned"));
     let items = fragmented(&cache, 60_000);
     let pinned: Vec<u64> = cache.owner().items.lock().unwrap().keys().copied().step_by(1_000).collect();
     pinned.iter().for_each(|number| pin(&cache, *number));
-    let places: Vec<_> = pinned.iter().map(|number| cache.item(*number)).collect();
+    let addresses: Vec<_> = pinned.iter().map(|number| cache.item(*number)).collect();
     cache.pack();
     let info = cache.info().unwrap();
     assert!(info.refused >= pinned.len() as u64 - 2, "{info:?}");
-    assert_eq!(pinned.iter().map(|number| cache.item(*number)).collect::<Vec<_>>(), places);
+    assert_eq!(pinned.iter().map(|number| cache.item(*number)).collect::<Vec<_>>(), addresses);
     assert!(u64::from(info.total.partial) <= pinned.len() as u64 + 1, "{info:?}");
     pinned.iter().for_each(|number| unpin(&cache, *number));
     cache.pack();
     assert_packed(&cache, items);
 }
 
-/// Items that their owner frees or fails to move are counted as such, and nothing else changes.
+/// Items that their owner frees or fails to move are counted as freed or failed, and all other items stay intact.
 #[test]
 fn each_outcome_is_counted() {
     let cache = cache_of(slabs(), Settings::new("outcomes"));
     let items = fragmented(&cache, 60_000);
-    *cache.owner().whim.lock().unwrap() = Whim::Fail;
+    *cache.owner().behavior.lock().unwrap() = Behavior::Fail;
     assert_eq!(cache.pack(), 0);
     let info = cache.info().unwrap();
     assert_eq!((info.moved, info.active, cache.check_all()), (0, items, items));
     assert!(info.failed > 1_000, "{info:?}");
-    *cache.owner().whim.lock().unwrap() = Whim::FreeSome;
+    *cache.owner().behavior.lock().unwrap() = Behavior::FreeSome;
     cache.pack();
     let info = cache.info().unwrap();
     assert!(info.freed > 1_000 && info.moved > 1_000, "{info:?}");
     assert_packed(&cache, items - info.freed);
 }
 
-/// Defragmentation by a ratio bounds resident memory relative to live items. A ratio of 0 does nothing, and steps end in
-/// time.
+/// For several ratios, steps of one slab each run until nothing is left to do. Resident memory is then bounded by the
+/// ratio and the live items. A ratio of 0 moves nothing.
 #[test]
-fn a_ratio_bounds_what_is_resident() {
+fn ratio_bounds_resident_memory() {
     let kinds = [slabs(), sparse_slabs()];
     for (slabs, ratio) in kinds.into_iter().flat_map(|slabs| [0, 30, 60, 100].map(|ratio| (slabs, ratio))) {
         let cache = cache_of(slabs, Settings::new("ratio"));
@@ -474,13 +475,13 @@ fn a_ratio_bounds_what_is_resident() {
     assert!(matches!(cache.set_defrag_used_ratio(101), Err(Error::BadRatio { percent: 101 })));
 }
 
-/// Raising the ratio ends the rest of a cache, although no item was added or removed.
+/// Defragmentation of a cache is suspended. Raising the ratio resumes it, although no item was added or removed.
 #[test]
-fn a_ratio_that_is_raised_ends_a_rest() {
+fn raised_ratio_resumes_defragmentation() {
     let cache = cache_of(slabs(), Settings::new("raised"));
     (0..60_000).for_each(|number| cache.add(number));
     (0..60_000).filter(|number| number % 2 == 0).for_each(|number| assert!(cache.remove(number)));
-    // The last block may be used by less than the ratio.
+    // Several steps, so that defragmentation is suspended afterwards.
     for _ in 0..10 {
         cache.defrag_step(Duration::from_secs(1)).unwrap();
         finish_retired(cache.engine());
@@ -489,8 +490,7 @@ fn a_ratio_that_is_raised_ends_a_rest() {
     assert!(cache.defrag_step(Duration::from_secs(1)).unwrap().moved > 0);
 }
 
-/// A step over all caches empties what their ratios demand. After a pass that freed nothing it rests until something
-/// changes.
+/// Steps over all caches empty what the ratios demand. After a pass that freed nothing, a step does nothing.
 #[test]
 fn all_caches_are_defragmented() {
     let slabs = slabs();
@@ -508,35 +508,35 @@ fn all_caches_are_defragmented() {
         assert!(info.moved > items / 4 && info.total.blocks <= 3, "{info:?}");
         assert_eq!(cache.check_all(), items);
     }
-    let rested = slabs.defrag_step(Duration::from_secs(1));
-    assert_eq!((rested.moved, rested.stayed, rested.is_done), (0, 0, true));
+    let progress = slabs.defrag_step(Duration::from_secs(1));
+    assert_eq!((progress.moved, progress.stayed, progress.is_done), (0, 0, true));
 }
 
-/// Memory becomes short during a step by the ratio that gains nothing: the next steps cover everything that is not full,
-/// until they gain nothing either.
+/// Memory becomes short during a step that gains nothing. The next steps empty everything that is not full, until they
+/// gain nothing either.
 #[test]
-fn steps_go_on_where_memory_becomes_short() {
+fn steps_continue_when_memory_becomes_short() {
     let cache = Arc::new(cache_of(slabs(), Settings::new("pressed")));
     let items = fragmented(&cache, 60_000);
     let step = || assert!(cache.defrag_step(Duration::MAX).unwrap().is_done);
-    let is_pressed = || cache.engine().passes.is_pressed();
-    *cache.owner().whim.lock().unwrap() = Whim::Fail;
+    let is_memory_short = || cache.engine().passes.is_memory_short();
+    *cache.owner().behavior.lock().unwrap() = Behavior::Fail;
     let pressed = cache.clone();
-    *cache.owner().on_isolate.lock().unwrap() = Some(Box::new(move || _ = pressed.engine().passes.press()));
+    *cache.owner().on_isolate.lock().unwrap() = Some(Box::new(move || _ = pressed.engine().passes.note_memory_short()));
     step();
-    assert!(is_pressed() && cache.info().unwrap().moved == 0);
-    *cache.owner().whim.lock().unwrap() = Whim::Move;
-    while is_pressed() {
+    assert!(is_memory_short() && cache.info().unwrap().moved == 0);
+    *cache.owner().behavior.lock().unwrap() = Behavior::Move;
+    while is_memory_short() {
         step();
         finish_retired(cache.engine());
     }
     assert!(cache.info().unwrap().moved > 0 && cache.check_all() == items);
 }
 
-/// An item that was looked up under a guard stays readable at its old address after a move; its slab is not reused before
-/// the guard is dropped.
+/// An item that was looked up under a guard is moved. It stays readable at its old address, and its slab is not reused
+/// before the guard is dropped.
 #[test]
-fn readers_are_waited_for() {
+fn moved_item_stays_readable_under_a_guard() {
     let cache = cache_of(slabs(), Settings::new("readers"));
     (0..100_000).for_each(|number| cache.add(number));
     (0..100_000).filter(|number| number % 10 != 0).for_each(|number| assert!(cache.remove(number)));
@@ -546,10 +546,10 @@ fn readers_are_waited_for() {
     cache.engine().finish_retired();
     let moved: Vec<_> = (0..10_000).filter(|number| cache.item(number * 10) != old[*number as usize]).collect();
     assert!(moved.len() > 5_000);
-    // New items are allocated elsewhere.
+    // New items must not be allocated in emptied slabs.
     (200_000..210_000).for_each(|number| cache.add(number));
     for number in moved {
-        // SAFETY: looked up under the guard, which still exists.
+        // SAFETY: the item was looked up under the guard, which still exists.
         let item = unsafe { old[number as usize].as_ref() };
         assert!(item.body.iter().zip(number * 10..).all(|(word, value)| word.load(Relaxed) == value));
     }
@@ -562,7 +562,7 @@ fn readers_are_waited_for() {
     assert_packed(&cache, 20_000);
 }
 
-/// Items move to and from a node, as many as requested; balancing moves the surplus and nothing else.
+/// As many items as requested move from one node to another. Balancing moves only the surplus.
 #[test]
 fn items_move_between_nodes() {
     let cache = cache_of(slabs_on_nodes(3), Settings::new("nodes"));
@@ -592,20 +592,23 @@ fn panics(act: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(act)).is_err()
 }
 
-/// A panicking callback makes its slab unusable: its items stay and can be freed, but nothing is allocated from it.
+/// A callback panics. Its slab becomes unusable: its items stay and can be freed, but nothing is allocated from the
+/// slab.
 #[test]
-fn a_panic_leaves_the_slab_out_of_use() {
-    for whim in [Whim::PanicInIsolate, Whim::PanicInMigrate, Whim::PanicAfterwards, Whim::CallInIsolate] {
+fn panic_of_a_callback_makes_the_slab_unusable() {
+    for behavior in
+        [Behavior::PanicInIsolate, Behavior::PanicInMigrate, Behavior::PanicAfterwards, Behavior::CallInIsolate]
+    {
         let cache = cache_of(slabs(), Settings::new("panics"));
         let items = fragmented(&cache, 60_000);
-        *cache.owner().whim.lock().unwrap() = whim;
+        *cache.owner().behavior.lock().unwrap() = behavior;
         assert!(panics(|| _ = cache.shrink()));
-        cache.owner().whim.clear_poison();
-        *cache.owner().whim.lock().unwrap() = Whim::Move;
+        cache.owner().behavior.clear_poison();
+        *cache.owner().behavior.lock().unwrap() = Behavior::Move;
         cache.owner().items.clear_poison();
-        // The failed owner still holds references in the lost slab.
+        // The failed owner still has references to items of the lost slab, which are reset here.
         for (number, at) in &*cache.owner().items.lock().unwrap() {
-            // SAFETY: in the map.
+            // SAFETY: the item is in the map, so it is live.
             let item = unsafe { &*(*at as *const Item) };
             assert!(item.is_whole(*number));
             item.references.store(1, Relaxed);
@@ -619,7 +622,7 @@ fn a_panic_leaves_the_slab_out_of_use() {
         cache.pack();
         let info = cache.info().unwrap();
         assert_eq!((info.active, info.total.blocks, info.total.lost), (0, 1, 1), "its block stays");
-        // One block of items does not fit into the damaged block.
+        // As many items as a block has do not fit into the block with the lost slab.
         let per_block = u64::from(info.objects_per_slab) * (BLOCK_BYTES / info.slab_bytes) as u64;
         (0..per_block).for_each(|number| cache.add(number));
         let info = cache.info().unwrap();
@@ -629,9 +632,9 @@ fn a_panic_leaves_the_slab_out_of_use() {
     }
 }
 
-/// `info` and `list` panic in `isolate`: they would wait for the lock under which it is called.
+/// Calls to `info` and `list` from `isolate` panic, because they would wait for the lock under which `isolate` runs.
 #[test]
-fn figures_are_refused_in_isolate() {
+fn info_and_list_panic_in_isolate() {
     let slabs = slabs();
     let cache = Arc::new(cache_of(slabs, Settings::new("asked")));
     let items = fragmented(&cache, 20_000);
@@ -646,10 +649,9 @@ fn figures_are_refused_in_isolate() {
     assert_packed(&cache, items);
 }
 
-/// A reclaim at a limit from inside of `isolate` frees free blocks and does not deadlock. The caller may be a heap or
-/// page cache of the same Pagemill.
+/// Reclaim runs inside of `isolate`, as it may when a callback allocates. It frees free blocks and does not deadlock.
 #[test]
-fn memory_can_be_short_in_isolate() {
+fn reclaim_in_isolate_does_not_deadlock() {
     let slabs = slabs();
     let cache = cache_of(slabs, Settings::new("asks"));
     let items = fragmented(&cache, 20_000);
@@ -669,9 +671,9 @@ fn memory_can_be_short_in_isolate() {
     packer.join().unwrap();
 }
 
-/// A panicking constructor makes its slab unusable; the next slab is used.
+/// A constructor panics. Its slab becomes unusable, and the next allocation uses another slab.
 #[test]
-fn a_constructor_may_panic() {
+fn panic_of_the_constructor_makes_the_slab_unusable() {
     let cache = cache_of(slabs(), Settings::new("constructor"));
     cache.owner().panics_in_construct.store(true, Relaxed);
     assert!(panics(|| _ = cache.allocate()));
@@ -683,9 +685,10 @@ fn a_constructor_may_panic() {
     cache.engine().check_state();
 }
 
-/// Threads add, remove and read items while another packs them continuously: no item is lost, duplicated or torn.
+/// Threads add, remove and read items while another thread packs them continuously. No item is lost, duplicated or
+/// damaged.
 #[test]
-fn threads_use_items_that_move() {
+fn threads_use_items_while_they_move() {
     const THREADS: u64 = 2;
     const SPAN: u64 = 20_000;
     let cache = cache_of(slabs(), Settings::new("beside"));
@@ -705,7 +708,7 @@ fn threads_use_items_that_move() {
                         let at = random() % SPAN;
                         let number = thread * SPAN + at;
                         if live[at as usize] {
-                            // It may be in a move.
+                            // The removal fails while the item is being moved.
                             live[at as usize] = !cache.remove(number);
                         } else if random() % 8 == 0 {
                             cache.add(number);
@@ -733,7 +736,7 @@ fn threads_use_items_that_move() {
     });
 }
 
-/// Caches that are dropped while all caches are shrunk and listed free their memory.
+/// Caches are dropped while another thread shrinks and lists all caches. Their memory is freed.
 #[test]
 fn threads_drop_caches_that_others_shrink() {
     let (slabs, is_done) = (slabs(), &AtomicBool::new(false));
@@ -756,14 +759,14 @@ fn threads_drop_caches_that_others_shrink() {
     assert_eq!(slabs.arena.budget.room().0, 0);
 }
 
-/// A slab that is being set up is not emptied with its block: a constructor waits until defragmentation has run and
-/// readers have finished.
+/// A constructor waits until a step of defragmentation has run and readers have finished. The slab that is being set up
+/// must not be emptied with its block.
 #[test]
 fn a_slab_is_not_emptied_while_it_is_set_up() {
     let cache = cache_of(slabs(), Settings::new("set up"));
     let info = cache.info().unwrap();
     let per_block = u64::from(info.objects_per_slab) * (BLOCK_BYTES / info.slab_bytes) as u64;
-    // A full block, and one slab of another.
+    // One block is full, and another has one full slab.
     (0..per_block + u64::from(info.objects_per_slab)).for_each(|number| cache.add(number));
     let (begun, wait_begun) = std::sync::mpsc::channel();
     let (go_on, wait_go_on) = std::sync::mpsc::channel();
@@ -775,7 +778,7 @@ fn a_slab_is_not_emptied_while_it_is_set_up() {
         let cache = &cache;
         let adder = scope.spawn(move || cache.add(1 << 40));
         wait_begun.recv().unwrap();
-        // The contents of the second block fit into the first.
+        // After these removals the items of the second block fit into the first.
         (0..per_block / 2).for_each(|number| assert!(cache.remove(number)));
         (per_block..per_block + 10).for_each(|number| assert!(cache.remove(number)));
         while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}

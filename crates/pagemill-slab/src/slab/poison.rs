@@ -1,5 +1,5 @@
-//! Poisoning for AddressSanitizer (`--cfg asan`): free memory is closed to the program, and each access is reported. In
-//! other builds this does nothing.
+//! Poisoning of free memory for AddressSanitizer (`--cfg asan`), which then reports each access. In other builds these
+//! functions do nothing.
 #![allow(unsafe_code)] // calls the sanitizer's runtime
 
 #[cfg(asan)]
@@ -8,9 +8,10 @@ unsafe extern "C" {
     fn __asan_unpoison_memory_region(start: *const std::ffi::c_void, bytes: usize);
 }
 
-/// Poisons bytes of slabs, except for the last few if the bytes after them stay accessible.
+/// Poisons a byte range of slabs. The sanitizer works in units of eight bytes, so an incomplete last unit stays
+/// accessible.
 #[inline(always)]
-pub(super) fn close(_at: usize, _bytes: usize) {
+pub(super) fn poison(_at: usize, _bytes: usize) {
     // SAFETY: changes only the sanitizer's shadow memory.
     #[cfg(asan)]
     unsafe {
@@ -18,9 +19,9 @@ pub(super) fn close(_at: usize, _bytes: usize) {
     }
 }
 
-/// Unpoisons bytes.
+/// Makes a byte range accessible again.
 #[inline(always)]
-pub(super) fn open(_at: usize, _bytes: usize) {
+pub(super) fn unpoison(_at: usize, _bytes: usize) {
     // SAFETY: as above.
     #[cfg(asan)]
     unsafe {

@@ -1,15 +1,16 @@
-//! One record per slab cache and node, 256 bytes, nodes of a cache one after the other: 0 name, padded with zeros; 64
-//! number of the cache; 72 object bytes; 80 bytes from one object to the next; 88 bytes of a slab; 96 objects a slab
-//! (u32); 100 `defrag_used_ratio`, 104 `remote_node_defrag_ratio` (u32); 108 kind (0 fixed objects, 1 by owner, 2 by
-//! handle); 109 whether it has a constructor; 110 whether it is watched; 111 whether the node could not be inspected;
-//! 112 node (u32); 116 whether background defragmentation has given it up; 117 to 119 zeros; 120 free objects in
-//! magazines; 128 moved; 136 freed; 144 busy; 152 refused; 160 failed; 168 emptied; 176 from other nodes; 184 bytes of
-//! handles. Of the node: 192 used; 200 objects; 208 slabs, 212 partial, 216 empty, 220 lost, 224 blocks (u32); 228 to
-//! 231 zeros; 232 resident bytes; 240 in its barn. Of the cache again: 248 waiting for readers.
+//! The record of a slab cache on one node, 256 bytes. The records of a cache follow each other, in the order of nodes.
+//! Offsets and fields: 0 name, padded with zeros; 64 number of the cache; 72 object bytes; 80 bytes from one object to
+//! the next; 88 bytes of a slab; 96 objects per slab (u32); 100 `defrag_used_ratio`, 104 `remote_node_defrag_ratio`
+//! (u32); 108 kind (0 fixed objects, 1 by owner, 2 by handle); 109 whether it has a constructor; 110 whether debugging
+//! is on; 111 whether a node could not be inspected; 112 node (u32); 116 whether background defragmentation stopped
+//! trying; 117 to 119 zeros; 120 free objects in magazines; 128 moved; 136 freed; 144 busy; 152 refused; 160 failed;
+//! 168 emptied; 176 from other nodes; 184 bytes of handles. Of the node: 192 used objects; 200 objects; 208 slabs, 212
+//! partial, 216 empty, 220 lost, 224 blocks (u32); 228 to 231 zeros; 232 resident bytes; 240 free objects in its barn.
+//! Of the cache again: 248 retired objects in their grace period.
 
 use super::{CacheKind, NodeInfo, SlabInfo, Slabs};
 use pagemill_core::listing::{
-    Action, Lister, MOST_LOOK_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered, ask_all_for,
+    Action, Lister, MAX_INSPECTION_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered, ask_all_for,
     u32_at, u64_at,
 };
 use pagemill_core::published::Subject;
@@ -19,35 +20,35 @@ use std::io;
 
 const RECORD_LEN: usize = 256;
 
-/// Bytes of a name in a record.
+/// Bytes of the name in a record.
 const NAME_LEN: usize = 64;
 
 const KINDS: [CacheKind; 3] = [CacheKind::Fixed, CacheKind::ByOwner, CacheKind::ByHandle];
 
-/// One cache on one node.
-struct Row {
+/// One slab cache on one node.
+struct NodeRecord {
     id: u64,
     info: SlabInfo,
     node: u32,
     figures: NodeInfo,
 }
 
-/// The part of a name that fits into a record, cut at a character boundary.
-fn told(name: &str) -> &str {
+/// Returns the start of a name that fits into a record, cut at a character boundary.
+fn truncated_name(name: &str) -> &str {
     let len = (0..=NAME_LEN.min(name.len())).rev().find(|len| name.is_char_boundary(*len)).unwrap_or(0);
     &name[..len]
 }
 
-/// A name as lists show it: without control characters, since it is printed to a terminal, and not longer than a record
-/// holds.
+/// Returns a name as lists show it: at most as long as in a record, and without control characters, since it is printed
+/// to a terminal.
 pub fn shown_name(name: &str) -> String {
     let clean = |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
-    told(name).chars().map(clean).collect()
+    truncated_name(name).chars().map(clean).collect()
 }
 
 fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
-    let name = told(&info.name);
+    let name = truncated_name(&info.name);
     bytes[..name.len()].copy_from_slice(name.as_bytes());
     let words = [id, info.object_bytes as u64, info.stride_bytes as u64, info.slab_bytes as u64];
     let mut put = |at: usize, words: &[u64]| {
@@ -79,16 +80,16 @@ fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; 
     bytes
 }
 
-impl Record for Row {
+impl Record for NodeRecord {
     const SUBJECT: Subject = Subject::Slabs;
     const LEN: usize = RECORD_LEN;
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        const MOST_PERCENT: u32 = 100;
+        const MAX_PERCENT: u32 = 100;
         let name = bytes[..NAME_LEN].split(|byte| *byte == 0).next().unwrap_or_default();
         let flag = |at: usize| [false, true].get(usize::from(bytes[at])).copied();
         let len = |at| usize::try_from(u64_at(bytes, at)).ok();
-        let ratio = |at| Some(u32_at(bytes, at)).filter(|percent| *percent <= MOST_PERCENT);
+        let ratio = |at| Some(u32_at(bytes, at)).filter(|percent| *percent <= MAX_PERCENT);
         let [cached, moved, freed, busy, refused, failed, emptied, from_remote, handle_bytes] =
             std::array::from_fn(|at| u64_at(bytes, 120 + 8 * at));
         let [slabs, partial, empty, lost, blocks] = std::array::from_fn(|at| u32_at(bytes, 208 + 4 * at));
@@ -140,8 +141,8 @@ pub fn ask_for_slabs(
     targets: &[(&Path, Identity)],
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Vec<(u64, SlabInfo)>, Unanswered>> {
-    let gathered = |(rows, _): Records<Row>| gather(rows).ok_or(Unanswered::Damaged);
-    ask_all_for(targets, should_stop).into_iter().map(|told| told.and_then(gathered)).collect()
+    let combined = |(rows, _): Records<NodeRecord>| combine_nodes(rows).ok_or(Unanswered::Damaged);
+    ask_all_for(targets, should_stop).into_iter().map(|result| result.and_then(combined)).collect()
 }
 
 impl Lister for Slabs {
@@ -150,7 +151,9 @@ impl Lister for Slabs {
     }
 
     fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
-        self.show(MOST_LOOK_NS, |id, info, node, figures| response.put(&to_record(id, info, node, figures)))
+        self.show(MAX_INSPECTION_NS, |id, info, node, figures| {
+            response.write_record(&to_record(id, info, node, figures))
+        })
     }
 }
 
@@ -168,10 +171,11 @@ impl SlabCommands for Slabs {
     }
 }
 
-/// Gathers the nodes of each cache, and sorts the caches as lists do; `None` if the rows are in an invalid order.
-fn gather(rows: Vec<Row>) -> Option<Vec<(u64, SlabInfo)>> {
+/// Combines the records of each cache, and sorts the caches as lists do. Returns `None` if the records are in an
+/// invalid order.
+fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
     let mut caches: Vec<(u64, SlabInfo)> = Vec::new();
-    for Row { id, mut info, node, figures } in rows {
+    for NodeRecord { id, mut info, node, figures } in rows {
         match caches.last_mut().filter(|(last, _)| *last >= id) {
             Some((last, known)) => {
                 let is_next = *last == id && node as usize == known.nodes.len();
@@ -234,29 +238,30 @@ mod tests {
         resident_bytes: 128 << 10,
     };
 
-    fn row(id: u64, info: &SlabInfo, node: usize) -> Row {
+    fn row(id: u64, info: &SlabInfo, node: usize) -> NodeRecord {
         Record::from_bytes(&to_record(id, info, node, &NODE)).unwrap()
     }
 
-    /// Written records are read back, and the nodes of a cache are gathered; a long name is cut at a character
-    /// boundary.
+    /// Records are read as they were written, and the records of a cache's nodes are combined. A long name is cut at a
+    /// character boundary.
     #[test]
-    fn records_go_and_come() {
+    fn records_are_read_as_written() {
         for kind in KINDS {
-            let gathered = gather(vec![row(7, &info("a", kind), 0), row(7, &info("a", kind), 1)]).unwrap();
+            let combined = combine_nodes(vec![row(7, &info("a", kind), 0), row(7, &info("a", kind), 1)]).unwrap();
             let mut expected = info("a", kind);
             (0..2).for_each(|_| expected.add_node(NODE));
             assert_eq!((expected.active, expected.cached, expected.total.slabs), (33, 7, 4));
-            assert_eq!(gathered, [(7, expected)]);
+            assert_eq!(combined, [(7, expected)]);
         }
         let long = format!("x{}", "ä".repeat(100));
         assert_eq!(*row(1, &info(&long, CacheKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
-    /// Caches with relocatable objects come first, then they are sorted by name; two caches may have the same name.
+    /// Caches with relocatable objects come first, the others follow; both are sorted by name. Two caches may have the
+    /// same name.
     #[test]
-    fn lists_have_an_order() {
+    fn lists_are_sorted_by_relocatability_and_name() {
         let rows = [
             ("b", CacheKind::Fixed),
             ("z", CacheKind::ByHandle),
@@ -265,35 +270,36 @@ mod tests {
             ("a", CacheKind::Fixed),
         ];
         let rows = rows.iter().enumerate().map(|(id, (name, kind))| row(id as u64, &info(name, *kind), 0)).collect();
-        let names: Vec<_> = gather(rows).unwrap().iter().map(|(id, info)| format!("{id}{}", info.name)).collect();
+        let names: Vec<_> =
+            combine_nodes(rows).unwrap().iter().map(|(id, info)| format!("{id}{}", info.name)).collect();
         assert_eq!(names, ["3y", "1z", "2a", "4a", "0b"]);
     }
 
-    /// Invalid records are rejected, and so is an invalid order of nodes; sums saturate.
+    /// Records with an invalid field are rejected, and so are records in an invalid order of nodes. Sums saturate.
     #[test]
-    fn damaged_records_are_refused() {
+    fn invalid_records_are_rejected() {
         let good = to_record(1, &info("a", CacheKind::Fixed), 0, &NODE);
         for (at, byte) in [(108, 3), (109, 2), (110, 2), (111, 2), (116, 2), (100, 101), (104, 101), (88, 1)] {
             let mut bytes = good;
             bytes[at] = byte;
-            assert!(Row::from_bytes(&bytes).is_none(), "byte {at}");
+            assert!(NodeRecord::from_bytes(&bytes).is_none(), "byte {at}");
         }
         let mut bytes = good;
         bytes[96..100].fill(0);
-        assert!(Row::from_bytes(&bytes).is_none(), "no objects in a slab");
+        assert!(NodeRecord::from_bytes(&bytes).is_none(), "no objects in a slab");
         let wrong: [&[(u64, usize)]; 5] =
             [&[(1, 1)], &[(1, 0), (1, 0)], &[(1, 0), (1, 2)], &[(2, 0), (1, 0)], &[(1, 0), (2, 1)]];
         for ids in wrong {
             let rows = ids.iter().map(|(id, node)| row(*id, &info("a", CacheKind::Fixed), *node)).collect();
-            assert!(gather(rows).is_none(), "{ids:?}");
+            assert!(combine_nodes(rows).is_none(), "{ids:?}");
         }
         let mut bytes = good;
         bytes[120..].fill(0xFF);
         let rows = (0..3).map(|node| {
             bytes[112..116].copy_from_slice(&u32::to_le_bytes(node));
-            Row::from_bytes(&bytes).unwrap()
+            NodeRecord::from_bytes(&bytes).unwrap()
         });
-        let (_, sums) = gather(rows.collect()).unwrap().remove(0);
+        let (_, sums) = combine_nodes(rows.collect()).unwrap().remove(0);
         assert_eq!((sums.total.used, sums.total.blocks, sums.active), (u64::MAX, u32::MAX, 0));
     }
 }

@@ -1,8 +1,8 @@
-//! Whole caches in random schedules: threads allocate and free objects while others drain their magazines and move the
+//! Caches in random schedules: threads allocate and free objects while other threads drain their magazines and move the
 //! objects.
 //!
-//! Objects are so large that a sheaf has two and a slab four of them, so a few steps reach every path. `SHUTTLE_RUNS`
-//! sets the number of runs of each model.
+//! Objects are so large that a sheaf has two and a slab has four, so a few steps reach every path. `SHUTTLE_RUNS` sets
+//! the number of runs of each test.
 #![allow(unsafe_code)] // implements `Movable`; frees a leaked box
 
 use super::*;
@@ -19,16 +19,16 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-/// Preemptions in a PCT schedule.
+/// Number of preemptions in a PCT schedule.
 const DEPTH: usize = 4;
 
-/// Bound on the steps of a run; a longer run waits for an event that never comes.
-const MOST_STEPS: usize = 300_000;
+/// Maximum number of steps in a run. A longer run waits for an event that never comes.
+const MAX_STEPS: usize = 300_000;
 
-/// Words of a value; with the cache's own bytes it is 16 KiB.
+/// Number of words in a value. With the other fields, a value has 16 KiB.
 const WORDS: usize = (16 << 10) / size_of::<u64>() - 3;
 
-fn one_of(count: usize) -> usize {
+fn random_below(count: usize) -> usize {
     thread_rng().gen_range(0..count)
 }
 
@@ -55,13 +55,13 @@ fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
     run_in_orders(runs, run);
 }
 
-/// Runs with both kinds of barriers.
+/// Runs the test in random schedules, with both kinds of barriers.
 fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock();
     let config = || {
         let mut config = Config::new();
-        (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MOST_STEPS));
+        (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MAX_STEPS));
         config
     };
     let begin = move || {
@@ -75,14 +75,14 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     }
 }
 
-/// A value with a known content that counts live values.
+/// A value with known contents, which is counted in `live` while it exists.
 struct Value {
     number: u64,
     live: Arc<AtomicUsize>,
     words: [u64; WORDS],
 }
 
-// SAFETY: numbers and a pointer.
+// SAFETY: numbers and a pointer can be copied byte by byte.
 unsafe impl Movable for Value {}
 
 impl Value {
@@ -104,14 +104,14 @@ impl Drop for Value {
     }
 }
 
-fn is_fine<T>(done: Result<T>) {
+fn assert_ok_or_busy<T>(done: Result<T>) {
     assert!(matches!(done, Ok(_) | Err(Error::Busy { .. })), "{:?}", done.err());
 }
 
-/// Two threads allocate and free objects, some of them each other's, while a third drains everything: no object is given
-/// out twice or lost.
+/// Two threads allocate and free objects, some of them each other's, while a third thread drains all magazines. No
+/// object is allocated twice or lost.
 #[test]
-fn magazines_that_are_emptied() {
+fn drain_neither_loses_nor_duplicates_objects() {
     run_in_many_orders(|| {
         let cache: &'static Fixed<Value> = Box::leak(Box::new(slabs().fixed(Settings::new("model")).unwrap()));
         let live = Arc::new(AtomicUsize::new(0));
@@ -123,16 +123,16 @@ fn magazines_that_are_emptied() {
                     let mut slots = Vec::new();
                     for number in 0..8 {
                         let number = thread * 100 + number;
-                        if one_of(2) == 0 || slots.is_empty() {
+                        if random_below(2) == 0 || slots.is_empty() {
                             let slot = cache.insert(Value::new(number, &live)).unwrap();
                             slots.push((number, slot));
-                        } else if one_of(3) == 0 {
+                        } else if random_below(3) == 0 {
                             // The other thread, or the end of the test, frees it.
-                            let (number, slot) = slots.swap_remove(one_of(slots.len()));
+                            let (number, slot) = slots.swap_remove(random_below(slots.len()));
                             slot.check(number);
                             passed.with(|passed| passed.push(slot));
                         } else {
-                            let (number, slot) = slots.swap_remove(one_of(slots.len()));
+                            let (number, slot) = slots.swap_remove(random_below(slots.len()));
                             slot.check(number);
                         }
                         drop(passed.with(Vec::pop));
@@ -141,7 +141,7 @@ fn magazines_that_are_emptied() {
                 })
             })
             .collect();
-        is_fine(cache.shrink());
+        assert_ok_or_busy(cache.shrink());
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         drop(passed.with(std::mem::take));
         cache.shrink().unwrap();
@@ -152,15 +152,15 @@ fn magazines_that_are_emptied() {
     });
 }
 
-/// Threads insert, read, change, pin and remove values while another packs: each handle finds its own value, or nothing
-/// after its removal. Each value is dropped once.
+/// Threads insert, read, change, pin and remove values while another thread packs them. Each handle finds its own
+/// value, or nothing after its removal. Each value is dropped once.
 #[test]
-fn values_that_are_moved() {
+fn handles_find_their_values_during_moves() {
     run_in_many_orders(|| {
         let cache = Arc::new(slabs().by_handle::<Value>(Settings::new("model")).unwrap());
         let live = Arc::new(AtomicUsize::new(0));
         let handles: Vec<_> = (0..9).map(|number| cache.insert(Value::new(number, &live)).unwrap()).collect();
-        // Leaves values in each of three slabs.
+        // Leaves one value in each of three slabs.
         for handle in [0, 1, 2, 4, 5, 7] {
             assert!(cache.remove(handles[handle]).unwrap());
         }
@@ -170,9 +170,9 @@ fn values_that_are_moved() {
                 let (cache, live, handles) = (cache.clone(), live.clone(), handles.clone());
                 shuttle::thread::spawn(move || {
                     for _ in 0..4 {
-                        let number = left[one_of(3)];
+                        let number = left[random_below(3)];
                         let handle = handles[number as usize];
-                        match one_of(if thread == 0 { 3 } else { 5 }) {
+                        match random_below(if thread == 0 { 3 } else { 5 }) {
                             0 => {
                                 let guard = pin();
                                 if let Some(value) = cache.get(handle, &guard) {
@@ -188,8 +188,8 @@ fn values_that_are_moved() {
                                     pinned.check(number);
                                 }
                             }
-                            2 => is_fine(cache.update(handle, |old| Value::new(old.number, &live))),
-                            3 => is_fine(cache.remove(handle)),
+                            2 => assert_ok_or_busy(cache.update(handle, |old| Value::new(old.number, &live))),
+                            3 => assert_ok_or_busy(cache.remove(handle)),
                             _ => {
                                 let handle = cache.insert(Value::new(77, &live)).unwrap();
                                 cache.get(handle, &pin()).unwrap().check(77);
@@ -199,10 +199,10 @@ fn values_that_are_moved() {
                 })
             })
             .collect();
-        match one_of(3) {
-            0 => is_fine(cache.defrag_step(Duration::from_secs(1))),
-            1 => is_fine(cache.move_objects(0, 0, 1)),
-            _ => is_fine(cache.shrink()),
+        match random_below(3) {
+            0 => assert_ok_or_busy(cache.defrag_step(Duration::from_secs(1))),
+            1 => assert_ok_or_busy(cache.move_objects(0, 0, 1)),
+            _ => assert_ok_or_busy(cache.shrink()),
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         cache.shrink().unwrap();
@@ -218,7 +218,7 @@ fn values_that_are_moved() {
     });
 }
 
-/// Nine values, of which one is left in each of three slabs, with a fresh background thread.
+/// Creates a cache with one value in each of three slabs, and resets the background thread.
 fn sparse_values(live: &Arc<AtomicUsize>) -> (ByHandle<Value>, [Handle<Value>; 3]) {
     slabs().worker.reset();
     let settings = Settings { defrag_used_ratio: 100, ..Settings::new("model") };
@@ -231,53 +231,54 @@ fn sparse_values(live: &Arc<AtomicUsize>) -> (ByHandle<Value>, [Handle<Value>; 3
     (cache, left)
 }
 
-fn end_thread_behind() {
+fn stop_background() {
     slabs().defrag_by_hand();
     while slabs().worker.is_started() {
         shuttle::thread::yield_now();
     }
 }
 
-fn linger(most: usize) {
-    (0..one_of(most)).for_each(|_| shuttle::thread::yield_now());
+fn yield_some_times(most: usize) {
+    (0..random_below(most)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Once the background is stopped nothing is moved or dropped by it, at any point of its work.
+/// The background is stopped at any point of its work. Afterwards it moves and drops nothing.
 #[test]
-fn nothing_begins_once_it_is_turned_off() {
+fn stopped_background_moves_nothing() {
     run_in_many_orders(|| {
         let live = Arc::new(AtomicUsize::new(0));
         let (cache, _) = sparse_values(&live);
         slabs().worker.notify();
-        linger(40);
+        yield_some_times(40);
         slabs().defrag_by_hand();
         let done = || (cache.info().unwrap().moved, live.load(Relaxed));
         let before = done();
-        linger(200);
+        yield_some_times(200);
         assert_eq!(done(), before);
-        end_thread_behind();
+        stop_background();
     });
 }
 
-/// Removed values are dropped without another call: no wake-up of the background thread is lost.
+/// Values are removed at random times. All of them are dropped without another call, so no wake-up of the background
+/// thread is lost.
 #[test]
-fn no_sign_is_lost() {
+fn no_wakeup_of_the_background_is_lost() {
     run_in_many_orders(|| {
         let live = Arc::new(AtomicUsize::new(0));
         let (cache, left) = sparse_values(&live);
         for handle in left {
-            linger(40);
+            yield_some_times(40);
             assert!(cache.remove(handle).unwrap());
         }
         while live.load(Relaxed) > 0 {
             shuttle::thread::yield_now();
         }
         drop(cache);
-        end_thread_behind();
+        stop_background();
     });
 }
 
-/// A value without a destructor: threads keep its place in stock until readers have finished.
+/// A value without a destructor. After its removal, its object waits for readers in the stock of a thread.
 #[derive(Clone)]
 struct Plain {
     number: u64,
@@ -286,7 +287,7 @@ struct Plain {
     last: u64,
 }
 
-// SAFETY: numbers.
+// SAFETY: numbers can be copied byte by byte.
 unsafe impl Movable for Plain {}
 
 impl Plain {
@@ -299,10 +300,10 @@ impl Plain {
     }
 }
 
-/// Threads read values under guards for some steps, change and remove them, and insert others, which reuse the places. No
-/// reader sees another value under its guard, with or without packing, and all places are freed.
+/// Threads read values under guards for several steps, change and remove them, and insert others, which reuse the
+/// memory. No reader sees another value under its guard, with or without packing. All memory is freed at the end.
 #[test]
-fn places_that_are_used_again() {
+fn readers_never_see_reused_memory() {
     run_in_many_orders(|| {
         let cache = Arc::new(slabs().by_handle::<Plain>(Settings::new("model")).unwrap());
         let handles: Vec<_> = (0..4).map(|number| cache.insert(Plain::new(number)).unwrap()).collect();
@@ -311,9 +312,9 @@ fn places_that_are_used_again() {
                 let (cache, handles) = (cache.clone(), handles.clone());
                 shuttle::thread::spawn(move || {
                     for _ in 0..4 {
-                        let number = one_of(4) as u64;
+                        let number = random_below(4) as u64;
                         let handle = handles[number as usize];
-                        match one_of(4) {
+                        match random_below(4) {
                             0 | 1 => {
                                 let guard = pin();
                                 if let Some(value) = cache.get(handle, &guard) {
@@ -324,8 +325,8 @@ fn places_that_are_used_again() {
                                     value.check(number);
                                 }
                             }
-                            2 => is_fine(cache.update(handle, |old| Plain::new(old.number))),
-                            _ => is_fine(cache.remove_with(handle, |value| {
+                            2 => assert_ok_or_busy(cache.update(handle, |old| Plain::new(old.number))),
+                            _ => assert_ok_or_busy(cache.remove_with(handle, |value| {
                                 value.check(number);
                                 shuttle::thread::yield_now();
                                 value.check(number);
@@ -338,8 +339,8 @@ fn places_that_are_used_again() {
                 })
             })
             .collect();
-        if one_of(2) == 0 {
-            is_fine(cache.shrink());
+        if random_below(2) == 0 {
+            assert_ok_or_busy(cache.shrink());
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         cache.shrink().unwrap();
@@ -349,34 +350,33 @@ fn places_that_are_used_again() {
     });
 }
 
-/// Values come and go beside the background thread. Meanwhile another thread shrinks all caches, forks or stops the
-/// background, and the cache is dropped at any moment. Afterwards all values are dropped, and nothing starts after the
-/// stop.
+/// Values are removed and their cache is dropped beside the background thread, while another thread shrinks all caches,
+/// forks or stops the background. All values are dropped, no visit fails, and no cache is left.
 #[test]
-fn the_thread_behind() {
+fn background_runs_beside_fork_stop_and_drop() {
     run_in_many_orders(|| {
         let (slabs, live) = (slabs(), Arc::new(AtomicUsize::new(0)));
         let failed = stats::get(Counter::SlabBehindFailed);
         let (cache, left) = sparse_values(&live);
         slabs.worker.notify();
-        let other = shuttle::thread::spawn(move || match one_of(3) {
+        let other = shuttle::thread::spawn(move || match random_below(3) {
             0 => slabs.defrag_by_hand(),
             1 => {
                 slabs.worker.acquire_for_fork();
                 slabs.worker.release_after_fork();
             }
-            _ => slabs.members().iter().for_each(|member| is_fine(member.shrink())),
+            _ => slabs.caches().iter().for_each(|cache| assert_ok_or_busy(cache.shrink())),
         });
         for (handle, number) in left.into_iter().zip([3, 6, 8]) {
             cache.get(handle, &pin()).unwrap().check(number);
-            if one_of(2) == 0 {
-                is_fine(cache.remove(handle));
+            if random_below(2) == 0 {
+                assert_ok_or_busy(cache.remove(handle));
             }
         }
         drop(cache);
         assert_eq!(live.load(Relaxed), 0);
         other.join().unwrap();
-        end_thread_behind();
-        assert_eq!((stats::get(Counter::SlabBehindFailed), slabs.member_count()), (failed, 0));
+        stop_background();
+        assert_eq!((stats::get(Counter::SlabBehindFailed), slabs.cache_count()), (failed, 0));
     });
 }

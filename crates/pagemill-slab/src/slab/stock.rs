@@ -1,48 +1,49 @@
-//! The stock: what a thread keeps for a cache by handle, namely free handles, and retired places that wait for readers.
+//! The stock: what a thread keeps for a cache by handle. It holds free handles, and retired objects that wait for
+//! readers.
 //!
-//! It lies beside the thread's magazine, under the same claim: only the thread inside of the magazine, or a draining
-//! thread, uses it.
+//! The stock of a thread slot is protected by the lock of the slot's magazine. Only a thread that has entered or
+//! drained the magazine uses it.
 #![allow(unsafe_code)] // zero bits are a valid stock
 
 use super::epochs::{self, Epoch};
-use super::meta::{Held32, Held64};
+use super::meta::{LockedU32, LockedU64};
 use pagemill_core::arena::Zeroed;
 
 const STOCK_BYTES: usize = 16 << 10;
 
-/// Capacity for handles: the rest of a stock. Its memory is populated up to the highest count so far.
-pub(super) const KEYS: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
+/// Maximum number of free handles, which fill the rest of a stock. Memory is populated up to the highest number so far.
+pub(super) const KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
-/// Handles that are taken from the table at once: whole cache lines, not shared with other threads.
-pub(super) const RUN: usize = 64;
+/// Number of handles that are taken from the table at once. They fill whole cache lines, which no other thread shares.
+pub(super) const KEY_BATCH: usize = 64;
 
-/// Capacity for retired places.
-pub(super) const PLACES: usize = 64;
+/// Maximum number of retired objects.
+pub(super) const RETIRED_CAPACITY: usize = 64;
 
-/// What one thread slot keeps for a cache by handle.
+/// The free handles and retired objects that one thread slot keeps for a cache by handle.
 #[repr(C, align(1024))]
 pub(super) struct Stock {
     pub retired: ThreadRetireList,
-    pub keys: Stack<KEYS>,
+    pub keys: Stack<KEY_CAPACITY>,
 }
 
 const _: () = assert!(size_of::<Stock>() == STOCK_BYTES);
 
-// SAFETY: atomic words.
+// SAFETY: atomic words are valid if all bits are zero.
 unsafe impl Zeroed for Stock {}
 
 impl Stock {
-    /// Adds a free handle and a retired place: both, or neither if there is no room for one of them.
+    /// Adds a free handle and a retired object. Returns false, and adds neither, if one of them does not fit.
     #[inline(always)]
-    pub fn take_in(&self, key: u64, place: u64) -> bool {
-        let (keys, places) = (self.keys.len.get(), self.retired.places.len.get());
-        let has_room = places < self.retired.room.get();
-        match (self.keys.items.get(keys as usize), self.retired.places.items.get(places as usize)) {
+    pub fn push_pair(&self, key: u64, object: u64) -> bool {
+        let (keys, objects) = (self.keys.len.get(), self.retired.objects.len.get());
+        let has_room = objects < self.retired.capacity.get();
+        match (self.keys.items.get(keys as usize), self.retired.objects.items.get(objects as usize)) {
             (Some(key_at), Some(place_at)) if has_room => {
                 key_at.set(key);
-                place_at.set(place);
+                place_at.set(object);
                 self.keys.len.set(keys + 1);
-                self.retired.places.len.set(places + 1);
+                self.retired.objects.len.set(objects + 1);
                 true
             }
             _ => false,
@@ -50,35 +51,36 @@ impl Stock {
     }
 }
 
-/// A retire list: places in order of retirement. First those that wait for readers of the epoch `epoch`, then later
-/// ones.
+/// Retired objects in order of retirement. The first `waiting` of them wait for readers of `epoch`; the others were
+/// retired later.
 #[repr(C)]
 pub(super) struct ThreadRetireList {
-    /// How many places it may hold before it is sorted; 0 at first.
-    room: Held32,
-    /// `waiting`: how many places wait. `epoch`: the epoch that they wait for.
-    waiting: Held32,
-    epoch: Held64,
-    places: Stack<PLACES>,
+    /// How many objects the list may hold before the next [`ThreadRetireList::drain_batch`]; 0 at first.
+    capacity: LockedU32,
+    /// `waiting`: number of objects that wait for `epoch`. `epoch`: readers up to this epoch may use them.
+    waiting: LockedU32,
+    epoch: LockedU64,
+    objects: Stack<RETIRED_CAPACITY>,
 }
 
-/// Places that were removed from the list: free, or still waiting.
-pub(super) struct Sorted {
+/// Retired objects that were removed from the list.
+pub(super) struct DrainedBatch {
     pub count: usize,
-    /// Readers up to this epoch may use them; `None`: they are free.
+    /// Readers up to this epoch may use the objects. `None`: the objects are free.
     pub until: Option<Epoch>,
 }
 
 impl ThreadRetireList {
-    /// Retires a place that no word names, if there is room.
-    pub fn push(&self, place: u64) -> bool {
-        self.places.len.get() < self.room.get() && self.places.push(place)
+    /// Retires an object that no handle refers to. Returns false if the list is full.
+    pub fn push(&self, object: u64) -> bool {
+        self.objects.len.get() < self.capacity.get() && self.objects.push(object)
     }
 
-    /// Removes the places that no reader uses: all, or those that waited since the last call. If not even these are free,
-    /// they are removed to wait in the shared retire list. Afterwards there is room for `more`.
-    pub fn sort(&self, more: usize, out: &mut [u64; PLACES]) -> Sorted {
-        let (len, waiting) = (self.places.len.get() as usize, self.waiting.get() as usize);
+    /// Removes the objects that no reader uses: all, or those that waited since the last call. If readers still use the
+    /// latter, removes them nevertheless, so that they wait in the shared retire list. Afterwards at least `more`
+    /// objects fit, up to the maximum.
+    pub fn drain_batch(&self, more: usize, out: &mut [u64; RETIRED_CAPACITY]) -> DrainedBatch {
+        let (len, waiting) = (self.objects.len.get() as usize, self.waiting.get() as usize);
         let (epoch, oldest) = epochs::retire();
         let waited_for = Epoch::from_bits(self.epoch.get());
         let (count, until) = if oldest > epoch {
@@ -86,40 +88,40 @@ impl ThreadRetireList {
         } else {
             (waiting, (waiting > 0 && oldest <= waited_for).then_some(waited_for))
         };
-        let rest = len - self.places.drain(len - count, out);
+        let rest = len - self.objects.drain(len - count, out);
         self.waiting.set(rest as u32);
         self.epoch.set(epoch.to_bits());
-        self.room.set((rest + more).min(PLACES) as u32);
-        Sorted { count, until }
+        self.capacity.set((rest + more).min(RETIRED_CAPACITY) as u32);
+        DrainedBatch { count, until }
     }
 
-    /// Number of places, approximate for other threads.
+    /// Number of retired objects. Approximate on other threads.
     pub fn len(&self) -> u32 {
-        self.places.len.get()
+        self.objects.len.get()
     }
 
-    /// Removes all places, even if readers use them, and returns how many. Resets the list.
-    pub fn take(&self, out: &mut [u64; PLACES]) -> usize {
-        self.room.set(0);
+    /// Removes all objects, even if readers use them, and closes the list. Returns their number.
+    pub fn drain_all(&self, out: &mut [u64; RETIRED_CAPACITY]) -> usize {
+        self.capacity.set(0);
         self.waiting.set(0);
-        self.places.drain(0, out)
+        self.objects.drain(0, out)
     }
 }
 
-/// A bounded stack of words.
+/// A bounded stack of 64-bit words.
 #[repr(C)]
 pub(super) struct Stack<const N: usize> {
-    len: Held32,
-    items: [Held64; N],
+    len: LockedU32,
+    items: [LockedU64; N],
 }
 
 impl<const N: usize> Stack<N> {
-    /// Adds a word, if there is room.
+    /// Adds a word. Returns false if the stack is full.
     #[inline]
     pub fn push(&self, item: u64) -> bool {
         let len = self.len.get();
-        let Some(place) = self.items.get(len as usize) else { return false };
-        place.set(item);
+        let Some(object) = self.items.get(len as usize) else { return false };
+        object.set(item);
         self.len.set(len + 1);
         true
     }
@@ -133,11 +135,11 @@ impl<const N: usize> Stack<N> {
         Some(item)
     }
 
-    /// Removes all words but the last `kept`, oldest first, as many as `items` has room for. Returns how many.
+    /// Removes the oldest words until `kept` are left or `items` is full. Returns how many were removed.
     pub fn drain(&self, kept: usize, items: &mut [u64]) -> usize {
         let len = self.len.get() as usize;
         let gone = len.saturating_sub(kept).min(items.len());
-        items.iter_mut().zip(&self.items[..gone]).for_each(|(item, place)| *item = place.get());
+        items.iter_mut().zip(&self.items[..gone]).for_each(|(item, object)| *item = object.get());
         (gone..len).for_each(|at| self.items[at - gone].set(self.items[at].get()));
         self.len.set((len - gone) as u32);
         gone
@@ -148,10 +150,10 @@ impl<const N: usize> Stack<N> {
 mod tests {
     use super::*;
 
-    /// The last word is popped first; `drain` removes the oldest; the capacity is never exceeded.
+    /// `pop` returns the newest word, `drain` the oldest ones, and a full stack accepts no word.
     #[test]
-    fn a_stack_gives_what_it_took() {
-        // SAFETY: zero bits are a value.
+    fn stack_pops_the_newest_and_drains_the_oldest() {
+        // SAFETY: all bits zero are a valid value of this type.
         let stack: Stack<4> = unsafe { std::mem::zeroed() };
         let drain = |kept| {
             let mut items = [0; 4];
@@ -164,33 +166,33 @@ mod tests {
         assert_eq!((stack.pop(), stack.pop()), (Some(3), None));
     }
 
-    /// Places wait for a guard that existed when they were retired, first in the stock, then elsewhere. Without one they
-    /// are free at once.
+    /// Objects that are retired under a guard wait for it, first in the thread's list and then outside of it. Without a
+    /// guard they are free at once.
     #[test]
-    fn retired_places_wait_for_readers() {
-        // SAFETY: zero bits are a value.
+    fn retired_objects_wait_for_readers() {
+        // SAFETY: all bits zero are a valid value of this type.
         let retired: ThreadRetireList = unsafe { std::mem::zeroed() };
-        let mut out = [0; PLACES];
+        let mut out = [0; RETIRED_CAPACITY];
         assert!(!retired.push(1), "it has not been opened");
-        assert_eq!(retired.sort(2, &mut out).count, 0);
+        assert_eq!(retired.drain_batch(2, &mut out).count, 0);
         assert!(retired.push(1) && retired.push(2) && !retired.push(3));
         let guard = epochs::pin();
-        let first = retired.sort(2, &mut out);
+        let first = retired.drain_batch(2, &mut out);
         assert_eq!((first.count, retired.push(3), retired.push(4), retired.push(5)), (0, true, true, false));
-        let second = retired.sort(2, &mut out);
-        assert!(second.until.is_some_and(|until| epochs::oldest() <= until));
+        let second = retired.drain_batch(2, &mut out);
+        assert!(second.until.is_some_and(|until| epochs::oldest_pinned() <= until));
         assert_eq!((second.count, &out[..2]), (2, &[1, 2][..]));
         assert!(retired.push(5) && retired.push(6) && !retired.push(7));
         drop(guard);
         let mut seen = Vec::new();
-        // Readers of other tests may exist.
+        // Readers of concurrent tests may delay this.
         while seen.len() < 4 {
-            let sorted = retired.sort(2, &mut out);
-            assert!(sorted.until.is_none_or(|until| until > second.until.unwrap()));
-            seen.extend_from_slice(&out[..sorted.count]);
+            let drained = retired.drain_batch(2, &mut out);
+            assert!(drained.until.is_none_or(|until| until > second.until.unwrap()));
+            seen.extend_from_slice(&out[..drained.count]);
         }
         assert_eq!(seen, [3, 4, 5, 6]);
         assert!(retired.push(7));
-        assert_eq!((retired.take(&mut out), out[0], retired.push(8)), (1, 7, false));
+        assert_eq!((retired.drain_all(&mut out), out[0], retired.push(8)), (1, 7, false));
     }
 }

@@ -1,4 +1,4 @@
-//! Behaviour that all kinds of caches share, tested with objects that keep their address.
+//! Behaviour that all kinds of caches share, tested with fixed objects.
 #![allow(unsafe_code)] // faulty programs; locks and protects pages
 
 use super::*;
@@ -11,15 +11,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
-/// Without background defragmentation.
+/// Creates slab caches without background defragmentation.
 pub(super) fn slabs_with(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
-    let (slabs, account) = slabs_behind(layout, limit_bytes);
+    let (slabs, account) = slabs_with_background(layout, limit_bytes);
     slabs.defrag_by_hand();
     (slabs, account)
 }
 
-/// With background defragmentation.
-pub(super) fn slabs_behind(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
+/// Creates slab caches with background defragmentation.
+pub(super) fn slabs_with_background(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
     let account = Account::make(limit_bytes).unwrap();
     let arena = place(Arena::new(layout, account).unwrap()).unwrap();
     let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
@@ -27,12 +27,12 @@ pub(super) fn slabs_behind(layout: Layout, limit_bytes: u64) -> (&'static Slabs,
     (slabs, account)
 }
 
-/// With whole blocks from the start.
+/// Creates slab caches whose blocks are whole from the start.
 pub(super) fn slabs() -> &'static Slabs {
     slabs_with(Layout::for_test(), UNLIMITED).0
 }
 
-/// With sparse blocks: memory comes and goes slab by slab.
+/// Creates slab caches whose blocks are sparse: memory is populated and freed slab by slab.
 pub(super) fn sparse_slabs() -> &'static Slabs {
     slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).0
 }
@@ -41,16 +41,16 @@ pub(super) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
     slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
 }
 
-/// Waits for readers, including those of other tests, which may take longer than one call waits.
+/// Waits until all batches are finished. Readers of concurrent tests may delay them for longer than one call waits.
 pub(super) fn finish_retired(engine: &Engine) {
     while !engine.finish_all_retired().unwrap() {}
 }
 
-/// Far longer than anything here takes, even on an overloaded machine.
+/// Time after which a test is considered stuck. Far longer than any test takes on an overloaded machine.
 pub(super) const STUCK_AFTER: Duration = Duration::from_secs(600);
 
-/// At least `rounds` rounds of a thread that uses a cache beside a thread that packs it, and more until that has moved
-/// something. On one processor, the rounds may end before the other thread runs.
+/// Yields at least `rounds` rounds for a thread that uses a cache while another packs it, and more until that thread
+/// has moved objects. On one processor it may not have run before.
 pub(super) fn until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
     let began = Instant::now();
     (0..).take_while(move |round| {
@@ -67,7 +67,7 @@ fn object(number: u64) -> Object {
     [number; 24]
 }
 
-/// Values keep their content, lie at distinct addresses, and are returned unchanged.
+/// Values keep their contents, lie at distinct addresses, and are returned unchanged by `into_inner`.
 #[test]
 fn values_are_kept() {
     let cache = slabs().fixed::<Object>(Settings::new("kept")).unwrap();
@@ -76,9 +76,9 @@ fn values_are_kept() {
     for number in 5_000..9_000 {
         slots.push(cache.insert(object(number)).unwrap());
     }
-    let mut places: Vec<usize> = slots.iter().map(|slot| std::ptr::from_ref(&**slot) as usize).collect();
-    places.sort_unstable();
-    assert!(places.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Object>()));
+    let mut addresses: Vec<usize> = slots.iter().map(|slot| std::ptr::from_ref(&**slot) as usize).collect();
+    addresses.sort_unstable();
+    assert!(addresses.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Object>()));
     assert!(slots.iter().all(|slot| slot.iter().all(|word| *word == slot[0])));
     let info = cache.info().unwrap();
     assert_eq!((info.active, info.object_bytes, info.slab_bytes), (slots.len() as u64, 192, 64 << 10));
@@ -86,7 +86,8 @@ fn values_are_kept() {
     cache.engine().check_state();
 }
 
-/// One slab of objects plus one makes two slabs; after one is freed and the cache shrunk, one slab is left.
+/// There is one object more than fits into a slab, so two slabs are used. After one object is freed and the cache
+/// shrunk, one slab is left.
 #[test]
 fn two_slabs_become_one() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -101,7 +102,7 @@ fn two_slabs_become_one() {
         let info = cache.info().unwrap();
         let in_use = info.total.slabs - info.total.empty;
         assert_eq!((in_use, info.total.partial, info.active), (1, 0, per_slab));
-        // The empty slab of a whole block is part of the block.
+        // In a whole block, empty slabs stay resident with the block.
         let bytes = if info.total.empty == 0 { info.slab_bytes } else { BLOCK_BYTES };
         assert_eq!(info.total.resident_bytes, bytes as u64);
         drop(slots);
@@ -111,15 +112,15 @@ fn two_slabs_become_one() {
     }
 }
 
-/// In a cache without a mover nothing moves: if nine of ten objects are freed, all slabs with objects stay as they are.
+/// Nine of ten objects are freed. Neither a shrink nor defragmentation moves the others, so all partial slabs stay.
 #[test]
-fn nothing_moves_without_mobility() {
+fn fixed_objects_never_move() {
     for slabs in [slabs(), sparse_slabs()] {
         let cache = slabs.fixed::<Object>(Settings::new("immobile")).unwrap();
         let mut slots: Vec<_> = (0..50_000).map(|number| cache.insert(object(number)).unwrap()).collect();
         slots.retain(|slot| slot[0] % 10 == 0);
-        let place = |slot: &Slot<'_, Object>| std::ptr::from_ref(&**slot) as usize;
-        let before: Vec<_> = slots.iter().map(place).collect();
+        let address = |slot: &Slot<'_, Object>| std::ptr::from_ref(&**slot) as usize;
+        let before: Vec<_> = slots.iter().map(address).collect();
         cache.shrink().unwrap();
         let partial = cache.info().unwrap().total.partial;
         assert!(partial > 100);
@@ -128,14 +129,14 @@ fn nothing_moves_without_mobility() {
         cache.shrink().unwrap();
         let info = cache.info().unwrap();
         assert_eq!((info.moved, info.emptied, info.total.partial), (0, 0, partial));
-        assert_eq!(slots.iter().map(place).collect::<Vec<_>>(), before);
+        assert_eq!(slots.iter().map(address).collect::<Vec<_>>(), before);
         assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == object(number * 10)));
     }
 }
 
-/// The charge is the memory of the blocks, and all of it is freed.
+/// The charge equals the resident memory of the blocks. After all objects are freed, all of it returns.
 #[test]
-fn memory_comes_back() {
+fn all_memory_is_freed() {
     for layout in [Layout::for_test(), Layout { use_huge: false, ..Layout::for_test() }] {
         let (slabs, account) = slabs_with(layout, UNLIMITED);
         let cache = slabs.fixed::<[u8; 1000]>(Settings::new("back")).unwrap();
@@ -145,7 +146,7 @@ fn memory_comes_back() {
         drop(slots);
         assert!(slabs.shrink(u64::MAX, Urgency::Limit) > 0);
         assert_eq!((account.resident(), cache.info().unwrap().total.blocks), (0, 0));
-        // And can be allocated again.
+        // Memory can be allocated again afterwards.
         drop(cache.insert([1; 1000]).unwrap());
         drop(cache);
         slabs.shrink(u64::MAX, Urgency::Request);
@@ -153,51 +154,50 @@ fn memory_comes_back() {
     }
 }
 
-/// A block in small pages that the kernel keeps (locked memory) is reused as it is, even when a whole block is wanted:
-/// its memory is charged once.
+/// The kernel keeps the memory of a sparse block, because it is locked. The next cache reuses the block as it is, even
+/// though it wants a whole block, and the memory is charged once.
 #[test]
-fn what_the_kernel_keeps_is_charged_once() {
+fn memory_that_the_kernel_keeps_is_charged_once() {
     const OTHERS: u64 = 32 * BLOCK_BYTES as u64;
     let layout = Layout { huge_from_bytes: BLOCK_BYTES as u64 / 4, ..Layout::for_test() };
     let (slabs, account) = slabs_with(layout, UNLIMITED);
     let cache = slabs.fixed::<Object>(Settings::new("locked")).unwrap();
     let slot = cache.insert(object(1)).unwrap();
     let at = cache.engine().shared.blocks.addr(0);
-    let behind = || pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
-    // A plain system call, because the sanitizers' own mlock does nothing.
-    // SAFETY: locks pages of the test's own.
+    let resident_bytes = || pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
+    // A plain system call, because the `mlock` of the sanitizers does nothing.
+    // SAFETY: locks pages that belong to the test.
     if unsafe { libc::syscall(libc::SYS_mlock2, at, BLOCK_BYTES, libc::MLOCK_ONFAULT) } != 0 {
         return println!("skipped: nothing may be locked here");
     }
     drop(slot);
     drop(cache);
-    assert_eq!(account.resident(), behind(), "nothing can be given back");
+    assert_eq!(account.resident(), resident_bytes(), "nothing can be given back");
     account.admit(OTHERS, Context::Outside).unwrap();
     let next = slabs.fixed::<Object>(Settings::new("next")).unwrap();
     let slot = next.insert(object(2)).unwrap();
     assert_eq!(
         (next.engine().shared.blocks.number_of(&raw const *slot as usize), account.resident()),
-        (0, OTHERS + behind())
+        (0, OTHERS + resident_bytes())
     );
     drop(slot);
-    // SAFETY: unlocks what was locked above.
+    // SAFETY: unlocks the pages that were locked above.
     unsafe { libc::syscall(libc::SYS_munlock, at, BLOCK_BYTES) };
     drop(next);
     slabs.shrink(u64::MAX, Urgency::Limit);
-    assert_eq!((account.resident(), behind()), (OTHERS, 0));
+    assert_eq!((account.resident(), resident_bytes()), (OTHERS, 0));
 }
 
-/// If the kernel refuses a part of a slab, the populated rest is freed, and its charge, too. The last page of the second
-/// slab cannot be populated.
+/// The last page of the second slab cannot be populated. The populated part of the slab and its charge are freed.
 #[test]
-fn a_part_of_a_slab_goes_back() {
+fn partly_populated_slab_is_freed() {
     let (slabs, account) = slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED);
     let cache = slabs.fixed::<Object>(Settings::new("part")).unwrap();
     let mut slots = vec![cache.insert(object(0)).unwrap()];
     let (at, page) = (cache.engine().shared.blocks.addr(0), os_page_bytes());
     let protect = |access| {
         let last = at + 2 * cache.engine().shape.slab_bytes - page;
-        // SAFETY: a page of the test's own that holds nothing.
+        // SAFETY: a page that belongs to the test and holds nothing.
         assert_eq!(unsafe { libc::mprotect(last as *mut _, page, access) }, 0);
     };
     protect(libc::PROT_NONE);
@@ -208,17 +208,17 @@ fn a_part_of_a_slab_goes_back() {
         }
     };
     assert!(matches!(error, Error::System { .. }), "{error}");
-    let behind = pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
+    let resident_bytes = pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
     let first = cache.engine().shape.slab_bytes as u64;
-    assert_eq!((account.resident(), behind), (first, first));
+    assert_eq!((account.resident(), resident_bytes), (first, first));
     protect(libc::PROT_READ | libc::PROT_WRITE);
     slots.push(cache.insert(object(1)).unwrap());
     cache.engine().check_state();
 }
 
-/// At its limit a cache gets no more memory; after frees it does.
+/// At the memory limit an allocation fails. After objects were freed, allocations succeed again.
 #[test]
-fn the_limit_is_minded() {
+fn allocations_fail_at_the_limit() {
     let (slabs, account) = slabs_with(Layout::for_test(), 4 * BLOCK_BYTES as u64);
     let cache = slabs.fixed::<Object>(Settings::new("limit")).unwrap();
     let mut slots = Vec::new();
@@ -236,9 +236,9 @@ fn the_limit_is_minded() {
     cache.engine().check_state();
 }
 
-/// Another cache uses the blocks that one freed, without a request to the kernel.
+/// One cache frees blocks, and another cache uses them without a request to the kernel.
 #[test]
-fn blocks_go_from_cache_to_cache() {
+fn freed_blocks_serve_other_caches() {
     let slabs = slabs();
     let one = slabs.fixed::<Object>(Settings::new("one")).unwrap();
     drop((0..100_000).map(|number| one.insert(object(number)).unwrap()).collect::<Vec<_>>());
@@ -250,7 +250,8 @@ fn blocks_go_from_cache_to_cache() {
     drop(slot);
 }
 
-/// Threads pass objects to each other, which are freed by the receiver; none is lost or given out twice.
+/// One thread allocates objects and another frees them, while a third shrinks the cache. No object is lost or allocated
+/// twice.
 #[test]
 fn threads_pass_objects_to_each_other() {
     let cache = slabs().fixed::<AtomicUsize>(Settings::new("threads")).unwrap();
@@ -285,7 +286,7 @@ fn threads_pass_objects_to_each_other() {
     cache.engine().check_state();
 }
 
-/// Values are dropped once, even if their destructor panics, and their memory is reused.
+/// Each value is dropped once, even if its destructor panics, and its memory is freed.
 #[test]
 fn values_are_dropped_once() {
     struct Counted<'count>(&'count AtomicUsize);
@@ -304,7 +305,7 @@ fn values_are_dropped_once() {
     assert_eq!((dropped.load(Relaxed), cache.info().unwrap().active), (10, 0));
 }
 
-/// Objects come from the requested node and are counted there; a node that does not exist is refused.
+/// Objects are allocated on the requested node and counted there. A node that does not exist is refused.
 #[test]
 fn objects_come_from_their_node() {
     let cache = slabs_on_nodes(3).fixed::<Object>(Settings::new("nodes")).unwrap();
@@ -318,24 +319,24 @@ fn objects_come_from_their_node() {
     assert_eq!(cache.info().unwrap().total, NodeInfo::default());
 }
 
-/// When a node has no free object, those of other nodes are used as often as the ratio demands.
+/// A node without free objects takes those of another node at a ratio of 100, and sets up a slab at a ratio of 0.
 #[test]
-fn remote_objects_serve_by_ratio() {
+fn remote_objects_are_used_by_ratio() {
     for (ratio, are_remote) in [(0, false), (100, true)] {
         let settings = Settings { remote_node_defrag_ratio: ratio, ..Settings::new("remote") };
         let cache = slabs_on_nodes(2).fixed::<Object>(settings).unwrap();
         let engine = cache.engine();
         let first = engine.allocate_on(1).unwrap();
         let mut taken = [0];
-        let (node, _) = engine.take(0, ratio, &mut taken).unwrap();
+        let (node, _) = engine.take_objects(0, ratio, &mut taken).unwrap();
         assert_eq!(node == 1, are_remote);
         assert_eq!(cache.info().unwrap().from_remote, u64::from(are_remote));
-        engine.put_back(1, &[first]);
-        engine.put_back(node, &taken);
+        engine.return_objects(1, &[first]);
+        engine.return_objects(node, &taken);
     }
 }
 
-/// Ratios above 100 and unsupported object and slab sizes are refused, and leave nothing behind.
+/// Ratios above 100 and unsupported object or slab sizes are refused.
 #[test]
 fn bad_settings_are_refused() {
     let slabs = slabs();
@@ -348,7 +349,7 @@ fn bad_settings_are_refused() {
     assert!(matches!(slabs.fixed::<[u8; 3 << 20]>(Settings::new("large")), Err(Error::BadLength { .. })));
 }
 
-/// Lists have caches with movable objects first, each kind by name, whatever the order in which they were made.
+/// Lists have caches with movable objects first, and each kind sorted by name, in whatever order they were created.
 #[test]
 fn lists_are_in_order() {
     let slabs = slabs_on_nodes(1);
@@ -360,8 +361,8 @@ fn lists_are_in_order() {
     assert_eq!(names(slabs.list()), ["c", "z", "a", "b"]);
 }
 
-/// A process can have more than a thousand caches. One beyond the maximum is refused, all are listed, and each has
-/// magazines and barns, of which only used ones are resident.
+/// A process creates the maximum number of caches, and one more is refused. All are listed, and each has magazines and
+/// barns, of which only used ones are resident.
 #[test]
 fn there_can_be_a_thousand_caches() {
     let slabs = slabs_on_nodes(2);
@@ -376,15 +377,16 @@ fn there_can_be_a_thousand_caches() {
         assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == object(number)));
         drop(slots);
         let engine = cache.engine();
-        assert!(engine.in_magazines() > 0 && (0..2).map(|node| engine.in_barns(node)).sum::<u64>() > 0);
+        assert!(engine.objects_in_magazines() > 0 && (0..2).map(|node| engine.objects_in_barns(node)).sum::<u64>() > 0);
     }
     drop(caches);
     assert!(slabs.fixed::<u64>(Settings::new("again")).is_ok() && slabs.list().is_empty());
 }
 
-/// Debug mode detects a write behind an object, a write after free, and a double free, and names the source locations.
+/// Debug mode detects a write past the end of an object, a write after free, and a double free, and names the source
+/// locations.
 #[test]
-fn damage_is_found() {
+fn debug_mode_detects_damage() {
     let slabs = slabs();
     let with_damage = |damage: &dyn Fn(&Engine, usize)| {
         let settings = Settings { debug: true, ..Settings::new("watched") };
@@ -412,22 +414,22 @@ fn damage_is_found() {
     assert!(found.contains("was written at byte 19 while it was free"), "{found}");
 }
 
-/// Errors of a faulty program.
+/// Invalid operations of a faulty program.
 mod damage {
     use super::Engine;
 
     pub fn free(engine: &Engine, object: usize) {
-        // SAFETY: none: a debug cache detects the error before the object is freed.
+        // SAFETY: none. In debug mode the cache detects the error before the object is freed.
         unsafe { engine.free(object) };
     }
 
     pub fn write(addr: usize, byte: u8) {
-        // SAFETY: memory of a slab of the test, which no other code uses.
+        // SAFETY: memory of a slab that belongs to the test and that no other code uses.
         unsafe { (addr as *mut u8).write(byte) };
     }
 }
 
-/// Prints what the paths of one thread cost. Run it with `--ignored --nocapture` in a release build.
+/// Prints the cost of typical operations of one thread. Run it with `--ignored --nocapture` in a release build.
 #[test]
 #[ignore = "prints times"]
 fn cost_of_pairs_batches_and_churn() {
@@ -466,10 +468,10 @@ fn cost_of_pairs_batches_and_churn() {
     }
 }
 
-/// An allocation without memory drains the magazines of other threads: all objects that fit are allocated before the
-/// first refusal.
+/// Another thread has free objects in its magazine. At the memory limit all objects of the block are allocated before
+/// an allocation fails, since the magazine is drained.
 #[test]
-fn what_others_keep_comes_before_a_refusal() {
+fn magazines_are_drained_before_an_allocation_fails() {
     let (slabs, _) = slabs_with(Layout::for_test(), BLOCK_BYTES as u64);
     let cache = slabs.fixed::<Object>(Settings::new("others")).unwrap();
     let per_block = cache.engine().shape.block_capacity() as usize;
@@ -490,10 +492,10 @@ fn what_others_keep_comes_before_a_refusal() {
     cache.engine().check_state();
 }
 
-/// A slab that got no memory is returned: once all objects are freed no block is kept for it, and later objects find
-/// room.
+/// Slabs that got no memory are returned. Once all objects are freed no block is left, and objects can be allocated
+/// again.
 #[test]
-fn a_slab_without_memory_goes_back() {
+fn slab_without_memory_is_returned() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };
     let (slabs, _) = slabs_with(layout, BLOCK_BYTES as u64 / 2);
     let cache = slabs.fixed::<Object>(Settings::new("refused")).unwrap();
@@ -509,13 +511,13 @@ fn a_slab_without_memory_goes_back() {
 
 /// Magazines are used again after a shrink.
 #[test]
-fn magazines_serve_after_a_shrink() {
+fn magazines_are_used_again_after_a_shrink() {
     let cache = slabs().fixed::<Object>(Settings::new("again")).unwrap();
     for _ in 0..2 {
         let slot = cache.insert(object(1)).unwrap();
-        assert!(cache.engine().in_magazines() > 0, "more than one was taken");
+        assert!(cache.engine().objects_in_magazines() > 0, "more than one was taken");
         drop(slot);
         cache.shrink().unwrap();
-        assert_eq!(cache.engine().in_magazines(), 0);
+        assert_eq!(cache.engine().objects_in_magazines(), 0);
     }
 }

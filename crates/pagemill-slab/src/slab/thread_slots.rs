@@ -1,4 +1,5 @@
-//! Thread slots: a small integer per thread that indexes its magazines; recycled at thread exit.
+//! Thread slots: a small integer per thread that indexes its magazines and other per-thread data. The slot is reused
+//! after the thread has ended.
 //!
 //! A thread takes a slot at its first call that needs one.
 
@@ -8,13 +9,13 @@ use pagemill_core::sync::{Acquire, Relaxed, Release};
 use pagemill_sys::process;
 use std::sync::atomic::{self, Ordering::AcqRel};
 
-/// Maximum number of threads that have magazines at a time; further threads use the slabs directly. Linux's default limit
-/// of mappings allows no more threads in a process: a thread takes two of 65,530.
+/// Maximum number of threads that have slots at a time. Further threads use the slabs directly. Linux's default limit
+/// of 65,530 mappings allows no more threads in a process, since a thread takes two.
 pub(super) const MAX_THREADS: usize = 1 << 15;
 
 pub(super) const WORD_BITS: usize = u64::BITS as usize;
 
-/// Not a slot: not taken yet, or none is available.
+/// Values that are no slot. `UNKNOWN`: the thread has not asked for a slot yet. `NONE`: it got none.
 pub(super) const UNKNOWN: u32 = u32::MAX;
 pub(super) const NONE: u32 = u32::MAX - 1;
 
@@ -23,7 +24,7 @@ static SLOTS: ThreadSlots = ThreadSlots::new();
 /// One more than the highest slot that any thread has had.
 static HIGH_WATER: atomic::AtomicU32 = atomic::AtomicU32::new(0);
 
-/// Slots from here on have never been used.
+/// Returns the number of slots that were ever used: all of them are below this.
 pub(super) fn high_water() -> usize {
     HIGH_WATER.load(Acquire) as usize
 }
@@ -39,40 +40,43 @@ pub(super) fn set_bits(words: impl Iterator<Item = u64>) -> impl Iterator<Item =
     })
 }
 
-/// Slots of threads that exist, or that have left a guard behind. A slot is included if its thread passed a barrier after
-/// taking it, before the caller passed one.
+/// Slots of existing threads, and of ended threads that have left a guard. A slot is certainly included if its thread
+/// executed a barrier after taking it, before the caller executed one.
 #[cfg(not(shuttle))]
-pub(super) fn taken() -> impl Iterator<Item = usize> {
+pub(super) fn slots_in_use() -> impl Iterator<Item = usize> {
     SLOTS.taken(high_water().div_ceil(WORD_BITS))
 }
 
-/// Under shuttle tasks take no slots.
+/// Under shuttle, tasks take no slots, so all used ones are returned.
 #[cfg(shuttle)]
-pub(super) fn taken() -> impl Iterator<Item = usize> {
+pub(super) fn slots_in_use() -> impl Iterator<Item = usize> {
     0..high_water()
 }
 
-/// The slots in use.
+/// The set of slots in use.
 struct ThreadSlots {
     /// One bit for each slot.
     taken: [atomic::AtomicU64; MAX_THREADS / WORD_BITS],
     /// The process that took a slot last.
-    taker: atomic::AtomicU32,
+    last_process: atomic::AtomicU32,
 }
 
 impl ThreadSlots {
     const fn new() -> Self {
-        Self { taken: [const { atomic::AtomicU64::new(0) }; MAX_THREADS / WORD_BITS], taker: atomic::AtomicU32::new(0) }
+        Self {
+            taken: [const { atomic::AtomicU64::new(0) }; MAX_THREADS / WORD_BITS],
+            last_process: atomic::AtomicU32::new(0),
+        }
     }
 
     fn take(&self, process: u32) -> Option<u32> {
-        // Before any bit is set: `forget` relies on it.
-        self.taker.store(process, Relaxed);
+        // Stored before any bit is set, because `free_inherited` relies on this order.
+        self.last_process.store(process, Relaxed);
         for (at, word) in self.taken.iter().enumerate() {
             let mut bits = word.load(Relaxed);
             while bits != u64::MAX {
                 let bit = bits.trailing_ones();
-                // Acquires what the last thread of this slot did with its magazines.
+                // Acquire: the thread must see what the previous thread in this slot did with its magazines.
                 match word.compare_exchange(bits, bits | 1 << bit, AcqRel, Relaxed) {
                     Ok(_) => return Some(at as u32 * 64 + bit),
                     Err(now) => bits = now,
@@ -82,22 +86,22 @@ impl ThreadSlots {
         None
     }
 
-    /// Slots in use in the first `words` words, in ascending order.
-    #[cfg_attr(shuttle, allow(dead_code))] // tasks take none
+    /// Returns the slots in use in the first `words` words, in ascending order.
+    #[cfg_attr(shuttle, allow(dead_code))] // shuttle tasks take no slots
     fn taken(&self, words: usize) -> impl Iterator<Item = usize> {
-        // Acquires what threads did until they gave their slots back.
+        // Acquire: the caller sees what threads did until they freed their slots.
         set_bits(self.taken[..words.min(self.taken.len())].iter().map(|word| word.load(Acquire)))
     }
 
-    fn give(&self, slot: u32) {
+    fn free(&self, slot: u32) {
         self.taken[slot as usize / 64].fetch_and(!(1 << (slot % 64)), Release);
     }
 
-    /// Frees all slots that were taken in another process, except `own`.
-    fn forget(&self, process: u32, own: u32) {
+    /// Frees all slots except `own`, if `process` has not taken a slot yet.
+    fn free_inherited(&self, process: u32, own: u32) {
         for (at, word) in self.taken.iter().enumerate() {
             let seen = word.load(Acquire);
-            if self.taker.load(Relaxed) == process {
+            if self.last_process.load(Relaxed) == process {
                 return;
             }
             let kept = if own as usize / 64 == at { 1 << (own % 64) } else { 0 };
@@ -106,38 +110,36 @@ impl ThreadSlots {
     }
 }
 
-/// In a fork child: frees all slots except that of this thread. Does nothing if threads of this process have taken slots
-/// already, as in the call of a second Pagemill. Also does nothing if it is called first by another thread than the first
-/// one.
+/// In a fork child: frees all slots except that of this thread. Does nothing if threads of this process have taken
+/// slots already, as in the call of a second Pagemill. Also does nothing on another thread than the first.
 pub(super) fn begin_child() {
     if process::is_first_thread() {
-        SLOTS.forget(process::id(), own_slot());
+        SLOTS.free_inherited(process::id(), own_slot());
     }
 }
 
-/// Frees the slot of a thread when it ends.
+/// Frees the slot of its thread when the thread ends.
 struct OwnSlot(u32);
 
 impl Drop for OwnSlot {
     fn drop(&mut self) {
-        // Destructors that run later have no magazine.
-        note_own(NONE);
-        // If a guard outlives its thread, the slot stays taken for good: the guard uses the participant word of this
-        // slot.
+        // Destructors that run later on this thread must not use a magazine.
+        set_own(NONE);
+        // A guard that outlives its thread uses the participant word of this slot. The slot then stays in use for good.
         if !epochs::is_reading(self.0) {
-            SLOTS.give(self.0);
+            SLOTS.free(self.0);
         }
     }
 }
 
 thread_local! {
-    /// Plain words: reading one costs an instruction.
+    /// Variables without a destructor, so that reading one costs a single instruction.
     static OWN: std::cell::Cell<u32> = const { std::cell::Cell::new(UNKNOWN) };
-    static OFFSET: std::cell::Cell<Offset> = const { std::cell::Cell::new(Offset::NOWHERE) };
+    static OFFSET: std::cell::Cell<Offset> = const { std::cell::Cell::new(Offset::NONE) };
     static OWN_SLOT: std::cell::Cell<Option<OwnSlot>> = const { std::cell::Cell::new(None) };
 }
 
-/// The slot of this thread; [`UNKNOWN`] before [`find_slot`].
+/// The slot of this thread; [`UNKNOWN`] before [`ensure_slot`].
 #[cfg(not(shuttle))]
 #[inline(always)]
 pub(super) fn own_slot() -> u32 {
@@ -154,7 +156,7 @@ pub(super) fn own_slot() -> u32 {
     })
 }
 
-/// As [`own_slot`], as an offset into magazines.
+/// Returns the slot of this thread as an offset into magazines.
 #[cfg(not(shuttle))]
 #[inline(always)]
 pub(super) fn own_offset() -> Offset {
@@ -166,39 +168,39 @@ pub(super) fn own_offset() -> Offset {
     Offset::of(own_slot())
 }
 
-/// Takes a slot for this thread if it has none. [`NONE`] if all are taken or the thread is ending.
+/// Returns the slot of this thread, and takes one if it has none. [`NONE`] if all are in use or the thread is ending.
 #[cold]
-pub(super) fn find_slot() -> u32 {
+pub(super) fn ensure_slot() -> u32 {
     if own_slot() == UNKNOWN {
         epochs::note_process();
         let taken = SLOTS.take(process::id());
         HIGH_WATER.fetch_max(taken.map_or(0, |slot| slot + 1), AcqRel);
         let is_kept = taken.is_some_and(|slot| OWN_SLOT.try_with(|own| own.set(Some(OwnSlot(slot)))).is_ok());
-        note_own(taken.filter(|_| is_kept).unwrap_or(NONE));
+        set_own(taken.filter(|_| is_kept).unwrap_or(NONE));
     }
     own_slot()
 }
 
-fn note_own(slot: u32) {
+fn set_own(slot: u32) {
     OWN.with(|own| own.set(slot));
     OFFSET.with(|own| own.set(Offset::of(slot)));
 }
 
-/// A slot that a test holds in place of a thread.
+/// A slot that a test uses in place of a thread.
 #[cfg(all(test, not(shuttle)))]
-pub(super) struct Held(u32);
+pub(super) struct HeldSlot(u32);
 
 #[cfg(all(test, not(shuttle)))]
-impl Drop for Held {
+impl Drop for HeldSlot {
     fn drop(&mut self) {
-        SLOTS.give(self.0);
+        SLOTS.free(self.0);
     }
 }
 
 /// Takes up to `most` slots.
 #[cfg(all(test, not(shuttle)))]
-pub(super) fn take_slots(most: usize) -> Vec<Held> {
-    let taken = std::iter::from_fn(|| SLOTS.take(process::id()).map(Held));
+pub(super) fn take_slots(most: usize) -> Vec<HeldSlot> {
+    let taken = std::iter::from_fn(|| SLOTS.take(process::id()).map(HeldSlot));
     let taken: Vec<_> = taken.take(most).collect();
     HIGH_WATER.fetch_max(taken.iter().map(|held| held.0 + 1).max().unwrap_or(0), AcqRel);
     taken
@@ -217,36 +219,36 @@ mod tests {
         assert_eq!(set_bits([u64::MAX; 2].into_iter()).count(), 128);
     }
 
-    /// A fork child frees the slots of its parent's threads, except that of the forking thread. Slots that the child's
-    /// own threads have taken stay.
+    /// A fork child frees the slots of its parent's threads, except that of the forking thread. It keeps slots that its
+    /// own threads have taken.
     #[test]
-    fn a_child_forgets_the_slots_of_its_parent() {
+    fn fork_child_frees_slots_of_its_parent() {
         let slots = ThreadSlots::new();
         let take = |process, count| (0..count).map(|_| slots.take(process).unwrap()).collect::<Vec<_>>();
         let taken = || slots.taken(MAX_THREADS).map(|slot| slot as u32).collect::<Vec<_>>();
         assert_eq!(take(1, 70), Vec::from_iter(0..70));
-        slots.forget(1, 66);
+        slots.free_inherited(1, 66);
         assert_eq!(take(1, 2), [70, 71]);
-        slots.forget(2, 66);
+        slots.free_inherited(2, 66);
         assert_eq!(take(2, 80), Vec::from_iter((0..81).filter(|slot| *slot != 66)));
-        slots.forget(2, 66);
-        slots.give(7);
+        slots.free_inherited(2, 66);
+        slots.free(7);
         assert_eq!(take(2, 2), [7, 81]);
-        slots.forget(3, NONE);
+        slots.free_inherited(3, NONE);
         assert_eq!((taken(), take(3, 1)), (vec![], vec![0]));
-        // As many as there are, and no more.
+        // All slots can be taken, and then no further one.
         let all = Vec::from_iter(0..MAX_THREADS as u32);
         assert_eq!((take(3, MAX_THREADS - 1), slots.take(3)), (all[1..].to_vec(), None));
         assert_eq!(taken(), all);
-        slots.forget(4, MAX_THREADS as u32 - 1);
+        slots.free_inherited(4, MAX_THREADS as u32 - 1);
         assert_eq!((taken(), take(4, 2)), (vec![MAX_THREADS as u32 - 1], vec![0, 1]));
     }
 
-    /// Concurrent threads have different slots; slots of ended threads are reused.
+    /// Concurrent threads have different slots, and the slot of an ended thread is reused.
     #[test]
-    fn slots_go_to_the_next_thread() {
-        let slot = || std::thread::spawn(find_slot).join().unwrap();
-        let own = find_slot();
+    fn slots_of_ended_threads_are_reused() {
+        let slot = || std::thread::spawn(ensure_slot).join().unwrap();
+        let own = ensure_slot();
         // Threads of concurrent tests, more of them on larger machines, take some of the slots.
         let mut seen = std::collections::BTreeSet::from([own]);
         let again = (0..10_000).map(|_| slot()).find(|slot| !seen.insert(*slot));

@@ -1,9 +1,8 @@
-//! Many threads, and processes that the kernel refuses the barrier: their threads have magazines, too, which can be
-//! drained.
+//! Slab caches with many threads, and in processes where the kernel refuses `membarrier`.
 #![allow(unsafe_code)] // implements `Movable`; system call filter, address limit
 
 use super::tests::{finish_retired, slabs};
-use super::thread_slots::{MAX_THREADS, NONE, find_slot, high_water, take_slots};
+use super::thread_slots::{MAX_THREADS, NONE, ensure_slot, high_water, take_slots};
 use super::*;
 use pagemill_core::units::os_page_bytes;
 use pagemill_sys::barrier;
@@ -16,7 +15,7 @@ type Words = [u64; 22];
 
 struct Value(Words);
 
-// SAFETY: numbers.
+// SAFETY: numbers can be copied byte by byte.
 unsafe impl Movable for Value {}
 
 impl Value {
@@ -31,12 +30,12 @@ fn refused_slabs() -> &'static Slabs {
     slabs
 }
 
-/// Set for tests of this file that run alone in their process.
+/// Environment variable that is set for tests that run alone in their process.
 const ALONE: &str = "PAGEMILL_TEST_ALONE";
-/// Set if the kernel refuses the barrier in this process.
+/// Environment variable that is set in a process where the kernel refuses `membarrier`.
 const REFUSED: &str = "PAGEMILL_TEST_REFUSED";
 
-/// Runs this test program again, for some of its tests.
+/// Returns a command that runs this test program again, with these arguments.
 fn own_tests(arguments: &[&str]) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(arguments);
@@ -51,12 +50,12 @@ fn assert_passes(command: &mut Command) {
     assert!(!said.contains(" 0 passed"), "{said}");
 }
 
-/// Makes the kernel refuse the barrier in this process, as in some containers and sandboxes.
+/// Makes the kernel refuse `membarrier` in this process, as in some containers and sandboxes.
 fn refuse_membarrier() -> io::Result<()> {
     let step =
         |code: u32, skipped: u8, value: u32| libc::sock_filter { code: code as u16, jt: 0, jf: skipped, k: value };
     let mut steps = [
-        // Loads the call number; if it is membarrier: an error, else allow.
+        // Loads the call number. If it is that of membarrier, the call fails; others are allowed.
         step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
         step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_membarrier as u32),
         step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
@@ -71,9 +70,9 @@ fn refuse_membarrier() -> io::Result<()> {
     if is_set { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// All slab tests once more, in a process that is refused the barrier.
+/// Runs all slab tests once more, in a process where the kernel refuses `membarrier`.
 #[test]
-fn all_is_the_same_where_the_barrier_is_refused() {
+fn all_slab_tests_pass_without_membarrier() {
     if env::var_os(REFUSED).is_some() {
         return;
     }
@@ -83,41 +82,43 @@ fn all_is_the_same_where_the_barrier_is_refused() {
     assert_passes(&mut command);
 }
 
-/// The kernel's first answer holds for the process.
+/// The kind of barriers follows the kernel's answer, and a cache uses this kind.
 #[test]
-fn barriers_are_whose_the_kernel_lets_them_be() {
+fn barrier_kind_follows_the_kernel() {
     let barriers = Barriers::of_process();
-    assert_eq!(barriers == Barriers::OfDrainer, barrier::register());
-    assert!(env::var_os(REFUSED).is_none() || barriers == Barriers::OfEach);
+    assert_eq!(barriers == Barriers::DrainerOnly, barrier::register());
+    assert!(env::var_os(REFUSED).is_none() || barriers == Barriers::BothSides);
     let cache = slabs().fixed::<Words>(Settings::new("barriers")).unwrap();
     assert_eq!(cache.engine().magazines.barriers(), barriers);
 }
 
-/// With either kind of barriers: a freed object is the next that its thread allocates, until a drain takes it.
+/// With both kinds of barriers: a thread allocates the object that it freed last, until a drain takes the object out of
+/// the magazine.
 #[test]
-fn threads_take_from_their_magazines() {
+fn freed_object_is_allocated_next() {
     for slabs in [slabs(), refused_slabs()] {
         let cache = slabs.fixed::<Words>(Settings::new("taken")).unwrap();
-        let place = |slot: &Slot<'_, Words>| std::ptr::from_ref(&**slot) as usize;
+        let address = |slot: &Slot<'_, Words>| std::ptr::from_ref(&**slot) as usize;
         let slot = cache.insert([1; 22]).unwrap();
-        let (first, cached) = (place(&slot), cache.engine().in_magazines());
+        let (first, cached) = (address(&slot), cache.engine().objects_in_magazines());
         assert!(cached > 0);
         drop(slot);
-        assert_eq!(cache.engine().in_magazines(), cached + 1);
+        assert_eq!(cache.engine().objects_in_magazines(), cached + 1);
         let slot = cache.insert([2; 22]).unwrap();
-        assert_eq!((place(&slot), cache.engine().in_magazines()), (first, cached));
+        assert_eq!((address(&slot), cache.engine().objects_in_magazines()), (first, cached));
         let drained = cache.engine().drain_magazines().unwrap();
         let other = cache.insert([3; 22]).unwrap();
         drop(slot);
-        assert_eq!(cache.engine().in_magazines(), 0);
+        assert_eq!(cache.engine().objects_in_magazines(), 0);
         drop((drained, other));
         cache.engine().check_state();
     }
 }
 
-/// Threads allocate, free and read while another packs, with either kind of barriers: they find exactly their own values.
+/// With both kinds of barriers: threads allocate, free and read while another thread packs. They find exactly their own
+/// values.
 #[test]
-fn threads_and_seizers_never_meet() {
+fn threads_keep_their_values_while_others_drain() {
     const THREADS: u64 = 3;
     const ROUNDS: u64 = 4_000;
     for slabs in [slabs(), refused_slabs()] {
@@ -160,9 +161,9 @@ fn threads_and_seizers_never_meet() {
     }
 }
 
-/// Thread slots belong to the process, so these tests run in a process of their own.
+/// Runs the tests of `alone` in a process of their own, because thread slots belong to the whole process.
 #[test]
-fn tests_that_are_alone() {
+fn run_tests_alone_in_their_process() {
     assert_passes(own_tests(&["slab::threads_tests::alone", "--ignored", "--test-threads=1"]).env(ALONE, "1"));
 }
 
@@ -173,19 +174,19 @@ mod alone {
         env::var_os(ALONE).is_some()
     }
 
-    fn users(engine: &Engine) -> u32 {
-        engine.users.iter().map(|word| word.load(Relaxed).count_ones()).sum()
+    fn opened_slot_count(engine: &Engine) -> u32 {
+        engine.opened_slots.iter().map(|word| word.load(Relaxed).count_ones()).sum()
     }
 
-    /// Concurrent threads insert values and remove them. Returns how many of them have magazines of either cache.
+    /// Eight threads insert and remove values. Returns how many thread slots have opened a magazine of each cache.
     fn use_from_threads(cache: &ByHandle<Value>, fixed: &Fixed<Words>) -> [u32; 2] {
         const THREADS: usize = 8;
         const VALUES: u64 = 200;
-        let turn = Guarded::new(());
+        let one_at_a_time = Guarded::new(());
         let end = Barrier::new(THREADS + 1);
         let use_both = |thread: u64| {
-            // One after the other: a thread does not open its magazine while another opens one.
-            turn.with(|()| {
+            // One thread at a time, because a thread does not open its magazine while another opens one.
+            one_at_a_time.with(|()| {
                 let values = (0..VALUES).map(|value| thread * VALUES + value);
                 let held: Vec<_> = values
                     .map(|value| (value, cache.insert(Value::new(value)).unwrap(), fixed.insert([value; 22]).unwrap()))
@@ -203,11 +204,11 @@ mod alone {
             end.wait();
             threads.into_iter().for_each(|thread| thread.join().unwrap());
         });
-        [users(cache.engine()), users(fixed.engine())]
+        [opened_slot_count(cache.engine()), opened_slot_count(fixed.engine())]
     }
 
-    /// A value that is removed while another thread reads it stays until that thread has finished.
-    fn assert_participant_counts(cache: &ByHandle<Value>) {
+    /// Checks that a value that is removed while a thread reads it stays until that thread has finished.
+    fn assert_readers_delay_reclaim(cache: &ByHandle<Value>) {
         let handle = cache.insert(Value::new(7)).unwrap();
         let (begun, removed) = (Barrier::new(2), Barrier::new(2));
         thread::scope(|scope| {
@@ -229,17 +230,17 @@ mod alone {
         assert!(oldest > epoch, "no thread reads");
     }
 
-    /// Threads beyond the first thousands, and the last one, have magazines, stocks and participant words, each in memory
-    /// of their own. A thread without a slot works without them. Slots are taken in place of threads.
+    /// With 5,000 slots taken, further threads have magazines, stocks and participant words. With all slots taken,
+    /// threads work without them. The test takes slots in place of threads.
     #[test]
     #[ignore = "alone in its process"]
-    fn thousands_of_threads() {
+    fn thousands_of_threads_have_magazines() {
         const FIRST: usize = 5_000;
         if !is_alone() {
             return;
         }
-        // Takes a slot below those that come and go.
-        find_slot();
+        // Takes a slot below those that are taken and freed later.
+        ensure_slot();
         for slabs in [slabs(), refused_slabs()] {
             let cache = slabs.by_handle::<Value>(Settings::new("many")).unwrap();
             let fixed = slabs.fixed::<Words>(Settings::new("many")).unwrap();
@@ -247,31 +248,31 @@ mod alone {
             assert_eq!(few.len(), FIRST);
             assert_eq!(use_from_threads(&cache, &fixed), [8, 8]);
             assert!(high_water() > FIRST);
-            // At most a page for each thread, of both caches and of the cache of nodes.
+            // At most one page for each thread and cache, including the cache of nodes.
             let ids = &slabs.shared().unwrap().ids;
             let resident = ids.with(|ids| ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
             assert!(resident > 0 && resident <= 3 * 9 * os_page_bytes() as u64, "{resident}");
-            assert_participant_counts(&cache);
+            assert_readers_delay_reclaim(&cache);
             let rest = take_slots(MAX_THREADS);
             assert_eq!(high_water(), MAX_THREADS);
-            assert_eq!(thread::spawn(find_slot).join().unwrap(), NONE);
-            // This thread has a magazine itself by now.
+            assert_eq!(thread::spawn(ensure_slot).join().unwrap(), NONE);
+            // This thread has opened a magazine by now.
             assert_eq!(use_from_threads(&cache, &fixed), [9, 8]);
-            assert_participant_counts(&cache);
+            assert_readers_delay_reclaim(&cache);
             drop(rest);
             cache.pack();
             fixed.shrink().unwrap();
             let active = (cache.info().unwrap().active, fixed.info().unwrap().active);
-            assert_eq!((active, cache.engine().in_magazines()), ((0, 0), 0));
+            assert_eq!((active, cache.engine().objects_in_magazines()), ((0, 0), 0));
             cache.engine().check_state();
             fixed.engine().check_state();
         }
     }
 
-    /// If addresses do not suffice for all threads, some threads have magazines.
+    /// Address space is limited to a quarter of all magazines: a quarter of the slots have magazines.
     #[test]
     #[ignore = "alone in its process"]
-    fn where_addresses_are_few() {
+    fn few_addresses_limit_the_magazines() {
         const FEW: usize = MAX_THREADS / 4;
         if !is_alone() {
             return;
@@ -287,7 +288,7 @@ mod alone {
             assert_eq!(libc::setrlimit(libc::RLIMIT_AS, &raw const limit), 0);
         }
         let magazines =
-            magazine::Magazines::new(place(magazine::MagazineRange::new().unwrap()).unwrap(), Barriers::OfDrainer);
-        assert!(magazines.reach(FEW - 1) && !magazines.reach(FEW) && magazines.get(FEW - 1).len() == 0);
+            magazine::Magazines::new(place(magazine::MagazineRange::new().unwrap()).unwrap(), Barriers::DrainerOnly);
+        assert!(magazines.open_slot(FEW - 1) && !magazines.open_slot(FEW) && magazines.get(FEW - 1).len() == 0);
     }
 }

@@ -1,22 +1,23 @@
 //! The background thread: defragments caches in steps, and carries out shrinks that another process requests.
 //!
-//! A thread of the program starts it with the first cache of movable objects. It visits each cache, and runs a
-//! step if something can be emptied. When a round over all caches finds nothing, it sleeps until something is freed.
+//! A thread of the program starts it with the first cache of movable objects. A *round* visits each cache, and a visit
+//! runs a step if something can be emptied. When a round finds nothing, the thread sleeps until something is freed.
+//! Between its work it *rests*, which bounds its processor time.
 //!
 //! ```text
-//!           a cache                       a round finds nothing
-//!   none ---------------> at its rounds ----------------------> parked
-//!     ^                    |  ^   ^   `--- readers: timeout ---'  |
-//!     |   by hand          |  |   `------------- ring ------------'
-//!     '--------------------'  '-- a fork: nothing is begun
+//!           first cache                   a round finds nothing
+//!   none ---------------> runs rounds ------------------------> asleep
+//!     ^                    |  ^   ^   `-- timeout for readers --' |
+//!     |  `defrag_by_hand`  |  |   `------------ notify -----------'
+//!     '--------------------'  '-- during a fork: begins no visit
 //! ```
 //!
-//! It runs callbacks of the program and destructors of removed values by handle: for one cache at a time, without holding
-//! a lock of its own. A thread that drops a cache, forks, or stops the background waits until the current visit ends, at
-//! most one second.
+//! The thread runs callbacks of the program and destructors of removed values, for one cache at a time and without
+//! holding a lock of its own. A thread that drops a cache, forks, or stops the background waits until the current visit
+//! ends, at most one second.
 
 use super::engine::Engine;
-use super::{CacheKind, Member, Slabs, defrag};
+use super::{Cache, CacheKind, Slabs, defrag};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Backoff, EventCount, Relaxed};
@@ -33,44 +34,43 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Approximate length of a step.
-const STEP: Duration = Duration::from_millis(1);
+const STEP_DURATION: Duration = Duration::from_millis(1);
 
-/// Nanoseconds of rest for each nanosecond of processor time: it uses at most a twentieth of one processor.
+/// Nanoseconds of rest for each nanosecond of processor time. So the thread uses at most a twentieth of one processor.
 const REST_FACTOR: u64 = if cfg!(shuttle) { 0 } else { 19 };
 
-/// Rests are taken once this much has accumulated; also the minimum rest between two rounds.
+/// The thread rests when this much rest has accumulated. Also the minimum rest between two rounds.
 const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 
-/// Maximum length of one rest, however long a callback took: memory may become short meanwhile.
-const MOST_REST_NS: u64 = 1_000_000_000;
+/// Maximum length of one rest, however long a callback took, because memory may become short meanwhile.
+const MAX_REST_NS: u64 = 1_000_000_000;
 
-/// While readers, or another thread that uses a cache, have to be waited for: the time until the next round, doubled each
-/// time.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
-const LAST_PAUSE: Duration = Duration::from_secs(4);
+/// Time until the next round while readers, or another thread that uses a cache, must finish first. Doubled each time.
+const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
-/// After frees that were too few to wake it: the time until one more round.
-const SECOND_LOOK: Duration = Duration::from_secs(1);
+/// Time until one more round after objects were freed, but too few to wake the thread.
+const RECHECK_DELAY: Duration = Duration::from_secs(1);
 
-/// Free blocks of no cache are kept this long for reuse, then freed in portions of `GIVEN_AT_ONCE`.
-const UNUSED_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
-const GIVEN_AT_ONCE: u64 = 16 * BLOCK_BYTES as u64;
+/// Free blocks keep their memory for reuse this long. Then it is freed in portions of `FREE_PORTION_BYTES`.
+const FREE_BLOCK_DELAY_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
+const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// How long other threads wait until it has left a cache. A fork waits less, because it may hold what a callback waits
-/// for.
+/// Maximum time that other threads wait for the end of a visit. A fork waits less, because a callback may wait for the
+/// forking thread.
 const TIMEOUT_NS: u64 = if cfg!(test) { 100_000_000_000 } else { 1_000_000_000 };
 const FORK_TIMEOUT_NS: u64 = 20_000_000;
 
-/// Size of the stack: callbacks may need as much as on a thread of the program.
+/// Size of the thread's stack. Callbacks may need as much as on a thread of the program.
 #[cfg(not(shuttle))]
 const STACK_BYTES: usize = 2048 << 10;
 
-/// States of `parked`: awake (or resting), asleep with a timeout, asleep without.
+/// States of `parked`: not asleep (or resting), asleep with a timeout, asleep without a timeout.
 const AWAKE: u32 = 0;
-const DOZING: u32 = 1;
+const ASLEEP_WITH_TIMEOUT: u32 = 1;
 const ASLEEP: u32 = 2;
 
-/// A shrink that another process requests.
+/// State of a shrink that another process requests.
 #[derive(Debug, Default)]
 pub(super) enum ShrinkRequest {
     #[default]
@@ -82,7 +82,7 @@ pub(super) enum ShrinkRequest {
 }
 
 impl ShrinkRequest {
-    /// Begins the requested shrink; returns whether there is one.
+    /// Begins the requested shrink. Returns whether one was requested.
     fn take(&mut self) -> bool {
         let is_wanted = matches!(self, Self::Wanted);
         if is_wanted {
@@ -92,17 +92,17 @@ impl ShrinkRequest {
     }
 }
 
-/// Result of a visit to a cache, or of a round over all.
+/// Result of a visit to a cache; the greatest one is the result of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum VisitResult {
     Nothing,
     /// Objects were freed since the last visit.
-    Changes,
+    ObjectsFreed,
     /// Readers, or another thread that uses the cache, have to finish first.
     Waiting,
-    /// A step was run.
-    Work,
-    /// A command was carried out. It is urgent, so its time is not charged as rest.
+    /// A step of defragmentation was run.
+    StepRun,
+    /// A requested shrink was carried out. It was urgent, so the thread does not rest for its time.
     ShrinkRequest,
 }
 
@@ -110,39 +110,40 @@ pub(super) enum VisitResult {
 #[derive(Default)]
 pub(super) struct Worker {
     is_started: AtomicU32,
-    /// A round is due, because something was freed.
+    /// Something was freed or requested, so a round is due.
     is_notified: AtomicU32,
-    /// `AWAKE`, `DOZING` or `ASLEEP`.
+    /// `AWAKE`, `ASLEEP_WITH_TIMEOUT` or `ASLEEP`.
     parked: AtomicU32,
-    /// The thread is visiting a cache, or about to check whether it may.
-    is_inside: AtomicU32,
-    is_by_hand: AtomicU32,
-    /// Forks in progress.
-    holds: AtomicU32,
-    /// The event that it sleeps on.
+    /// The thread is visiting a cache, or is about to check whether it may.
+    is_visiting: AtomicU32,
+    is_stopped: AtomicU32,
+    /// Number of forks in progress. No visit begins meanwhile.
+    forks_in_progress: AtomicU32,
+    /// The event that the thread sleeps on.
     wakeups: EventCount,
-    /// `worked_ns`: processor time that it used. `rested_ns`: time that it rested for that.
-    worked_ns: AtomicU64,
+    /// `used_cpu_ns`: processor time that the thread used. `rested_ns`: time that it rested.
+    used_cpu_ns: AtomicU64,
     rested_ns: AtomicU64,
-    /// `gives_seen`: the count of freed blocks as of the last round. `given_ns`: the time of its last change.
-    gives_seen: AtomicU32,
-    given_ns: AtomicU64,
+    /// `seen_freed_count`: how often blocks had become free as of the last round. `last_freed_ns`: when this count
+    /// changed last.
+    seen_freed_count: AtomicU32,
+    last_freed_ns: AtomicU64,
 }
 
 #[cfg(not(shuttle))]
 thread_local! {
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
-    static MADE_BY: MadeBy = const { MadeBy(Cell::new(None)) };
+    static STOP_AT_EXIT: StopAtMainThreadExit = const { StopAtMainThreadExit(Cell::new(None)) };
 }
 
-/// The `Slabs` in which a thread has created caches. When the first thread ends, the process usually ends, too. Later
-/// destructors of statics and the like may destroy what callbacks use, so this destructor, which runs before them, stops
-/// the background.
+/// Stops the background when the first thread ends, since the process usually ends then. Holds the `Slabs` in which a
+/// thread has created caches. Destructors of statics that run later may destroy what callbacks use; the destructor of
+/// this thread-local runs before them.
 #[cfg(not(shuttle))]
-struct MadeBy(Cell<Option<&'static Slabs>>);
+struct StopAtMainThreadExit(Cell<Option<&'static Slabs>>);
 
 #[cfg(not(shuttle))]
-impl Drop for MadeBy {
+impl Drop for StopAtMainThreadExit {
     fn drop(&mut self) {
         if let Some(slabs) = self.0.get()
             && process::is_first_thread()
@@ -153,17 +154,17 @@ impl Drop for MadeBy {
 }
 
 impl Worker {
-    pub fn is_by_hand(&self) -> bool {
-        self.is_by_hand.load(SeqCst) == 1
+    pub fn is_stopped(&self) -> bool {
+        self.is_stopped.load(SeqCst) == 1
     }
 
-    /// Something was freed or requested: wakes the thread, if it sleeps. Takes no lock and no memory, so it can be called
-    /// anywhere.
+    /// Wakes the thread if it sleeps, because something was freed or requested. Takes no lock and no memory, so it can
+    /// be called anywhere.
     pub fn notify(&self) {
         if self.is_notified.swap(1, SeqCst) == 1 {
             return;
         }
-        // Either the parking thread sees the flag, or this sees that it has parked.
+        // Either the thread sees the flag before it sleeps, or this call sees that it sleeps.
         if self.parked.swap(AWAKE, SeqCst) != AWAKE {
             self.wakeups.raise();
         }
@@ -175,30 +176,30 @@ impl Worker {
         self.wakeups.raise();
     }
 
-    /// Starts the thread, for the first cache with movable objects. Called on a thread of the program, because callbacks
-    /// expect its open files, which the helper thread does not have. If no thread can be created, the next cache tries
-    /// again.
+    /// Starts the thread, for the first cache with movable objects. The caller is a thread of the program, because
+    /// callbacks need its open files, which Pagemill's helper thread does not share. If the thread cannot be created,
+    /// the next cache tries again.
     pub fn start(&self, slabs: &'static Slabs) {
-        if self.is_by_hand() {
+        if self.is_stopped() {
             return;
         }
-        // Fails on a thread that is ending.
+        // Fails if this thread is ending.
         #[cfg(not(shuttle))]
-        let _ = MADE_BY.try_with(|made_by| made_by.0.set(Some(slabs)));
+        let _ = STOP_AT_EXIT.try_with(|made_by| made_by.0.set(Some(slabs)));
         if self.is_started.swap(1, SeqCst) == 0 && spawn(slabs).is_err() {
             self.is_started.store(0, SeqCst);
         }
     }
 
-    /// Has the thread shrink a cache, and waits for the result, however long callbacks take.
+    /// Requests the thread to shrink a cache, and waits for the result, however long callbacks take.
     ///
     /// # Errors
     ///
-    /// As the cache's own `shrink`; [`Error::Busy`] if there is no such thread, another request for the cache is pending,
-    /// or the cache is dropped before its turn.
+    /// As the cache's own `shrink`. [`Error::Busy`] if the thread does not run, another request for the cache is
+    /// pending, or the cache is dropped before its turn.
     pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
-        let none = || Error::Busy { what: "no thread of this process defragments its slab caches from outside" };
-        let is_first = engine.request.with(|request| {
+        let none = || Error::Busy { what: "the background thread does not accept a shrink of this slab cache" };
+        let is_first = engine.shrink_request.with(|request| {
             let is_first = matches!(request, ShrinkRequest::None) && self.is_started.load(SeqCst) == 1;
             if is_first {
                 *request = ShrinkRequest::Wanted;
@@ -211,8 +212,8 @@ impl Worker {
         self.wake();
         let mut backoff = Backoff::new();
         loop {
-            let is_over = self.is_by_hand() || self.is_started.load(SeqCst) == 0 || engine.is_withdrawn.load(SeqCst);
-            let done = engine.request.with(|request| match std::mem::take(request) {
+            let is_over = self.is_stopped() || self.is_started.load(SeqCst) == 0 || engine.is_unregistered.load(SeqCst);
+            let done = engine.shrink_request.with(|request| match std::mem::take(request) {
                 ShrinkRequest::Done(freed) => Some(freed),
                 ShrinkRequest::Wanted if is_over => Some(Err(none())),
                 other => {
@@ -227,100 +228,100 @@ impl Worker {
         }
     }
 
-    /// Stops the thread: no further step begins. Returns when none is in progress, or after a second.
+    /// Stops the thread: it begins no further step. Returns when no step is in progress, or after a second.
     pub fn stop(&self) {
-        self.is_by_hand.store(1, SeqCst);
+        self.is_stopped.store(1, SeqCst);
         self.wakeups.raise();
-        self.wait_outside(TIMEOUT_NS);
+        self.wait_until_outside(TIMEOUT_NS);
     }
 
-    fn wait_outside(&self, timeout_ns: u64) {
+    fn wait_until_outside(&self, timeout_ns: u64) {
         let mut backoff = Backoff::new();
-        while self.is_inside.load(SeqCst) == 1 && !is_worker() && backoff.waited_ns() < timeout_ns {
+        while self.is_visiting.load(SeqCst) == 1 && !is_worker() && backoff.waited_ns() < timeout_ns {
             backoff.pause();
         }
     }
 
-    /// Holds the thread off until [`Worker::release_after_fork`]. A child would inherit the pinned epoch of a thread that
-    /// it does not have, so a fork waits for the visit in progress. The wait is short, because a callback may wait for
+    /// Prevents visits until [`Worker::release_after_fork`]. Waits for the visit in progress, because a child would
+    /// inherit the pinned epoch of a thread that it does not have. The wait is short, because a callback may wait for
     /// the forking thread.
     pub fn acquire_for_fork(&self) {
-        self.holds.fetch_add(1, SeqCst);
-        self.wait_outside(FORK_TIMEOUT_NS);
+        self.forks_in_progress.fetch_add(1, SeqCst);
+        self.wait_until_outside(FORK_TIMEOUT_NS);
     }
 
     pub fn release_after_fork(&self) {
-        self.holds.fetch_sub(1, SeqCst);
+        self.forks_in_progress.fetch_sub(1, SeqCst);
         self.wakeups.raise();
     }
 
-    /// In a fork child: no background thread exists until a cache of the child starts one.
+    /// In a fork child: resets the state, since the thread does not exist. A cache of the child starts a new one.
     pub fn begin_child(&self) {
-        for flag in [&self.is_started, &self.is_notified, &self.parked, &self.is_inside] {
+        for flag in [&self.is_started, &self.is_notified, &self.parked, &self.is_visiting] {
             flag.store(0, SeqCst);
         }
     }
 
-    /// Begins a visit; returns false if the background was stopped.
+    /// Begins a visit, and waits for forks in progress. Returns false if the background was stopped.
     fn enter(&self) -> bool {
         loop {
             let seen = self.wakeups.count();
-            self.is_inside.store(1, SeqCst);
-            if self.is_by_hand() {
+            self.is_visiting.store(1, SeqCst);
+            if self.is_stopped() {
                 self.leave();
                 return false;
             }
-            if self.holds.load(SeqCst) == 0 {
+            if self.forks_in_progress.load(SeqCst) == 0 {
                 return true;
             }
             self.leave();
-            self.wakeups.wait(seen, Some(FIRST_PAUSE));
+            self.wakeups.wait(seen, Some(MIN_RETRY_DELAY));
         }
     }
 
     fn leave(&self) {
-        self.is_inside.store(0, SeqCst);
+        self.is_visiting.store(0, SeqCst);
     }
 
-    /// The thread's main loop, until the background is stopped.
+    /// The main loop of the thread, which ends when the background is stopped.
     fn run(&self, slabs: &'static Slabs) {
-        let (mut pause, mut owed_ns) = (FIRST_PAUSE, 0);
+        let (mut pause, mut rest_due_ns) = (MIN_RETRY_DELAY, 0);
         loop {
-            // Read before the flags, so that an event between the two ends the next wait.
+            // Read before the flags, so that an event after this line ends the next wait.
             let seen = self.wakeups.count();
-            if self.is_by_hand() {
+            if self.is_stopped() {
                 break;
             }
             self.is_notified.store(0, SeqCst);
-            let found = self.round(slabs, &mut owed_ns);
-            self.rest(std::mem::take(&mut owed_ns).max(REST_NS), seen);
+            let found = self.run_round(slabs, &mut rest_due_ns);
+            self.rest(std::mem::take(&mut rest_due_ns).max(REST_NS), seen);
             match found {
-                VisitResult::Work | VisitResult::ShrinkRequest => pause = FIRST_PAUSE,
+                VisitResult::StepRun | VisitResult::ShrinkRequest => pause = MIN_RETRY_DELAY,
                 VisitResult::Waiting => {
                     self.park(seen, Some(pause));
-                    pause = (2 * pause).min(LAST_PAUSE);
+                    pause = (2 * pause).min(MAX_RETRY_DELAY);
                 }
-                VisitResult::Changes => self.park(seen, Some(SECOND_LOOK)),
+                VisitResult::ObjectsFreed => self.park(seen, Some(RECHECK_DELAY)),
                 VisitResult::Nothing => self.park(seen, None),
             }
         }
         self.is_started.store(0, SeqCst);
     }
 
-    /// Sleeps until it is woken.
+    /// Sleeps until the thread is woken or the timeout expires.
     fn park(&self, seen: u32, timeout: Option<Duration>) {
-        self.parked.store(if timeout.is_some() { DOZING } else { ASLEEP }, SeqCst);
+        self.parked.store(if timeout.is_some() { ASLEEP_WITH_TIMEOUT } else { ASLEEP }, SeqCst);
         if self.is_notified.load(SeqCst) == 0 {
             self.wakeups.wait(seen, timeout);
         }
         self.parked.store(AWAKE, SeqCst);
     }
 
-    /// Rests for `ns`, or until stopped. If it is woken meanwhile, the rest is limited to that between two rounds.
+    /// Rests for `ns`, or until the background is stopped. A wake-up meanwhile shortens the rest to the minimum.
     fn rest(&self, mut ns: u64, seen: u32) {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
-        while rested_ns < ns && !self.is_by_hand() {
+        while rested_ns < ns && !self.is_stopped() {
             self.wakeups.wait(last, Some(Duration::from_nanos(ns - rested_ns)));
             last = self.wakeups.count();
             ns = if last == seen { ns } else { ns.min(REST_NS) };
@@ -329,96 +330,97 @@ impl Worker {
         self.rested_ns.fetch_add(rested_ns, Relaxed);
     }
 
-    /// Visits each cache, the newest first: a cache that is removed meanwhile changes only the positions of newer ones.
-    pub fn round(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> VisitResult {
+    /// Visits all caches, the newest first. If a cache is dropped meanwhile, only the positions of newer caches change.
+    pub fn run_round(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
         let mut found = VisitResult::Nothing;
-        for at in (0..slabs.member_count()).rev() {
+        for at in (0..slabs.cache_count()).rev() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
-            let done = self.visit(|| slabs.member_at(at), tend);
-            let owes = (!matches!(done, Some(Ok(VisitResult::ShrinkRequest)))).then_some(&mut *owed_ns);
-            self.note_work(before_ns, owes);
+            let done = self.visit(|| slabs.cache_at(at), visit_cache);
+            let owes = (!matches!(done, Some(Ok(VisitResult::ShrinkRequest)))).then_some(&mut *rest_due_ns);
+            self.note_cpu_time(before_ns, owes);
             if let Some(done) = done {
                 stats::add(
                     Counter::SlabBehindSteps,
-                    u64::from(matches!(done, Ok(VisitResult::Work | VisitResult::ShrinkRequest))),
+                    u64::from(matches!(done, Ok(VisitResult::StepRun | VisitResult::ShrinkRequest))),
                 );
                 found = found.max(done.unwrap_or(VisitResult::Waiting));
             }
-            if *owed_ns >= REST_NS {
-                self.rest(std::mem::take(owed_ns), seen);
+            if *rest_due_ns >= REST_NS {
+                self.rest(std::mem::take(rest_due_ns), seen);
             }
         }
-        found.max(self.give_free(slabs, owed_ns))
+        found.max(self.free_unused_blocks(slabs, rest_due_ns))
     }
 
-    /// Frees blocks that are in no cache, once no further block was freed for a while: until then they may be reused.
-    fn give_free(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> VisitResult {
+    /// Frees the memory of free blocks once no further block has become free for [`FREE_BLOCK_DELAY_NS`]. Until then
+    /// caches may reuse them.
+    fn free_unused_blocks(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
         let Some(blocks) = slabs.shared.get().map(|shared| &shared.blocks) else { return VisitResult::Nothing };
-        let gives = blocks.gives();
-        if self.gives_seen.swap(gives, Relaxed) != gives {
-            self.given_ns.store(clock::fine_ns(), Relaxed);
+        let freed_with_memory = blocks.freed_with_memory();
+        if self.seen_freed_count.swap(freed_with_memory, Relaxed) != freed_with_memory {
+            self.last_freed_ns.store(clock::fine_ns(), Relaxed);
         }
         if blocks.giveable_bytes() == 0 {
             return VisitResult::Nothing;
         }
-        if clock::fine_ns() - self.given_ns.load(Relaxed) < UNUSED_NS {
-            return VisitResult::Changes;
+        if clock::fine_ns() - self.last_freed_ns.load(Relaxed) < FREE_BLOCK_DELAY_NS {
+            return VisitResult::ObjectsFreed;
         }
-        // In portions, because a fork or a stop waits meanwhile.
-        while blocks.gives() == gives && self.enter() {
+        // In portions, because a fork or a stop may wait meanwhile.
+        while blocks.freed_with_memory() == freed_with_memory && self.enter() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
-            let freed = blocks.shrink(GIVEN_AT_ONCE);
+            let freed = blocks.shrink(FREE_PORTION_BYTES);
             self.leave();
-            self.note_work(before_ns, Some(owed_ns));
-            // Nothing is left, or the kernel keeps it.
-            if freed < GIVEN_AT_ONCE {
+            self.note_cpu_time(before_ns, Some(rest_due_ns));
+            // No free block has memory left, or the kernel keeps it.
+            if freed < FREE_PORTION_BYTES {
                 break;
             }
-            if *owed_ns >= REST_NS {
-                self.rest(std::mem::take(owed_ns), seen);
+            if *rest_due_ns >= REST_NS {
+                self.rest(std::mem::take(rest_due_ns), seen);
             }
         }
         VisitResult::Nothing
     }
 
-    fn note_work(&self, before_ns: u64, owed_ns: Option<&mut u64>) {
+    fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
-        if let Some(owed_ns) = owed_ns {
-            *owed_ns = owed_after(*owed_ns, took_ns);
+        if let Some(rest_due_ns) = rest_due_ns {
+            *rest_due_ns = rest_due_after(*rest_due_ns, took_ns);
         }
         stats::add(Counter::SlabBehindNs, took_ns);
-        self.worked_ns.fetch_add(took_ns, Relaxed);
+        self.used_cpu_ns.fetch_add(took_ns, Relaxed);
     }
 
     /// Runs `act` on a cache. If it panics, the background gives the cache up until its ratio is set or a shrink
     /// succeeds.
     fn visit<T>(
         &self,
-        find: impl FnOnce() -> Option<Arc<dyn Member>>,
-        act: impl FnOnce(&dyn Member) -> Result<T>,
+        find: impl FnOnce() -> Option<Arc<dyn Cache>>,
+        act: impl FnOnce(&dyn Cache) -> Result<T>,
     ) -> Option<Result<T>> {
         if !self.enter() {
             return None;
         }
-        let done = find().map(|member| {
-            let done = catch_unwind(AssertUnwindSafe(|| act(&*member)));
+        let done = find().map(|cache| {
+            let done = catch_unwind(AssertUnwindSafe(|| act(&*cache)));
             let done = done.unwrap_or_else(|panic| {
-                // The payload may have a destructor, which may panic.
+                // The panic's payload is leaked, because its destructor may panic, too.
                 std::mem::forget(panic);
-                let engine = member.engine();
-                engine.has_failed.store(true, Relaxed);
-                engine.request.with(|request| {
+                let engine = cache.engine();
+                engine.has_panicked.store(true, Relaxed);
+                engine.shrink_request.with(|request| {
                     if matches!(request, ShrinkRequest::Taken) {
                         *request =
                             ShrinkRequest::Done(Err(Error::system("shrinking, in code of the program")(cancelled())));
                     }
                 });
                 stats::add(Counter::SlabBehindFailed, 1);
-                trace::event(Event::SlabBehindFailed, engine.number as u64, stats::get(Counter::SlabLost));
+                trace::event(Event::SlabBehindFailed, engine.cache_id as u64, stats::get(Counter::SlabLost));
                 Err(Error::WrongState { what: "a callback of this slab cache panicked: its slab is out of use" })
             });
-            // The last reference also drops what the user put into the cache.
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(member))) {
+            // If this is the last reference, the drop runs destructors of the user, which may panic.
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(cache))) {
                 std::mem::forget(panic);
             }
             done
@@ -450,7 +452,7 @@ fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Allocating threads wait for locks that this thread holds briefly, so it runs with their priority and limits its
+/// The thread runs with normal priority, because allocating threads wait for locks that it holds. It limits its
 /// processor time instead.
 impl pagemill_sys::thread::Work for Slabs {
     fn work(&'static self) {
@@ -460,63 +462,65 @@ impl pagemill_sys::thread::Work for Slabs {
     }
 }
 
-/// The rest that is owed after a visit: previous debt plus that for `took_ns`.
-pub(super) fn owed_after(owed_ns: u64, took_ns: u64) -> u64 {
-    owed_ns.saturating_add(took_ns.saturating_mul(REST_FACTOR)).min(MOST_REST_NS)
+/// Returns the rest that is due after a visit: the previous amount plus that for `took_ns` of processor time.
+pub(super) fn rest_due_after(rest_due_ns: u64, took_ns: u64) -> u64 {
+    rest_due_ns.saturating_add(took_ns.saturating_mul(REST_FACTOR)).min(MAX_REST_NS)
 }
 
-/// The result of a command if code of the program panicked.
+/// The error of a requested shrink if code of the program panicked.
 fn cancelled() -> std::io::Error {
     const ECANCELED: i32 = 125;
     std::io::Error::from_raw_os_error(ECANCELED)
 }
 
-/// A visit: carries out a command. Else frees what waited for readers, and runs a step if something can be emptied.
-fn tend(member: &dyn Member) -> Result<VisitResult> {
-    let engine = member.engine();
-    if engine.check().is_ok() && engine.request.with(ShrinkRequest::take) {
-        let freed = member.shrink();
-        engine.request.with(|request| *request = ShrinkRequest::Done(freed));
+/// Visits a cache. Carries out a requested shrink, if there is one. Otherwise frees retired objects whose readers have
+/// finished, and runs a step if something can be emptied.
+fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
+    let engine = cache.engine();
+    if engine.check_generation().is_ok() && engine.shrink_request.with(ShrinkRequest::take) {
+        let freed = cache.shrink();
+        engine.shrink_request.with(|request| *request = ShrinkRequest::Done(freed));
         return Ok(VisitResult::ShrinkRequest);
     }
-    let is_wanted = member.kind() != CacheKind::Fixed && engine.used_ratio.load(Relaxed) > 0;
-    if !is_wanted || engine.check().is_err() {
+    let is_wanted = cache.kind() != CacheKind::Fixed && engine.used_ratio.load(Relaxed) > 0;
+    if !is_wanted || engine.check_generation().is_err() {
         return Ok(VisitResult::Nothing);
     }
-    if engine.has_failed.load(Relaxed) {
-        // Runs no callback, but finishes what was moved before.
-        return Ok(if engine.finish_retired_behind() { VisitResult::Waiting } else { VisitResult::Nothing });
+    if engine.has_panicked.load(Relaxed) {
+        // Runs no callback, but frees the old memory of objects that were moved earlier.
+        return Ok(if engine.finish_retired_in_background() { VisitResult::Waiting } else { VisitResult::Nothing });
     }
     let before = engine.resident_bytes();
-    let has_given = engine.take_given();
-    let is_waiting = member.finish_retired();
-    let is_worth_it = defrag::is_worth_it(engine);
-    if is_worth_it {
-        member.defrag(STEP)?;
+    let has_new_frees = engine.has_new_frees();
+    let is_waiting = cache.finish_retired();
+    let is_step_worthwhile = defrag::is_step_worthwhile(engine);
+    if is_step_worthwhile {
+        cache.defrag(STEP_DURATION)?;
     }
-    // Memory that the cache gave up goes to the system, less what it took again meanwhile.
+    // Frees as much memory of free blocks as the cache gave up during the visit.
     engine.shared.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
-    Ok(match (is_worth_it, is_waiting || engine.has_batches(), has_given) {
-        (true, ..) => VisitResult::Work,
+    Ok(match (is_step_worthwhile, is_waiting || engine.has_batches(), has_new_frees) {
+        (true, ..) => VisitResult::StepRun,
         (_, true, _) => VisitResult::Waiting,
-        (.., true) => VisitResult::Changes,
+        (.., true) => VisitResult::ObjectsFreed,
         _ => VisitResult::Nothing,
     })
 }
 
-/// Unregisters a cache and waits for other users (the background thread, the governor, other threads that visit all
-/// caches), at most one second. So the user's part of the cache is dropped on the thread that drops the cache.
-pub(super) fn withdraw<M: Member + 'static>(member: &Arc<M>) {
-    let engine = member.engine();
-    if engine.check().is_err() {
+/// Unregisters a cache, and waits at most one second for other users: the background thread, the governor, and threads
+/// that visit all caches. Afterwards the caller usually has the last reference, so it drops the user's part of the
+/// cache on its own thread.
+pub(super) fn unregister<M: Cache + 'static>(cache: &Arc<M>) {
+    let engine = cache.engine();
+    if engine.check_generation().is_err() {
         return;
     }
-    let is_it = |other: &Weak<dyn Member>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(member));
-    engine.shared.slabs.members.with(|members| members.retain(|(_, other)| !is_it(other)));
-    // From here on no round finds it: a command that has not begun fails.
-    engine.is_withdrawn.store(true, SeqCst);
+    let is_it = |other: &Weak<dyn Cache>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(cache));
+    engine.shared.slabs.caches.with(|caches| caches.retain(|(_, other)| !is_it(other)));
+    // No later round finds the cache, so a request that has not begun must fail.
+    engine.is_unregistered.store(true, SeqCst);
     let mut backoff = Backoff::new();
-    while Arc::strong_count(member) > 1 && !is_worker() && backoff.waited_ns() < TIMEOUT_NS {
+    while Arc::strong_count(cache) > 1 && !is_worker() && backoff.waited_ns() < TIMEOUT_NS {
         backoff.pause();
     }
 }
@@ -528,21 +532,20 @@ impl Worker {
         self.is_started.load(SeqCst) == 1
     }
 
-    /// It sleeps without a timeout, after a round that found nothing.
+    /// Whether the thread sleeps without a timeout, after a round that found nothing.
     #[cfg(not(shuttle))]
     pub fn is_asleep(&self) -> bool {
         self.parked.load(SeqCst) == ASLEEP && self.is_notified.load(SeqCst) == 0
     }
 
-    /// How often it was woken.
     #[cfg(not(shuttle))]
-    pub fn wakes(&self) -> u32 {
+    pub fn wake_count(&self) -> u32 {
         self.wakeups.count()
     }
 
     #[cfg(not(shuttle))]
-    pub fn worked_ns(&self) -> u64 {
-        self.worked_ns.load(Relaxed)
+    pub fn used_cpu_ns(&self) -> u64 {
+        self.used_cpu_ns.load(Relaxed)
     }
 
     #[cfg(not(shuttle))]
@@ -550,10 +553,10 @@ impl Worker {
         self.rested_ns.load(Relaxed)
     }
 
-    /// Resets the state, as if it had never been woken or stopped.
+    /// Resets the state, as if the thread had never been started or stopped.
     #[cfg(shuttle)]
     pub fn reset(&self) {
         self.begin_child();
-        self.is_by_hand.store(0, SeqCst);
+        self.is_stopped.store(0, SeqCst);
     }
 }

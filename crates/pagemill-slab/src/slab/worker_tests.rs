@@ -1,9 +1,9 @@
-//! The background thread: what it does without being called, and what it leaves alone.
+//! The background thread: what it does without a call, and when it does nothing.
 #![allow(unsafe_code)] // implements `Movable`
 
-use super::owner_tests::{Book, Items, Whim, cache_of};
-use super::tests::{STUCK_AFTER, slabs_behind};
-use super::worker::{ShrinkRequest, VisitResult, Worker, owed_after};
+use super::owner_tests::{Behavior, ItemOwner, Items, cache_of};
+use super::tests::{STUCK_AFTER, slabs_with_background};
+use super::worker::{ShrinkRequest, VisitResult, Worker, rest_due_after};
 use super::*;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::stats::{self, Counter};
@@ -17,7 +17,7 @@ use std::time::Instant;
 
 const ITEMS: u64 = 60_000;
 
-/// Waits for an event that comes without a call.
+/// Waits until `is_so` returns true, without a call to the cache that would cause it.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -27,35 +27,39 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 fn slabs(use_huge: bool) -> &'static Slabs {
-    slabs_behind(pagemill_core::arena::Layout { use_huge, ..pagemill_core::arena::Layout::for_test() }, UNLIMITED).0
+    slabs_with_background(
+        pagemill_core::arena::Layout { use_huge, ..pagemill_core::arena::Layout::for_test() },
+        UNLIMITED,
+    )
+    .0
 }
 
 fn with_ratio(name: &str, percent: u32) -> Settings {
     Settings { defrag_used_ratio: percent, ..Settings::new(name) }
 }
 
-/// Adds items and removes all but one in `one_of`, at pseudorandom positions, while they may be moved. Returns how many
-/// are left.
-fn fragmented(cache: &ByOwner<Book>, one_of: u64) -> u64 {
+/// Adds items and removes all but one in `kept_divisor`, at pseudorandom positions, while they may be moved. Returns
+/// how many are left.
+fn fragmented(cache: &ByOwner<ItemOwner>, kept_divisor: u64) -> u64 {
     (0..ITEMS).for_each(|number| cache.add(number));
-    let stays = |number: &u64| (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32).is_multiple_of(one_of);
+    let stays = |number: &u64| (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32).is_multiple_of(kept_divisor);
     (0..ITEMS).filter(|number| !stays(number)).for_each(|number| {
-        // An item that is being moved can be removed a moment later.
+        // The removal fails while the item is being moved.
         wait_until("an item", || cache.remove(number));
     });
     (0..ITEMS).filter(stays).count() as u64
 }
 
-/// Blocks that `items` items need, plus one.
-fn blocks_for(cache: &ByOwner<Book>, items: u64) -> u32 {
+/// Returns the number of blocks that `items` items need, plus one.
+fn blocks_for(cache: &ByOwner<ItemOwner>, items: u64) -> u32 {
     let engine = cache.engine();
     (items.div_ceil(u64::from(engine.shape.block_capacity())) + 1) as u32
 }
 
-/// A cache that keeps the background thread in a callback until the owner's whim changes.
-fn busy(slabs: &'static Slabs) -> ByOwner<Book> {
+/// Creates a cache whose owner keeps the background thread in a callback until the owner's behaviour is changed.
+fn cache_that_blocks_the_background(slabs: &'static Slabs) -> ByOwner<ItemOwner> {
     let cache = cache_of(slabs, Settings::new("busy"));
-    *cache.owner().whim.lock().unwrap() = Whim::Wait;
+    *cache.owner().behavior.lock().unwrap() = Behavior::Wait;
     (0..ITEMS).for_each(|number| cache.add(number));
     (0..ITEMS).filter(|number| number % 16 != 3).for_each(|number| _ = cache.remove(number));
     wait_until("a move", || cache.owner().waits.load(Relaxed));
@@ -66,17 +70,17 @@ fn wait_for_sleep(slabs: &Slabs) {
     wait_until("sleep", || slabs.worker.is_asleep());
 }
 
-/// The memory of a fragmented cache returns to the system without any call. The thread uses at most a twentieth of a
+/// A cache is fragmented. Its memory returns to the system without any call. The thread uses at most a twentieth of a
 /// processor, and then sleeps.
 #[test]
-fn memory_comes_back_without_a_call() {
+fn background_frees_fragmented_memory() {
     for use_huge in [true, false] {
         let slabs = slabs(use_huge);
         let cache = cache_of(slabs, Settings::new("behind"));
         (ITEMS..2 * ITEMS).for_each(|number| cache.add(number));
         (ITEMS..2 * ITEMS).for_each(|number| wait_until("an item", || cache.remove(number)));
         let items = fragmented(&cache, 10);
-        // Whole blocks, and an idle one that is kept.
+        // The ratio's bound in whole blocks, plus an idle block that is kept.
         let block_bytes = BLOCK_BYTES as u64;
         let most =
             (items * cache.info().unwrap().stride_bytes as u64 * 100 / 30).next_multiple_of(block_bytes) + block_bytes;
@@ -88,22 +92,23 @@ fn memory_comes_back_without_a_call() {
         let info = cache.info().unwrap();
         assert_eq!((cache.check_all(), info.active), (items, items));
         assert!(info.moved > 0 && info.total.resident_bytes <= most, "{info:?}");
-        let (worked, rested) = (slabs.worker.worked_ns(), slabs.worker.rested_ns());
+        let (worked, rested) = (slabs.worker.used_cpu_ns(), slabs.worker.rested_ns());
         assert!(worked > 0 && rested >= 19 * worked, "{worked} {rested}");
         assert!(stats::get(Counter::SlabBehindSteps) > 0);
         cache.engine().check_state();
     }
 }
 
-/// Blocks that the program itself emptied return to the system without any call, whether their cache is kept or dropped.
+/// The program frees all objects of a cache, which is kept or dropped. The blocks return to the system without any
+/// call.
 #[test]
-fn what_the_program_emptied_comes_back_without_a_call() {
-    let (slabs, account) = slabs_behind(pagemill_core::arena::Layout::for_test(), UNLIMITED);
+fn background_frees_blocks_that_the_program_emptied() {
+    let (slabs, account) = slabs_with_background(pagemill_core::arena::Layout::for_test(), UNLIMITED);
     let kept = cache_of(slabs, Settings::new("kept"));
     let fixed = slabs.fixed::<[u64; 24]>(Settings::new("fixed")).unwrap();
     for is_dropped in [false, true] {
         let slots: Vec<_> = (0..ITEMS).map(|number| fixed.insert([number; 24]).unwrap()).collect();
-        // With ratio 0 nothing of it waits for readers when it is dropped.
+        // With ratio 0 nothing is moved, so nothing waits for readers when the cache is dropped.
         let other = is_dropped.then(|| cache_of(slabs, with_ratio("goes", 0)));
         let cache = other.as_ref().unwrap_or(&kept);
         (0..ITEMS).for_each(|number| cache.add(number));
@@ -125,7 +130,7 @@ struct Link {
     caches: Arc<OnceLock<Vec<ByHandle<Link>>>>,
 }
 
-// SAFETY: numbers and pointers.
+// SAFETY: numbers and pointers can be copied byte by byte.
 unsafe impl Movable for Link {}
 
 impl Drop for Link {
@@ -137,10 +142,10 @@ impl Drop for Link {
     }
 }
 
-/// Values that are removed by destructors on the background thread are dropped without a call, too: in the same cache, or
-/// in one already visited.
+/// Destructors on the background thread remove further values, in the same cache or in one already visited. These are
+/// dropped without a call, too.
 #[test]
-fn what_destructors_remove_is_dropped() {
+fn values_removed_by_destructors_are_dropped() {
     for count in [1, 2] {
         let slabs = slabs(true);
         let (caches, gone) = (Arc::new(OnceLock::new()), Arc::new(AtomicUsize::new(0)));
@@ -153,7 +158,7 @@ fn what_destructors_remove_is_dropped() {
         }
         assert!(made[0].remove(next.unwrap()).unwrap());
         wait_until("a destructor", || {
-            // Without this the first value would wait for a full batch.
+            // Without this call the first value would wait for a full batch.
             slabs.worker.notify();
             gone.load(Relaxed) > 0
         });
@@ -161,13 +166,13 @@ fn what_destructors_remove_is_dropped() {
     }
 }
 
-/// Counts its drops.
+/// A value that counts how many values were dropped.
 struct Value {
     words: [u64; 20],
     gone: Arc<AtomicUsize>,
 }
 
-// SAFETY: numbers and a pointer.
+// SAFETY: numbers and a pointer can be copied byte by byte.
 unsafe impl Movable for Value {}
 
 impl Drop for Value {
@@ -176,7 +181,7 @@ impl Drop for Value {
     }
 }
 
-/// All removed values by handle are dropped, and the others packed, without a call.
+/// Nine of ten values by handle are removed. They are dropped, and the others packed, without a call.
 #[test]
 fn values_by_handle_are_dropped_and_packed() {
     let slabs = slabs(true);
@@ -201,9 +206,9 @@ fn values_by_handle_are_dropped_and_packed() {
     assert_eq!(gone.load(Relaxed) as u64, ITEMS);
 }
 
-/// What removed values own is freed without another call, even for few values.
+/// Three values that own memory are removed. The memory is freed without another call.
 #[test]
-fn what_was_removed_goes_without_a_call() {
+fn background_drops_a_few_removed_values() {
     struct Held(Arc<()>);
     // SAFETY: a pointer; its target is not moved.
     unsafe impl Movable for Held {}
@@ -219,10 +224,10 @@ fn what_was_removed_goes_without_a_call() {
     wait_until("destructors", || Arc::strong_count(&held) == 1);
 }
 
-/// Places of values without a destructor that were removed under a guard are freed without another call once it is
-/// dropped.
+/// Values without a destructor are removed under a guard. After the guard is dropped, their memory is freed without
+/// another call.
 #[test]
-fn what_was_removed_beside_a_reader_comes_back() {
+fn values_removed_under_a_guard_are_freed() {
     const VALUES: usize = 100_000;
     for has_own_guard in [true, false] {
         let cache = slabs(true).by_handle::<[u64; 24]>(Settings::new("read")).unwrap();
@@ -236,13 +241,13 @@ fn what_was_removed_beside_a_reader_comes_back() {
         }
         assert_eq!(cache.get(handles[7], &guard), Some(&[7; 24]));
         drop(guard);
-        // Less than a block does not wake the background thread.
+        // Fewer objects than a block has do not wake the background thread.
         let most = VALUES as u64 / 10 + 2 * u64::from(cache.engine().shape.block_capacity());
         wait_until("memory", || cache.info().unwrap().active <= most);
     }
 }
 
-/// With ratio 0 nothing moves, while another cache is packed.
+/// Objects of a cache with ratio 0 are not moved while another cache is packed.
 #[test]
 fn nothing_moves_at_a_ratio_of_0() {
     let slabs = slabs(true);
@@ -257,9 +262,9 @@ fn nothing_moves_at_a_ratio_of_0() {
     assert!(info.total.blocks > blocks_for(&still, items), "{info:?}");
 }
 
-/// After `defrag_by_hand` nothing is done in the background, and the thread ends.
+/// After `defrag_by_hand` the background thread ends, and moves nothing any more.
 #[test]
-fn by_hand_nothing_is_done_behind() {
+fn stopped_background_does_nothing() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, Settings::new("by hand"));
     let items = fragmented(&cache, 10);
@@ -276,28 +281,28 @@ fn by_hand_nothing_is_done_behind() {
     assert!(cache.info().unwrap().moved > moved && !slabs.worker.is_started());
 }
 
-/// Dropping a cache that the thread is visiting waits for the visit, and the owner is dropped on the dropping thread. The
-/// background serves later caches as before.
+/// A cache is dropped while the background thread visits it. The drop waits for the visit, and the owner is dropped on
+/// the dropping thread. The background serves later caches.
 #[test]
-fn dropping_a_cache_waits_for_the_thread() {
+fn drop_waits_for_the_background_visit() {
     let slabs = slabs(true);
-    for use_whim in [true, false, true] {
+    for use_wait in [true, false, true] {
         let cache = cache_of(slabs, Settings::new("dropped"));
         let ended_on = cache.owner().ended_on.clone();
-        let whim = cache.owner().whim.clone();
-        if use_whim {
-            *whim.lock().unwrap() = Whim::Wait;
+        let behavior = cache.owner().behavior.clone();
+        if use_wait {
+            *behavior.lock().unwrap() = Behavior::Wait;
         }
         (0..ITEMS).for_each(|number| cache.add(number));
         (0..ITEMS).filter(|number| number % 16 != 3).for_each(|number| _ = cache.remove(number));
-        if use_whim {
+        if use_wait {
             wait_until("a move", || cache.owner().waits.load(Relaxed));
         }
         let dropper = thread::spawn(move || drop(cache));
-        if use_whim {
-            wait_until("the withdrawal", || slabs.member_count() == 0);
+        if use_wait {
+            wait_until("the withdrawal", || slabs.cache_count() == 0);
             assert_eq!(ended_on.get(), None);
-            *whim.lock().unwrap() = Whim::Move;
+            *behavior.lock().unwrap() = Behavior::Move;
         }
         let dropper_id = dropper.thread().id();
         dropper.join().unwrap();
@@ -308,17 +313,18 @@ fn dropping_a_cache_waits_for_the_thread() {
     wait_until("a move", || cache.info().unwrap().moved > 0);
 }
 
-/// A panicking callback is counted; its slab is unusable and its cache is given up, but not other caches.
+/// A callback panics in the background. The panic is counted, its slab is unusable, and its cache is given up, but
+/// other caches are not.
 #[test]
-fn a_panic_is_told_and_the_thread_goes_on() {
+fn panic_gives_up_only_its_cache() {
     let slabs = slabs(true);
     let failing = cache_of(slabs, with_ratio("failing", 0));
     let items = fragmented(&failing, 10);
-    *failing.owner().whim.lock().unwrap() = Whim::PanicInMigrate;
+    *failing.owner().behavior.lock().unwrap() = Behavior::PanicInMigrate;
     let before = stats::get(Counter::SlabBehindFailed);
     failing.set_defrag_used_ratio(30).unwrap();
-    wait_until("a panic", || failing.engine().has_failed.load(Relaxed));
-    // It is counted a moment later.
+    wait_until("a panic", || failing.engine().has_panicked.load(Relaxed));
+    // The count follows the flag a moment later.
     wait_until("a count", || stats::get(Counter::SlabBehindFailed) > before);
     let other = cache_of(slabs, Settings::new("other"));
     let other_items = fragmented(&other, 10);
@@ -329,21 +335,21 @@ fn a_panic_is_told_and_the_thread_goes_on() {
     assert!(info.is_given_up && !other.info().unwrap().is_given_up);
 }
 
-/// A cache that was given up is tried again when its ratio is set, even to the same value. It stays in use if callbacks
-/// succeed, and is given up again if not.
+/// A callback panics, so its cache is given up. Setting the ratio, even to the same value, lets the background try
+/// again: the cache is given up again if callbacks still panic, and otherwise stays in use.
 #[test]
-fn a_cache_that_was_given_up_is_tried_again() {
+fn setting_the_ratio_retries_a_given_up_cache() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, with_ratio("failing", 0));
     let items = fragmented(&cache, 10);
-    *cache.owner().whim.lock().unwrap() = Whim::PanicInIsolate;
+    *cache.owner().behavior.lock().unwrap() = Behavior::PanicInIsolate;
     for lost in 1..=2 {
         cache.set_defrag_used_ratio(30).unwrap();
         wait_until("a panic", || cache.info().unwrap().total.lost == lost && cache.info().unwrap().is_given_up);
         wait_for_sleep(slabs);
     }
     let (before, moved) = (cache.info().unwrap(), || cache.info().unwrap().moved);
-    *cache.owner().whim.lock().unwrap() = Whim::Move;
+    *cache.owner().behavior.lock().unwrap() = Behavior::Move;
     assert_eq!(before.total.lost, 2, "nothing is tried by itself");
     cache.set_defrag_used_ratio(30).unwrap();
     wait_until("a move", || moved() > before.moved);
@@ -352,19 +358,20 @@ fn a_cache_that_was_given_up_is_tried_again() {
     assert_eq!((after.is_given_up, after.total.lost, cache.check_all()), (false, 2, items));
 }
 
-/// A successful shrink by the program has the same effect as setting the ratio; one that panics has not.
+/// A callback panics, so its cache is given up. A shrink by the program that panics changes nothing; one that succeeds
+/// lets the background use the cache again.
 #[test]
-fn a_shrink_that_gets_through_ends_giving_up() {
+fn successful_shrink_retries_a_given_up_cache() {
     let slabs = slabs(true);
     let cache = cache_of(slabs, with_ratio("failing", 0));
     let items = fragmented(&cache, 10);
     let is_given_up = || cache.info().unwrap().is_given_up;
-    *cache.owner().whim.lock().unwrap() = Whim::PanicInIsolate;
+    *cache.owner().behavior.lock().unwrap() = Behavior::PanicInIsolate;
     cache.set_defrag_used_ratio(30).unwrap();
     wait_until("a panic", is_given_up);
     wait_for_sleep(slabs);
     assert!(catch_unwind(AssertUnwindSafe(|| cache.shrink())).is_err() && is_given_up());
-    *cache.owner().whim.lock().unwrap() = Whim::Move;
+    *cache.owner().behavior.lock().unwrap() = Behavior::Move;
     cache.shrink().unwrap();
     assert!(!is_given_up());
     let before = cache.info().unwrap();
@@ -378,62 +385,63 @@ fn a_shrink_that_gets_through_ends_giving_up() {
     assert_eq!((cache.info().unwrap().total.lost, cache.check_all()), (2, items + more));
 }
 
-/// A requested shrink of a cache that is dropped while the thread is busy elsewhere: the requester gets `None`, the owner
-/// is dropped on the dropping thread, and later requests are served.
+/// A cache is dropped while a shrink of it is requested and the thread is busy elsewhere. The requester gets `None`,
+/// the owner is dropped on the dropping thread, and later requests are served.
 #[test]
-fn an_order_ends_with_its_cache() {
+fn shrink_request_ends_with_its_cache() {
     let slabs = slabs(true);
-    let busy = busy(slabs);
-    let ordered = cache_of(slabs, Settings::new("ordered"));
-    let ended_on = ordered.owner().ended_on.clone();
-    let order = thread::spawn(move || slabs.shrink_one(1));
-    wait_until("the order", || ordered.engine().request.with(|request| matches!(request, ShrinkRequest::Wanted)));
-    let dropper = thread::spawn(move || drop(ordered));
-    wait_until("an answer", || order.is_finished());
-    assert!(order.join().unwrap().is_none());
+    let busy = cache_that_blocks_the_background(slabs);
+    let requested = cache_of(slabs, Settings::new("requested"));
+    let ended_on = requested.owner().ended_on.clone();
+    let request = thread::spawn(move || slabs.shrink_one(1));
+    wait_until("the request", || {
+        requested.engine().shrink_request.with(|request| matches!(request, ShrinkRequest::Wanted))
+    });
+    let dropper = thread::spawn(move || drop(requested));
+    wait_until("an answer", || request.is_finished());
+    assert!(request.join().unwrap().is_none());
     let dropper_id = dropper.thread().id();
     dropper.join().unwrap();
     assert_eq!(ended_on.get(), Some(&dropper_id));
-    *busy.owner().whim.lock().unwrap() = Whim::Move;
+    *busy.owner().behavior.lock().unwrap() = Behavior::Move;
     assert!(slabs.shrink_one(0).unwrap().is_ok());
 }
 
-/// The thread owes no rest for a requested shrink, and at most a second for its own work, however long that took.
+/// No rest is due for a requested shrink. For other work the rest is 19 times its processor time, at most a second.
 #[test]
-fn rests_are_not_long() {
+fn rest_is_bounded() {
     let slabs = slabs(true);
     slabs.defrag_by_hand();
-    let cache = cache_of(slabs, Settings::new("ordered"));
+    let cache = cache_of(slabs, Settings::new("requested"));
     (0..100).for_each(|number| cache.add(number));
-    cache.engine().request.with(|request| *request = ShrinkRequest::Wanted);
-    let (worker, mut owed_ns) = (Worker::default(), 0);
-    assert_eq!(worker.round(slabs, &mut owed_ns), VisitResult::ShrinkRequest);
-    assert_eq!((owed_ns, worker.rested_ns()), (0, 0));
-    assert!(cache.engine().request.with(|request| matches!(request, ShrinkRequest::Done(Ok(_)))));
+    cache.engine().shrink_request.with(|request| *request = ShrinkRequest::Wanted);
+    let (worker, mut rest_due_ns) = (Worker::default(), 0);
+    assert_eq!(worker.run_round(slabs, &mut rest_due_ns), VisitResult::ShrinkRequest);
+    assert_eq!((rest_due_ns, worker.rested_ns()), (0, 0));
+    assert!(cache.engine().shrink_request.with(|request| matches!(request, ShrinkRequest::Done(Ok(_)))));
     for (took_ms, owed_ms) in [(1, 19), (10, 190), (10_000, 1_000), (u64::MAX / 1_000_000, 1_000)] {
-        assert_eq!(owed_after(0, took_ms * 1_000_000), owed_ms * 1_000_000);
+        assert_eq!(rest_due_after(0, took_ms * 1_000_000), owed_ms * 1_000_000);
     }
 }
 
-/// Short memory wakes a resting thread, so that its rest is no longer than between two rounds; once, until it has packed
-/// everything.
+/// While memory is short, reclaim wakes the resting thread once, until the thread has packed everything.
 #[test]
-fn short_memory_shortens_a_rest() {
+fn memory_shortage_shortens_a_rest() {
     let slabs = slabs(true);
-    let busy = busy(slabs);
-    let before = slabs.worker.wakes();
+    let busy = cache_that_blocks_the_background(slabs);
+    let before = slabs.worker.wake_count();
     let wakes = [(); 3].map(|()| {
         slabs.shrink(u64::MAX, Urgency::Limit);
-        slabs.worker.wakes() - before
+        slabs.worker.wake_count() - before
     });
-    // Before any assertion can fail, because dropping the cache waits for the thread.
-    *busy.owner().whim.lock().unwrap() = Whim::Move;
+    // Ends the callback before an assertion can fail, because dropping the cache waits for the callback.
+    *busy.owner().behavior.lock().unwrap() = Behavior::Move;
     assert_eq!(wakes, [1; 3]);
 }
 
-/// At a limit, caches by owner are packed even above their ratio, but not those with ratio 0.
+/// At a memory limit, caches by owner are packed even if they are used above their ratio, except those with ratio 0.
 #[test]
-fn at_a_limit_caches_are_packed() {
+fn caches_by_owner_are_packed_at_a_limit() {
     let slabs = slabs(true);
     let [half, still] = [("half", 30), ("still", 0)].map(|(name, percent)| cache_of(slabs, with_ratio(name, percent)));
     let items = [&half, &still].map(|cache| fragmented(cache, 2));
@@ -446,10 +454,9 @@ fn at_a_limit_caches_are_packed() {
     assert_eq!((still.info().unwrap().moved, [&half, &still].map(|cache| cache.check_all())), (0, items));
 }
 
-/// A fork child's list of caches does not contain those of the parent: their owners are dropped by the code that drops
-/// the caches.
+/// After a fork, the child's list of caches is empty. So the child never drops owners of the parent through it.
 #[test]
-fn a_child_begins_without_caches() {
+fn fork_child_lists_no_caches_of_its_parent() {
     let slabs = slabs(true);
     slabs.defrag_by_hand();
     let cache = cache_of(slabs, Settings::new("a parent's"));
@@ -457,6 +464,6 @@ fn a_child_begins_without_caches() {
     unsafe { slabs.arena.forked() };
     // SAFETY: as above.
     unsafe { slabs.begin_child() };
-    assert_eq!(slabs.member_count(), 0);
+    assert_eq!(slabs.cache_count(), 0);
     drop(cache);
 }

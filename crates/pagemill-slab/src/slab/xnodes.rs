@@ -1,16 +1,16 @@
 //! The cache of index nodes. The index moves them, under its own locks ([`NodeIndex`]).
 //!
-//! Nodes lie in metadata blocks, which are not charged and hold nothing else: an index grows while memory is being
-//! reclaimed, and is read without a guard. Each process has one cache, created with its first page cache; a fork child
-//! creates another.
+//! Nodes lie in metadata blocks of their own. These are not charged, because an index may grow while memory is being
+//! reclaimed, and they contain nothing else, because nodes are read without a guard. Each process has one such cache,
+//! created with its first page cache. A fork child creates another.
 #![allow(unsafe_code)] // nodes in slots; the contract of their memory
 
 use super::batch::{GRACE_NS, Grace, wait_for_readers};
 use super::defrag;
 use super::engine::{Engine, Object};
 use super::info::{self, SlabInfo};
-use super::migrate::{Chunk, Fate, Mover, Places, Progress};
-use super::{CacheKind, Member, Settings, SharedState, Slabs};
+use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
+use super::{Cache, CacheKind, Settings, SharedState, Slabs};
 use pagemill_core::arena::place;
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
@@ -74,26 +74,26 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     fn metadata_bytes(&self) -> u64;
 }
 
-/// The name that Linux uses.
+/// The name of the cache, as in Linux.
 const NAME: &str = "xarray_node";
 
-/// State for index nodes, created with the first node.
+/// The shared state and the cache of index nodes, created on first use.
 #[derive(Default)]
 pub(super) struct IndexNodes {
     shared: OnceLock<&'static SharedState>,
-    /// The cache of this process, or of its parent.
+    /// The cache of this process; in a fork child, that of its parent at first.
     cache: Guarded<Option<&'static NodeCache>>,
 }
 
 impl IndexNodes {
-    fn find(&self) -> Option<&'static NodeCache> {
-        self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check().is_ok())
+    fn own_cache(&self) -> Option<&'static NodeCache> {
+        self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check_generation().is_ok())
     }
 
-    /// Resident bytes of metadata, without the nodes.
+    /// Resident bytes of metadata, without the nodes themselves.
     pub fn metadata_bytes(&self) -> u64 {
         let blocks = self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes());
-        blocks + self.find().map_or(0, |cache| cache.index().metadata_bytes())
+        blocks + self.own_cache().map_or(0, |cache| cache.index().metadata_bytes())
     }
 
     pub fn acquire_for_fork(&self) {
@@ -114,7 +114,7 @@ impl IndexNodes {
 /// The part of the cache that the list of all caches refers to.
 struct NodeInner {
     engine: Engine,
-    /// Set before the cache is visible to other threads.
+    /// Set before other threads can see the cache.
     index: OnceLock<&'static dyn NodeIndex>,
 }
 
@@ -124,14 +124,14 @@ impl NodeInner {
     }
 
     /// Frees all retired nodes, if their readers finish within a second.
-    fn tidy_all(&self) {
-        self.tidy();
+    fn finish_all_retired_nodes(&self) {
+        self.finish_retired_without_callback();
         wait_for_readers(GRACE_NS, || !self.index().is_waiting());
-        self.tidy();
+        self.finish_retired_without_callback();
     }
 }
 
-impl Member for NodeInner {
+impl Cache for NodeInner {
     fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -141,12 +141,12 @@ impl Member for NodeInner {
     }
 
     fn shrink(&self) -> Result<u64> {
-        self.tidy_all();
+        self.finish_all_retired_nodes();
         defrag::shrink(&self.engine, self)
     }
 
-    /// Starts the grace period of retired nodes, and frees those with a grace period that is over.
-    fn tidy(&self) {
+    /// Starts the grace period of retired nodes, and frees those whose grace period is over.
+    fn finish_retired_without_callback(&self) {
         self.index().seal();
         self.index().free_retired();
     }
@@ -155,22 +155,22 @@ impl Member for NodeInner {
         let index = self.index();
         index.seal();
         if index.is_waiting() {
-            // Advances the epoch if no participant lags behind.
+            // A flush advances the epoch if no participant is behind.
             epoch::pin().flush();
         }
-        // Checked before the others are freed: if a grace period ends between the two, the next call finds the node.
+        // Read before nodes are freed. If a grace period ends in between, the next call frees those nodes.
         let is_waiting = index.is_waiting();
         index.free_retired();
-        self.engine.finish_retired_behind() || is_waiting
+        self.engine.finish_retired_in_background() || is_waiting
     }
 
-    /// Moving a node runs no user code and waits for no lock.
-    fn compact(&self) {
+    /// Packs the nodes directly, because moving a node runs no user code and waits for no lock.
+    fn pack_without_callback(&self) {
         defrag::pack(&self.engine, self);
     }
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
-        self.tidy();
+        self.finish_retired_without_callback();
         defrag::step(&self.engine, self, budget)
     }
 }
@@ -178,20 +178,21 @@ impl Member for NodeInner {
 impl Mover for NodeInner {
     type Isolated = ();
 
-    /// A hint only: `relocate` checks again under the lock of the array.
+    /// Selects nodes without their array's lock, so the selection is only a hint. `relocate` checks again under that
+    /// lock.
     fn isolate(&self, chunk: &mut Chunk) {
-        // SAFETY: objects of the cache.
+        // SAFETY: the chunk has objects of the cache.
         chunk.retain(|object| unsafe { self.index().may_move(object) });
     }
 
-    fn migrate(&self, object: usize, to: &mut Places<'_>, (): &mut ()) -> Fate {
-        let Some(target) = to.take() else { return Fate::Failed };
+    fn migrate(&self, object: usize, to: &mut Destinations<'_>, (): &mut ()) -> MoveOutcome {
+        let Some(target) = to.take() else { return MoveOutcome::Failed };
         // SAFETY: objects of the cache; the target is a free one.
         if unsafe { self.index().relocate(object, target) } {
-            Fate::Moved
+            MoveOutcome::Moved
         } else {
             to.put(target);
-            Fate::Busy
+            MoveOutcome::Busy
         }
     }
 }
@@ -241,7 +242,7 @@ impl NodeMemory {
 
     /// Whether this is a fork child, and the nodes are its parent's.
     pub fn is_inherited(&self) -> bool {
-        self.0.engine.check().is_err()
+        self.0.engine.check_generation().is_err()
     }
 }
 
@@ -263,30 +264,30 @@ impl Slabs {
         &'static self,
         make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,
     ) -> Result<&'static NodeCache> {
-        // The lock serializes creation: concurrent first calls wait here.
+        // Concurrent first calls wait for this lock, so only one creates the cache.
         let (cache, is_new) = self.nodes.cache.with(|cache| {
-            if let Some(own) = cache.filter(|cache| cache.inner.engine.check().is_ok()) {
+            if let Some(own) = cache.filter(|cache| cache.inner.engine.check_generation().is_ok()) {
                 return Ok((own, false));
             }
-            let made = self.make_nodes(make)?;
+            let made = self.create_node_cache(make)?;
             *cache = Some(made);
             Ok((made, true))
         })?;
         if is_new {
-            // May start a thread, so it runs outside of the lock.
-            self.enter(&cache.inner);
+            // Registration may start a thread, so it runs without the lock.
+            self.register(&cache.inner);
         }
         Ok(cache)
     }
 
-    fn make_nodes<I: NodeIndex>(
+    fn create_node_cache<I: NodeIndex>(
         &'static self,
         make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,
     ) -> Result<&'static NodeCache> {
         let shared = match self.nodes.shared.get() {
             Some(shared) => shared,
             None => {
-                let shared = place(self.members.with(|_| self.shared())?.for_metadata()?)?;
+                let shared = place(self.caches.with(|_| self.shared())?.for_metadata()?)?;
                 self.nodes.shared.get_or_init(|| shared)
             }
         };
@@ -296,14 +297,14 @@ impl Slabs {
         let object = Object {
             layout,
             user_bytes: layout.size(),
-            closed: 0..0,
+            poisoned_range: 0..0,
             grace: Grace::of_all,
             set_up: Some(Box::new(set_up)),
             is_movable: true,
             handles: None,
         };
         let inner = |engine| NodeInner { engine, index: OnceLock::new() };
-        let inner = Self::make_on(shared, Settings::new(NAME), object, inner)?;
+        let inner = Self::create_cache_on(shared, Settings::new(NAME), object, inner)?;
         let memory: &'static NodeMemory = place(NodeMemory(inner.clone()))?;
         let index = make(memory)?;
         let _ = inner.index.set(index);
@@ -312,7 +313,7 @@ impl Slabs {
 
     /// Resident bytes of the nodes.
     pub fn node_bytes(&self) -> u64 {
-        self.nodes.find().map_or(0, |cache| cache.inner.engine.resident_bytes())
+        self.nodes.own_cache().map_or(0, |cache| cache.inner.engine.resident_bytes())
     }
 }
 
@@ -326,7 +327,7 @@ impl NodeCache {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`super::ByOwner::shrink`].
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }
@@ -335,7 +336,7 @@ impl NodeCache {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`super::ByOwner::defrag_step`].
     pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
         self.inner.defrag(budget)
     }
@@ -344,7 +345,7 @@ impl NodeCache {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`super::ByOwner::set_defrag_used_ratio`].
     pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
         self.inner.engine.set_used_ratio(percent)
     }
@@ -394,6 +395,6 @@ impl Slabs {
 
     /// Number of caches.
     pub fn count(&self) -> usize {
-        self.member_count()
+        self.cache_count()
     }
 }

@@ -1,4 +1,4 @@
-//! Write claims: at most one store of this process writes to a file.
+//! Write claims: at most one store of this process writes to a file at a time.
 
 use crate::forked;
 use crate::uring;
@@ -10,7 +10,7 @@ pub(crate) type FileKey = (u64, u64);
 
 pub(crate) static CLAIMED: Guarded<BTreeSet<FileKey>> = Guarded::new(BTreeSet::new());
 
-/// The right to write to a file; dropping it releases the file.
+/// The right of one store to write to a file; dropping the claim releases the file.
 pub(super) struct FileClaim {
     key: FileKey,
     /// Generation of the process that owns the claim.
@@ -18,15 +18,15 @@ pub(super) struct FileClaim {
 }
 
 impl FileClaim {
-    /// Claims a file. `None` if another store of this process has it.
+    /// Claims a file. Returns `None` if another store of this process has claimed it.
     pub fn take(key: FileKey) -> Option<Self> {
-        forked::hear();
+        forked::register();
         let generation = uring::generation().unwrap_or_default();
-        // Created only after the insert succeeded, because dropping a claim releases the file.
+        // The claim is created only after the insert succeeded, because dropping a claim releases the file.
         CLAIMED.with(|claimed| claimed.insert(key)).then(|| Self { key, generation })
     }
 
-    /// Returns whether this process owns the claim, and not the process that it was forked from.
+    /// Returns whether this process owns the claim. False in a fork child of the process that does.
     pub fn is_ours(&self) -> bool {
         uring::generation().is_ok_and(|generation| generation == self.generation)
     }

@@ -1,19 +1,19 @@
 //! A file or a block device as a store.
 //!
 //! ```text
-//!   FileStore   the contract, blocking                     here
+//!   FileStore   implements `Store`                         (here)
 //!     Handle      two descriptors of the file: direct (O_DIRECT), and buffered (the kernel's page cache)
-//!     progress    which descriptor the next piece of a transfer uses; how a short one is handled
+//!     progress    cuts a transfer into pieces: one system call each, direct or buffered
 //!     open        opening: kind of file, alignment, locks
 //!     claims      one writing store per file in a process
 //! ```
 //!
-//! **Tails.** Unaligned parts (the end of a file, a caller's memory at an odd address) use the kernel's page cache,
-//! through a second descriptor. The alternative pads the last block with zeros and calls `ftruncate` afterwards. It
-//! would cut off what another thread appended in between, show the padding to other readers, and leave it there after a
-//! crash. The kernel keeps both ways coherent: a direct transfer first writes back the cached part of its range, and a
-//! direct write then drops it. They race only where two transfers of one block do, which the contract of [`Store`]
-//! rules out.
+//! **Unaligned bytes** (the end of a file, or memory at an odd address) go through the kernel's page cache, with a
+//! second descriptor. The alternative would pad the last block with zeros and call `ftruncate` afterwards. That could
+//! cut off bytes that another thread appends meanwhile, show the zeros to other readers, and leave them in the file
+//! after a crash. The kernel keeps both descriptors coherent: a direct transfer first writes back the cached pages of
+//! its range, and a direct write then drops them. Two transfers of one block could race, but the contract of [`Store`]
+//! forbids them.
 //!
 //! Uses `sys::disk`. Locks: that of claims, for a few instructions.
 
@@ -40,25 +40,25 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 pub(crate) struct Handle {
     /// Descriptor through the kernel's page cache.
     pub(super) buffered: Disk,
-    /// Descriptor for direct I/O, where the file system supports it.
+    /// Descriptor for direct I/O (`O_DIRECT`), where the file system supports it.
     pub(super) direct: Option<Disk>,
     pub(super) alignment: Alignment,
     pub(super) block_bytes: usize,
     pub(super) kind: FileKind,
     pub(super) is_writable: bool,
-    /// `RLIMIT_FSIZE` was set when the file was opened. Writes then check it first, because exceeding it raises a fatal
-    /// signal.
+    /// Whether `RLIMIT_FSIZE` was set when the file was opened. If so, writes check the limit first, because exceeding
+    /// it raises a fatal signal.
     pub(super) is_limited: bool,
-    /// The length was set since the last sync.
+    /// Whether the length was set since the last sync.
     pub(super) is_resized: AtomicBool,
 }
 
 impl Handle {
     pub fn descriptor(&self, way: TransferWay) -> i32 {
-        self.disk(way).number()
+        self.disk_for(way).number()
     }
 
-    fn disk(&self, way: TransferWay) -> &Disk {
+    fn disk_for(&self, way: TransferWay) -> &Disk {
         match (way, &self.direct) {
             (TransferWay::Direct, Some(direct)) => direct,
             _ => &self.buffered,
@@ -69,7 +69,7 @@ impl Handle {
         self.direct.is_some()
     }
 
-    /// Rejects writes that cannot succeed, before any part of them is done.
+    /// Rejects writes that cannot succeed, before any byte is written.
     pub fn check_write(&self, offset: u64, len_bytes: usize) -> io::Result<()> {
         if !self.is_writable {
             return Err(errno::error(EBADF));
@@ -84,7 +84,7 @@ impl Handle {
 
     pub fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         let (addr, len) = (to.as_ptr() as usize, to.len());
-        let done = self.in_pieces(Direction::Read, offset, addr, len, |disk, from, piece| {
+        let done = self.transfer_in_pieces(Direction::Read, offset, addr, len, |disk, from, piece| {
             disk.read_at(&mut to[from..from + piece.len_bytes], offset + from as u64)
         })?;
         to[done..].fill(0);
@@ -95,7 +95,7 @@ impl Handle {
     pub fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
         self.check_write(offset, from.len())?;
         let (addr, len) = (from.as_ptr() as usize, from.len());
-        self.in_pieces(Direction::Write, offset, addr, len, |disk, at, piece| {
+        self.transfer_in_pieces(Direction::Write, offset, addr, len, |disk, at, piece| {
             disk.write_at(&from[at..at + piece.len_bytes], offset + at as u64)
         })?;
         stats::add(Counter::StoreWritten, len as u64);
@@ -103,9 +103,10 @@ impl Handle {
         Ok(())
     }
 
-    /// Does a transfer of `len_bytes` from `addr` on piece by piece. `act` does one piece and returns the number of
-    /// bytes done. Returns the total, which is less than `len_bytes` for a read that reaches the end of the file.
-    fn in_pieces(
+    /// Does a transfer of `len_bytes` from `addr` on, piece by piece: each piece is one system call. `act` does one
+    /// piece and returns the bytes done. Returns the total; a read that reaches the end of the file returns less than
+    /// `len_bytes`.
+    fn transfer_in_pieces(
         &self,
         direction: Direction,
         offset: u64,
@@ -115,9 +116,9 @@ impl Handle {
     ) -> io::Result<usize> {
         let mut progress = TransferProgress::default();
         while progress.done_bytes < len_bytes {
-            let piece = progress.next(self, addr, offset, len_bytes);
-            let result = act(self.disk(piece.way), progress.done_bytes, piece);
-            if progress.take(self, direction, piece, result)? == TransferStep::End {
+            let piece = progress.next_piece(self, addr, offset, len_bytes);
+            let result = act(self.disk_for(piece.way), progress.done_bytes, piece);
+            if progress.record(self, direction, piece, result)? == TransferStep::End {
                 break;
             }
         }
@@ -127,14 +128,14 @@ impl Handle {
 
 /// A file or a block device, with direct I/O where its file system supports it.
 ///
-/// The file may change meanwhile, but not through another store of this process. A range that is cut off meanwhile
-/// reads zero, and [`Store::size_bytes`] queries the file each time. If the file is replaced (another file gets its
-/// name), the store keeps the one that it opened. One store at a time writes to a file: within this process
-/// (by device and inode), and among processes that respect advisory locks (`flock`). Reading stores are not counted;
-/// one beside a writer reads old or new blocks.
+/// Other processes may change the file, but not other stores of this process. A range that is cut off reads zero, and
+/// [`Store::size_bytes`] queries the file each time. If another file gets the same name, the store keeps using the file
+/// that it opened. One store at a time writes to a file: within this process (by device and inode), and among processes
+/// that respect advisory locks (`flock`). Any number of stores may read a file; a read beside a write returns old or
+/// new blocks.
 ///
-/// The memory of a transfer may lie anywhere. If memory, offset and length are aligned to [`FileStore::alignment`],
-/// nothing is copied on the way.
+/// The memory of a transfer may lie anywhere. If memory, offset and length are multiples of [`FileStore::alignment`],
+/// the kernel copies nothing.
 ///
 /// ```
 /// use pagemill::store::{FileStore, Store};
@@ -151,7 +152,7 @@ impl Handle {
 /// ```
 pub struct FileStore {
     handle: Arc<Handle>,
-    /// Released last.
+    /// The right to write; `None` for a read-only store. The last field, so that it is released last.
     claim: Option<claims::FileClaim>,
 }
 
@@ -188,13 +189,13 @@ impl FileStore {
         self.handle.is_direct()
     }
 
-    /// Returns whether it is a block device (of fixed length).
+    /// Returns whether the store is a block device, whose length is fixed.
     pub fn is_device(&self) -> bool {
         self.handle.kind == FileKind::Device
     }
 
-    /// Returns the alignment of addresses, offsets and lengths at which nothing is copied on the way; 1 for a buffered
-    /// file, which always copies.
+    /// Returns the multiples of addresses, offsets and lengths at which the kernel copies nothing. Both are 1 for a
+    /// buffered file, which always copies.
     pub fn alignment(&self) -> Alignment {
         if self.is_direct() { self.handle.alignment } else { Alignment { memory: 1, offset: 1 } }
     }
@@ -223,7 +224,7 @@ impl Store for FileStore {
 
     /// # Errors
     ///
-    /// `EINVAL` for a device, unless it already has that length; else those of the trait.
+    /// `EINVAL` for a device, unless it already has that length; else as [`Store::set_size`].
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
         let handle = &*self.handle;
         if handle.kind == FileKind::Device {
@@ -235,7 +236,7 @@ impl Store for FileStore {
             return Ok(());
         }
         handle.check_size(size_bytes)?;
-        // Set before the size changes, so that a sync that begins afterwards includes it.
+        // Set before the size changes, so that a later sync includes it.
         handle.is_resized.store(true, SeqCst);
         handle.buffered.set_size(size_bytes)
     }
@@ -271,7 +272,7 @@ impl Store for FileStore {
 
 impl Drop for FileStore {
     fn drop(&mut self) {
-        // A ring may keep the file open for longer, but it does not write any more.
+        // A ring may keep the file open, but does not write to it any more.
         if self.claim.as_ref().is_some_and(claims::FileClaim::is_ours) {
             self.handle.buffered.unlock();
         }

@@ -1,4 +1,4 @@
-//! Opening files: kind of file, exclusive writing, alignment of direct transfers.
+//! Opens files as stores: checks the kind of file, locks it for writing, and finds the alignment of direct transfers.
 
 use super::claims::FileClaim;
 use super::{FileStore, Handle};
@@ -17,19 +17,19 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// Attempts to open a file that is replaced meanwhile.
-const TRIES: usize = 8;
+/// Most attempts to open a file, if the path names another file each time.
+const MAX_ATTEMPTS: usize = 8;
 
-/// Handling of a missing file.
+/// What to do if the file is missing or exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Creation {
     Never,
     IfMissing,
-    /// Fails if the file exists.
+    /// The file is created; an existing file is an error.
     Always,
 }
 
-/// Options of opening a [`FileStore`]. Default: an existing file, for reading and writing, with direct I/O.
+/// Options for opening a [`FileStore`]. By default an existing file is opened for reading and writing, with direct I/O.
 ///
 /// ```
 /// use pagemill::store::{FileOptions, Store};
@@ -72,38 +72,39 @@ impl FileOptions {
         Self { creation: Creation::IfMissing, ..self }
     }
 
-    /// Creates the file; it must be missing.
+    /// Creates the file. Opening fails if it exists.
     #[must_use]
     pub fn create_new(self) -> Self {
         Self { creation: Creation::Always, ..self }
     }
 
-    /// Sets the unit of transfers: a power of two, raised to what direct transfers need.
+    /// Sets the unit of transfers in bytes: a power of two, which is raised to what direct transfers need.
     #[must_use]
     pub fn block_bytes(self, block_bytes: usize) -> Self {
         Self { block_bytes, ..self }
     }
 
-    /// Uses the kernel's page cache, as if direct transfers were refused.
+    /// Uses the kernel's page cache (no `O_DIRECT`).
     #[must_use]
     pub fn buffered(self) -> Self {
         Self { use_direct: false, ..self }
     }
 
-    /// Opens the file. [`FileStore::is_direct`] returns false if the file system refuses direct transfers.
+    /// Opens the file. If the file system refuses direct transfers, the store is buffered ([`FileStore::is_direct`]
+    /// returns false).
     ///
     /// # Errors
     ///
-    /// [`Error::Store`] with the system's error: the file is missing, a folder (`EISDIR`), not writable (`EACCES`,
-    /// `EROFS`), a mounted device (`EBUSY`). [`Error::Unsupported`] for pipes and terminals. [`Error::Busy`] if another
-    /// store of this process writes to it, or a store of another process (by its advisory lock).
-    /// [`Error::BadAlignment`] if the block is not a power of two.
+    /// [`Error::Store`] with the system's error: the file is missing, is a folder (`EISDIR`), cannot be written
+    /// (`EACCES`, `EROFS`), or is a device in use (`EBUSY`). [`Error::Unsupported`] for pipes and terminals.
+    /// [`Error::Busy`] if another store writes to the file, in this process or (by its advisory lock) in
+    /// another. [`Error::BadAlignment`] if the block size is not a power of two.
     pub fn open(&self, path: impl AsRef<Path>) -> Result<FileStore> {
         if !self.block_bytes.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: self.block_bytes });
         }
-        let path = CString::new(path.as_ref().as_os_str().as_bytes()).map_err(|_| failed(errno::error(EINVAL)))?;
-        for _ in 0..TRIES {
+        let path = CString::new(path.as_ref().as_os_str().as_bytes()).map_err(|_| open_error(errno::error(EINVAL)))?;
+        for _ in 0..MAX_ATTEMPTS {
             if let Some(store) = self.try_open(&path)? {
                 return Ok(store);
             }
@@ -111,24 +112,24 @@ impl FileOptions {
         Err(Error::Busy { what: "the file is replaced all the time" })
     }
 
-    /// Returns `None` if the file was replaced meanwhile.
+    /// Returns `None` if the path came to name another file meanwhile.
     fn try_open(&self, path: &CStr) -> Result<Option<FileStore>> {
-        let Some((buffered, is_new)) = self.open_buffered(path).map_err(failed)? else { return Ok(None) };
-        let facts = buffered.facts().map_err(failed)?;
+        let Some((buffered, is_new)) = self.open_buffered(path).map_err(open_error)? else { return Ok(None) };
+        let facts = buffered.facts().map_err(open_error)?;
         check_kind(facts.kind)?;
         let mut claim = None;
         if self.is_writable {
-            let taken = FileClaim::take((facts.device, facts.inode));
-            claim = Some(taken.ok_or(Error::Busy { what: "another store of this process writes to the file" })?);
-            lock(&buffered)?;
+            let claimed = FileClaim::take((facts.device, facts.inode));
+            claim = Some(claimed.ok_or(Error::Busy { what: "another store of this process writes to the file" })?);
+            lock_for_writing(&buffered)?;
         }
-        let direct = match self.open_direct(path, &buffered, facts).map_err(failed)? {
-            Second::Open(direct, alignment) => Some((direct, alignment)),
-            Second::Refused => None,
-            Second::Replaced => return Ok(None),
+        let direct = match self.open_direct(path, &buffered, facts).map_err(open_error)? {
+            DirectOpen::Open(direct, alignment) => Some((direct, alignment)),
+            DirectOpen::Refused => None,
+            DirectOpen::Replaced => return Ok(None),
         };
         if is_new {
-            // Best effort: some file systems cannot sync folders, and some folders cannot be opened.
+            // A failure is ignored: some file systems cannot sync folders, and some folders cannot be opened.
             let _ = disk::sync_folder(&folder_of(path));
         }
         let (direct, alignment) = direct.unzip();
@@ -149,8 +150,8 @@ impl FileOptions {
         Ok(Some(FileStore { handle: Arc::new(handle), claim }))
     }
 
-    /// Opens the file through the page cache, and returns whether it was created. `None` if it is created and removed
-    /// meanwhile.
+    /// Opens the file through the kernel's page cache, and returns whether it was created. Returns `None` if the file
+    /// was created by another process meanwhile.
     fn open_buffered(&self, path: &CStr) -> io::Result<Option<(Disk, bool)>> {
         let plain = Options { is_writable: self.is_writable, ..Options::default() };
         if self.creation != Creation::Always {
@@ -170,8 +171,8 @@ impl FileOptions {
         }
     }
 
-    /// Opens a writable device exclusively (`O_EXCL`), which fails if the system uses it. The kind must be known before
-    /// `O_EXCL` is used.
+    /// Reopens a writable device exclusively, which fails while the system uses it. Other files are returned as they
+    /// are: for them `O_EXCL` means something else.
     fn claim_device(&self, path: &CStr, disk: Disk) -> io::Result<Option<Disk>> {
         let facts = disk.facts()?;
         if facts.kind != FileKind::Device || !self.is_writable {
@@ -182,44 +183,44 @@ impl FileOptions {
         Ok((exclusive.facts()? == facts).then_some(exclusive))
     }
 
-    /// Opens the file a second time, for direct I/O.
-    fn open_direct(&self, path: &CStr, buffered: &Disk, facts: Facts) -> io::Result<Second> {
-        let told = match buffered.direct_alignment() {
+    /// Opens the file again, for direct I/O.
+    fn open_direct(&self, path: &CStr, buffered: &Disk, facts: Facts) -> io::Result<DirectOpen> {
+        let reported = match buffered.direct_alignment() {
             _ if !self.use_direct => None,
             Ok(None) => None,
             Ok(Some(alignment)) => Some(alignment),
             Err(_) => Some(guess_alignment(buffered, facts)),
         };
-        let Some(alignment) = told.filter(is_usable) else { return Ok(Second::Refused) };
+        let Some(alignment) = reported.filter(is_usable) else { return Ok(DirectOpen::Refused) };
         let options = Options { is_direct: true, is_writable: self.is_writable, ..Options::default() };
         let direct = match Disk::open(path, options) {
             Ok(direct) => direct,
-            Err(error) if is_refusal(&error) => return Ok(Second::Refused),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Second::Replaced),
+            Err(error) if is_refusal(&error) => return Ok(DirectOpen::Refused),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(DirectOpen::Replaced),
             Err(error) => return Err(error),
         };
         let found = direct.facts()?;
         if (found.kind, found.device, found.inode) != (facts.kind, facts.device, facts.inode) {
-            return Ok(Second::Replaced);
+            return Ok(DirectOpen::Replaced);
         }
-        // Some file systems accept `O_DIRECT` at open and then refuse the transfers.
+        // Some file systems accept `O_DIRECT` in `open`, but refuse the transfers.
         let mut block = Aligned::new(alignment.offset, alignment.memory);
         match direct.read_at(&mut block, 0) {
-            Err(error) if is_refusal(&error) => Ok(Second::Refused),
-            _ => Ok(Second::Open(direct, alignment)),
+            Err(error) if is_refusal(&error) => Ok(DirectOpen::Refused),
+            _ => Ok(DirectOpen::Open(direct, alignment)),
         }
     }
 }
 
-/// Locks a file for this process.
+/// Locks a file for writing, against other processes.
 ///
-/// A killed process may keep its files open, and locked, for a moment while the kernel tears down its ring. So the lock
-/// is retried for a while.
-fn lock(file: &Disk) -> Result<()> {
+/// The lock is retried for a second: after a process was killed, its files stay open and locked while the
+/// kernel tears down its ring.
+fn lock_for_writing(file: &Disk) -> Result<()> {
     const STEP: Duration = Duration::from_millis(5);
-    const LOCK_TRIES: usize = 200;
-    for _ in 0..LOCK_TRIES {
-        // A file system without locks: no other process holds one.
+    const MAX_LOCK_ATTEMPTS: usize = 200;
+    for _ in 0..MAX_LOCK_ATTEMPTS {
+        // A file system without locks is treated as unlocked.
         if file.try_lock().unwrap_or(true) {
             return Ok(());
         }
@@ -228,22 +229,22 @@ fn lock(file: &Disk) -> Result<()> {
     Err(Error::Busy { what: "another process writes to the file" })
 }
 
-/// Outcome of opening a file a second time, for direct I/O.
-enum Second {
+/// Outcome of opening a file again for direct I/O.
+enum DirectOpen {
     Open(Disk, Alignment),
     Refused,
-    /// The path names another file now.
+    /// The path names another file by now.
     Replaced,
 }
 
-fn failed(cause: io::Error) -> Error {
+fn open_error(cause: io::Error) -> Error {
     Error::Store { doing: "opening a file", cause }
 }
 
 fn check_kind(kind: FileKind) -> Result<()> {
     match kind {
         FileKind::Regular | FileKind::Device => Ok(()),
-        FileKind::Folder => Err(failed(errno::error(EISDIR))),
+        FileKind::Folder => Err(open_error(errno::error(EISDIR))),
         FileKind::Other => {
             Err(Error::Unsupported { what: "a store is a file or a block device, not a pipe or a terminal" })
         }
@@ -254,8 +255,8 @@ fn is_refusal(error: &io::Error) -> bool {
     errno::is(error, EINVAL) || errno::is(error, EOPNOTSUPP)
 }
 
-/// Returns an alignment that all file systems accept. Needed before Linux 6.1, and where the file system does not
-/// report one.
+/// Returns an alignment that all file systems accept: a sector, or 4 KiB. Needed before Linux 6.1, and for file systems
+/// that report none.
 fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     let unit = match facts.kind {
         FileKind::Device => disk.sector_bytes().unwrap_or(PageSize::MIN_BYTES),
@@ -271,6 +272,6 @@ fn is_usable(alignment: &Alignment) -> bool {
 fn folder_of(path: &CStr) -> CString {
     let folder = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes())).parent();
     let folder = folder.map_or(&b"."[..], |folder| folder.as_os_str().as_bytes());
-    // Cannot fail: the bytes come from a C string.
+    // The conversion cannot fail, because the bytes come from a C string.
     CString::new(if folder.is_empty() { b"." } else { folder }).unwrap_or_default()
 }

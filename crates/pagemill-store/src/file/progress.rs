@@ -1,4 +1,4 @@
-//! Progress of a transfer in pieces: the same for blocking calls, threads and rings.
+//! Splits a transfer into pieces of one system call each, for blocking calls, threads and rings.
 
 use super::Handle;
 use crate::errno::{self, EAGAIN, EINTR, EINVAL};
@@ -6,48 +6,49 @@ use crate::transfer::Direction;
 use pagemill_core::stats::{self, Counter};
 use std::io;
 
-/// Largest piece: the system transfers at most 2 GiB at a time.
-const PIECE_BYTES: usize = 1 << 30;
+/// Largest piece. The kernel transfers at most 2 GiB in one system call.
+const MAX_PIECE_BYTES: usize = 1 << 30;
 
-/// Retries of a transfer after `EAGAIN` or `EINTR`.
-const TRIES: u32 = 64;
+/// Most retries of a transfer after `EAGAIN` or `EINTR`.
+const MAX_RETRIES: u32 = 64;
 
-/// Which descriptor a piece uses.
+/// The descriptor that a piece uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TransferWay {
+    /// The descriptor for direct I/O (`O_DIRECT`).
     Direct,
-    /// Through the kernel's page cache.
+    /// The descriptor through the kernel's page cache.
     Buffered,
 }
 
-/// The next piece of a transfer, from its current position.
+/// A piece: the bytes that one system call transfers, from the transfer's current position on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub way: TransferWay,
     pub len_bytes: usize,
 }
 
-/// Whether the transfer continues.
+/// Whether the transfer needs another piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TransferStep {
     More,
-    /// The file ends here.
+    /// The end of the file was reached.
     End,
 }
 
-/// Progress of one transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TransferProgress {
+    /// Bytes done so far, from the start of the transfer.
     pub done_bytes: usize,
     /// The file refused a direct piece of this transfer.
     is_refused: bool,
-    tries: u32,
+    retries: u32,
 }
 
 impl TransferProgress {
-    /// Returns the next piece of a transfer of `len_bytes` with memory at `addr`.
-    pub fn next(&self, handle: &Handle, addr: usize, offset: u64, len_bytes: usize) -> Piece {
-        let (at, left) = (self.done_bytes, (len_bytes - self.done_bytes).min(PIECE_BYTES));
+    /// Returns the next piece of a transfer. It is direct if memory and position are aligned.
+    pub fn next_piece(&self, handle: &Handle, addr: usize, offset: u64, len_bytes: usize) -> Piece {
+        let (at, left) = (self.done_bytes, (len_bytes - self.done_bytes).min(MAX_PIECE_BYTES));
         if !handle.is_direct() {
             return Piece { way: TransferWay::Buffered, len_bytes: left };
         }
@@ -62,12 +63,12 @@ impl TransferProgress {
         Piece { way: TransferWay::Buffered, len_bytes: left }
     }
 
-    /// Records the result of a piece.
+    /// Records the result of a piece, and returns whether the transfer continues.
     ///
     /// # Errors
     ///
-    /// The error of the piece, unless the next piece can avoid it.
-    pub fn take(
+    /// The error of the piece, unless a retry or the page cache can avoid it.
+    pub fn record(
         &mut self,
         handle: &Handle,
         direction: Direction,
@@ -82,7 +83,7 @@ impl TransferProgress {
                 if bytes >= piece.len_bytes {
                     return Ok(TransferStep::More);
                 }
-                // A direct read ends between sectors only at the end of the file.
+                // A direct read ends inside a sector only at the end of the file.
                 let unit = handle.alignment.offset;
                 if direction == Direction::Read && piece.way == TransferWay::Direct && !bytes.is_multiple_of(unit) {
                     return Ok(TransferStep::End);
@@ -94,8 +95,8 @@ impl TransferProgress {
                 self.is_refused = true;
                 Ok(TransferStep::More)
             }
-            Err(error) if (errno::is(&error, EAGAIN) || errno::is(&error, EINTR)) && self.tries < TRIES => {
-                self.tries += 1;
+            Err(error) if (errno::is(&error, EAGAIN) || errno::is(&error, EINTR)) && self.retries < MAX_RETRIES => {
+                self.retries += 1;
                 Ok(TransferStep::More)
             }
             Err(error) => Err(error),

@@ -1,7 +1,7 @@
-//! Backends of a ring: the kernel's io_uring, or threads where that is refused.
-#![allow(unsafe_code)] // transfers name memory
+//! Backends of a ring: the kernel's io_uring, or threads where the kernel refuses a ring.
+#![allow(unsafe_code)] // passes addresses of memory to the kernel
 
-use super::threads::Crew;
+use super::threads::ThreadBackend;
 use crate::buffer::{Aligned, Buffer};
 use crate::errno::{self, EAGAIN, EBUSY, EOPNOTSUPP};
 use crate::uring::{self, Completion, Target, Transfer};
@@ -12,29 +12,28 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Token of the read of the waker's eventfd; no transfer has it.
+/// Token of the read of the waker's eventfd. No transfer has this token.
 const WAKER_READ: u64 = u64::MAX - 1;
 
-/// Longest single wait; stands for an infinite one.
-const LONG: Duration = Duration::from_secs(3600);
+/// Longest single wait; used in place of an infinite one.
+const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
-/// Ends a wait. Threads that complete transfers only wake the waker.
-pub(super) struct Call {
-    is_called: AtomicBool,
+/// Ends a wait of the ring's thread, from any thread.
+pub(super) struct WakeHandle {
+    is_woken: AtomicBool,
     pub waker: Waker,
-    /// The eventfd that event loops poll, if one was requested. It must be woken directly. The ring could signal it
-    /// when the waker's read completes, but the kernel (Linux 6.18) passes a signal from one eventfd on to another only
-    /// the first time.
+    /// The eventfd that event loops poll, if one was requested. It is written directly: the kernel (Linux 6.18) does
+    /// not reliably forward a wake-up from the waker's eventfd to another eventfd through the ring.
     watch: OnceLock<Arc<Waker>>,
 }
 
-impl Call {
+impl WakeHandle {
     pub fn new() -> io::Result<Arc<Self>> {
-        Ok(Arc::new(Self { is_called: AtomicBool::new(false), waker: Waker::new()?, watch: OnceLock::new() }))
+        Ok(Arc::new(Self { is_woken: AtomicBool::new(false), waker: Waker::new()?, watch: OnceLock::new() }))
     }
 
-    pub fn call(&self) {
-        self.is_called.store(true, SeqCst);
+    pub fn wake(&self) {
+        self.is_woken.store(true, SeqCst);
         self.waker.wake();
         if let Some(watch) = self.watch.get() {
             watch.wake();
@@ -42,32 +41,32 @@ impl Call {
     }
 }
 
-/// A waker; the ring reads its eventfd.
-pub(super) struct Alarm {
-    call: Arc<Call>,
-    /// Target of that read; the kernel writes here until the ring is closed.
+/// The waker of an io_uring, and the queued read of its eventfd.
+pub(super) struct WakerRead {
+    handle: Arc<WakeHandle>,
+    /// Buffer of that read. The kernel writes to it until the ring is closed.
     count: Aligned,
-    is_set: bool,
+    is_queued: bool,
 }
 
-#[allow(clippy::large_enum_variant)] // one a ring, reached with every transfer
+#[allow(clippy::large_enum_variant)] // one value per ring; a box would cost an indirection per transfer
 pub(super) enum Backend {
     Kernel {
         ring: uring::Ring,
-        alarm: Option<Box<Alarm>>,
-        /// Signalled on completions, for event loops.
+        waker_read: Option<Box<WakerRead>>,
+        /// Descriptor for event loops, signalled on completions.
         watch: Option<Arc<Waker>>,
     },
-    Threads(Crew),
+    Threads(ThreadBackend),
 }
 
 impl Backend {
     pub fn kernel(depth: u32) -> io::Result<Self> {
-        Ok(Self::Kernel { ring: uring::Ring::new(depth)?, alarm: None, watch: None })
+        Ok(Self::Kernel { ring: uring::Ring::new(depth)?, waker_read: None, watch: None })
     }
 
     pub fn threads() -> io::Result<Self> {
-        Crew::new().map(Self::Threads)
+        ThreadBackend::new().map(Self::Threads)
     }
 
     pub fn is_kernel(&self) -> bool {
@@ -76,18 +75,18 @@ impl Backend {
 
     /// # Errors
     ///
-    /// The error of submitting, if the queue was full.
+    /// The error of submitting earlier entries, if the queue was full.
     ///
     /// # Safety
     ///
-    /// As `uring::Ring::queue`; the file stays open until the completion has come.
+    /// As `uring::Ring::queue`. The file must stay open until the completion has arrived.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
         match self {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the promises of `queue`.
             Self::Kernel { ring, .. } => unsafe { ring.queue(transfer, token) },
-            Self::Threads(crew) => {
-                // SAFETY: the caller's promise.
-                unsafe { crew.queue(transfer, token) };
+            Self::Threads(threads) => {
+                // SAFETY: the caller keeps the promises of `queue`.
+                unsafe { threads.queue(transfer, token) };
                 Ok(())
             }
         }
@@ -96,8 +95,8 @@ impl Backend {
     pub fn cancel(&mut self, token: u64) -> io::Result<()> {
         match self {
             Self::Kernel { ring, .. } => ring.queue_cancel(token),
-            Self::Threads(crew) => {
-                crew.cancel(token);
+            Self::Threads(threads) => {
+                threads.cancel(token);
                 Ok(())
             }
         }
@@ -107,11 +106,11 @@ impl Backend {
     pub fn has_queued(&mut self) -> bool {
         match self {
             Self::Kernel { ring, .. } => ring.has_queued(),
-            Self::Threads(crew) => crew.has_queued(),
+            Self::Threads(threads) => threads.has_queued(),
         }
     }
 
-    /// Starts the queued transfers, or as many as the kernel has room for.
+    /// Starts the queued transfers, or as many as the kernel accepts now.
     pub fn submit(&mut self) -> io::Result<()> {
         match self {
             Self::Kernel { ring, .. } => {
@@ -120,61 +119,62 @@ impl Backend {
                 }
                 Ok(())
             }
-            Self::Threads(crew) => {
-                crew.submit();
+            Self::Threads(threads) => {
+                threads.submit();
                 Ok(())
             }
         }
     }
 
-    /// Starts the queued transfers. Waits for `least` completions (0 returns those that are there), the waker, a
-    /// signal, or the timeout.
+    /// Starts the queued transfers. Waits for `least` completions, the waker, a signal, or the timeout. With `least` 0
+    /// only collects completions that have arrived.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
         match self {
-            Self::Kernel { ring, alarm, watch } => {
-                if let Some(alarm) = alarm {
-                    alarm.set(ring)?;
+            Self::Kernel { ring, waker_read, watch } => {
+                if let Some(waker_read) = waker_read {
+                    waker_read.queue(ring)?;
                 }
-                // Cleared before the completions are checked: a later completion signals it again.
+                // The descriptor is cleared before the completions are checked. A later completion signals it again.
                 if let Some(watch) = watch {
                     watch.wait(Duration::ZERO);
                 }
-                unless_busy(ring.wait(least, timeout.min(LONG)))
+                unless_busy(ring.wait(least, timeout.min(LONGEST_WAIT)))
             }
-            Self::Threads(crew) => {
-                crew.wait(if least == 0 { Duration::ZERO } else { timeout.min(LONG) });
+            Self::Threads(threads) => {
+                threads.wait(if least == 0 { Duration::ZERO } else { timeout.min(LONGEST_WAIT) });
                 Ok(())
             }
         }
     }
 
-    /// Returns the next completion. Consumes those of the waker on the way.
+    /// Returns the next completion of a transfer. Discards completions of the waker's read.
     pub fn pop(&mut self) -> Option<Completion> {
         match self {
-            Self::Kernel { ring, alarm, .. } => loop {
+            Self::Kernel { ring, waker_read, .. } => loop {
                 let done = ring.pop()?;
-                match alarm {
-                    Some(alarm) if done.token == WAKER_READ => alarm.is_set = false,
+                match waker_read {
+                    Some(waker_read) if done.token == WAKER_READ => waker_read.is_queued = false,
                     _ => return Some(done),
                 }
             },
-            Self::Threads(crew) => crew.pop(),
+            Self::Threads(threads) => threads.pop(),
         }
     }
 
-    /// Returns the handle that ends waits from here on. Its read uses one entry of the kernel's queue.
-    pub fn waker(&mut self) -> io::Result<Arc<Call>> {
+    /// Returns the object with which other threads end waits of this ring. Its read uses one entry of the kernel's
+    /// queue.
+    pub fn waker(&mut self) -> io::Result<Arc<WakeHandle>> {
         match self {
-            Self::Kernel { alarm: Some(alarm), .. } => Ok(alarm.call.clone()),
-            Self::Kernel { alarm, watch, .. } => {
+            Self::Kernel { waker_read: Some(waker_read), .. } => Ok(waker_read.handle.clone()),
+            Self::Kernel { waker_read, watch, .. } => {
                 let count = Aligned::new(size_of::<u64>(), align_of::<u64>());
-                let new = Box::new(Alarm { call: Call::new()?, count, is_set: false });
+                let new = Box::new(WakerRead { handle: WakeHandle::new()?, count, is_queued: false });
                 if let Some(watch) = watch {
-                    let _ = new.call.watch.set(watch.clone());
+                    let _ = new.handle.watch.set(watch.clone());
                 }
-                Ok(alarm.insert(new).call.clone())
+                Ok(waker_read.insert(new).handle.clone())
             }
-            Self::Threads(crew) => Ok(crew.call().clone()),
+            Self::Threads(threads) => Ok(threads.wake_handle().clone()),
         }
     }
 
@@ -182,46 +182,46 @@ impl Backend {
     pub fn watch(&mut self) -> io::Result<BorrowedFd<'_>> {
         match self {
             Self::Kernel { watch: Some(watch), .. } => Ok(Waker::as_fd(watch)),
-            Self::Kernel { ring, watch, alarm } => {
+            Self::Kernel { ring, watch, waker_read } => {
                 let waker = Arc::new(Waker::new()?);
                 ring.wake_on_completion(&waker)?;
-                if let Some(alarm) = alarm {
-                    let _ = alarm.call.watch.set(waker.clone());
+                if let Some(waker_read) = waker_read {
+                    let _ = waker_read.handle.watch.set(waker.clone());
                 }
-                // For completions that arrived before.
+                // Wake the event loop for earlier completions.
                 waker.wake();
                 Ok(Waker::as_fd(watch.insert(waker)))
             }
-            Self::Threads(crew) => Ok(crew.call().waker.as_fd()),
+            Self::Threads(threads) => Ok(threads.wake_handle().waker.as_fd()),
         }
     }
 
     /// Returns whether the waker was woken since the last call.
-    pub fn take_call(&self) -> bool {
-        let call = match self {
-            Self::Kernel { alarm, .. } => alarm.as_ref().map(|alarm| &alarm.call),
-            Self::Threads(crew) => Some(crew.call()),
+    pub fn take_wake(&self) -> bool {
+        let handle = match self {
+            Self::Kernel { waker_read, .. } => waker_read.as_ref().map(|waker_read| &waker_read.handle),
+            Self::Threads(threads) => Some(threads.wake_handle()),
         };
-        call.is_some_and(|call| call.is_called.swap(false, SeqCst))
+        handle.is_some_and(|handle| handle.is_woken.swap(false, SeqCst))
     }
 
-    /// Ends the read of the waker, so that the ring can be closed. Returns whether it has ended.
+    /// Ends the read of the waker's eventfd, so that the ring can be closed. Returns whether the read has ended.
     pub fn stop_waker(&mut self, timeout: Duration) -> bool {
-        let Self::Kernel { ring, alarm: Some(alarm), .. } = self else { return true };
-        // Wakes it, so that the read completes.
-        alarm.call.waker.wake();
+        let Self::Kernel { ring, waker_read: Some(waker_read), .. } = self else { return true };
+        // The wake-up makes the read complete.
+        waker_read.handle.waker.wake();
         let mut tries = 0;
-        while alarm.is_set && tries < 8 {
+        while waker_read.is_queued && tries < 8 {
             tries += 1;
             let _ = ring.wait(1, timeout / 8);
             while let Some(done) = ring.pop() {
-                alarm.is_set &= done.token != WAKER_READ;
+                waker_read.is_queued &= done.token != WAKER_READ;
             }
         }
-        !alarm.is_set
+        !waker_read.is_queued
     }
 
-    /// Returns the kernel's ring, for its tables.
+    /// Returns the kernel's ring, which has tables of files and memory.
     pub fn tables(&mut self) -> io::Result<&mut uring::Ring> {
         match self {
             Self::Kernel { ring, .. } => Ok(ring),
@@ -230,7 +230,7 @@ impl Backend {
     }
 }
 
-/// `EAGAIN` and `EBUSY` are no failures: the caller takes completions and tries again.
+/// Ignores `EAGAIN` and `EBUSY`: the caller collects completions, which frees entries, and tries again.
 fn unless_busy(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if errno::is(&error, EAGAIN) || errno::is(&error, EBUSY) => {
@@ -241,23 +241,23 @@ fn unless_busy(result: io::Result<()>) -> io::Result<()> {
     }
 }
 
-impl Alarm {
-    fn set(&mut self, ring: &mut uring::Ring) -> io::Result<()> {
-        if self.is_set {
+impl WakerRead {
+    fn queue(&mut self, ring: &mut uring::Ring) -> io::Result<()> {
+        if self.is_queued {
             return Ok(());
         }
         let read = Transfer {
-            target: Target::Descriptor(self.call.waker.number()),
+            target: Target::Descriptor(self.handle.waker.number()),
             is_write: false,
             addr: self.count.addr().as_ptr() as usize,
             len_bytes: size_of::<u64>() as u32,
             offset: 0,
             registered: None,
         };
-        // SAFETY: the alarm stays with its ring, which is closed after this read has ended, or never closed; no other
-        // code reads the count.
+        // SAFETY: `self` lives as long as its ring, which is closed after this read has ended, or never. No other code
+        // reads `count`.
         unsafe { ring.queue(&read, WAKER_READ) }?;
-        self.is_set = true;
+        self.is_queued = true;
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Concurrent file transfers of one thread: an io_uring, or threads where the kernel refuses one.
+//! Concurrent file transfers of one thread, by an io_uring, or by threads where the kernel refuses a ring.
 //!
 //! ```text
 //!   attach(store) -> FileId       register(memory) -> RegionId       optional, for less CPU time per transfer
@@ -9,13 +9,14 @@
 //!     regions   memory registered with the kernel
 //! ```
 //!
-//! A transfer keeps the contract of [`super::Store`]: all of it or an error, zeros past the end of the file, in
-//! whatever pieces the system does it. The ring owns the buffer until the kernel has finished with it. A transfer that
-//! takes longer than [`Settings::timeout`] is reported ([`Event::Late`]) and cancelled; its buffer comes back when the
-//! device releases it. Dropping a ring cancels all transfers and waits for them. Buffers that a device still holds
-//! after that are never freed.
+//! A transfer keeps the contract of [`super::Store`]: it does all of its bytes or fails, and reads past the end of the
+//! file return zeros. The ring may need several *pieces* for a transfer: one request to the kernel each. The ring owns
+//! the buffer until the kernel has finished with it. A transfer that takes longer than [`Settings::timeout`] is
+//! reported ([`Event::Late`]) and cancelled; its buffer is returned when the device releases it. Dropping a ring
+//! cancels all transfers and waits for them. Buffers that a device does not release in time are never freed.
 //!
-//! Uses `uring` and `file`. No locks, but those of `regions` and `threads`. In a fork child a ring does nothing.
+//! Uses `uring` and `file`. Locks: only those of `regions` and `threads`. In a fork child the parent's rings do
+//! nothing.
 #![allow(unsafe_code)] // queues transfers of memory that it owns
 
 mod backend;
@@ -33,7 +34,7 @@ use super::errno::{self, EBADF, ECANCELED, ETIMEDOUT};
 use super::file::{Handle, Piece, TransferProgress, TransferStep, TransferWay};
 use super::transfer::Direction;
 use crate::uring::{Completion, Target, Transfer, generation};
-use backend::{Backend, Call};
+use backend::{Backend, WakeHandle};
 use pagemill_core::stats::{self, Counter};
 use pagemill_sys::clock::{coarse_ns, fine_ns};
 use regions::Regions;
@@ -44,20 +45,20 @@ use std::mem::ManuallyDrop;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
-use tables::REGIONS;
+use tables::MEMORY_TABLE_LEN;
 
 /// Largest depth of a ring.
-const MOST_DEPTH: u32 = 4096;
+const MAX_DEPTH: u32 = 4096;
 
-/// What does the transfers.
+/// The kind of backend that does the transfers.
 ///
 /// Example: [`Ring`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engine {
-    /// io_uring, or threads where the kernel refuses one. Threads also if the environment has `PAGEMILL_IO=threads`.
+    /// io_uring, or threads where the kernel refuses a ring or the environment has `PAGEMILL_IO=threads`.
     #[default]
     Best,
-    /// Always threads.
+    /// Threads, even if io_uring is available.
     Threads,
 }
 
@@ -66,9 +67,9 @@ pub enum Engine {
 /// Example: [`Ring`].
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Most transfers that are in flight, or ended but not yet taken: 1 to 4096.
+    /// Most transfers that are in flight, or ended with an event that the caller has not taken: 1 to 4096.
     pub depth: u32,
-    /// Time limit: a transfer that takes longer is reported and cancelled.
+    /// Time limit of a transfer. A transfer that takes longer is reported and cancelled.
     pub timeout: Duration,
     pub engine: Engine,
 }
@@ -79,7 +80,7 @@ impl Default for Settings {
     }
 }
 
-/// Id of a transfer of a ring. The same ring reuses an id only after 2^31 transfers in its slot.
+/// Id of a transfer of a ring. A ring reuses an id only after 2^31 transfers in the same slot.
 ///
 /// Example: [`Ring`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,30 +91,32 @@ pub struct RequestId(u64);
 /// Example: [`Ring`].
 #[derive(Debug)]
 pub enum Event<B> {
-    /// A transfer has ended, and the caller owns its buffer again. It was done as a whole, or `result` is an error:
-    /// `ECANCELED` if it was cancelled, `ETIMEDOUT` if it was cancelled for exceeding the time limit.
+    /// A transfer has ended, and the caller owns its buffer again. All bytes were transferred, or `result` is an error:
+    /// `ECANCELED` after a cancel, `ETIMEDOUT` if the ring cancelled it for exceeding the time limit.
     Done { id: RequestId, buffer: B, result: io::Result<()> },
-    /// A transfer exceeds the time limit. It is being cancelled. [`Event::Done`] follows when the device releases the
-    /// buffer, perhaps never.
+    /// A transfer exceeds the time limit and is being cancelled. [`Event::Done`] follows when the device releases the
+    /// buffer, which may never happen.
     Late { id: RequestId },
 }
 
-/// An in-flight transfer; the backend has one piece of it.
+/// An in-flight transfer, of which the backend has one piece.
 struct InFlight<B> {
     buffer: B,
     file: FileId,
     direction: Direction,
     offset: u64,
     progress: TransferProgress,
+    /// The piece that the backend has.
     piece: Piece,
     began_ns: u64,
     is_late: bool,
     is_cancelled: bool,
 }
 
+/// A place for one in-flight transfer.
 struct RequestSlot<B> {
-    /// Incremented with each transfer; part of its id.
-    round: u32,
+    /// Incremented with each transfer in this slot.
+    use_count: u32,
     request: Option<InFlight<B>>,
 }
 
@@ -121,9 +124,9 @@ struct RequestSlot<B> {
 ///
 /// # Invariants
 ///
-/// 1. A transfer that the backend got and has not completed is in a slot. The slot's buffer is neither moved out nor
-///    dropped, and its file is not detached.
-/// 2. An entry of the kernel's memory table names memory that its region in `regions` keeps.
+/// 1. A transfer that the backend got and has not completed is in a slot. Until it completes, its buffer is neither
+///    moved out nor dropped, and its file is not detached.
+/// 2. Every entry of the kernel's memory table refers to memory of a region in `regions`, which keeps the memory alive.
 ///
 /// ```
 /// use pagemill::store::ring::{Engine, Event, Ring, Settings};
@@ -147,23 +150,24 @@ pub struct Ring<B: Buffer> {
     backend: ManuallyDrop<Backend>,
     slots: ManuallyDrop<Vec<RequestSlot<B>>>,
     free: Vec<u32>,
+    /// Events that the caller has not taken.
     events: VecDeque<Event<B>>,
     files: ManuallyDrop<Vec<Option<Arc<Handle>>>>,
     has_file_table: bool,
     regions: ManuallyDrop<Regions>,
     has_memory_table: Option<bool>,
     timeout: Duration,
-    /// Time of the last check for late transfers.
-    looked_ns: u64,
+    /// Time of the last search for transfers over the time limit.
+    last_late_search_ns: u64,
     in_flight: usize,
     generation: u32,
     has_waker: bool,
     counts: TransferCounts,
-    /// Makes the ring `!Send`: it belongs to one thread.
-    here: PhantomData<*mut ()>,
+    /// Makes the ring `!Send`: only one thread may use it.
+    not_send: PhantomData<*mut ()>,
 }
 
-/// Added to the statistics in batches, because all threads share their cache line.
+/// Counts of transfers, added to the statistics in batches, because all threads share those cache lines.
 #[derive(Default)]
 struct TransferCounts {
     read_bytes: u64,
@@ -176,9 +180,9 @@ impl<B: Buffer> Ring<B> {
     ///
     /// # Errors
     ///
-    /// `EMFILE`, `ENOMEM` if neither io_uring nor threads are available.
+    /// `EMFILE` or `ENOMEM` if neither io_uring nor threads are available.
     pub fn new(settings: &Settings) -> io::Result<Self> {
-        let depth = settings.depth.clamp(1, MOST_DEPTH);
+        let depth = settings.depth.clamp(1, MAX_DEPTH);
         let is_forced = std::env::var_os("PAGEMILL_IO").is_some_and(|engine| engine == "threads");
         let backend = match settings.engine {
             Engine::Best if !is_forced => Backend::kernel(depth).or_else(|_| {
@@ -188,7 +192,7 @@ impl<B: Buffer> Ring<B> {
             _ => Backend::threads()?,
         };
         stats::add(Counter::Rings, 1);
-        let slots = (0..depth).map(|_| RequestSlot { round: 0, request: None }).collect();
+        let slots = (0..depth).map(|_| RequestSlot { use_count: 0, request: None }).collect();
         Ok(Self {
             backend: ManuallyDrop::new(backend),
             slots: ManuallyDrop::new(slots),
@@ -196,19 +200,19 @@ impl<B: Buffer> Ring<B> {
             events: VecDeque::new(),
             files: ManuallyDrop::new(Vec::new()),
             has_file_table: false,
-            regions: ManuallyDrop::new(Regions::new(REGIONS)),
+            regions: ManuallyDrop::new(Regions::new(MEMORY_TABLE_LEN)),
             has_memory_table: None,
             timeout: settings.timeout,
-            looked_ns: 0,
+            last_late_search_ns: 0,
             in_flight: 0,
             generation: generation()?,
             has_waker: false,
             counts: TransferCounts::default(),
-            here: PhantomData,
+            not_send: PhantomData,
         })
     }
 
-    /// Returns whether the kernel does the transfers, and not threads.
+    /// Returns whether io_uring does the transfers; false for threads.
     pub fn is_kernel(&self) -> bool {
         self.backend.is_kernel()
     }
@@ -217,11 +221,11 @@ impl<B: Buffer> Ring<B> {
         generation().is_ok_and(|generation| generation == self.generation)
     }
 
-    fn check(&self) -> io::Result<()> {
+    fn check_process(&self) -> io::Result<()> {
         if self.is_ours() { Ok(()) } else { Err(errno::error(EBADF)) }
     }
 
-    /// Returns the most transfers that are in flight, or ended but not yet taken.
+    /// Returns the most transfers that are in flight, or ended with an event that the caller has not taken.
     pub fn depth(&self) -> usize {
         self.slots.len()
     }
@@ -240,13 +244,13 @@ impl<B: Buffer> Ring<B> {
     ///
     /// # Errors
     ///
-    /// Returns the buffer if the ring is full ([`Ring::is_full`]). All other errors arrive by [`Ring::next`].
+    /// Returns the buffer if the ring is full ([`Ring::is_full`]). All other errors arrive as events of [`Ring::next`].
     ///
     /// # Panics
     ///
     /// If the file is not attached.
     pub fn read(&mut self, file: FileId, offset: u64, buffer: B) -> Result<RequestId, B> {
-        self.begin(Direction::Read, file, offset, buffer)
+        self.start_transfer(Direction::Read, file, offset, buffer)
     }
 
     /// Queues a write of all of `buffer` at `offset`.
@@ -259,10 +263,10 @@ impl<B: Buffer> Ring<B> {
     ///
     /// As [`Ring::read`].
     pub fn write(&mut self, file: FileId, offset: u64, buffer: B) -> Result<RequestId, B> {
-        self.begin(Direction::Write, file, offset, buffer)
+        self.start_transfer(Direction::Write, file, offset, buffer)
     }
 
-    fn begin(&mut self, direction: Direction, file: FileId, offset: u64, buffer: B) -> Result<RequestId, B> {
+    fn start_transfer(&mut self, direction: Direction, file: FileId, offset: u64, buffer: B) -> Result<RequestId, B> {
         let Some(handle) = self.files.get(file.0 as usize).and_then(Option::as_ref) else {
             panic!("no file is attached as {file:?}");
         };
@@ -271,12 +275,12 @@ impl<B: Buffer> Ring<B> {
         }
         let Some(at) = self.free.pop() else { return Err(buffer) };
         let len_bytes = buffer.len_bytes();
-        let allowed = self.check().and_then(|()| match direction {
+        let allowed = self.check_process().and_then(|()| match direction {
             Direction::Read => Ok(()),
             Direction::Write => handle.check_write(offset, len_bytes),
         });
         let slot = &mut self.slots[at as usize];
-        slot.round = slot.round.wrapping_add(1) & (u32::MAX >> 1);
+        slot.use_count = slot.use_count.wrapping_add(1) & (u32::MAX >> 1);
         let request = InFlight {
             buffer,
             file,
@@ -288,26 +292,27 @@ impl<B: Buffer> Ring<B> {
             is_late: false,
             is_cancelled: false,
         };
-        let id = RequestId(u64::from(slot.round) << u32::BITS | u64::from(at));
+        let id = RequestId(u64::from(slot.use_count) << u32::BITS | u64::from(at));
         slot.request = Some(request);
         self.in_flight += 1;
         match allowed {
-            Ok(()) if len_bytes > 0 => self.go_on(at),
-            result => self.end(at, result),
+            Ok(()) if len_bytes > 0 => self.queue_next_piece(at),
+            result => self.end_transfer(at, result),
         }
         Ok(id)
     }
 
-    /// Queues the next piece of a transfer. The backend has no piece of it at this time.
-    fn go_on(&mut self, at: u32) {
+    /// Queues the next piece of a transfer. The backend must have no piece of it.
+    fn queue_next_piece(&mut self, at: u32) {
         let slot = &mut self.slots[at as usize];
         let Some(request) = &mut slot.request else { return };
         let Some(handle) = &self.files[request.file.0 as usize] else { return };
         let (addr, len_bytes) = (request.buffer.addr().as_ptr() as usize, request.buffer.len_bytes());
         let done = request.progress.done_bytes;
-        request.piece = request.progress.next(handle, addr, request.offset, len_bytes);
-        let place = request.file.place(request.piece.way).filter(|_| self.has_file_table);
-        let target = place.map_or_else(|| Target::Descriptor(handle.descriptor(request.piece.way)), Target::Registered);
+        request.piece = request.progress.next_piece(handle, addr, request.offset, len_bytes);
+        let table_index = request.file.table_index(request.piece.way).filter(|_| self.has_file_table);
+        let target =
+            table_index.map_or_else(|| Target::Descriptor(handle.descriptor(request.piece.way)), Target::Registered);
         let transfer = Transfer {
             target,
             is_write: request.direction == Direction::Write,
@@ -316,19 +321,19 @@ impl<B: Buffer> Ring<B> {
             offset: request.offset + done as u64,
             registered: self.regions.find(addr + done, request.piece.len_bytes),
         };
-        let token = u64::from(slot.round) << u32::BITS | u64::from(at);
-        // SAFETY: the slot keeps the buffer, and `files` the file, until the completion has come (invariant 1). The
-        // piece lies inside of the buffer, which no other code uses meanwhile (trait's promise). The table entry is
-        // that of a region that holds it.
+        let token = u64::from(slot.use_count) << u32::BITS | u64::from(at);
+        // SAFETY: the slot keeps the buffer, and `files` the file, until the completion has arrived (invariant 1). The
+        // piece lies inside of the buffer, which no other code uses meanwhile (trait's promise). The table entry
+        // belongs to a region that contains the piece.
         if let Err(error) = unsafe { self.backend.queue(&transfer, token) } {
-            self.end(at, Err(error));
+            self.end_transfer(at, Err(error));
         }
     }
 
-    /// Ends a transfer. The backend has no piece of it any more.
-    fn end(&mut self, at: u32, result: io::Result<()>) {
+    /// Ends a transfer and queues its event. The backend must have no piece of it.
+    fn end_transfer(&mut self, at: u32, result: io::Result<()>) {
         let slot = &mut self.slots[at as usize];
-        let id = RequestId(u64::from(slot.round) << u32::BITS | u64::from(at));
+        let id = RequestId(u64::from(slot.use_count) << u32::BITS | u64::from(at));
         let Some(request) = slot.request.take() else { return };
         self.in_flight -= 1;
         self.free.push(at);
@@ -338,7 +343,7 @@ impl<B: Buffer> Ring<B> {
                 let len_bytes = request.buffer.len_bytes();
                 match request.direction {
                     Direction::Read => {
-                        buffer::zero(&request.buffer, request.progress.done_bytes);
+                        buffer::zero_from(&request.buffer, request.progress.done_bytes);
                         self.counts.read_bytes += len_bytes as u64;
                     }
                     Direction::Write => {
@@ -359,40 +364,41 @@ impl<B: Buffer> Ring<B> {
 
     /// Cancels a transfer that has not ended. It still ends with an [`Event::Done`].
     pub fn cancel(&mut self, id: RequestId) {
-        let Some(request) = self.request_mut(id).filter(|request| !request.is_cancelled) else { return };
+        let Some(request) = self.in_flight_mut(id).filter(|request| !request.is_cancelled) else { return };
         request.is_cancelled = true;
-        // If this fails, the transfer ends by itself, or late.
+        // After a failed cancel, the transfer ends by itself or is reported as late.
         let _ = self.backend.cancel(id.0);
     }
 
-    /// Cancels the transfers with buffers that match.
-    pub(crate) fn cancel_where(&mut self, is_meant: impl Fn(&B) -> bool) {
-        let meant = self.requests().filter(|(_, request)| !request.is_cancelled && is_meant(&request.buffer));
-        let ids: Vec<RequestId> = meant.map(|(id, _)| id).collect();
+    /// Cancels all in-flight transfers whose buffers match.
+    pub(crate) fn cancel_where(&mut self, matches: impl Fn(&B) -> bool) {
+        let matching =
+            self.in_flight_requests().filter(|(_, request)| !request.is_cancelled && matches(&request.buffer));
+        let ids: Vec<RequestId> = matching.map(|(id, _)| id).collect();
         ids.into_iter().for_each(|id| self.cancel(id));
     }
 
-    /// Returns whether the buffer of an in-flight transfer matches.
-    pub fn any_in_flight(&self, is_meant: impl Fn(&B) -> bool) -> bool {
-        self.requests().any(|(_, request)| is_meant(&request.buffer))
+    /// Returns whether the buffer of any in-flight transfer matches.
+    pub fn any_in_flight(&self, matches: impl Fn(&B) -> bool) -> bool {
+        self.in_flight_requests().any(|(_, request)| matches(&request.buffer))
     }
 
     /// Returns the buffer of an in-flight transfer. The device may change its bytes.
     pub fn buffer(&self, id: RequestId) -> Option<&B> {
         let slot = self.slots.get(id.0 as u32 as usize)?;
-        let is_it = u64::from(slot.round) == id.0 >> u32::BITS;
-        slot.request.as_ref().filter(|_| is_it).map(|request| &request.buffer)
+        let is_same = u64::from(slot.use_count) == id.0 >> u32::BITS;
+        slot.request.as_ref().filter(|_| is_same).map(|request| &request.buffer)
     }
 
-    fn request_mut(&mut self, id: RequestId) -> Option<&mut InFlight<B>> {
+    fn in_flight_mut(&mut self, id: RequestId) -> Option<&mut InFlight<B>> {
         let slot = self.slots.get_mut(id.0 as u32 as usize)?;
-        let is_it = u64::from(slot.round) == id.0 >> u32::BITS;
-        slot.request.as_mut().filter(|_| is_it)
+        let is_same = u64::from(slot.use_count) == id.0 >> u32::BITS;
+        slot.request.as_mut().filter(|_| is_same)
     }
 
-    fn requests(&self) -> impl Iterator<Item = (RequestId, &InFlight<B>)> {
+    fn in_flight_requests(&self) -> impl Iterator<Item = (RequestId, &InFlight<B>)> {
         self.slots.iter().enumerate().filter_map(|(at, slot)| {
-            let id = RequestId(u64::from(slot.round) << u32::BITS | at as u64);
+            let id = RequestId(u64::from(slot.use_count) << u32::BITS | at as u64);
             slot.request.as_ref().map(|request| (id, request))
         })
     }
@@ -409,85 +415,88 @@ impl<B: Buffer> Ring<B> {
     ///
     /// `EBADF` in a fork child; errors of `io_uring_enter`.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.check()?;
+        self.check_process()?;
         self.backend.submit()
     }
 
-    /// Starts the queued transfers and waits for at least `least` events, at most for `timeout`. Returns the number of
-    /// events. Returns earlier when no transfer is in flight any more, or when another thread wakes the
-    /// [`Ring::waker`]. A ring with a waker waits for it even if nothing is in flight. With `least` 0 it does not wait.
+    /// Starts the queued transfers and waits until the caller can take at least `least` events, at most for `timeout`.
+    /// Returns the number of events. Returns earlier when no transfer is in flight any more, or when another thread
+    /// wakes the ring ([`Ring::waker`]). A ring with a waker also waits while nothing is in flight. With `least` 0 the
+    /// call does not wait.
     ///
     /// # Errors
     ///
     /// See [`Ring::submit`].
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<usize> {
-        self.check()?;
+        self.check_process()?;
         if least == 0 {
             self.backend.wait(0, Duration::ZERO)?;
         }
         let mut end_ns = None;
         loop {
-            self.reap();
-            self.look_for_late();
+            self.collect_completions();
+            self.cancel_late();
             let missing = least.saturating_sub(self.events.len());
             let can_come = self.in_flight > 0 || (self.has_waker && self.events.is_empty());
             let rest = end_ns.map_or(timeout, |end_ns: u64| Duration::from_nanos(end_ns.saturating_sub(fine_ns())));
             let is_over = end_ns.is_some() && rest.is_zero();
-            if missing == 0 || !can_come || is_over || (self.has_waker && self.backend.take_call()) {
+            if missing == 0 || !can_come || is_over || (self.has_waker && self.backend.take_wake()) {
                 self.backend.submit()?;
                 self.flush_counts();
                 return Ok(self.events.len());
             }
             let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
             end_ns.get_or_insert_with(|| fine_ns().saturating_add(timeout_ns));
-            // Wakes up in between to check for late transfers.
+            // The wait is cut into steps, to search for late transfers between them.
             let step = if self.in_flight > 0 { rest.min(self.timeout / 4) } else { rest };
             self.backend.wait(missing.min(self.in_flight).max(1), step)?;
         }
     }
 
-    /// Takes the next event.
+    /// Takes the next event; `None` if there is none now.
     #[allow(clippy::should_implement_trait)] // an iterator would hold the ring while its owner queues more
     pub fn next(&mut self) -> Option<Event<B>> {
         self.events.pop_front()
     }
 
-    fn reap(&mut self) {
+    fn collect_completions(&mut self) {
         while let Some(done) = self.backend.pop() {
-            self.complete(done);
+            self.handle_completion(done);
         }
     }
 
     /// Handles the completion of a piece.
-    fn complete(&mut self, done: Completion) {
-        let (at, round) = (done.token as u32, (done.token >> u32::BITS) as u32);
-        let Some(slot) = self.slots.get_mut(at as usize).filter(|slot| slot.round == round) else { return };
+    fn handle_completion(&mut self, done: Completion) {
+        let (at, use_count) = (done.token as u32, (done.token >> u32::BITS) as u32);
+        let Some(slot) = self.slots.get_mut(at as usize).filter(|slot| slot.use_count == use_count) else { return };
         let Some(request) = &mut slot.request else { return };
         let Some(handle) = &self.files[request.file.0 as usize] else { return };
         let result = usize::try_from(done.result).map_err(|_| errno::error(-done.result));
-        let step = request.progress.take(handle, request.direction, request.piece, result);
+        let step = request.progress.record(handle, request.direction, request.piece, result);
         let is_whole = request.progress.done_bytes == request.buffer.len_bytes();
         match step {
-            Ok(TransferStep::More) if !is_whole && request.is_cancelled => self.end(at, Err(errno::error(ECANCELED))),
-            Ok(TransferStep::More) if !is_whole => self.go_on(at),
-            Ok(_) => self.end(at, Ok(())),
-            Err(error) => self.end(at, Err(error)),
+            Ok(TransferStep::More) if !is_whole && request.is_cancelled => {
+                self.end_transfer(at, Err(errno::error(ECANCELED)))
+            }
+            Ok(TransferStep::More) if !is_whole => self.queue_next_piece(at),
+            Ok(_) => self.end_transfer(at, Ok(())),
+            Err(error) => self.end_transfer(at, Err(error)),
         }
     }
 
     /// Reports and cancels transfers that exceed the time limit.
-    fn look_for_late(&mut self) {
+    fn cancel_late(&mut self) {
         let (now_ns, timeout_ns) = (coarse_ns(), self.timeout.as_nanos() as u64);
-        if self.in_flight == 0 || now_ns.saturating_sub(self.looked_ns) < timeout_ns / 8 {
+        if self.in_flight == 0 || now_ns.saturating_sub(self.last_late_search_ns) < timeout_ns / 8 {
             return;
         }
-        self.looked_ns = now_ns;
+        self.last_late_search_ns = now_ns;
         let is_late = |request: &InFlight<B>| !request.is_late && now_ns.saturating_sub(request.began_ns) >= timeout_ns;
-        let late = self.requests().filter(|(_, request)| is_late(request));
+        let late = self.in_flight_requests().filter(|(_, request)| is_late(request));
         let ids: Vec<RequestId> = late.map(|(id, _)| id).collect();
         for id in ids {
             self.cancel(id);
-            if let Some(request) = self.request_mut(id) {
+            if let Some(request) = self.in_flight_mut(id) {
                 request.is_late = true;
             }
             stats::add(Counter::TransfersLate, 1);
@@ -512,20 +521,20 @@ impl<B: Buffer> Ring<B> {
     ///
     /// `EMFILE`.
     pub fn waker(&mut self) -> io::Result<RingWaker> {
-        self.check()?;
+        self.check_process()?;
         let waker = self.backend.waker()?;
         self.has_waker = true;
         Ok(RingWaker(waker))
     }
 
     /// Returns a descriptor that becomes readable when there are events. An event loop can poll it and then call
-    /// [`Ring::wait`] with 0. From here on completions cost a little more.
+    /// [`Ring::wait`] with 0. From then on completions cost a little more.
     ///
     /// # Errors
     ///
     /// `EMFILE`.
     pub fn watch(&mut self) -> io::Result<BorrowedFd<'_>> {
-        self.check()?;
+        self.check_process()?;
         self.backend.watch()
     }
 
@@ -546,20 +555,20 @@ impl<B: Buffer> Ring<B> {
     }
 }
 
-/// Ends waits of a ring, from any thread (a waker).
+/// A waker of a ring: it ends a wait of the ring, from any thread.
 ///
 /// Example: [`Ring`].
 #[derive(Clone)]
-pub struct RingWaker(Arc<Call>);
+pub struct RingWaker(Arc<WakeHandle>);
 
 impl RingWaker {
     /// Makes the ring's thread return from [`Ring::wait`], now or the next time. The descriptor of [`Ring::watch`]
     /// becomes readable.
     pub fn wake(&self) {
-        self.0.call();
+        self.0.wake();
     }
 
-    /// Returns whether both belong to one ring.
+    /// Returns whether this waker and `other` wake the same ring.
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -568,9 +577,9 @@ impl RingWaker {
 impl<B: Buffer> Drop for Ring<B> {
     fn drop(&mut self) {
         if !self.is_ours() {
-            // The transfers are the parent's. Only the descriptor is closed here.
+            // The transfers belong to the parent, so this child only closes its descriptor.
             std::mem::forget(std::mem::take(&mut self.events));
-            // SAFETY: not used again.
+            // SAFETY: the field is not used again.
             unsafe { ManuallyDrop::drop(&mut self.backend) };
             return;
         }
@@ -583,7 +592,8 @@ impl<B: Buffer> Drop for Ring<B> {
             stats::add(Counter::TransfersStuck, self.in_flight as u64);
             return;
         }
-        // Otherwise the kernel would release the contents of its tables some time after the descriptor is closed.
+        // The tables are cleared here. Otherwise the kernel would release their contents some time after the descriptor
+        // is closed.
         for at in 0..self.files.len() {
             let _ = self.detach(FileId(at as u32));
         }
@@ -594,15 +604,15 @@ impl<B: Buffer> Drop for Ring<B> {
             stats::sub(Counter::RegionsRegistered, 1);
             drop(self.regions.remove(id));
         }
-        // SAFETY: none of them is used again. Nothing is in flight. Memory that is still registered stays in `regions`,
-        // which is kept.
+        // SAFETY: the fields are not used again, and no transfer is in flight. Memory that is still registered stays
+        // alive in `regions`, which is not dropped then.
         unsafe {
             ManuallyDrop::drop(&mut self.backend);
             ManuallyDrop::drop(&mut self.slots);
             ManuallyDrop::drop(&mut self.files);
         }
         if self.regions.len() == 0 {
-            // SAFETY: not used again.
+            // SAFETY: the field is not used again.
             unsafe { ManuallyDrop::drop(&mut self.regions) };
         }
     }

@@ -1,9 +1,9 @@
-//! Memory registered with a ring: the kernel has pinned its pages.
+//! Regions: memory that is registered with a ring. The kernel has pinned its pages.
 //!
-//! Registered memory is kept from fork children (`MADV_DONTFORK`). Otherwise the first write after a fork would leave
-//! the kernel with the child's pages, and the fork would copy all of it (0.9 s for 512 MiB). The same range may be
-//! registered with several rings; the last one to unregister it makes it inheritable again. Memory that children never
-//! get ([`Buffer::is_kept_from_children`]) is left as it is.
+//! Fork children do not inherit registered memory (`MADV_DONTFORK`). Otherwise the first write after a fork would leave
+//! the pinned pages to the child, and the fork would copy all of the memory (0.9 s for 512 MiB). Several rings may
+//! register the same range; when the last of them unregisters it, children inherit it again. Memory that children never
+//! inherit ([`Buffer::is_kept_from_children`]) keeps its setting.
 
 use crate::buffer::Buffer;
 use crate::errno::{self, EBUSY, EINVAL, ENOSPC};
@@ -13,98 +13,99 @@ use pagemill_sys::disk;
 use std::collections::BTreeMap;
 use std::io;
 
-/// Memory registered with a ring: its index in the ring's table of registered buffers.
+/// Id of a region: its index in the kernel's table of registered buffers.
 ///
 /// Example: [`Ring`](super::Ring).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionId(pub(super) u16);
 
 pub(super) struct Region {
-    pub place: u16,
-    /// New transfers must not use it.
+    pub table_index: u16,
+    /// New transfers must not use the registration.
     is_retired: bool,
     addr: usize,
     len_bytes: usize,
-    kept: Option<Kept>,
-    keeper: Box<dyn Buffer>,
+    /// `None` if this region did not set `MADV_DONTFORK`.
+    kept: Option<InheritanceGuard>,
+    memory: Box<dyn Buffer>,
 }
 
 /// The registered memory of one ring.
 pub(super) struct Regions {
-    /// Sorted by address; no two overlap.
+    /// Sorted by address; regions do not overlap.
     regions: Vec<Region>,
-    /// Free table entries.
+    /// Free indexes of the kernel's table.
     free: Vec<u16>,
 }
 
 impl Regions {
-    pub fn new(places: u16) -> Self {
-        Self { regions: Vec::new(), free: (0..places).rev().collect() }
+    pub fn new(table_len: u16) -> Self {
+        Self { regions: Vec::new(), free: (0..table_len).rev().collect() }
     }
 
-    /// Returns the table entry of a region that contains all of these bytes.
+    /// Returns the table index of a region that contains the whole range.
     pub fn find(&self, addr: usize, len_bytes: usize) -> Option<u16> {
         let after = self.regions.partition_point(|region| region.addr <= addr);
         let region = &self.regions[after.checked_sub(1)?];
-        (addr - region.addr + len_bytes <= region.len_bytes && !region.is_retired).then_some(region.place)
+        (addr - region.addr + len_bytes <= region.len_bytes && !region.is_retired).then_some(region.table_index)
     }
 
     pub fn retire(&mut self, id: RegionId) {
-        self.regions.iter_mut().filter(|region| region.place == id.0).for_each(|region| region.is_retired = true);
+        self.regions.iter_mut().filter(|region| region.table_index == id.0).for_each(|region| region.is_retired = true);
     }
 
-    /// Adds memory; `register` registers it with the kernel at a table entry.
+    /// Adds a region. `register` registers the memory with the kernel, at the table index that it gets.
     pub fn add(
         &mut self,
-        keeper: Box<dyn Buffer>,
+        memory: Box<dyn Buffer>,
         register: impl FnOnce(u16, usize, usize) -> io::Result<()>,
     ) -> Result<RegionId, (io::Error, Box<dyn Buffer>)> {
-        match self.try_add(&*keeper, register) {
-            Ok((at, kept, place)) => {
-                let (addr, len_bytes) = range(&*keeper);
-                self.regions.insert(at, Region { place, is_retired: false, addr, len_bytes, kept, keeper });
-                Ok(RegionId(place))
+        match self.try_add(&*memory, register) {
+            Ok((at, kept, table_index)) => {
+                let (addr, len_bytes) = range(&*memory);
+                self.regions.insert(at, Region { table_index, is_retired: false, addr, len_bytes, kept, memory });
+                Ok(RegionId(table_index))
             }
-            Err(error) => Err((error, keeper)),
+            Err(error) => Err((error, memory)),
         }
     }
 
     fn try_add(
         &mut self,
-        keeper: &dyn Buffer,
+        memory: &dyn Buffer,
         register: impl FnOnce(u16, usize, usize) -> io::Result<()>,
-    ) -> io::Result<(usize, Option<Kept>, u16)> {
-        let (addr, len_bytes) = range(keeper);
+    ) -> io::Result<(usize, Option<InheritanceGuard>, u16)> {
+        let (addr, len_bytes) = range(memory);
         let at = self.regions.partition_point(|region| region.addr < addr);
         let is_free_below = at == 0 || self.regions[at - 1].addr + self.regions[at - 1].len_bytes <= addr;
         let is_free_above = self.regions.get(at).is_none_or(|next| addr + len_bytes <= next.addr);
         if len_bytes == 0 || !is_free_below || !is_free_above {
             return Err(errno::error(EINVAL));
         }
-        let place = *self.free.last().ok_or_else(|| errno::error(ENOSPC))?;
-        let kept = if keeper.is_kept_from_children() { None } else { Some(Kept::new(addr, len_bytes)?) };
-        register(place, addr, len_bytes)?;
+        let table_index = *self.free.last().ok_or_else(|| errno::error(ENOSPC))?;
+        let kept = if memory.is_kept_from_children() { None } else { Some(InheritanceGuard::new(addr, len_bytes)?) };
+        register(table_index, addr, len_bytes)?;
         self.free.pop();
-        Ok((at, kept, place))
+        Ok((at, kept, table_index))
     }
 
-    /// Returns address and length of a region.
+    /// Returns the address and length of a region.
     pub fn range(&self, id: RegionId) -> Option<(usize, usize)> {
-        let region = self.regions.iter().find(|region| region.place == id.0)?;
+        let region = self.regions.iter().find(|region| region.table_index == id.0)?;
         Some((region.addr, region.len_bytes))
     }
 
-    /// Returns memory that has been unregistered from the kernel.
+    /// Removes a region that was unregistered from the kernel, and returns its memory.
     pub fn remove(&mut self, id: RegionId) -> Option<Box<dyn Buffer>> {
-        let at = self.regions.iter().position(|region| region.place == id.0)?;
-        let Region { place, kept, keeper, .. } = self.regions.remove(at);
-        self.free.push(place);
+        let at = self.regions.iter().position(|region| region.table_index == id.0)?;
+        let Region { table_index, kept, memory, .. } = self.regions.remove(at);
+        self.free.push(table_index);
         drop(kept);
-        Some(keeper)
+        Some(memory)
     }
 
     pub fn last(&self) -> Option<RegionId> {
-        self.regions.last().map(|region| RegionId(region.place))
+        self.regions.last().map(|region| RegionId(region.table_index))
     }
 
     pub fn len(&self) -> usize {
@@ -112,26 +113,26 @@ impl Regions {
     }
 }
 
-fn range(keeper: &dyn Buffer) -> (usize, usize) {
-    (keeper.addr().as_ptr() as usize, keeper.len_bytes())
+fn range(memory: &dyn Buffer) -> (usize, usize) {
+    (memory.addr().as_ptr() as usize, memory.len_bytes())
 }
 
-/// Ranges that are kept from fork children. Key: address. Value: length, and number of rings that registered it.
-pub(crate) static KEPT: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
+/// Ranges that fork children do not inherit. Key: address. Value: length, and number of regions for the range.
+pub(crate) static NOT_INHERITED: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
 
-/// Keeps a range from fork children until this is dropped.
-struct Kept {
+/// Excludes a range from fork children until the value is dropped.
+struct InheritanceGuard {
     addr: usize,
     len_bytes: usize,
 }
 
-impl Kept {
+impl InheritanceGuard {
     /// # Errors
     ///
-    /// `EBUSY` if the range overlaps another one but is not equal to it; errors of `madvise`.
+    /// `EBUSY` if the range overlaps another one without being equal to it; errors of `madvise`.
     fn new(addr: usize, len_bytes: usize) -> io::Result<Self> {
-        forked::hear();
-        KEPT.with(|kept| {
+        forked::register();
+        NOT_INHERITED.with(|kept| {
             if let Some((len, count)) = kept.get_mut(&addr).filter(|(len, _)| *len == len_bytes) {
                 debug_assert!(*len == len_bytes);
                 debug_assert!(*count > 0);
@@ -150,15 +151,15 @@ impl Kept {
     }
 }
 
-impl Drop for Kept {
+impl Drop for InheritanceGuard {
     fn drop(&mut self) {
-        KEPT.with(|kept| {
+        NOT_INHERITED.with(|kept| {
             let Some((_, count)) = kept.get_mut(&self.addr) else { return };
             *count -= 1;
             if *count == 0 {
                 kept.remove(&self.addr);
-                // The range was mapped when it was registered. If it was unmapped since, children do not have it
-                // either.
+                // The range was mapped when it was registered. If it was unmapped since, this call fails, and children
+                // have no such memory.
                 let _ = disk::keep_from_children(self.addr, self.len_bytes, false);
             }
         });

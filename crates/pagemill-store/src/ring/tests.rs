@@ -1,5 +1,5 @@
-//! Rings on files, with both backends. The transfer that hangs is a read of an empty pipe, which only these tests can
-//! attach.
+//! Tests of rings on files, with both backends. A transfer that does not end is a read of an empty pipe, which only
+//! these tests can attach.
 #![allow(unsafe_code)] // buffers of its own kinds
 
 use super::*;
@@ -18,7 +18,7 @@ fn settings(engine: Engine) -> Settings {
     Settings { depth: 8, timeout: LONG, engine }
 }
 
-/// Rings of both backends, if the kernel permits io_uring.
+/// Returns a ring of each backend, if the kernel permits io_uring.
 fn rings() -> Vec<Ring<Aligned>> {
     [Engine::Best, Engine::Threads].map(|engine| Ring::new(&settings(engine)).unwrap()).into()
 }
@@ -29,15 +29,15 @@ fn buffer(len: usize, fill: u8) -> Aligned {
     buffer
 }
 
-fn done<B: Buffer>(ring: &mut Ring<B>) -> (RequestId, B, io::Result<()>) {
+fn wait_for_end<B: Buffer>(ring: &mut Ring<B>) -> (RequestId, B, io::Result<()>) {
     ring.wait(1, LONG).unwrap();
-    match ring.next().expect("it takes too long") {
+    match ring.next().expect("no event in time") {
         Event::Done { id, buffer, result } => (id, buffer, result),
         Event::Late { id } => panic!("{id:?} is late"),
     }
 }
 
-/// Makes a pipe into the handle of a file: a read does not end until the test writes.
+/// Returns a handle that reads a pipe. A read does not end until the test writes to the pipe.
 fn pipe() -> (Arc<Handle>, io::PipeWriter) {
     let (reader, writer) = io::pipe().unwrap();
     let handle = Handle::of_descriptor(Disk::from_descriptor(reader.into()));
@@ -59,7 +59,7 @@ impl Handle {
     }
 }
 
-/// A kernel ring, or none with a message.
+/// Returns an io_uring, or prints a message and returns `None`.
 fn kernel_ring<B: Buffer>(timeout: Duration) -> Option<Ring<B>> {
     let ring = Ring::new(&Settings { depth: 4, timeout, engine: Engine::Best }).unwrap();
     if ring.is_kernel() {
@@ -69,9 +69,9 @@ fn kernel_ring<B: Buffer>(timeout: Duration) -> Option<Ring<B>> {
     None
 }
 
-/// Tails of every kind: ring and store read back the bytes that were written, and zeros past the end.
+/// For all alignments, ring and store read the bytes that were written, and zeros past the end of the file.
 #[test]
-fn transfers_are_whole() {
+fn unaligned_transfers_are_complete() {
     for mut ring in rings() {
         let folder = tempfile::tempdir().unwrap();
         let store = FileStore::create(folder.path().join("file")).unwrap();
@@ -84,13 +84,13 @@ fn transfers_are_whole() {
         {
             let fill = round as u8 + 1;
             let id = ring.write(file, offset as u64, buffer(len, fill)).unwrap();
-            let (ended, written, result) = done(&mut ring);
+            let (ended, written, result) = wait_for_end(&mut ring);
             result.unwrap();
             assert!(ended == id && written.len() == len);
             let size = store.size_bytes().unwrap() as usize;
             assert!(size >= offset + len);
             ring.read(file, offset as u64, buffer(len + 8 * KIB, 0xEE)).unwrap();
-            let (_, read, result) = done(&mut ring);
+            let (_, read, result) = wait_for_end(&mut ring);
             result.unwrap();
             assert!(read[..len].iter().all(|byte| *byte == fill), "{offset} {len}");
             assert!(read[(size - offset).min(read.len())..].iter().all(|byte| *byte == 0), "{offset} {len}");
@@ -103,7 +103,7 @@ fn transfers_are_whole() {
     }
 }
 
-/// A ring accepts as many transfers as it is deep, then none until events are taken. An empty transfer ends at once.
+/// A ring of depth 8 accepts eight transfers, and no other until events are taken. A transfer of no bytes ends at once.
 #[test]
 fn depth_is_bounded() {
     for mut ring in rings() {
@@ -124,14 +124,14 @@ fn depth_is_bounded() {
         }
         assert_eq!(ids.len(), 8);
         let id = ring.read(file, 0, buffer(0, 0)).unwrap();
-        assert_eq!(done(&mut ring).0, id);
+        assert_eq!(wait_for_end(&mut ring).0, id);
         assert!(!ids.contains(&id));
     }
 }
 
-/// An impossible transfer is reported as an event, with its buffer. The next transfer is not affected.
+/// A transfer that cannot succeed ends with an error event that returns its buffer. The next transfer is not affected.
 #[test]
-fn failures_are_told() {
+fn failures_are_reported_with_the_buffer() {
     for mut ring in rings() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
@@ -139,21 +139,22 @@ fn failures_are_told() {
         let store = FileStore::open_read_only(&path).unwrap();
         let file = ring.attach(&store).unwrap();
         ring.write(file, 0, buffer(KIB, 1)).unwrap();
-        let (_, _, result) = done(&mut ring);
+        let (_, _, result) = wait_for_end(&mut ring);
         assert_eq!(result.unwrap_err().raw_os_error(), Some(EBADF));
         ring.read(file, 1 << 63, buffer(KIB, 1)).unwrap();
-        assert_eq!(done(&mut ring).2.unwrap_err().raw_os_error(), Some(EINVAL));
+        assert_eq!(wait_for_end(&mut ring).2.unwrap_err().raw_os_error(), Some(EINVAL));
         ring.read(file, 0, buffer(KIB, 1)).unwrap();
-        let (_, read, result) = done(&mut ring);
+        let (_, read, result) = wait_for_end(&mut ring);
         assert!(result.is_ok() && &read[..6] == b"bytes\0");
         ring.detach(file).unwrap();
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ring.read(file, 0, buffer(1, 0)))).is_err());
     }
 }
 
-/// A file is detached once its store is dropped. Files of live stores, and of in-flight transfers, stay.
+/// A file is detached once its store is dropped. Files of existing stores, and files with transfers in flight, stay
+/// attached.
 #[test]
-fn files_go_with_their_stores() {
+fn a_file_is_detached_after_its_store_is_dropped() {
     for mut ring in rings() {
         let folder = tempfile::tempdir().unwrap();
         let stores = ["a", "b"].map(|name| FileStore::create(folder.path().join(name)).unwrap());
@@ -165,25 +166,26 @@ fn files_go_with_their_stores() {
         let [first, second] = stores;
         drop(first);
         ring.sweep();
-        done(&mut ring).2.unwrap();
+        wait_for_end(&mut ring).2.unwrap();
         ring.sweep();
         assert!(ring.files[0].is_none() && ring.files[1].is_some());
         let third = FileStore::create(folder.path().join("a")).unwrap();
         assert_eq!(ring.attach(&third).unwrap(), ids[0]);
         ring.read(ids[0], 0, buffer(KIB, 0)).unwrap();
-        assert_eq!(done(&mut ring).1[0], 1);
+        assert_eq!(wait_for_end(&mut ring).1[0], 1);
         drop(second);
     }
 }
 
-/// Transfers find registered memory by address and use it; memory in use cannot be unregistered.
+/// Transfers inside registered memory use its table entry. While they are in flight, that memory cannot be
+/// unregistered.
 #[test]
 fn registered_memory_is_used() {
-    /// A part of memory that the test keeps.
+    /// A range of memory that the test owns.
     #[derive(Debug)]
-    struct Part(NonNull<u8>, usize);
-    // SAFETY: a part of memory that outlives the ring; one transfer at a time uses it.
-    unsafe impl Buffer for Part {
+    struct Subrange(NonNull<u8>, usize);
+    // SAFETY: the memory outlives the ring, and one transfer at a time uses it.
+    unsafe impl Buffer for Subrange {
         fn addr(&self) -> NonNull<u8> {
             self.0
         }
@@ -191,14 +193,14 @@ fn registered_memory_is_used() {
             self.1
         }
     }
-    let Some(mut ring) = kernel_ring::<Part>(LONG) else { return };
+    let Some(mut ring) = kernel_ring::<Subrange>(LONG) else { return };
     let folder = tempfile::tempdir().unwrap();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     let file = ring.attach(&store).unwrap();
     let memory = buffer(64 * KIB, 7);
     let base = memory.addr();
-    let part = |from: usize, len: usize| Part(NonNull::new(base.as_ptr().wrapping_add(from)).unwrap(), len);
-    let id = match ring.register(Box::new(part(8 * KIB, 32 * KIB))) {
+    let subrange = |from: usize, len: usize| Subrange(NonNull::new(base.as_ptr().wrapping_add(from)).unwrap(), len);
+    let id = match ring.register(Box::new(subrange(8 * KIB, 32 * KIB))) {
         Ok(id) => id,
         Err((error, _)) => return println!("skipped: memory cannot be registered: {error}"),
     };
@@ -208,27 +210,27 @@ fn registered_memory_is_used() {
         assert!(ring.regions.find(addr + from, len).is_none(), "{from} {len}");
     }
     for (from, len) in [(0, 9 * KIB), (39 * KIB, 9 * KIB), (12 * KIB, KIB), (0, 64 * KIB), (0, 0)] {
-        let (error, _) = ring.register(Box::new(part(from, len))).err().unwrap();
+        let (error, _) = ring.register(Box::new(subrange(from, len))).err().unwrap();
         assert_eq!(error.raw_os_error(), Some(EINVAL), "{from} {len}");
     }
-    ring.write(file, 0, part(8 * KIB, 8 * KIB)).unwrap();
-    ring.write(file, 8192, part(0, KIB)).unwrap();
+    ring.write(file, 0, subrange(8 * KIB, 8 * KIB)).unwrap();
+    ring.write(file, 8192, subrange(0, KIB)).unwrap();
     if ring.in_flight() == 2 {
         assert_eq!(ring.unregister(id).err().unwrap().raw_os_error(), Some(EBUSY));
     }
-    done(&mut ring).2.unwrap();
-    done(&mut ring).2.unwrap();
+    wait_for_end(&mut ring).2.unwrap();
+    wait_for_end(&mut ring).2.unwrap();
     assert_eq!(store.size_bytes().unwrap(), 9 * KIB as u64);
     assert_eq!(ring.unregister(id).unwrap().len_bytes(), 32 * KIB);
     assert_eq!(ring.unregister(id).err().unwrap().raw_os_error(), Some(EINVAL));
-    let Ok(_) = ring.register(Box::new(part(0, 8 * KIB))) else { panic!("its place is free again") };
+    let Ok(_) = ring.register(Box::new(subrange(0, 8 * KIB))) else { panic!("the table entry is free again") };
     drop(ring);
     drop(memory);
 }
 
-/// A hanging read can be cancelled; an ended one cannot.
+/// A read of an empty pipe can be cancelled, but not after it has ended.
 #[test]
-fn transfers_are_given_up() {
+fn in_flight_transfers_can_be_cancelled() {
     let Some(mut ring) = kernel_ring(LONG) else { return };
     let (handle, mut writer) = pipe();
     let file = ring.attach_handle(&handle).unwrap();
@@ -236,18 +238,19 @@ fn transfers_are_given_up() {
     let second = ring.read(file, 0, buffer(4, 0)).unwrap();
     ring.submit().unwrap();
     ring.cancel(first);
-    let (id, _, result) = done(&mut ring);
+    let (id, _, result) = wait_for_end(&mut ring);
     assert!(id == first && result.unwrap_err().raw_os_error() == Some(ECANCELED));
     writer.write_all(b"four").unwrap();
-    let (id, bytes, result) = done(&mut ring);
+    let (id, bytes, result) = wait_for_end(&mut ring);
     assert!(id == second && result.is_ok() && &bytes[..] == b"four");
     ring.cancel(second);
     assert!(ring.wait(0, LONG).unwrap() == 0 && ring.buffer(second).is_none());
 }
 
-/// A hanging device: the wait ends with the `Late` event, and the buffer stays until the device releases it.
+/// A read of an empty pipe exceeds the time limit. The wait returns a `Late` event, then the read ends with
+/// `ETIMEDOUT`.
 #[test]
-fn late_transfers_are_told_of() {
+fn late_transfers_are_reported_and_cancelled() {
     let Some(mut ring) = kernel_ring(Duration::from_millis(20)) else { return };
     let late_before = stats::get(Counter::TransfersLate);
     let (handle, _writer) = pipe();
@@ -255,17 +258,17 @@ fn late_transfers_are_told_of() {
     let id = ring.read(file, 0, buffer(8, 0)).unwrap();
     ring.wait(1, LONG).unwrap();
     assert!(matches!(ring.next(), Some(Event::Late { id: late }) if late == id));
-    let (ended, _, result) = done(&mut ring);
+    let (ended, _, result) = wait_for_end(&mut ring);
     assert!(ended == id && result.unwrap_err().raw_os_error() == Some(ETIMEDOUT));
     assert!(stats::get(Counter::TransfersLate) > late_before);
 }
 
-/// Dropping a ring cancels its transfers and frees their memory afterwards.
+/// Dropping a ring cancels its transfers, waits for them, and frees their buffers.
 #[test]
-fn dropping_settles() {
-    struct Told(Aligned, Arc<AtomicBool>);
-    // SAFETY: as for the memory it holds.
-    unsafe impl Buffer for Told {
+fn dropping_a_ring_frees_its_buffers() {
+    struct DropReporter(Aligned, Arc<AtomicBool>);
+    // SAFETY: as for the memory that the value owns.
+    unsafe impl Buffer for DropReporter {
         fn addr(&self) -> NonNull<u8> {
             self.0.addr()
         }
@@ -273,7 +276,7 @@ fn dropping_settles() {
             self.0.len_bytes()
         }
     }
-    impl Drop for Told {
+    impl Drop for DropReporter {
         fn drop(&mut self) {
             self.1.store(true, std::sync::atomic::Ordering::SeqCst);
         }
@@ -283,7 +286,7 @@ fn dropping_settles() {
     let (handle, _writer) = pipe();
     let file = ring.attach_handle(&handle).unwrap();
     let is_freed = Arc::new(AtomicBool::new(false));
-    assert!(ring.read(file, 0, Told(buffer(8, 0), is_freed.clone())).is_ok());
+    assert!(ring.read(file, 0, DropReporter(buffer(8, 0), is_freed.clone())).is_ok());
     ring.submit().unwrap();
     assert!(!is_freed.load(std::sync::atomic::Ordering::SeqCst));
     drop(ring);
@@ -291,9 +294,9 @@ fn dropping_settles() {
     assert_eq!(Arc::strong_count(&handle), 1);
 }
 
-/// Any thread ends a wait with the waker, also before the wait begins; the next wait is not affected.
+/// Another thread ends a wait with the waker. A wake-up before the wait counts, too, and does not affect later waits.
 #[test]
-fn wakes_end_waits() {
+fn a_waker_ends_a_wait() {
     for mut ring in rings() {
         let waker = ring.waker().unwrap();
         waker.wake();
@@ -306,14 +309,14 @@ fn wakes_end_waits() {
         let store = FileOptions::new().create().buffered().open(folder.path().join("file")).unwrap();
         let file = ring.attach(&store).unwrap();
         ring.write(file, 0, buffer(KIB, 1)).unwrap();
-        done(&mut ring).2.unwrap();
+        wait_for_end(&mut ring).2.unwrap();
         assert_eq!(ring.wait(1, Duration::from_millis(1)).unwrap(), 0);
     }
 }
 
-/// An event loop can poll a ring: its descriptor becomes readable once a transfer has ended.
+/// An event loop polls the ring's descriptor, which becomes readable once a transfer has ended.
 #[test]
-fn rings_can_be_polled() {
+fn the_descriptor_becomes_readable_on_completion() {
     for mut ring in rings() {
         let folder = tempfile::tempdir().unwrap();
         let store = FileStore::create(folder.path().join("file")).unwrap();
@@ -323,13 +326,13 @@ fn rings_can_be_polled() {
         while ring.wait(0, LONG).unwrap() == 0 {
             assert!(pagemill_sys::waker::is_readable(ring.watch().unwrap(), LONG));
         }
-        done(&mut ring).2.unwrap();
+        wait_for_end(&mut ring).2.unwrap();
     }
 }
 
-/// A poll of the descriptor notices every wake: before a wait, after it, and with nothing in flight.
+/// The ring's descriptor becomes readable after every wake-up, also with nothing in flight.
 #[test]
-fn wakes_are_seen_by_polls() {
+fn the_descriptor_becomes_readable_on_wake_up() {
     for mut ring in rings() {
         let waker = ring.waker().unwrap();
         for _ in 0..3 {

@@ -1,10 +1,10 @@
-//! Threads that read and write where the kernel refuses rings: the same transfers, with blocking calls.
+//! The backend of rings without io_uring: a pool of threads that do the transfers with blocking calls.
 //!
-//! All rings of the process share one pool. A thread is spawned when more jobs wait than threads are idle, and exits
-//! after an idle time. Locks: that of the pool, and that of a completion queue; never both.
-#![allow(unsafe_code)] // transfers name memory
+//! All rings of a process share the pool. A thread is spawned when more jobs wait than threads are idle, and exits
+//! after an idle time. Locks: that of the pool, and that of a completion queue; never both at once.
+#![allow(unsafe_code)] // passes addresses of memory to system calls
 
-use super::backend::Call;
+use super::backend::WakeHandle;
 use crate::errno::{ECANCELED, EIO};
 use crate::uring::{Completion, Target, Transfer, generation};
 use pagemill_sys::disk;
@@ -14,22 +14,22 @@ use std::sync::atomic::{AtomicPtr, Ordering::AcqRel, Ordering::Acquire};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Most threads: enough to keep a disk busy.
-const MOST_THREADS: usize = 16;
+/// Most threads of the pool: enough to keep a disk busy.
+const MAX_THREADS: usize = 16;
 
 /// A thread exits after this time without work.
-const IDLE: Duration = Duration::from_secs(10);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Completion queue of one ring.
 struct CompletionQueue {
     done: Mutex<Vec<Completion>>,
-    call: Arc<Call>,
+    handle: Arc<WakeHandle>,
 }
 
+/// One piece of a transfer, and the queue for its completion.
 struct ThreadJob {
     transfer: Transfer,
     token: u64,
@@ -39,7 +39,7 @@ struct ThreadJob {
 impl ThreadJob {
     fn complete(&self, result: i32) {
         lock(&self.completions.done).push(Completion { token: self.token, result });
-        self.completions.call.waker.wake();
+        self.completions.handle.waker.wake();
     }
 
     fn run(&self) {
@@ -49,10 +49,10 @@ impl ThreadJob {
         };
         let len = len_bytes as usize;
         let result = if is_write {
-            // SAFETY: the caller of `queue` promised that the memory lasts until the completion, which comes below.
+            // SAFETY: the caller of `queue` keeps the memory valid until the completion.
             unsafe { disk::write_at(number, addr, len, offset) }
         } else {
-            // SAFETY: as above.
+            // SAFETY: the caller of `queue` keeps the memory valid until the completion.
             unsafe { disk::read_at(number, addr, len, offset) }
         };
         self.complete(match result {
@@ -62,11 +62,10 @@ impl ThreadJob {
     }
 }
 
-/// The threads of a process, and their jobs.
 struct ThreadPool {
     generation: u32,
     state: Mutex<PoolQueue>,
-    more: Condvar,
+    has_jobs: Condvar,
 }
 
 #[derive(Default)]
@@ -76,71 +75,74 @@ struct PoolQueue {
     idle: usize,
 }
 
-/// The pool of this process. A fork child creates its own, because the parent's pool has no threads there.
+/// The pool of this process. A fork child creates a pool of its own, because threads do not survive a fork.
 static POOL: AtomicPtr<ThreadPool> = AtomicPtr::new(std::ptr::null_mut());
 
 fn pool() -> &'static ThreadPool {
     let generation = generation().unwrap_or_default();
     let seen = POOL.load(Acquire);
-    // SAFETY: never freed once it is stored there.
+    // SAFETY: a pool is never freed once its address is stored in `POOL`.
     if let Some(pool) = unsafe { seen.as_ref() }
         && pool.generation == generation
     {
         return pool;
     }
-    let new = Box::into_raw(Box::new(ThreadPool { generation, state: Mutex::default(), more: Condvar::new() }));
+    let new = Box::into_raw(Box::new(ThreadPool { generation, state: Mutex::default(), has_jobs: Condvar::new() }));
     match POOL.compare_exchange(seen, new, AcqRel, Acquire) {
-        // SAFETY: just created, and never freed from here on.
+        // SAFETY: `new` was just created, and is never freed from now on.
         Ok(_) => unsafe { &*new },
-        Err(others) => {
-            // SAFETY: created above, and never shared.
+        Err(stored) => {
+            // SAFETY: `new` was created above and not shared.
             drop(unsafe { Box::from_raw(new) });
-            // SAFETY: never freed once it is stored there; only pools of this process are stored.
-            unsafe { &*others }
+            // SAFETY: a pool is never freed once its address is stored in `POOL`.
+            unsafe { &*stored }
         }
     }
 }
 
 impl ThreadPool {
-    fn add(&'static self, jobs: &mut VecDeque<ThreadJob>) {
+    fn add_jobs(&'static self, jobs: &mut VecDeque<ThreadJob>) {
         let mut state = lock(&self.state);
         state.jobs.append(jobs);
-        let wanted = state.jobs.len().saturating_sub(state.idle).min(MOST_THREADS - state.threads);
+        let wanted = state.jobs.len().saturating_sub(state.idle).min(MAX_THREADS - state.threads);
         state.threads += wanted;
         drop(state);
-        self.more.notify_all();
+        self.has_jobs.notify_all();
         for _ in 0..wanted {
             if thread::spawn(c"pagemill-io", self).is_err() {
-                self.leave();
+                self.thread_ended();
             }
         }
     }
 
-    /// Called when a thread exits or could not be spawned. If no thread is left, runs the jobs here.
-    fn leave(&self) {
+    /// Called when a thread exits or could not be spawned. If no thread remains, runs the queued jobs on the calling
+    /// thread.
+    fn thread_ended(&self) {
         let mut state = lock(&self.state);
         state.threads -= 1;
-        let left = if state.threads == 0 { std::mem::take(&mut state.jobs) } else { VecDeque::new() };
+        let remaining = if state.threads == 0 { std::mem::take(&mut state.jobs) } else { VecDeque::new() };
         drop(state);
-        left.iter().for_each(ThreadJob::run);
+        remaining.iter().for_each(ThreadJob::run);
     }
 
-    /// Removes a transfer from the pool if no thread has begun it.
-    fn withdraw(&self, token: u64, completions: &Arc<CompletionQueue>) -> Option<ThreadJob> {
+    /// Removes a job from the queue, if no thread has begun it.
+    fn remove_job(&self, token: u64, completions: &Arc<CompletionQueue>) -> Option<ThreadJob> {
         let mut state = lock(&self.state);
-        let is_it = |job: &ThreadJob| job.token == token && Arc::ptr_eq(&job.completions, completions);
-        let at = state.jobs.iter().position(is_it)?;
+        let is_same = |job: &ThreadJob| job.token == token && Arc::ptr_eq(&job.completions, completions);
+        let at = state.jobs.iter().position(is_same)?;
         state.jobs.remove(at)
     }
 
-    fn next(&self) -> Option<ThreadJob> {
+    /// Waits for a job. Returns `None` after an idle time.
+    fn wait_for_job(&self) -> Option<ThreadJob> {
         let mut state = lock(&self.state);
         loop {
             if let Some(job) = state.jobs.pop_front() {
                 return Some(job);
             }
             state.idle += 1;
-            let (woken, waited) = self.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            let (woken, waited) =
+                self.has_jobs.wait_timeout(state, IDLE_TIMEOUT).unwrap_or_else(PoisonError::into_inner);
             state = woken;
             state.idle -= 1;
             if waited.timed_out() && state.jobs.is_empty() {
@@ -152,36 +154,36 @@ impl ThreadPool {
 
 impl Work for ThreadPool {
     fn work(&'static self) {
-        while let Some(job) = self.next() {
+        while let Some(job) = self.wait_for_job() {
             job.run();
         }
-        self.leave();
+        self.thread_ended();
     }
 }
 
-/// The pool's interface for one ring: queued jobs, and completions.
-pub(super) struct Crew {
+/// The pool as the backend of one ring: its queued jobs and its completions.
+pub(super) struct ThreadBackend {
     queued: VecDeque<ThreadJob>,
     ready: VecDeque<Completion>,
     completions: Arc<CompletionQueue>,
 }
 
-impl Crew {
+impl ThreadBackend {
     /// # Errors
     ///
-    /// `EMFILE` for its waker.
+    /// `EMFILE` if the waker gets no descriptor.
     pub fn new() -> std::io::Result<Self> {
-        let completions = Arc::new(CompletionQueue { done: Mutex::default(), call: Call::new()? });
+        let completions = Arc::new(CompletionQueue { done: Mutex::default(), handle: WakeHandle::new()? });
         Ok(Self { queued: VecDeque::new(), ready: VecDeque::new(), completions })
     }
 
-    pub fn call(&self) -> &Arc<Call> {
-        &self.completions.call
+    pub fn wake_handle(&self) -> &Arc<WakeHandle> {
+        &self.completions.handle
     }
 
     /// # Safety
     ///
-    /// As `uring::Ring::queue`; the file stays open until the completion has come.
+    /// As `uring::Ring::queue`. The file must stay open until the completion has arrived.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) {
         self.queued.push_back(ThreadJob { transfer: *transfer, token, completions: self.completions.clone() });
     }
@@ -193,34 +195,34 @@ impl Crew {
 
     pub fn submit(&mut self) {
         if !self.queued.is_empty() {
-            pool().add(&mut self.queued);
+            pool().add_jobs(&mut self.queued);
         }
     }
 
     pub fn cancel(&mut self, token: u64) {
         let queued = self.queued.iter().position(|job| job.token == token).and_then(|at| self.queued.remove(at));
-        if let Some(job) = queued.or_else(|| pool().withdraw(token, &self.completions)) {
+        if let Some(job) = queued.or_else(|| pool().remove_job(token, &self.completions)) {
             job.complete(-ECANCELED);
         }
     }
 
-    /// Waits for completions, for the waker, or until the timeout.
+    /// Starts the queued jobs. Waits for a completion, the waker, or the timeout.
     pub fn wait(&mut self, timeout: Duration) {
         self.submit();
-        self.collect();
+        self.collect_completions();
         if self.ready.is_empty() {
-            self.completions.call.waker.wait(timeout);
-            self.collect();
+            self.completions.handle.waker.wait(timeout);
+            self.collect_completions();
         }
     }
 
-    fn collect(&mut self) {
+    fn collect_completions(&mut self) {
         self.ready.extend(lock(&self.completions.done).drain(..));
     }
 
     pub fn pop(&mut self) -> Option<Completion> {
         if self.ready.is_empty() {
-            self.collect();
+            self.collect_completions();
         }
         self.ready.pop_front()
     }

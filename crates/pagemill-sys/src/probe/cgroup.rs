@@ -1,7 +1,7 @@
-//! The control group of this process: version, effective limit, memory in use.
+//! Probes of control groups: version, effective limit, memory in use.
 //!
-//! The limit is the smallest of the group and its visible ancestors. The working set is usage less inactive file
-//! pages.
+//! The effective limit is the smallest limit of the group and its visible ancestors. The working set is the usage
+//! without inactive file pages.
 
 use super::{Feature, Finding, Group, System, Unread, describe, size, trial};
 use crate::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
@@ -30,7 +30,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "control group's limit",
         since: "4.5",
         needed_for: "purging before the kernel kills",
-        lost: "less than 64 MiB: no room for blocks of 2 MiB to pay",
+        lost: "less than 64 MiB: blocks of 2 MiB are too large to pay off",
         fix: "raise memory.max of the group, or MemoryMax= of the service",
         check: limit,
     },
@@ -72,9 +72,9 @@ pub(super) const ROWS: &[Feature] = &[
     },
 ];
 
-/// The groups of this process, found as the governor finds them.
+/// The groups of this process.
 struct Own {
-    /// `None` at the root of version 2, which has no memory statistics.
+    /// `None` for the root group of version 2, which has no memory statistics.
     groups: Option<Hierarchy>,
     own: file::Path,
 }
@@ -91,7 +91,7 @@ impl Own {
         self.groups.as_ref().map_or("/".to_string(), |groups| groups.name(&self.own).to_string())
     }
 
-    /// Returns folders and limits, innermost first.
+    /// Returns the folders and limits of all levels, innermost first.
     fn levels(&self) -> Vec<(file::Path, Limit)> {
         let Some(groups) = &self.groups else { return Vec::new() };
         let folders = (0..MAX_LEVELS).map_while(|level| groups.folder(level));
@@ -162,7 +162,7 @@ fn working_set(system: &System) -> Finding {
     }
 }
 
-/// Sets a threshold as the governor does, and removes it.
+/// Sets a threshold or watches a limit, as the governor does, and removes it again.
 fn warnings(system: &System) -> Finding {
     let own = match find(system) {
         Ok(own) => own,
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
+    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
         for (path, text) in files {
@@ -197,10 +197,11 @@ mod tests {
         (root, system)
     }
 
-    /// Version 2: an ancestor's limit applies, `memory.high` counts, the working set excludes inactive file pages.
+    /// Version 2: the limit of an ancestor applies, `memory.high` counts, and the working set excludes inactive file
+    /// pages.
     #[test]
-    fn the_smallest_limit_of_all_ancestors_binds_v2() {
-        let (_root, system) = tree(&[
+    fn the_smallest_limit_of_all_ancestors_counts_on_v2() {
+        let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "0::/app/worker\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/app/memory.current", "209715200\n"),
@@ -214,10 +215,10 @@ mod tests {
         assert!(working_set(&system).found.starts_with("90 MiB "));
     }
 
-    /// Version 1 beside an empty version 2. The mount shows the container's part only; no limit is a huge number.
+    /// Version 1 in a container, next to a version 2 hierarchy without controllers.
     #[test]
     fn a_container_on_v1_is_found() {
-        let (_root, system) = tree(&[
+        let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "4:memory:/docker/abc/task\n1:cpu:/\n0::/\n"),
             (
                 "/proc/self/mountinfo",
@@ -240,21 +241,22 @@ mod tests {
         assert!(working_set(&system).found.starts_with("512 KiB "));
     }
 
-    /// An unmounted controller is missing; a group path from outside a namespace is not followed.
+    /// An unmounted hierarchy is missing. A path outside of the mount is not followed.
     #[test]
-    fn odd_trees_are_survived() {
-        let (_root, system) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
+    fn malformed_groups_lead_to_missing() {
+        let (_root, system) =
+            fake_files(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
         assert_eq!(limit(&system).state, Availability::Missing);
 
-        let (_root, system) = tree(&[
+        let (_root, system) = fake_files(&[
             ("/proc/self/cgroup", "0::/../../outside\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/memory.current", "many\n"),
         ]);
-        assert_eq!(limit(&system).state, Availability::Missing, "no level tells a number");
+        assert_eq!(limit(&system).state, Availability::Missing, "no level has a number");
         std::fs::write(system.path("/sys/fs/cgroup/memory.current"), "7\n").unwrap();
         assert_eq!(limit(&system).state, Availability::Available);
-        assert_eq!(warnings(&system).state, Availability::Limited, "a plain file warns of nothing");
+        assert_eq!(warnings(&system).state, Availability::Limited, "a plain file sends no events");
 
         std::fs::remove_file(system.path("/sys/fs/cgroup/memory.current")).unwrap();
         std::fs::write(system.path("/sys/fs/cgroup/cgroup.controllers"), "cpu memory\n").unwrap();

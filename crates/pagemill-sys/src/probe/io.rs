@@ -1,4 +1,4 @@
-//! io_uring, events and folders; privileges of this process.
+//! Probes of io_uring, file events and folders, and of the privileges of this process.
 
 use super::trial::{self, Folder, NoNamespace, Resource};
 use super::{Feature, Finding, Group, System, describe};
@@ -16,7 +16,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "asynchronous direct reads and writes into huge pages",
         lost: "threads that read and write: more CPU per I/O",
         fix: "sudo sysctl kernel.io_uring_disabled=0",
-        check: |_| ring(trial::make_ring()),
+        check: |_| ring_finding(trial::make_ring()),
     },
     Feature {
         key: "io_uring_memory",
@@ -133,7 +133,7 @@ pub(super) const ROWS: &[Feature] = &[
     },
 ];
 
-/// Tries the current folder, or else the folder for temporary files.
+/// Tries direct I/O in the current folder, then in the folder for temporary files.
 fn direct_io(_: &System) -> Finding {
     let folders = [std::env::current_dir().unwrap_or_default(), std::env::temp_dir()];
     let mut refused = None;
@@ -153,14 +153,14 @@ fn direct_io(_: &System) -> Finding {
     refused.unwrap_or_else(|| Finding::unknown("no folder to try it in"))
 }
 
-/// No file could be created there.
+/// Whether no file could be created in the folder.
 fn is_about_the_folder(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull};
     [NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull].contains(&error.kind())
 }
 
 /// Some kernels charge a ring as locked memory and return ENOMEM.
-fn ring(made: std::io::Result<()>) -> Finding {
+fn ring_finding(made: std::io::Result<()>) -> Finding {
     match made {
         Ok(()) => Finding::available("a ring was made"),
         Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => Finding::refused(&error).with_fix(MEMLOCK_FIX),
@@ -183,13 +183,13 @@ fn fuse(system: &System) -> Finding {
     }
 }
 
-/// Returns the folder itself, or its nearest existing ancestor.
-fn existing(folder: &Path) -> &Path {
+/// Returns the folder itself, or its nearest ancestor that exists.
+fn nearest_existing(folder: &Path) -> &Path {
     folder.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"))
 }
 
 fn figures_folder(system: &System) -> Finding {
-    let try_file = |folder: &Path| match trial::try_folder(existing(folder)) {
+    let try_file = |folder: &Path| match trial::try_folder(nearest_existing(folder)) {
         Ok(_) => Ok(()),
         Err(error) => Err(format!("{}: {}", folder.display(), describe(&error))),
     };
@@ -206,7 +206,7 @@ fn figures_folder(system: &System) -> Finding {
     Finding::missing(reasons.join("; "))
 }
 
-/// The user's cache folder, by the XDG rules.
+/// Returns the user's cache folder, by the XDG rules.
 fn user_cache() -> Option<PathBuf> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|folder| folder.is_absolute());
     folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")))
@@ -216,33 +216,33 @@ fn cache_folder(_: &System) -> Finding {
     let Some(folder) = user_cache() else {
         return Finding::missing("neither XDG_CACHE_HOME nor HOME is set");
     };
-    judge_cache(&folder)
+    cache_finding(&folder)
 }
 
-fn judge_cache(folder: &Path) -> Finding {
+fn cache_finding(folder: &Path) -> Finding {
     let name = folder.display();
-    match trial::try_folder(existing(folder)) {
+    match trial::try_folder(nearest_existing(folder)) {
         Ok(Folder::Usable) => Finding::available(name.to_string()),
         Ok(Folder::NotExecutable(error)) => Finding::missing(format!("{name} is mounted noexec: {}", describe(&error))),
         Err(error) => Finding::missing(format!("{name}: {}", describe(&error))),
     }
 }
 
-/// Returns a line of `/proc/self/status`.
-fn status(system: &System, name: &str) -> Result<String, Finding> {
+/// Returns the value of a line of `/proc/self/status`.
+fn status_line(system: &System, name: &str) -> Result<String, Finding> {
     let text = system.read("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     line.map(|line| line.trim().to_string()).ok_or_else(|| Finding::unknown(format!("/proc/self/status has no {name}")))
 }
 
-/// Capabilities that affect what Pagemill can do.
+/// The capabilities that Pagemill can make use of: number and name.
 const CAPABILITIES: [(u32, &str); 4] =
     [(14, "CAP_IPC_LOCK"), (21, "CAP_SYS_ADMIN"), (23, "CAP_SYS_NICE"), (24, "CAP_SYS_RESOURCE")];
 
 fn user(system: &System) -> Finding {
     let id = crate::process::user_id();
     let name = if id == 0 { "root".to_string() } else { format!("user {id}") };
-    let mask = match status(system, "CapEff") {
+    let mask = match status_line(system, "CapEff") {
         Ok(text) => u64::from_str_radix(&text, 16).unwrap_or(0),
         Err(finding) => return finding,
     };
@@ -258,12 +258,12 @@ fn user(system: &System) -> Finding {
 }
 
 fn sandbox(system: &System) -> Finding {
-    match status(system, "Seccomp").as_deref() {
+    match status_line(system, "Seccomp").as_deref() {
         Ok("0") => Finding::available("none"),
         Ok(mode) => {
             Finding::available(format!("active (seccomp mode {mode}): what it refuses shows in the other rows"))
         }
-        Err(_) => status(system, "Seccomp").err().unwrap_or_else(|| Finding::unknown("changed meanwhile")),
+        Err(_) => status_line(system, "Seccomp").err().unwrap_or_else(|| Finding::unknown("changed meanwhile")),
     }
 }
 
@@ -276,7 +276,7 @@ fn user_namespace(system: &System) -> Finding {
     let (state, error) = match trial::mount_in_namespace() {
         Ok(()) => return Finding::available("a tmpfs was mounted in one that ended"),
         Err(NoNamespace::Refused(error)) => (super::Availability::Missing, error),
-        Err(NoNamespace::Powerless(error)) => (super::Availability::Limited, error),
+        Err(NoNamespace::CannotMount(error)) => (super::Availability::Limited, error),
     };
     let found = match state {
         super::Availability::Limited => format!("can be made, but nothing mounted in it: {}", describe(&error)),
@@ -299,21 +299,22 @@ fn user_namespace(system: &System) -> Finding {
 mod tests {
     use super::*;
 
-    /// A ring refused for lack of lockable memory is not fixed by allowing io_uring.
+    /// A ring refused for lack of lockable memory gets the fix for that.
     #[test]
-    fn a_ring_without_room_needs_other_help() {
-        let fix = |errno| ring(Err(std::io::Error::from_raw_os_error(errno))).fix;
+    fn a_ring_without_lockable_memory_gets_another_fix() {
+        let fix = |errno| ring_finding(Err(std::io::Error::from_raw_os_error(errno))).fix;
         assert_eq!(fix(libc::ENOMEM).as_deref(), Some(MEMLOCK_FIX));
         assert_eq!(fix(libc::EPERM), None, "the row's own");
     }
     use crate::probe::Availability;
 
-    /// A missing folder is judged by the folder that would contain it; one that cannot be created is missing.
+    /// If the cache folder does not exist, its nearest existing ancestor is tried. A folder that cannot be created is
+    /// missing.
     #[test]
-    fn the_cache_folder_is_judged_where_it_would_be_made() {
+    fn a_missing_cache_folder_is_tried_in_its_ancestor() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(judge_cache(&folder.path().join("a/b")).state, Availability::Available);
-        assert_eq!(judge_cache(Path::new("/proc/none")).state, Availability::Missing);
+        assert_eq!(cache_finding(&folder.path().join("a/b")).state, Availability::Available);
+        assert_eq!(cache_finding(Path::new("/proc/none")).state, Availability::Missing);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 

@@ -1,4 +1,4 @@
-//! The kernel itself: release, processor, OS page, memory nodes.
+//! Probes of the kernel itself: release, processor, OS page, memory nodes.
 
 use super::{Feature, Finding, Group, System, describe, release, trial};
 use crate::{mem, numa};
@@ -83,7 +83,7 @@ fn judge_release(text: &str) -> Finding {
 fn nodes(system: &System) -> Finding {
     let list = match system.read("/sys/devices/system/node/has_memory") {
         Ok(list) => list,
-        // A kernel without nodes has no such folder.
+        // A kernel without NUMA support has no such folder.
         Err(unread) if unread.is_absent => "0".to_string(),
         Err(unread) => return unread.into(),
     };

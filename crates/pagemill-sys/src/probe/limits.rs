@@ -1,15 +1,15 @@
-//! Limits of this process and this machine: overcommit, resource limits, pressure, swap, memory.
+//! Probes of limits of this process and of the machine: overcommit, resource limits, pressure events, swap, memory.
 
 use super::trial::{self, Resource};
 use super::{Feature, Finding, Group, System, describe, size};
 use std::fs::File;
 use std::io::Write;
 
-/// Address space of an arena.
+/// Address space that an arena reserves.
 const ARENA_BYTES: usize = 16 << 40;
-/// Bytes that are registered for I/O at a time.
+/// Memory that is registered for I/O at a time.
 const REGISTERED_BYTES: usize = 64 << 20;
-/// The kernel's own default.
+/// The kernel's default of `vm.max_map_count`.
 const MAP_COUNT: u64 = 65_530;
 
 pub(super) const ROWS: &[Feature] = &[
@@ -130,7 +130,7 @@ fn reserve(_: &System) -> Finding {
     }
 }
 
-/// A limit that should be unlimited. Only root can raise it above the hard limit.
+/// Probes a resource limit that should be unlimited. Only root can raise it above the hard limit.
 fn judge_limit(resource: Resource, prlimit: &str) -> Finding {
     match trial::resource_limit(resource) {
         Ok((None, _)) => Finding::available("unlimited"),
@@ -170,14 +170,14 @@ fn memory(system: &System) -> Finding {
     match meminfo(system, &["MemTotal", "MemAvailable"]) {
         Ok(values) => {
             let found = format!("{} of {} available", size(values[1]), size(values[0]));
-            // Below a sixteenth the kernel is about to reclaim on its own.
+            // With less than a sixteenth available, the kernel is about to reclaim.
             if values[1] >= values[0] / 16 { Finding::available(found) } else { Finding::limited(found) }
         }
         Err(finding) => finding,
     }
 }
 
-/// Values of `/proc/meminfo`, in bytes.
+/// Returns rows of `/proc/meminfo` in bytes.
 fn meminfo<const N: usize>(system: &System, names: &[&str; N]) -> Result<[u64; N], Finding> {
     let text = system.read("/proc/meminfo")?;
     let mut values = [0; N];
@@ -189,7 +189,7 @@ fn meminfo<const N: usize>(system: &System, names: &[&str; N]) -> Result<[u64; N
     Ok(values)
 }
 
-/// Creates a stall trigger. It ends when its descriptor is closed.
+/// Sets a stall trigger, which ends when its descriptor is closed.
 fn pressure(system: &System) -> Finding {
     const PATH: &str = "/proc/pressure/memory";
     match system.read(PATH) {
@@ -215,7 +215,7 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
+    fn fake_files(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
         for (path, text) in files {
@@ -227,10 +227,10 @@ mod tests {
     }
 
     #[test]
-    fn strict_overcommit_is_a_limit() {
+    fn strict_overcommit_is_limited() {
         let meminfo = "MemTotal: 1024 kB\nCommitLimit:    2048 kB\nCommitted_AS:   1024 kB\n";
         let files = [("/proc/sys/vm/overcommit_memory", "2\n"), ("/proc/meminfo", meminfo)];
-        let (_root, system) = tree(&files);
+        let (_root, system) = fake_files(&files);
         let finding = overcommit(&system);
         assert_eq!(
             (finding.state, finding.found.as_str()),
@@ -239,22 +239,22 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_short_is_limited() {
+    fn little_available_memory_is_limited() {
         for (available, state) in
             [("4096", Availability::Available), ("100", Availability::Limited), ("?", Availability::Unknown)]
         {
             let text = format!("MemTotal:       16384 kB\nMemAvailable:   {available} kB\n");
-            let (_root, system) = tree(&[("/proc/meminfo", &text)]);
+            let (_root, system) = fake_files(&[("/proc/meminfo", &text)]);
             assert_eq!(memory(&system).state, state, "{available}");
         }
     }
 
-    /// A kernel without PSI has a /proc, but no pressure folder in it.
+    /// Missing pressure files mean a kernel without PSI, unless /proc is missing, too.
     #[test]
-    fn pressure_off_is_told_from_no_proc() {
-        let (_root, system) = tree(&[("/proc/self/status", "")]);
+    fn missing_psi_differs_from_missing_proc() {
+        let (_root, system) = fake_files(&[("/proc/self/status", "")]);
         assert_eq!(pressure(&system).state, Availability::Missing);
-        let (_root, system) = tree(&[]);
+        let (_root, system) = fake_files(&[]);
         assert_eq!(pressure(&system).state, Availability::Unknown);
     }
 }

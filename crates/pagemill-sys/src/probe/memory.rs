@@ -1,4 +1,4 @@
-//! Huge pages, releasing memory, moving it.
+//! Probes of huge pages, and of calls that return or move memory.
 
 use super::trial::{self, BLOCK_BYTES, HugeAllowed, Scratch, Userfault};
 use super::{Feature, Finding, Group, System, describe};
@@ -137,7 +137,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "returning many scattered pages in one call",
         lost: "one call per page: up to 16 us instead of some 1.2 us while other threads run",
         fix: "",
-        check: batch,
+        check: process_madvise,
     },
     Feature {
         key: "madv_cold",
@@ -212,11 +212,11 @@ pub(super) const ROWS: &[Feature] = &[
 ];
 
 /// Returns the word in brackets of a setting such as `always [madvise] never`.
-fn chosen(text: &str) -> Option<&str> {
+fn bracketed_word(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split(']').next()
 }
 
-/// Judges a setting in brackets: good, acceptable, or neither.
+/// Probes a setting in brackets: available, limited or missing by its word.
 fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
     let text = match system.read(path) {
         Ok(text) => text,
@@ -225,7 +225,7 @@ fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) 
         }
         Err(unread) => return unread.into(),
     };
-    match chosen(&text) {
+    match bracketed_word(&text) {
         Some(word) if good.contains(&word) => Finding::available(word),
         Some(word) if bearable.contains(&word) => Finding::limited(word),
         Some(word) => Finding::missing(word),
@@ -242,7 +242,7 @@ fn huge_size(system: &System) -> Finding {
     }
 }
 
-/// Pages of the reserve that are free and not reserved by a mapping.
+/// Probes the reserve of huge pages: how many are free and not promised to a mapping.
 fn reserved(system: &System) -> Finding {
     let number = |name: &str| system.number(&format!("{RESERVED}/{name}"));
     let (total, free, promised) = match (number("nr_hugepages"), number("free_hugepages"), number("resv_hugepages")) {
@@ -260,8 +260,8 @@ fn reserved(system: &System) -> Finding {
     }
 }
 
-/// Populates a block as the arena does. Twice: the first touch of memory that the host has not backed yet is many
-/// times slower.
+/// Populates a block as the arena does, twice. In a virtual machine, the first access to memory that the host has not
+/// allocated yet is many times slower.
 fn huge_page(system: &System) -> Finding {
     let mut fastest_ns = u64::MAX;
     for _ in 0..2 {
@@ -274,7 +274,7 @@ fn huge_page(system: &System) -> Finding {
             Ok(Backing::Huge) => fastest_ns = fastest_ns.min(clock::fine_ns() - start_ns),
             Ok(Backing::Small) => {
                 let found = Finding::missing("small pages came instead");
-                let is_off = system.read(ENABLED).is_ok_and(|text| chosen(&text) == Some("never"));
+                let is_off = system.read(ENABLED).is_ok_and(|text| bracketed_word(&text) == Some("never"));
                 return if is_off { found.with_fix(ENABLE) } else { found };
             }
             Err(error) => return Finding::refused(&error),
@@ -285,7 +285,7 @@ fn huge_page(system: &System) -> Finding {
 
 fn shmem_huge(system: &System) -> Finding {
     let setting = match system.read(SHMEM) {
-        Ok(text) => chosen(&text).unwrap_or("unreadable").to_string(),
+        Ok(text) => bracketed_word(&text).unwrap_or("unreadable").to_string(),
         Err(unread) => unread.reason,
     };
     let backing = Scratch::shared().and_then(|scratch| mem::populate_huge(scratch.addr(), BLOCK_BYTES));
@@ -352,7 +352,7 @@ fn dontneed(_: &System) -> Finding {
     }
 }
 
-fn batch(_: &System) -> Finding {
+fn process_madvise(_: &System) -> Finding {
     let page = mem::os_page_bytes();
     let count = (BLOCK_BYTES / page / 2).min(64);
     let scratch = match Scratch::new(1) {
@@ -364,7 +364,7 @@ fn batch(_: &System) -> Finding {
         scratch.write(2 * index * page, 7);
     }
     let start_ns = clock::fine_ns();
-    match scratch.advise_batch(count, libc::MADV_DONTNEED) {
+    match scratch.advise_every_second_page(count, libc::MADV_DONTNEED) {
         Ok(()) => {
             let each_us = (clock::fine_ns() - start_ns) as f64 / 1000.0 / count as f64;
             if (0..count).all(|index| scratch.read(2 * index * page) == 0) {
@@ -373,7 +373,7 @@ fn batch(_: &System) -> Finding {
                 Finding::missing("it kept the contents")
             }
         }
-        Err(error) if scratch.advise_batch(count, MADV_COLD).is_ok() => {
+        Err(error) if scratch.advise_every_second_page(count, MADV_COLD).is_ok() => {
             let found = format!("MADV_COLD only; MADV_DONTNEED: {}", describe(&error));
             Finding { errno: error.raw_os_error(), ..Finding::limited(found) }
         }
@@ -381,7 +381,7 @@ fn batch(_: &System) -> Finding {
     }
 }
 
-/// Tries a call on a page with contents, which must survive.
+/// Runs a trial on a page with contents, and checks that the contents survive.
 fn on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Finding {
     let kept = Scratch::new(1).and_then(|scratch| {
         scratch.write(0, 7);
@@ -399,25 +399,25 @@ fn guard(_: &System) -> Finding {
     let page = mem::os_page_bytes();
     let fenced = Scratch::new(1).and_then(|scratch| {
         scratch.advise(page, MADV_GUARD_INSTALL)?;
-        let is_fenced = !scratch.is_readable(0) && scratch.is_readable(page);
+        let is_inaccessible = !scratch.is_readable(0) && scratch.is_readable(page);
         scratch.advise(page, MADV_GUARD_REMOVE)?;
-        Ok(is_fenced && scratch.is_readable(0))
+        Ok(is_inaccessible && scratch.is_readable(0))
     });
-    judge_fence(fenced)
+    fence_finding(fenced)
 }
 
 fn poison(_: &System) -> Finding {
     let fenced = Scratch::new(1).and_then(|scratch| {
         let userfault = Userfault::open(UFFD_POISON)?;
         userfault.poison(&scratch)?;
-        let is_fenced = !scratch.is_readable(0);
+        let is_inaccessible = !scratch.is_readable(0);
         scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
-        Ok(is_fenced && scratch.is_readable(0))
+        Ok(is_inaccessible && scratch.is_readable(0))
     });
-    judge_fence(fenced)
+    fence_finding(fenced)
 }
 
-fn judge_fence(fenced: io::Result<bool>) -> Finding {
+fn fence_finding(fenced: io::Result<bool>) -> Finding {
     match fenced {
         Ok(true) => Finding::available("a page was fenced off and opened again"),
         Ok(false) => Finding::missing("accepted, but the page stayed as it was"),
@@ -451,7 +451,7 @@ fn userfault(system: &System) -> Finding {
     }
 }
 
-/// Moves a block and checks that it arrived. Three times: the first time is slow.
+/// Moves a block and checks that it arrived, three times, because the first move is slow.
 fn move_block() -> Finding {
     let (to, from) = (0, BLOCK_BYTES);
     let mut fastest_ns = u64::MAX;
@@ -478,10 +478,9 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    /// Settings in a test tree: each word is judged, and a kernel without huge pages is distinguished from a missing
-    /// /sys.
+    /// Each word of a setting leads to a state. A kernel without huge pages differs from a missing /sys.
     #[test]
-    fn settings_are_judged() {
+    fn settings_lead_to_states() {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
         let judge = || judge_setting(&system, DEFRAG, &["madvise"], &["defer"]).state;
@@ -502,9 +501,9 @@ mod tests {
         }
     }
 
-    /// Free pages that are reserved count as unavailable.
+    /// Reserved pages that are free but promised to a mapping count as unavailable.
     #[test]
-    fn reserved_pages_are_judged() {
+    fn reserved_pages_lead_to_states() {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
         assert_eq!(reserved(&system).state, Availability::Unknown);
@@ -526,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn the_size_of_a_huge_page_is_judged() {
+    fn other_huge_page_sizes_are_limited() {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
         let path = system.path(PMD_SIZE);

@@ -1,8 +1,8 @@
-//! What this kernel and these privileges offer, determined by trying it (`pagemill doctor`).
+//! Determines what this kernel and the privileges of this process offer, by trying it (`pagemill doctor`).
 //!
-//! Every [`Feature`] is declared once, beside the function that tries it. Nothing is inferred from a version number,
-//! no setting is changed, and each trial removes what it created. Where `/proc` or `/sys` cannot be read, the state is
-//! [`Availability::Unknown`] and the row gives the reason. Unlike the other modules of this crate, this one allocates.
+//! Every [`Feature`] is declared once, beside the function that tries it. Nothing is inferred from a version number, no
+//! setting is changed, and each trial undoes its effects. If `/proc` or `/sys` cannot be read, the state is
+//! [`Availability::Unknown`], and the row says why. Unlike most modules of this crate, this one allocates.
 //!
 //! | file | features |
 //! |---|---|
@@ -22,21 +22,21 @@ mod trial;
 
 use std::path::{Path, PathBuf};
 
-/// Availability of a feature.
+/// The state of a feature here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Availability {
-    /// Tried, and works.
+    /// The feature was tried, and works.
     Available,
-    /// Works in part, or within a narrow limit.
+    /// The feature works in part, or within a narrow limit.
     Limited,
-    /// Tried, and refused.
+    /// The feature was tried, and the kernel refused it.
     Missing,
-    /// Could not be tried.
+    /// The feature could not be tried.
     Unknown,
 }
 
 impl Availability {
-    /// Returns a stable keyword.
+    /// Returns the stable keyword for JSON.
     pub fn word(self) -> &'static str {
         match self {
             Self::Available => "available",
@@ -47,7 +47,7 @@ impl Availability {
     }
 }
 
-/// Groups of features, in the order of the table.
+/// Groups of features, in the order of the printed table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
     Kernel,
@@ -59,7 +59,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// Returns a stable keyword.
+    /// Returns the stable keyword for JSON.
     pub fn word(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -71,7 +71,7 @@ impl Group {
         }
     }
 
-    /// Returns the heading.
+    /// Returns the heading of the printed table.
     pub fn title(self) -> &'static str {
         match self {
             Self::Kernel => "Kernel",
@@ -87,32 +87,32 @@ impl Group {
 /// A row of the table: a feature and why it matters.
 #[derive(Debug)]
 pub struct Feature {
-    /// A stable keyword.
+    /// The stable keyword for JSON.
     pub key: &'static str,
     pub group: Group,
     pub name: &'static str,
-    /// The first Linux release that has it, such as `5.14`; empty for "always".
+    /// The first Linux release with the feature, such as `5.14`; empty if every release has it.
     pub since: &'static str,
     pub needed_for: &'static str,
-    /// The effect of its absence.
+    /// What Pagemill loses without the feature.
     pub lost: &'static str,
-    /// The command that enables it; empty if only another kernel helps.
+    /// The command that enables the feature; empty if only another kernel helps.
     fix: &'static str,
     check: fn(&System) -> Finding,
 }
 
-/// A feature and its state here.
+/// A feature and its state on this machine.
 #[derive(Debug)]
 pub struct Row {
     pub feature: &'static Feature,
     pub state: Availability,
-    /// A number, a setting, or an error.
+    /// The result of the trial: a number, a setting, or an error.
     pub found: String,
-    /// How to fix it, unless the state is [`Availability::Available`].
+    /// How to enable the feature; `None` if it is [`Availability::Available`].
     pub fix: Option<String>,
 }
 
-/// All rows.
+/// The rows of all features.
 #[derive(Debug)]
 pub struct Report {
     /// The kernel's release string.
@@ -121,33 +121,33 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns the row with that key.
+    /// Returns the row of the feature with that key.
     pub fn row(&self, key: &str) -> Option<&Row> {
         self.rows.iter().find(|row| row.feature.key == key)
     }
 
-    /// Returns whether Pagemill works here at all, fast or not.
+    /// Returns whether Pagemill works here at all, even if slowly.
     pub fn is_supported(&self) -> bool {
         !self.rows.iter().any(|row| row.state == Availability::Missing && is_required(row.feature.key))
     }
 
-    /// Returns the number of rows that are not [`Availability::Available`].
+    /// Returns the number of rows whose state is not [`Availability::Available`].
     pub fn lacking_count(&self) -> usize {
         self.rows.iter().filter(|row| row.state != Availability::Available).count()
     }
 }
 
-/// Returns whether Pagemill requires that feature.
+/// Returns whether Pagemill cannot run without that feature.
 pub fn is_required(key: &str) -> bool {
     ["kernel", "processor", "reserve", "madv_populate", "madv_dontneed"].contains(&key)
 }
 
-/// Tries every feature. Takes 20 to 50 ms, a few child processes, and at most 4 MiB at a time.
+/// Tries every feature. Takes 20 to 50 ms and some child processes, and uses at most 4 MiB at a time.
 pub fn probe() -> Report {
     probe_in(Path::new("/"))
 }
 
-/// As [`probe`], with `/proc`, `/sys` and `/dev` below `root`. System calls are tried on the real system.
+/// As [`probe`], but reads `/proc`, `/sys` and `/dev` below `root`. System calls are tried on the running kernel.
 pub fn probe_in(root: &Path) -> Report {
     let system = System { root: root.to_path_buf() };
     let (kernel, _) = trial::kernel_names();
@@ -156,7 +156,7 @@ pub fn probe_in(root: &Path) -> Report {
     Report { kernel, rows }
 }
 
-/// Every row, in the order of the groups.
+/// Returns every feature, in the order of the groups.
 pub fn table() -> impl Iterator<Item = &'static Feature> {
     [kernel::ROWS, memory::ROWS, limits::ROWS, cgroup::ROWS, io::ROWS].into_iter().flatten()
 }
@@ -172,7 +172,7 @@ impl Feature {
         Row { feature: self, state, found, fix: fix.filter(|fix| !fix.is_empty()) }
     }
 
-    /// An old kernel returns ENOSYS or EINVAL; so does a newer one that was built without the feature.
+    /// Returns the fix for an error. A kernel that is too old, or built without the feature, returns ENOSYS or EINVAL.
     fn default_fix(&self, errno: Option<i32>, running: Option<(u32, u32)>) -> String {
         match errno {
             Some(libc::ENOSYS | libc::EINVAL | libc::ENOTTY) => {
@@ -189,17 +189,17 @@ impl Feature {
     }
 }
 
-/// Major and minor number of a release such as `6.18.44-generic`.
+/// Returns the major and minor number of a release such as `6.18.44-generic`.
 fn release(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(str::parse);
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
-/// Result of a trial.
+/// The result of trying a feature.
 struct Finding {
     state: Availability,
     found: String,
-    /// Replaces the feature's own fix.
+    /// A fix that replaces the one of the feature.
     fix: Option<String>,
     errno: Option<i32>,
 }
@@ -234,17 +234,18 @@ impl Finding {
     }
 }
 
-/// A trial that could not start.
+/// The result if the trial itself could not start.
 impl From<std::io::Error> for Finding {
     fn from(error: std::io::Error) -> Self {
         Self::unknown(format!("no memory for the trial: {}", describe(&error)))
     }
 }
 
-/// A file that could not be read.
+/// The error of a kernel file that could not be read.
 struct Unread {
     reason: String,
     fix: Option<String>,
+    /// The kernel has no such file.
     is_absent: bool,
 }
 
@@ -254,7 +255,7 @@ impl From<Unread> for Finding {
     }
 }
 
-/// The root of the kernel's files.
+/// The kernel's files, below a root folder.
 struct System {
     root: PathBuf,
 }
@@ -264,7 +265,7 @@ impl System {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// Returns the whole text of a kernel file, trimmed.
+    /// Returns the whole text of a kernel file, without spaces at either end.
     fn read(&self, path: &str) -> Result<String, Unread> {
         let error = match std::fs::read(self.path(path)) {
             Ok(bytes) => return Ok(String::from_utf8_lossy(&bytes).trim().to_string()),
@@ -277,7 +278,7 @@ impl System {
         Err(Unread { reason: format!("cannot read {path}: {}", describe(&error)), fix, is_absent })
     }
 
-    /// As [`System::read`], for a file that holds one number.
+    /// As [`System::read`], for a file that contains one number.
     fn number(&self, path: &str) -> Result<u64, Unread> {
         let text = self.read(path)?;
         text.parse().map_err(|_| Unread {
@@ -292,7 +293,7 @@ impl System {
     }
 }
 
-/// Formats an error by its name: `EPERM (Operation not permitted)`.
+/// Formats an error with its symbolic name: `EPERM (Operation not permitted)`.
 fn describe(error: &std::io::Error) -> String {
     let text = error.to_string();
     let Some(errno) = error.raw_os_error() else { return text };
@@ -326,7 +327,7 @@ fn describe(error: &std::io::Error) -> String {
     format!("{name} ({text})")
 }
 
-/// Formats bytes with a unit: `512 MiB`, `23.5 GiB`.
+/// Formats a number of bytes with a unit: `512 MiB`, `23.5 GiB`.
 fn size(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let exponent = (bytes.max(1).ilog2() / 10) as usize;
@@ -340,7 +341,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// Keys are words and unique, groups are contiguous, and no text is missing or too long.
+    /// Keys are unique words, groups are contiguous, and no text is missing or too long.
     #[test]
     fn rows_are_well_formed() {
         let mut keys = BTreeSet::new();
@@ -359,7 +360,7 @@ mod tests {
         assert!(table().map(|feature| feature.group as u8).is_sorted());
     }
 
-    /// Every row is determined here, and each row that is not available has a fix.
+    /// Every feature gets a state on this machine, and each that does not work fully gets a fix.
     #[test]
     fn this_machine_is_examined() {
         let report = probe();
@@ -375,8 +376,8 @@ mod tests {
         }
     }
 
-    /// With an empty tree as root, features that are only read are unknown, with the reason and the command that
-    /// mounts it.
+    /// With an empty folder as root, features that are only read are unknown. Their rows say why, and how to mount the
+    /// missing file system.
     #[test]
     fn without_kernel_files_rows_are_unknown() {
         let root = tempfile::tempdir().unwrap();

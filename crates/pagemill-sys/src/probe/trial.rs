@@ -1,4 +1,4 @@
-//! The system calls that are tried. Each undoes its effect before it returns.
+//! The trials of the probes. Each makes a system call and undoes its effect before it returns.
 #![allow(unsafe_code)] // system calls
 
 use crate::disk::{self, Alignment, Disk, Options};
@@ -15,19 +15,19 @@ fn check(result: c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-fn own(fd: libc::c_long) -> io::Result<OwnedFd> {
+fn own_descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that a system call just made for us.
+    // SAFETY: a system call has just created the descriptor for this process.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
 }
 
-/// Returns the kernel's names for release and processor.
+/// Returns the kernel's release and the name of the processor architecture.
 pub(super) fn kernel_names() -> (String, String) {
-    // SAFETY: plain data, written by uname.
+    // SAFETY: plain data may be zero.
     let mut names: libc::utsname = unsafe { std::mem::zeroed() };
-    // SAFETY: writes `names`.
+    // SAFETY: the call writes only `names`.
     unsafe { libc::uname(&raw mut names) };
     let text = |field: &[libc::c_char]| -> String {
         field.iter().take_while(|c| **c != 0).map(|c| char::from(*c as u8)).collect()
@@ -35,34 +35,33 @@ pub(super) fn kernel_names() -> (String, String) {
     (text(&names.release), text(&names.machine))
 }
 
-/// Blocks of memory for trials.
+/// Memory for trials, in blocks.
 ///
 /// # Invariants
-///
 /// `addr..addr + len_bytes` is aligned to a block, readable and writable, and known to this value alone. All accesses
-/// are volatile, because the kernel may take the pages away.
+/// are volatile, because the kernel may free the pages at any time.
 pub(super) struct Scratch {
     addr: usize,
     len_bytes: usize,
 }
 
 impl Scratch {
-    /// Maps private memory without pages.
+    /// Maps private memory that has no pages yet.
     pub fn new(blocks: usize) -> io::Result<Self> {
         let len_bytes = blocks * BLOCK_BYTES;
         Ok(Self { addr: mem::map_sparse(len_bytes, BLOCK_BYTES)?, len_bytes })
     }
 
-    /// Maps a block of a memory file, without pages.
+    /// Maps one block of a memory file (memfd) that has no pages yet.
     pub fn shared() -> io::Result<Self> {
         let scratch = Self::new(1)?;
         // SAFETY: the name is a C string.
-        let fd = own(unsafe { libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC) }.into())?;
-        // SAFETY: our own descriptor.
+        let fd = own_descriptor(unsafe { libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC) }.into())?;
+        // SAFETY: the descriptor is open.
         check(unsafe { libc::ftruncate(fd.as_raw_fd(), BLOCK_BYTES as libc::off_t) })?;
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         let at = scratch.addr as *mut c_void;
-        // SAFETY: replaces memory of `scratch` that no code has read yet.
+        // SAFETY: the mapping replaces memory of `scratch` that no code has accessed yet.
         let mapped = unsafe { libc::mmap(at, BLOCK_BYTES, access, flags, fd.as_raw_fd(), 0) };
         if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(scratch) }
     }
@@ -73,33 +72,33 @@ impl Scratch {
 
     pub fn write(&self, offset: usize, byte: u8) {
         assert!(offset < self.len_bytes);
-        // SAFETY: inside the range, which is ours alone (type invariant).
+        // SAFETY: the byte lies inside the range, which no other code accesses (type invariant).
         unsafe { ((self.addr + offset) as *mut u8).write_volatile(byte) };
     }
 
     pub fn read(&self, offset: usize) -> u8 {
         assert!(offset < self.len_bytes);
-        // SAFETY: inside the range, which is readable (type invariant).
+        // SAFETY: the byte lies inside the range, which is readable (type invariant).
         unsafe { ((self.addr + offset) as *const u8).read_volatile() }
     }
 
-    /// Calls `madvise` on `len_bytes` from the start.
+    /// Calls `madvise` for the first `len_bytes`.
     pub fn advise(&self, len_bytes: usize, advice: c_int) -> io::Result<()> {
         assert!(len_bytes <= self.len_bytes);
-        // SAFETY: affects only pages of memory that is ours alone (type invariant).
+        // SAFETY: the advice affects only pages of memory that no other code accesses (type invariant).
         check(unsafe { libc::madvise(self.addr as *mut c_void, len_bytes, advice) })
     }
 
-    /// Calls `process_madvise` once on this process, for every second of the first `2 * count` OS pages.
-    pub fn advise_batch(&self, count: usize, advice: c_int) -> io::Result<()> {
+    /// Gives advice for every second of the first `2 * count` OS pages, by one `process_madvise` call on this process.
+    pub fn advise_every_second_page(&self, count: usize, advice: c_int) -> io::Result<()> {
         let page = mem::os_page_bytes();
         assert!(2 * count * page <= self.len_bytes);
-        // SAFETY: makes a descriptor for this process.
-        let fd = own(unsafe { libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0) })?;
+        // SAFETY: the call creates a descriptor for this process.
+        let fd = own_descriptor(unsafe { libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0) })?;
         let ranges: Vec<libc::iovec> = (0..count)
             .map(|index| libc::iovec { iov_base: (self.addr + 2 * index * page) as *mut c_void, iov_len: page })
             .collect();
-        // SAFETY: the ranges lie inside ours (type invariant) and are read only.
+        // SAFETY: the ranges lie inside this memory (type invariant), and the call only reads `ranges`.
         let advised = unsafe {
             libc::syscall(libc::SYS_process_madvise, fd.as_raw_fd(), ranges.as_ptr(), ranges.len(), advice, 0)
         };
@@ -110,52 +109,52 @@ impl Scratch {
         }
     }
 
-    /// Returns whether the kernel can read the byte, without raising a signal.
+    /// Returns whether the kernel can read the byte. Raises no signal.
     pub fn is_readable(&self, offset: usize) -> bool {
         assert!(offset < self.len_bytes);
-        const NO_SUCH_CHANGE: c_int = -1;
+        const INVALID_OPERATION: c_int = -1;
         let set = (self.addr + offset) as *const c_void;
-        // SAFETY: the set is read first (EFAULT if it cannot be), then the call
-        // is refused (EINVAL): nothing changes. 8 is the kernel's set in bytes.
-        unsafe { libc::syscall(libc::SYS_rt_sigprocmask, NO_SUCH_CHANGE, set, 0usize, 8usize) };
+        // SAFETY: the kernel first reads the set (EFAULT if it cannot), and then rejects the operation (EINVAL), so
+        // nothing changes. 8 is the size of the kernel's set in bytes.
+        unsafe { libc::syscall(libc::SYS_rt_sigprocmask, INVALID_OPERATION, set, 0usize, 8usize) };
         io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
     }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // SAFETY: ours alone, and not used again.
+        // SAFETY: the memory belongs to this value and is not used again.
         unsafe { mem::unreserve(self.addr, self.len_bytes) };
     }
 }
 
-/// Moves the second block of `scratch` to the first, which has no page yet.
+/// Moves the pages of the second block of `scratch` to the first block, which has none yet.
 pub(super) fn move_second_block(scratch: &Scratch) -> io::Result<()> {
     let (to, from) = (scratch.addr, scratch.addr + BLOCK_BYTES);
     assert!(scratch.len_bytes >= 2 * BLOCK_BYTES);
-    // SAFETY: both blocks are private memory of `scratch`, known to no other code.
+    // SAFETY: both blocks are private memory of `scratch`, which no other code knows.
     match unsafe { moves::move_pages(to, from, BLOCK_BYTES) }? {
         BLOCK_BYTES => Ok(()),
         moved => Err(io::Error::other(format!("only {moved} bytes were moved"))),
     }
 }
 
-/// Runs `trial` in a child process and returns its result. At most five seconds.
+/// Runs `trial` in a child process and returns its result. A child that takes five seconds is killed.
 fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
-    // SAFETY: the child makes system calls only (the callers' part), then ends without running destructors.
+    // SAFETY: the child makes only system calls (the callers ensure that), and ends without running destructors.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: no memory is touched.
+        // SAFETY: the call accesses no memory.
         unsafe { libc::alarm(5) };
         let answer = trial();
-        // SAFETY: ends the child.
+        // SAFETY: the call only ends the child.
         unsafe { libc::_exit(answer.into()) };
     }
     if child < 0 {
         return Err(io::Error::last_os_error());
     }
     let mut status = 0;
-    // SAFETY: writes `status`.
+    // SAFETY: the call writes only `status`.
     while unsafe { libc::waitpid(child, &raw mut status, 0) } < 0 {
         let error = io::Error::last_os_error();
         if error.raw_os_error() != Some(libc::EINTR) {
@@ -169,47 +168,47 @@ fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
     }
 }
 
-/// For a child process: allocates nothing.
+/// For child processes: allocates nothing.
 fn last_errno() -> u8 {
     io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) as u8
 }
 
-fn answered(errno: u8) -> io::Result<()> {
+fn errno_result(errno: u8) -> io::Result<()> {
     if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno.into())) }
 }
 
-/// Returns what a `fork` child reads at the start of `scratch`.
+/// Returns the first byte of `scratch` as a `fork` child reads it.
 pub(super) fn read_in_child(scratch: &Scratch) -> io::Result<u8> {
     in_child(|| scratch.read(0))
 }
 
-/// Requests real-time priority in a child process, which then ends.
+/// Requests real-time priority in a child process, which ends after that.
 pub(super) fn take_realtime() -> io::Result<()> {
-    answered(in_child(|| {
+    errno_result(in_child(|| {
         let lowest = libc::sched_param { sched_priority: 1 };
-        // SAFETY: reads `lowest`.
+        // SAFETY: the call only reads `lowest`.
         if unsafe { libc::sched_setscheduler(0, libc::SCHED_RR, &raw const lowest) } == 0 { 0 } else { last_errno() }
     })?)
 }
 
-/// Why user namespaces are unusable here.
+/// Why a user namespace cannot be used here.
 pub(super) enum NoNamespace {
     /// The namespace cannot be created.
     Refused(io::Error),
-    /// The namespace can be created, but nothing can be mounted in it.
-    Powerless(io::Error),
+    /// The namespace can be created, but mounting in it is refused.
+    CannotMount(io::Error),
 }
 
-/// Mounts a tmpfs in a user and mount namespace of a child process. The namespaces end with the child.
+/// Mounts a tmpfs in new user and mount namespaces of a child process. The namespaces end with the child.
 pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
     const IN_MOUNT: u8 = 0x80;
     let mount = |kind: Option<&CStr>, flags| {
         let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);
-        // SAFETY: all texts are C strings or null; the mount namespace is the child's own.
+        // SAFETY: all texts are C strings or null, and the mount namespace belongs to the child.
         unsafe { libc::mount(kind, c"/".as_ptr(), kind, flags, std::ptr::null()) }
     };
     let answer = in_child(|| {
-        // SAFETY: concerns the child alone, which has one thread.
+        // SAFETY: the call concerns only the child, which has one thread.
         if unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) } != 0 {
             return last_errno() & !IN_MOUNT;
         }
@@ -221,7 +220,7 @@ pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
     match answer {
         Ok(0) => Ok(()),
         Ok(errno) if errno & IN_MOUNT == 0 => Err(NoNamespace::Refused(io::Error::from_raw_os_error(errno.into()))),
-        Ok(errno) => Err(NoNamespace::Powerless(io::Error::from_raw_os_error((errno & !IN_MOUNT).into()))),
+        Ok(errno) => Err(NoNamespace::CannotMount(io::Error::from_raw_os_error((errno & !IN_MOUNT).into()))),
         Err(error) => Err(NoNamespace::Refused(error)),
     }
 }
@@ -242,12 +241,12 @@ impl Userfault {
 
     /// # Errors
     ///
-    /// `ENOSYS` or `EPERM` if userfaultfd is unavailable, `EINVAL` if it lacks `wanted`.
+    /// `ENOSYS` or `EPERM` if userfaultfd is unavailable; `EINVAL` if the kernel lacks a feature in `wanted`.
     pub fn open(wanted: u64) -> io::Result<Self> {
         const USER_MODE_ONLY: c_int = 1;
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
-        // SAFETY: makes a descriptor, touches no memory.
-        let fd = own(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) })?;
+        // SAFETY: the call only creates a descriptor.
+        let fd = own_descriptor(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) })?;
         let mut handshake = [0xAA, wanted, 0];
         let mut opened = Self { fd, features: 0 };
         opened.call(Self::API, &mut handshake)?;
@@ -256,21 +255,21 @@ impl Userfault {
     }
 
     fn call<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
-        // The size of the argument is part of the request.
+        // The number of an ioctl request contains the size of its argument.
         assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
-        // SAFETY: reads and writes `words`, as long as the request says. The ranges in it lie in a `Scratch`, which
-        // tolerates missing pages.
+        // SAFETY: the call reads and writes `words`. The ranges in it lie in a `Scratch`, which tolerates missing
+        // pages.
         check(unsafe { libc::ioctl(self.fd.as_raw_fd(), request as _, words.as_mut_ptr()) })
     }
 
-    /// Write-protects the first OS page of `scratch` (until this is dropped).
+    /// Write-protects the first OS page of `scratch`, until this value is dropped.
     pub fn protect(&self, scratch: &Scratch) -> io::Result<()> {
         let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
         self.call(Self::REGISTER, &mut [start, len, Self::MODE_WRITE_PROTECT, 0])?;
         self.call(Self::WRITE_PROTECT, &mut [start, len, 1])
     }
 
-    /// Makes the first OS page of `scratch`, which has no page, raise SIGBUS.
+    /// Makes an access to the first OS page of `scratch`, which has no page yet, raise SIGBUS.
     pub fn poison(&self, scratch: &Scratch) -> io::Result<()> {
         let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
         self.call(Self::REGISTER, &mut [start, len, Self::MODE_WRITE_PROTECT, 0])?;
@@ -278,7 +277,7 @@ impl Userfault {
     }
 }
 
-/// Waits on a word that already has another value.
+/// Waits, with `futex_waitv`, on a word whose value already differs from the expected one.
 pub(super) fn wait_on_words() -> io::Result<()> {
     #[repr(C)]
     struct Waiter {
@@ -291,18 +290,18 @@ pub(super) fn wait_on_words() -> io::Result<()> {
     let word = 0u32;
     let flags = SIZE_U32 | libc::FUTEX_PRIVATE_FLAG as u32;
     let waiter = Waiter { value: 1, word: (&raw const word).addr() as u64, flags, reserved: 0 };
-    // SAFETY: reads `waiter` and `word`, both alive; returns at once, since the values differ.
+    // SAFETY: the call only reads `waiter` and `word`. It returns at once, since the values differ.
     let result = unsafe { libc::syscall(libc::SYS_futex_waitv, &raw const waiter, 1, 0, 0usize, 0) };
     let error = io::Error::last_os_error();
     if result >= 0 || error.raw_os_error() == Some(libc::EAGAIN) { Ok(()) } else { Err(error) }
 }
 
-/// Which huge pages this process may have (`PR_SET_THP_DISABLE`, inherited from a parent).
+/// Which huge pages this process may get (`PR_SET_THP_DISABLE`, inherited from its parent).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HugeAllowed {
-    /// As the machine's settings allow.
+    /// All that the machine's settings allow.
     All,
-    /// Where they are advised (`PR_THP_DISABLE_EXCEPT_ADVISED`, Linux 6.18), as this crate sets it.
+    /// Only where a program advises them (`PR_THP_DISABLE_EXCEPT_ADVISED`, Linux 6.18), as this crate does.
     WhereAdvised,
     None,
 }
@@ -318,12 +317,12 @@ impl HugeAllowed {
 }
 
 pub(super) fn huge_allowed() -> io::Result<HugeAllowed> {
-    // SAFETY: reads a setting.
+    // SAFETY: the call accesses no memory.
     let answer = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(HugeAllowed::of(answer)) }
 }
 
-/// A resource limit of this process.
+/// A kind of resource limit.
 #[derive(Clone, Copy)]
 pub(super) enum Resource {
     AddressSpace,
@@ -332,7 +331,7 @@ pub(super) enum Resource {
     RealTime,
 }
 
-/// Returns the soft and the hard limit; `None` for no limit.
+/// Returns the soft and the hard limit of this process; `None` for no limit.
 pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option<u64>)> {
     let resource = match which {
         Resource::AddressSpace => libc::RLIMIT_AS,
@@ -341,39 +340,39 @@ pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option
         Resource::RealTime => libc::RLIMIT_RTPRIO,
     };
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: writes `limit`.
+    // SAFETY: the call writes only `limit`.
     check(unsafe { libc::getrlimit(resource, &raw mut limit) })?;
     let known = |value| (value != libc::RLIM_INFINITY).then_some(value);
     Ok((known(limit.rlim_cur), known(limit.rlim_max)))
 }
 
-/// Reserves address space and releases it.
+/// Reserves address space and releases it again.
 pub(super) fn reserve(len_bytes: usize) -> io::Result<()> {
     let addr = mem::reserve(len_bytes, BLOCK_BYTES, 0)?;
-    // SAFETY: made above, known to no other code.
+    // SAFETY: the range was reserved above, and no other code knows it.
     unsafe { mem::unreserve(addr, len_bytes) };
     Ok(())
 }
 
-/// Locks `len_bytes` without pages, which count as if they had pages.
+/// Locks memory without pages, which counts against the limit as if it had pages.
 pub(super) fn lock_memory(len_bytes: usize) -> io::Result<()> {
     let scratch = Scratch::new(len_bytes.div_ceil(BLOCK_BYTES))?;
-    // SAFETY: locks memory of `scratch`; dropping that unlocks it.
+    // SAFETY: the call locks memory of `scratch`. Dropping `scratch` unlocks it.
     check(unsafe { libc::mlock2(scratch.addr as *const c_void, len_bytes, libc::MLOCK_ONFAULT as _) })
 }
 
-/// Creates an io_uring of one entry.
+/// Creates an io_uring with one entry and closes it.
 pub(super) fn make_ring() -> io::Result<()> {
     ring().map(drop)
 }
 
 fn ring() -> io::Result<OwnedFd> {
     let mut parameters = [0u32; 30];
-    // SAFETY: writes the 120 bytes of `parameters`.
-    own(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) })
+    // SAFETY: the call writes at most the 120 bytes of `parameters`.
+    own_descriptor(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) })
 }
 
-/// Registers a block of memory with a ring.
+/// Registers a block of memory with a ring and unregisters it.
 pub(super) fn register_memory() -> io::Result<()> {
     let scratch = Scratch::new(1)?;
     let ring = ring()?;
@@ -395,7 +394,8 @@ pub(super) fn register_memory() -> io::Result<()> {
     Ok(())
 }
 
-/// Creates a file in `folder`, reads it with `O_DIRECT` and removes it. Returns the required alignment, if reported.
+/// Creates a file in `folder`, reads it with `O_DIRECT` and removes it. Returns the required alignment, if the kernel
+/// reports it.
 pub(super) fn read_directly(folder: &Path) -> io::Result<Option<Alignment>> {
     let path = trial_file(folder);
     std::fs::write(&path, [7; 1 << 16])?;
@@ -409,32 +409,31 @@ fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
     let disk = Disk::open(&path, Options { is_direct: true, ..Options::default() })?;
     let alignment = disk.direct_alignment().unwrap_or_default();
     let scratch = Scratch::new(1)?;
-    // SAFETY: memory of `scratch`, which is this function's alone.
+    // SAFETY: the memory belongs to `scratch`, which only this function accesses.
     unsafe { disk::read_at(disk.number(), scratch.addr, 1 << 16, 0) }.map(|_| alignment)
 }
 
-/// A unique name.
 fn trial_file(folder: &Path) -> std::path::PathBuf {
     folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()))
 }
 
-/// Creates a fanotify group without privileges. Returns whether it may watch a whole file system, too.
+/// Creates a fanotify group without privileges. Returns whether it may also watch a whole file system.
 pub(super) fn watch_files(folder: &CStr) -> io::Result<bool> {
     let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_FID;
-    // SAFETY: makes a descriptor.
-    let fd = own(unsafe { libc::fanotify_init(flags, libc::O_RDONLY as u32) }.into())?;
+    // SAFETY: the call only creates a descriptor.
+    let fd = own_descriptor(unsafe { libc::fanotify_init(flags, libc::O_RDONLY as u32) }.into())?;
     let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM;
-    // SAFETY: `folder` is a C string; the mark goes with the descriptor.
+    // SAFETY: the call only reads `folder`, which is a C string. The kernel removes the mark with the descriptor.
     let marked =
         unsafe { libc::fanotify_mark(fd.as_raw_fd(), flags, libc::FAN_CREATE, libc::AT_FDCWD, folder.as_ptr()) };
     Ok(marked == 0)
 }
 
-/// Whether a file can be created in a folder, written, and executed from memory.
+/// What is possible with a file in a folder.
 pub(super) enum Folder {
-    /// All of these.
+    /// The file can be created, written, and mapped as code.
     Usable,
-    /// Created, but not executed.
+    /// The file can be created and written, but not mapped as code.
     NotExecutable(io::Error),
 }
 
@@ -451,16 +450,16 @@ pub(super) fn try_folder(folder: &Path) -> io::Result<Folder> {
 
 fn map_as_code(file: &File) -> io::Result<()> {
     let access = libc::PROT_READ | libc::PROT_EXEC;
-    // SAFETY: a new mapping that is never executed.
+    // SAFETY: the call creates a new mapping, which is never executed.
     let addr = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, libc::MAP_PRIVATE, file.as_raw_fd(), 0) };
     if addr == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: made above, known to no other code.
+    // SAFETY: the mapping was created above, and no other code knows it.
     check(unsafe { libc::munmap(addr, 4096) })
 }
 
-/// Checks the permission to write to the path, without writing.
+/// Checks the permission to write to a path, without writing.
 pub(super) fn may_write(path: &Path) -> io::Result<()> {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
     // SAFETY: `path` is a C string.
@@ -471,36 +470,37 @@ pub(super) fn may_write(path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The kernel's result: the flag, and from 6.18 on its exception.
+    /// The flags of `PR_GET_THP_DISABLE` lead to the three states.
     #[test]
-    fn huge_pages_are_forbidden_or_left_where_advised() {
+    fn prctl_flags_map_to_allowed_huge_pages() {
         assert_eq!([0, 1, 3].map(HugeAllowed::of), [HugeAllowed::All, HugeAllowed::None, HugeAllowed::WhereAdvised]);
     }
 
-    /// A page without access cannot be read; the check raises no signal.
+    /// A byte in a page without access is reported as unreadable, and the check raises no signal.
     #[test]
-    fn readability_is_asked_without_a_signal() {
+    fn an_unreadable_byte_raises_no_signal() {
         let scratch = Scratch::new(1).unwrap();
         assert!(scratch.is_readable(0));
-        // SAFETY: memory of `scratch`, which is not accessed meanwhile.
+        // SAFETY: the range belongs to `scratch`, and no code accesses it before it is dropped.
         check(unsafe { libc::mprotect(scratch.addr as *mut c_void, BLOCK_BYTES, libc::PROT_NONE) }).unwrap();
         assert!(!scratch.is_readable(0));
     }
 
+    /// The result of a child is returned; a child that is killed is an error.
     #[test]
-    fn children_answer_and_die() {
+    fn results_of_children_are_returned() {
         assert_eq!(in_child(|| 7).unwrap(), 7);
         let killed = in_child(|| {
-            // SAFETY: ends the child.
+            // SAFETY: the call only ends the child.
             unsafe { libc::raise(libc::SIGKILL) };
             0
         });
         assert!(killed.unwrap_err().to_string().contains("signal 9"));
     }
 
-    /// The folder is unchanged afterwards.
+    /// A trial leaves no file in the folder.
     #[test]
-    fn folders_are_left_clean() {
+    fn trials_leave_no_file() {
         let folder = tempfile::tempdir().unwrap();
         assert!(try_folder(folder.path()).is_ok());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);

@@ -1,6 +1,6 @@
-//! One record per volatile range, 32 bytes: 0 address; 8 length; 16 bytes purged (all ones: some, the number is
-//! unknown); 24 age in ticks of 2^22 ns (u32; all ones: not marked); 28 kind; 29 state; 30 behaviour; 31 whether it is
-//! strict.
+//! The record of a volatile range, 32 bytes. Offsets and fields: 0 address; 8 length; 16 bytes purged (all ones: purged
+//! in part, by an unknown number); 24 age in ticks of 2^22 ns (u32; all ones: not volatile); 28 kind; 29 state; 30
+//! behaviour; 31 whether it is strict.
 
 use super::listed::{Listed, ListedPart, RangeKind, RangeState};
 use super::vrange::How;
@@ -11,8 +11,9 @@ use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
 
-/// Ranges copied before they are written: 12 KiB of stack, and some microseconds under the lock of marks.
-const AT_A_TIME: usize = 128;
+/// Ranges that are copied under the lock of the range table before they are written: 12 KiB of stack, and some
+/// microseconds.
+const BATCH_LEN: usize = 128;
 
 const UNKNOWN: u64 = u64::MAX;
 const NOT_MARKED: u32 = u32::MAX;
@@ -44,7 +45,7 @@ fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
     bytes
 }
 
-/// The ranges that a process listed.
+/// The volatile ranges that a process listed.
 ///
 /// ```
 /// use pagemill::{Pagemill, listing, published, volatile::Behaviour};
@@ -60,17 +61,17 @@ fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct List {
     pub ranges: Vec<Listed>,
-    /// The number of ranges beyond [`MOST_RECORDS`](pagemill_core::listing::MOST_RECORDS).
+    /// Number of ranges beyond [`MOST_RECORDS`](pagemill_core::listing::MOST_RECORDS).
     pub left_out: u64,
 }
 
-/// Asks the process that published its figures at `figures` for its ranges. Waits until it answers, `should_stop`
-/// returns true, or [`ANSWER_WITHIN`](pagemill_core::listing::ask::ANSWER_WITHIN) has passed. In every case the file of
-/// the request is removed.
+/// Requests the volatile ranges of the process that published its statistics at `figures`. Waits until the process
+/// answers, `should_stop` returns true, or [`ANSWER_WITHIN`](pagemill_core::listing::ask::ANSWER_WITHIN) has passed. In
+/// every case the request's file is removed.
 ///
 /// # Errors
 ///
-/// [`Unanswered`] with the reason.
+/// [`Unanswered`] says why there is no list.
 pub fn ask(figures: &Path, identity: Identity, should_stop: impl Fn() -> bool) -> Result<List, Unanswered> {
     ask_for(figures, identity, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
 }
@@ -89,21 +90,21 @@ impl Lister for RangeLists {
     }
 
     fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
-        put_all(response, |from, into| self.ranges.list(from, into))?;
-        put_all(response, |from, into| self.vranges.list_from(from, into))
+        write_batches(response, |from, into| self.ranges.list(from, into))?;
+        write_batches(response, |from, into| self.vranges.list_from(from, into))
     }
 }
 
-/// Writes all records that `list` returns, part by part, from the start.
-fn put_all(response: &mut Response<'_>, list: impl Fn(usize, &mut [Listed]) -> ListedPart) -> io::Result<()> {
-    let (mut part, mut from) = ([Listed::NONE; AT_A_TIME], Some(0));
+/// Writes all ranges that `list` returns, in batches, from the first one on.
+fn write_batches(response: &mut Response<'_>, list: impl Fn(usize, &mut [Listed]) -> ListedPart) -> io::Result<()> {
+    let (mut batch, mut from) = ([Listed::NONE; BATCH_LEN], Some(0));
     while let Some(start) = from {
-        let ListedPart { count, next } = list(start, &mut part);
-        let mut bytes = [0; AT_A_TIME * RECORD_LEN];
-        for (place, listed) in bytes.chunks_exact_mut(RECORD_LEN).zip(&part[..count]) {
+        let ListedPart { count, next } = list(start, &mut batch);
+        let mut bytes = [0; BATCH_LEN * RECORD_LEN];
+        for (place, listed) in bytes.chunks_exact_mut(RECORD_LEN).zip(&batch[..count]) {
             place.copy_from_slice(&to_record(listed));
         }
-        response.put_all(&bytes[..count * RECORD_LEN], RECORD_LEN)?;
+        response.write_records(&bytes[..count * RECORD_LEN], RECORD_LEN)?;
         from = next;
     }
     Ok(())
@@ -154,9 +155,9 @@ mod tests {
         }
     }
 
-    /// A written record is read back; each field has its offset.
+    /// A record is read as it was written.
     #[test]
-    fn records_go_and_come() {
+    fn records_are_read_as_written() {
         let states = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];
         for (state, (kind, how)) in states
             .into_iter()
@@ -170,9 +171,9 @@ mod tests {
         }
     }
 
-    /// Invalid records are rejected, whichever byte is wrong.
+    /// A record with any invalid field is rejected.
     #[test]
-    fn damaged_records_are_refused() {
+    fn invalid_records_are_rejected() {
         let good = to_record(&listed());
         for (at, byte) in [(28, 2), (29, 4), (30, 2), (31, 2), (18, 0x31), (23, 1), (7, 0xFF)] {
             let mut bytes = good;

@@ -1,11 +1,13 @@
-//! Table of arrays by number: finds the array of a node, and keeps it from being dropped meanwhile.
+//! Table of arrays by number. A thread that moves a node finds the node's array here, and keeps it from being dropped
+//! meanwhile.
 //!
-//! A node holds the number of its array. A thread that moves nodes holds the lock of that number's entry while it uses
-//! the array. An array that is dropped takes the lock of its entry first, so it waits for the move of at most one node.
+//! Each node stores the number of its array. A thread that moves nodes holds the lock of that number's table entry
+//! while it uses the array. An array that is dropped takes the same lock first, so it waits for the move of at most one
+//! node.
 //!
-//! Lock order: an entry, then the lock of its array (only tried: an array that is dropped has no other user); the list
-//! of free numbers last.
-#![allow(unsafe_code)] // arrays at addresses that their makers promise; `Zeroed` for entries
+//! Lock order: a table entry, then the lock of its array (only tried, so no thread waits for it); the list of free
+//! numbers last.
+#![allow(unsafe_code)] // reaches arrays by address; `Zeroed` for entries
 
 use super::nodes::Nodes;
 use super::{NO_ID_YET, XArray};
@@ -14,31 +16,31 @@ use pagemill_core::error::Result;
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use std::marker::PhantomData;
 
-/// The most arrays in the table at a time. Nodes of further arrays cannot be moved.
+/// Most arrays in the table at a time. Nodes of further arrays cannot be moved.
 const MAX_ARRAYS: usize = 1 << 22;
 
-/// The entry of one array.
 struct ArrayEntry {
-    /// The array's address; 0 while no array has the number.
+    /// Address of the array; 0 while no array has this number.
     array: AtomicUsize,
-    /// Held while the array is used through this entry; the array is not dropped meanwhile.
+    /// Held while a thread uses the array through this entry. The array is not dropped meanwhile.
     lock: Lock,
-    /// For a free number: the next one in the free list.
+    /// The next free number, if this number is free.
     next: AtomicU32,
 }
 
-// SAFETY: atomic words, and a lock that is one: zero bits are a free entry.
+// SAFETY: the entry consists of atomic words and a lock that is one, for which zero bits are valid.
 unsafe impl Zeroed for ArrayEntry {}
 
 #[derive(Default)]
+/// The numbers that no array has.
 struct FreeArrays {
-    /// The free number that was returned last; 0 if none.
+    /// The number that was freed last; 0 if none is free.
     head: u32,
-    /// The count of numbers used so far, which start at 1.
-    used: u32,
+    /// Count of numbers that were ever assigned, starting at 1.
+    assigned: u32,
 }
 
-/// The arrays with nodes of one [`Nodes`].
+/// The table of the arrays that use the nodes of one [`Nodes`].
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct Arrays<N: Nodes> {
@@ -48,59 +50,60 @@ pub struct Arrays<N: Nodes> {
 }
 
 impl<N: Nodes> Arrays<N> {
-    /// Reserves address space for the table.
+    /// Creates an empty table. Reserves address space for it, but allocates no memory.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::System`] if there is none.
+    /// [`pagemill_core::Error::System`] if there is no address space.
     pub fn new() -> Result<Self> {
         let (table, free) = (Table::new(MAX_ARRAYS)?, Guarded::new(FreeArrays::default()));
         Ok(Self { table, free, _arrays: PhantomData })
     }
 
-    /// Assigns a number to an array, if one is free.
-    pub(super) fn enter(&self, array: &XArray<N>) -> Option<u32> {
+    /// Assigns a free number to an array. Returns `None` if all numbers are taken.
+    pub(super) fn assign_number(&self, array: &XArray<N>) -> Option<u32> {
         let id = self.free.with(|free| {
             if free.head != 0 {
                 let id = free.head;
                 free.head = self.entry(id).next.load(Relaxed);
                 return Some(id);
             }
-            let at = free.used as usize + 1;
+            let at = free.assigned as usize + 1;
             if at >= MAX_ARRAYS || self.table.open(1, at, at + 1).is_err() {
                 return None;
             }
-            free.used += 1;
-            Some(free.used)
+            free.assigned += 1;
+            Some(free.assigned)
         })?;
         self.entry(id).array.store(std::ptr::from_ref(array) as usize, Release);
         Some(id)
     }
 
-    /// Removes the array from the table: later lookups fail. Waits for a thread that uses the array through its entry.
-    pub(super) fn leave(&self, id: u32) {
+    /// Removes the array from the table, so that later lookups fail. Waits for a thread that uses the array through its
+    /// entry.
+    pub(super) fn remove(&self, id: u32) {
         let _guard = self.entry(id).lock.lock();
         self.entry(id).array.store(0, Relaxed);
     }
 
-    /// Frees the number for another array; no node may hold it any more.
-    pub(super) fn give(&self, id: u32) {
+    /// Frees the number for another array. No node may store the number any more.
+    pub(super) fn free_number(&self, id: u32) {
         self.free.with(|free| {
             self.entry(id).next.store(free.head, Relaxed);
             free.head = id;
         });
     }
 
-    /// Calls `act` with the array of a number that a node held, and keeps it from being dropped meanwhile. Returns none
-    /// if the array is gone, or if another thread holds its entry.
+    /// Calls `act` with the array of a number that a node stored, and keeps the array from being dropped meanwhile.
+    /// Returns `None` if the array was dropped, or if another thread holds the lock of its entry.
     pub(super) fn with<R>(&self, id: u32, act: impl FnOnce(&XArray<N>) -> R) -> Option<R> {
         let _guard = self.entry(id).lock.try_lock()?;
         let array = self.entry(id).array.load(Acquire) as *const XArray<N>;
         if array.is_null() {
             return None;
         }
-        // SAFETY: the array entered under the promise of `XArray::movable` that it stays at its address until its drop
-        // has ended. That drop begins with `leave`, which waits for this guard.
+        // SAFETY: `XArray::movable` requires that the array stays at its address until its drop has ended. The drop
+        // begins with `remove`, which waits for this guard.
         Some(act(unsafe { &*array }))
     }
 
@@ -110,18 +113,18 @@ impl<N: Nodes> Arrays<N> {
 
     /// Resident bytes of the table.
     pub fn resident_bytes(&self) -> u64 {
-        let used = self.free.with(|free| free.used);
+        let used = self.free.with(|free| free.assigned);
         self.table.resident_bytes(0, used as usize + 1)
     }
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Makes an empty array with movable nodes (`relocate`). Allocates no node.
+    /// Creates an empty array whose nodes can be moved (`relocate`). Allocates no node.
     ///
     /// # Safety
     ///
-    /// From the first call of one of its methods on, it must stay at its address until it has been dropped there, or
-    /// for good.
+    /// From the first call of one of its methods on, the array must stay at its address until it has been dropped
+    /// there, or forever.
     pub const unsafe fn movable(nodes: &'static N) -> Self {
         Self::with_id(nodes, NO_ID_YET)
     }

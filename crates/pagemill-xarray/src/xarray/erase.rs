@@ -1,4 +1,4 @@
-//! Writers: removing entries, and nodes that are no longer needed.
+//! Operations of the writer that remove entries, and nodes that are no longer needed.
 
 use super::Found;
 use super::node::{MARKS, mask_of};
@@ -7,16 +7,16 @@ use super::store::{SlotRange, Writer};
 use super::word::IndexWord;
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Removes the whole entry that covers the index, with one store; returns it. Cost: a lookup, and the removal of
-    /// nodes that become empty.
+    /// Removes the whole entry that covers the index, with one store, and returns it. Cost: a lookup, and the removal
+    /// of nodes that become empty.
     pub fn erase(&mut self, index: u64) -> Option<Found> {
-        let place = self.place(index)?;
-        self.take_out(&place);
+        let place = self.find_slots(index)?;
+        self.remove_from_slots(&place);
         Some(place.found)
     }
 
-    /// Removes the entries that lie entirely inside `from..=to`, in ascending order, and passes each to `each` once no
-    /// reader can find it any more. Entries that reach beyond the range stay.
+    /// Removes the entries that lie entirely inside `from..=to`, in ascending order. Passes each entry to `each` once
+    /// no reader can find it any more. Entries that reach beyond the range stay.
     pub fn erase_range(&mut self, from: u64, to: u64, mut each: impl FnMut(Found)) {
         let mut at = from;
         while let Some(found) = self.next(at, to) {
@@ -28,54 +28,53 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    fn take_out(&self, place: &SlotRange) {
+    fn remove_from_slots(&self, place: &SlotRange) {
         if place.node == 0 {
             self.array.root.publish(IndexWord::EMPTY);
             return self.set_root_marks(0);
         }
         let node = self.node(place.node);
         let count = 1 << (place.found.order - node.shift());
-        super::slots::leave(&node.slots, place.slot, count);
-        node.set_used(node.used() - count);
+        super::slots::remove_entry(&node.slots, place.slot, count);
+        node.set_used_slots(node.used_slots() - count);
         self.remove_marks(place.node, mask_of(place.slot, count));
-        self.prune(place.node);
+        self.remove_empty_nodes(place.node);
     }
 
-    /// Removes the node if it is empty, then empty nodes above it.
-    fn prune(&self, number: u32) {
+    /// Removes the node if it is empty, then its parents while they are empty.
+    fn remove_empty_nodes(&self, number: u32) {
         let mut number = number;
-        while number != 0 && self.node(number).used() == 0 {
+        while number != 0 && self.node(number).used_slots() == 0 {
             let node = self.node(number);
             let above = node.parent();
             match above {
                 0 => self.array.root.publish(IndexWord::EMPTY),
                 _ => {
                     self.node(above).slots[node.offset()].publish(IndexWord::EMPTY);
-                    self.node(above).set_used(self.node(above).used() - 1);
+                    self.node(above).set_used_slots(self.node(above).used_slots() - 1);
                 }
             }
-            self.bury(number);
+            self.retire_node(number);
             number = above;
         }
-        self.free_retired();
+        self.remove_unneeded_levels();
     }
 
-    /// Removes unneeded levels at the top.
-    pub(super) fn free_retired(&self) {
-        while self.lower() {}
+    pub(super) fn remove_unneeded_levels(&self) {
+        while self.remove_root_level() {}
     }
 
-    /// Removes the root node if only its first slot is in use and that slot's word can be the root. Returns whether it
-    /// did.
-    fn lower(&self) -> bool {
-        let root = self.array.root.peek();
-        if !root.is_node() || self.node(root.number()).used() != 1 {
+    /// Removes the root node if only its first slot is in use, and that slot's word can be the root word. Returns
+    /// whether it did.
+    fn remove_root_level(&self) -> bool {
+        let root = self.array.root.load_relaxed();
+        if !root.is_node() || self.node(root.number()).used_slots() != 1 {
             return false;
         }
         let node = self.node(root.number());
-        let word = node.slots[0].peek();
+        let word = node.slots[0].load_relaxed();
         if word.is_node() {
-            self.node(word.number()).hang(0, 0, word.shift());
+            self.node(word.number()).set_position(0, 0, word.shift());
         } else if word.is_value() && word.order() == 0 {
             let bit = |mark: usize| u32::from(node.is_marked(mark, 1)) << mark;
             self.set_root_marks((0..MARKS).map(bit).sum());
@@ -83,7 +82,7 @@ impl<N: Nodes> Writer<'_, N> {
             return false;
         }
         self.array.root.publish(word);
-        self.bury(root.number());
+        self.retire_node(root.number());
         true
     }
 }

@@ -1,19 +1,19 @@
-//! Nodes in memory of another owner, which can be moved: used by page caches.
+//! A forest: nodes in memory of another owner, which can be moved. Page caches use it.
 //!
-//! A node's number is its offset in a window of addresses, so it is found by a shift and an addition. For the life of
-//! the process the window holds only nodes. A read there without a guard ([`super::XArray::hint`]) finds a node, of any
-//! array, or zeros where the memory was returned.
+//! A node's number is its offset in a window of addresses, so a shift and an addition find the node. As long as the
+//! process lives, the window contains only nodes. A read without a guard ([`super::XArray::hint`]) therefore finds a
+//! node, of any array, or zeros where memory was returned.
 //!
 //! ```text
-//!   taken --linked--> in a tree --unlinked--> retired --32 of them--> waiting for readers --> ripe --> returned
+//! allocated --linked--> in a tree --unlinked--> retired --32 of them--> in a grace period --> ripe --> returned
 //! ```
 //!
-//! When the grace period of a batch ends, the epoch collector, which may run in any thread, only puts the batch on the
-//! list `ripe`. The nodes are returned to their source when a thread takes a node, outside of all locks, or by
-//! [`Forest::free_retired`], which the source should call soon.
+//! The grace period of a batch ends in the epoch collector, which may run in any thread. It only puts the batch on the
+//! list `ripe`: the nodes that no reader can access. These nodes are returned to their source when a thread allocates a
+//! node, outside of all locks, or by [`Forest::free_retired`], which the source should call soon.
 //!
-//! Traits for the modules above: [`Source`] (owner of the memory), [`Forests`] (holder of a forest).
-#![allow(unsafe_code)] // nodes at addresses that their source promises
+//! Traits for the modules above: [`Source`] (owner of the memory), [`Forests`] (owner of a forest).
+#![allow(unsafe_code)] // reaches nodes at addresses that their source keeps valid
 
 use super::arrays::Arrays;
 use super::node::Node;
@@ -24,89 +24,90 @@ use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Padded, Relaxed, Releas
 use std::ops::Range;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Node numbers count units of this many bytes in the window.
+/// Node numbers are offsets in the window, in units of this many bytes.
 const UNIT_BYTES: usize = align_of::<Node>();
 const UNIT_SHIFT: u32 = UNIT_BYTES.trailing_zeros();
 
-/// Retired nodes per batch that waits for readers.
+/// Retired nodes per batch. A batch has one grace period.
 const BATCH: u64 = 32;
 
-/// Bits of each half of a word with two parts: the upper half counts, the lower half is a node number.
+/// Some words have two halves of this many bits: the upper half counts, the lower half is a node number.
 const HALF: u32 = 32;
 
-/// Owner of the memory for nodes.
+/// The owner of the memory for nodes.
 ///
 /// # Safety
 ///
-/// - All of the window stays memory of the process for good, or is inaccessible. Accessible memory holds zeros or
-///   nodes. From its first use on, a node is accessed only by shared references.
-/// - A node from `take` is entirely inside the window, aligned, has no other user, and stays valid until `give`.
+/// - The window stays memory of the process forever, or is inaccessible. Accessible memory contains zeros or nodes.
+///   From its first use on, a node is accessed only by shared references.
+/// - A node that `take` returned lies entirely inside the window, is aligned, has no other user, and stays valid until
+///   `give`.
 ///
 /// Example: [`XArray`](super::XArray).
 pub unsafe trait Source: Sync {
-    /// Addresses that nodes may have, up to 256 GiB; the bytes before them are inaccessible.
+    /// The addresses that nodes may have, up to 256 GiB. The bytes before them must be inaccessible.
     fn window(&self) -> Range<usize>;
 
-    /// Takes a node and returns its address. Its contents are those at its last `give`, or zero.
+    /// Allocates a node and returns its address. The node contains what it contained at its last `give`, or zeros.
     ///
     /// # Errors
     ///
     /// As [`Nodes::take`].
     fn take(&self) -> Result<usize>;
 
-    /// Returns a node.
+    /// Frees a node.
     fn give(&self, node: usize);
 
-    /// Called after nodes have been retired: they are returned by [`Forest::seal`] and [`Forest::free_retired`], which
-    /// should be called soon. No lock of an array is held.
+    /// Called after nodes have been retired, without the lock of an array. The source should soon call [`Forest::seal`]
+    /// and [`Forest::free_retired`], which return the nodes.
     fn note_retired(&self);
 
-    /// Whether this is a forked child, and all nodes are its parent's.
+    /// Whether this process is a fork child and all nodes belong to its parent.
     fn is_inherited(&self) -> bool;
 }
 
-/// Holder of a forest.
+/// The owner of a forest.
 ///
 /// Example: [`XArray`](super::XArray).
 pub trait Forests: Sync {
-    /// The forest of this process, made at the first call, and again in a forked child.
+    /// Returns the forest of this process, created by the first call, also of a fork child.
     ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`].
     fn forest(&'static self) -> Result<&'static Forest>;
 
-    /// Bytes of memory behind its nodes, in use and free.
+    /// Bytes of memory for the forest's nodes, used and free.
     fn node_bytes(&self) -> u64;
 }
 
-/// Nodes of many arrays. Never dropped.
+/// The nodes of many arrays. A forest is never dropped.
 ///
 /// # Invariants
 ///
-/// `base` is one unit before the window of `source`, which ends `end` units after it.
+/// `base` is one unit before the window of `source`. The window ends `end` units after `base`.
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct Forest {
     base: usize,
-    /// Numbers from here on are invalid.
+    /// Numbers from this one on are invalid.
     end: usize,
     source: &'static dyn Source,
     arrays: Arrays<Self>,
-    /// On its own cache line, apart from fields that readers use.
+    /// On a cache line of its own, apart from fields that readers use.
     lists: Padded<BatchLists>,
 }
 
 /// Lists of retired nodes.
 #[derive(Default)]
 struct BatchLists {
-    /// Retired nodes before their grace period: the last one, and their count.
+    /// Retired nodes whose grace period has not begun: the number of the latest one, and their count.
     retired: AtomicU64,
-    /// Batches that no reader can use any more: the last one, and a counter against ABA.
+    /// Batches that no reader can access any more: the latest batch, and a counter against the ABA problem.
     ripe: AtomicU64,
-    /// Number of batches that wait for readers.
+    /// Number of batches in a grace period.
     waiting: AtomicU32,
-    /// Nodes taken and not yet returned.
+    /// Nodes that were allocated and not yet freed.
     #[cfg(any(test, feature = "test-util"))]
     in_use: AtomicU32,
 }
@@ -125,7 +126,7 @@ impl Forest {
         Ok(Self { base, end, source, arrays: Arrays::new()?, lists })
     }
 
-    /// The number of the node at an address of the window.
+    /// Returns the number of the node at an address of the window.
     fn number_of(&self, node: usize) -> u32 {
         ((node - self.base) >> UNIT_SHIFT) as u32
     }
@@ -142,7 +143,7 @@ impl Forest {
         relocate(self, self.number_of(old), self.number_of(new))
     }
 
-    /// Starts the grace period of the retired nodes in `retired`, as one batch.
+    /// Starts the grace period of all retired nodes, as one batch.
     pub fn seal(&'static self) {
         let list = self.lists.0.retired.swap(0, AcqRel) as u32;
         if list == 0 {
@@ -151,23 +152,23 @@ impl Forest {
         self.lists.0.waiting.fetch_add(1, Relaxed);
         let guard = super::pin();
         guard.defer(move || {
-            self.ripen(list);
+            self.add_ripe(list);
             self.lists.0.waiting.fetch_sub(1, Release);
         });
         guard.flush();
     }
 
-    /// Whether batches wait for readers. After their grace period [`Forest::free_retired`] returns them.
+    /// Whether any batch is in its grace period. When it has ended, [`Forest::free_retired`] returns the nodes.
     pub fn is_waiting(&self) -> bool {
         self.lists.0.waiting.load(Acquire) > 0
     }
 
-    /// Returns all nodes that no reader can use any more.
+    /// Frees all nodes that no reader can access any more.
     pub fn free_retired(&self) {
         while self.free_retired_batch() {}
     }
 
-    /// Returns the nodes of one batch; returns whether there was one.
+    /// Frees the nodes of one ripe batch. Returns whether there was one.
     fn free_retired_batch(&self) -> bool {
         let Some(mut number) = self.take_ripe() else { return false };
         while number != 0 {
@@ -178,12 +179,13 @@ impl Forest {
         true
     }
 
-    fn ripen(&self, list: u32) {
+    /// Adds a batch to the list of ripe batches.
+    fn add_ripe(&self, list: u32) {
         let ripe = &self.lists.0.ripe;
         let mut seen = ripe.load(Relaxed);
         loop {
-            self.node(list).set_next_list(seen as u32);
-            match ripe.compare_exchange_weak(seen, counted(seen, list), AcqRel, Relaxed) {
+            self.node(list).set_next_batch(seen as u32);
+            match ripe.compare_exchange_weak(seen, with_next_count(seen, list), AcqRel, Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
             }
@@ -198,9 +200,9 @@ impl Forest {
             if list == 0 {
                 return None;
             }
-            // If another thread has taken it meanwhile, the counter has changed.
-            let next = self.node(list).next_list();
-            match ripe.compare_exchange_weak(seen, counted(seen, next), AcqRel, Acquire) {
+            // If another thread has removed the batch, the counter has changed.
+            let next = self.node(list).next_batch();
+            match ripe.compare_exchange_weak(seen, with_next_count(seen, next), AcqRel, Acquire) {
                 Ok(_) => return Some(list),
                 Err(now) => seen = now,
             }
@@ -218,8 +220,8 @@ impl Forest {
     }
 }
 
-/// A word with this number and the next counter value.
-fn counted(seen: u64, number: u32) -> u64 {
+/// Returns a word with this number and the next counter value.
+fn with_next_count(seen: u64, number: u32) -> u64 {
     (seen >> HALF).wrapping_add(1) << HALF | u64::from(number)
 }
 
@@ -228,8 +230,9 @@ impl Nodes for Forest {
     fn node(&self, number: u32) -> &Node {
         let units = number as usize;
         assert!(units < self.end);
-        // SAFETY: inside the window, or in the inaccessible unit before it, and aligned. There are only atomic words,
-        // of nodes or zero (contract of `Source`), for which zero bits are valid.
+        // SAFETY: the address is aligned and lies inside the window, or in the inaccessible unit before it. The window
+        // contains only nodes or zeros (contract of `Source`), and a node consists of atomic words, for which zero bits
+        // are valid.
         unsafe { &*((self.base + (units << UNIT_SHIFT)) as *const Node) }
     }
 
@@ -252,14 +255,14 @@ impl Nodes for Forest {
         let mut seen = retired.load(Relaxed);
         loop {
             self.node(number).set_next(seen as u32);
-            match retired.compare_exchange_weak(seen, counted(seen, number), AcqRel, Relaxed) {
+            match retired.compare_exchange_weak(seen, with_next_count(seen, number), AcqRel, Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
             }
         }
     }
 
-    /// The collector allocates, which may trigger reclaim, so this must not run under the lock of an array.
+    /// The epoch collector allocates, which may trigger reclaim. So this must not run under the lock of an array.
     fn collect(&'static self) {
         if self.lists.0.retired.load(Relaxed) >> HALF >= BATCH {
             self.seal();
@@ -285,9 +288,9 @@ mod shuttle_tests {
 
     const LISTS: usize = 3;
 
-    /// Threads take ripe batches and put them back: a batch belongs to one thread at a time, and none is lost.
+    /// Threads remove ripe batches and put them back. Each batch belongs to one thread at a time, and none is lost.
     #[test]
-    fn ripe_lists_are_taken_by_one() {
+    fn a_ripe_batch_belongs_to_one_thread() {
         run_in_many_orders(|| {
             thread_local! {
                 static FOREST: &'static Forest = test_forest::forest_of(LISTS);
@@ -295,7 +298,7 @@ mod shuttle_tests {
             let forest = FOREST.with(|forest| *forest);
             let lists: Arc<[u32; LISTS]> = Arc::new(std::array::from_fn(|_| forest.take().unwrap()));
             let holders: Arc<[AtomicU32; LISTS]> = Arc::new(std::array::from_fn(|_| AtomicU32::new(0)));
-            lists.iter().for_each(|list| forest.ripen(*list));
+            lists.iter().for_each(|list| forest.add_ripe(*list));
             let threads = [(); 3].map(|()| {
                 let (lists, holders) = (lists.clone(), holders.clone());
                 shuttle::thread::spawn(move || {
@@ -305,11 +308,11 @@ mod shuttle_tests {
                     for _ in 0..3 {
                         let taken: Vec<u32> = (0..2).filter_map(|_| forest.take_ripe()).collect();
                         for list in &taken {
-                            assert_eq!(hold(*list, |held| held.fetch_add(1, Relaxed)), 0, "two have it");
+                            assert_eq!(hold(*list, |held| held.fetch_add(1, Relaxed)), 0, "two threads have the batch");
                         }
                         for list in taken {
                             hold(list, |held| held.fetch_sub(1, Relaxed));
-                            forest.ripen(list);
+                            forest.add_ripe(list);
                         }
                     }
                 })
@@ -320,7 +323,7 @@ mod shuttle_tests {
             left.sort_unstable();
             let mut all = lists.to_vec();
             all.sort_unstable();
-            assert_eq!(left, all, "each is there once");
+            assert_eq!(left, all, "each batch is in the list once");
         });
     }
 }

@@ -1,11 +1,11 @@
-//! Marks: three bits of each entry. A slot that holds a node has the marks of the entries below it.
+//! Marks: three bits of each entry. A slot that contains a node has the marks of all entries below it.
 
 use super::node::{MARKS, mask_of};
 use super::nodes::Nodes;
 use super::store::{SlotRange, Writer};
 use pagemill_core::sync::{Relaxed, Release};
 
-/// One of an entry's marks; its users define its meaning.
+/// One of the marks of an entry. Users of the array define its meaning.
 ///
 /// Example: [`XArray`](super::XArray).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,13 +20,13 @@ impl Mark {
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Marks the entry that covers the index; returns whether there is one. Cost: a lookup, and a store for each level
-    /// that lacks the mark.
+    /// Sets a mark of the entry that covers the index. Returns whether there is such an entry. Cost: a lookup, and a
+    /// store for each level that lacks the mark.
     pub fn set_mark(&mut self, index: u64, mark: Mark) -> bool {
-        self.place(index).is_some_and(|place| self.mark_place(&place, mark))
+        self.find_slots(index).is_some_and(|place| self.set_mark_at(&place, mark))
     }
 
-    fn mark_place(&self, place: &SlotRange, mark: Mark) -> bool {
+    fn set_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() | 1 << mark as u32),
             number => self.add_mark(number, place.slot, mark as usize),
@@ -34,12 +34,13 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// Clears the mark of the entry that covers the index; returns whether there is one. Cost: as [`Writer::set_mark`].
+    /// Clears a mark of the entry that covers the index. Returns whether there is such an entry. Cost: as
+    /// [`Writer::set_mark`].
     pub fn clear_mark(&mut self, index: u64, mark: Mark) -> bool {
-        self.place(index).is_some_and(|place| self.unmark_place(&place, mark))
+        self.find_slots(index).is_some_and(|place| self.clear_mark_at(&place, mark))
     }
 
-    fn unmark_place(&self, place: &SlotRange, mark: Mark) -> bool {
+    fn clear_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() & !(1 << mark as u32)),
             number => self.remove_mark(number, mask_of(place.slot, 1), mark as usize),
@@ -47,18 +48,18 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// As [`Writer::set_mark`], but only if the entry has that value; returns whether it has.
+    /// As [`Writer::set_mark`], but only if the entry has that value. Returns whether it has.
     pub fn set_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
-        self.place_of(index, value).is_some_and(|place| self.mark_place(&place, mark))
+        self.slots_of_value(index, value).is_some_and(|place| self.set_mark_at(&place, mark))
     }
 
-    /// As [`Writer::clear_mark`], but only if the entry has that value; returns whether it has.
+    /// As [`Writer::clear_mark`], but only if the entry has that value. Returns whether it has.
     pub fn clear_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
-        self.place_of(index, value).is_some_and(|place| self.unmark_place(&place, mark))
+        self.slots_of_value(index, value).is_some_and(|place| self.clear_mark_at(&place, mark))
     }
 
-    fn place_of(&self, index: u64, value: u64) -> Option<SlotRange> {
-        self.place(index).filter(|place| place.found.value == value)
+    fn slots_of_value(&self, index: u64, value: u64) -> Option<SlotRange> {
+        self.find_slots(index).filter(|place| place.found.value == value)
     }
 
     /// Whether the entry that covers the index has the mark.
@@ -67,7 +68,7 @@ impl<N: Nodes> Writer<'_, N> {
             0 => u64::from(self.root_marks()) >> mark as u32,
             number => u64::from(self.node(number).is_marked(mark as usize, mask_of(place.slot, 1))),
         };
-        self.place(index).is_some_and(|place| marks(place) & 1 != 0)
+        self.find_slots(index).is_some_and(|place| marks(place) & 1 != 0)
     }
 
     pub(super) fn root_marks(&self) -> u32 {
@@ -92,7 +93,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Clears a mark of these slots, and of slots above that have no other marked slot below.
+    /// Clears a mark of these slots, and of the slots above them that then have no marked slot below.
     pub(super) fn remove_mark(&self, number: u32, mask: u64, mark: usize) {
         let (mut number, mut mask) = (number, mask);
         while number != 0 {

@@ -8,59 +8,61 @@
 //!            node 4       [ page a | page b | . | page c, order 1 | -> slot 3 | ... ]
 //! ```
 //!
-//! A tree of nodes with 64 slots (`word`, `node`). An entry of order *n* covers `1 << n` aligned indices in one node.
-//! Its value is in its first slot, and the later slots name that slot (`slots`), so one word is stored to insert,
-//! change or remove the entry. A single entry of order 0 at index 0 is stored in the root word. Each entry has three
-//! marks; a slot that holds a node has the marks of all entries below. After Linux's XArray
-//! (Documentation/core-api/xarray.rst), with its own protocol.
+//! The index is a tree of nodes with 64 slots (`word`, `node`). An entry of order *n* covers `1 << n` aligned indices
+//! in one node. Its value is stored in its first slot, and its later slots contain the number of that slot (`slots`).
+//! So one store of a word inserts, changes or removes the entry. A single entry of order 0 at index 0 is stored in the
+//! root word. Each entry has three marks; a slot that contains a node has the marks of all entries below. The design
+//! follows Linux's XArray (Documentation/core-api/xarray.rst), with its own protocol for readers.
 //!
 //! # Readers
 //!
-//! Readers take no lock. They hold a [`pagemill_core::epoch::Guard`], so no node is reused while they read
-//! it; writers do not wait for readers. For each single index, an entry that a reader finds was
-//! there at some moment of the call, and it finds nothing only if nothing was there at some moment:
+//! Readers take no lock, and writers do not wait for readers. A reader holds a [`pagemill_core::epoch::Guard`], so no node is
+//! reused while it reads the node. Lookups are correct for each single index: an entry that a lookup finds was in the
+//! array at some time during the call. A lookup finds nothing only if there was no entry at some time during the call.
+//! The reasons are:
 //!
-//! 1. While its node is in the tree, a slot covers the same indices. Growing or shrinking the tree changes the root
-//!    word and the levels at the top, but never the indices of a node.
-//! 2. A reader that reaches a node by its word reached it while it was in the tree. A node that is removed is unlinked
-//!    first, and then all of its slots become DEAD. So a word that a reader finds there, other than DEAD, was there at
-//!    the unlinking or before. It is a valid result for a moment between reaching the node and the unlinking. At DEAD
-//!    the reader restarts at the root, where it sees the unlinking.
-//! 3. The same holds when the tree grows (the word of the former root is copied into a new node, which becomes the
-//!    root), when it shrinks (the reverse, then the former root is DEAD), and when a single entry moves to the root
-//!    word or from it.
-//! 4. Inside a node the rules of `slots` hold: a slot that names another slot which does not lead to an answer is
-//!    stale.
-//! 5. Indices beyond the reach of the root word have no entry.
-//! 6. A node that moves (`relocate`) is removed as in 2; the nodes below it stay where they are.
+//! 1. While a node is in the tree, each of its slots covers the same indices. Growing or shrinking the tree changes the
+//!    root word and the levels at the top, but never the indices of a node.
+//! 2. A reader reaches a node by a word that points at it, at a time when the node was in the tree. A writer that
+//!    removes the node first unlinks it, and then sets all of its slots to DEAD. So any other word that the reader finds
+//!    there was there when the node was unlinked, and is a valid result for a time between reaching the node and
+//!    unlinking it. A reader that finds DEAD restarts at the root, where it sees that the node was unlinked.
+//! 3. The same holds when the tree grows: the former root word is copied into a new node, which becomes the root. It
+//!    also holds when the tree shrinks (the reverse, then the former root node is DEAD), and when a single entry moves
+//!    to or from the root word.
+//! 4. Inside a node the rules of `slots` hold. A slot that refers to another slot is stale if that slot does not lead
+//!    to a result.
+//! 5. Indices that the root word does not reach have no entry.
+//! 6. A node that moves (`relocate`) is removed as in 2. The nodes below it stay where they are.
 //!
-//! A reader restarts only after a writer has made progress, at most once for each of its changes.
+//! A reader restarts only after a writer has made progress, and at most once for each change of a writer.
 //!
 //! # The contract of [`Hit::is_still`]
 //!
-//! An entry leaves its slot when it is erased, replaced, covered, split, joined, or moved with its node or to the root
-//! word. The slot in which a reader may have found it is overwritten before that call returns; in
-//! [`Writer::erase_range`], before the callback gets the entry.
+//! An entry leaves its slot when it is erased, replaced, overwritten, split, joined, or moved with its node or to the
+//! root word. Before such a call returns, the slot in which a reader may have found the entry is overwritten.
+//! [`Writer::erase_range`] overwrites the slot before it calls the callback.
 //!
-//! So a reader may find a value, pin the object behind it, and then check `is_still`. If that is true, the object was
-//! not released since, because a releaser removes the entry first, then checks for pins. The pin must be a
-//! read-modify-write with `Acquire` of a word that the releaser changes from "no pins" by a read-modify-write with
-//! `Release`; plain loads and stores of two words could be reordered. If `is_still` is false, the reader must look up
-//! again: the entry may only have moved.
+//! So a reader may find a value, pin the object that the value refers to, and then check `is_still`. If it returns
+//! true, the object has not been released since: a releaser first removes the entry, and then checks for pins. To pin
+//! the object, the reader must change a word by a read-modify-write with `Acquire`; the releaser must change the same
+//! word from "no pins" by a read-modify-write with `Release`. Plain loads and stores of two words could be reordered.
+//! If `is_still` returns false, the reader must look up again: the entry may only have moved.
 //!
 //! # Writers
 //!
-//! [`XArray::prepare`] allocates nodes; [`XArray::lock`] returns a [`Writer`], whose methods neither fail nor allocate
-//! nodes. Marks are set before a marked entry becomes visible, and cleared after it is gone. A reader that finds no
-//! mark checks the slot again. So during a write it may see a mark too many, never one too few.
+//! [`XArray::prepare`] allocates nodes. [`XArray::lock`] returns a [`Writer`], whose methods neither fail nor allocate
+//! nodes. A writer sets marks before a marked entry becomes visible, and clears them after the entry is removed. A
+//! reader that finds no mark checks the slot again. So during a write a reader may see a mark that no entry has, but it
+//! never misses a mark.
 //!
 //! # Nodes
 //!
-//! Nodes come from an implementation of `Nodes`. For page caches that is a [`Forest`], whose memory belongs to the
-//! layer above (`slab`), so that nodes can be moved together. A thread that moves a node finds its array by number
-//! (`arrays`); an array that is dropped waits for that thread.
+//! Nodes come from an implementation of `Nodes`. For page caches this is a [`Forest`], whose memory belongs to the
+//! layer above (`slab`), so that it can move nodes and free whole slabs. A thread that moves a node finds the node's
+//! array by number (`arrays`). An array that is dropped waits for that thread.
 //!
-//! Uses `arena`, `epoch`. Lock order: an entry of `arrays`, the array (only tried there), the free numbers.
+//! Uses `arena`, `epoch`. Lock order: a table entry of `arrays`, the array (only tried), the free numbers.
 
 mod arrays;
 mod erase;
@@ -89,7 +91,7 @@ pub use forest::{Forests, Source};
 pub use marks::Mark;
 pub use node::Node;
 pub use pagemill_core::epoch::pin;
-// Not named outside of the crate: a caller could return a node that an array holds.
+// `Nodes` is not public, because a caller could free a node that an array uses.
 use nodes::Nodes;
 #[cfg(test)]
 use relocate::relocate;
@@ -105,17 +107,19 @@ use slots::IndexSlot;
 use std::marker::PhantomPinned;
 use word::IndexWord;
 
-/// Maps indices up to [`MAX_INDEX`] to values up to [`MAX_VALUE`]. Small, since there may be hundreds of thousands.
+/// Maps indices up to [`MAX_INDEX`] to values up to [`MAX_VALUE`]. The type is small, since a process may have hundreds
+/// of thousands.
 ///
 /// # Invariants
 ///
 /// While the lock is free:
 ///
 /// 1. The root word is empty, a value of order 0 at index 0, or the lowest node that covers all entries.
-/// 2. Each node has a slot in use, and records their number and its own parent and offset. A root node has more in use
-///    than a node, or an entry of order 0, in its first slot: the tree has no unneeded level.
+/// 2. Each node has at least one slot in use. It stores the number of slots in use, its parent, and its offset in the
+///    parent. A root node has more in use than its first slot, unless that contains an entry of order above 0: the tree
+///    has no unneeded level.
 /// 3. No slot is GONE or DEAD.
-/// 4. A mark bit of a slot that holds a node is set exactly if the node has a bit of that mark.
+/// 4. A mark of a slot that contains a node is set exactly if any slot of that node has the mark.
 ///
 /// ```
 /// use pagemill::{Pagemill, epoch, xarray::{Mark, XArray}};
@@ -139,21 +143,21 @@ pub struct XArray<N: Nodes> {
     lock: Lock,
     /// Marks of an entry in the root word, one bit each.
     root_marks: AtomicU32,
-    /// Number of nodes in the tree. Changed under the lock.
+    /// Number of nodes in the tree. Changed only under the lock.
     count: AtomicU32,
-    /// Its number in [`Nodes::arrays`] once it has had a node; before that, whether it may get one. Changed under the
-    /// lock.
+    /// The array's number in [`Nodes::arrays`], assigned with its first node; until then [`NO_ID_YET`] or [`NO_ID`].
+    /// Changed only under the lock.
     id: AtomicU32,
     /// Threads that move nodes access the array by its address.
     _pinned: PhantomPinned,
 }
 
-/// Values of `id` for arrays without a number: never (the array may move, or no number was free), and not yet (it had
-/// no node).
+/// Values of `id` for arrays without a number. `NO_ID`: the nodes cannot be moved, or no number was free. `NO_ID_YET`:
+/// the array has had no node.
 const NO_ID: u32 = 0;
 const NO_ID_YET: u32 = u32::MAX;
 
-/// An entry that a reader found.
+/// An entry that a lookup found.
 ///
 /// Example: [`XArray`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,7 +177,7 @@ impl Found {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Makes an empty array with nodes that cannot be moved. Allocates no node.
+    /// Creates an empty array whose nodes cannot be moved. Allocates no node.
     pub const fn new(nodes: &'static N) -> Self {
         Self::with_id(nodes, NO_ID)
     }
@@ -185,35 +189,39 @@ impl<N: Nodes> XArray<N> {
 
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.root.look().is_empty()
+        self.root.load_acquire().is_empty()
     }
 
-    /// Number of nodes of the tree, each of `Node`'s size.
+    /// Number of nodes of the tree; each has the size of `Node`.
     pub fn node_count(&self) -> u32 {
         self.count.load(Relaxed)
     }
 
-    /// The number that its nodes hold; assigned with the first node. Under the lock.
+    /// Returns the array's number, which is assigned with its first node. The caller holds the lock.
     fn id(&self) -> u32 {
         let id = self.id.load(Relaxed);
         if id != NO_ID_YET {
             return id;
         }
-        let id = self.nodes.arrays().enter(self).unwrap_or(NO_ID);
+        let id = self.nodes.arrays().assign_number(self).unwrap_or(NO_ID);
         self.id.store(id, Relaxed);
         id
     }
 
-    /// Returns this node and all nodes below.
-    fn give_tree(&self, word: IndexWord) {
+    /// Frees the node that `word` points at, and all nodes below it.
+    fn free_tree(&self, word: IndexWord) {
         let node = self.nodes.node(word.number());
-        node.slots.iter().map(IndexSlot::peek).filter(|word| word.is_node()).for_each(|below| self.give_tree(below));
-        node.drop_out();
+        node.slots
+            .iter()
+            .map(IndexSlot::load_relaxed)
+            .filter(|word| word.is_node())
+            .for_each(|below| self.free_tree(below));
+        node.mark_dead_without_readers();
         self.nodes.give(word.number());
     }
 }
 
-/// Drop excludes readers, so the nodes are returned at once. Waits for a thread that moves one of them.
+/// There are no readers, so the nodes are freed at once. Waits for a thread that moves one of them.
 impl<N: Nodes> Drop for XArray<N> {
     fn drop(&mut self) {
         if self.nodes.are_inherited() {
@@ -222,15 +230,15 @@ impl<N: Nodes> Drop for XArray<N> {
         let id = self.id.load(Relaxed);
         let has_id = ![NO_ID, NO_ID_YET].contains(&id);
         if has_id {
-            self.nodes.arrays().leave(id);
+            self.nodes.arrays().remove(id);
         }
-        let root = self.root.peek();
+        let root = self.root.load_relaxed();
         if root.is_node() {
-            self.give_tree(root);
+            self.free_tree(root);
         }
-        // From here on no node holds the number.
+        // No node stores the number any more.
         if has_id {
-            self.nodes.arrays().give(id);
+            self.nodes.arrays().free_number(id);
         }
     }
 }

@@ -1,9 +1,10 @@
-//! Tests all operations against an ordered map, at random and at every border, with nodes moved in between.
-#![allow(unsafe_code)] // an array that stays where it is
+//! Model tests: random operations, and operations at every boundary, compared with an ordered map. Nodes are moved
+//! between operations.
+#![allow(unsafe_code)] // arrays that stay at their address
 
 use super::node::MARKS;
 use super::pin;
-use super::stock::top_for;
+use super::stock::top_shift_for;
 use super::word::{SLOT_BITS, SLOTS, first_of, last_of, shift_of};
 use super::*;
 use pagemill_core::error::Error;
@@ -11,7 +12,7 @@ use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// An entry of the model, beside its first index.
+/// An entry of the model. The map's key is its first index.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     order: u32,
@@ -23,13 +24,13 @@ struct Entry {
 struct Model(BTreeMap<u64, Entry>);
 
 impl Model {
-    fn at(&self, index: u64) -> Option<(u64, Entry)> {
+    fn entry_at(&self, index: u64) -> Option<(u64, Entry)> {
         let (first, entry) = self.0.range(..=index).next_back()?;
         (last_of(*first, entry.order) >= index).then_some((*first, *entry))
     }
 
     fn next(&self, from: u64, to: u64, is_wanted: impl Fn(&Entry) -> bool) -> Option<(u64, Entry)> {
-        let covering = self.at(from).filter(|(_, entry)| from <= to && is_wanted(entry));
+        let covering = self.entry_at(from).filter(|(_, entry)| from <= to && is_wanted(entry));
         let after = || self.0.range(from..).map(|(first, entry)| (*first, *entry)).find(|(_, entry)| is_wanted(entry));
         covering.or_else(after).filter(|(first, _)| *first <= to)
     }
@@ -37,15 +38,15 @@ impl Model {
     fn next_gap(&self, from: u64, to: u64) -> Option<u64> {
         let mut at = from;
         while at <= to {
-            let Some((first, entry)) = self.at(at) else { return Some(at) };
+            let Some((first, entry)) = self.entry_at(at) else { return Some(at) };
             at = last_of(first, entry.order) + 1;
         }
         None
     }
 
-    /// Whether an entry at `first` of that order would cover only a part of an existing one.
-    fn sticks_out(&self, first: u64, order: u32) -> bool {
-        self.at(first).is_some_and(|(_, entry)| entry.order > order)
+    /// Whether an entry of that order at `first` would overwrite only a part of a larger one.
+    fn overwrites_a_part(&self, first: u64, order: u32) -> bool {
+        self.entry_at(first).is_some_and(|(_, entry)| entry.order > order)
     }
 
     fn remove_inside(&mut self, from: u64, to: u64) -> Vec<(u64, Entry)> {
@@ -59,14 +60,14 @@ impl Model {
         inside
     }
 
-    /// Number of nodes of the lowest tree that holds all entries, without empty nodes.
+    /// Number of nodes of the lowest tree that contains all entries, without empty nodes.
     fn nodes(&self) -> usize {
         let last = self.0.last_key_value().map_or(0, |(first, entry)| last_of(*first, entry.order));
         if last == 0 {
             return 0;
         }
         let lowest = self.0.values().map(|entry| shift_of(entry.order)).max().unwrap_or(0);
-        let top = top_for(last, lowest);
+        let top = top_shift_for(last, lowest);
         let mut nodes = BTreeSet::new();
         for (first, entry) in &self.0 {
             let levels = (shift_of(entry.order)..=top).step_by(SLOT_BITS as usize);
@@ -76,7 +77,7 @@ impl Model {
     }
 }
 
-/// Waits for the grace period of all retired nodes.
+/// Waits until all retired nodes are freed.
 pub(super) fn await_none_in_use(nodes: &'static Forest) {
     let start = Instant::now();
     while nodes.in_use() > 0 {
@@ -92,33 +93,32 @@ fn found(first: u64, entry: Entry) -> Found {
     Found { value: entry.value, first, order: entry.order }
 }
 
-/// The array and the model of its contents.
-struct Pair {
+struct ArrayAndModel {
     array: Box<XArray<Forest>>,
     model: Model,
-    /// The last value used, so that all values differ.
+    /// The value used last. Each new entry gets another value.
     last_value: u64,
 }
 
-impl Pair {
+impl ArrayAndModel {
     fn new() -> Self {
         let nodes = test_forest::forest_of(1 << 13);
-        // SAFETY: it is first used when it is in its box, where it is dropped.
+        // SAFETY: the array is first used in its box, where it stays and is dropped.
         let array = Box::new(unsafe { XArray::movable(nodes) });
         Self { array, model: Model::default(), last_value: 0 }
     }
 
-    /// Moves nodes of the tree; the bits of `which` select them.
+    /// Moves nodes of the tree. Each bit of `which` selects a node.
     fn relocate(&mut self, which: u64) {
         let (nodes, mut numbers) = (self.array.nodes, Vec::new());
-        let root = self.array.root.peek();
+        let root = self.array.root.load_relaxed();
         if root.is_node() {
             numbers_below(nodes, root, &mut numbers);
         }
         for (at, old) in numbers.into_iter().enumerate().filter(|(at, _)| which >> (at % 64) & 1 == 1) {
             let new = nodes.take().unwrap();
             assert_eq!(relocate(nodes, old, new), self.array.id() != NO_ID, "node {at}");
-            assert!(nodes.node(old).slots.iter().all(|slot| slot.peek() == IndexWord::DEAD));
+            assert!(nodes.node(old).slots.iter().all(|slot| slot.load_relaxed() == IndexWord::DEAD));
             assert!(!relocate(nodes, old, old), "it is in no tree");
             nodes.retire(old);
         }
@@ -131,23 +131,23 @@ impl Pair {
 
     fn store(&mut self, index: u64, order: u32) {
         let first = first_of(index, order);
-        if self.model.sticks_out(first, order) {
+        if self.model.overwrites_a_part(first, order) {
             return;
         }
         let value = self.fresh_value();
         let last = last_of(first, order);
         let (mut writer, mut stock) = self.array.lock_for(first, last, order).unwrap();
-        let at_hand = stock.count();
+        let prepared = stock.count();
         writer.store(first, order, value, &mut stock);
         drop(writer);
-        assert!(at_hand == 0 || stock.count() < at_hand, "nodes are at hand only where one is missing");
+        assert!(prepared == 0 || stock.count() < prepared, "nodes are prepared only if one is missing");
         self.model.remove_inside(first, last);
         self.model.0.insert(first, Entry { order, value, marks: [false; MARKS] });
     }
 
     fn join(&mut self, index: u64, order: u32) {
         let first = first_of(index, order);
-        if self.model.sticks_out(first, order) {
+        if self.model.overwrites_a_part(first, order) {
             return;
         }
         let value = self.fresh_value();
@@ -160,7 +160,9 @@ impl Pair {
     }
 
     fn split(&mut self, index: u64, into_order: u32) {
-        let Some((first, entry)) = self.model.at(index).filter(|(_, entry)| entry.order > into_order) else { return };
+        let Some((first, entry)) = self.model.entry_at(index).filter(|(_, entry)| entry.order > into_order) else {
+            return;
+        };
         let value = self.fresh_value();
         let value_at = |part: u64| (value + (part - first)) & MAX_VALUE;
         let mut stock = self.array.prepare_split(entry.order, into_order).unwrap();
@@ -173,7 +175,7 @@ impl Pair {
     }
 
     fn erase(&mut self, index: u64) {
-        let expected = self.model.at(index);
+        let expected = self.model.entry_at(index);
         assert_eq!(self.array.lock().erase(index), expected.map(|(first, entry)| found(first, entry)));
         expected.map(|(first, _)| self.model.0.remove(&first));
     }
@@ -181,7 +183,7 @@ impl Pair {
     fn erase_range(&mut self, from: u64, to: u64) {
         let mut erased = Vec::new();
         self.array.lock().erase_range(from, to, |found| {
-            assert!(self.array.load(found.first, &pin()).is_none(), "what is told is gone");
+            assert!(self.array.load(found.first, &pin()).is_none(), "a reported entry is erased");
             erased.push(found);
         });
         let expected = self.model.remove_inside(from, to);
@@ -190,7 +192,7 @@ impl Pair {
 
     fn replace(&mut self, index: u64) {
         let value = self.fresh_value();
-        let expected = self.model.at(index);
+        let expected = self.model.entry_at(index);
         let old = self.array.lock().replace(index, value);
         assert_eq!(old, expected.map(|(first, entry)| found(first, entry)));
         expected.map(|(first, entry)| self.model.0.insert(first, Entry { value, ..entry }));
@@ -200,17 +202,17 @@ impl Pair {
         let mut writer = self.array.lock();
         let mark_of = Mark::ALL[mark];
         let was_there = if is_set { writer.set_mark(index, mark_of) } else { writer.clear_mark(index, mark_of) };
-        let first = self.model.at(index).map(|(first, _)| first);
+        let first = self.model.entry_at(index).map(|(first, _)| first);
         assert_eq!(was_there, first.is_some());
         let entry = first.and_then(|first| self.model.0.get_mut(&first));
         entry.into_iter().for_each(|entry| entry.marks[mark] = is_set);
         assert_eq!(writer.get_mark(index, mark_of), was_there && is_set);
     }
 
-    /// Checks that readers and writers see the contents of the model from this index on.
+    /// Checks that lookups by readers and writers return what the model returns, from this index on.
     fn check_at(&self, index: u64, to: u64) {
         let guard = &pin();
-        let expected = self.model.at(index).map(|(first, entry)| found(first, entry));
+        let expected = self.model.entry_at(index).map(|(first, entry)| found(first, entry));
         assert_eq!(self.array.load(index, guard), expected, "load {index:#x}");
         assert_eq!(self.array.lock().get(index), expected);
         let hit = self.array.find(index, guard);
@@ -222,27 +224,27 @@ impl Pair {
             let marked = self.model.next(index, to, |entry| entry.marks[number]);
             let marked = marked.map(|(first, entry)| found(first, entry));
             assert_eq!(self.array.next_marked(index, to, mark, guard), marked, "{mark:?} from {index:#x} to {to:#x}");
-            let is_marked = self.model.at(index).is_some_and(|(_, entry)| entry.marks[number]);
+            let is_marked = self.model.entry_at(index).is_some_and(|(_, entry)| entry.marks[number]);
             assert_eq!(self.array.get_mark(index, mark, guard), is_marked);
         }
     }
 
-    /// Checks the borders, `index` and its neighbours, and some entries.
+    /// Checks lookups at and around the boundaries, `index` and some entries.
     fn check(&self, index: u64) {
         let step = (self.model.0.len() / 8).max(1);
         let edges = self.model.0.iter().step_by(step).flat_map(|(first, entry)| [*first, last_of(*first, entry.order)]);
         let edges: Vec<u64> = edges.chain([index]).collect();
         let around = edges.iter().flat_map(|edge| [edge.saturating_sub(1), *edge, edge + 1]);
-        for at in around.chain(borders()).collect::<BTreeSet<_>>() {
+        for at in around.chain(boundaries()).collect::<BTreeSet<_>>() {
             self.check_at(at, MAX_INDEX);
             self.check_at(at, at.max(index));
         }
         assert_eq!(self.array.node_count() as usize, self.model.nodes());
         assert_eq!(self.array.is_empty(), self.model.0.is_empty());
-        audit(&self.array);
+        check_invariants(&self.array);
     }
 
-    /// Erases everything; all nodes must be returned.
+    /// Erases all entries. All nodes must then be freed.
     fn end(mut self) {
         self.erase_range(0, MAX_INDEX);
         self.check(0);
@@ -252,46 +254,45 @@ impl Pair {
 
 fn numbers_below(nodes: &Forest, word: IndexWord, numbers: &mut Vec<u32>) {
     numbers.push(word.number());
-    let below = nodes.node(word.number()).slots.iter().map(IndexSlot::peek).filter(|word| word.is_node());
+    let below = nodes.node(word.number()).slots.iter().map(IndexSlot::load_relaxed).filter(|word| word.is_node());
     below.for_each(|word| numbers_below(nodes, word, numbers));
 }
 
-/// Checks the invariants of the type.
-fn audit(array: &XArray<Forest>) {
-    let root = array.root.peek();
-    let count = if root.is_node() { audit_node(array, root, 0, 0) } else { 0 };
+fn check_invariants(array: &XArray<Forest>) {
+    let root = array.root.load_relaxed();
+    let count = if root.is_node() { check_node_invariants(array, root, 0, 0) } else { 0 };
     assert_eq!(count, array.node_count());
 }
 
-fn audit_node(array: &XArray<Forest>, word: IndexWord, parent: u32, offset: usize) -> u32 {
+fn check_node_invariants(array: &XArray<Forest>, word: IndexWord, parent: u32, offset: usize) -> u32 {
     let node = array.nodes.node(word.number());
     assert_eq!((node.parent(), node.offset(), node.shift()), (parent, offset, word.shift()));
     assert_eq!(node.array(), if array.id() == NO_ID_YET { NO_ID } else { array.id() });
-    assert_eq!(node.used(), node.slots.iter().filter(|slot| !slot.peek().is_empty()).count());
-    assert!(node.used() > 0);
+    assert_eq!(node.used_slots(), node.slots.iter().filter(|slot| !slot.load_relaxed().is_empty()).count());
+    assert!(node.used_slots() > 0);
     let mut count = 1;
-    for (at, below) in node.slots.iter().map(IndexSlot::peek).enumerate() {
+    for (at, below) in node.slots.iter().map(IndexSlot::load_relaxed).enumerate() {
         assert!(below.is_empty() || below.is_value() || below.is_node() || below.is_sibling());
         let may_be_marked = below.is_value() || below.is_node();
-        assert!(may_be_marked || (0..MARKS).all(|mark| !node.is_marked(mark, 1 << at)), "a mark of nothing");
+        assert!(may_be_marked || (0..MARKS).all(|mark| !node.is_marked(mark, 1 << at)), "a mark without an entry");
         if below.is_node() {
             assert_eq!(below.shift() + SLOT_BITS, word.shift());
             let child = array.nodes.node(below.number());
             (0..MARKS).for_each(|mark| assert_eq!(child.is_marked(mark, u64::MAX), node.is_marked(mark, 1 << at)));
-            count += audit_node(array, below, word.number(), at);
+            count += check_node_invariants(array, below, word.number(), at);
         }
     }
     count
 }
 
-/// Powers of 64, the last index, and their neighbours.
-fn borders() -> impl Iterator<Item = u64> {
+/// The powers of 64, the last index, and the neighbours of all these.
+fn boundaries() -> impl Iterator<Item = u64> {
     let powers = (0..=6).map(|level| 1 << (level * SLOT_BITS)).chain([MAX_INDEX]);
     powers.flat_map(|power| [power - 1, power, (power + 1).min(MAX_INDEX)]).chain([0, 2, 62, 128])
 }
 
 #[derive(Clone, Debug)]
-enum Act {
+enum Operation {
     Store(u64, u32),
     Join(u64, u32),
     Split(u64, u32),
@@ -302,9 +303,9 @@ enum Act {
     Relocate(u64, u64),
 }
 
-impl Act {
-    /// Runs the operation; returns the index to check then.
-    fn run(self, pair: &mut Pair) -> u64 {
+impl Operation {
+    /// Runs the operation. Returns the index at which lookups are checked afterwards.
+    fn run(self, pair: &mut ArrayAndModel) -> u64 {
         match self {
             Self::Store(_, order) => pair.store(self.index(), order),
             Self::Join(_, order) => pair.join(self.index(), order),
@@ -326,56 +327,56 @@ impl Act {
     }
 }
 
-/// Indices that are dense near zero and at a border, powers of 64, and random ones.
-fn an_index() -> impl Strategy<Value = u64> {
-    let borders: Vec<u64> = borders().collect();
+/// A strategy that prefers indices near zero and near a boundary, and adds powers of 64 and random indices.
+fn any_index() -> impl Strategy<Value = u64> {
+    let boundaries: Vec<u64> = boundaries().collect();
     prop_oneof![
         6 => 0..200u64,
         4 => (1u64 << 12) - 70..(1 << 12) + 200,
-        2 => proptest::sample::select(borders),
+        2 => proptest::sample::select(boundaries),
         1 => MAX_INDEX - 3000..=MAX_INDEX,
         1 => 0..=MAX_INDEX,
     ]
 }
 
-fn an_order() -> impl Strategy<Value = u32> {
+fn any_order() -> impl Strategy<Value = u32> {
     prop_oneof![3 => Just(0u32), 2 => 1..=6u32, 1 => 7..=MAX_ORDER]
 }
 
-fn an_act() -> impl Strategy<Value = Act> {
-    let marking = (an_index(), 0..MARKS, proptest::bool::weighted(0.7));
+fn any_operation() -> impl Strategy<Value = Operation> {
+    let marking = (any_index(), 0..MARKS, proptest::bool::weighted(0.7));
     prop_oneof![
-        8 => (an_index(), an_order()).prop_map(|(index, order)| Act::Store(index, order)),
-        2 => (an_index(), an_order()).prop_map(|(index, order)| Act::Join(index, order)),
-        3 => (an_index(), an_order()).prop_map(|(index, order)| Act::Split(index, order)),
-        4 => an_index().prop_map(Act::Erase),
-        1 => (an_index(), an_index()).prop_map(|(from, to)| Act::EraseRange(from, to)),
-        1 => an_index().prop_map(Act::Replace),
-        5 => marking.prop_map(|(index, mark, is_set)| Act::Mark(index, mark, is_set)),
-        4 => (an_index(), proptest::num::u64::ANY).prop_map(|(index, which)| Act::Relocate(index, which)),
+        8 => (any_index(), any_order()).prop_map(|(index, order)| Operation::Store(index, order)),
+        2 => (any_index(), any_order()).prop_map(|(index, order)| Operation::Join(index, order)),
+        3 => (any_index(), any_order()).prop_map(|(index, order)| Operation::Split(index, order)),
+        4 => any_index().prop_map(Operation::Erase),
+        1 => (any_index(), any_index()).prop_map(|(from, to)| Operation::EraseRange(from, to)),
+        1 => any_index().prop_map(Operation::Replace),
+        5 => marking.prop_map(|(index, mark, is_set)| Operation::Mark(index, mark, is_set)),
+        4 => (any_index(), proptest::num::u64::ANY).prop_map(|(index, which)| Operation::Relocate(index, which)),
     ]
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// For any sequence of operations, readers see what an ordered map has, and there is no node too many.
+    /// After any sequence of operations, readers find what an ordered map contains, and the tree has no unneeded node.
     #[test]
-    fn the_array_is_an_ordered_map(acts in proptest::collection::vec(an_act(), 1..48)) {
-        let mut pair = Pair::new();
-        for act in acts {
-            let index = act.run(&mut pair);
+    fn the_array_is_an_ordered_map(operations in proptest::collection::vec(any_operation(), 1..48)) {
+        let mut pair = ArrayAndModel::new();
+        for operation in operations {
+            let index = operation.run(&mut pair);
             pair.check(index);
         }
         pair.end();
     }
 }
 
-/// One entry of each order at each border, alone: stored, marked, split, joined, replaced, erased.
+/// A single entry of each order at each boundary is stored, marked, split, joined, replaced and erased.
 #[test]
-fn every_order_stands_at_every_border() {
-    let mut pair = Pair::new();
-    for index in borders().collect::<BTreeSet<_>>() {
+fn entries_of_every_order_work_at_every_boundary() {
+    let mut pair = ArrayAndModel::new();
+    for index in boundaries().collect::<BTreeSet<_>>() {
         for order in 0..=MAX_ORDER {
             pair.store(index, order);
             pair.mark(index, order as usize % MARKS, true);
@@ -384,7 +385,7 @@ fn every_order_stands_at_every_border() {
             pair.check_at(index, MAX_INDEX);
             let into = order / 2;
             pair.split(index, into);
-            audit(&pair.array);
+            check_invariants(&pair.array);
             pair.check_at(index, MAX_INDEX);
             pair.join(index, order);
             pair.replace(index);
@@ -397,10 +398,10 @@ fn every_order_stands_at_every_border() {
     pair.end();
 }
 
-/// Every way to split and to join: all parts are there, with their marks, and joining restores the entry.
+/// An entry of each order is split into each smaller order and joined again. All parts are found, with their marks.
 #[test]
-fn every_order_splits_into_every_smaller_one() {
-    let mut pair = Pair::new();
+fn entries_split_into_every_smaller_order() {
+    let mut pair = ArrayAndModel::new();
     for order in 1..=MAX_ORDER {
         for into in 0..order {
             pair.store(1 << MAX_ORDER, order);
@@ -416,10 +417,10 @@ fn every_order_splits_into_every_smaller_one() {
     pair.end();
 }
 
-/// The tree grows with stores and shrinks with erasures; a single entry at index 0 needs no node.
+/// The tree grows when entries are stored and shrinks when they are erased. A single entry at index 0 needs no node.
 #[test]
-fn the_tree_is_as_tall_as_it_must_be() {
-    let mut pair = Pair::new();
+fn the_tree_has_only_the_needed_levels() {
+    let mut pair = ArrayAndModel::new();
     pair.store(0, 0);
     pair.mark(0, 2, true);
     for level in 0..=6 {
@@ -435,7 +436,8 @@ fn the_tree_is_as_tall_as_it_must_be() {
     pair.end();
 }
 
-/// An index of dense pages costs at most 9.5 bytes a page. A stock for all of them suffices, and its rest is returned.
+/// An array with 2^18 pages without holes costs at most 9.5 bytes a page. The prepared nodes suffice, and unused ones
+/// are freed.
 #[test]
 fn a_dense_index_is_small() {
     const ENTRIES: u64 = 1 << 18;
@@ -455,15 +457,15 @@ fn a_dense_index_is_small() {
     assert_eq!(nodes.in_use(), 0, "no thread reads an array that is dropped");
 }
 
-/// An array is small, since there are many.
+/// An array takes at most 48 bytes, since a process may have many.
 #[test]
 fn an_array_is_small() {
     assert!(size_of::<XArray<Forest>>() <= 48);
 }
 
-/// A lack of nodes is reported before the lock is taken, and the nodes taken so far are returned.
+/// If nodes cannot be allocated, `prepare` fails before the lock is taken, and frees the nodes that it allocated.
 #[test]
-fn a_stock_that_cannot_be_had_takes_nothing() {
+fn a_failed_prepare_frees_its_nodes() {
     let nodes = test_forest::forest_of(8);
     let array = XArray::new(nodes);
     assert!(matches!(array.prepare(MAX_INDEX, MAX_INDEX, 0), Err(Error::NoAddresses { .. })));
@@ -476,7 +478,7 @@ fn a_stock_that_cannot_be_had_takes_nothing() {
     assert_eq!(nodes.in_use(), 2);
 }
 
-/// There is only one writer at a time.
+/// A second writer cannot take the lock while there is one.
 #[test]
 fn the_lock_excludes_a_second_writer() {
     let array = XArray::new(test_forest::forest_of(1));
@@ -486,58 +488,58 @@ fn the_lock_excludes_a_second_writer() {
     assert!(array.try_lock().is_some());
 }
 
-/// Storing over a part of a larger entry is a bug of the caller.
+/// Storing over a part of a larger entry panics.
 #[test]
 #[should_panic(expected = "sticks out")]
-fn a_part_of_a_larger_entry_is_not_stored_over() {
-    let mut pair = Pair::new();
+fn a_store_over_a_part_of_an_entry_panics() {
+    let mut pair = ArrayAndModel::new();
     pair.store(0, 9);
     let mut stock = pair.array.prepare(0, 0, 0).unwrap();
     pair.array.lock().store(70, 0, 1, &mut stock);
 }
 
-/// An array with nodes and an entry at index 70.
-fn one_of_two(nodes: &'static Forest) -> Box<XArray<Forest>> {
-    // SAFETY: it is first used when it is in its box, where it is dropped.
+/// Returns an array with nodes and an entry at index 70.
+fn array_with_nodes(nodes: &'static Forest) -> Box<XArray<Forest>> {
+    // SAFETY: the array is first used in its box, where it stays and is dropped.
     let array = Box::new(unsafe { XArray::movable(nodes) });
     let mut stock = array.prepare(70, 70, 0).unwrap();
     array.lock().store(70, 0, 7, &mut stock);
     array
 }
 
-/// The node that holds index 70.
-fn leaf(array: &XArray<Forest>) -> u32 {
-    array.lock().place(70).unwrap().node
+/// Returns the number of the node that contains index 70.
+fn leaf_number(array: &XArray<Forest>) -> u32 {
+    array.lock().find_slots(70).unwrap().node
 }
 
-/// A node is not moved if it went to another array after the lookup, or if no word points at it yet.
+/// A node is not moved if it belongs to another array, or if no word points at it.
 #[test]
-fn what_is_not_there_any_more_is_not_moved() {
+fn a_node_of_another_array_is_not_moved() {
     let nodes = test_forest::forest_of(40);
-    let (one, other) = (one_of_two(nodes), one_of_two(nodes));
-    let (old, new) = (leaf(&one), nodes.take().unwrap());
+    let (one, other) = (array_with_nodes(nodes), array_with_nodes(nodes));
+    let (old, new) = (leaf_number(&one), nodes.take().unwrap());
     assert!(!other.lock().relocate(other.id(), old, new), "of another array");
-    let of_other = leaf(&other);
+    let of_other = leaf_number(&other);
     assert!(other.lock().relocate(other.id(), of_other, new));
     let (unknown, new) = (nodes.take().unwrap(), nodes.take().unwrap());
     nodes.node(old).copy_to(nodes.node(unknown));
     assert!(!one.lock().relocate(one.id(), unknown, new), "no word points at it");
-    nodes.node(unknown).hang(0, 0, 0);
+    nodes.node(unknown).set_position(0, 0, 0);
     assert!(!one.lock().relocate(one.id(), unknown, new), "nor is it the root");
-    assert!(relocate(nodes, old, new) && leaf(&one) == new);
-    nodes.node(unknown).kill();
+    assert!(relocate(nodes, old, new) && leaf_number(&one) == new);
+    nodes.node(unknown).mark_dead();
 }
 
-/// A move does not wait for a thread that holds the array's lock or moves another of its nodes.
+/// A move fails, instead of waiting, while another thread holds the array's lock or the array's table entry.
 #[test]
-fn no_reader_is_waited_for() {
+fn a_move_does_not_wait_for_locks() {
     let nodes = test_forest::forest_of(20);
-    let array = one_of_two(nodes);
-    let (old, new) = (leaf(&array), nodes.take().unwrap());
+    let array = array_with_nodes(nodes);
+    let (old, new) = (leaf_number(&array), nodes.take().unwrap());
     let writer = array.lock();
     assert!(!relocate(nodes, old, new));
     drop(writer);
     assert_eq!(nodes.arrays().with(array.id(), |_| relocate(nodes, old, new)), Some(false));
     assert!(nodes.node(old).may_move() && relocate(nodes, old, new));
-    assert!(!nodes.node(old).may_move() && leaf(&array) == new);
+    assert!(!nodes.node(old).may_move() && leaf_number(&array) == new);
 }

@@ -1,4 +1,4 @@
-//! A node of the tree: slots, marks, its place in the tree, and its array.
+//! A node of the tree: slots, marks, its position in the tree, and the number of its array.
 #![allow(unsafe_code)] // `Zeroed` for nodes; a call that only owners of nodes may make
 
 use super::slots::IndexSlot;
@@ -9,35 +9,35 @@ use pagemill_core::sync::{AtomicU32, AtomicU64, Relaxed, Release};
 /// Number of marks of an entry.
 pub(super) const MARKS: usize = 3;
 
-/// 64 slots and their metadata. Zero bits are an empty node that is in no tree.
+/// 64 slots and their metadata. A node of zero bits is empty and in no tree.
 ///
-/// Except for slots and marks, the fields are accessed only by the thread that holds the array's lock or, for a node in
-/// no tree, by its owner. Parent and offset locate the word that points here, so that a node can be found from below,
-/// and moved.
+/// Except for slots and marks, only the thread that holds the array's lock accesses the fields; for a node in no tree,
+/// its owner. Parent and offset say which word points at the node, so that the node can be moved.
 ///
-/// A node in no tree is *clean* (all zero except for its link) if its first slot is empty; otherwise it must be cleared
-/// before its next use.
+/// A node in no tree is *clean* (all zero except for list links) if its first slot is empty. Otherwise it must be
+/// cleared before its next use.
 ///
 /// Example: [`XArray`](super::XArray).
 #[repr(C, align(64))]
 pub struct Node {
     pub(super) slots: [IndexSlot; SLOTS],
-    /// One bit per mark and slot: the entry that begins there has the mark, or an entry below it.
+    /// One bit per mark and slot: the entry that begins there, or any entry below, has the mark.
     pub(super) marks: [AtomicU64; MARKS],
-    /// Number of the node above; 0 below the root word. In no tree: the next node of a list.
+    /// Number of the parent node; 0 for a node that the root word points at. In no tree: the next node of a list.
     parent: AtomicU32,
-    /// Slot in the node above, and from [`SHIFT_AT`] on the shift. In no tree: the next batch in a list of batches.
+    /// Slot in the parent node, and from bit [`SHIFT_AT`] on the shift. In no tree: the next batch of a list of
+    /// batches.
     place: AtomicU32,
     /// Number of slots that are not empty.
-    used: AtomicU32,
-    /// Number of its array in [`super::Arrays`]; 0 if it has none, or if the array cannot be found. Written under the
-    /// lock of that array, or by its drop.
+    used_slots: AtomicU32,
+    /// Number of the node's array in [`super::Arrays`]; 0 if the node is in no array or the array cannot be found.
+    /// Written under the lock of that array, or by its drop.
     array: AtomicU32,
 }
 
 const SHIFT_AT: u32 = 8;
 
-// SAFETY: atomic words.
+// SAFETY: a node consists of atomic words, for which zero bits are valid.
 unsafe impl Zeroed for Node {}
 
 impl Default for Node {
@@ -47,19 +47,19 @@ impl Default for Node {
 }
 
 impl Node {
-    /// An empty node, for owners that do not keep nodes in a table of zero bits.
+    /// Creates an empty node, for owners whose memory is not zeroed.
     pub(crate) const fn new() -> Self {
         Self {
             slots: [const { IndexSlot::new() }; SLOTS],
             marks: [const { AtomicU64::new(0) }; MARKS],
             parent: AtomicU32::new(0),
             place: AtomicU32::new(0),
-            used: AtomicU32::new(0),
+            used_slots: AtomicU32::new(0),
             array: AtomicU32::new(0),
         }
     }
 
-    /// Empties it. No reader may have access any more.
+    /// Empties the node. No reader may have access to it.
     ///
     /// # Safety
     ///
@@ -67,43 +67,43 @@ impl Node {
     pub unsafe fn clear(&self) {
         self.slots.iter().for_each(|slot| slot.publish(IndexWord::EMPTY));
         self.marks.iter().for_each(|marks| marks.store(0, Relaxed));
-        self.head().into_iter().for_each(|word| word.store(0, Relaxed));
+        self.header_fields().into_iter().for_each(|word| word.store(0, Relaxed));
     }
 
-    /// Empties a node in no tree, unless it is clean.
-    pub(super) fn clean(&self) {
-        if !self.slots[0].peek().is_empty() {
+    /// Empties a node that is in no tree, unless it is clean.
+    pub(super) fn clear_if_needed(&self) {
+        if !self.slots[0].load_relaxed().is_empty() {
             // SAFETY: in no tree, and its owner is about to use it.
             unsafe { self.clear() };
         }
     }
 
-    /// Takes an unlinked node out of use: readers that reach it restart, and it is not moved any more.
-    pub(super) fn kill(&self) {
+    /// Sets all slots of an unlinked node to DEAD, so that readers that reach it restart, and excludes it from moves.
+    pub(super) fn mark_dead(&self) {
         self.slots.iter().for_each(|slot| slot.publish(IndexWord::DEAD));
         self.array.store(0, Relaxed);
     }
 
-    /// As [`Node::kill`], if there are no readers. The node is not clean.
-    pub(super) fn drop_out(&self) {
+    /// As [`Node::mark_dead`], if there are no readers. The node is not clean.
+    pub(super) fn mark_dead_without_readers(&self) {
         self.slots[0].publish(IndexWord::DEAD);
         self.array.store(0, Relaxed);
     }
 
-    /// Copies this node to another one, which no reader can find yet.
+    /// Copies this node to another node, which no reader can find yet.
     pub(super) fn copy_to(&self, other: &Self) {
-        self.slots.iter().zip(&other.slots).for_each(|(from, to)| to.publish(from.peek()));
+        self.slots.iter().zip(&other.slots).for_each(|(from, to)| to.publish(from.load_relaxed()));
         self.marks.iter().zip(&other.marks).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
-        for (from, to) in self.head().into_iter().zip(other.head()) {
+        for (from, to) in self.header_fields().into_iter().zip(other.header_fields()) {
             to.store(from.load(Relaxed), Relaxed);
         }
     }
 
-    fn head(&self) -> [&AtomicU32; 4] {
-        [&self.parent, &self.place, &self.used, &self.array]
+    fn header_fields(&self) -> [&AtomicU32; 4] {
+        [&self.parent, &self.place, &self.used_slots, &self.array]
     }
 
-    /// Whether it seems to be in a tree of an array that can be found. Certain only under that array's lock.
+    /// Whether the node seems to be in a tree of an array that can be found. Certain only under that array's lock.
     #[inline]
     pub fn may_move(&self) -> bool {
         self.array() != 0
@@ -119,22 +119,22 @@ impl Node {
         self.array.store(id, Relaxed);
     }
 
-    /// Links a node in no tree before another one in a list (0: end of the list).
+    /// Links a node that is in no tree before another node of a list (0 at the end of the list).
     pub(super) fn set_next(&self, next: u32) {
         self.parent.store(next, Relaxed);
     }
 
-    /// The next node of the list.
+    /// Returns the next node of the list.
     pub(super) fn next(&self) -> u32 {
         self.parent.load(Relaxed)
     }
 
-    /// Links a batch before another one; uses the first node of each.
-    pub(super) fn set_next_list(&self, next: u32) {
+    /// Links a batch before another batch. The first node of each batch stores the link.
+    pub(super) fn set_next_batch(&self, next: u32) {
         self.place.store(next, Relaxed);
     }
 
-    pub(super) fn next_list(&self) -> u32 {
+    pub(super) fn next_batch(&self) -> u32 {
         self.place.load(Relaxed)
     }
 
@@ -153,28 +153,24 @@ impl Node {
         self.place.load(Relaxed) >> SHIFT_AT
     }
 
-    /// Sets a new number of the node above.
-    #[inline]
+    /// Changes the number of the parent node, after the parent has moved.
     pub(super) fn set_parent(&self, parent: u32) {
         self.parent.store(parent, Relaxed);
     }
 
-    /// Sets its place in the tree.
-    #[inline]
-    pub(super) fn hang(&self, parent: u32, offset: usize, shift: u32) {
+    /// Sets the node's position in the tree.
+    pub(super) fn set_position(&self, parent: u32, offset: usize, shift: u32) {
         self.parent.store(parent, Relaxed);
         self.place.store(offset as u32 | shift << SHIFT_AT, Relaxed);
     }
 
-    #[inline]
-    pub(super) fn used(&self) -> usize {
-        self.used.load(Relaxed) as usize
+    pub(super) fn used_slots(&self) -> usize {
+        self.used_slots.load(Relaxed) as usize
     }
 
-    #[inline]
-    pub(super) fn set_used(&self, used: usize) {
+    pub(super) fn set_used_slots(&self, used: usize) {
         debug_assert!(used <= SLOTS);
-        self.used.store(used as u32, Relaxed);
+        self.used_slots.store(used as u32, Relaxed);
     }
 
     /// Whether any of the slots in the mask has the mark.
@@ -194,8 +190,7 @@ impl Node {
     }
 }
 
-/// A mask with `count` bits from `first` on.
-#[inline]
+/// Returns a mask with `count` bits from bit `first` on.
 pub(super) fn mask_of(first: usize, count: usize) -> u64 {
     (u64::MAX >> (SLOTS - count)) << first
 }
@@ -204,36 +199,41 @@ pub(super) fn mask_of(first: usize, count: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// A node is small enough for 9.5 bytes per index; links leave it clean; masks include the last slot.
+    /// A node is small, all fields survive a copy, and a dead node is cleared before its next use.
     #[test]
-    fn a_node_is_small_and_clears() {
+    fn a_node_is_small_and_can_be_cleared() {
         assert!(size_of::<Node>() <= 592);
         let node = Node::new();
-        node.hang(5, 63, 36);
-        node.set_used(SLOTS);
-        assert_eq!((node.parent(), node.offset(), node.shift(), node.used()), (5, 63, 36, SLOTS));
+        node.set_position(5, 63, 36);
+        node.set_used_slots(SLOTS);
+        assert_eq!((node.parent(), node.offset(), node.shift(), node.used_slots()), (5, 63, 36, SLOTS));
         node.add_mark(2, mask_of(60, 4));
         assert!(node.is_marked(2, 1 << 63) && !node.is_marked(2, mask_of(0, 60)) && !node.is_marked(1, u64::MAX));
         node.set_array(7);
         let copy = Node::new();
         node.slots[9].publish(IndexWord::value(3, 0));
         node.copy_to(&copy);
-        assert_eq!((copy.parent(), copy.offset(), copy.shift(), copy.used(), copy.array()), (5, 63, 36, SLOTS, 7));
-        assert!(copy.is_marked(2, 1 << 63) && copy.slots[9].peek() == IndexWord::value(3, 0) && copy.may_move());
-        copy.kill();
-        assert!(copy.slots.iter().all(|slot| slot.peek() == IndexWord::DEAD) && !copy.may_move());
-        copy.clean();
-        assert_eq!((copy.parent(), copy.used(), copy.slots[9].peek()), (0, 0, IndexWord::EMPTY));
-        node.drop_out();
-        node.clean();
-        assert!(!node.may_move() && !node.is_marked(2, u64::MAX) && node.slots[9].peek() == IndexWord::EMPTY);
-        node.set_next(8);
-        node.set_next_list(9);
-        node.clean();
         assert_eq!(
-            (node.next(), node.next_list(), node.slots[0].peek()),
+            (copy.parent(), copy.offset(), copy.shift(), copy.used_slots(), copy.array()),
+            (5, 63, 36, SLOTS, 7)
+        );
+        assert!(
+            copy.is_marked(2, 1 << 63) && copy.slots[9].load_relaxed() == IndexWord::value(3, 0) && copy.may_move()
+        );
+        copy.mark_dead();
+        assert!(copy.slots.iter().all(|slot| slot.load_relaxed() == IndexWord::DEAD) && !copy.may_move());
+        copy.clear_if_needed();
+        assert_eq!((copy.parent(), copy.used_slots(), copy.slots[9].load_relaxed()), (0, 0, IndexWord::EMPTY));
+        node.mark_dead_without_readers();
+        node.clear_if_needed();
+        assert!(!node.may_move() && !node.is_marked(2, u64::MAX) && node.slots[9].load_relaxed() == IndexWord::EMPTY);
+        node.set_next(8);
+        node.set_next_batch(9);
+        node.clear_if_needed();
+        assert_eq!(
+            (node.next(), node.next_batch(), node.slots[0].load_relaxed()),
             (8, 9, IndexWord::EMPTY),
-            "it is clean already"
+            "a clean node is not cleared"
         );
         assert_eq!(mask_of(0, SLOTS), u64::MAX);
     }

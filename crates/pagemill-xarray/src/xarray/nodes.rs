@@ -1,39 +1,40 @@
-//! Source of nodes: a trait, so that arrays do not depend on the owner of the memory.
+//! The trait for sources of nodes. With it, arrays do not depend on the owner of the nodes' memory.
 
 use super::arrays::Arrays;
 use super::node::Node;
 use pagemill_core::error::Result;
 
-/// Owner of the nodes of arrays; many arrays share one.
+/// The owner of the nodes of any number of arrays.
 ///
 /// Node numbers have 32 bits and are never 0.
 ///
 /// Example: [`XArray`](super::XArray).
 pub trait Nodes: Sized + Sync + 'static {
-    /// The node of a number that was taken. Must be as cheap as indexing a table: readers call it at each level.
+    /// Returns the node with a number that was allocated. Must be as cheap as an index into a table: readers call it at
+    /// each level.
     fn node(&self, number: u32) -> &Node;
 
-    /// Takes a node without any other user, with unspecified contents.
+    /// Allocates a node without any other user and with unspecified contents.
     ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::NoAddresses`] if there are no more, [`pagemill_core::Error::System`] if the kernel refuses memory.
     fn take(&self) -> Result<u32>;
 
-    /// Returns a node that no reader can access: it is clean, or its first slot is not empty.
+    /// Frees a node that no reader can access. The node is clean, or its first slot is not empty.
     fn give(&self, number: u32);
 
-    /// Retires a node that was unlinked, with all slots DEAD: [`Nodes::give`] follows after all current guards
+    /// Retires a node that was unlinked and whose slots are all DEAD. [`Nodes::give`] follows after all current guards
     /// ([`super::pin`]) are dropped. Called under the lock of an array.
     fn retire(&'static self, number: u32);
 
-    /// Processes retired nodes: called after [`Nodes::retire`], without the lock.
+    /// Starts grace periods of retired nodes. Called after [`Nodes::retire`], without the lock of an array.
     fn collect(&'static self) {}
 
-    /// The table of the arrays with nodes of this owner.
+    /// The table of the arrays that use these nodes.
     fn arrays(&self) -> &Arrays<Self>;
 
-    /// Whether this is a forked child, and the nodes are its parent's: their arrays are then not dropped here.
+    /// Whether this process is a fork child and the nodes belong to its parent. Dropping an array then does nothing.
     fn are_inherited(&self) -> bool {
         false
     }

@@ -1,25 +1,25 @@
-//! Moves a node to another address, concurrent with readers, writers and the drop of its array.
+//! Moves a node to another address, while readers, writers and the drop of its array may run concurrently.
 //!
 //! ```text
-//!   node --array--> entry (held: the array is not dropped) --try--> lock of the array
-//!   is it still there?  compares its array's number, and the word that points at it
-//!   copy  ->  set the parent of nodes below  ->  one store: the word above names the new node  ->  old slots DEAD
+//!   node  --number of its array-->  table entry (its lock keeps the array from being dropped)  --try-->  array's lock
+//!   check     the node's array number, and the word that points at the node, have not changed
+//!   move      copy the node, set the parent of the nodes below, one store of the word above, old slots DEAD
 //! ```
 //!
-//! Readers see a node that is removed: it is unlinked first, and then DEAD (module header). In between neither node is
-//! written, so a reader of the old node finds the contents of the new one. Entries leave their slots in the sense of
-//! [`super::Hit::is_still`].
+//! Readers see a node that is removed as described in the module `xarray`: it is unlinked, then DEAD. Between these
+//! steps neither node is written, so a reader of the old node finds the contents of the new node. Entries of the node
+//! leave their slots in the sense of [`super::Hit::is_still`].
 
 use super::nodes::Nodes;
 use super::store::Writer;
 use super::word::IndexWord;
 
-/// Moves the node `old` to `new`, a node of the caller with any contents; returns whether it did. After a move `old`
+/// Moves the node `old` to `new`, a node of the caller with any contents. Returns whether it moved. After a move `old`
 /// belongs to the caller, which must not reuse it before all current guards ([`super::pin`]) are dropped. Otherwise
 /// `new` is unchanged.
 ///
 /// Does nothing if the node is in no tree, if its array cannot be found ([`super::XArray::movable`]), or if another
-/// thread holds the array's lock or entry: it never waits. Cost: a copy of the node, and a store to each node below.
+/// thread holds the array's lock or table entry. Never waits. Cost: a copy of the node, and a store to each node below.
 pub(crate) fn relocate<N: Nodes>(nodes: &'static N, old: u32, new: u32) -> bool {
     let id = nodes.node(old).array();
     if id == 0 {
@@ -32,7 +32,8 @@ pub(crate) fn relocate<N: Nodes>(nodes: &'static N, old: u32, new: u32) -> bool 
 impl<N: Nodes> Writer<'_, N> {
     pub(super) fn relocate(&self, id: u32, old: u32, new: u32) -> bool {
         let node = self.node(old);
-        // It was looked up without the lock: it may have been removed since, and belong to another array.
+        // The caller looked up the array without the lock. The node may have been removed since, and belong to another
+        // array.
         if node.array() != id {
             return false;
         }
@@ -40,15 +41,15 @@ impl<N: Nodes> Writer<'_, N> {
             0 => &self.array.root,
             parent => &self.node(parent).slots[node.offset()],
         };
-        // Always equal, unless a panic interrupted a change of the array.
-        if above.peek() != IndexWord::node(old, node.shift()) {
+        // The words are always equal, unless a panic interrupted a change of the array.
+        if above.load_relaxed() != IndexWord::node(old, node.shift()) {
             return false;
         }
         node.copy_to(self.node(new));
-        let below = node.slots.iter().map(super::IndexSlot::peek).filter(|word| word.is_node());
+        let below = node.slots.iter().map(super::IndexSlot::load_relaxed).filter(|word| word.is_node());
         below.for_each(|word| self.node(word.number()).set_parent(new));
         above.publish(IndexWord::node(new, node.shift()));
-        node.kill();
+        node.mark_dead();
         true
     }
 }

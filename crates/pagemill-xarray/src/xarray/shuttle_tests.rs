@@ -1,7 +1,7 @@
-//! Two readers, a writer and a thread that moves nodes, over few indices, scheduled step by step in random orders.
+//! Shuttle tests: two readers, a writer, and a thread that moves nodes, in random interleavings of single steps.
 //!
-//! There are only a few nodes, and they are watched: a retired node is reused as soon as no reader can access it. So a
-//! reader without its guard would find slots of another node. `SHUTTLE_RUNS` is the number of runs of each model.
+//! There are few nodes, and a retired node is reused as soon as no reader can access it. So a reader that forgets its
+//! guard finds slots of another node. `SHUTTLE_RUNS` is the number of interleavings per test.
 
 #![allow(unsafe_code)] // arrays with a stable address
 
@@ -18,24 +18,23 @@ use std::sync::Mutex;
 /// Number of preemptions in a PCT schedule.
 const DEPTH: usize = 4;
 
-/// No run is this long; a longer one waits for an event that never comes.
-const MOST_STEPS: usize = 100_000;
+/// Limit of steps per interleaving. A longer one waits for an event that never occurs.
+const MAX_STEPS: usize = 100_000;
 
-/// Number of nodes in a model.
 const NODES: u32 = 40;
 
-/// Nodes with their own grace periods: those of the default collector cannot be modelled.
+/// Nodes with simulated grace periods, because shuttle cannot control those of the default epoch collector.
 struct FewNodes {
     nodes: [Node; NODES as usize],
     arrays: Arrays<Self>,
-    state: Mutex<State>,
+    state: Mutex<NodesState>,
 }
 
 #[derive(Default)]
-struct State {
+struct NodesState {
     free: Vec<u32>,
     in_use: u32,
-    /// Time; increases by one when a reader begins, and when a node is retired.
+    /// Simulated time. It increases by one when a reader begins, and when a node is retired.
     now: u64,
     /// The start times of current readers.
     readers: Vec<u64>,
@@ -43,8 +42,8 @@ struct State {
 }
 
 impl FewNodes {
-    /// Returns the state of this thread, which runs one model after the other, reset to its initial contents.
-    fn anew() -> &'static Self {
+    /// Returns the nodes of this thread in their initial state. The thread runs one interleaving after the other.
+    fn reset() -> &'static Self {
         thread_local! {
             static FEW: &'static FewNodes = Box::leak(Box::new(FewNodes {
                 nodes: [const { Node::new() }; NODES as usize],
@@ -54,12 +53,12 @@ impl FewNodes {
         }
         let few = FEW.with(|few| *few);
         few.nodes.iter().for_each(Node::clear);
-        *few.state.lock().unwrap() = State { free: (1..=NODES).collect(), ..State::default() };
+        *few.state.lock().unwrap() = NodesState { free: (1..=NODES).collect(), ..NodesState::default() };
         few
     }
 
-    /// Runs `read` as a reader, with its guard and its grace period.
-    fn reading<T>(&self, read: impl FnOnce(&pagemill_core::epoch::Guard) -> T) -> T {
+    /// Runs `read` as a reader, which holds a guard and delays grace periods.
+    fn as_reader<T>(&self, read: impl FnOnce(&pagemill_core::epoch::Guard) -> T) -> T {
         let began = {
             let mut state = self.state.lock().unwrap();
             state.now += 1;
@@ -73,7 +72,7 @@ impl FewNodes {
         result
     }
 
-    /// Returns the nodes that were retired before the first current reader began.
+    /// Frees the nodes that were retired before the first current reader began.
     fn recycle(&self) {
         let mut state = self.state.lock().unwrap();
         let first = state.readers.iter().min().copied().unwrap_or(u64::MAX);
@@ -118,7 +117,7 @@ impl Nodes for FewNodes {
 struct Fixture {
     nodes: &'static FewNodes,
     array: Box<XArray<FewNodes>>,
-    /// The pins of each frame; [`RELEASED`] once it must not be used.
+    /// The pins of each simulated page frame; [`RELEASED`] once the frame must not be used.
     frames: [AtomicU32; FRAMES],
 }
 
@@ -126,13 +125,13 @@ const FRAMES: usize = 8;
 const RELEASED: u32 = 1 << 16;
 
 fn array_of(nodes: &'static FewNodes) -> Box<XArray<FewNodes>> {
-    // SAFETY: it is first used when it is in its box, where it is dropped.
+    // SAFETY: the array is first used in its box, where it stays and is dropped.
     Box::new(unsafe { XArray::movable(nodes) })
 }
 
 impl Fixture {
     fn new() -> Arc<Self> {
-        let nodes = FewNodes::anew();
+        let nodes = FewNodes::reset();
         Arc::new(Self { nodes, array: array_of(nodes), frames: [const { AtomicU32::new(0) }; FRAMES] })
     }
 
@@ -146,7 +145,7 @@ impl Fixture {
         self.array.lock().join(first, order, value, &mut stock);
     }
 
-    /// The parts get ascending values from `value` on.
+    /// Splits an entry. The parts get ascending values from `value` on.
     fn split(&self, index: u64, into_order: u32, value: u64) {
         let found = self.array.lock().get(index).unwrap();
         let mut stock = self.array.prepare_split(found.order, into_order).unwrap();
@@ -157,9 +156,9 @@ impl Fixture {
         self.array.lock().erase(index);
     }
 
-    /// Looks up an entry that is always there; each kind of lookup must find it.
+    /// Looks up an entry that is always in the array, in one of three ways.
     fn load_always(&self, index: u64) -> Found {
-        self.nodes.reading(|guard| match thread_rng().gen_range(0..3) {
+        self.nodes.as_reader(|guard| match thread_rng().gen_range(0..3) {
             0 => self.array.load(index, guard).expect("it is always there"),
             1 => self.array.next(index, MAX_INDEX, guard).filter(|found| found.first <= index).expect("always there"),
             _ => self.array.next_marked(index, index, Mark::A, guard).expect("always there, and marked"),
@@ -170,9 +169,9 @@ impl Fixture {
         assert!(self.array.lock().set_mark(index, Mark::A));
     }
 
-    /// Looks up, pins, checks again, and uses the frame.
+    /// Looks up a frame, pins it, checks the entry again, and uses the frame.
     fn use_frame(&self, index: u64) {
-        self.nodes.reading(|guard| {
+        self.nodes.as_reader(|guard| {
             let Some(hit) = self.array.find(index, guard) else { return };
             let frame = &self.frames[hit.value() as usize];
             frame.fetch_add(1, std::sync::atomic::Ordering::AcqRel);
@@ -185,7 +184,7 @@ impl Fixture {
         });
     }
 
-    /// Moves a node, if possible; returns whether it did. The old node is retired.
+    /// Moves a node if possible, and retires the old one. Returns whether it moved.
     fn relocate(&self, old: u32) -> bool {
         let new = self.nodes.take().unwrap();
         let is_moved = relocate(self.nodes, old, new);
@@ -197,17 +196,17 @@ impl Fixture {
         is_moved
     }
 
-    /// Moves one of the nodes that seem to be in a tree; returns whether it did.
-    fn move_one(&self) -> bool {
+    /// Moves a random node that seems to be in a tree. Returns whether it moved.
+    fn move_random_node(&self) -> bool {
         let movable: Vec<u32> = (1..=NODES).filter(|number| self.nodes.node(*number).may_move()).collect();
         !movable.is_empty() && self.relocate(movable[thread_rng().gen_range(0..movable.len())])
     }
 
-    fn move_some(&self) {
-        (0..thread_rng().gen_range(1..5)).for_each(|_| _ = self.move_one());
+    fn move_random_nodes(&self) {
+        (0..thread_rng().gen_range(1..5)).for_each(|_| _ = self.move_random_node());
     }
 
-    /// After the frame's entry was removed: releases the frame for good, unless it is pinned.
+    /// Releases a frame whose entry was removed, unless the frame is pinned.
     fn release(&self, frame: u64) {
         let acquire = pagemill_core::sync::Acquire;
         let _ = self.frames[frame as usize].compare_exchange(0, RELEASED, std::sync::atomic::Ordering::AcqRel, acquire);
@@ -220,18 +219,17 @@ impl Fixture {
     }
 }
 
-/// Yields for as long as some changes take.
-fn linger() {
+fn yield_some_steps() {
     (0..thread_rng().gen_range(0..60)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Runs `read` twice, concurrent with `write`, in many orders.
-fn model(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
-    model_of(begin, [read, read, write]);
+/// Runs `read` twice, concurrently with `write`, in many interleavings.
+fn run_readers_and_writer(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
+    run_threads(begin, [read, read, write]);
 }
 
-/// Runs threads concurrently in many orders.
-fn model_of<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
+/// Runs the functions concurrently, in many interleavings.
+fn run_threads<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
     run_in_many_orders(move || {
         let fixture = Fixture::new();
         begin(&fixture);
@@ -244,12 +242,12 @@ fn model_of<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
     });
 }
 
-/// Random schedules, and schedules with few preemptions.
+/// Runs a test in random interleavings, and in interleavings with few preemptions.
 pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();
-        config.max_steps = MaxSteps::FailAfter(MOST_STEPS);
+        config.max_steps = MaxSteps::FailAfter(MAX_STEPS);
         config
     };
     let begin = move || {
@@ -260,10 +258,11 @@ pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static)
     Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
 }
 
-/// An entry is split inside a node, a part is erased, stored again, and joined: the other index is always found.
+/// An entry of four indices is split, a part is erased and stored again, and all are joined. Readers always find the
+/// other indices.
 #[test]
-fn a_split_and_a_join_leave_no_gap() {
-    model(
+fn readers_find_an_entry_during_split_and_join() {
+    run_readers_and_writer(
         |fixture| {
             fixture.store(4, 2, 1);
             fixture.mark(4);
@@ -288,10 +287,10 @@ fn a_split_and_a_join_leave_no_gap() {
     );
 }
 
-/// A single entry becomes a node of entries, and one entry again: the root changes under the readers.
+/// An entry of 128 indices is split into two nodes, and joined again. Readers always find it although the root changes.
 #[test]
-fn a_split_into_nodes_leaves_no_gap() {
-    model(
+fn readers_find_an_entry_that_is_split_into_nodes() {
+    run_readers_and_writer(
         |fixture| {
             fixture.store(0, 7, 0);
             fixture.mark(0);
@@ -309,19 +308,19 @@ fn a_split_into_nodes_leaves_no_gap() {
     );
 }
 
-/// The tree grows and shrinks while index 0 is there; unused indices stay empty.
+/// The tree grows and shrinks, and readers always find the entry at index 0.
 #[test]
-fn a_root_that_changes_loses_no_entry() {
-    model(
+fn readers_find_an_entry_while_the_root_changes() {
+    run_readers_and_writer(
         |fixture| {
             fixture.store(0, 0, 1);
             fixture.mark(0);
         },
         |fixture| {
             assert_eq!(fixture.load_always(0), Found { value: 1, first: 0, order: 0 });
-            let far = fixture.nodes.reading(|guard| fixture.array.next(1, MAX_INDEX, guard));
+            let far = fixture.nodes.as_reader(|guard| fixture.array.next(1, MAX_INDEX, guard));
             assert!(far.is_none_or(|far| far.first == far.value && [3, 70].contains(&far.first)), "{far:?}");
-            assert_eq!(fixture.nodes.reading(|guard| fixture.array.next_gap(0, 9, guard)), Some(1));
+            assert_eq!(fixture.nodes.as_reader(|guard| fixture.array.next_gap(0, 9, guard)), Some(1));
             assert_eq!(fixture.load_always(0).value, 1);
         },
         |fixture| {
@@ -333,17 +332,17 @@ fn a_root_that_changes_loses_no_entry() {
     );
 }
 
-/// A reader that pins and then finds the entry unchanged has an unreleased frame: small, huge, in the root word, split,
-/// joined.
+/// A frame is not released if a reader pins it and then finds its entry unchanged: small, huge, in the root word,
+/// split, joined.
 #[test]
-fn what_is_still_there_was_not_released() {
-    model(
+fn a_pinned_frame_of_an_unchanged_entry_is_not_released() {
+    run_readers_and_writer(
         |fixture| {
             fixture.store(0, 0, 0);
         },
         |fixture| {
             for _ in 0..6 {
-                linger();
+                yield_some_steps();
                 fixture.use_frame([0, 0, 2, 3][thread_rng().gen_range(0..4)]);
             }
         },
@@ -366,18 +365,18 @@ fn what_is_still_there_was_not_released() {
     );
 }
 
-/// An entry that moves between a node and the root word fails `is_still` at its old place: it is released from its last
-/// place.
+/// An entry moves between a node and the root word, and its frame is released. A reader that found it in its former
+/// slot notices that by `is_still`.
 #[test]
-fn what_has_moved_was_not_released() {
-    model(
+fn is_still_fails_after_a_move_to_or_from_the_root() {
+    run_readers_and_writer(
         |fixture| {
             fixture.store(0, 0, 0);
             fixture.store(1, 0, 1);
         },
         |fixture| {
             for _ in 0..6 {
-                linger();
+                yield_some_steps();
                 fixture.use_frame(0);
             }
         },
@@ -395,10 +394,11 @@ fn what_has_moved_was_not_released() {
     );
 }
 
-/// Parts that leave with their whole node fail `is_still`. Few steps, so that a schedule can place one between any two.
+/// An entry with its whole node is replaced by a larger one, and its frame released. `is_still` then fails. The test
+/// has few steps, so that schedules can interrupt it between any two.
 #[test]
-fn what_was_joined_was_not_released() {
-    model(
+fn is_still_fails_after_a_join() {
+    run_readers_and_writer(
         |fixture| fixture.store(0, 2, 0),
         |fixture| fixture.use_frame(3),
         |fixture| {
@@ -408,7 +408,7 @@ fn what_was_joined_was_not_released() {
     );
 }
 
-/// Entries in three nodes below one, marked: of order 0, 2 and 7.
+/// Stores marked entries of orders 0, 2 and 7 in three nodes that have the same parent.
 fn three_leaves(fixture: &Fixture) {
     for (index, order) in [(3, 0), (68, 2), (128, 7)] {
         fixture.store(index, order, index);
@@ -421,27 +421,27 @@ fn load_leaves(fixture: &Fixture) {
         let found = fixture.load_always(index);
         assert_eq!((found.value, (found.first..=found.last()).contains(&index)), (found.first, true));
     }
-    assert_eq!(fixture.nodes.reading(|guard| fixture.array.next_gap(3, MAX_INDEX, guard)), Some(4));
+    assert_eq!(fixture.nodes.as_reader(|guard| fixture.array.next_gap(3, MAX_INDEX, guard)), Some(4));
 }
 
-/// Nodes move repeatedly, the root and leaves: entries are always found, with their marks.
+/// A thread moves nodes repeatedly, both the root and leaves. Readers always find all entries, with their marks.
 #[test]
-fn nodes_that_move_leave_no_gap() {
-    model(three_leaves, load_leaves, |fixture| {
-        (0..5).for_each(|_| assert!(fixture.move_one(), "no other thread has the lock"));
+fn readers_find_entries_while_nodes_move() {
+    run_readers_and_writer(three_leaves, load_leaves, |fixture| {
+        (0..5).for_each(|_| assert!(fixture.move_random_node(), "no other thread has the lock"));
     });
 }
 
-/// Two threads move the same nodes: each node is moved by one at a time.
+/// Two threads move the same nodes at the same time. Readers always find all entries.
 #[test]
-fn nodes_that_two_move_leave_no_gap() {
-    model_of(three_leaves, [load_leaves, Fixture::move_some, Fixture::move_some]);
+fn readers_find_entries_while_two_threads_move_nodes() {
+    run_threads(three_leaves, [load_leaves, Fixture::move_random_nodes, Fixture::move_random_nodes]);
 }
 
-/// Nodes move while a writer splits, joins, stores, marks and erases: no change is lost, or made to an old node.
+/// Nodes are moved while a writer splits, joins, stores, marks and erases. No change is lost by a move.
 #[test]
-fn nodes_move_beside_a_writer() {
-    model_of(
+fn no_change_is_lost_while_nodes_move() {
+    run_threads(
         |fixture| {
             three_leaves(fixture);
             fixture.store(4, 2, 4);
@@ -452,7 +452,7 @@ fn nodes_move_beside_a_writer() {
                     fixture.load_always(index);
                 }
             },
-            Fixture::move_some,
+            Fixture::move_random_nodes,
             |fixture| {
                 fixture.split(5, 0, 4);
                 fixture.erase(6);
@@ -471,7 +471,7 @@ fn nodes_move_beside_a_writer() {
                 }
                 assert_eq!(fixture.array.lock().next(at, MAX_INDEX), None);
                 assert!(fixture.array.lock().get_mark(400, Mark::C) && fixture.array.lock().get_mark(70, Mark::A));
-                fixture.nodes.reading(|guard| {
+                fixture.nodes.as_reader(|guard| {
                     assert_eq!(
                         fixture.array.next_marked(201, MAX_INDEX, Mark::C, guard).map(|found| found.first),
                         Some(400)
@@ -482,11 +482,11 @@ fn nodes_move_beside_a_writer() {
     );
 }
 
-/// Nodes move while arrays are dropped and others get their nodes and numbers: no thread reaches a dropped array, and
-/// no node is lost or in two places.
+/// Nodes are moved while arrays are dropped and new arrays get their nodes and numbers. No thread uses a dropped array,
+/// and no node is lost or used twice.
 #[test]
-fn nodes_move_beside_the_end_of_their_array() {
-    fn come_and_go(fixture: &Fixture) {
+fn nodes_move_while_arrays_are_dropped() {
+    fn create_and_drop_arrays(fixture: &Fixture) {
         for round in 0..3 {
             let array = array_of(fixture.nodes);
             for index in [1, 70] {
@@ -494,22 +494,22 @@ fn nodes_move_beside_the_end_of_their_array() {
                 array.lock().store(index, 0, index + round, &mut stock);
             }
             assert_eq!(array.lock().get(70).map(|found| found.value), Some(70 + round));
-            assert_eq!(fixture.nodes.reading(|guard| array.load(1, guard)).map(|found| found.value), Some(1 + round));
+            assert_eq!(fixture.nodes.as_reader(|guard| array.load(1, guard)).map(|found| found.value), Some(1 + round));
         }
     }
-    model_of(
+    run_threads(
         |_| (),
-        [come_and_go, come_and_go, |fixture| {
-            Fixture::move_some(fixture);
-            Fixture::move_some(fixture);
+        [create_and_drop_arrays, create_and_drop_arrays, |fixture| {
+            Fixture::move_random_nodes(fixture);
+            Fixture::move_random_nodes(fixture);
         }],
     );
 }
 
-/// Nodes pass from one array to another and back while they move: a thread that looked up a node's array may then hold
-/// the wrong one.
+/// Two arrays exchange nodes while a third thread moves nodes. That thread may have looked up an array to which the
+/// node no longer belongs.
 #[test]
-fn nodes_move_beside_their_next_array() {
+fn nodes_move_while_arrays_exchange_them() {
     fn fill_and_empty(fixture: &Fixture) {
         let array = array_of(fixture.nodes);
         for round in 0..4 {
@@ -522,29 +522,29 @@ fn nodes_move_beside_their_next_array() {
             }
         }
     }
-    model_of(|_| (), [fill_and_empty, fill_and_empty, |fixture| (0..3).for_each(|_| fixture.move_some())]);
+    run_threads(|_| (), [fill_and_empty, fill_and_empty, |fixture| (0..3).for_each(|_| fixture.move_random_nodes())]);
 }
 
-/// A reader that pins and then finds the entry unchanged has an unreleased frame, even if the entry's node moved before
-/// it was erased.
+/// The node of an entry is moved, then the entry is erased and its frame released. A reader that pinned the frame
+/// before that notices by `is_still`.
 #[test]
-fn what_has_moved_with_its_node_was_not_released() {
-    model(
+fn is_still_fails_after_a_node_move_and_an_erase() {
+    run_readers_and_writer(
         |fixture| {
             fixture.store(1, 0, 0);
             fixture.store(70, 0, 1);
         },
         |fixture| {
             for _ in 0..3 {
-                linger();
+                yield_some_steps();
                 fixture.use_frame([1, 70][thread_rng().gen_range(0..2)]);
             }
         },
         |fixture| {
-            fixture.move_some();
+            fixture.move_random_nodes();
             fixture.erase(1);
             fixture.release(0);
-            fixture.move_some();
+            fixture.move_random_nodes();
             fixture.erase(70);
             fixture.release(1);
         },

@@ -7,22 +7,25 @@
 //!           +-------+-------+-------+-------+
 //! ```
 //!
-//! A SIBLING word (`-> 8`) holds the number of its entry's first slot. All writers keep this rule: from a SIBLING,
-//! following these numbers ends at a VALUE or GONE that covers the slot (or at DEAD, once the node is out of the tree).
-//! A reader that ends anywhere else had read an outdated SIBLING, and restarts at the root. It never waits for a writer:
+//! A SIBLING word (`-> 8`) is in a later slot of an entry and contains the number of the entry's first slot. All
+//! writers keep this rule: following SIBLING words from a slot ends at a VALUE or GONE that covers the slot (or at
+//! DEAD, once the node is out of the tree). A reader that ends at another word has read a stale SIBLING, and restarts
+//! at the root. Readers never wait for a writer. The operations write in this order:
 //!
-//! - [`enter`] (into empty slots): GONE into the first slot, SIBLINGs into the others, then the VALUE, which inserts.
-//! - [`leave`] (removes an entry): GONE instead of the VALUE, which removes; then the other slots are cleared, then GONE.
-//! - [`cover`] (over old entries): first the VALUE, then SIBLINGs over all later slots, upwards.
-//! - [`part`] (splits an entry): piece by piece from the last to the first, so that the first slot of the old entry is
+//! - [`insert_entry`] (into empty slots): GONE into the first slot, SIBLINGs into the others, then the VALUE. The last
+//!   store inserts the entry.
+//! - [`remove_entry`]: GONE in place of the VALUE, which removes the entry. Then the other slots are cleared, last the
+//!   first slot.
+//! - [`overwrite_entries`]: first the VALUE, then SIBLINGs into all later slots, in ascending order.
+//! - [`split_entry`]: the new entries from the last to the first, so that the first slot of the old entry is
 //!   overwritten last.
 //!
-//! There is one writer at a time: the caller holds the array's lock. Checked with loom.
+//! There is one writer at a time: the caller holds the array's lock. Loom tests check these rules.
 
 use super::word::IndexWord;
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release};
 
-/// One slot, or the root word.
+/// A slot of a node, or the root word of an array.
 #[repr(transparent)]
 pub(super) struct IndexSlot(AtomicU64);
 
@@ -37,38 +40,39 @@ impl IndexSlot {
         Self(AtomicU64::new(0))
     }
 
-    /// For readers: with `Acquire`, so the node behind the word is visible, too.
+    /// Loads the word for a reader, with `Acquire`, so that the node is visible, too.
     #[inline]
-    pub fn look(&self) -> IndexWord {
+    pub fn load_acquire(&self) -> IndexWord {
         IndexWord(self.0.load(Acquire))
     }
 
-    /// For the thread that holds the lock.
+    /// Loads the word for the thread that holds the lock.
     #[inline]
-    pub fn peek(&self) -> IndexWord {
+    pub fn load_relaxed(&self) -> IndexWord {
         IndexWord(self.0.load(Relaxed))
     }
 
+    /// Stores a word, with `Release`.
     #[inline]
     pub fn publish(&self, word: IndexWord) {
         self.0.store(word.0, Release);
     }
 }
 
-/// A stale word was read: restart at the root.
+/// A stale word was read: the reader must restart at the root.
 #[derive(Debug)]
-pub(super) struct Again;
+pub(super) struct StaleWord;
 
-/// The word that answers for `slot` in a node of that shift, and its slot: a value, a node, or neither if there is no
-/// entry.
+/// Finds the word that decides the lookup of `slot`, and that word's slot: a value, a node, or another word if there is
+/// no entry.
 #[inline]
 pub(super) fn resolve<const N: usize>(
     slots: &[IndexSlot; N],
     slot: usize,
     shift: u32,
-) -> Result<(usize, IndexWord), Again> {
-    let word = slots[slot % N].look();
-    if word.answers() { Ok((slot, word)) } else { follow(slots, slot, word, shift) }
+) -> Result<(usize, IndexWord), StaleWord> {
+    let word = slots[slot % N].load_acquire();
+    if word.decides_lookup() { Ok((slot, word)) } else { follow(slots, slot, word, shift) }
 }
 
 #[inline]
@@ -77,18 +81,18 @@ fn follow<const N: usize>(
     slot: usize,
     name: IndexWord,
     shift: u32,
-) -> Result<(usize, IndexWord), Again> {
+) -> Result<(usize, IndexWord), StaleWord> {
     let (mut at, mut word) = (slot, name);
-    // A name refers to a lower slot, so this ends; more than one name is followed only during a `cover`.
+    // A SIBLING refers to a lower slot, so the loop ends. More than one is followed only during `overwrite_entries`.
     while word.is_sibling() {
         at = word.first_slot();
-        word = slots[at % N].look();
+        word = slots[at % N].load_acquire();
     }
-    if word.covers(at, slot, shift) { Ok((at, word)) } else { Err(Again) }
+    if word.covers(at, slot, shift) { Ok((at, word)) } else { Err(StaleWord) }
 }
 
 /// Inserts an entry into empty slots.
-pub(super) fn enter<const N: usize>(slots: &[IndexSlot; N], first: usize, count: usize, word: IndexWord) {
+pub(super) fn insert_entry<const N: usize>(slots: &[IndexSlot; N], first: usize, count: usize, word: IndexWord) {
     if count > 1 {
         slots[first].publish(word.gone());
         slots[first + 1..first + count].iter().for_each(|slot| slot.publish(IndexWord::sibling(first)));
@@ -97,16 +101,16 @@ pub(super) fn enter<const N: usize>(slots: &[IndexSlot; N], first: usize, count:
 }
 
 /// Removes an entry.
-pub(super) fn leave<const N: usize>(slots: &[IndexSlot; N], first: usize, count: usize) {
+pub(super) fn remove_entry<const N: usize>(slots: &[IndexSlot; N], first: usize, count: usize) {
     if count > 1 {
-        slots[first].publish(slots[first].peek().gone());
+        slots[first].publish(slots[first].load_relaxed().gone());
         slots[first + 1..first + count].iter().for_each(|slot| slot.publish(IndexWord::EMPTY));
     }
     slots[first].publish(IndexWord::EMPTY);
 }
 
-/// Stores an entry over everything in these slots. Passes each old word to `replaced` once no reader can reach it.
-pub(super) fn cover<const N: usize>(
+/// Stores an entry over all words in these slots. Passes each old word to `replaced` once no reader can reach it.
+pub(super) fn overwrite_entries<const N: usize>(
     slots: &[IndexSlot; N],
     first: usize,
     count: usize,
@@ -114,14 +118,15 @@ pub(super) fn cover<const N: usize>(
     mut replaced: impl FnMut(IndexWord),
 ) {
     for slot in &slots[first..first + count] {
-        let old = slot.peek();
+        let old = slot.load_relaxed();
         slot.publish(if std::ptr::eq(slot, &slots[first]) { word } else { IndexWord::sibling(first) });
         replaced(old);
     }
 }
 
-/// Replaces an entry of `count` slots by words of `each` slots; `word_at` makes the word for a slot.
-pub(super) fn part<const N: usize>(
+/// Replaces an entry of `count` slots by entries of `each` slots. `word_at` returns the word for the first slot of
+/// each.
+pub(super) fn split_entry<const N: usize>(
     slots: &[IndexSlot; N],
     first: usize,
     count: usize,
@@ -130,7 +135,7 @@ pub(super) fn part<const N: usize>(
 ) {
     for begin in (first..first + count).step_by(each).rev() {
         slots[begin].publish(word_at(begin));
-        // The slots of the first part name the right slot already.
+        // The later slots of the first new entry already refer to the right slot.
         if begin != first {
             slots[begin + 1..begin + each].iter().for_each(|slot| slot.publish(IndexWord::sibling(begin)));
         }
@@ -148,7 +153,7 @@ mod loom_tests {
     const COUNT: usize = 4;
     const ORDER: u32 = 2;
     const OLD: u64 = 7;
-    /// Pins of the frame behind the old entry; this bit marks the frame as released.
+    /// Bit of `frame` that says that the frame was released; the lower bits count its pins.
     const RELEASED: usize = 1 << 8;
 
     struct Fixture {
@@ -157,41 +162,41 @@ mod loom_tests {
     }
 
     impl Fixture {
-        /// A node with one entry of that order in its first slots.
+        /// Creates a node with one entry of that order, in its first slots.
         fn with_entry(order: u32) -> Arc<Self> {
             let fixture = Self { slots: std::array::from_fn(|_| IndexSlot::new()), frame: AtomicUsize::new(0) };
-            enter(&fixture.slots, 0, 1 << order, IndexWord::value(OLD, order));
+            insert_entry(&fixture.slots, 0, 1 << order, IndexWord::value(OLD, order));
             Arc::new(fixture)
         }
 
-        /// The value for a slot, with as many restarts as necessary.
+        /// Looks up a slot, with as many restarts as necessary.
         fn value(&self, slot: usize) -> Option<(usize, IndexWord)> {
             loop {
                 match resolve(&self.slots, slot, 0) {
                     Ok((at, word)) => return word.is_value().then_some((at, word)),
-                    Err(Again) => loom::thread::yield_now(),
+                    Err(StaleWord) => loom::thread::yield_now(),
                 }
             }
         }
 
-        /// Looks up, pins, checks again; returns whether the frame may be used.
+        /// Looks up the entry, pins its frame, and checks that the entry is still there.
         fn try_pin(&self, slot: usize) -> bool {
             let Some((at, word)) = self.value(slot).filter(|(_, word)| word.to_value() == OLD) else { return false };
             self.frame.fetch_add(1, AcqRel);
-            let is_still = self.slots[at].look() == word;
+            let is_still = self.slots[at].load_acquire() == word;
             if !is_still {
                 self.frame.fetch_sub(1, AcqRel);
             }
             is_still
         }
 
-        /// Releases the frame after its entry was removed; later pins fail.
+        /// Releases the frame after its entry was removed, unless it is pinned. Later pins fail.
         fn release(&self) -> bool {
             self.frame.compare_exchange(0, RELEASED, AcqRel, Relaxed).is_ok()
         }
     }
 
-    /// Runs `write`, then releases the frame, concurrent with a reader that pins it through `slot`.
+    /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`.
     fn pin_beside(slot: usize, write: fn(&Fixture)) {
         loom::model(move || {
             let fixture = Fixture::with_entry(ORDER);
@@ -205,26 +210,26 @@ mod loom_tests {
     }
 
     #[test]
-    fn what_left_is_not_pinned() {
-        pin_beside(0, |fixture| leave(&fixture.slots, 0, COUNT));
-        pin_beside(3, |fixture| leave(&fixture.slots, 0, COUNT));
+    fn a_removed_entry_cannot_be_pinned() {
+        pin_beside(0, |fixture| remove_entry(&fixture.slots, 0, COUNT));
+        pin_beside(3, |fixture| remove_entry(&fixture.slots, 0, COUNT));
     }
 
     #[test]
-    fn what_was_split_is_not_pinned() {
-        pin_beside(1, |fixture| part(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
-        pin_beside(3, |fixture| part(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
+    fn a_split_entry_cannot_be_pinned() {
+        pin_beside(1, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
+        pin_beside(3, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
     }
 
-    /// While an entry is split and one of its parts removed, the other parts are always found.
+    /// An entry is split, and one of the parts is removed. A reader always finds the other part.
     #[test]
-    fn a_split_leaves_no_gap() {
+    fn a_reader_finds_an_entry_during_a_split() {
         loom::model(|| {
             let fixture = Fixture::with_entry(1);
             let writer = fixture.clone();
             let writer = thread::spawn(move || {
-                part(&writer.slots, 0, 2, 1, |slot| IndexWord::value(slot as u64, 0));
-                leave(&writer.slots, 0, 1);
+                split_entry(&writer.slots, 0, 2, 1, |slot| IndexWord::value(slot as u64, 0));
+                remove_entry(&writer.slots, 0, 1);
             });
             let (_, word) = fixture.value(1).expect("it is always there");
             assert!([OLD, 1].contains(&word.to_value()));
@@ -232,33 +237,34 @@ mod loom_tests {
         });
     }
 
-    /// While parts are joined, each index finds the old entry or the new one.
+    /// Two entries are joined to one. A reader finds either the old entry or the new one.
     #[test]
-    fn a_join_leaves_no_gap() {
+    fn a_reader_finds_an_entry_during_a_join() {
         loom::model(|| {
             let fixture = Fixture::with_entry(1);
-            enter(&fixture.slots, 2, 2, IndexWord::value(OLD, 1));
+            insert_entry(&fixture.slots, 2, 2, IndexWord::value(OLD, 1));
             let writer = fixture.clone();
-            let writer = thread::spawn(move || cover(&writer.slots, 0, COUNT, IndexWord::value(9, ORDER), |_| ()));
+            let writer =
+                thread::spawn(move || overwrite_entries(&writer.slots, 0, COUNT, IndexWord::value(9, ORDER), |_| ()));
             let (at, word) = fixture.value(3).expect("it is always there");
             assert!(word == IndexWord::value(OLD, 1) && at == 2 || word == IndexWord::value(9, ORDER) && at == 0);
             writer.join().unwrap();
         });
     }
 
-    /// A reader that finds one slot of a new entry finds the others; and after a removal it finds none of them.
+    /// An entry of two slots is inserted or removed. A reader that finds the effect in one slot finds it in the other.
     #[test]
-    fn all_slots_come_and_leave_with_one_store() {
+    fn all_slots_change_with_one_store() {
         for is_there in [false, true] {
             loom::model(move || {
                 let fixture = Fixture::with_entry(1);
                 if !is_there {
-                    leave(&fixture.slots, 0, 2);
+                    remove_entry(&fixture.slots, 0, 2);
                 }
                 let writer = fixture.clone();
                 let writer = thread::spawn(move || match is_there {
-                    true => leave(&writer.slots, 0, 2),
-                    false => enter(&writer.slots, 0, 2, IndexWord::value(OLD, 1)),
+                    true => remove_entry(&writer.slots, 0, 2),
+                    false => insert_entry(&writer.slots, 0, 2, IndexWord::value(OLD, 1)),
                 });
                 let (one, other) = if is_there { (1, 0) } else { (0, 1) };
                 if fixture.value(one).is_some() != is_there {
@@ -269,19 +275,19 @@ mod loom_tests {
         }
     }
 
-    /// An entry is inserted, with all earlier writes visible, and removed; a smaller one in its first slot is not
-    /// mistaken for it.
+    /// An entry of two slots is inserted and removed, and a smaller one is stored in its first slot. A reader of the
+    /// second slot finds all of the entry or nothing.
     #[test]
-    fn an_entry_comes_and_leaves_as_one() {
+    fn a_reader_finds_a_whole_entry_or_none() {
         loom::model(|| {
             let fixture = Fixture::with_entry(0);
-            leave(&fixture.slots, 0, 1);
+            remove_entry(&fixture.slots, 0, 1);
             let writer = fixture.clone();
             let writer = thread::spawn(move || {
                 writer.frame.store(5, Relaxed);
-                enter(&writer.slots, 0, 2, IndexWord::value(OLD, 1));
-                leave(&writer.slots, 0, 2);
-                enter(&writer.slots, 0, 1, IndexWord::value(9, 0));
+                insert_entry(&writer.slots, 0, 2, IndexWord::value(OLD, 1));
+                remove_entry(&writer.slots, 0, 2);
+                insert_entry(&writer.slots, 0, 1, IndexWord::value(9, 0));
             });
             if let Some((_, word)) = fixture.value(1) {
                 assert_eq!((word, fixture.frame.load(Relaxed)), (IndexWord::value(OLD, 1), 5));

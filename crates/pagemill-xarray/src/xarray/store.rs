@@ -1,17 +1,17 @@
-//! Writers: the lock, and storing entries.
+//! The writer: its lock, and operations that store entries.
 
 use super::node::{MARKS, Node, mask_of};
 use super::nodes::Nodes;
-use super::stock::{NodeStock, top_for};
+use super::stock::{NodeStock, top_shift_for};
 use super::word::{self, IndexWord, MAX_INDEX, MAX_ORDER, MAX_VALUE, SLOT_BITS};
 use super::{Found, XArray, slots};
 use pagemill_core::sync::Relaxed;
 use std::cell::Cell;
 
-/// The exclusive writer of an array. Dropping it releases the lock.
+/// The exclusive writer of an array. Dropping it releases the array's lock.
 ///
-/// Errors of the caller are assertions: an index that is not aligned to its order, a store over a part of a larger
-/// entry, a stock that is too small.
+/// Errors of the caller panic: an index that is not aligned to its order, a store over a part of a larger entry, or too
+/// few preallocated nodes.
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct Writer<'a, N: Nodes> {
@@ -20,29 +20,29 @@ pub struct Writer<'a, N: Nodes> {
 }
 
 impl<'a, N: Nodes> Writer<'a, N> {
-    /// Takes over the lock, which the caller holds.
+    /// Creates the writer. The caller holds the lock, which the writer releases.
     fn new(array: &'a XArray<N>) -> Self {
         Self { array, has_retired: Cell::new(false) }
     }
 }
 
-/// The slots of an entry.
+/// The slots of an entry in one node.
 pub(super) struct SlotRange {
-    /// 0: the root word.
+    /// Number of the node; 0 for the root word.
     pub node: u32,
-    /// Its first slot.
+    /// The entry's first slot.
     pub slot: usize,
     pub found: Found,
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Takes the lock; waits for another writer. Operations under the lock must be short.
+    /// Takes the lock, and waits for another writer. Operations under the lock must be short.
     pub fn lock(&self) -> Writer<'_, N> {
         self.lock.acquire();
         Writer::new(self)
     }
 
-    /// As [`XArray::lock`]; returns none if another thread holds the lock.
+    /// As [`XArray::lock`], but returns `None` if another thread holds the lock.
     pub fn try_lock(&self) -> Option<Writer<'_, N>> {
         self.lock.try_acquire().then(|| Writer::new(self))
     }
@@ -58,37 +58,37 @@ impl<N: Nodes> Drop for Writer<'_, N> {
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Stores an entry, without marks, over `1 << order` indices from `index` on, replacing everything there.
+    /// Stores an entry without marks over `1 << order` indices from `index` on. It replaces all entries there.
     ///
-    /// Readers find each index's old entry, then the new one; if there was none, one store inserts the entry. Cost: a
-    /// descent of the tree, and the removal of replaced entries.
+    /// Readers find the old entry of an index, and then the new one. Without an old entry, one store inserts the new
+    /// one. Cost: a descent of the tree, and the removal of replaced entries.
     pub fn store(&mut self, index: u64, order: u32, value: u64, stock: &mut NodeStock<N>) {
-        let word = checked(index, order, value);
-        if word::last_of(index, order) == 0 && !self.array.root.peek().is_node() {
+        let word = entry_word(index, order, value);
+        if word::last_of(index, order) == 0 && !self.array.root.load_relaxed().is_node() {
             self.array.root.publish(word);
             return self.set_root_marks(0);
         }
-        let (number, slot) = self.make_way(index, order, stock);
-        self.put(number, slot, word);
+        let (number, slot) = self.slot_for_entry(index, order, stock);
+        self.write_entry(number, slot, word);
         let node = self.node(number);
         self.remove_marks(number, mask_of(slot, word.slots(node.shift())));
     }
 
-    /// The entry that covers the index.
+    /// Returns the entry that covers the index.
     pub fn get(&self, index: u64) -> Option<Found> {
-        self.place(index).map(|place| place.found)
+        self.find_slots(index).map(|place| place.found)
     }
 
-    /// The first entry that covers `from`, or begins after it and not after `to`.
+    /// Returns the first entry that covers `from`, or begins after `from` and not after `to`.
     pub fn next(&self, from: u64, to: u64) -> Option<Found> {
         self.array.next_locked(from, to)
     }
 
-    /// Changes the value of the entry that covers the index, with one store; its order and marks stay. Returns the old
-    /// entry; without one nothing changes.
+    /// Changes the value of the entry that covers the index, with one store. Its order and marks stay. Returns the old
+    /// entry, or `None` if there is none.
     pub fn replace(&mut self, index: u64, value: u64) -> Option<Found> {
-        let place = self.place(index)?;
-        let word = checked(place.found.first, place.found.order, value);
+        let place = self.find_slots(index)?;
+        let word = entry_word(place.found.first, place.found.order, value);
         match place.node {
             0 => self.array.root.publish(word),
             number => self.node(number).slots[place.slot].publish(word),
@@ -100,8 +100,8 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.nodes.node(number)
     }
 
-    pub(super) fn place(&self, index: u64) -> Option<SlotRange> {
-        let (mut number, mut slot, mut word) = (0, 0, self.array.root.peek());
+    pub(super) fn find_slots(&self, index: u64) -> Option<SlotRange> {
+        let (mut number, mut slot, mut word) = (0, 0, self.array.root.load_relaxed());
         if !word.reaches(index) {
             return None;
         }
@@ -109,10 +109,10 @@ impl<N: Nodes> Writer<'_, N> {
             number = word.number();
             let slots = &self.node(number).slots;
             slot = word::slot_of(index, word.shift());
-            word = slots[slot].peek();
+            word = slots[slot].load_relaxed();
             if word.is_sibling() {
                 slot = word.first_slot();
-                word = slots[slot].peek();
+                word = slots[slot].load_relaxed();
             }
         }
         let found =
@@ -120,9 +120,9 @@ impl<N: Nodes> Writer<'_, N> {
         word.is_value().then(|| SlotRange { node: number, slot, found: found() })
     }
 
-    /// Whether storing entries of that order over the range needs no new node: one node has all their slots.
-    pub(super) fn has_nodes_for(&self, first: u64, last: u64, order: u32) -> bool {
-        let (lowest, mut word) = (word::shift_of(order), self.array.root.peek());
+    /// Whether storing entries of that order over the range needs no new node, because one node has all their slots.
+    pub(super) fn has_all_nodes_for(&self, first: u64, last: u64, order: u32) -> bool {
+        let (lowest, mut word) = (word::shift_of(order), self.array.root.load_relaxed());
         if last == 0 && !word.is_node() {
             // The entry is stored in the root word.
             return true;
@@ -132,13 +132,13 @@ impl<N: Nodes> Writer<'_, N> {
             return false;
         }
         while word.is_node() && word.shift() > lowest {
-            word = self.node(word.number()).slots[word::slot_of(first, word.shift())].peek();
+            word = self.node(word.number()).slots[word::slot_of(first, word.shift())].load_relaxed();
         }
         word.is_node() && word.shift() == lowest
     }
 
-    /// Returns the node and the slot for an entry of that order at `index`; makes the nodes above it.
-    pub(super) fn make_way(&mut self, index: u64, order: u32, stock: &mut NodeStock<N>) -> (u32, usize) {
+    /// Returns the node and the slot for an entry of that order at `index`. Creates the nodes on the path to it.
+    pub(super) fn slot_for_entry(&mut self, index: u64, order: u32, stock: &mut NodeStock<N>) -> (u32, usize) {
         assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
         let lowest = word::shift_of(order);
         let mut word = self.grow(word::last_of(index, order), lowest, stock);
@@ -147,12 +147,12 @@ impl<N: Nodes> Writer<'_, N> {
             if word.shift() == lowest {
                 return (word.number(), slot);
             }
-            let below = self.node(word.number()).slots[slot].peek();
+            let below = self.node(word.number()).slots[slot].load_relaxed();
             word = if below.is_node() {
                 below
             } else {
                 assert!(below.is_empty(), "an entry sticks out of what is stored over it");
-                self.hang_new(word.number(), slot, word.shift() - SLOT_BITS, stock)
+                self.link_new_node(word.number(), slot, word.shift() - SLOT_BITS, stock)
             };
         }
     }
@@ -161,96 +161,96 @@ impl<N: Nodes> Writer<'_, N> {
     fn grow(&mut self, last: u64, lowest: u32, stock: &mut NodeStock<N>) -> IndexWord {
         let root = &self.array.root;
         loop {
-            let word = root.peek();
+            let word = root.load_relaxed();
             if word.is_node() && word.shift() >= lowest && word.reaches(last) {
                 return word;
             }
             let shift = match word.is_node() {
                 true => word.shift() + SLOT_BITS,
-                false if word.is_empty() => top_for(last, lowest),
+                false if word.is_empty() => top_shift_for(last, lowest),
                 false => 0,
             };
             let number = self.take(0, 0, shift, stock);
             let node = self.node(number);
             if !word.is_empty() {
-                self.move_below(word, number);
+                self.prepare_root_move(word, number);
                 node.slots[0].publish(word);
-                node.set_used(1);
+                node.set_used_slots(1);
             }
             root.publish(IndexWord::node(number, shift));
         }
     }
 
-    /// Prepares the move of the root word into slot 0 of a new node: copies its marks there, and sets the parent of the
-    /// node below.
-    fn move_below(&self, word: IndexWord, number: u32) {
+    /// Prepares moving the root word into slot 0 of the new node `number`: copies the marks there, and sets the parent
+    /// of the node below.
+    fn prepare_root_move(&self, word: IndexWord, number: u32) {
         let is_marked = |mark: usize| match word.is_node() {
             true => self.node(word.number()).is_marked(mark, u64::MAX),
             false => self.root_marks() >> mark & 1 != 0,
         };
         (0..MARKS).filter(|mark| is_marked(*mark)).for_each(|mark| self.node(number).add_mark(mark, 1));
         if word.is_node() {
-            self.node(word.number()).hang(number, 0, word.shift());
+            self.node(word.number()).set_position(number, 0, word.shift());
         }
     }
 
-    /// Takes a node of the stock for that place.
+    /// Removes a node from the stock and sets its position in the tree.
     pub(super) fn take(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> u32 {
         let number = stock.take();
-        self.node(number).hang(parent, slot, shift);
+        self.node(number).set_position(parent, slot, shift);
         self.node(number).set_array(self.array.id());
         self.array.count.store(self.array.count.load(Relaxed) + 1, Relaxed);
         number
     }
 
-    /// Links an empty node into an empty slot.
-    fn hang_new(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> IndexWord {
+    /// Links an empty node of the stock into an empty slot.
+    fn link_new_node(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> IndexWord {
         let word = IndexWord::node(self.take(parent, slot, shift, stock), shift);
         let above = self.node(parent);
         above.slots[slot].publish(word);
-        above.set_used(above.used() + 1);
+        above.set_used_slots(above.used_slots() + 1);
         word
     }
 
-    /// Stores the entry into its slots, replacing everything there.
-    pub(super) fn put(&self, number: u32, first: usize, word: IndexWord) {
+    /// Stores an entry into its slots and retires the nodes that it replaces.
+    pub(super) fn write_entry(&self, number: u32, first: usize, word: IndexWord) {
         let node = self.node(number);
         let count = word.slots(node.shift());
-        let old = node.slots[first].peek();
+        let old = node.slots[first].load_relaxed();
         let is_larger = old.is_sibling() || old.is_value() && old.order() > word.order();
         assert!(!is_larger, "an entry sticks out of what is stored over it");
-        let is_empty = |slot: &slots::IndexSlot| slot.peek().is_empty();
+        let is_empty = |slot: &slots::IndexSlot| slot.load_relaxed().is_empty();
         if node.slots[first..first + count].iter().all(is_empty) {
-            slots::enter(&node.slots, first, count, word);
-            return node.set_used(node.used() + count);
+            slots::insert_entry(&node.slots, first, count, word);
+            return node.set_used_slots(node.used_slots() + count);
         }
-        slots::cover(&node.slots, first, count, word, |old| {
+        slots::overwrite_entries(&node.slots, first, count, word, |old| {
             if old.is_empty() {
-                node.set_used(node.used() + 1);
+                node.set_used_slots(node.used_slots() + 1);
             } else if old.is_node() {
-                self.bury_tree(old.number());
+                self.retire_tree(old.number());
             }
         });
     }
 
-    /// Retires an unlinked node and all nodes below.
-    fn bury_tree(&self, number: u32) {
-        let below = self.node(number).slots.each_ref().map(slots::IndexSlot::peek);
-        self.bury(number);
-        below.into_iter().filter(|word| word.is_node()).for_each(|word| self.bury_tree(word.number()));
+    /// Retires an unlinked node and all nodes below it.
+    fn retire_tree(&self, number: u32) {
+        let below = self.node(number).slots.each_ref().map(slots::IndexSlot::load_relaxed);
+        self.retire_node(number);
+        below.into_iter().filter(|word| word.is_node()).for_each(|word| self.retire_tree(word.number()));
     }
 
-    /// Retires an unlinked node, but not the nodes below.
-    pub(super) fn bury(&self, number: u32) {
-        self.node(number).kill();
+    /// Retires an unlinked node, but not the nodes below it.
+    pub(super) fn retire_node(&self, number: u32) {
+        self.node(number).mark_dead();
         self.array.count.store(self.array.count.load(Relaxed) - 1, Relaxed);
         self.array.nodes.retire(number);
         self.has_retired.set(true);
     }
 }
 
-/// Makes the word of an entry at `index`, after checks.
-pub(super) fn checked(index: u64, order: u32, value: u64) -> IndexWord {
+/// Returns the word of an entry at `index`. Panics if an argument is out of range.
+pub(super) fn entry_word(index: u64, order: u32, value: u64) -> IndexWord {
     assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
     assert!(word::first_of(index, order) == index, "an entry is aligned to its order");
     assert!(index <= MAX_INDEX, "an index is at most MAX_INDEX");

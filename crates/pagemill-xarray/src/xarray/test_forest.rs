@@ -1,4 +1,4 @@
-//! Nodes for tests, in memory of their own that is never unmapped.
+//! Nodes for tests, in memory that is never unmapped.
 #![allow(unsafe_code)] // a source of nodes
 
 use super::forest::{Forest, Forests, Source};
@@ -11,44 +11,44 @@ use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-/// Enough nodes for most tests.
-const MANY: usize = 1 << 20;
+/// Number of nodes that suffices for most tests.
+const DEFAULT_LIMIT: usize = 1 << 20;
 
-/// A reserved range of nodes.
-struct Row {
+/// A reserved range of addresses for nodes.
+struct NodeRange {
     base: usize,
     limit: usize,
-    free: Guarded<Free>,
+    free: Guarded<FreeNodes>,
 }
 
 #[derive(Default)]
-struct Free {
-    given: Vec<usize>,
-    /// Number of nodes taken so far.
-    used: usize,
+struct FreeNodes {
+    freed: Vec<usize>,
+    /// Number of nodes that were ever allocated.
+    allocated: usize,
 }
 
-// SAFETY: memory that is mapped for good, zeros at first; each node has one owner at a time.
-unsafe impl Source for Row {
+// SAFETY: the memory stays mapped forever and is zeroed at first. Each node has one owner at a time.
+unsafe impl Source for NodeRange {
     fn window(&self) -> Range<usize> {
         self.base..self.base + self.limit * size_of::<Node>()
     }
 
     fn take(&self) -> Result<usize> {
         self.free.with(|free| {
-            if let Some(node) = free.given.pop() {
+            if let Some(node) = free.freed.pop() {
                 return Ok(node);
             }
-            if free.used == self.limit {
+            if free.allocated == self.limit {
                 return Err(Error::NoAddresses { wanted_bytes: size_of::<Node>() as u64 });
             }
-            free.used += 1;
-            Ok(self.base + (free.used - 1) * size_of::<Node>())
+            free.allocated += 1;
+            Ok(self.base + (free.allocated - 1) * size_of::<Node>())
         })
     }
 
     fn give(&self, node: usize) {
-        self.free.with(|free| free.given.push(node));
+        self.free.with(|free| free.freed.push(node));
     }
 
     fn note_retired(&self) {}
@@ -58,23 +58,23 @@ unsafe impl Source for Row {
     }
 }
 
-/// Makes a forest with room for `limit` nodes.
+/// Creates a forest with memory for `limit` nodes.
 pub(super) fn forest_of(limit: usize) -> &'static Forest {
     // The bytes before the first node are inaccessible.
     let bytes = limit * size_of::<Node>();
     let base = mem::reserve(bytes + BLOCK_BYTES, BLOCK_BYTES, 0).unwrap() + BLOCK_BYTES;
-    // SAFETY: a part of that reservation.
+    // SAFETY: the range is a part of the reservation above.
     unsafe { mem::open(base, bytes) }.unwrap();
-    let row = place(Row { base, limit, free: Guarded::new(Free::default()) }).unwrap();
-    place(Forest::new(row).unwrap()).unwrap()
+    let range = place(NodeRange { base, limit, free: Guarded::new(FreeNodes::default()) }).unwrap();
+    place(Forest::new(range).unwrap()).unwrap()
 }
 
-/// Makes a forest with room for most tests.
+/// Creates a forest with memory for most tests.
 pub(super) fn forest() -> &'static Forest {
-    forest_of(MANY)
+    forest_of(DEFAULT_LIMIT)
 }
 
-/// The forest of a process without slabs.
+/// The forest of a test process without slabs.
 #[derive(Default)]
 pub struct OneForest(OnceLock<&'static Forest>);
 

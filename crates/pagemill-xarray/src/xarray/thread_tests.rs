@@ -1,4 +1,5 @@
-//! Real threads: readers concurrent with one writer that uses all operations. ThreadSanitizer runs them, too.
+//! Tests with real threads: readers run concurrently with one writer that uses all operations. ThreadSanitizer runs
+//! these tests, too.
 
 use super::pin;
 use super::word::{first_of, last_of};
@@ -6,28 +7,28 @@ use super::*;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
-/// From this index on there is always an entry.
+/// Every index from this one on, up to twice this, always has an entry.
 const ALWAYS: u64 = 1 << MAX_ORDER;
-/// An index that is stored and erased, and makes the tree tall.
+/// An index that is stored and erased, which makes the tree tall.
 const FAR: u64 = MAX_INDEX - 5;
-/// Enough for retired nodes that wait for readers without a CPU.
+/// Number of nodes. Retired nodes accumulate while readers get no CPU.
 const MANY_NODES: usize = 1 << 22;
 const WRITING: Duration = Duration::from_millis(400);
 
-/// A value identifies its entry, and the round, so that values differ over time.
+/// Returns a value that identifies the entry and the round.
 fn value_of(first: u64, order: u32, round: u64) -> u64 {
     (round & 0xFFFF) << 32 | (first & 0xFFF_FFFF) << 4 | u64::from(order)
 }
 
 fn assert_belongs(found: Found, index: u64) {
     assert!((found.first..=found.last()).contains(&index));
-    assert_eq!(found.value & 0xFFFF_FFFF, value_of(found.first, found.order, 0), "of another entry");
+    assert_eq!(found.value & 0xFFFF_FFFF, value_of(found.first, found.order, 0), "a value of another entry");
 }
 
-/// Stops the readers, even if the writer has failed.
-struct Done<'a>(&'a AtomicBool);
+/// Stops the readers on drop, also if the writer panics.
+struct StopReaders<'a>(&'a AtomicBool);
 
-impl Drop for Done<'_> {
+impl Drop for StopReaders<'_> {
     fn drop(&mut self) {
         self.0.store(true, Relaxed);
     }
@@ -47,7 +48,7 @@ fn read(array: &XArray<Forest>, is_done: &AtomicBool, seed: u64) -> u64 {
             array.load(low, guard).into_iter().for_each(|found| assert_belongs(found, low));
             array.load(far, guard).into_iter().for_each(|found| assert_belongs(found, far));
             let next = array.next(low, MAX_INDEX, guard).expect("something is always there");
-            assert!(next.last() >= low && next.first <= ALWAYS, "what is always there is not passed by");
+            assert!(next.last() >= low && next.first <= ALWAYS, "a permanent entry was skipped");
         }
         assert_eq!(array.next_gap(ALWAYS, 2 * ALWAYS - 1, guard), None);
         reads += 1;
@@ -70,15 +71,15 @@ fn write_round(array: &XArray<Forest>, round: u64) {
             let mut stock = array.prepare_split(*order, *into).unwrap();
             array.lock().split(first, *into, &mut stock, |part| value_of(part, *into, round));
         }
-        low_and_far(array, round, *into);
+        store_low_and_distant(array, round, *into);
     }
     for order in [2, 4, 7, 10, MAX_ORDER] {
         fill(array, order, round);
     }
 }
 
-/// Stores and erases entries: small and large ones at low indices, one far away.
-fn low_and_far(array: &XArray<Forest>, round: u64, order: u32) {
+/// Stores and erases entries: small and large ones at low indices, and one at a distant index.
+fn store_low_and_distant(array: &XArray<Forest>, round: u64, order: u32) {
     for (index, order) in [(0, 0), (33, 0), (70, order), (FAR, 1), (FAR - 1, 0)] {
         let first = first_of(index, order);
         let mut stock = array.prepare(first, last_of(first, order), order).unwrap();
@@ -91,8 +92,8 @@ fn low_and_far(array: &XArray<Forest>, round: u64, order: u32) {
     array.lock().erase_range(2 * ALWAYS, MAX_INDEX, |found| assert_belongs(found, found.first));
 }
 
-/// Readers always find the permanent entries, and never an entry of another index, while threads split, join, store and
-/// erase.
+/// While a writer splits, joins, stores and erases, readers always find the permanent entries, and never an entry of
+/// another index.
 #[test]
 fn threads_read_while_one_writes() {
     let nodes = test_forest::forest_of(MANY_NODES);
@@ -106,7 +107,7 @@ fn threads_read_while_one_writes() {
                 scope.spawn(move || read(array, is_done, seed))
             })
             .collect();
-        let done = Done(&is_done);
+        let done = StopReaders(&is_done);
         let start = Instant::now();
         let mut round = 0;
         while round == 0 || start.elapsed() < WRITING {
@@ -121,12 +122,12 @@ fn threads_read_while_one_writes() {
     super::model_tests::await_none_in_use(nodes);
 }
 
-/// The state of a frame: pins, and a bit once it is released.
+/// Bit of a frame's word that says that the frame was released; the lower bits count its pins.
 const RELEASED: u64 = 1 << 32;
 
-/// A frame that was found, pinned, and is still in the array is not released meanwhile.
+/// A frame that was found, pinned, and is still in the array is not released.
 #[test]
-fn threads_pin_what_is_still_there() {
+fn a_frame_pinned_by_a_thread_is_not_released() {
     const FRAMES: usize = 64;
     use std::sync::atomic::Ordering::AcqRel;
     let array = XArray::new(test_forest::forest_of(MANY_NODES));
@@ -150,7 +151,7 @@ fn threads_pin_what_is_still_there() {
                 }
             });
         }
-        let _done = Done(&is_done);
+        let _done = StopReaders(&is_done);
         let start = Instant::now();
         while start.elapsed() < WRITING {
             for (index, frame) in (0..).zip(&frames) {

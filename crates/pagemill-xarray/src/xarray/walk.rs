@@ -1,16 +1,16 @@
-//! Readers: descents from the root, without a lock.
+//! Lookups of readers: descents from the root, without a lock.
 //!
-//! Each descent answers for one index, or finds a stale word and is restarted. Iteration is one descent per step, so no
-//! state is kept between steps that a writer could invalidate.
+//! A descent returns the result for one index, or restarts after it read a stale word. Iteration makes one descent per
+//! step, so it keeps no state that a writer could invalidate.
 
 use super::nodes::Nodes;
-use super::slots::{Again, IndexSlot, resolve};
+use super::slots::{IndexSlot, StaleWord, resolve};
 use super::word::{self, IndexWord, SLOT_BITS, SLOTS};
 use super::{Found, Mark, XArray};
 use pagemill_core::epoch::Guard;
 use pagemill_core::sync::{Acquire, Relaxed};
 
-/// A value that was found, and its slot.
+/// An entry that a lookup found, and its slot.
 ///
 /// Example: [`XArray`](super::XArray).
 #[derive(Clone, Copy)]
@@ -43,32 +43,33 @@ impl<'g> Hit<'g> {
         self.found.first
     }
 
-    /// Whether the slot still holds the same value of the same order. See the module for what that proves.
+    /// Whether the slot still contains the same value of the same order. The module documentation says what follows
+    /// from that.
     #[inline]
     pub fn is_still(&self) -> bool {
-        self.slot.look() == self.word
+        self.slot.load_acquire() == self.word
     }
 }
 
-/// Levels down to an index of 40 bits, 6 bits each.
+/// Most levels of a tree: an index has 40 bits, and each level uses 6.
 const MAX_LEVELS: usize = 7;
 
-/// Result of a lookup.
-enum Seen<'g> {
+enum LookupResult<'g> {
     /// The entry that covers the index.
     Entry(Hit<'g>),
-    /// No entry, from the index to this one.
+    /// There is no entry from the index up to `last`.
     Nothing { last: u64 },
 }
 
 impl<N: Nodes> XArray<N> {
-    /// The entry that covers the index. Cost: two loads a level, and one more if it is not the entry's first slot.
+    /// Returns the entry that covers the index. Cost: two loads per level, and one more if the index is not in the
+    /// entry's first slot.
     #[inline]
     pub fn load(&self, index: u64, guard: &Guard) -> Option<Found> {
         self.find(index, guard).map(|hit| hit.found)
     }
 
-    /// As [`XArray::load`], for readers that pin the object behind the value.
+    /// As [`XArray::load`], for readers that then pin the object that the value refers to.
     #[inline]
     pub fn find<'g>(&'g self, index: u64, _guard: &'g Guard) -> Option<Hit<'g>> {
         loop {
@@ -78,29 +79,29 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// The entry that seems to cover the index, for callers that can validate the value. Without a guard a node may
-    /// belong to another array by now, so the result may be any entry that was ever stored with the same `Nodes`, or
-    /// none. For a value that is validated this saves a second lookup.
+    /// Returns the entry that seems to cover the index, for callers that validate the value. Needs no guard. So a node
+    /// on the path may belong to another array by now, and the result may be any entry that was ever stored with the
+    /// same `Nodes`, or `None`.
     ///
     /// Cost: as [`XArray::find`], without the guard.
     #[inline]
     pub fn hint(&self, index: u64) -> Option<Found> {
-        let mut word = self.root.look();
+        let mut word = self.root.load_acquire();
         if !word.reaches(index) {
             return None;
         }
-        // The deepest tree has this many levels; reused nodes might lead on endlessly.
+        // The deepest tree has this many levels. The bound ends a descent through reused nodes.
         for _ in 0..MAX_LEVELS {
             if !word.is_node() {
                 break;
             }
             let slots = &self.nodes.node(word.number()).slots;
-            word = slots[word::slot_of(index, word.shift()) % SLOTS].look();
+            word = slots[word::slot_of(index, word.shift()) % SLOTS].load_acquire();
             if word.is_node() {
                 continue;
             }
             if word.is_sibling() {
-                word = slots[word.first_slot() % SLOTS].look();
+                word = slots[word.first_slot() % SLOTS].load_acquire();
             }
             break;
         }
@@ -109,9 +110,9 @@ impl<N: Nodes> XArray<N> {
     }
 
     #[inline]
-    fn try_find(&self, index: u64) -> Result<Option<Hit<'_>>, Again> {
+    fn try_find(&self, index: u64) -> Result<Option<Hit<'_>>, StaleWord> {
         let mut slot = &self.root;
-        let mut word = slot.look();
+        let mut word = slot.load_acquire();
         if !word.reaches(index) {
             return Ok(None);
         }
@@ -123,23 +124,23 @@ impl<N: Nodes> XArray<N> {
         Ok(word.is_value().then(|| Hit::new(slot, word, index)))
     }
 
-    /// The first entry that covers `from`, or begins after it and not after `to`.
+    /// Returns the first entry that covers `from`, or begins after `from` and not after `to`.
     pub fn next(&self, from: u64, to: u64, _guard: &Guard) -> Option<Found> {
-        self.search(from, to, |at| self.try_look(at, to))
+        self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
-    /// As [`XArray::next`], for entries with the mark.
+    /// As [`XArray::next`], but only for entries with the mark.
     pub fn next_marked(&self, from: u64, to: u64, mark: Mark, _guard: &Guard) -> Option<Found> {
-        self.search(from, to, |at| self.try_look_marked(at, mark as usize))
+        self.search(from, to, |at| self.try_find_marked_or_gap(at, mark as usize))
     }
 
-    /// The first index from `from` to `to` without an entry.
+    /// Returns the first index from `from` to `to` that no entry covers.
     pub fn next_gap(&self, from: u64, to: u64, _guard: &Guard) -> Option<u64> {
         let mut at = from;
         while at <= to {
-            match self.again(|| self.try_look(at, at)) {
-                Seen::Entry(hit) => at = hit.found.last() + 1,
-                Seen::Nothing { .. } => return Some(at),
+            match self.retry_while_stale(|| self.try_find_or_gap(at, at)) {
+                LookupResult::Entry(hit) => at = hit.found.last() + 1,
+                LookupResult::Nothing { .. } => return Some(at),
             }
         }
         None
@@ -150,36 +151,42 @@ impl<N: Nodes> XArray<N> {
         self.next_marked(index, index, mark, guard).is_some()
     }
 
-    /// For the thread that holds the lock, which needs no guard.
+    /// As [`XArray::next`], for the thread that holds the lock, which needs no guard.
     pub(super) fn next_locked(&self, from: u64, to: u64) -> Option<Found> {
-        self.search(from, to, |at| self.try_look(at, to))
+        self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
-    fn search<'g>(&self, from: u64, to: u64, look: impl Fn(u64) -> Result<Seen<'g>, Again>) -> Option<Found> {
+    fn search<'g>(
+        &self,
+        from: u64,
+        to: u64,
+        lookup: impl Fn(u64) -> Result<LookupResult<'g>, StaleWord>,
+    ) -> Option<Found> {
         let mut at = from;
         while at <= to {
-            match self.again(|| look(at)) {
-                Seen::Entry(hit) => return Some(hit.found),
-                Seen::Nothing { last } => at = last.checked_add(1)?,
+            match self.retry_while_stale(|| lookup(at)) {
+                LookupResult::Entry(hit) => return Some(hit.found),
+                LookupResult::Nothing { last } => at = last.checked_add(1)?,
             }
         }
         None
     }
 
-    fn again<'g>(&self, look: impl Fn() -> Result<Seen<'g>, Again>) -> Seen<'g> {
+    fn retry_while_stale<'g>(&self, lookup: impl Fn() -> Result<LookupResult<'g>, StaleWord>) -> LookupResult<'g> {
         loop {
-            if let Ok(seen) = look() {
+            if let Ok(seen) = lookup() {
                 return seen;
             }
         }
     }
 
-    /// As [`XArray::try_find`]; without an entry, returns the extent of the gap in this node, up to `to`.
-    fn try_look(&self, index: u64, to: u64) -> Result<Seen<'_>, Again> {
+    /// As [`XArray::try_find`]. Without an entry, also returns up to which index this node has none, at most up to
+    /// `to`.
+    fn try_find_or_gap(&self, index: u64, to: u64) -> Result<LookupResult<'_>, StaleWord> {
         let mut slot = &self.root;
-        let mut word = slot.look();
+        let mut word = slot.load_acquire();
         if word.is_empty() || !word.reaches(index) {
-            return Ok(Seen::Nothing { last: u64::MAX });
+            return Ok(LookupResult::Nothing { last: u64::MAX });
         }
         while word.is_node() {
             let (slots, shift) = (&self.nodes.node(word.number()).slots, word.shift());
@@ -187,49 +194,53 @@ impl<N: Nodes> XArray<N> {
             let (at, below) = resolve(slots, wanted, shift)?;
             if !below.is_value() && !below.is_node() {
                 let behind = ((to >> shift) - (index >> shift)).min((SLOTS - 1 - wanted) as u64) as usize;
-                let more = slots[wanted + 1..=wanted + behind].iter().take_while(|slot| slot.look().is_empty()).count();
-                return Ok(Seen::Nothing { last: word::last_of(index, shift) + ((more as u64) << shift) });
+                let more = slots[wanted + 1..=wanted + behind]
+                    .iter()
+                    .take_while(|slot| slot.load_acquire().is_empty())
+                    .count();
+                return Ok(LookupResult::Nothing { last: word::last_of(index, shift) + ((more as u64) << shift) });
             }
             (slot, word) = (&slots[at], below);
         }
-        Ok(Seen::Entry(Hit::new(slot, word, index)))
+        Ok(LookupResult::Entry(Hit::new(slot, word, index)))
     }
 
-    /// As [`XArray::try_look`], but entries without the mark count as a gap.
-    fn try_look_marked(&self, index: u64, mark: usize) -> Result<Seen<'_>, Again> {
-        let root = self.root.look();
+    /// As [`XArray::try_find_or_gap`], but treats entries without the mark as if there were none.
+    fn try_find_marked_or_gap(&self, index: u64, mark: usize) -> Result<LookupResult<'_>, StaleWord> {
+        let root = self.root.load_acquire();
         if !root.is_node() {
             let is_marked = root.is_value() && index == 0 && self.root_marks.load(Relaxed) >> mark & 1 != 0;
-            let nothing = Seen::Nothing { last: u64::MAX };
-            return Ok(if is_marked { Seen::Entry(Hit::new(&self.root, root, 0)) } else { nothing });
+            let nothing = LookupResult::Nothing { last: u64::MAX };
+            return Ok(if is_marked { LookupResult::Entry(Hit::new(&self.root, root, 0)) } else { nothing });
         }
         if !root.reaches(index) {
-            return Ok(Seen::Nothing { last: u64::MAX });
+            return Ok(LookupResult::Nothing { last: u64::MAX });
         }
         let mut word = root;
         loop {
             let (node, shift) = (self.nodes.node(word.number()), word.shift());
             let wanted = word::slot_of(index, shift);
             let (at, below) = resolve(&node.slots, wanted, shift)?;
-            // Read after the slot: a writer sets the mark before it stores a marked entry.
+            // The marks are read after the slot: a writer sets a mark before it stores a marked entry.
             let marks = node.marks[mark].load(Acquire);
             let is_marked = marks >> at & 1 != 0;
             if is_marked && below.is_value() {
-                return Ok(Seen::Entry(Hit::new(&node.slots[at], below, index)));
+                return Ok(LookupResult::Entry(Hit::new(&node.slots[at], below, index)));
             }
             if !is_marked || !below.is_node() {
-                // A join writes the slots of its parts, then clears their marks. If one did, the mark is at another
-                // slot now.
-                let is_still = node.slots[at].look() == below;
-                let nothing = Seen::Nothing { last: last_unmarked(index, marks, wanted, shift) };
-                return if is_still { Ok(nothing) } else { Err(Again) };
+                // A join overwrites the slots of the old entries, then clears their marks. After a join the mark is at
+                // another slot, so restart.
+                let is_still = node.slots[at].load_acquire() == below;
+                let nothing = LookupResult::Nothing { last: last_unmarked(index, marks, wanted, shift) };
+                return if is_still { Ok(nothing) } else { Err(StaleWord) };
             }
             word = below;
         }
     }
 }
 
-/// The last index before the next mark after slot `wanted`, which contains `index`, or the last index of the node.
+/// Returns the last index before the next marked slot after slot `wanted`, or the last index of the node. Slot `wanted`
+/// contains `index`.
 fn last_unmarked(index: u64, marks: u64, wanted: usize, shift: u32) -> u64 {
     let behind = marks.checked_shr(wanted as u32 + 1).unwrap_or(0);
     match behind {

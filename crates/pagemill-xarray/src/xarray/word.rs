@@ -1,4 +1,4 @@
-//! The words in slots.
+//! The words in slots: their format.
 //!
 //! ```text
 //!   63                      32 31        16 15      8 7      0
@@ -10,10 +10,10 @@
 //!   |                              0                           |   empty
 //! ```
 //!
-//! A word that points at a node has its shift, so a reader never reads a node's metadata. A value has its order, so the
-//! first index of an entry follows from the word and any of its indices.
+//! A word that points at a node contains the node's shift, so readers need not read the node's metadata. A word with a
+//! value contains its order, so the first index of the entry follows from the word and any index in the entry.
 
-/// Bits of an index per level, and slots of a node.
+/// Bits of an index per level, and number of slots of a node.
 pub(super) const SLOT_BITS: u32 = 6;
 pub(super) const SLOTS: usize = 1 << SLOT_BITS;
 
@@ -21,26 +21,26 @@ pub(super) const SLOTS: usize = 1 << SLOT_BITS;
 pub const MAX_INDEX: u64 = (1 << 40) - 1;
 /// The largest value.
 pub const MAX_VALUE: u64 = (1 << 48) - 1;
-/// The largest order of an entry; it covers `1 << order` indices.
+/// The largest order of an entry. An entry of order n covers `1 << n` indices.
 pub const MAX_ORDER: u32 = 11;
-/// Shift of the highest possible node.
+/// Shift of the highest node of the tallest tree.
 pub(super) const MAX_SHIFT: u32 = 36;
 
 const VALUE: u64 = 1;
 const NODE: u64 = 2;
 const GONE: u64 = 3;
-/// Words with tags from here on do not answer by themselves.
+/// Words with this tag or a higher one do not decide a lookup.
 const SIBLING: u64 = 4;
 const DEAD: u64 = 5;
 
 const TAG: u64 = 0xFF;
-/// The field for order, shift or slot.
-const SMALL_SHIFT: u32 = 8;
-const SMALL: u64 = 0xFF;
+/// The field for order, shift or slot number.
+const FIELD_SHIFT: u32 = 8;
+const FIELD: u64 = 0xFF;
 const VALUE_SHIFT: u32 = 16;
 const NUMBER_SHIFT: u32 = 32;
 
-/// The word in a slot.
+/// A word in a slot, or the root word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct IndexWord(pub u64);
 
@@ -50,23 +50,22 @@ impl IndexWord {
 
     #[inline]
     pub fn value(value: u64, order: u32) -> Self {
-        Self(value << VALUE_SHIFT | u64::from(order) << SMALL_SHIFT | VALUE)
+        Self(value << VALUE_SHIFT | u64::from(order) << FIELD_SHIFT | VALUE)
     }
 
     #[inline]
     pub fn node(number: u32, shift: u32) -> Self {
-        Self(u64::from(number) << NUMBER_SHIFT | u64::from(shift) << SMALL_SHIFT | NODE)
+        Self(u64::from(number) << NUMBER_SHIFT | u64::from(shift) << FIELD_SHIFT | NODE)
     }
 
     #[inline]
     pub fn sibling(first: usize) -> Self {
-        Self((first as u64) << SMALL_SHIFT | SIBLING)
+        Self((first as u64) << FIELD_SHIFT | SIBLING)
     }
 
-    /// The word in the first slot of this entry while it is absent but its later slots are set.
-    #[inline]
+    /// Returns the word for this entry's first slot while the entry is absent but its later slots are set.
     pub fn gone(self) -> Self {
-        Self(self.0 & SMALL << SMALL_SHIFT | GONE)
+        Self(self.0 & FIELD << FIELD_SHIFT | GONE)
     }
 
     #[inline]
@@ -75,8 +74,8 @@ impl IndexWord {
     }
 
     #[inline]
-    fn small(self) -> u32 {
-        (self.0 >> SMALL_SHIFT & SMALL) as u32
+    fn field(self) -> u32 {
+        (self.0 >> FIELD_SHIFT & FIELD) as u32
     }
 
     #[inline]
@@ -99,80 +98,77 @@ impl IndexWord {
         self.tag() == SIBLING
     }
 
-    /// Whether the word answers for its slot; not so SIBLING and DEAD.
+    /// Whether the word decides the lookup of its slot. False for SIBLING and DEAD.
     #[inline]
-    pub fn answers(self) -> bool {
+    pub fn decides_lookup(self) -> bool {
         self.tag() < SIBLING
     }
 
-    /// For a value.
+    /// The value of a VALUE word.
     #[inline]
     pub fn to_value(self) -> u64 {
         self.0 >> VALUE_SHIFT
     }
 
-    /// For a value.
+    /// The order of a VALUE or GONE word.
     #[inline]
     pub fn order(self) -> u32 {
-        self.small()
+        self.field()
     }
 
-    /// For a node.
+    /// The node number of a NODE word.
     #[inline]
     pub fn number(self) -> u32 {
         (self.0 >> NUMBER_SHIFT) as u32
     }
 
-    /// For a node: each slot covers `1 << shift` indices.
+    /// The shift of a NODE word: each slot of the node covers `1 << shift` indices.
     #[inline]
     pub fn shift(self) -> u32 {
-        self.small()
+        self.field()
     }
 
-    /// For a sibling: the first slot of its entry.
+    /// The slot number in a SIBLING word: the first slot of the entry.
     #[inline]
     pub fn first_slot(self) -> usize {
-        self.small() as usize
+        self.field() as usize
     }
 
-    /// For the root word: whether the tree covers the index.
+    /// Whether a tree with this root word covers the index.
     #[inline]
     pub fn reaches(self, index: u64) -> bool {
         if self.is_node() { index >> self.shift() < SLOTS as u64 } else { index == 0 }
     }
 
-    /// Number of slots of this value in a node of that shift.
-    #[inline]
+    /// Number of slots that this VALUE takes in a node of that shift.
     pub fn slots(self, shift: u32) -> usize {
         1 << (self.order() - shift)
     }
 
-    /// For the word of slot `first`: whether it answers for the later slot `slot`, present or GONE.
+    /// Whether this word of slot `first` is a VALUE or GONE of an entry that includes the later slot `slot`.
     #[inline]
     pub fn covers(self, first: usize, slot: usize, shift: u32) -> bool {
         matches!(self.tag(), VALUE | GONE) && (slot - first) >> (self.order() - shift) == 0
     }
 }
 
-/// The slot of the index in a node with that shift.
 #[inline]
 pub(super) fn slot_of(index: u64, shift: u32) -> usize {
     (index >> shift) as usize % SLOTS
 }
 
-/// Shift of the nodes that hold entries of this order.
-#[inline]
+/// Returns the shift of the nodes that contain entries of this order.
 pub(super) fn shift_of(order: u32) -> u32 {
     order / SLOT_BITS * SLOT_BITS
 }
 
-/// The first index of the entry of that order that covers `index`.
+/// Returns the first index of the entry of that order that covers `index`.
 #[inline]
 pub(super) fn first_of(index: u64, order: u32) -> u64 {
     index >> order << order
 }
 
-/// The last index of the slot, or entry, of `1 << bits` indices around `index`.
+/// Returns the last index of the aligned range of `1 << bits` indices that contains `index`.
 #[inline]
 pub(super) fn last_of(index: u64, bits: u32) -> u64 {
     index | ((1 << bits) - 1)
@@ -182,30 +178,40 @@ pub(super) fn last_of(index: u64, bits: u32) -> u64 {
 mod tests {
     use super::*;
 
-    /// Fields are read as written, at the borders; no kind of word is mistaken for another.
+    /// Words with the smallest and largest fields return these fields, and each word is of exactly one kind.
     #[test]
-    fn words_keep_what_they_are_given() {
+    fn words_return_their_fields() {
         for value in [0, 1, MAX_VALUE - 1, MAX_VALUE] {
             for order in 0..=MAX_ORDER {
                 let word = IndexWord::value(value, order);
-                assert!(word.is_value() && word.answers() && !word.is_node() && !word.is_sibling() && !word.is_empty());
+                assert!(
+                    word.is_value()
+                        && word.decides_lookup()
+                        && !word.is_node()
+                        && !word.is_sibling()
+                        && !word.is_empty()
+                );
                 assert_eq!((word.to_value(), word.order()), (value, order));
-                assert!(!word.gone().is_value() && word.gone().answers() && !word.gone().is_empty());
+                assert!(!word.gone().is_value() && word.gone().decides_lookup() && !word.gone().is_empty());
                 assert_eq!(word.gone().order(), order);
             }
         }
         for (number, shift) in [(1, 0), (u32::MAX, MAX_SHIFT), (7, SLOT_BITS)] {
             let word = IndexWord::node(number, shift);
-            assert!(word.is_node() && word.answers() && !word.is_value() && !word.is_sibling() && !word.is_empty());
+            assert!(
+                word.is_node() && word.decides_lookup() && !word.is_value() && !word.is_sibling() && !word.is_empty()
+            );
             assert_eq!((word.number(), word.shift()), (number, shift));
         }
         for slot in 0..SLOTS {
             let word = IndexWord::sibling(slot);
-            assert!(word.is_sibling() && !word.answers() && !word.is_value() && !word.is_node() && !word.is_empty());
+            assert!(
+                word.is_sibling() && !word.decides_lookup() && !word.is_value() && !word.is_node() && !word.is_empty()
+            );
             assert_eq!(word.first_slot(), slot);
         }
-        assert!(!IndexWord::DEAD.answers() && !IndexWord::DEAD.is_sibling() && !IndexWord::DEAD.is_empty());
-        assert!(IndexWord::EMPTY.answers() && IndexWord::EMPTY.is_empty() && !IndexWord::EMPTY.is_value());
+        assert!(!IndexWord::DEAD.decides_lookup() && !IndexWord::DEAD.is_sibling() && !IndexWord::DEAD.is_empty());
+        assert!(IndexWord::EMPTY.decides_lookup() && IndexWord::EMPTY.is_empty() && !IndexWord::EMPTY.is_value());
     }
 
     /// An entry covers only its own slots.
@@ -217,7 +223,7 @@ mod tests {
         assert!(!word.covers(8, 16, 6) && !IndexWord::node(1, 0).covers(8, 9, 6) && !IndexWord::EMPTY.covers(8, 9, 6));
     }
 
-    /// The root word bounds the indices; the highest node covers all of them.
+    /// A root word without a node reaches index 0 only. The highest node reaches all indices.
     #[test]
     fn a_root_reaches_its_indices() {
         assert!(

@@ -1,14 +1,14 @@
-//! jemalloc under the names of the malloc family, with its own defaults.
+//! jemalloc with its default settings, exported under the names of the malloc family.
 //!
-//! Each function only forwards to the crate's prefixed symbol, so the measurement is of jemalloc itself.
+//! Each function only forwards to the prefixed symbol of the crate, so jemalloc itself is measured.
 
-// This file only exports C symbols and calls C functions.
 #![allow(unsafe_code)] // the C ABI of malloc
 
 use core::ffi::{c_int, c_void};
 use tikv_jemalloc_sys as jemalloc;
 
-/// The smallest OS page of the supported systems; on systems with larger pages this only over-aligns.
+/// The largest OS page size that is usual for the processor. On systems with smaller pages, blocks are only
+/// over-aligned.
 const PAGE_BYTES: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 65536 };
 
 /// Rounds up to whole pages. On overflow returns `size` itself, which is too large to be granted.
@@ -137,7 +137,7 @@ pub unsafe extern "C" fn pvalloc(size: usize) -> *mut c_void {
     unsafe { jemalloc::aligned_alloc(PAGE_BYTES, whole_pages(size)) }
 }
 
-/// jemalloc's control call, which `giveback` uses to request a purge.
+/// Calls jemalloc's control function. The experiment `giveback` requests a purge with it.
 ///
 /// # Safety
 ///

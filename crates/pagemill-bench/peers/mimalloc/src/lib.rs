@@ -1,14 +1,14 @@
-//! mimalloc under the names of the malloc family, with its own defaults.
+//! mimalloc with its default settings, exported under the names of the malloc family.
 //!
-//! Each function only forwards to the crate's prefixed symbol, so the measurement is of mimalloc itself.
+//! Each function only forwards to the prefixed symbol of the crate, so mimalloc itself is measured.
 
-// This file only exports C symbols and calls C functions.
 #![allow(unsafe_code)] // the C ABI of malloc
 
 use core::ffi::{c_int, c_void};
 use libmimalloc_sys as mimalloc;
 
-/// The smallest OS page of the supported systems; on systems with larger pages this only over-aligns.
+/// The largest OS page size that is usual for the processor. On systems with smaller pages, blocks are only
+/// over-aligned.
 const PAGE_BYTES: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 65536 };
 
 /// Rounds up to whole pages. On overflow returns `size` itself, which is too large to be granted.
@@ -137,12 +137,12 @@ pub unsafe extern "C" fn pvalloc(size: usize) -> *mut c_void {
     unsafe { mimalloc::mi_malloc_aligned(whole_pages(size), PAGE_BYTES) }
 }
 
-/// `mi_collect`, which `giveback` uses to request a purge. Exported under another name, since the crate already defines
-/// `mi_collect`.
+/// Calls `mi_collect`. The experiment `giveback` requests a purge with it. The exported name differs, since the crate
+/// already defines `mi_collect`.
 ///
 /// # Safety
 ///
-/// None: `mi_collect` of mimalloc has no precondition.
+/// There is no precondition.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn peer_mi_collect(force: bool) {
     // SAFETY: `mi_collect` may be called at any time from any thread.

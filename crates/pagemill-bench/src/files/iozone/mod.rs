@@ -1,4 +1,5 @@
-//! Reads and writes of 4 KiB records by many concurrent workers, beside tmpfs and beside the original's table of 2013.
+//! Reads and writes of 4 KiB records by many concurrent workers, compared with tmpfs and with the results published in
+//! 2013.
 
 mod original;
 mod verdicts;
@@ -7,24 +8,24 @@ use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Book, Metric, report_row};
-use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, STEERED, WITHIN_SIZE};
-use crate::files::{self, Plan};
-use crate::report::{Place, Report, Row};
+use crate::experiment::{Metric, SampleTable, report_row};
+use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, PAGEMILL_MOUNT, WITHIN_SIZE};
+use crate::files::{self, FileExperiment};
+use crate::report::{Report, Row, TableCell};
 use crate::stats::Better;
 use crate::workload::iozone::Operation;
-use original::Original;
+use original::PublishedResults;
 
-/// Numbers of workers in the original's table.
+/// Numbers of workers in the table of 2013.
 const THREADS: &[u16] = &[1, 2, 4, 8, 10, 20, 30, 40, 50, 60, 70, 80, 120, 160, 200];
 const QUICK_THREADS: &[u16] = &[1, 2, 8];
 const TOTAL: (u64, u64) = (256 << 20, 2 << 30);
 const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
-/// Time for Pagemill to put closed files into huge pages; every file system gets the same pause.
+/// Pause in which Pagemill can put closed files into huge pages. Every file system gets the same pause.
 const PAUSE_MS: (u64, u64) = (500, 2000);
 const UNIT: &str = "MiB/s";
 
-/// The way to access the records.
+/// The way in which the workers access the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Mode {
     Mapped,
@@ -32,7 +33,6 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// The name in the original's table.
     fn name(self) -> &'static str {
         match self {
             Self::Mapped => "mapped",
@@ -41,18 +41,17 @@ impl Mode {
     }
 }
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
     pub files: files::FileOptions,
-    /// Numbers of workers, separated by commas (default: the original's fifteen, with --quick 1,2,8)
+    /// Numbers of workers, separated by commas (default: the fifteen numbers of 2013, with --quick 1,2,8)
     #[arg(long, value_delimiter = ',', value_name = "LIST", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Vec<u16>,
     /// Use processes as workers instead of threads
     #[arg(long)]
     pub processes: bool,
-    /// Use files in a page cache of the workers' own process, read and written by its calls, beside tmpfs
+    /// Use files in a page cache of the workers' own process and its calls, compared with tmpfs
     #[arg(long, conflicts_with_all = ["processes", "mode", "dir"])]
     pub cache: bool,
     /// Total size of all files (default 2G, with --quick 256M)
@@ -73,7 +72,7 @@ fn parse_seconds(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// A number of workers in one mode; each sample has all seven ways of access.
+/// A number of workers in one mode. Each sample runs all seven operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     mode: Mode,
@@ -100,14 +99,14 @@ pub fn run(options: &Options) -> Result<Report> {
     let common = &options.files.common;
     let mounter = Mounter::new(options.files.dir.as_deref())?;
     let known: &[FileSystem] =
-        if options.cache { &[CACHE, NEVER, ALWAYS] } else { &[NEVER, WITHIN_SIZE, ALWAYS, STEERED] };
+        if options.cache { &[CACHE, NEVER, ALWAYS] } else { &[NEVER, WITHIN_SIZE, ALWAYS, PAGEMILL_MOUNT] };
     let (ready, gaps) = mounter.select(&common.only, known)?;
     let mut report = Report::new("iozone", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
+    gaps.into_iter().for_each(|gap| report.add_gap(gap));
     let cases = cases(options);
-    let total = options.total.unwrap_or(common.pick(TOTAL.0, TOTAL.1));
-    child::warm((total >> 20) * 5 / 4 + 64)?;
-    let plan = Plan {
+    let total = options.total.unwrap_or(common.quick_or_full(TOTAL.0, TOTAL.1));
+    child::touch_beforehand((total >> 20) * 5 / 4 + 64)?;
+    let plan = FileExperiment {
         cases: &cases,
         rounds: common.rounds(),
         size_bytes: 2 * total + (512 << 20),
@@ -116,23 +115,23 @@ pub fn run(options: &Options) -> Result<Report> {
         name: &|case| case.name(),
         limit: Duration::from_secs(900),
     };
-    let book = plan.measure(&mounter, &ready, &mut report)?;
-    let original = Original::load();
+    let samples = plan.measure(&mounter, &ready, &mut report)?;
+    let original = PublishedResults::load();
     for mode in [Mode::Mapped, Mode::ReadWrite] {
         let cases: Vec<Case> = cases.iter().copied().filter(|case| case.mode == mode).collect();
         for operation in Operation::ALL {
-            rows(&mut report, &book, &cases, operation, &ready, &original);
+            add_rows(&mut report, &samples, &cases, operation, &ready, &original);
         }
     }
     match options.cache {
-        true => verdicts::add_cached(&mut report, &book, &cases),
-        false => verdicts::add(&mut report, &book, &cases),
+        true => verdicts::add_cache_verdicts(&mut report, &samples, &cases),
+        false => verdicts::add_verdicts(&mut report, &samples, &cases),
     }
     Ok(report)
 }
 
 fn cases(options: &Options) -> Vec<Case> {
-    let usual = options.files.common.pick(QUICK_THREADS, THREADS);
+    let usual = options.files.common.quick_or_full(QUICK_THREADS, THREADS);
     let threads = if options.threads.is_empty() { usual } else { &options.threads };
     let only = if options.cache { Some(Mode::ReadWrite) } else { options.mode };
     let modes = [Mode::Mapped, Mode::ReadWrite].into_iter().filter(|mode| only.is_none_or(|only| only == *mode));
@@ -141,43 +140,43 @@ fn cases(options: &Options) -> Vec<Case> {
 
 fn arguments(options: &Options, total: u64, case: &Case) -> Vec<String> {
     let common = &options.files.common;
-    let seconds = options.cell_seconds.unwrap_or(common.pick(CELL_SECONDS.0, CELL_SECONDS.1));
+    let seconds = options.cell_seconds.unwrap_or(common.quick_or_full(CELL_SECONDS.0, CELL_SECONDS.1));
     let numbers = [
         ("--workers", u64::from(case.threads)),
         ("--total-bytes", total),
         ("--cell-ms", (seconds * 1e3) as u64),
-        ("--pause-ms", common.pick(PAUSE_MS.0, PAUSE_MS.1)),
+        ("--pause-ms", common.quick_or_full(PAUSE_MS.0, PAUSE_MS.1)),
     ];
     let flags = [("--mapped", case.mode == Mode::Mapped), ("--processes", options.processes)];
     let flags = flags.into_iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| flag.to_owned());
-    ["__iozone".to_owned()].into_iter().chain(child::numbers(&numbers)).chain(flags).collect()
+    ["__iozone".to_owned()].into_iter().chain(child::numeric_options(&numbers)).chain(flags).collect()
 }
 
-/// Adds one table per mode, with a line for each number of workers as in the original.
-fn rows(
+/// Adds a table for the operation in each mode, with one line for each number of workers as in 2013.
+fn add_rows(
     report: &mut Report,
-    book: &Book<Case>,
+    samples: &SampleTable<Case>,
     cases: &[Case],
     operation: Operation,
     ready: &[FileSystem],
-    original: &Original,
+    original: &PublishedResults,
 ) {
     for case in cases {
         let table = format!(
             "{}, {}: {UNIT}, half the spread, times {}; beside it the original and times its own baseline",
             case.mode.name(),
-            original::name(operation),
+            original::published_name(operation),
             NEVER.name,
         );
-        report.turn(table.clone());
-        let place = Some(Place { table, column: case.column() });
+        report.transpose_table(table.clone());
+        let cell = Some(TableCell { table, column: case.column() });
         for subject in ready {
             let name = operation.metric();
             let metric = Metric { name, unit: UNIT, better: Better::Higher, baseline: Some(NEVER.name) };
-            report_row(report, book, (case, &case.name()), subject.name, metric, place.clone());
+            report_row(report, samples, (case, &case.name()), subject.name, metric, cell.clone());
         }
         if let Some((value, speedup)) = original.find(case.mode.name(), operation, case.threads) {
-            report.row(Row {
+            report.add_row(Row {
                 experiment: "iozone",
                 case: case.name(),
                 subject: "original-2013".to_owned(),
@@ -188,7 +187,7 @@ fn rows(
                 ratio: Some(speedup),
                 spread: 0.0,
                 samples: 1,
-                place,
+                cell,
             });
         }
     }
@@ -209,7 +208,8 @@ mod tests {
         Line::try_parse_from([&["x"], line].concat()).map(|line| line.options)
     }
 
-    /// The original's counts in both modes unless others are given; contradictory options are refused.
+    /// By default the cases have the fifteen numbers of workers in both modes. Options reduce them; contradictory
+    /// options are refused.
     #[test]
     fn cases_follow_the_options() {
         let count = |line: &[&str]| cases(&parse(line).expect("known options")).len();
@@ -223,9 +223,9 @@ mod tests {
         assert!(parse(&["--total", "much"]).is_err());
     }
 
-    /// The arguments of the workload.
+    /// The workload's command line has the numbers and flags of case and options.
     #[test]
-    fn the_workload_is_told_all() {
+    fn workload_gets_all_arguments() {
         let options = parse(&["--processes", "--cell-seconds", "0.5"]).expect("known options");
         let case = Case { mode: Mode::Mapped, threads: 4 };
 

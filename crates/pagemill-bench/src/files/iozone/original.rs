@@ -1,17 +1,18 @@
-//! The table of the original's experiment, as published in 2013.
+//! The results that the original experiment published in 2013, as a table.
 
 use crate::workload::iozone::Operation;
 
 const TABLE: &str = include_str!("../../../data/iozone-2013.csv");
 
-/// Each line: mode, operation, threads, KB/s before and with the patches, and their ratio.
+/// The parsed table. Each line has mode, operation, number of threads, KB/s without and with the patches, and their
+/// ratio.
 #[derive(Debug)]
-pub struct Original {
+pub struct PublishedResults {
     lines: Vec<Vec<&'static str>>,
 }
 
-/// The original's name of a way of access.
-pub fn name(operation: Operation) -> &'static str {
+/// Returns the name of an operation in the table of 2013.
+pub fn published_name(operation: Operation) -> &'static str {
     match operation {
         Operation::InitialWrite => "initial writers",
         Operation::Rewrite => "rewriters",
@@ -23,16 +24,15 @@ pub fn name(operation: Operation) -> &'static str {
     }
 }
 
-impl Original {
-    /// Parses the built-in table.
+impl PublishedResults {
     pub fn load() -> Self {
         let lines = TABLE.lines().filter(|line| !line.starts_with('#')).skip(1);
         Self { lines: lines.map(|line| line.split(',').collect()).collect() }
     }
 
-    /// MiB/s with the patches, and the ratio to the speed without them, if the original has this cell.
+    /// Returns the MiB/s with the patches, and the ratio to the speed without them; none if the table has no such cell.
     pub fn find(&self, mode: &str, operation: Operation, threads: u16) -> Option<(f64, f64)> {
-        let key = [mode, name(operation), &threads.to_string()];
+        let key = [mode, published_name(operation), &threads.to_string()];
         let line = self.lines.iter().find(|line| line.len() == 6 && line[..3] == key)?;
         let patched: f64 = line[4].parse().ok()?;
         Some((patched / 1024.0, line[5].parse().ok()?))
@@ -43,10 +43,10 @@ impl Original {
 mod tests {
     use super::*;
 
-    /// All 210 cells are parsed, and each ratio is that of its two speeds.
+    /// All 210 cells can be found, and each ratio is the quotient of the two speeds of its line.
     #[test]
-    fn the_table_is_whole() {
-        let original = Original::load();
+    fn table_is_complete() {
+        let original = PublishedResults::load();
         let mut found = 0;
         for mode in ["mapped", "read/write"] {
             for threads in super::super::THREADS {

@@ -1,5 +1,5 @@
-//! Large transfers to and from a file, into huge pages and small ones, as ORION did in 2013: by the cache, by a bare
-//! io_uring, by fio.
+//! Large transfers to and from a file, into huge pages and into small ones, as Oracle's ORION did in 2013. The subjects
+//! are the page cache, a bare io_uring, and fio.
 
 mod original;
 mod subjects;
@@ -12,14 +12,14 @@ use super::target::Target;
 use super::{CPU, IOS, MIB, P50, P99, P999, PlaceOptions, sample};
 use crate::child::{self, Outcome};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, report_row};
-use crate::report::{Place, Report};
+use crate::experiment::{CommonOptions, Metric, Progress, SampleTable, report_row};
+use crate::report::{Report, TableCell};
 use crate::stats::Better;
 use subjects::{SUBJECTS, Subject, Work};
 
 const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
 
-/// Sizes of transfers: those of the original, and a huge folio.
+/// Sizes of transfers: the two of 2013, and the size of a huge folio.
 const KIB_64: u64 = 64 << 10;
 const MIB_1: u64 = 1 << 20;
 const FOLIO: u64 = pagemill::units::BLOCK_BYTES as u64;
@@ -27,35 +27,34 @@ const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
 
 const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);
 const RUN_MS: (u64, u64) = (150, 500);
-/// Samples of a target are longer, since they use only some milliseconds of CPU time.
+/// Milliseconds of a sample with `--targets`. They are longer, since a sample uses only some milliseconds of CPU time.
 const TARGET_RUN_MS: u64 = 1000;
 const TARGET_DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 2048);
-/// The cache holds a quarter of the file, or twice the bytes in flight if that is more.
+/// The cache has a quarter of the file's size, or twice the bytes in flight if that is more.
 const CACHE_SHARE: u64 = 4;
 
-/// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
-    pub common: Common,
+    pub common: CommonOptions,
     #[command(flatten)]
     pub place: PlaceOptions,
-    /// Also writes, even to a file given by --file, WHOSE CONTENT IS LOST (default: writes only to a temporary file)
+    /// Also write, even to a file given by --file, WHOSE CONTENT IS LOST (default: write only to a temporary file)
     #[arg(long, conflicts_with = "reads")]
     pub writes: bool,
-    /// Reads only
+    /// Only read
     #[arg(long)]
     pub reads: bool,
-    /// Only the cases of the targets: depth 64 with 64 KiB and 1 MiB, one second each; seven minutes with 3 samples
+    /// Run only the cases of the targets: depth 64 with 64 KiB and 1 MiB, one second each; seven minutes with 3 samples
     #[arg(long, conflicts_with = "depths")]
     pub targets: bool,
-    /// Transfers in flight, separated by commas (default 1, 8, 64; with --quick 8)
+    /// Numbers of transfers in flight, separated by commas (default 1, 8, 64; with --quick 8)
     #[arg(long, value_delimiter = ',', value_name = "DEPTH", value_parser = clap::value_parser!(u64).range(1..=256))]
     pub depths: Vec<u64>,
 }
 
-/// One kind of transfer. Writes sort last, since they destroy the pattern.
+/// One kind of transfer. Writes sort last, since they destroy the pattern that reads are checked with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     is_write: bool,
@@ -88,20 +87,20 @@ impl Options {
     fn depths(&self) -> &[u64] {
         match &self.depths[..] {
             [] if self.targets => &[TARGET_DEPTH],
-            [] => self.common.pick(DEPTHS.0, DEPTHS.1),
+            [] => self.common.quick_or_full(DEPTHS.0, DEPTHS.1),
             depths => depths,
         }
     }
 
     fn run_ms(&self) -> u64 {
         let usual = if self.targets { TARGET_RUN_MS } else { RUN_MS.1 };
-        self.common.pick(RUN_MS.0, usual)
+        self.common.quick_or_full(RUN_MS.0, usual)
     }
 
-    /// The bytes in flight are at most a quarter of the file.
+    /// Returns the file size in MiB. It is large enough that the bytes in flight are at most a quarter of it.
     fn file_mib(&self) -> u64 {
         let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO);
-        self.common.pick(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)
+        self.common.quick_or_full(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)
     }
 }
 
@@ -124,7 +123,7 @@ fn cases(options: &Options) -> Vec<Case> {
     cases
 }
 
-fn deepest(cases: &[Case]) -> u64 {
+fn largest_depth(cases: &[Case]) -> u64 {
     cases.iter().map(|case| case.depth).max().unwrap_or(0)
 }
 
@@ -133,59 +132,61 @@ fn deepest(cases: &[Case]) -> u64 {
 /// # Errors
 ///
 /// [`crate::error::Error::WrongAnswer`] if wrong bytes were read; [`crate::error::Error::CannotRun`] for an unknown
-/// subject, and without a file.
+/// subject, or without a file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     common.check_only(&SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
     let mut report = Report::new("orion", common.json);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
     fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
-    let target = options.place.ready(options.file_mib())?;
+    let target = options.place.open_or_make(options.file_mib())?;
     if !target.has_pattern {
-        report.note("the file's content is unknown, so reads are not compared");
+        report.add_note("the file's content is unknown, so reads are not compared");
     }
-    report.note(format!("the file has {} MiB", target.len_bytes >> 20));
-    report
-        .note("fio's huge buffers are transparent huge pages of its malloc; --iomem=mmaphuge would need reserved ones");
+    report.add_note(format!("the file has {} MiB", target.len_bytes >> 20));
+    report.add_note(
+        "fio's huge buffers are transparent huge pages of its malloc; --iomem=mmaphuge would need reserved ones",
+    );
     let cases = cases(options);
     if cases.iter().any(|case| case.is_write) && subjects.iter().any(|subject| matches!(subject.work, Work::Cache)) {
-        report.note("the cache chooses its own depth of writeback: its writes are in the row of the deepest queue");
+        report.add_note("the cache chooses its own depth of writeback: its writes are in the row of the deepest queue");
     }
-    let book = measure(options, &cases, &subjects, &target)?;
-    rows(&mut report, &book, &cases, &subjects);
-    original::rows(&mut report);
-    verdicts::add(&mut report, &book, &cases);
+    let samples = measure(options, &cases, &subjects, &target)?;
+    add_rows(&mut report, &samples, &cases, &subjects);
+    original::add_rows(&mut report);
+    verdicts::add_verdicts(&mut report, &samples, &cases);
     Ok(report)
 }
 
-fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<Book<Case>> {
-    let (common, deepest) = (&options.common, deepest(cases));
-    child::warm((target.len_bytes >> 20) / CACHE_SHARE + 512)?;
-    let does = |case: &Case| {
-        let is_needed =
-            |subject: &&Subject| subject.does(*case, deepest) && (!options.targets || subject.has_target(*case));
+fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<SampleTable<Case>> {
+    let (common, largest_depth) = (&options.common, largest_depth(cases));
+    child::touch_beforehand((target.len_bytes >> 20) / CACHE_SHARE + 512)?;
+    let subjects_of = |case: &Case| {
+        let is_needed = |subject: &&Subject| {
+            subject.runs_case(*case, largest_depth) && (!options.targets || subject.has_target(*case))
+        };
         subjects.iter().copied().filter(is_needed).collect::<Vec<_>>()
     };
-    let progress = Progress::new(common.rounds() * cases.iter().map(|case| does(case).len()).sum::<usize>());
-    let mut book = Book::new();
-    // All reads run before all writes.
+    let progress = Progress::new(common.rounds() * cases.iter().map(|case| subjects_of(case).len()).sum::<usize>());
+    let mut samples = SampleTable::new();
+    // All reads run before all writes, which destroy the pattern.
     for is_write in [false, true] {
         for round in 0..common.rounds() {
             for case in cases.iter().filter(|case| case.is_write == is_write) {
-                let subjects = does(case);
+                let subjects = subjects_of(case);
                 for index in 0..subjects.len() {
                     let subject = subjects[(index + round) % subjects.len()];
                     progress.step(&format!("{}, {}", case.name(), subject.name));
-                    let outcome = one(subject, *case, target, options.run_ms())?;
-                    book.enter(case, subject.name, METRICS, &outcome);
+                    let outcome = run_sample(subject, *case, target, options.run_ms())?;
+                    samples.add_outcome(case, subject.name, METRICS, &outcome);
                 }
             }
         }
     }
-    Ok(book)
+    Ok(samples)
 }
 
-fn one(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Outcome> {
+fn run_sample(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Outcome> {
     let Case { is_write, io_bytes, is_random, depth } = case;
     let (words, more) = match subject.work {
         Work::Fio(engine) => {
@@ -198,7 +199,7 @@ fn one(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Ou
             (words, vec![("--depth", depth)])
         }
         Work::Cache if is_write => {
-            // The dirty pages are a small part of the cache.
+            // The cache is as large as the file, so that the dirty pages are a small part of it.
             let words = ["__overwrite"].into_iter().chain(is_random.then_some("--random")).collect();
             (words, vec![("--cache-mib", target.len_bytes >> 20)])
         }
@@ -209,20 +210,20 @@ fn one(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Ou
         }
     };
     let numbers = [more, vec![("--io-bytes", io_bytes), ("--run-ms", run_ms)]].concat();
-    let line = words.into_iter().map(str::to_owned).chain(child::numbers(&numbers)).collect();
+    let line = words.into_iter().map(str::to_owned).chain(child::numeric_options(&numbers)).collect();
     sample(subject.name, target, line, Duration::from_secs(120))
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, cases: &[Case], subjects: &[&Subject]) {
+fn add_rows(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case], subjects: &[&Subject]) {
     for (name, unit, better, what) in
         [(MIB, "MiB/s", Better::Higher, "MiB/s"), (CPU, "us", Better::Lower, "processor time a transfer, us")]
     {
         for case in cases {
             for subject in subjects {
                 let table = format!("{}: {what}, half the spread, times {}", case.kind(), subjects::FIO_HUGE_FIXED);
-                let place = Some(Place { table, column: format!("depth {}", case.depth) });
+                let cell = Some(TableCell { table, column: format!("depth {}", case.depth) });
                 let metric = Metric { name, unit, better, baseline: Some(subjects::FIO_HUGE_FIXED) };
-                report_row(report, book, (case, &case.name()), subject.name, metric, place);
+                report_row(report, samples, (case, &case.name()), subject.name, metric, cell);
             }
         }
     }
@@ -232,7 +233,7 @@ fn rows(report: &mut Report, book: &Book<Case>, cases: &[Case], subjects: &[&Sub
         for case in cases {
             subjects
                 .iter()
-                .for_each(|subject| report_row(report, book, (case, &case.name()), subject.name, metric, None));
+                .for_each(|subject| report_row(report, samples, (case, &case.name()), subject.name, metric, None));
         }
     }
 }

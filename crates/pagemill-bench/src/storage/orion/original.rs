@@ -1,21 +1,21 @@
-//! Figures that the original published in 2013: reads from flash into hugetlbfs pages.
+//! Speeds that the original experiment published in 2013: reads from flash into hugetlbfs pages.
 
-use crate::report::{Place, Report, Row};
+use crate::report::{Report, Row, TableCell};
 
 const TABLE: &str = include_str!("../../../data/orion-2013.csv");
 
-/// Adds a table of them to the report: MB/s, and the ratio to the kernel before the patch.
-pub fn rows(report: &mut Report) {
+/// Adds the table of 2013 to the report: MB/s, and the ratio to the kernel before the patch.
+pub fn add_rows(report: &mut Report) {
     let mut lines = TABLE.lines().filter(|line| !line.starts_with('#')).map(|line| line.split(','));
     let kernels: Vec<&str> = lines.next().into_iter().flatten().skip(1).collect();
     for mut line in lines {
         let Some(case) = line.next() else { continue };
         let speeds: Vec<f64> = line.filter_map(|speed| speed.parse().ok()).collect();
-        // The last two columns: v3.11-rc5 without the patch, and with it.
+        // The last two columns are v3.11-rc5 without the patch, and with it.
         let [.., before, _] = speeds[..] else { continue };
         for (kernel, speed) in kernels.iter().zip(&speeds) {
             let table = "the original, 2013: MB/s into hugetlbfs pages from flash, times v3.11-rc5".to_owned();
-            report.row(Row {
+            report.add_row(Row {
                 experiment: "orion",
                 case: format!("original: {case}"),
                 subject: format!("original-2013: {kernel}"),
@@ -26,7 +26,7 @@ pub fn rows(report: &mut Report) {
                 ratio: Some(speed / before),
                 spread: 0.0,
                 samples: 1,
-                place: Some(Place { table, column: case.to_owned() }),
+                cell: Some(TableCell { table, column: case.to_owned() }),
             });
         }
     }
@@ -36,11 +36,11 @@ pub fn rows(report: &mut Report) {
 mod tests {
     use super::*;
 
-    /// The table has two sizes on four kernels; 2.6.39 lost a third of the speed.
+    /// The table has two transfer sizes on four kernels.
     #[test]
-    fn the_table_is_whole() {
+    fn table_is_complete() {
         let mut report = Report::new("orion", false);
-        rows(&mut report);
+        add_rows(&mut report);
         let lines: Vec<&str> = TABLE.lines().collect();
         assert_eq!(lines.len(), 4);
         assert!(lines[2] == "1M read,8384,5629,6501,8371" && lines[3] == "64K read,7867,4576,4251,6510", "{lines:?}");

@@ -1,4 +1,4 @@
-//! Subjects of the experiment: what does the transfers, and into which memory.
+//! Subjects of the experiment: the program or queue that does the transfers, and the memory that it uses.
 
 use super::{Case, MIB_1};
 use crate::storage::fio::{self, Engine};
@@ -8,12 +8,11 @@ pub const RING_HUGE_FIXED: &str = "ring-huge-registered";
 pub const RING_SMALL: &str = "ring-4-KiB-pages";
 pub const FIO_HUGE_FIXED: &str = "fio-io_uring-fixed-huge";
 
-/// The workload of a sample.
 #[derive(Clone, Copy, Debug)]
 pub enum Work {
-    /// The cache: a queue that reads folios; for writes, writeback.
+    /// The page cache: a queue that reads folios; for writes, writeback.
     Cache,
-    /// A bare io_uring; these are arguments of its workload.
+    /// A bare io_uring, with these arguments of its workload.
     Ring(&'static [&'static str]),
     Fio(Engine),
 }
@@ -29,13 +28,14 @@ impl Subject {
         matches!(self.work, Work::Fio(_))
     }
 
-    /// Whether the subject runs this case. The cache chooses its own depth of writeback, so its writes run once, in the
-    /// case of the deepest queue.
-    pub fn does(&self, case: Case, deepest: u64) -> bool {
-        !matches!(self.work, Work::Cache) || !case.is_write || case.depth == deepest
+    /// Whether the subject runs this case. The cache chooses the depth of its writeback itself, so its writes
+    /// run only once, in the case with the largest depth.
+    pub fn runs_case(&self, case: Case, largest_depth: u64) -> bool {
+        !matches!(self.work, Work::Cache) || !case.is_write || case.depth == largest_depth
     }
 
-    /// Whether a target needs this subject: fio for the best of its variants, the cache, and the cache's baselines.
+    /// Whether the target of a case needs this subject: the cache, all variants of fio, or a ring that is a
+    /// baseline.
     pub fn has_target(&self, case: Case) -> bool {
         match self.work {
             Work::Cache | Work::Fio(_) => true,
@@ -46,24 +46,24 @@ impl Subject {
     }
 }
 
-const fn ring(name: &'static str, words: &'static [&'static str]) -> Subject {
+const fn ring_subject(name: &'static str, words: &'static [&'static str]) -> Subject {
     Subject { name, work: Work::Ring(words) }
 }
 
-const fn fio_by(name: &'static str, engine: Engine, is_huge: bool) -> Subject {
+const fn fio_subject(name: &'static str, engine: Engine, is_huge: bool) -> Subject {
     Subject { name, work: Work::Fio(Engine { is_huge, ..engine }) }
 }
 
 pub const SUBJECTS: [Subject; 11] = [
     Subject { name: CACHE, work: Work::Cache },
-    ring(RING_HUGE_FIXED, &["--memory", "huge", "--registered"]),
-    ring("ring-huge", &["--memory", "huge"]),
-    ring("ring-4-KiB-pages-registered", &["--memory", "small", "--registered"]),
-    ring(RING_SMALL, &["--memory", "small"]),
-    fio_by("fio-libaio", fio::LIBAIO, false),
-    fio_by("fio-libaio-huge", fio::LIBAIO, true),
-    fio_by("fio-io_uring", fio::URING, false),
-    fio_by("fio-io_uring-huge", fio::URING, true),
-    fio_by("fio-io_uring-fixed", fio::URING_FIXED, false),
-    fio_by(FIO_HUGE_FIXED, fio::URING_FIXED, true),
+    ring_subject(RING_HUGE_FIXED, &["--memory", "huge", "--registered"]),
+    ring_subject("ring-huge", &["--memory", "huge"]),
+    ring_subject("ring-4-KiB-pages-registered", &["--memory", "small", "--registered"]),
+    ring_subject(RING_SMALL, &["--memory", "small"]),
+    fio_subject("fio-libaio", fio::LIBAIO, false),
+    fio_subject("fio-libaio-huge", fio::LIBAIO, true),
+    fio_subject("fio-io_uring", fio::URING, false),
+    fio_subject("fio-io_uring-huge", fio::URING, true),
+    fio_subject("fio-io_uring-fixed", fio::URING_FIXED, false),
+    fio_subject(FIO_HUGE_FIXED, fio::URING_FIXED, true),
 ];

@@ -1,51 +1,57 @@
-//! Verdicts on the targets, at the deepest queue of each kind of transfer.
+//! Verdicts on the targets, for each kind of transfer at its largest queue depth.
 
 use super::subjects::{CACHE, FIO_HUGE_FIXED, RING_SMALL, SUBJECTS};
-use super::{Case, MIB_1, deepest};
-use crate::experiment::Book;
+use super::{Case, MIB_1, largest_depth};
+use crate::experiment::SampleTable;
 use crate::report::{Bound, Report, Series};
-use crate::storage::{CPU, MIB, against_best, best, compare};
+use crate::storage::{CPU, MIB, best_subject, judge_against_best, judge_ratio};
 
-pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
-    let deepest = deepest(cases);
-    for case in cases.iter().filter(|case| case.depth == deepest) {
-        against_fio(report, book, *case);
+pub fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>, cases: &[Case]) {
+    let largest_depth = largest_depth(cases);
+    for case in cases.iter().filter(|case| case.depth == largest_depth) {
+        against_fio(report, samples, *case);
         if case.io_bytes == MIB_1 && !case.is_write {
-            against_small_pages(report, book, *case);
+            against_small_pages(report, samples, *case);
         }
     }
 }
 
-/// Compares the cache with fio's best rate, and its CPU time with fio in huge pages with registered buffers.
-fn against_fio(report: &mut Report, book: &Book<Case>, case: Case) {
+/// Compares the cache's rate with fio's best, and its CPU time with that of fio with registered buffers in huge pages.
+fn against_fio(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
     let target = format!("{name}: {CACHE}, against the best of fio");
-    report.verdict(against_best(book, (target, Bound::AtLeast(0.99)), (&case, CACHE), (&fio_names(), MIB)));
+    report.add_verdict(judge_against_best(
+        samples,
+        (target, Bound::AtLeast(0.99)),
+        (&case, CACHE),
+        (&fio_names(), MIB),
+    ));
     let target = format!("{name}: processor for each, {CACHE}, of that of {FIO_HUGE_FIXED}");
-    let base = (FIO_HUGE_FIXED, book.get(&case, FIO_HUGE_FIXED, CPU));
-    report.verdict(compare(target, Bound::AtMost(1.0), book.get(&case, CACHE, CPU), base));
+    let base = (FIO_HUGE_FIXED, samples.get(&case, FIO_HUGE_FIXED, CPU));
+    report.add_verdict(judge_ratio(target, Bound::AtMost(1.0), samples.get(&case, CACHE, CPU), base));
 }
 
-/// Compares the cache with small pages, of which the original needed 256 per transfer instead of one.
-fn against_small_pages(report: &mut Report, book: &Book<Case>, case: Case) {
+/// Compares the cache with a ring whose buffers are small pages. In 2013 a transfer into small pages needed 256 pages
+/// instead of one.
+fn against_small_pages(report: &mut Report, samples: &SampleTable<Case>, case: Case) {
     let name = case.name();
-    let get = |subject, metric| book.get(&case, subject, metric);
-    // Twice the rate of small pages may exceed what the device can do; then fio's best rate is the bound.
-    let (_, limit) = best(book, &case, &fio_names(), MIB);
-    let wanted = get(RING_SMALL, MIB).map(|small| twice_or_limit(small, limit));
+    let get = |subject, metric| samples.get(&case, subject, metric);
+    // Twice the rate of small pages may exceed what the device can do. Then fio's best rate is the bound instead.
+    let (_, limit) = best_subject(samples, &case, &fio_names(), MIB);
+    let wanted = get(RING_SMALL, MIB).map(|small| twice_up_to_limit(small, limit));
     let target = format!("{name}: {CACHE}, of 2x {RING_SMALL} or of the best of fio, if that is less");
     let base = (RING_SMALL, wanted.as_ref());
-    report.verdict(compare(target, Bound::AtLeast(0.99), get(CACHE, MIB), base));
+    report.add_verdict(judge_ratio(target, Bound::AtLeast(0.99), get(CACHE, MIB), base));
     let target = format!("{name}: processor for each, {CACHE}, of that of {RING_SMALL}");
     let base = (RING_SMALL, get(RING_SMALL, CPU));
-    report.verdict(compare(target, Bound::AtMost(0.2), get(CACHE, CPU), base));
+    report.add_verdict(judge_ratio(target, Bound::AtMost(0.2), get(CACHE, CPU), base));
 }
 
 fn fio_names() -> Vec<&'static str> {
     SUBJECTS.iter().filter(|subject| subject.is_fio()).map(|subject| subject.name).collect()
 }
 
-fn twice_or_limit(small: &Series, limit: Option<&Series>) -> Series {
+fn twice_up_to_limit(small: &Series, limit: Option<&Series>) -> Series {
     let of_round = |(round, small): (usize, &Option<f64>)| {
         let limit = limit.and_then(|limit| limit.rounds.get(round).copied().flatten());
         small.map(|small| (2.0 * small).min(limit.unwrap_or(f64::INFINITY)))
@@ -57,14 +63,14 @@ fn twice_or_limit(small: &Series, limit: Option<&Series>) -> Series {
 mod tests {
     use super::*;
 
-    /// Twice the rate of small pages, or the limit if that is less. A missing round stays missing.
+    /// The baseline is twice the rate of small pages, or the limit if that is less. A missing round stays missing.
     #[test]
-    fn the_device_bounds_what_is_asked() {
+    fn wanted_rate_is_limited_by_the_device() {
         let series = |rounds: &[Option<f64>]| Series { rounds: rounds.to_vec(), ..Series::default() };
         let small = series(&[Some(100.0), Some(100.0), None, Some(10.0)]);
         let limit = series(&[Some(150.0), Some(300.0), Some(1.0), None]);
 
-        assert_eq!(twice_or_limit(&small, Some(&limit)).rounds, [Some(150.0), Some(200.0), None, Some(20.0)]);
-        assert_eq!(twice_or_limit(&small, None).rounds[0], Some(200.0));
+        assert_eq!(twice_up_to_limit(&small, Some(&limit)).rounds, [Some(150.0), Some(200.0), None, Some(20.0)]);
+        assert_eq!(twice_up_to_limit(&small, None).rounds[0], Some(200.0));
     }
 }

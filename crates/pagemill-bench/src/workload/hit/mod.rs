@@ -1,7 +1,8 @@
-//! Resident pages copied out and pinned at random: the page cache, its building blocks, and its peers.
+//! Resident pages, copied out and pinned in random order: in the page cache, in its building blocks, and in other
+//! caches.
 //!
-//! Every subject holds the same records ([`crate::pattern`]). Before the measurement all of them are compared byte by
-//! byte. The timed loop checks the first word of each record, and counts wrong ones without a branch.
+//! Every subject stores the same records ([`crate::pattern`]). Before the measurement every byte of them is compared.
+//! The timed loop checks only the stamp of each record, and counts wrong ones without a branch.
 
 mod own;
 mod peers;
@@ -14,15 +15,15 @@ use std::time::{Duration, Instant};
 
 use pagemill::units::BLOCK_BYTES;
 
-use super::{Failure, Outcome};
-use crate::files::Place;
+use super::{Failure, WorkloadResult};
+use crate::files::FilePlace;
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
 use crate::stats::Random;
-pub use own::{Files, cache, cache_of, failed, files, write};
+pub use own::{SmallFiles, cache, cache_of, failed, measure_files, write_all};
 
-/// The subjects, by where their pages are.
+/// The subjects, named for where they store the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     /// The page cache with huge folios.
@@ -41,7 +42,7 @@ pub enum Subject {
     QuickCache,
 }
 
-/// Arguments of one run, for one subject.
+/// Arguments of one run with one subject.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hit {
     #[arg(long)]
@@ -52,32 +53,32 @@ pub struct Hit {
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
-    /// For subjects on files.
+    /// The folder of the file, for subjects that use one.
     #[command(flatten)]
-    pub place: Option<Place>,
+    pub place: Option<FilePlace>,
 }
 
 type Record = [u8; RECORD_BYTES];
 
-/// The pages of a subject, filled.
-trait Data: Sync {
+/// A subject with all its pages filled.
+trait PageStore: Sync {
     /// Copies a page out; returns whether it was resident.
     fn copy(&self, page: usize, to: &mut Record) -> bool;
 
     /// Pins a page, reads its first word, and unpins it.
     fn pin(&self, page: usize) -> u64;
 
-    /// Whether the subject supports [`Data::pin`].
+    /// Whether the subject supports [`PageStore::pin`].
     const CAN_PIN: bool;
 
-    /// Names and values of further metrics, in bytes per page.
-    fn figures(&self) -> Vec<(&'static str, f64)> {
+    /// Returns names and values of further metrics, in bytes per page.
+    fn extra_metrics(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
 }
 
 /// Fills a subject, checks its contents, and measures it.
-pub fn run(arguments: &Hit) -> Outcome {
+pub fn run(arguments: &Hit) -> WorkloadResult {
     let pages = (arguments.mib << 20) / RECORD_BYTES;
     let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
     match arguments.subject {
@@ -92,27 +93,26 @@ pub fn run(arguments: &Hit) -> Outcome {
     }
 }
 
-fn measure<D: Data>(arguments: &Hit, pages: usize, make: impl FnOnce() -> Result<D, Failure>) -> Outcome {
-    let before = resident()?;
-    let data = make()?;
-    let grown = resident()?.saturating_sub(before);
+fn measure<D: PageStore>(arguments: &Hit, pages: usize, make: impl FnOnce() -> Result<D, Failure>) -> WorkloadResult {
+    let before = resident_bytes()?;
+    let store = make()?;
+    let grown = resident_bytes()?.saturating_sub(before);
     let data_bytes = (pages * RECORD_BYTES) as f64;
     let mut line = serde_json::Map::new();
     line.insert("beside_bytes".to_owned(), ((grown as f64 - data_bytes) / pages as f64).into());
-    check(&data, pages)?;
-    let share = proc::huge_bytes().unwrap_or(0) as f64 / data_bytes;
+    check_pages(&store, pages)?;
+    let share = proc::own_huge_bytes().unwrap_or(0) as f64 / data_bytes;
     line.insert("huge_share".to_owned(), share.min(1.0).into());
-    line.extend(data.figures().into_iter().map(|(name, value)| (name.to_owned(), value.into())));
-    line.insert("copy_ns".to_owned(), by_threads(arguments, pages, &data, copy_some)?.into());
+    line.extend(store.extra_metrics().into_iter().map(|(name, value)| (name.to_owned(), value.into())));
+    line.insert("copy_ns".to_owned(), time_by_threads(arguments, pages, &store, copy_random_pages)?.into());
     if D::CAN_PIN {
-        line.insert("pin_ns".to_owned(), by_threads(arguments, pages, &data, pin_some)?.into());
+        line.insert("pin_ns".to_owned(), time_by_threads(arguments, pages, &store, pin_random_pages)?.into());
     }
     Ok(line.into())
 }
 
-/// Resident bytes of this process.
-fn resident() -> Result<u64, Failure> {
-    let resident = proc::resident(std::process::id());
+fn resident_bytes() -> Result<u64, Failure> {
+    let resident = proc::resident_memory(std::process::id());
     resident.map(|resident| resident.all).ok_or_else(|| Failure::Other("/proc tells no resident memory".to_owned()))
 }
 
@@ -120,45 +120,54 @@ fn first_word(bytes: &[u8]) -> u64 {
     bytes.first_chunk().map_or(0, |word| u64::from_le_bytes(*word))
 }
 
-fn word_of(page: usize) -> u64 {
-    pattern::word(0, (page * RECORD_BYTES) as u64, 0)
+fn stamp_of_page(page: usize) -> u64 {
+    pattern::stamp_word(0, (page * RECORD_BYTES) as u64, 0)
 }
 
-/// Passes all records of a subject to `act`, in batches, in ascending order.
-fn for_all_records(pages: usize, mut act: impl FnMut(usize, &[u8]) -> Result<(), Failure>) -> Result<(), Failure> {
+/// Calls `operation` with the records of all pages, in blocks of 2 MiB in ascending order.
+fn for_all_records(
+    pages: usize,
+    mut operation: impl FnMut(usize, &[u8]) -> Result<(), Failure>,
+) -> Result<(), Failure> {
     let bytes = pages * RECORD_BYTES;
     let mut records = Records::filled(BLOCK_BYTES);
     for offset in (0..bytes).step_by(BLOCK_BYTES) {
-        act(offset, &records.at(0, offset as u64)[..BLOCK_BYTES.min(bytes - offset)])?;
+        operation(offset, &records.stamped_at(0, offset as u64)[..BLOCK_BYTES.min(bytes - offset)])?;
     }
     Ok(())
 }
 
 /// Checks every byte of every page.
-fn check<D: Data>(data: &D, pages: usize) -> Result<(), Failure> {
+fn check_pages<D: PageStore>(store: &D, pages: usize) -> Result<(), Failure> {
     let mut record = [0; RECORD_BYTES];
     for page in 0..pages {
         let offset = (page * RECORD_BYTES) as u64;
-        if !data.copy(page, &mut record) || !pattern::is_whole(&record, 0, offset) {
+        if !store.copy(page, &mut record) || !pattern::is_intact(&record, 0, offset) {
             return Err(Failure::WrongAnswer(format!("page {page} is not what was put there")));
         }
-        if D::CAN_PIN && data.pin(page) != word_of(page) {
+        if D::CAN_PIN && store.pin(page) != stamp_of_page(page) {
             return Err(Failure::WrongAnswer(format!("the word of page {page} is another one")));
         }
     }
     Ok(())
 }
 
-/// Some operations on random pages; returns the number of wrong results.
-type Act<D> = fn(&D, usize, &mut Random, &mut Record, usize) -> u64;
+/// A function that does a number of operations on random pages and returns the number of wrong results.
+type BatchOperation<D> = fn(&D, usize, &mut Random, &mut Record, usize) -> u64;
 
 #[inline]
-fn copy_some<D: Data>(data: &D, pages: usize, random: &mut Random, to: &mut Record, acts: usize) -> u64 {
+fn copy_random_pages<D: PageStore>(
+    store: &D,
+    pages: usize,
+    random: &mut Random,
+    to: &mut Record,
+    operations: usize,
+) -> u64 {
     let mut wrong = 0;
-    for _ in 0..acts {
-        let page = random.below(pages);
-        let is_there = data.copy(page, to);
-        // `black_box` makes the compiler copy all of the record, not only the checked word.
+    for _ in 0..operations {
+        let page = random.next_below(pages);
+        let is_there = store.copy(page, to);
+        // `black_box` makes the compiler copy the whole record, since only its stamp is checked.
         let record = black_box(&*to);
         let is_right = pattern::is_stamped(record, 0, (page * RECORD_BYTES) as u64, 0);
         wrong += u64::from(!(is_there & is_right));
@@ -167,29 +176,41 @@ fn copy_some<D: Data>(data: &D, pages: usize, random: &mut Random, to: &mut Reco
 }
 
 #[inline]
-fn pin_some<D: Data>(data: &D, pages: usize, random: &mut Random, _to: &mut Record, acts: usize) -> u64 {
+fn pin_random_pages<D: PageStore>(
+    store: &D,
+    pages: usize,
+    random: &mut Random,
+    _to: &mut Record,
+    operations: usize,
+) -> u64 {
     let mut wrong = 0;
-    for _ in 0..acts {
-        let page = random.below(pages);
-        wrong += u64::from(black_box(data.pin(page)) != word_of(page));
+    for _ in 0..operations {
+        let page = random.next_below(pages);
+        wrong += u64::from(black_box(store.pin(page)) != stamp_of_page(page));
     }
     wrong
 }
 
-/// Nanoseconds per operation, as each thread sees it. All threads use the same pages, each in its own order.
-fn by_threads<D: Data>(arguments: &Hit, pages: usize, data: &D, act: Act<D>) -> Result<f64, Failure> {
+/// Returns the nanoseconds per operation, as each thread sees them. All threads use the same pages, each in its own
+/// order.
+fn time_by_threads<D: PageStore>(
+    arguments: &Hit,
+    pages: usize,
+    store: &D,
+    operation: BatchOperation<D>,
+) -> Result<f64, Failure> {
     let start = Barrier::new(arguments.threads);
     let run = Duration::from_millis(arguments.run_ms);
     let work = |index: usize| {
         let mut random = Random::new(index as u64 + 1);
-        // A page-aligned buffer, the same for every subject.
+        // Every subject copies into such a page-aligned buffer.
         let mut buffer = Pages::new(RECORD_BYTES)?;
         buffer.touch(0, RECORD_BYTES);
         let to: &mut Record = buffer.bytes_mut(RECORD_BYTES).try_into().map_err(|_| "a short buffer".to_owned())?;
         start.wait();
-        // A tenth of the time as warm-up: CPUs leave idle states, and caches fill.
-        repeat(run / 10, || act(data, pages, &mut random, to, BATCH))?;
-        repeat(run, || act(data, pages, &mut random, to, BATCH))
+        // A tenth of the time is warm-up, in which CPUs leave their idle states and caches fill.
+        time_repeated(run / 10, || operation(store, pages, &mut random, to, BATCH))?;
+        time_repeated(run, || operation(store, pages, &mut random, to, BATCH))
     };
     let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
         let work = &work;
@@ -201,13 +222,13 @@ fn by_threads<D: Data>(arguments: &Hit, pages: usize, data: &D, act: Act<D>) -> 
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Operations between two reads of the clock.
+/// Number of operations between two reads of the clock.
 const BATCH: usize = 128;
 
-fn repeat(run: Duration, mut act: impl FnMut() -> u64) -> Result<f64, Failure> {
+fn time_repeated(run: Duration, mut operation: impl FnMut() -> u64) -> Result<f64, Failure> {
     let (begun, mut done, mut wrong) = (Instant::now(), 0, 0);
     while begun.elapsed() < run || done == 0 {
-        wrong += act();
+        wrong += operation();
         done += BATCH;
     }
     let took = begun.elapsed();

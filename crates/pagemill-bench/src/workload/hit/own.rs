@@ -1,42 +1,41 @@
-//! The page cache as a subject: one large file, and many small ones.
+//! The page cache as a subject of the measurement: one large file, and many small files.
 
 use pagemill::Pagemill;
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Policy, Settings, Writeback};
 use pagemill::units::{BLOCK_BYTES, PageSize};
 
-use super::{Data, Record, for_all_records, resident};
+use super::{PageStore, Record, for_all_records, resident_bytes};
 use crate::pattern::RECORD_BYTES;
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 
-/// Memory beside the data, so that the cache stays far from its limit.
+/// Memory of the cache in addition to its data, so that the cache does not come near its limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
 
-/// The folios in which the file should be.
+/// The kind of folios in which the file's pages must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Folios {
     Huge,
     Dense,
 }
 
-/// A file with all its pages resident.
+/// A file in a page cache, with all its pages resident.
 pub struct Cached {
     cache: Cache,
     file: Mapping,
     pages: usize,
 }
 
-/// Converts an error of the library.
 pub fn failed(error: pagemill::Error) -> Failure {
     Failure::Other(error.to_string())
 }
 
-/// Makes a cache with pages of a record's size.
+/// Makes a cache whose pages have the size of a record.
 pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<Cache, Failure> {
     cache_of(RECORD_BYTES, limit_bytes, policy, may_split)
 }
 
-/// Makes a cache with pages of any size.
+/// Makes a cache with pages of the given size.
 pub fn cache_of(
     page_bytes: usize,
     limit_bytes: u64,
@@ -45,9 +44,9 @@ pub fn cache_of(
 ) -> Result<Cache, Failure> {
     let page = PageSize::new(page_bytes).ok_or_else(|| Failure::Other("no such page size here".to_owned()))?;
     let pagemill = Pagemill::of_process().map_err(failed)?;
-    // Small folios must stay small, so nothing is collapsed in the background.
+    // Without this call, the background thread could collapse small folios into huge ones.
     pagemill.caches.collapse_by_hand();
-    // Dirty pages are written back only when the workload requests it.
+    // With these percentages, dirty pages are written back only when the workload requests it.
     let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
     let settings = Settings { page, policy, may_split, writeback, ..Settings::new("bench", limit_bytes) };
     pagemill.caches.make(settings).map_err(failed)
@@ -60,7 +59,7 @@ impl Cached {
         let policy: Box<dyn Policy> = if folios == Folios::Huge { Box::new(Always) } else { Box::new(Never) };
         let cache = cache(bytes + SPARE_BYTES, policy, true)?;
         let file = cache.create().map_err(failed)?;
-        for_all_records(pages, |offset, records| write(&file, records, offset as u64))?;
+        for_all_records(pages, |offset, records| write_all(&file, records, offset as u64))?;
         let usage = cache.usage();
         let expected = if folios == Folios::Huge { (bytes, 0) } else { (0, bytes) };
         if (usage.huge, usage.small) != expected {
@@ -70,15 +69,14 @@ impl Cached {
     }
 }
 
-/// Writes all bytes.
-pub fn write(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failure> {
+pub fn write_all(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failure> {
     match file.write_at(bytes, offset).map_err(failed)? {
         written if written == bytes.len() => Ok(()),
         written => Err(Failure::Other(format!("of {} bytes {written} were written", bytes.len()))),
     }
 }
 
-impl Data for Cached {
+impl PageStore for Cached {
     const CAN_PIN: bool = true;
 
     #[inline]
@@ -91,42 +89,44 @@ impl Data for Cached {
         self.file.pin((page * RECORD_BYTES) as u64).map_or(0, |pin| pin.read_u64(0))
     }
 
-    fn figures(&self) -> Vec<(&'static str, f64)> {
+    fn extra_metrics(&self) -> Vec<(&'static str, f64)> {
         let usage = self.cache.usage();
         let each = |bytes: u64| bytes as f64 / self.pages as f64;
-        let mut figures = vec![("frames_bytes", each(usage.frames))];
-        // An index of single pages needs at least a pointer per page. A smaller value is an error and is not reported.
+        let mut extra_metrics = vec![("frames_bytes", each(usage.frames))];
+        // An index of single pages needs at least a pointer per page. A smaller value must be wrong, and is not
+        // reported.
         if usage.small == 0 || each(usage.index) >= 8.0 {
-            figures.push(("index_bytes", each(usage.index)));
+            extra_metrics.push(("index_bytes", each(usage.index)));
         }
-        figures
+        extra_metrics
     }
 }
 
-/// Many small files in one cache.
+/// Arguments of a run with many small files in one cache.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Files {
+pub struct SmallFiles {
     #[arg(long)]
     pub files: usize,
     #[arg(long)]
     pub bytes: usize,
 }
 
-/// Memory of the files, relative to their bytes rounded up to pages: as the kernel counts it, and as the cache does.
-pub fn files(arguments: &Files) -> Outcome {
+/// Measures the memory of the files relative to their bytes rounded up to pages: as the kernel counts it, and as the
+/// cache counts it.
+pub fn measure_files(arguments: &SmallFiles) -> WorkloadResult {
     let rounded = (arguments.files * arguments.bytes.next_multiple_of(RECORD_BYTES)) as f64;
     let mut files: Vec<Mapping> = Vec::with_capacity(arguments.files);
     let byte = |file: usize| file as u8;
-    let before = resident()?;
+    let before = resident_bytes()?;
     let cache = cache(2 * rounded as u64 + SPARE_BYTES, Box::new(pagemill::mapping::policy::Auto), true)?;
     let mut bytes = vec![0; arguments.bytes];
     for index in 0..arguments.files {
         let file = cache.create().map_err(failed)?;
         bytes.fill(byte(index));
-        write(&file, &bytes, 0)?;
+        write_all(&file, &bytes, 0)?;
         files.push(file);
     }
-    let grown = resident()?.saturating_sub(before);
+    let grown = resident_bytes()?.saturating_sub(before);
     for (index, file) in files.iter().enumerate() {
         let read = file.read_at(&mut bytes, 0).map_err(failed)?;
         if read != bytes.len() || file.size_bytes() != read as u64 || bytes.iter().any(|found| *found != byte(index)) {

@@ -1,4 +1,4 @@
-//! Other caches, configured for the fastest hits: enough room that nothing is evicted, and many shards.
+//! Other caches, configured for the fastest hits: so large that nothing is evicted, and with many shards.
 
 use std::sync::Arc;
 
@@ -6,29 +6,29 @@ use foyer_memory::{Cache, CacheBuilder, FifoConfig};
 use quick_cache::sync::{Cache as QuickCache, DefaultLifecycle};
 use quick_cache::{DefaultHashBuilder, OptionsBuilder, UnitWeighter};
 
-use super::{Data, Record, first_word};
+use super::{PageStore, Record, first_word};
 use crate::pattern::{RECORD_BYTES, Records};
 use crate::workload::Failure;
 
-/// Number of shards; both caches document that different shards are accessed in parallel.
+/// Number of shards. Both caches document that operations on different shards run in parallel.
 const SHARDS: usize = 64;
-/// Capacity relative to the number of entries, since shards fill unevenly.
-const ROOM: usize = 2;
+/// Capacity relative to the number of entries, since the shards do not fill evenly.
+const CAPACITY_FACTOR: usize = 2;
 
-/// Inserts each record under its key.
+/// Inserts the record of each page under the page number.
 fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
     let mut records = Records::filled(RECORD_BYTES);
     for page in 0..pages as u64 {
-        insert(page, records.at(0, page * RECORD_BYTES as u64));
+        insert(page, records.stamped_at(0, page * RECORD_BYTES as u64));
     }
 }
 
-/// foyer with FIFO eviction: its only policy without work at a hit, under a shared lock.
+/// foyer with FIFO eviction, its only policy that does nothing at a hit; it takes a shared lock.
 pub struct Foyer(Cache<u64, Box<[u8]>, DefaultHashBuilder>);
 
 impl Foyer {
     pub fn new(pages: usize) -> Self {
-        let builder = CacheBuilder::new(ROOM * pages)
+        let builder = CacheBuilder::new(CAPACITY_FACTOR * pages)
             .with_shards(SHARDS)
             .with_eviction_config(FifoConfig::default())
             .with_hash_builder(DefaultHashBuilder::default());
@@ -38,7 +38,7 @@ impl Foyer {
     }
 }
 
-impl Data for Foyer {
+impl PageStore for Foyer {
     const CAN_PIN: bool = true;
 
     #[inline]
@@ -54,13 +54,13 @@ impl Data for Foyer {
     }
 }
 
-/// quick_cache with default settings; a hit takes a shared lock and the value's reference count.
+/// quick_cache with default settings. A hit takes a shared lock and increments the value's reference count.
 pub struct Quick(QuickCache<u64, Arc<[u8]>>);
 
 impl Quick {
     pub fn new(pages: usize) -> Result<Self, Failure> {
         let mut options = OptionsBuilder::new();
-        options.shards(SHARDS).estimated_items_capacity(pages).weight_capacity((ROOM * pages) as u64);
+        options.shards(SHARDS).estimated_items_capacity(pages).weight_capacity((CAPACITY_FACTOR * pages) as u64);
         let options = options.build().map_err(|error| Failure::Other(error.to_string()))?;
         let lifecycle = DefaultLifecycle::default();
         let cache = QuickCache::with_options(options, UnitWeighter, DefaultHashBuilder::default(), lifecycle);
@@ -69,7 +69,7 @@ impl Quick {
     }
 }
 
-impl Data for Quick {
+impl PageStore for Quick {
     const CAN_PIN: bool = true;
 
     #[inline]

@@ -5,14 +5,14 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::fence;
 
-use super::{Data, Record, first_word, for_all_records};
-use crate::files::Place;
-use crate::files::mapping::Shared;
-use crate::native::{Counts, Pages};
+use super::{PageStore, Record, first_word, for_all_records};
+use crate::files::FilePlace;
+use crate::files::mapping::SharedMapping;
+use crate::native::{Pages, SharedCounters};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::Failure;
 
-/// Plain memory in huge pages.
+/// The pages in plain memory, in huge pages of the processor.
 pub struct Memory {
     pages: Pages,
     len_bytes: usize,
@@ -36,7 +36,7 @@ impl Memory {
     }
 }
 
-impl Data for Memory {
+impl PageStore for Memory {
     const CAN_PIN: bool = false;
 
     #[inline]
@@ -50,24 +50,24 @@ impl Data for Memory {
     }
 }
 
-/// The same with a state word for each page, as any cache needs: no index, no lock.
+/// Plain memory with a state word for each page, as any cache needs one. There is no index and no lock.
 pub struct Frames {
-    words: Counts,
+    words: SharedCounters,
     memory: Memory,
 }
 
 impl Frames {
     pub fn new(pages: usize) -> Result<Self, Failure> {
-        Ok(Self { words: Counts::new(pages)?, memory: Memory::new(pages)? })
+        Ok(Self { words: SharedCounters::new(pages)?, memory: Memory::new(pages)? })
     }
 }
 
-impl Data for Frames {
+impl PageStore for Frames {
     const CAN_PIN: bool = true;
 
     #[inline]
     fn copy(&self, page: usize, to: &mut Record) -> bool {
-        let word = self.words.at(page);
+        let word = self.words.counter(page);
         let seen = word.load(Acquire);
         to.copy_from_slice(self.memory.page(page));
         fence(Acquire);
@@ -76,7 +76,7 @@ impl Data for Frames {
 
     #[inline]
     fn pin(&self, page: usize) -> u64 {
-        let word = self.words.at(page);
+        let word = self.words.counter(page);
         word.fetch_add(1, Acquire);
         let found = first_word(self.memory.page(page));
         word.fetch_sub(1, Release);
@@ -84,8 +84,7 @@ impl Data for Frames {
     }
 }
 
-/// Makes the file of a subject.
-fn file(pages: usize, place: &Place) -> Result<File, Failure> {
+fn make_file(pages: usize, place: &FilePlace) -> Result<File, Failure> {
     place.check()?;
     let path = place.folder.join("data");
     let complain = |cause: std::io::Error| Failure::Other(format!("{}: {cause}", path.display()));
@@ -94,18 +93,18 @@ fn file(pages: usize, place: &Place) -> Result<File, Failure> {
     Ok(file)
 }
 
-/// A memory-mapped file.
-pub struct Mapped(Shared);
+/// A file that is read through a mapping.
+pub struct Mapped(SharedMapping);
 
 impl Mapped {
-    pub fn new(pages: usize, place: &Place) -> Result<Self, Failure> {
-        let mapping = Shared::new(&file(pages, place)?, pages * RECORD_BYTES);
+    pub fn new(pages: usize, place: &FilePlace) -> Result<Self, Failure> {
+        let mapping = SharedMapping::new(&make_file(pages, place)?, pages * RECORD_BYTES);
         let mapping = mapping.map_err(|cause| format!("mapping a file: {cause}"))?;
         Ok(Self(mapping))
     }
 }
 
-impl Data for Mapped {
+impl PageStore for Mapped {
     const CAN_PIN: bool = false;
 
     #[inline]
@@ -119,16 +118,16 @@ impl Data for Mapped {
     }
 }
 
-/// A file read by system calls.
+/// A file that is read by system calls.
 pub struct OnFile(File);
 
 impl OnFile {
-    pub fn new(pages: usize, place: &Place) -> Result<Self, Failure> {
-        file(pages, place).map(Self)
+    pub fn new(pages: usize, place: &FilePlace) -> Result<Self, Failure> {
+        make_file(pages, place).map(Self)
     }
 }
 
-impl Data for OnFile {
+impl PageStore for OnFile {
     const CAN_PIN: bool = false;
 
     #[inline]

@@ -1,9 +1,9 @@
-//! Records of 4 KiB written to and read from one file per worker, in IOzone's seven ways: by system calls, through a
-//! mapping, or in a page cache of this process. New code; only the terms are IOzone's.
+//! Records of 4 KiB, written to and read from one file per worker with IOzone's seven operations: by system calls,
+//! through a mapping, or in a page cache of this process. The code is new; only the terms are IOzone's.
 //!
-//! A cell is one way of access by a number of workers. All of them open and map their files, wait for each other, and
-//! start. The time is from the first start to the last end. A cell that was too short is repeated, and the times are
-//! added.
+//! A *cell* is one operation with a number of workers. In a *pass* all workers open and map their files, wait for each
+//! other, and run the operation once. A pass lasts from the first start to the last end. Passes are repeated until a
+//! cell has taken long enough, and their times are added.
 
 mod worker;
 
@@ -18,13 +18,13 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use crate::child;
-use crate::files::Place;
+use crate::files::FilePlace;
 use crate::pattern::RECORD_BYTES;
-use worker::{Shelf, perform};
+use worker::{CachedFiles, run_job};
 
-/// A way of access.
+/// An operation of IOzone, which all workers run on their files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Operation {
     InitialWrite,
@@ -37,7 +37,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// In the order in which they run: each finds the data that the ones before it left.
+    /// All operations, in the order in which they run. Each finds the data that the operations before it left.
     pub const ALL: [Self; 7] = [
         Self::InitialWrite,
         Self::Rewrite,
@@ -48,7 +48,6 @@ impl Operation {
         Self::RandomWrite,
     ];
 
-    /// The name of the metric.
     pub fn metric(self) -> &'static str {
         match self {
             Self::InitialWrite => "initial_write",
@@ -66,12 +65,12 @@ impl Operation {
     }
 }
 
-/// Arguments: all ways of access by a number of workers.
+/// Arguments of a run of all operations by a number of workers.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Iozone {
-    /// For files on a file system; none for files in a cache.
+    /// The folder of files on a file system; none for files in a cache.
     #[command(flatten)]
-    pub place: Option<Place>,
+    pub place: Option<FilePlace>,
     /// Use files in a page cache of this process
     #[arg(long, conflicts_with_all = ["folder", "device", "mapped", "processes"])]
     pub cached: bool,
@@ -85,19 +84,18 @@ pub struct Iozone {
     pub total_bytes: u64,
     #[arg(long)]
     pub cell_ms: u64,
-    /// Pause between writing and reading mapped files.
+    /// Milliseconds between writing and reading mapped files.
     #[arg(long)]
     pub pause_ms: u64,
 }
 
-/// Arguments of one worker of a pass, if it is a process.
+/// Arguments of one worker that is a process of its own.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Part {
+pub struct WorkerArguments {
     #[arg(long)]
     job: String,
 }
 
-/// The work of one worker in one pass.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Job {
     path: PathBuf,
@@ -105,86 +103,91 @@ struct Job {
     records: usize,
     operation: Operation,
     is_mapped: bool,
-    /// Generation of the records that are written, or that must be found.
+    /// Generation of the records that are written, or that reads must find.
     generation: u64,
 }
 
-/// Start and end of a worker, in nanoseconds of the monotonic clock, which all processes share.
+/// Start and end of a worker's operation, in nanoseconds of the monotonic clock, which all processes share.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct Span {
+struct Interval {
     start: u64,
     end: u64,
 }
 
-fn now() -> u64 {
+fn now_ns() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Runs all cells; the JSON line has the MiB/s of each.
-pub fn run(arguments: &Iozone) -> Outcome {
-    let home = Home::new(arguments)?;
-    home.check()?;
-    // One unmeasured pass: memory that the host has not backed yet is many times slower at its first touch. Huge pages
-    // come from other memory than small ones, so each file system must be warmed up.
-    home.remove(arguments.workers)?;
-    pass(arguments, &home, Operation::InitialWrite, 0)?;
+/// Runs all cells. The JSON line has the MiB/s of each.
+pub fn run(arguments: &Iozone) -> WorkloadResult {
+    let location = FileLocation::new(arguments)?;
+    location.check()?;
+    // One pass is not measured. The first touch of memory that the host of a virtual machine has not backed yet is many
+    // times slower. Huge pages come from other memory than small ones, so each file system needs this pass.
+    location.remove(arguments.workers)?;
+    run_pass(arguments, &location, Operation::InitialWrite, 0)?;
     let mut line = serde_json::Map::new();
     let mut generation = 0;
     for operation in Operation::ALL {
         if operation == Operation::Read && arguments.mapped {
-            // Time for Pagemill to make huge pages of the files; every file system gets the same pause.
+            // In this pause Pagemill can put the files into huge pages. Every file system gets the same pause.
             thread::sleep(Duration::from_millis(arguments.pause_ms));
         }
-        home.check()?;
-        let rate = cell(arguments, &home, operation, &mut generation)?;
-        home.check()?;
+        location.check()?;
+        let rate = measure_cell(arguments, &location, operation, &mut generation)?;
+        location.check()?;
         line.insert(operation.metric().to_owned(), rate.into());
     }
-    // The records written last are checked, too, outside the measured time.
-    pass(arguments, &home, Operation::Read, generation)?;
-    home.remove(arguments.workers)?;
+    // The records written last are checked, too, outside of the measured time.
+    run_pass(arguments, &location, Operation::Read, generation)?;
+    location.remove(arguments.workers)?;
     Ok(line.into())
 }
 
-/// Repeats one way of access until it has taken long enough.
-fn cell(arguments: &Iozone, home: &Home, operation: Operation, generation: &mut u64) -> Result<f64, Failure> {
-    let (mut passes, mut busy_ns) = (0_u64, 0_u64);
-    while passes == 0 || busy_ns < arguments.cell_ms * 1_000_000 {
+/// Repeats one operation until its passes have taken long enough. Returns the MiB/s.
+fn measure_cell(
+    arguments: &Iozone,
+    location: &FileLocation,
+    operation: Operation,
+    generation: &mut u64,
+) -> Result<f64, Failure> {
+    let (mut passes, mut passes_ns) = (0_u64, 0_u64);
+    while passes == 0 || passes_ns < arguments.cell_ms * 1_000_000 {
         if operation == Operation::InitialWrite {
-            home.remove(arguments.workers)?;
+            location.remove(arguments.workers)?;
         }
         if operation.is_writing() {
             *generation += 1;
         }
-        busy_ns += pass(arguments, home, operation, *generation)?;
+        passes_ns += run_pass(arguments, location, operation, *generation)?;
         passes += 1;
     }
-    let bytes = passes * (records(arguments) * arguments.workers * RECORD_BYTES) as u64;
-    Ok(bytes as f64 / f64::from(1 << 20) / (busy_ns as f64 / 1e9))
+    let bytes = passes * (records_per_file(arguments) * arguments.workers * RECORD_BYTES) as u64;
+    Ok(bytes as f64 / f64::from(1 << 20) / (passes_ns as f64 / 1e9))
 }
 
-/// Number of records in each file; equal for all workers.
-fn records(arguments: &Iozone) -> usize {
+/// Returns the number of records in each file, which is equal for all workers.
+fn records_per_file(arguments: &Iozone) -> usize {
     (arguments.total_bytes as usize / RECORD_BYTES / arguments.workers).max(1)
 }
 
-/// Where the files are stored.
-enum Home {
-    Mount(Place),
-    Cache(Shelf),
+/// The place where the files are stored: a mounted file system, or a cache of this process.
+enum FileLocation {
+    Mount(FilePlace),
+    Cache(CachedFiles),
 }
 
-impl Home {
+impl FileLocation {
     fn new(arguments: &Iozone) -> Result<Self, Failure> {
         match (&arguments.place, arguments.cached) {
-            (_, true) => Shelf::new(arguments.workers, arguments.total_bytes).map(Self::Cache),
+            (_, true) => CachedFiles::new(arguments.workers, arguments.total_bytes).map(Self::Cache),
             (Some(place), false) => Ok(Self::Mount(place.clone())),
             (None, false) => Err("files need a place, or a cache".to_owned().into()),
         }
     }
 
-    /// Fails if another file system is mounted there now.
+    /// Fails if another file system is mounted on the folder now.
     fn check(&self) -> Result<(), Failure> {
         match self {
             Self::Mount(place) => Ok(place.check()?),
@@ -192,7 +195,7 @@ impl Home {
         }
     }
 
-    /// The name of a file. In the cache it is only used in messages.
+    /// Returns the path of a file. For files in the cache, the path is only used in messages.
     fn path(&self, index: usize) -> PathBuf {
         let name = format!("file-{index}");
         match self {
@@ -201,16 +204,16 @@ impl Home {
         }
     }
 
-    fn shelf(&self) -> Option<&Shelf> {
+    fn cached_files(&self) -> Option<&CachedFiles> {
         match self {
             Self::Mount(_) => None,
-            Self::Cache(shelf) => Some(shelf),
+            Self::Cache(cached_files) => Some(cached_files),
         }
     }
 
     fn remove(&self, workers: usize) -> Result<(), Failure> {
-        if let Self::Cache(shelf) = self {
-            shelf.clear();
+        if let Self::Cache(cached_files) = self {
+            cached_files.clear();
             return Ok(());
         }
         for path in (0..workers).map(|index| self.path(index)) {
@@ -224,30 +227,36 @@ impl Home {
     }
 }
 
-/// Runs all workers once; returns the nanoseconds from the first start to the last end.
-fn pass(arguments: &Iozone, home: &Home, operation: Operation, generation: u64) -> Result<u64, Failure> {
+/// Runs all workers once. Returns the nanoseconds from the first start to the last end.
+fn run_pass(
+    arguments: &Iozone,
+    location: &FileLocation,
+    operation: Operation,
+    generation: u64,
+) -> Result<u64, Failure> {
     let job = |index| Job {
-        path: home.path(index),
+        path: location.path(index),
         file: index as u64,
-        records: records(arguments),
+        records: records_per_file(arguments),
         operation,
         is_mapped: arguments.mapped,
         generation,
     };
     let jobs: Vec<Job> = (0..arguments.workers).map(job).collect();
-    let spans = if arguments.processes { by_processes(&jobs)? } else { by_threads(&jobs, home.shelf())? };
-    let first = spans.iter().map(|span| span.start).min().unwrap_or(0);
-    let last = spans.iter().map(|span| span.end).max().unwrap_or(0);
+    let intervals =
+        if arguments.processes { run_as_processes(&jobs)? } else { run_as_threads(&jobs, location.cached_files())? };
+    let first = intervals.iter().map(|interval| interval.start).min().unwrap_or(0);
+    let last = intervals.iter().map(|interval| interval.end).max().unwrap_or(0);
     Ok(last - first)
 }
 
-fn by_threads(jobs: &[Job], shelf: Option<&Shelf>) -> Result<Vec<Span>, Failure> {
+fn run_as_threads(jobs: &[Job], cached_files: Option<&CachedFiles>) -> Result<Vec<Interval>, Failure> {
     let barrier = Barrier::new(jobs.len());
     let wait = || {
         barrier.wait();
     };
     thread::scope(|scope| {
-        let workers: Vec<_> = jobs.iter().map(|job| scope.spawn(move || perform(job, shelf, wait))).collect();
+        let workers: Vec<_> = jobs.iter().map(|job| scope.spawn(move || run_job(job, cached_files, wait))).collect();
         let join = |worker: thread::ScopedJoinHandle<'_, _>| {
             worker.join().unwrap_or_else(|_| Err(Failure::Other("a worker panicked".to_owned())))
         };
@@ -255,8 +264,8 @@ fn by_threads(jobs: &[Job], shelf: Option<&Shelf>) -> Result<Vec<Span>, Failure>
     })
 }
 
-/// Runs each worker as a process. They start when the pipe on which they wait is closed.
-fn by_processes(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
+/// Runs each worker as a process. They all start when the pipe on which they wait is closed.
+fn run_as_processes(jobs: &[Job]) -> Result<Vec<Interval>, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("a process of its own for each worker: {cause}"));
     let (reader, writer): (PipeReader, PipeWriter) = io::pipe().map_err(failed)?;
     let executable = child::own_executable().map_err(|error| error.to_string())?;
@@ -284,15 +293,16 @@ fn by_processes(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
     workers.into_iter().map(end).collect()
 }
 
-/// One such process: prints that it is ready, waits for the end of the pipe, works, prints its times.
-pub fn part(arguments: &Part) -> Outcome {
+/// Runs one worker process: prints that it is ready, waits for the end of the pipe, does its work, and prints its
+/// times.
+pub fn run_worker(arguments: &WorkerArguments) -> WorkloadResult {
     let job: Job = serde_json::from_str(&arguments.job).map_err(|cause| cause.to_string())?;
-    let span = perform(&job, None, || {
+    let interval = run_job(&job, None, || {
         println!("ready");
-        // End of file or an error: both start the work.
+        // The end of file starts the work, and so does an error.
         let _ = io::stdin().read_to_end(&mut Vec::new());
     })?;
-    Ok(serde_json::json!(span))
+    Ok(serde_json::json!(interval))
 }
 
 #[cfg(test)]
@@ -303,35 +313,35 @@ mod tests {
         Job { path, file: 3, records: 10, operation, is_mapped, generation }
     }
 
-    /// All seven ways, mapped, unmapped, and in a cache: each finds the data of the ones before it. Records of an older
-    /// pass are a wrong answer.
+    /// All seven operations run by system calls, through a mapping, and in a cache; each finds the data of those before
+    /// it. Reading with the wrong generation is a wrong answer.
     #[test]
     fn operations_find_what_was_written() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let shelf = Shelf::new(4, 1 << 20).expect("a cache");
-        for (is_mapped, shelf) in [(false, None), (true, None), (false, Some(&shelf))] {
+        let cached_files = CachedFiles::new(4, 1 << 20).expect("a cache");
+        for (is_mapped, cached_files) in [(false, None), (true, None), (false, Some(&cached_files))] {
             let path = folder.path().join(is_mapped.to_string());
             let mut generation = 0;
             for operation in Operation::ALL {
                 generation += u64::from(operation.is_writing());
-                let span = perform(&job(path.clone(), operation, is_mapped, generation), shelf, || ());
-                let span = span.expect("it is right");
-                assert!(span.end >= span.start);
+                let interval = run_job(&job(path.clone(), operation, is_mapped, generation), cached_files, || ());
+                let interval = interval.expect("it is right");
+                assert!(interval.end >= interval.start);
             }
-            let stale = perform(&job(path, Operation::Read, is_mapped, generation - 1), shelf, || ());
+            let stale = run_job(&job(path, Operation::Read, is_mapped, generation - 1), cached_files, || ());
             assert!(matches!(stale, Err(Failure::WrongAnswer(_))));
         }
     }
 
-    /// A worker that cannot open its file does not leave the others waiting.
+    /// One of two workers cannot open its file. The other one does not wait for it forever, and the pass fails.
     #[test]
-    fn a_missing_file_stops_no_worker() {
+    fn missing_file_fails_without_blocking_workers() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let (there, missing) = (folder.path().join("there"), folder.path().join("missing"));
-        perform(&job(there.clone(), Operation::InitialWrite, false, 1), None, || ()).expect("it is written");
+        run_job(&job(there.clone(), Operation::InitialWrite, false, 1), None, || ()).expect("it is written");
 
         let jobs = [there, missing].map(|path| job(path, Operation::Read, false, 1));
 
-        assert!(matches!(by_threads(&jobs, None), Err(Failure::Other(_))));
+        assert!(matches!(run_as_threads(&jobs, None), Err(Failure::Other(_))));
     }
 }

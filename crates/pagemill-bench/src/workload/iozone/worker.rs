@@ -1,4 +1,4 @@
-//! One worker: its access to its file, and its reads and writes of records.
+//! One worker of iozone: opens its file and runs one operation on its records.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -8,33 +8,35 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pagemill::mapping::{Cache, Mapping as Cached, Settings};
 use pagemill::units::{BLOCK_BYTES, PageSize};
 
-use super::{Job, Operation, Span, now};
+use super::{Interval, Job, Operation, now_ns};
 use crate::files::mapping::{Access, Mapping};
 use crate::pattern::{self, RECORD_BYTES};
 use crate::stats::Random;
 use crate::workload::Failure;
 
-/// Opens, maps, waits, works. A worker that cannot open its file waits, too, since the others wait for all.
-pub fn perform(job: &Job, shelf: Option<&Shelf>, wait: impl FnOnce()) -> Result<Span, Failure> {
-    let worker = Worker::prepare(job, shelf);
+/// Prepares the worker, waits for all others, and runs the operation. A worker that cannot open its file waits as well,
+/// since the others wait for all.
+pub fn run_job(job: &Job, cached_files: Option<&CachedFiles>, wait: impl FnOnce()) -> Result<Interval, Failure> {
+    let worker = Worker::prepare(job, cached_files);
     wait();
     let worker = worker.map_err(|cause| format!("{}: {cause}", job.path.display()))?;
-    let start = now();
-    worker.work(job)?;
-    Ok(Span { start, end: now() })
+    let start = now_ns();
+    worker.run(job)?;
+    Ok(Interval { start, end: now_ns() })
 }
 
-/// Files in a page cache of this process, in place of a folder.
-pub struct Shelf {
+/// Files in a page cache of this process, which replace a folder of files.
+pub struct CachedFiles {
     cache: Cache,
     files: Vec<Mutex<Option<Arc<Cached>>>>,
 }
 
-impl Shelf {
-    /// A cache with default settings, with its background worker, and a limit far above the data.
+impl CachedFiles {
+    /// Makes a cache with default settings, which include its background thread. The limit is far above the size of the
+    /// data.
     pub fn new(files: usize, total_bytes: u64) -> Result<Self, Failure> {
         let page = PageSize::new(RECORD_BYTES).ok_or_else(|| "no pages of a record's size here".to_owned())?;
-        // Twice the bytes, with a huge folio for each file.
+        // The limit is twice the bytes of the files, plus a huge folio for each file.
         let limit_bytes = 2 * (total_bytes + ((files + 1) * BLOCK_BYTES) as u64);
         let settings = Settings { page, ..Settings::new("iozone", limit_bytes) };
         let cache = pagemill::Pagemill::of_process().and_then(|pagemill| pagemill.caches.make(settings));
@@ -42,7 +44,6 @@ impl Shelf {
         Ok(Self { cache, files: (0..files).map(|_| Mutex::new(None)).collect() })
     }
 
-    /// Removes all files.
     pub fn clear(&self) {
         for file in &self.files {
             drop(file.lock().unwrap_or_else(PoisonError::into_inner).take());
@@ -64,18 +65,18 @@ impl Shelf {
     }
 }
 
-/// The way in which a worker accesses its file.
-enum Reach {
+/// The way in which a worker accesses its file: system calls, a mapping, or a cache.
+enum FileAccess {
     Calls(File),
     Mapped(Mapping),
     Cached(Arc<Cached>),
 }
 
-impl Reach {
-    fn open(job: &Job, shelf: Option<&Shelf>) -> io::Result<Self> {
+impl FileAccess {
+    fn open(job: &Job, cached_files: Option<&CachedFiles>) -> io::Result<Self> {
         let (len, operation) = (job.records * RECORD_BYTES, job.operation);
-        if let Some(shelf) = shelf {
-            return shelf.open(job.file, operation).map(Self::Cached);
+        if let Some(cached_files) = cached_files {
+            return cached_files.open(job.file, operation).map(Self::Cached);
         }
         let mut options = OpenOptions::new();
         options.read(true).write(operation.is_writing()).create_new(operation == Operation::InitialWrite);
@@ -98,7 +99,7 @@ impl Reach {
                 mapping.write(offset, record);
                 Ok(())
             }
-            Self::Cached(file) => whole("writing", file.write_at(record, offset as u64)),
+            Self::Cached(file) => check_transferred("writing", file.write_at(record, offset as u64)),
         }
     }
 
@@ -110,14 +111,14 @@ impl Reach {
                 mapping.read(offset, record);
                 Ok(())
             }
-            Self::Cached(file) => whole("reading", file.read_at(record, offset as u64)),
+            Self::Cached(file) => check_transferred("reading", file.read_at(record, offset as u64)),
         }
     }
 }
 
 /// Checks that a whole record was transferred.
 #[inline]
-fn whole(doing: &str, result: pagemill::Result<usize>) -> Result<(), String> {
+fn check_transferred(doing: &str, result: pagemill::Result<usize>) -> Result<(), String> {
     match result {
         Ok(RECORD_BYTES) => Ok(()),
         Ok(bytes) => Err(format!("{doing}: of a record {bytes} bytes")),
@@ -125,24 +126,26 @@ fn whole(doing: &str, result: pagemill::Result<usize>) -> Result<(), String> {
     }
 }
 
-/// The state of a worker when the time starts.
+/// The state of a worker that is ready to start.
 struct Worker {
-    reach: Reach,
-    /// All records, each once, in random order.
+    file_access: FileAccess,
+    /// The indexes of all records in random order.
     shuffled: Vec<u32>,
 }
 
 impl Worker {
-    fn prepare(job: &Job, shelf: Option<&Shelf>) -> io::Result<Self> {
-        let reach = Reach::open(job, shelf)?;
+    fn prepare(job: &Job, cached_files: Option<&CachedFiles>) -> io::Result<Self> {
+        let file_access = FileAccess::open(job, cached_files)?;
         let shuffled = match job.operation {
-            Operation::RandomRead | Operation::RandomWrite => shuffle(job.records, job.file ^ job.generation << 32),
+            Operation::RandomRead | Operation::RandomWrite => {
+                shuffled_indexes(job.records, job.file ^ job.generation << 32)
+            }
             _ => Vec::new(),
         };
-        Ok(Self { reach, shuffled })
+        Ok(Self { file_access, shuffled })
     }
 
-    fn work(&self, job: &Job) -> Result<(), Failure> {
+    fn run(&self, job: &Job) -> Result<(), Failure> {
         let mut record = [0x5a; RECORD_BYTES];
         let mut access = |index: usize| match job.operation.is_writing() {
             true => self.write(job, index, &mut record),
@@ -161,14 +164,14 @@ impl Worker {
     fn write(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
         let offset = index * RECORD_BYTES;
         pattern::stamp(record, job.file, offset as u64, job.generation);
-        Ok(self.reach.write(record, offset)?)
+        Ok(self.file_access.write(record, offset)?)
     }
 
     #[inline]
     fn read(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
         let offset = index * RECORD_BYTES;
-        self.reach.read(record, offset)?;
-        // `black_box` makes the compiler copy all of the record, not only the checked word.
+        self.file_access.read(record, offset)?;
+        // `black_box` makes the compiler copy the whole record, since only its stamp is checked.
         let record = std::hint::black_box(&*record);
         match pattern::is_stamped(record, job.file, offset as u64, job.generation) {
             true => Ok(()),
@@ -177,8 +180,8 @@ impl Worker {
     }
 }
 
-/// All numbers below `count`, each once, in an order that depends on the seed.
-fn shuffle(count: usize, seed: u64) -> Vec<u32> {
+/// Returns all numbers below `count` in an order that depends on the seed.
+fn shuffled_indexes(count: usize, seed: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..count as u32).collect();
     Random::new(seed).shuffle(&mut order);
     order
@@ -188,11 +191,11 @@ fn shuffle(count: usize, seed: u64) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// Each record occurs once; another seed gives another order.
+    /// Each number occurs once. Another seed gives another order.
     #[test]
-    fn a_shuffle_leaves_nothing_out() {
-        let mut order = shuffle(1000, 7);
-        assert_ne!(order, shuffle(1000, 8));
+    fn shuffled_indexes_are_a_permutation() {
+        let mut order = shuffled_indexes(1000, 7);
+        assert_ne!(order, shuffled_indexes(1000, 8));
         order.sort_unstable();
         assert_eq!(order, (0..1000).collect::<Vec<u32>>());
     }

@@ -1,5 +1,5 @@
-//! Names in directories, as a file system caches them: by-owner objects that refer to each other. One thread changes
-//! them, many walk them, and defragmentation moves them concurrently.
+//! Names in directories, as a file system caches them: objects in a cache by owner that refer to each other. One thread
+//! changes them, while walks read them and defragmentation moves them.
 #![allow(unsafe_code)] // an owner of relocatable objects that refer to each other
 
 use std::hint;
@@ -15,15 +15,14 @@ use pagemill::xarray;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Words of a name.
 const NAME_WORDS: usize = 5;
 
-/// States of an entry. `construct` makes a free one.
+/// States of an entry. `construct` makes a free entry.
 const FREE: u64 = 0;
 const LIVE: u64 = 1;
 const MOVING: u64 = 2;
 
-/// An entry of 192 bytes, like Linux's dentry.
+/// An entry of 192 bytes, the size of Linux's dentry.
 pub struct Dentry {
     state: AtomicU64,
     number: AtomicU64,
@@ -39,7 +38,7 @@ pub struct Dentry {
 
 const _: () = assert!(size_of::<Dentry>() == 192);
 
-/// The name of a serial number, as words with the same order as the bytes.
+/// Returns the name for a serial number, as words that compare in the same order as the name's bytes.
 fn name_of(serial: u64) -> [u64; NAME_WORDS] {
     let text = format!("{serial:020}.entry");
     let mut bytes = [0; NAME_WORDS * size_of::<u64>()];
@@ -51,15 +50,14 @@ fn name_of(serial: u64) -> [u64; NAME_WORDS] {
     name
 }
 
-/// A checksum of the entries that a walk found, in order.
+/// A checksum of the entries that a walk found, which depends on their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sum {
+pub struct WalkChecksum {
     pub entries: u64,
     pub hash: u64,
 }
 
-impl Sum {
-    /// Adds an entry of a directory.
+impl WalkChecksum {
     pub fn add(&mut self, serial: u64) {
         self.add_name(&name_of(serial));
     }
@@ -71,15 +69,15 @@ impl Sum {
     }
 }
 
-/// The table of entries by number, and the lock for changes to references.
+/// The owner of the entries: a table of entries by number, and the lock for changes to references.
 pub struct Owner {
-    places: Vec<AtomicPtr<Dentry>>,
+    table: Vec<AtomicPtr<Dentry>>,
     changing: Mutex<()>,
 }
 
 impl Owner {
     fn place(&self, number: u64) -> &AtomicPtr<Dentry> {
-        &self.places[number as usize]
+        &self.table[number as usize]
     }
 
     fn change<T>(&self, change: impl FnOnce() -> T) -> T {
@@ -87,31 +85,31 @@ impl Owner {
         change()
     }
 
-    /// The references to an entry: from the entry before it or from the directory, and from the entry behind it or from
-    /// the directory. Only within a change.
+    /// Returns the two references to an entry. One is in the entry before it, the other in the entry behind it; at the
+    /// ends of the list they are in the directory. Must be called within `change`.
     fn referrers<'a>(&self, entry: &'a Dentry) -> (Option<&'a AtomicPtr<Dentry>>, Option<&'a AtomicPtr<Dentry>>) {
-        let parent = at(&entry.parent);
-        let from_before = at(&entry.before).map(|before| &before.next).or(parent.map(|parent| &parent.first));
-        let from_behind = at(&entry.next).map(|next| &next.before).or(parent.map(|parent| &parent.last));
+        let parent = entry_at(&entry.parent);
+        let from_before = entry_at(&entry.before).map(|before| &before.next).or(parent.map(|parent| &parent.first));
+        let from_behind = entry_at(&entry.next).map(|next| &next.before).or(parent.map(|parent| &parent.last));
         (from_before, from_behind)
     }
 }
 
-/// The entry that a reference points to. The caller must hold a guard or be within a change, which keep the entry
-/// valid.
-fn at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
+/// Returns the entry that a reference points to. The caller must have a guard or be within `change`, which keep the
+/// entry valid.
+fn entry_at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
     let dentry = NonNull::new(place.load(Acquire));
     // SAFETY:
     // 1. References point only to objects of the cache, which are constructed.
-    // 2. The caller holds a guard or changes the tree, so the object is not reused.
+    // 2. The caller has a guard or changes the tree, so the object's memory is not reused.
     dentry.map(|dentry| unsafe { dentry.as_ref() })
 }
 
 // SAFETY:
 // 1. A free entry has state FREE, which `isolate` skips; it needs no destructor.
-// 2. `isolate` marks the entries that it keeps, and `Tree::remove` frees only unmarked ones.
+// 2. `isolate` changes the state of the entries that it keeps to MOVING, and `Tree::remove` frees only LIVE ones.
 // 3. All references to an entry are in its neighbours and in the table, and one thread at a time changes them. Walks
-//    follow these references under a guard.
+// follow these references under a guard.
 unsafe impl Migrate for Owner {
     type Object = Dentry;
     type Isolated = ();
@@ -133,7 +131,7 @@ unsafe impl Migrate for Owner {
 
     fn isolate(&self, objects: &mut Candidates<'_, Dentry>) {
         objects.retain(|dentry| {
-            // SAFETY: objects of the cache are constructed.
+            // SAFETY: objects of the cache are always constructed.
             let dentry = unsafe { dentry.as_ref() };
             dentry.state.compare_exchange(LIVE, MOVING, AcqRel, Relaxed).is_ok()
         });
@@ -145,13 +143,13 @@ unsafe impl Migrate for Owner {
         to: &mut Target<'_, Dentry>,
         (): &mut (),
     ) -> Done<'object> {
-        // SAFETY: an object of the cache, which is constructed.
+        // SAFETY: this is an object of the cache, which is always constructed.
         let old = unsafe { object.object().as_ref() };
         let Some(place) = to.take() else {
             old.state.store(LIVE, Release);
             return object.failed();
         };
-        // SAFETY: as above.
+        // SAFETY: this is an object of the cache, which is always constructed.
         let new = unsafe { place.object().as_ref() };
         self.change(|| {
             copy(old, new);
@@ -159,7 +157,7 @@ unsafe impl Migrate for Owner {
             let new_at = place.object().as_ptr();
             let (from_before, from_behind) = self.referrers(old);
             from_before.into_iter().chain(from_behind).for_each(|referrer| referrer.store(new_at, Release));
-            iter::successors(at(&new.first), |child| at(&child.next))
+            iter::successors(entry_at(&new.first), |child| entry_at(&child.next))
                 .for_each(|child| child.parent.store(new_at, Release));
             self.place(old.number.load(Relaxed)).store(new_at, Release);
             old.state.store(FREE, Release);
@@ -176,33 +174,32 @@ fn words(dentry: &Dentry) -> impl Iterator<Item = &AtomicU64> {
     [&dentry.number, &dentry.is_directory].into_iter().chain(&dentry.name).chain(&dentry.attributes)
 }
 
-/// Copies everything except the state.
 fn copy(from: &Dentry, to: &Dentry) {
     pointers(from).into_iter().zip(pointers(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
     words(from).zip(words(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
 }
 
-/// Directories and files. Number 0 is the root.
+/// A tree of directories and files. Number 0 is the root directory.
 pub struct Tree {
     cache: ByOwner<Owner>,
-    /// Unused numbers.
+    /// Numbers that no entry has.
     free: Vec<u64>,
 }
 
 impl Tree {
-    /// Makes a tree with room for `capacity` entries.
     pub fn new(slabs: &'static Slabs, capacity: usize) -> Result<Self, Failure> {
-        let places = (0..capacity).map(|_| AtomicPtr::default()).collect();
-        let owner = Owner { places, changing: Mutex::new(()) };
+        let table = (0..capacity).map(|_| AtomicPtr::default()).collect();
+        let owner = Owner { table, changing: Mutex::new(()) };
         let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
-        // Every partial slab is defragmented: here, directories are added and removed by halves.
+        // With this ratio every partial slab is defragmented. Here, directories are added and removed by halves.
         cache.set_defrag_used_ratio(100).map_err(failed)?;
         let mut tree = Self { cache, free: (0..capacity as u64).rev().collect() };
         tree.make(None, 0, true)?;
         Ok(tree)
     }
 
-    /// Appends an entry to a directory; its serial number must be larger than those of the others. Returns its number.
+    /// Appends an entry to a directory and returns the entry's number. The serial number must be larger than those of
+    /// all entries in the directory.
     pub fn add(&mut self, parent: u64, serial: u64, is_directory: bool) -> Result<u64, Failure> {
         self.make(Some(parent), serial, is_directory)
     }
@@ -211,14 +208,14 @@ impl Tree {
         let number = self.free.pop().ok_or_else(|| Failure::Other("the table of entries is full".to_owned()))?;
         let owner = self.cache.owner();
         let new = self.cache.allocate().map_err(failed)?;
-        // SAFETY: a free object of the cache, which is constructed.
+        // SAFETY: this is a free object of the cache, which is constructed.
         let dentry = unsafe { new.as_ref() };
         dentry.number.store(number, Relaxed);
         dentry.is_directory.store(u64::from(is_directory), Relaxed);
         dentry.name.iter().zip(name_of(serial)).for_each(|(word, name)| word.store(name, Relaxed));
         [&dentry.first, &dentry.last, &dentry.next].into_iter().for_each(|none| none.store(ptr::null_mut(), Relaxed));
         owner.change(|| {
-            let parent = parent.and_then(|parent| at(owner.place(parent)));
+            let parent = parent.and_then(|parent| entry_at(owner.place(parent)));
             let parent_at = parent.map_or(ptr::null_mut(), |parent| ptr::from_ref(parent).cast_mut());
             dentry.parent.store(parent_at, Relaxed);
             let last = parent.map_or(ptr::null_mut(), |parent| parent.last.load(Relaxed));
@@ -231,12 +228,11 @@ impl Tree {
         Ok(number)
     }
 
-    /// Removes a file or an empty directory.
     pub fn remove(&mut self, number: u64) -> Result<(), Failure> {
         let owner = self.cache.owner();
         let entry = loop {
             let _guard = xarray::pin();
-            let entry = at(owner.place(number));
+            let entry = entry_at(owner.place(number));
             let entry = entry.ok_or_else(|| Failure::WrongAnswer(format!("there is no entry {number}")))?;
             if entry.state.compare_exchange(LIVE, FREE, AcqRel, Relaxed).is_ok() {
                 break entry;
@@ -250,31 +246,32 @@ impl Tree {
             from_behind.into_iter().for_each(|referrer| referrer.store(before, Release));
             owner.place(number).store(ptr::null_mut(), Release);
         });
-        // SAFETY: this thread ended its live state and removed all references to it; `&mut self` excludes walks.
+        // SAFETY: this thread ended the entry's live state and removed all references to it; `&mut self` excludes
+        // walks.
         unsafe { self.cache.free(NonNull::from(entry)) };
         self.free.push(number);
         Ok(())
     }
 
-    /// Walks all directories: the entries of each in the order of their names, then those of its subdirectories.
-    pub fn walk(&self) -> Result<Sum, Failure> {
-        let mut sum = Sum::default();
+    /// Walks all directories. In each, visits first the entries in the order of their names, then the subdirectories.
+    pub fn walk(&self) -> Result<WalkChecksum, Failure> {
+        let mut sum = WalkChecksum::default();
         self.walk_directory(0, &mut sum)?;
         Ok(sum)
     }
 
-    fn walk_directory(&self, number: u64, sum: &mut Sum) -> Result<(), Failure> {
+    fn walk_directory(&self, number: u64, sum: &mut WalkChecksum) -> Result<(), Failure> {
         let mut directories = Vec::new();
         {
-            // Under the guard, entries that are moved concurrently keep their contents, and so do the entries that they
-            // lead to.
+            // Under the guard, an entry that is moved concurrently keeps its old contents, and so do the entries that
+            // it refers to.
             let _guard = xarray::pin();
-            let directory = at(self.cache.owner().place(number));
+            let directory = entry_at(self.cache.owner().place(number));
             let directory = directory.ok_or_else(|| Failure::WrongAnswer(format!("there is no directory {number}")))?;
             let mut last = [0; NAME_WORDS];
-            for entry in iter::successors(at(&directory.first), |entry| at(&entry.next)) {
+            for entry in iter::successors(entry_at(&directory.first), |entry| entry_at(&entry.next)) {
                 let name = entry.name.each_ref().map(|word| word.load(Relaxed));
-                let parent = at(&entry.parent).map(|parent| parent.number.load(Relaxed));
+                let parent = entry_at(&entry.parent).map(|parent| parent.number.load(Relaxed));
                 if name <= last || parent != Some(number) {
                     return Err(Failure::WrongAnswer(format!("an entry is out of its place in directory {number}")));
                 }
@@ -288,12 +285,10 @@ impl Tree {
         directories.into_iter().try_for_each(|directory| self.walk_directory(directory, sum))
     }
 
-    /// Compacts all entries.
     pub fn pack(&self) -> Result<(), Failure> {
         self.cache.shrink().map(|_| ()).map_err(failed)
     }
 
-    /// Number of entries moved so far.
     pub fn moved(&self) -> Result<u64, Failure> {
         self.cache.info().map(|info| info.moved).map_err(failed)
     }
@@ -302,12 +297,13 @@ impl Tree {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::slab::of_test;
+    use crate::workload::slab::slabs_of_test;
 
-    /// Entries are walked in order, directory by directory, also after moves; a removed one is not found.
+    /// A walk visits entries in order, directory by directory, before and after they are moved. A removed entry is not
+    /// found.
     #[test]
     fn entries_are_walked_in_order() {
-        let mut tree = Tree::new(of_test().expect("slabs"), 4000).expect("a tree");
+        let mut tree = Tree::new(slabs_of_test().expect("slabs"), 4000).expect("a tree");
         let directory = tree.add(0, 1, true).expect("a directory");
         let files: Vec<u64> = (2..3000).map(|serial| tree.add(directory, serial, false).expect("a file")).collect();
         let inner = tree.add(0, 3000, true).expect("a directory");
@@ -315,7 +311,7 @@ mod tests {
         for number in files.iter().filter(|number| *number % 7 != 0) {
             tree.remove(*number).expect("it is there");
         }
-        let mut expected = Sum::default();
+        let mut expected = WalkChecksum::default();
         let left = (2..3000).zip(&files).filter(|(_, number)| *number % 7 == 0).map(|(serial, _)| serial);
         [1, 3000].into_iter().chain(left).chain([3001]).for_each(|serial| expected.add(serial));
         assert_eq!(tree.walk().expect("a walk"), expected);
@@ -327,12 +323,12 @@ mod tests {
         assert!(tree.remove(files[1]).is_err());
     }
 
-    /// Names compare as their numbers do, and the sum depends on the order.
+    /// Names compare like their serial numbers, and the checksum depends on the order of the entries.
     #[test]
-    fn sums_depend_on_the_order() {
+    fn checksum_depends_on_the_order() {
         assert!(name_of(9) < name_of(10) && name_of(u64::MAX) > name_of(1 << 40));
         let sum = |serials: [u64; 2]| {
-            let mut sum = Sum::default();
+            let mut sum = WalkChecksum::default();
             serials.into_iter().for_each(|serial| sum.add(serial));
             sum
         };

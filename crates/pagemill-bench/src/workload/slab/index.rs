@@ -1,4 +1,4 @@
-//! The index of a file of which one page in six is resident, walked from page to page.
+//! Walks of the index of a file of which one page in six is resident.
 
 use pagemill::mapping::policy::Never;
 use pagemill::mapping::{Cache, Mapping};
@@ -8,39 +8,37 @@ use pagemill::units::BLOCK_BYTES;
 use super::turns::{Turns, walk_for};
 use crate::pattern::RECORD_BYTES;
 use crate::stats;
-use crate::workload::hit::{cache, failed, write};
-use crate::workload::{Failure, Outcome};
+use crate::workload::hit::{cache, failed, write_all};
+use crate::workload::{Failure, WorkloadResult};
 
-/// One page in so many is resident.
+/// One page in this many is resident.
 const STRIDE: u64 = 6;
 
-/// Pages covered by a node of the index.
 const NODE_PAGES: u64 = 64;
 
-/// For each node of the file, so many nodes of another file are made and freed.
-const OTHERS: u64 = 9;
+/// Number of nodes of another file that are made and freed for each node of the file.
+const OTHER_NODES_PER_NODE: u64 = 9;
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Index {
     /// Number of resident pages.
     #[arg(long)]
     pub pages: u64,
-    /// Each turn makes the file anew and drops the previous one.
+    /// In each turn the file is made anew, and the previous one is dropped.
     #[command(flatten)]
     pub turns: Turns,
 }
 
-/// Nanoseconds per resident page.
-pub fn run(arguments: &Index) -> Outcome {
+/// Measures the nanoseconds of a walk per resident page.
+pub fn run(arguments: &Index) -> WorkloadResult {
     let pages = arguments.pages;
     let nodes = pages * STRIDE / NODE_PAGES + 1;
-    // Room for two generations of the file, and for the other file.
-    let bytes = (2 * pages + OTHERS * nodes) * RECORD_BYTES as u64;
+    // The cache has room for two generations of the file, and for the other file.
+    let bytes = (2 * pages + OTHER_NODES_PER_NODE * nodes) * RECORD_BYTES as u64;
     let cache = cache(bytes + 32 * BLOCK_BYTES as u64, Box::new(Never), true)?;
     let mut walks = Vec::new();
-    // The nodes of a page cache are in the process's slabs.
-    let slabs = super::by_hand()?;
+    // The index nodes of a page cache are in slabs of the process.
+    let slabs = super::slabs_without_background_moves()?;
     let moved = move_count(slabs);
     let mut kept = None;
     arguments.turns.run(slabs, |time| {
@@ -48,34 +46,35 @@ pub fn run(arguments: &Index) -> Outcome {
         let file = kept.insert(new);
         walk_for(time, &mut walks, || walk(file, pages))
     })?;
-    // Other caches may have been dropped meanwhile, together with their counts.
+    // The sum can be lower than before, since caches that were dropped meanwhile are no longer counted.
     let moved = move_count(slabs).saturating_sub(moved);
     Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": moved }))
 }
 
-/// Number of objects moved so far, over all slabs.
+/// Returns the number of objects moved so far, over all slab caches.
 fn move_count(slabs: &Slabs) -> u64 {
     slabs.list().iter().map(|info| info.moved).sum()
 }
 
-/// Makes a file, interleaved with another one that is dropped then: the nodes of the file are left scattered.
+/// Makes a file interleaved with another file, which is then dropped. This leaves the nodes of the first file
+/// scattered.
 fn make(cache: &Cache, pages: u64) -> Result<Mapping, Failure> {
     let (file, other) = (cache.create().map_err(failed)?, cache.create().map_err(failed)?);
     let mut nodes = 0;
     for page in 0..pages {
         let index = page * STRIDE;
-        write(&file, &index.to_ne_bytes(), index * RECORD_BYTES as u64)?;
+        write_all(&file, &index.to_ne_bytes(), index * RECORD_BYTES as u64)?;
         if index / NODE_PAGES >= nodes {
             nodes = index / NODE_PAGES + 1;
-            for node in (nodes - 1) * OTHERS..nodes * OTHERS {
-                write(&other, &[1], node * NODE_PAGES * RECORD_BYTES as u64)?;
+            for node in (nodes - 1) * OTHER_NODES_PER_NODE..nodes * OTHER_NODES_PER_NODE {
+                write_all(&other, &[1], node * NODE_PAGES * RECORD_BYTES as u64)?;
             }
         }
     }
     Ok(file)
 }
 
-/// Walks all pages and returns their number, after a check that all are there.
+/// Walks all resident pages and returns their number. Checks number and sum of the page indexes.
 fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
     let (size, page_bytes) = (file.size_bytes(), RECORD_BYTES as u64);
     let (mut count, mut sum, mut from) = (0, 0, 0);
@@ -85,7 +84,7 @@ fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
         sum += offset / page_bytes;
         from = (offset / page_bytes + 1) * page_bytes;
     }
-    // The sum of the page numbers, of which one in `STRIDE` is resident.
+    // The expected sum is that of all multiples of `STRIDE`.
     if (count, sum) == (pages, STRIDE * (pages * pages.saturating_sub(1) / 2)) {
         Ok(count)
     } else {
@@ -97,9 +96,9 @@ fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
 mod tests {
     use super::*;
 
-    /// A walk finds all pages, with a concurrent compaction and without.
+    /// A walk finds all pages, with concurrent compaction and without.
     #[test]
-    fn all_pages_are_there() {
+    fn walk_finds_all_pages() {
         for moving in [false, true] {
             let line = run(&Index { pages: 300, turns: Turns { turns: 2, turn_ms: 15, moving } }).expect("a walk");
             assert!(line["ns"].as_f64() > Some(0.0), "{line}");

@@ -1,48 +1,45 @@
-//! Holders of objects of one size, each with its number in every word: the allocator, or a cache of one of three kinds.
+//! Subjects that store objects of one size, with the object's number in every word: the allocator, or one of three
+//! kinds of cache.
 
 use std::time::Duration;
 
 use pagemill::slab::{self, ByHandle, Fixed, Handle, Progress, Settings, Slabs, Slot};
 
-use crate::native::{self, GiveBack, Piece};
+use crate::native::{self, GiveBack, WordAllocation};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Holds objects of `WORDS` words.
-pub trait Keeper<const WORDS: usize>: Sync {
-    /// The user's reference to an object.
-    type Kept: Send;
+/// A subject that stores objects of `WORDS` words.
+pub trait ObjectStore<const WORDS: usize>: Sync {
+    /// The workload's reference to an object.
+    type Reference: Send;
 
-    /// Makes an object that holds this number.
-    fn put(&self, number: u64) -> Result<Self::Kept, Failure>;
+    fn make_object(&self, number: u64) -> Result<Self::Reference, Failure>;
 
-    /// Frees an object.
-    fn take(&self, kept: Self::Kept) -> Result<(), Failure>;
+    fn free_object(&self, reference: Self::Reference) -> Result<(), Failure>;
 
-    /// Whether each word of an object is this number.
-    fn is_whole(&self, kept: &Self::Kept, number: u64) -> bool;
+    fn has_number(&self, reference: &Self::Reference, number: u64) -> bool;
 
-    /// Returns all free memory, in the subject's own way.
+    /// Returns all free memory to the system, in the subject's own way.
     fn give_back(&self) -> Result<(), Failure>;
 
-    /// Does a step of background work; none if the subject has no background work.
+    /// Does a step of defragmentation; none if the subject cannot defragment.
     fn step(&self, _budget: Duration) -> Result<Option<Progress>, Failure> {
         Ok(None)
     }
 
-    /// Number of objects moved so far.
     fn moved(&self) -> Result<u64, Failure> {
         Ok(0)
     }
 
-    /// Bytes of a handle table.
+    /// Returns the bytes of the table of handles; 0 if the subject has none.
     fn handle_bytes(&self) -> u64 {
         0
     }
 }
 
-/// Converts the result of a step: no progress if another thread was busy with it.
-pub fn stepped(step: pagemill::Result<Progress>) -> Result<Option<Progress>, Failure> {
+/// Converts the result of a step. If another thread was busy with a step, there was no progress.
+pub fn progress_of_step(step: pagemill::Result<Progress>) -> Result<Option<Progress>, Failure> {
     match step {
         Err(pagemill::Error::Busy { .. }) => Ok(Some(Progress::default())),
         other => other.map(Some).map_err(failed),
@@ -54,22 +51,22 @@ pub struct Malloc {
     pub how: GiveBack,
 }
 
-impl<const WORDS: usize> Keeper<WORDS> for Malloc {
-    type Kept = Piece;
+impl<const WORDS: usize> ObjectStore<WORDS> for Malloc {
+    type Reference = WordAllocation;
 
     #[inline]
-    fn put(&self, number: u64) -> Result<Piece, Failure> {
-        Piece::filled(WORDS, number).ok_or_else(|| Failure::Other("malloc refused an object".to_owned()))
+    fn make_object(&self, number: u64) -> Result<WordAllocation, Failure> {
+        WordAllocation::filled(WORDS, number).ok_or_else(|| Failure::Other("malloc refused an object".to_owned()))
     }
 
     #[inline]
-    fn take(&self, kept: Piece) -> Result<(), Failure> {
-        drop(kept);
+    fn free_object(&self, reference: WordAllocation) -> Result<(), Failure> {
+        drop(reference);
         Ok(())
     }
 
-    fn is_whole(&self, kept: &Piece, number: u64) -> bool {
-        kept.words().len() == WORDS && kept.words().iter().all(|word| *word == number)
+    fn has_number(&self, reference: &WordAllocation, number: u64) -> bool {
+        reference.words().len() == WORDS && reference.words().iter().all(|word| *word == number)
     }
 
     fn give_back(&self) -> Result<(), Failure> {
@@ -77,33 +74,33 @@ impl<const WORDS: usize> Keeper<WORDS> for Malloc {
     }
 }
 
-/// Objects that do not move.
-pub struct Still<const WORDS: usize>(&'static Fixed<[u64; WORDS]>);
+/// A cache of objects that do not move.
+pub struct FixedStore<const WORDS: usize>(&'static Fixed<[u64; WORDS]>);
 
-impl<const WORDS: usize> Still<WORDS> {
+impl<const WORDS: usize> FixedStore<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {
         let cache = slabs.fixed(Settings::new("fixed")).map_err(failed)?;
-        // Its objects refer to it, and the workload stores both side by side.
+        // The cache is leaked, because its objects borrow from it and the workload stores them beside it.
         Ok(Self(Box::leak(Box::new(cache))))
     }
 }
 
-impl<const WORDS: usize> Keeper<WORDS> for Still<WORDS> {
-    type Kept = Slot<'static, [u64; WORDS]>;
+impl<const WORDS: usize> ObjectStore<WORDS> for FixedStore<WORDS> {
+    type Reference = Slot<'static, [u64; WORDS]>;
 
     #[inline]
-    fn put(&self, number: u64) -> Result<Self::Kept, Failure> {
+    fn make_object(&self, number: u64) -> Result<Self::Reference, Failure> {
         self.0.insert([number; WORDS]).map_err(failed)
     }
 
     #[inline]
-    fn take(&self, kept: Self::Kept) -> Result<(), Failure> {
-        drop(kept);
+    fn free_object(&self, reference: Self::Reference) -> Result<(), Failure> {
+        drop(reference);
         Ok(())
     }
 
-    fn is_whole(&self, kept: &Self::Kept, number: u64) -> bool {
-        kept.iter().all(|word| *word == number)
+    fn has_number(&self, reference: &Self::Reference, number: u64) -> bool {
+        reference.iter().all(|word| *word == number)
     }
 
     fn give_back(&self) -> Result<(), Failure> {
@@ -111,33 +108,33 @@ impl<const WORDS: usize> Keeper<WORDS> for Still<WORDS> {
     }
 }
 
-/// Values that are accessed by handle.
-pub struct Handled<const WORDS: usize>(ByHandle<[u64; WORDS]>);
+/// A cache of values that are accessed by handle.
+pub struct HandleStore<const WORDS: usize>(ByHandle<[u64; WORDS]>);
 
-impl<const WORDS: usize> Handled<WORDS> {
+impl<const WORDS: usize> HandleStore<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {
         slabs.by_handle(Settings::new("by handle")).map(Self).map_err(failed)
     }
 }
 
-impl<const WORDS: usize> Keeper<WORDS> for Handled<WORDS> {
-    type Kept = Handle<[u64; WORDS]>;
+impl<const WORDS: usize> ObjectStore<WORDS> for HandleStore<WORDS> {
+    type Reference = Handle<[u64; WORDS]>;
 
     #[inline]
-    fn put(&self, number: u64) -> Result<Self::Kept, Failure> {
+    fn make_object(&self, number: u64) -> Result<Self::Reference, Failure> {
         self.0.insert([number; WORDS]).map_err(failed)
     }
 
     #[inline]
-    fn take(&self, kept: Self::Kept) -> Result<(), Failure> {
-        match self.0.remove(kept).map_err(failed)? {
+    fn free_object(&self, reference: Self::Reference) -> Result<(), Failure> {
+        match self.0.remove(reference).map_err(failed)? {
             true => Ok(()),
             false => Err(Failure::WrongAnswer("a handle stands for nothing".to_owned())),
         }
     }
 
-    fn is_whole(&self, kept: &Self::Kept, number: u64) -> bool {
-        self.0.get(*kept, &slab::pin()).is_some_and(|value| value.iter().all(|word| *word == number))
+    fn has_number(&self, reference: &Self::Reference, number: u64) -> bool {
+        self.0.get(*reference, &slab::pin()).is_some_and(|value| value.iter().all(|word| *word == number))
     }
 
     fn give_back(&self) -> Result<(), Failure> {
@@ -145,7 +142,7 @@ impl<const WORDS: usize> Keeper<WORDS> for Handled<WORDS> {
     }
 
     fn step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
-        stepped(self.0.defrag_step(budget))
+        progress_of_step(self.0.defrag_step(budget))
     }
 
     fn moved(&self) -> Result<u64, Failure> {

@@ -1,4 +1,5 @@
-//! Slabs: objects of one size that are allocated, freed, moved and checked, beside allocators and keyed maps.
+//! Workloads on slab caches: objects of one size are allocated, freed, moved and checked, in Pagemill's caches and in
+//! their peers.
 
 mod dentries;
 mod fragments;
@@ -18,19 +19,18 @@ mod turns;
 mod walks;
 
 use super::hit::failed;
-use super::{Failure, Outcome};
+use super::{Failure, WorkloadResult};
 use pagemill::Pagemill;
 use pagemill::slab::Slabs;
 
-/// Arguments of one workload.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Slab {
     #[command(subcommand)]
-    pub work: Work,
+    pub work: Workload,
 }
 
 #[derive(Clone, Debug, clap::Subcommand)]
-pub enum Work {
+pub enum Workload {
     Speed(speed::Speed),
     Reads(reads::Reads),
     Moves(moves::Moves),
@@ -42,34 +42,33 @@ pub enum Work {
     Torture(random::Torture),
 }
 
-/// Runs the workload and returns its JSON line.
-pub fn run(arguments: &Slab) -> Outcome {
+pub fn run(arguments: &Slab) -> WorkloadResult {
     match &arguments.work {
-        Work::Speed(arguments) => speed::run(arguments),
-        Work::Reads(arguments) => reads::run(arguments),
-        Work::Moves(arguments) => moves::run(arguments, by_hand()?),
-        Work::Fragments(arguments) => fragments::run(arguments, by_hand),
-        Work::Stalls(arguments) => stalls::run(arguments, by_hand),
-        Work::Tree(arguments) => walks::tree(arguments, by_hand()?),
-        Work::Packed(arguments) => walks::packed(arguments, by_hand()?),
-        Work::Index(arguments) => index::run(arguments),
-        Work::Torture(arguments) => random::run(arguments),
+        Workload::Speed(arguments) => speed::run(arguments),
+        Workload::Reads(arguments) => reads::run(arguments),
+        Workload::Moves(arguments) => moves::run(arguments, slabs_without_background_moves()?),
+        Workload::Fragments(arguments) => fragments::run(arguments, slabs_without_background_moves),
+        Workload::Stalls(arguments) => stalls::run(arguments, slabs_without_background_moves),
+        Workload::Tree(arguments) => walks::tree(arguments, slabs_without_background_moves()?),
+        Workload::Packed(arguments) => walks::packed(arguments, slabs_without_background_moves()?),
+        Workload::Index(arguments) => index::run(arguments),
+        Workload::Torture(arguments) => random::run(arguments),
     }
 }
 
-/// Returns the slabs in which caches are made; called when they are needed.
-type Home = fn() -> Result<&'static Slabs, Failure>;
+/// A function that returns the slabs in which caches are made; called only when they are needed.
+type SlabsProvider = fn() -> Result<&'static Slabs, Failure>;
 
-/// The slabs of this process, in which only the workload itself moves objects.
-fn by_hand() -> Result<&'static Slabs, Failure> {
+/// Returns the slabs of this process, with background defragmentation turned off. Only the workload moves objects.
+fn slabs_without_background_moves() -> Result<&'static Slabs, Failure> {
     let pagemill = Pagemill::of_process().map_err(failed)?;
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }
 
-/// Slabs of one test, as a program has them: the steps of other tests move nothing in them.
+/// Returns separate slabs for one test, with a program's layout. Defragmentation by other tests moves nothing in them.
 #[cfg(test)]
-fn of_test() -> Result<&'static Slabs, Failure> {
+fn slabs_of_test() -> Result<&'static Slabs, Failure> {
     use pagemill::arena::Layout;
     let layout = Layout { huge_from_bytes: Layout::for_program().huge_from_bytes, ..Layout::for_test() };
     let pagemill = Pagemill::new(layout, pagemill::reclaim::tree::UNLIMITED).map_err(failed)?;
@@ -77,13 +76,12 @@ fn of_test() -> Result<&'static Slabs, Failure> {
     Ok(pagemill.slabs)
 }
 
-/// One thread's access to objects of one size.
+/// Access of one thread to objects of one size.
 pub trait Access {
     type Object;
 
-    /// Allocates an object with `tag` as its first word; returns none without memory.
-    fn take(&mut self, tag: u64) -> Option<Self::Object>;
+    /// Allocates an object with `tag` as its first word; returns none if out of memory.
+    fn make_object(&mut self, tag: u64) -> Option<Self::Object>;
 
-    /// Frees an object and returns its first word.
-    fn give(&mut self, object: Self::Object) -> u64;
+    fn free_object(&mut self, object: Self::Object) -> u64;
 }

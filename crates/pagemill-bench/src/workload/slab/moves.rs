@@ -1,26 +1,26 @@
-//! A reader and a writer; a third thread moves their objects concurrently, or does not.
+//! A reader thread and a writer thread, with or without a third thread that moves their objects.
 //!
-//! The writer makes holes all the time. It frees nine of ten objects of one group after the other, in random order, and
-//! makes them again after half of the groups have had their turn. So at any moment half of the slabs are sparse.
+//! The writer makes holes all the time. It frees nine of ten objects of one group after the other, in random order.
+//! When half of the groups have been freed after a group, it makes that group's objects again. At any time, half of the
+//! slabs are therefore sparsely used.
 
 use std::time::{Duration, Instant};
 
 use pagemill::slab::{self, Slabs};
 
-use super::shared::{Handled, Objects, Owned};
-use super::turns::beside_steps;
+use super::shared::{HandleObjects, Objects, OwnerObjects};
+use super::turns::run_with_defragmentation;
 use crate::stats::Random;
-use crate::workload::steps::{self, Work};
-use crate::workload::{Failure, Outcome};
+use crate::workload::steps::{self, StepWork};
+use crate::workload::{Failure, WorkloadResult};
 
-/// A map from numbers to objects.
+/// The kind of cache, and how its objects are found: by owner or by handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     ByOwner,
     ByHandle,
 }
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Moves {
     #[arg(long)]
@@ -35,26 +35,26 @@ pub struct Moves {
 }
 
 const GROUPS: usize = 16;
-/// One object in so many of a group is kept.
+/// The writer keeps one object in this many of a group.
 const KEPT_OF: usize = 10;
-/// Operations between two reads of the clock; and reads under one guard.
-const STEP_ACTS: usize = 1024;
+/// Number of operations between two reads of the clock, and number of reads under one guard.
+const STEP_OPERATIONS: usize = 1024;
 const GUARDED_READS: usize = 64;
 
-/// The defragmenting thread sleeps this many times as long as a step took, so it takes a twentieth of a CPU.
+/// The defragmenting thread sleeps this many times as long as a step took, so that it uses a twentieth of a CPU.
 const REST_FACTOR: u32 = 19;
 const REST_AT_LEAST: Duration = Duration::from_millis(1);
 const USED_RATIO: u32 = 30;
 
-/// Reads and writes per second, and the number of moved objects.
-pub fn run(arguments: &Moves, slabs: &'static Slabs) -> Outcome {
+/// Measures reads and writes per second, and the number of moved objects.
+pub fn run(arguments: &Moves, slabs: &'static Slabs) -> WorkloadResult {
     match arguments.kind {
-        Kind::ByHandle => measure(arguments, slabs, &Handled::new(slabs, arguments.objects)?),
-        Kind::ByOwner => measure(arguments, slabs, &Owned::new(slabs, arguments.objects)?),
+        Kind::ByHandle => measure(arguments, slabs, &HandleObjects::new(slabs, arguments.objects)?),
+        Kind::ByOwner => measure(arguments, slabs, &OwnerObjects::new(slabs, arguments.objects)?),
     }
 }
 
-fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) -> Outcome {
+fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) -> WorkloadResult {
     objects.set_used_ratio(if arguments.defrag { USED_RATIO } else { 0 })?;
     let begun = Instant::now();
     let make = |thread| match thread {
@@ -62,8 +62,8 @@ fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) ->
         _ => Writer::new(objects, arguments.objects).map(Role::Writer),
     };
     let rest = |took: Duration| (took * REST_FACTOR).max(REST_AT_LEAST);
-    let times = beside_steps(arguments.defrag.then_some(slabs), rest, || {
-        steps::timed(2, Duration::from_millis(arguments.run_ms), STEP_ACTS as u64, make)
+    let times = run_with_defragmentation(arguments.defrag.then_some(slabs), rest, || {
+        steps::measure_threads(2, Duration::from_millis(arguments.run_ms), STEP_OPERATIONS as u64, make)
     })?;
     let took = begun.elapsed();
     let moved = objects.info()?.moved;
@@ -78,7 +78,7 @@ fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) ->
     }))
 }
 
-/// The work of one thread.
+/// The work of one of the two measured threads.
 enum Role<'objects, O> {
     Reader(Reader<'objects, O>),
     Writer(Writer<'objects, O>),
@@ -87,7 +87,7 @@ enum Role<'objects, O> {
 const READER: usize = 0;
 const WRITER: usize = 1;
 
-impl<O: Objects> Work for Role<'_, O> {
+impl<O: Objects> StepWork for Role<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
         match self {
             Self::Reader(reader) => reader.step(),
@@ -95,15 +95,14 @@ impl<O: Objects> Work for Role<'_, O> {
         }
     }
 
-    fn verdict(&mut self) -> Result<(), Failure> {
+    fn check_results(&mut self) -> Result<(), Failure> {
         match self {
-            Self::Reader(reader) => reader.verdict(),
-            Self::Writer(writer) => writer.verdict(),
+            Self::Reader(reader) => reader.check_results(),
+            Self::Writer(writer) => writer.check_results(),
         }
     }
 }
 
-/// Reads random objects.
 struct Reader<'objects, O> {
     objects: &'objects O,
     count: usize,
@@ -113,17 +112,17 @@ struct Reader<'objects, O> {
 
 impl<O: Objects> Reader<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
-        for _ in 0..STEP_ACTS / GUARDED_READS {
+        for _ in 0..STEP_OPERATIONS / GUARDED_READS {
             let guard = slab::pin();
             for _ in 0..GUARDED_READS {
-                let number = self.random.below(self.count);
+                let number = self.random.next_below(self.count);
                 self.wrong += u64::from(self.objects.read(number, &guard).is_err());
             }
         }
         Ok(())
     }
 
-    fn verdict(&mut self) -> Result<(), Failure> {
+    fn check_results(&mut self) -> Result<(), Failure> {
         match self.wrong {
             0 => Ok(()),
             wrong => Err(Failure::WrongAnswer(format!("{wrong} reads found another object"))),
@@ -131,21 +130,20 @@ impl<O: Objects> Reader<'_, O> {
     }
 }
 
-/// Makes, changes and frees objects.
 struct Writer<'objects, O> {
     objects: &'objects O,
-    /// The number of changes of each object; none while it does not exist.
+    /// The expected number of changes of each object; none while the object does not exist.
     expected: Vec<Option<u64>>,
     /// Indexes in a group, in the order in which its objects are freed and made.
     order: Vec<usize>,
-    /// The current group, and the index in the order.
+    /// The group that is being freed, and the position in `order`.
     group: usize,
     at: usize,
     random: Random,
 }
 
 impl<'objects, O: Objects> Writer<'objects, O> {
-    /// Makes all objects and lets each group have one turn.
+    /// Makes all objects, and frees most of each group once.
     fn new(objects: &'objects O, count: usize) -> Result<Self, Failure> {
         let mut random = Random::new(1);
         let mut order: Vec<usize> = (0..count / GROUPS).collect();
@@ -153,7 +151,7 @@ impl<'objects, O: Objects> Writer<'objects, O> {
         let mut writer = Self { objects, expected: vec![None; count], order, group: 0, at: 0, random };
         (0..count).try_for_each(|number| writer.put(number))?;
         while writer.group < GROUPS {
-            writer.act()?;
+            writer.replace_one()?;
         }
         Ok(writer)
     }
@@ -166,17 +164,17 @@ impl<'objects, O: Objects> Writer<'objects, O> {
         Ok(())
     }
 
-    /// Frees one object of a group, unless it is kept; makes one of another group; changes a random one.
-    fn act(&mut self) -> Result<(), Failure> {
+    /// Frees one object of the current group, unless it is kept; makes one of another group; changes a random object.
+    fn replace_one(&mut self) -> Result<(), Failure> {
         let number = |group: usize| (group % GROUPS) * self.order.len() + self.order[self.at];
-        let (goes, comes) = (number(self.group), number(self.group + GROUPS / 2));
-        let changes = self.random.below(self.expected.len());
-        if self.random.below(KEPT_OF) > 0 && self.expected[goes].take().is_some() {
-            self.objects.remove(goes)?;
+        let (freed, made) = (number(self.group), number(self.group + GROUPS / 2));
+        let changed_number = self.random.next_below(self.expected.len());
+        if self.random.next_below(KEPT_OF) > 0 && self.expected[freed].take().is_some() {
+            self.objects.remove(freed)?;
         }
-        self.put(comes)?;
-        if let Some(count) = &mut self.expected[changes] {
-            self.objects.change(changes)?;
+        self.put(made)?;
+        if let Some(count) = &mut self.expected[changed_number] {
+            self.objects.change(changed_number)?;
             *count += 1;
         }
         self.at += 1;
@@ -189,11 +187,11 @@ impl<'objects, O: Objects> Writer<'objects, O> {
 
 impl<O: Objects> Writer<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
-        (0..STEP_ACTS).try_for_each(|_| self.act())
+        (0..STEP_OPERATIONS).try_for_each(|_| self.replace_one())
     }
 
-    /// Checks that every object exists as expected, with the expected number of changes.
-    fn verdict(&mut self) -> Result<(), Failure> {
+    /// Checks that exactly the expected objects exist, with the expected number of changes.
+    fn check_results(&mut self) -> Result<(), Failure> {
         for (number, expected) in self.expected.iter().enumerate() {
             let found = self.objects.read(number, &slab::pin()).ok();
             if found != Some(*expected) {
@@ -207,21 +205,21 @@ impl<O: Objects> Writer<'_, O> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::slab::of_test;
+    use crate::workload::slab::slabs_of_test;
 
-    /// A lost object and a lost change are detected.
+    /// The check of the writer fails after an object was removed, or changed, without its knowledge.
     #[test]
-    fn what_is_lost_is_noticed() {
+    fn lost_objects_and_changes_are_detected() {
         fn losing(objects: &impl Objects, lose: impl Fn(usize)) -> [bool; 2] {
             let mut writer = Writer::new(objects, 1600).expect("objects");
-            let is_right = writer.verdict().is_ok();
+            let is_right = writer.check_results().is_ok();
             let there = writer.expected.iter().position(Option::is_some).expect("some stay");
             lose(there);
-            [is_right, writer.verdict().is_ok()]
+            [is_right, writer.check_results().is_ok()]
         }
-        let slabs = of_test().expect("slabs");
-        let handled = Handled::new(slabs, 1600).expect("a cache");
-        let owned = Owned::new(slabs, 1600).expect("a cache");
+        let slabs = slabs_of_test().expect("slabs");
+        let handled = HandleObjects::new(slabs, 1600).expect("a cache");
+        let owned = OwnerObjects::new(slabs, 1600).expect("a cache");
 
         assert_eq!(losing(&handled, |number| handled.remove(number).expect("it is there")), [true, false]);
         assert_eq!(losing(&owned, |number| owned.change(number).expect("it is there")), [true, false]);
@@ -233,7 +231,7 @@ mod tests {
         for kind in [Kind::ByHandle, Kind::ByOwner] {
             for defrag in [false, true] {
                 let moves = Moves { kind, defrag, objects: 100_000, run_ms: 300 };
-                let line = run(&moves, of_test().expect("slabs"));
+                let line = run(&moves, slabs_of_test().expect("slabs"));
                 assert!(line.is_ok(), "{kind:?}, {defrag}: {line:?}");
             }
         }

@@ -1,4 +1,4 @@
-//! Pagemill's three kinds of cache.
+//! Pagemill's three kinds of slab cache as subjects of the part speed.
 #![allow(unsafe_code)] // an owner of objects, and movable values
 
 use std::mem::MaybeUninit;
@@ -13,7 +13,7 @@ use super::Access;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// An object with a tag as its first word; the rest is uninitialized.
+/// An object with a tag as its first word. The rest is uninitialized.
 pub struct Object<Rest> {
     pub tag: u64,
     _rest: MaybeUninit<Rest>,
@@ -26,44 +26,42 @@ impl<Rest> Object<Rest> {
     }
 }
 
-// SAFETY: plain data, which may be moved as bytes.
+// SAFETY: the object is plain data, so it may be moved by copying its bytes.
 unsafe impl<Rest: Copy + Send + Sync + 'static> Movable for Object<Rest> {}
 
-/// The account of this process.
-fn pagemill() -> Result<&'static Pagemill, Failure> {
+fn process_pagemill() -> Result<&'static Pagemill, Failure> {
     Pagemill::of_process().map_err(failed)
 }
 
-/// Makes a cache of values that do not move.
 pub fn fixed<Rest>() -> Result<Fixed<Object<Rest>>, Failure> {
-    pagemill()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
+    process_pagemill()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
 }
 
 impl<'cache, Rest: Copy + Send + Sync> Access for &'cache Fixed<Object<Rest>> {
     type Object = Slot<'cache, Object<Rest>>;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<Self::Object> {
+    fn make_object(&mut self, tag: u64) -> Option<Self::Object> {
         self.insert(Object::new(tag)).ok()
     }
 
     #[inline]
-    fn give(&mut self, object: Self::Object) -> u64 {
+    fn free_object(&mut self, object: Self::Object) -> u64 {
         object.tag
     }
 }
 
-/// An object of an owner; a free one has tag 0.
+/// An object of a cache by owner. A free object has tag 0.
 pub struct Owned<Rest> {
     tag: AtomicU64,
     _rest: MaybeUninit<Rest>,
 }
 
-/// An owner that refuses all moves: only the cost to allocate and free is measured.
-pub struct Still<Rest>(MaybeUninit<Rest>);
+/// An owner that refuses all moves, since only the cost to allocate and free is measured.
+pub struct NeverMoves<Rest>(MaybeUninit<Rest>);
 
-// SAFETY: `isolate` never keeps an object.
-unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for Still<Rest> {
+// SAFETY: `isolate` keeps no object, so none is ever moved.
+unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for NeverMoves<Rest> {
     type Object = Owned<Rest>;
     type Isolated = ();
 
@@ -85,49 +83,48 @@ unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for Still<Rest> {
     }
 }
 
-/// Makes a cache of by-owner objects.
-pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<ByOwner<Still<Rest>>, Failure> {
-    pagemill()?.slabs.by_owner(Settings::new("by owner"), Still(MaybeUninit::uninit())).map_err(failed)
+pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<ByOwner<NeverMoves<Rest>>, Failure> {
+    process_pagemill()?.slabs.by_owner(Settings::new("by owner"), NeverMoves(MaybeUninit::uninit())).map_err(failed)
 }
 
-impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<Still<Rest>> {
+impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<NeverMoves<Rest>> {
     type Object = NonNull<Owned<Rest>>;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<Self::Object> {
+    fn make_object(&mut self, tag: u64) -> Option<Self::Object> {
         let object = self.allocate().ok()?;
-        // SAFETY: an object that was just allocated, and was constructed.
+        // SAFETY: the object was just allocated, and `construct` has initialized it.
         unsafe { object.as_ref() }.tag.store(tag, Relaxed);
         Some(object)
     }
 
     #[inline]
-    fn give(&mut self, object: Self::Object) -> u64 {
-        // SAFETY: `take` returned the object, and it is freed once: there is no copy of the reference.
+    fn free_object(&mut self, object: Self::Object) -> u64 {
+        // SAFETY: `make_object` returned the object, and it is freed once, since the caller has no copy of the
+        // reference.
         let word = unsafe { &object.as_ref().tag };
         let tag = word.load(Relaxed);
         word.store(0, Relaxed);
-        // SAFETY: as above; its tag marks it as free.
+        // SAFETY: the object was allocated and is freed only once; its tag 0 marks it as free.
         unsafe { self.free(object) };
         tag
     }
 }
 
-/// Makes a cache of values that are accessed by handle.
 pub fn by_handle<Rest: Copy + Send + Sync + 'static>() -> Result<ByHandle<Object<Rest>>, Failure> {
-    pagemill()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
+    process_pagemill()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
 }
 
 impl<Rest: Copy + Send + Sync + 'static> Access for &ByHandle<Object<Rest>> {
     type Object = Handle<Object<Rest>>;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<Self::Object> {
+    fn make_object(&mut self, tag: u64) -> Option<Self::Object> {
         self.insert(Object::new(tag)).ok()
     }
 
     #[inline]
-    fn give(&mut self, object: Self::Object) -> u64 {
+    fn free_object(&mut self, object: Self::Object) -> u64 {
         self.remove_with(object, |object| object.tag).ok().flatten().unwrap_or(0)
     }
 }

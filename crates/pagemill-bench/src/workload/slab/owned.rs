@@ -1,4 +1,4 @@
-//! By-owner objects: a table maps each number to its object, and holds the only references.
+//! Objects in a cache by owner. A table maps each number to its object, and has the only references to the objects.
 #![allow(unsafe_code)] // an owner of relocatable objects
 
 use std::hint;
@@ -10,15 +10,15 @@ use std::time::Duration;
 use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Progress, Settings, Slabs, Target};
 use pagemill::xarray;
 
-use super::keepers::{Keeper, stepped};
+use super::keepers::{ObjectStore, progress_of_step};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Bit of an object's first word that is set during its move.
+/// Bit of an object's first word that is set while the object is moved.
 const MOVING: u64 = 1 << 63;
 
 /// An object. Its first word is its state: 0 while it is free, else its number plus one, and the bit `MOVING`. The
-/// other words hold its number.
+/// other words contain its number.
 pub struct Object<const WORDS: usize>([AtomicU64; WORDS]);
 
 impl<const WORDS: usize> Object<WORDS> {
@@ -26,22 +26,22 @@ impl<const WORDS: usize> Object<WORDS> {
         &self.0[0]
     }
 
-    /// Changes the state, unless it differs from `from` (for example during a move).
+    /// Changes the state if it is `from`; it may differ, for example during a move. Returns whether it was changed.
     fn change(&self, from: u64, to: u64) -> bool {
         self.state().compare_exchange(from, to, AcqRel, Relaxed).is_ok()
     }
 }
 
-/// The address of each object, by its number.
-pub struct Book<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
+/// The table of the objects' addresses, by number.
+pub struct AddressTable<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
-impl<const WORDS: usize> Book<WORDS> {
-    /// Makes a table for objects with numbers below `count`. All of it is resident.
+impl<const WORDS: usize> AddressTable<WORDS> {
+    /// Makes a table for objects with numbers below `count`, and makes all of its pages resident.
     pub fn new(count: usize) -> Self {
         let places: Vec<_> = (0..count).map(|_| AtomicPtr::default()).collect();
-        let book = hint::black_box(Self(places));
-        book.0.iter().for_each(|place| place.store(ptr::null_mut(), Relaxed));
-        book
+        let table = hint::black_box(Self(places));
+        table.0.iter().for_each(|place| place.store(ptr::null_mut(), Relaxed));
+        table
     }
 
     fn place(&self, number: u64) -> &AtomicPtr<Object<WORDS>> {
@@ -51,10 +51,10 @@ impl<const WORDS: usize> Book<WORDS> {
 
 // SAFETY:
 // 1. A free object has state 0, which `isolate` skips; it needs no destructor.
-// 2. `isolate` marks the objects that it keeps, and an object is freed only by a thread that finds its state unmarked
-//    (`Owned::take`).
+// 2. `isolate` sets the bit `MOVING` of the objects that it keeps, and a thread frees only an object whose bit is not
+// set (`OwnerStore::free_object`).
 // 3. The table has the new address before the old object is free. Users read addresses from the table, under a guard.
-unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
+unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
     type Object = Object<WORDS>;
     type Isolated = ();
 
@@ -64,7 +64,7 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
 
     fn isolate(&self, objects: &mut Candidates<'_, Object<WORDS>>) {
         objects.retain(|object| {
-            // SAFETY: objects of the cache are constructed.
+            // SAFETY: objects of the cache are always constructed.
             let object = unsafe { object.as_ref() };
             let state = object.state().load(Relaxed);
             state != 0 && object.change(state, state | MOVING)
@@ -77,14 +77,14 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
         to: &mut Target<'_, Object<WORDS>>,
         (): &mut (),
     ) -> Done<'object> {
-        // SAFETY: an object of the cache, which is constructed.
+        // SAFETY: this is an object of the cache, which is always constructed.
         let from = unsafe { object.object().as_ref() };
         let state = from.state().load(Relaxed) & !MOVING;
         let Some(new) = to.take() else {
             from.state().store(state, Release);
             return object.failed();
         };
-        // SAFETY: as above.
+        // SAFETY: this is an object of the cache, which is always constructed.
         let to = unsafe { new.object().as_ref() };
         from.0[1..].iter().zip(&to.0[1..]).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
         to.state().store(state, Release);
@@ -94,22 +94,22 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
     }
 }
 
-/// A cache of by-owner objects. The user's reference to an object is its number.
-pub struct Owned<const WORDS: usize>(ByOwner<Book<WORDS>>);
+/// A cache of objects with an owner. The workload refers to an object by its number.
+pub struct OwnerStore<const WORDS: usize>(ByOwner<AddressTable<WORDS>>);
 
-impl<const WORDS: usize> Owned<WORDS> {
-    pub fn new(slabs: &'static Slabs, book: Book<WORDS>) -> Result<Self, Failure> {
-        slabs.by_owner(Settings::new("by owner"), book).map(Self).map_err(failed)
+impl<const WORDS: usize> OwnerStore<WORDS> {
+    pub fn new(slabs: &'static Slabs, table: AddressTable<WORDS>) -> Result<Self, Failure> {
+        slabs.by_owner(Settings::new("by owner"), table).map(Self).map_err(failed)
     }
 }
 
-impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
-    type Kept = u64;
+impl<const WORDS: usize> ObjectStore<WORDS> for OwnerStore<WORDS> {
+    type Reference = u64;
 
     #[inline]
-    fn put(&self, number: u64) -> Result<u64, Failure> {
+    fn make_object(&self, number: u64) -> Result<u64, Failure> {
         let object = self.0.allocate().map_err(failed)?;
-        // SAFETY: a free object of the cache, which is constructed.
+        // SAFETY: this is a free object of the cache, which is constructed.
         let words = unsafe { &object.as_ref().0 };
         words[1..].iter().for_each(|word| word.store(number, Relaxed));
         self.0.owner().place(number).store(object.as_ptr(), Release);
@@ -118,16 +118,16 @@ impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
     }
 
     #[inline]
-    fn take(&self, number: u64) -> Result<(), Failure> {
+    fn free_object(&self, number: u64) -> Result<(), Failure> {
         loop {
             let _guard = xarray::pin();
             let place = self.0.owner().place(number);
             let object = NonNull::new(place.load(Acquire));
             let object = object.ok_or_else(|| Failure::WrongAnswer(format!("object {number} is not there")))?;
-            // SAFETY: an object of the cache. Under the guard its memory is not reused, even if it is moved.
+            // SAFETY: this is an object of the cache. Under the guard its memory is not reused, even if it is moved.
             if unsafe { object.as_ref() }.change(number + 1, 0) {
                 place.store(ptr::null_mut(), Relaxed);
-                // SAFETY: it was live and is not being moved, and this thread changed its state to free.
+                // SAFETY: the object was live and not being moved, and this thread changed its state to free.
                 unsafe { self.0.free(object) };
                 return Ok(());
             }
@@ -135,12 +135,12 @@ impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
         }
     }
 
-    fn is_whole(&self, number: &u64, expected: u64) -> bool {
+    fn has_number(&self, number: &u64, expected: u64) -> bool {
         let _guard = xarray::pin();
         let place = self.0.owner().place(*number);
         loop {
             let at = place.load(Acquire);
-            // SAFETY: as in `take`.
+            // SAFETY: this is an object of the cache. Under the guard its memory is not reused, even if it is moved.
             let Some(object) = NonNull::new(at).map(|object| unsafe { object.as_ref() }) else { return false };
             let state = object.state().load(Acquire) & !MOVING;
             if state == 0 && place.load(Acquire) != at {
@@ -155,7 +155,7 @@ impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
     }
 
     fn step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
-        stepped(self.0.defrag_step(budget))
+        progress_of_step(self.0.defrag_step(budget))
     }
 
     fn moved(&self) -> Result<u64, Failure> {

@@ -1,4 +1,4 @@
-//! Peers: the preloaded malloc, and keyed maps.
+//! Peers of the slab caches: the preloaded malloc, and keyed maps.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,85 +7,84 @@ use slotmap::{DefaultKey, SlotMap};
 
 use super::Access;
 use super::own::Object;
-use crate::native::Tagged;
+use crate::native::TaggedAllocation;
 
-/// The C `malloc` and `free`.
 pub struct Malloc {
     pub size: usize,
 }
 
 impl Access for Malloc {
-    type Object = Tagged;
+    type Object = TaggedAllocation;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<Tagged> {
-        Tagged::new(self.size, tag)
+    fn make_object(&mut self, tag: u64) -> Option<TaggedAllocation> {
+        TaggedAllocation::new(self.size, tag)
     }
 
     #[inline]
-    fn give(&mut self, object: Tagged) -> u64 {
+    fn free_object(&mut self, object: TaggedAllocation) -> u64 {
         object.tag()
     }
 }
 
-/// slotmap, one for each thread.
-pub type Alone<Rest> = SlotMap<DefaultKey, Object<Rest>>;
+/// A map of the crate slotmap, separate for each thread.
+pub type ThreadSlotMap<Rest> = SlotMap<DefaultKey, Object<Rest>>;
 
-impl<Rest> Access for Alone<Rest> {
+impl<Rest> Access for ThreadSlotMap<Rest> {
     type Object = DefaultKey;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<DefaultKey> {
+    fn make_object(&mut self, tag: u64) -> Option<DefaultKey> {
         Some(self.insert(Object::new(tag)))
     }
 
     #[inline]
-    fn give(&mut self, object: DefaultKey) -> u64 {
+    fn free_object(&mut self, object: DefaultKey) -> u64 {
         self.remove(object).map_or(0, |object| object.tag)
     }
 }
 
-/// slotmap: all threads share one map, under a lock.
-pub struct Locked<Rest>(Mutex<Alone<Rest>>);
+/// A map of the crate slotmap that all threads share, under a lock.
+pub struct LockedSlotMap<Rest>(Mutex<ThreadSlotMap<Rest>>);
 
-impl<Rest> Locked<Rest> {
+impl<Rest> LockedSlotMap<Rest> {
     pub fn new() -> Self {
         Self(Mutex::new(SlotMap::new()))
     }
 
     #[inline]
-    fn map(&self) -> MutexGuard<'_, Alone<Rest>> {
+    fn map(&self) -> MutexGuard<'_, ThreadSlotMap<Rest>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<Rest> Access for &Locked<Rest> {
+impl<Rest> Access for &LockedSlotMap<Rest> {
     type Object = DefaultKey;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<DefaultKey> {
+    fn make_object(&mut self, tag: u64) -> Option<DefaultKey> {
         Some(self.map().insert(Object::new(tag)))
     }
 
     #[inline]
-    fn give(&mut self, object: DefaultKey) -> u64 {
+    fn free_object(&mut self, object: DefaultKey) -> u64 {
         self.map().remove(object).map_or(0, |object| object.tag)
     }
 }
 
-/// sharded-slab: one for all threads.
-pub type Sharded<Rest> = Slab<Object<Rest>>;
+/// A map of the crate sharded-slab, which all threads share.
+pub type SharedSlab<Rest> = Slab<Object<Rest>>;
 
-impl<Rest> Access for &Sharded<Rest> {
+impl<Rest> Access for &SharedSlab<Rest> {
     type Object = usize;
 
     #[inline]
-    fn take(&mut self, tag: u64) -> Option<usize> {
+    fn make_object(&mut self, tag: u64) -> Option<usize> {
         self.insert(Object::new(tag))
     }
 
     #[inline]
-    fn give(&mut self, object: usize) -> u64 {
+    fn free_object(&mut self, object: usize) -> u64 {
         Slab::take(*self, object).map_or(0, |object| object.tag)
     }
 }

@@ -1,7 +1,7 @@
-//! Random operations on slab caches: the command for [`super::torture`].
+//! The hidden subcommand that runs [`super::torture`]: random operations on slab caches.
 
 use super::torture::{self, Found, Plan};
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 use serde_json::json;
 use std::time::Instant;
 
@@ -11,16 +11,16 @@ pub struct Torture {
     /// Number of operations for each kind of cache.
     #[arg(long, default_value_t = 100_000_000)]
     pub operations: u64,
-    /// Number of threads for each of five sizes of objects.
+    /// Number of threads for each of five object sizes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub threads: u64,
-    /// Seed; an even one uses whole blocks, an odd one sparse blocks. Default: from the clock.
+    /// Seed; an even seed uses huge pages for the slabs' blocks, an odd seed does not. Default: from the clock.
     #[arg(long)]
     pub seed: Option<u64>,
 }
 
-/// Runs all kinds of caches; a wrong answer if any error was found.
-pub fn run(arguments: &Torture) -> Outcome {
+/// Runs all kinds of caches. Returns a wrong answer if any error was found.
+pub fn run(arguments: &Torture) -> WorkloadResult {
     let seed = arguments.seed.unwrap_or_else(pagemill_sys::clock::fine_ns);
     eprintln!("seed {seed}");
     let plan = Plan { operations: arguments.operations, threads: arguments.threads, seed };

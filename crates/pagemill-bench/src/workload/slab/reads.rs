@@ -1,4 +1,4 @@
-//! Values read by handle under one guard, and through pointers to the same values.
+//! Values that are read by handle under one guard, and through pointers to the same values.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -9,9 +9,8 @@ use super::own::{self, Object};
 use super::speed::Words;
 use crate::stats::Random;
 use crate::workload::hit::failed;
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Reads {
     #[arg(long)]
@@ -25,10 +24,10 @@ type Value = Object<Words<23>>;
 
 /// Approximate number of reads between two reads of the clock.
 const BATCH: u64 = 100_000;
-/// Number of rounds; each measures every way once.
-const TURNS: u32 = 10;
+/// Number of measured rounds; each measures every way to read once.
+const MEASURED_ROUNDS: u32 = 10;
 
-/// Values in random order, with a handle and a pointer to each.
+/// Values with a handle and a pointer to each, by index. Their order is unrelated to their addresses.
 struct Values<'cache> {
     cache: &'cache ByHandle<Value>,
     guard: &'cache Guard,
@@ -36,41 +35,41 @@ struct Values<'cache> {
     pointers: Vec<&'cache Value>,
 }
 
-/// Reads every value once; returns the sum of their first words.
+/// A function that reads every value once and returns the sum of their first words.
 type Pass = fn(&Values<'_>) -> u64;
 
 /// Subject, metric, and the pass that measures it.
-const WAYS: [(&str, &str, Pass); 4] = [
-    ("handle-read", "ns", |values| values.all_by_handle()),
-    ("pointer-read", "ns", |values| values.all_by_pointer()),
-    ("handle-read", "chain_ns", |values| values.chain_by_handle()),
-    ("pointer-read", "chain_ns", |values| values.chain_by_pointer()),
+const MEASUREMENTS: [(&str, &str, Pass); 4] = [
+    ("handle-read", "ns", |values| values.sum_by_handle()),
+    ("pointer-read", "ns", |values| values.sum_by_pointer()),
+    ("handle-read", "chain_ns", |values| values.sum_cycle_by_handle()),
+    ("pointer-read", "chain_ns", |values| values.sum_cycle_by_pointer()),
 ];
 
-/// Nanoseconds per read: independent reads, and dependent reads.
-pub fn run(arguments: &Reads) -> Outcome {
+/// Measures the nanoseconds per read, for independent reads and for dependent reads.
+pub fn run(arguments: &Reads) -> WorkloadResult {
     let cache = own::by_handle::<Words<23>>()?;
     let handles = fill(&cache, arguments.objects)?;
     let guard = slab::pin();
     let values = Values::new(&cache, &guard, handles)?;
-    let run = Duration::from_millis(arguments.run_ms) / TURNS;
-    let mut sums = [0.0; WAYS.len()];
+    let run = Duration::from_millis(arguments.run_ms) / MEASURED_ROUNDS;
+    let mut sums = [0.0; MEASUREMENTS.len()];
     // The first round warms up the CPU and does not count.
-    for turn in 0..=TURNS {
-        for (sum, (.., pass)) in sums.iter_mut().zip(WAYS) {
-            let ns = repeat(run, arguments.objects as u64, || pass(black_box(&values)))?;
-            *sum += if turn == 0 { 0.0 } else { ns };
+    for round in 0..=MEASURED_ROUNDS {
+        for (sum, (.., pass)) in sums.iter_mut().zip(MEASUREMENTS) {
+            let ns = time_passes(run, arguments.objects as u64, || pass(black_box(&values)))?;
+            *sum += if round == 0 { 0.0 } else { ns };
         }
     }
     let mut line = serde_json::json!({});
-    for ((subject, name, _), sum) in WAYS.iter().zip(sums) {
-        line[subject][name] = (sum / f64::from(TURNS)).into();
+    for ((subject, name, _), sum) in MEASUREMENTS.iter().zip(sums) {
+        line[subject][name] = (sum / f64::from(MEASURED_ROUNDS)).into();
     }
     Ok(line)
 }
 
-/// Makes values that each hold the index of the next. Returns the handles by index; a value's index is unrelated to its
-/// address.
+/// Inserts values that each contain the index of the next one in the cycle. Returns the handles by index; the index of
+/// a value is unrelated to its address.
 fn fill(cache: &ByHandle<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
     let mut random = Random::new(count as u64);
     let mut any_order = || {
@@ -102,16 +101,16 @@ impl<'cache> Values<'cache> {
         self.cache.get(handle, self.guard).map_or(u64::MAX, |value| value.tag)
     }
 
-    fn all_by_handle(&self) -> u64 {
+    fn sum_by_handle(&self) -> u64 {
         self.handles.iter().fold(0, |sum, handle| sum.wrapping_add(self.by_handle(*handle)))
     }
 
-    fn all_by_pointer(&self) -> u64 {
+    fn sum_by_pointer(&self) -> u64 {
         self.pointers.iter().fold(0, |sum, value| sum.wrapping_add(value.tag))
     }
 
-    /// Follows the cycle for as many steps as there are values. A missing value ends it.
-    fn chain(&self, read: impl Fn(usize) -> u64) -> u64 {
+    /// Follows the cycle for as many steps as there are values. A missing value makes the sum wrong.
+    fn sum_cycle(&self, read: impl Fn(usize) -> u64) -> u64 {
         let (mut place, mut sum) = (0, 0u64);
         for _ in 0..self.handles.len() {
             let next = read(place);
@@ -121,18 +120,18 @@ impl<'cache> Values<'cache> {
         sum
     }
 
-    fn chain_by_handle(&self) -> u64 {
-        self.chain(|place| self.handles.get(place).map_or(u64::MAX, |handle| self.by_handle(*handle)))
+    fn sum_cycle_by_handle(&self) -> u64 {
+        self.sum_cycle(|place| self.handles.get(place).map_or(u64::MAX, |handle| self.by_handle(*handle)))
     }
 
-    fn chain_by_pointer(&self) -> u64 {
-        self.chain(|place| self.pointers.get(place).map_or(u64::MAX, |value| value.tag))
+    fn sum_cycle_by_pointer(&self) -> u64 {
+        self.sum_cycle(|place| self.pointers.get(place).map_or(u64::MAX, |value| value.tag))
     }
 }
 
-/// Nanoseconds per read, over passes of `count` values. Each pass must return the sum of the numbers below `count`, in
-/// any order.
-fn repeat(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
+/// Repeats passes over `count` values and returns the nanoseconds per read. Each pass must return the sum of all
+/// indexes.
+fn time_passes(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
     let (begun, mut done) = (Instant::now(), 0);
     while begun.elapsed() < run || done == 0 {
         for _ in 0..BATCH.div_ceil(count) {
@@ -150,7 +149,8 @@ fn repeat(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Fail
 mod tests {
     use super::*;
 
-    /// All values are read in every way, as one cycle; a removed one is missed.
+    /// Each way reads all values, and dependent reads visit all of them in one cycle. Reads by handle miss a removed
+    /// value.
     #[test]
     fn every_value_is_read() {
         assert!(run(&Reads { objects: 1000, run_ms: 1 }).is_ok());
@@ -159,10 +159,10 @@ mod tests {
         let guard = slab::pin();
         let values = Values::new(&cache, &guard, handles.clone()).expect("values");
 
-        assert!(WAYS.iter().all(|(.., pass)| pass(&values) == 99 * 100 / 2));
+        assert!(MEASUREMENTS.iter().all(|(.., pass)| pass(&values) == 99 * 100 / 2));
         assert!(cache.remove(handles[7]).expect("it is not pinned"));
-        let by_handle: Vec<u64> = [WAYS[0], WAYS[2]].iter().map(|(.., pass)| pass(&values)).collect();
+        let by_handle: Vec<u64> = [MEASUREMENTS[0], MEASUREMENTS[2]].iter().map(|(.., pass)| pass(&values)).collect();
         assert!(by_handle.iter().all(|sum| *sum != 99 * 100 / 2), "{by_handle:?}");
-        assert_eq!(values.all_by_pointer(), 99 * 100 / 2, "under the guard it is still there");
+        assert_eq!(values.sum_by_pointer(), 99 * 100 / 2, "under the guard it is still there");
     }
 }

@@ -1,4 +1,4 @@
-//! Objects by number: one thread replaces and changes them, another reads them, and a third one moves them.
+//! Objects by number: one thread replaces and changes them, another one reads them, and a third one moves them.
 #![allow(unsafe_code)] // an owner of objects
 
 use std::ptr::{self, NonNull};
@@ -13,18 +13,18 @@ use pagemill::slab::{
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Words of an object: 192 bytes.
+/// Number of words in an object of 192 bytes.
 const WORDS: usize = 24;
 
 /// Index of the word that counts changes. All other words identify the object.
 const CHANGES: usize = 1;
 
-/// The contents of an object's other words.
+/// Returns the contents of the words that identify an object.
 fn word_of(number: usize) -> u64 {
     (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// A set of objects: one thread reads them; another makes, changes and frees them.
+/// A set of objects. One thread reads them; another one makes, changes and frees them.
 pub trait Objects: Sync {
     /// Makes an object that does not exist.
     fn put(&self, number: usize) -> Result<(), Failure>;
@@ -32,11 +32,11 @@ pub trait Objects: Sync {
     /// Frees an object that exists.
     fn remove(&self, number: usize) -> Result<(), Failure>;
 
-    /// Adds a change to an object that exists.
+    /// Increments the count of changes of an object that exists.
     fn change(&self, number: usize) -> Result<(), Failure>;
 
-    /// Returns the number of changes of an object; none if it does not exist, and [`Wrong`] if another object was read.
-    fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, Wrong>;
+    /// Returns the number of changes of an object; none if it does not exist, [`WrongObject`] if another one was read.
+    fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject>;
 
     /// Sets the percentage of use below which slabs are defragmented.
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure>;
@@ -44,20 +44,19 @@ pub trait Objects: Sync {
     fn info(&self) -> Result<SlabInfo, Failure>;
 }
 
-/// Another object was read, or the object was lost.
+/// The error that another object was read, or that an object was lost.
 #[derive(Debug)]
-pub struct Wrong;
+pub struct WrongObject;
 
 type Value = [u64; WORDS];
 
-/// Objects accessed by handle.
-pub struct Handled {
+pub struct HandleObjects {
     cache: ByHandle<Value>,
-    /// Handles as bits. No handle is 0.
+    /// The bits of each object's handle; 0, which is no handle, if the object does not exist.
     table: Vec<AtomicU64>,
 }
 
-impl Handled {
+impl HandleObjects {
     pub fn new(slabs: &'static Slabs, count: usize) -> Result<Self, Failure> {
         let cache = slabs.by_handle(Settings::new("by handle")).map_err(failed)?;
         Ok(Self { cache, table: (0..count).map(|_| AtomicU64::new(0)).collect() })
@@ -68,11 +67,11 @@ impl Handled {
     }
 }
 
-fn must(was_there: bool) -> Result<(), Failure> {
+fn require(was_there: bool) -> Result<(), Failure> {
     if was_there { Ok(()) } else { Err(Failure::WrongAnswer("an object is not there".to_owned())) }
 }
 
-impl Objects for Handled {
+impl Objects for HandleObjects {
     fn put(&self, number: usize) -> Result<(), Failure> {
         let mut value = [word_of(number); WORDS];
         value[CHANGES] = 0;
@@ -83,9 +82,9 @@ impl Objects for Handled {
 
     fn remove(&self, number: usize) -> Result<(), Failure> {
         let handle = self.handle(number);
-        // The handle is removed first, so that a reader that finds a handle finds its value.
+        // The table entry is cleared first, so that a reader that finds a handle in the table finds its value.
         self.table[number].store(0, Release);
-        must(self.cache.remove(handle).map_err(failed)?)
+        require(self.cache.remove(handle).map_err(failed)?)
     }
 
     fn change(&self, number: usize) -> Result<(), Failure> {
@@ -94,10 +93,10 @@ impl Objects for Handled {
             new[CHANGES] += 1;
             new
         };
-        must(self.cache.update(self.handle(number), change).map_err(failed)?)
+        require(self.cache.update(self.handle(number), change).map_err(failed)?)
     }
 
-    fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, Wrong> {
+    fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, WrongObject> {
         loop {
             let bits = self.table[number].load(Acquire);
             if bits == 0 {
@@ -108,7 +107,7 @@ impl Objects for Handled {
                     return Ok(Some(value[CHANGES]));
                 }
                 None if self.table[number].load(Acquire) != bits => {}
-                _ => return Err(Wrong),
+                _ => return Err(WrongObject),
             }
         }
     }
@@ -122,16 +121,16 @@ impl Objects for Handled {
     }
 }
 
-/// A by-owner object.
+/// An object in a cache by owner.
 ///
-/// Its state is 0 while it is free. Otherwise it is twice its number plus 2, and one more while a thread holds it. Only
-/// the holder may change, move or free it.
+/// Its state is 0 while it is free. Otherwise the state is twice its number plus 2, and one more while a thread holds
+/// the object. Only that thread may change, move or free it.
 pub struct Object {
     state: AtomicU64,
     words: [AtomicU64; WORDS - 1],
 }
 
-/// Index of the last of those words.
+/// Index of the last word in `words`.
 const LAST: usize = WORDS - 2;
 
 fn state_of(number: usize) -> u64 {
@@ -145,14 +144,14 @@ const HELD: u64 = 1;
 /// # Invariants
 ///
 /// An address in the table is that of an object with this number's state, or of one that is about to have it. An entry
-/// is changed only by the holder of the object that it refers to, or by the one thread that fills empty entries.
+/// is changed only by the thread that holds the object, or by the one thread that fills empty entries.
 pub struct Owner {
     table: Vec<AtomicPtr<Object>>,
 }
 
-// SAFETY: `isolate` keeps only live objects that it could hold, so no other thread frees or moves them. Before the end
-// of a move is reported, the old object is out of the table, and free. A reader with its old address reads words that
-// do not change until all current guards are dropped.
+// SAFETY: `isolate` keeps only live objects that it could hold, so no other thread frees or moves them. Before a move
+// is reported as done, the table refers to the new object, and the old one is free. A reader with the old address reads
+// words that do not change until all current guards are dropped.
 unsafe impl Migrate for Owner {
     type Object = Object;
     type Isolated = ();
@@ -163,7 +162,7 @@ unsafe impl Migrate for Owner {
 
     fn isolate(&self, objects: &mut Candidates<'_, Object>) {
         objects.retain(|object| {
-            // SAFETY: objects of the cache are constructed.
+            // SAFETY: objects of the cache are always constructed.
             let state = unsafe { &object.as_ref().state };
             let seen = state.load(Relaxed);
             let is_live = seen != 0 && seen & HELD == 0;
@@ -177,7 +176,7 @@ unsafe impl Migrate for Owner {
         to: &mut Target<'_, Object>,
         (): &mut (),
     ) -> Done<'object> {
-        // SAFETY: an object of the cache, which is held.
+        // SAFETY: this is an object of the cache, which this thread holds.
         let old = unsafe { object.object().as_ref() };
         let live = old.state.load(Relaxed) & !HELD;
         let Some(new) = to.take() else {
@@ -185,7 +184,7 @@ unsafe impl Migrate for Owner {
             return object.failed();
         };
         let at = new.object();
-        // SAFETY: a free object of the cache.
+        // SAFETY: this is a free object of the cache, which is constructed.
         let fresh = unsafe { at.as_ref() };
         fresh.words.iter().zip(&old.words).for_each(|(to, from)| to.store(from.load(Relaxed), Relaxed));
         self.table[(live >> 1) as usize - 1].store(at.as_ptr(), Release);
@@ -195,15 +194,14 @@ unsafe impl Migrate for Owner {
     }
 }
 
-/// By-owner objects.
-pub struct Owned(ByOwner<Owner>);
+pub struct OwnerObjects(ByOwner<Owner>);
 
-/// Number of attempts to read an object that looks like another one.
-const LOOKS: usize = 100;
-/// Attempts to hold an object before the thread yields.
+/// Number of attempts to read an object whose words are those of another object.
+const READ_ATTEMPTS: usize = 100;
+/// Number of attempts to hold an object before the thread yields.
 const SPINS: usize = 1000;
 
-impl Owned {
+impl OwnerObjects {
     pub fn new(slabs: &'static Slabs, count: usize) -> Result<Self, Failure> {
         let owner = Owner { table: (0..count).map(|_| AtomicPtr::default()).collect() };
         Ok(Self(slabs.by_owner(Settings::new("by owner"), owner).map_err(failed)?))
@@ -213,32 +211,33 @@ impl Owned {
         &self.0.owner().table[number]
     }
 
-    /// Holds an object at its current address. The guard keeps the memory from reuse.
+    /// Holds an object at its current address, so that no other thread moves or frees it. The guard keeps its memory
+    /// from being reused.
     fn hold(&self, number: usize, _guard: &Guard) -> Result<NonNull<Object>, Failure> {
         for spin in 1.. {
             let Some(at) = NonNull::new(self.entry(number).load(Acquire)) else { break };
-            // SAFETY: an object of the cache; its memory is not reused while current guards live.
+            // SAFETY: this is an object of the cache, whose memory is not reused while current guards live.
             let state = unsafe { &at.as_ref().state };
             let live = state_of(number);
-            // Success shows that it is the current object: an old one stays held until it is free.
+            // Success shows that the address is current, since an old object stays held until it is free.
             if state.compare_exchange_weak(live, live | HELD, Acquire, Relaxed).is_ok() {
                 return Ok(at);
             }
             if spin % SPINS == 0 { thread::yield_now() } else { hint::spin_loop() }
         }
-        must(false).map(|()| NonNull::dangling())
+        require(false).map(|()| NonNull::dangling())
     }
 }
 
-impl Objects for Owned {
+impl Objects for OwnerObjects {
     fn put(&self, number: usize) -> Result<(), Failure> {
         let at = self.0.allocate().map_err(failed)?;
-        // SAFETY: an object that was just allocated, and was constructed.
+        // SAFETY: the object was just allocated, and `construct` has initialized it.
         let object = unsafe { at.as_ref() };
         object.words.iter().for_each(|word| word.store(word_of(number), Relaxed));
         object.words[CHANGES].store(0, Relaxed);
         self.entry(number).store(at.as_ptr(), Release);
-        // From here on it can be moved.
+        // From this store on, the object can be moved.
         object.state.store(state_of(number), Release);
         Ok(())
     }
@@ -246,8 +245,8 @@ impl Objects for Owned {
     fn remove(&self, number: usize) -> Result<(), Failure> {
         let at = self.hold(number, &slab::pin())?;
         self.entry(number).store(ptr::null_mut(), Release);
-        // SAFETY: a held object of this cache, freed once. Nothing refers to it. A reader with its old address detects
-        // by the words that it belongs to another number.
+        // SAFETY: the object is held, nothing in the table refers to it, and it is freed once. A reader with its
+        // address detects by the words that it belongs to another number.
         unsafe {
             at.as_ref().state.store(0, Release);
             self.0.free(at);
@@ -257,7 +256,7 @@ impl Objects for Owned {
 
     fn change(&self, number: usize) -> Result<(), Failure> {
         let at = self.hold(number, &slab::pin())?;
-        // SAFETY: it is held.
+        // SAFETY: this thread holds the object.
         let object = unsafe { at.as_ref() };
         let changes = &object.words[CHANGES];
         changes.store(changes.load(Relaxed) + 1, Relaxed);
@@ -265,20 +264,20 @@ impl Objects for Owned {
         Ok(())
     }
 
-    fn read(&self, number: usize, _guard: &Guard) -> Result<Option<u64>, Wrong> {
-        for _ in 0..LOOKS {
+    fn read(&self, number: usize, _guard: &Guard) -> Result<Option<u64>, WrongObject> {
+        for _ in 0..READ_ATTEMPTS {
             let seen = self.entry(number).load(Acquire);
             let Some(at) = NonNull::new(seen) else { return Ok(None) };
-            // SAFETY: an object of the cache; its memory is not reused while the guard lives.
+            // SAFETY: this is an object of the cache, whose memory is not reused while the guard lives.
             let words = unsafe { &at.as_ref().words };
             let (first, changes, last) =
                 (words[0].load(Relaxed), words[CHANGES].load(Relaxed), words[LAST].load(Relaxed));
-            // Otherwise it was freed and reused meanwhile, or moved.
+            // If the words differ, the object was moved, or freed and reused, after its address was read.
             if first == word_of(number) && last == first {
                 return Ok(Some(changes));
             }
         }
-        Err(Wrong)
+        Err(WrongObject)
     }
 
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure> {

@@ -1,19 +1,18 @@
-//! Objects allocated and freed: at once, in batches of a thousand, and one random object of many replaced.
+//! Objects that are allocated and freed: each at once, in batches of a thousand, or as a random replacement among many.
 //!
-//! The first word of an object is its tag. It is written at allocation and checked when the object is freed; at the end
-//! of a run all live objects are checked. Tags and order are the same for every subject.
+//! The first word of an object is its tag, which is written at allocation and checked when the object is freed. At the
+//! end of a run all live objects are checked. Tags and order are the same for every subject.
 
 use std::time::{Duration, Instant};
 
 use super::Access;
 use super::own::{self, Object};
-use super::peers::{Alone, Locked, Malloc, Sharded};
+use super::peers::{LockedSlotMap, Malloc, SharedSlab, ThreadSlotMap};
 use crate::stats::Random;
 use crate::workload::small::Pattern;
-use crate::workload::steps::{self, Work};
-use crate::workload::{Failure, Outcome};
+use crate::workload::steps::{self, StepWork};
+use crate::workload::{Failure, WorkloadResult};
 
-/// The subjects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     /// A cache of values that do not move
@@ -22,15 +21,14 @@ pub enum Subject {
     ByOwner,
     /// A cache of values that are accessed by handle
     ByHandle,
-    /// Blocks of the C library, or of the preloaded allocator
+    /// Allocations of the C library, or of the preloaded allocator
     Malloc,
-    /// A keyed map: one per thread for a single thread, else one under a lock
+    /// A keyed map: with one thread a map of its own, else a map that all threads share under a lock
     Slotmap,
     /// A keyed map that threads share
     ShardedSlab,
 }
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Speed {
     #[arg(long)]
@@ -42,29 +40,29 @@ pub struct Speed {
     pub size: usize,
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
-    /// Number of live objects of all threads, of which a random one is replaced.
+    /// Number of live objects of all threads in the pattern that replaces random ones.
     #[arg(long, default_value_t = 100_000)]
     pub live: usize,
-    /// Duration of the measurement; without it, `--pairs` applies.
+    /// Duration of the measurement in ms; without it, `--pairs` applies.
     #[arg(long)]
     pub measure_ms: Option<u64>,
-    /// Number of pairs on one thread.
+    /// Number of pairs to run on one thread.
     #[arg(long, default_value_t = 100_000)]
     pub pairs: u64,
 }
 
-/// Pairs of allocation and free in a step, in every pattern; also the size of a batch.
+/// Number of allocation and free pairs in a step of every pattern. It is also the size of a batch.
 pub const STEP_PAIRS: u64 = 1000;
 
-/// Warm-up: pairs of each thread, beside two for each live object; and its time limit.
+/// Number of pairs with which each thread warms up, in addition to two for each live object; and the time limit.
 const WARM_PAIRS: u64 = 100_000;
-const WARM_AT_MOST: Duration = Duration::from_secs(2);
+const WARM_TIME_LIMIT: Duration = Duration::from_secs(2);
 
-/// Words of an object after the first.
+/// The words of an object after its first.
 pub type Words<const COUNT: usize> = [u64; COUNT];
 
 /// Runs the pattern. The JSON line has nanoseconds per pair and pairs per second, or only the number of pairs.
-pub fn run(arguments: &Speed) -> Outcome {
+pub fn run(arguments: &Speed) -> WorkloadResult {
     match arguments.size {
         64 => of_size::<Words<7>>(arguments),
         192 => of_size::<Words<23>>(arguments),
@@ -75,54 +73,58 @@ pub fn run(arguments: &Speed) -> Outcome {
     }
 }
 
-fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> Outcome {
+fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> WorkloadResult {
     assert_eq!(size_of::<Object<Rest>>(), arguments.size);
     match arguments.subject {
         Subject::Fixed => own::fixed::<Rest>().and_then(|cache| measure(arguments, || &cache)),
         Subject::ByOwner => own::by_owner::<Rest>().and_then(|cache| measure(arguments, || &cache)),
         Subject::ByHandle => own::by_handle::<Rest>().and_then(|cache| measure(arguments, || &cache)),
         Subject::Malloc => measure(arguments, || Malloc { size: arguments.size }),
-        Subject::Slotmap if arguments.threads == 1 => measure(arguments, Alone::<Rest>::new),
+        Subject::Slotmap if arguments.threads == 1 => measure(arguments, ThreadSlotMap::<Rest>::new),
         Subject::Slotmap => {
-            let map = Locked::<Rest>::new();
+            let map = LockedSlotMap::<Rest>::new();
             measure(arguments, || &map)
         }
         Subject::ShardedSlab => {
-            let slab = Sharded::<Rest>::new();
+            let slab = SharedSlab::<Rest>::new();
             measure(arguments, || &slab)
         }
     }
 }
 
-/// Measures threads that each have their own access to objects.
-fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> Outcome {
+/// Measures threads that each get an access to the objects from `access`.
+fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> WorkloadResult {
     let Some(milliseconds) = arguments.measure_ms else {
-        let mut bench = Bench::new(arguments, access(), 0)?;
+        let mut thread = ThreadState::new(arguments, access(), 0)?;
         for _ in 0..arguments.pairs / STEP_PAIRS {
-            bench.step()?;
+            thread.step()?;
         }
-        bench.verdict()?;
+        thread.check_results()?;
         return Ok(serde_json::json!({ "pairs": arguments.pairs }));
     };
-    let make = |index| Bench::new(arguments, access(), index as u64).and_then(Bench::warmed);
-    let times = steps::timed(arguments.threads, Duration::from_millis(milliseconds), STEP_PAIRS, make)?;
-    let pairs_per_second = arguments.threads as f64 * 1e9 / times.ns();
-    Ok(serde_json::json!({ "ns": times.ns(), "pairs_per_second": pairs_per_second, "pairs": times.acts() }))
+    let make = |index| ThreadState::new(arguments, access(), index as u64).and_then(ThreadState::warm_up);
+    let times = steps::measure_threads(arguments.threads, Duration::from_millis(milliseconds), STEP_PAIRS, make)?;
+    let pairs_per_second = arguments.threads as f64 * 1e9 / times.ns_per_operation();
+    Ok(serde_json::json!({
+        "ns": times.ns_per_operation(),
+        "pairs_per_second": pairs_per_second,
+        "pairs": times.operations(),
+    }))
 }
 
-/// The objects of one thread.
-struct Bench<A: Access> {
+/// The objects of one thread, and its count of wrong tags.
+struct ThreadState<A: Access> {
     access: A,
     pattern: Pattern,
     objects: Vec<Option<A::Object>>,
-    /// The random order in which every other batch is freed.
+    /// The random order in which every second batch is freed.
     order: Vec<usize>,
     is_in_order: bool,
     random: Random,
     wrong: u64,
 }
 
-impl<A: Access> Bench<A> {
+impl<A: Access> ThreadState<A> {
     fn new(arguments: &Speed, access: A, seed: u64) -> Result<Self, Failure> {
         let mut random = Random::new(seed);
         let count = match arguments.pattern {
@@ -133,18 +135,17 @@ impl<A: Access> Bench<A> {
         random.shuffle(&mut order);
         let mut objects = Vec::new();
         objects.resize_with(count, || None);
-        let mut bench =
+        let mut thread =
             Self { access, pattern: arguments.pattern, objects, order, is_in_order: false, random, wrong: 0 };
         if arguments.pattern == Pattern::Churn {
-            bench.fill()?;
+            thread.fill()?;
         }
-        Ok(bench)
+        Ok(thread)
     }
 
-    /// Warms up for a number of pairs or a time, after which memory is touched and the allocator is in its steady
-    /// state.
-    fn warmed(mut self) -> Result<Self, Failure> {
-        let end = Instant::now() + WARM_AT_MOST;
+    /// Warms up for a number of pairs or a time, so that memory is touched and the allocator reaches its steady state.
+    fn warm_up(mut self) -> Result<Self, Failure> {
+        let end = Instant::now() + WARM_TIME_LIMIT;
         let pairs = WARM_PAIRS + 2 * self.objects.len() as u64;
         for _ in 0..pairs / STEP_PAIRS {
             self.step()?;
@@ -157,65 +158,65 @@ impl<A: Access> Bench<A> {
 
     fn fill(&mut self) -> Result<(), Failure> {
         for (tag, slot) in (1..).zip(&mut self.objects) {
-            *slot = Some(self.access.take(tag).ok_or_else(refused)?);
+            *slot = Some(self.access.make_object(tag).ok_or_else(out_of_memory)?);
         }
         Ok(())
     }
 
-    /// Frees the object at an index of the table.
+    /// Frees the object at this index of the table and checks its tag.
     #[inline]
-    fn give(&mut self, place: usize) {
-        let tag = self.objects[place].take().map_or(0, |object| self.access.give(object));
-        self.wrong += u64::from(tag != tag_of(place));
+    fn free_at(&mut self, index: usize) {
+        let tag = self.objects[index].take().map_or(0, |object| self.access.free_object(object));
+        self.wrong += u64::from(tag != tag_of(index));
     }
 }
 
-/// The tag for an index of the table: never 0, and unique.
+/// Returns the tag for an index of the table. Tags are unique and never 0.
 #[inline]
-fn tag_of(place: usize) -> u64 {
-    place as u64 + 1
+fn tag_of(index: usize) -> u64 {
+    index as u64 + 1
 }
 
-fn refused() -> Failure {
+fn out_of_memory() -> Failure {
     Failure::Other("an object was refused".to_owned())
 }
 
-impl<A: Access> Work for Bench<A> {
-    /// Does [`STEP_PAIRS`] pairs.
+impl<A: Access> StepWork for ThreadState<A> {
+    /// Makes [`STEP_PAIRS`] pairs of allocation and free.
     #[inline]
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
             Pattern::Pair => {
                 for tag in 1..=STEP_PAIRS {
-                    let object = self.access.take(tag).ok_or_else(refused)?;
-                    self.wrong += u64::from(self.access.give(object) != tag);
+                    let object = self.access.make_object(tag).ok_or_else(out_of_memory)?;
+                    self.wrong += u64::from(self.access.free_object(object) != tag);
                 }
             }
             Pattern::Batch => {
                 self.fill()?;
                 self.is_in_order = !self.is_in_order;
                 if self.is_in_order {
-                    (0..self.objects.len()).for_each(|place| self.give(place));
+                    (0..self.objects.len()).for_each(|index| self.free_at(index));
                 } else {
-                    (0..self.order.len()).for_each(|at| self.give(self.order[at]));
+                    (0..self.order.len()).for_each(|at| self.free_at(self.order[at]));
                 }
             }
             Pattern::Churn => {
                 for _ in 0..STEP_PAIRS {
-                    let place = self.random.below(self.objects.len());
-                    self.give(place);
-                    self.objects[place] = Some(self.access.take(tag_of(place)).ok_or_else(refused)?);
+                    let index = self.random.next_below(self.objects.len());
+                    self.free_at(index);
+                    self.objects[index] = Some(self.access.make_object(tag_of(index)).ok_or_else(out_of_memory)?);
                 }
             }
         }
         Ok(())
     }
 
-    /// Checks all objects, including those still live.
-    fn verdict(&mut self) -> Result<(), Failure> {
-        for place in 0..self.objects.len() {
-            if self.objects[place].is_some() {
-                self.give(place);
+    /// Frees all live objects, and fails if any object had a wrong tag.
+    fn check_results(&mut self) -> Result<(), Failure> {
+        for index in 0..self.objects.len() {
+            if self.objects[index].is_some() {
+                self.free_at(index);
             }
         }
         match self.wrong {

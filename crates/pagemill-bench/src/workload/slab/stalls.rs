@@ -1,80 +1,82 @@
-//! Latency of a thread that allocates and frees objects all the time, while another thread compacts the same memory or
-//! returns it.
+//! Latency of a thread that allocates and frees objects all the time, while another thread compacts or returns the
+//! memory of the same cache.
 
 use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::Home;
-use super::fragments::{Chosen, Plan, SPARE, Work};
-use super::keepers::Keeper;
+use super::SlabsProvider;
+use super::fragments::{Plan, SPARE_NUMBERS, SubjectOptions, SubjectWork};
+use super::keepers::ObjectStore;
 use super::turns::{PAUSE, STEP};
 use crate::histogram::Histogram;
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 
-/// Limit on the background steps.
 const MOST_STEPS: usize = 2000;
 
-/// The phases; each has its own times.
+/// Phases of a run: the thread runs alone; objects are moved or memory is returned; the run is over.
 const QUIET: u8 = 0;
 const MOVING: u8 = 1;
 const OVER: u8 = 2;
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Stalls {
     #[command(flatten)]
-    pub chosen: Chosen,
+    pub subject_options: SubjectOptions,
     /// Compact in steps in the background instead of all at once.
     #[arg(long)]
     pub steps: bool,
-    /// Time for which the thread runs alone before.
+    /// Milliseconds for which the thread runs alone at first.
     #[arg(long)]
     pub quiet_ms: u64,
 }
 
-/// Measures the thread; the JSON line has the percentiles of both phases.
-pub fn run(arguments: &Stalls, home: Home) -> Outcome {
-    arguments.chosen.run(home, arguments)
+/// Measures the latencies. The JSON line has the percentiles of both phases.
+pub fn run(arguments: &Stalls, provider: SlabsProvider) -> WorkloadResult {
+    arguments.subject_options.run(provider, arguments)
 }
 
-impl Work for Stalls {
-    fn with<const WORDS: usize, K: Keeper<WORDS>>(&self, open: impl FnOnce() -> Result<K, Failure>) -> Outcome {
-        let mut plan = Plan::new(self.chosen.objects);
-        let keeper = open()?;
-        plan.fragment(&keeper)?;
+impl SubjectWork for Stalls {
+    fn run_with<const WORDS: usize, K: ObjectStore<WORDS>>(
+        &self,
+        open: impl FnOnce() -> Result<K, Failure>,
+    ) -> WorkloadResult {
+        let mut plan = Plan::new(self.subject_options.objects);
+        let store = open()?;
+        plan.fragment(&store)?;
         let phase = AtomicU8::new(QUIET);
         let (times, took) = thread::scope(|scope| {
-            let watched = scope.spawn(|| take_and_free(&keeper, self.chosen.objects as u64, &phase));
+            let worker = scope.spawn(|| replace_until_stopped(&store, self.subject_options.objects as u64, &phase));
             thread::sleep(Duration::from_millis(self.quiet_ms));
             phase.store(MOVING, Release);
             let begun = Instant::now();
-            let moved = if self.steps { step(&keeper) } else { keeper.give_back() };
+            let moved = if self.steps { run_steps(&store) } else { store.give_back() };
             let took = begun.elapsed();
             phase.store(OVER, Release);
-            let times = watched.join().unwrap_or_else(|_| Err("the watched thread panicked".to_owned().into()));
+            let times = worker.join().unwrap_or_else(|_| Err("the watched thread panicked".to_owned().into()));
             moved.and_then(|()| Ok((times?, took)))
         })?;
-        plan.check(&keeper)?;
-        let mut line = serde_json::json!({ "ms": took.as_secs_f64() * 1e3, "moved": keeper.moved()? });
+        plan.check_objects(&store)?;
+        let mut line = serde_json::json!({ "ms": took.as_secs_f64() * 1e3, "moved": store.moved()? });
         for (phase, times) in ["quiet_", ""].into_iter().zip(&times) {
-            // A percentile needs enough calls: the 99.99th needs ten thousand.
+            // A percentile needs enough calls; the 99.99th needs ten thousand.
             let us =
                 |one_of: u64| (times.count() >= one_of).then(|| times.percentile_ms(1.0 - 1.0 / one_of as f64) * 1e3);
             let longest = (times.count() > 0).then(|| times.longest_ms() * 1e3);
-            let figures = [("p50_us", us(2)), ("p99_us", us(100)), ("p9999_us", us(10_000)), ("longest_us", longest)];
-            figures.into_iter().for_each(|(name, value)| line[format!("{phase}{name}")] = value.into());
+            let percentiles =
+                [("p50_us", us(2)), ("p99_us", us(100)), ("p9999_us", us(10_000)), ("longest_us", longest)];
+            percentiles.into_iter().for_each(|(name, value)| line[format!("{phase}{name}")] = value.into());
             line[format!("{phase}calls")] = times.count().into();
         }
         Ok(line)
     }
 }
 
-/// Does background steps until nothing is left to do.
-fn step<const WORDS: usize>(keeper: &impl Keeper<WORDS>) -> Result<(), Failure> {
+/// Does background steps until no objects are left to move.
+fn run_steps<const WORDS: usize>(store: &impl ObjectStore<WORDS>) -> Result<(), Failure> {
     for _ in 0..MOST_STEPS {
-        match keeper.step(STEP)? {
+        match store.step(STEP)? {
             None => return Err("it does nothing in the background".to_owned().into()),
             Some(progress) if progress.is_done && progress.moved == 0 => return Ok(()),
             Some(_) => thread::sleep(PAUSE),
@@ -83,33 +85,33 @@ fn step<const WORDS: usize>(keeper: &impl Keeper<WORDS>) -> Result<(), Failure> 
     Err("the steps come to no end".to_owned().into())
 }
 
-/// Frees its oldest object and allocates another, until stopped. Records the time of each call by the phase.
-fn take_and_free<const WORDS: usize>(
-    keeper: &impl Keeper<WORDS>,
+/// Replaces its objects in turn until stopped, the oldest first. Records the time of each call under the current phase.
+fn replace_until_stopped<const WORDS: usize>(
+    store: &impl ObjectStore<WORDS>,
     first: u64,
     phase: &AtomicU8,
 ) -> Result<[Histogram; 2], Failure> {
-    let mut kept: Vec<_> = (0..SPARE).map(|_| None).collect();
+    let mut references: Vec<_> = (0..SPARE_NUMBERS).map(|_| None).collect();
     let mut times = [Histogram::new(), Histogram::new()];
     loop {
-        for (number, kept) in (first..).zip(&mut kept) {
+        for (number, slot) in (first..).zip(&mut references) {
             let phase = phase.load(Acquire);
             if phase == OVER {
                 return Ok(times);
             }
             let times = &mut times[usize::from(phase)];
-            if let Some(kept) = kept.take() {
-                if !keeper.is_whole(&kept, number) {
+            if let Some(reference) = slot.take() {
+                if !store.has_number(&reference, number) {
                     return Err(Failure::WrongAnswer("an object that was just made is not what it was".to_owned()));
                 }
                 let begun = Instant::now();
-                keeper.take(kept)?;
+                store.free_object(reference)?;
                 times.add(begun.elapsed());
             }
             let begun = Instant::now();
-            let new = keeper.put(number)?;
+            let new = store.make_object(number)?;
             times.add(begun.elapsed());
-            *kept = Some(new);
+            *slot = Some(new);
         }
     }
 }
@@ -119,20 +121,22 @@ mod tests {
     use super::*;
     use crate::native::GiveBack;
     use crate::workload::slab::fragments::Subject;
-    use crate::workload::slab::of_test;
+    use crate::workload::slab::slabs_of_test;
 
-    /// Objects are allocated and freed during moves, at once and in steps, and none is damaged.
+    /// Objects are allocated and freed while others are moved, at once and in steps, and none is damaged. A cache that
+    /// cannot move its objects has no steps.
     #[test]
-    fn calls_are_timed_beside_moves() {
+    fn calls_are_timed_during_moves() {
         for (subject, steps) in [(Subject::ByOwner, true), (Subject::ByHandle, false), (Subject::Malloc, false)] {
-            let chosen = Chosen { subject, size: 192, objects: 50_000, how: GiveBack::MallocTrim };
-            let line = run(&Stalls { chosen, steps, quiet_ms: 5 }, of_test).expect("it comes through");
+            let subject_options = SubjectOptions { subject, size: 192, objects: 50_000, how: GiveBack::MallocTrim };
+            let line = run(&Stalls { subject_options, steps, quiet_ms: 5 }, slabs_of_test).expect("it comes through");
 
             assert!(line["quiet_calls"].is_u64() && line["calls"].is_u64(), "{line}");
             assert!(line["longest_us"].as_f64() >= line["p99_us"].as_f64());
             assert_eq!(line["moved"].as_u64() > Some(0), subject != Subject::Malloc, "{line}");
         }
-        let chosen = Chosen { subject: Subject::Fixed, size: 192, objects: 1000, how: GiveBack::MallocTrim };
-        assert!(run(&Stalls { chosen, steps: true, quiet_ms: 1 }, of_test).is_err());
+        let subject_options =
+            SubjectOptions { subject: Subject::Fixed, size: 192, objects: 1000, how: GiveBack::MallocTrim };
+        assert!(run(&Stalls { subject_options, steps: true, quiet_ms: 1 }, slabs_of_test).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Turns: objects are freed and made, then walked, alone or with a concurrent thread that compacts them.
+//! Turns of a workload: objects are replaced and then walked, with or without a concurrent thread that compacts them.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,7 +9,7 @@ use pagemill::slab::Slabs;
 
 use crate::workload::Failure;
 
-/// Length of a background step, and pause between two steps.
+/// Length of a background step of defragmentation, and the pause between two steps.
 pub const STEP: Duration = Duration::from_millis(1);
 pub const PAUSE: Duration = Duration::from_millis(10);
 
@@ -19,16 +19,16 @@ pub struct Turns {
     /// Number of turns; each replaces as many objects as there are.
     #[arg(long)]
     pub turns: usize,
-    /// Time of the walks after each turn.
+    /// Milliseconds of walks in each turn.
     #[arg(long)]
     pub turn_ms: u64,
-    /// Compact partial slabs in a background thread.
+    /// Compact partial slabs in a concurrent thread.
     #[arg(long)]
     pub moving: bool,
 }
 
 impl Turns {
-    /// Runs `turn` repeatedly, with the time that it has.
+    /// Runs `turn` repeatedly, and passes to it the time for its walks.
     pub fn run(
         &self,
         slabs: &'static Slabs,
@@ -36,13 +36,13 @@ impl Turns {
     ) -> Result<(), Failure> {
         let time = Duration::from_millis(self.turn_ms);
         let rest = |_| PAUSE;
-        beside_steps(self.moving.then_some(slabs), rest, || (0..self.turns).try_for_each(|_| turn(time)))
+        run_with_defragmentation(self.moving.then_some(slabs), rest, || (0..self.turns).try_for_each(|_| turn(time)))
     }
 }
 
-/// Runs `work`. If slabs are given, a concurrent thread compacts their partial slabs; after each step it sleeps for the
-/// time that `rest` computes from the duration of the step.
-pub fn beside_steps<T>(
+/// Runs `work`. If slabs are given, a concurrent thread compacts their partial slabs step by step. After each step it
+/// sleeps for the time that `rest` computes from the duration of the step.
+pub fn run_with_defragmentation<T>(
     slabs: Option<&'static Slabs>,
     rest: impl Fn(Duration) -> Duration + Sync,
     work: impl FnOnce() -> Result<T, Failure>,
@@ -55,7 +55,8 @@ pub fn beside_steps<T>(
                 let begun = Instant::now();
                 let progress = slabs.defrag_step(STEP);
                 has_moved |= progress.moved > 0;
-                // The work may have ended before this thread got a CPU.
+                // The work may have ended before this thread got a CPU, so it goes on until it has moved something or
+                // is done.
                 if is_over.load(Relaxed) && (has_moved || progress.is_done) {
                     return;
                 }
@@ -72,8 +73,8 @@ pub fn beside_steps<T>(
     })
 }
 
-/// Walks for `time`, at least once. `walk` returns its number of entries; adds the nanoseconds per entry of each walk
-/// to `walks`.
+/// Repeats `walk` for `time`, at least once. `walk` returns the number of entries that it found. Adds the nanoseconds
+/// per entry of each walk to `walks`.
 pub fn walk_for(
     time: Duration,
     walks: &mut Vec<f64>,

@@ -1,25 +1,23 @@
-//! A tree of names walked as `find` does: alone, during moves, and before and after its objects are compacted.
+//! Walks of a tree of names, as the program `find` does: without moves, during moves, and before and after compaction.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use pagemill::slab::Slabs;
 
-use super::dentries::{Sum, Tree as Dentries};
+use super::dentries::{Tree as Dentries, WalkChecksum};
 use super::turns::{Turns, walk_for};
 use crate::stats::{self, Random};
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 
-/// Entries per directory.
 const PER_DIRECTORY: usize = 100;
 
-/// Subdirectories per directory.
 const FAN_OUT: usize = 10;
 
-/// Size of the tree before nine tenths are removed, relative to the size after that.
-const SPARSE: usize = 10;
+/// Size of the tree before nine tenths are removed, relative to its size afterwards.
+const SHRINK_FACTOR: usize = 10;
 
-/// Arguments: a tree that changes between walks.
+/// Arguments of a run in which the tree changes between walks.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Tree {
     #[arg(long)]
@@ -28,7 +26,7 @@ pub struct Tree {
     pub turns: Turns,
 }
 
-/// Arguments: a tree of which nine tenths are removed, walked before and after compaction.
+/// Arguments of a run in which nine tenths of a tree are removed, and the rest is walked before and after compaction.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Packed {
     #[arg(long)]
@@ -37,19 +35,20 @@ pub struct Packed {
     pub turn_ms: u64,
 }
 
-/// A tree, and a model of its contents.
-struct Watched {
+/// A tree, and a model of its contents to compare walks with.
+struct TreeWithModel {
     tree: Dentries,
-    /// For each directory by number: its entries by serial number, with their numbers.
+    /// For each directory by its number, the entries by serial number: number of the entry, and whether it is a
+    /// directory.
     model: BTreeMap<u64, BTreeMap<u64, (u64, bool)>>,
     directories: Vec<u64>,
-    /// Directory, serial number and number of each file.
+    /// Number of the directory, serial number and own number of each file.
     files: Vec<(u64, u64, u64)>,
     serial: u64,
     random: Random,
 }
 
-impl Watched {
+impl TreeWithModel {
     fn new(slabs: &'static Slabs, entries: usize, capacity: usize) -> Result<Self, Failure> {
         let tree = Dentries::new(slabs, capacity + 1)?;
         let (model, random) = (BTreeMap::from([(0, BTreeMap::new())]), Random::new(1));
@@ -60,7 +59,7 @@ impl Watched {
             watched.model.insert(number, BTreeMap::new());
             watched.directories.push(number);
         }
-        watched.grow(entries + 1 - watched.directories.len())?;
+        watched.add_files(entries + 1 - watched.directories.len())?;
         Ok(watched)
     }
 
@@ -71,20 +70,18 @@ impl Watched {
         Ok(number)
     }
 
-    /// Adds files to random directories.
-    fn grow(&mut self, files: usize) -> Result<(), Failure> {
+    fn add_files(&mut self, files: usize) -> Result<(), Failure> {
         for _ in 0..files {
-            let directory = self.directories[self.random.below(self.directories.len())];
+            let directory = self.directories[self.random.next_below(self.directories.len())];
             let number = self.add(directory, false)?;
             self.files.push((directory, self.serial, number));
         }
         Ok(())
     }
 
-    /// Removes this many random files.
-    fn remove_most(&mut self, files: usize) -> Result<(), Failure> {
+    fn remove_files(&mut self, files: usize) -> Result<(), Failure> {
         for _ in 0..files {
-            let at = self.random.below(self.files.len());
+            let at = self.random.next_below(self.files.len());
             let (directory, serial, number) = self.files.swap_remove(at);
             self.tree.remove(number)?;
             self.model.entry(directory).or_default().remove(&serial);
@@ -92,21 +89,21 @@ impl Watched {
         Ok(())
     }
 
-    fn expected(&self) -> Sum {
-        let mut sum = Sum::default();
+    fn expected_checksum(&self) -> WalkChecksum {
+        let mut sum = WalkChecksum::default();
         let mut left = vec![0];
         while let Some(directory) = left.pop() {
             let entries = self.model.get(&directory).into_iter().flatten();
             entries.clone().for_each(|(serial, _)| sum.add(*serial));
-            // In reverse, so that the first of them is popped next.
+            // The subdirectories are pushed in reverse, so that the first one is popped next.
             left.extend(entries.filter(|(_, (_, is_directory))| *is_directory).map(|(_, (number, _))| number).rev());
         }
         sum
     }
 
-    /// Walks the tree for `time`; adds the nanoseconds per entry of each walk.
+    /// Walks the tree for `time` and adds the nanoseconds per entry of each walk to `walks`.
     fn walk(&self, time: Duration, walks: &mut Vec<f64>) -> Result<(), Failure> {
-        let expected = self.expected();
+        let expected = self.expected_checksum();
         walk_for(time, walks, || match self.tree.walk()? {
             sum if sum == expected => Ok(sum.entries),
             sum => Err(Failure::WrongAnswer(format!("a walk came by {sum:?}, and not by {expected:?}"))),
@@ -114,26 +111,26 @@ impl Watched {
     }
 }
 
-/// In each turn replaces as many files as there are entries, then walks the tree.
-pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> Outcome {
-    let mut watched = Watched::new(slabs, arguments.entries, 2 * arguments.entries)?;
+/// In each turn, replaces as many files as the tree has, then walks the tree.
+pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> WorkloadResult {
+    let mut watched = TreeWithModel::new(slabs, arguments.entries, 2 * arguments.entries)?;
     let mut walks = Vec::new();
     let files = watched.files.len();
     arguments.turns.run(slabs, |time| {
-        watched.grow(files)?;
-        watched.remove_most(files)?;
+        watched.add_files(files)?;
+        watched.remove_files(files)?;
         watched.walk(time, &mut walks)
     })?;
     Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": watched.tree.moved()? }))
 }
 
-/// Walks before and after compaction.
-pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> Outcome {
+/// Walks a tree before and after its entries are compacted.
+pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> WorkloadResult {
     let time = Duration::from_millis(arguments.turn_ms);
-    let mut watched = Watched::new(slabs, arguments.entries, SPARSE * arguments.entries)?;
-    let more = (SPARSE - 1) * arguments.entries;
-    watched.grow(more)?;
-    watched.remove_most(more)?;
+    let mut watched = TreeWithModel::new(slabs, arguments.entries, SHRINK_FACTOR * arguments.entries)?;
+    let more = (SHRINK_FACTOR - 1) * arguments.entries;
+    watched.add_files(more)?;
+    watched.remove_files(more)?;
     let (mut before, mut after) = (Vec::new(), Vec::new());
     watched.walk(time, &mut before)?;
     watched.tree.pack()?;
@@ -145,12 +142,12 @@ pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::slab::of_test;
+    use crate::workload::slab::slabs_of_test;
 
-    /// Walks find exactly the expected entries: during moves and without, before compaction and after.
+    /// Walks find exactly the expected entries: with and without concurrent moves, before and after compaction.
     #[test]
-    fn walks_are_right_beside_moves() {
-        let slabs = || of_test().expect("slabs");
+    fn walks_are_right_during_moves() {
+        let slabs = || slabs_of_test().expect("slabs");
         for moving in [false, true] {
             let arguments = Tree { entries: 3000, turns: Turns { turns: 3, turn_ms: 100, moving } };
             let line = tree(&arguments, slabs()).expect("a walk");
@@ -160,10 +157,10 @@ mod tests {
         assert!(line["moved"].as_u64() > Some(0) && line["packed_ns"].as_f64() > Some(0.0), "{line}");
     }
 
-    /// A missing or misplaced entry is detected.
+    /// After an entry was removed without the model's knowledge, a walk is a wrong answer.
     #[test]
-    fn what_is_wrong_is_found() {
-        let mut watched = Watched::new(of_test().expect("slabs"), 500, 600).expect("a tree");
+    fn damage_is_detected() {
+        let mut watched = TreeWithModel::new(slabs_of_test().expect("slabs"), 500, 600).expect("a tree");
         assert!(watched.walk(Duration::ZERO, &mut Vec::new()).is_ok());
         let (.., number) = watched.files[7];
         watched.tree.remove(number).expect("it is there");

@@ -1,4 +1,4 @@
-//! Memory for a bare io_uring: pages of the measured size, divided into one part for each transfer.
+//! Memory for a bare io_uring: mappings with pages of the measured size, each divided into buffers for one transfer.
 
 #![allow(unsafe_code)] // passes memory that it owns to io_uring
 
@@ -10,10 +10,10 @@ use pagemill::store::Buffer;
 
 use crate::native::Pages;
 
-/// Size of one registered buffer; each part lies within one.
+/// The largest size of a mapping, which is registered as one buffer of the ring.
 const MOST_BYTES: usize = 64 << 20;
 
-/// The size of the pages.
+/// The size of the pages of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     /// 2 MiB
@@ -22,15 +22,15 @@ pub enum Kind {
     Small,
 }
 
-/// A mapping, divided into [`Part`]s.
+/// A mapping and its length in bytes. It is divided into [`TransferBuffer`]s.
 pub struct Memory(Arc<Pages>, usize);
 
-/// Memory of one transfer, and the transfer's parameters.
+/// The memory of one transfer, with the transfer's offset in the file and its start time.
 ///
 /// # Invariants
 ///
-/// No other part has these bytes, and they are accessed only through this part.
-pub struct Part {
+/// The bytes belong to no other `TransferBuffer`, and they are accessed only through this value.
+pub struct TransferBuffer {
     memory: Arc<Pages>,
     at: usize,
     len_bytes: usize,
@@ -38,8 +38,8 @@ pub struct Part {
     pub began: Instant,
 }
 
-/// Makes `count` parts, and the mappings that they belong to.
-pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>, Vec<Part>), String> {
+/// Makes `count` buffers of `len_bytes` each, and the mappings that they lie in.
+pub fn make_buffers(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>, Vec<TransferBuffer>), String> {
     let (mut memories, mut parts) = (Vec::new(), Vec::new());
     let most = (MOST_BYTES / len_bytes).max(1);
     while parts.len() < count {
@@ -49,8 +49,9 @@ pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>,
             Kind::Small => Pages::small(some * len_bytes)?,
         };
         let memory = Arc::new(pages);
-        // Each offset of the mapping is used once, and nothing else refers to it: the invariant.
-        let of = |part: usize| Part {
+        // Each offset of the mapping is used for one `TransferBuffer`, and nothing else refers to it. This establishes
+        // the type invariant.
+        let of = |part: usize| TransferBuffer {
             memory: memory.clone(),
             at: part * len_bytes,
             len_bytes,
@@ -63,26 +64,27 @@ pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>,
     Ok((memories, parts))
 }
 
-impl Part {
+impl TransferBuffer {
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: inside the mapping, which lives as long as `self`; nothing else accesses these bytes (type
         // invariant).
-        unsafe { std::slice::from_raw_parts(self.memory.at(self.at, self.len_bytes), self.len_bytes) }
+        unsafe { std::slice::from_raw_parts(self.memory.address_at(self.at, self.len_bytes), self.len_bytes) }
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `&mut self` is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.memory.at(self.at, self.len_bytes), self.len_bytes) }
+        // SAFETY: inside the mapping, which lives as long as `self`, and `&mut self` excludes other access.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.address_at(self.at, self.len_bytes), self.len_bytes) }
     }
 }
 
 fn address(pages: &Pages, at: usize, len_bytes: usize) -> NonNull<u8> {
     // SAFETY: no mapping is at address 0.
-    unsafe { NonNull::new_unchecked(pages.at(at, len_bytes)) }
+    unsafe { NonNull::new_unchecked(pages.address_at(at, len_bytes)) }
 }
 
-// SAFETY: mapped until the last part and its memory are dropped; only the part accesses its bytes (type invariant).
-unsafe impl Buffer for Part {
+// SAFETY: the bytes are mapped until the last `TransferBuffer` of the mapping is dropped, and only this one accesses
+// them (type invariant).
+unsafe impl Buffer for TransferBuffer {
     fn addr(&self) -> NonNull<u8> {
         address(&self.memory, self.at, self.len_bytes)
     }
@@ -92,7 +94,8 @@ unsafe impl Buffer for Part {
     }
 }
 
-// SAFETY: mapped as long as that; it is only registered, and its bytes are accessed through parts.
+// SAFETY: the bytes are mapped until this value is dropped. It is only registered; its bytes are accessed through
+// `TransferBuffer`s.
 unsafe impl Buffer for Memory {
     fn addr(&self) -> NonNull<u8> {
         address(&self.0, 0, self.1)

@@ -1,4 +1,4 @@
-//! Resident pages copied by one thread, alternately alone and while another thread keeps the device busy.
+//! One thread copies resident pages, alternately alone and while another thread keeps the device busy with reads.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -9,34 +9,34 @@ use pagemill::stats::{self, Counter};
 use serde_json::json;
 
 use super::Source;
-use super::miss::{Asking, Cached};
-use super::ring::{self, Loop};
+use super::miss::{Cached, RequestQueue};
+use super::ring::{self, TransferLoop};
 use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
-use crate::storage::miss::{ALONE, BESIDE, KEPT, LOST, MISSES};
-use crate::workload::{Failure, Outcome};
+use crate::storage::miss::{COPIES_ALONE, COPIES_MISSED, COPIES_WITH_MISSES, KEPT_RATIO, MISSES};
+use crate::workload::{Failure, WorkloadResult};
 
-/// The pages that are hit: few compared with the cache, so that all of them stay resident.
+/// Bytes of the pages that are copied. They are few compared with the cache, so that all of them stay resident.
 const HOT_BYTES: u64 = 16 << 20;
 
-/// Reads in flight.
 const DEPTH: u32 = 32;
 
-/// Number of turns, each with a measurement alone and one with concurrent misses.
-const TURNS: u32 = 4;
+/// Number of turns. In each turn, copies are measured alone and then with concurrent misses.
+const TURN_COUNT: u32 = 4;
 
-/// Copies between two reads of the clock.
+/// Number of copies between two reads of the clock.
 const BATCH: usize = 64;
 
-/// Arguments: hits of a cache, or copies from plain memory beside a bare io_uring, which show the machine's own share.
+/// Arguments of a run: hits of a cache, or copies of plain memory with reads by a bare io_uring. The second kind shows
+/// how much the machine itself slows copies down.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hits {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
     pub cache_mib: u64,
-    /// Plain memory and a bare io_uring instead of the cache
+    /// Use plain memory and a bare io_uring instead of the cache
     #[arg(long)]
     pub plain: bool,
     #[arg(long)]
@@ -49,73 +49,73 @@ const PAUSED: u8 = 0;
 const BUSY: u8 = 1;
 const OVER: u8 = 2;
 
-/// Copies, misses and duration of the measurements of one kind.
+/// Copies, misses and duration, summed over all measurements of one kind.
 #[derive(Default)]
-struct Stretch {
+struct CopyTotals {
     copies: u64,
     misses: u64,
     seconds: f64,
 }
 
-pub fn run(arguments: &Hits) -> Outcome {
+pub fn run(arguments: &Hits) -> WorkloadResult {
     if arguments.source.len_bytes <= 2 * HOT_BYTES || arguments.cache_mib << 20 < 2 * HOT_BYTES {
         let mib = (2 * HOT_BYTES) >> 20;
         return Err(format!("a file of more than {mib} MiB, and a cache of {mib}, are needed").into());
     }
-    if arguments.plain { plain(arguments) } else { cached(arguments) }
+    if arguments.plain { measure_plain(arguments) } else { measure_cached(arguments) }
 }
 
-fn cached(arguments: &Hits) -> Outcome {
+fn measure_cached(arguments: &Hits) -> WorkloadResult {
     let source = &arguments.source;
     let cached = Cached::open(source, arguments.cache_mib, RECORD_BYTES)?;
     cached.fill(HOT_BYTES)?;
     let places = (source.len_bytes - HOT_BYTES) as usize / RECORD_BYTES;
     let copy = |record: &mut Record, offset: u64| -> Result<(), Failure> {
         let read = cached.file.read_at(record, offset).map_err(super::super::hit::failed)?;
-        check(read == RECORD_BYTES && source.is_right(black_box(record), offset))
+        check_copy(read == RECORD_BYTES && source.is_right(black_box(record), offset))
     };
-    // Makes the hot pages resident, with enough uses to keep them so.
+    // Makes the pages resident, with enough uses that the eviction keeps them.
     let mut record = [0; RECORD_BYTES];
-    for _ in 0..TURNS {
+    for _ in 0..TURN_COUNT {
         (0..HOT_BYTES).step_by(RECORD_BYTES).try_for_each(|offset| copy(&mut record, offset))?;
     }
     let before = stats::get(Counter::StoreRead);
-    let (mut line, begun) = by_turns(arguments, copy, |state, misses| {
-        let mut asking = Asking::new(&cached, DEPTH)?;
+    let (mut line, begun) = copy_by_turns(arguments, copy, |state, misses| {
+        let mut queue = RequestQueue::new(&cached, DEPTH)?;
         let (mut random, mut record) = (Random::new(7), [0; RECORD_BYTES]);
-        let mut told = 0;
+        let mut total = 0;
         while state.load(Relaxed) != OVER {
             if state.load(Relaxed) == PAUSED {
-                told += asking.drain()?;
+                total += queue.drain()?;
                 thread::sleep(Duration::from_millis(1));
                 continue;
             }
-            let next = || HOT_BYTES + (random.below(places) * RECORD_BYTES) as u64;
-            asking.step(next, |offset| copy(&mut record, offset))?;
-            told += asking.times.len() as u64;
-            misses.fetch_add(asking.times.len() as u64, Relaxed);
-            asking.times.clear();
+            let next = || HOT_BYTES + (random.next_below(places) * RECORD_BYTES) as u64;
+            queue.step(next, |offset| copy(&mut record, offset))?;
+            total += queue.times.len() as u64;
+            misses.fetch_add(queue.times.len() as u64, Relaxed);
+            queue.times.clear();
         }
-        Ok(told + asking.drain()?)
+        Ok(total + queue.drain()?)
     })?;
-    // Reads beyond the misses are hot pages that were evicted and read again.
+    // Reads of the file beyond the misses are copied pages that were evicted and read again.
     let read = (stats::get(Counter::StoreRead) - before) / RECORD_BYTES as u64;
-    line[LOST] = json!(read.saturating_sub(begun));
+    line[COPIES_MISSED] = json!(read.saturating_sub(begun));
     Ok(line)
 }
 
-fn plain(arguments: &Hits) -> Outcome {
+fn measure_plain(arguments: &Hits) -> WorkloadResult {
     let mut pages = Pages::huge(HOT_BYTES as usize)?;
     let bytes = pages.bytes_mut(HOT_BYTES as usize);
-    bytes.copy_from_slice(Records::filled(HOT_BYTES as usize).at(0, 0));
+    bytes.copy_from_slice(Records::filled(HOT_BYTES as usize).stamped_at(0, 0));
     let bytes = &*bytes;
     let copy = |record: &mut Record, offset: u64| {
         record.copy_from_slice(&bytes[offset as usize..][..RECORD_BYTES]);
-        check(pattern::is_stamped(black_box(record), 0, offset, 0))
+        check_copy(pattern::is_stamped(black_box(record), 0, offset, 0))
     };
     let reads = ring::Ring::random_reads(&arguments.source, RECORD_BYTES, DEPTH as usize);
-    let (line, _) = by_turns(arguments, copy, |state, misses| {
-        let mut work = Loop::new(&reads, reads.offsets())?;
+    let (line, _) = copy_by_turns(arguments, copy, |state, misses| {
+        let mut work = TransferLoop::new(&reads, reads.offsets())?;
         while state.load(Relaxed) != OVER {
             if state.load(Relaxed) == PAUSED {
                 work.drain()?;
@@ -132,55 +132,55 @@ fn plain(arguments: &Hits) -> Outcome {
     Ok(line)
 }
 
-fn check(is_right: bool) -> Result<(), Failure> {
+fn check_copy(is_right: bool) -> Result<(), Failure> {
     if is_right { Ok(()) } else { Err(Failure::WrongAnswer("a copy is something else".to_owned())) }
 }
 
 /// Copies random pages, alternately while `miss` pauses and while it runs at full speed. Also returns the result of
 /// `miss`.
-fn by_turns(
+fn copy_by_turns(
     arguments: &Hits,
     copy: impl Fn(&mut Record, u64) -> Result<(), Failure>,
     miss: impl FnOnce(&AtomicU8, &AtomicU64) -> Result<u64, Failure> + Send,
 ) -> Result<(serde_json::Value, u64), Failure> {
     let (state, misses) = (AtomicU8::new(PAUSED), AtomicU64::new(0));
     let (mut random, mut record) = (Random::new(3), [0; RECORD_BYTES]);
-    let mut copy_for = |time: Duration, stretch: &mut Stretch| -> Result<(), Failure> {
+    let mut copy_for = |time: Duration, totals: &mut CopyTotals| -> Result<(), Failure> {
         let (begun, before) = (Instant::now(), misses.load(Relaxed));
         while begun.elapsed() < time {
             for _ in 0..BATCH {
-                copy(&mut record, (random.below(HOT_BYTES as usize / RECORD_BYTES) * RECORD_BYTES) as u64)?;
+                copy(&mut record, (random.next_below(HOT_BYTES as usize / RECORD_BYTES) * RECORD_BYTES) as u64)?;
             }
-            stretch.copies += BATCH as u64;
+            totals.copies += BATCH as u64;
         }
-        stretch.misses += misses.load(Relaxed) - before;
-        stretch.seconds += begun.elapsed().as_secs_f64();
+        totals.misses += misses.load(Relaxed) - before;
+        totals.seconds += begun.elapsed().as_secs_f64();
         Ok(())
     };
-    let time = Duration::from_millis(arguments.run_ms) / TURNS;
-    let (mut alone, mut beside) = (Stretch::default(), Stretch::default());
+    let time = Duration::from_millis(arguments.run_ms) / TURN_COUNT;
+    let (mut alone, mut beside) = (CopyTotals::default(), CopyTotals::default());
     let begun = thread::scope(|scope| {
         let (state, misses) = (&state, &misses);
         let other = scope.spawn(move || miss(state, misses));
-        let turns = (0..TURNS).try_for_each(|_| {
-            // Half of the time as warm-up: in-flight reads end, or begin.
+        let turns = (0..TURN_COUNT).try_for_each(|_| {
+            // Half of the time is warm-up, in which in-flight reads end or begin.
             state.store(PAUSED, Relaxed);
-            copy_for(time / 2, &mut Stretch::default())?;
+            copy_for(time / 2, &mut CopyTotals::default())?;
             copy_for(time, &mut alone)?;
             state.store(BUSY, Relaxed);
-            copy_for(time / 2, &mut Stretch::default())?;
+            copy_for(time / 2, &mut CopyTotals::default())?;
             copy_for(time, &mut beside)
         });
         state.store(OVER, Relaxed);
         let other = other.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()));
         turns.and(other)
     })?;
-    let rate = |count: u64, stretch: &Stretch| count as f64 / stretch.seconds;
-    let [alone_rate, beside_rate] = [&alone, &beside].map(|stretch| rate(stretch.copies, stretch));
+    let rate = |count: u64, totals: &CopyTotals| count as f64 / totals.seconds;
+    let [alone_rate, beside_rate] = [&alone, &beside].map(|totals| rate(totals.copies, totals));
     let line = json!({
-        ALONE: alone_rate,
-        BESIDE: beside_rate,
-        KEPT: beside_rate / alone_rate,
+        COPIES_ALONE: alone_rate,
+        COPIES_WITH_MISSES: beside_rate,
+        KEPT_RATIO: beside_rate / alone_rate,
         MISSES: rate(beside.misses, &beside),
     });
     Ok((line, begun))

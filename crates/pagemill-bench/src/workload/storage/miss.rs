@@ -1,4 +1,4 @@
-//! Random reads of pages of a file that is larger than its cache: by blocking threads, or by one thread with a queue.
+//! Random reads of pages of a file that is larger than its cache, by blocking threads or by one thread with a queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
@@ -12,20 +12,19 @@ use pagemill::units::BLOCK_BYTES;
 use serde_json::Value;
 
 use super::ring::Offsets;
-use super::{Source, Span, Took, nanoseconds};
+use super::{Elapsed, IntervalStart, Source, nanoseconds};
 use crate::pattern::{self, RECORD_BYTES};
 use crate::stats::Random;
 use crate::storage::{HIT_RATIO, READS};
 use crate::workload::hit::{cache_of, failed};
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 
-/// Time limit of a transfer, longer than any device takes.
-const LONG: Duration = Duration::from_secs(20);
+/// Time limit of a transfer, which is longer than any device takes.
+const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
 
-/// Reads in flight while the cache is filled.
+/// Number of reads in flight while the cache is filled.
 const FILL_DEPTH: u32 = 64;
 
-/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Miss {
     #[command(flatten)]
@@ -38,17 +37,17 @@ pub struct Miss {
     /// Number of pages that one thread has in flight
     #[arg(long)]
     pub depth: Option<u32>,
-    /// Bytes of a page, which is read at once
+    /// Bytes of a page, which one transfer reads
     #[arg(long, default_value_t = RECORD_BYTES)]
     pub io_bytes: usize,
-    /// Read sequentially
+    /// Read sequentially instead of randomly
     #[arg(long)]
     pub sequential: bool,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// Makes a cache with folios of this length: huge folios of small pages, or single pages.
+/// Makes a cache whose folios have this length: huge folios of small pages, or single pages.
 pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Failure> {
     match folio_bytes {
         BLOCK_BYTES => cache_of(RECORD_BYTES, limit_bytes, Box::new(Always), true),
@@ -56,7 +55,7 @@ pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Fa
     }
 }
 
-/// A file behind a cache that holds a part of it.
+/// A file whose cache has room for a part of it.
 pub struct Cached<'a> {
     pub cache: Cache,
     pub file: Mapping,
@@ -71,154 +70,156 @@ impl<'a> Cached<'a> {
         Ok(Self { cache, file, source, io_bytes })
     }
 
-    /// Reads random pages until the cache is full, and compares every byte.
+    /// Reads random pages at or above the offset `from` until the cache is full, and compares every byte.
     pub fn fill(&self, from: u64) -> Result<(), Failure> {
         let full_bytes = self.cache.usage().limit.min(self.source.len_bytes - from) * 9 / 10;
         let mut random = Random::new(99);
         let places = (self.source.len_bytes - from) as usize / self.io_bytes;
-        // In-flight folios cannot be evicted, so they must not fill the cache.
+        // In-flight folios cannot be evicted, so there must be fewer of them than the cache has room for.
         let most = self.cache.usage().limit / 4 / self.io_bytes as u64;
-        let mut asking = Asking::new(self, FILL_DEPTH.min(most as u32).max(1))?;
+        let mut queue_loop = RequestQueue::new(self, FILL_DEPTH.min(most as u32).max(1))?;
         let mut bytes = vec![0; self.io_bytes];
         let mut rounds = 0;
         while self.cache.charged_bytes() < full_bytes && rounds < 10 * places {
             rounds += 1;
-            let next = || from + (random.below(places) * self.io_bytes) as u64;
-            asking.step(next, |offset| {
+            let next = || from + (random.next_below(places) * self.io_bytes) as u64;
+            queue_loop.step(next, |offset| {
                 let read = self.file.read_at(&mut bytes, offset).map_err(failed)?;
-                match read == bytes.len() && (!self.source.pattern || pattern::is_whole(&bytes, 0, offset)) {
+                match read == bytes.len() && (!self.source.pattern || pattern::is_intact(&bytes, 0, offset)) {
                     true => Ok(()),
-                    false => Err(wrong(offset)),
+                    false => Err(wrong_page(offset)),
                 }
             })?;
         }
-        asking.drain().map(drop)
+        queue_loop.drain().map(drop)
     }
 
-    /// Reads a page that should be resident; for a larger folio copies nothing.
-    fn take(&self, record: &mut [u8; RECORD_BYTES], offset: u64) -> Result<(), Failure> {
+    /// Checks a page that should be resident. A page of a record's size is copied; of a larger one only two words are
+    /// read.
+    fn check_page(&self, record: &mut [u8; RECORD_BYTES], offset: u64) -> Result<(), Failure> {
         let is_right = if self.io_bytes == RECORD_BYTES {
             self.file.read_at(record, offset).map_err(failed)? == RECORD_BYTES && self.source.is_right(record, offset)
         } else {
             let pin = self.file.pin(offset).map_err(failed)?;
             let last = pin.len_bytes() - RECORD_BYTES;
-            let is_at = |at: usize| pin.read_u64(at) == pattern::word(0, offset + at as u64, 0);
+            let is_at = |at: usize| pin.read_u64(at) == pattern::stamp_word(0, offset + at as u64, 0);
             pin.len_bytes() == self.io_bytes && (!self.source.pattern || (is_at(0) && is_at(last)))
         };
-        if is_right { Ok(()) } else { Err(wrong(offset)) }
+        if is_right { Ok(()) } else { Err(wrong_page(offset)) }
     }
 }
 
-fn wrong(offset: u64) -> Failure {
+fn wrong_page(offset: u64) -> Failure {
     Failure::WrongAnswer(format!("what was read at {offset} is something else"))
 }
 
-/// A queue that is kept full.
-pub struct Asking<'a> {
+/// A queue of a cache with requests in flight.
+pub struct RequestQueue<'a> {
     file: &'a Mapping,
     queue: Queue,
-    /// By token: the offset, and the time of the request.
-    asked: Vec<(u64, Instant)>,
+    /// The offset and the start time of each request, by its token.
+    requests: Vec<(u64, Instant)>,
     free: Vec<u64>,
-    /// Latencies of the completed requests.
+    /// Latencies of the completed requests in nanoseconds.
     pub times: Vec<u32>,
-    pub present: u64,
+    pub present_count: u64,
 }
 
-impl<'a> Asking<'a> {
+impl<'a> RequestQueue<'a> {
     pub fn new(cached: &'a Cached<'_>, depth: u32) -> Result<Self, Failure> {
         let queue = cached.cache.queue(depth).map_err(failed)?;
-        let asked = vec![(0, Instant::now()); depth as usize];
+        let requests = vec![(0, Instant::now()); depth as usize];
         let free = (0..u64::from(depth)).collect();
-        Ok(Self { file: &cached.file, queue, asked, free, times: Vec::with_capacity(1 << 20), present: 0 })
+        Ok(Self { file: &cached.file, queue, requests, free, times: Vec::with_capacity(1 << 20), present_count: 0 })
     }
 
-    /// Fills the queue, waits for at least one completion, and handles all completions. `take` reads each page.
+    /// Fills the queue with requests at the offsets from `next`, waits for a completion, and handles all completions.
+    /// Calls `take` for each page that has become resident or already was.
     pub fn step(
         &mut self,
         mut next: impl FnMut() -> u64,
-        mut take: impl FnMut(u64) -> Result<(), Failure>,
+        mut on_page: impl FnMut(u64) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         while let Some(token) = self.free.pop() {
             let offset = next();
-            self.asked[token as usize] = (offset, Instant::now());
+            self.requests[token as usize] = (offset, Instant::now());
             if self.queue.fetch(self.file, offset, token).map_err(failed)? == Fetch::Present {
-                self.present += 1;
+                self.present_count += 1;
                 self.free.push(token);
-                take(offset)?;
+                on_page(offset)?;
             }
         }
-        self.queue.wait(1, LONG).map_err(failed)?;
-        while let Some(told) = self.queue.next() {
-            let (offset, began) = self.asked[told.token as usize];
-            told.result.map_err(failed)?;
+        self.queue.wait(1, TRANSFER_TIME_LIMIT).map_err(failed)?;
+        while let Some(completion) = self.queue.next() {
+            let (offset, began) = self.requests[completion.token as usize];
+            completion.result.map_err(failed)?;
             self.times.push(nanoseconds(began));
-            self.free.push(told.token);
-            take(offset)?;
+            self.free.push(completion.token);
+            on_page(offset)?;
         }
         Ok(())
     }
 
     /// Waits for all requests in flight; returns the number of completions.
     pub fn drain(&mut self) -> Result<u64, Failure> {
-        let mut came = 0;
+        let mut completions = 0;
         while !self.queue.is_empty() {
-            self.queue.wait(1, LONG).map_err(failed)?;
-            while let Some(told) = self.queue.next() {
-                told.result.map_err(failed)?;
-                self.free.push(told.token);
-                came += 1;
+            self.queue.wait(1, TRANSFER_TIME_LIMIT).map_err(failed)?;
+            while let Some(completion) = self.queue.next() {
+                completion.result.map_err(failed)?;
+                self.free.push(completion.token);
+                completions += 1;
             }
         }
-        Ok(came)
+        Ok(completions)
     }
 }
 
-/// Number of pages read from the file so far.
+/// Returns the number of pages read from the file so far.
 fn read_from_store(io_bytes: usize) -> u64 {
     stats::get(Counter::StoreRead) / io_bytes as u64
 }
 
 /// Fills the cache, then reads until the time is over.
-pub fn run(arguments: &Miss) -> Outcome {
+pub fn run(arguments: &Miss) -> WorkloadResult {
     let cached = Cached::open(&arguments.source, arguments.cache_mib, arguments.io_bytes)?;
     cached.fill(0)?;
     match (arguments.threads, arguments.depth) {
-        (Some(threads), _) => waiting(arguments, &cached, threads),
-        (None, Some(depth)) => asking(arguments, &cached, depth),
+        (Some(threads), _) => measure_threads(arguments, &cached, threads),
+        (None, Some(depth)) => measure_queue(arguments, &cached, depth),
         (None, None) => Err("neither threads nor a depth".to_owned().into()),
     }
 }
 
-/// The metrics: transfers are reads of the file; other reads were hits.
-fn line(took: &Took, reads: u64, ios: u64, io_bytes: usize, times: &mut [u32]) -> Outcome {
-    let mut figures = took.figures(ios, io_bytes, times)?;
-    figures.insert(READS.to_owned(), Value::from(reads as f64 / took.seconds));
-    figures.insert(HIT_RATIO.to_owned(), Value::from(1.0 - ios.min(reads) as f64 / reads.max(1) as f64));
-    Ok(figures.into())
+/// Returns the JSON line. `ios` is the number of reads from the file; all other reads were hits.
+fn json_line(took: &Elapsed, reads: u64, ios: u64, io_bytes: usize, times: &mut [u32]) -> WorkloadResult {
+    let mut metrics = took.metrics(ios, io_bytes, times)?;
+    metrics.insert(READS.to_owned(), Value::from(reads as f64 / took.seconds));
+    metrics.insert(HIT_RATIO.to_owned(), Value::from(1.0 - ios.min(reads) as f64 / reads.max(1) as f64));
+    Ok(metrics.into())
 }
 
-fn asking(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> Outcome {
+fn measure_queue(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> WorkloadResult {
     let mut offsets = Offsets::new(arguments.source.len_bytes, cached.io_bytes, !arguments.sequential);
     let mut record = [0; RECORD_BYTES];
-    let mut asking = Asking::new(cached, depth)?;
-    let mut run_for = |asking: &mut Asking<'_>, time: Duration| -> Result<(), Failure> {
+    let mut queue_loop = RequestQueue::new(cached, depth)?;
+    let mut run_for = |queue_loop: &mut RequestQueue<'_>, time: Duration| -> Result<(), Failure> {
         let begun = Instant::now();
         while begun.elapsed() < time {
-            asking.step(|| offsets.draw(), |offset| cached.take(&mut record, offset))?;
+            queue_loop.step(|| offsets.draw(), |offset| cached.check_page(&mut record, offset))?;
         }
         Ok(())
     };
     let run = Duration::from_millis(arguments.run_ms);
-    run_for(&mut asking, run / 10)?;
-    asking.times.clear();
-    asking.present = 0;
-    let (span, before) = (Span::begin(), read_from_store(cached.io_bytes));
-    run_for(&mut asking, run)?;
+    run_for(&mut queue_loop, run / 10)?;
+    queue_loop.times.clear();
+    queue_loop.present_count = 0;
+    let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
+    run_for(&mut queue_loop, run)?;
     let ios = read_from_store(cached.io_bytes) - before;
-    let reads = asking.times.len() as u64 + asking.present;
-    let line = line(&span.end(), reads, ios, cached.io_bytes, &mut asking.times);
-    asking.drain()?;
+    let reads = queue_loop.times.len() as u64 + queue_loop.present_count;
+    let line = json_line(&span.end(), reads, ios, cached.io_bytes, &mut queue_loop.times);
+    queue_loop.drain()?;
     line
 }
 
@@ -226,16 +227,16 @@ const BEFORE: u8 = 0;
 const MEASURED: u8 = 1;
 const OVER: u8 = 2;
 
-fn waiting(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Outcome {
+fn measure_threads(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> WorkloadResult {
     let phase = AtomicU8::new(BEFORE);
     let work = |thread: usize| -> Result<Vec<u32>, Failure> {
         let mut random = Random::new(thread as u64 + 1);
         let places = arguments.source.len_bytes as usize / cached.io_bytes;
         let (mut record, mut times) = ([0; RECORD_BYTES], Vec::with_capacity(1 << 18));
         while phase.load(Relaxed) != OVER {
-            let offset = (random.below(places) * cached.io_bytes) as u64;
+            let offset = (random.next_below(places) * cached.io_bytes) as u64;
             let began = Instant::now();
-            cached.take(&mut record, offset)?;
+            cached.check_page(&mut record, offset)?;
             if phase.load(Relaxed) == MEASURED {
                 times.push(nanoseconds(began));
             }
@@ -247,7 +248,7 @@ fn waiting(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Outcome {
         let work = &work;
         let workers: Vec<_> = (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
         thread::sleep(run / 10);
-        let (span, before) = (Span::begin(), read_from_store(cached.io_bytes));
+        let (span, before) = (IntervalStart::begin(), read_from_store(cached.io_bytes));
         phase.store(MEASURED, Relaxed);
         thread::sleep(run);
         phase.store(OVER, Relaxed);
@@ -258,9 +259,9 @@ fn waiting(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Outcome {
             times.extend(worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))?);
         }
         let reads = times.len() as u64;
-        // Hits are faster than any device, so the slowest times are those of the transfers.
+        // Hits are faster than any device, so the slowest reads are those that were transfers.
         times.sort_unstable();
         let hits = reads.saturating_sub(ios) as usize;
-        line(&took, reads, ios, cached.io_bytes, &mut times[hits..])
+        json_line(&took, reads, ios, cached.io_bytes, &mut times[hits..])
     })
 }

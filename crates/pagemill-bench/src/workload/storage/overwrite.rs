@@ -1,4 +1,4 @@
-//! Large resident pages, repeatedly changed in one word each and written back.
+//! Large resident pages. In each round, one word of each page is changed, and the pages are written back.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,20 +7,20 @@ use pagemill::stats::{self, Counter};
 use pagemill::store::{Aligned, Store as _};
 
 use super::miss::cache_of_folios;
-use super::{Source, Span};
+use super::{IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
-use crate::storage::writeback::places;
-use crate::workload::hit::{failed, write};
-use crate::workload::{Failure, Outcome};
+use crate::storage::writeback::page_offsets;
+use crate::workload::hit::{failed, write_all};
+use crate::workload::{Failure, WorkloadResult};
 
-/// One page in so many is resident and changed.
+/// One page in this many is resident and changed.
 const ONE_OF: u64 = 8;
 
-/// Number of pages that are read again after the writes.
-const READ_AGAIN: usize = 32;
+/// Number of pages that are read back after the last round.
+const READ_BACK_COUNT: usize = 32;
 
-/// Arguments: writes to a file; its content is lost.
+/// Arguments of a run that writes to a file, whose content is lost.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Overwrite {
     #[command(flatten)]
@@ -36,19 +36,19 @@ pub struct Overwrite {
     pub run_ms: u64,
 }
 
-/// Changes and writes pages until the time is over, then checks the file.
-pub fn run(arguments: &Overwrite) -> Outcome {
+/// Changes pages and writes them back until the time is over, then checks the file.
+pub fn run(arguments: &Overwrite) -> WorkloadResult {
     let Overwrite { source, io_bytes, .. } = arguments;
-    let places = match arguments.random {
-        true => places(source.len_bytes, *io_bytes as u64, ONE_OF, 1),
+    let page_offsets = match arguments.random {
+        true => page_offsets(source.len_bytes, *io_bytes as u64, ONE_OF, 1),
         false => (0..source.len_bytes / ONE_OF).step_by(*io_bytes).collect(),
     };
     let cache = cache_of_folios(arguments.cache_mib << 20, *io_bytes)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
     let mut records = Records::filled(*io_bytes);
-    // Whole pages are written, so none is read first.
-    places.iter().try_for_each(|offset| write(&file, records.at(0, *offset), *offset))?;
-    let mut order = places.clone();
+    // Whole pages are written, so that none is read from the file first.
+    page_offsets.iter().try_for_each(|offset| write_all(&file, records.stamped_at(0, *offset), *offset))?;
+    let mut order = page_offsets.clone();
     if arguments.random {
         Random::new(2).shuffle(&mut order);
     }
@@ -56,16 +56,16 @@ pub fn run(arguments: &Overwrite) -> Outcome {
     let mut round = || -> Result<u64, Failure> {
         generation += 1;
         for offset in &order {
-            write(&file, &pattern::word(0, *offset, generation).to_le_bytes(), *offset)?;
+            write_all(&file, &pattern::stamp_word(0, *offset, generation).to_le_bytes(), *offset)?;
         }
-        // No sync: fio does none, either.
+        // There is no sync, since fio does not sync in the runs that this is compared with.
         file.write_back(0, source.len_bytes).map_err(failed)?;
         Ok(order.len() as u64)
     };
-    // One round as warm-up, as in the other workloads.
+    // The first round is warm-up, as in the other workloads.
     round()?;
     let (run, mut ios) = (Duration::from_millis(arguments.run_ms), 0);
-    let (before, begun, span) = (stats::get(Counter::StoreWritten), Instant::now(), Span::begin());
+    let (before, begun, span) = (stats::get(Counter::StoreWritten), Instant::now(), IntervalStart::begin());
     while begun.elapsed() < run {
         ios += round()?;
     }
@@ -79,15 +79,15 @@ pub fn run(arguments: &Overwrite) -> Outcome {
     Ok(took.rates(ios, *io_bytes)?.into())
 }
 
-/// Checks the pages written last: the first word is of this generation, the rest is unchanged.
+/// Checks the pages of the last round: the stamp has the last generation, and all other bytes are unchanged.
 fn check(source: &Source, order: &[u64], io_bytes: usize, generation: u64) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
-    for offset in order.iter().take(READ_AGAIN) {
+    for offset in order.iter().take(READ_BACK_COUNT) {
         store.read(*offset, &mut bytes).map_err(|error| error.to_string())?;
         let (first, rest) = bytes.split_at(RECORD_BYTES);
-        let is_there = pattern::is_record(first, 0, *offset, generation)
-            && pattern::is_whole(rest, 0, offset + RECORD_BYTES as u64);
+        let is_there = pattern::is_intact_record(first, 0, *offset, generation)
+            && pattern::is_intact(rest, 0, offset + RECORD_BYTES as u64);
         if !is_there {
             return Err(Failure::WrongAnswer(format!("what was written back at {offset} is not there")));
         }

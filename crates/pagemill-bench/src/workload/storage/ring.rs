@@ -1,4 +1,4 @@
-//! A bare io_uring of the library with its own buffers: the upper bound for a cache above it.
+//! A bare io_uring of the library with its own buffers, which is the upper bound for a cache that uses it.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -7,19 +7,19 @@ use pagemill::store::ring::{Event, FileId, Settings};
 use pagemill::store::{Aligned, FileStore, Ring as StoreRing, Store};
 use serde_json::Value;
 
-use super::buffers::{self, Kind, Part};
-use super::{Source, Span, nanoseconds};
+use super::buffers::{self, Kind, TransferBuffer};
+use super::{IntervalStart, Source, nanoseconds};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
-use crate::workload::{Failure, Outcome};
+use crate::workload::{Failure, WorkloadResult};
 
-/// Time limit of a transfer, longer than any device takes.
-const LONG: Duration = Duration::from_secs(20);
+/// Time limit of a transfer, which is longer than any device takes.
+const TRANSFER_TIME_LIMIT: Duration = Duration::from_secs(20);
 
-/// Number of offsets that are read again after they were written.
-const READ_AGAIN: usize = 32;
+/// Number of offsets that are read back after they were written.
+const READ_BACK_COUNT: usize = 32;
 
-/// Arguments: transfers of one length, with `depth` of them in flight.
+/// Arguments of a run that keeps `depth` transfers of one length in flight.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Ring {
     #[command(flatten)]
@@ -28,7 +28,7 @@ pub struct Ring {
     pub io_bytes: usize,
     #[arg(long)]
     pub depth: usize,
-    /// Transfers that are submitted together; a device that gets all at once is idle meanwhile
+    /// Transfers that are submitted together; fewer let the device start earlier
     #[arg(long, default_value_t = 1)]
     pub batch: usize,
     #[arg(long)]
@@ -46,7 +46,7 @@ pub struct Ring {
     pub run_ms: u64,
 }
 
-/// Offsets in a file, sequential or random.
+/// An endless sequence of offsets in a file, sequential or random.
 pub struct Offsets {
     random: Option<Random>,
     count: usize,
@@ -62,7 +62,7 @@ impl Offsets {
 
     pub fn draw(&mut self) -> u64 {
         let at = match &mut self.random {
-            Some(random) => random.below(self.count),
+            Some(random) => random.next_below(self.count),
             None => {
                 self.next = (self.next + 1) % self.count;
                 self.next
@@ -81,49 +81,49 @@ impl Iterator for Offsets {
 }
 
 impl Ring {
-    /// Random reads into registered buffers.
+    /// Returns arguments for random reads into registered buffers.
     pub fn random_reads(source: &Source, io_bytes: usize, depth: usize) -> Self {
         let (memory, source) = (Kind::Huge, source.clone());
         Self { source, io_bytes, depth, batch: 4, memory, registered: true, random: true, write: false, run_ms: 0 }
     }
 
-    /// Writes from registered buffers.
+    /// Returns arguments for writes from registered buffers.
     pub fn writes(source: &Source, io_bytes: usize, depth: usize) -> Self {
         Self { random: false, write: true, ..Self::random_reads(source, io_bytes, depth) }
     }
 
-    /// Endless offsets for its transfers.
+    /// Returns an endless sequence of offsets for the transfers.
     pub fn offsets(&self) -> Offsets {
         Offsets::new(self.source.len_bytes, self.io_bytes, self.random)
     }
 }
 
-/// Transfers in flight, and their results.
-pub struct Loop<'a> {
+/// A ring with transfers in flight, and their latencies.
+pub struct TransferLoop<'a> {
     arguments: &'a Ring,
-    ring: StoreRing<Part>,
+    ring: StoreRing<TransferBuffer>,
     store: FileStore,
     file: FileId,
     offsets: Box<dyn Iterator<Item = u64> + 'a>,
-    idle: Vec<Part>,
+    idle: Vec<TransferBuffer>,
     pub times: Vec<u32>,
-    /// Distinguishes this process's writes from all others.
+    /// The generation of the written stamps. It distinguishes writes of this process from those of others.
     generation: u64,
     written: BTreeSet<u64>,
 }
 
-impl<'a> Loop<'a> {
-    /// Makes a loop of transfers at these offsets.
+impl<'a> TransferLoop<'a> {
+    /// Opens the file and makes a ring and its buffers. The transfers use the given offsets.
     pub fn new(arguments: &'a Ring, offsets: impl Iterator<Item = u64> + 'a) -> Result<Self, Failure> {
         let source = &arguments.source;
         let store = if arguments.write { source.open_writable()? } else { source.open_read_only()? };
         let settings = Settings { depth: arguments.depth as u32, ..Settings::default() };
         let mut ring = StoreRing::new(&settings).map_err(|error| error.to_string())?;
         let file = ring.attach(&store).map_err(|error| error.to_string())?;
-        let (memories, mut idle) = buffers::parts(arguments.memory, arguments.depth, arguments.io_bytes)?;
+        let (memories, mut idle) = buffers::make_buffers(arguments.memory, arguments.depth, arguments.io_bytes)?;
         if arguments.write {
             let mut records = Records::filled(arguments.io_bytes);
-            idle.iter_mut().for_each(|part| part.bytes_mut().copy_from_slice(records.at(0, 0)));
+            idle.iter_mut().for_each(|part| part.bytes_mut().copy_from_slice(records.stamped_at(0, 0)));
         }
         if arguments.registered {
             for memory in memories {
@@ -136,16 +136,16 @@ impl<'a> Loop<'a> {
         Ok(Self { arguments, ring, store, file, offsets, idle, times, generation, written })
     }
 
-    /// Submits as many transfers as allowed, and handles completions, at least one.
+    /// Starts a transfer for each idle buffer, waits for a completion, and handles all completions.
     pub fn step(&mut self) -> Result<(), Failure> {
-        self.start_all()?;
-        self.take_some()
+        self.start_transfers()?;
+        self.handle_completions()
     }
 
-    /// Waits for all transfers in flight.
+    /// Waits until no transfer is in flight.
     pub fn drain(&mut self) -> Result<(), Failure> {
         while self.ring.in_flight() > 0 {
-            self.take_some()?;
+            self.handle_completions()?;
         }
         Ok(())
     }
@@ -153,20 +153,19 @@ impl<'a> Loop<'a> {
     /// Runs until no offsets are left and all transfers have completed.
     pub fn run_to_end(&mut self) -> Result<(), Failure> {
         loop {
-            self.start_all()?;
+            self.start_transfers()?;
             if self.ring.in_flight() == 0 {
                 return Ok(());
             }
-            self.take_some()?;
+            self.handle_completions()?;
         }
     }
 
-    /// Syncs the file.
     pub fn sync(&self) -> Result<(), Failure> {
         self.store.sync().map_err(|error| error.to_string().into())
     }
 
-    fn start_all(&mut self) -> Result<(), Failure> {
+    fn start_transfers(&mut self) -> Result<(), Failure> {
         let mut started = 0;
         while let Some(mut part) = self.idle.pop() {
             let Some(offset) = self.offsets.next() else {
@@ -176,7 +175,7 @@ impl<'a> Loop<'a> {
             part.offset = offset;
             if self.arguments.write {
                 let (offset, generation) = (part.offset, self.generation);
-                stamp_around(part.bytes_mut(), offset, generation);
+                stamp_ends(part.bytes_mut(), offset, generation);
             }
             part.began = Instant::now();
             let (file, offset) = (self.file, part.offset);
@@ -193,8 +192,8 @@ impl<'a> Loop<'a> {
         Ok(())
     }
 
-    fn take_some(&mut self) -> Result<(), Failure> {
-        self.ring.wait(1, LONG).map_err(|error| error.to_string())?;
+    fn handle_completions(&mut self) -> Result<(), Failure> {
+        self.ring.wait(1, TRANSFER_TIME_LIMIT).map_err(|error| error.to_string())?;
         while let Some(event) = self.ring.next() {
             let Event::Done { buffer: part, result, .. } = event else {
                 return Err("a transfer is late".to_owned().into());
@@ -202,10 +201,10 @@ impl<'a> Loop<'a> {
             result.map_err(|error| format!("at {}: {error}", part.offset))?;
             self.times.push(nanoseconds(part.began));
             if self.arguments.write {
-                if self.written.len() < READ_AGAIN {
+                if self.written.len() < READ_BACK_COUNT {
                     self.written.insert(part.offset);
                 }
-            } else if !self.arguments.source.is_right_around(part.bytes(), part.offset) {
+            } else if !self.arguments.source.has_right_ends(part.bytes(), part.offset) {
                 return Err(Failure::WrongAnswer(format!("what was read at {} is something else", part.offset)));
             }
             self.idle.push(part);
@@ -221,8 +220,8 @@ impl<'a> Loop<'a> {
         Ok(())
     }
 
-    /// Reads back written offsets and compares them.
-    fn read_again(&self) -> Result<(), Failure> {
+    /// Reads written offsets back and compares their first and last stamp.
+    fn read_back(&self) -> Result<(), Failure> {
         let io_bytes = self.arguments.io_bytes;
         let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
         for offset in &self.written {
@@ -237,25 +236,25 @@ impl<'a> Loop<'a> {
     }
 }
 
-fn stamp_around(bytes: &mut [u8], offset: u64, generation: u64) {
+fn stamp_ends(bytes: &mut [u8], offset: u64, generation: u64) {
     let last = bytes.len() - RECORD_BYTES;
     pattern::stamp(&mut bytes[last..], 0, offset + last as u64, generation);
     pattern::stamp(bytes, 0, offset, generation);
 }
 
-/// Transfers until the time is over.
-pub fn run(arguments: &Ring) -> Outcome {
-    let mut work = Loop::new(arguments, arguments.offsets())?;
+/// Runs transfers until the time is over.
+pub fn run(arguments: &Ring) -> WorkloadResult {
+    let mut work = TransferLoop::new(arguments, arguments.offsets())?;
     let run = Duration::from_millis(arguments.run_ms);
-    // A tenth of the time as warm-up, as in the other workloads.
+    // A tenth of the time is warm-up, as in the other workloads.
     work.run_for(run / 10)?;
     work.times.clear();
-    let span = Span::begin();
+    let span = IntervalStart::begin();
     work.run_for(run)?;
     let took = span.end();
-    let mut figures = took.figures(work.times.len() as u64, arguments.io_bytes, &mut work.times)?;
-    figures.insert("is_kernel".to_owned(), Value::from(work.ring.is_kernel()));
+    let mut metrics = took.metrics(work.times.len() as u64, arguments.io_bytes, &mut work.times)?;
+    metrics.insert("is_kernel".to_owned(), Value::from(work.ring.is_kernel()));
     work.drain()?;
-    work.read_again()?;
-    Ok(figures.into())
+    work.read_back()?;
+    Ok(metrics.into())
 }

@@ -1,5 +1,5 @@
-//! Scattered pages of a file, written in ascending order: from a cache in which they are dirty, or from memory by a
-//! bare io_uring.
+//! Scattered pages of a file, written in ascending order: from a cache in which they are dirty, or from plain memory by
+//! a bare io_uring.
 
 use std::sync::Arc;
 
@@ -8,26 +8,26 @@ use pagemill::stats::{self, Counter};
 use pagemill::store::{Aligned, FileStore, Store};
 use pagemill::units::BLOCK_BYTES;
 
-use super::ring::{Loop, Ring};
-use super::{Source, Span, Took};
+use super::ring::{Ring, TransferLoop};
+use super::{Elapsed, IntervalStart, Source};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
-use crate::storage::writeback::{TRANSFERS, places};
-use crate::workload::hit::{cache, failed, write};
-use crate::workload::{Failure, Outcome};
+use crate::storage::writeback::{TRANSFERS, page_offsets};
+use crate::workload::hit::{cache, failed, write_all};
+use crate::workload::{Failure, WorkloadResult};
 
-/// Number of neighbours of written pages that are checked for changes.
+/// Number of offsets next to written pages that are checked for changes.
 const NEIGHBOURS: usize = 256;
 
-/// Arguments: writes to a file; its content is lost.
+/// Arguments of a run that writes to a file, whose content is lost.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Writeback {
     #[command(flatten)]
     pub source: Source,
-    /// One page in so many is written
+    /// Write one page in this many
     #[arg(long)]
     pub one_of: u64,
-    /// Seed of their choice
+    /// Seed for the choice of the pages
     #[arg(long)]
     pub seed: u64,
     /// Use a bare io_uring of this depth instead of the cache
@@ -35,86 +35,88 @@ pub struct Writeback {
     pub ring: Option<usize>,
 }
 
-/// An interval, and the bytes written to files since its start.
-struct Writing {
-    span: Span,
+/// The start of an interval, with the counters of bytes and writes at that time.
+struct WriteStart {
+    span: IntervalStart,
     bytes: u64,
     writes: u64,
 }
 
-/// The duration of an interval, and the bytes written in it.
-struct Written {
-    took: Took,
+/// The duration of an interval, and the bytes and writes in it.
+struct WriteTotals {
+    took: Elapsed,
     bytes: u64,
     writes: u64,
 }
 
-impl Writing {
+impl WriteStart {
     fn begin() -> Self {
         let [bytes, writes] = [Counter::StoreWritten, Counter::StoreWrites].map(stats::get);
-        Self { bytes, writes, span: Span::begin() }
+        Self { bytes, writes, span: IntervalStart::begin() }
     }
 
-    fn end(self) -> Written {
+    fn end(self) -> WriteTotals {
         let took = self.span.end();
         let [bytes, writes] = [Counter::StoreWritten, Counter::StoreWrites].map(stats::get);
-        Written { took, bytes: bytes - self.bytes, writes: writes - self.writes }
+        WriteTotals { took, bytes: bytes - self.bytes, writes: writes - self.writes }
     }
 }
 
 /// Writes the pages, and compares all of them afterwards.
-pub fn run(arguments: &Writeback) -> Outcome {
+pub fn run(arguments: &Writeback) -> WorkloadResult {
     let source = &arguments.source;
-    let places = places(source.len_bytes, RECORD_BYTES as u64, arguments.one_of, arguments.seed);
-    // Distinguishes this process's writes from all others.
+    let page_offsets = page_offsets(source.len_bytes, RECORD_BYTES as u64, arguments.one_of, arguments.seed);
+    // The generation of the written stamps. It distinguishes writes of this process from those of others.
     let generation = u64::from(std::process::id());
-    let neighbours = neighbours(&source.open_read_only()?, &places, source.len_bytes)?;
+    let neighbours = read_neighbours(&source.open_read_only()?, &page_offsets, source.len_bytes)?;
     let written = match arguments.ring {
-        Some(depth) => by_ring(source, &places, depth)?,
-        None => by_cache(source, &places, generation)?,
+        Some(depth) => write_by_ring(source, &page_offsets, depth)?,
+        None => write_by_cache(source, &page_offsets, generation)?,
     };
     let pages = written.bytes / RECORD_BYTES as u64;
-    if pages < places.len() as u64 * 9 / 10 {
-        return Err(format!("of {} dirty pages {pages} were left to be written in that time", places.len()).into());
+    if pages < page_offsets.len() as u64 * 9 / 10 {
+        return Err(
+            format!("of {} dirty pages {pages} were left to be written in that time", page_offsets.len()).into()
+        );
     }
-    let mut figures = written.took.rates(pages, RECORD_BYTES)?;
-    figures.insert(TRANSFERS.to_owned(), (written.writes as f64 / pages as f64).into());
-    check(source, &places, generation, &neighbours)?;
-    Ok(figures.into())
+    let mut metrics = written.took.rates(pages, RECORD_BYTES)?;
+    metrics.insert(TRANSFERS.to_owned(), (written.writes as f64 / pages as f64).into());
+    check(source, &page_offsets, generation, &neighbours)?;
+    Ok(metrics.into())
 }
 
-/// Makes pages dirty in random order. They are written whole, so none is read first.
-fn by_cache(source: &Source, places: &[u64], generation: u64) -> Result<Written, Failure> {
+/// Makes the pages dirty in random order, then syncs the file. Whole pages are written, so that none is read first.
+fn write_by_cache(source: &Source, page_offsets: &[u64], generation: u64) -> Result<WriteTotals, Failure> {
     let cache = cache(source.len_bytes, Box::new(Never), true)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
-    let (mut places, mut random) = (places.to_vec(), Random::new(generation));
-    random.shuffle(&mut places);
-    let mut record = Records::filled(RECORD_BYTES).at(0, 0).to_vec();
-    for offset in places {
+    let (mut page_offsets, mut random) = (page_offsets.to_vec(), Random::new(generation));
+    random.shuffle(&mut page_offsets);
+    let mut record = Records::filled(RECORD_BYTES).stamped_at(0, 0).to_vec();
+    for offset in page_offsets {
         pattern::stamp(&mut record, 0, offset, generation);
-        write(&file, &record, offset)?;
+        write_all(&file, &record, offset)?;
     }
-    let writing = Writing::begin();
+    let write_start = WriteStart::begin();
     file.sync().map_err(failed)?;
-    Ok(writing.end())
+    Ok(write_start.end())
 }
 
-fn by_ring(source: &Source, places: &[u64], depth: usize) -> Result<Written, Failure> {
+fn write_by_ring(source: &Source, page_offsets: &[u64], depth: usize) -> Result<WriteTotals, Failure> {
     let arguments = Ring::writes(source, RECORD_BYTES, depth);
-    let mut work = Loop::new(&arguments, places.iter().copied())?;
-    let writing = Writing::begin();
+    let mut work = TransferLoop::new(&arguments, page_offsets.iter().copied())?;
+    let write_start = WriteStart::begin();
     work.run_to_end()?;
     work.sync()?;
-    Ok(writing.end())
+    Ok(write_start.end())
 }
 
-/// The contents directly behind some of the written pages, where no page is written.
-fn neighbours(store: &FileStore, places: &[u64], len_bytes: u64) -> Result<Vec<(u64, Aligned)>, Failure> {
+/// Reads the contents directly after some of the written pages, where no page is written.
+fn read_neighbours(store: &FileStore, page_offsets: &[u64], len_bytes: u64) -> Result<Vec<(u64, Aligned)>, Failure> {
     let mut random = Random::new(5);
     let mut found = Vec::new();
-    for _ in 0..NEIGHBOURS.min(places.len()) {
-        let offset = places[random.below(places.len())] + RECORD_BYTES as u64;
-        if offset < len_bytes && places.binary_search(&offset).is_err() {
+    for _ in 0..NEIGHBOURS.min(page_offsets.len()) {
+        let offset = page_offsets[random.next_below(page_offsets.len())] + RECORD_BYTES as u64;
+        if offset < len_bytes && page_offsets.binary_search(&offset).is_err() {
             found.push((offset, read(store, offset, RECORD_BYTES)?));
         }
     }
@@ -127,19 +129,19 @@ fn read(store: &FileStore, offset: u64, len_bytes: usize) -> Result<Aligned, Fai
     Ok(bytes)
 }
 
-/// Compares every written byte and the neighbours with the file.
-fn check(source: &Source, places: &[u64], generation: u64, neighbours: &[(u64, Aligned)]) -> Result<(), Failure> {
+/// Compares every written byte, and the bytes next to written pages, with the file.
+fn check(source: &Source, page_offsets: &[u64], generation: u64, neighbours: &[(u64, Aligned)]) -> Result<(), Failure> {
     let store = source.open_read_only()?;
-    let mut places = places.iter().copied().peekable();
+    let mut page_offsets = page_offsets.iter().copied().peekable();
     for begin in (0..source.len_bytes).step_by(BLOCK_BYTES) {
         let end = begin + BLOCK_BYTES as u64;
-        if places.peek().is_none_or(|place| *place >= end) {
+        if page_offsets.peek().is_none_or(|place| *place >= end) {
             continue;
         }
         let bytes = read(&store, begin, BLOCK_BYTES)?;
-        while let Some(offset) = places.next_if(|place| *place < end) {
+        while let Some(offset) = page_offsets.next_if(|place| *place < end) {
             let record = &bytes[(offset - begin) as usize..][..RECORD_BYTES];
-            if !pattern::is_record(record, 0, offset, generation) {
+            if !pattern::is_intact_record(record, 0, offset, generation) {
                 return Err(Failure::WrongAnswer(format!("what was written back at {offset} is not there")));
             }
         }

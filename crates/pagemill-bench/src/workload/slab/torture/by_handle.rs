@@ -1,4 +1,4 @@
-//! Values by handle. All threads change the values on the board; each change adds one to a count.
+//! Caches by handle for the random operations. All threads change the values on the board, and the changes are counted.
 #![allow(unsafe_code)] // implements `Movable` for the values
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -7,26 +7,27 @@ use std::time::Duration;
 use pagemill::slab::{self, ByHandle, Handle, Movable, Pinned, Settings, SlabInfo, Slabs};
 use pagemill::{Error, Result};
 
-use super::stamped::{Random, Stamp, Stamped, Tally};
+use super::stamped::{Counters, Random, Stamp, Stamped};
 use super::{BOARD, NODES, Removed, Subject};
 
-// SAFETY: numbers and a reference, which may be moved as bytes.
+// SAFETY: the value has only numbers and a reference, so it may be moved by copying its bytes.
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
 
 pub struct Values<const WORDS: usize> {
     cache: ByHandle<Stamped<WORDS>>,
-    tally: &'static Tally,
+    counters: &'static Counters,
     board: Vec<Handle<Stamped<WORDS>>>,
-    /// Number of changes to each value of the board.
+    /// Number of changes made to each value of the board.
     changes: Vec<AtomicU64>,
 }
 
 impl<const WORDS: usize> Values<WORDS> {
-    /// Whether the change was made; `None` if the value is missing.
+    /// Changes a value. Returns whether the change was made; `None` if the value is missing. Clears `is_right` if the
+    /// old value had a wrong stamp or was torn.
     fn change(&self, handle: Handle<Stamped<WORDS>>, is_right: &mut bool, old: impl Fn(Stamp) -> bool) -> Option<bool> {
         let changed = self.cache.update(handle, |value| {
-            *is_right &= old(value.stamp()) && value.is_whole();
-            Stamped::new(value.stamp().next(), self.tally)
+            *is_right &= old(value.stamp()) && value.is_intact();
+            Stamped::new(value.stamp().next(), self.counters)
         });
         match changed {
             Ok(was_there) => was_there.then_some(true),
@@ -37,25 +38,25 @@ impl<const WORDS: usize> Values<WORDS> {
 
 impl<const WORDS: usize> Subject for Values<WORDS> {
     type Key = Handle<Stamped<WORDS>>;
-    type Held<'a> = Pinned<'a, Stamped<WORDS>>;
+    type Pin<'a> = Pinned<'a, Stamped<WORDS>>;
 
-    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self> {
+    fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self> {
         let cache = slabs.by_handle(Settings::new("values"))?;
-        let insert = |at| cache.insert(Stamped::new(Stamp::of_board(at), tally));
+        let insert = |at| cache.insert(Stamped::new(Stamp::of_board(at), counters));
         let board = (0..BOARD).map(insert).collect::<Result<_>>()?;
-        Ok(Self { cache, tally, board, changes: (0..BOARD).map(|_| AtomicU64::new(0)).collect() })
+        Ok(Self { cache, counters, board, changes: (0..BOARD).map(|_| AtomicU64::new(0)).collect() })
     }
 
     fn insert(&self, stamp: Stamp, _node: Option<usize>) -> Result<Self::Key> {
-        self.cache.insert(Stamped::new(stamp, self.tally))
+        self.cache.insert(Stamped::new(stamp, self.counters))
     }
 
-    fn is_whole(&self, handle: &Self::Key, stamp: Stamp) -> bool {
+    fn is_intact(&self, handle: &Self::Key, stamp: Stamp) -> bool {
         let guard = slab::pin();
         let Some(value) = self.cache.get(*handle, &guard) else { return false };
         let was_whole = value.is(stamp);
-        // The value may be moved now, but the old copy does not change under the guard.
-        stamp.linger();
+        // The value may be moved meanwhile, but its old copy does not change under the guard.
+        stamp.maybe_yield();
         was_whole && value.is(stamp)
     }
 
@@ -75,25 +76,25 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         }
     }
 
-    fn hold(&self, handle: &Self::Key) -> Option<Self::Held<'_>> {
+    fn pin(&self, handle: &Self::Key) -> Option<Self::Pin<'_>> {
         self.cache.pin_value(*handle).ok().flatten()
     }
 
-    fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool {
+    fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
         held.is(stamp)
     }
 
-    fn let_go(&self, held: Self::Held<'_>) {
+    fn unpin(&self, held: Self::Pin<'_>) {
         drop(held);
     }
 
-    fn place(&self, handle: &Self::Key) -> usize {
+    fn address(&self, handle: &Self::Key) -> usize {
         self.cache.get(*handle, &slab::pin()).map_or(0, |value| std::ptr::from_ref(value) as usize)
     }
 
     fn use_board(&self, at: u64, random: &mut Random) -> bool {
         let (handle, of_it) = (self.board[at as usize], |stamp: Stamp| stamp.is_of_same_object(Stamp::of_board(at)));
-        let is_it = |value: &Stamped<WORDS>| of_it(value.stamp()) && value.is_whole();
+        let is_it = |value: &Stamped<WORDS>| of_it(value.stamp()) && value.is_intact();
         match random.below(4) {
             0 => match self.cache.pin_value(handle) {
                 Ok(Some(pinned)) => is_it(&pinned),
@@ -110,7 +111,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         }
     }
 
-    fn disturb(&self, random: &mut Random) {
+    fn move_some(&self, random: &mut Random) {
         let (from, to) = (random.below(NODES as u64) as usize, random.below(NODES as u64) as usize);
         match random.below(5) {
             0 => _ = self.cache.shrink(),
@@ -137,7 +138,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let active = self.info().active;
         let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(true)));
         let missing = left.len().div_ceil(2) - removed.count();
-        // Removed values may outlast a shrink, as long as readers hold guards.
+        // The cache may count removed values for longer, while readers have guards.
         wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD)
     }
 }

@@ -1,5 +1,5 @@
-//! Items that their owner moves. Cells hold their addresses, and readers access them under a guard. Items on the board
-//! never change.
+//! Caches by owner for the random operations. *Cells* contain the addresses of the items, and readers access them under
+//! a guard. Items on the board never change.
 #![allow(unsafe_code)] // an owner
 
 use std::ptr::NonNull;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, SlabInfo, Slabs, Target};
 use pagemill::{Result, xarray};
 
-use super::stamped::{Random, Stamp, Tally};
+use super::stamped::{Counters, Random, Stamp};
 use super::{BOARD, NODES, Removed, Subject};
 
 const CELLS: usize = 1 << 15;
@@ -23,7 +23,7 @@ const MOVING: u32 = 3;
 /// # Invariants
 ///
 /// Only the thread that changed the state from free or live to held may write the words. The words of an item that was
-/// moved away do not change until the cache reuses it.
+/// moved away do not change until the cache reuses its memory.
 #[repr(C)]
 pub struct Item<const WORDS: usize> {
     state: AtomicU32,
@@ -40,7 +40,7 @@ impl<const WORDS: usize> Item<WORDS> {
         self.words.iter().enumerate().all(|(at, word)| word.load(Relaxed) == stamp.word(at))
     }
 
-    fn go(&self, from: u32, to: u32) -> bool {
+    fn change_state(&self, from: u32, to: u32) -> bool {
         self.state.compare_exchange(from, to, Acquire, Relaxed).is_ok()
     }
 }
@@ -49,11 +49,11 @@ pub struct Cells<const WORDS: usize> {
     cells: Box<[AtomicPtr<Item<WORDS>>]>,
     free: Mutex<Vec<u32>>,
     moves: AtomicU64,
-    tally: &'static Tally,
+    counters: &'static Counters,
 }
 
-// SAFETY: the state of an item records whether it is free. Items kept by `isolate` are not changed by others until
-// `migrate` releases them. A cell has the new address before the old item is free, and the words of the old item stay.
+// SAFETY: the state of an item tells whether it is free. No other thread changes an item that `isolate` keeps until
+// `migrate` releases it. The cell has the new address before the old item is free, and the old item's words stay.
 unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
     type Object = Item<WORDS>;
     type Isolated = ();
@@ -64,8 +64,8 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
     }
 
     fn isolate(&self, items: &mut Candidates<'_, Item<WORDS>>) {
-        // SAFETY: objects of the cache are items at all times.
-        items.retain(|item| unsafe { item.as_ref() }.go(LIVE, MOVING));
+        // SAFETY: objects of the cache always are items.
+        items.retain(|item| unsafe { item.as_ref() }.change_state(LIVE, MOVING));
     }
 
     fn migrate<'object>(
@@ -74,28 +74,28 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
         to: &mut Target<'_, Item<WORDS>>,
         _isolated: &mut (),
     ) -> Done<'object> {
-        // SAFETY: live, and held by `isolate`.
+        // SAFETY: the item is live, and `isolate` keeps it.
         let old = unsafe { item.object().as_ref() };
-        let whim = self.moves.fetch_add(1, Relaxed) % 64;
-        if whim == 0 {
+        let move_number = self.moves.fetch_add(1, Relaxed) % 64;
+        if move_number == 0 {
             old.state.store(LIVE, Release);
             return item.busy();
         }
         let place = to.take();
-        let Some(place) = place.filter(|_| whim != 1) else {
+        let Some(place) = place.filter(|_| move_number != 1) else {
             old.state.store(LIVE, Release);
             return item.failed();
         };
-        // SAFETY: a free item of this owner.
+        // SAFETY: this is a free item of this owner.
         let new = unsafe { place.object().as_ref() };
-        let is_free = new.go(FREE, HELD);
-        self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
+        let is_free = new.change_state(FREE, HELD);
+        self.counters.corrupted.fetch_add(u64::from(!is_free), Relaxed);
         new.words.iter().zip(&old.words).for_each(|(new, old)| new.store(old.load(Relaxed), Relaxed));
         let cell = old.cell.load(Relaxed);
         new.cell.store(cell, Relaxed);
         new.state.store(LIVE, Release);
         let named = self.cells[cell as usize].swap(place.object().as_ptr(), Release);
-        self.tally.corrupted.fetch_add(u64::from(named != item.object().as_ptr()), Relaxed);
+        self.counters.corrupted.fetch_add(u64::from(named != item.object().as_ptr()), Relaxed);
         old.state.store(FREE, Release);
         item.moved(place)
     }
@@ -104,14 +104,14 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
 pub struct Items<const WORDS: usize> {
     cache: ByOwner<Cells<WORDS>>,
     board: Vec<u32>,
-    tally: &'static Tally,
+    counters: &'static Counters,
 }
 
-/// An item that cannot be moved while this exists.
-pub struct Held<'a, const WORDS: usize>(&'a Item<WORDS>);
+/// A held item, which cannot be moved while this value exists.
+pub struct Pin<'a, const WORDS: usize>(&'a Item<WORDS>);
 
 impl<const WORDS: usize> Items<WORDS> {
-    /// The item of a cell. The caller must hold a guard, and the item must not be freed meanwhile.
+    /// Returns the item of a cell. The caller must have a guard, and the item must not be freed meanwhile.
     fn item(&self, cell: u32) -> &Item<WORDS> {
         let item = self.cache.owner().cells[cell as usize].load(Acquire);
         // SAFETY: cells in use refer to live items. If the item is moved, its old memory stays while the guard lives.
@@ -122,31 +122,31 @@ impl<const WORDS: usize> Items<WORDS> {
         let _guard = xarray::pin();
         let item = self.item(cell);
         let was_whole = item.is(stamp);
-        // The item may be moved now, but the old copy does not change under the guard.
-        stamp.linger();
+        // The item may be moved meanwhile, but its old copy does not change under the guard.
+        stamp.maybe_yield();
         was_whole && item.is(stamp)
     }
 
-    /// Keeps an item from being moved; `None` if it is being moved.
-    fn keep(&self, cell: u32) -> Option<&Item<WORDS>> {
+    /// Holds an item, so that it is not moved; `None` if it is held or being moved already.
+    fn hold(&self, cell: u32) -> Option<&Item<WORDS>> {
         let _guard = xarray::pin();
         let item = self.item(cell);
-        item.go(LIVE, HELD).then_some(item)
+        item.change_state(LIVE, HELD).then_some(item)
     }
 }
 
 impl<const WORDS: usize> Subject for Items<WORDS> {
     type Key = u32;
-    type Held<'a> = Held<'a, WORDS>;
+    type Pin<'a> = Pin<'a, WORDS>;
 
-    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self> {
+    fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self> {
         let cells = Cells {
             cells: (0..CELLS).map(|_| AtomicPtr::default()).collect(),
             free: Mutex::new((0..CELLS as u32).collect()),
             moves: AtomicU64::new(0),
-            tally,
+            counters,
         };
-        let mut items = Self { cache: slabs.by_owner(Settings::new("items"), cells)?, board: Vec::new(), tally };
+        let mut items = Self { cache: slabs.by_owner(Settings::new("items"), cells)?, board: Vec::new(), counters };
         items.board = (0..BOARD).map(|at| items.insert(Stamp::of_board(at), None)).collect::<Result<_>>()?;
         Ok(items)
     }
@@ -156,11 +156,11 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
             Some(node) => self.cache.allocate_on(node)?,
             None => self.cache.allocate()?,
         };
-        // SAFETY: a free item that only this thread has.
+        // SAFETY: this is a free item to which no other thread has a reference.
         let item = unsafe { at.as_ref() };
-        let is_free = item.go(FREE, HELD);
-        self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
-        self.tally.created.fetch_add(1, Relaxed);
+        let is_free = item.change_state(FREE, HELD);
+        self.counters.corrupted.fetch_add(u64::from(!is_free), Relaxed);
+        self.counters.created.fetch_add(1, Relaxed);
         let owner = self.cache.owner();
         let cell = owner.free.lock().expect("the lock is not poisoned").pop().expect("more cells than items");
         item.fill(stamp);
@@ -170,12 +170,12 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         Ok(cell)
     }
 
-    fn is_whole(&self, cell: &u32, stamp: Stamp) -> bool {
+    fn is_intact(&self, cell: &u32, stamp: Stamp) -> bool {
         self.is(*cell, stamp)
     }
 
     fn update(&self, cell: &mut u32, old: Stamp, new: Stamp) -> Option<bool> {
-        let item = self.keep(*cell)?;
+        let item = self.hold(*cell)?;
         let was_whole = item.is(old);
         item.fill(new);
         item.state.store(LIVE, Release);
@@ -183,31 +183,31 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
     }
 
     fn remove(&self, cell: u32, stamp: Stamp) -> Removed<u32> {
-        let Some(item) = self.keep(cell) else { return Removed::Busy(cell) };
+        let Some(item) = self.hold(cell) else { return Removed::Busy(cell) };
         let was_whole = item.is(stamp);
         let owner = self.cache.owner();
         owner.cells[cell as usize].store(std::ptr::null_mut(), Relaxed);
         owner.free.lock().expect("the lock is not poisoned").push(cell);
-        self.tally.dropped.fetch_add(1, Relaxed);
+        self.counters.dropped.fetch_add(1, Relaxed);
         item.state.store(FREE, Release);
-        // SAFETY: this thread holds it, and it is free.
+        // SAFETY: this thread held the item, and its state is free.
         unsafe { self.cache.free(NonNull::from(item)) };
         if was_whole { Removed::Gone } else { Removed::Missing }
     }
 
-    fn hold(&self, cell: &u32) -> Option<Self::Held<'_>> {
-        self.keep(*cell).map(Held)
+    fn pin(&self, cell: &u32) -> Option<Self::Pin<'_>> {
+        self.hold(*cell).map(Pin)
     }
 
-    fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool {
+    fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
         held.0.is(stamp)
     }
 
-    fn let_go(&self, held: Self::Held<'_>) {
+    fn unpin(&self, held: Self::Pin<'_>) {
         held.0.state.store(LIVE, Release);
     }
 
-    fn place(&self, cell: &u32) -> usize {
+    fn address(&self, cell: &u32) -> usize {
         std::ptr::from_ref(self.item(*cell)) as usize
     }
 
@@ -215,7 +215,7 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         self.is(self.board[at as usize], Stamp::of_board(at))
     }
 
-    fn disturb(&self, random: &mut Random) {
+    fn move_some(&self, random: &mut Random) {
         let (from, to) = (random.below(NODES as u64) as usize, random.below(NODES as u64) as usize);
         match random.below(5) {
             0 => _ = self.cache.shrink(),

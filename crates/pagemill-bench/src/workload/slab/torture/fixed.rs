@@ -1,41 +1,41 @@
-//! Boxes of values that do not move.
+//! Caches of values that do not move, for the random operations.
 
 use pagemill::Result;
 use pagemill::slab::{Fixed, Settings, SlabInfo, Slabs, Slot};
 
-use super::stamped::{Random, Stamp, Stamped, Tally};
+use super::stamped::{Counters, Random, Stamp, Stamped};
 use super::{Removed, Subject};
 
-/// A cache that is never dropped, since its slots pass from thread to thread.
+/// A cache that is never dropped, since its slots borrow from it and move between threads.
 pub struct Boxes<const WORDS: usize> {
     cache: &'static Fixed<Stamped<WORDS>>,
-    tally: &'static Tally,
+    counters: &'static Counters,
 }
 
 impl<const WORDS: usize> Subject for Boxes<WORDS> {
     type Key = Slot<'static, Stamped<WORDS>>;
-    type Held<'a> = ();
+    type Pin<'a> = ();
 
-    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self> {
+    fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self> {
         let cache = Box::leak(Box::new(slabs.fixed(Settings::new("boxes"))?));
-        Ok(Self { cache, tally })
+        Ok(Self { cache, counters })
     }
 
     fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key> {
-        let value = Stamped::new(stamp, self.tally);
+        let value = Stamped::new(stamp, self.counters);
         match node {
             Some(node) => self.cache.insert_on(node, value),
             None => self.cache.insert(value),
         }
     }
 
-    fn is_whole(&self, slot: &Self::Key, stamp: Stamp) -> bool {
+    fn is_intact(&self, slot: &Self::Key, stamp: Stamp) -> bool {
         slot.is(stamp)
     }
 
     fn update(&self, slot: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool> {
         let was_whole = slot.is(old);
-        **slot = Stamped::new(new, self.tally);
+        **slot = Stamped::new(new, self.counters);
         Some(was_whole)
     }
 
@@ -43,27 +43,27 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
         if slot.is(stamp) { Removed::Gone } else { Removed::Missing }
     }
 
-    fn hold(&self, _slot: &Self::Key) -> Option<()> {
+    fn pin(&self, _slot: &Self::Key) -> Option<()> {
         None
     }
 
-    fn is_held_whole(_held: &(), _stamp: Stamp) -> bool {
+    fn is_pinned_intact(_held: &(), _stamp: Stamp) -> bool {
         true
     }
 
-    fn let_go(&self, _held: ()) {}
+    fn unpin(&self, _held: ()) {}
 
-    fn place(&self, slot: &Self::Key) -> usize {
+    fn address(&self, slot: &Self::Key) -> usize {
         std::ptr::from_ref(&**slot) as usize
     }
 
-    /// Fixed values cannot be shared: this inserts one and removes it again.
+    /// Values in such a cache cannot be shared, so this inserts a value and removes it again.
     fn use_board(&self, at: u64, _random: &mut Random) -> bool {
-        let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.tally)).map(Slot::into_inner);
+        let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.counters)).map(Slot::into_inner);
         value.is_ok_and(|value| value.is(Stamp::of_board(at)))
     }
 
-    fn disturb(&self, _random: &mut Random) {
+    fn move_some(&self, _random: &mut Random) {
         let _ = self.cache.shrink();
     }
 

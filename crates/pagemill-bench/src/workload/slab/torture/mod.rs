@@ -1,9 +1,10 @@
-//! Random operations on slab caches by many threads, while another thread moves their objects: no object may be torn,
+//! Random operations on slab caches by many threads, while another thread moves their objects. No object may be torn,
 //! lost, duplicated or dropped twice.
 //!
-//! Each object is filled from its stamp: the number of the thread that inserted it, a serial number, and its number of
-//! changes. A thread knows the stamps of its own objects, and checks all words of an object whenever it reads, changes
-//! or removes it. Objects pass from thread to thread through a pool; all threads use those on the board.
+//! The words of an object follow from its *stamp*: the number of the thread that inserted it, a serial number, and its
+//! number of changes. A thread knows the stamps of its own objects, and checks all words of an object whenever it
+//! reads, changes or removes it. Threads exchange objects through a *pool*. The *board* has objects that all threads
+//! use.
 
 mod by_handle;
 mod by_owner;
@@ -22,43 +23,42 @@ use pagemill::slab::{SlabInfo, Slabs};
 use pagemill::{Pagemill, Result};
 
 pub use stamped::Random;
-use stamped::{Stamp, Tally};
+use stamped::{Counters, Stamp};
 
-/// Logical nodes of the caches in a run.
+/// Number of logical NUMA nodes that the caches of a run use.
 const NODES: usize = 3;
 
-/// The most objects that a thread has in one cache.
-const MOST: u64 = 1_500;
+/// The largest number of objects that a thread has in one cache.
+const MAX_OBJECTS: u64 = 1_500;
 
-/// After this many operations a thread chooses a new target number of objects.
-const TIDE: u64 = 10_000;
+/// Number of operations after which a thread chooses a new target for its number of objects.
+const OPERATIONS_PER_TARGET: u64 = 10_000;
 
-/// Objects that a thread pins at a time.
-const HELD: usize = 4;
+/// The largest number of objects that a thread has pinned at a time.
+const MAX_PINNED: usize = 4;
 
-/// Objects that all threads share.
+/// Number of objects on the board, which all threads share.
 const BOARD: u64 = 64;
 
-/// Parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Number of operations of all threads together.
     pub operations: u64,
-    /// Number of threads for each of five sizes.
+    /// Number of threads for each of five object sizes.
     pub threads: u64,
     pub seed: u64,
 }
 
-/// Operations done, and errors found.
+/// Number of operations done, and number of errors found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     pub operations: u64,
     pub inserted: u64,
     pub moved: u64,
     pub emptied: u64,
-    /// Objects with wrong contents.
+    /// Number of objects with wrong contents.
     pub corrupted: u64,
-    /// Objects that were missing, or never dropped.
+    /// Number of objects that were missing, or never dropped.
     pub lost: u64,
     pub dropped_twice: u64,
 }
@@ -79,114 +79,118 @@ impl Found {
     }
 }
 
-/// Result of an attempt to remove an object.
 enum Removed<K> {
     Gone,
-    /// Another thread uses it, so it is still there.
+    /// Another thread uses the object, so it still exists.
     Busy(K),
     Missing,
 }
 
-/// A cache of one kind and size, with its operations.
+/// A cache of one kind and object size, with its operations.
 trait Subject: Sync + Sized + 'static {
     /// The reference by which a thread finds an object.
     type Key: Send;
-    /// A pinned object.
-    type Held<'a>
+    /// An object that is pinned, so that it cannot be moved.
+    type Pin<'a>
     where
         Self: 'a;
 
-    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self>;
+    fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self>;
     fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key>;
-    /// Whether the object is there, with the contents of its stamp.
-    fn is_whole(&self, key: &Self::Key, stamp: Stamp) -> bool;
-    /// Changes an object. `None` if it may not be changed now; else whether it was there and intact.
+    /// Whether the object exists, with the contents of its stamp.
+    fn is_intact(&self, key: &Self::Key, stamp: Stamp) -> bool;
+    /// Changes an object. Returns `None` if it may not be changed now, else whether it existed and was intact.
     fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
     fn remove(&self, key: Self::Key, stamp: Stamp) -> Removed<Self::Key>;
-    fn hold(&self, key: &Self::Key) -> Option<Self::Held<'_>>;
-    fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool;
-    /// Unpins an object.
-    fn let_go(&self, held: Self::Held<'_>);
-    /// The address of an object, if it is there.
-    fn place(&self, key: &Self::Key) -> usize;
-    /// Uses a shared object; returns whether it was intact.
+    fn pin(&self, key: &Self::Key) -> Option<Self::Pin<'_>>;
+    fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool;
+    fn unpin(&self, held: Self::Pin<'_>);
+    /// Returns the address of an object; 0 if it does not exist.
+    fn address(&self, key: &Self::Key) -> usize;
+    /// Uses an object of the board; returns whether it was intact.
     fn use_board(&self, at: u64, random: &mut Random) -> bool;
-    /// Moves some objects.
-    fn disturb(&self, random: &mut Random);
+    /// Moves some objects, or changes when they are moved.
+    fn move_some(&self, random: &mut Random);
     fn info(&self) -> SlabInfo;
-    /// Checks the board and drops the cache with its remaining objects; returns the number of wrong ones.
+    /// Checks the board, and drops the cache with its remaining objects. Returns the number of wrong objects.
     fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64;
 }
 
-/// One cache in a run.
-struct Ring<S: Subject> {
+/// A cache that threads operate on, with the pool and the counters of its objects.
+struct TestedCache<S: Subject> {
     subject: S,
     pool: Mutex<Vec<(S::Key, Stamp)>>,
-    tally: &'static Tally,
+    counters: &'static Counters,
     inserted: AtomicU64,
     removed: AtomicU64,
 }
 
-/// One thread's state for a cache.
-struct User<'a, S: Subject> {
-    ring: &'a Ring<S>,
+/// The state of one thread that operates on a cache.
+struct CacheUser<'a, S: Subject> {
+    cache: &'a TestedCache<S>,
     random: Random,
     number: u64,
     inserted: u64,
-    wanted: u64,
+    target_count: u64,
     own: Vec<(S::Key, Stamp)>,
-    held: Vec<(S::Held<'a>, Stamp)>,
+    held: Vec<(S::Pin<'a>, Stamp)>,
 }
 
-impl<S: Subject> Ring<S> {
-    fn new(subject: S, tally: &'static Tally) -> Self {
-        Self { subject, pool: Mutex::new(Vec::new()), tally, inserted: AtomicU64::new(0), removed: AtomicU64::new(0) }
+impl<S: Subject> TestedCache<S> {
+    fn new(subject: S, counters: &'static Counters) -> Self {
+        Self {
+            subject,
+            pool: Mutex::new(Vec::new()),
+            counters,
+            inserted: AtomicU64::new(0),
+            removed: AtomicU64::new(0),
+        }
     }
 
     fn check(&self, is_right: bool) {
-        self.tally.corrupted.fetch_add(u64::from(!is_right), Relaxed);
+        self.counters.corrupted.fetch_add(u64::from(!is_right), Relaxed);
     }
 
     fn work(&self, plan: Plan, number: u64, operations: u64) {
         let random = Random::new(plan.seed ^ number << 48);
         let (own, held) = (Vec::new(), Vec::new());
-        let mut user = User { ring: self, random, number, inserted: 0, wanted: 0, own, held };
+        let mut user = CacheUser { cache: self, random, number, inserted: 0, target_count: 0, own, held };
         for operation in 0..operations {
-            if operation % TIDE == 0 {
-                user.wanted = user.random.below(MOST);
+            if operation % OPERATIONS_PER_TARGET == 0 {
+                user.target_count = user.random.below(MAX_OBJECTS);
             }
-            user.act();
+            user.do_random_operation();
         }
-        user.leave();
+        user.finish();
     }
 
-    /// After all threads ended: checks that each object is there once.
+    /// Runs after all threads have ended. Checks that each object exists exactly once.
     fn end(self, operations: u64) -> Found {
         let left = self.pool.into_inner().unwrap_or_default();
         let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
-        let mut places: Vec<usize> = left.iter().map(|(key, _)| self.subject.place(key)).collect();
+        let mut places: Vec<usize> = left.iter().map(|(key, _)| self.subject.address(key)).collect();
         places.sort_unstable();
         let doubled = places.windows(2).filter(|pair| pair[0] == pair[1]).count() as u64;
         let info = self.subject.info();
-        let torn = left.iter().filter(|(key, stamp)| !self.subject.is_whole(key, *stamp)).count() as u64;
+        let torn = left.iter().filter(|(key, stamp)| !self.subject.is_intact(key, *stamp)).count() as u64;
         let there = left.len() as u64;
         let wrong = self.subject.end(left);
-        let (created, dropped) = (self.tally.created.load(Relaxed), self.tally.dropped.load(Relaxed));
+        let (created, dropped) = (self.counters.created.load(Relaxed), self.counters.dropped.load(Relaxed));
         Found {
             operations,
             inserted: self.inserted.load(Relaxed),
             moved: info.moved,
             emptied: info.emptied,
-            corrupted: self.tally.corrupted.load(Relaxed) + doubled + torn + wrong,
+            corrupted: self.counters.corrupted.load(Relaxed) + doubled + torn + wrong,
             lost: present.abs_diff(there) + created.saturating_sub(dropped),
-            dropped_twice: self.tally.dropped_twice.load(Relaxed) + dropped.saturating_sub(created),
+            dropped_twice: self.counters.dropped_twice.load(Relaxed) + dropped.saturating_sub(created),
         }
     }
 }
 
-impl<S: Subject> User<'_, S> {
-    fn act(&mut self) {
-        let is_low = (self.own.len() as u64) < self.wanted;
+impl<S: Subject> CacheUser<'_, S> {
+    fn do_random_operation(&mut self) {
+        let is_low = (self.own.len() as u64) < self.target_count;
         match self.random.below(16) {
             0..4 if is_low => self.insert(),
             0..4 => self.remove(),
@@ -194,23 +198,23 @@ impl<S: Subject> User<'_, S> {
             5 => self.remove(),
             6..11 => self.read(),
             11 => self.update(),
-            12 => self.hold(),
-            13 => self.pass_on(),
+            12 => self.pin(),
+            13 => self.exchange_with_pool(),
             _ => {
                 let at = self.random.below(BOARD);
-                self.ring.check(self.ring.subject.use_board(at, &mut self.random));
+                self.cache.check(self.cache.subject.use_board(at, &mut self.random));
             }
         }
     }
 
-    fn some(&mut self) -> Option<usize> {
+    fn random_index(&mut self) -> Option<usize> {
         (!self.own.is_empty()).then(|| self.random.below(self.own.len() as u64) as usize)
     }
 
     fn insert(&mut self) {
         let stamp = Stamp::new(self.number, self.inserted);
         let node = (self.random.below(8) == 0).then(|| self.random.below(NODES as u64) as usize);
-        match self.ring.subject.insert(stamp, node) {
+        match self.cache.subject.insert(stamp, node) {
             Ok(key) => {
                 self.inserted += 1;
                 self.own.push((key, stamp));
@@ -220,47 +224,47 @@ impl<S: Subject> User<'_, S> {
     }
 
     fn remove(&mut self) {
-        let Some(at) = self.some() else { return };
+        let Some(at) = self.random_index() else { return };
         let (key, stamp) = self.own.swap_remove(at);
-        match self.ring.subject.remove(key, stamp) {
-            Removed::Gone => _ = self.ring.removed.fetch_add(1, Relaxed),
+        match self.cache.subject.remove(key, stamp) {
+            Removed::Gone => _ = self.cache.removed.fetch_add(1, Relaxed),
             Removed::Busy(key) => self.own.push((key, stamp)),
-            Removed::Missing => self.ring.check(false),
+            Removed::Missing => self.cache.check(false),
         }
     }
 
     fn read(&mut self) {
-        let Some(at) = self.some() else { return };
+        let Some(at) = self.random_index() else { return };
         let (key, stamp) = &self.own[at];
-        self.ring.check(self.ring.subject.is_whole(key, *stamp));
+        self.cache.check(self.cache.subject.is_intact(key, *stamp));
     }
 
     fn update(&mut self) {
-        let Some(at) = self.some() else { return };
+        let Some(at) = self.random_index() else { return };
         let (key, stamp) = &mut self.own[at];
         let new = stamp.next();
-        if let Some(is_right) = self.ring.subject.update(key, *stamp, new) {
+        if let Some(is_right) = self.cache.subject.update(key, *stamp, new) {
             *stamp = new;
-            self.ring.check(is_right);
+            self.cache.check(is_right);
         }
     }
 
-    fn hold(&mut self) {
-        if self.held.len() == HELD {
-            let at = self.random.below(HELD as u64) as usize;
+    fn pin(&mut self) {
+        if self.held.len() == MAX_PINNED {
+            let at = self.random.below(MAX_PINNED as u64) as usize;
             let (held, stamp) = self.held.swap_remove(at);
-            self.ring.check(S::is_held_whole(&held, stamp));
-            self.ring.subject.let_go(held);
+            self.cache.check(S::is_pinned_intact(&held, stamp));
+            self.cache.subject.unpin(held);
         }
-        let Some(at) = self.some() else { return };
+        let Some(at) = self.random_index() else { return };
         let (key, stamp) = &self.own[at];
-        self.held.extend(self.ring.subject.hold(key).map(|held| (held, *stamp)));
+        self.held.extend(self.cache.subject.pin(key).map(|held| (held, *stamp)));
     }
 
-    /// Passes an object to the pool, and takes one from it.
-    fn pass_on(&mut self) {
-        let given = self.some().map(|at| self.own.swap_remove(at));
-        let mut pool = self.ring.pool.lock().expect("the lock is not poisoned");
+    /// Moves an object of this thread to the pool, and takes another one from it.
+    fn exchange_with_pool(&mut self) {
+        let given = self.random_index().map(|at| self.own.swap_remove(at));
+        let mut pool = self.cache.pool.lock().expect("the lock is not poisoned");
         let at = self.random.below(pool.len().max(1) as u64) as usize;
         let taken = (pool.len() > 32).then(|| pool.swap_remove(at));
         pool.extend(given);
@@ -268,65 +272,73 @@ impl<S: Subject> User<'_, S> {
         self.own.extend(taken);
     }
 
-    fn leave(mut self) {
+    fn finish(mut self) {
         for (held, stamp) in std::mem::take(&mut self.held) {
-            self.ring.check(S::is_held_whole(&held, stamp));
-            self.ring.subject.let_go(held);
+            self.cache.check(S::is_pinned_intact(&held, stamp));
+            self.cache.subject.unpin(held);
         }
-        self.ring.inserted.fetch_add(self.inserted, Relaxed);
-        self.ring.pool.lock().expect("the lock is not poisoned").append(&mut self.own);
+        self.cache.inserted.fetch_add(self.inserted, Relaxed);
+        self.cache.pool.lock().expect("the lock is not poisoned").append(&mut self.own);
     }
 }
 
-/// A cache of any size, with its users.
-trait Round: Sync {
+/// A cache with objects of any size, as a trait object.
+trait AnyTestedCache: Sync {
     fn work(&self, plan: Plan, number: u64, operations: u64);
-    fn disturb(&self, random: &mut Random);
+    fn move_some(&self, random: &mut Random);
     fn end(self: Box<Self>, operations: u64) -> Found;
 }
 
-impl<S: Subject> Round for Ring<S> {
+impl<S: Subject> AnyTestedCache for TestedCache<S> {
     fn work(&self, plan: Plan, number: u64, operations: u64) {
-        Ring::work(self, plan, number, operations);
+        TestedCache::work(self, plan, number, operations);
     }
 
-    fn disturb(&self, random: &mut Random) {
-        self.subject.disturb(random);
+    fn move_some(&self, random: &mut Random) {
+        self.subject.move_some(random);
     }
 
     fn end(self: Box<Self>, operations: u64) -> Found {
-        Ring::end(*self, operations)
+        TestedCache::end(*self, operations)
     }
 }
 
-type Rounds = Vec<Box<dyn Round>>;
+type TestedCaches = Vec<Box<dyn AnyTestedCache>>;
 
-fn ring<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn Round>> {
-    let tally = Tally::new();
-    Ok(Box::new(Ring::new(S::new(slabs, tally)?, tally)))
+fn make_tested_cache<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn AnyTestedCache>> {
+    let counters = Counters::new();
+    Ok(Box::new(TestedCache::new(S::new(slabs, counters)?, counters)))
 }
 
-/// Runs caches of five sizes on logical nodes, in whole blocks or sparse ones depending on the seed.
+/// Runs caches of five object sizes on logical NUMA nodes. The seed decides whether blocks are in huge pages.
 fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<Found> {
     let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
     let slabs = Pagemill::new(layout, UNLIMITED)?.slabs;
-    let rounds = [ring::<A>, ring::<B>, ring::<C>, ring::<D>, ring::<E>].into_iter().map(|ring| ring(slabs));
-    Ok(run(slabs, plan, rounds.collect::<Result<_>>()?))
+    let caches = [
+        make_tested_cache::<A>,
+        make_tested_cache::<B>,
+        make_tested_cache::<C>,
+        make_tested_cache::<D>,
+        make_tested_cache::<E>,
+    ]
+    .into_iter()
+    .map(|cache| cache(slabs));
+    Ok(run_caches(slabs, plan, caches.collect::<Result<_>>()?))
 }
 
-fn run(slabs: &'static Slabs, plan: Plan, rounds: Rounds) -> Found {
-    let each = plan.operations.div_ceil(rounds.len() as u64 * plan.threads);
+fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Found {
+    let each = plan.operations.div_ceil(caches.len() as u64 * plan.threads);
     let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let users: Vec<_> = (1..=plan.threads)
-            .flat_map(|thread| rounds.iter().map(move |round| (thread, round)))
-            .map(|(thread, round)| scope.spawn(move || round.work(plan, thread, each)))
+            .flat_map(|thread| caches.iter().map(move |cache| (thread, cache)))
+            .map(|(thread, cache)| scope.spawn(move || cache.work(plan, thread, each)))
             .collect();
-        let (is_done, rounds) = (&is_done, &rounds);
+        let (is_done, caches) = (&is_done, &caches);
         let mover = scope.spawn(move || {
             let mut random = Random::new(plan.seed);
             while !is_done.load(Relaxed) {
-                disturb(slabs, rounds, &mut random);
+                disturb_slabs(slabs, caches, &mut random);
             }
         });
         let ended: Vec<_> = users.into_iter().map(|user| user.join()).collect();
@@ -334,25 +346,26 @@ fn run(slabs: &'static Slabs, plan: Plan, rounds: Rounds) -> Found {
         mover.join().expect("the mover does not panic");
         ended.into_iter().for_each(|user| user.expect("no user panics"));
     });
-    // From here on nothing must move, so that the counts are stable. Until here background defragmentation ran, too.
+    // From here on nothing must move, so that the counts are stable. Until now the background thread moved objects,
+    // too.
     slabs.defrag_by_hand();
     let mut found = Found::default();
-    rounds.into_iter().for_each(|round| found.add(round.end(each * plan.threads)));
+    caches.into_iter().for_each(|cache| found.add(cache.end(each * plan.threads)));
     found
 }
 
-fn disturb(slabs: &'static Slabs, rounds: &Rounds, random: &mut Random) {
+fn disturb_slabs(slabs: &'static Slabs, caches: &TestedCaches, random: &mut Random) {
     match random.below(16) {
         0 => _ = slabs.shrink(u64::MAX, Urgency::Limit),
         1 => _ = slabs.shrink(random.below(1 << 24), Urgency::Request),
         2 => _ = slabs.defrag_step(Duration::from_micros(random.below(2_000))),
         3..6 => std::thread::sleep(Duration::from_micros(random.below(2_000))),
         6 => _ = slabs.list(),
-        _ => rounds[random.below(rounds.len() as u64) as usize].disturb(random),
+        _ => caches[random.below(caches.len() as u64) as usize].move_some(random),
     }
 }
 
-/// Values by handle: readers under guards, values that are replaced, pins.
+/// Runs caches by handle: threads read values under guards, replace them, and pin them.
 ///
 /// # Errors
 ///
@@ -362,7 +375,7 @@ pub fn run_by_handle(plan: Plan) -> Result<Found> {
     run_all::<Values<6>, Values<22>, Values<70>, Values<254>, Values<510>>(plan)
 }
 
-/// Items that their owner moves; some moves are refused as busy, and some fail.
+/// Runs caches by owner. The owner refuses some moves as busy and lets others fail.
 ///
 /// # Errors
 ///
@@ -372,7 +385,7 @@ pub fn run_by_owner(plan: Plan) -> Result<Found> {
     run_all::<Items<7>, Items<23>, Items<71>, Items<255>, Items<511>>(plan)
 }
 
-/// Values that do not move.
+/// Runs caches of values that do not move.
 ///
 /// # Errors
 ///

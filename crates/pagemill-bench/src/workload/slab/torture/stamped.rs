@@ -1,31 +1,30 @@
-//! Contents of the objects, and counters of them.
+//! The contents of the objects, as a function of their stamps, and counters of the objects.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The words of a dropped object.
-const DEAD: u64 = 0xdead_dead_dead_dead;
+const DROPPED_WORD: u64 = 0xdead_dead_dead_dead;
 
-fn mix(word: u64) -> u64 {
+fn mix_bits(word: u64) -> u64 {
     let mixed = (word ^ word >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
     mixed ^ mixed >> 31
 }
 
-/// Pseudorandom numbers, reproducible from a seed.
+/// A generator of pseudorandom numbers that are reproducible from a seed.
 pub struct Random(u64);
 
 impl Random {
     pub fn new(seed: u64) -> Self {
-        Self(mix(seed))
+        Self(mix_bits(seed))
     }
 
     pub fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        mix(self.0) % end
+        mix_bits(self.0) % end
     }
 }
 
-/// Identifies an object and its number of changes; unique.
+/// A unique number for an object in one version: thread, serial number, and number of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp(u64);
 
@@ -34,7 +33,6 @@ impl Stamp {
         Self(thread << 56 | number << 16)
     }
 
-    /// The stamp of the shared object with this number.
     pub fn of_board(at: u64) -> Self {
         Self::new(0, at + 1)
     }
@@ -43,7 +41,6 @@ impl Stamp {
         Self(self.0 & !0xffff | self.0.wrapping_add(1) & 0xffff)
     }
 
-    /// The number of changes, modulo 65536.
     pub fn changes(self) -> u64 {
         self.0 & 0xffff
     }
@@ -52,16 +49,16 @@ impl Stamp {
         self.0 >> 16 == other.0 >> 16
     }
 
-    /// Yields the CPU for some objects, so that other threads run while they are read.
-    pub fn linger(self) {
+    /// Yields the CPU for some of the objects, so that other threads run while this thread reads.
+    pub fn maybe_yield(self) {
         if (self.0 >> 16).is_multiple_of(32) {
             std::thread::yield_now();
         }
     }
 
-    /// A word of an object with this stamp; word 0 is the stamp itself.
+    /// Returns word `at` of an object with this stamp. Word 0 is the stamp itself.
     pub fn word(self, at: usize) -> u64 {
-        if at == 0 { self.0 } else { mix(self.0.wrapping_add(at as u64)) }
+        if at == 0 { self.0 } else { mix_bits(self.0.wrapping_add(at as u64)) }
     }
 
     pub fn of_word(word: u64) -> Self {
@@ -69,58 +66,57 @@ impl Stamp {
     }
 }
 
-/// Counters of the objects in one cache.
 #[derive(Default)]
-pub struct Tally {
+pub struct Counters {
     pub created: AtomicU64,
     pub dropped: AtomicU64,
     pub dropped_twice: AtomicU64,
     pub corrupted: AtomicU64,
 }
 
-impl Tally {
+impl Counters {
     /// Makes counters that are never freed, since values refer to them.
     pub fn new() -> &'static Self {
         Box::leak(Box::default())
     }
 }
 
-/// A value filled from its stamp, which counts its drop.
+/// A value whose words follow from its stamp, and which counts its creation and its drop.
 pub struct Stamped<const WORDS: usize> {
     words: [u64; WORDS],
-    tally: &'static Tally,
+    counters: &'static Counters,
 }
 
 impl<const WORDS: usize> Stamped<WORDS> {
-    pub fn new(stamp: Stamp, tally: &'static Tally) -> Self {
-        tally.created.fetch_add(1, Relaxed);
-        Self { words: std::array::from_fn(|at| stamp.word(at)), tally }
+    pub fn new(stamp: Stamp, counters: &'static Counters) -> Self {
+        counters.created.fetch_add(1, Relaxed);
+        Self { words: std::array::from_fn(|at| stamp.word(at)), counters }
     }
 
     pub fn stamp(&self) -> Stamp {
         Stamp::of_word(self.words[0])
     }
 
-    pub fn is_whole(&self) -> bool {
+    pub fn is_intact(&self) -> bool {
         let stamp = self.stamp();
         (1..).zip(&self.words[1..]).all(|(at, word)| *word == stamp.word(at))
     }
 
     pub fn is(&self, stamp: Stamp) -> bool {
-        self.stamp() == stamp && self.is_whole()
+        self.stamp() == stamp && self.is_intact()
     }
 }
 
 impl<const WORDS: usize> Drop for Stamped<WORDS> {
     fn drop(&mut self) {
-        let tally = self.tally;
-        tally.dropped.fetch_add(1, Relaxed);
-        if self.words[0] == DEAD {
-            tally.dropped_twice.fetch_add(1, Relaxed);
-        } else if !self.is_whole() {
-            tally.corrupted.fetch_add(1, Relaxed);
+        let counters = self.counters;
+        counters.dropped.fetch_add(1, Relaxed);
+        if self.words[0] == DROPPED_WORD {
+            counters.dropped_twice.fetch_add(1, Relaxed);
+        } else if !self.is_intact() {
+            counters.corrupted.fetch_add(1, Relaxed);
         }
-        // A later read or second drop finds these words.
-        self.words.iter_mut().for_each(|word| *word = std::hint::black_box(DEAD));
+        // A later read or a second drop finds these words.
+        self.words.iter_mut().for_each(|word| *word = std::hint::black_box(DROPPED_WORD));
     }
 }

@@ -1,22 +1,22 @@
-//! The governor's bounds: each is passed by one byte, or one nanosecond.
+//! Tests of the governor's thresholds, with a value on each side: one byte, or one nanosecond, apart.
 
 use super::*;
 use std::collections::BTreeSet;
 
-fn room_of(world: &World, bound: Bound, bytes: u64) -> Room {
-    Room { bound, bytes: bytes as i64, ..world.sample() }
+fn room_of(fake: &FakeGroup, bound: Bound, bytes: u64) -> Room {
+    Room { bound, bytes: bytes as i64, ..fake.sample() }
 }
 
-/// An owner that knows what it has only after it was measured.
+/// A shrinker that knows its giveable bytes only after they were measured.
 #[derive(Default)]
-struct Unmeasured {
+struct UnmeasuredShrinker {
     hidden: AtomicU64,
     known: AtomicU64,
     measured: AtomicU64,
     may_have_more: AtomicBool,
 }
 
-impl Shrinker for Unmeasured {
+impl Shrinker for UnmeasuredShrinker {
     fn name(&self) -> &'static str {
         "unmeasured"
     }
@@ -43,16 +43,16 @@ impl Shrinker for Unmeasured {
     }
 }
 
-/// A stock is worth a look from [`WORTHWHILE_BYTES`] on, whether it is known or has to be measured first.
+/// Giveable memory below [`WORTHWHILE_BYTES`] is ignored, whether it is known or has to be measured.
 #[test]
-fn a_worthwhile_stock_is_not_left_alone() {
-    let (world, account) = world(WORTHWHILE_BYTES, None);
+fn the_governor_acts_from_the_worthwhile_amount_on() {
+    let (fake, account) = fake_group(WORTHWHILE_BYTES, None);
     let clock = FakeClock::default();
     assert_eq!(Governor::new(&clock).step(&account, Signs::default(), Return::Keep), Next::WhenAsked);
-    assert_eq!(world.measured.load(Relaxed), 0, "known without a measurement");
+    assert_eq!(fake.measured.load(Relaxed), 0, "known without a measurement");
     for may_have_more in [false, true] {
         for (hidden, is_worthwhile) in [(WORTHWHILE_BYTES - 1, false), (WORTHWHILE_BYTES, true)] {
-            let owner: &'static Unmeasured = Box::leak(Box::default());
+            let owner: &'static UnmeasuredShrinker = Box::leak(Box::default());
             owner.hidden.store(hidden, Relaxed);
             owner.may_have_more.store(may_have_more, Relaxed);
             let account = Account::new(u64::MAX);
@@ -64,121 +64,121 @@ fn a_worthwhile_stock_is_not_left_alone() {
     }
 }
 
-/// What other processes take is extrapolated from the room that was lost and not charged by this process.
+/// The usage of other processes is extrapolated from the room that was lost, less what this process charged.
 #[test]
-fn only_what_others_take_is_foreseen() {
-    let look = |ms: u64, room: u64, own: u64| PeriodResult {
+fn only_usage_by_others_is_extrapolated() {
+    let sample = |ms: u64, room: u64, own: u64| RoomSample {
         now_ns: ms * 1_000_000,
         room_bytes: (room * MIB) as i64,
         own_bytes: own * MIB,
         giveable: 0,
     };
-    assert_eq!(look(10, 50, 4).foreseen(&look(0, 60, 0)), 12 * MIB);
-    assert_eq!(look(40, 57, 0).foreseen(&look(0, 60, 2)), 5 * MIB / 2);
-    assert_eq!(look(10, 50, 11).foreseen(&look(0, 60, 0)), 0, "its own growth");
-    assert_eq!(look(10, 61, 0).foreseen(&look(0, 60, 0)), 0);
-    assert_eq!(look(5, 59, 0).foreseen(&look(5, 60, 0)), 20_000_000 * MIB, "no time has passed");
+    assert_eq!(sample(10, 50, 4).extrapolated_use_bytes(&sample(0, 60, 0)), 12 * MIB);
+    assert_eq!(sample(40, 57, 0).extrapolated_use_bytes(&sample(0, 60, 2)), 5 * MIB / 2);
+    assert_eq!(sample(10, 50, 11).extrapolated_use_bytes(&sample(0, 60, 0)), 0, "its own growth");
+    assert_eq!(sample(10, 61, 0).extrapolated_use_bytes(&sample(0, 60, 0)), 0);
+    assert_eq!(sample(5, 59, 0).extrapolated_use_bytes(&sample(5, 60, 0)), 20_000_000 * MIB, "no time has passed");
 }
 
-/// The process has moved if it used more than [`MOVED_NS`] of CPU since it was last seen running.
+/// A process counts as running if it used more than [`BUSY_CPU_NS`] of CPU since it was last seen running.
 #[test]
-fn little_cpu_is_no_move() {
+fn little_cpu_counts_as_idle() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    clock.pass(Duration::ZERO, Duration::from_nanos(MOVED_NS));
-    assert!(!governor.has_moved());
+    clock.pass(Duration::ZERO, Duration::from_nanos(BUSY_CPU_NS));
+    assert!(!governor.has_used_cpu());
     clock.pass(Duration::ZERO, Duration::from_nanos(1));
-    assert!(governor.has_moved() && !governor.has_moved());
+    assert!(governor.has_used_cpu() && !governor.has_used_cpu());
 }
 
-/// The pauses of a process without a stock grow to minutes if no limit is watched or an event would report its approach,
-/// else to seconds.
+/// Pauses of an idle process without giveable memory grow to ten minutes; to 5 seconds if no event would report that a
+/// limit gets near.
 #[test]
-fn without_a_warning_pauses_stay_short() {
-    let (_, account) = world(0, Some(100 * MIB as i64));
+fn without_threshold_events_idle_pauses_stay_short() {
+    let (_, account) = fake_group(0, Some(100 * MIB as i64));
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let longest = |governor: &mut Governor<_>, has_thresholds| {
         let signs = Signs { has_thresholds, ..Signs::default() };
-        (0..30).map(|_| governor.stay_quiet(signs)).max()
+        (0..30).map(|_| governor.lengthen_idle_pause(signs)).max()
     };
-    assert_eq!(longest(&mut governor, false), Some(QUIETEST), "no limit");
-    governor.watch(&account, Signs::default());
-    assert_eq!(longest(&mut governor, true), Some(QUIETEST));
-    assert_eq!(longest(&mut governor, false), Some(QUIETEST_UNWARNED));
+    assert_eq!(longest(&mut governor, false), Some(LONGEST_IDLE_PAUSE), "no limit");
+    governor.watch_limits(&account, Signs::default());
+    assert_eq!(longest(&mut governor, true), Some(LONGEST_IDLE_PAUSE));
+    assert_eq!(longest(&mut governor, false), Some(LONGEST_IDLE_PAUSE_WITHOUT_EVENTS));
 }
 
-/// All memory is offered only if other processes rush (more than 4 MiB in 20 ms), and the limit is near.
+/// All free memory is offered only if the limit is near and other processes took more than 4 MiB in 20 ms.
 #[test]
 fn all_is_offered_only_in_a_rush_near_a_limit() {
-    let (world, account) = world(100 * MIB, Some(80 * MIB as i64));
+    let (fake, account) = fake_group(100 * MIB, Some(80 * MIB as i64));
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let mut offered_after = |taken_bytes: u64| {
-        world.room.fetch_sub(taken_bytes as i64, Relaxed);
+        fake.room.fetch_sub(taken_bytes as i64, Relaxed);
         clock.pass(Duration::from_millis(20), Duration::ZERO);
         governor.step(&account, Signs::default(), Return::Keep);
-        world.offered.swap(0, Relaxed)
+        fake.offered.swap(0, Relaxed)
     };
     assert_eq!(offered_after(0), 0);
     assert_eq!(offered_after(16 * MIB), 0, "a rush, but a quarter of the limit is left");
     assert_eq!(offered_after(4 * MIB), 32 * MIB, "near, without a rush");
     assert_eq!(offered_after(4 * MIB + 4096), 132 * MIB);
-    assert_eq!(world.hoard.load(Relaxed), 100 * MIB);
+    assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
 }
 
-/// Near a limit all free memory is offered if none of it was reused since the last look, else the cold part.
+/// Near a limit all free memory is offered, or only the cold part if some was reused since the last sample.
 #[test]
-fn what_is_reused_is_not_offered() {
-    let (world, account) = world(10 * MIB, Some(30 * MIB as i64));
+fn reused_memory_is_not_offered() {
+    let (fake, account) = fake_group(10 * MIB, Some(30 * MIB as i64));
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    let mut offered_of = |hoard: u64| {
-        world.hoard.store(hoard, Relaxed);
+    let mut offered_of = |stock: u64| {
+        fake.stock.store(stock, Relaxed);
         clock.pass(Duration::from_secs(1), Duration::ZERO);
         governor.step(&account, Signs::default(), Return::Keep);
-        world.offered.swap(0, Relaxed)
+        fake.offered.swap(0, Relaxed)
     };
-    // This owner counts no more than its stock if all may be offered.
+    // The fake shrinker offers at most its stock if all may be offered.
     assert_eq!([10, 8, 8, 9].map(|mib| offered_of(mib * MIB)), [10 * MIB, 32 * MIB, 8 * MIB, 9 * MIB]);
 }
 
-/// A stall gives back 64 MiB, or an eighth of a larger stock.
+/// A stall gives back 64 MiB, or an eighth of the stock if that is more.
 #[test]
 fn a_stall_returns_64_mib_at_least() {
-    let (world, account) = world(100 * MIB, Some(30 * MIB as i64));
+    let (fake, account) = fake_group(100 * MIB, Some(30 * MIB as i64));
     let clock = FakeClock::default();
     let stalled = Signs { group_stalls: true, ..Signs::default() };
     Governor::new(&clock).step(&account, stalled, Return::Keep);
-    assert_eq!(world.hoard.load(Relaxed), 36 * MIB);
+    assert_eq!(fake.stock.load(Relaxed), 36 * MIB);
 }
 
-/// While nothing uses up the room, the pauses near a limit double as far as the room allows. A loss of more than 1 MiB ends
-/// that.
+/// Near a limit, the pauses double while nothing uses up the room, as far as the room allows. A loss of more than 1 MiB
+/// makes them short again.
 #[test]
 fn pauses_grow_while_the_room_stays() {
-    let (world, account) = world(100 * MIB, Some(40 * MIB as i64));
+    let (fake, account) = fake_group(100 * MIB, Some(40 * MIB as i64));
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let mut pause_after = |taken_bytes: u64| {
-        world.room.fetch_sub(taken_bytes as i64, Relaxed);
+        fake.room.fetch_sub(taken_bytes as i64, Relaxed);
         clock.pass(Duration::from_secs(60), Duration::ZERO);
         pause_of(governor.step(&account, Signs::default(), Return::Keep)).as_nanos() as u64
     };
-    let longest = |room_bytes: u64| room_bytes / FASTEST_BYTES_PER_NS * CALM_SLOWER;
+    let longest = |room_bytes: u64| room_bytes / FASTEST_BYTES_PER_NS * CALM_PAUSE_FACTOR;
     assert_eq!([0; 5].map(&mut pause_after), [5_000_000, 5_000_000, 8_000_000, longest(40 * MIB), longest(40 * MIB)]);
     assert_eq!(pause_after(MIB), longest(39 * MIB));
     assert_eq!(pause_after(MIB + 1), 5_000_000);
 }
 
-/// The pause follows from the room that is left, and from the limit that it belongs to.
+/// The pause depends on the remaining room, and on whether the nearest limit is a group's or the machine's.
 #[test]
 fn the_pause_follows_from_the_room() {
-    let (world, _) = world(0, Some(0));
+    let (fake, _) = fake_group(0, Some(0));
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let pause = |governor: &Governor<_>, bound, bytes| {
-        governor.pause(&room_of(world, bound, bytes)).map(|pause| pause.as_nanos() as u64)
+        governor.pause_until_sample(&room_of(fake, bound, bytes)).map(|pause| pause.as_nanos() as u64)
     };
     assert_eq!(pause(&governor, Bound::None, 0), None);
     assert_eq!(pause(&governor, Bound::Group, 0), Some(1_000_000));
@@ -186,16 +186,16 @@ fn the_pause_follows_from_the_room() {
     assert_eq!(pause(&governor, Bound::Group, 16 * MIB), Some(5_000_000));
     assert_eq!(pause(&governor, Bound::Machine, 100 * MIB), Some(100 * MIB / 16 * 4));
     assert_eq!(pause(&governor, Bound::Group, 1 << 50), Some(5_000_000_000));
-    governor.calm = CALMEST;
+    governor.calm_pause = LONGEST_CALM_PAUSE;
     assert_eq!(pause(&governor, Bound::Group, 20 * MIB), Some(20 * MIB / 16 * 4));
     assert_eq!(pause(&governor, Bound::Machine, 20 * MIB), Some(20 * MIB / 16 * 16));
     assert_eq!(pause(&governor, Bound::Machine, 200 * MIB), Some(64_000_000));
 }
 
-/// An owner that holds what it has given to the program, and discharges what it gives back.
-struct Charged(&'static World, &'static Account);
+/// A shrinker that discharges what it gives back.
+struct DischargingShrinker(&'static FakeGroup, &'static Account);
 
-impl Shrinker for Charged {
+impl Shrinker for DischargingShrinker {
     fn name(&self) -> &'static str {
         "charged"
     }
@@ -215,74 +215,74 @@ impl Shrinker for Charged {
     }
 }
 
-/// The next look compares with the room and the charge after memory was given back: that is nothing others did.
+/// The stored sample is of the time after memory was given back, which does not count as usage by others.
 #[test]
-fn a_look_remembers_what_was_left() {
-    let world: &'static World = Box::leak(Box::default());
+fn the_sample_is_updated_after_giving_back() {
+    let fake: &'static FakeGroup = Box::leak(Box::default());
     let account: &'static Account = Box::leak(Box::new(Account::new(u64::MAX)));
     account.admit(100 * MIB, Context::Outside).unwrap();
-    account.register(Box::leak(Box::new(Charged(world, account))));
-    world.hoard.store(100 * MIB, Relaxed);
-    world.room.store(-(30 * MIB as i64), Relaxed);
-    account.headroom.set_limits(world);
+    account.register(Box::leak(Box::new(DischargingShrinker(fake, account))));
+    fake.stock.store(100 * MIB, Relaxed);
+    fake.room.store(-(30 * MIB as i64), Relaxed);
+    account.headroom.set_limits(fake);
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    assert_eq!(governor.step(account, Signs::default(), Return::Keep), Next::After(SHORTEST));
-    let (last, given) = (governor.last.unwrap(), 100 * MIB - world.hoard.load(Relaxed));
+    assert_eq!(governor.step(account, Signs::default(), Return::Keep), Next::After(SHORTEST_PAUSE));
+    let (last, given) = (governor.last_sample.unwrap(), 100 * MIB - fake.stock.load(Relaxed));
     assert!(given >= 30 * MIB);
-    assert_eq!((last.room_bytes, last.own_bytes), (world.room.load(Relaxed), 100 * MIB - given));
+    assert_eq!((last.room_bytes, last.own_bytes), (fake.room.load(Relaxed), 100 * MIB - given));
 }
 
-/// A look that gave something back is not futile, although memory is short still.
+/// A step that gave something back is followed by the shortest pause, although memory is still short.
 #[test]
-fn a_look_that_gives_is_not_futile() {
-    let (_, account) = world(2 * MIB, Some(-(500 * MIB as i64)));
+fn giving_back_something_keeps_the_pause_short() {
+    let (_, account) = fake_group(2 * MIB, Some(-(500 * MIB as i64)));
     let clock = FakeClock::default();
-    assert_eq!(Governor::new(&clock).step(&account, Signs::default(), Return::Keep), Next::After(SHORTEST));
+    assert_eq!(Governor::new(&clock).step(&account, Signs::default(), Return::Keep), Next::After(SHORTEST_PAUSE));
 }
 
-/// Between two searches for aged memory the rest of the pause is returned. A search that finds something ends the long
-/// pauses of an idle process.
+/// Between two searches for aged memory, the remaining pause is returned. The pauses of an idle process grow; a search
+/// that finds aged memory makes them short again.
 #[test]
-fn a_find_ends_the_long_pauses() {
-    let (world, account) = world(100 * MIB, None);
+fn finding_aged_memory_ends_long_pauses() {
+    let (fake, account) = fake_group(100 * MIB, None);
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    assert_eq!(governor.give_aged(&account, AGE), AGE / LOOKS_PER_AGE);
+    assert_eq!(governor.give_aged(&account, AGE), AGE / SEARCHES_PER_AGE);
     clock.pass(Duration::from_millis(300), Duration::ZERO);
-    assert_eq!(governor.give_aged(&account, AGE), AGE / LOOKS_PER_AGE - Duration::from_millis(300));
+    assert_eq!(governor.give_aged(&account, AGE), AGE / SEARCHES_PER_AGE - Duration::from_millis(300));
     clock.pass(Duration::from_millis(700), Duration::ZERO);
     for _ in 0..100 {
         let pause = governor.give_aged(&account, AGE);
         assert_eq!(governor.give_aged(&account, AGE), pause, "nothing is due before");
         clock.pass(pause, Duration::ZERO);
     }
-    assert!(governor.quiet > AGE);
-    world.aged.store(AGED_STEP_BYTES / 4, Relaxed);
+    assert!(governor.idle_pause > AGE);
+    fake.aged.store(AGED_STEP_BYTES / 4, Relaxed);
     for _ in 0..2 {
         let pause = governor.give_aged(&account, AGE);
-        assert!(pause <= AGE / LOOKS_PER_AGE * 3 / 2, "{pause:?}");
+        assert!(pause <= AGE / SEARCHES_PER_AGE * 3 / 2, "{pause:?}");
         clock.pass(pause, Duration::ZERO);
     }
-    assert_eq!(world.hoard.load(Relaxed), 100 * MIB - AGED_STEP_BYTES / 4);
+    assert_eq!(fake.stock.load(Relaxed), 100 * MIB - AGED_STEP_BYTES / 4);
 }
 
-/// The jitter is spread evenly from half a period to one and a half.
+/// The random pauses are spread evenly between a half and one and a half of the period.
 #[test]
 fn jitter_is_spread_over_a_period() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     let period = Duration::from_nanos(1 << 20);
-    let parts: Vec<u64> = (0..4096).map(|_| (governor.jittered(period).as_nanos() as u64 * 8) >> 20).collect();
+    let parts: Vec<u64> = (0..4096).map(|_| (governor.random_pause(period).as_nanos() as u64 * 8) >> 20).collect();
     for part in 4..12 {
         let count = parts.iter().filter(|of| **of == part).count();
         assert!((400..624).contains(&count), "{count} of 4096 in eighth {part}");
     }
-    let lengths: BTreeSet<Duration> = (0..4096).map(|_| governor.jittered(period)).collect();
+    let lengths: BTreeSet<Duration> = (0..4096).map(|_| governor.random_pause(period)).collect();
     assert!(lengths.len() > 900, "{} of 1024", lengths.len());
 }
 
-/// The kernel's clocks advance: monotonic time, and the CPU of other threads.
+/// Monotonic time advances, and so does the CPU time of the other threads.
 #[test]
 fn the_clocks_of_the_kernel_advance() {
     let before_ns = clock::fine_ns();

@@ -1,0 +1,13 @@
+//! Reads the amount of free memory that a running process publishes in its Pagemill statistics.
+
+use pagemill::published;
+
+/// Returns the free bytes that the process could return at once; none if the process publishes no statistics, as under
+/// allocators other than Pagemill.
+///
+/// `start_time` is field 22 of `/proc/PID/stat`. Process id and start time together identify the process even if the
+/// kernel has reused the id.
+pub fn giveable_bytes(pid: u32, start_time: u64) -> Option<u64> {
+    let (_, snapshot) = published::find(pid)?;
+    (snapshot.identity.start_ticks == start_time).then(|| snapshot.giveable_bytes())
+}

@@ -1,0 +1,175 @@
+//! Permission events of one file system (fanotify): the kernel delays each open of a regular file until the listener
+//! allows it.
+//!
+//! Needs CAP_SYS_ADMIN in the initial user namespace, and a kernel with `CONFIG_FANOTIFY_ACCESS_PERMISSIONS`. If the
+//! listener's descriptor is closed, or its process ends, the kernel allows all delayed opens.
+#![allow(unsafe_code)] // fanotify, descriptors that arrive in events
+
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+/// Most events of one read call.
+const EVENTS: usize = 32;
+
+/// A listener for the opens of one file system.
+pub struct OpenPermissions(OwnedFd);
+
+/// An open that waits in the kernel for permission. Dropping the value allows the open.
+pub struct DelayedOpen {
+    listener: Arc<OpenPermissions>,
+    /// The file, opened by the kernel for the listener. Its descriptor number identifies the event in the answer.
+    file: OwnedFd,
+}
+
+impl Drop for DelayedOpen {
+    fn drop(&mut self) {
+        let answer = libc::fanotify_response { fd: self.file.as_raw_fd(), response: libc::FAN_ALLOW };
+        let bytes = (&raw const answer).cast();
+        // SAFETY: the call only reads `answer`.
+        unsafe { libc::write(self.listener.0.as_raw_fd(), bytes, size_of::<libc::fanotify_response>()) };
+    }
+}
+
+impl OpenPermissions {
+    /// Creates a listener that delays nothing yet.
+    ///
+    /// # Errors
+    ///
+    /// `EPERM` without CAP_SYS_ADMIN; `EINVAL` without support in the kernel.
+    pub fn new() -> io::Result<Arc<Self>> {
+        let flags = libc::FAN_CLASS_CONTENT | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK;
+        let file_flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_LARGEFILE;
+        // SAFETY: the call only creates a descriptor.
+        let fd = unsafe { libc::syscall(libc::SYS_fanotify_init, flags, file_flags) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: no other value owns the new descriptor.
+        Ok(Arc::new(Self(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
+    }
+
+    /// Delays opens of the file system that contains `root`, except those through the mount that `root` is open in.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` if the kernel has no permission events; errors of `fanotify_mark`. Then nothing is delayed.
+    pub fn start(&self, root: BorrowedFd<'_>) -> io::Result<()> {
+        let ignore = libc::FAN_MARK_MOUNT | libc::FAN_MARK_IGNORED_MASK | libc::FAN_MARK_IGNORED_SURV_MODIFY;
+        self.mark(root, libc::FAN_MARK_ADD | ignore)?;
+        self.mark(root, libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM)
+    }
+
+    /// Stops delaying opens. Opens that are already delayed still wait for their answer.
+    pub fn stop(&self, root: BorrowedFd<'_>) {
+        // The call fails only if there is no mark.
+        let _ = self.mark(root, libc::FAN_MARK_REMOVE | libc::FAN_MARK_FILESYSTEM);
+    }
+
+    fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint) -> io::Result<()> {
+        let (listener, root) = (self.0.as_raw_fd(), root.as_raw_fd());
+        // SAFETY: the path is a C string.
+        let marked = unsafe { libc::fanotify_mark(listener, how, libc::FAN_OPEN_PERM, root, c".".as_ptr()) };
+        if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Reads some of the opens that wait; an empty list if none waits.
+    ///
+    /// # Errors
+    ///
+    /// Errors of `read`; `EMFILE` without a free descriptor, and then the kernel has refused one open.
+    pub fn read(self: &Arc<Self>) -> io::Result<Vec<DelayedOpen>> {
+        const BYTES: usize = size_of::<libc::fanotify_event_metadata>();
+        let mut buffer = [0u8; BYTES * EVENTS];
+        // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
+        let count = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
+        if count < 0 {
+            let error = io::Error::last_os_error();
+            return match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(Vec::new()),
+                _ => Err(error),
+            };
+        }
+        let events = buffer[..count as usize].chunks_exact(BYTES);
+        Ok(events.filter_map(|event| self.delayed(event)).collect())
+    }
+
+    fn delayed(self: &Arc<Self>, event: &[u8]) -> Option<DelayedOpen> {
+        let fd = i32::from_ne_bytes(event.get(16..20)?.try_into().ok()?);
+        // An event that reports lost events has no descriptor.
+        (fd >= 0).then(|| {
+            // SAFETY: the kernel created the descriptor for this event, and no other value owns it.
+            let file = unsafe { OwnedFd::from_raw_fd(fd) };
+            DelayedOpen { listener: self.clone(), file }
+        })
+    }
+}
+
+/// The descriptor is readable when an open waits.
+impl AsFd for OpenPermissions {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::fs::{Mode, OFlags, openat};
+    use rustix::mount::{OpenTreeFlags, open_tree};
+    use std::fs::File;
+    use std::thread;
+
+    fn is_readable(listener: &OpenPermissions) -> bool {
+        let at_most = Timespec { tv_sec: 20, tv_nsec: 0 };
+        poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&at_most)).is_ok_and(|ready| ready > 0)
+    }
+
+    /// An open waits until its event is dropped. Opens through the listener's own mount, and after the stop, do not.
+    #[test]
+    fn an_open_waits_for_permission() {
+        // The test uses a file system of its own, because opens by other processes would be delayed, too.
+        let Ok(listener) = OpenPermissions::new() else { return println!("skipped: no permission events") };
+        let Some(mount) = own_tmpfs() else { return println!("skipped: no right to mount") };
+        let path = format!("/proc/self/fd/{}/file", mount.as_raw_fd());
+        std::fs::write(&path, b"x").unwrap();
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
+        // Before Linux 6.15 a mount that is attached nowhere cannot be cloned.
+        let Ok(clone) = open_tree(&mount, "", flags) else { return println!("skipped: no clone of the mount") };
+        let root = openat(&clone, ".", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty()).unwrap();
+        match listener.start(root.as_fd()) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return println!("skipped: {error}"),
+            result => result.unwrap(),
+        }
+        drop(openat(&root, "file", OFlags::RDONLY, Mode::empty()).unwrap());
+        assert!(listener.read().unwrap().is_empty(), "an open through the listener's own mount");
+        let opener = thread::spawn({
+            let path = path.clone();
+            move || File::open(path).map(drop)
+        });
+        assert!(is_readable(&listener));
+        let mut delayed = listener.read().unwrap();
+        assert_eq!(delayed.len(), 1);
+        assert!(!opener.is_finished(), "it waits");
+        delayed.clear();
+        opener.join().unwrap().unwrap();
+        listener.stop(root.as_fd());
+        drop(File::open(&path).unwrap());
+        // A listener that ends lets everything pass.
+        listener.start(root.as_fd()).unwrap();
+        let opener = thread::spawn(move || File::open(path).map(drop));
+        assert!(is_readable(&listener));
+        drop(listener);
+        opener.join().unwrap().unwrap();
+    }
+
+    /// A tmpfs that is attached nowhere; `None` without the right to mount.
+    fn own_tmpfs() -> Option<OwnedFd> {
+        use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
+        let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC).ok()?;
+        fsconfig_create(context.as_fd()).ok()?;
+        fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty()).ok()
+    }
+}
