@@ -1,15 +1,17 @@
-//! The heap: slots of 64 KiB and up for a program. Free slots are volatile memory.
+//! The heap: allocations of 64 KiB and more. Each is a slot of one of the size classes (`class`).
 //!
-//! A free slot keeps its memory, so the next allocation of its class costs two compare-and-swaps and no page fault. The
-//! memory is given back when it is needed elsewhere (`purge`): the bytes of a free slot may vanish at any moment.
+//! A free slot keeps its memory, so the next allocation of its class costs two compare-and-swaps and no page fault.
+//! When memory is needed elsewhere, a purge returns the memory of free slots (`purge`).
+//!
+//! A *span* is a run of blocks with slots of one class. A *big* slot is a whole span; smaller slots share blocks.
 //!
 //! The free lists are sharded by CPU, so that threads seldom contend, and a recently freed slot is in the cache of the
-//! CPU that takes it. There is no per-thread state, hence nothing to do at thread exit. Shards belong to nodes; a slot
-//! returns to a shard of the node it came from.
+//! CPU that allocates it again. There is no per-thread state, hence nothing to do at thread exit. Each node has its
+//! shards, and a slot returns to a shard of its node.
 //!
-//! Below: `arena`. Above: the malloc front. Locks: carving, purging; an allocation that finds a free slot takes
+//! Uses `arena`; used by the malloc front. Locks: `carving`, `purging`. An allocation that finds a free slot acquires
 //! neither.
-#![allow(unsafe_code)] // zeroes and copies slots, gives their memory back
+#![allow(unsafe_code)] // zeroes and copies slots, returns their memory
 
 pub(crate) mod class;
 mod inherited;
@@ -38,43 +40,43 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed};
 /// Largest number of shards per node.
 const MAX_SHARDS: usize = 16;
 
-/// If more than this part of a slot is unused, its blocks are not made huge, because a huge page would make that part
-/// resident.
+/// If the request leaves more than 1/10 of a slot unused, its blocks get no huge pages, because these would make the
+/// unused part resident.
 const TAIL_DIVISOR: usize = 10;
 
-/// Words of a cursor.
+/// Number of words for each node and class in `Heap::cursors`.
 const CURSOR_WORDS: usize = 3;
 
-/// Slots that an allocation sets aside because a purge holds them, before it waits.
+/// Maximum number of slots claimed by purges that an allocation skips in a free list. Then it waits.
 const MAX_SKIPPED: usize = 8;
 
-/// The free amount is published whenever it crosses a multiple of this.
+/// The account publishes its figures whenever the free bytes of a shard cross a multiple of this.
 const PUBLISH_STEP: i64 = 8 << 20;
 
-/// From this size, calloc of a used slot takes fresh pages instead of zeroing: they are zero, and resident only where
-/// touched.
+/// From this size, calloc of a slot that was used before discards its pages instead of zeroing them. The kernel's new
+/// pages are zero, and resident only where they are touched.
 const REFRESH_FROM_BYTES: usize = 32 << 20;
 
-/// An allocation from a slot.
+/// The result of an allocation.
 ///
 /// Example: [`Heap`].
 #[derive(Clone, Copy, Debug)]
 pub struct Allocation {
     pub addr: NonNull<u8>,
-    /// All bytes are known to be zero.
+    /// Whether all bytes are known to be zero.
     pub is_zero: bool,
-    /// The kernel may take bytes that were not written since.
+    /// Whether the slot was offered to the kernel before. The kernel may still take pages that are not written.
     pub(crate) was_offered: bool,
 }
 
-/// Required contents of an allocation.
+/// The contents that the caller requires of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum InitialContents {
     Any,
     Zero,
 }
 
-/// A slot and its location.
+/// A slot with its address, its class and its node.
 #[derive(Clone, Copy, Debug)]
 struct LocatedSlot {
     number: u32,
@@ -83,17 +85,19 @@ struct LocatedSlot {
     node: usize,
 }
 
+/// The heap of one Pagemill.
+///
 /// # Invariants
 ///
 /// The bytes of a slot belong exclusively to the thread that changed its state word to *Live* (until it is freed) or to
-/// *Purging* (until it is restored). A slot's bytes lie in the heap zone and overlap no other slot's.
+/// *Purging* (until it is restored). All slots lie in the heap zone, and no two overlap.
 ///
 /// ```
 /// let heap = pagemill::Pagemill::of_process()?.heap;
 /// let block = heap.allocate(3 << 20, 4096)?;
 /// let addr = block.addr.as_ptr() as usize;
 /// assert!(addr % 4096 == 0 && heap.usable_bytes(addr)? >= 3 << 20);
-/// // SAFETY: the block is not used any more. Its memory stays for the next one until reclaim wants it.
+/// // SAFETY: the block is not used any more. Its slot keeps its memory until reclaim needs it.
 /// unsafe { heap.free(addr)? };
 /// # Ok::<(), pagemill::Error>(())
 /// ```
@@ -102,27 +106,28 @@ pub struct Heap {
     account: &'static Account,
     helper: &'static Helper,
     slots: Table<Slot>,
-    /// Free lists, by shard and class.
+    /// Heads of the free lists, by node, shard and class.
     heads: Table<AtomicU64>,
-    /// Next address to carve, end of the span, slots carved so far, by node and class. Written under `carving`.
+    /// For each node and class: the next address to carve, the end of the current span, and the number of slots carved
+    /// so far. Written under `carving`.
     cursors: Table<AtomicU64>,
-    /// For each block of the zone: the class plus one if a span starts there, else 0.
+    /// For each block of the zone: the class index plus one if a span starts there, else 0.
     spans: Table<AtomicU32>,
     carving: Lock,
     purging: Lock,
-    /// Resident bytes of free slots, by shard. Only the sum is meaningful.
+    /// Resident bytes of free slots. Each shard counts the changes made on its CPUs, so only the sum is meaningful.
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
     shards_per_node: usize,
-    /// Whether pages can be moved between slots on this system; cleared at the first failure.
+    /// Whether the kernel can move pages between slots; cleared when it turns out that it cannot.
     can_refill: AtomicBool,
-    /// Block of the zone where the last donor search stopped.
+    /// Block of the zone at which the last search for donors stopped (`recycle`).
     donor_at: AtomicUsize,
-    /// Time of the next donor search after one found none.
+    /// Earliest time of the next search, after one that found no donor.
     donors_after_ns: AtomicU64,
     offers: offer::Offers,
 }
 
-// SAFETY: atomic words; zero bits mean: never allocated.
+// SAFETY: the type consists of atomic words; zero bits are a slot that was never allocated.
 unsafe impl Zeroed for Slot {}
 
 impl Slots for Heap {
@@ -132,10 +137,10 @@ impl Slots for Heap {
     }
 }
 
-/// A tick of [`stamp_now`] is 2^26 nanoseconds: 67 ms.
+/// The age of free slots is measured in ticks of 2^26 nanoseconds: 67 ms.
 const TICK_SHIFT: u32 = 26;
 
-/// Coarse time of freeing in ticks; wraps after 73 minutes.
+/// The current time in ticks, which a slot stores when it is freed. It wraps after 73 minutes.
 fn stamp_now() -> u16 {
     (clock::coarse_ns() >> TICK_SHIFT) as u16
 }
@@ -169,7 +174,7 @@ impl Heap {
         })
     }
 
-    /// Notifies the account that an upper owner of memory may have something to give back from now on.
+    /// Notifies the account that another owner of memory, above the heap, may have giveable memory from now on.
     pub(crate) fn note_more(&self) {
         self.account.note_more();
     }
@@ -180,7 +185,7 @@ impl Heap {
         self.arena.heap.contains(addr)
     }
 
-    /// First address of the zone; no slot lies below.
+    /// The first address of the heap zone.
     pub fn base(&self) -> usize {
         self.arena.heap.base()
     }
@@ -195,10 +200,10 @@ impl Heap {
         Head(self.heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
     }
 
-    /// Allocates at least `size` bytes at a multiple of `align`. The contents are unknown unless reported as zero.
+    /// Allocates at least `size` bytes at a multiple of `align`. The contents are undefined unless `is_zero` is set.
     ///
-    /// Cost: two compare-and-swaps if a free slot with memory exists. Otherwise a huge page fault per 2 MiB; for slots
-    /// of 2 MiB and up the faults come on touch.
+    /// Cost: two compare-and-swaps if a free slot with memory exists. Otherwise one huge page fault per 2 MiB, which
+    /// happens here for smaller slots and at the first touch for slots of 2 MiB and more.
     ///
     /// # Errors
     ///
@@ -228,7 +233,7 @@ impl Heap {
         Ok(Allocation { addr, is_zero: bytes.is_zero && !is_recycled, was_offered: bytes.is_offered })
     }
 
-    /// As [`Heap::allocate`], all `size` bytes zero.
+    /// As [`Heap::allocate`], but all `size` bytes are zero.
     ///
     /// # Errors
     ///
@@ -242,19 +247,19 @@ impl Heap {
         if size >= REFRESH_FROM_BYTES {
             let blocks = size.div_ceil(BLOCK_BYTES);
             let first = self.arena.block_of(allocation.addr.as_ptr() as usize);
-            // SAFETY: a live slot of whole blocks, just allocated here.
+            // SAFETY: this call allocated the slot, which consists of whole blocks.
             if unsafe { self.arena.renew(first, blocks) }.is_some() {
                 stats::add(Counter::CallocSkipped, size as u64);
                 return Ok(allocation.addr);
             }
         }
-        // SAFETY: a live slot of at least `size` bytes, just allocated here.
+        // SAFETY: this call allocated the slot, which has at least `size` bytes.
         unsafe { std::ptr::write_bytes(allocation.addr.as_ptr(), 0, size) };
         Ok(allocation.addr)
     }
 
-    /// Allocates whole blocks whose unwritten bytes stay. (The kernel may take bytes of an offered slot until they are
-    /// written, so such a slot gets fresh memory.)
+    /// Allocates whole blocks whose contents are stable even where they are not written. So a slot that was offered to
+    /// the kernel, which may still take unwritten pages, gets new memory.
     ///
     /// # Errors
     ///
@@ -264,26 +269,27 @@ impl Heap {
         let allocation = self.allocate_with(size, BLOCK_BYTES, InitialContents::Any)?;
         if allocation.was_offered {
             let (first, blocks) = (self.arena.block_of(allocation.addr.as_ptr() as usize), size.div_ceil(BLOCK_BYTES));
-            // SAFETY: a live slot of whole blocks, just allocated here.
+            // SAFETY: this call allocated the slot, which consists of whole blocks.
             unsafe { self.arena.renew(first, blocks) };
         }
         Ok(allocation.addr)
     }
 
-    /// Allocates a block backed by small pages, so that parts of it can be given back. Its bytes are zero, except where
-    /// the program locks its memory; there they may be anything.
+    /// Allocates a block backed by small pages, so that parts of it can be returned. Its bytes are zero, unless the
+    /// program has locked its memory (`mlockall`): then they are undefined.
     ///
     /// # Errors
     ///
     /// As [`Heap::allocate`].
     pub(crate) fn allocate_pack(&self) -> Result<NonNull<u8>> {
         let addr = self.allocate_with(BLOCK_BYTES, BLOCK_BYTES, InitialContents::Zero)?.addr;
-        // SAFETY: a live slot of one block, just allocated here.
+        // SAFETY: this call allocated the slot, which is one block.
         unsafe { self.arena.make_small(self.arena.block_of(addr.as_ptr() as usize)) };
         Ok(addr)
     }
 
-    /// Takes a free slot of the class: from this CPU's shard, else from the others, this node's first.
+    /// Allocates a free slot of the class: from the shard of this CPU, else from other shards of the node, else from
+    /// other nodes.
     fn take_free(&self, node: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
         let own = self.shard_here();
         let shards = 0..self.shards_per_node;
@@ -303,14 +309,14 @@ impl Heap {
         None
     }
 
-    /// When addresses have run out: takes a free slot of a larger class.
+    /// Allocates a free slot of a larger class, after the addresses of the zone have run out.
     #[cold]
     fn take_larger(&self, node: usize, class: Class, align: usize) -> Option<(LocatedSlot, SlotBytes)> {
         let larger = (class.index() + 1..class::COUNT).filter_map(Class::from_index);
         larger.filter(|class| class.align() >= align).find_map(|class| self.take_free(node, class))
     }
 
-    /// Takes a free slot of one list that no purge holds.
+    /// Allocates a slot from one free list, skipping slots that a purge has claimed.
     fn take_from(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
         let head = self.head(node, shard, class);
         if head.is_empty() {
@@ -328,7 +334,7 @@ impl Heap {
                     skipped_count += 1;
                 }
                 None => {
-                    // A purge step holds shared blocks for at most some hundred microseconds.
+                    // A purge claims the slots of a shared block for some hundred microseconds at most.
                     sync::pause();
                     head.push(self, number);
                 }
@@ -341,7 +347,7 @@ impl Heap {
         Some((place, bytes))
     }
 
-    /// `bytes`, with the count of what is resident behind the slot now.
+    /// Returns `bytes` with `counted` set to the slot's resident memory.
     fn counted(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
         if !place.class.is_big() {
             return bytes.with_count(if bytes.is_resident { place.class.bytes() as u64 } else { 0 });
@@ -351,7 +357,7 @@ impl Heap {
         bytes.with_count(blocks.map(|block| Arena::charged_bytes(self.arena.peek(block).charged_pages)).sum())
     }
 
-    /// Ends a claim, with updated knowledge of the slot's bytes.
+    /// Ends a purge's claim on a slot and stores the new attributes of its bytes.
     fn restore(&self, place: LocatedSlot, claim: SlotClaim, bytes: SlotBytes) {
         let bytes = self.counted(place, bytes);
         if claim.phase() == SlotPhase::Free {
@@ -360,13 +366,14 @@ impl Heap {
         self.slot(place.number).restore(claim, bytes);
     }
 
+    /// Adds to the count of resident bytes of free slots.
     fn count_free(&self, shard: usize, bytes: i64) {
         if bytes != 0 {
             self.free_bytes[shard % MAX_SHARDS].0.fetch_add(bytes, Relaxed);
         }
     }
 
-    /// Resident bytes of free slots: what a reclaim request would give back at once.
+    /// Resident bytes of free slots, which a reclaim request could return at once.
     pub fn free_bytes(&self) -> u64 {
         self.free_bytes.iter().map(|shard| shard.0.load(Relaxed)).sum::<i64>().max(0) as u64
     }
@@ -381,7 +388,7 @@ impl Heap {
         let bytes = loop {
             match slot.try_carve() {
                 Some(bytes) => break bytes,
-                None => sync::pause(), // a purge of the block holds it for a moment
+                None => sync::pause(), // a purge of the block has claimed the slot for a short time
             }
         };
         stats::add(Counter::SlotsFresh, 1);
@@ -394,7 +401,8 @@ impl Heap {
         Ok((place, bytes))
     }
 
-    /// The next address of the class's span, or of a new span, and the end of that span.
+    /// Carves the address of the next slot, from a new span if the current one is used up. Returns the address and the
+    /// end of the span.
     fn next_carved(&self, node: usize, class: Class) -> Result<(usize, usize)> {
         let [next, end, carved] = self.cursor(node, class);
         let _guard = self.carving.lock();
@@ -419,7 +427,9 @@ impl Heap {
         std::array::from_fn(|word| self.cursors.get(first + word))
     }
 
-    /// Whether blocks of the slot's class are likely to fill up: one has, and slots of the class are mostly used.
+    /// How much of a new block of the slot's class is expected to be used. All of it, if slots of the class have filled
+    /// a
+    /// block before and requests use most of a slot.
     fn filling(&self, place: LocatedSlot, size: usize) -> Filling {
         if (place.class.bytes() - size.min(place.class.bytes())) * TAIL_DIVISOR > place.class.bytes() {
             return Filling::Never;
@@ -429,7 +439,7 @@ impl Heap {
         if is_full { Filling::Soon } else { Filling::Unknown }
     }
 
-    /// Allows huge pages for a fresh big slot, in the last block only if that wastes little.
+    /// Allows huge pages for a new big slot. The last block may be huge only if little of it is unused.
     fn allow_huge(&self, place: LocatedSlot, size: usize) {
         let whole = size & !(BLOCK_BYTES - 1);
         let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
@@ -439,7 +449,7 @@ impl Heap {
         }
     }
 
-    /// Requests the next block of the same span ahead of need, when the first slot of a block is allocated.
+    /// When the first slot of a block is carved, requests that the helper makes the next block of the span resident.
     fn want_next_block(&self, place: LocatedSlot, size: usize, span_end: usize) {
         let next = (place.addr + BLOCK_BYTES) & !(BLOCK_BYTES - 1);
         let is_first = place.addr % BLOCK_BYTES < place.class.bytes();
@@ -450,8 +460,8 @@ impl Heap {
         }
     }
 
-    /// Makes the missing memory of a slot available, by moving it from free slots if possible. Returns whether it moved
-    /// any; the bytes are not zero then. On error the slot is free again.
+    /// Provides the memory that a slot lacks, if possible by moving pages from free slots. Returns whether pages were
+    /// moved: then the slot's bytes are not zero. After an error the slot is free again.
     fn make_usable(&self, place: LocatedSlot, bytes: SlotBytes, size: usize, wanted: InitialContents) -> Result<bool> {
         let taken = if bytes.is_offered { self.note_taken(place) } else { 0 };
         if bytes.is_resident && taken == 0 && !place.class.is_big() {
@@ -463,7 +473,7 @@ impl Heap {
         let filling = self.filling(place, size);
         let mut is_recycled = false;
         let result = if place.class.is_big() {
-            // Memory that the kernel took becomes resident again without another charge.
+            // The memory that the kernel took becomes resident again without a charge, so room is reserved for it.
             let room = if taken > 0 { self.arena.budget.reserve(taken) } else { Ok(()) };
             room.and_then(|()| self.arena.overcommit(first, place.class.span_blocks(), Context::Outside))
         } else {
@@ -477,12 +487,12 @@ impl Heap {
                     Backing::Huge | Backing::Small => {}
                 }
                 self.arena.bring_in(block, filling)?;
-                // The block is open but was emptied: its bytes become resident without another charge.
+                // The bytes of a *Lazy* block become resident without a charge, so room is reserved for them.
                 if self.arena.peek(block).backing == Backing::Lazy { self.arena.budget.reserve(part) } else { Ok(()) }
             })
         };
         if result.is_err() {
-            // A part of it may have come from another slot.
+            // Pages of another slot may have been moved into a part of this slot.
             let bytes = SlotBytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
             let (shard, bytes) = (self.shard_here(), self.counted(place, bytes));
             let _ = self.slot(place.number).free(bytes, stamp_now());
@@ -499,6 +509,7 @@ impl Heap {
         result.map(|()| is_recycled)
     }
 
+    /// Address, class and node of the slot with this number; `None` if it was never carved.
     fn place(&self, number: u32) -> Option<LocatedSlot> {
         let info = self.slot(number).info()?;
         let addr = self.base() + number as usize * GRANULE_BYTES + usize::from(info.offset) * STEP_BYTES;
@@ -535,12 +546,12 @@ impl Heap {
         Ok(self.find_live(addr)?.class.bytes())
     }
 
-    /// Frees the allocation at `addr`. Its memory stays until it is needed elsewhere.
+    /// Frees the allocation at `addr`. The slot keeps its memory until it is needed elsewhere.
     ///
     /// # Errors
     ///
     /// [`Error::NotAllocated`] for an address that was not allocated (or lies inside an allocation),
-    /// [`Error::FreedBefore`] for a second free. Nothing has changed then.
+    /// [`Error::FreedBefore`] for a second free. After an error nothing has changed.
     ///
     /// # Safety
     ///
@@ -554,7 +565,7 @@ impl Heap {
         if place.class.is_big() && self.slot(place.number).phase() == SlotPhase::Live {
             self.arena.reconcile(self.arena.block_of(place.addr), place.class.span_blocks());
         }
-        // Computed while the slot cannot be allocated again.
+        // Computed before the slot becomes free, because another thread may allocate it at once afterwards.
         let shard = self.shard_here();
         let bytes = self.counted(place, bytes);
         let free_bytes = bytes.counted_bytes() as i64;
@@ -571,14 +582,16 @@ impl Heap {
         Ok(())
     }
 
-    /// Called in a fork child: recomputes what is free and charged here. Inherited slots count for the parent.
+    /// Recomputes the resident bytes of free slots in a fork child. Inherited memory is charged to the parent and
+    /// counts
+    /// as 0.
     pub(crate) fn recount_free(&self) {
         let mut bytes = 0;
         self.walk(|span| {
             for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
                 let slot = self.slot(place.number);
                 if let Some(claim) = slot.try_claim() {
-                    // What the parent offered belongs to the parent.
+                    // The memory that the parent offered is charged to the parent.
                     let own = SlotBytes { is_offered: false, ..claim.bytes() };
                     let counted = self.counted(place, own);
                     if claim.phase() == SlotPhase::Free {

@@ -1,12 +1,13 @@
-//! Offers free slots to the kernel (`MADV_FREE`): the last line of defence.
+//! Offers the memory of free slots to the kernel with `MADV_FREE`.
 //!
-//! If a control group runs full before this process can react (it is stopped, or other processes are faster), the
-//! kernel takes offered memory instead of killing a process. Until then an offered slot can be allocated as usual: the
-//! program writes to it, and the kernel keeps what was written.
+//! A control group may run full before this process can react, for example while the process is stopped. Then the
+//! kernel
+//! takes offered memory instead of killing a process. An offered slot can still be allocated as usual: pages that the
+//! program writes are no longer offered.
 //!
-//! Only whole blocks are offered: a part of a huge page cannot be taken. A periodic walk finds out what the kernel
-//! took, and gives back the rest of such a block, so that it may become a huge page again.
-#![allow(unsafe_code)] // gives up the memory of claimed slots
+//! Only whole blocks are offered, because the kernel cannot take a part of a huge page. A periodic walk (*reap*) finds
+//! the blocks of which the kernel took pages and discards the rest of them, so that they can become huge pages again.
+#![allow(unsafe_code)] // offers and discards the memory of claimed slots
 
 use super::purge::{Span, age};
 use super::slot::{Slot, SlotBytes, SlotPhase, Slots};
@@ -16,41 +17,41 @@ use crate::reclaim::Which;
 use pagemill_sys::{clock, process};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Minimum age of offered memory, as a power of two of ticks: a seventh of a second. Reusing offered memory costs a
-/// hundredth of that time each time.
+/// Age group (see `purge`) from which free memory is offered: a seventh of a second. The cost of reusing offered memory
+/// is about 1/100 of that time.
 const OFFERED_AGE: usize = 2;
 
-/// Minimum distance of walks, and the largest share of a thread's time that they take. Urgent walks may come more
-/// often.
+/// Minimum time between walks in nanoseconds; it is at least `WALK_SHARE` times the duration of the last walk. Urgent
+/// walks have a shorter minimum.
 const WALK_NS: u64 = 50_000_000;
 const WALK_SHARE: u64 = 100;
 const HURRIED_NS: u64 = 5_000_000;
 
-/// After the kernel refused (locked memory) nothing is offered for this long.
+/// Time without offers, in nanoseconds, after the kernel has refused one because the memory is locked.
 const REFUSED_NS: u64 = 10_000_000_000;
 
-/// Before this release the kernel may take offered memory into which a device is just reading. (Fixed by 6c8e2a256915,
-/// also in later releases of older series, which cannot be recognised by their number.)
+/// The first kernel release on which memory is offered. Older kernels may take offered memory while a device transfers
+/// data into it. Commit 6c8e2a256915 fixed that, also in stable updates, which the release number does not identify.
 const SINCE: (u32, u32) = (5, 18);
 
-/// Times of the next walks.
+/// Earliest times of the next walks.
 #[derive(Default)]
 pub(super) struct Offers {
     offer_after_ns: AtomicU64,
     hurried_ns: AtomicU64,
     refused_until_ns: AtomicU64,
-    /// 0 while nothing is offered.
+    /// Earliest time of the next reaping walk; 0 while nothing is offered.
     reap_after_ns: AtomicU64,
 }
 
-/// Time of the next walk after one that began at `start_ns`.
+/// Earliest time of the walk after one that began at `start_ns` and ends now.
 fn after_walk(start_ns: u64) -> u64 {
     let end_ns = clock::fine_ns();
     end_ns + WALK_NS.max((end_ns - start_ns) * WALK_SHARE)
 }
 
 impl Heap {
-    /// Offers up to about `want_bytes` that were not offered yet; returns the bytes offered.
+    /// Offers up to about `want_bytes` of free memory that is not offered yet. Returns the bytes offered.
     pub(super) fn offer_free(&self, want_bytes: u64, which: Which) -> u64 {
         if process::kernel_release() < SINCE {
             return 0;
@@ -69,7 +70,7 @@ impl Heap {
         self.offer_from(want_bytes, from_age)
     }
 
-    /// As [`Heap::offer_free`], from the given age on.
+    /// As [`Heap::offer_free`], for memory of at least the age group `from_age`, without a limit on frequency.
     fn offer_from(&self, want_bytes: u64, from_age: usize) -> u64 {
         let _guard = self.purging.lock();
         let start = clock::fine_ns();
@@ -91,6 +92,7 @@ impl Heap {
         offer.bytes
     }
 
+    /// Offers the free memory of a span.
     fn offer_span(&self, span: Span, offer: &mut Offer<'_>) {
         if span.class.is_big() {
             return self.offer_slot(span, offer);
@@ -101,7 +103,7 @@ impl Heap {
         }
     }
 
-    /// Offers a slot that owns its blocks.
+    /// Offers a big slot if it is free.
     fn offer_slot(&self, span: Span, offer: &mut Offer<'_>) {
         let Some(place) = self.slot_at(span, 0) else { return };
         let slot = self.slot(place.number);
@@ -111,14 +113,14 @@ impl Heap {
         let Some(claim) = slot.try_claim() else { return };
         let mut is_offered = false;
         if claim.phase() == SlotPhase::Free {
-            // SAFETY: the slot is claimed and its blocks are its own.
+            // SAFETY: the slot is claimed and shares no block.
             let result = unsafe { self.arena.offer(self.arena.block_of(place.addr), span.class.span_blocks()) };
             is_offered = offer.note(result);
         }
         slot.restore(claim, SlotBytes { is_offered, ..claim.bytes() });
     }
 
-    /// Offers a block that several slots share, if all of them are free.
+    /// Offers a block that several slots share, if none of them is live.
     fn offer_block(&self, span: Span, block: usize, offer: &mut Offer<'_>) {
         let state = self.arena.peek(block);
         let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.place_at(span, index).number));
@@ -130,21 +132,21 @@ impl Heap {
         // SAFETY: every slot that reaches into the block is claimed.
         let is_offered = offer.note(unsafe { self.arena.offer(block, 1) });
         for (index, claim) in claims.indices() {
-            // It may reach into another block that was offered before.
+            // The slot may reach into another block that was offered earlier.
             let is_offered = is_offered || claim.bytes().is_offered;
             self.restore(self.place_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
         }
     }
 
-    /// Called before an offered slot is used again: ends the charge for what the kernel took of its blocks, and returns those
-    /// bytes.
+    /// Ends the charge for memory that the kernel took from an offered slot, before the slot is used again. Returns
+    /// these bytes.
     pub(super) fn note_taken(&self, place: LocatedSlot) -> u64 {
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         self.arena.note_taken(first, last + 1 - first)
     }
 
-    /// Finds out what the kernel took, and gives back the rest of such blocks.
+    /// Finds the offered blocks of which the kernel took pages, and discards the rest of them.
     pub(super) fn reap_offered(&self) {
         let start = clock::fine_ns();
         let due = self.offers.reap_after_ns.load(Relaxed);
@@ -163,7 +165,7 @@ impl Heap {
         self.offers.reap_after_ns.store(next, Relaxed);
     }
 
-    /// Updates the slots of a span. Returns whether any of it is still offered.
+    /// Reaps the offered slots of a span. Returns whether any of its slots is still offered.
     fn reap_span(&self, span: Span) -> bool {
         let slots = || (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index));
         let is_any_offered = || slots().any(|place| self.slot(place.number).is_offered());
@@ -179,6 +181,7 @@ impl Heap {
         is_any_offered()
     }
 
+    /// Reaps a big slot.
     fn reap_slot(&self, place: LocatedSlot) {
         let slot = self.slot(place.number);
         let Some(claim) = slot.try_claim() else { return };
@@ -189,7 +192,7 @@ impl Heap {
         let first = self.arena.block_of(place.addr);
         for block in first..first + place.class.span_blocks() {
             if self.arena.note_taken(block, 1) > 0 {
-                // SAFETY: the slot is claimed and its blocks are its own.
+                // SAFETY: the slot is claimed and shares no block.
                 unsafe { self.arena.discard(block, 1) };
             }
         }
@@ -197,6 +200,7 @@ impl Heap {
         self.restore(place, claim, SlotBytes { is_offered: is_left, ..claim.bytes() });
     }
 
+    /// Reaps a block that several slots share.
     fn reap_block(&self, span: Span, block: usize) {
         let Some(claims) = self.claim_block(span, block, is_offered) else { return };
         if self.arena.note_taken(block, 1) > 0 {
@@ -209,7 +213,7 @@ impl Heap {
     }
 }
 
-/// The state of an offering walk.
+/// The criteria and the results of one walk that offers memory.
 struct Offer<'walk> {
     is_cold: &'walk dyn Fn(&Slot) -> bool,
     bytes: u64,
@@ -217,7 +221,8 @@ struct Offer<'walk> {
 }
 
 impl Offer<'_> {
-    /// Records the result for one slot or block; returns whether it is offered now.
+    /// Records the result of [`Arena::offer`](crate::arena::Arena) for a slot or block. Returns whether it is offered
+    /// now.
     fn note(&mut self, result: Option<u64>) -> bool {
         self.is_refused |= result.is_none();
         self.bytes += result.unwrap_or(0);
@@ -225,7 +230,7 @@ impl Offer<'_> {
     }
 }
 
-/// Whether a slot does not prevent its block from being offered: it was never allocated, or it is offered.
+/// Whether a slot is not live and has no free memory besides offered memory: it is offered, or was never allocated.
 fn is_offered(slot: &Slot) -> bool {
     slot.phase() != SlotPhase::Free || slot.is_offered()
 }
@@ -267,14 +272,16 @@ mod tests {
         unsafe { pagemill.heap.free(addr) }.unwrap();
     }
 
-    /// Makes the kernel reclaim the whole heap zone, as under memory pressure: it takes what was offered.
+    /// Makes the kernel reclaim the heap zone as under memory pressure, so that it takes offered memory.
     fn squeeze(pagemill: &Pagemill) {
         mem::reclaim(pagemill.heap.base(), pagemill.arena.heap.used_bytes());
     }
 
-    /// Shared blocks and big slots: offered once, taken, noticed, and usable afterwards.
+    /// Frees slots in shared blocks and a big slot, offers them twice, and lets the kernel take them. They must be
+    /// offered
+    /// once, their charge must end, and all slots must be usable afterwards.
     #[test]
-    fn what_was_offered_may_be_taken() {
+    fn offered_slots_can_be_taken_and_reused() {
         let pagemill = Pagemill::for_test();
         let shared: Vec<_> = (0..32).map(|tag| allocate(pagemill, 256 * KIB, tag)).collect();
         let big = allocate(pagemill, 8 * MIB, 99);
@@ -306,9 +313,10 @@ mod tests {
         assert!(is_filled(zeroed, 8 * MIB, 0));
     }
 
-    /// Slots that reach into two blocks: what the kernel took is found for each block.
+    /// Offers free slots that reach into two blocks, and lets the kernel take them. No free bytes and no charge may
+    /// remain.
     #[test]
-    fn straddling_slots_are_found_out() {
+    fn straddling_slots_are_reaped() {
         let pagemill = Pagemill::for_test();
         let heap = pagemill.heap;
         let fallbacks = stats::get(Counter::BlocksFallback);
@@ -332,9 +340,11 @@ mod tests {
         }
     }
 
-    /// Memory that was taken and is used before the next walk is charged like new memory.
+    /// The kernel takes offered slots, which are allocated again before the next walk. Their memory must be charged
+    /// once,
+    /// and the limit must hold.
     #[test]
-    fn taken_memory_comes_in_by_admission() {
+    fn reused_taken_memory_is_charged_once() {
         let (small, big) = (256 * KIB, 8 * MIB);
         let pagemill = Pagemill::new(Layout::for_test(), 24 * MIB as u64).unwrap();
         let shared: Vec<_> = (0..32).map(|tag| allocate(pagemill, small, tag)).collect();
@@ -357,13 +367,13 @@ mod tests {
         assert!(pagemill.account.resident() <= 24 * MIB as u64);
     }
 
-    /// Locked memory cannot be offered: that is noticed once, and not retried for a while.
+    /// Offers a locked slot. The kernel must refuse, and the heap must not offer again for a while.
     #[test]
     fn locked_memory_is_not_offered() {
         let pagemill = Pagemill::for_test();
         let held: Vec<_> = (0..16).map(|tag| allocate(pagemill, 256 * KIB, tag)).collect();
-        // By the plain system call: the sanitizers' own mlock does nothing.
-        // SAFETY: locks pages of the test's own.
+        // A direct system call, because the `mlock` of sanitizers does nothing.
+        // SAFETY: the call locks pages that the test allocated.
         if unsafe { libc::syscall(libc::SYS_mlock, held[0], 256 * KIB) } != 0 {
             return println!("skipped: nothing may be locked here");
         }
@@ -373,7 +383,7 @@ mod tests {
         assert_eq!(pagemill.heap.offer_free(u64::MAX, Which::All), 0);
     }
 
-    /// An offered slot that is used again is kept, and may be offered again when it is free.
+    /// Allocates and writes an offered slot. The kernel must not take it; after it was freed it can be offered again.
     #[test]
     fn use_ends_the_offer() {
         let pagemill = Pagemill::for_test();
@@ -387,10 +397,11 @@ mod tests {
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
     }
 
-    /// Threads fill, check and free while everything free is constantly offered and taken. The counters agree at the
-    /// end.
+    /// Threads allocate, check and free slots while another thread constantly offers free memory and makes the kernel
+    /// take
+    /// it. No live bytes may be lost, and the counters must agree at the end.
     #[test]
-    fn threads_never_lose_what_they_hold() {
+    fn live_slots_survive_concurrent_offers() {
         let layout = Layout { huge_from_bytes: 8 * MIB as u64, ..Layout::for_test() };
         let pagemill = Pagemill::new(layout, u64::MAX).unwrap();
         let is_over = AtomicBool::new(false);

@@ -1,18 +1,20 @@
-//! The purge queue: the ranges that were marked first, some hundred at a time.
+//! The purge queue: some hundred ranges that were marked first, in the order in which they are purged.
+//!
+//! A walk over all ranges fills the queue. When it is used up, the next walk fills it again.
 
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed};
 
-/// Maximum number of walks per request: others may mark and unmark as fast as this purges.
+/// Maximum number of walks for one request. Without a limit it might never end, because other threads mark meanwhile.
 const MOST_WALKS: usize = 64;
 
-/// Maximum number of ranges that one walk selects.
+/// Capacity of the queue: the maximum number of ranges that one walk selects.
 pub(super) const LENGTH: usize = 512;
 
-/// The next ranges to purge, in order. Used under a lock of its owner.
+/// The purge queue. Its owner protects it with a lock.
 pub(super) struct Line {
-    /// Keys and epochs.
+    /// Key and epoch of each range.
     places: [(AtomicU64, AtomicU32); LENGTH],
-    /// The part of `places` that is left.
+    /// `places[next..end]` is not purged yet.
     next: AtomicUsize,
     end: AtomicUsize,
 }
@@ -25,7 +27,8 @@ impl Default for Line {
 }
 
 impl Line {
-    /// Key and epoch of the next range. It may have been marked anew since.
+    /// Removes the next range from the queue. Returns its key and the epoch at which it was queued. The range may have
+    /// been marked again since.
     fn next(&self) -> Option<(u64, u32)> {
         let at = self.next.load(Relaxed);
         if at >= self.end.load(Relaxed) {
@@ -36,8 +39,11 @@ impl Line {
         Some((key.load(Relaxed), epoch.load(Relaxed)))
     }
 
-    /// Purges from the line, refilling it with `walk`, until `want_bytes` are freed. `purge` returns the bytes that the
-    /// kernel took, `None` if nothing was purged. `walk` returns the new length of the line.
+    /// Purges the ranges of the queue until `want_bytes` are freed. Returns the bytes freed.
+    ///
+    /// `purge` gets key and epoch of a range and returns the bytes that the kernel took, or `None` if it purged
+    /// nothing.
+    /// `walk` fills the queue again and returns its new length.
     pub fn purge(
         &self,
         want_bytes: u64,
@@ -54,7 +60,7 @@ impl Line {
                 has_gone |= gone.is_some();
                 freed += gone.unwrap_or(0);
             }
-            // Nothing of a whole line was purged: the rest is in use or locked.
+            // If no range of a complete queue could be purged, the rest is in use or locked, too.
             let is_futile = is_fresh && !has_gone;
             if freed >= want_bytes || is_futile || walk() == 0 {
                 break;
@@ -64,7 +70,7 @@ impl Line {
         freed
     }
 
-    /// Replaces the line by the result of a walk. Returns its length.
+    /// Replaces the contents of the queue by the result of a walk. Returns the new length.
     pub fn set(&self, oldest: &mut Oldest) -> usize {
         let sorted = oldest.sorted();
         for (place, found) in self.places.iter().zip(sorted) {
@@ -84,8 +90,8 @@ struct LineEntry {
     key: u64,
 }
 
-/// Keeps the oldest of the offered items: a heap with the youngest on top, which is replaced when an older one is
-/// offered.
+/// Selects the oldest ranges of a walk: a binary heap of limited size with the youngest range on top, which an older
+/// range replaces.
 pub(super) struct Oldest {
     found: [LineEntry; LENGTH],
     count: usize,
@@ -128,7 +134,7 @@ impl Oldest {
         }
     }
 
-    /// Oldest first; equal ages in the order of their keys.
+    /// The selected ranges, oldest first. Ranges of equal age are in the order of their keys.
     fn sorted(&mut self) -> &[LineEntry] {
         let found = &mut self.found[..self.count];
         found.sort_unstable_by_key(|found| (u32::MAX - found.age, found.key));
@@ -142,9 +148,9 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Of any number of ages the oldest are found, in order.
+        /// Offers up to three times as many random ages as fit. The oldest must be selected, in order.
         #[test]
-        fn the_oldest_are_found(ages in prop::collection::vec(0u32..1000, 0..3 * LENGTH)) {
+        fn oldest_ages_are_selected(ages in prop::collection::vec(0u32..1000, 0..3 * LENGTH)) {
             let mut oldest = Oldest::new();
             ages.iter().zip(0..).for_each(|(age, key)| oldest.offer(*age, 7, key));
             let found: Vec<u32> = oldest.sorted().iter().map(|found| found.age).collect();
