@@ -1,9 +1,10 @@
-//! Volatile ranges: memory whose contents may be purged under pressure, and that reports it.
+//! Volatile ranges: memory whose contents may be purged under pressure. The owner learns whether they were.
 //!
-//! A [`Range`] is *held* (its bytes stay) or *volatile* (a purge may take them). Marking and unmarking change one word,
-//! that of the range: no system call, no lock, no cache line that another range shares. Bytes are accessed through a
-//! [`Pin`], which excludes purges and reports what was kept. Only memory pressure purges, least recently marked first
-//! (`purge`).
+//! A [`Range`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and unmarking
+//! change
+//! one word of the range, without a system call, a lock, or a cache line shared with other ranges. Bytes are accessed
+//! through a [`Pin`], which excludes purges and reports which bytes were kept. Only memory pressure purges ranges, the
+//! least recently marked first (`purge`).
 //!
 //! ```
 //! use pagemill::Pagemill;
@@ -20,15 +21,15 @@
 //! ```
 //!
 //! ```text
-//!   Ranges  --- entries: 128 bytes each (word, address, length, what is kept)
+//!   Ranges  --- entries: 128 bytes each (state word, address, length, kept bytes)
 //!     |            |
-//!     |            +-- over 1 MiB: a slot of the heap, whole blocks, huge where they fill
-//!     |            `-- smaller: a part of a pack, a block of the heap in small pages, by class
+//!     |            +-- over 1 MiB: a slot of the heap, whole blocks, with huge pages where possible
+//!     |            `-- smaller: a part of a pack (a block of small pages, divided into ranges of one class)
 //!     `--- Shrinker: walks the entries
 //! ```
 //!
-//! Below: `heap`, `arena`. Above, by trait: `reclaim::Shrinker`. Locks: `free_lists_lock` (allocating and freeing
-//! entries), `purging`; a mark takes neither.
+//! Uses `heap`, `arena`. Implements `reclaim::Shrinker`. Locks: `free_lists_lock` (allocating and freeing entries),
+//! `purging`; marking acquires neither.
 #![allow(unsafe_code)] // entries in memory mapped by hand, frees slots
 
 mod book;
@@ -67,79 +68,84 @@ use word::{RangeWord, Refused, epoch_of};
 /// Maximum number of ranges in a process.
 pub const MAX_RANGES: usize = 1 << 24;
 
-/// Ranges up to this length share a pack with others of their class.
+/// Maximum length of a range in a pack. Longer ranges have a slot of the heap.
 const PACKED_BYTES: usize = BLOCK_BYTES / 2;
 
-/// Classes of packed ranges: powers of two from 4 KiB to 1 MiB.
+/// Number of classes of ranges in packs: powers of two from 4 KiB to 1 MiB.
 const CLASSES: usize = 9;
 const SMALLEST_BYTES: usize = PACKED_BYTES >> (CLASSES - 1);
 
-/// The class of ranges that have a slot of the heap.
+/// The class value of ranges that have a slot of the heap.
 const OWN_SLOT: u32 = CLASSES as u32;
 
-/// Number of free lists; threads use different ones. Words of different threads should lie far apart, because the
-/// hardware prefetches neighbouring lines and pages.
+/// Number of shards. Threads allocate entries from different shards, so that the state words of different threads are
+/// far apart: the hardware prefetches neighbouring cache lines and pages.
 const SHARDS: usize = 64;
 
-/// At most this much of a new or newly marked range is expected to be touched at once.
+/// Maximum room that is reserved for a new or newly marked range, because the program may not touch all of it soon.
 const MOST_RESERVED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
-/// Entries that a shard takes at a time: 64 KiB. Few under shuttle, which explores each step of a walk.
+/// Number of new entries that a shard gets at a time (64 KiB). Small under shuttle, where each step of a walk costs
+/// time.
 const RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
 
-/// The shard of this thread: the thread that allocates a range mostly marks it, on whatever CPU.
+/// The shard of this thread. It depends on the thread, not on the CPU, because the thread that allocates a range
+/// usually
+/// marks it, too.
 fn shard_here() -> usize {
-    // Thread pointers differ by the length of a stack, or by little.
+    // The thread pointers of two threads may differ in few bits only, so they are hashed.
     (mem::thread_token().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - SHARDS.trailing_zeros())) % SHARDS
 }
 
-/// The current epoch.
+/// The current time in ticks of 4.2 ms (see [`epoch_of`]).
 #[inline]
 fn now() -> u32 {
     epoch_of(sync::coarse_ns())
 }
 
-/// Out-of-line metadata of one range, on two cache lines of its own (lines are fetched in pairs), so that marking one
-/// range does not slow down another.
+/// Metadata of one range, on two cache lines of its own. The hardware fetches lines in pairs, so marking one range does
+/// not slow down threads that mark others.
 #[repr(C, align(128))]
 struct RangeEntry {
     word: RangeWord,
-    /// Address of the bytes. An entry keeps its part of a pack for good; a slot is freed with the range.
+    /// Address of the bytes. A part of a pack belongs to its entry permanently, whereas a slot is freed with the range.
     addr: AtomicU64,
     len_bytes: AtomicU64,
-    /// Bytes from the start that no purge has taken. Valid while the word is marked lost.
+    /// Length of the first part of the range, which was not purged. Valid while the word has the bit `LOST`.
     kept_bytes: AtomicU64,
-    /// Bytes purged at a time: the whole range, or a chunk from its end.
+    /// Number of bytes purged at a time: the length of the range, or that of a chunk.
     chunk_bytes: AtomicU64,
     class: AtomicU32,
-    /// The shard whose free list it returns to.
+    /// The shard to whose free list the entry returns.
     shard: AtomicU32,
-    /// Next in the free list of its class: number plus one. Guarded by `free_lists_lock`.
+    /// The next entry in the free list: its number plus one; 0 at the end. Protected by `free_lists_lock`.
     next: AtomicU32,
 }
 
-// SAFETY: atomics only, for which zero bits are valid.
+// SAFETY: the type consists of atomics, for which zero bits are valid.
 unsafe impl Zeroed for RangeEntry {}
 
-/// All ranges of a process.
+/// All ranges of one Pagemill.
 ///
 /// Example: [`Range`].
 pub struct Ranges {
     arena: &'static Arena,
     heap: &'static Heap,
     entries: Table<RangeEntry>,
-    /// Entries allocated so far.
+    /// Number of entries created so far.
     count: AtomicU32,
-    /// Free lists by shard and class; last the class without own memory. Guarded by `free_lists_lock`.
+    /// Heads of the free lists, by shard and class. The last class is that of entries without memory. Protected by
+    /// `free_lists_lock`.
     free: [[AtomicU32; CLASSES + 1]; SHARDS],
-    /// By shard: the next entry that was never used, and the end of the run. Guarded by `free_lists_lock`.
+    /// For each shard: the entries that were never used, from the first number to the second. Protected by
+    /// `free_lists_lock`.
     runs: [[AtomicU32; 2]; SHARDS],
     free_lists_lock: Lock,
     purger: purge::Purger,
 }
 
 impl Ranges {
-    /// Creates the registry; no memory becomes resident.
+    /// Creates an empty set of ranges; no memory becomes resident.
     ///
     /// # Errors
     ///
@@ -157,16 +163,16 @@ impl Ranges {
         })
     }
 
-    /// Allocates a range of `len_bytes`, held. Its bytes are zero, or what memory of this process held before it was
-    /// freed. Once marked it is purged as `behaviour` defines.
+    /// Allocates a range of `len_bytes`, which is held at first. Its bytes are zero, or contents of memory that this
+    /// process has freed. `behaviour` defines how the range is purged after it was marked.
     ///
-    /// Cost: an entry of 128 bytes; over 1 MiB a slot of the heap, below that a power of two of address space; memory
-    /// when touched.
+    /// Cost: an entry of 128 bytes, and memory where it is touched. Up to 1 MiB the range has a power of two of address
+    /// space in a block that ranges share; a longer range has a slot of the heap.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if it is too long or there are [`MAX_RANGES`]
-    /// already, [`Error::BadLength`] for zero bytes, [`Error::BadChunk`] for chunks that are not a multiple of the OS
+    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if the range is too long or there are [`MAX_RANGES`]
+    /// ranges, [`Error::BadLength`] for zero bytes, [`Error::BadChunk`] for chunks that are not a multiple of the OS
     /// page, [`Error::System`] if the kernel refuses the memory.
     pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<Range> {
         let chunk_bytes = match behaviour {
@@ -180,7 +186,7 @@ impl Ranges {
         if chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
             return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
         }
-        // Much of a large range may never be touched.
+        // Reserve room for a part of a large range only, because the rest may never be touched.
         self.arena.budget.reserve((len_bytes as u64).min(MOST_RESERVED_BYTES))?;
         let (number, addr) = match class_of(len_bytes) {
             Some(class) => self.take_packed(class)?,
@@ -193,7 +199,7 @@ impl Ranges {
         entry.kept_bytes.store(len_bytes as u64, Relaxed);
         stats::add(Counter::RangesMade, 1);
         if self.purger.total_bytes.fetch_add(len_bytes as u64, SeqCst) == 0 {
-            // Marking notifies nothing, so the helper has to poll from here on.
+            // Marking does not notify the helper, so the helper must poll as long as there are ranges.
             self.heap.note_more();
         }
         self.tell_bytes();
@@ -204,7 +210,7 @@ impl Ranges {
         self.entries.get(number as usize)
     }
 
-    /// Allocates a free entry of the class, or a part of a new pack.
+    /// Allocates an entry of the class with its part of a pack: a free entry, else one of a new pack.
     fn take_packed(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
         let shard = shard_here();
         if let Some(taken) = self.take_free(shard, class) {
@@ -212,7 +218,7 @@ impl Ranges {
         }
         let pack = match self.heap.allocate_pack() {
             Ok(pack) => pack,
-            // Fall back to free entries of other shards.
+            // Without memory for a pack, use a free entry of another shard.
             Err(error) => return (0..SHARDS).find_map(|other| self.take_free(other, class)).ok_or(error),
         };
         let size = SMALLEST_BYTES << class;
@@ -224,16 +230,16 @@ impl Ranges {
         Ok((first, pack))
     }
 
-    /// Allocates an entry and a slot of the heap for it.
+    /// Allocates an entry and a slot of the heap for its bytes.
     fn take_slot(&'static self, len_bytes: usize, chunk_bytes: usize) -> Result<(u32, NonNull<u8>)> {
         let slot = self.heap.allocate_own(len_bytes)?;
         if len_bytes == chunk_bytes || chunk_bytes.is_multiple_of(BLOCK_BYTES) {
             self.arena.allow_huge(slot.as_ptr() as usize, len_bytes & !(BLOCK_BYTES - 1));
         } else {
-            // Discarding a part of a huge page frees nothing.
+            // Chunks smaller than a huge page need small pages, because discarding a part of a huge page frees nothing.
             let first = self.arena.block_of(slot.as_ptr() as usize);
             for block in first..first + len_bytes.div_ceil(BLOCK_BYTES) {
-                // SAFETY: a block of a slot that was just allocated here.
+                // SAFETY: this call allocated the slot to which the block belongs.
                 unsafe { self.arena.make_small(block) };
             }
         }
@@ -245,7 +251,7 @@ impl Ranges {
         Ok((number, slot))
     }
 
-    /// Takes a free entry that no purge holds at the moment.
+    /// Removes a free entry from its list, skipping entries that a purge has claimed. The entry is held afterwards.
     fn take_free(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
         let _guard = self.free_lists_lock.lock();
         let mut link = &self.free[shard][class];
@@ -261,7 +267,7 @@ impl Ranges {
         }
     }
 
-    /// Adds an entry to its free list. The caller holds `free_lists_lock`.
+    /// Adds an entry to its free list. The caller must hold `free_lists_lock`.
     fn put_free(&self, number: u32) {
         let entry = self.entry(number);
         let head = &self.free[entry.shard.load(Relaxed) as usize][entry.class.load(Relaxed) as usize];
@@ -269,7 +275,9 @@ impl Ranges {
         head.store(number + 1, Relaxed);
     }
 
-    /// Allocates consecutive new entries. The first is held; the others are in no list until [`Ranges::add_free`].
+    /// Creates consecutive entries and returns the number of the first, which is held. The caller must add the others
+    /// to
+    /// the free list with [`Ranges::add_free`].
     fn take_new(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
         let entries = entries as u32;
         let _guard = self.free_lists_lock.lock();
@@ -281,7 +289,7 @@ impl Ranges {
                 return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<RangeEntry>() as u64 });
             }
             self.entries.open(0, start as usize, count as usize)?;
-            // From here on purges see these entries, too: free and without memory.
+            // Purges visit these entries from now on. They are free and have no memory.
             self.count.store(count, Release);
             next.store(start, Relaxed);
             end.store(count, Relaxed);
@@ -297,7 +305,7 @@ impl Ranges {
         Ok(first)
     }
 
-    /// Adds entries to their free lists.
+    /// Adds new entries to their free list.
     fn add_free(&self, entries: std::ops::Range<u32>) {
         let _guard = self.free_lists_lock.lock();
         entries.rev().for_each(|number| self.put_free(number));
@@ -308,7 +316,7 @@ impl Ranges {
         let entry = self.entry(number);
         let class = entry.class.load(Relaxed) as usize;
         let has_slot = class == CLASSES;
-        // The memory of a slot belongs to the heap from here on.
+        // Read before the release: another thread may reuse the entry afterwards.
         let slot = NonNull::new(entry.addr.load(Relaxed) as usize as *mut u8).filter(|_| has_slot);
         let is_released = self.insist(number, || entry.word.release(!has_slot));
         debug_assert!(is_released.is_ok());
@@ -321,14 +329,15 @@ impl Ranges {
         self.put_free(number);
     }
 
+    /// Frees the slot of a range.
     fn leave_slot(&self, slot: NonNull<u8>) {
-        // SAFETY: allocated by this module; its range is gone, so nothing uses it.
+        // SAFETY: this module allocated the slot, and its range was dropped, so nothing uses it.
         let result = unsafe { self.heap.free(slot.as_ptr() as usize) };
         debug_assert!(result.is_ok());
     }
 
-    /// Runs `act`, which may have to wait for a purge of the range. Such a purge is asked to stop, and does within
-    /// some hundred microseconds.
+    /// Runs `act`. If a purge has claimed the range, requests it to stop, waits for that (some hundred microseconds at
+    /// most), and runs `act` again.
     #[inline]
     fn insist<T>(
         &self,
@@ -360,7 +369,7 @@ impl Ranges {
         }
     }
 
-    /// Copies the sum of all lengths to the figures. Repeats if another thread changed it meanwhile.
+    /// Copies the sum of all lengths to the figures. Repeats this if another thread has changed the sum meanwhile.
     fn tell_bytes(&self) {
         loop {
             let bytes = self.purger.total_bytes.load(Relaxed);
@@ -387,7 +396,7 @@ impl Ranges {
     }
 }
 
-/// The class of packed ranges for this length; `None` for a range that needs a slot.
+/// The class of a range of this length in a pack; `None` for a range that needs a slot of the heap.
 fn class_of(len_bytes: usize) -> Option<usize> {
     let size = len_bytes.max(SMALLEST_BYTES.max(os_page_bytes()));
     (size <= PACKED_BYTES).then(|| (size.next_power_of_two() / SMALLEST_BYTES).trailing_zeros() as usize)
@@ -397,6 +406,7 @@ fn class_of(len_bytes: usize) -> Option<usize> {
 mod tests {
     use super::*;
 
+    /// Lengths at the boundaries of classes must map to the smallest class that fits.
     #[test]
     fn classes_are_powers_of_two() {
         assert_eq!([1, SMALLEST_BYTES, SMALLEST_BYTES + 1].map(class_of), [Some(0), Some(0), Some(1)]);

@@ -1,21 +1,24 @@
-//! Measures how much of the memory of ranges is resident: one kernel query per block, shared by the ranges in it.
+//! Measures the resident memory of ranges. One system call (`mincore`) per block serves all ranges in the block.
 
 use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::{clock, mem};
 
-/// OS pages in a block at the smallest page size, 4 KiB.
+/// Maximum number of OS pages in a block, for the smallest page size of 4 KiB.
 const PAGES: usize = BLOCK_BYTES >> 12;
 
-/// Sums up the resident bytes of ranges. Ranges added after the deadline are not measured but extrapolated from the
-/// average.
+/// The sum of the resident bytes of ranges. Ranges that are added after the time `until_ns` are not measured; their
+/// resident part is assumed to be the average of the others.
 pub(super) struct Residents {
     until_ns: u64,
-    /// The block that was queried last, and its pages; `None` if the kernel reported an error.
+    /// Address of the block that was queried last.
     block: usize,
+    /// The states of the pages of that block; `None` if the kernel reported an error.
     pages: Option<[u8; PAGES]>,
-    /// Length of the measured ranges, their resident bytes, and length of the other ranges.
+    /// Length of the measured ranges in bytes.
     seen: u64,
+    /// Resident bytes of the measured ranges.
     found: u64,
+    /// Length of the ranges that were not measured, in bytes.
     unseen: u64,
 }
 
@@ -24,7 +27,7 @@ impl Residents {
         Self { until_ns, block: usize::MAX, pages: None, seen: 0, found: 0, unseen: 0 }
     }
 
-    /// Adds a range of this length that begins on an OS page.
+    /// Adds a range of `bytes` bytes, which must begin on an OS page.
     pub fn add(&mut self, addr: usize, bytes: u64) {
         let end = addr.saturating_add(bytes as usize);
         let mut at = addr;
@@ -42,6 +45,7 @@ impl Residents {
         }
     }
 
+    /// Resident bytes of the addresses `from..to`, which lie inside `block`.
     fn resident(&mut self, block: usize, from: usize, to: usize) -> usize {
         if block != self.block {
             let mut pages = [0; PAGES];
@@ -50,14 +54,14 @@ impl Residents {
         }
         let page = os_page_bytes();
         let Some(pages) = &self.pages else {
-            // Some of the block is not mapped: it is not a block of the arena, and the range is measured separately.
+            // A part of the block is not mapped, so it is not a block of the arena. Query the addresses separately.
             return mem::resident_bytes(from, (to - from).next_multiple_of(page)).unwrap_or(0);
         };
         let pages = &pages[(from - block) / page..(to - block).div_ceil(page)];
         pages.iter().filter(|page| **page & 1 == 1).count() * page
     }
 
-    /// Resident bytes of all ranges that were added.
+    /// Resident bytes of all ranges that were added, with the extrapolation.
     pub fn bytes(&self) -> u64 {
         let rest = u128::from(self.unseen) * u128::from(self.found) / u128::from(self.seen.max(1));
         self.found + u64::try_from(rest).unwrap_or(u64::MAX)
@@ -68,10 +72,11 @@ impl Residents {
 mod tests {
     use super::*;
 
-    /// Touched pages count, of ranges inside a block and across blocks. Unmapped memory counts as 0. Ranges added too
-    /// late are extrapolated.
+    /// Adds the same memory as one range and as many small ranges, which must give the kernel's count. Unmapped memory
+    /// must
+    /// count as 0, and a range added too late must be extrapolated.
     #[test]
-    fn touched_pages_count() {
+    fn resident_pages_are_counted_or_extrapolated() {
         let page = os_page_bytes();
         let room = vec![0u8; 8 * BLOCK_BYTES];
         let start = (room.as_ptr() as usize).next_multiple_of(BLOCK_BYTES);

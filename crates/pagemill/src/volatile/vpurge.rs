@@ -1,9 +1,10 @@
-//! Purges the program's own memory that it marked volatile: least recently marked first, piece by piece.
+//! Purges memory that the program marked volatile by address, the least recently marked first, one piece at a time.
 //!
-//! A piece is claimed in the book, given back without the book's lock, and recorded as purged. Before any byte is
-//! discarded, all mappings of the piece are checked. If the kernel refuses a part nevertheless, the piece counts as
-//! purged if anything of it was discarded.
-#![allow(unsafe_code)] // gives marked memory back
+//! A purge claims a piece in the `book`, discards it without the book's lock, and records it as purged. Before it
+//! discards
+//! any byte, it checks all mappings of the piece. If the kernel refuses a part nevertheless, the piece counts as purged
+//! if any of it was discarded.
+#![allow(unsafe_code)] // discards marked memory
 
 use super::book::Mark;
 use super::guards::{self, GuardsRefused};
@@ -23,7 +24,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-/// Intervals copied at a time; their pages are then examined without the lock.
+/// Number of intervals that a measurement copies under the lock at a time, to query their pages without the lock.
 const MEASURED_AT_A_TIME: usize = 64;
 
 impl Shrinker for Vranges {
@@ -43,7 +44,7 @@ impl Shrinker for Vranges {
         self.foreign_bytes.load(Relaxed).saturating_sub(self.absent_foreign_bytes.load(Relaxed))
     }
 
-    /// Contents are purged under pressure only.
+    /// Returns nothing: only pressure purges contents.
     fn shrink_aged(&self, _want_bytes: u64, _age: Duration) -> Option<u64> {
         Some(0)
     }
@@ -58,28 +59,29 @@ impl Shrinker for Vranges {
         self.line.purge(want_bytes, purge, || self.look_for_oldest(&pass))
     }
 
-    /// Marked memory may have been touched since the figures were read last.
+    /// Forgets the last measurement, because marked memory may have been touched since.
     fn measure(&self) {
         self.set_absent(0, 0);
     }
 }
 
-/// Parameters of one reclaim request.
+/// The parameters of one purge of marked memory.
 struct PurgePass {
     maps: Maps,
     urgency: Urgency,
     takes_foreign: bool,
 }
 
-/// The result of purging a piece.
+/// The result of purging a piece. `bytes` is the number of resident bytes that were freed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum TakenMarks {
-    /// All of it is still there.
+    /// Nothing was discarded.
     Nothing,
-    /// Some of it was discarded before the kernel refused the rest.
+    /// A part was discarded before the kernel refused the rest.
     Some {
         bytes: u64,
     },
+    /// All of the piece was discarded.
     All {
         bytes: u64,
     },
@@ -87,15 +89,16 @@ enum TakenMarks {
 
 impl Vranges {
     fn pass(&self, urgency: Urgency) -> Option<PurgePass> {
-        // Without `/proc/self/maps` it is unknown which mappings may be purged: purge nothing.
+        // Without `/proc/self/maps` the kinds of mappings are unknown. Then nothing is purged.
         let maps = Maps::open().ok()?;
-        // Memory that our own limit does not count does not help that limit.
+        // Purging foreign memory helps the kernel's limits, but not the limit of the account, which does not count it.
         let takes_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
         Some(PurgePass { maps, urgency, takes_foreign })
     }
 
-    /// Measures what a purge of everything would free: the resident pages of marked memory that can be purged. The
-    /// result is valid until something is marked or unmarked.
+    /// Measures the bytes that a purge of everything would free: the resident pages of marked memory that can be
+    /// purged.
+    /// The next mark or unmark invalidates the result.
     pub(crate) fn measure_now(&self) {
         self.set_absent(0, 0);
         if self.giveable_bytes.load(Relaxed) == 0 {
@@ -120,7 +123,7 @@ impl Vranges {
                 while !left.is_empty() {
                     let piece = mark.next_piece(&left);
                     left.end = piece.start;
-                    // Before Linux 6.11 finding the mappings takes long.
+                    // Before Linux 6.11 finding the mappings takes long, so it is skipped after the time limit.
                     if clock::fine_ns() > until_ns || self.may_all_go(&pass, &piece, mark.is_strict) {
                         let of = if self.arena.contains(piece.start) { &mut own } else { &mut foreign };
                         of.add(piece.start, piece.len() as u64);
@@ -136,6 +139,7 @@ impl Vranges {
         self.set_absent(all.saturating_sub(found), of_others.saturating_sub(foreign.bytes()));
     }
 
+    /// Stores the marked bytes that a purge would not free, all and foreign ones, and updates the figures.
     pub(super) fn set_absent(&self, bytes: u64, foreign_bytes: u64) {
         self.absent_bytes.store(bytes, Relaxed);
         self.absent_foreign_bytes.store(foreign_bytes, Relaxed);
@@ -143,7 +147,7 @@ impl Vranges {
         stats::set(Counter::MarkedForeign, Shrinker::foreign_bytes(self));
     }
 
-    /// Walks all marks to fill the line. Returns its length.
+    /// Walks all marks to fill the purge queue. Returns its length.
     fn look_for_oldest(&self, pass: &PurgePass) -> usize {
         let (now, mut oldest, mut from) = (now(), Oldest::new(), 0);
         loop {
@@ -165,8 +169,8 @@ impl Vranges {
         self.line.set(&mut oldest)
     }
 
-    /// Purges the interval that begins at `addr`, or its last chunk, if it is still marked since `epoch`. Returns the
-    /// bytes that the kernel took; `None` if nothing was purged.
+    /// Purges the interval that begins at `addr`, or its last chunk, unless it was marked again or unmarked after
+    /// `epoch`. Returns the bytes that the kernel took; `None` if nothing was purged.
     fn purge(&self, pass: &PurgePass, addr: usize, epoch: u32) -> Option<u64> {
         let mut freed = None;
         loop {
@@ -184,7 +188,9 @@ impl Vranges {
         }
     }
 
-    /// Claims a piece of an interval. Returns `None` while a thread waits for an earlier claim.
+    /// Claims the last piece of an interval. Returns `None` if that is not possible, also while a thread waits for the
+    /// end
+    /// of another claim.
     fn claim(&self, addr: usize, epoch: u32) -> Option<(Range<usize>, Mark)> {
         self.book.with(|book| {
             let (range, mark) = book.marks.from(addr).next()?;
@@ -198,11 +204,11 @@ impl Vranges {
         })
     }
 
-    /// Ends a claim on a piece of the interval that began at `addr`.
+    /// Ends the claim on a piece of the interval that begins at `addr`, and records the result.
     fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: TakenMarks) {
         let is_all = matches!(taken, TakenMarks::All { .. });
         let after = Mark {
-            // After a refusal or after a chunk, other ranges have their turn first.
+            // After a refusal the piece counts as marked now, so that other ranges are tried first.
             epoch: if is_all { mark.epoch } else { now() },
             is_purged: mark.is_purged || taken != TakenMarks::Nothing,
             is_empty: is_all,
@@ -213,7 +219,7 @@ impl Vranges {
             book.claimed -= 1;
             book.change(piece, after);
             let before = book.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
-            // What the claim left of its interval, if it was not changed since.
+            // The rest of the interval before the piece, if it was not marked or unmarked since.
             let head = before.filter(|(head, found)| (head.start, head.end) == (addr, piece.start) && *found == mark);
             match (head, taken) {
                 (Some((head, _)), TakenMarks::Nothing) => book.join(head.start..piece.end, after),
@@ -222,7 +228,7 @@ impl Vranges {
                 }
                 _ => {}
             }
-            // Merge with the previous step, so that the steps of a purge leave one interval.
+            // Merge the piece with the next one, which was purged before, so that a purge leaves one interval.
             let next = book.marks.from(piece.end).next();
             if let Some((next, _)) = next.filter(|(next, other)| next.start == piece.end && is_all && *other == after) {
                 book.join(piece.start..next.end, after);
@@ -234,7 +240,7 @@ impl Vranges {
         }
     }
 
-    /// Gives the pages of a claimed piece back, and guards their addresses for a strict mark.
+    /// Discards the pages of a claimed piece. For a strict mark, also installs guards on them.
     fn discard(&self, pass: &PurgePass, piece: &Range<usize>, is_strict: bool) -> TakenMarks {
         if !self.may_all_go(pass, piece, is_strict) {
             return TakenMarks::Nothing;
@@ -248,7 +254,7 @@ impl Vranges {
                 false => discard_foreign(part),
             };
             let result = match is_strict {
-                // SAFETY: claimed, and all of the piece is private memory that can be read and written.
+                // SAFETY: the piece is claimed, and all of it is private memory that can be read and written.
                 true => unsafe { guards::replace(part, discard) },
                 false => discard(part).ok_or(GuardsRefused { freed: None }),
             };
@@ -266,12 +272,12 @@ impl Vranges {
         TakenMarks::All { bytes: freed }
     }
 
-    /// Whether no known reason prevents purging the piece.
+    /// Whether all of the piece can be purged, as far as its mappings and the arena show.
     fn may_all_go(&self, pass: &PurgePass, piece: &Range<usize>, is_strict: bool) -> bool {
         let mut at = piece.start;
         while at < piece.end {
             let Ok(Some(mapping)) = pass.maps.find(at) else { return false };
-            // A strict purge closes memory and opens it again for reading and writing.
+            // A strict purge closes memory and opens it again without the right to execute.
             let is_open = mapping.is_readable && mapping.is_writable && !(is_strict && mapping.is_executable);
             let is_plain = is_open && !mapping.is_shared && !mapping.has_file;
             if mapping.addresses.start > at || !is_plain || mapping.is_stack {
@@ -284,8 +290,9 @@ impl Vranges {
         if from >= to {
             return pass.takes_foreign;
         }
-        // Memory of the small allocator is accounted elsewhere. A part of a huge page frees nothing before the page is
-        // split.
+        // Of the arena only heap memory is purged. A part of a huge page is purged only when a limit is reached,
+        // because
+        // the page must be split first.
         let is_huge = |addr: usize| self.arena.peek(self.arena.block_of(addr)).backing == Backing::Huge;
         let is_part = |addr: usize| !addr.is_multiple_of(BLOCK_BYTES);
         let splits = is_part(from) && is_huge(from) || is_part(to) && is_huge(to - 1);
@@ -293,8 +300,9 @@ impl Vranges {
         is_one && self.arena.heap.contains(from) && (!splits || pass.urgency == Urgency::Limit)
     }
 
-    /// The next part of a piece to discard with one call: inside one mapping, of which the kernel refuses all or
-    /// nothing, and inside one block of the arena.
+    /// The part of a piece from `at` that one system call discards. It lies inside one mapping, because the kernel
+    /// discards
+    /// or refuses a mapping as a whole, and inside one block of the arena.
     fn next_part(&self, pass: &PurgePass, at: usize, end: usize) -> Range<usize> {
         let mapping_end = match pass.maps.find(at) {
             Ok(Some(mapping)) if mapping.addresses.contains(&at) => mapping.addresses.end,
@@ -308,7 +316,7 @@ impl Vranges {
     fn discard_own(&self, part: Range<usize>, urgency: Urgency) -> Option<u64> {
         let block = self.arena.block_of(part.start);
         if part.len() == BLOCK_BYTES {
-            // SAFETY: claimed: the program can do without the bytes of this block (contract of `vrange`).
+            // SAFETY: the block is claimed, and the program does not need its contents (contract of `vrange`).
             return unsafe { self.arena.renew(block, 1) };
         }
         if self.arena.peek(block).backing == Backing::Huge {
@@ -317,19 +325,21 @@ impl Vranges {
             }
             self.arena.split(block);
         }
-        // SAFETY: as above, whole OS pages of one block.
+        // SAFETY: as above; these are whole OS pages of one block.
         unsafe { self.arena.discard_part(block, part.start, part.len()) }
     }
 }
 
-/// Gives back private anonymous pages; returns how many bytes were resident.
+/// Discards private anonymous pages outside the arena. Returns the bytes that were resident; `None` if the kernel
+/// refused.
 fn discard_foreign(part: Range<usize>) -> Option<u64> {
     let bytes = mem::resident_bytes(part.start, part.len()).ok()?;
     if !part.start.is_multiple_of(BLOCK_BYTES) || !part.end.is_multiple_of(BLOCK_BYTES) {
-        // Discarding a part of a huge page frees nothing before the page is split.
+        // `MADV_COLD` splits a huge page that is partly in the range. Otherwise discarding the part would free nothing.
         let _ = mem::cool(part.start, part.len());
     }
-    // SAFETY: claimed: the program can do without these bytes and has no reference to them (contract of `vrange`).
+    // SAFETY: the part is claimed. The program does not need its contents and has no reference to it (contract of
+    // `vrange`).
     unsafe { mem::discard(part.start, part.len()) }.ok()?;
     Some(bytes as u64)
 }

@@ -1,4 +1,4 @@
-//! Ranges by their handles.
+//! Shuttle tests of ranges with a handle.
 
 use super::super::range::{Behaviour, Contents, Pin, Range};
 use super::super::word::RangePhase;
@@ -8,7 +8,7 @@ use crate::sync::Relaxed;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-/// Two that share packs, and one with blocks of its own.
+/// Lengths of ranges: two that are in packs, and one that has a slot of the heap.
 const LENS: [usize; 3] = [BLOCK_BYTES / 4, BLOCK_BYTES / 2, BLOCK_BYTES / 2 + 4 * PIECE];
 
 fn some_behaviour() -> Behaviour {
@@ -27,7 +27,7 @@ fn assert_all(bytes: &[u8], byte: u8, why: &str) {
     assert!(bytes.iter().step_by(PIECE).all(|found| *found == byte), "{why}");
 }
 
-/// A range that one thread owns, with the expected state.
+/// A range that one thread uses, with its expected contents and state.
 struct Mine {
     range: Range,
     byte: u8,
@@ -60,7 +60,7 @@ impl Mine {
         assert_all(self.range.bytes_mut().unwrap(), self.byte, "a held range changed");
     }
 
-    /// The reported result matches the bytes, and they do not change.
+    /// Unmarks the range. The result must match the bytes, which must not change afterwards.
     fn take_back(&mut self) {
         let contents = self.range.unmark().unwrap();
         self.is_marked = false;
@@ -77,7 +77,7 @@ impl Mine {
         self.check_held();
     }
 
-    /// While it is pinned no byte is purged.
+    /// Pins the range. Its bytes must not change while it is pinned.
     fn look(&self) {
         let pin = self.range.pin().unwrap();
         let is_whole = pin.contents() == Contents::Kept;
@@ -89,7 +89,8 @@ impl Mine {
     }
 }
 
-/// Everything is free, nothing leaks, and all records agree.
+/// Purges everything after all ranges were dropped. All entries must be free, and each must be in a free list or
+/// unused.
 fn check_end(ranges: &Ranges) {
     skip_ticks(5);
     ranges.shrink(u64::MAX, Urgency::Limit);
@@ -100,7 +101,7 @@ fn check_end(ranges: &Ranges) {
         let seen = ranges.entry(number).word.look();
         assert_eq!((seen.phase(), seen.pins(), seen.is_claimable(0)), (RangePhase::Free, 0, false));
     }
-    // Each entry is in one list, or was never allocated.
+    // Each entry must be in one free list, or be in the unused part of a shard's run.
     let mut found = vec![false; count as usize];
     let mut find =
         |number: u32| assert!(!std::mem::replace(&mut found[number as usize], true), "an entry is free twice");
@@ -115,12 +116,14 @@ fn check_end(ranges: &Ranges) {
             }
         }
     }
-    // The rest of a run in which the next request did not fit stays unused for good.
+    // The rest of a run that was too short for a request is never used. These entries have no address.
     let lost = (0..count).filter(|number| !found[*number as usize]);
     assert_eq!(lost.map(|number| ranges.entry(number).addr.load(Relaxed)).max().unwrap_or(0), 0, "an entry is lost");
 }
 
-/// Two users and a purge. Ranges are dropped in any state; their entries and memory go to the next owner.
+/// Two threads mark, unmark, pin, drop and allocate ranges of their own while purges run. Ranges are dropped in any
+/// state,
+/// and other threads reuse their memory.
 #[test]
 fn users_race_purges() {
     model(|fixture| {
@@ -139,10 +142,10 @@ fn users_race_purges() {
     });
 }
 
-/// The shared expected state of a range that several threads use.
+/// A range that several threads use, with what they know of its contents.
 struct Shared {
     range: Range,
-    /// The least number of bytes that was reported as kept.
+    /// The smallest `kept_bytes` that was reported.
     least_kept: AtomicUsize,
 }
 
@@ -152,13 +155,13 @@ impl Shared {
     }
 
     fn unmark(&self) {
-        // Another thread may have been faster.
+        // This fails if another thread has unmarked the range before.
         if let Ok(Contents::Purged { kept_bytes }) = self.range.unmark() {
             self.least_kept.fetch_min(kept_bytes, Relaxed);
         }
     }
 
-    /// One of the first `kinds` kinds of turns.
+    /// Performs one random operation of the first `kinds` kinds.
     fn turn(&self, kinds: usize) {
         match one_of(kinds) {
             0 => drop(self.range.mark()),
@@ -174,8 +177,9 @@ impl Shared {
     }
 }
 
-/// Several threads mark, unmark, refresh and pin one range while purges run. No byte changes under a pin, and lost
-/// bytes lie behind those reported as kept.
+/// Several threads mark, unmark, refresh and pin one range while purges run. No byte may change while the range is
+/// pinned,
+/// and no byte below the smallest reported `kept_bytes` may be lost.
 #[test]
 fn sharers_race_purges() {
     model(|fixture| {
@@ -183,7 +187,7 @@ fn sharers_race_purges() {
         fill(&mut range, 7);
         let least_kept = AtomicUsize::new(range.len_bytes());
         let shared = Arc::new(Shared { range, least_kept });
-        // With few kinds of turns marks and losses alternate closely.
+        // With only the first two kinds, threads mark and unmark most of the time.
         let kinds = [2, 5][one_of(2)];
         let user = || {
             let shared = shared.clone();
@@ -200,10 +204,11 @@ fn sharers_race_purges() {
     });
 }
 
-/// An entry changes owners during a purge: the slot goes to another owner of the heap, and the entry returns with
-/// another slot, marked as before.
+/// Drops a marked range while purges run. Other threads allocate its slot from the heap, and its entry is used for a
+/// new
+/// range. The old mark must not cause a purge of the new owners' bytes.
 #[test]
-fn purges_never_meet_the_next_owner() {
+fn purges_spare_next_owner() {
     model(|fixture| {
         let new = move || {
             let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
@@ -227,7 +232,7 @@ fn purges_never_meet_the_next_owner() {
             let is_kept = after.unmark().unwrap() == Contents::Kept;
             assert!(!is_kept || byte_at(after.addr()) == 7);
         };
-        // Takes what the heap has just now.
+        // Allocates slots that the heap has at this time, perhaps that of the dropped range.
         let other = move || {
             for slot in [own_slot(), own_slot()] {
                 linger();
@@ -239,9 +244,10 @@ fn purges_never_meet_the_next_owner() {
     });
 }
 
-/// A purge that a thread waits for ends after its step: even a range purged as a whole keeps something then.
+/// Unmarks a range while it is purged. In some schedules the purge must end early, so that a part of the range is kept
+/// although its behaviour is `Full`.
 #[test]
-fn purges_end_early() {
+fn awaited_purges_end_early() {
     static KEPT_PARTS: AtomicUsize = AtomicUsize::new(0);
     model(|fixture| {
         let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
@@ -260,9 +266,10 @@ fn purges_end_early() {
     assert!(KEPT_PARTS.load(Relaxed) > 0, "no purge ended early");
 }
 
-/// A range that is used during a purge is purged after unused ones, although a line was made before.
+/// Refreshes or marks a range again while a purge runs. That range must be purged after the others, although the purge
+/// queue was filled before.
 #[test]
-fn what_was_used_since_goes_last() {
+fn recently_used_range_is_purged_last() {
     model(|fixture| {
         let ranges: Vec<Range> = (0..4)
             .map(|_| {
@@ -271,7 +278,7 @@ fn what_was_used_since_goes_last() {
                 range
             })
             .collect();
-        // Allocating one may purge.
+        // The ranges are marked after all were allocated, because an allocation may purge.
         for range in &ranges {
             range.mark().unwrap();
             skip_ticks(2);
@@ -290,7 +297,7 @@ fn what_was_used_since_goes_last() {
         };
         let purge_one = move || assert!(fixture.ranges.shrink(1, Urgency::Limit) > 0);
         together([Box::new(user), Box::new(purge_one)]);
-        // A range that a thread waited for is spared for a while.
+        // Until these ticks have passed, a range that a thread waited for cannot be purged.
         skip_ticks(4);
         let is_kept = |range: &Range| range.is_volatile() && range.pin().unwrap().contents() == Contents::Kept;
         let mut kept: Vec<bool> = ranges.iter().map(is_kept).collect();

@@ -1,4 +1,4 @@
-//! Ranges by address.
+//! Shuttle tests of ranges that are marked by address.
 #![allow(unsafe_code)] // marks memory
 
 use super::super::guards;
@@ -8,15 +8,15 @@ use pagemill_sys::fault;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// Pieces of an area; two areas are adjacent.
+/// Number of pieces in an area. Each test uses two adjacent areas.
 const PIECES: usize = 6;
 
 std::thread_local! {
-    /// Memory outside the arena, one for all runs of a test.
+    /// Memory outside the arena, which all executions of a test use.
     static MAPPED: usize = mem::map_sparse(2 * PIECES * PIECE, PIECE).unwrap();
 }
 
-/// Memory that belongs to one thread, or is shared.
+/// A part of memory in which threads mark ranges.
 #[derive(Clone, Copy)]
 struct Area {
     vranges: &'static Vranges,
@@ -24,7 +24,7 @@ struct Area {
 }
 
 impl Area {
-    /// Two adjacent areas: of a slot of the heap, or of other memory.
+    /// Creates two adjacent areas, in a slot of the heap or in memory outside the arena.
     fn two(fixture: &Fixture) -> [Self; 2] {
         let len = 2 * PIECES * PIECE;
         let addr = match one_of(2) {
@@ -35,17 +35,17 @@ impl Area {
     }
 
     fn call(self, part: &Range<usize>, mode: Mode, how: How) -> Marked {
-        // SAFETY: the memory stays mapped and nothing references it; its bytes are only compared.
+        // SAFETY: the memory stays mapped, no reference to it exists, and its bytes are only compared.
         unsafe { self.vranges.vrange(self.addr + part.start * PIECE, part.len() * PIECE, mode, how) }.unwrap()
     }
 
-    /// One of the two ways to mark, if the kernel supports both.
+    /// A random mode of marking. Strict marks are used only if the kernel supports guards.
     fn some_mode(self) -> Mode {
         let has_guards = guards::prepare(&(self.addr..self.addr + PIECE)).is_ok();
         if has_guards && one_of(2) == 0 { Mode::VolatileStrict } else { Mode::Volatile }
     }
 
-    /// Whether a marked piece was purged: it reads zero, or cannot be read.
+    /// Whether a marked piece was purged: it reads zero or cannot be read.
     fn is_gone(self, piece: usize) -> bool {
         !fault::is_readable(self.addr + piece * PIECE) || self.read(piece) == 0
     }
@@ -72,7 +72,7 @@ fn some_how() -> How {
     if one_of(2) == 0 { How::Full } else { How::Partial }
 }
 
-/// An area of one thread, with the expected state of each piece: its byte, and whether it is marked.
+/// An area that one thread uses, with the expected byte of each piece and whether the piece is marked.
 struct Mine {
     area: Area,
     bytes: [u8; PIECES],
@@ -86,7 +86,7 @@ impl Mine {
         owned
     }
 
-    /// Writes a new value to a part that is nonvolatile now.
+    /// Writes new bytes to a part after it was unmarked.
     fn renew(&mut self, part: Range<usize>) {
         for piece in part {
             self.bytes[piece] = self.bytes[piece] % 0xFF + 1;
@@ -95,7 +95,7 @@ impl Mine {
         }
     }
 
-    /// Unmarked pieces never change.
+    /// Asserts that unmarked pieces have not changed.
     fn check(&self) {
         for piece in (0..PIECES).filter(|piece| !self.is_marked[*piece]) {
             assert_eq!(self.area.read(piece), self.bytes[piece], "nonvolatile memory changed");
@@ -117,7 +117,7 @@ impl Mine {
             }
             3..6 => self.unmark(part),
             6 => {
-                // As if the memory went to another owner.
+                // Removes the marks and writes new contents, as if the memory was freed and allocated again.
                 self.area.forget(&part);
                 self.renew(part);
             }
@@ -141,7 +141,7 @@ impl Mine {
     }
 }
 
-/// The sums agree with the marks, and nothing is claimed or awaited.
+/// Asserts that the sums agree with the marks, and that no piece is claimed or awaited.
 fn check_state(vranges: &Vranges) {
     vranges.book.with(|book| {
         assert_eq!((book.claimed, book.waiting), (0, 0));
@@ -158,7 +158,7 @@ fn check_state(vranges: &Vranges) {
     });
 }
 
-/// Without other threads everything marked can be purged.
+/// Purges all marked memory while no other thread runs, and asserts that nothing is left to purge.
 fn purge_all(vranges: &Vranges) {
     skip_ticks(5);
     vranges.shrink(u64::MAX, Urgency::Limit);
@@ -166,8 +166,9 @@ fn purge_all(vranges: &Vranges) {
     assert_eq!(vranges.giveable_bytes(), 0, "what is marked can go");
 }
 
-/// Two owners of adjacent areas mark, unmark and forget overlapping parts while purges run. Bytes not reported as
-/// purged are there, and unmarked bytes stay.
+/// Two threads mark, unmark and forget overlapping parts of their own areas, which are adjacent, while purges run.
+/// Unmarked
+/// bytes must not change, and every purge must be reported.
 #[test]
 fn marks_race_purges() {
     model(|fixture| {
@@ -208,9 +209,9 @@ fn marks_race_purges() {
     });
 }
 
-/// Two threads mark and unmark the same memory: a purge is reported to one of them.
+/// Two threads mark and unmark the same memory while purges run. Each purge must be reported to at least one of them.
 #[test]
-fn one_of_several_is_told() {
+fn purge_of_shared_memory_is_reported() {
     model(|fixture| {
         let [area, _] = Area::two(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
@@ -238,13 +239,15 @@ fn one_of_several_is_told() {
     });
 }
 
-/// A piece marked anew during a purge is purged after the others, although a line was made before.
+/// Marks a piece again while a purge runs. That piece must be purged after the others, although the purge queue was
+/// filled
+/// before.
 #[test]
-fn what_was_marked_since_goes_last() {
+fn recently_marked_piece_is_purged_last() {
     model(|fixture| {
         let [area, _] = Area::two(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
-        // Every other piece: adjacent marks are separate, too, but their pieces would be joined.
+        // The marked pieces are not adjacent, because a purge joins adjacent pieces into one interval.
         let parts = [0, 2, 4].map(|piece| piece..piece + 1);
         for part in &parts {
             area.call(part, Mode::Volatile, How::Full);
@@ -261,7 +264,8 @@ fn what_was_marked_since_goes_last() {
         };
         together([Box::new(user), Box::new(move || purge(fixture.vranges, 1))]);
         let mut kept = parts.each_ref().map(|part| area.read(part.start) == 7);
-        // A piece purged before it was unmarked is marked anew without content; it is purged as well, unnoticed.
+        // A piece that was purged before it was unmarked reads zero. Another purge of it after the new mark cannot be
+        // seen.
         while let Some(oldest) = (0..3).filter(|index| kept[*index]).min_by_key(|index| (*index == used, *index)) {
             fixture.vranges.shrink(1, Urgency::Limit);
             let after = parts.each_ref().map(|part| area.read(part.start) == 7);

@@ -1,16 +1,16 @@
-//! Model test of the state word: random operations against plain fields.
+//! Model test of the state word: compares random operations on the word with operations on separate fields.
 
 use super::*;
 
-/// The fields of the word, each on its own.
+/// The fields of the word, as separate variables.
 #[derive(Clone, Debug)]
 struct Model {
     phase: RangePhase,
     is_lost: bool,
     is_awaited: bool,
-    /// The purged range is free.
+    /// Whether the range in *Purging* was free before.
     is_from_free: bool,
-    /// Memory is behind a free range.
+    /// Whether a free range has memory.
     is_backed: bool,
     pins: u16,
     generation: u16,
@@ -23,7 +23,7 @@ impl Model {
     }
 
     fn is_claimable(&self, now: u32) -> bool {
-        // Half of the epochs are later than `now`: marked since.
+        // Epochs wrap: half of all values count as later than `now`, that is as set since `now` was read.
         let ticks = (u64::from(now) + (1 << 24) - u64::from(self.epoch)) % (1 << 24);
         let is_within_grace = ticks < u64::from(GRACE_TICKS) || ticks >= 1 << 23;
         match self.phase {
@@ -33,7 +33,7 @@ impl Model {
         }
     }
 
-    /// Applies a change unless a purge has the range. A change ends a waiting thread's priority.
+    /// Applies `change` unless a purge has claimed the range. A change that succeeds clears `is_awaited`.
     fn update<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T, Refused>) -> Result<T, Refused> {
         if self.phase == RangePhase::Purging {
             return Err(Refused::Purging);
@@ -95,10 +95,11 @@ impl Model {
     }
 }
 
+/// The tested word, the model with the same state, and a random number generator.
 struct Pair {
     word: RangeWord,
     model: Model,
-    /// A copy of the word, which may have changed since.
+    /// A copy of the word that was read earlier.
     seen: Seen,
     seed: u64,
 }
@@ -113,7 +114,7 @@ impl Pair {
         self.below(1 << 24) as u32
     }
 
-    /// An epoch, mostly close to that of the range.
+    /// A random epoch, in most cases close to the boundaries that matter for the range's epoch.
     fn now(&mut self) -> u32 {
         match self.below(4) {
             0 => self.epoch(),
@@ -192,10 +193,11 @@ impl Pair {
     }
 }
 
-/// Every operation changes the fields that it names, and no other. 100,000 random operations from a word whose generation
-/// is about to wrap, and from one with nearly all pins.
+/// Applies 100,000 random operations to a word whose generation is about to wrap, and to a word with nearly all pins.
+/// All
+/// fields must equal those of the model after each operation.
 #[test]
-fn operations_change_what_they_name() {
+fn random_operations_match_model() {
     for pins in [0, u16::MAX - 2] {
         let (phase, generation) = (if pins == 0 { RangePhase::Free } else { RangePhase::Held }, u16::MAX - 20);
         let word = RangeWord(AtomicU64::new(phase as u64 | u64::from(pins) << 8 | u64::from(generation) << 24));
@@ -218,9 +220,9 @@ fn operations_change_what_they_name() {
     }
 }
 
-/// A range with all pins stays volatile when its bytes were lost, because unmarking it would pin it once more.
+/// A range with lost bytes and the maximum number of pins cannot be unmarked, because unmarking would add a pin.
 #[test]
-fn a_lost_range_with_all_pins_is_not_unmarked() {
+fn lost_range_with_all_pins_is_not_unmarked() {
     let of = |bits: u64| RangeWord(AtomicU64::new(bits | u64::from(u16::MAX) << 8));
     assert_eq!(of(RangePhase::Volatile as u64 | LOST).unmark(), Err(Refused::Pins));
     assert_eq!(of(RangePhase::Volatile as u64).unmark(), Ok(false));
@@ -228,7 +230,7 @@ fn a_lost_range_with_all_pins_is_not_unmarked() {
     assert_eq!(of(RangePhase::Held as u64).pin(), Err(Refused::Pins));
 }
 
-/// An epoch has 24 bits.
+/// An epoch must have 24 bits, and ages must be correct across its wrap.
 #[test]
 fn epochs_have_24_bits() {
     assert_eq!((epoch_of(u64::MAX), epoch_of(1 << 46), epoch_of((1 << 22) - 1)), ((1 << 24) - 1, 0, 0));
