@@ -1,8 +1,8 @@
-//! `PAGEMILL_CHECK`: a bit for every address where a small allocation can start. It detects at once a double free, a
-//! free inside an allocation, and a free of memory that was never allocated.
+//! `PAGEMILL_CHECK`: detects invalid frees of small allocations with a bit for every address where one can start.
 //!
-//! Large allocations are always checked by their state words. For small ones the check costs a table look-up per call,
-//! so it is for testing.
+//! It detects a double free, a free inside an allocation, and a free of memory that was never allocated. Large
+//! allocations are always checked, by their state words. For small ones the check costs a table lookup in each call, so
+//! it is intended for testing.
 #![allow(unsafe_code)] // the table of bits is accessed by address
 
 use pagemill::Error;
@@ -11,13 +11,14 @@ use pagemill_sys::mem;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
-/// Allocations start at multiples of this.
+/// Small allocations start at multiples of this many bytes.
 const STEP: usize = 8;
 
-/// Start and end of the addresses that have a bit.
+/// First address that has a bit.
 static BASE: AtomicUsize = AtomicUsize::new(0);
+/// End of the addresses that have a bit.
 static END: AtomicUsize = AtomicUsize::new(0);
-/// Address of the bits; 0 if checking is off.
+/// Address of the table of bits; 0 if checking is off.
 static BITS: AtomicUsize = AtomicUsize::new(0);
 
 pub fn is_on() -> bool {
@@ -34,7 +35,7 @@ pub fn start(pagemill: &'static Pagemill) -> bool {
     true
 }
 
-/// The word and bit of an address.
+/// The table word of an address, and a mask with the address's bit.
 fn bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
     let (base, bits) = (BASE.load(Relaxed), BITS.load(Relaxed));
     if bits == 0 || !(base..END.load(Relaxed)).contains(&addr) {
@@ -53,7 +54,7 @@ pub fn note(pointer: *mut c_void) {
     }
 }
 
-/// Ends the process if there is no small allocation at this address.
+/// Ends the process with a message if there is no small allocation at this address.
 pub fn verify(function: &str, pointer: *mut c_void) {
     if is_on() {
         forget(function, pointer);
@@ -61,7 +62,7 @@ pub fn verify(function: &str, pointer: *mut c_void) {
     }
 }
 
-/// Records that a small allocation is freed; ends the process if there is none at this address.
+/// Records that a small allocation is freed. Ends the process with a message if there is none at this address.
 pub fn forget(function: &str, pointer: *mut c_void) {
     let addr = pointer as usize;
     if !is_on() {

@@ -1,4 +1,5 @@
-//! The slow path of malloc: large sizes, start-up, work due outside jemalloc's locks, errors.
+//! The slow path of malloc: large sizes, start of the library, errors, and work that must wait until jemalloc holds no
+//! lock.
 #![allow(unsafe_code)] // the program's pointers
 
 use crate::start::{self, State};
@@ -11,7 +12,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::Relaxed;
 
 pub fn errno() -> c_int {
-    // SAFETY: the address of this thread's errno.
+    // SAFETY: the function returns the address of this thread's errno.
     unsafe { *libc::__errno_location() }
 }
 
@@ -20,7 +21,7 @@ pub fn out_of_memory() -> *mut c_void {
     ptr::null_mut()
 }
 
-/// Ends the process over a misused pointer, as the C library does, but with a name for it.
+/// Ends the process because the program misused a pointer. The message names the function and the kind of misuse.
 fn misuse(function: &str, error: &Error) -> ! {
     let kind = match error {
         Error::FreedBefore { .. } if function == "free" => "double free",
@@ -30,7 +31,7 @@ fn misuse(function: &str, error: &Error) -> ! {
     pagemill_sys::fatal(format_args!("pagemill: {function}(): {kind}: {error}"))
 }
 
-/// Does work that is due outside every lock: pays a debt of the small allocator, starts the helper.
+/// Does deferred work while no lock is held: pays the small allocator's debt, starts the helper thread.
 fn tick(pagemill: &'static Pagemill) {
     if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
         SMALL_LIMIT.store(MIN_BYTES, Relaxed);
@@ -48,7 +49,7 @@ fn start_helper_if_due(pagemill: &'static Pagemill) {
     }
 }
 
-/// Whether an allocation must be zeroed.
+/// The contents that an allocation must have.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Zeroing {
     Any,
@@ -71,7 +72,7 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
                 let take = || small::allocate(size, align, zeroing == Zeroing::Zeroed);
                 let mut pointer = take();
                 if pointer.is_null() && pagemill.account.has_debt() {
-                    // Refused inside jemalloc's locks, where little could be given back.
+                    // The charge was refused inside jemalloc's locks, where little can be reclaimed. Reclaim and retry.
                     tick(pagemill);
                     pointer = take();
                 }
@@ -82,13 +83,13 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
                 Zeroing::Any => pagemill.heap.allocate(size, align).map(|allocation| allocation.addr),
                 Zeroing::Zeroed => pagemill.heap.allocate_zeroed(size, align),
             };
-            // Whatever the kernel said: programs know this one error of malloc.
+            // `ENOMEM` for every error, because programs expect no other error of malloc.
             result.map_or_else(|_| out_of_memory(), |addr| addr.as_ptr().cast())
         }
     }
 }
 
-/// Charges the memory of the libc fallback to its process tree.
+/// Charges the memory that the C library serves to the process tree, if the process is in one.
 fn charge_libc_fallback() {
     if let Some(account) = start::account_of_libc_fallback() {
         libc_fallback::charge_roughly(account);
@@ -115,11 +116,13 @@ pub fn aligned(align: usize, size: usize) -> *mut c_void {
 
 /// The allocator that owns a pointer.
 enum PointerOwner {
-    /// Null.
+    /// The pointer is null.
     None,
-    /// Allocated while the C library served the program, or while the library started.
+    /// The C library, which serves the program before it has grown and while this library starts.
     CLibrary,
+    /// jemalloc.
     Small,
+    /// The heap of this Pagemill.
     Heap(&'static Pagemill),
 }
 
@@ -167,14 +170,14 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
                 misuse("free", &error);
             }
-            // How much of overcommitted memory was resident is known only now, and this may be the last call for long.
+            // Freeing has measured overcommitted memory, so the charge may have risen. The next call may be far away.
             start_helper_if_due(pagemill);
         }
     }
     set_errno(errno);
 }
 
-/// Ends the volatile marks of a slot that is freed or moved.
+/// Removes the volatile marks of a slot that is freed or moved.
 fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
     if !pagemill.vranges.is_empty()
         && let Ok(bytes) = pagemill.heap.usable_bytes(pointer as usize)
@@ -183,7 +186,8 @@ fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
     }
 }
 
-/// The Pagemill of this process; a program on the libc fallback grows for it. `None` if the C library serves for good.
+/// Returns the Pagemill of this process; creates it if the C library still serves the program. `None` if it cannot be
+/// created.
 pub fn grown() -> Option<&'static Pagemill> {
     loop {
         match start::state() {
@@ -260,15 +264,15 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         };
     }
     if let PointerOwner::Heap(pagemill) = owner {
-        // Memory that is read must have no guards.
+        // The copy below reads this memory, so guards must be removed first.
         forget_marks(pagemill, pointer);
     }
-    // Between two allocators: copy.
+    // The new size belongs to another allocator, so the bytes are copied.
     // SAFETY: guaranteed by the caller.
     let old_size = unsafe { usable(pointer) };
     let new = crate::malloc(size);
     if !new.is_null() {
-        // SAFETY: both are allocations of at least that many bytes, and do not overlap.
+        // SAFETY: both allocations have at least that many bytes and do not overlap.
         unsafe {
             ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), old_size.min(size));
             crate::free(pointer);
@@ -284,8 +288,7 @@ pub fn trim() -> c_int {
     c_int::from(has_trimmed || freed > 0)
 }
 
-/// Makes the next call of malloc take the slow path, because work is due outside jemalloc's locks. Neither allocates
-/// nor locks.
+/// Makes the next call of malloc take the slow path, where [`tick`] does deferred work. Neither allocates nor locks.
 pub fn call_soon() {
     if start::pagemill().is_some() {
         SMALL_LIMIT.store(0, Relaxed);

@@ -1,6 +1,7 @@
-//! Settings from environment variables, read once, when the library starts.
+//! Settings from environment variables, which are read once, when the library starts.
 //!
-//! Later would be unsafe: another thread may change the environment while malloc reads it, and a program may clear it.
+//! Reading them later would be unsafe, because another thread may change the environment at the same time. The program
+//! may also have cleared it.
 #![allow(unsafe_code)] // a static written once
 
 use pagemill::arena::Layout;
@@ -15,15 +16,17 @@ use std::ffi::CStr;
 
 /// Settings of this process.
 pub struct Settings {
-    /// Maximum bytes that the arena may hold.
+    /// Limit of the process's resident bytes (`PAGEMILL_LIMIT`).
     pub limit_bytes: u64,
-    /// Bytes that the program holds before Pagemill serves it.
+    /// Live bytes above which Pagemill serves the program instead of the C library (`PAGEMILL_AFTER`).
     pub after_bytes: Option<usize>,
+    /// Whether frees of small allocations are checked (`PAGEMILL_CHECK`).
     pub is_checking: bool,
+    /// Whether the helper thread may start (`PAGEMILL_HELPER`).
     pub may_have_helper: bool,
-    /// Whether the limits of control groups and of the machine are observed.
+    /// Whether the limits of control groups and of the machine are observed (`PAGEMILL_WATCH`).
     pub is_watching: bool,
-    /// When free memory returns to the system.
+    /// After which time free memory returns to the system (`PAGEMILL_RETURN`).
     pub policy: Return,
     /// Folder of the process tree; empty for none.
     pub tree: Path,
@@ -34,8 +37,10 @@ pub struct Settings {
     huge: Huge,
 }
 
+/// Policy for huge pages (`PAGEMILL_HUGE`).
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Huge {
+    /// Only where little of a huge page would stay unused.
     WhereTheyPay,
     Always,
     Never,
@@ -43,20 +48,22 @@ enum Huge {
 
 struct Cell(UnsafeCell<Settings>);
 
-// SAFETY: written by `read` only, before any other thread can use the library.
+// SAFETY: only `read` writes the value, before any other thread can use the library.
 unsafe impl Sync for Cell {}
 
 static SETTINGS: Cell = Cell(UnsafeCell::new(Settings::none()));
 
 /// The settings; valid after [`read`].
 pub fn settings() -> &'static Settings {
-    // SAFETY: not written any more (see `read`).
+    // SAFETY: after `read` the value is not written any more.
     unsafe { &*SETTINGS.0.get() }
 }
 
-/// Reads the environment. The thread that starts the library calls it, once, before it publishes the phase.
+/// Reads the settings from the environment. The thread that starts the library calls this once, before other threads
+/// can
+/// use the library.
 pub fn read() {
-    // SAFETY: the first and only writer; readers come after the phase is published.
+    // SAFETY: this is the only writer. Other threads read after the phase in `start` is stored.
     let settings = unsafe { &mut *SETTINGS.0.get() };
     settings.limit_bytes = size(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
     settings.after_bytes = size(c"PAGEMILL_AFTER");
@@ -74,7 +81,7 @@ pub fn read() {
     settings.runtime = path(c"XDG_RUNTIME_DIR").unwrap_or_default();
 }
 
-/// When free memory returns: `PAGEMILL_RETURN`, else its older name `PAGEMILL_IDLE` (seconds, `off`).
+/// The policy of `PAGEMILL_RETURN`, else that of the older variable `PAGEMILL_IDLE` (seconds or `off`).
 fn policy() -> Option<Return> {
     if let Some(text) = variable(c"PAGEMILL_RETURN") {
         let policy = Return::parse(text);
@@ -106,9 +113,9 @@ impl Settings {
         }
     }
 
-    /// The layout of the arena.
+    /// The layout of the arena that these settings require.
     pub fn layout(&self) -> Layout {
-        // No pool zone: caches are for programs that use the crate.
+        // No pool zone, because only programs that use the crate have page caches.
         let mut layout = Layout { pool_bytes: 0, ..Layout::for_program() };
         if let Some(bytes) = self.page_bytes {
             match PageSize::new(bytes) {
@@ -138,8 +145,9 @@ pub fn warn(message: std::fmt::Arguments<'_>) {
     }
 }
 
-/// As [`warn`], of a variable that is passed over. In a process tree `run` has looked at them: each of many processes would say
-/// it again.
+/// As [`warn`], about a variable that is ignored. Prints nothing in a process tree, where `run` has checked the
+/// variables
+/// once for all processes.
 fn warn_of_variable(message: std::fmt::Arguments<'_>) {
     if variable(TREE_VARIABLE).is_none() {
         warn(message);
@@ -150,7 +158,7 @@ fn variable(name: &CStr) -> Option<&'static str> {
     file::environment(name)?.to_str().ok().filter(|value| !value.is_empty())
 }
 
-/// Reads one of several words from the environment; warns about any other and ignores it.
+/// Reads a variable whose value must be one of `words`. Warns about any other value and ignores it.
 fn word<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     let value = variable(name)?;
     let found = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
@@ -162,7 +170,7 @@ fn word<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     found
 }
 
-/// Reads a size from the environment; warns about an invalid one and ignores it.
+/// Reads a variable whose value must be a size. Warns about an invalid value and ignores it.
 fn size(name: &CStr) -> Option<usize> {
     let value = variable(name)?;
     let bytes = parse_plain_bytes(value).and_then(|bytes| usize::try_from(bytes).ok());

@@ -1,4 +1,4 @@
-/* 64 MiB are giveable while they are marked volatile, and not after they are unmarked. */
+/* Asserts that 64 MiB are giveable while they are marked volatile, and not after they were unmarked. */
 #include "pagemill.h"
 
 #include <assert.h>

@@ -1,5 +1,5 @@
-/* Reads volatile strict memory that exceeds the limit of the program's group. Also installs a SIGSEGV handler after the first
- * strict mark. */
+/* Marks and reads strict memory, of which the test lets a control group's limit purge a part. Also installs a SIGSEGV handler
+ * after the first strict mark. */
 #include "pagemill.h"
 
 #include <assert.h>

@@ -1,4 +1,5 @@
-/* Tests marks, unmarks and wrong arguments. With an argument it then marks that many MiB, which may exceed the group's limit. */
+/* Tests marking, unmarking and invalid arguments. With one argument, then marks that many MiB, which may exceed the limit of
+ * the program's control group. With two arguments, see hold(). */
 #include "pagemill.h"
 
 #include <assert.h>
@@ -48,7 +49,7 @@ static void marks(void)
 	munmap(area, 16 * page);
 }
 
-/* A child inherits the marks of its parent, and may end them. */
+/* A child inherits the marks of its parent. Unmarking them in the child must not affect those of the parent. */
 static void forks(void)
 {
 	char *area = map(16 * page);
@@ -80,7 +81,7 @@ static void fill(size_t mib)
 	printf("%zu of %zu gone\n", gone, count);
 }
 
-/* Marks memory, waits until its input ends, then prints how much was purged meanwhile. */
+/* Marks memory, waits until standard input ends, then prints how many MiB were purged meanwhile. */
 static void hold(size_t mib)
 {
 	size_t len = (size_t)mib << 20;

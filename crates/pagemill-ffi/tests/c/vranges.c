@@ -1,5 +1,5 @@
-/* Marks memory and prints three PIDs, which the test lists until the input ends: its own, a child that marks as well, and a
- * child that does not. With one argument it first marks memory and then executes itself. */
+/* Marks memory and prints three PIDs: its own, that of a child that also marks memory, and that of a child that does not. The
+ * test lists their ranges until it closes standard input. With one argument, first marks memory and then executes itself. */
 #include "pagemill.h"
 
 #include <assert.h>
