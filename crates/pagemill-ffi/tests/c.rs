@@ -55,9 +55,8 @@ fn marked_memory_is_giveable_in_figures() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "64 MiB giveable while marked\n");
 }
 
-/// A C program marks twice the memory that its control group allows. It must not be killed, and about half of the
-/// memory
-/// must be purged.
+/// A C program marks twice the limit of its control group. It must not be killed, and about half of the memory must be
+/// purged.
 #[test]
 fn volatile_memory_is_purged_before_group_limit() {
     let folder = tempfile::tempdir().unwrap();
@@ -100,9 +99,8 @@ fn sleeping_program_is_purged_for_its_group() {
     assert!(gone >= 44, "{last}");
 }
 
-/// A C program with a `SIGSEGV` handler of its own marks twice the memory that its control group allows as strict.
-/// Reading
-/// purged pages must raise `SIGBUS`; other pages must read as written.
+/// A C program with a `SIGSEGV` handler of its own marks twice the limit of its control group as strict. Reading purged
+/// pages must raise `SIGBUS`; other pages must read as written.
 #[test]
 fn purged_strict_memory_raises_sigbus() {
     let folder = tempfile::tempdir().unwrap();
@@ -121,22 +119,21 @@ fn purged_strict_memory_raises_sigbus() {
 }
 
 /// Requests the list of ranges of a process that publishes in this folder; `None` if it does not publish.
-fn list(folder: &Path, pid: u32) -> Option<List> {
+fn request_list(folder: &Path, pid: u32) -> Option<List> {
     let identity = process::identity(pid).unwrap();
     let figures = published::file_of(folder.to_str().unwrap(), identity).unwrap();
     std::fs::exists(figures.as_str()).unwrap().then(|| listing::ask(&figures, identity, || false).unwrap())
 }
 
 /// Lengths of the listed ranges in OS pages, ascending.
-fn pages(list: &List) -> Vec<usize> {
+fn page_counts(list: &List) -> Vec<usize> {
     let mut pages: Vec<_> = list.ranges.iter().map(|range| range.len_bytes / os_page_bytes()).collect();
     pages.sort_unstable();
     pages
 }
 
 /// Lists the marked ranges of a program, of a child that marks memory, and of a child that does not, with and without
-/// an
-/// exec before. Inherited marks must be listed, marks from before the exec must not, and no file may be left at the
+/// an exec before. Inherited marks must be listed, marks from before the exec must not, and no file may be left at the
 /// end.
 #[test]
 fn marked_ranges_of_processes_are_listed() {
@@ -151,11 +148,11 @@ fn marked_ranges_of_processes_are_listed() {
         let mut holder = command.spawn().unwrap();
         let line = BufReader::new(holder.stdout.take().unwrap()).lines().next().unwrap().unwrap();
         let pids: Vec<u32> = line.split(' ').map(|pid| pid.parse().unwrap()).collect();
-        let lists: Vec<_> = pids.iter().map(|pid| list(&published, *pid)).collect();
+        let lists: Vec<_> = pids.iter().map(|pid| request_list(&published, *pid)).collect();
         drop(holder.stdin.take());
         assert!(holder.wait().unwrap().success());
-        assert_eq!(lists[0].as_ref().map(pages), Some(vec![16]));
-        assert_eq!(lists[1].as_ref().map(pages), Some(vec![4, 16]), "with what it has from its parent");
+        assert_eq!(lists[0].as_ref().map(page_counts), Some(vec![16]));
+        assert_eq!(lists[1].as_ref().map(page_counts), Some(vec![4, 16]), "with what it has from its parent");
         assert_eq!(lists[2], None);
         let left: Vec<_> = std::fs::read_dir(&published).unwrap().collect();
         assert!(left.is_empty(), "{left:?}");

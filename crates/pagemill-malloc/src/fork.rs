@@ -2,8 +2,7 @@
 //!
 //! The library registers one set of handlers when it starts, which also calls jemalloc's handlers. jemalloc must not
 //! register its own (build.rs): it starts later, so handlers that the program registered before would run while
-//! jemalloc
-//! holds its locks. The order of locks:
+//! jemalloc holds its locks. The order of locks:
 //!
 //! | acquired before the fork | released after it, in both processes |
 //! |---|---|
@@ -47,11 +46,11 @@ pub fn register() {
     if !IS_REGISTERED.load(Acquire)
         && let Some(register_handlers) = register_of_c_library()
     {
-        register_with(register_handlers);
+        register_own_handlers(register_handlers);
     }
 }
 
-fn register_with(register_handlers: Register) {
+fn register_own_handlers(register_handlers: Register) {
     let _guard = REGISTRATION.lock();
     if !IS_REGISTERED.load(Relaxed) {
         // SAFETY: the handlers are functions of this library, which is never unmapped (build.rs). So no library is
@@ -74,17 +73,17 @@ pub unsafe extern "C" fn __register_atfork(
     library: *mut c_void,
 ) -> c_int {
     let Some(register_handlers) = register_of_c_library() else { return libc::ENOMEM };
-    register_with(register_handlers);
+    register_own_handlers(register_handlers);
     // SAFETY: the caller's promise.
     unsafe { register_handlers(prepare, parent, child, library) }
 }
 
-/// Addresses of jemalloc's fork handlers, indexed by [`Moment`]; 0 until jemalloc has started.
-static OF_JEMALLOC: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
+/// Addresses of jemalloc's fork handlers, indexed by [`ForkStage`]; 0 until jemalloc has started.
+static JEMALLOC_HANDLERS: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
 
 /// The time at which a fork handler runs.
 #[derive(Clone, Copy)]
-enum Moment {
+enum ForkStage {
     Before,
     InParent,
     InChild,
@@ -98,14 +97,14 @@ enum Moment {
 /// As `pthread_atfork`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
-    for (place, handler) in OF_JEMALLOC.iter().zip([prepare, parent, child]) {
+    for (place, handler) in JEMALLOC_HANDLERS.iter().zip([prepare, parent, child]) {
         place.store(handler.map_or(0, |handler| handler as usize), Release);
     }
     0
 }
 
-fn call_jemallocs(moment: Moment) {
-    let handler = OF_JEMALLOC[moment as usize].load(Acquire);
+fn call_jemalloc_handler(stage: ForkStage) {
+    let handler = JEMALLOC_HANDLERS[stage as usize].load(Acquire);
     if handler != 0 {
         // SAFETY: this is the address of the function that jemalloc registered for this time.
         unsafe { std::mem::transmute::<usize, unsafe extern "C" fn()>(handler)() };
@@ -113,50 +112,50 @@ fn call_jemallocs(moment: Moment) {
 }
 
 /// Whether [`before`] has acquired the locks of jemalloc and of Pagemill for the current fork.
-static HAS_LOCKED: AtomicBool = AtomicBool::new(false);
+static HAS_ACQUIRED_LOCKS: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn before() {
     start::GROWTH.acquire();
     if let Some(pagemill) = start::pagemill() {
         small::before_fork();
-        call_jemallocs(Moment::Before);
+        call_jemalloc_handler(ForkStage::Before);
         // SAFETY: the next call is `after` on this thread, both in the parent and in the child.
         unsafe { pagemill.before_fork() };
-        HAS_LOCKED.store(true, Relaxed);
+        HAS_ACQUIRED_LOCKS.store(true, Relaxed);
     }
 }
 
-fn after(moment: Moment) {
-    if HAS_LOCKED.swap(false, Relaxed)
+fn after(stage: ForkStage) {
+    if HAS_ACQUIRED_LOCKS.swap(false, Relaxed)
         && let Some(pagemill) = start::pagemill()
     {
-        // SAFETY: `before` has acquired the locks (`HAS_LOCKED`).
+        // SAFETY: `before` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
         unsafe { pagemill.after_fork() };
-        call_jemallocs(moment);
+        call_jemalloc_handler(stage);
         small::after_fork();
     }
     start::GROWTH.release();
 }
 
 extern "C" fn in_parent() {
-    after(Moment::InParent);
+    after(ForkStage::InParent);
 }
 
 extern "C" fn in_child() {
-    after(Moment::InChild);
-    if !MARK.load(Relaxed).is_null() {
+    after(ForkStage::InChild);
+    if !WIPED_PAGE.load(Relaxed).is_null() {
         mark_process();
     }
     begin_child();
 }
 
 /// A page that the kernel zeroes in every child process, also in one that ran no fork handlers (`MADV_WIPEONFORK`).
-static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
+static WIPED_PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
-/// Stores 1 in the page of `MARK`, so that a child made by a bare `clone` can be recognised: there it reads 0.
+/// Stores 1 in the page of `WIPED_PAGE`, so that a child made by a bare `clone` can be recognised: there it reads 0.
 pub fn mark_process() {
     let page_bytes = pagemill::units::os_page_bytes();
-    let known = MARK.load(Acquire);
+    let known = WIPED_PAGE.load(Acquire);
     let page = match known.is_null() {
         false => known,
         true => match mem::map_sparse(page_bytes, page_bytes) {
@@ -167,14 +166,14 @@ pub fn mark_process() {
     // SAFETY: the page is large enough and aligned, and is never unmapped.
     unsafe { (*page).store(1, Relaxed) };
     // Store the address last: a thread that found a page with 0 would treat this process as a new child.
-    MARK.store(page, Release);
+    WIPED_PAGE.store(page, Release);
 }
 
 /// Detects that this process is a child made by a bare `clone`, which ran no fork handlers, and resets its state. Slow
 /// paths call this.
-pub fn notice_raw_clone() {
+pub fn detect_raw_clone() {
     // SAFETY: the pointer is null or refers to a page that is never unmapped.
-    if let Some(mark) = unsafe { MARK.load(Acquire).as_ref() }
+    if let Some(mark) = unsafe { WIPED_PAGE.load(Acquire).as_ref() }
         && mark.load(Relaxed) == 0
         && mark.swap(1, Relaxed) == 0
     {
@@ -185,7 +184,7 @@ pub fn notice_raw_clone() {
 /// Resets the state in a child process: existing memory is charged to the parent, and all counters start at 0.
 fn begin_child() {
     process::forget_own_identity();
-    libc_fallback::forked();
+    libc_fallback::begin_child();
     match (start::pagemill(), start::account()) {
         // SAFETY: this is a new child with one thread, and it holds no lock of the Pagemill.
         (Some(pagemill), _) => unsafe { pagemill.begin_child() },

@@ -32,7 +32,7 @@ fn misuse(function: &str, error: &Error) -> ! {
 }
 
 /// Does deferred work while no lock is held: pays the small allocator's debt, starts the helper thread.
-fn tick(pagemill: &'static Pagemill) {
+fn do_deferred_work(pagemill: &'static Pagemill) {
     if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
         SMALL_LIMIT.store(MIN_BYTES, Relaxed);
     }
@@ -45,7 +45,7 @@ fn tick(pagemill: &'static Pagemill) {
 #[inline]
 fn start_helper_if_due(pagemill: &'static Pagemill) {
     if pagemill.helper.is_due(pagemill.account) {
-        start::helper(pagemill);
+        start::start_helper(pagemill);
     }
 }
 
@@ -67,16 +67,16 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
         }
         State::Starting | State::Unmanaged => from_c_library(),
         State::Ready(pagemill) => {
-            tick(pagemill);
+            do_deferred_work(pagemill);
             if size.max(align) < MIN_BYTES {
                 let take = || small::allocate(size, align, zeroing == Zeroing::Zeroed);
                 let mut pointer = take();
                 if pointer.is_null() && pagemill.account.has_debt() {
                     // The charge was refused inside jemalloc's locks, where little can be reclaimed. Reclaim and retry.
-                    tick(pagemill);
+                    do_deferred_work(pagemill);
                     pointer = take();
                 }
-                check::note(pointer);
+                check::record_allocation(pointer);
                 return pointer;
             }
             let result = match zeroing {
@@ -126,7 +126,7 @@ enum PointerOwner {
     Heap(&'static Pagemill),
 }
 
-fn owner(function: &str, pointer: *mut c_void) -> PointerOwner {
+fn owner_of(function: &str, pointer: *mut c_void) -> PointerOwner {
     let addr = pointer as usize;
     if pointer.is_null() {
         return PointerOwner::None;
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
         return;
     }
     let errno = errno();
-    match owner("free", pointer) {
+    match owner_of("free", pointer) {
         PointerOwner::None => {}
         PointerOwner::CLibrary => {
             // SAFETY: guaranteed by the caller.
@@ -160,12 +160,12 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             }
         }
         PointerOwner::Small => {
-            check::forget("free", pointer);
+            check::record_free("free", pointer);
             // SAFETY: guaranteed by the caller.
             unsafe { small::free(pointer) };
         }
         PointerOwner::Heap(pagemill) => {
-            forget_marks(pagemill, pointer);
+            remove_marks(pagemill, pointer);
             // SAFETY: guaranteed by the caller.
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
                 misuse("free", &error);
@@ -178,17 +178,17 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
 }
 
 /// Removes the volatile marks of a slot that is freed or moved.
-fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
+fn remove_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
     if !pagemill.vranges.is_empty()
         && let Ok(bytes) = pagemill.heap.usable_bytes(pointer as usize)
     {
-        vrange_hooks::forget(pointer as usize, bytes);
+        vrange_hooks::remove_marks(pointer as usize, bytes);
     }
 }
 
 /// Returns the Pagemill of this process; creates it if the C library still serves the program. `None` if it cannot be
 /// created.
-pub fn grown() -> Option<&'static Pagemill> {
+pub fn grown_pagemill() -> Option<&'static Pagemill> {
     loop {
         match start::state() {
             State::Ready(pagemill) => return Some(pagemill),
@@ -211,13 +211,13 @@ fn is_served_by_c_library(size: usize) -> bool {
 /// # Safety
 ///
 /// As [`crate::malloc_usable_size`].
-pub unsafe fn usable(pointer: *mut c_void) -> usize {
-    match owner("malloc_usable_size", pointer) {
+pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
+    match owner_of("malloc_usable_size", pointer) {
         PointerOwner::None => 0,
         // SAFETY: guaranteed by the caller.
-        PointerOwner::CLibrary => unsafe { libc_fallback::usable(pointer) },
+        PointerOwner::CLibrary => unsafe { libc_fallback::usable_bytes(pointer) },
         // SAFETY: guaranteed by the caller.
-        PointerOwner::Small => unsafe { small::usable(pointer) },
+        PointerOwner::Small => unsafe { small::usable_bytes(pointer) },
         PointerOwner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
             Ok(bytes) => bytes,
             Err(error) => misuse("malloc_usable_size", &error),
@@ -238,9 +238,9 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         unsafe { crate::free(pointer) };
         return ptr::null_mut();
     }
-    let owner = owner("realloc", pointer);
+    let owner = owner_of("realloc", pointer);
     if let PointerOwner::Small = owner {
-        check::verify("realloc", pointer);
+        check::assert_live("realloc", pointer);
     }
     if let PointerOwner::CLibrary = owner
         && is_served_by_c_library(size)
@@ -253,8 +253,8 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
     if let PointerOwner::Heap(pagemill) = owner
         && size >= MIN_BYTES
     {
-        tick(pagemill);
-        forget_marks(pagemill, pointer);
+        do_deferred_work(pagemill);
+        remove_marks(pagemill, pointer);
         // SAFETY: guaranteed by the caller.
         let result: Result<NonNull<u8>, Error> = unsafe { pagemill.heap.resize(pointer as usize, size) };
         return match result {
@@ -265,11 +265,11 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
     }
     if let PointerOwner::Heap(pagemill) = owner {
         // The copy below reads this memory, so guards must be removed first.
-        forget_marks(pagemill, pointer);
+        remove_marks(pagemill, pointer);
     }
     // The new size belongs to another allocator, so the bytes are copied.
     // SAFETY: guaranteed by the caller.
-    let old_size = unsafe { usable(pointer) };
+    let old_size = unsafe { usable_bytes(pointer) };
     let new = crate::malloc(size);
     if !new.is_null() {
         // SAFETY: both allocations have at least that many bytes and do not overlap.
@@ -288,8 +288,8 @@ pub fn trim() -> c_int {
     c_int::from(has_trimmed || freed > 0)
 }
 
-/// Makes the next call of malloc take the slow path, where [`tick`] does deferred work. Neither allocates nor locks.
-pub fn call_soon() {
+/// Makes the next call of malloc take the slow path, which calls [`do_deferred_work`]. Neither allocates nor locks.
+pub fn take_slow_path_next() {
     if start::pagemill().is_some() {
         SMALL_LIMIT.store(0, Relaxed);
     }

@@ -2,8 +2,7 @@
 //!
 //! jemalloc serves sizes below 64 KiB, with extents from the arena ([`small`]); [`pagemill::heap`] serves larger sizes.
 //! The exported functions [`malloc`] and [`free`] add one comparison and two jumps to those of jemalloc. All other
-//! cases
-//! are in [`large`].
+//! cases are in [`large`].
 //!
 //! | file | contents |
 //! |---|---|
@@ -41,7 +40,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
 use tikv_jemalloc_sys as je;
 
 /// [`malloc`] passes sizes below this directly to jemalloc. It is 0 until the program has grown, while deferred work is
-/// pending ([`large::call_soon`]), and with `PAGEMILL_CHECK`.
+/// pending ([`large::take_slow_path_next`]), and with `PAGEMILL_CHECK`.
 static SMALL_LIMIT: AtomicUsize = AtomicUsize::new(0);
 
 /// Start of the small zone of the arena. [`free`] passes the addresses of this zone directly to jemalloc. Until the
@@ -61,8 +60,7 @@ fn is_small(pointer: *mut c_void) -> bool {
 /// Allocates `size` bytes; returns null and `ENOMEM` on failure.
 ///
 /// Written in assembly, because every small allocation executes it: one comparison with memory and two jumps. The
-/// compiler
-/// would load the atomic into a register first.
+/// compiler would load the atomic into a register first.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -229,7 +227,7 @@ pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn malloc_usable_size(pointer: *mut c_void) -> usize {
     // SAFETY: guaranteed by the caller.
-    unsafe { large::usable(pointer) }
+    unsafe { large::usable_bytes(pointer) }
 }
 
 /// Returns all free memory to the system. Returns 1 if any memory was returned, else 0.

@@ -26,10 +26,10 @@ pub const DEFAULT_AFTER_BYTES: usize = 4 << 20;
 const NARROW_BYTES: usize = 64 << 30;
 
 /// Number of calls after which a program counts as grown, however little it has allocated.
-const MAX_EFFORT: usize = 1 << 17;
+const MAX_WEIGHTED_CALLS: usize = 1 << 17;
 /// A call counts once more for each of these bytes, because the C library may map and unmap large allocations each
 /// time.
-const EFFORT_BYTES: usize = 64 << 10;
+const BYTES_PER_EXTRA_CALL: usize = 64 << 10;
 
 const CACHE_LINE_BYTES: usize = 64;
 
@@ -81,47 +81,47 @@ pub fn find_functions() {
 }
 
 /// Live bytes above which the program has grown; 0 if the fallback is not used, `usize::MAX` if it is used permanently.
-static AFTER: AtomicUsize = AtomicUsize::new(0);
+static GROWTH_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Usable bytes of the C library's live allocations.
-static LIVE: AtomicIsize = AtomicIsize::new(0);
-/// Maximum of `LIVE` so far.
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-/// Number of calls so far, in which large sizes count for more (see [`MAX_EFFORT`]).
-static EFFORT: AtomicUsize = AtomicUsize::new(0);
-/// The part of `LIVE` that a fork child inherited. The parent is charged for it.
-static INHERITED: AtomicIsize = AtomicIsize::new(0);
-/// The part of `LIVE` that is charged to the account.
-static CHARGED: AtomicUsize = AtomicUsize::new(0);
+static LIVE_BYTES: AtomicIsize = AtomicIsize::new(0);
+/// Maximum of `LIVE_BYTES` so far.
+static PEAK_BYTES: AtomicUsize = AtomicUsize::new(0);
+/// Number of calls so far, in which large sizes count for more (see [`MAX_WEIGHTED_CALLS`]).
+static WEIGHTED_CALLS: AtomicUsize = AtomicUsize::new(0);
+/// The part of `LIVE_BYTES` that a fork child inherited. The parent is charged for it.
+static INHERITED_BYTES: AtomicIsize = AtomicIsize::new(0);
+/// The part of `LIVE_BYTES` that is charged to the account.
+static CHARGED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// Starts the libc fallback if possible; returns whether it did. Does not if `after_bytes` is 0.
-pub fn begin(after_bytes: usize) -> bool {
+pub fn enable(after_bytes: usize) -> bool {
     let has_all = FUNCTIONS.iter().all(|function| function.load(Relaxed) != 0);
     let is_narrow = process::address_space_limit().is_some_and(|limit| limit < NARROW_BYTES);
     let after_bytes = if is_narrow && after_bytes > 0 { usize::MAX } else { after_bytes };
     let may_be = after_bytes > 0 && has_all;
-    AFTER.store(if may_be { after_bytes } else { 0 }, Relaxed);
+    GROWTH_BYTES.store(if may_be { after_bytes } else { 0 }, Relaxed);
     may_be
 }
 
 /// Counts a call, and returns whether the program is still small after allocating `size` bytes.
 pub fn is_small_with(size: usize) -> bool {
-    let live = LIVE.load(Relaxed).max(0) as usize;
-    let effort = EFFORT.fetch_add(1 + size / EFFORT_BYTES, Relaxed);
-    let after = AFTER.load(Relaxed);
-    after == usize::MAX || effort < MAX_EFFORT && live.saturating_add(size) <= after
+    let live = LIVE_BYTES.load(Relaxed).max(0) as usize;
+    let weighted_calls = WEIGHTED_CALLS.fetch_add(1 + size / BYTES_PER_EXTRA_CALL, Relaxed);
+    let after = GROWTH_BYTES.load(Relaxed);
+    after == usize::MAX || weighted_calls < MAX_WEIGHTED_CALLS && live.saturating_add(size) <= after
 }
 
 /// Usable bytes of the C library's live allocations.
 pub fn live_bytes() -> usize {
-    LIVE.load(Relaxed).max(0) as usize
+    LIVE_BYTES.load(Relaxed).max(0) as usize
 }
 
-fn note(pointer: *mut c_void) -> *mut c_void {
+fn count_allocation(pointer: *mut c_void) -> *mut c_void {
     if !pointer.is_null() {
         // SAFETY: the caller has just allocated the pointer.
-        let bytes = unsafe { usable(pointer) } as isize;
-        let live = LIVE.fetch_add(bytes, Relaxed) + bytes;
-        PEAK.fetch_max(live.max(0) as usize, Relaxed);
+        let bytes = unsafe { usable_bytes(pointer) } as isize;
+        let live = LIVE_BYTES.fetch_add(bytes, Relaxed) + bytes;
+        PEAK_BYTES.fetch_max(live.max(0) as usize, Relaxed);
     }
     pointer
 }
@@ -145,7 +145,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
             _ => transmute::<usize, extern "C" fn(usize, usize) -> *mut c_void>(address)(align, size),
         }
     };
-    note(pointer)
+    count_allocation(pointer)
 }
 
 /// Resizes an allocation of the C library; returns null and leaves it unchanged on failure.
@@ -157,10 +157,10 @@ pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
     type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
     let Some(address) = address(Function::Realloc) else { return crate::large::out_of_memory() };
     // SAFETY: the address of a function of this type; guaranteed by the caller.
-    let (before, new) = unsafe { (usable(pointer), transmute::<usize, Realloc>(address)(pointer, size)) };
-    let new = note(new);
+    let (before, new) = unsafe { (usable_bytes(pointer), transmute::<usize, Realloc>(address)(pointer, size)) };
+    let new = count_allocation(new);
     if !new.is_null() {
-        LIVE.fetch_sub(before as isize, Relaxed);
+        LIVE_BYTES.fetch_sub(before as isize, Relaxed);
     }
     new
 }
@@ -173,8 +173,8 @@ pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
 pub unsafe fn free(pointer: *mut c_void) {
     let Some(address) = address(Function::Free) else { return };
     // SAFETY: guaranteed by the caller.
-    let bytes = unsafe { usable(pointer) };
-    LIVE.fetch_sub(bytes as isize, Relaxed);
+    let bytes = unsafe { usable_bytes(pointer) };
+    LIVE_BYTES.fetch_sub(bytes as isize, Relaxed);
     // SAFETY: the address of a function of this type; guaranteed by the caller.
     unsafe { transmute::<usize, unsafe extern "C" fn(*mut c_void)>(address)(pointer) };
 }
@@ -184,7 +184,7 @@ pub unsafe fn free(pointer: *mut c_void) {
 /// # Safety
 ///
 /// The pointer is live.
-pub unsafe fn usable(pointer: *mut c_void) -> usize {
+pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     let Some(address) = address(Function::UsableSize) else { return 0 };
     // SAFETY: the address of a function of this type; guaranteed by the caller.
     unsafe { transmute::<usize, unsafe extern "C" fn(*mut c_void) -> usize>(address)(pointer) }
@@ -192,14 +192,14 @@ pub unsafe fn usable(pointer: *mut c_void) -> usize {
 
 /// Makes the C library return its free memory to the system, if it ever allocated. Returns whether it returned any.
 pub fn trim() -> bool {
-    let Some(address) = address(Function::Trim).filter(|_| PEAK.load(Relaxed) > 0) else { return false };
+    let Some(address) = address(Function::Trim).filter(|_| PEAK_BYTES.load(Relaxed) > 0) else { return false };
     // SAFETY: the address of a function of this type.
     unsafe { transmute::<usize, extern "C" fn(usize) -> c_int>(address)(0) == 1 }
 }
 
 /// Whether [`charge_roughly`] would update the account.
 pub fn owes_charge() -> bool {
-    held().abs_diff(CHARGED.load(Relaxed)) > CHARGE_STEP_BYTES
+    chargeable_bytes().abs_diff(CHARGED_BYTES.load(Relaxed)) > CHARGE_STEP_BYTES
 }
 
 /// Updates the account if the bytes to charge have changed by more than [`CHARGE_STEP_BYTES`].
@@ -214,42 +214,42 @@ pub fn charge_exactly(account: &Account) {
 
 /// Records the peak of a program that ends without having grown. If the peak is small, the program publishes no figures
 /// and is only counted.
-pub fn note_end(account: &Account) {
+pub fn record_peak(account: &Account) {
     account.note_small(peak_bytes());
 }
 
 /// The peak of the live bytes, without those that the program inherited from its parent.
 pub fn peak_bytes() -> u64 {
-    let inherited = INHERITED.load(Relaxed).max(0) as usize;
-    PEAK.load(Relaxed).saturating_sub(inherited) as u64
+    let inherited = INHERITED_BYTES.load(Relaxed).max(0) as usize;
+    PEAK_BYTES.load(Relaxed).saturating_sub(inherited) as u64
 }
 
 /// Bytes to charge to this process: the live bytes without the inherited ones.
-fn held() -> usize {
-    let live = LIVE.load(Relaxed);
+fn chargeable_bytes() -> usize {
+    let live = LIVE_BYTES.load(Relaxed);
     // Inherited bytes can only become fewer: the program frees some of them.
-    let inherited = INHERITED.fetch_min(live, Relaxed).min(live);
+    let inherited = INHERITED_BYTES.fetch_min(live, Relaxed).min(live);
     (live - inherited).max(0) as usize
 }
 
 fn charge(account: &Account, slack_bytes: usize) {
-    if held().abs_diff(CHARGED.load(Relaxed)) <= slack_bytes {
+    if chargeable_bytes().abs_diff(CHARGED_BYTES.load(Relaxed)) <= slack_bytes {
         return;
     }
     // Only one thread updates the account, so that differences are applied in order. A later call applies the rest.
     if IS_CHARGING.swap(true, Acquire) {
         return;
     }
-    let held = held();
-    let charged = CHARGED.swap(held, Relaxed);
+    let held = chargeable_bytes();
+    let charged = CHARGED_BYTES.swap(held, Relaxed);
     account.count_c_library(held as i64 - charged as i64);
     IS_CHARGING.store(false, Release);
 }
 
 /// Resets the state in a fork child. Existing memory is charged to the parent.
-pub fn forked() {
-    INHERITED.store(LIVE.load(Relaxed), Relaxed);
-    PEAK.store(live_bytes(), Relaxed);
-    CHARGED.store(0, Relaxed);
+pub fn begin_child() {
+    INHERITED_BYTES.store(LIVE_BYTES.load(Relaxed), Relaxed);
+    PEAK_BYTES.store(live_bytes(), Relaxed);
+    CHARGED_BYTES.store(0, Relaxed);
     IS_CHARGING.store(false, Relaxed);
 }

@@ -1,9 +1,8 @@
 //! `mallctl`, jemalloc's control call, for programs that are linked to jemalloc (for example Debian's Redis).
 //!
 //! Under `pagemill run` Pagemill's malloc serves such a program. The program's jemalloc is empty: its purge would
-//! return
-//! nothing, and its statistics would be 0. So purges and the sums under `stats` are handled here. All other names are
-//! forwarded to the program's jemalloc.
+//! return nothing, and its statistics would be 0. So purges and the sums under `stats` are handled here. All other
+//! names are forwarded to the program's jemalloc.
 #![allow(unsafe_code)] // the C ABI of mallctl
 
 use crate::start::{self, State};
@@ -24,7 +23,7 @@ static VERSION: &CStr =
 
 /// The control names that this module handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Name {
+enum ControlName {
     /// `arena.N.purge` and `arena.N.decay`: returns the free memory of all arenas to the system, for any N.
     Purge,
     /// `stats.allocated` and `stats.active`, which are equal here, because the allocators count pages.
@@ -37,7 +36,7 @@ enum Name {
     Version,
 }
 
-impl Name {
+impl ControlName {
     fn of(name: &[u8]) -> Option<Self> {
         let purged = name.strip_suffix(b".purge").or_else(|| name.strip_suffix(b".decay"));
         if purged
@@ -57,8 +56,7 @@ impl Name {
 }
 
 /// Bytes in use in jemalloc, the heap and the C library. Overcommitted memory is not measured for this, because
-/// programs
-/// read the value several times a second.
+/// programs read the value several times a second.
 fn used_bytes() -> usize {
     let small = match start::state() {
         State::Ready(_) => small::used_bytes(),
@@ -73,37 +71,37 @@ fn resident_bytes() -> usize {
 }
 
 /// Address of `mallctl` in the program's jemalloc; 0 before the first search, 1 if there is none.
-static NEXT: AtomicUsize = AtomicUsize::new(0);
+static JEMALLOC_MALLCTL: AtomicUsize = AtomicUsize::new(0);
 
 /// The function `mallctl` of the program's jemalloc. Searched only once, because a failed search changes the result of
 /// `dlerror`.
-fn next() -> Option<Control> {
-    let mut address = NEXT.load(Relaxed);
+fn jemalloc_mallctl() -> Option<Control> {
+    let mut address = JEMALLOC_MALLCTL.load(Relaxed);
     if address == 0 {
         // SAFETY: the argument is a C string. The call searches the loaded libraries.
         address = (unsafe { libc::dlsym(libc::RTLD_NEXT, c"mallctl".as_ptr()) } as usize).max(1);
-        NEXT.store(address, Relaxed);
+        JEMALLOC_MALLCTL.store(address, Relaxed);
     }
     // SAFETY: jemalloc's function of this name has this type.
     (address > 1).then(|| unsafe { transmute::<usize, Control>(address) })
 }
 
 /// Bytes in use at the last update of the statistics, plus 1; 0 before the first. Programs subtract this from
-/// [`RESIDENT`], so both are updated together.
-static USED: AtomicUsize = AtomicUsize::new(0);
+/// [`RESIDENT_BYTES`], so both are updated together.
+static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Resident bytes at the last update of the statistics, plus 1; 0 before the first.
-static RESIDENT: AtomicUsize = AtomicUsize::new(0);
+static RESIDENT_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-fn begin_epoch() {
+fn update_statistics() {
     let used = used_bytes();
-    USED.store(used + 1, Relaxed);
-    RESIDENT.store(resident_bytes().max(used) + 1, Relaxed);
+    USED_BYTES.store(used + 1, Relaxed);
+    RESIDENT_BYTES.store(resident_bytes().max(used) + 1, Relaxed);
 }
 
-/// The value of [`USED`] or [`RESIDENT`]; the first read updates the statistics.
-fn read(sum: &AtomicUsize) -> usize {
+/// The value of [`USED_BYTES`] or [`RESIDENT_BYTES`]; the first read updates the statistics.
+fn statistic(sum: &AtomicUsize) -> usize {
     if sum.load(Relaxed) == 0 {
-        begin_epoch();
+        update_statistics();
     }
     sum.load(Relaxed) - 1
 }
@@ -127,8 +125,8 @@ unsafe fn store<T>(value: T, old: *mut c_void, old_len: *mut usize) -> c_int {
     0
 }
 
-/// jemalloc's `mallctl`. Handles the names of [`Name`] and forwards others to the program's jemalloc. Without jemalloc,
-/// `version` is Pagemill's version, and unknown names return `ENOENT`.
+/// jemalloc's `mallctl`. Handles the names of [`ControlName`] and forwards others to the program's jemalloc. Without
+/// jemalloc, `version` is Pagemill's version, and unknown names return `ENOENT`.
 ///
 /// # Safety
 ///
@@ -142,25 +140,25 @@ pub unsafe extern "C" fn mallctl(
     new_len: usize,
 ) -> c_int {
     // SAFETY: guaranteed by the caller.
-    let known = Name::of(unsafe { CStr::from_ptr(name) }.to_bytes());
+    let known = ControlName::of(unsafe { CStr::from_ptr(name) }.to_bytes());
     let forward = || {
         // SAFETY: the caller's promise, for the same arguments.
-        next().map(|next| unsafe { next(name, old, old_len, new, new_len) })
+        jemalloc_mallctl().map(|next| unsafe { next(name, old, old_len, new, new_len) })
     };
     // SAFETY: the caller's promise, for each call.
     unsafe {
         match known {
-            Some(Name::Purge) => {
+            Some(ControlName::Purge) => {
                 large::trim();
                 0
             }
-            Some(Name::Used) => store(read(&USED), old, old_len),
-            Some(Name::Resident) => store(read(&RESIDENT), old, old_len),
-            Some(Name::Epoch) => {
-                begin_epoch();
+            Some(ControlName::Used) => store(statistic(&USED_BYTES), old, old_len),
+            Some(ControlName::Resident) => store(statistic(&RESIDENT_BYTES), old, old_len),
+            Some(ControlName::Epoch) => {
+                update_statistics();
                 forward().unwrap_or(0)
             }
-            Some(Name::Version) => forward().unwrap_or_else(|| store(VERSION.as_ptr(), old, old_len)),
+            Some(ControlName::Version) => forward().unwrap_or_else(|| store(VERSION.as_ptr(), old, old_len)),
             None => forward().unwrap_or(libc::ENOENT),
         }
     }

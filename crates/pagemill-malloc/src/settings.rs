@@ -25,7 +25,7 @@ pub struct Settings {
     /// Whether the helper thread may start (`PAGEMILL_HELPER`).
     pub may_have_helper: bool,
     /// Whether the limits of control groups and of the machine are observed (`PAGEMILL_WATCH`).
-    pub is_watching: bool,
+    pub observes_limits: bool,
     /// After which time free memory returns to the system (`PAGEMILL_RETURN`).
     pub policy: Return,
     /// Folder of the process tree; empty for none.
@@ -34,14 +34,14 @@ pub struct Settings {
     pub runtime: Path,
     page_bytes: Option<usize>,
     nodes: Option<usize>,
-    huge: Huge,
+    huge: HugePolicy,
 }
 
 /// Policy for huge pages (`PAGEMILL_HUGE`).
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Huge {
+enum HugePolicy {
     /// Only where little of a huge page would stay unused.
-    WhereTheyPay,
+    IfMostlyUsed,
     Always,
     Never,
 }
@@ -60,22 +60,21 @@ pub fn settings() -> &'static Settings {
 }
 
 /// Reads the settings from the environment. The thread that starts the library calls this once, before other threads
-/// can
-/// use the library.
+/// can use the library.
 pub fn read() {
     // SAFETY: this is the only writer. Other threads read after the phase in `start` is stored.
     let settings = unsafe { &mut *SETTINGS.0.get() };
-    settings.limit_bytes = size(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
-    settings.after_bytes = size(c"PAGEMILL_AFTER");
+    settings.limit_bytes = size_variable(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
+    settings.after_bytes = size_variable(c"PAGEMILL_AFTER");
     settings.is_checking =
-        word(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
-    settings.may_have_helper = word(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.is_watching = word(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
+        choice(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
+    settings.may_have_helper = choice(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
+    settings.observes_limits = choice(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
     settings.policy = policy().unwrap_or(Return::BALANCED);
-    settings.page_bytes = size(c"PAGEMILL_PAGE_SIZE");
-    settings.nodes = size(c"PAGEMILL_NODES");
-    settings.huge =
-        word(c"PAGEMILL_HUGE", &[("never", Huge::Never), ("always", Huge::Always)]).unwrap_or(Huge::WhereTheyPay);
+    settings.page_bytes = size_variable(c"PAGEMILL_PAGE_SIZE");
+    settings.nodes = size_variable(c"PAGEMILL_NODES");
+    settings.huge = choice(c"PAGEMILL_HUGE", &[("never", HugePolicy::Never), ("always", HugePolicy::Always)])
+        .unwrap_or(HugePolicy::IfMostlyUsed);
     let path = |name| Path::format(format_args!("{}", variable(name)?));
     settings.tree = path(TREE_VARIABLE).unwrap_or_default();
     settings.runtime = path(c"XDG_RUNTIME_DIR").unwrap_or_default();
@@ -92,7 +91,7 @@ fn policy() -> Option<Return> {
     }
     match variable(c"PAGEMILL_IDLE")? {
         "off" | "0" => Some(Return::Keep),
-        _ => Return::after_seconds(size(c"PAGEMILL_IDLE")? as u64),
+        _ => Return::after_seconds(size_variable(c"PAGEMILL_IDLE")? as u64),
     }
 }
 
@@ -103,13 +102,13 @@ impl Settings {
             after_bytes: None,
             is_checking: false,
             may_have_helper: true,
-            is_watching: true,
+            observes_limits: true,
             policy: Return::BALANCED,
             tree: Path::new(),
             runtime: Path::new(),
             page_bytes: None,
             nodes: None,
-            huge: Huge::WhereTheyPay,
+            huge: HugePolicy::IfMostlyUsed,
         }
     }
 
@@ -130,9 +129,9 @@ impl Settings {
             }
         }
         match self.huge {
-            Huge::Never => layout.use_huge = false,
-            Huge::Always => layout.huge_from_bytes = 0,
-            Huge::WhereTheyPay => {}
+            HugePolicy::Never => layout.use_huge = false,
+            HugePolicy::Always => layout.huge_from_bytes = 0,
+            HugePolicy::IfMostlyUsed => {}
         }
         layout
     }
@@ -146,8 +145,7 @@ pub fn warn(message: std::fmt::Arguments<'_>) {
 }
 
 /// As [`warn`], about a variable that is ignored. Prints nothing in a process tree, where `run` has checked the
-/// variables
-/// once for all processes.
+/// variables once for all processes.
 fn warn_of_variable(message: std::fmt::Arguments<'_>) {
     if variable(TREE_VARIABLE).is_none() {
         warn(message);
@@ -159,7 +157,7 @@ fn variable(name: &CStr) -> Option<&'static str> {
 }
 
 /// Reads a variable whose value must be one of `words`. Warns about any other value and ignores it.
-fn word<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
+fn choice<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     let value = variable(name)?;
     let found = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
     if found.is_none() {
@@ -171,7 +169,7 @@ fn word<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
 }
 
 /// Reads a variable whose value must be a size. Warns about an invalid value and ignores it.
-fn size(name: &CStr) -> Option<usize> {
+fn size_variable(name: &CStr) -> Option<usize> {
     let value = variable(name)?;
     let bytes = parse_plain_bytes(value).and_then(|bytes| usize::try_from(bytes).ok());
     if bytes.is_none() {

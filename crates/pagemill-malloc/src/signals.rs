@@ -2,12 +2,9 @@
 //!
 //! Pagemill must handle faults on strict volatile ranges first ([`pagemill_sys::fault`]), so it stores the program's
 //! action for `SIGSEGV` and calls it for other faults. Until the program marks a strict range, and for all other
-//! signals,
-//! these functions behave like those of the C library. `SIGBUS` is delivered to the program's handler directly.
-//! Pagemill's
-//! handler runs on the stack that the program's handler would use, so `sigaltstack` is not intercepted. Raw system
-//! calls
-//! and `sigset`, which POSIX has removed, are not intercepted either.
+//! signals, these functions behave like those of the C library. `SIGBUS` is delivered to the program's handler
+//! directly. Pagemill's handler runs on the stack that the program's handler would use, so `sigaltstack` is not
+//! intercepted. Raw system calls and `sigset`, which POSIX has removed, are not intercepted either.
 #![allow(unsafe_code)] // the C ABI of the signal calls
 
 use pagemill_sys::fault::{self, Action};
@@ -41,7 +38,7 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
         Ok(before) => {
             // SAFETY: `old` is null or points to memory for an action (guaranteed by the caller).
             if let Some(old) = unsafe { old.as_mut() } {
-                tell(before, old);
+                store_action(before, old);
             }
             0
         }
@@ -66,7 +63,7 @@ fn without_restorer(mut action: Action) -> Action {
 }
 
 /// Stores an action in the C library's structure.
-fn tell(action: Action, old: &mut libc::sigaction) {
+fn store_action(action: Action, old: &mut libc::sigaction) {
     // SAFETY: the structure is plain data, for which zero bits are valid.
     *old = unsafe { std::mem::zeroed() };
     old.sa_sigaction = action.handler;

@@ -1,7 +1,7 @@
 //! jemalloc, which serves sizes below 64 KiB: its settings, its extents in the arena, its shrinker.
 //!
-//! jemalloc's own decay is off (`dirty_decay_ms:-1`), because reclaim purges on request and by age ([`Extents`]). An
-//! extent is one block (`retain_grow_limit`), so that it can be exactly one huge page.
+//! jemalloc's own decay is off (`dirty_decay_ms:-1`), because reclaim purges on request and by age
+//! ([`ExtentShrinker`]). An extent is one block (`retain_grow_limit`), so that it can be exactly one huge page.
 #![allow(unsafe_code)] // jemalloc and its hooks
 
 use crate::{large, start};
@@ -41,8 +41,8 @@ struct Hooks(je::extent_hooks_t);
 unsafe impl Sync for Hooks {}
 
 static HOOKS: Hooks = Hooks(je::extent_hooks_t {
-    alloc: Some(alloc),
-    dalloc: Some(keep),
+    alloc: Some(alloc_extent),
+    dalloc: Some(retain_extent),
     destroy: None,
     commit: Some(commit),
     decommit: Some(decommit),
@@ -53,7 +53,7 @@ static HOOKS: Hooks = Hooks(je::extent_hooks_t {
 });
 
 /// Extent hook: allocates addresses for an extent. They read zero and have no memory until they are committed.
-unsafe extern "C" fn alloc(
+unsafe extern "C" fn alloc_extent(
     _hooks: *mut je::extent_hooks_t,
     new_addr: *mut c_void,
     size: usize,
@@ -78,7 +78,7 @@ unsafe extern "C" fn alloc(
 }
 
 /// Extent hook for freeing: reports a failure, so that jemalloc retains the addresses.
-unsafe extern "C" fn keep(
+unsafe extern "C" fn retain_extent(
     _hooks: *mut je::extent_hooks_t,
     _addr: *mut c_void,
     _size: usize,
@@ -98,10 +98,10 @@ unsafe extern "C" fn commit(
     _arena: c_uint,
 ) -> bool {
     let Some(pagemill) = start::pagemill_of_process() else { return true };
-    // SAFETY: the pages are in an extent of `alloc`, and jemalloc commits only pages that are not committed.
+    // SAFETY: the pages are in an extent of `alloc_extent`, and jemalloc commits only pages that are not committed.
     let result = unsafe { pagemill.arena.commit(addr as usize + offset, len) };
     if pagemill.helper.is_due(pagemill.account) {
-        large::call_soon();
+        large::take_slow_path_next();
     }
     result.is_err()
 }
@@ -148,7 +148,7 @@ unsafe extern "C" fn merge(
 }
 
 /// The Pagemill whose arena serves jemalloc's `mmap` calls while jemalloc starts; null at other times.
-static MAPPING_FROM: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
+static BOOTSTRAP_PAGEMILL: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
 
 unsafe extern "C" {
     /// The C library's `mmap`; the linker option `--wrap` defines this name.
@@ -180,7 +180,7 @@ pub unsafe extern "C" fn __wrap_mmap(
     offset: libc::off_t,
 ) -> *mut c_void {
     // SAFETY: the pointer is null or refers to a value that is never freed.
-    if let Some(pagemill) = unsafe { MAPPING_FROM.load(Relaxed).as_ref() }
+    if let Some(pagemill) = unsafe { BOOTSTRAP_PAGEMILL.load(Relaxed).as_ref() }
         && addr.is_null()
         && fd == -1
         && let Ok(extent) = pagemill.arena.extent(len, BLOCK_BYTES)
@@ -199,7 +199,7 @@ fn control(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_v
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
 }
 
-fn act(name: &CStr) -> bool {
+fn control_command(name: &CStr) -> bool {
     control(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
 }
 
@@ -240,17 +240,17 @@ pub fn start(pagemill: &'static Pagemill) -> bool {
     write_slab_sizes(&mut settings);
     SETTINGS.store(TEXT.get_or_init(|| settings).as_c_str().as_ptr().cast_mut(), Relaxed);
     ARENA_COUNT.store(arenas, Relaxed);
-    MAPPING_FROM.store(ptr::from_ref(pagemill).cast_mut(), Relaxed);
+    BOOTSTRAP_PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Relaxed);
     for arena in 0..arenas {
         let mut hooks = (&raw const HOOKS.0).cast_mut();
         let Some(name) = Text::<64>::format(format_args!("arena.{arena}.extent_hooks")) else { continue };
         let hooks_ptr = (&raw mut hooks).cast();
-        let is_told =
+        let is_set =
             control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), hooks_ptr, size_of::<*mut je::extent_hooks_t>());
         // The first call has started jemalloc and set the hooks of arena 0. Each further call creates an arena with the
         // hooks.
-        MAPPING_FROM.store(ptr::null_mut(), Relaxed);
-        if !is_told {
+        BOOTSTRAP_PAGEMILL.store(ptr::null_mut(), Relaxed);
+        if !is_set {
             return false;
         }
         let mut limit = BLOCK_BYTES;
@@ -287,7 +287,7 @@ pub unsafe fn free(pointer: *mut c_void) {
 /// # Safety
 ///
 /// The pointer is a live allocation of jemalloc.
-pub unsafe fn usable(pointer: *mut c_void) -> usize {
+pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     // SAFETY: guaranteed by the caller.
     unsafe { je::malloc_usable_size(pointer) }
 }
@@ -297,32 +297,33 @@ const WORTHWHILE_BYTES: u64 = 256 << 10;
 
 /// From this size of the small zone, limits are observed even if no free memory is known, because jemalloc reports its
 /// free bytes only on request.
-const HIDDEN_FROM_BYTES: u64 = 8 << 20;
+const OBSERVE_FROM_BYTES: u64 = 8 << 20;
 
 /// The shrinker of jemalloc's memory: free pages that jemalloc caches, and stale pages inside huge pages.
 ///
 /// jemalloc can purge all free pages of an arena at once, or by a decay that runs in the program's threads. A `fork`
 /// during such a decay would leave a child whose arena never purges again. So decay is off. [`Shrinker::shrink_aged`]
 /// purges an arena when most of its free pages were not reused for the given age.
-pub struct Extents {
+pub struct ExtentShrinker {
     pagemill: &'static Pagemill,
-    unused: [Unused; MAX_ARENAS],
+    unused: [UnusedPages; MAX_ARENAS],
     /// Bytes of stale pages that splitting huge pages would free, with their age.
     sparse: LeastOver,
 }
 
 /// The free pages of one arena, and how long they were not reused.
 #[derive(Default)]
-struct Unused {
+struct UnusedPages {
     /// Minimum of the free bytes over some time. So many bytes were not reused in that time.
     least: LeastOver,
-    /// Number of consecutive calls of [`Unused::is_due`] in which many bytes were old, but as many others were young.
+    /// Number of consecutive calls of [`UnusedPages::is_due`] in which many bytes were old, but as many others were
+    /// young.
     postponed: AtomicU32,
 }
 
-impl Unused {
+impl UnusedPages {
     /// Number of such calls after which the arena is purged nevertheless.
-    const MOST_POSTPONED: u32 = 20;
+    const MAX_POSTPONED: u32 = 20;
 
     /// Whether to purge the arena, which has `free_bytes` of free pages: most of them were not reused for `age`.
     fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
@@ -333,7 +334,7 @@ impl Unused {
         }
         let is_mostly_old = free_bytes - old_bytes <= WORTHWHILE_BYTES.max(old_bytes / 4);
         let is_due = is_mostly_old
-            || (old_bytes >= free_bytes / 2 && self.postponed.fetch_add(1, Relaxed) >= Self::MOST_POSTPONED);
+            || (old_bytes >= free_bytes / 2 && self.postponed.fetch_add(1, Relaxed) >= Self::MAX_POSTPONED);
         if is_due {
             self.postponed.store(0, Relaxed);
             self.least.forget();
@@ -342,7 +343,7 @@ impl Unused {
     }
 }
 
-impl Extents {
+impl ExtentShrinker {
     pub fn new(pagemill: &'static Pagemill) -> Self {
         Self { pagemill, unused: Default::default(), sparse: LeastOver::default() }
     }
@@ -350,18 +351,18 @@ impl Extents {
     fn purge_arena(&self, arena: usize) -> u64 {
         let before = stats::get(Counter::Small);
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.purge")) {
-            act(name.as_c_str());
+            control_command(name.as_c_str());
         }
         before.saturating_sub(stats::get(Counter::Small))
     }
 
     /// Updates the figure of the bytes that splitting huge pages would free.
-    fn note_stale(&self) {
+    fn publish_stale_bytes(&self) {
         stats::set(Counter::SmallStale, self.pagemill.arena.sparse_extent_bytes());
     }
 }
 
-impl Shrinker for Extents {
+impl Shrinker for ExtentShrinker {
     fn name(&self) -> &'static str {
         "small"
     }
@@ -375,13 +376,13 @@ impl Shrinker for Extents {
     }
 
     fn may_have_more(&self) -> bool {
-        stats::get(Counter::Small) >= HIDDEN_FROM_BYTES
+        stats::get(Counter::Small) >= OBSERVE_FROM_BYTES
     }
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         // The lock is needed because jemalloc's purge does nothing while another thread is purging.
         let _guard = PURGING.lock();
-        act(c"thread.tcache.flush");
+        control_command(c"thread.tcache.flush");
         let mut freed = 0;
         for arena in 0..ARENA_COUNT.load(Relaxed) {
             if freed < want_bytes {
@@ -393,14 +394,14 @@ impl Shrinker for Extents {
         }
         stats::add(Counter::PurgeFreed, freed);
         stats::set(Counter::SmallFree, 0);
-        self.note_stale();
+        self.publish_stale_bytes();
         freed
     }
 
     fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
         let _guard = PURGING.lock();
         let mut freed = 0;
-        refresh();
+        update_statistics();
         for (arena, unused) in (0..ARENA_COUNT.load(Relaxed)).zip(&self.unused) {
             if unused.is_due(free_bytes_of(arena), age) && freed < want_bytes {
                 freed += self.purge_arena(arena);
@@ -417,9 +418,9 @@ impl Shrinker for Extents {
     }
 
     fn measure(&self) {
-        refresh();
+        update_statistics();
         stats::set(Counter::SmallFree, free_bytes_of(ALL_ARENAS));
-        self.note_stale();
+        self.publish_stale_bytes();
     }
 }
 
@@ -437,18 +438,18 @@ pub fn after_fork() {
 }
 
 /// Updates jemalloc's statistics. Must not be called while jemalloc holds its locks.
-fn refresh() {
+fn update_statistics() {
     let mut epoch = 1u64;
     control(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
 }
 
 /// Charged bytes of extents, without the free pages that jemalloc caches.
 pub fn used_bytes() -> u64 {
-    refresh();
+    update_statistics();
     stats::get(Counter::Small).saturating_sub(free_bytes_of(ALL_ARENAS))
 }
 
-/// Bytes of free pages that an arena caches, as of the last [`refresh`].
+/// Bytes of free pages that an arena caches, as of the last [`update_statistics`].
 fn free_bytes_of(arena: usize) -> u64 {
     let (mut pages, mut len) = (0usize, size_of::<usize>());
     let Some(name) = Text::<64>::format(format_args!("stats.arenas.{arena}.pdirty")) else { return 0 };

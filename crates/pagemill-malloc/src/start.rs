@@ -1,9 +1,9 @@
 //! Start of the library in a process, growth of the program, and exit.
 //!
 //! The library starts in its constructor, or earlier in a call of malloc by the loader or another library's
-//! constructor.
-//! At first the C library serves most programs ([`crate::libc_fallback`]). The arena is created when the program has
-//! grown. The C library also serves the allocations of a thread while it starts the library or creates the arena.
+//! constructor. At first the C library serves most programs ([`crate::libc_fallback`]). The arena is created when the
+//! program has grown. The C library also serves the allocations of a thread while it starts the library or creates the
+//! arena.
 #![allow(unsafe_code)] // references to objects that are created at start
 
 use crate::settings::{self, settings, warn};
@@ -35,7 +35,7 @@ static PAGEMILL: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
 /// The account. It is created with the arena, or earlier in a process tree, when the C library's memory is charged.
 static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
 /// The shared page of the process tree; null if this process is in none.
-static TREE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
+static TREE_PAGE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
 
 /// Lock that is held while the arena is created and during forks. An allocation does not wait for this lock: the C
 /// library serves it instead.
@@ -62,7 +62,7 @@ pub fn pagemill() -> Option<&'static Pagemill> {
 
 /// As [`pagemill`], but first detects whether this process is a child made by a bare `clone`.
 pub fn pagemill_of_process() -> Option<&'static Pagemill> {
-    pagemill().inspect(|_| fork::notice_raw_clone())
+    pagemill().inspect(|_| fork::detect_raw_clone())
 }
 
 /// The account of this process, if it was created.
@@ -81,13 +81,13 @@ pub fn state() -> State {
                 None => return State::Unmanaged,
             },
             LIBC_FALLBACK => {
-                fork::notice_raw_clone();
+                fork::detect_raw_clone();
                 return State::LibcFallback;
             }
             UNMANAGED => return State::Unmanaged,
             UNSTARTED => {
                 if PHASE.compare_exchange(UNSTARTED, own, AcqRel, Relaxed).is_ok() {
-                    enter(begin_life());
+                    enter(start_library());
                 }
             }
             starter if starter == own => return State::Starting,
@@ -123,7 +123,7 @@ fn enter(phase: usize) {
 
 /// Starts the library: reads the settings, registers fork handlers, joins the process tree, and selects the allocator.
 /// Returns the phase to enter.
-fn begin_life() -> usize {
+fn start_library() -> usize {
     settings::read();
     libc_fallback::find_functions();
     fork::register();
@@ -131,7 +131,7 @@ fn begin_life() -> usize {
     let limit = tree_limit().min(settings().limit_bytes);
     let may_fall_back = limit == UNLIMITED && !settings().is_checking;
     let after_bytes = settings().after_bytes.unwrap_or(libc_fallback::DEFAULT_AFTER_BYTES);
-    if !libc_fallback::begin(if may_fall_back { after_bytes } else { 0 }) {
+    if !libc_fallback::enable(if may_fall_back { after_bytes } else { 0 }) {
         return start_arena();
     }
     LIBC_FALLBACK
@@ -159,14 +159,14 @@ fn make_account() -> pagemill::Result<&'static Account> {
     }
     // If the tree's folder does not exist, `run` has ended, and the process no longer belongs to a tree.
     if tree_file().is_none_or(|path| !file::exists(path.as_c_str())) {
-        TREE.store(ptr::null_mut(), Release);
+        TREE_PAGE.store(ptr::null_mut(), Release);
     }
     let account = Account::make(settings().limit_bytes)?;
     fork::mark_process();
     let folder = tree().map_or("", |_| settings().tree.as_str());
     published::set_home(folder, settings().runtime.as_str());
     account.on_first_charge(publish);
-    account.on_debt(large::call_soon);
+    account.on_debt(large::take_slow_path_next);
     if let Some(page) = tree() {
         account.join(page, process::own_identity());
     }
@@ -195,14 +195,13 @@ fn start_arena() -> usize {
 }
 
 /// Size of the separate stack. Starting jemalloc takes 11 KiB of it; the rest is for objects that are built on the
-/// stack,
-/// in debug builds with several copies.
+/// stack, in debug builds with several copies.
 const STACK_BYTES: usize = 512 << 10;
 
 fn try_start_arena() -> pagemill::Result<usize> {
     let account = make_account()?;
     let pagemill = Pagemill::with_account(settings().layout(), account)?;
-    if settings().is_watching {
+    if settings().observes_limits {
         static KERNEL: Kernel = Kernel::new("");
         account.headroom.set_limits(&KERNEL);
     }
@@ -225,7 +224,7 @@ fn try_start_arena() -> pagemill::Result<usize> {
 /// The shared page of the process tree; `None` if this process is in none.
 fn tree() -> Option<&'static TreePage> {
     // SAFETY: the pointer is null or refers to a page that `TreePage::join` mapped and that is never unmapped.
-    unsafe { TREE.load(Acquire).as_ref() }
+    unsafe { TREE_PAGE.load(Acquire).as_ref() }
 }
 
 fn tree_limit() -> u64 {
@@ -243,17 +242,17 @@ fn join_tree() {
         && let Ok(page) = TreePage::join(path.as_c_str())
     {
         page.count_start();
-        TREE.store(ptr::from_ref(page).cast_mut(), Release);
+        TREE_PAGE.store(ptr::from_ref(page).cast_mut(), Release);
     }
 }
 
 fn register_extents(pagemill: &'static Pagemill) {
-    struct Cell(UnsafeCell<Option<small::Extents>>);
+    struct Cell(UnsafeCell<Option<small::ExtentShrinker>>);
     // SAFETY: one thread writes the value once, before any read.
     unsafe impl Sync for Cell {}
     static EXTENTS: Cell = Cell(UnsafeCell::new(None));
     // SAFETY: as above.
-    let extents = unsafe { (*EXTENTS.0.get()).insert(small::Extents::new(pagemill)) };
+    let extents = unsafe { (*EXTENTS.0.get()).insert(small::ExtentShrinker::new(pagemill)) };
     pagemill.account.register(extents);
 }
 
@@ -266,10 +265,10 @@ fn publish() {
     unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
 }
 
-    /// The work of the helper thread.
-struct Help;
+/// The work of the helper thread.
+struct HelperWork;
 
-impl thread::Work for Help {
+impl thread::Work for HelperWork {
     fn work(&'static self) {
         if let Some(pagemill) = pagemill() {
             pagemill.helper.run(pagemill.arena);
@@ -279,17 +278,17 @@ impl thread::Work for Help {
 
 /// Starts the helper thread unless it runs or is disabled. The caller must hold no lock, because creating a thread
 /// allocates.
-pub fn helper(pagemill: &'static Pagemill) {
+pub fn start_helper(pagemill: &'static Pagemill) {
     if !settings().may_have_helper || !pagemill.helper.claim() {
         return;
     }
-    if thread::spawn(c"pagemill", &Help).is_err() {
+    if thread::spawn(c"pagemill", &HelperWork).is_err() {
         pagemill.helper.unclaim();
     }
 }
 
 /// Destructor of the library: publishes the last figures and leaves the process tree.
-extern "C" fn end() {
+extern "C" fn on_unload() {
     let Some(account) = account() else {
         if let Some(page) = tree() {
             page.note_small(libc_fallback::peak_bytes());
@@ -298,7 +297,7 @@ extern "C" fn end() {
     };
     match pagemill() {
         Some(pagemill) => pagemill.measure(),
-        None => libc_fallback::note_end(account),
+        None => libc_fallback::record_peak(account),
     }
     account.leave();
     published::withdraw();
@@ -307,12 +306,12 @@ extern "C" fn end() {
 /// Constructor of the library. Its priority makes it run before most other constructors.
 #[used]
 #[unsafe(link_section = ".init_array.00099")]
-static BEGIN: extern "C" fn() = begin;
+static CONSTRUCTOR: extern "C" fn() = on_load;
 
-extern "C" fn begin() {
+extern "C" fn on_load() {
     state();
 }
 
 #[used]
 #[unsafe(link_section = ".fini_array")]
-static END: extern "C" fn() = end;
+static DESTRUCTOR: extern "C" fn() = on_unload;

@@ -11,7 +11,7 @@ use std::ffi::{c_int, c_long, c_void};
 use std::io;
 
 /// Removes the marks of a range that is about to be unmapped or discarded.
-pub fn forget(addr: usize, len: usize) {
+pub fn remove_marks(addr: usize, len: usize) {
     let Some(pagemill) = start::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
     let page = pagemill::units::os_page_bytes();
     let end = addr.saturating_add(len).checked_next_multiple_of(page).unwrap_or(usize::MAX & !(page - 1));
@@ -20,10 +20,10 @@ pub fn forget(addr: usize, len: usize) {
     }
 }
 
-/// As [`forget`], but does nothing if `addr` is not page aligned, because then the kernel will refuse the call.
-fn forget_mapped(addr: *mut c_void, len: usize) {
+/// As [`remove_marks`], but does nothing if `addr` is not page aligned, because then the kernel will refuse the call.
+fn remove_marks_if_aligned(addr: *mut c_void, len: usize) {
     if (addr as usize).is_multiple_of(pagemill::units::os_page_bytes()) {
-        forget(addr as usize, len);
+        remove_marks(addr as usize, len);
     }
 }
 
@@ -39,9 +39,9 @@ pub unsafe extern "C" fn pagemill_vrange(
     purged: *mut c_int,
 ) -> isize {
     // A mark makes a small program grow. If it cannot, there is no arena and no helper that could purge.
-    let vranges = || match large::grown() {
+    let vranges = || match large::grown_pagemill() {
         Some(pagemill) => {
-            start::helper(pagemill);
+            start::start_helper(pagemill);
             // A mark publishes the figures, because a fork child may mark memory without ever being charged.
             pagemill.account.note_use();
             Ok(pagemill.vranges)
@@ -59,11 +59,11 @@ pub unsafe extern "C" fn pagemill_vrange(
 ///
 /// As documented in pagemill.h: `amounts` can be written.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::Amounts) -> c_int {
+pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::MemoryAmounts) -> c_int {
     // While the C library serves the program, there is no arena to measure.
     let figures = start::pagemill().map_or_else(stats::snapshot, |pagemill| pagemill.figures());
     // SAFETY: guaranteed by the caller.
-    unsafe { amounts.write(figures.amounts()) };
+    unsafe { amounts.write(figures.memory_amounts()) };
     0
 }
 
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
 /// As `munmap(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
-    forget_mapped(addr, len);
+    remove_marks_if_aligned(addr, len);
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len) as c_int }
 }
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn mmap(
     offset: libc::off_t,
 ) -> *mut c_void {
     if flags & libc::MAP_FIXED != 0 {
-        forget_mapped(addr, len);
+        remove_marks_if_aligned(addr, len);
     }
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_mmap, addr, len, prot, flags, fd, offset) as *mut c_void }
@@ -124,8 +124,7 @@ pub unsafe extern "C" fn mmap64(
 }
 
 /// Intercepts `mremap`. In C the argument `new` is optional, but the calling convention is the same, and the kernel
-/// reads
-/// it only with `MREMAP_FIXED`.
+/// reads it only with `MREMAP_FIXED`.
 ///
 /// # Safety
 ///
@@ -140,10 +139,10 @@ pub unsafe extern "C" fn mremap(
 ) -> *mut c_void {
     let is_possible = new_len > 0 && flags & !(libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
     if is_possible {
-        forget_mapped(old, old_len);
+        remove_marks_if_aligned(old, old_len);
     }
     if is_possible && flags & libc::MREMAP_FIXED != 0 {
-        forget_mapped(new, new_len);
+        remove_marks_if_aligned(new, new_len);
     }
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_mremap, old, old_len, new_len, flags as c_long, new) as *mut c_void }
@@ -155,9 +154,10 @@ pub unsafe extern "C" fn mremap(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
     const DONTNEED_LOCKED: c_int = 24;
-    let throws_away = [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, DONTNEED_LOCKED].contains(&advice);
-    if throws_away {
-        forget_mapped(addr, len);
+    let discards_contents =
+        [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, DONTNEED_LOCKED].contains(&advice);
+    if discards_contents {
+        remove_marks_if_aligned(addr, len);
     }
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_madvise, addr, len, advice) as c_int }

@@ -1,13 +1,13 @@
 //! Calls the program's code (stores, policies, completion callbacks) on threads that belong to this crate.
 //!
-//! An uncaught panic in such code would end the process, so this module catches and counts it. The calling code
-//! decides which store, policy or cache it stops using afterwards.
+//! An uncaught panic in such code would end the process, so this module catches and counts it. The calling code decides
+//! which store, policy or cache it stops using afterwards.
 
 use crate::stats::{self, Counter};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Calls `act`; returns `None` if it panicked. The caller must expect that `act` has done only a part of its work.
-pub(crate) fn contain<T>(act: impl FnOnce() -> T) -> Option<T> {
+pub(crate) fn catch_panic<T>(act: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(value) => Some(value),
         Err(panic) => {

@@ -41,24 +41,24 @@ impl Guard {
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// Id of the process that created the current collector; 0 while there is no collector.
-static OWNER: AtomicU32 = AtomicU32::new(0);
+static OWNER_PID: AtomicU32 = AtomicU32::new(0);
 
 /// The collector of the current generation if that is not 0. Null before the first [`pin`] in it. Never freed.
-static LATER: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
+static LATER_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
 
-fn first() -> &'static Collector {
+fn first_collector() -> &'static Collector {
     static FIRST: OnceLock<Collector> = OnceLock::new();
     FIRST.get_or_init(|| {
-        OWNER.store(process::id(), Relaxed);
+        OWNER_PID.store(process::id(), Relaxed);
         Collector::new()
     })
 }
 
-fn later() -> &'static Collector {
-    let mut found = LATER.load(Acquire);
+fn later_collector() -> &'static Collector {
+    let mut found = LATER_COLLECTOR.load(Acquire);
     if found.is_null() {
         let made = Box::into_raw(Box::new(Collector::new()));
-        found = match LATER.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
+        found = match LATER_COLLECTOR.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
             Ok(_) => made,
             Err(theirs) => {
                 // SAFETY: created above; no other thread has a reference to it.
@@ -76,7 +76,7 @@ thread_local! {
     static HAS_HANDLE: Cell<bool> = const { Cell::new(false) };
     static HANDLE: LocalHandle = {
         HAS_HANDLE.set(true);
-        first().register()
+        first_collector().register()
     };
     /// The handle of a generation after 0, with the number of that generation.
     static LATER_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
@@ -90,7 +90,7 @@ thread_local! {
 pub fn pin() -> Guard {
     match GENERATION.load(Relaxed) {
         // The thread-local handle is gone while a thread ends. Destructors may still read, through a new handle.
-        0 => Guard(HANDLE.try_with(LocalHandle::pin).unwrap_or_else(|_| first().register().pin())),
+        0 => Guard(HANDLE.try_with(LocalHandle::pin).unwrap_or_else(|_| first_collector().register().pin())),
         generation => pin_later(generation),
     }
 }
@@ -101,11 +101,11 @@ fn pin_later(generation: u32) -> Guard {
         let mut handle = handle.borrow_mut();
         if handle.as_ref().is_none_or(|(of, _)| *of != generation) {
             // Dropping the parent's handle would access the parent's collector, so the handle is leaked.
-            std::mem::forget(handle.replace((generation, later().register())));
+            std::mem::forget(handle.replace((generation, later_collector().register())));
         }
         handle.as_ref().map(|(_, handle)| handle.pin())
     });
-    Guard(pinned.ok().flatten().unwrap_or_else(|| later().register().pin()))
+    Guard(pinned.ok().flatten().unwrap_or_else(|| later_collector().register().pin()))
 }
 
 /// Starts a new collector in a fork child, unless its only thread is pinned. Allocates nothing.
@@ -113,11 +113,11 @@ fn pin_later(generation: u32) -> Guard {
 /// Each Pagemill of the process calls this. Only the first call has an effect, because other threads may exist and be
 /// pinned by the second one.
 pub(crate) fn begin_child() {
-    let (owner, own) = (OWNER.load(Relaxed), process::id());
+    let (owner, own) = (OWNER_PID.load(Relaxed), process::id());
     if owner == 0 || owner == own {
         return;
     }
-    OWNER.store(own, Relaxed);
+    OWNER_PID.store(own, Relaxed);
     let is_reading = match GENERATION.load(Relaxed) {
         0 => HAS_HANDLE.get() && HANDLE.try_with(LocalHandle::is_pinned).unwrap_or(true),
         generation => {
@@ -126,7 +126,7 @@ pub(crate) fn begin_child() {
         }
     };
     if !is_reading {
-        LATER.store(ptr::null_mut(), Relaxed);
+        LATER_COLLECTOR.store(ptr::null_mut(), Relaxed);
         GENERATION.fetch_add(1, Relaxed);
     }
 }

@@ -74,7 +74,7 @@ impl Pagemill {
         let control: &'static ControlEndpoint = arena::place(ControlEndpoint::new(account, slabs))?;
         let responder: &'static StatsResponder =
             arena::place(StatsResponder::new((ranges, vranges), caches, slabs, control))?;
-        stats::describe_arena(arena.addresses());
+        stats::publish_arena_range(arena.addresses());
         account.register(heap);
         account.register(caches);
         account.register(slabs);
@@ -171,7 +171,7 @@ impl Pagemill {
         process::forget_own_identity();
         // SAFETY: the caller's promise.
         unsafe { stats::detach_in_child() };
-        stats::describe_arena(self.arena.addresses());
+        stats::publish_arena_range(self.arena.addresses());
         let generation = self.arena.forked();
         epoch::begin_child();
         self.helper.unclaim();

@@ -16,7 +16,7 @@ use pagemill_sys::{file, process, thread};
 use std::sync::OnceLock;
 
 /// Lock that is held while the Pagemill is created and during `fork`.
-static MAKING: Lock = Lock::new();
+static CREATION_LOCK: Lock = Lock::new();
 static OF_PROCESS: OnceLock<&'static Pagemill> = OnceLock::new();
 
 static KERNEL: Kernel = Kernel::new("");
@@ -37,7 +37,7 @@ impl Pagemill {
     pub fn of_process() -> Result<&'static Self> {
         let pagemill = match OF_PROCESS.get() {
             Some(known) => known,
-            None => make()?,
+            None => create()?,
         };
         // Creating a thread allocates through the C library, so it happens outside of the lock.
         if !pagemill.helper.is_running() && pagemill.helper.claim() {
@@ -65,8 +65,8 @@ impl thread::Work for Pagemill {
     }
 }
 
-fn make() -> Result<&'static Pagemill> {
-    let _guard = MAKING.lock();
+fn create() -> Result<&'static Pagemill> {
+    let _guard = CREATION_LOCK.lock();
     if let Some(known) = OF_PROCESS.get() {
         return Ok(known);
     }
@@ -74,12 +74,12 @@ fn make() -> Result<&'static Pagemill> {
     pagemill.account.headroom.set_limits(&KERNEL);
     let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
     published::set_home("", runtime.unwrap_or_default());
-    process::at_exit(end).map_err(Error::system("registering the exit handler"))?;
+    process::at_exit(at_exit).map_err(Error::system("registering the exit handler"))?;
     process::at_fork(before_fork, after_fork, begin_child).map_err(Error::system("registering the fork handlers"))?;
     Ok(OF_PROCESS.get_or_init(|| pagemill))
 }
 
-extern "C" fn end() {
+extern "C" fn at_exit() {
     if let Some(pagemill) = OF_PROCESS.get() {
         // Exit destroys objects that the program's callbacks use. So background defragmentation stops calling them.
         pagemill.slabs.defrag_by_hand();
@@ -88,7 +88,7 @@ extern "C" fn end() {
 }
 
 extern "C" fn before_fork() {
-    MAKING.acquire();
+    CREATION_LOCK.acquire();
     if let Some(pagemill) = OF_PROCESS.get() {
         // SAFETY: the C library calls this, then `after_fork` on the same thread, on both sides.
         unsafe { pagemill.before_fork() };
@@ -100,7 +100,7 @@ extern "C" fn after_fork() {
         // SAFETY: `before_fork` ran and has held the lock since. So the Pagemill existed then if it exists now.
         unsafe { pagemill.after_fork() };
     }
-    MAKING.release();
+    CREATION_LOCK.release();
 }
 
 extern "C" fn begin_child() {

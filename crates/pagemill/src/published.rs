@@ -43,7 +43,7 @@ impl Subject {
     pub const ALL: [Self; 5] = [Self::Ranges, Self::Caches, Self::Slabs, Self::Figures, Self::Command];
 
     /// The part of a request file's name between the name of the process's figures file and the request number.
-    const fn word(self) -> &'static str {
+    const fn name_part(self) -> &'static str {
         match self {
             Self::Ranges => ".vranges-",
             Self::Caches => ".caches-",
@@ -72,10 +72,10 @@ static HOME: OnceLock<Home> = OnceLock::new();
 static PUBLISHED_BY: AtomicU64 = AtomicU64::new(0);
 
 /// Maximum number of Pagemills of one process that publish into one folder.
-const MOST_COPIES: u32 = 4;
+const MAX_COPIES: u32 = 4;
 
 /// Index of this Pagemill among those of the process that publish into the same folder.
-static COPY: AtomicU32 = AtomicU32::new(0);
+static COPY_INDEX: AtomicU32 = AtomicU32::new(0);
 
 /// Sets the folder into which this process publishes: `tree`, or the user's folder if `tree` is empty.
 ///
@@ -91,7 +91,7 @@ pub fn set_home(tree: &str, runtime: &str) {
 
 /// Path of this process's figures file. Creates the folder; returns `None` if that fails.
 pub fn own_file() -> Option<Path> {
-    own_file_of(process::own_identity(), COPY.load(Relaxed))
+    own_file_of(process::own_identity(), COPY_INDEX.load(Relaxed))
 }
 
 fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
@@ -102,7 +102,7 @@ fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
 }
 
 /// The value of [`PUBLISHED_BY`] for a process: its id and the low half of its start time.
-fn mark_of(identity: Identity) -> u64 {
+fn publisher_key(identity: Identity) -> u64 {
     u64::from(identity.pid) << 32 | identity.start_ticks & u64::from(u32::MAX)
 }
 
@@ -114,16 +114,16 @@ fn mark_of(identity: Identity) -> u64 {
 /// publish there. After an error the figures stay private.
 pub fn publish() -> io::Result<()> {
     let identity = process::own_identity();
-    if PUBLISHED_BY.load(Relaxed) == mark_of(identity) {
+    if PUBLISHED_BY.load(Relaxed) == publisher_key(identity) {
         return Ok(());
     }
-    for copy in 0..MOST_COPIES {
+    for copy in 0..MAX_COPIES {
         let path = own_file_of(identity, copy).ok_or(io::ErrorKind::NotFound)?;
         // A file that exists but is not mapped is from before an `exec` of this process. It is reused.
         if !(file::exists(path.as_c_str()) && maps::has_mapped(path.as_str())) {
             stats::publish(path.as_c_str(), identity)?;
-            COPY.store(copy, Relaxed);
-            PUBLISHED_BY.store(mark_of(identity), Relaxed);
+            COPY_INDEX.store(copy, Relaxed);
+            PUBLISHED_BY.store(publisher_key(identity), Relaxed);
             return Ok(());
         }
     }
@@ -137,8 +137,8 @@ pub fn withdraw() {
         return;
     }
     let identity = process::own_identity();
-    if PUBLISHED_BY.load(Relaxed) == mark_of(identity)
-        && let Some(path) = own_file_of(identity, COPY.load(Relaxed))
+    if PUBLISHED_BY.load(Relaxed) == publisher_key(identity)
+        && let Some(path) = own_file_of(identity, COPY_INDEX.load(Relaxed))
     {
         file::remove(path.as_c_str());
     }
@@ -161,7 +161,7 @@ pub fn user_folder() -> io::Result<Path> {
 /// As [`user_folder`].
 pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
     let mut result = Err(io::Error::from(io::ErrorKind::InvalidInput));
-    for path in candidates(runtime, process::user_id()) {
+    for path in candidate_folders(runtime, process::user_id()) {
         result = file::make_private_dir(path.as_c_str()).map(|()| path);
         if result.is_ok() {
             break;
@@ -171,24 +171,24 @@ pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
 }
 
 /// Folders in which every user may create folders.
-const SHARED: [&str; 2] = ["/dev/shm", "/tmp"];
+const SHARED_FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
 
 /// The possible paths of a user's folder, best first. With `sudo -E`, `XDG_RUNTIME_DIR` may name another user's folder.
 /// That folder is left out, because that user could not remove the files.
-fn candidates(runtime: &str, user: u32) -> impl Iterator<Item = Path> {
+fn candidate_folders(runtime: &str, user: u32) -> impl Iterator<Item = Path> {
     let is_own = |path: &Path| file::owner(path.as_c_str()) == Some(user);
     let runtime = Path::format(format_args!("{runtime}")).filter(|path| path.as_str().starts_with('/') && is_own(path));
     let below_runtime = runtime.map(|path| Path::format(format_args!("{}/pagemill", path.as_str())));
-    let others = SHARED.map(|folder| Path::format(format_args!("{folder}/pagemill-{user}")));
+    let others = SHARED_FOLDERS.map(|folder| Path::format(format_args!("{folder}/pagemill-{user}")));
     below_runtime.into_iter().chain(others).flatten()
 }
 
-/// The existing folders that are private to a user: those of [`candidates`], and folders with random names, which
-/// [`make_tree_folder`] creates where another user has occupied the usual names.
-fn existing(runtime: &str, user: u32) -> Vec<String> {
+/// The existing folders that are private to a user: those of [`candidate_folders`], and folders with random names,
+/// which [`make_tree_folder`] creates where another user has occupied the usual names.
+fn existing_private_folders(runtime: &str, user: u32) -> Vec<String> {
     let prefix = format!("pagemill-{user}-");
-    let mut found: Vec<String> = candidates(runtime, user).map(|path| path.as_str().to_owned()).collect();
-    for folder in SHARED {
+    let mut found: Vec<String> = candidate_folders(runtime, user).map(|path| path.as_str().to_owned()).collect();
+    for folder in SHARED_FOLDERS {
         let entries = std::fs::read_dir(folder).into_iter().flatten();
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
         found.extend(names.filter(|name| name.starts_with(&prefix)).map(|name| format!("{folder}/{name}")));
@@ -217,19 +217,19 @@ fn file_of_copy(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
 /// The process that published the figures file of this name; `None` if it is not the name of a figures file.
 fn identity_of(name: &str) -> Option<Identity> {
     let (name, copy) = name.split_once('.').unwrap_or((name, "0"));
-    copy.parse::<u32>().ok().filter(|copy| *copy < MOST_COPIES)?;
+    copy.parse::<u32>().ok().filter(|copy| *copy < MAX_COPIES)?;
     let (pid, start_ticks) = name.split_once('-')?;
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
 
 /// Path of the request file of kind `subject` to the process that publishes its figures at the path `figures`.
-pub(crate) fn request_of(figures: &str, subject: Subject, number: u32) -> Option<Path> {
-    Path::format(format_args!("{figures}{}{number}", subject.word()))
+pub(crate) fn request_file(figures: &str, subject: Subject, number: u32) -> Option<Path> {
+    Path::format(format_args!("{figures}{}{number}", subject.name_part()))
 }
 
 /// The process to which the request file of this name is addressed; `None` if it is not the name of a request file.
-fn asked_of(name: &str) -> Option<Identity> {
-    let (identity, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.word()))?;
+fn request_target(name: &str) -> Option<Identity> {
+    let (identity, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.name_part()))?;
     number.parse::<u32>().ok().and(identity_of(identity))
 }
 
@@ -237,7 +237,7 @@ fn asked_of(name: &str) -> Option<Identity> {
 fn sweep_requests(folder: &str) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for entry in entries.filter_map(Result::ok) {
-        let Some(identity) = entry.file_name().to_str().and_then(asked_of) else { continue };
+        let Some(identity) = entry.file_name().to_str().and_then(request_target) else { continue };
         let age = || entry.metadata().ok()?.modified().ok()?.elapsed().ok();
         if !process::is_alive(identity) || age().is_some_and(|age| age > REQUEST_ENDED_AFTER) {
             let _ = std::fs::remove_file(entry.path());
@@ -304,12 +304,12 @@ pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
 /// Finds all published figures of a running process of this user: first those of the preload library, then those of
 /// other Pagemills in the process. Requests can be sent to such a process.
 pub fn find_all(pid: u32) -> Vec<(Path, Snapshot)> {
-    process::identity(pid).map_or_else(Vec::new, |identity| find_in(identity, &own_folders(), None))
+    process::identity(pid).map_or_else(Vec::new, |identity| find_in_folders(identity, &own_folders(), None))
 }
 
 /// Reads the figures of a process from `folders`. With `owner`, reads only files that this user owns.
-fn find_in(identity: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
-    let copies = |folder| (0..MOST_COPIES).filter_map(move |copy| file_of_copy(folder, identity, copy));
+fn find_in_folders(identity: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
+    let copies = |folder| (0..MAX_COPIES).filter_map(move |copy| file_of_copy(folder, identity, copy));
     let paths = folders.iter().flat_map(|folder| copies(folder));
     let read =
         |path: &Path| stats::read_of(path.as_c_str(), owner).ok().filter(|snapshot| snapshot.identity == identity);
@@ -317,7 +317,7 @@ fn find_in(identity: Identity, folders: &[String], owner: Option<u32>) -> Vec<(P
 }
 
 /// Returns the folders of the trees below a folder, then the folder itself.
-fn with_trees(folder: String) -> Vec<String> {
+fn with_tree_folders(folder: String) -> Vec<String> {
     let mut folders: Vec<_> = tree_folders(&folder).into_iter().map(|(path, _)| path).collect();
     folders.push(folder);
     folders
@@ -331,7 +331,7 @@ pub fn running() -> Vec<Snapshot> {
 
 fn own_folders() -> Vec<String> {
     let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
-    existing(&runtime, process::user_id()).into_iter().flat_map(with_trees).collect()
+    existing_private_folders(&runtime, process::user_id()).into_iter().flat_map(with_tree_folders).collect()
 }
 
 /// A running process with the figures of each Pagemill in it. Those of the preload library are the first.
@@ -371,7 +371,7 @@ pub fn read(pid: u32) -> Option<Process> {
     let (own, user) = (process::user_id(), user_of(pid)?);
     let found = match user == own {
         true => find_all(pid),
-        false if own == 0 => find_in(identity, &folders_of(user), Some(user)),
+        false if own == 0 => find_in_folders(identity, &folders_of(user), Some(user)),
         false => Vec::new(),
     };
     // A process that root started for another user publishes as root.
@@ -423,7 +423,7 @@ fn other_users() -> Vec<u32> {
 
 /// The folders into which another user's processes publish, as far as they are private to that user.
 fn folders_of(user: u32) -> Vec<String> {
-    let folders = existing(&format!("/run/user/{user}"), user).into_iter().flat_map(with_trees);
+    let folders = existing_private_folders(&format!("/run/user/{user}"), user).into_iter().flat_map(with_tree_folders);
     folders.filter(|folder| is_private(folder, user)).collect()
 }
 
@@ -438,7 +438,7 @@ pub fn missing(pid: u32) -> String {
              (setpriv --reuid={user})"
         );
     }
-    missing_figures(pid)
+    explain_no_figures(pid)
 }
 
 /// Explains, for an error message, why [`read`] finds no figures of a process.
@@ -447,11 +447,11 @@ pub fn unreadable(pid: u32) -> String {
     match user_of(pid).filter(|user| *user != own && own != 0) {
         Some(user) => format!("process {pid} is another user's: only user {user} and root can read its figures"),
         None if process::has_proc() && process::identity(pid).is_none() => format!("there is no process {pid}"),
-        None => missing_figures(pid),
+        None => explain_no_figures(pid),
     }
 }
 
-fn missing_figures(pid: u32) -> String {
+fn explain_no_figures(pid: u32) -> String {
     format!(
         "process {pid} publishes no figures: it runs without Pagemill, is a fork child that has not used \
          it itself, or is so small that the C library serves it (run --after)"
@@ -478,7 +478,7 @@ pub fn sweep() {
     match user_folder() {
         Ok(folder) => sweep_in(folder.as_str()),
         // Another user occupies the usual names. Folders of trees under random names may exist nevertheless.
-        Err(_) => existing("", process::user_id()).iter().for_each(|folder| sweep_in(folder)),
+        Err(_) => existing_private_folders("", process::user_id()).iter().for_each(|folder| sweep_in(folder)),
     }
 }
 
@@ -506,12 +506,12 @@ fn sweep_in(folder: &str) {
 ///
 /// The error of creating the folder.
 pub fn make_tree_folder() -> io::Result<String> {
-    let unpredictable = |error| {
+    let make_random_folder = |error| {
         let name = format!("pagemill-{}-{:016x}", process::user_id(), process::random_u64());
-        let paths = SHARED.iter().filter_map(|folder| Path::format(format_args!("{folder}/{name}")));
+        let paths = SHARED_FOLDERS.iter().filter_map(|folder| Path::format(format_args!("{folder}/{name}")));
         paths.into_iter().find(|path| file::make_private_dir(path.as_c_str()).is_ok()).ok_or(error)
     };
-    let (user, identity) = (user_folder().or_else(unpredictable)?, process::own_identity());
+    let (user, identity) = (user_folder().or_else(make_random_folder)?, process::own_identity());
     let path = Path::format(format_args!("{}/run-{}-{}", user.as_str(), identity.pid, identity.start_ticks))
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     file::make_private_dir(path.as_c_str())?;
@@ -528,7 +528,7 @@ pub fn remove_tree_folder(folder: &str) {
 
 /// Removes an empty folder that [`make_tree_folder`] created under a random name.
 fn remove_if_for_one_tree(folder: &str) {
-    if SHARED.iter().any(|shared| folder.starts_with(&format!("{shared}/pagemill-{}-", process::user_id()))) {
+    if SHARED_FOLDERS.iter().any(|shared| folder.starts_with(&format!("{shared}/pagemill-{}-", process::user_id()))) {
         let _ = std::fs::remove_dir(folder);
     }
 }
@@ -549,7 +549,7 @@ mod tests {
         page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
         std::fs::write(file_of(folder, gone).unwrap().as_str(), page).unwrap();
         let copy = |number| file_of_copy(folder, gone, number).unwrap();
-        for number in [1, MOST_COPIES] {
+        for number in [1, MAX_COPIES] {
             std::fs::copy(copy(0).as_str(), copy(number).as_str()).unwrap();
         }
         std::fs::write(format!("{folder}/other"), b"x").unwrap();
@@ -558,7 +558,7 @@ mod tests {
         assert!(found.iter().all(|process| !process.is_alive && process.identity == gone));
         assert_eq!(list(folder, true).unwrap().len(), 0);
         assert!(
-            std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MOST_COPIES).as_str()).unwrap()
+            std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MAX_COPIES).as_str()).unwrap()
         );
     }
 
@@ -570,7 +570,7 @@ mod tests {
         let folder = folder.path().to_str().unwrap();
         let make = |identity, number| {
             let subject = Subject::ALL[number as usize % Subject::ALL.len()];
-            let path = request_of(file_of(folder, identity).unwrap().as_str(), subject, number).unwrap();
+            let path = request_file(file_of(folder, identity).unwrap().as_str(), subject, number).unwrap();
             (std::fs::File::create(path.as_str()).unwrap(), path)
         };
         let own = process::own_identity();
@@ -578,8 +578,8 @@ mod tests {
         let ((old_file, old), (_, new)) = (make(own, 1), make(own, 2));
         old_file.set_modified(std::time::SystemTime::now() - 2 * REQUEST_ENDED_AFTER).unwrap();
         for subject in Subject::ALL {
-            let name = format!("5-6.1{}7", subject.word());
-            assert_eq!(asked_of(&name), Some(Identity { pid: 5, start_ticks: 6 }), "{name}");
+            let name = format!("5-6.1{}7", subject.name_part());
+            assert_eq!(request_target(&name), Some(Identity { pid: 5, start_ticks: 6 }), "{name}");
         }
         let foreign = format!("{folder}/1-1.vranges-x");
         std::fs::write(&foreign, b"").unwrap();

@@ -99,8 +99,7 @@ counters! {
     heap: Heap, Gauge, Bytes;
     /// Resident memory of free slots: given back on request.
     heap_free: HeapFree, Gauge, Bytes;
-    /// Memory that the small allocator caches after the program freed it: given back on request. As of the last
-    /// measurement.
+    /// Memory that the small allocator caches after a free: given back on request. As of the last measurement.
     small_free: SmallFree, Gauge, Bytes;
     /// Memory that was granted without a charge and is not known to be touched: charged when measured.
     untouched: Untouched, Gauge, Bytes;
@@ -174,8 +173,7 @@ counters! {
     helpers: Helpers, Gauge, Count;
     /// Helper threads with real-time priority, which run before other threads.
     helpers_preferred: HelpersPreferred, Gauge, Count;
-    /// Helper threads that the kernel warns before a control group's limit (version 1: thresholds; version 2: memory
-    /// events).
+    /// Helper threads that the kernel warns before a control group's limit (v1: thresholds; v2: memory events).
     helpers_warned: HelpersWarned, Gauge, Count;
     /// Helper threads that the kernel wakes when a thread stalls on memory (PSI).
     helpers_told_of_stalls: HelpersToldOfStalls, Gauge, Count;
@@ -331,18 +329,15 @@ counters! {
     slab_behind_ns: SlabBehindNs, Sum, Count;
     /// Slab caches excluded from background defragmentation because a callback panicked.
     slab_behind_failed: SlabBehindFailed, Sum, Count;
-    /// Empty slabs and idle blocks kept for the next objects of slab caches: given back on request. As of the last
-    /// measurement.
+    /// Empty slabs and idle blocks kept for new objects: given back on request. As of the last measurement.
     slab_kept: SlabKept, Gauge, Bytes;
-    /// Volatile ranges with a handle, and freed ones that keep their memory: given back on request. As of the last
-    /// measurement.
+    /// Volatile ranges with a handle, and freed ones: given back on request. As of the last measurement.
     ranges_giveable: RangesGiveable, Gauge, Bytes;
     /// Resident memory marked volatile by address: given back on request. As of the last measurement.
     marked_giveable: MarkedGiveable, Gauge, Bytes;
     /// Part of `marked_giveable` that Pagemill did not allocate: not part of `resident`.
     marked_foreign: MarkedForeign, Gauge, Bytes;
-    /// Freed parts of the small allocator's huge pages: given back by splitting these pages. As of the last
-    /// measurement.
+    /// Freed parts of the small allocator's huge pages: given back by splitting. As of the last measurement.
     small_stale: SmallStale, Gauge, Bytes;
     /// Time of the last measurement of all figures: nanoseconds of `CLOCK_MONOTONIC`.
     measured_at: MeasuredAt, Moment, Count;
@@ -414,7 +409,7 @@ impl Figures {
         }
     }
 
-    fn sign(&self, identity: process::Identity, name: [u8; 16]) {
+    fn write_header(&self, identity: process::Identity, name: [u8; 16]) {
         self.version_pid.store(u64::from(VERSION) | u64::from(identity.pid) << 32, Relaxed);
         self.start_ticks.store(identity.start_ticks, Relaxed);
         let (low, high) = name.split_at(8);
@@ -435,8 +430,8 @@ impl Figures {
         self.asked.load(Relaxed)
     }
 
-    /// Announces the request with this number to the process of this page, whose helper then answers all requests up
-    /// to the number. Returns `false` if the number was announced before: then the helper may have looked for the
+    /// Announces the request with this number to the process of this page, whose helper then answers all requests up to
+    /// the number. Returns `false` if the number was announced before: then the helper may have looked for the
     /// request's file before the file existed.
     pub(crate) fn ask(&self, number: u32) -> bool {
         let before = self.asked.fetch_max(number, SeqCst);
@@ -468,14 +463,14 @@ impl Figures {
 }
 
 /// The page that is used until [`publish`] creates a shared one.
-static PRIVATE: Figures = Figures::new();
-/// The shared page; null while [`PRIVATE`] is used.
-static CURRENT: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
+static PRIVATE_PAGE: Figures = Figures::new();
+/// The shared page; null while [`PRIVATE_PAGE`] is used.
+static SHARED_PAGE: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
 
 pub(crate) fn current() -> &'static Figures {
-    let page = CURRENT.load(Relaxed);
+    let page = SHARED_PAGE.load(Relaxed);
     // SAFETY: a pointer that is not null refers to a page that `publish` mapped, and such a page is never unmapped.
-    if page.is_null() { &PRIVATE } else { unsafe { &*page } }
+    if page.is_null() { &PRIVATE_PAGE } else { unsafe { &*page } }
 }
 
 /// The futex word on which the helper sleeps if the process is in no tree ([`Scope::Shared`]).
@@ -486,10 +481,10 @@ pub(crate) fn wake_word() -> &'static AtomicU32 {
 /// Wakes the helper thread of this process.
 pub(crate) fn wake() {
     loop {
-        let page = CURRENT.load(SeqCst);
+        let page = SHARED_PAGE.load(SeqCst);
         current().wake_sleepers();
         // If `publish` replaced the page meanwhile, the helper may sleep on the new page: wake again.
-        if page == CURRENT.load(SeqCst) {
+        if page == SHARED_PAGE.load(SeqCst) {
             return;
         }
     }
@@ -526,7 +521,7 @@ pub fn get(counter: Counter) -> u64 {
 }
 
 /// Stores the addresses of this process's arena on the page, so that commands can recognise the arena's mappings.
-pub(crate) fn describe_arena(addresses: Range<usize>) {
+pub(crate) fn publish_arena_range(addresses: Range<usize>) {
     for (word, addr) in current().arena.iter().zip([addresses.start, addresses.end]) {
         word.store(addr as u64, Relaxed);
     }
@@ -540,7 +535,7 @@ pub(crate) fn describe_arena(addresses: Range<usize>) {
 /// let figures = Pagemill::of_process()?.figures();
 /// assert_eq!(figures.identity.pid, std::process::id());
 /// let (resident, giveable) = (figures.get(Counter::Resident), figures.giveable_of_resident());
-/// assert!(giveable <= resident && figures.amounts().net <= resident);
+/// assert!(giveable <= resident && figures.memory_amounts().net <= resident);
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -628,7 +623,7 @@ impl Snapshot {
 ///
 /// Example: [`Snapshot`].
 #[repr(C)]
-pub struct Amounts {
+pub struct MemoryAmounts {
     pub resident: u64,
     pub giveable: u64,
     pub net: u64,
@@ -636,9 +631,9 @@ pub struct Amounts {
 
 impl Snapshot {
     /// The process's resident bytes, its giveable bytes, and its resident bytes without the giveable ones (`net`).
-    pub fn amounts(&self) -> Amounts {
+    pub fn memory_amounts(&self) -> MemoryAmounts {
         let resident = self.get(Counter::Resident);
-        Amounts { resident, giveable: self.giveable_bytes(), net: resident - self.giveable_of_resident() }
+        MemoryAmounts { resident, giveable: self.giveable_bytes(), net: resident - self.giveable_of_resident() }
     }
 }
 
@@ -646,7 +641,7 @@ impl Snapshot {
 pub fn snapshot() -> Snapshot {
     let page = current();
     if page.magic.load(Relaxed) != MAGIC {
-        page.sign(process::own_identity(), process::name(process::id()));
+        page.write_header(process::own_identity(), process::name(process::id()));
     }
     page.snapshot().unwrap_or_default()
 }
@@ -668,7 +663,7 @@ pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
     };
     // SAFETY: the mapping is as long as the type and page aligned, and every bit pattern is valid (type invariant).
     let page: &'static Figures = unsafe { &*(addr as *const Figures) };
-    page.sign(identity, process::name(identity.pid));
+    page.write_header(identity, process::name(identity.pid));
     let copied: [u64; CAPACITY] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
     for (to, amount) in page.counters.iter().zip(copied) {
         to.store(amount, Relaxed);
@@ -677,7 +672,7 @@ pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
     for (to, from) in page.arena.iter().zip(&before.arena) {
         to.store(from.load(Relaxed), Relaxed);
     }
-    CURRENT.store(addr as *mut Figures, SeqCst);
+    SHARED_PAGE.store(addr as *mut Figures, SeqCst);
     // Wake the threads that sleep on the old page. From now on wake-ups go to the new page.
     before.wake_sleepers();
     // Add the updates that other threads made on the old page since it was copied.
@@ -694,14 +689,14 @@ pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
 ///
 /// The process is a fork child with one thread and calls this once. The call unmaps the page at that address.
 pub unsafe fn detach_in_child() {
-    let page = CURRENT.load(Relaxed);
+    let page = SHARED_PAGE.load(Relaxed);
     if page.is_null() {
-        PRIVATE.counters.iter().for_each(|counter| counter.store(0, Relaxed));
+        PRIVATE_PAGE.counters.iter().for_each(|counter| counter.store(0, Relaxed));
         return;
     }
     // SAFETY: `publish` made the mapping at this address, and no other thread uses it, because there is none.
     if unsafe { file::map_private_over(page as usize, Figures::LEN) }.is_err() {
-        CURRENT.store(std::ptr::null_mut(), Relaxed);
+        SHARED_PAGE.store(std::ptr::null_mut(), Relaxed);
     }
 }
 
@@ -737,7 +732,7 @@ pub(crate) fn with_copy<T>(path: &CStr, owner: Option<u32>, act: impl FnOnce(&Fi
 
 /// Calls `act` with the mapped page of another process, so that `act` can send a request to that process. Fails with
 /// `InvalidData` if the file at `path` is not a page of this version.
-pub(crate) fn with_page_of_asked<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
+pub(crate) fn with_page_of_process<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
     // SAFETY: this creates a new mapping at an address that the kernel chooses.
     let addr = unsafe { file::map_shared(path, Figures::LEN, Access::Update, 0) }?;
     // SAFETY: as in `publish`.
@@ -763,8 +758,7 @@ mod tests {
     }
 
     /// Reads invalid files. A short file and a file without magic must be rejected. In a page of one bits, the name
-    /// must
-    /// become printable and sums must saturate.
+    /// must become printable and sums must saturate.
     #[test]
     fn invalid_pages_are_rejected_or_harmless() {
         let folder = tempfile::tempdir().unwrap();

@@ -190,12 +190,12 @@ impl<T> Guarded<T> {
         })
     }
 
-    /// Waits until the value satisfies `is_so`, and returns with the lock acquired. For `fork` handlers.
-    pub fn acquire_when(&self, is_so: impl Fn(&T) -> bool) {
+    /// Waits until the value satisfies `condition`, and returns with the lock acquired. For `fork` handlers.
+    pub fn acquire_when(&self, condition: impl Fn(&T) -> bool) {
         loop {
             self.lock.acquire();
             // SAFETY: the lock is held, so no other thread changes the value.
-            if is_so(unsafe { &*self.value.get() }) {
+            if condition(unsafe { &*self.value.get() }) {
                 return;
             }
             self.lock.release();

@@ -13,23 +13,23 @@ use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Orderin
 const CAPACITY: usize = 1024;
 
 /// The format of one of the two 64-bit numbers of an event: it has one named value, or two that are packed.
-struct Number {
+struct NumberFormat {
     name: &'static str,
     /// If two values are packed: the width of the lower value in bits, and the name of the upper value.
     upper: Option<(u32, &'static str)>,
 }
 
-impl Number {
+impl NumberFormat {
     const fn new(name: &'static str, upper: &[(u32, &'static str)]) -> Self {
         Self { name, upper: if upper.is_empty() { None } else { Some(upper[0]) } }
     }
 
-    fn join(&self, lower: u64, upper: u64) -> u64 {
+    fn pack(&self, lower: u64, upper: u64) -> u64 {
         self.upper.map_or(lower, |(bits, _)| lower & ((1 << bits) - 1) | upper << bits)
     }
 
     /// Unpacks a number into its values, each with its name.
-    fn split(&self, number: u64) -> impl Iterator<Item = (&'static str, u64)> {
+    fn unpack(&self, number: u64) -> impl Iterator<Item = (&'static str, u64)> {
         let lower = self.upper.map_or(number, |(bits, _)| number & ((1 << bits) - 1));
         let upper = self.upper.map(|(bits, name)| (name, number >> bits));
         std::iter::once((self.name, lower)).chain(upper)
@@ -48,9 +48,9 @@ macro_rules! events {
         pub enum Event { $(#[doc = $meaning] $name),* }
 
         /// The name of each event and the formats of its two numbers.
-        const EVENTS: &[(Event, &str, [Number; 2])] = &[$((Event::$name, $text, [
-            Number::new($first, &[$(($bits, $above))?]),
-            Number::new($second, &[$(($second_bits, $second_above))?]),
+        const EVENTS: &[(Event, &str, [NumberFormat; 2])] = &[$((Event::$name, $text, [
+            NumberFormat::new($first, &[$(($bits, $above))?]),
+            NumberFormat::new($second, &[$(($second_bits, $second_above))?]),
         ])),*];
     };
 }
@@ -162,7 +162,7 @@ impl EventSlot {
             sequence: tag >> 8,
             time_ns,
             event,
-            numbers: names.iter().zip(numbers).flat_map(|(name, number)| name.split(number)).collect(),
+            numbers: names.iter().zip(numbers).flat_map(|(name, number)| name.unpack(number)).collect(),
         })
     }
 }
@@ -196,9 +196,9 @@ pub fn event(event: Event, first: u64, second: u64) {
 }
 
 /// As [`event`], for numbers that pack two values. Each part is the lower and the upper value of one number.
-pub(crate) fn event_in_parts(event: Event, parts: [(u64, u64); 2]) {
+pub(crate) fn event_with_packed_values(event: Event, parts: [(u64, u64); 2]) {
     let (_, _, names) = &EVENTS[event as usize];
-    let [first, second] = [0, 1].map(|at| names[at].join(parts[at].0, parts[at].1));
+    let [first, second] = [0, 1].map(|at| names[at].pack(parts[at].0, parts[at].1));
     stats::current().ring.record(event, first, second);
 }
 
@@ -239,12 +239,12 @@ mod tests {
     fn packed_values_unpack_unchanged() {
         assert!(EVENTS.iter().enumerate().all(|(at, (event, ..))| *event as usize == at));
         let (_, _, [number, plain]) = &EVENTS[Event::FolioMade as usize];
-        let both = |lower, upper| number.split(number.join(lower, upper)).collect::<Vec<_>>();
+        let both = |lower, upper| number.unpack(number.pack(lower, upper)).collect::<Vec<_>>();
         for (index, file) in [(0, 0), ((1 << 40) - 1, 0), (7, (1 << 24) - 1)] {
             assert_eq!(both(index, file), [("page_index", index), ("file", file)]);
         }
-        assert_eq!(plain.split(plain.join(9, 255)).collect::<Vec<_>>(), [("order", 9), ("cache", 255)]);
+        assert_eq!(plain.unpack(plain.pack(9, 255)).collect::<Vec<_>>(), [("order", 9), ("cache", 255)]);
         let (_, _, [plain, _]) = &EVENTS[Event::Start as usize];
-        assert_eq!(plain.split(plain.join(u64::MAX, 1)).collect::<Vec<_>>(), [("pid", u64::MAX)]);
+        assert_eq!(plain.unpack(plain.pack(u64::MAX, 1)).collect::<Vec<_>>(), [("pid", u64::MAX)]);
     }
 }

@@ -5,7 +5,7 @@
 #![allow(unsafe_code)] // gives memory back to the kernel
 
 use super::block::{Backing, BlockState};
-use super::{Arena, Context, Filling};
+use super::{Arena, Context, ExpectedUse};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
@@ -17,7 +17,7 @@ use std::ops::Range;
 const BATCH_BLOCKS: usize = 32;
 
 /// Makes reserved addresses readable and writable.
-pub(super) fn open(addr: usize, len_bytes: usize) -> Result<()> {
+pub(super) fn make_accessible(addr: usize, len_bytes: usize) -> Result<()> {
     // SAFETY: these are unused addresses of the arena's own reservation.
     unsafe { mem::open(addr, len_bytes) }.map_err(Error::system("opening reserved memory"))
 }
@@ -31,11 +31,11 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoMemory`].
-    pub(crate) fn bring_in(&self, block: usize, filling: Filling) -> Result<()> {
-        if self.peek(block).backing != Backing::Empty {
+    pub(crate) fn back_block(&self, block: usize, expected_use: ExpectedUse) -> Result<()> {
+        if self.block_state(block).backing != Backing::Empty {
             return Ok(());
         }
-        if !self.may_take_huge(filling) {
+        if !self.may_take_huge(expected_use) {
             stats::add(Counter::BlocksSmall, 1);
             return self.overcommit(block, 1, Context::Outside);
         }
@@ -46,9 +46,9 @@ impl Arena {
         }
         let mut locked = self.word(block).lock(&self.generation);
         if locked.state.backing == Backing::Empty {
-            locked.state = self.populate(block);
+            locked.state = self.populate_huge(block);
             if locked.state.backing == Backing::Huge {
-                Self::count(Counter::Heap, 0, locked.state.charged_pages);
+                Self::update_gauge(Counter::Heap, 0, locked.state.charged_pages);
                 return Ok(());
             }
             // The block got no huge page and is overcommitted now. Its small pages are charged when measured.
@@ -65,11 +65,11 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoMemory`]; [`Error::System`] if the kernel has no page. After an error all blocks are empty.
-    pub(crate) fn bring_in_whole(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
+    pub(crate) fn populate_blocks(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
         self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
         let mut huge = 0;
         for block in first..first + blocks {
-            match self.fill_whole(block, is_huge_wanted && self.use_huge) {
+            match self.populate_charged_block(block, is_huge_wanted && self.use_huge) {
                 Ok(is_huge) => huge += usize::from(is_huge),
                 Err(error) => {
                     // SAFETY: the caller owns these blocks, and no data has been stored in them yet.
@@ -82,12 +82,12 @@ impl Arena {
         Ok(huge)
     }
 
-    /// Makes all pages of an empty block resident that is charged already. Returns whether it is a huge page.
-    fn fill_whole(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
+    /// Makes all pages of an empty, already charged block resident. Returns whether it is a huge page.
+    fn populate_charged_block(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
         let mut locked = self.word(block).lock(&self.generation);
         debug_assert_eq!(locked.state.backing, Backing::Empty);
         let addr = self.block_addr(block);
-        let state = if is_huge_wanted { self.populate(block) } else { BlockState::OVERCOMMITTED };
+        let state = if is_huge_wanted { self.populate_huge(block) } else { BlockState::OVERCOMMITTED };
         if state.backing != Backing::Huge {
             let populated = mem::populate(addr, BLOCK_BYTES).map_err(Error::system("bringing in pages"));
             if let Err(error) = populated {
@@ -97,13 +97,13 @@ impl Arena {
             }
         }
         locked.state = BlockState { charged_pages: os_pages_per_block() as u32, ..state };
-        Self::count(self.counter_of(block), 0, locked.state.charged_pages);
+        Self::update_gauge(self.gauge_of_block(block), 0, locked.state.charged_pages);
         Ok(state.backing == Backing::Huge)
     }
 
     /// Populates an empty block with a huge page. If none is available, returns the state of an overcommitted block,
     /// for which the kernel provides small pages on touch.
-    pub(super) fn populate(&self, block: usize) -> BlockState {
+    pub(super) fn populate_huge(&self, block: usize) -> BlockState {
         let resident = self.budget.room().0;
         match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
             Ok(mem::Backing::Huge) => {
@@ -125,7 +125,7 @@ impl Arena {
     ///
     /// [`Error::NoMemory`] if the limit has been reached.
     pub(crate) fn overcommit(&self, first: usize, blocks: usize, context: Context) -> Result<()> {
-        let empty = (first..first + blocks).filter(|block| self.peek(*block).backing == Backing::Empty).count();
+        let empty = (first..first + blocks).filter(|block| self.block_state(*block).backing == Backing::Empty).count();
         if empty == 0 {
             return Ok(());
         }
@@ -160,23 +160,23 @@ impl Arena {
     /// # Safety
     ///
     /// As [`Arena::discard`].
-    pub(crate) unsafe fn renew(&self, first: usize, blocks: usize) -> Option<u64> {
+    pub(crate) unsafe fn discard_and_reopen(&self, first: usize, blocks: usize) -> Option<u64> {
         // SAFETY: guaranteed by the caller.
         let freed = unsafe { self.discard(first, blocks) };
-        let is_gone = (first..first + blocks).all(|block| self.peek(block).backing == Backing::Empty);
+        let is_gone = (first..first + blocks).all(|block| self.block_state(block).backing == Backing::Empty);
         self.reopen(first, blocks);
         is_gone.then_some(freed)
     }
 
-    /// As [`Arena::renew`] for one block, which the kernel may back with small pages only from now on.
+    /// As [`Arena::discard_and_reopen`] for one block, which the kernel may back with small pages only from now on.
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
-    pub(crate) unsafe fn make_small(&self, block: usize) {
+    pub(crate) unsafe fn reopen_with_small_pages(&self, block: usize) {
         mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
         // SAFETY: guaranteed by the caller.
-        unsafe { self.renew(block, 1) };
+        unsafe { self.discard_and_reopen(block, 1) };
     }
 
     /// Allows the kernel to use huge pages at these addresses.
@@ -198,7 +198,7 @@ impl Arena {
     pub(crate) fn reconcile(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let full = os_pages_per_block() as u32;
-            let state = self.peek(block);
+            let state = self.block_state(block);
             if state.backing != Backing::Lazy || state.is_inherited || state.charged_pages == full {
                 continue;
             }
@@ -219,14 +219,14 @@ impl Arena {
             Ok(()) => pages.iter().filter(|page| **page & 1 == 1).count() as u32,
             Err(_) => return,
         };
-        self.recharge(block, state, count);
+        self.set_charge(block, state, count);
     }
 
     /// Sets the charge of a *Lazy* block to `pages`. The rest of the block stays overcommitted.
-    fn recharge(&self, block: usize, state: &mut BlockState, pages: u32) {
+    fn set_charge(&self, block: usize, state: &mut BlockState, pages: u32) {
         let change = Self::charged_bytes(pages) as i64 - Self::charged_bytes(state.charged_pages) as i64;
         if change != 0 {
-            Self::count(self.counter_of(block), state.charged_pages, pages);
+            Self::update_gauge(self.gauge_of_block(block), state.charged_pages, pages);
             self.budget.reconciled(change, change);
             state.charged_pages = pages;
         }
@@ -256,7 +256,7 @@ impl Arena {
     /// As [`Arena::discard`].
     unsafe fn discard_batch(&self, first: usize, blocks: usize) -> u64 {
         let mut range = first..first + blocks;
-        if range.all(|block| self.peek(block).backing == Backing::Empty) {
+        if range.all(|block| self.block_state(block).backing == Backing::Empty) {
             return 0;
         }
         // Measure first: the charge, which is returned as the bytes freed, must equal the kernel's count.
@@ -269,7 +269,7 @@ impl Arena {
         let mut freed = 0;
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
-            freed += self.forget(block, &mut locked.state);
+            freed += self.mark_empty(block, &mut locked.state);
         }
         freed
     }
@@ -285,12 +285,12 @@ impl Arena {
         if unsafe { mem::offer(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
             return None;
         }
-        Some((first..first + blocks).map(|block| Self::charged_bytes(self.peek(block).charged_pages)).sum())
+        Some((first..first + blocks).map(|block| Self::charged_bytes(self.block_state(block).charged_pages)).sum())
     }
 
     /// Ends the charge for memory that the kernel took from offered blocks, and returns these bytes. The blocks that
     /// lost memory become *Lazy*.
-    pub(crate) fn note_taken(&self, first: usize, blocks: usize) -> u64 {
+    pub(crate) fn discharge_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
@@ -309,9 +309,9 @@ impl Arena {
 
     /// Marks a locked block as empty. Ends its charge, and no longer counts it as overcommitted. Returns the bytes that
     /// were charged.
-    fn forget(&self, block: usize, state: &mut BlockState) -> u64 {
+    fn mark_empty(&self, block: usize, state: &mut BlockState) -> u64 {
         let bytes = Self::charged_bytes(state.charged_pages);
-        Self::count(self.counter_of(block), state.charged_pages, 0);
+        Self::update_gauge(self.gauge_of_block(block), state.charged_pages, 0);
         if bytes > 0 {
             self.budget.discharge(bytes);
         }
@@ -390,8 +390,7 @@ impl Arena {
     /// Moves the memory of whole blocks to blocks without memory. Returns the length of the moved part in bytes.
     ///
     /// The kernel may stop early, also inside a block, for example at a page that a fork child shares. The moved part
-    /// of
-    /// the source reads zero afterwards.
+    /// of the source reads zero afterwards.
     ///
     /// # Errors
     ///
@@ -445,7 +444,7 @@ impl Arena {
     }
 
     /// Requests that the helper makes a block resident, because it will be needed soon.
-    pub(crate) fn want_soon(&self, block: usize) {
+    pub(crate) fn request_prefault(&self, block: usize) {
         self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);
     }
 
@@ -453,11 +452,12 @@ impl Arena {
     pub fn prefault(&self) -> bool {
         let wanted = self.prefault.swap(0, std::sync::atomic::Ordering::Relaxed);
         let has_room = self.budget.room().1 >= 2 * BLOCK_BYTES as u64;
-        let is_huge = self.may_take_huge(Filling::Soon);
-        if wanted == 0 || !has_room || self.peek(wanted - 1).backing != Backing::Empty || !is_huge {
+        let is_huge = self.may_take_huge(ExpectedUse::Full);
+        if wanted == 0 || !has_room || self.block_state(wanted - 1).backing != Backing::Empty || !is_huge {
             return false;
         }
-        let is_in = self.bring_in(wanted - 1, Filling::Soon).is_ok() && self.peek(wanted - 1).backing == Backing::Huge;
+        let is_in = self.back_block(wanted - 1, ExpectedUse::Full).is_ok()
+            && self.block_state(wanted - 1).backing == Backing::Huge;
         if is_in {
             stats::add(Counter::BlocksPrefaulted, 1);
         }

@@ -83,7 +83,7 @@ impl BlockWord {
 
     /// The current state. Other threads may change it at any time.
     #[inline]
-    pub fn peek(&self, generation: &Generation) -> BlockState {
+    pub fn state(&self, generation: &Generation) -> BlockState {
         BlockState::unpack(self.0.load(Acquire), generation.get())
     }
 

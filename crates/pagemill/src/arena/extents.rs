@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // zeroes pages and gives memory back to the kernel
 
 use super::block::{Backing, BlockState, Locked};
-use super::{Arena, Context, Filling};
+use super::{Arena, Context, ExpectedUse};
 use crate::error::Result;
 use crate::stats::{self, Counter};
 use crate::units::{BLOCK_BYTES, MAX_OS_PAGES_PER_BLOCK, os_page_bytes, os_pages_per_block};
@@ -16,14 +16,14 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// The sets of committed and of stale OS pages of one block. Protected by the block's lock.
 pub(crate) struct ExtentMaps {
-    committed: Bits,
-    stale: Bits,
+    committed: PageSet,
+    stale: PageSet,
 }
 
 /// A set of OS pages of a block, one bit for each page.
-struct Bits([AtomicU64; MAX_OS_PAGES_PER_BLOCK / 64]);
+struct PageSet([AtomicU64; MAX_OS_PAGES_PER_BLOCK / 64]);
 
-impl Bits {
+impl PageSet {
     fn get(&self, page: usize) -> bool {
         self.0[page / 64].load(Relaxed) >> (page % 64) & 1 == 1
     }
@@ -36,7 +36,7 @@ impl Bits {
         }
     }
 
-    fn any(&self, pages: Range<usize>) -> bool {
+    fn contains_any(&self, pages: Range<usize>) -> bool {
         let mut page = pages.start;
         while page < pages.end {
             let word = self.0[page / 64].load(Relaxed) >> (page % 64);
@@ -88,7 +88,7 @@ impl Arena {
     }
 
     /// Splits a range at block boundaries.
-    fn parts(&self, addr: usize, len_bytes: usize) -> impl Iterator<Item = BlockPart> + use<'_> {
+    fn split_at_blocks(&self, addr: usize, len_bytes: usize) -> impl Iterator<Item = BlockPart> + use<'_> {
         let page = os_page_bytes();
         let (first, last) = (self.block_of(addr), self.block_of(addr + len_bytes.max(1) - 1));
         (first..=last).map(move |block| {
@@ -110,7 +110,7 @@ impl Arena {
     /// The pages lie in an extent of the caller, and none of them is committed.
     pub unsafe fn commit(&self, addr: usize, len_bytes: usize) -> Result<()> {
         let mut done = 0;
-        for part in self.parts(addr, len_bytes) {
+        for part in self.split_at_blocks(addr, len_bytes) {
             let part_bytes = part.pages.len() * os_page_bytes();
             if let Err(error) = self.commit_part(&part) {
                 stats::add(Counter::ExtentsRefused, 1);
@@ -134,8 +134,9 @@ impl Arena {
                 drop(locked);
                 break;
             }
-            let take_huge = use_huge && locked.state.backing == Backing::Empty && self.may_take_huge(Filling::Unknown);
-            let needed = if take_huge { os_pages_per_block() as u32 } else { self.missing_pages(&locked, part) };
+            let take_huge =
+                use_huge && locked.state.backing == Backing::Empty && self.may_take_huge(ExpectedUse::Unknown);
+            let needed = if take_huge { os_pages_per_block() as u32 } else { self.nonresident_pages(&locked, part) };
             if needed > admitted {
                 // Admission may purge, so it is never called under the lock.
                 drop(locked);
@@ -150,7 +151,7 @@ impl Arena {
                 admitted = needed;
                 continue;
             }
-            let used = self.fill(&mut locked, part, take_huge);
+            let used = self.commit_admitted(&mut locked, part, take_huge);
             drop(locked);
             if admitted > used {
                 self.budget.discharge(Self::charged_bytes(admitted - used));
@@ -172,23 +173,24 @@ impl Arena {
     }
 
     /// Number of OS pages in those units of a part that are not resident yet, and that a commit must charge.
-    fn missing_pages(&self, locked: &Locked<'_>, part: &BlockPart) -> u32 {
+    fn nonresident_pages(&self, locked: &Locked<'_>, part: &BlockPart) -> u32 {
         if locked.state.backing == Backing::Huge {
             return 0;
         }
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         let units = part.pages.start / unit..part.pages.end.div_ceil(unit);
         // A unit that has only stale pages is still resident, because the kernel refused to take it.
-        let is_there = |pages: Range<usize>| maps.committed.any(pages.clone()) || maps.stale.any(pages);
-        let missing = units.filter(|index| !is_there(index * unit..(index + 1) * unit)).count();
+        let is_resident =
+            |pages: Range<usize>| maps.committed.contains_any(pages.clone()) || maps.stale.contains_any(pages);
+        let missing = units.filter(|index| !is_resident(index * unit..(index + 1) * unit)).count();
         (missing * unit) as u32
     }
 
     /// Commits a part after the budget has admitted its pages. Returns the number of OS pages charged.
-    fn fill(&self, locked: &mut Locked<'_>, part: &BlockPart, take_huge: bool) -> u32 {
+    fn commit_admitted(&self, locked: &mut Locked<'_>, part: &BlockPart, take_huge: bool) -> u32 {
         let before = locked.state.charged_pages;
         if take_huge {
-            locked.state = self.populate(part.block);
+            locked.state = self.populate_huge(part.block);
             if locked.state.backing != Backing::Huge {
                 locked.state = BlockState { backing: Backing::Small, ..BlockState::EMPTY };
                 // The kernel must not add huge pages on its own, because they would not be charged.
@@ -202,7 +204,7 @@ impl Arena {
             stats::add(Counter::BlocksSmall, 1);
         }
         if locked.state.backing == Backing::Small {
-            locked.state.charged_pages += self.missing_pages(locked, part);
+            locked.state.charged_pages += self.nonresident_pages(locked, part);
             self.populate_units(locked, part);
         }
         let maps = self.maps.get(part.block);
@@ -215,7 +217,7 @@ impl Arena {
         }
         maps.stale.set(part.pages.clone(), false);
         maps.committed.set(part.pages.clone(), true);
-        Self::count(Counter::Small, before, locked.state.charged_pages);
+        Self::update_gauge(Counter::Small, before, locked.state.charged_pages);
         locked.state.charged_pages - before
     }
 
@@ -227,7 +229,7 @@ impl Arena {
             return;
         }
         for index in part.pages.start / unit..part.pages.end.div_ceil(unit) {
-            if !maps.committed.any(index * unit..(index + 1) * unit) {
+            if !maps.committed.contains_any(index * unit..(index + 1) * unit) {
                 let addr = self.block_addr(part.block) + index * unit * os_page_bytes();
                 if mem::populate(addr, unit * os_page_bytes()).is_ok() {
                     stats::add(Counter::PagesPopulated, 1);
@@ -243,22 +245,22 @@ impl Arena {
     /// The caller has committed the range and no longer needs its contents.
     pub unsafe fn decommit(&self, addr: usize, len_bytes: usize) -> u64 {
         let mut freed = 0;
-        for part in self.parts(addr, len_bytes) {
+        for part in self.split_at_blocks(addr, len_bytes) {
             let mut locked = self.word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
-                freed += self.drop_overcommitted(&mut locked, &part);
+                freed += self.discard_overcommitted(&mut locked, &part);
             } else if locked.state.backing != Backing::Empty {
                 let maps = self.maps.get(part.block);
                 maps.committed.set(part.pages.clone(), false);
                 maps.stale.set(part.pages.clone(), true);
-                freed += self.drop_units(&mut locked, &part);
+                freed += self.discard_unused_units(&mut locked, &part);
             }
         }
         freed
     }
 
     /// Returns overcommitted pages to the kernel. They read zero afterwards, even if the kernel refuses.
-    fn drop_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
+    fn discard_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();
         let before = locked.state.charged_pages;
@@ -273,23 +275,23 @@ impl Arena {
     }
 
     /// Returns to the kernel the units of a part that have no committed page.
-    fn drop_units(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
+    fn discard_unused_units(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         let before = locked.state.charged_pages;
         let mut run: Option<Range<usize>> = None;
         for index in part.pages.start / unit..part.pages.end.div_ceil(unit) {
             let pages = index * unit..(index + 1) * unit;
-            if maps.committed.any(pages.clone()) {
-                self.drop_run(locked, part.block, run.take());
+            if maps.committed.contains_any(pages.clone()) {
+                self.discard_run(locked, part.block, run.take());
             } else {
                 run = Some(run.map_or(pages.start, |run| run.start)..pages.end);
             }
         }
-        self.drop_run(locked, part.block, run);
+        self.discard_run(locked, part.block, run);
         if locked.state.charged_pages == 0 && maps.committed.count() == 0 && maps.stale.count() == 0 {
             locked.state = BlockState::EMPTY;
         }
-        Self::count(Counter::Small, before, locked.state.charged_pages);
+        Self::update_gauge(Counter::Small, before, locked.state.charged_pages);
         let freed = Self::charged_bytes(before - locked.state.charged_pages);
         if freed > 0 {
             self.budget.discharge(freed);
@@ -298,7 +300,7 @@ impl Arena {
     }
 
     /// Returns a run of pages to the kernel, all of them in units without committed pages.
-    fn drop_run(&self, locked: &mut Locked<'_>, block: usize, run: Option<Range<usize>>) {
+    fn discard_run(&self, locked: &mut Locked<'_>, block: usize, run: Option<Range<usize>>) {
         let Some(run) = run else { return };
         let addr = self.block_addr(block) + run.start * os_page_bytes();
         // SAFETY: none of these pages is committed, and the lock on the block keeps it so. No thread uses them.
@@ -314,7 +316,7 @@ impl Arena {
     /// freed. Returns the bytes freed. Cost: 280 us for each huge page.
     pub fn split_sparse_extents(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
-        for block in self.sparse_blocks() {
+        for block in self.sparse_huge_blocks() {
             if freed >= want_bytes {
                 break;
             }
@@ -323,7 +325,7 @@ impl Arena {
                 mem::split_huge(self.block_addr(block), BLOCK_BYTES);
                 stats::add(Counter::BlocksSplit, 1);
                 locked.state.backing = Backing::Small;
-                freed += self.drop_units(&mut locked, &BlockPart { block, pages: 0..os_pages_per_block() });
+                freed += self.discard_unused_units(&mut locked, &BlockPart { block, pages: 0..os_pages_per_block() });
             }
         }
         freed
@@ -331,21 +333,21 @@ impl Arena {
 
     /// Bytes that [`Arena::split_sparse_extents`] could free.
     pub fn sparse_extent_bytes(&self) -> u64 {
-        let pages = self.sparse_blocks().map(|block| self.maps.get(block).stale.count());
+        let pages = self.sparse_huge_blocks().map(|block| self.maps.get(block).stale.count());
         (pages.sum::<usize>() * os_page_bytes()) as u64
     }
 
     /// The blocks of extents that are huge pages of which at least a quarter is stale.
-    fn sparse_blocks(&self) -> impl Iterator<Item = usize> {
+    fn sparse_huge_blocks(&self) -> impl Iterator<Item = usize> {
         let is_sparse = |block: &usize| {
-            self.peek(*block).backing == Backing::Huge
+            self.block_state(*block).backing == Backing::Huge
                 && self.maps.get(*block).stale.count() * 4 >= os_pages_per_block()
         };
-        (0..self.small.used_bytes() / BLOCK_BYTES).filter(is_sparse)
+        (0..self.small.carved_bytes() / BLOCK_BYTES).filter(is_sparse)
     }
 
     /// Measures and charges the overcommitted extents (metadata of the allocator).
     pub fn reconcile_extents(&self) {
-        self.reconcile(0, self.small.used_bytes() / BLOCK_BYTES);
+        self.reconcile(0, self.small.carved_bytes() / BLOCK_BYTES);
     }
 }

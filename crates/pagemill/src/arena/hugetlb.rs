@@ -62,8 +62,8 @@ impl Arena {
     /// # Safety
     ///
     /// The caller owns the blocks, which are inaccessible: they were carved closed and never opened, or
-    /// [`Arena::end_reserve`] has closed them again.
-    pub(crate) unsafe fn place_reserve(&self, reserve: Reserve, addr: usize, node: usize) -> Result<()> {
+    /// [`Arena::return_hugetlb`] has closed them again.
+    pub(crate) unsafe fn place_hugetlb(&self, reserve: Reserve, addr: usize, node: usize) -> Result<()> {
         let len_bytes = reserve.len_bytes;
         // SAFETY: only this function knows the source mapping, and the target blocks of the caller have no memory.
         unsafe { hugetlb::place(reserve.addr, len_bytes, addr) }
@@ -80,12 +80,12 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::System`] if the kernel refuses, for example because of a control group's limit of hugetlb pages.
-    pub(crate) fn bring_in_reserved(&self, first: usize, blocks: usize) -> Result<()> {
+    pub(crate) fn populate_reserved(&self, first: usize, blocks: usize) -> Result<()> {
         mem::populate(self.block_addr(first), blocks * BLOCK_BYTES)
             .map_err(Error::system("bringing in reserved huge pages"))
     }
 
-    /// Returns all hugetlb pages that one call of [`Arena::place_reserve`] placed at `addr`.
+    /// Returns all hugetlb pages that one call of [`Arena::place_hugetlb`] placed at `addr`.
     ///
     /// # Errors
     ///
@@ -95,7 +95,7 @@ impl Arena {
     ///
     /// The blocks are exactly those of that call. Their contents are not needed, and no I/O to or from them is in
     /// flight.
-    pub(crate) unsafe fn end_reserve(&self, addr: usize, len_bytes: usize) -> Result<()> {
+    pub(crate) unsafe fn return_hugetlb(&self, addr: usize, len_bytes: usize) -> Result<()> {
         stats::sub(Counter::CacheHugetlb, len_bytes as u64);
         // SAFETY: guaranteed by the caller.
         unsafe { hugetlb::give_back(addr, len_bytes) }.map_err(Error::system("giving reserved huge pages back"))?;

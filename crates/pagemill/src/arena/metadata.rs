@@ -137,7 +137,7 @@ impl<T: Zeroed> Table<T> {
     }
 }
 
-/// Only shuttle tests drop tables: they create thousands of them.
+/// Unmaps a table in shuttle tests, which create thousands of tables. In other builds tables are never unmapped.
 #[cfg(all(test, shuttle))]
 impl<T> Drop for Table<T> {
     fn drop(&mut self) {

@@ -2,9 +2,8 @@
 //!
 //! The reservation has three zones. The *small* zone has the extents of the linked allocator for small sizes
 //! (`extents`), the *heap* zone the slots, the *pool* zone the pages of caches (both `backing`). To *carve* blocks
-//! means
-//! to assign the next unused addresses of a zone. The memory of a block can be returned later, its addresses cannot. A
-//! state word for each block says how the block is backed (`block`).
+//! means to assign the next unused addresses of a zone. The memory of a block can be returned later, its addresses
+//! cannot. A state word for each block says how the block is backed (`block`).
 //!
 //! ```text
 //!   base                  heap                      pool                 end
@@ -14,8 +13,8 @@
 //! ```
 //!
 //! The [`Budget`] admits every byte before it becomes resident. The exception is overcommitted memory, which the
-//! program
-//! may touch without a charge, like memory from `mmap`. `Arena::reconcile` measures and charges its resident part.
+//! program may touch without a charge, like memory from `mmap`. `Arena::reconcile` measures and charges its resident
+//! part.
 //!
 //! Below: `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
 
@@ -43,9 +42,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
 /// Example: [`Budget`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Context {
-    /// None, so the request may purge, wait and call shrinkers.
+    /// The caller holds no lock, so the request may purge, wait and call all shrinkers.
     Outside,
-    /// Locks of the small allocator, inside which the request is made.
+    /// The small allocator makes the request and holds its own locks.
     Nested,
 }
 
@@ -141,16 +140,16 @@ pub const WASTE_DIVISOR: u64 = 16;
 
 /// How much of a new block is expected to be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Filling {
+pub(crate) enum ExpectedUse {
     /// All of the block, soon: its size class has filled a block before.
-    Soon,
+    Full,
     /// Unknown, for the first block of a size class and for extents, which the small allocator may use only in part.
     Unknown,
     /// Only a part of the block, because its slots are larger than the requested sizes.
-    Never,
+    Partial,
 }
 
-/// Factor on [`Layout::huge_from_bytes`] for blocks of [`Filling::Unknown`]. Each size class may leave such a block
+/// Factor on [`Layout::huge_from_bytes`] for blocks of [`ExpectedUse::Unknown`]. Each size class may leave such a block
 /// partly unused, so the process must be larger before they get huge pages.
 const SPARSE_FACTOR: u64 = 4;
 
@@ -204,7 +203,7 @@ impl Zone {
     }
 
     /// Bytes carved so far, counted from the base.
-    pub fn used_bytes(&self) -> usize {
+    pub fn carved_bytes(&self) -> usize {
         self.next.load(Relaxed)
     }
 }
@@ -296,8 +295,8 @@ impl Arena {
 
     /// The current state of a block. Other threads may change it at any time.
     #[inline]
-    pub(crate) fn peek(&self, block: usize) -> BlockState {
-        self.word(block).peek(&self.generation)
+    pub(crate) fn block_state(&self, block: usize) -> BlockState {
+        self.word(block).state(&self.generation)
     }
 
     /// Carves the next blocks of a zone and returns their address. They are readable and writable and have no memory.
@@ -316,11 +315,11 @@ impl Arena {
         prepare: impl FnOnce(usize, usize) -> Result<()>,
     ) -> Result<usize> {
         let _guard = zone.lock.lock();
-        let (start, len_bytes) = self.place_of(zone, blocks, align_blocks)?;
+        let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
         let end = start + len_bytes;
         self.open_metadata(zone, end)?;
-        prepare(zone.used_bytes(), end - zone.base)?;
-        backing::open(start, len_bytes)?;
+        prepare(zone.carved_bytes(), end - zone.base)?;
+        backing::make_accessible(start, len_bytes)?;
         self.nodes.bind(start, len_bytes, node);
         zone.next.store(end - zone.base, Relaxed);
         Ok(start)
@@ -333,7 +332,7 @@ impl Arena {
     /// As [`Arena::carve`].
     pub(crate) fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
         let _guard = zone.lock.lock();
-        let (start, len_bytes) = self.place_of(zone, blocks, align_blocks)?;
+        let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
         self.open_metadata(zone, start + len_bytes)?;
         self.nodes.bind(start, len_bytes, node);
         zone.next.store(start + len_bytes - zone.base, Relaxed);
@@ -346,15 +345,15 @@ impl Arena {
     ///
     /// [`Error::System`] if the kernel refuses the memory.
     pub(crate) fn open_blocks(&self, addr: usize, len_bytes: usize) -> Result<()> {
-        backing::open(addr, len_bytes)
+        backing::make_accessible(addr, len_bytes)
     }
 
     /// Address and length in bytes of the next blocks of a zone. The caller must hold the zone's lock.
-    fn place_of(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
+    fn next_addresses(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
         let no_addresses = || Error::NoAddresses { wanted_bytes: (blocks as u64).saturating_mul(BLOCK_BYTES as u64) };
         let align_bytes = align_blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
         let len_bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
-        let start = (zone.base + zone.used_bytes()).checked_next_multiple_of(align_bytes).ok_or_else(no_addresses)?;
+        let start = (zone.base + zone.carved_bytes()).checked_next_multiple_of(align_bytes).ok_or_else(no_addresses)?;
         let end = start.checked_add(len_bytes).ok_or_else(no_addresses)?;
         if end > zone.base + zone.len_bytes { Err(no_addresses()) } else { Ok((start, len_bytes)) }
     }
@@ -362,14 +361,14 @@ impl Arena {
     /// Makes the state words and extent maps of the blocks that a zone is about to carve accessible.
     fn open_metadata(&self, zone: &Zone, end: usize) -> Result<()> {
         let first = self.block_of(zone.base);
-        let (next, end) = (first + zone.used_bytes() / BLOCK_BYTES, first + (end - zone.base) / BLOCK_BYTES);
+        let (next, end) = (first + zone.carved_bytes() / BLOCK_BYTES, first + (end - zone.base) / BLOCK_BYTES);
         self.words.open(first, next, end)?;
         if first == 0 { self.maps.open(first, next, end) } else { Ok(()) }
     }
 
     /// Whether a block may get a huge page before all of it is needed. It may if the part that is expected to stay
     /// unused is small compared to the resident bytes.
-    pub(crate) fn may_take_huge(&self, filling: Filling) -> bool {
+    pub(crate) fn may_take_huge(&self, expected_use: ExpectedUse) -> bool {
         if !self.use_huge {
             return false;
         }
@@ -380,19 +379,19 @@ impl Arena {
             self.words.allow_huge();
             self.maps.allow_huge();
         }
-        let is_filled = match filling {
-            Filling::Soon => true,
-            Filling::Unknown => resident >= SPARSE_FACTOR * self.huge_from_bytes,
-            Filling::Never => self.huge_from_bytes == 0,
+        let is_filled = match expected_use {
+            ExpectedUse::Full => true,
+            ExpectedUse::Unknown => resident >= SPARSE_FACTOR * self.huge_from_bytes,
+            ExpectedUse::Partial => self.huge_from_bytes == 0,
         };
         is_worth_it && is_filled
     }
 
     /// Resident bytes of the metadata, as reported by the kernel. Queries the kernel about all metadata in use.
     pub fn metadata_bytes(&self) -> u64 {
-        let small = self.small.used_bytes() / BLOCK_BYTES;
-        let heap = self.heap.used_bytes() / BLOCK_BYTES;
-        let pool = self.pool.used_bytes() / BLOCK_BYTES;
+        let small = self.small.carved_bytes() / BLOCK_BYTES;
+        let heap = self.heap.carved_bytes() / BLOCK_BYTES;
+        let pool = self.pool.carved_bytes() / BLOCK_BYTES;
         self.words.resident_bytes(0, small)
             + self.words.resident_bytes(self.block_of(self.heap.base), heap)
             + self.words.resident_bytes(self.block_of(self.pool.base), pool)
@@ -439,7 +438,7 @@ impl Arena {
     }
 
     /// The gauge that counts the charged bytes of a block's zone.
-    pub(crate) fn counter_of(&self, block: usize) -> Counter {
+    pub(crate) fn gauge_of_block(&self, block: usize) -> Counter {
         match self.block_addr(block) {
             addr if self.small.contains(addr) => Counter::Small,
             addr if self.heap.contains(addr) => Counter::Heap,
@@ -448,7 +447,7 @@ impl Arena {
     }
 
     /// Updates the gauge of a zone after the number of charged OS pages of a block has changed.
-    pub(crate) fn count(counter: Counter, pages_before: u32, pages_after: u32) {
+    pub(crate) fn update_gauge(counter: Counter, pages_before: u32, pages_after: u32) {
         let (before, after) = (Self::charged_bytes(pages_before), Self::charged_bytes(pages_after));
         if after >= before {
             stats::add(counter, after - before);

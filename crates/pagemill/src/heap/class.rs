@@ -32,7 +32,7 @@ impl Class {
     }
 
     /// The smallest class for `size` bytes whose slots all start at multiples of `align`.
-    pub fn aligned(size: usize, align: usize) -> Option<Self> {
+    pub fn with_align(size: usize, align: usize) -> Option<Self> {
         let class = Self::of(size)?;
         if class.align() >= align { Some(class) } else { Self::of(size.max(align).checked_next_power_of_two()?) }
     }
@@ -94,8 +94,7 @@ mod tests {
     use super::*;
 
     /// For every class: sizes above the next smaller class map to it, at most a fifth of a slot is unused, and slots
-    /// fill
-    /// a span of at most 7 blocks completely.
+    /// fill a span of at most 7 blocks completely.
     #[test]
     fn classes_waste_at_most_a_fifth_and_fill_spans() {
         let mut below = 0;
@@ -114,15 +113,16 @@ mod tests {
         assert_eq!(Class::of(usize::MAX), None);
     }
 
-    /// `Class::aligned` must return a class with at least the requested size and alignment, or `None` if there is none.
+    /// `Class::with_align` must return a class with at least the requested size and alignment, or `None` if there is
+    /// none.
     #[test]
     fn aligned_class_has_size_and_alignment() {
         for (size, align) in
             [(65 << 10, 4096), (65 << 10, 65536), (100 << 10, 1 << 20), (3 << 20, 1 << 30), (1, 2 << 20)]
         {
-            let class = Class::aligned(size, align).unwrap();
+            let class = Class::with_align(size, align).unwrap();
             assert!(class.bytes() >= size && class.align() >= align, "{size} {align}");
         }
-        assert_eq!(Class::aligned(1, 1 << 63), None);
+        assert_eq!(Class::with_align(1, 1 << 63), None);
     }
 }

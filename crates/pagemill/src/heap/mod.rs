@@ -24,7 +24,7 @@ pub(crate) mod slot;
 pub use class::MIN_BYTES;
 
 use crate::arena::block::Backing;
-use crate::arena::{Arena, Context, Filling, Table, WASTE_DIVISOR, Zeroed};
+use crate::arena::{Arena, Context, ExpectedUse, Table, WASTE_DIVISOR, Zeroed};
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
 use crate::reclaim::helper::Helper;
@@ -33,7 +33,7 @@ use crate::sync::{self, AtomicU32, AtomicU64, Lock, Padded};
 use crate::units::BLOCK_BYTES;
 use class::{Class, GRANULE_BYTES, STEP_BYTES};
 use pagemill_sys::{clock, numa, process};
-use slot::{Head, Info, Slot, SlotBytes, SlotClaim, SlotPhase, Slots};
+use slot::{FreeList, Slot, SlotBytes, SlotClaim, SlotInfo, SlotPhase, Slots};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed};
 
@@ -42,20 +42,20 @@ const MAX_SHARDS: usize = 16;
 
 /// If the request leaves more than 1/10 of a slot unused, its blocks get no huge pages, because these would make the
 /// unused part resident.
-const TAIL_DIVISOR: usize = 10;
+const UNUSED_DIVISOR: usize = 10;
 
-/// Number of words for each node and class in `Heap::cursors`.
+/// Number of words for each node and class in `Heap::carve_cursors`.
 const CURSOR_WORDS: usize = 3;
 
 /// Maximum number of slots claimed by purges that an allocation skips in a free list. Then it waits.
 const MAX_SKIPPED: usize = 8;
 
 /// The account publishes its figures whenever the free bytes of a shard cross a multiple of this.
-const PUBLISH_STEP: i64 = 8 << 20;
+const PUBLISH_STEP_BYTES: i64 = 8 << 20;
 
 /// From this size, calloc of a slot that was used before discards its pages instead of zeroing them. The kernel's new
 /// pages are zero, and resident only where they are touched.
-const REFRESH_FROM_BYTES: usize = 32 << 20;
+const CALLOC_DISCARD_FROM_BYTES: usize = 32 << 20;
 
 /// The result of an allocation.
 ///
@@ -107,10 +107,10 @@ pub struct Heap {
     helper: &'static Helper,
     slots: Table<Slot>,
     /// Heads of the free lists, by node, shard and class.
-    heads: Table<AtomicU64>,
+    free_list_heads: Table<AtomicU64>,
     /// For each node and class: the next address to carve, the end of the current span, and the number of slots carved
     /// so far. Written under `carving`.
-    cursors: Table<AtomicU64>,
+    carve_cursors: Table<AtomicU64>,
     /// For each block of the zone: the class index plus one if a span starts there, else 0.
     spans: Table<AtomicU32>,
     carving: Lock,
@@ -119,12 +119,12 @@ pub struct Heap {
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
     shards_per_node: usize,
     /// Whether the kernel can move pages between slots; cleared when it turns out that it cannot.
-    can_refill: AtomicBool,
+    can_move_pages: AtomicBool,
     /// Block of the zone at which the last search for donors stopped (`recycle`).
-    donor_at: AtomicUsize,
+    donor_search_block: AtomicUsize,
     /// Earliest time of the next search, after one that found no donor.
-    donors_after_ns: AtomicU64,
-    offers: offer::Offers,
+    next_donor_search_ns: AtomicU64,
+    offers: offer::OfferSchedule,
 }
 
 // SAFETY: the type consists of atomic words; zero bits are a slot that was never allocated.
@@ -141,7 +141,7 @@ impl Slots for Heap {
 const TICK_SHIFT: u32 = 26;
 
 /// The current time in ticks, which a slot stores when it is freed. It wraps after 73 minutes.
-fn stamp_now() -> u16 {
+fn current_stamp() -> u16 {
     (clock::coarse_ns() >> TICK_SHIFT) as u16
 }
 
@@ -160,17 +160,17 @@ impl Heap {
             account,
             helper,
             slots: Table::new(zone_bytes / GRANULE_BYTES)?,
-            heads: Table::new_open(nodes * shards_per_node * class::COUNT)?,
-            cursors: Table::new_open(nodes * class::COUNT * CURSOR_WORDS)?,
+            free_list_heads: Table::new_open(nodes * shards_per_node * class::COUNT)?,
+            carve_cursors: Table::new_open(nodes * class::COUNT * CURSOR_WORDS)?,
             spans: Table::new(zone_bytes / BLOCK_BYTES)?,
             carving: Lock::new(),
             purging: Lock::new(),
             free_bytes: Default::default(),
             shards_per_node,
-            can_refill: AtomicBool::new(true),
-            donor_at: AtomicUsize::new(0),
-            donors_after_ns: AtomicU64::new(0),
-            offers: offer::Offers::default(),
+            can_move_pages: AtomicBool::new(true),
+            donor_search_block: AtomicUsize::new(0),
+            next_donor_search_ns: AtomicU64::new(0),
+            offers: offer::OfferSchedule::default(),
         })
     }
 
@@ -191,13 +191,13 @@ impl Heap {
     }
 
     #[inline]
-    fn shard_here(&self) -> usize {
+    fn current_shard(&self) -> usize {
         numa::cpu() & (self.shards_per_node - 1)
     }
 
     #[inline]
-    fn head(&self, node: usize, shard: usize, class: Class) -> Head<'_> {
-        Head(self.heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
+    fn free_list(&self, node: usize, shard: usize, class: Class) -> FreeList<'_> {
+        FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
     }
 
     /// Allocates at least `size` bytes at a multiple of `align`. The contents are undefined unless `is_zero` is set.
@@ -216,19 +216,19 @@ impl Heap {
         if !align.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: align });
         }
-        let class = Class::aligned(size, align).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
+        let class = Class::with_align(size, align).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
         let node = self.arena.nodes.current();
-        let (place, bytes) = match self.take_free(node, class) {
+        let (place, bytes) = match self.pop_free_slot(node, class) {
             Some(found) => found,
             None => match self.carve(node, class, size) {
                 Err(Error::NoAddresses { wanted_bytes }) => {
-                    self.take_larger(node, class, align).ok_or(Error::NoAddresses { wanted_bytes })?
+                    self.pop_larger_slot(node, class, align).ok_or(Error::NoAddresses { wanted_bytes })?
                 }
                 carved => carved?,
             },
         };
         let bytes = if self.arena.is_forked() { self.discard_inherited(place, bytes) } else { bytes };
-        let is_recycled = self.make_usable(place, bytes, size, wanted)?;
+        let is_recycled = self.back_slot(place, bytes, size, wanted)?;
         let addr = NonNull::new(place.addr as *mut u8).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
         Ok(Allocation { addr, is_zero: bytes.is_zero && !is_recycled, was_offered: bytes.is_offered })
     }
@@ -244,11 +244,11 @@ impl Heap {
             stats::add(Counter::CallocSkipped, size as u64);
             return Ok(allocation.addr);
         }
-        if size >= REFRESH_FROM_BYTES {
+        if size >= CALLOC_DISCARD_FROM_BYTES {
             let blocks = size.div_ceil(BLOCK_BYTES);
             let first = self.arena.block_of(allocation.addr.as_ptr() as usize);
             // SAFETY: this call allocated the slot, which consists of whole blocks.
-            if unsafe { self.arena.renew(first, blocks) }.is_some() {
+            if unsafe { self.arena.discard_and_reopen(first, blocks) }.is_some() {
                 stats::add(Counter::CallocSkipped, size as u64);
                 return Ok(allocation.addr);
             }
@@ -264,13 +264,13 @@ impl Heap {
     /// # Errors
     ///
     /// As [`Heap::allocate`].
-    pub(crate) fn allocate_own(&self, size: usize) -> Result<NonNull<u8>> {
+    pub(crate) fn allocate_stable_blocks(&self, size: usize) -> Result<NonNull<u8>> {
         let size = size.max(BLOCK_BYTES);
         let allocation = self.allocate_with(size, BLOCK_BYTES, InitialContents::Any)?;
         if allocation.was_offered {
             let (first, blocks) = (self.arena.block_of(allocation.addr.as_ptr() as usize), size.div_ceil(BLOCK_BYTES));
             // SAFETY: this call allocated the slot, which consists of whole blocks.
-            unsafe { self.arena.renew(first, blocks) };
+            unsafe { self.arena.discard_and_reopen(first, blocks) };
         }
         Ok(allocation.addr)
     }
@@ -281,27 +281,27 @@ impl Heap {
     /// # Errors
     ///
     /// As [`Heap::allocate`].
-    pub(crate) fn allocate_pack(&self) -> Result<NonNull<u8>> {
+    pub(crate) fn allocate_small_page_block(&self) -> Result<NonNull<u8>> {
         let addr = self.allocate_with(BLOCK_BYTES, BLOCK_BYTES, InitialContents::Zero)?.addr;
         // SAFETY: this call allocated the slot, which is one block.
-        unsafe { self.arena.make_small(self.arena.block_of(addr.as_ptr() as usize)) };
+        unsafe { self.arena.reopen_with_small_pages(self.arena.block_of(addr.as_ptr() as usize)) };
         Ok(addr)
     }
 
     /// Allocates a free slot of the class: from the shard of this CPU, else from other shards of the node, else from
     /// other nodes.
-    fn take_free(&self, node: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
-        let own = self.shard_here();
+    fn pop_free_slot(&self, node: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
+        let own = self.current_shard();
         let shards = 0..self.shards_per_node;
         for distance in shards.clone() {
             let shard = (own + distance) & (self.shards_per_node - 1);
-            if let Some(found) = self.take_from(node, shard, own, class) {
+            if let Some(found) = self.pop_from_list(node, shard, own, class) {
                 return Some(found);
             }
         }
         for other in (0..self.arena.nodes.count()).filter(|other| *other != node) {
             for shard in shards.clone() {
-                if let Some(found) = self.take_from(other, shard, own, class) {
+                if let Some(found) = self.pop_from_list(other, shard, own, class) {
                     return Some(found);
                 }
             }
@@ -311,14 +311,14 @@ impl Heap {
 
     /// Allocates a free slot of a larger class, after the addresses of the zone have run out.
     #[cold]
-    fn take_larger(&self, node: usize, class: Class, align: usize) -> Option<(LocatedSlot, SlotBytes)> {
+    fn pop_larger_slot(&self, node: usize, class: Class, align: usize) -> Option<(LocatedSlot, SlotBytes)> {
         let larger = (class.index() + 1..class::COUNT).filter_map(Class::from_index);
-        larger.filter(|class| class.align() >= align).find_map(|class| self.take_free(node, class))
+        larger.filter(|class| class.align() >= align).find_map(|class| self.pop_free_slot(node, class))
     }
 
     /// Allocates a slot from one free list, skipping slots that a purge has claimed.
-    fn take_from(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
-        let head = self.head(node, shard, class);
+    fn pop_from_list(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
+        let head = self.free_list(node, shard, class);
         if head.is_empty() {
             return None;
         }
@@ -342,32 +342,32 @@ impl Heap {
         }
         skipped[..skipped_count].iter().rev().for_each(|number| head.push(self, *number));
         let (number, bytes) = found?;
-        let place = self.place(number)?;
-        self.count_free(own, -(bytes.counted_bytes() as i64));
+        let place = self.locate(number)?;
+        self.add_free_bytes(own, -(bytes.counted_bytes() as i64));
         Some((place, bytes))
     }
 
     /// Returns `bytes` with `counted` set to the slot's resident memory.
-    fn counted(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
+    fn with_resident_count(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
         if !place.class.is_big() {
             return bytes.with_count(if bytes.is_resident { place.class.bytes() as u64 } else { 0 });
         }
         let first = self.arena.block_of(place.addr);
         let blocks = first..first + place.class.span_blocks();
-        bytes.with_count(blocks.map(|block| Arena::charged_bytes(self.arena.peek(block).charged_pages)).sum())
+        bytes.with_count(blocks.map(|block| Arena::charged_bytes(self.arena.block_state(block).charged_pages)).sum())
     }
 
     /// Ends a purge's claim on a slot and stores the new attributes of its bytes.
     fn restore(&self, place: LocatedSlot, claim: SlotClaim, bytes: SlotBytes) {
-        let bytes = self.counted(place, bytes);
+        let bytes = self.with_resident_count(place, bytes);
         if claim.phase() == SlotPhase::Free {
-            self.count_free(0, bytes.counted_bytes() as i64 - claim.bytes().counted_bytes() as i64);
+            self.add_free_bytes(0, bytes.counted_bytes() as i64 - claim.bytes().counted_bytes() as i64);
         }
         self.slot(place.number).restore(claim, bytes);
     }
 
     /// Adds to the count of resident bytes of free slots.
-    fn count_free(&self, shard: usize, bytes: i64) {
+    fn add_free_bytes(&self, shard: usize, bytes: i64) {
         if bytes != 0 {
             self.free_bytes[shard % MAX_SHARDS].0.fetch_add(bytes, Relaxed);
         }
@@ -380,11 +380,11 @@ impl Heap {
 
     /// Allocates a slot for the first time.
     fn carve(&self, node: usize, class: Class, size: usize) -> Result<(LocatedSlot, SlotBytes)> {
-        let (addr, span_end) = self.next_carved(node, class)?;
+        let (addr, span_end) = self.carve_address(node, class)?;
         let granule = (addr - self.base()) / GRANULE_BYTES;
         let offset = ((addr - self.base()) % GRANULE_BYTES / STEP_BYTES) as u8;
         let slot = self.slot(granule as u32);
-        slot.describe(Info { class: class.index() as u8, node: node as u8, offset });
+        slot.set_info(SlotInfo { class: class.index() as u8, node: node as u8, offset });
         let bytes = loop {
             match slot.try_carve() {
                 Some(bytes) => break bytes,
@@ -396,15 +396,15 @@ impl Heap {
         if class.is_big() {
             self.allow_huge(place, size);
         } else {
-            self.want_next_block(place, size, span_end);
+            self.request_next_block(place, size, span_end);
         }
         Ok((place, bytes))
     }
 
     /// Carves the address of the next slot, from a new span if the current one is used up. Returns the address and the
     /// end of the span.
-    fn next_carved(&self, node: usize, class: Class) -> Result<(usize, usize)> {
-        let [next, end, carved] = self.cursor(node, class);
+    fn carve_address(&self, node: usize, class: Class) -> Result<(usize, usize)> {
+        let [next, end, carved] = self.carve_cursor(node, class);
         let _guard = self.carving.lock();
         if next.load(Relaxed) >= end.load(Relaxed) {
             let open_metadata = |used: usize, end: usize| {
@@ -422,21 +422,20 @@ impl Heap {
         Ok((next.fetch_add(class.stride() as u64, Relaxed) as usize, end.load(Relaxed) as usize))
     }
 
-    fn cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
+    fn carve_cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
         let first = (node * class::COUNT + class.index()) * CURSOR_WORDS;
-        std::array::from_fn(|word| self.cursors.get(first + word))
+        std::array::from_fn(|word| self.carve_cursors.get(first + word))
     }
 
     /// How much of a new block of the slot's class is expected to be used. All of it, if slots of the class have filled
-    /// a
-    /// block before and requests use most of a slot.
-    fn filling(&self, place: LocatedSlot, size: usize) -> Filling {
-        if (place.class.bytes() - size.min(place.class.bytes())) * TAIL_DIVISOR > place.class.bytes() {
-            return Filling::Never;
+    /// a block before and requests use most of a slot.
+    fn expected_use(&self, place: LocatedSlot, size: usize) -> ExpectedUse {
+        if (place.class.bytes() - size.min(place.class.bytes())) * UNUSED_DIVISOR > place.class.bytes() {
+            return ExpectedUse::Partial;
         }
-        let [_, _, carved] = self.cursor(place.node, place.class);
+        let [_, _, carved] = self.carve_cursor(place.node, place.class);
         let is_full = carved.load(Relaxed) as usize * place.class.bytes() > BLOCK_BYTES;
-        if is_full { Filling::Soon } else { Filling::Unknown }
+        if is_full { ExpectedUse::Full } else { ExpectedUse::Unknown }
     }
 
     /// Allows huge pages for a new big slot. The last block may be huge only if little of it is unused.
@@ -444,33 +443,33 @@ impl Heap {
         let whole = size & !(BLOCK_BYTES - 1);
         let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
         let len_bytes = if waste * WASTE_DIVISOR as usize <= size { size.next_multiple_of(BLOCK_BYTES) } else { whole };
-        if self.arena.may_take_huge(Filling::Soon) || size >= 8 * BLOCK_BYTES {
+        if self.arena.may_take_huge(ExpectedUse::Full) || size >= 8 * BLOCK_BYTES {
             self.arena.allow_huge(place.addr, len_bytes);
         }
     }
 
     /// When the first slot of a block is carved, requests that the helper makes the next block of the span resident.
-    fn want_next_block(&self, place: LocatedSlot, size: usize, span_end: usize) {
+    fn request_next_block(&self, place: LocatedSlot, size: usize, span_end: usize) {
         let next = (place.addr + BLOCK_BYTES) & !(BLOCK_BYTES - 1);
         let is_first = place.addr % BLOCK_BYTES < place.class.bytes();
-        let is_filling = self.filling(place, size) == Filling::Soon;
+        let is_filling = self.expected_use(place, size) == ExpectedUse::Full;
         if is_first && is_filling && next < span_end && self.helper.is_running() {
-            self.arena.want_soon(self.arena.block_of(next));
+            self.arena.request_prefault(self.arena.block_of(next));
             self.helper.wake(self.account);
         }
     }
 
     /// Provides the memory that a slot lacks, if possible by moving pages from free slots. Returns whether pages were
     /// moved: then the slot's bytes are not zero. After an error the slot is free again.
-    fn make_usable(&self, place: LocatedSlot, bytes: SlotBytes, size: usize, wanted: InitialContents) -> Result<bool> {
-        let taken = if bytes.is_offered { self.note_taken(place) } else { 0 };
+    fn back_slot(&self, place: LocatedSlot, bytes: SlotBytes, size: usize, wanted: InitialContents) -> Result<bool> {
+        let taken = if bytes.is_offered { self.discharge_taken(place) } else { 0 };
         if bytes.is_resident && taken == 0 && !place.class.is_big() {
             return Ok(false);
         }
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         let part = (place.class.bytes() / (last + 1 - first)) as u64;
-        let filling = self.filling(place, size);
+        let expected_use = self.expected_use(place, size);
         let mut is_recycled = false;
         let result = if place.class.is_big() {
             // The memory that the kernel took becomes resident again without a charge, so room is reserved for it.
@@ -478,39 +477,43 @@ impl Heap {
             room.and_then(|()| self.arena.overcommit(first, place.class.span_blocks(), Context::Outside))
         } else {
             (first..=last).try_for_each(|block| {
-                if self.arena.peek(block).backing == Backing::Empty {
-                    is_recycled |= self.recycle_block(place, block, filling);
+                if self.arena.block_state(block).backing == Backing::Empty {
+                    is_recycled |= self.recycle_block(place, block, expected_use);
                 }
-                match self.arena.peek(block).backing {
+                match self.arena.block_state(block).backing {
                     Backing::Empty => self.account.make_up_for(BLOCK_BYTES as u64),
                     Backing::Lazy => self.account.make_up_for(part),
                     Backing::Huge | Backing::Small => {}
                 }
-                self.arena.bring_in(block, filling)?;
+                self.arena.back_block(block, expected_use)?;
                 // The bytes of a *Lazy* block become resident without a charge, so room is reserved for them.
-                if self.arena.peek(block).backing == Backing::Lazy { self.arena.budget.reserve(part) } else { Ok(()) }
+                if self.arena.block_state(block).backing == Backing::Lazy {
+                    self.arena.budget.reserve(part)
+                } else {
+                    Ok(())
+                }
             })
         };
         if result.is_err() {
             // Pages of another slot may have been moved into a part of this slot.
             let bytes = SlotBytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
-            let (shard, bytes) = (self.shard_here(), self.counted(place, bytes));
-            let _ = self.slot(place.number).free(bytes, stamp_now());
-            self.count_free(shard, bytes.counted_bytes() as i64);
-            self.head(place.node, shard, place.class).push(self, place.number);
+            let (shard, bytes) = (self.current_shard(), self.with_resident_count(place, bytes));
+            let _ = self.slot(place.number).free(bytes, current_stamp());
+            self.add_free_bytes(shard, bytes.counted_bytes() as i64);
+            self.free_list(place.node, shard, place.class).push(self, place.number);
         } else if !place.class.is_big() {
             self.arena.populate_pages(place.addr, place.class.bytes());
         } else {
             let missing_bytes = size.saturating_sub(bytes.counted_bytes() as usize);
-            let refilled_bytes = if wanted == InitialContents::Any { self.refill(place, size) } else { 0 };
-            is_recycled = refilled_bytes > 0;
-            self.account.make_up_for(missing_bytes.saturating_sub(refilled_bytes) as u64);
+            let moved_bytes = if wanted == InitialContents::Any { self.move_free_pages_in(place, size) } else { 0 };
+            is_recycled = moved_bytes > 0;
+            self.account.make_up_for(missing_bytes.saturating_sub(moved_bytes) as u64);
         }
         result.map(|()| is_recycled)
     }
 
     /// Address, class and node of the slot with this number; `None` if it was never carved.
-    fn place(&self, number: u32) -> Option<LocatedSlot> {
+    fn locate(&self, number: u32) -> Option<LocatedSlot> {
         let info = self.slot(number).info()?;
         let addr = self.base() + number as usize * GRANULE_BYTES + usize::from(info.offset) * STEP_BYTES;
         let class = Class::from_index(usize::from(info.class))?;
@@ -519,17 +522,17 @@ impl Heap {
 
     /// The slot that starts at `addr`.
     #[inline]
-    fn find(&self, addr: usize) -> Result<LocatedSlot> {
-        if !self.contains(addr) || addr - self.base() >= self.arena.heap.used_bytes() {
+    fn find_slot(&self, addr: usize) -> Result<LocatedSlot> {
+        if !self.contains(addr) || addr - self.base() >= self.arena.heap.carved_bytes() {
             return Err(Error::NotAllocated { addr });
         }
-        let place = self.place(((addr - self.base()) / GRANULE_BYTES) as u32);
+        let place = self.locate(((addr - self.base()) / GRANULE_BYTES) as u32);
         place.filter(|place| place.addr == addr).ok_or(Error::NotAllocated { addr })
     }
 
     /// The live slot that starts at `addr`.
     fn find_live(&self, addr: usize) -> Result<LocatedSlot> {
-        let place = self.find(addr)?;
+        let place = self.find_slot(addr)?;
         match self.slot(place.number).phase() {
             SlotPhase::Live => Ok(place),
             SlotPhase::None => Err(Error::NotAllocated { addr }),
@@ -557,43 +560,42 @@ impl Heap {
     ///
     /// The program must not use the allocation any more.
     pub unsafe fn free(&self, addr: usize) -> Result<()> {
-        let place = self.find(addr)?;
-        self.free_place(place, SlotBytes::USED)
+        let place = self.find_slot(addr)?;
+        self.free_slot(place, SlotBytes::USED)
     }
 
-    fn free_place(&self, place: LocatedSlot, bytes: SlotBytes) -> Result<()> {
+    fn free_slot(&self, place: LocatedSlot, bytes: SlotBytes) -> Result<()> {
         if place.class.is_big() && self.slot(place.number).phase() == SlotPhase::Live {
             self.arena.reconcile(self.arena.block_of(place.addr), place.class.span_blocks());
         }
         // Computed before the slot becomes free, because another thread may allocate it at once afterwards.
-        let shard = self.shard_here();
-        let bytes = self.counted(place, bytes);
+        let shard = self.current_shard();
+        let bytes = self.with_resident_count(place, bytes);
         let free_bytes = bytes.counted_bytes() as i64;
-        match self.slot(place.number).free(bytes, stamp_now()) {
+        match self.slot(place.number).free(bytes, current_stamp()) {
             Ok(()) => {}
             Err(SlotPhase::None) => return Err(Error::NotAllocated { addr: place.addr }),
             Err(_) => return Err(Error::FreedBefore { addr: place.addr, len_bytes: place.class.bytes() }),
         }
-        self.head(place.node, shard, place.class).push(self, place.number);
+        self.free_list(place.node, shard, place.class).push(self, place.number);
         let before = self.free_bytes[shard % MAX_SHARDS].0.fetch_add(free_bytes, Relaxed);
-        if before / PUBLISH_STEP != (before + free_bytes) / PUBLISH_STEP {
+        if before / PUBLISH_STEP_BYTES != (before + free_bytes) / PUBLISH_STEP_BYTES {
             self.account.publish();
         }
         Ok(())
     }
 
     /// Recomputes the resident bytes of free slots in a fork child. Inherited memory is charged to the parent and
-    /// counts
-    /// as 0.
+    /// counts as 0.
     pub(crate) fn recount_free(&self) {
         let mut bytes = 0;
-        self.walk(|span| {
-            for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
+        self.walk_spans(|span| {
+            for place in (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index)) {
                 let slot = self.slot(place.number);
                 if let Some(claim) = slot.try_claim() {
                     // The memory that the parent offered is charged to the parent.
                     let own = SlotBytes { is_offered: false, ..claim.bytes() };
-                    let counted = self.counted(place, own);
+                    let counted = self.with_resident_count(place, own);
                     if claim.phase() == SlotPhase::Free {
                         bytes += counted.counted_bytes() as i64;
                     }
@@ -618,9 +620,9 @@ impl Heap {
 
     /// Resident bytes of the metadata.
     pub fn metadata_bytes(&self) -> u64 {
-        let used = self.arena.heap.used_bytes();
+        let used = self.arena.heap.carved_bytes();
         self.slots.resident_bytes(0, used / GRANULE_BYTES)
             + self.spans.resident_bytes(0, used / BLOCK_BYTES)
-            + self.heads.resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::COUNT)
+            + self.free_list_heads.resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::COUNT)
     }
 }

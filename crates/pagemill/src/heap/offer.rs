@@ -1,15 +1,14 @@
 //! Offers the memory of free slots to the kernel with `MADV_FREE`.
 //!
 //! A control group may run full before this process can react, for example while the process is stopped. Then the
-//! kernel
-//! takes offered memory instead of killing a process. An offered slot can still be allocated as usual: pages that the
-//! program writes are no longer offered.
+//! kernel takes offered memory instead of killing a process. An offered slot can still be allocated as usual: pages
+//! that the program writes are no longer offered.
 //!
 //! Only whole blocks are offered, because the kernel cannot take a part of a huge page. A periodic walk (*reap*) finds
 //! the blocks of which the kernel took pages and discards the rest of them, so that they can become huge pages again.
 #![allow(unsafe_code)] // offers and discards the memory of claimed slots
 
-use super::purge::{Span, age};
+use super::purge::{Span, age_group};
 use super::slot::{Slot, SlotBytes, SlotPhase, Slots};
 use super::{Heap, LocatedSlot};
 use crate::arena::block::Backing;
@@ -19,53 +18,53 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Age group (see `purge`) from which free memory is offered: a seventh of a second. The cost of reusing offered memory
 /// is about 1/100 of that time.
-const OFFERED_AGE: usize = 2;
+const MIN_OFFER_AGE_GROUP: usize = 2;
 
-/// Minimum time between walks in nanoseconds; it is at least `WALK_SHARE` times the duration of the last walk. Urgent
-/// walks have a shorter minimum.
-const WALK_NS: u64 = 50_000_000;
-const WALK_SHARE: u64 = 100;
-const HURRIED_NS: u64 = 5_000_000;
+/// Minimum time between walks in nanoseconds; it is at least `WALK_TIME_FACTOR` times the duration of the last walk.
+/// Urgent walks have a shorter minimum.
+const MIN_WALK_DISTANCE_NS: u64 = 50_000_000;
+const WALK_TIME_FACTOR: u64 = 100;
+const URGENT_WALK_DISTANCE_NS: u64 = 5_000_000;
 
 /// Time without offers, in nanoseconds, after the kernel has refused one because the memory is locked.
-const REFUSED_NS: u64 = 10_000_000_000;
+const REFUSED_PAUSE_NS: u64 = 10_000_000_000;
 
 /// The first kernel release on which memory is offered. Older kernels may take offered memory while a device transfers
 /// data into it. Commit 6c8e2a256915 fixed that, also in stable updates, which the release number does not identify.
-const SINCE: (u32, u32) = (5, 18);
+const MIN_KERNEL_RELEASE: (u32, u32) = (5, 18);
 
 /// Earliest times of the next walks.
 #[derive(Default)]
-pub(super) struct Offers {
+pub(super) struct OfferSchedule {
     offer_after_ns: AtomicU64,
-    hurried_ns: AtomicU64,
+    last_urgent_walk_ns: AtomicU64,
     refused_until_ns: AtomicU64,
     /// Earliest time of the next reaping walk; 0 while nothing is offered.
     reap_after_ns: AtomicU64,
 }
 
 /// Earliest time of the walk after one that began at `start_ns` and ends now.
-fn after_walk(start_ns: u64) -> u64 {
+fn next_walk_ns(start_ns: u64) -> u64 {
     let end_ns = clock::fine_ns();
-    end_ns + WALK_NS.max((end_ns - start_ns) * WALK_SHARE)
+    end_ns + MIN_WALK_DISTANCE_NS.max((end_ns - start_ns) * WALK_TIME_FACTOR)
 }
 
 impl Heap {
     /// Offers up to about `want_bytes` of free memory that is not offered yet. Returns the bytes offered.
     pub(super) fn offer_free(&self, want_bytes: u64, which: Which) -> u64 {
-        if process::kernel_release() < SINCE {
+        if process::kernel_release() < MIN_KERNEL_RELEASE {
             return 0;
         }
         let now = clock::fine_ns();
         let (after, from_age) = match which {
-            Which::Cold => (self.offers.offer_after_ns.load(Relaxed), OFFERED_AGE),
-            Which::All => (self.offers.hurried_ns.load(Relaxed) + HURRIED_NS, 0),
+            Which::Cold => (self.offers.offer_after_ns.load(Relaxed), MIN_OFFER_AGE_GROUP),
+            Which::All => (self.offers.last_urgent_walk_ns.load(Relaxed) + URGENT_WALK_DISTANCE_NS, 0),
         };
         if now < after || now < self.offers.refused_until_ns.load(Relaxed) {
             return 0;
         }
         if which == Which::All {
-            self.offers.hurried_ns.store(now, Relaxed);
+            self.offers.last_urgent_walk_ns.store(now, Relaxed);
         }
         self.offer_from(want_bytes, from_age)
     }
@@ -74,26 +73,26 @@ impl Heap {
     fn offer_from(&self, want_bytes: u64, from_age: usize) -> u64 {
         let _guard = self.purging.lock();
         let start = clock::fine_ns();
-        let now = super::stamp_now();
-        let is_cold = |slot: &Slot| slot.phase() != SlotPhase::Free || age(now, slot.stamp()) >= from_age;
-        let mut offer = Offer { is_cold: &is_cold, bytes: 0, is_refused: false };
-        self.walk(|span| {
+        let now = super::current_stamp();
+        let is_cold = |slot: &Slot| slot.phase() != SlotPhase::Free || age_group(now, slot.stamp()) >= from_age;
+        let mut offer = OfferWalk { is_cold: &is_cold, bytes: 0, is_refused: false };
+        self.walk_spans(|span| {
             self.offer_span(span, &mut offer);
             offer.bytes < want_bytes && !offer.is_refused
         });
         let is_all = offer.bytes < want_bytes;
-        self.offers.offer_after_ns.store(if is_all { after_walk(start) } else { 0 }, Relaxed);
+        self.offers.offer_after_ns.store(if is_all { next_walk_ns(start) } else { 0 }, Relaxed);
         if offer.is_refused {
-            self.offers.refused_until_ns.store(start + REFUSED_NS, Relaxed);
+            self.offers.refused_until_ns.store(start + REFUSED_PAUSE_NS, Relaxed);
         }
         if offer.bytes > 0 {
-            let _ = self.offers.reap_after_ns.compare_exchange(0, after_walk(start), Relaxed, Relaxed);
+            let _ = self.offers.reap_after_ns.compare_exchange(0, next_walk_ns(start), Relaxed, Relaxed);
         }
         offer.bytes
     }
 
     /// Offers the free memory of a span.
-    fn offer_span(&self, span: Span, offer: &mut Offer<'_>) {
+    fn offer_span(&self, span: Span, offer: &mut OfferWalk<'_>) {
         if span.class.is_big() {
             return self.offer_slot(span, offer);
         }
@@ -104,8 +103,8 @@ impl Heap {
     }
 
     /// Offers a big slot if it is free.
-    fn offer_slot(&self, span: Span, offer: &mut Offer<'_>) {
-        let Some(place) = self.slot_at(span, 0) else { return };
+    fn offer_slot(&self, span: Span, offer: &mut OfferWalk<'_>) {
+        let Some(place) = self.carved_slot_at(span, 0) else { return };
         let slot = self.slot(place.number);
         if slot.is_offered() || slot.bytes().counted == 0 || !(offer.is_cold)(slot) {
             return;
@@ -115,35 +114,35 @@ impl Heap {
         if claim.phase() == SlotPhase::Free {
             // SAFETY: the slot is claimed and shares no block.
             let result = unsafe { self.arena.offer(self.arena.block_of(place.addr), span.class.span_blocks()) };
-            is_offered = offer.note(result);
+            is_offered = offer.record(result);
         }
         slot.restore(claim, SlotBytes { is_offered, ..claim.bytes() });
     }
 
     /// Offers a block that several slots share, if none of them is live.
-    fn offer_block(&self, span: Span, block: usize, offer: &mut Offer<'_>) {
-        let state = self.arena.peek(block);
-        let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.place_at(span, index).number));
+    fn offer_block(&self, span: Span, block: usize, offer: &mut OfferWalk<'_>) {
+        let state = self.arena.block_state(block);
+        let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.any_slot_at(span, index).number));
         let is_new = || slots().any(|slot| slot.phase() == SlotPhase::Free && !slot.is_offered());
         if state.backing == Backing::Empty || state.charged_pages == 0 || !is_new() {
             return;
         }
         let Some(claims) = self.claim_block(span, block, offer.is_cold) else { return };
         // SAFETY: every slot that reaches into the block is claimed.
-        let is_offered = offer.note(unsafe { self.arena.offer(block, 1) });
+        let is_offered = offer.record(unsafe { self.arena.offer(block, 1) });
         for (index, claim) in claims.indices() {
             // The slot may reach into another block that was offered earlier.
             let is_offered = is_offered || claim.bytes().is_offered;
-            self.restore(self.place_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
+            self.restore(self.any_slot_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
         }
     }
 
     /// Ends the charge for memory that the kernel took from an offered slot, before the slot is used again. Returns
     /// these bytes.
-    pub(super) fn note_taken(&self, place: LocatedSlot) -> u64 {
+    pub(super) fn discharge_taken(&self, place: LocatedSlot) -> u64 {
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
-        self.arena.note_taken(first, last + 1 - first)
+        self.arena.discharge_taken(first, last + 1 - first)
     }
 
     /// Finds the offered blocks of which the kernel took pages, and discards the rest of them.
@@ -156,18 +155,18 @@ impl Heap {
         let mut is_any_left = false;
         {
             let _guard = self.purging.lock();
-            self.walk(|span| {
+            self.walk_spans(|span| {
                 is_any_left |= self.reap_span(span);
                 true
             });
         }
-        let next = if is_any_left { after_walk(start) } else { 0 };
+        let next = if is_any_left { next_walk_ns(start) } else { 0 };
         self.offers.reap_after_ns.store(next, Relaxed);
     }
 
     /// Reaps the offered slots of a span. Returns whether any of its slots is still offered.
     fn reap_span(&self, span: Span) -> bool {
-        let slots = || (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index));
+        let slots = || (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index));
         let is_any_offered = || slots().any(|place| self.slot(place.number).is_offered());
         if !is_any_offered() {
             return false;
@@ -191,39 +190,39 @@ impl Heap {
         }
         let first = self.arena.block_of(place.addr);
         for block in first..first + place.class.span_blocks() {
-            if self.arena.note_taken(block, 1) > 0 {
+            if self.arena.discharge_taken(block, 1) > 0 {
                 // SAFETY: the slot is claimed and shares no block.
                 unsafe { self.arena.discard(block, 1) };
             }
         }
-        let is_left = self.counted(place, claim.bytes()).counted > 0;
+        let is_left = self.with_resident_count(place, claim.bytes()).counted > 0;
         self.restore(place, claim, SlotBytes { is_offered: is_left, ..claim.bytes() });
     }
 
     /// Reaps a block that several slots share.
     fn reap_block(&self, span: Span, block: usize) {
-        let Some(claims) = self.claim_block(span, block, is_offered) else { return };
-        if self.arena.note_taken(block, 1) > 0 {
-            self.empty_block(span, block, &claims);
+        let Some(claims) = self.claim_block(span, block, has_only_offered_memory) else { return };
+        if self.arena.discharge_taken(block, 1) > 0 {
+            self.discard_claimed_block(span, block, &claims);
             return;
         }
         for (index, claim) in claims.indices() {
-            self.restore(self.place_at(span, index), claim, claim.bytes());
+            self.restore(self.any_slot_at(span, index), claim, claim.bytes());
         }
     }
 }
 
 /// The criteria and the results of one walk that offers memory.
-struct Offer<'walk> {
+struct OfferWalk<'walk> {
     is_cold: &'walk dyn Fn(&Slot) -> bool,
     bytes: u64,
     is_refused: bool,
 }
 
-impl Offer<'_> {
+impl OfferWalk<'_> {
     /// Records the result of [`Arena::offer`](crate::arena::Arena) for a slot or block. Returns whether it is offered
     /// now.
-    fn note(&mut self, result: Option<u64>) -> bool {
+    fn record(&mut self, result: Option<u64>) -> bool {
         self.is_refused |= result.is_none();
         self.bytes += result.unwrap_or(0);
         result.is_some_and(|bytes| bytes > 0)
@@ -231,7 +230,7 @@ impl Offer<'_> {
 }
 
 /// Whether a slot is not live and has no free memory besides offered memory: it is offered, or was never allocated.
-fn is_offered(slot: &Slot) -> bool {
+fn has_only_offered_memory(slot: &Slot) -> bool {
     slot.phase() != SlotPhase::Free || slot.is_offered()
 }
 
@@ -273,13 +272,12 @@ mod tests {
     }
 
     /// Makes the kernel reclaim the heap zone as under memory pressure, so that it takes offered memory.
-    fn squeeze(pagemill: &Pagemill) {
-        mem::reclaim(pagemill.heap.base(), pagemill.arena.heap.used_bytes());
+    fn make_kernel_reclaim(pagemill: &Pagemill) {
+        mem::reclaim(pagemill.heap.base(), pagemill.arena.heap.carved_bytes());
     }
 
     /// Frees slots in shared blocks and a big slot, offers them twice, and lets the kernel take them. They must be
-    /// offered
-    /// once, their charge must end, and all slots must be usable afterwards.
+    /// offered once, their charge must end, and all slots must be usable afterwards.
     #[test]
     fn offered_slots_can_be_taken_and_reused() {
         let pagemill = Pagemill::for_test();
@@ -297,7 +295,7 @@ mod tests {
         assert_eq!(heap.free_bytes(), offered);
 
         let (resident, taken) = (pagemill.account.resident(), stats::get(Counter::Taken));
-        squeeze(pagemill);
+        make_kernel_reclaim(pagemill);
         heap.offers.reap_after_ns.store(1, Relaxed);
         heap.reap_offered();
         if stats::get(Counter::Taken) == taken {
@@ -329,7 +327,7 @@ mod tests {
             let offered = heap.offer_from(u64::MAX, 0);
             assert!(offered >= 24 * len as u64, "{offered} of 24 x {len}");
             let taken = stats::get(Counter::Taken);
-            squeeze(pagemill);
+            make_kernel_reclaim(pagemill);
             heap.offers.reap_after_ns.store(1, Relaxed);
             heap.reap_offered();
             if stats::get(Counter::Taken) == taken {
@@ -341,8 +339,7 @@ mod tests {
     }
 
     /// The kernel takes offered slots, which are allocated again before the next walk. Their memory must be charged
-    /// once,
-    /// and the limit must hold.
+    /// once, and the limit must hold.
     #[test]
     fn reused_taken_memory_is_charged_once() {
         let (small, big) = (256 * KIB, 8 * MIB);
@@ -353,7 +350,7 @@ mod tests {
         free(pagemill, own);
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 16 * MIB as u64);
         let taken = stats::get(Counter::Taken);
-        squeeze(pagemill);
+        make_kernel_reclaim(pagemill);
         assert_eq!(allocate(pagemill, big, 2), own);
         if stats::get(Counter::Taken) == taken {
             return println!("skipped: this kernel takes nothing when asked to");
@@ -385,21 +382,20 @@ mod tests {
 
     /// Allocates and writes an offered slot. The kernel must not take it; after it was freed it can be offered again.
     #[test]
-    fn use_ends_the_offer() {
+    fn reused_slot_is_not_taken() {
         let pagemill = Pagemill::for_test();
         let first = allocate(pagemill, 4 * MIB, 1);
         free(pagemill, first);
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
         assert_eq!(allocate(pagemill, 4 * MIB, 2), first);
-        squeeze(pagemill);
+        make_kernel_reclaim(pagemill);
         assert!(is_filled(first, 4 * MIB, 2));
         free(pagemill, first);
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
     }
 
     /// Threads allocate, check and free slots while another thread constantly offers free memory and makes the kernel
-    /// take
-    /// it. No live bytes may be lost, and the counters must agree at the end.
+    /// take it. No live bytes may be lost, and the counters must agree at the end.
     #[test]
     fn live_slots_survive_concurrent_offers() {
         let layout = Layout { huge_from_bytes: 8 * MIB as u64, ..Layout::for_test() };
@@ -428,7 +424,7 @@ mod tests {
             scope.spawn(|| {
                 while !is_over.load(Relaxed) {
                     pagemill.heap.offer_from(u64::MAX, 0);
-                    squeeze(pagemill);
+                    make_kernel_reclaim(pagemill);
                     pagemill.heap.offers.reap_after_ns.fetch_min(1, Relaxed);
                     pagemill.heap.reap_offered();
                 }
@@ -439,8 +435,8 @@ mod tests {
         });
         let (heap, free_bytes) = (pagemill.heap, pagemill.heap.free_bytes());
         let mut counted = 0;
-        heap.walk(|span| {
-            let slots = (0..span.class.span_slots()).filter_map(|index| heap.slot_at(span, index));
+        heap.walk_spans(|span| {
+            let slots = (0..span.class.span_slots()).filter_map(|index| heap.carved_slot_at(span, index));
             counted += slots.map(|place| heap.slot(place.number).bytes().counted_bytes()).sum::<u64>();
             true
         });

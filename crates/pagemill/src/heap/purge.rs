@@ -25,7 +25,7 @@ use std::time::Duration;
 type Ages = Range<u32>;
 const ALL_AGES: Ages = 0..1 << 16;
 /// Number of age groups. A group has the ages with the same number of significant bits.
-const AGE_CLASSES: usize = 17;
+const AGE_GROUPS: usize = 17;
 
 /// Maximum number of huge pages that one call of [`Shrinker::shrink_aged`] splits, which takes some 10 ms.
 const MAX_AGED_SPLITS: usize = 32;
@@ -34,18 +34,18 @@ const MAX_AGED_SPLITS: usize = 32;
 const MAX_SLOTS_PER_BLOCK: usize = BLOCK_BYTES / super::class::MIN_BYTES + 1;
 
 /// Minimum age of free memory for which huge pages are split. Younger memory is purged in whole blocks only.
-const SPLIT_FROM_AGE: Duration = Duration::from_millis(500);
+const MIN_SPLIT_AGE: Duration = Duration::from_millis(500);
 
 /// A huge page is split only if free slots fill at least this many bytes of it.
-const SPLIT_FROM_BYTES: usize = BLOCK_BYTES / 4;
+const MIN_SPLIT_FREE_BYTES: usize = BLOCK_BYTES / 4;
 
 /// Whether a purge discards slots of a block that were never allocated.
 #[derive(Clone, Copy)]
-enum Unused {
+enum NeverCarved {
     /// They are left alone.
-    Stays,
+    Keep,
     /// They are discarded: they are resident only because a huge page populated the whole block.
-    Goes,
+    Discard,
 }
 
 /// A span: a run of blocks with slots of one class, given by its first address.
@@ -56,17 +56,17 @@ pub(super) struct Span {
 }
 
 /// Ticks from the time stamp of a freed slot to `now`.
-fn ticks(now: u16, stamp: u16) -> u32 {
+fn age_ticks(now: u16, stamp: u16) -> u32 {
     u32::from(now.wrapping_sub(stamp))
 }
 
 /// The age group of a freed slot: the number of significant bits of its age in ticks.
-pub(super) fn age(now: u16, stamp: u16) -> usize {
-    (u32::BITS - ticks(now, stamp).leading_zeros()) as usize
+pub(super) fn age_group(now: u16, stamp: u16) -> usize {
+    (u32::BITS - age_ticks(now, stamp).leading_zeros()) as usize
 }
 
 /// The ages in a group.
-fn ages_of(class: usize) -> Ages {
+fn ages_in_group(class: usize) -> Ages {
     if class == 0 { 0..1 } else { 1 << (class - 1)..1 << class }
 }
 
@@ -87,15 +87,15 @@ impl Shrinker for Heap {
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let _guard = self.purging.lock();
-        let now = super::stamp_now();
-        let mut left = Wanted::new(want_bytes);
+        let now = super::current_stamp();
+        let mut left = PurgeTarget::new(want_bytes);
         if urgency == Urgency::Request {
             self.purge_oldest(now, &ALL_AGES, &mut left);
         } else {
-            self.walk(|span| self.purge_span(span, now, &ALL_AGES, &mut left));
+            self.walk_spans(|span| self.purge_span(span, now, &ALL_AGES, &mut left));
             let mut splits = usize::MAX;
-            if left.is_open() {
-                self.walk(|span| self.split_span(span, now, &ALL_AGES, &mut splits, &mut left));
+            if left.is_unmet() {
+                self.walk_spans(|span| self.split_span(span, now, &ALL_AGES, &mut splits, &mut left));
             }
         }
         stats::add(Counter::PurgeFreed, left.freed);
@@ -110,16 +110,16 @@ impl Shrinker for Heap {
         let oldest = ticks as u32..ALL_AGES.end;
         // Allocations call this, too, when new memory becomes resident. They must not wait for another purge.
         let Some(_guard) = self.purging.try_lock() else { return Some(0) };
-        let now = super::stamp_now();
-        let mut left = Wanted::new(want_bytes);
+        let now = super::current_stamp();
+        let mut left = PurgeTarget::new(want_bytes);
         if age.is_zero() {
             // Memory of any age may be reused soon. So do not purge a slot that is larger than the bytes wanted.
             left.largest_bytes = want_bytes;
         }
         self.purge_oldest(now, &oldest, &mut left);
-        if left.is_open() && age >= SPLIT_FROM_AGE {
+        if left.is_unmet() && age >= MIN_SPLIT_AGE {
             let mut splits = MAX_AGED_SPLITS;
-            self.walk(|span| self.split_span(span, now, &oldest, &mut splits, &mut left));
+            self.walk_spans(|span| self.split_span(span, now, &oldest, &mut splits, &mut left));
         }
         stats::add(Counter::PurgeFreed, left.freed);
         Some(left.freed)
@@ -134,7 +134,7 @@ impl Shrinker for Heap {
     }
 
     fn reconcile(&self) {
-        self.arena.reconcile(self.arena.block_of(self.base()), self.arena.heap.used_bytes() / BLOCK_BYTES);
+        self.arena.reconcile(self.arena.block_of(self.base()), self.arena.heap.carved_bytes() / BLOCK_BYTES);
         self.arena.reconcile_extents();
     }
 }
@@ -159,37 +159,37 @@ impl Claims {
 }
 
 /// The target of a purge and its progress.
-struct Wanted {
+struct PurgeTarget {
     bytes: u64,
     freed: u64,
     /// Big slots with more resident bytes than this are skipped.
     largest_bytes: u64,
 }
 
-impl Wanted {
+impl PurgeTarget {
     fn new(bytes: u64) -> Self {
         Self { bytes, freed: 0, largest_bytes: u64::MAX }
     }
 
-    fn is_open(&self) -> bool {
+    fn is_unmet(&self) -> bool {
         self.freed < self.bytes
     }
 }
 
 impl Heap {
     /// Calls `act` for every span until `act` returns false.
-    pub(super) fn walk(&self, act: impl FnMut(Span) -> bool) {
-        self.walk_in(0..self.zone_blocks(), act);
+    pub(super) fn walk_spans(&self, act: impl FnMut(Span) -> bool) {
+        self.walk_spans_in(0..self.carved_blocks(), act);
     }
 
     /// Number of blocks of the heap zone that were carved.
-    pub(super) fn zone_blocks(&self) -> usize {
-        self.arena.heap.used_bytes() / BLOCK_BYTES
+    pub(super) fn carved_blocks(&self) -> usize {
+        self.arena.heap.carved_bytes() / BLOCK_BYTES
     }
 
-    /// As [`Heap::walk`], for the spans that start in these blocks of the zone. Returns false if `act` stopped the
-    /// walk.
-    pub(super) fn walk_in(&self, blocks: Range<usize>, mut act: impl FnMut(Span) -> bool) -> bool {
+    /// As [`Heap::walk_spans`], for the spans that start in these blocks of the zone. Returns false if `act` stopped
+    /// the walk.
+    pub(super) fn walk_spans_in(&self, blocks: Range<usize>, mut act: impl FnMut(Span) -> bool) -> bool {
         let mut block = blocks.start;
         while block < blocks.end {
             let word = self.spans.get(block).load(Relaxed) as usize;
@@ -206,39 +206,39 @@ impl Heap {
     }
 
     /// The slot with this index in a span; `None` if it was never carved.
-    pub(super) fn slot_at(&self, span: Span, index: usize) -> Option<LocatedSlot> {
+    pub(super) fn carved_slot_at(&self, span: Span, index: usize) -> Option<LocatedSlot> {
         let addr = span.start + index * span.class.stride();
-        self.place(((addr - self.base()) / super::class::GRANULE_BYTES) as u32).filter(|place| place.addr == addr)
+        self.locate(((addr - self.base()) / super::class::GRANULE_BYTES) as u32).filter(|place| place.addr == addr)
     }
 
     /// Purges free slots with these ages, the oldest age groups first.
-    fn purge_oldest(&self, now: u16, ages: &Ages, left: &mut Wanted) {
-        let (older, last) = self.choose_ages(now, ages, left.bytes);
-        self.walk(|span| self.purge_span(span, now, &older, left));
-        if left.is_open() {
-            self.walk(|span| self.purge_span(span, now, &last, left));
+    fn purge_oldest(&self, now: u16, ages: &Ages, left: &mut PurgeTarget) {
+        let (older, last) = self.ages_to_purge(now, ages, left.bytes);
+        self.walk_spans(|span| self.purge_span(span, now, &older, left));
+        if left.is_unmet() {
+            self.walk_spans(|span| self.purge_span(span, now, &last, left));
         }
     }
 
     /// Returns the ages of which all free slots must be purged to free `want_bytes`, and the next younger age group, of
     /// which a part of the slots suffices.
-    fn choose_ages(&self, now: u16, ages: &Ages, want_bytes: u64) -> (Ages, Ages) {
-        let mut by_class = [0u64; AGE_CLASSES];
-        self.walk(|span| {
-            for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
-                if self.is_of_age(place, now, ages) {
+    fn ages_to_purge(&self, now: u16, ages: &Ages, want_bytes: u64) -> (Ages, Ages) {
+        let mut by_class = [0u64; AGE_GROUPS];
+        self.walk_spans(|span| {
+            for place in (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index)) {
+                if self.is_free_with_age(place, now, ages) {
                     let slot = self.slot(place.number);
-                    by_class[age(now, slot.stamp())] += slot.bytes().counted_bytes();
+                    by_class[age_group(now, slot.stamp())] += slot.bytes().counted_bytes();
                 }
             }
             true
         });
         let within = |some: Ages| some.start.max(ages.start)..some.end.min(ages.end);
         let mut sum = 0;
-        for last in (0..AGE_CLASSES).rev() {
+        for last in (0..AGE_GROUPS).rev() {
             sum += by_class[last];
             if sum >= want_bytes {
-                let last = ages_of(last);
+                let last = ages_in_group(last);
                 return (within(last.end..ALL_AGES.end), within(last));
             }
         }
@@ -246,30 +246,30 @@ impl Heap {
     }
 
     /// Purges the free slots with these ages in a span. Returns whether more bytes are wanted.
-    fn purge_span(&self, span: Span, now: u16, ages: &Ages, wanted: &mut Wanted) -> bool {
+    fn purge_span(&self, span: Span, now: u16, ages: &Ages, wanted: &mut PurgeTarget) -> bool {
         if span.class.is_big() {
-            if let Some(place) = self.slot_at(span, 0)
+            if let Some(place) = self.carved_slot_at(span, 0)
                 && self.slot(place.number).bytes().counted_bytes() <= wanted.largest_bytes
             {
-                wanted.freed += self.purge_slot(place, now, ages);
+                wanted.freed += self.purge_big_slot(place, now, ages);
             }
-            return wanted.is_open();
+            return wanted.is_unmet();
         }
         let first = self.arena.block_of(span.start);
         for block in first..first + span.class.span_blocks() {
-            match self.arena.peek(block).backing {
+            match self.arena.block_state(block).backing {
                 Backing::Huge => wanted.freed += self.purge_block(span, block, now, ages),
                 Backing::Lazy => {
                     // Discard the whole block if possible, so that it can become a huge page again.
                     wanted.freed += self.purge_block(span, block, now, ages);
-                    if self.arena.peek(block).backing == Backing::Empty {
+                    if self.arena.block_state(block).backing == Backing::Empty {
                         continue;
                     }
-                    wanted.freed += self.purge_parts(span, block, now, ages, Unused::Stays);
+                    wanted.freed += self.discard_free_parts(span, block, now, ages, NeverCarved::Keep);
                 }
                 Backing::Empty | Backing::Small => {}
             }
-            if !wanted.is_open() {
+            if !wanted.is_unmet() {
                 return false;
             }
         }
@@ -277,29 +277,29 @@ impl Heap {
     }
 
     /// Whether a slot is free and has one of these ages.
-    fn is_of_age(&self, place: LocatedSlot, now: u16, ages: &Ages) -> bool {
+    fn is_free_with_age(&self, place: LocatedSlot, now: u16, ages: &Ages) -> bool {
         let slot = self.slot(place.number);
-        slot.phase() == SlotPhase::Free && ages.contains(&ticks(now, slot.stamp()))
+        slot.phase() == SlotPhase::Free && ages.contains(&age_ticks(now, slot.stamp()))
     }
 
     /// Purges a big slot if it is free and has one of these ages. Returns the bytes freed.
-    fn purge_slot(&self, place: LocatedSlot, now: u16, ages: &Ages) -> u64 {
+    fn purge_big_slot(&self, place: LocatedSlot, now: u16, ages: &Ages) -> u64 {
         let Some(claim) = self.claim_free(place, now, ages) else { return 0 };
         stats::add(Counter::PurgeScanned, claim.bytes().counted_bytes());
         let (first, blocks) = (self.arena.block_of(place.addr), place.class.span_blocks());
         if claim.bytes().is_offered {
-            self.arena.note_taken(first, blocks);
+            self.arena.discharge_taken(first, blocks);
         }
         // SAFETY: the slot is claimed and shares no block.
         let freed = unsafe { self.arena.discard(first, blocks) };
-        let is_zero = (first..first + blocks).all(|block| self.arena.peek(block).backing == Backing::Empty);
+        let is_zero = (first..first + blocks).all(|block| self.arena.block_state(block).backing == Backing::Empty);
         self.restore(place, claim, SlotBytes { is_resident: !is_zero, is_zero, ..SlotBytes::default() });
         freed
     }
 
     /// Claims a slot if it is free and has one of these ages.
     fn claim_free(&self, place: LocatedSlot, now: u16, ages: &Ages) -> Option<SlotClaim> {
-        if !self.is_of_age(place, now, ages) {
+        if !self.is_free_with_age(place, now, ages) {
             return None;
         }
         let slot = self.slot(place.number);
@@ -315,27 +315,26 @@ impl Heap {
     /// block. Also discards slots that were never allocated if `unused` says so. Returns the bytes freed.
     ///
     /// The block is measured once for all slots, because a measurement for each slot took 39 us.
-    fn purge_parts(&self, span: Span, block: usize, now: u16, ages: &Ages, unused: Unused) -> u64 {
+    fn discard_free_parts(&self, span: Span, block: usize, now: u16, ages: &Ages, never_carved: NeverCarved) -> u64 {
         let indices = self.slots_of_block(span, block);
         let (first, count) = (indices.start, indices.len());
         let mut claims = Claims { first, count, claims: [None; MAX_SLOTS_PER_BLOCK] };
         let mut parts = [const { 0..0 }; MAX_SLOTS_PER_BLOCK];
         for index in indices {
-            let place = self.place_at(span, index);
+            let place = self.any_slot_at(span, index);
             let head = self.arena.block_of(place.addr);
             let slot = self.slot(place.number);
             // Skip slots without memory: those that are neither resident nor possibly nonzero. A slot that straddles
-            // two
-            // such blocks is handled with the block in which it starts.
+            // two such blocks is handled with the block in which it starts.
             let may_hold = slot.bytes().is_resident || !slot.bytes().is_zero;
-            let is_turn = may_hold && (head == block || self.arena.peek(head).backing != Backing::Lazy);
-            let claim = match unused {
-                Unused::Goes if slot.phase() == SlotPhase::None => slot.try_claim(),
-                _ if is_turn => self.claim_free(place, now, ages),
+            let is_handled_here = may_hold && (head == block || self.arena.block_state(head).backing != Backing::Lazy);
+            let claim = match never_carved {
+                NeverCarved::Discard if slot.phase() == SlotPhase::None => slot.try_claim(),
+                _ if is_handled_here => self.claim_free(place, now, ages),
                 _ => None,
             };
             if claim.is_some() {
-                parts[index - first] = self.part_in(place, block);
+                parts[index - first] = self.whole_pages_in(place, block);
             }
             claims.claims[index - first] = claim;
         }
@@ -344,20 +343,21 @@ impl Heap {
         let discarded = unsafe { self.arena.discard_parts(block, &parts[..count], |at| refused[at] = true) };
         let mut freed = discarded.unwrap_or(0);
         for (index, claim) in claims.indices() {
-            let place = self.place_at(span, index);
+            let place = self.any_slot_at(span, index);
             if claim.phase() != SlotPhase::Free {
                 self.slot(place.number).restore(claim, claim.bytes());
                 continue;
             }
             stats::add(Counter::PurgeScanned, claim.bytes().counted_bytes());
             let is_refused = &mut refused[index - first];
-            let mut is_zero = self.has_whole_pages(place) && (discarded.is_some() || self.is_empty(block));
+            let mut is_zero = self.has_whole_pages(place) && (discarded.is_some() || self.is_empty_block(block));
             for other in self.blocks_of(place).filter(|other| *other != block) {
                 // SAFETY: as above.
-                let discarded =
-                    unsafe { self.arena.discard_parts(other, &[self.part_in(place, other)], |_| *is_refused = true) };
+                let discarded = unsafe {
+                    self.arena.discard_parts(other, &[self.whole_pages_in(place, other)], |_| *is_refused = true)
+                };
                 freed += discarded.unwrap_or(0);
-                is_zero &= discarded.is_some() || self.is_empty(other);
+                is_zero &= discarded.is_some() || self.is_empty_block(other);
             }
             // `is_zero` follows from what was discarded under the block's lock, because another thread may populate the
             // block now.
@@ -368,8 +368,8 @@ impl Heap {
     }
 
     /// Whether a block has no memory, so that its pages will read zero.
-    fn is_empty(&self, block: usize) -> bool {
-        self.arena.peek(block).backing == Backing::Empty
+    fn is_empty_block(&self, block: usize) -> bool {
+        self.arena.block_state(block).backing == Backing::Empty
     }
 
     /// Whether a slot starts and ends at boundaries of OS pages.
@@ -383,7 +383,7 @@ impl Heap {
     }
 
     /// The addresses of those whole OS pages of a slot that lie inside a block; may be empty.
-    fn part_in(&self, place: LocatedSlot, block: usize) -> Range<usize> {
+    fn whole_pages_in(&self, place: LocatedSlot, block: usize) -> Range<usize> {
         let (page, start) = (os_page_bytes(), self.arena.block_addr(block));
         let from = place.addr.next_multiple_of(page).max(start);
         let to = ((place.addr + place.class.bytes()) & !(page - 1)).min(start + BLOCK_BYTES);
@@ -400,17 +400,17 @@ impl Heap {
     /// Discards a whole block if no live slot reaches into it and its free slots all have these ages. Returns the bytes
     /// freed.
     fn purge_block(&self, span: Span, block: usize, now: u16, ages: &Ages) -> u64 {
-        let is_due = |slot: &Slot| slot.phase() != SlotPhase::Free || ages.contains(&ticks(now, slot.stamp()));
+        let is_due = |slot: &Slot| slot.phase() != SlotPhase::Free || ages.contains(&age_ticks(now, slot.stamp()));
         let Some(claims) = self.claim_block(span, block, is_due) else { return 0 };
         stats::add(Counter::PurgeScanned, BLOCK_BYTES as u64);
         if claims.iter().any(|claim| claim.bytes().is_offered) {
-            self.arena.note_taken(block, 1);
+            self.arena.discharge_taken(block, 1);
         }
-        self.empty_block(span, block, &claims)
+        self.discard_claimed_block(span, block, &claims)
     }
 
     /// Discards a block whose slots are all claimed, and ends the claims. Returns the bytes freed.
-    pub(super) fn empty_block(&self, span: Span, block: usize, claims: &Claims) -> u64 {
+    pub(super) fn discard_claimed_block(&self, span: Span, block: usize, claims: &Claims) -> u64 {
         // SAFETY: every slot that reaches into the block is claimed.
         let freed = unsafe { self.arena.discard(block, 1) };
         self.restore_all(span, block, claims);
@@ -420,21 +420,22 @@ impl Heap {
     /// Ends the claims on the slots of a block that may have been discarded.
     pub(super) fn restore_all(&self, span: Span, block: usize, claims: &Claims) {
         // The bytes freed do not tell this: a block that was overcommitted and never touched is empty now, too.
-        let is_emptied = self.arena.peek(block).backing == Backing::Empty;
+        let is_emptied = self.arena.block_state(block).backing == Backing::Empty;
         for (index, claim) in claims.indices() {
             let addr = span.start + index * span.class.bytes();
-            let bytes = if is_emptied { self.known_after(addr, span.class, claim.bytes()) } else { claim.bytes() };
-            self.restore(self.place_at(span, index), claim, bytes);
+            let bytes =
+                if is_emptied { self.bytes_after_discard(addr, span.class, claim.bytes()) } else { claim.bytes() };
+            self.restore(self.any_slot_at(span, index), claim, bytes);
         }
     }
 
     /// Claims all slots that reach into a block, if none is live and all satisfy `is_due`.
     pub(super) fn claim_block(&self, span: Span, block: usize, is_due: impl Fn(&Slot) -> bool) -> Option<Claims> {
-        self.claim_others(span, block, None, is_due)
+        self.claim_block_except(span, block, None, is_due)
     }
 
     /// As [`Heap::claim_block`], but leaves out the slot with the number `own`, which the caller has allocated.
-    pub(super) fn claim_others(
+    pub(super) fn claim_block_except(
         &self,
         span: Span,
         block: usize,
@@ -442,8 +443,8 @@ impl Heap {
         is_due: impl Fn(&Slot) -> bool,
     ) -> Option<Claims> {
         let indices = self.slots_of_block(span, block);
-        let slot = |index| self.slot(self.number_at(span, index));
-        let is_own = |index| own == Some(self.number_at(span, index));
+        let slot = |index| self.slot(self.slot_number_at(span, index));
+        let is_own = |index| own == Some(self.slot_number_at(span, index));
         let may_go = |slot: &Slot| matches!(slot.phase(), SlotPhase::None | SlotPhase::Free) && is_due(slot);
         if !indices.clone().all(|index| is_own(index) || may_go(slot(index))) {
             return None;
@@ -462,21 +463,21 @@ impl Heap {
     }
 
     /// The slot with this index in a span, whether it was carved or not. Its `node` is not set.
-    pub(super) fn place_at(&self, span: Span, index: usize) -> LocatedSlot {
+    pub(super) fn any_slot_at(&self, span: Span, index: usize) -> LocatedSlot {
         let addr = span.start + index * span.class.bytes();
-        LocatedSlot { number: self.number_at(span, index), addr, class: span.class, node: 0 }
+        LocatedSlot { number: self.slot_number_at(span, index), addr, class: span.class, node: 0 }
     }
 
     /// The number of the slot with this index in a span.
-    fn number_at(&self, span: Span, index: usize) -> u32 {
+    fn slot_number_at(&self, span: Span, index: usize) -> u32 {
         ((span.start + index * span.class.bytes() - self.base()) / super::class::GRANULE_BYTES) as u32
     }
 
     /// The attributes of a slot's bytes after one of the blocks that it reaches into was discarded.
-    pub(super) fn known_after(&self, addr: usize, class: Class, bytes: SlotBytes) -> SlotBytes {
+    pub(super) fn bytes_after_discard(&self, addr: usize, class: Class, bytes: SlotBytes) -> SlotBytes {
         let mut blocks = self.arena.block_of(addr)..=self.arena.block_of(addr + class.bytes() - 1);
-        let is_empty = blocks.clone().all(|block| self.arena.peek(block).backing == Backing::Empty);
-        let is_backed = blocks.all(|block| self.arena.peek(block).backing != Backing::Empty);
+        let is_empty = blocks.clone().all(|block| self.arena.block_state(block).backing == Backing::Empty);
+        let is_backed = blocks.all(|block| self.arena.block_state(block).backing != Backing::Empty);
         SlotBytes {
             is_resident: is_backed && bytes.is_resident,
             is_zero: is_empty || bytes.is_zero,
@@ -487,16 +488,16 @@ impl Heap {
     }
 
     /// Splits up to `*splits` huge pages of a span in which free slots with these ages fill at least a quarter.
-    /// Discards
-    /// these slots and those that were never allocated. Returns `false` once enough is freed or no splits are left.
-    fn split_span(&self, span: Span, now: u16, ages: &Ages, splits: &mut usize, wanted: &mut Wanted) -> bool {
+    /// Discards these slots and those that were never allocated. Returns `false` once enough is freed or no splits are
+    /// left.
+    fn split_span(&self, span: Span, now: u16, ages: &Ages, splits: &mut usize, wanted: &mut PurgeTarget) -> bool {
         let first = self.arena.block_of(span.start);
         for block in if span.class.is_big() { 0..0 } else { first..first + span.class.span_blocks() } {
-            if self.arena.peek(block).backing == Backing::Huge && self.is_worth_a_split(span, block, now, ages) {
+            if self.arena.block_state(block).backing == Backing::Huge && self.is_worth_a_split(span, block, now, ages) {
                 wanted.freed += self.split_block(span, block, now, ages);
                 *splits -= 1;
             }
-            if !wanted.is_open() || *splits == 0 {
+            if !wanted.is_unmet() || *splits == 0 {
                 return false;
             }
         }
@@ -508,17 +509,17 @@ impl Heap {
         let range = self.arena.block_addr(block)..self.arena.block_addr(block) + BLOCK_BYTES;
         let is_inside =
             move |place: &LocatedSlot| range.contains(&place.addr) && place.addr + place.class.bytes() <= range.end;
-        self.slots_of_block(span, block).filter_map(move |index| self.slot_at(span, index)).filter(is_inside)
+        self.slots_of_block(span, block).filter_map(move |index| self.carved_slot_at(span, index)).filter(is_inside)
     }
 
     fn is_worth_a_split(&self, span: Span, block: usize, now: u16, ages: &Ages) -> bool {
-        let free = self.slots_inside(span, block).filter(|place| self.is_of_age(*place, now, ages));
-        free.map(|place| place.class.bytes()).sum::<usize>() >= SPLIT_FROM_BYTES
+        let free = self.slots_inside(span, block).filter(|place| self.is_free_with_age(*place, now, ages));
+        free.map(|place| place.class.bytes()).sum::<usize>() >= MIN_SPLIT_FREE_BYTES
     }
 
     fn split_block(&self, span: Span, block: usize, now: u16, ages: &Ages) -> u64 {
         self.arena.split(block);
-        let freed = self.purge_parts(span, block, now, ages, Unused::Goes);
+        let freed = self.discard_free_parts(span, block, now, ages, NeverCarved::Discard);
         trace::event(Event::Split, block as u64, freed);
         freed
     }

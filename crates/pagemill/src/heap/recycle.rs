@@ -11,7 +11,7 @@
 use super::purge::Span;
 use super::slot::{SlotBytes, SlotPhase, Slots};
 use super::{Heap, LocatedSlot};
-use crate::arena::Filling;
+use crate::arena::ExpectedUse;
 use crate::arena::block::Backing;
 use crate::error::Result;
 use crate::stats::{self, Counter};
@@ -24,11 +24,11 @@ const EPERM: i32 = 1;
 const ENOSYS: i32 = 38;
 
 /// Maximum number of spans that one search examines. If all of them are in use, that takes some 50 us.
-const MAX_LOOKS: usize = 256;
+const MAX_EXAMINED_SPANS: usize = 256;
 
 /// After a search without a donor, no search starts for this many times its duration. Free memory may exist only in
 /// blocks that live slots share.
-const VAIN_FACTOR: u64 = 20;
+const FAILED_SEARCH_PAUSE_FACTOR: u64 = 20;
 
 /// The blocks that get moved pages.
 struct Recipient {
@@ -43,11 +43,11 @@ struct Recipient {
 
 impl Recipient {
     /// Whether more pages can be moved here. After a move that stopped inside a block this is impossible.
-    fn is_open(&self) -> bool {
+    fn can_take_more(&self) -> bool {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
 
-    fn note(&mut self, moved_bytes: usize) {
+    fn note_moved(&mut self, moved_bytes: usize) {
         self.done_bytes += moved_bytes;
         self.to += moved_bytes / BLOCK_BYTES;
         self.blocks -= moved_bytes / BLOCK_BYTES;
@@ -56,13 +56,12 @@ impl Recipient {
 
 impl Heap {
     /// Moves pages of free slots into those blocks of a live big slot that have no memory. Returns the bytes moved. If
-    /// it
-    /// moved any, the slot's bytes are not zero.
-    pub(super) fn refill(&self, place: LocatedSlot, size: usize) -> usize {
+    /// it moved any, the slot's bytes are not zero.
+    pub(super) fn move_free_pages_in(&self, place: LocatedSlot, size: usize) -> usize {
         let first = self.arena.block_of(place.addr);
         let (mut at, end) = (first, first + size / BLOCK_BYTES);
         let is_untouched = |block: &usize| {
-            let state = self.arena.peek(*block);
+            let state = self.arena.block_state(*block);
             state.backing == Backing::Lazy && state.charged_pages == 0
         };
         if !self.may_have_donors() || !(at..end).any(|block| is_untouched(&block)) {
@@ -73,7 +72,7 @@ impl Heap {
         while at < end {
             let blocks = (at..end).take_while(is_untouched).count();
             let mut recipient = Recipient { node: place.node, to: at, blocks, done_bytes: 0 };
-            self.collect(&mut recipient);
+            self.move_from_donors(&mut recipient);
             moved_bytes += recipient.done_bytes;
             if blocks > 0 && recipient.blocks > 0 {
                 break;
@@ -84,32 +83,31 @@ impl Heap {
     }
 
     /// Moves pages of free slots into an empty block that several slots share. Returns whether it moved any: then none
-    /// of
-    /// these slots counts as zero. If the move stops inside the block, the block still counts as empty.
-    pub(super) fn recycle_block(&self, place: LocatedSlot, block: usize, filling: Filling) -> bool {
-        if !self.may_have_donors() || !self.arena.may_take_huge(filling) {
+    /// of these slots counts as zero. If the move stops inside the block, the block still counts as empty.
+    pub(super) fn recycle_block(&self, place: LocatedSlot, block: usize, expected_use: ExpectedUse) -> bool {
+        if !self.may_have_donors() || !self.arena.may_take_huge(expected_use) {
             return false;
         }
         let Some(_guard) = self.purging.try_lock() else { return false };
         let Some(span) = self.span_of(place) else { return false };
         // If another thread is just allocating one of these slots, it may rely on zeros: move nothing.
-        let Some(others) = self.claim_others(span, block, Some(place.number), |_| true) else { return false };
+        let Some(others) = self.claim_block_except(span, block, Some(place.number), |_| true) else { return false };
         let mut recipient = Recipient { node: place.node, to: block, blocks: 1, done_bytes: 0 };
-        if self.arena.peek(block).backing == Backing::Empty {
-            self.collect(&mut recipient);
+        if self.arena.block_state(block).backing == Backing::Empty {
+            self.move_from_donors(&mut recipient);
         }
         for (index, claim) in others.indices() {
-            let claim = if recipient.done_bytes > 0 { claim.stale() } else { claim };
-            self.restore(self.place_at(span, index), claim, claim.bytes());
+            let claim = if recipient.done_bytes > 0 { claim.as_nonzero() } else { claim };
+            self.restore(self.any_slot_at(span, index), claim, claim.bytes());
         }
         recipient.done_bytes > 0
     }
 
     /// Whether a search for donors may succeed now.
     fn may_have_donors(&self) -> bool {
-        self.can_refill.load(Relaxed)
+        self.can_move_pages.load(Relaxed)
             && self.free_bytes() >= BLOCK_BYTES as u64
-            && clock::fine_ns() >= self.donors_after_ns.load(Relaxed)
+            && clock::fine_ns() >= self.next_donor_search_ns.load(Relaxed)
     }
 
     /// The span that contains a slot.
@@ -123,33 +121,33 @@ impl Heap {
 
     /// Searches for donors, starting where the last search stopped, and moves their pages to the recipient. The caller
     /// must hold `purging`.
-    fn collect(&self, recipient: &mut Recipient) {
+    fn move_from_donors(&self, recipient: &mut Recipient) {
         if recipient.blocks == 0 {
             return;
         }
-        let (begun_ns, end, mut looks) = (clock::fine_ns(), self.zone_blocks(), 0);
-        let start = self.donor_at.load(Relaxed).min(end);
-        let mut look = |span: Span| {
-            looks += 1;
-            self.donor_at.store((span.start - self.base()) / BLOCK_BYTES, Relaxed);
+        let (begun_ns, end, mut examined) = (clock::fine_ns(), self.carved_blocks(), 0);
+        let start = self.donor_search_block.load(Relaxed).min(end);
+        let mut examine = |span: Span| {
+            examined += 1;
+            self.donor_search_block.store((span.start - self.base()) / BLOCK_BYTES, Relaxed);
             if span.class.is_big() {
                 self.donate_slot(span, recipient);
             } else {
                 self.donate_blocks(span, recipient);
             }
-            recipient.is_open() && looks < MAX_LOOKS && self.can_refill.load(Relaxed)
+            recipient.can_take_more() && examined < MAX_EXAMINED_SPANS && self.can_move_pages.load(Relaxed)
         };
-        let _ = self.walk_in(start..end, &mut look) && self.walk_in(0..start, &mut look);
+        let _ = self.walk_spans_in(start..end, &mut examine) && self.walk_spans_in(0..start, &mut examine);
         if recipient.done_bytes == 0 {
             let now = clock::fine_ns();
-            self.donors_after_ns.store(now + (now - begun_ns) * VAIN_FACTOR, Relaxed);
+            self.next_donor_search_ns.store(now + (now - begun_ns) * FAILED_SEARCH_PAUSE_FACTOR, Relaxed);
         }
         stats::add(Counter::Refilled, recipient.done_bytes as u64);
     }
 
     /// Moves the pages of whole blocks of a big slot to the recipient, if the slot is free.
     fn donate_slot(&self, span: Span, recipient: &mut Recipient) {
-        let Some(donor) = self.slot_at(span, 0).filter(|donor| donor.node == recipient.node) else { return };
+        let Some(donor) = self.carved_slot_at(span, 0).filter(|donor| donor.node == recipient.node) else { return };
         let slot = self.slot(donor.number);
         if slot.phase() != SlotPhase::Free {
             return;
@@ -160,10 +158,10 @@ impl Heap {
         }
         let blocks = self.arena.block_of(donor.addr)..self.arena.block_of(donor.addr) + donor.class.span_blocks();
         if claim.bytes().is_offered {
-            self.arena.note_taken(blocks.start, blocks.len());
+            self.arena.discharge_taken(blocks.start, blocks.len());
         }
         let has_moved = self.donate_runs(blocks.clone(), recipient);
-        let is_zero = blocks.clone().all(|block| self.arena.peek(block).backing == Backing::Empty);
+        let is_zero = blocks.clone().all(|block| self.arena.block_state(block).backing == Backing::Empty);
         let bytes = SlotBytes { is_resident: !is_zero, is_zero, ..SlotBytes::default() };
         self.restore(donor, claim, if has_moved { bytes } else { claim.bytes() });
     }
@@ -172,10 +170,11 @@ impl Heap {
     /// whether it moved any.
     fn donate_runs(&self, blocks: Range<usize>, recipient: &mut Recipient) -> bool {
         let (before, mut at) = (recipient.done_bytes, blocks.start);
-        while at < blocks.end && recipient.is_open() {
-            let run = (at..blocks.end).take(recipient.blocks).take_while(|block| self.is_whole(*block)).count();
+        while at < blocks.end && recipient.can_take_more() {
+            let run =
+                (at..blocks.end).take(recipient.blocks).take_while(|block| self.is_fully_resident(*block)).count();
             // SAFETY: the donor is claimed. The recipient is live or claimed, and its address was not returned yet.
-            if run > 0 && unsafe { !self.give_to(recipient, at, run) } {
+            if run > 0 && unsafe { !self.move_to_recipient(recipient, at, run) } {
                 break;
             }
             at += run.max(1);
@@ -185,21 +184,21 @@ impl Heap {
 
     /// Moves the pages of the blocks of a span whose slots share blocks, as far as no live slot reaches into the block.
     fn donate_blocks(&self, span: Span, recipient: &mut Recipient) {
-        if self.slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {
+        if self.carved_slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {
             return;
         }
         let first = self.arena.block_of(span.start);
         for block in first..first + span.class.span_blocks() {
-            if !recipient.is_open() || !self.is_whole(block) {
+            if !recipient.can_take_more() || !self.is_fully_resident(block) {
                 continue;
             }
             let Some(claims) = self.claim_block(span, block, |_| true) else { continue };
             if claims.iter().any(|claim| claim.bytes().is_offered) {
-                self.arena.note_taken(block, 1);
+                self.arena.discharge_taken(block, 1);
             }
-            if self.is_whole(block) {
+            if self.is_fully_resident(block) {
                 // SAFETY: every slot that reaches into the block is claimed. The recipient is as above.
-                unsafe { self.give_to(recipient, block, 1) };
+                unsafe { self.move_to_recipient(recipient, block, 1) };
             }
             self.restore_all(span, block, &claims);
         }
@@ -210,21 +209,21 @@ impl Heap {
     /// # Safety
     ///
     /// No thread uses the bytes of these blocks or of the recipient's blocks.
-    unsafe fn give_to(&self, recipient: &mut Recipient, from: usize, blocks: usize) -> bool {
+    unsafe fn move_to_recipient(&self, recipient: &mut Recipient, from: usize, blocks: usize) -> bool {
         // SAFETY: guaranteed by the caller.
         let result: Result<usize> = unsafe { self.arena.move_blocks(recipient.to, from, blocks) };
         let moved = *result.as_ref().unwrap_or(&0);
-        recipient.note(moved);
+        recipient.note_moved(moved);
         // A missing system call or a seccomp filter is permanent. Other errors (busy or locked pages) concern this
         // donor.
         let is_for_good = result.is_err_and(|error| [EPERM, ENOSYS].contains(&error.errno()));
-        self.can_refill.fetch_and(!is_for_good, Relaxed);
+        self.can_move_pages.fetch_and(!is_for_good, Relaxed);
         moved == blocks * BLOCK_BYTES
     }
 
     /// Whether all OS pages of a block are resident.
-    fn is_whole(&self, block: usize) -> bool {
-        self.arena.peek(block).charged_pages as usize == crate::units::os_pages_per_block()
+    fn is_fully_resident(&self, block: usize) -> bool {
+        self.arena.block_state(block).charged_pages as usize == crate::units::os_pages_per_block()
     }
 }
 
@@ -262,8 +261,7 @@ mod tests {
     }
 
     /// Frees slots of one class and allocates slots of another, for shared and for big slots. Pages must be moved, and
-    /// the
-    /// resident size must grow by 2 MiB at most.
+    /// the resident size must grow by 2 MiB at most.
     #[test]
     fn free_memory_of_one_class_serves_another() {
         if pagemill_sys::moves::can_move().is_err() {

@@ -54,7 +54,7 @@ impl Heap {
             };
             stats::add(Counter::ReallocCopied, (keep - moved) as u64);
         }
-        self.free_place(old, SlotBytes::USED)?;
+        self.free_slot(old, SlotBytes::USED)?;
         Ok(new.addr)
     }
 
@@ -65,7 +65,7 @@ impl Heap {
         let first = self.arena.block_of(place.addr);
         if kept < place.class.span_blocks() {
             // SAFETY: the program no longer needs the contents of the slot beyond `size`.
-            unsafe { self.arena.renew(first + kept, place.class.span_blocks() - kept) };
+            unsafe { self.arena.discard_and_reopen(first + kept, place.class.span_blocks() - kept) };
         }
     }
 
@@ -82,7 +82,7 @@ impl Heap {
         }
         let (from, to) = (self.arena.block_of(old.addr), self.arena.block_of(new.addr));
         let is_untouched = |block| {
-            let state = self.arena.peek(block);
+            let state = self.arena.block_state(block);
             state.backing == Backing::Lazy && state.charged_pages == 0
         };
         if !(to..to + blocks).all(is_untouched) {

@@ -65,8 +65,8 @@ const RESIDENT: u64 = 1 << 2;
 const ZERO: u64 = 1 << 3;
 const OFFERED: u64 = 1 << 4;
 /// The slot was never allocated, but pages of another slot were moved into it, so it is not zero.
-const STALE: u64 = 1 << 5;
-const AGE_SHIFT: u32 = 16;
+const NONZERO: u64 = 1 << 5;
+const STAMP_SHIFT: u32 = 16;
 const COUNT_SHIFT: u32 = 32;
 
 fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
@@ -74,7 +74,7 @@ fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
         | if bytes.is_resident { RESIDENT } else { 0 }
         | if bytes.is_zero { ZERO } else { 0 }
         | if bytes.is_offered { OFFERED } else { 0 }
-        | u64::from(stamp) << AGE_SHIFT
+        | u64::from(stamp) << STAMP_SHIFT
         | u64::from(bytes.counted) << COUNT_SHIFT
 }
 
@@ -110,9 +110,9 @@ impl SlotClaim {
     }
 
     /// Returns the claim with the slot recorded as not zero, after pages of another slot were moved into it.
-    pub fn stale(self) -> Self {
+    pub fn as_nonzero(self) -> Self {
         match self.phase() {
-            SlotPhase::None => Self(self.0 | STALE),
+            SlotPhase::None => Self(self.0 | NONZERO),
             _ => Self(self.0 & !ZERO),
         }
     }
@@ -124,13 +124,13 @@ pub(crate) struct Slot {
     state: AtomicU64,
     /// The next slot in the free list: its number plus one; 0 at the end.
     next: AtomicU32,
-    /// A packed [`Info`].
+    /// A packed [`SlotInfo`].
     info: AtomicU32,
 }
 
 /// The class and node of a slot, and its start within its granule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Info {
+pub(crate) struct SlotInfo {
     pub class: u8,
     pub node: u8,
     /// Distance from the start of the granule, in units of 16 KiB.
@@ -143,13 +143,13 @@ impl Slot {
         Self { state: AtomicU64::new(0), next: AtomicU32::new(0), info: AtomicU32::new(0) }
     }
 
-    pub fn info(&self) -> Option<Info> {
+    pub fn info(&self) -> Option<SlotInfo> {
         let word = self.info.load(Acquire);
-        (word != 0).then_some(Info { class: word as u8, node: (word >> 8) as u8, offset: (word >> 16) as u8 })
+        (word != 0).then_some(SlotInfo { class: word as u8, node: (word >> 8) as u8, offset: (word >> 16) as u8 })
     }
 
     /// Stores the class, node and offset of a slot, before its first allocation.
-    pub fn describe(&self, info: Info) {
+    pub fn set_info(&self, info: SlotInfo) {
         let word = u32::from(info.class) | u32::from(info.node) << 8 | u32::from(info.offset) << 16 | 1 << 31;
         self.info.store(word, Release);
     }
@@ -173,7 +173,7 @@ impl Slot {
     pub fn try_carve(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
         while phase(word) == SlotPhase::None {
-            let fresh = SlotBytes { is_zero: word & STALE == 0, ..SlotBytes::UNTOUCHED };
+            let fresh = SlotBytes { is_zero: word & NONZERO == 0, ..SlotBytes::UNTOUCHED };
             match self.state.compare_exchange(word, pack(SlotPhase::Live, fresh, 0), Acquire, Relaxed) {
                 Ok(_) => return Some(fresh),
                 Err(now) => word = now,
@@ -197,8 +197,7 @@ impl Slot {
     }
 
     /// Frees a live slot and stores the attributes of its bytes and the time. If the slot is not live, returns its
-    /// phase
-    /// as `Err`.
+    /// phase as `Err`.
     #[inline]
     pub fn free(&self, bytes: SlotBytes, stamp: u16) -> Result<(), SlotPhase> {
         let mut word = self.state.load(Relaxed);
@@ -227,14 +226,14 @@ impl Slot {
     pub fn restore(&self, claim: SlotClaim, bytes: SlotBytes) {
         let word = match claim.phase() {
             SlotPhase::None => claim.0,
-            _ => pack(SlotPhase::Free, bytes, (claim.0 >> AGE_SHIFT) as u16),
+            _ => pack(SlotPhase::Free, bytes, (claim.0 >> STAMP_SHIFT) as u16),
         };
         self.state.store(word, Release);
     }
 
     /// The time stamp that [`Slot::free`] stored.
     pub fn stamp(&self) -> u16 {
-        (self.state.load(Relaxed) >> AGE_SHIFT) as u16
+        (self.state.load(Relaxed) >> STAMP_SHIFT) as u16
     }
 }
 
@@ -244,16 +243,16 @@ pub(crate) trait Slots {
 }
 
 /// A free list. Its head word has the number of the first slot plus one, and a tag that prevents the ABA problem.
-pub(crate) struct Head<'head>(pub &'head AtomicU64);
+pub(crate) struct FreeList<'head>(pub &'head AtomicU64);
 
-impl Head<'_> {
+impl FreeList<'_> {
     /// Pushes a slot, which the caller has just freed or popped.
     #[inline]
     pub fn push(&self, slots: &impl Slots, number: u32) {
         let mut head = self.0.load(Relaxed);
         loop {
             slots.slot(number).next.store(head as u32, Relaxed);
-            let new = u64::from(number + 1) | tag(head);
+            let new = u64::from(number + 1) | next_tag(head);
             match self.0.compare_exchange_weak(head, new, Release, Relaxed) {
                 Ok(_) => return,
                 Err(now) => head = now,
@@ -268,7 +267,7 @@ impl Head<'_> {
         loop {
             let number = (head as u32).checked_sub(1)?;
             let next = slots.slot(number).next.load(Relaxed);
-            match self.0.compare_exchange_weak(head, u64::from(next) | tag(head), Acquire, Acquire) {
+            match self.0.compare_exchange_weak(head, u64::from(next) | next_tag(head), Acquire, Acquire) {
                 Ok(_) => return Some(number),
                 Err(now) => head = now,
             }
@@ -281,7 +280,7 @@ impl Head<'_> {
 }
 
 /// The tag after that of `head`, in the upper half of the word. A tag recurs only after 2^32 changes of the list.
-fn tag(head: u64) -> u64 {
+fn next_tag(head: u64) -> u64 {
     ((head >> 32) + 1) << 32
 }
 
@@ -315,7 +314,7 @@ mod loom_tests {
             for number in 0..count {
                 assert!(fixture.slot(number).try_carve().is_some());
                 fixture.slot(number).free(SlotBytes::USED, 0).unwrap();
-                Head(&fixture.head).push(&fixture, number);
+                FreeList(&fixture.head).push(&fixture, number);
             }
             Arc::new(fixture)
         }
@@ -326,12 +325,12 @@ mod loom_tests {
         }
 
         fn allocate_and_free(&self) {
-            if let Some(number) = Head(&self.head).pop(self) {
+            if let Some(number) = FreeList(&self.head).pop(self) {
                 if self.slot(number).try_allocate().is_some() {
                     self.use_bytes(number, 1);
                     self.slot(number).free(SlotBytes::USED, 1).unwrap();
                 }
-                Head(&self.head).push(self, number);
+                FreeList(&self.head).push(self, number);
             }
         }
 
@@ -342,16 +341,15 @@ mod loom_tests {
             }
         }
 
-        fn numbers(&self) -> Vec<u32> {
-            let mut numbers: Vec<u32> = std::iter::from_fn(|| Head(&self.head).pop(self)).collect();
+        fn pop_all(&self) -> Vec<u32> {
+            let mut numbers: Vec<u32> = std::iter::from_fn(|| FreeList(&self.head).pop(self)).collect();
             numbers.sort_unstable();
             numbers
         }
     }
 
     /// A thread purges a slot while another allocates and frees it. They must not use its bytes at the same time, and
-    /// the
-    /// slot must be in its free list at the end.
+    /// the slot must be in its free list at the end.
     #[test]
     fn allocation_and_purge_exclude_each_other() {
         loom::model(|| {
@@ -360,14 +358,13 @@ mod loom_tests {
             let purge = thread::spawn(move || other.purge(0));
             fixture.allocate_and_free();
             purge.join().unwrap();
-            assert_eq!(fixture.numbers(), [0]);
+            assert_eq!(fixture.pop_all(), [0]);
             assert_eq!(fixture.slot(0).phase(), SlotPhase::Free);
         });
     }
 
     /// Two threads pop and push the slots of one free list. No slot may have two users, and each must be in the list
-    /// once
-    /// at the end.
+    /// once at the end.
     #[test]
     fn free_list_has_each_slot_once() {
         loom::model(|| {
@@ -379,7 +376,7 @@ mod loom_tests {
             });
             fixture.allocate_and_free();
             thread.join().unwrap();
-            assert_eq!(fixture.numbers(), [0, 1]);
+            assert_eq!(fixture.pop_all(), [0, 1]);
         });
     }
 
@@ -443,7 +440,7 @@ mod tests {
             for of in [SlotPhase::None, SlotPhase::Live, SlotPhase::Free, SlotPhase::Purging] {
                 for stamp in [0, 1, u16::MAX] {
                     let word = pack(of, known, stamp);
-                    assert_eq!((phase(word), bytes(word), (word >> AGE_SHIFT) as u16), (of, known, stamp));
+                    assert_eq!((phase(word), bytes(word), (word >> STAMP_SHIFT) as u16), (of, known, stamp));
                 }
             }
         }
@@ -462,15 +459,15 @@ mod tests {
         }
     }
 
-    /// `info` must return the values of `describe`, and `None` before it.
+    /// `info` must return the values of `set_info`, and `None` before it.
     #[test]
     fn described_slot_returns_its_info() {
         for class in [0, 1, 0x5A, u8::MAX] {
             for node in [0, 1, 0x5A, u8::MAX] {
                 for offset in [0, 1, 0x5A, u8::MAX] {
-                    let (slot, info) = (slot_of(0), Info { class, node, offset });
+                    let (slot, info) = (slot_of(0), SlotInfo { class, node, offset });
                     assert_eq!(slot.info(), None);
-                    slot.describe(info);
+                    slot.set_info(info);
                     assert_eq!(slot.info(), Some(info));
                 }
             }
@@ -488,7 +485,7 @@ mod tests {
             assert_eq!((claim.phase(), claim.bytes(), slot.phase()), (SlotPhase::Free, known, SlotPhase::Purging));
             assert!(slot.try_claim().is_none() && slot.try_allocate().is_none() && slot.try_carve().is_none());
             assert!(slot.free(SlotBytes::USED, 1) == Err(SlotPhase::Purging) && !slot.is_offered());
-            let stale = claim.stale();
+            let stale = claim.as_nonzero();
             assert_eq!((stale.phase(), stale.bytes()), (SlotPhase::Free, SlotBytes { is_zero: false, ..known }));
             for next in all_bytes() {
                 slot.restore(stale, next);
@@ -511,32 +508,31 @@ mod tests {
         assert_eq!((slot.try_carve(), slot.phase()), (Some(SlotBytes::UNTOUCHED), SlotPhase::Live));
         assert_eq!((slot.bytes(), slot.try_carve()), (SlotBytes::UNTOUCHED, None));
         let slot = slot_of(0);
-        slot.restore(slot.try_claim().unwrap().stale(), SlotBytes::USED);
-        slot.restore(slot.try_claim().unwrap().stale(), SlotBytes::USED);
+        slot.restore(slot.try_claim().unwrap().as_nonzero(), SlotBytes::USED);
+        slot.restore(slot.try_claim().unwrap().as_nonzero(), SlotBytes::USED);
         assert_eq!(
             (slot.phase(), slot.try_carve()),
             (SlotPhase::None, Some(SlotBytes { is_zero: false, ..SlotBytes::UNTOUCHED }))
         );
     }
 
-    struct All(Vec<Slot>);
+    struct SlotTable(Vec<Slot>);
 
-    impl Slots for All {
+    impl Slots for SlotTable {
         fn slot(&self, number: u32) -> &Slot {
             &self.0[number as usize]
         }
     }
 
     /// Compares random pushes and pops with a `Vec`. The list must be last in, first out, and each change must
-    /// increment
-    /// its tag.
+    /// increment its tag.
     #[test]
     fn free_list_is_last_in_first_out() {
         const SLOTS: u32 = 5;
-        let all = All((0..SLOTS).map(|_| slot_of(0)).collect());
+        let all = SlotTable((0..SLOTS).map(|_| slot_of(0)).collect());
         let (word, mut model, mut changes) = (AtomicU64::new(0), Vec::new(), 0);
         for round in 0..400_u32 {
-            let (head, free) = (Head(&word), (0..SLOTS).find(|number| !model.contains(number)));
+            let (head, free) = (FreeList(&word), (0..SLOTS).find(|number| !model.contains(number)));
             assert_eq!(head.is_empty(), model.is_empty());
             match free {
                 Some(number) if round * 7 % 11 > 4 => {

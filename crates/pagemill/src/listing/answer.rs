@@ -111,7 +111,7 @@ impl Answer for StatsResponder {
     fn answer(&self, number: u32) {
         let Some(own) = published::own_file() else { return };
         for subject in Subject::ALL {
-            let Some(path) = published::request_of(own.as_str(), subject, number) else { continue };
+            let Some(path) = published::request_file(own.as_str(), subject, number) else { continue };
             // On failure the requester has ended, asks for another list, or lacks the right; there is no one to report
             // to.
             match subject {

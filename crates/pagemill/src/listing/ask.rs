@@ -246,7 +246,7 @@ impl<'a, R: Record> Asking<'a, R> {
         until: Instant,
     ) -> Result<Self, Unanswered> {
         let request = make_request(figures, R::SUBJECT, command).map_err(Unanswered::Refused)?;
-        let is_new = stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number))
+        let is_new = stats::with_page_of_process(figures.as_c_str(), |page| page.ask(request.number))
             .map_err(Unanswered::Refused)?;
         wake_in_tree(figures, identity);
         // The helper may have looked for another request of this number before the file existed.
@@ -294,9 +294,9 @@ fn is_taken(request: &Request) -> bool {
 
 /// Makes the file of the first free request number. Existing files are left alone, links too.
 fn make_request(figures: &Path, subject: Subject, command: Option<ControlCommand>) -> io::Result<Request> {
-    let last = stats::with_page_of_asked(figures.as_c_str(), Figures::asked)?;
+    let last = stats::with_page_of_process(figures.as_c_str(), Figures::asked)?;
     for number in (1..=MOST_REQUESTS).filter_map(|more| last.checked_add(more)) {
-        let path = published::request_of(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
+        let path = published::request_file(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
         match options.open(path.as_str()) {

@@ -76,7 +76,7 @@ fn run(handle: &Handle, mut transfer: Transfer) {
 
 /// Finishes a transfer on the engine's thread.
 fn end(transfer: Transfer, result: io::Result<()>) {
-    callback::contain(|| transfer.finish(result));
+    callback::catch_panic(|| transfer.finish(result));
 }
 
 impl TransferEngine {
@@ -124,7 +124,7 @@ impl TransferEngine {
                 return;
             };
             drop(submissions);
-            callback::contain(|| run(&handle, transfer));
+            callback::catch_panic(|| run(&handle, transfer));
         }
     }
 
@@ -141,7 +141,7 @@ impl TransferEngine {
                     Event::Done { buffer, result, .. } => end(buffer, result),
                     Event::Late { id } => {
                         if let Some(transfer) = ring.buffer(id) {
-                            callback::contain(|| transfer.tell_late());
+                            callback::catch_panic(|| transfer.tell_late());
                         }
                     }
                 }

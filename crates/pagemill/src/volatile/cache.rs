@@ -16,10 +16,10 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
 /// Number of shards of the table, each with a lock.
-const PARTS: usize = 64;
+const SHARDS: usize = 64;
 
 /// The keys of purged values are removed after this many new keys, plus half the number of keys.
-const SWEEP_AFTER: usize = 16;
+const SWEEP_AFTER_KEYS: usize = 16;
 
 /// A type whose values a cache can store: it converts to bytes and back.
 ///
@@ -139,7 +139,7 @@ struct TableShard<K> {
 /// ```
 pub struct VolatileCache<K, V> {
     ranges: &'static Ranges,
-    parts: Box<[Mutex<TableShard<K>>]>,
+    shards: Box<[Mutex<TableShard<K>>]>,
     hasher: RandomState,
     _values: PhantomData<fn() -> V>,
 }
@@ -151,19 +151,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     pub fn new(ranges: &'static Ranges) -> Self {
-        let part = || Mutex::new(TableShard { cells: HashMap::new(), until_sweep: SWEEP_AFTER });
-        Self { ranges, parts: (0..PARTS).map(|_| part()).collect(), hasher: RandomState::new(), _values: PhantomData }
+        let shard = || Mutex::new(TableShard { cells: HashMap::new(), until_sweep: SWEEP_AFTER_KEYS });
+        Self {
+            ranges,
+            shards: (0..SHARDS).map(|_| shard()).collect(),
+            hasher: RandomState::new(),
+            _values: PhantomData,
+        }
     }
 
-    fn part<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, TableShard<K>> {
-        lock(&self.parts[self.hasher.hash_one(key) as usize % PARTS])
+    fn shard<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, TableShard<K>> {
+        lock(&self.shards[self.hasher.hash_one(key) as usize % SHARDS])
     }
 
     fn cell<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<ValueCell>
     where
         K: Borrow<Q>,
     {
-        self.part(key).cells.get(key).cloned()
+        self.shard(key).cells.get(key).cloned()
     }
 
     /// Returns a copy of the value if it is present, and makes it the most recently used one.
@@ -180,7 +185,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     where
         K: Borrow<Q>,
     {
-        look(&self.cell(key)?, read)
+        read_value(&self.cell(key)?, read)
     }
 
     /// Inserts a value, or replaces the existing one. A concurrent `remove` may remove either value.
@@ -189,10 +194,10 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     ///
     /// As [`Ranges::allocate`]. After an error the key has no value.
     pub fn insert(&self, key: K, value: &V) -> Result<()> {
-        let cell = self.cell_of(key);
-        let mut place = cell.write().unwrap_or_else(PoisonError::into_inner);
-        *place = Value::Absent;
-        *place = self.stored(value)?;
+        let cell = self.cell_or_insert(key);
+        let mut value_guard = cell.write().unwrap_or_else(PoisonError::into_inner);
+        *value_guard = Value::Absent;
+        *value_guard = self.store_value(value)?;
         Ok(())
     }
 
@@ -207,18 +212,18 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         key: K,
         make: impl FnOnce() -> std::result::Result<V, E>,
     ) -> std::result::Result<V, E> {
-        let cell = self.cell_of(key);
-        if let Some(value) = look(&cell, V::load) {
+        let cell = self.cell_or_insert(key);
+        if let Some(value) = read_value(&cell, V::load) {
             return Ok(value);
         }
-        let mut place = cell.write().unwrap_or_else(PoisonError::into_inner);
+        let mut value_guard = cell.write().unwrap_or_else(PoisonError::into_inner);
         // Another thread may have computed the value while this thread waited for the lock.
-        if let Some(value) = place.look(V::load) {
+        if let Some(value) = value_guard.read_value(V::load) {
             return Ok(value);
         }
-        *place = Value::Absent;
+        *value_guard = Value::Absent;
         let value = make()?;
-        *place = self.stored(&value).unwrap_or(Value::Absent);
+        *value_guard = self.store_value(&value).unwrap_or(Value::Absent);
         Ok(value)
     }
 
@@ -228,31 +233,31 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         K: Borrow<Q>,
     {
         // The key is dropped after the shard is unlocked, because its destructor may use the cache.
-        let removed = self.part(key).cells.remove_entry(key);
-        removed.is_some_and(|(_key, cell)| look(&cell, |_| ()).is_some())
+        let removed = self.shard(key).cells.remove_entry(key);
+        removed.is_some_and(|(_key, cell)| read_value(&cell, |_| ()).is_some())
     }
 
     /// Number of keys in the table, including keys whose values were purged. Locks each shard in turn.
     pub fn len(&self) -> usize {
-        self.parts.iter().map(|part| lock(part).cells.len()).sum()
+        self.shards.iter().map(|shard| lock(shard).cells.len()).sum()
     }
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    fn cell_of(&self, key: K) -> ValueCell {
+    fn cell_or_insert(&self, key: K) -> ValueCell {
         // Declared first, so that these keys are dropped after the shard is unlocked, even if a key's `Eq` panics.
         let _purged;
-        let mut part = self.part(&key);
-        if let Some(cell) = part.cells.get(&key) {
+        let mut shard = self.shard(&key);
+        if let Some(cell) = shard.cells.get(&key) {
             return cell.clone();
         }
-        _purged = part.take_purged_if_due();
-        part.cells.entry(key).or_default().clone()
+        _purged = shard.take_purged_if_due();
+        shard.cells.entry(key).or_default().clone()
     }
 
-    fn stored(&self, value: &V) -> Result<Value> {
+    fn store_value(&self, value: &V) -> Result<Value> {
         let len_bytes = value.len_bytes();
         if len_bytes == 0 {
             return Ok(Value::Empty);
@@ -265,7 +270,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
 }
 
 impl Value {
-    fn look<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+    fn read_value<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let range = match self {
             Self::Absent => return None,
             Self::Empty => return Some(read(&[])),
@@ -287,14 +292,13 @@ impl Value {
     }
 }
 
-fn look<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
-    cell.read().unwrap_or_else(PoisonError::into_inner).look(read)
+fn read_value<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+    cell.read().unwrap_or_else(PoisonError::into_inner).read_value(read)
 }
 
 impl<K: Hash + Eq> TableShard<K> {
     /// Removes the keys whose values were purged, if enough new keys were added since the last time. The caller must
-    /// drop
-    /// the result after it has unlocked the shard, because the keys' destructors may use the cache or panic.
+    /// drop the result after it has unlocked the shard, because the keys' destructors may use the cache or panic.
     fn take_purged_if_due(&mut self) -> Vec<(K, ValueCell)> {
         self.until_sweep -= 1;
         let mut purged = Vec::new();
@@ -307,7 +311,7 @@ impl<K: Hash + Eq> TableShard<K> {
             };
             let is_dead = |cell: &ValueCell| Arc::strong_count(cell) == 1 && is_purged(cell);
             purged.extend(self.cells.extract_if(|_, cell| is_dead(cell)));
-            self.until_sweep = SWEEP_AFTER + self.cells.len() / 2;
+            self.until_sweep = SWEEP_AFTER_KEYS + self.cells.len() / 2;
         }
         purged
     }

@@ -29,18 +29,17 @@ const STEP_BYTES: usize = 1 << 20;
 ///
 /// # Invariants
 ///
-/// 1. The first `leaves` items of the directory are in use, ascending by `first`. The items from there to `numbered`
-///    are
-///    free leaves. Together these items contain every leaf number below `numbered` once.
+/// 1. The first `leaves` items of the directory are in use, ascending by `first`. The items from there to
+///    `leaf_numbers` are free leaves. Together these items contain every leaf number below `leaf_numbers` once.
 /// 2. A leaf in use has at least one entry. Its first `count` entries are written, ascending and disjoint, and `first`
 ///    is the start of the first entry.
 /// 3. Two neighbouring leaves together have at least half a leaf of entries.
 pub(super) struct Intervals<T> {
-    directory: Sparse<Leaf>,
+    directory: SparseArray<Leaf>,
     /// The entries of all leaves, `PER_LEAF` for each leaf, in the order of the leaves' numbers.
-    entries: Sparse<MaybeUninit<IntervalEntry<T>>>,
+    entries: SparseArray<MaybeUninit<IntervalEntry<T>>>,
     leaves: usize,
-    numbered: usize,
+    leaf_numbers: usize,
     count: usize,
     bytes: u64,
 }
@@ -65,9 +64,9 @@ impl<T: Copy> Intervals<T> {
 
     /// Creates an empty map, without a system call. Memory that the map uses later stays until the process ends.
     pub(super) const fn new() -> Self {
-        let directory = Sparse::new(MAX_LEAVES);
-        let entries = Sparse::new(MAX_LEAVES * Self::PER_LEAF);
-        Self { directory, entries, leaves: 0, numbered: 0, count: 0, bytes: 0 }
+        let directory = SparseArray::new(MAX_LEAVES);
+        let entries = SparseArray::new(MAX_LEAVES * Self::PER_LEAF);
+        Self { directory, entries, leaves: 0, leaf_numbers: 0, count: 0, bytes: 0 }
     }
 
     /// Number of intervals.
@@ -97,15 +96,14 @@ impl<T: Copy> Intervals<T> {
     pub(super) fn insert(&mut self, range: Range<usize>, value: T) -> Result<()> {
         assert!(!range.is_empty(), "an interval has bytes");
         debug_assert!(self.overlapping(range.clone()).next().is_none(), "intervals are disjoint");
-        self.put(IntervalEntry { start: range.start, end: range.end, value })
+        self.insert_entry(IntervalEntry { start: range.start, end: range.end, value })
     }
 
     /// Removes the parts of intervals inside `range`. Returns the number of bytes removed.
     ///
     /// Parts outside stay, with their values. `each` is called with the removed parts in ascending order. Cost: a
-    /// search,
-    /// and the removed parts. Errors as [`Self::prepare`], only if `range` is in the middle of an interval; after an
-    /// error nothing has changed, and `each` was not called.
+    /// search, and the removed parts. Errors as [`Self::prepare`], only if `range` is in the middle of an interval;
+    /// after an error nothing has changed, and `each` was not called.
     pub(super) fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, T)) -> Result<u64> {
         if range.is_empty() {
             return Ok(0);
@@ -113,7 +111,7 @@ impl<T: Copy> Intervals<T> {
         let (index, at) = self.seek(range.start);
         let entry = self.leaf(index).get(at).copied();
         if let Some(entry) = entry.filter(|entry| entry.start < range.start && range.end < entry.end) {
-            self.put(IntervalEntry { start: range.end, ..entry })?;
+            self.insert_entry(IntervalEntry { start: range.end, ..entry })?;
             let (index, at) = self.seek(range.start);
             self.leaf_mut(index)[at].end = range.start;
             self.bytes -= (entry.end - range.start) as u64;
@@ -125,7 +123,7 @@ impl<T: Copy> Intervals<T> {
             self.cut_leaf(end, &range, &mut each);
             end += 1;
         }
-        self.drop_empty(index..end);
+        self.free_empty_leaves(index..end);
         self.merge_around(index);
         Ok(before - self.bytes)
     }
@@ -163,15 +161,14 @@ impl<T: Copy> Intervals<T> {
     }
 
     /// Leaf and index of the first interval that ends after `addr`. If that is the first entry of a leaf, the result
-    /// may
-    /// be the end of the leaf before.
+    /// may be the end of the leaf before.
     fn seek(&self, addr: usize) -> (usize, usize) {
         let index = self.leaf_for(addr);
         (index, self.leaf(index).partition_point(|entry| entry.end <= addr))
     }
 
     /// Indices of a leaf's entries from `at` on, in the array of all entries.
-    fn places(leaf: Leaf, at: usize) -> Range<usize> {
+    fn entry_indices(leaf: Leaf, at: usize) -> Range<usize> {
         let first = leaf.number as usize * Self::PER_LEAF;
         first + at..first + leaf.count as usize
     }
@@ -179,20 +176,20 @@ impl<T: Copy> Intervals<T> {
     /// The entries of a leaf; an empty slice if there is no such leaf.
     fn leaf(&self, index: usize) -> &[IntervalEntry<T>] {
         let Some(leaf) = self.directory().get(index) else { return &[] };
-        let entries = &self.entries.items()[Self::places(*leaf, 0)];
+        let entries = &self.entries.items()[Self::entry_indices(*leaf, 0)];
         // SAFETY: the first `count` entries of a leaf are written (type invariant 2).
         unsafe { &*(ptr::from_ref(entries) as *const [IntervalEntry<T>]) }
     }
 
     fn leaf_mut(&mut self, index: usize) -> &mut [IntervalEntry<T>] {
-        let places = Self::places(self.directory()[index], 0);
+        let places = Self::entry_indices(self.directory()[index], 0);
         let entries = &mut self.entries.items_mut()[places];
         // SAFETY: the first `count` entries of a leaf are written (type invariant 2).
         unsafe { &mut *(ptr::from_mut(entries) as *mut [IntervalEntry<T>]) }
     }
 
     /// Inserts an entry at its sorted position. After an error nothing has changed.
-    fn put(&mut self, entry: IntervalEntry<T>) -> Result<()> {
+    fn insert_entry(&mut self, entry: IntervalEntry<T>) -> Result<()> {
         let mut index = self.leaf_for(entry.start);
         let mut at = self.leaf(index).partition_point(|other| other.start < entry.start);
         if self.leaves == 0 {
@@ -210,7 +207,7 @@ impl<T: Copy> Intervals<T> {
             }
         }
         let leaf = &mut self.directory.items_mut()[index];
-        let places = Self::places(*leaf, at);
+        let places = Self::entry_indices(*leaf, at);
         leaf.count += 1;
         let entries = self.entries.items_mut();
         entries.copy_within(places.clone(), places.start + 1);
@@ -224,9 +221,9 @@ impl<T: Copy> Intervals<T> {
     /// Inserts a leaf without entries into the directory. The caller has called [`Self::prepare`], so this cannot fail.
     fn add_leaf(&mut self, index: usize) {
         let directory = self.directory.items_mut();
-        if self.leaves == self.numbered {
-            directory[self.numbered] = Leaf { first: 0, number: self.numbered as u32, count: 0 };
-            self.numbered += 1;
+        if self.leaves == self.leaf_numbers {
+            directory[self.leaf_numbers] = Leaf { first: 0, number: self.leaf_numbers as u32, count: 0 };
+            self.leaf_numbers += 1;
         }
         directory[index..=self.leaves].rotate_right(1);
         self.leaves += 1;
@@ -235,7 +232,7 @@ impl<T: Copy> Intervals<T> {
     /// Moves the entries of leaf `from`, starting at index `at`, behind the entries of leaf `to`, where they must fit.
     fn move_entries(&mut self, from: usize, at: usize, to: usize) {
         let directory = self.directory.items_mut();
-        let (moved, target) = (Self::places(directory[from], at), Self::places(directory[to], 0).end);
+        let (moved, target) = (Self::entry_indices(directory[from], at), Self::entry_indices(directory[to], 0).end);
         directory[from].count = at as u32;
         directory[to].count += moved.len() as u32;
         self.entries.items_mut().copy_within(moved, target);
@@ -249,8 +246,7 @@ impl<T: Copy> Intervals<T> {
     }
 
     /// Removes the parts inside `range` from the entries of a leaf, which may be empty afterwards. `range` must not be
-    /// in
-    /// the middle of an entry.
+    /// in the middle of an entry.
     fn cut_leaf(&mut self, index: usize, range: &Range<usize>, each: &mut impl FnMut(Range<usize>, T)) {
         let entries = self.leaf_mut(index);
         let first = entries.partition_point(|entry| entry.end <= range.start);
@@ -276,7 +272,7 @@ impl<T: Copy> Intervals<T> {
     }
 
     /// Frees the empty leaves among those that a cut has changed.
-    fn drop_empty(&mut self, touched: Range<usize>) {
+    fn free_empty_leaves(&mut self, touched: Range<usize>) {
         let directory = &mut self.directory.items_mut()[..self.leaves];
         let empty = directory[touched.clone()].iter().filter(|leaf| leaf.count == 0).count();
         // A cut empties all leaves except the first and the last ones that it changes. So the empty leaves are
@@ -294,7 +290,7 @@ impl<T: Copy> Intervals<T> {
             let (here, next) = (self.leaf(left).len(), self.leaf(left + 1).len());
             if next > 0 && here + next < Self::PER_LEAF / 2 {
                 self.move_entries(left + 1, 0, left);
-                self.drop_empty(left + 1..left + 2);
+                self.free_empty_leaves(left + 1..left + 2);
             }
         }
     }
@@ -308,14 +304,14 @@ impl<T: Copy> Intervals<T> {
 ///
 /// Zero bits are a valid `U`. If `base` is not 0, addresses for `max_len` items are reserved there and used by this
 /// array only. The first `open_bytes` of them are readable and writable, and contain values of `U` or zero bits.
-struct Sparse<U> {
+struct SparseArray<U> {
     base: usize,
     open_bytes: usize,
     max_len: usize,
     _items: PhantomData<U>,
 }
 
-impl<U> Sparse<U> {
+impl<U> SparseArray<U> {
     const fn new(max_len: usize) -> Self {
         Self { base: 0, open_bytes: 0, max_len, _items: PhantomData }
     }
@@ -361,9 +357,9 @@ impl<U> Sparse<U> {
     }
 }
 
-/// Only shuttle tests drop arrays: they create thousands of them.
+/// Unmaps an array in shuttle tests, which create thousands of arrays. In other builds arrays are never unmapped.
 #[cfg(all(test, shuttle))]
-impl<U> Drop for Sparse<U> {
+impl<U> Drop for SparseArray<U> {
     fn drop(&mut self) {
         if self.base != 0 {
             // SAFETY: this is the reservation of this array, which is not used any more.
@@ -382,10 +378,11 @@ mod tests {
     const PER_LEAF: usize = Intervals::<u32>::PER_LEAF;
 
     /// Asserts the invariants of the type, and that its counters agree with its entries.
-    fn check(tested: &Intervals<u32>) {
-        let mut numbers: Vec<_> = tested.directory.items()[..tested.numbered].iter().map(|leaf| leaf.number).collect();
+    fn assert_invariants(tested: &Intervals<u32>) {
+        let mut numbers: Vec<_> =
+            tested.directory.items()[..tested.leaf_numbers].iter().map(|leaf| leaf.number).collect();
         numbers.sort_unstable();
-        assert!(numbers.into_iter().eq(0..tested.numbered as u32), "each leaf is there once");
+        assert!(numbers.into_iter().eq(0..tested.leaf_numbers as u32), "each leaf is there once");
         let counts: Vec<usize> = tested.directory().iter().map(|leaf| leaf.count as usize).collect();
         assert!(counts.iter().all(|count| (1..=PER_LEAF).contains(count)));
         assert!(counts.windows(2).all(|pair| pair[0] + pair[1] >= PER_LEAF / 2), "thin neighbours are merged");
@@ -424,7 +421,7 @@ mod tests {
                 self.0.insert(range.clone(), new).unwrap();
                 self.1.insert(range.start, (range.end, new));
             }
-            check(&self.0);
+            assert_invariants(&self.0);
         }
 
         fn update(&mut self, range: Range<usize>, new: u32) {
@@ -434,7 +431,7 @@ mod tests {
             assert_eq!(seen, expected);
         }
 
-        fn look(&self, range: Range<usize>) {
+        fn check_queries(&self, range: Range<usize>) {
             assert_eq!(self.0.from(range.start).collect::<Items>(), self.expected(&(range.start..usize::MAX)));
             assert_eq!(self.0.overlapping(range.clone()).collect::<Items>(), self.expected(&range));
         }
@@ -459,14 +456,13 @@ mod tests {
                     4..7 => pair.replace(range.clone(), None),
                     _ => pair.update(range.clone(), value),
                 }
-                pair.look(range);
+                pair.check_queries(range);
             }
         }
     }
 
     /// Inserts thousands of intervals in random order and removes nine of ten, twice; then cuts long ranges. Leaves
-    /// must
-    /// be merged, and freed leaves must be used again.
+    /// must be merged, and freed leaves must be used again.
     #[test]
     fn leaves_are_split_merged_and_reused() {
         let mix = |number: usize| (number ^ number >> 29).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -480,9 +476,9 @@ mod tests {
             }
             assert!(pair.0.leaves > 3000 / PER_LEAF);
             order[300..].iter().for_each(|number| pair.replace(number * 8..number * 8 + 5, None));
-            pair.look(0..usize::MAX);
+            pair.check_queries(0..usize::MAX);
             assert!(pair.0.leaves <= 2 * 300 / (PER_LEAF / 2) + 1, "{} leaves", pair.0.leaves);
-            assert_eq!(pair.0.numbered, most_leaves, "no new leaf while one is free");
+            assert_eq!(pair.0.leaf_numbers, most_leaves, "no new leaf while one is free");
         }
         pair.replace(0..usize::MAX, None);
         assert_eq!((pair.0.leaves, pair.0.count(), pair.0.bytes()), (0, 0, 0));
@@ -492,8 +488,7 @@ mod tests {
     }
 
     /// Ascending insertions must fill all leaves of a small map. An operation that then needs another leaf must fail
-    /// and
-    /// change nothing.
+    /// and change nothing.
     #[test]
     fn full_map_refuses_and_stays_unchanged() {
         let mut tested: Intervals<u32> = Intervals::new();
@@ -508,12 +503,11 @@ mod tests {
         assert_eq!(tested.cut(14..24, |_, _| {}).unwrap(), 10);
         assert_eq!(tested.cut(9..10, |_, _| {}).unwrap(), 1);
         assert!(tested.overlapping(8..14).eq([(8..9, 8), (10..14, 8)]));
-        check(&tested);
+        assert_invariants(&tested);
     }
 
     /// After `prepare`, that many insertions must need no more memory. `prepare` itself must fail for too many leaves,
-    /// and
-    /// `insert` if the kernel refuses the addresses.
+    /// and `insert` if the kernel refuses the addresses.
     #[test]
     fn prepared_insertions_need_no_memory() {
         let mut tested: Intervals<u32> = Intervals::new();
@@ -526,7 +520,7 @@ mod tests {
         let mut refused: Intervals<u32> = Intervals::new();
         refused.entries.max_len = 1 << 56;
         assert!(matches!(refused.insert(1..2, 3), Err(Error::System { .. })));
-        check(&refused);
+        assert_invariants(&refused);
     }
 
     /// Fills three steps of memory. The arrays must open one step at a time, and only as far as it is needed.
@@ -547,7 +541,7 @@ mod tests {
         );
         assert_eq!(tested.directory.items().len(), STEP_BYTES / size_of::<Leaf>());
         assert!(tested.from(0).eq((0..items).map(|number| (number * 2..number * 2 + 1, number as u32))));
-        assert_eq!(Sparse::<u64>::new(3 * STEP_BYTES / 8).max_bytes(), 3 * STEP_BYTES);
-        assert_eq!(Sparse::<u64>::new(3 * STEP_BYTES / 8 + 1).max_bytes(), 4 * STEP_BYTES);
+        assert_eq!(SparseArray::<u64>::new(3 * STEP_BYTES / 8).max_bytes(), 3 * STEP_BYTES);
+        assert_eq!(SparseArray::<u64>::new(3 * STEP_BYTES / 8 + 1).max_bytes(), 4 * STEP_BYTES);
     }
 }

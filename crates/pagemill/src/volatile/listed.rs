@@ -1,8 +1,8 @@
 //! Lists volatile ranges: copies their descriptions, one part at a time, into an array of the caller.
 
-use super::vrange::{AT_A_TIME, How, Vranges};
+use super::vrange::{How, MAX_INTERVALS_PER_LOCK, Vranges};
 use super::word::{RangePhase, ticks_since};
-use super::{Ranges, now};
+use super::{Ranges, current_epoch};
 use std::sync::atomic::Ordering::Acquire;
 
 /// How a range was created.
@@ -57,8 +57,7 @@ pub struct Listed {
     /// Number of bytes purged since the range was marked; `None` if some were purged but their number is unknown.
     pub purged_bytes: Option<usize>,
     /// Ticks of 4.2 ms since the range was marked or a chunk of it was purged. They wrap after 19 hours. `None` for a
-    /// held
-    /// range.
+    /// held range.
     pub age_ticks: Option<u32>,
 }
 
@@ -108,11 +107,11 @@ impl Ranges {
 
     /// The description of the range with this entry; `None` if the entry is free.
     fn listed(&self, number: u32) -> Option<Listed> {
-        const LOOKS: usize = 4;
+        const MAX_ATTEMPTS: usize = 4;
         let entry = self.entry(number);
         let mut found = None;
-        for _ in 0..LOOKS {
-            let seen = entry.word.look();
+        for _ in 0..MAX_ATTEMPTS {
+            let seen = entry.word.load();
             let len_bytes = entry.len_bytes.load(Acquire) as usize;
             if !seen.has_owner() || len_bytes == 0 {
                 return None;
@@ -133,9 +132,9 @@ impl Ranges {
                 how: if is_partial { How::Partial } else { How::Full },
                 is_strict: false,
                 purged_bytes: Some(if is_held || !seen.is_lost() { 0 } else { len_bytes.saturating_sub(kept_bytes) }),
-                age_ticks: (!is_held).then(|| ticks_since(now(), seen.epoch())),
+                age_ticks: (!is_held).then(|| ticks_since(current_epoch(), seen.epoch())),
             });
-            if entry.word.look() == seen {
+            if entry.word.load() == seen {
                 break;
             }
         }
@@ -144,18 +143,17 @@ impl Ranges {
 
     /// Sets the figures of a fork child to the ranges that it inherited.
     pub(crate) fn begin_child(&self) {
-        self.tell_bytes();
+        self.publish_total_bytes();
     }
 }
 
 impl Vranges {
     /// Copies descriptions of marked ranges that end after the address `from`, in ascending order; some thousand at
-    /// most.
-    /// Cost: some nanoseconds for each, under the lock of the marks.
+    /// most. Cost: some nanoseconds for each, under the lock of the marks.
     pub fn list_from(&self, from: usize, into: &mut [Listed]) -> ListedPart {
-        let room = into.len().min(AT_A_TIME);
-        let count = self.book.with(|book| {
-            let found = book.marks.from(from).map(|(addresses, mark)| Listed {
+        let room = into.len().min(MAX_INTERVALS_PER_LOCK);
+        let count = self.table.with(|table| {
+            let found = table.marks.from(from).map(|(addresses, mark)| Listed {
                 addr: addresses.start,
                 len_bytes: addresses.len(),
                 kind: RangeKind::Marked,
@@ -167,7 +165,7 @@ impl Vranges {
                     (false, true) => None,
                     (false, false) => Some(0),
                 },
-                age_ticks: Some(ticks_since(now(), mark.epoch)),
+                age_ticks: Some(ticks_since(current_epoch(), mark.epoch)),
             });
             fill(&mut into[..room], found)
         });
@@ -177,7 +175,7 @@ impl Vranges {
 
     /// Returns descriptions of all marked ranges, in ascending order. Allocates from the global allocator.
     pub fn list(&self) -> Vec<Listed> {
-        let (mut listed, mut part) = (Vec::new(), vec![Listed::NONE; AT_A_TIME]);
+        let (mut listed, mut part) = (Vec::new(), vec![Listed::NONE; MAX_INTERVALS_PER_LOCK]);
         let mut from = Some(0);
         while let Some(start) = from {
             let ListedPart { count, next } = self.list_from(start, &mut part);

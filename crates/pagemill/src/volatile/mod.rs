@@ -1,10 +1,9 @@
 //! Volatile ranges: memory whose contents may be purged under pressure. The owner learns whether they were.
 //!
 //! A [`Range`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and unmarking
-//! change
-//! one word of the range, without a system call, a lock, or a cache line shared with other ranges. Bytes are accessed
-//! through a [`Pin`], which excludes purges and reports which bytes were kept. Only memory pressure purges ranges, the
-//! least recently marked first (`purge`).
+//! change one word of the range, without a system call, a lock, or a cache line shared with other ranges. Bytes are
+//! accessed through a [`Pin`], which excludes purges and reports which bytes were kept. Only memory pressure purges
+//! ranges, the least recently marked first (`purge`).
 //!
 //! ```
 //! use pagemill::Pagemill;
@@ -32,14 +31,14 @@
 //! `purging`; marking acquires neither.
 #![allow(unsafe_code)] // entries in memory mapped by hand, frees slots
 
-mod book;
 pub mod c;
 pub mod cache;
 mod guards;
 mod intervals;
-mod line;
 pub mod listed;
+mod mark_table;
 mod purge;
+mod purge_queue;
 pub mod range;
 mod residents;
 #[cfg(all(test, shuttle))]
@@ -82,24 +81,24 @@ const OWN_SLOT: u32 = CLASSES as u32;
 /// far apart: the hardware prefetches neighbouring cache lines and pages.
 const SHARDS: usize = 64;
 
-/// Maximum room that is reserved for a new or newly marked range, because the program may not touch all of it soon.
+/// Maximum number of bytes for which room is reserved when a range is allocated or marked. The program may not touch
+/// the rest of a longer range soon.
 const MOST_RESERVED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
 /// Number of new entries that a shard gets at a time (64 KiB). Small under shuttle, where each step of a walk costs
 /// time.
-const RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
+const RUN_ENTRIES: u32 = if cfg!(shuttle) { 4 } else { 512 };
 
 /// The shard of this thread. It depends on the thread, not on the CPU, because the thread that allocates a range
-/// usually
-/// marks it, too.
-fn shard_here() -> usize {
+/// usually marks it, too.
+fn current_shard() -> usize {
     // The thread pointers of two threads may differ in few bits only, so they are hashed.
     (mem::thread_token().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - SHARDS.trailing_zeros())) % SHARDS
 }
 
 /// The current time in ticks of 4.2 ms (see [`epoch_of`]).
 #[inline]
-fn now() -> u32 {
+fn current_epoch() -> u32 {
     epoch_of(sync::coarse_ns())
 }
 
@@ -189,8 +188,8 @@ impl Ranges {
         // Reserve room for a part of a large range only, because the rest may never be touched.
         self.arena.budget.reserve((len_bytes as u64).min(MOST_RESERVED_BYTES))?;
         let (number, addr) = match class_of(len_bytes) {
-            Some(class) => self.take_packed(class)?,
-            None => self.take_slot(len_bytes, chunk_bytes)?,
+            Some(class) => self.allocate_in_pack(class)?,
+            None => self.allocate_in_slot(len_bytes, chunk_bytes)?,
         };
         let entry = self.entry(number);
         entry.addr.store(addr.as_ptr() as u64, Relaxed);
@@ -202,7 +201,7 @@ impl Ranges {
             // Marking does not notify the helper, so the helper must poll as long as there are ranges.
             self.heap.note_more();
         }
-        self.tell_bytes();
+        self.publish_total_bytes();
         Ok(Range::new(self, number, addr, len_bytes))
     }
 
@@ -211,28 +210,28 @@ impl Ranges {
     }
 
     /// Allocates an entry of the class with its part of a pack: a free entry, else one of a new pack.
-    fn take_packed(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
-        let shard = shard_here();
-        if let Some(taken) = self.take_free(shard, class) {
+    fn allocate_in_pack(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
+        let shard = current_shard();
+        if let Some(taken) = self.pop_free_entry(shard, class) {
             return Ok(taken);
         }
-        let pack = match self.heap.allocate_pack() {
+        let pack = match self.heap.allocate_small_page_block() {
             Ok(pack) => pack,
             // Without memory for a pack, use a free entry of another shard.
-            Err(error) => return (0..SHARDS).find_map(|other| self.take_free(other, class)).ok_or(error),
+            Err(error) => return (0..SHARDS).find_map(|other| self.pop_free_entry(other, class)).ok_or(error),
         };
         let size = SMALLEST_BYTES << class;
-        let first = self.take_new(shard, class, BLOCK_BYTES / size).inspect_err(|_| self.leave_slot(pack))?;
+        let first = self.create_entries(shard, class, BLOCK_BYTES / size).inspect_err(|_| self.free_heap_slot(pack))?;
         for part in 0..BLOCK_BYTES / size {
             self.entry(first + part as u32).addr.store((pack.as_ptr() as usize + part * size) as u64, Relaxed);
         }
-        self.add_free(first + 1..first + (BLOCK_BYTES / size) as u32);
+        self.push_free_entries(first + 1..first + (BLOCK_BYTES / size) as u32);
         Ok((first, pack))
     }
 
     /// Allocates an entry and a slot of the heap for its bytes.
-    fn take_slot(&'static self, len_bytes: usize, chunk_bytes: usize) -> Result<(u32, NonNull<u8>)> {
-        let slot = self.heap.allocate_own(len_bytes)?;
+    fn allocate_in_slot(&'static self, len_bytes: usize, chunk_bytes: usize) -> Result<(u32, NonNull<u8>)> {
+        let slot = self.heap.allocate_stable_blocks(len_bytes)?;
         if len_bytes == chunk_bytes || chunk_bytes.is_multiple_of(BLOCK_BYTES) {
             self.arena.allow_huge(slot.as_ptr() as usize, len_bytes & !(BLOCK_BYTES - 1));
         } else {
@@ -240,19 +239,19 @@ impl Ranges {
             let first = self.arena.block_of(slot.as_ptr() as usize);
             for block in first..first + len_bytes.div_ceil(BLOCK_BYTES) {
                 // SAFETY: this call allocated the slot to which the block belongs.
-                unsafe { self.arena.make_small(block) };
+                unsafe { self.arena.reopen_with_small_pages(block) };
             }
         }
-        let shard = shard_here();
-        if let Some((number, _)) = self.take_free(shard, CLASSES) {
+        let shard = current_shard();
+        if let Some((number, _)) = self.pop_free_entry(shard, CLASSES) {
             return Ok((number, slot));
         }
-        let number = self.take_new(shard, CLASSES, 1).inspect_err(|_| self.leave_slot(slot))?;
+        let number = self.create_entries(shard, CLASSES, 1).inspect_err(|_| self.free_heap_slot(slot))?;
         Ok((number, slot))
     }
 
     /// Removes a free entry from its list, skipping entries that a purge has claimed. The entry is held afterwards.
-    fn take_free(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
+    fn pop_free_entry(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
         let _guard = self.free_lists_lock.lock();
         let mut link = &self.free[shard][class];
         loop {
@@ -268,7 +267,7 @@ impl Ranges {
     }
 
     /// Adds an entry to its free list. The caller must hold `free_lists_lock`.
-    fn put_free(&self, number: u32) {
+    fn push_free_entry(&self, number: u32) {
         let entry = self.entry(number);
         let head = &self.free[entry.shard.load(Relaxed) as usize][entry.class.load(Relaxed) as usize];
         entry.next.store(head.load(Relaxed), Relaxed);
@@ -276,15 +275,14 @@ impl Ranges {
     }
 
     /// Creates consecutive entries and returns the number of the first, which is held. The caller must add the others
-    /// to
-    /// the free list with [`Ranges::add_free`].
-    fn take_new(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
+    /// to the free list with [`Ranges::push_free_entries`].
+    fn create_entries(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
         let entries = entries as u32;
         let _guard = self.free_lists_lock.lock();
         let [next, end] = &self.runs[shard];
         if end.load(Relaxed) - next.load(Relaxed) < entries {
             let start = self.count.load(Relaxed);
-            let count = start + entries.max(RUN);
+            let count = start + entries.max(RUN_ENTRIES);
             if count as usize > MAX_RANGES {
                 return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<RangeEntry>() as u64 });
             }
@@ -306,31 +304,31 @@ impl Ranges {
     }
 
     /// Adds new entries to their free list.
-    fn add_free(&self, entries: std::ops::Range<u32>) {
+    fn push_free_entries(&self, entries: std::ops::Range<u32>) {
         let _guard = self.free_lists_lock.lock();
-        entries.rev().for_each(|number| self.put_free(number));
+        entries.rev().for_each(|number| self.push_free_entry(number));
     }
 
     /// Frees a range that its owner dropped.
-    fn leave(&self, number: u32) {
+    fn release_entry(&self, number: u32) {
         let entry = self.entry(number);
         let class = entry.class.load(Relaxed) as usize;
         let has_slot = class == CLASSES;
         // Read before the release: another thread may reuse the entry afterwards.
         let slot = NonNull::new(entry.addr.load(Relaxed) as usize as *mut u8).filter(|_| has_slot);
-        let is_released = self.insist(number, || entry.word.release(!has_slot));
+        let is_released = self.retry_after_purge(number, || entry.word.release(!has_slot));
         debug_assert!(is_released.is_ok());
         self.purger.total_bytes.fetch_sub(entry.len_bytes.load(Relaxed), Relaxed);
-        self.tell_bytes();
+        self.publish_total_bytes();
         if let Some(slot) = slot {
-            self.leave_slot(slot);
+            self.free_heap_slot(slot);
         }
         let _guard = self.free_lists_lock.lock();
-        self.put_free(number);
+        self.push_free_entry(number);
     }
 
     /// Frees the slot of a range.
-    fn leave_slot(&self, slot: NonNull<u8>) {
+    fn free_heap_slot(&self, slot: NonNull<u8>) {
         // SAFETY: this module allocated the slot, and its range was dropped, so nothing uses it.
         let result = unsafe { self.heap.free(slot.as_ptr() as usize) };
         debug_assert!(result.is_ok());
@@ -339,19 +337,19 @@ impl Ranges {
     /// Runs `act`. If a purge has claimed the range, requests it to stop, waits for that (some hundred microseconds at
     /// most), and runs `act` again.
     #[inline]
-    fn insist<T>(
+    fn retry_after_purge<T>(
         &self,
         number: u32,
         act: impl Fn() -> std::result::Result<T, Refused>,
     ) -> std::result::Result<T, Refused> {
         match act() {
-            Err(Refused::Purging) => self.insist_slowly(number, act),
+            Err(Refused::Purging) => self.wait_for_purge(number, act),
             result => result,
         }
     }
 
     #[cold]
-    fn insist_slowly<T>(
+    fn wait_for_purge<T>(
         &self,
         number: u32,
         act: impl Fn() -> std::result::Result<T, Refused>,
@@ -359,7 +357,7 @@ impl Ranges {
         stats::add(Counter::RangesAwaited, 1);
         let mut backoff = Backoff::new();
         loop {
-            if self.entry(number).word.await_end() {
+            if self.entry(number).word.request_stop() {
                 backoff.pause();
             }
             match act() {
@@ -370,7 +368,7 @@ impl Ranges {
     }
 
     /// Copies the sum of all lengths to the figures. Repeats this if another thread has changed the sum meanwhile.
-    fn tell_bytes(&self) {
+    fn publish_total_bytes(&self) {
         loop {
             let bytes = self.purger.total_bytes.load(Relaxed);
             stats::set(Counter::RangesBytes, bytes);

@@ -1,21 +1,18 @@
 //! Purges ranges, the least recently marked first, in bounded steps.
 //!
-//! A walk over the entries queues some hundred ranges with the oldest marks (`line`). They are purged in order, then
-//! the
-//! next walk follows. A range without chunks is purged as a whole. Of a range with chunks only the last chunk is
-//! purged.
-//! Then the range counts as marked at that time, so that other ranges are purged before its next chunk. Memory of free
-//! entries counts as oldest.
+//! A walk over the entries queues some hundred ranges with the oldest marks (`purge_queue`). They are purged in order,
+//! then the next walk follows. A range without chunks is purged as a whole. Of a range with chunks only the last chunk
+//! is purged. Then the range counts as marked at that time, so that other ranges are purged before its next chunk.
+//! Memory of free entries counts as oldest.
 //!
 //! A range that a purge has claimed cannot be accessed. A thread that needs the range sets a bit in its state word.
-//! Then
-//! the purge ends after its current step, and the rest of the range is kept.
+//! Then the purge ends after its current step, and the rest of the range is kept.
 #![allow(unsafe_code)] // discards the memory of claimed ranges
 
-use super::line::{Line, Oldest};
-use super::residents::Residents;
-use super::word::{RangePhase, Seen, age};
-use super::{OWN_SLOT, RangeEntry, Ranges, SMALLEST_BYTES, now};
+use super::purge_queue::{Oldest, PurgeQueue};
+use super::residents::ResidentBytes;
+use super::word::{RangePhase, SeenWord, age};
+use super::{OWN_SLOT, RangeEntry, Ranges, SMALLEST_BYTES, current_epoch};
 use crate::reclaim::aging::LeastOver;
 use crate::reclaim::governor::WORTHWHILE_BYTES;
 use crate::reclaim::{Shrinker, Urgency};
@@ -27,8 +24,7 @@ use pagemill_sys::{clock, mem};
 use std::time::Duration;
 
 /// Maximum number of bytes that one step discards. It bounds the time that another thread waits: some 40 us. Small
-/// under
-/// shuttle, so that small ranges have several steps.
+/// under shuttle, so that small ranges have several steps.
 pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
 /// Minimum time between two measuring walks: this many nanoseconds, and `MEASURE_SHARE` times the duration of the last.
@@ -51,7 +47,7 @@ pub(super) struct Purger {
     /// The minimum of the bytes in free entries over some time. So many bytes were not reused in that time.
     unused: LeastOver,
     /// The purge queue; its keys are numbers of entries. Protected by `lock`.
-    line: Line,
+    queue: PurgeQueue,
 }
 
 impl Shrinker for Ranges {
@@ -74,12 +70,12 @@ impl Shrinker for Ranges {
     /// Returns memory of free entries, which packs keep for reuse. Marked ranges are not purged here: only pressure
     /// purges contents.
     fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
-        let now = now();
+        let now = current_epoch();
         let free = || {
             let numbers = 0..self.count.load(Acquire);
             numbers.filter_map(|number| {
-                let (entry, seen) = (self.entry(number), self.entry(number).word.look());
-                let bytes = self.giveable_of(entry, seen, now);
+                let (entry, seen) = (self.entry(number), self.entry(number).word.load());
+                let bytes = self.giveable_bytes_of(entry, seen, now);
                 (seen.phase() == RangePhase::Free && bytes > 0).then_some((number, seen.epoch(), bytes))
             })
         };
@@ -102,7 +98,7 @@ impl Shrinker for Ranges {
 
     fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
         let _guard = self.purger.lock.lock();
-        self.purger.line.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), || self.look_for_oldest())
+        self.purger.queue.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), || self.fill_queue())
     }
 
     fn measure(&self) {
@@ -117,10 +113,10 @@ impl Ranges {
     pub(crate) fn measure_now(&self) {
         let begun = clock::fine_ns();
         let _guard = self.purger.lock.lock();
-        let (now, mut residents) = (now(), Residents::new(begun + MEASURE_NS));
+        let (now, mut residents) = (current_epoch(), ResidentBytes::new(begun + MEASURE_NS));
         for number in 0..self.count.load(Acquire) {
             let entry = self.entry(number);
-            let bytes = self.giveable_of(entry, entry.word.look(), now);
+            let bytes = self.giveable_bytes_of(entry, entry.word.load(), now);
             if bytes > 0 {
                 residents.add(entry.addr.load(Relaxed) as usize, bytes);
             }
@@ -137,33 +133,33 @@ impl Ranges {
 
     /// Walks all entries (some nanoseconds for each) to fill the purge queue and to sum up the giveable bytes. Returns
     /// the length of the queue.
-    fn look_for_oldest(&self) -> usize {
-        let (now, mut oldest, mut giveable) = (now(), Oldest::new(), 0);
+    fn fill_queue(&self) -> usize {
+        let (now, mut oldest, mut giveable) = (current_epoch(), Oldest::new(), 0);
         for number in 0..self.count.load(Acquire) {
             let entry = self.entry(number);
-            let seen = entry.word.look();
-            let bytes = self.giveable_of(entry, seen, now);
+            let seen = entry.word.load();
+            let bytes = self.giveable_bytes_of(entry, seen, now);
             if bytes > 0 {
                 giveable += bytes;
                 let age = if seen.phase() == RangePhase::Free { u32::MAX } else { age(now, seen.epoch()) };
-                oldest.offer(age, seen.epoch(), u64::from(number));
+                oldest.add(age, seen.epoch(), u64::from(number));
             }
         }
         self.set_giveable(giveable);
-        self.purger.line.set(&mut oldest)
+        self.purger.queue.set(&mut oldest)
     }
 
     /// Purges a range or its last chunk, unless the range was marked again or became held after `epoch`. Returns the
     /// bytes that the kernel took; `None` if nothing was purged.
     fn purge(&self, number: u32, epoch: u32) -> Option<u64> {
         let entry = self.entry(number);
-        let (seen, begun) = (entry.word.look(), now());
-        if self.giveable_of(entry, seen, begun) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, begun) {
+        let (seen, begun) = (entry.word.load(), current_epoch());
+        if self.giveable_bytes_of(entry, seen, begun) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, begun) {
             return None;
         }
         let addr = entry.addr.load(Relaxed) as usize;
         if seen.phase() == RangePhase::Free {
-            let freed = self.discard(entry, addr, addr + entry.room_bytes());
+            let freed = self.discard(entry, addr, addr + entry.address_bytes());
             // Even if the kernel refused, the entry counts as without memory until its next use.
             entry.word.finish(true, epoch);
             return freed;
@@ -173,7 +169,7 @@ impl Ranges {
         entry.kept_bytes.store(left as u64, Relaxed);
         // The range counts as marked now, so that other ranges are purged before its next chunk, or before another
         // attempt if the kernel refused.
-        entry.word.finish(seen.is_lost() || left < kept, now());
+        entry.word.finish(seen.is_lost() || left < kept, current_epoch());
         if left == kept {
             return None;
         }
@@ -187,7 +183,7 @@ impl Ranges {
         let addr = entry.addr.load(Relaxed) as usize;
         let is_whole = kept == entry.len_bytes.load(Relaxed) as usize;
         // If nothing was purged before, also discard the addresses behind the range's end, which no other range uses.
-        let mut to = addr + if is_whole { entry.room_bytes() } else { kept };
+        let mut to = addr + if is_whole { entry.address_bytes() } else { kept };
         let (mut left, mut freed) = (kept, 0);
         while left > down_to && !(left < kept && entry.word.is_awaited()) {
             // Steps start at multiples of their length, so that huge pages are discarded as a whole.
@@ -208,11 +204,11 @@ impl Ranges {
     }
 
     /// Upper bound of the bytes that a purge of a range could free. Memory inherited from a parent process counts as 0.
-    fn giveable_of(&self, entry: &RangeEntry, seen: Seen, now: u32) -> u64 {
+    fn giveable_bytes_of(&self, entry: &RangeEntry, seen: SeenWord, now: u32) -> u64 {
         let block = || self.arena.block_of(entry.addr.load(Relaxed) as usize);
         match seen.phase() {
-            _ if !seen.is_claimable(now) || self.arena.peek(block()).is_inherited => 0,
-            RangePhase::Free => entry.room_bytes() as u64,
+            _ if !seen.is_claimable(now) || self.arena.block_state(block()).is_inherited => 0,
+            RangePhase::Free => entry.address_bytes() as u64,
             _ => entry.kept(seen) as u64,
         }
     }
@@ -228,7 +224,7 @@ impl Ranges {
             let blocks = (to - at) / BLOCK_BYTES;
             if has_slot && at == self.arena.block_addr(block) && blocks > 0 {
                 // SAFETY: these are whole blocks of a claimed range, so no thread needs or accesses their contents.
-                freed += unsafe { self.arena.renew(block, blocks) }?;
+                freed += unsafe { self.arena.discard_and_reopen(block, blocks) }?;
                 at += blocks * BLOCK_BYTES;
             } else {
                 // SAFETY: as above; these are whole OS pages of one block.
@@ -249,7 +245,7 @@ pub(super) fn note_purged(addr: usize, bytes: usize) {
 
 impl RangeEntry {
     /// Bytes of address space of the entry: the whole blocks of its slot, or its part of a pack.
-    fn room_bytes(&self) -> usize {
+    fn address_bytes(&self) -> usize {
         match self.class.load(Relaxed) {
             OWN_SLOT => (self.len_bytes.load(Relaxed) as usize).next_multiple_of(BLOCK_BYTES),
             class => SMALLEST_BYTES << class,
@@ -257,7 +253,7 @@ impl RangeEntry {
     }
 
     /// Length of the first part of a volatile range, which was not purged.
-    fn kept(&self, seen: Seen) -> usize {
+    fn kept(&self, seen: SeenWord) -> usize {
         let bytes = if seen.is_lost() { &self.kept_bytes } else { &self.len_bytes };
         bytes.load(Relaxed) as usize
     }

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // accesses a range's bytes
 
 use super::word::{RangePhase, Refused};
-use super::{Ranges, now};
+use super::{Ranges, current_epoch};
 use crate::error::{Error, Result};
 use std::fmt;
 use std::ops::Deref;
@@ -17,8 +17,7 @@ pub enum Behaviour {
     /// The range is purged as a whole.
     Full,
     /// The range is purged from the end, one chunk at a time, alternating with other ranges. `chunk_bytes` is a
-    /// multiple
-    /// of the OS page: for example 64 KiB, or 2 MiB if the range should use huge pages.
+    /// multiple of the OS page: for example 64 KiB, or 2 MiB if the range should use huge pages.
     Partial { chunk_bytes: usize },
 }
 
@@ -40,8 +39,7 @@ pub enum Contents {
 /// # Invariants
 ///
 /// The `len_bytes` bytes at `addr` are readable and writable and belong to the entry of this range only. A purge
-/// changes
-/// them only while the entry's word is *Purging*, which excludes *Held* and pins.
+/// changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
 ///
 /// ```
 /// use pagemill::{Pagemill, volatile::{Behaviour, Contents}};
@@ -84,12 +82,12 @@ impl Range {
 
     /// Whether the range is marked volatile.
     pub fn is_volatile(&self) -> bool {
-        matches!(self.entry().word.look().phase(), RangePhase::Volatile | RangePhase::Purging)
+        matches!(self.entry().word.load().phase(), RangePhase::Volatile | RangePhase::Purging)
     }
 
     /// Whether a purge is discarding bytes of the range at this moment.
     pub fn is_being_purged(&self) -> bool {
-        self.entry().word.look().phase() == RangePhase::Purging
+        self.entry().word.load().phase() == RangePhase::Purging
     }
 
     #[inline]
@@ -98,8 +96,8 @@ impl Range {
     }
 
     #[inline]
-    fn insist<T>(&self, act: impl Fn() -> std::result::Result<T, Refused>) -> Result<T> {
-        self.ranges.insist(self.number, act).map_err(|refused| Error::WrongState {
+    fn retry_after_purge<T>(&self, act: impl Fn() -> std::result::Result<T, Refused>) -> Result<T> {
+        self.ranges.retry_after_purge(self.number, act).map_err(|refused| Error::WrongState {
             what: match refused {
                 Refused::RangePhase(RangePhase::Held) => "the range is not volatile",
                 Refused::RangePhase(_) => "the range is volatile already",
@@ -111,8 +109,7 @@ impl Range {
     /// Marks the range volatile: its bytes may be purged when memory is needed, as soon as the range has no pins.
     ///
     /// Ranges are purged in the order in which they were marked (accurate to 4 ms). Cost: one compare-and-swap and a
-    /// read
-    /// of the clock, no system call.
+    /// read of the clock, no system call.
     ///
     /// # Errors
     ///
@@ -121,7 +118,7 @@ impl Range {
     /// Source: J. Stultz and M. Kim, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
     #[inline]
     pub fn mark(&self) -> Result<()> {
-        self.insist(|| self.entry().word.mark(now()))
+        self.retry_after_purge(|| self.entry().word.mark(current_epoch()))
     }
 
     /// Takes the range back from reclaim and reports whether its bytes survived.
@@ -133,7 +130,7 @@ impl Range {
     /// [`Error::WrongState`] if the range is not volatile.
     #[inline]
     pub fn unmark(&self) -> Result<Contents> {
-        let was_lost = self.insist(|| self.entry().word.unmark())?;
+        let was_lost = self.retry_after_purge(|| self.entry().word.unmark())?;
         Ok(if was_lost { self.note_loss() } else { Contents::Kept })
     }
 
@@ -153,15 +150,14 @@ impl Range {
     }
 
     /// Makes a volatile range count as marked now. Caches call this at each use, so that recently used ranges are
-    /// purged
-    /// last.
+    /// purged last.
     ///
     /// # Errors
     ///
     /// [`Error::WrongState`] if the range is not volatile.
     #[inline]
     pub fn refresh(&self) -> Result<()> {
-        self.insist(|| self.entry().word.refresh(now()))
+        self.retry_after_purge(|| self.entry().word.refresh(current_epoch()))
     }
 
     /// Pins the range and gives access to the bytes that were kept. No byte is purged while the pin exists. Of a held
@@ -172,7 +168,7 @@ impl Range {
     /// [`Error::WrongState`] beyond 65,535 pins.
     #[inline]
     pub fn pin(&self) -> Result<Pin<'_>> {
-        let seen = self.insist(|| self.entry().word.pin())?;
+        let seen = self.retry_after_purge(|| self.entry().word.pin())?;
         let is_whole = seen.phase() == RangePhase::Held || !seen.is_lost();
         let kept_bytes = if is_whole { self.len_bytes } else { self.kept_bytes() };
         let contents = if is_whole { Contents::Kept } else { Contents::Purged { kept_bytes } };
@@ -189,21 +185,20 @@ impl Range {
             return Err(Error::WrongState { what: "the range is volatile: unmark it to write" });
         }
         // SAFETY: the bytes belong to this range only (type invariant). The range is held, and `&mut self` excludes
-        // pins
-        // and marking.
+        // pins and marking.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.addr.as_ptr(), self.len_bytes) })
     }
 }
 
 impl Drop for Range {
     fn drop(&mut self) {
-        self.ranges.leave(self.number);
+        self.ranges.release_entry(self.number);
     }
 }
 
 impl fmt::Debug for Range {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seen = self.entry().word.look();
+        let seen = self.entry().word.load();
         let mut text = f.debug_struct("Range");
         text.field("addr", &self.addr).field("len_bytes", &self.len_bytes);
         text.field("phase", &seen.phase()).field("pins", &seen.pins()).finish_non_exhaustive()
@@ -247,8 +242,7 @@ impl Deref for Pin<'_> {
 
     fn deref(&self) -> &[u8] {
         // SAFETY: the bytes are inside the range. No purge discards them while this pin is counted, and no thread
-        // writes
-        // them while the range is borrowed.
+        // writes them while the range is borrowed.
         unsafe { std::slice::from_raw_parts(self.range.addr.as_ptr(), self.kept_bytes) }
     }
 }

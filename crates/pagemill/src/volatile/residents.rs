@@ -8,23 +8,23 @@ const PAGES: usize = BLOCK_BYTES >> 12;
 
 /// The sum of the resident bytes of ranges. Ranges that are added after the time `until_ns` are not measured; their
 /// resident part is assumed to be the average of the others.
-pub(super) struct Residents {
+pub(super) struct ResidentBytes {
     until_ns: u64,
     /// Address of the block that was queried last.
     block: usize,
     /// The states of the pages of that block; `None` if the kernel reported an error.
     pages: Option<[u8; PAGES]>,
     /// Length of the measured ranges in bytes.
-    seen: u64,
+    measured_bytes: u64,
     /// Resident bytes of the measured ranges.
-    found: u64,
+    resident_bytes: u64,
     /// Length of the ranges that were not measured, in bytes.
-    unseen: u64,
+    unmeasured_bytes: u64,
 }
 
-impl Residents {
+impl ResidentBytes {
     pub fn new(until_ns: u64) -> Self {
-        Self { until_ns, block: usize::MAX, pages: None, seen: 0, found: 0, unseen: 0 }
+        Self { until_ns, block: usize::MAX, pages: None, measured_bytes: 0, resident_bytes: 0, unmeasured_bytes: 0 }
     }
 
     /// Adds a range of `bytes` bytes, which must begin on an OS page.
@@ -35,12 +35,12 @@ impl Residents {
             let block = at & !(BLOCK_BYTES - 1);
             let to = end.min(block + BLOCK_BYTES);
             if block != self.block && clock::fine_ns() > self.until_ns {
-                self.unseen += (end - at) as u64;
+                self.unmeasured_bytes += (end - at) as u64;
                 return;
             }
             let found = self.resident(block, at, to);
-            self.seen += (to - at) as u64;
-            self.found += found.min(to - at) as u64;
+            self.measured_bytes += (to - at) as u64;
+            self.resident_bytes += found.min(to - at) as u64;
             at = to;
         }
     }
@@ -63,8 +63,9 @@ impl Residents {
 
     /// Resident bytes of all ranges that were added, with the extrapolation.
     pub fn bytes(&self) -> u64 {
-        let rest = u128::from(self.unseen) * u128::from(self.found) / u128::from(self.seen.max(1));
-        self.found + u64::try_from(rest).unwrap_or(u64::MAX)
+        let rest = u128::from(self.unmeasured_bytes) * u128::from(self.resident_bytes)
+            / u128::from(self.measured_bytes.max(1));
+        self.resident_bytes + u64::try_from(rest).unwrap_or(u64::MAX)
     }
 }
 
@@ -73,17 +74,16 @@ mod tests {
     use super::*;
 
     /// Adds the same memory as one range and as many small ranges, which must give the kernel's count. Unmapped memory
-    /// must
-    /// count as 0, and a range added too late must be extrapolated.
+    /// must count as 0, and a range added too late must be extrapolated.
     #[test]
     fn resident_pages_are_counted_or_extrapolated() {
         let page = os_page_bytes();
         let room = vec![0u8; 8 * BLOCK_BYTES];
         let start = (room.as_ptr() as usize).next_multiple_of(BLOCK_BYTES);
         let far = clock::fine_ns() + 60_000_000_000;
-        let mut all = Residents::new(far);
+        let mut all = ResidentBytes::new(far);
         all.add(start, 6 * BLOCK_BYTES as u64);
-        let mut parts = Residents::new(far);
+        let mut parts = ResidentBytes::new(far);
         for part in 0..6 * BLOCK_BYTES / (16 * page) {
             parts.add(start + part * 16 * page, 16 * page as u64);
         }
@@ -94,7 +94,7 @@ mod tests {
         let mut own = vec![1u8; 4 * page];
         own.fill(2);
         let inside = (own.as_ptr() as usize).next_multiple_of(page);
-        let mut late = Residents::new(far);
+        let mut late = ResidentBytes::new(far);
         late.add(inside, 2 * page as u64);
         assert_eq!(late.bytes(), 2 * page as u64);
         late.until_ns = 0;

@@ -1,21 +1,19 @@
 //! Volatile ranges of any memory of the program, given by their addresses.
 //!
-//! The marks are stored in an ordered map under one lock (`book`). Marking calls the kernel only to check that the
-//! range
-//! is mapped. Marked memory is purged under pressure, the least recently marked first (`vpurge`). A thread that marks
-//! or
-//! unmarks memory that is being purged waits for the current step of the purge.
+//! The marks are stored in an ordered map under one lock (`mark_table`). Marking calls the kernel only to check that
+//! the range is mapped. Marked memory is purged under pressure, the least recently marked first (`vpurge`). A thread
+//! that marks or unmarks memory that is being purged waits for the current step of the purge.
 //!
 //! Shared memory, files and hugetlbfs, memory that is not readable and writable, stacks and locked memory can be marked
 //! but are never purged; docs/volatile.md has a row for each kind. Purged pages of *strict* ranges have guards
 //! (`guards`): accessing them raises `SIGBUS`. Unmarking claims such pages, as a purge does, and removes their guards.
 //!
-//! Uses `book`, `guards`, and `arena` for memory that Pagemill allocated.
+//! Uses `mark_table`, `guards`, and `arena` for memory that Pagemill allocated.
 #![allow(unsafe_code)] // functions whose callers must keep a contract
 
-use super::book::{Book, Mark, Sums};
-use super::line::Line;
-use super::{MOST_RESERVED_BYTES, guards, now};
+use super::mark_table::{Mark, MarkTable, Sums};
+use super::purge_queue::PurgeQueue;
+use super::{MOST_RESERVED_BYTES, current_epoch, guards};
 use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
@@ -26,7 +24,7 @@ use pagemill_sys::mem;
 use std::ops::Range;
 
 /// Maximum number of intervals that a walk visits while it holds the lock: some 20 us.
-pub(super) const AT_A_TIME: usize = 4000;
+pub(super) const MAX_INTERVALS_PER_LOCK: usize = 4000;
 
 /// The account publishes its figures whenever the giveable bytes cross a multiple of this.
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
@@ -74,7 +72,7 @@ enum Guards {
 }
 
 /// The result of one attempt to change the marks of a range.
-enum MarkLookup<T> {
+enum MarkAttempt<T> {
     /// The marks were changed.
     Done(T),
     /// A part has guards that must be removed first. The attempt has claimed the part.
@@ -102,18 +100,18 @@ enum MarkLookup<T> {
 pub struct Vranges {
     pub(super) arena: &'static Arena,
     pub(super) account: &'static Account,
-    pub(super) book: Guarded<Book>,
+    pub(super) table: Guarded<MarkTable>,
     pub(super) purging: Lock,
-    pub(super) line: Line,
+    pub(super) queue: PurgeQueue,
     /// A copy of `Sums::all`, read without the lock.
     pub(super) giveable_bytes: AtomicU64,
     /// A copy of `Sums::foreign`, read without the lock.
     pub(super) foreign_bytes: AtomicU64,
     /// The part of `giveable_bytes` that a purge would not free, as last measured: not resident, or not purgeable. Each
     /// change of marks resets it to 0.
-    pub(super) absent_bytes: AtomicU64,
-    /// As `absent_bytes`, for `foreign_bytes`.
-    pub(super) absent_foreign_bytes: AtomicU64,
+    pub(super) unfreeable_bytes: AtomicU64,
+    /// As `unfreeable_bytes`, for `foreign_bytes`.
+    pub(super) unfreeable_foreign_bytes: AtomicU64,
     marked_bytes: AtomicU64,
 }
 
@@ -122,13 +120,13 @@ impl Vranges {
         Self {
             arena,
             account,
-            book: Guarded::new(Book::new(arena.addresses())),
+            table: Guarded::new(MarkTable::new(arena.addresses())),
             purging: Lock::new(),
-            line: Line::default(),
+            queue: PurgeQueue::default(),
             giveable_bytes: AtomicU64::new(0),
             foreign_bytes: AtomicU64::new(0),
-            absent_bytes: AtomicU64::new(0),
-            absent_foreign_bytes: AtomicU64::new(0),
+            unfreeable_bytes: AtomicU64::new(0),
+            unfreeable_foreign_bytes: AtomicU64::new(0),
             marked_bytes: AtomicU64::new(0),
         }
     }
@@ -136,9 +134,8 @@ impl Vranges {
     /// Marks `len_bytes` at `addr` volatile, or takes them back from reclaim and reports whether they survived.
     ///
     /// Marking a marked range replaces its mark; marks outside the range stay unchanged. Purged bytes read zero until
-    /// the
-    /// program writes them. Accessing purged pages of a strict range raises `SIGBUS` until the range is unmarked; then
-    /// they read zero. Unmarking an unmarked range does nothing.
+    /// the program writes them. Accessing purged pages of a strict range raises `SIGBUS` until the range is unmarked;
+    /// then they read zero. Unmarking an unmarked range does nothing.
     ///
     /// The first strict mark of a process installs a `SIGSEGV` handler in front of the existing one. If the program
     /// installs its own handler later, that handler must call [`handle_fault`](super::handle_fault), except under
@@ -146,14 +143,13 @@ impl Vranges {
     ///
     /// Cost of marking: some hundred nanoseconds, and a system call of about the same cost. Unmarking needs no system
     /// call, except some microseconds for each run of guards. Either waits some hundred microseconds at most while a
-    /// part
-    /// of the range is being purged.
+    /// part of the range is being purged.
     ///
     /// # Errors
     ///
     /// After an error nothing has changed, with one exception: some guards of a strict range may have been removed. The
-    /// range is still marked and counts as purged. [`Error::BadRange`] if `addr` or `len_bytes` is not a
-    /// multiple of the OS page, or the end lies beyond the address space; [`Error::NotMapped`] if a part is not mapped;
+    /// range is still marked and counts as purged. [`Error::BadRange`] if `addr` or `len_bytes` is not a multiple of
+    /// the OS page, or the end lies beyond the address space; [`Error::NotMapped`] if a part is not mapped;
     /// [`Error::System`] without memory for the mark; [`Error::Unsupported`] for a strict mark on a kernel without
     /// guard pages (before Linux 6.13).
     ///
@@ -191,7 +187,7 @@ impl Vranges {
         // reclaims now, before the kernel runs short.
         let _ = self.arena.budget.reserve(bytes.min(MOST_RESERVED_BYTES));
         let fresh = Mark {
-            epoch: now(),
+            epoch: current_epoch(),
             how,
             is_purged: false,
             is_empty: false,
@@ -203,17 +199,17 @@ impl Vranges {
         let before = self.giveable_bytes.load(Relaxed);
         // A strict mark keeps existing guards.
         let guards = if is_strict { Guards::Keep } else { Guards::Remove };
-        let marked = self.after_purges(&range, guards, |book| {
-            book.marks.prepare(3)?;
-            let mut mark = Mark { generation: book.generation, ..fresh };
+        let marked = self.change_marks(&range, guards, |table| {
+            table.marks.prepare(3)?;
+            let mut mark = Mark { generation: table.generation, ..fresh };
             let mut empty_bytes = 0;
-            book.cut(range.clone(), |part, old| {
+            table.cut(range.clone(), |part, old| {
                 mark.is_purged |= old.is_purged;
                 mark.is_guarded |= old.is_guarded;
                 empty_bytes += if old.is_empty && old.is_guarded { part.len() } else { 0 };
             })?;
             mark.is_empty = empty_bytes == range.len();
-            book.insert(range.clone(), mark)?;
+            table.insert(range.clone(), mark)?;
             Ok(Marked { bytes, purged: mark.is_purged })
         })?;
         if before / PUBLISH_STEP_BYTES != self.giveable_bytes.load(Relaxed) / PUBLISH_STEP_BYTES {
@@ -224,9 +220,9 @@ impl Vranges {
     }
 
     fn unmark(&self, range: Range<usize>) -> Result<Marked> {
-        let marked = self.after_purges(&range, Guards::Remove, |book| {
+        let marked = self.change_marks(&range, Guards::Remove, |table| {
             let mut purged = false;
-            let bytes = book.cut(range.clone(), |_, mark| purged |= mark.is_purged)?;
+            let bytes = table.cut(range.clone(), |_, mark| purged |= mark.is_purged)?;
             Ok(Marked { bytes, purged })
         })?;
         if marked.bytes == 0 {
@@ -237,16 +233,17 @@ impl Vranges {
 
     /// Waits for purges of a range and removes all its marks. Must be called before the range is unmapped or freed.
     pub fn forget(&self, range: Range<usize>) {
-        let forget =
-            |range: Range<usize>| self.after_purges(&range, Guards::Remove, |book| book.cut(range.clone(), |_, _| ()));
+        let forget = |range: Range<usize>| {
+            self.change_marks(&range, Guards::Remove, |table| table.cut(range.clone(), |_, _| ()))
+        };
         // If there is no memory to split an interval, the whole interval is unmarked. This is safe, because unmarked
         // memory is never purged.
         let result = forget(range.clone()).or_else(|_| {
-            let all = |book: &mut Book| {
-                let all = book.marks.overlapping(range.clone());
+            let all = |table: &mut MarkTable| {
+                let all = table.marks.overlapping(range.clone());
                 all.fold(range.clone(), |all, (part, _)| all.start.min(part.start)..all.end.max(part.end))
             };
-            forget(self.book.with(all))
+            forget(self.table.with(all))
         });
         debug_assert!(result.is_ok(), "whole marks are removed without splitting any");
     }
@@ -258,33 +255,33 @@ impl Vranges {
 
     /// Runs `act` on the marks once no part of the range is claimed. Before that, removes the guards in the range if
     /// `guards` says so.
-    fn after_purges<T>(
+    fn change_marks<T>(
         &self,
         range: &Range<usize>,
         guards: Guards,
-        mut act: impl FnMut(&mut Book) -> Result<T>,
+        mut act: impl FnMut(&mut MarkTable) -> Result<T>,
     ) -> Result<T> {
         let mut backoff = None;
         loop {
-            let found = self.book.with(|book| {
-                if book.is_busy(range) {
-                    book.waiting += usize::from(backoff.is_none());
-                    return MarkLookup::Busy;
+            let found = self.table.with(|table| {
+                if table.is_busy(range) {
+                    table.waiting += usize::from(backoff.is_none());
+                    return MarkAttempt::Busy;
                 }
-                book.waiting -= usize::from(backoff.take().is_some());
-                let guarded = if guards == Guards::Remove { book.claim_guarded(range) } else { Ok(None) };
+                table.waiting -= usize::from(backoff.take().is_some());
+                let guarded = if guards == Guards::Remove { table.claim_guarded(range) } else { Ok(None) };
                 let result = match guarded {
-                    Ok(Some((part, mark))) => return MarkLookup::Guarded(part, mark),
-                    Ok(None) => act(book),
+                    Ok(Some((part, mark))) => return MarkAttempt::Guarded(part, mark),
+                    Ok(None) => act(table),
                     Err(error) => Err(error),
                 };
-                self.tell(book);
-                MarkLookup::Done(result)
+                self.publish_sums(table);
+                MarkAttempt::Done(result)
             });
             match found {
-                MarkLookup::Done(result) => return result,
-                MarkLookup::Guarded(part, mark) => self.remove_guards(&part, mark)?,
-                MarkLookup::Busy => {
+                MarkAttempt::Done(result) => return result,
+                MarkAttempt::Guarded(part, mark) => self.remove_guards(&part, mark)?,
+                MarkAttempt::Busy => {
                     let backoff = backoff.get_or_insert_with(|| {
                         stats::add(Counter::RangesAwaited, 1);
                         Backoff::new()
@@ -299,19 +296,19 @@ impl Vranges {
     fn remove_guards(&self, part: &Range<usize>, mark: Mark) -> Result<()> {
         // SAFETY: the part is claimed, so no purge works on it.
         let result = unsafe { guards::remove(part) };
-        self.book.with(|book| {
-            book.claimed -= 1;
-            book.change(part, Mark { is_guarded: result.is_err(), is_purging: false, ..mark });
+        self.table.with(|table| {
+            table.claimed -= 1;
+            table.change(part, Mark { is_guarded: result.is_err(), is_purging: false, ..mark });
         });
         result
     }
 
     /// Copies the sums to the atomics that are read without the lock, and to the figures.
-    pub(super) fn tell(&self, book: &Book) {
-        self.giveable_bytes.store(book.sums.all, Relaxed);
-        self.foreign_bytes.store(book.sums.foreign, Relaxed);
-        self.set_absent(0, 0);
-        let marked_bytes = book.marks.bytes();
+    pub(super) fn publish_sums(&self, table: &MarkTable) {
+        self.giveable_bytes.store(table.sums.all, Relaxed);
+        self.foreign_bytes.store(table.sums.foreign, Relaxed);
+        self.set_unfreeable(0, 0);
+        let marked_bytes = table.marks.bytes();
         self.marked_bytes.store(marked_bytes, Relaxed);
         stats::set(Counter::MarkedBytes, marked_bytes);
     }
@@ -321,31 +318,31 @@ impl Vranges {
     pub(crate) fn begin_child(&self) {
         guards::begin_child();
         // After a bare `clone`, which runs no fork handlers, a thread of the parent may have held the lock.
-        self.book.try_with(|book| {
-            book.generation = book.generation.wrapping_add(1);
-            if book.claimed > 0 {
+        self.table.try_with(|table| {
+            table.generation = table.generation.wrapping_add(1);
+            if table.claimed > 0 {
                 // A bare `clone` happened during a purge, which may have closed memory. Unmarking opens it again.
-                book.marks.update(0..usize::MAX, |_, mark| {
+                table.marks.update(0..usize::MAX, |_, mark| {
                     mark.is_guarded |= mark.is_purging && mark.is_strict;
                     mark.is_purging = false;
                 });
             }
-            (book.claimed, book.waiting, book.sums) = (0, 0, Sums::default());
+            (table.claimed, table.waiting, table.sums) = (0, 0, Sums::default());
         });
         self.giveable_bytes.store(0, Relaxed);
         self.foreign_bytes.store(0, Relaxed);
-        self.set_absent(0, 0);
+        self.set_unfreeable(0, 0);
         stats::set(Counter::MarkedBytes, self.marked_bytes.load(Relaxed));
     }
 
     pub(crate) fn acquire_for_fork(&self) {
         self.purging.acquire();
         // A claim means that a thread may have closed memory. Wait until all claims have ended; no purge can start.
-        self.book.acquire_when(|book| book.claimed == 0);
+        self.table.acquire_when(|table| table.claimed == 0);
     }
 
     pub(crate) fn release_after_fork(&self) {
-        self.book.release();
+        self.table.release();
         self.purging.release();
     }
 }

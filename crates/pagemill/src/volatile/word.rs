@@ -41,7 +41,7 @@ const FROM_FREE: u64 = 1 << 4;
 const BACKED: u64 = 1 << 5;
 /// One pin, in the field [`PINS`].
 const PIN: u64 = 1 << 8;
-/// The number of pins.
+/// Mask of the number of pins.
 const PINS: u64 = 0xFFFF << 8;
 const GENERATION_SHIFT: u32 = 24;
 const GENERATION: u64 = 0xFFFF << GENERATION_SHIFT;
@@ -71,9 +71,9 @@ pub(crate) fn ticks_since(now: u32, epoch: u32) -> u32 {
 
 /// A copy of a state word. The word may have changed since it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Seen(u64);
+pub(crate) struct SeenWord(u64);
 
-impl Seen {
+impl SeenWord {
     pub fn phase(self) -> RangePhase {
         match self.0 & PHASE {
             0 => RangePhase::Free,
@@ -143,19 +143,19 @@ impl RangeWord {
         Self(AtomicU64::new(0))
     }
 
-    pub fn look(&self) -> Seen {
-        Seen(self.0.load(Acquire))
+    pub fn load(&self) -> SeenWord {
+        SeenWord(self.0.load(Acquire))
     }
 
     /// Replaces the word by the result of `change`, unless a purge has claimed the range or `change` refuses.
     #[inline]
-    fn update<T>(&self, change: impl Fn(Seen) -> Result<(u64, T), Refused>) -> Result<T, Refused> {
+    fn update<T>(&self, change: impl Fn(SeenWord) -> Result<(u64, T), Refused>) -> Result<T, Refused> {
         let mut word = self.0.load(Relaxed);
         loop {
-            if Seen(word).phase() == RangePhase::Purging {
+            if SeenWord(word).phase() == RangePhase::Purging {
                 return Err(Refused::Purging);
             }
-            let (new, result) = change(Seen(word))?;
+            let (new, result) = change(SeenWord(word))?;
             // AWAITED is cleared, because the range was accessed. The ordering makes bytes that were written before a
             // mark visible to a later unmark or pin.
             match self.0.compare_exchange_weak(word, new & !AWAITED, std::sync::atomic::Ordering::AcqRel, Relaxed) {
@@ -174,14 +174,13 @@ impl RangeWord {
     }
 
     /// Any other phase to *Free*, when the owner drops the range. `has_memory` tells whether the range keeps its
-    /// memory.
-    /// Ends leaked pins.
+    /// memory. Ends leaked pins.
     pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Err(Refused::RangePhase(RangePhase::Free)),
             _ => {
                 let generation = (seen.0 & GENERATION).wrapping_add(1 << GENERATION_SHIFT) & GENERATION;
-                let epoch = Seen::with_epoch(0, seen.epoch());
+                let epoch = SeenWord::with_epoch(0, seen.epoch());
                 Ok((epoch | generation | RangePhase::Free as u64 | if has_memory { BACKED } else { 0 }, ()))
             }
         })
@@ -191,14 +190,14 @@ impl RangeWord {
     #[inline]
     pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Held => Ok((Seen::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST, epoch), ())),
+            RangePhase::Held => Ok((SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST, epoch), ())),
             other => Err(Refused::RangePhase(other)),
         })
     }
 
     /// *Volatile* to *Held*. Returns whether bytes were lost. In that case it also pins the range, so that the caller
-    /// can
-    /// read `kept_bytes` before another thread marks the range again. The caller must then call [`RangeWord::unpin`].
+    /// can read `kept_bytes` before another thread marks the range again. The caller must then call
+    /// [`RangeWord::unpin`].
     #[inline]
     pub fn unmark(&self) -> Result<bool, Refused> {
         self.update(|seen| match seen.phase() {
@@ -213,14 +212,14 @@ impl RangeWord {
     #[inline]
     pub fn refresh(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Volatile => Ok((Seen::with_epoch(seen.0, epoch), ())),
+            RangePhase::Volatile => Ok((SeenWord::with_epoch(seen.0, epoch), ())),
             other => Err(Refused::RangePhase(other)),
         })
     }
 
     /// Adds a pin, which excludes purges until [`RangeWord::unpin`]. Returns the word before.
     #[inline]
-    pub fn pin(&self) -> Result<Seen, Refused> {
+    pub fn pin(&self) -> Result<SeenWord, Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Held | RangePhase::Volatile if seen.pins() == u16::MAX => Err(Refused::Pins),
             RangePhase::Held | RangePhase::Volatile => Ok((seen.0 + PIN, seen)),
@@ -232,11 +231,11 @@ impl RangeWord {
     #[inline]
     pub fn unpin(&self) {
         let before = self.0.fetch_sub(PIN, Release);
-        debug_assert!(Seen(before).pins() > 0);
+        debug_assert!(SeenWord(before).pins() > 0);
     }
 
     /// Claims the range for a purge, if the word is still `seen` and that is claimable. Returns whether it did.
-    pub fn claim(&self, seen: Seen, now: u32) -> bool {
+    pub fn claim(&self, seen: SeenWord, now: u32) -> bool {
         let from_free = if seen.phase() == RangePhase::Free { FROM_FREE } else { 0 };
         let new = seen.with_phase(RangePhase::Purging) & !AWAITED | from_free;
         seen.is_claimable(now) && self.0.compare_exchange(seen.0, new, Acquire, Relaxed).is_ok()
@@ -248,9 +247,9 @@ impl RangeWord {
     }
 
     /// Requests the purge that has claimed the range to stop early. Returns whether there is such a purge.
-    pub fn await_end(&self) -> bool {
+    pub fn request_stop(&self) -> bool {
         let word = self.0.load(Relaxed);
-        let is_purging = Seen(word).phase() == RangePhase::Purging;
+        let is_purging = SeenWord(word).phase() == RangePhase::Purging;
         if is_purging && word & AWAITED == 0 {
             // This fails if the word has changed, for example because the purge has ended. The caller tries again.
             let _ = self.0.compare_exchange(word, word | AWAITED, Relaxed, Relaxed);
@@ -263,13 +262,13 @@ impl RangeWord {
     pub fn finish(&self, has_lost: bool, epoch: u32) {
         let mut word = self.0.load(Relaxed);
         loop {
-            debug_assert_eq!(Seen(word).phase(), RangePhase::Purging);
+            debug_assert_eq!(SeenWord(word).phase(), RangePhase::Purging);
             // AWAITED stays set for a range with an owner, so that the waiting thread can access it first.
             let new = match word & FROM_FREE {
                 0 => word & !PHASE | RangePhase::Volatile as u64 | if has_lost { LOST } else { 0 },
                 _ => word & !(PHASE | AWAITED | FROM_FREE | BACKED) | RangePhase::Free as u64,
             };
-            match self.0.compare_exchange_weak(word, Seen::with_epoch(new, epoch), Release, Relaxed) {
+            match self.0.compare_exchange_weak(word, SeenWord::with_epoch(new, epoch), Release, Relaxed) {
                 Ok(_) => return,
                 Err(now) => word = now,
             }
@@ -292,19 +291,19 @@ mod tests {
         assert_eq!(word.unmark(), Err(Refused::RangePhase(RangePhase::Held)));
         word.mark(7).unwrap();
         assert_eq!(word.mark(8), Err(Refused::RangePhase(RangePhase::Volatile)));
-        let seen = word.look();
+        let seen = word.load();
         assert_eq!((seen.epoch(), seen.pins(), seen.is_lost()), (7, 0, false));
         assert!(word.claim(seen, 9) && !word.claim(seen, 9));
         assert_eq!((word.pin(), word.is_awaited()), (Err(Refused::Purging), false));
-        assert!(word.await_end() && word.is_awaited());
+        assert!(word.request_stop() && word.is_awaited());
         word.finish(true, 9);
-        assert!(!word.await_end());
-        let seen = word.look();
+        assert!(!word.request_stop());
+        let seen = word.load();
         assert!(
             !seen.is_claimable(9) && seen.is_claimable(9 + GRACE_TICKS),
             "a waiting thread comes first, for a while"
         );
-        assert_eq!((seen.epoch(), word.unmark(), word.look().pins()), (9, Ok(true), 1));
+        assert_eq!((seen.epoch(), word.unmark(), word.load().pins()), (9, Ok(true), 1));
         word.unpin();
         word.mark(10).unwrap();
         assert_eq!(word.unmark(), Ok(false), "a mark begins anew");
@@ -318,19 +317,18 @@ mod tests {
         word.mark(1).unwrap();
         for pins in 1..=3 {
             word.pin().unwrap();
-            assert_eq!(word.look().pins(), pins);
+            assert_eq!(word.load().pins(), pins);
         }
         for pins in (0..3).rev() {
-            assert!(!word.look().is_claimable(1));
+            assert!(!word.load().is_claimable(1));
             word.unpin();
-            assert_eq!(word.look().pins(), pins);
+            assert_eq!(word.load().pins(), pins);
         }
-        assert!(word.look().is_claimable(1));
+        assert!(word.load().is_claimable(1));
     }
 
     /// Adds the maximum number of pins. One more must be refused, and the range cannot be claimed. After its release
-    /// the
-    /// free range can be claimed, but not with a word read before.
+    /// the free range can be claimed, but not with a word read before.
     #[test]
     fn pins_prevent_claims() {
         let word = RangeWord::new();
@@ -340,14 +338,14 @@ mod tests {
             word.pin().unwrap();
         }
         assert_eq!(word.pin(), Err(Refused::Pins));
-        assert!(!word.claim(word.look(), 9));
+        assert!(!word.claim(word.load(), 9));
         (0..u16::MAX).for_each(|_| word.unpin());
-        let seen = word.look();
+        let seen = word.load();
         word.release(true).unwrap();
         assert!(!word.claim(seen, 9), "another generation");
-        assert!(word.claim(word.look(), 9), "what is free has memory to give");
+        assert!(word.claim(word.load(), 9), "what is free has memory to give");
         word.finish(true, 3);
-        assert!(word.look().phase() == RangePhase::Free && !word.look().is_claimable(4));
+        assert!(word.load().phase() == RangePhase::Free && !word.load().is_claimable(4));
     }
 
     /// Ages must be correct when the epoch wraps.
@@ -383,7 +381,7 @@ mod loom_tests {
         }
 
         fn purge(&self) {
-            let seen = self.word.look();
+            let seen = self.word.load();
             if self.word.claim(seen, 9) {
                 self.byte.store(0, Relaxed);
                 self.word.finish(true, 2);
@@ -392,10 +390,14 @@ mod loom_tests {
 
         /// Runs `act` as an owner does: if the range is being purged, requests the purge to stop, waits, and tries
         /// again.
-        fn insist<T>(&self, purge: &mut Purge, act: impl Fn() -> Result<T, Refused>) -> Result<T, Refused> {
+        fn retry_after_purge<T>(
+            &self,
+            purge: &mut PurgeThread,
+            act: impl Fn() -> Result<T, Refused>,
+        ) -> Result<T, Refused> {
             match act() {
                 Err(Refused::Purging) => {
-                    self.word.await_end();
+                    self.word.request_stop();
                     purge.take().unwrap().join().unwrap();
                     act()
                 }
@@ -403,15 +405,15 @@ mod loom_tests {
             }
         }
 
-        fn start_purge(fixture: &Arc<Self>) -> Purge {
+        fn start_purge(fixture: &Arc<Self>) -> PurgeThread {
             let other = fixture.clone();
             Some(thread::spawn(move || other.purge()))
         }
     }
 
-    type Purge = Option<thread::JoinHandle<()>>;
+    type PurgeThread = Option<thread::JoinHandle<()>>;
 
-    fn join(purge: Purge) {
+    fn join(purge: PurgeThread) {
         purge.into_iter().for_each(|purge| purge.join().unwrap());
     }
 
@@ -421,27 +423,26 @@ mod loom_tests {
         loom::model(|| {
             let fixture = Fixture::marked();
             let mut purge = Fixture::start_purge(&fixture);
-            let was_lost = fixture.insist(&mut purge, || fixture.word.unmark()).unwrap();
+            let was_lost = fixture.retry_after_purge(&mut purge, || fixture.word.unmark()).unwrap();
             assert_eq!(fixture.byte.load(Relaxed), usize::from(!was_lost));
-            assert_eq!(fixture.word.look().pins(), u16::from(was_lost));
+            assert_eq!(fixture.word.load().pins(), u16::from(was_lost));
             join(purge);
             assert_eq!(fixture.byte.load(Relaxed), usize::from(!was_lost));
         });
     }
 
     /// Pins a range while a purge runs. The pin must report whether the byte was lost, and the byte must not change
-    /// while
-    /// it is pinned.
+    /// while it is pinned.
     #[test]
     fn pin_excludes_purge() {
         loom::model(|| {
             let fixture = Fixture::marked();
             let mut purge = Fixture::start_purge(&fixture);
-            let seen = fixture.insist(&mut purge, || fixture.word.pin()).unwrap();
+            let seen = fixture.retry_after_purge(&mut purge, || fixture.word.pin()).unwrap();
             assert_eq!(fixture.byte.load(Relaxed), usize::from(!seen.is_lost()));
             fixture.word.unpin();
             join(purge);
-            assert_eq!(fixture.word.look().pins(), 0);
+            assert_eq!(fixture.word.load().pins(), 0);
         });
     }
 
@@ -452,12 +453,12 @@ mod loom_tests {
         loom::model(|| {
             let fixture = Fixture::marked();
             let mut purge = Fixture::start_purge(&fixture);
-            fixture.insist(&mut purge, || fixture.word.release(true)).unwrap();
-            if fixture.insist(&mut purge, || fixture.word.hold()).is_ok() {
+            fixture.retry_after_purge(&mut purge, || fixture.word.release(true)).unwrap();
+            if fixture.retry_after_purge(&mut purge, || fixture.word.hold()).is_ok() {
                 fixture.byte.store(2, Relaxed);
                 fixture.word.mark(1).unwrap();
                 // A purge under the new mark is allowed. A purge under the old mark would not be recorded in the word.
-                let was_lost = fixture.insist(&mut purge, || fixture.word.unmark()).unwrap();
+                let was_lost = fixture.retry_after_purge(&mut purge, || fixture.word.unmark()).unwrap();
                 assert_eq!(fixture.byte.load(Relaxed), if was_lost { 0 } else { 2 });
             }
             join(purge);

@@ -11,8 +11,8 @@ use std::sync::atomic::AtomicUsize;
 /// Lengths of ranges: two that are in packs, and one that has a slot of the heap.
 const LENS: [usize; 3] = [BLOCK_BYTES / 4, BLOCK_BYTES / 2, BLOCK_BYTES / 2 + 4 * PIECE];
 
-fn some_behaviour() -> Behaviour {
-    match one_of(3) {
+fn random_behaviour() -> Behaviour {
+    match random_below(3) {
         0 => Behaviour::Partial { chunk_bytes: PIECE },
         1 => Behaviour::Partial { chunk_bytes: 5 * PIECE },
         _ => Behaviour::Full,
@@ -28,31 +28,31 @@ fn assert_all(bytes: &[u8], byte: u8, why: &str) {
 }
 
 /// A range that one thread uses, with its expected contents and state.
-struct Mine {
+struct UserRange {
     range: Range,
     byte: u8,
     is_marked: bool,
 }
 
-impl Mine {
+impl UserRange {
     fn new(fixture: &Fixture, byte: u8) -> Self {
-        let mut range = fixture.ranges.allocate(LENS[one_of(LENS.len())], some_behaviour()).unwrap();
+        let mut range = fixture.ranges.allocate(LENS[random_below(LENS.len())], random_behaviour()).unwrap();
         fill(&mut range, byte);
         Self { range, byte, is_marked: false }
     }
 
-    fn turn(&mut self, fixture: &Fixture) {
-        match one_of(6) {
-            0 | 1 if self.is_marked => self.take_back(),
+    fn random_step(&mut self, fixture: &Fixture) {
+        match random_below(6) {
+            0 | 1 if self.is_marked => self.unmark_checked(),
             0 | 1 => {
                 self.check_held();
                 self.range.mark().unwrap();
                 self.is_marked = true;
             }
-            2 => self.look(),
+            2 => self.check_pinned(),
             3 => assert_eq!(self.range.refresh().is_ok(), self.is_marked),
             4 => *self = Self::new(fixture, self.byte ^ 0x80),
-            _ => linger(),
+            _ => yield_randomly(),
         }
     }
 
@@ -61,7 +61,7 @@ impl Mine {
     }
 
     /// Unmarks the range. The result must match the bytes, which must not change afterwards.
-    fn take_back(&mut self) {
+    fn unmark_checked(&mut self) {
         let contents = self.range.unmark().unwrap();
         self.is_marked = false;
         let byte = self.byte;
@@ -73,32 +73,32 @@ impl Mine {
             fill(&mut self.range, self.byte);
         }
         self.check_held();
-        linger();
+        yield_randomly();
         self.check_held();
     }
 
     /// Pins the range. Its bytes must not change while it is pinned.
-    fn look(&self) {
+    fn check_pinned(&self) {
         let pin = self.range.pin().unwrap();
         let is_whole = pin.contents() == Contents::Kept;
         assert!(is_whole || self.is_marked, "a held range was purged");
         assert_eq!(pin.len() == self.range.len_bytes(), is_whole);
         assert_all(&pin, self.byte, "a pin shows what is not there");
-        linger();
+        yield_randomly();
         assert_all(&pin, self.byte, "a pinned range changed");
     }
 }
 
 /// Purges everything after all ranges were dropped. All entries must be free, and each must be in a free list or
 /// unused.
-fn check_end(ranges: &Ranges) {
+fn assert_all_free(ranges: &Ranges) {
     skip_ticks(5);
     ranges.shrink(u64::MAX, Urgency::Limit);
     assert_eq!(ranges.shrink(u64::MAX, Urgency::Limit), 0, "nothing is left to purge");
     assert_eq!((ranges.giveable_bytes(), ranges.purger.total_bytes.load(Relaxed)), (0, 0));
     let count = ranges.count.load(Relaxed);
     for number in 0..count {
-        let seen = ranges.entry(number).word.look();
+        let seen = ranges.entry(number).word.load();
         assert_eq!((seen.phase(), seen.pins(), seen.is_claimable(0)), (RangePhase::Free, 0, false));
     }
     // Each entry must be in one free list, or be in the unused part of a shard's run.
@@ -122,23 +122,23 @@ fn check_end(ranges: &Ranges) {
 }
 
 /// Two threads mark, unmark, pin, drop and allocate ranges of their own while purges run. Ranges are dropped in any
-/// state,
-/// and other threads reuse their memory.
+/// state, and other threads reuse their memory.
 #[test]
 fn users_race_purges() {
-    model(|fixture| {
+    explore(|fixture| {
         let user = |byte: u8| {
             Box::new(move || {
-                let mut owned: Vec<Mine> = (0..2).map(|index| Mine::new(&fixture, byte + 2 * index)).collect();
+                let mut owned: Vec<UserRange> =
+                    (0..2).map(|index| UserRange::new(&fixture, byte + 2 * index)).collect();
                 owned[0].range.mark().unwrap();
                 owned[0].is_marked = true;
-                (0..8).for_each(|_| owned[one_of(2)].turn(&fixture));
-                owned.iter_mut().filter(|owned| owned.is_marked).for_each(Mine::take_back);
+                (0..8).for_each(|_| owned[random_below(2)].random_step(&fixture));
+                owned.iter_mut().filter(|owned| owned.is_marked).for_each(UserRange::unmark_checked);
             }) as Box<dyn FnOnce() + Send>
         };
         let others = move || (0..3).for_each(|_| fixture.purge_once());
-        together([user(0x10), user(0x20), Box::new(move || purge(fixture.ranges, 4)), Box::new(others)]);
-        check_end(fixture.ranges);
+        run_concurrently([user(0x10), user(0x20), Box::new(move || purge(fixture.ranges, 4)), Box::new(others)]);
+        assert_all_free(fixture.ranges);
     });
 }
 
@@ -162,15 +162,15 @@ impl Shared {
     }
 
     /// Performs one random operation of the first `kinds` kinds.
-    fn turn(&self, kinds: usize) {
-        match one_of(kinds) {
+    fn random_step(&self, kinds: usize) {
+        match random_below(kinds) {
             0 => drop(self.range.mark()),
             1 => self.unmark(),
             2 => drop(self.range.refresh()),
             _ => {
                 let pin = self.range.pin().unwrap();
                 let before = Self::pieces(&pin);
-                linger();
+                yield_randomly();
                 assert_eq!(Self::pieces(&pin), before, "a pinned range changed");
             }
         }
@@ -178,45 +178,43 @@ impl Shared {
 }
 
 /// Several threads mark, unmark, refresh and pin one range while purges run. No byte may change while the range is
-/// pinned,
-/// and no byte below the smallest reported `kept_bytes` may be lost.
+/// pinned, and no byte below the smallest reported `kept_bytes` may be lost.
 #[test]
 fn sharers_race_purges() {
-    model(|fixture| {
-        let mut range = fixture.ranges.allocate(LENS[one_of(LENS.len())], some_behaviour()).unwrap();
+    explore(|fixture| {
+        let mut range = fixture.ranges.allocate(LENS[random_below(LENS.len())], random_behaviour()).unwrap();
         fill(&mut range, 7);
         let least_kept = AtomicUsize::new(range.len_bytes());
         let shared = Arc::new(Shared { range, least_kept });
         // With only the first two kinds, threads mark and unmark most of the time.
-        let kinds = [2, 5][one_of(2)];
+        let kinds = [2, 5][random_below(2)];
         let user = || {
             let shared = shared.clone();
-            Box::new(move || (0..6).for_each(|_| shared.turn(kinds))) as Box<dyn FnOnce() + Send>
+            Box::new(move || (0..6).for_each(|_| shared.random_step(kinds))) as Box<dyn FnOnce() + Send>
         };
-        together([user(), user(), user(), Box::new(move || purge(fixture.ranges, 5))]);
-        let words = (0..fixture.ranges.count.load(Relaxed)).map(|number| fixture.ranges.entry(number).word.look());
+        run_concurrently([user(), user(), user(), Box::new(move || purge(fixture.ranges, 5))]);
+        let words = (0..fixture.ranges.count.load(Relaxed)).map(|number| fixture.ranges.entry(number).word.load());
         assert_eq!(words.map(|seen| u32::from(seen.pins())).sum::<u32>(), 0, "all pins have ended");
         shared.unmark();
         let kept = shared.least_kept.load(Relaxed);
         assert_all(&shared.range.pin().unwrap()[..kept], 7, "bytes went without a report");
         drop(shared);
-        check_end(fixture.ranges);
+        assert_all_free(fixture.ranges);
     });
 }
 
 /// Drops a marked range while purges run. Other threads allocate its slot from the heap, and its entry is used for a
-/// new
-/// range. The old mark must not cause a purge of the new owners' bytes.
+/// new range. The old mark must not cause a purge of the new owners' bytes.
 #[test]
 fn purges_spare_next_owner() {
-    model(|fixture| {
+    explore(|fixture| {
         let new = move || {
             let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
             fill(&mut range, 7);
             range
         };
         let own_slot = move || {
-            let slot = fixture.heap.allocate_own(LENS[2]).unwrap().as_ptr() as usize;
+            let slot = fixture.heap.allocate_stable_blocks(LENS[2]).unwrap().as_ptr() as usize;
             set_byte(slot, 9);
             slot
         };
@@ -227,7 +225,7 @@ fn purges_spare_next_owner() {
             let slot = own_slot();
             let after = new();
             after.mark().unwrap();
-            linger();
+            yield_randomly();
             assert_eq!(byte_at(slot), 9, "the next owner's bytes went");
             let is_kept = after.unmark().unwrap() == Contents::Kept;
             assert!(!is_kept || byte_at(after.addr()) == 7);
@@ -235,12 +233,12 @@ fn purges_spare_next_owner() {
         // Allocates slots that the heap has at this time, perhaps that of the dropped range.
         let other = move || {
             for slot in [own_slot(), own_slot()] {
-                linger();
+                yield_randomly();
                 assert_eq!(byte_at(slot), 9, "the next owner's bytes went");
             }
         };
-        together([Box::new(user), Box::new(other), Box::new(move || purge(fixture.ranges, 3))]);
-        check_end(fixture.ranges);
+        run_concurrently([Box::new(user), Box::new(other), Box::new(move || purge(fixture.ranges, 3))]);
+        assert_all_free(fixture.ranges);
     });
 }
 
@@ -249,7 +247,7 @@ fn purges_spare_next_owner() {
 #[test]
 fn awaited_purges_end_early() {
     static KEPT_PARTS: AtomicUsize = AtomicUsize::new(0);
-    model(|fixture| {
+    explore(|fixture| {
         let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
         fill(&mut range, 7);
         range.mark().unwrap();
@@ -260,8 +258,8 @@ fn awaited_purges_end_early() {
             }
             Contents::Kept => assert_all(range.bytes_mut().unwrap(), 7, "what was kept is damaged"),
         };
-        together([Box::new(user), Box::new(move || purge(fixture.ranges, 1))]);
-        check_end(fixture.ranges);
+        run_concurrently([Box::new(user), Box::new(move || purge(fixture.ranges, 1))]);
+        assert_all_free(fixture.ranges);
     });
     assert!(KEPT_PARTS.load(Relaxed) > 0, "no purge ended early");
 }
@@ -270,7 +268,7 @@ fn awaited_purges_end_early() {
 /// queue was filled before.
 #[test]
 fn recently_used_range_is_purged_last() {
-    model(|fixture| {
+    explore(|fixture| {
         let ranges: Vec<Range> = (0..4)
             .map(|_| {
                 let mut range = fixture.ranges.allocate(LENS[0], Behaviour::Full).unwrap();
@@ -283,12 +281,12 @@ fn recently_used_range_is_purged_last() {
             range.mark().unwrap();
             skip_ticks(2);
         }
-        let (ranges, used) = (Arc::new(ranges), one_of(3));
+        let (ranges, used) = (Arc::new(ranges), random_below(3));
         let user = {
             let ranges = ranges.clone();
             move || {
                 skip_ticks(2);
-                if one_of(2) == 0 {
+                if random_below(2) == 0 {
                     ranges[used].refresh().unwrap();
                 } else if ranges[used].unmark().unwrap() == Contents::Kept {
                     ranges[used].mark().unwrap();
@@ -296,7 +294,7 @@ fn recently_used_range_is_purged_last() {
             }
         };
         let purge_one = move || assert!(fixture.ranges.shrink(1, Urgency::Limit) > 0);
-        together([Box::new(user), Box::new(purge_one)]);
+        run_concurrently([Box::new(user), Box::new(purge_one)]);
         // Until these ticks have passed, a range that a thread waited for cannot be purged.
         skip_ticks(4);
         let is_kept = |range: &Range| range.is_volatile() && range.pin().unwrap().contents() == Contents::Kept;
@@ -307,6 +305,6 @@ fn recently_used_range_is_purged_last() {
             assert!(ranges.iter().map(is_kept).eq(kept.iter().copied()), "another went than {oldest}; used: {used}");
         }
         drop(ranges);
-        check_end(fixture.ranges);
+        assert_all_free(fixture.ranges);
     });
 }

@@ -28,10 +28,10 @@ use std::sync::OnceLock;
 const PIECE: usize = BLOCK_BYTES / 32;
 
 /// Number of preemptions in a schedule of the PCT scheduler.
-const DEPTH: usize = 4;
+const PREEMPTIONS: usize = 4;
 
 /// Maximum number of steps of an execution. A longer execution waits for an event that never happens.
-const MOST_STEPS: usize = 300_000;
+const MAX_STEPS: usize = 300_000;
 
 /// An object with a `'static` reference that is dropped at the end of an execution.
 struct Owned<T>(*mut T);
@@ -62,32 +62,32 @@ struct Fixture {
 
 /// A budget that grants all requests. One in six requests also purges, as under pressure.
 #[derive(Default)]
-struct Tight {
+struct PurgingBudget {
     owners: OnceLock<Fixture>,
 }
 
-impl Tight {
-    fn press(&self) -> Result<()> {
-        if let Some(owners) = self.owners.get().filter(|_| one_of(6) == 0) {
+impl PurgingBudget {
+    fn maybe_purge(&self) -> Result<()> {
+        if let Some(owners) = self.owners.get().filter(|_| random_below(6) == 0) {
             owners.purge_once();
         }
         Ok(())
     }
 }
 
-impl Budget for Tight {
+impl Budget for PurgingBudget {
     fn admit(&self, _bytes: u64, _context: Context) -> Result<()> {
-        self.press()
+        self.maybe_purge()
     }
 
     fn discharge(&self, _bytes: u64) {}
 
     fn overcommit(&self, _bytes: u64, _context: Context) -> Result<()> {
-        self.press()
+        self.maybe_purge()
     }
 
     fn reserve(&self, _bytes: u64) -> Result<()> {
-        self.press()
+        self.maybe_purge()
     }
 
     fn reconciled(&self, _resident: i64, _reconciled: i64) {}
@@ -99,8 +99,7 @@ impl Budget for Tight {
 
 impl Fixture {
     /// Creates all objects, calls `run`, and drops the objects. Each execution starts with new objects, so that a
-    /// failed
-    /// schedule can be repeated.
+    /// failed schedule can be repeated.
     fn run(run: impl Fn(Self)) {
         static ACCOUNT: OnceLock<(&'static Account, &'static Helper)> = OnceLock::new();
         let (account, helper) = ACCOUNT.get_or_init(|| {
@@ -114,7 +113,7 @@ impl Fixture {
             use_huge: false,
             ..Layout::for_test()
         };
-        let budget = Owned::new(Tight::default());
+        let budget = Owned::new(PurgingBudget::default());
         let arena = Owned::new(Arena::new(layout, budget.get()).unwrap());
         let heap = Owned::new(Heap::new(arena.get(), account, helper).unwrap());
         let ranges = Owned::new(Ranges::new(arena.get(), heap.get()).unwrap());
@@ -135,14 +134,14 @@ impl Fixture {
     /// Sends one purge request to a random shrinker.
     fn purge_once(&self) {
         let owners: [&dyn Shrinker; 3] = [self.heap, self.ranges, self.vranges];
-        purge(owners[one_of(owners.len())], 1);
+        purge(owners[random_below(owners.len())], 1);
     }
 }
 
 /// Sends `requests` purge requests to a shrinker, each for one byte, one piece or everything.
 fn purge(owner: &dyn Shrinker, requests: usize) {
     for _ in 0..requests {
-        owner.shrink([1, PIECE as u64, u64::MAX][one_of(3)], Urgency::Limit);
+        owner.shrink([1, PIECE as u64, u64::MAX][random_below(3)], Urgency::Limit);
     }
 }
 
@@ -157,21 +156,21 @@ fn set_byte(addr: usize, byte: u8) {
     unsafe { (addr as *mut u8).write_volatile(byte) }
 }
 
-fn one_of(count: usize) -> usize {
+fn random_below(count: usize) -> usize {
     thread_rng().gen_range(0..count)
 }
 
 /// Yields a random number of times, so that other threads run.
-fn linger() {
-    (0..one_of(4)).for_each(|_| shuttle::thread::yield_now());
+fn yield_randomly() {
+    (0..random_below(4)).for_each(|_| shuttle::thread::yield_now());
 }
 
 /// Executes a test with many schedules: random ones, and ones with few preemptions (PCT).
-fn model(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
+fn explore(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();
-        (config.stack_size, config.max_steps) = (BLOCK_BYTES / 8, MaxSteps::FailAfter(MOST_STEPS));
+        (config.stack_size, config.max_steps) = (BLOCK_BYTES / 8, MaxSteps::FailAfter(MAX_STEPS));
         config
     };
     let begin = move || {
@@ -180,12 +179,12 @@ fn model(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     };
     let awaited = stats::get(Counter::RangesAwaited);
     Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
+    Runner::new(PctScheduler::new(PREEMPTIONS, runs), config()).run(begin);
     assert!(runs < 100 || stats::get(Counter::RangesAwaited) > awaited, "no thread met a purge");
 }
 
 /// Runs all functions concurrently, each on a thread of its own.
-fn together<const COUNT: usize>(acts: [Box<dyn FnOnce() + Send>; COUNT]) {
+fn run_concurrently<const COUNT: usize>(acts: [Box<dyn FnOnce() + Send>; COUNT]) {
     let threads = acts.map(|act| shuttle::thread::spawn(act));
     for thread in threads {
         thread.join().unwrap();

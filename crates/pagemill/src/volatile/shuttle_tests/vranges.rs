@@ -25,9 +25,9 @@ struct Area {
 
 impl Area {
     /// Creates two adjacent areas, in a slot of the heap or in memory outside the arena.
-    fn two(fixture: &Fixture) -> [Self; 2] {
+    fn two_adjacent(fixture: &Fixture) -> [Self; 2] {
         let len = 2 * PIECES * PIECE;
-        let addr = match one_of(2) {
+        let addr = match random_below(2) {
             0 => fixture.heap.allocate(len, PIECE).unwrap().addr.as_ptr() as usize,
             _ => MAPPED.with(|addr| *addr),
         };
@@ -40,9 +40,9 @@ impl Area {
     }
 
     /// A random mode of marking. Strict marks are used only if the kernel supports guards.
-    fn some_mode(self) -> Mode {
+    fn random_mode(self) -> Mode {
         let has_guards = guards::prepare(&(self.addr..self.addr + PIECE)).is_ok();
-        if has_guards && one_of(2) == 0 { Mode::VolatileStrict } else { Mode::Volatile }
+        if has_guards && random_below(2) == 0 { Mode::VolatileStrict } else { Mode::Volatile }
     }
 
     /// Whether a marked piece was purged: it reads zero or cannot be read.
@@ -63,23 +63,23 @@ impl Area {
     }
 }
 
-fn some_part() -> Range<usize> {
-    let start = one_of(PIECES);
-    start..start + 1 + one_of(PIECES - start)
+fn random_part() -> Range<usize> {
+    let start = random_below(PIECES);
+    start..start + 1 + random_below(PIECES - start)
 }
 
-fn some_how() -> How {
-    if one_of(2) == 0 { How::Full } else { How::Partial }
+fn random_how() -> How {
+    if random_below(2) == 0 { How::Full } else { How::Partial }
 }
 
 /// An area that one thread uses, with the expected byte of each piece and whether the piece is marked.
-struct Mine {
+struct UserArea {
     area: Area,
     bytes: [u8; PIECES],
     is_marked: [bool; PIECES],
 }
 
-impl Mine {
+impl UserArea {
     fn new(area: Area, byte: u8) -> Self {
         let mut owned = Self { area, bytes: [byte; PIECES], is_marked: [false; PIECES] };
         owned.renew(0..PIECES);
@@ -102,12 +102,12 @@ impl Mine {
         }
     }
 
-    fn turn(&mut self) {
+    fn random_step(&mut self) {
         self.check();
-        let part = some_part();
-        match one_of(8) {
+        let part = random_part();
+        match random_below(8) {
             0..3 => {
-                let marked = self.area.call(&part, self.area.some_mode(), some_how());
+                let marked = self.area.call(&part, self.area.random_mode(), random_how());
                 assert_eq!(marked.bytes as usize, part.len() * PIECE);
                 assert!(
                     !marked.purged || self.is_marked[part.clone()].contains(&true),
@@ -121,9 +121,9 @@ impl Mine {
                 self.area.forget(&part);
                 self.renew(part);
             }
-            _ => linger(),
+            _ => yield_randomly(),
         }
-        linger();
+        yield_randomly();
         self.check();
     }
 
@@ -143,18 +143,18 @@ impl Mine {
 
 /// Asserts that the sums agree with the marks, and that no piece is claimed or awaited.
 fn check_state(vranges: &Vranges) {
-    vranges.book.with(|book| {
-        assert_eq!((book.claimed, book.waiting), (0, 0));
+    vranges.table.with(|table| {
+        assert_eq!((table.claimed, table.waiting), (0, 0));
         let (mut all, mut foreign) = (0, 0);
-        for (range, mark) in book.marks.from(0) {
+        for (range, mark) in table.marks.from(0) {
             assert!(!mark.is_purging);
             let bytes = if mark.is_empty { 0 } else { range.len() as u64 };
             all += bytes;
             foreign += if vranges.arena.contains(range.start) { 0 } else { bytes };
         }
-        assert_eq!((book.sums.all, book.sums.foreign), (all, foreign));
+        assert_eq!((table.sums.all, table.sums.foreign), (all, foreign));
         assert_eq!((vranges.giveable_bytes(), vranges.foreign_bytes()), (all, foreign));
-        assert_eq!(vranges.is_empty(), book.marks.bytes() == 0);
+        assert_eq!(vranges.is_empty(), table.marks.bytes() == 0);
     });
 }
 
@@ -167,28 +167,27 @@ fn purge_all(vranges: &Vranges) {
 }
 
 /// Two threads mark, unmark and forget overlapping parts of their own areas, which are adjacent, while purges run.
-/// Unmarked
-/// bytes must not change, and every purge must be reported.
+/// Unmarked bytes must not change, and every purge must be reported.
 #[test]
 fn marks_race_purges() {
-    model(|fixture| {
-        let areas = Area::two(&fixture);
+    explore(|fixture| {
+        let areas = Area::two_adjacent(&fixture);
         let left = Arc::new(Mutex::new(Vec::new()));
         let user = |area: Area, byte: u8| {
             let left = left.clone();
             Box::new(move || {
-                let mut owned = Mine::new(area, byte);
-                (0..8).for_each(|_| owned.turn());
-                if one_of(2) == 0 {
+                let mut owned = UserArea::new(area, byte);
+                (0..8).for_each(|_| owned.random_step());
+                if random_below(2) == 0 {
                     owned.unmark(0..PIECES);
-                    linger();
+                    yield_randomly();
                 }
                 owned.check();
                 left.lock().unwrap().push(owned);
             }) as Box<dyn FnOnce() + Send>
         };
         let others = move || (0..3).for_each(|_| fixture.purge_once());
-        together([
+        run_concurrently([
             user(areas[0], 1),
             user(areas[1], 100),
             Box::new(move || purge(fixture.vranges, 3)),
@@ -212,40 +211,39 @@ fn marks_race_purges() {
 /// Two threads mark and unmark the same memory while purges run. Each purge must be reported to at least one of them.
 #[test]
 fn purge_of_shared_memory_is_reported() {
-    model(|fixture| {
-        let [area, _] = Area::two(&fixture);
+    explore(|fixture| {
+        let [area, _] = Area::two_adjacent(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
-        let told = Arc::new(Mutex::new([false; PIECES]));
+        let reported = Arc::new(Mutex::new([false; PIECES]));
         let user = || {
-            let told = told.clone();
+            let reported = reported.clone();
             move || {
                 for _ in 0..5 {
-                    let (part, mode) = (some_part(), [area.some_mode(), Mode::Nonvolatile][one_of(2)]);
-                    if area.call(&part, mode, some_how()).purged {
-                        told.lock().unwrap()[part].fill(true);
+                    let (part, mode) = (random_part(), [area.random_mode(), Mode::Nonvolatile][random_below(2)]);
+                    if area.call(&part, mode, random_how()).purged {
+                        reported.lock().unwrap()[part].fill(true);
                     }
-                    linger();
+                    yield_randomly();
                 }
             }
         };
-        together([Box::new(user()), Box::new(user()), Box::new(move || purge(fixture.vranges, 4))]);
+        run_concurrently([Box::new(user()), Box::new(user()), Box::new(move || purge(fixture.vranges, 4))]);
         check_state(fixture.vranges);
         for piece in 0..PIECES {
-            let was_told =
-                area.call(&(piece..piece + 1), Mode::Nonvolatile, How::Full).purged || told.lock().unwrap()[piece];
-            assert!(was_told || area.read(piece) == 7, "piece {piece} went without a report");
+            let was_reported =
+                area.call(&(piece..piece + 1), Mode::Nonvolatile, How::Full).purged || reported.lock().unwrap()[piece];
+            assert!(was_reported || area.read(piece) == 7, "piece {piece} went without a report");
         }
         assert!(fixture.vranges.is_empty());
     });
 }
 
 /// Marks a piece again while a purge runs. That piece must be purged after the others, although the purge queue was
-/// filled
-/// before.
+/// filled before.
 #[test]
 fn recently_marked_piece_is_purged_last() {
-    model(|fixture| {
-        let [area, _] = Area::two(&fixture);
+    explore(|fixture| {
+        let [area, _] = Area::two_adjacent(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
         // The marked pieces are not adjacent, because a purge joins adjacent pieces into one interval.
         let parts = [0, 2, 4].map(|piece| piece..piece + 1);
@@ -253,16 +251,16 @@ fn recently_marked_piece_is_purged_last() {
             area.call(part, Mode::Volatile, How::Full);
             skip_ticks(2);
         }
-        let used = one_of(2);
+        let used = random_below(2);
         let part = parts[used].clone();
         let user = move || {
             skip_ticks(2);
-            if one_of(2) == 0 {
+            if random_below(2) == 0 {
                 area.call(&part, Mode::Nonvolatile, How::Full);
             }
             area.call(&part, Mode::Volatile, How::Full);
         };
-        together([Box::new(user), Box::new(move || purge(fixture.vranges, 1))]);
+        run_concurrently([Box::new(user), Box::new(move || purge(fixture.vranges, 1))]);
         let mut kept = parts.each_ref().map(|part| area.read(part.start) == 7);
         // A piece that was purged before it was unmarked reads zero. Another purge of it after the new mark cannot be
         // seen.

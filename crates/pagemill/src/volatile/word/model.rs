@@ -100,7 +100,7 @@ struct Pair {
     word: RangeWord,
     model: Model,
     /// A copy of the word that was read earlier.
-    seen: Seen,
+    seen: SeenWord,
     seed: u64,
 }
 
@@ -124,7 +124,7 @@ impl Pair {
     }
 
     fn check(&mut self) {
-        let (seen, model) = (self.word.look(), self.model.clone());
+        let (seen, model) = (self.word.load(), self.model.clone());
         assert_eq!((seen.phase(), seen.pins(), seen.epoch()), (model.phase, model.pins, model.epoch), "{model:?}");
         assert_eq!((seen.is_lost(), seen.has_owner()), (model.is_lost, model.has_owner()), "{model:?}");
         assert_eq!((self.word.is_awaited(), (seen.0 >> 24) as u16), (model.is_awaited, model.generation), "{model:?}");
@@ -135,7 +135,7 @@ impl Pair {
     fn step(&mut self) {
         let (flag, epoch) = (self.below(2) == 1, self.epoch());
         match self.below(12) {
-            0 => self.seen = self.word.look(),
+            0 => self.seen = self.word.load(),
             1 => assert_eq!(
                 self.word.hold(),
                 self.model.update(|model| {
@@ -163,7 +163,7 @@ impl Pair {
                 })
             ),
             6 => {
-                let before = self.word.look();
+                let before = self.word.load();
                 assert_eq!(self.word.pin(), self.model.pin().map(|()| before));
             }
             7 | 8 if self.model.pins > 0 && self.model.phase != RangePhase::Free => {
@@ -172,7 +172,7 @@ impl Pair {
             }
             9 => {
                 let is_purging = self.model.phase == RangePhase::Purging;
-                assert_eq!(self.word.await_end(), is_purging);
+                assert_eq!(self.word.request_stop(), is_purging);
                 self.model.is_awaited |= is_purging;
             }
             10 if self.model.phase == RangePhase::Purging => {
@@ -180,8 +180,8 @@ impl Pair {
                 self.model.finish(flag, epoch);
             }
             11 => {
-                let (now, seen) = (self.now(), if flag { self.seen } else { self.word.look() });
-                let is_claimed = seen == self.word.look() && self.model.is_claimable(now);
+                let (now, seen) = (self.now(), if flag { self.seen } else { self.word.load() });
+                let is_claimed = seen == self.word.load() && self.model.is_claimable(now);
                 assert_eq!(self.word.claim(seen, now), is_claimed);
                 if is_claimed {
                     self.model.is_from_free = self.model.phase == RangePhase::Free;
@@ -194,8 +194,7 @@ impl Pair {
 }
 
 /// Applies 100,000 random operations to a word whose generation is about to wrap, and to a word with nearly all pins.
-/// All
-/// fields must equal those of the model after each operation.
+/// All fields must equal those of the model after each operation.
 #[test]
 fn random_operations_match_model() {
     for pins in [0, u16::MAX - 2] {
@@ -211,7 +210,7 @@ fn random_operations_match_model() {
             generation,
             epoch: 0,
         };
-        let mut pair = Pair { seen: word.look(), word, model, seed: 7 };
+        let mut pair = Pair { seen: word.load(), word, model, seed: 7 };
         for _ in 0..50_000 {
             pair.step();
             pair.check();

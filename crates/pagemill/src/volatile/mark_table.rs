@@ -39,7 +39,7 @@ impl Mark {
     }
 
     /// The piece of the interval `range` that is purged next: the last one.
-    pub fn next_piece(&self, range: &Range<usize>) -> Range<usize> {
+    pub fn next_purged_piece(&self, range: &Range<usize>) -> Range<usize> {
         let step = match self.how {
             How::Full => STEP_BYTES,
             How::Partial if range.len() > CHUNK_BYTES => CHUNK_BYTES,
@@ -52,7 +52,7 @@ impl Mark {
 }
 
 /// All marks of a process, with sums and claims.
-pub(super) struct Book {
+pub(super) struct MarkTable {
     pub marks: Intervals<Mark>,
     /// Number of claimed pieces. If it is 0, no search for claimed pieces is needed.
     pub claimed: usize,
@@ -87,12 +87,12 @@ impl Sums {
         (self.all, self.foreign) = (self.all + other.all, self.foreign + other.foreign);
     }
 
-    fn take(&mut self, other: Self) {
+    fn subtract(&mut self, other: Self) {
         (self.all, self.foreign) = (self.all - other.all, self.foreign - other.foreign);
     }
 }
 
-impl Book {
+impl MarkTable {
     pub fn new(own: Range<usize>) -> Self {
         Self {
             marks: Intervals::new(),
@@ -107,12 +107,12 @@ impl Book {
 
     /// As [`Intervals::cut`]; also updates the sums.
     pub fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, Mark)) -> Result<u64> {
-        let mut gone = Sums::default();
+        let mut removed_sums = Sums::default();
         let bytes = self.marks.cut(range, |part, mark| {
-            gone.add(Sums::of(&self.own, self.generation, &part, &mark));
+            removed_sums.add(Sums::of(&self.own, self.generation, &part, &mark));
             each(part, mark);
         })?;
-        self.sums.take(gone);
+        self.sums.subtract(removed_sums);
         Ok(bytes)
     }
 
@@ -147,7 +147,7 @@ impl Book {
     ///
     /// # Errors
     ///
-    /// As [`Book::claim_guarded`].
+    /// As [`MarkTable::claim_guarded`].
     pub fn claim(&mut self, whole: &Range<usize>, part: &Range<usize>, mark: Mark) -> Result<()> {
         let claimed = Mark { is_purging: true, ..mark };
         // Reserve memory for this split and for the changes when the claim ends.
@@ -174,7 +174,7 @@ impl Book {
     pub fn change(&mut self, interval: &Range<usize>, mark: Mark) {
         self.marks.update(interval.clone(), |range, found| {
             if range == *interval {
-                self.sums.take(Sums::of(&self.own, self.generation, &range, found));
+                self.sums.subtract(Sums::of(&self.own, self.generation, &range, found));
                 *found = mark;
                 self.sums.add(Sums::of(&self.own, self.generation, &range, found));
             }
