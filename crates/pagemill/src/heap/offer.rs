@@ -397,7 +397,7 @@ mod tests {
     /// Threads allocate, check and free slots while another thread constantly offers free memory and makes the kernel
     /// take it. No live bytes may be lost, and the counters must agree at the end.
     #[test]
-    fn live_slots_survive_concurrent_offers() {
+    fn threads_keep_live_slots_during_offers() {
         let layout = Layout { huge_from_bytes: 8 * MIB as u64, ..Layout::for_test() };
         let pagemill = Pagemill::new(layout, u64::MAX).unwrap();
         let is_over = AtomicBool::new(false);
