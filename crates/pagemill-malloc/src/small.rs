@@ -292,7 +292,7 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     unsafe { je::malloc_usable_size(pointer) }
 }
 
-/// Minimum number of unused bytes for which an arena is purged, or huge pages are split, by age.
+/// Minimum number of bytes not reused for the given age for which `shrink_aged` purges an arena or splits huge pages.
 const WORTHWHILE_BYTES: u64 = 256 << 10;
 
 /// From this size of the small zone, limits are observed even if no free memory is known, because jemalloc reports its

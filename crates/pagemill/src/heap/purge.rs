@@ -42,9 +42,9 @@ const MIN_SPLIT_FREE_BYTES: usize = BLOCK_BYTES / 4;
 /// Whether a purge discards slots of a block that were never allocated.
 #[derive(Clone, Copy)]
 enum NeverCarved {
-    /// They are left alone.
+    /// Such slots are left alone.
     Keep,
-    /// They are discarded: they are resident only because a huge page populated the whole block.
+    /// Such slots are discarded: they are resident only because a huge page populated the whole block.
     Discard,
 }
 

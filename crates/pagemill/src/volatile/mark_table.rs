@@ -129,7 +129,7 @@ impl MarkTable {
     ///
     /// # Errors
     ///
-    /// If there is no memory to split an interval. Nothing is claimed then.
+    /// An error if there is no memory to split an interval. Nothing is claimed then.
     pub fn claim_guarded(&mut self, range: &Range<usize>) -> Result<Option<(Range<usize>, Mark)>> {
         if !self.may_have_guards {
             return Ok(None);
