@@ -41,7 +41,7 @@ impl Arena {
         }
         // Admission may purge, so it comes before the lock. Check the state again afterwards.
         if self.budget.admit(BLOCK_BYTES as u64, Context::Outside).is_err() {
-            // A whole block exceeds the limit. The part of it that the program will touch may not.
+            // A whole block exceeds the limit, but the part that the program will touch may fit.
             return self.overcommit(block, 1, Context::Outside);
         }
         let mut locked = self.word(block).lock(&self.generation);

@@ -144,7 +144,7 @@ impl Arena {
                     if !take_huge {
                         return Err(error);
                     }
-                    // A whole block exceeds the limit. The requested pages alone may not.
+                    // A whole block exceeds the limit, but the requested pages may fit.
                     use_huge = false;
                     continue;
                 }
