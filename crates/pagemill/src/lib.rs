@@ -1,15 +1,15 @@
-//! Big, fast memory that gives itself back.
+//! A memory manager in user space for data-heavy Linux programs: huge pages, and free memory that returns to the
+//! system.
 //!
-//! A memory manager in user space for data-heavy Linux programs. It consists of the basics ([`units`], [`error`],
-//! [`stats`], [`trace`]), the [`arena`] of 2 MiB blocks, memory limits and [`reclaim`], the [`heap`] that serves whole
-//! programs under `pagemill run`, [`volatile`] ranges, [`slab`] caches, the page cache ([`mapping`]) with its index
-//! ([`xarray`]), and the [`store`]s behind its files.
+//! It consists of the basics ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of 2 MiB blocks, memory limits
+//! and [`reclaim`], the [`heap`] that serves whole programs under `pagemill run`, [`volatile`] ranges, [`slab`] caches,
+//! the page cache ([`mapping`]) with its index ([`xarray`]), and the [`store`]s behind its files.
 //!
 //! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`, `error`, `trace`, `stats`, `sync`,
 //! `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses lower ones
 //! only. Where lower code calls upper code, it declares a trait ([`arena::Budget`], [`reclaim::Shrinker`]).
 
-// Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the slot protocol only.
+// `--cfg loom` builds the state words only, because loom's atomics cannot lie in memory that is mapped manually.
 #[cfg(not(loom))]
 pub mod arena;
 #[cfg(not(loom))]

@@ -187,8 +187,8 @@ impl Pool {
         })
     }
 
-    /// Whether the pool uses reserved huge pages. These are placed by [`Pool::place_reserve`], all at once, and removed
-    /// by [`Pool::end_reserve`]. Until then none is given back.
+    /// Whether the pool uses reserved huge pages. These are placed by [`Pool::place_hugetlb`], all at once, and removed
+    /// by [`Pool::return_hugetlb`]. Until then none is given back.
     pub fn is_hugetlb(&self) -> bool {
         self.reserve.is_some()
     }
@@ -207,19 +207,19 @@ impl Pool {
     /// # Panics
     ///
     /// If the pool is not closed, or if `pages` has a different length.
-    pub fn place_reserve(&self, pages: Reserve) -> Result<()> {
+    pub fn place_hugetlb(&self, pages: Reserve) -> Result<()> {
         assert!(self.is_closed());
         assert_eq!(pages.len_bytes() as u64, self.max_bytes());
         let Some(reserve) = &self.reserve else { return Ok(()) };
         reserve.store(LOST, Relaxed);
         // SAFETY: the window is ours, and closed.
-        unsafe { self.arena.place_reserve(pages, self.base, self.node) }?;
+        unsafe { self.arena.place_hugetlb(pages, self.base, self.node) }?;
         reserve.store(PLACED, Relaxed);
         Ok(())
     }
 
     /// Gives back the reserved pages if no page of the pool is in use or leased; otherwise keeps them.
-    pub fn end_reserve(&self) {
+    pub fn return_hugetlb(&self) {
         let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == PLACED) else { return };
         let is_empty = self.state.with(|state| {
             // Leased chunks are not taken.
@@ -235,7 +235,7 @@ impl Pool {
         if is_empty {
             // SAFETY: all chunks are out of the free lists, and none is being brought in. So nothing refers to their
             // bytes, including the kernel's rings.
-            let ended = unsafe { self.arena.end_reserve(self.base, self.max_chunks as usize * self.chunk_bytes) };
+            let ended = unsafe { self.arena.return_hugetlb(self.base, self.max_chunks as usize * self.chunk_bytes) };
             reserve.store(if ended.is_ok() { CLOSED } else { LOST }, Relaxed);
         }
     }
@@ -391,10 +391,10 @@ impl Pool {
         };
         let first_block = self.first_block(chunk);
         let filled = if self.is_hugetlb() {
-            self.arena.bring_in_reserved(first_block, self.blocks_of_chunk())
+            self.arena.populate_reserved(first_block, self.blocks_of_chunk())
         } else {
             let use_huge = self.use_huge.load(Relaxed);
-            self.arena.bring_in_whole(first_block, self.blocks_of_chunk(), use_huge).map(drop)
+            self.arena.populate_blocks(first_block, self.blocks_of_chunk(), use_huge).map(drop)
         };
         if let Err(error) = filled {
             self.leave_chunk(chunk);

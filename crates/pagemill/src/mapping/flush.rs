@@ -331,7 +331,7 @@ impl Inner {
             let (mut turn_bytes, mut next_ns) = (0, None);
             let mut at = |ns: u64| next_ns = Some(next_ns.map_or(ns, |next: u64| next.min(ns)));
             for entry in self.dirty_files() {
-                let turn = callback::contain(|| self.flush_file(&entry)).unwrap_or_else(|| {
+                let turn = callback::catch_panic(|| self.flush_file(&entry)).unwrap_or_else(|| {
                     if let Some(file) = entry.upgrade() {
                         file.dirty.iter().for_each(|dirty| dirty.turns.rest_for_good());
                     }

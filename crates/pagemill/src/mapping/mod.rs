@@ -249,7 +249,7 @@ impl File {
     /// Traces an event of a folio of several pages.
     fn trace(&self, event: Event, index: u64, order: u8) {
         let cache = u64::from(self.cache.number);
-        trace::event_in_parts(event, [(index, u64::from(self.id)), (u64::from(order), cache)]);
+        trace::event_with_packed_values(event, [(index, u64::from(self.id)), (u64::from(order), cache)]);
     }
 
     #[inline]

@@ -79,7 +79,7 @@ impl Caches {
             None => self.new_pool(users, settings, max_bytes, reserve.is_some())?,
         };
         if let Some(reserve) = reserve {
-            users[at].0.place_reserve(reserve)?;
+            users[at].0.place_hugetlb(reserve)?;
         }
         Ok(at)
     }
@@ -97,7 +97,7 @@ impl Caches {
     /// Gives back the reserved huge pages of caches that have ended.
     pub(super) fn end_reserves(&self, users: &Pools) {
         let own = users.iter().skip(self.inherited.load(Relaxed));
-        own.filter(|(_, cache)| cache.strong_count() == 0).for_each(|(pool, _)| pool.end_reserve());
+        own.filter(|(_, cache)| cache.strong_count() == 0).for_each(|(pool, _)| pool.return_hugetlb());
     }
 }
 

@@ -161,9 +161,9 @@ impl thread::Work for Caches {
             let wakeups = self.worker.wakeups.load(Relaxed);
             while self.worker.waiting.with(|queue| !queue.is_empty()) {
                 // If the policy panics, the range is dropped; later writes propose it again.
-                callback::contain(|| self.worker.step(1));
+                callback::catch_panic(|| self.worker.step(1));
             }
-            let rest = callback::contain(|| sweep::go_on(self)).flatten();
+            let rest = callback::catch_panic(|| sweep::go_on(self)).flatten();
             futex::wait(&self.worker.wakeups, wakeups, rest, Scope::Private);
         }
     }

@@ -12,7 +12,7 @@
 use super::meta::{BY_USE, Block, Slab};
 use super::shape::MAX_SLABS;
 use crate::arena::block::Backing as BlockBacking;
-use crate::arena::{Arena, Context, Filling, Table};
+use crate::arena::{Arena, Context, ExpectedUse, Table};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU32, Guarded, Relaxed};
@@ -170,7 +170,7 @@ impl Blocks {
     /// # Errors
     ///
     /// [`Error::NoMemory`], [`Error::NoAddresses`].
-    pub fn allocate(&self, node: usize, filling: Filling) -> Result<u32> {
+    pub fn allocate(&self, node: usize, filling: ExpectedUse) -> Result<u32> {
         let wants_whole = self.arena.may_take_huge(filling)
             && (self.is_charged || self.in_use.load(Relaxed) >= SPARSE_METADATA_BLOCKS);
         let found = self.free_lists.with(|free| self.find_free(&mut free[node], node))?;
@@ -193,7 +193,7 @@ impl Blocks {
 
     /// Whether the memory of a block was inherited by fork. Such memory is not charged to this process.
     fn is_inherited(&self, block: u32) -> bool {
-        self.is_charged && self.arena.peek(self.arena_index(block)).is_inherited
+        self.is_charged && self.arena.block_state(self.arena_index(block)).is_inherited
     }
 
     /// Frees the memory of an unused arena block. Returns the bytes that were charged, or `None` if the kernel keeps
@@ -201,7 +201,7 @@ impl Blocks {
     fn discard_block(&self, block: u32) -> Option<u64> {
         // SAFETY: no cache uses this block, and it is in no list: no reference to its contents exists.
         let bytes = unsafe { self.arena.discard(self.arena_index(block), 1) };
-        (self.arena.peek(self.arena_index(block)).backing == BlockBacking::Empty).then_some(bytes)
+        (self.arena.block_state(self.arena_index(block)).backing == BlockBacking::Empty).then_some(bytes)
     }
 
     /// Populates a block without memory as a whole, or prepares it to be populated slab by slab. Returns whether the
@@ -212,7 +212,7 @@ impl Blocks {
             // the block stays charged, in small pages.
             let is_empty = self.discard_block(block).is_some();
             let is_whole =
-                is_empty && wants_whole && self.arena.bring_in_whole(self.arena_index(block), 1, true).is_ok();
+                is_empty && wants_whole && self.arena.populate_blocks(self.arena_index(block), 1, true).is_ok();
             if is_whole {
                 return Ok(true);
             }
@@ -380,7 +380,7 @@ impl Blocks {
         if !self.is_charged {
             return mem::resident_bytes(self.addr(block), BLOCK_BYTES).unwrap() as u64;
         }
-        Arena::charged_bytes(self.arena.peek(self.arena_index(block)).charged_pages)
+        Arena::charged_bytes(self.arena.block_state(self.arena_index(block)).charged_pages)
     }
 
     /// Resident bytes of the metadata of all blocks.
