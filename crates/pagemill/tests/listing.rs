@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{pagemill, turn};
+use common::{exclusive_test, pagemill};
 use pagemill::Error;
 use pagemill::listing::MOST_RECORDS;
 use pagemill::units::os_page_bytes;
@@ -41,7 +41,7 @@ fn handles() -> Vec<Listed> {
 /// The layout that ARCHITECTURE.md documents: a head, then a record per range.
 #[test]
 fn the_layout_is_kept() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let range = pagemill().ranges.allocate(3 << 20, Behaviour::Full).unwrap();
     range.mark().unwrap();
     let bytes = written();
@@ -54,7 +54,7 @@ fn the_layout_is_kept() {
 /// A strict mark is distinguished from a plain one, if there are any.
 #[test]
 fn strict_marks_are_listed_as_such() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let range = pagemill().ranges.allocate(4 << 20, Behaviour::Full).unwrap();
     let half = range.len_bytes() / 2;
     // SAFETY: the bytes of a held range without references to them; unmarked before it is dropped.
@@ -80,7 +80,7 @@ fn strict_marks_are_listed_as_such() {
 /// More marks than a list has room for: the file is bounded, and reports how many are missing.
 #[test]
 fn a_list_has_a_bound() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let (page, more) = (os_page_bytes(), 10);
     let count = MOST_RECORDS as usize + more;
     let len = 2 * count * page;
@@ -107,7 +107,7 @@ fn a_list_has_a_bound() {
 /// and nothing is listed that never existed.
 #[test]
 fn handles_are_listed_while_they_change() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let make = |len: usize| pagemill().ranges.allocate(len, Behaviour::Full).unwrap();
     let kept: Vec<Range> = (0..50).map(|_| make(64 << 10)).collect();
     kept[0].mark().unwrap();

@@ -20,9 +20,9 @@ const SAMPLE: usize = 16;
 
 /// Tests run one at a time: memory is freed when the readers of all tests are gone, one of these forks, and figures are
 /// the process's.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+fn exclusive_test() -> MutexGuard<'static, ()> {
+    static RUNNING_TEST: Mutex<()> = Mutex::new(());
+    RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn cache(pagemill: &Pagemill) -> Cache {
@@ -84,7 +84,7 @@ fn shrink(pagemill: &Pagemill) -> NodeInfo {
 #[test]
 fn the_index_of_a_sparse_file_is_packed() {
     const PAGES: u64 = 6000;
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let cache = cache(pagemill);
     let file = sparse_file(&cache, PAGES);
@@ -119,7 +119,7 @@ impl Drop for Done<'_> {
 fn threads_use_files_while_their_index_is_packed() {
     const PAGES: u64 = 300;
     const ROUNDS: usize = 12;
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let (cache, is_done) = (cache(pagemill), AtomicBool::new(false));
     let file = sparse_file(&cache, PAGES);
@@ -167,7 +167,7 @@ fn threads_use_files_while_their_index_is_packed() {
 /// thread of its parent that was reading.
 #[test]
 fn a_fork_child_has_nodes_of_its_own() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let file = sparse_file(&cache(pagemill), 1200);
     let before = info(pagemill).total;

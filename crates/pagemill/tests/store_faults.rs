@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
-use stores::Broken;
+use stores::BrokenStore;
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
@@ -421,7 +421,7 @@ fn a_panicking_store_blocks_no_thread() {
     // A thread that waits nevertheless gets an error.
     let timeout = Some(Duration::from_millis(100));
     let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, timeout, ..settings }).unwrap();
-    let store = Arc::new(Broken::that_panics(PAGE));
+    let store = Arc::new(BrokenStore::that_panics(PAGE));
     let dirty = cache.open(store.clone()).unwrap();
     write(&dirty, &pattern(MIB, 1), 0);
     let other = cache.open(Arc::new(MemoryStore::new(pattern(MIB, 2), PAGE))).unwrap();

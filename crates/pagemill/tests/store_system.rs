@@ -23,9 +23,9 @@ fn aligned(len: usize, fill: u8) -> Aligned {
 }
 
 /// One at a time: children of one test have the files of another open for a moment.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+fn exclusive_test() -> MutexGuard<'static, ()> {
+    static RUNNING_TEST: Mutex<()> = Mutex::new(());
+    RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The output of a command, or why it cannot be run.
@@ -51,7 +51,7 @@ fn text(path: &Path) -> &str {
 /// A full file system: the write fails with the system's error, blocking and in a ring; existing data stays.
 #[test]
 fn full_file_systems_are_errors() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
     if let Err(reason) = output("mount", &["-t", "tmpfs", "-o", "size=1m", "none", text(folder.path())]) {
         return println!("skipped: {reason}");
@@ -87,7 +87,7 @@ fn device(folder: &Path, len_bytes: u64) -> std::result::Result<(PathBuf, Undo),
 /// A block device: its length is fixed, its end is an error for writes, and one writer has it.
 #[test]
 fn devices_are_stores_of_fixed_length() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
     let (path, _undo) = match device(folder.path(), MIB as u64 + 512) {
         Ok(device) => device,
@@ -116,7 +116,7 @@ fn devices_are_stores_of_fixed_length() {
 /// A mounted device is not written behind the file system's back.
 #[test]
 fn mounted_devices_are_refused() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
     let made = device(folder.path(), 8 * MIB as u64).and_then(|(path, undo)| {
         output("mkfs.ext4", &["-q", text(&path)])?;
@@ -162,7 +162,7 @@ fn in_child(act: impl FnOnce() -> bool) -> bool {
 /// work in the child: it reports that, and can be dropped; the child can have its own. Then the parent continues.
 #[test]
 fn registered_memory_is_not_in_children() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     let mut ring = Ring::<Aligned>::new(&Settings::default()).unwrap();

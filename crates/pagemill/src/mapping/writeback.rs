@@ -314,7 +314,7 @@ impl PendingRuns<'_> {
         if bytes.is_empty() {
             // The folio lies behind the end of the file: it is about to be removed, or is the zeroed rest of a folio
             // that could not be split.
-            file.note_needless(index, number, state);
+            file.thaw_behind_end(index, number, state);
             return 0;
         }
         let len_bytes = bytes.end - bytes.start;
