@@ -617,15 +617,15 @@ fn prefaulted_blocks_belong_to_their_span() {
 
 /// Runs `act` in a fork child and returns whether it panicked there; its message goes to standard error.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
-    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.before_fork() };
     // SAFETY: the child runs `act` and ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
-        // SAFETY: after `before_fork`.
+        // SAFETY: called after `before_fork`.
         unsafe { pagemill.after_fork() };
-        // SAFETY: a new child, whose one thread this is.
+        // SAFETY: the process is a new child, and this is its only thread.
         unsafe { pagemill.begin_child() };
         let result = catch_unwind(AssertUnwindSafe(act));
         if let Err(panic) = &result {
@@ -636,10 +636,10 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(result.is_err())) };
     }
-    // SAFETY: after `before_fork`.
+    // SAFETY: called after `before_fork`.
     unsafe { pagemill.after_fork() };
     let mut status = 0;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     status != 0
 }
@@ -717,7 +717,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
     let _exclusive = exclusive_test();
     for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
         let addr = filled(pagemill, 16 * MIB, 1);
-        // SAFETY: `after_fork` follows on both sides, nothing else before it.
+        // SAFETY: `after_fork` follows on both sides, with nothing else before it.
         unsafe { pagemill.before_fork() };
         // SAFETY: the child only waits for its end.
         let pid = unsafe { libc::fork() };
@@ -727,12 +727,12 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
                 unsafe { libc::pause() };
             }
         }
-        // SAFETY: after `before_fork`.
+        // SAFETY: called after `before_fork`.
         unsafe { pagemill.after_fork() };
         fill(addr, 3 * os_page_bytes(), 2);
         let addr = resize(pagemill, addr, 64 * MIB);
         let lost = (first_other(addr, 3 * os_page_bytes(), 2), first_other(addr + 3 * os_page_bytes(), MIB, 1));
-        // SAFETY: our own child.
+        // SAFETY: signals and awaits a child of this test.
         unsafe {
             libc::kill(pid, libc::SIGKILL);
             libc::waitpid(pid, std::ptr::null_mut(), 0);
@@ -766,7 +766,7 @@ fn partly_moved_pages_are_not_treated_as_zero() {
     let _exclusive = exclusive_test();
     let pagemill = on_small_pages();
     let donor = filled(pagemill, 4 * MIB, 1);
-    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.before_fork() };
     // SAFETY: the child only waits for its end.
     let pid = unsafe { libc::fork() };
@@ -776,14 +776,14 @@ fn partly_moved_pages_are_not_treated_as_zero() {
             unsafe { libc::pause() };
         }
     }
-    // SAFETY: after `before_fork`.
+    // SAFETY: called after `before_fork`.
     unsafe { pagemill.after_fork() };
     fill(donor, 3 * os_page_bytes(), 2);
     free(pagemill, donor);
     let found = pagemill.heap.allocate(5 * MIB, 1).unwrap();
     let addr = found.addr.as_ptr() as usize;
     let other = first_other(addr, 5 * MIB, 0);
-    // SAFETY: our own child.
+    // SAFETY: signals and awaits a child of this test.
     unsafe {
         libc::kill(pid, libc::SIGKILL);
         libc::waitpid(pid, std::ptr::null_mut(), 0);

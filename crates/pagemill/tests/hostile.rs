@@ -29,7 +29,7 @@ fn settings(limit_bytes: usize) -> Settings {
 
 fn cache_without_threads(settings: Settings) -> Cache {
     let caches = Pagemill::for_test().caches;
-    caches.collapse_cache_without_threads();
+    caches.collapse_by_hand();
     caches.make(settings).unwrap()
 }
 

@@ -24,7 +24,7 @@ fn settings(page_bytes: usize, limit_bytes: usize) -> Settings {
 /// Returns a Pagemill without background threads, so that counters depend on the test only.
 fn pagemill_without_threads() -> &'static Pagemill {
     let pagemill = Pagemill::for_test();
-    pagemill.caches.collapse_pagemill_without_threads();
+    pagemill.caches.collapse_by_hand();
     pagemill
 }
 
@@ -232,7 +232,8 @@ proptest! {
     #[test]
     fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
-        assert_same_as_bytes(64 * KIB, |settings| Settings { policy: Box::new(Always), may_split: false, ..settings }, &steps);
+        let choose = |settings| Settings { policy: Box::new(Always), may_split: false, ..settings };
+        assert_same_as_bytes(64 * KIB, choose, &steps);
     }
 
     #[test]

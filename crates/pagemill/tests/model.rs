@@ -354,8 +354,10 @@ impl HeapModel {
         let charged = self.pagemill.account.resident();
         let written: usize = self.live.iter().map(|(addr, live)| live.contents.least_resident_bytes(*addr)).sum();
         assert!(charged >= written as u64, "step {step}: {written} bytes are written, {charged} are charged");
-        let there =
-            resident(self.pagemill.heap.base(), (self.top - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES));
+        let there = resident_bytes(
+            self.pagemill.heap.base(),
+            (self.top - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES),
+        );
         assert!(charged <= there, "step {step}: {charged} bytes are charged, {there} are resident");
     }
 

@@ -266,7 +266,7 @@ fn calls_of_a_fork_child_fail() {
     }
     assert!(pid > 0);
     let mut status = 0;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert_eq!(status, 0, "a signal, or a bit for each kind of call that did not fail");
     read_all(&mut queue, &mapping, HUGE, 5);

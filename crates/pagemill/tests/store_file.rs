@@ -291,7 +291,7 @@ fn assert_passes(mut command: Command) -> String {
     let output = command.output().unwrap();
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{stdout}\n{}", String::from_utf8_lossy(&output.stderr));
-    said
+    stdout
 }
 
 /// With two processes, a second writer is refused, and a reader is not.

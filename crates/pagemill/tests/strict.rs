@@ -224,7 +224,7 @@ fn unmarked_memory_gets_huge_pages_again() {
 fn locked_pages_raise_no_signal() {
     let _exclusive = exclusive_test();
     let area = Area::plain(32, 7);
-    // SAFETY: locks pages of our own mapping.
+    // SAFETY: locks pages of a mapping of this test.
     if unsafe { libc::mlock(area.page_ptr(8).cast(), 8 * os_page_bytes()) } != 0 {
         return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
     }
@@ -237,7 +237,7 @@ fn locked_pages_raise_no_signal() {
         assert!(found[8..16].iter().all(|byte| *byte == 7));
         assert!(found.iter().all(|byte| [7, BUS].contains(byte)), "no zeros");
         assert_eq!(area.unmark(0, 32).purged, found.contains(&BUS));
-        // SAFETY: our own mapping; unlocked for the fill, and locked again.
+        // SAFETY: a mapping of this test; unlocked for the fill, and locked again.
         unsafe { libc::munlock(area.page_ptr(8).cast(), 8 * os_page_bytes()) };
         area.fill(7);
         // SAFETY: as above.
@@ -253,7 +253,7 @@ fn faults_of_the_program_reach_its_handler() {
     if !mark(&area, 0, 8, How::Full) {
         return;
     }
-    // SAFETY: our own mapping.
+    // SAFETY: a mapping of this test.
     unsafe { libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_NONE) };
     purge(usize::MAX);
     assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
@@ -398,7 +398,7 @@ fn purges_race_with_locking() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Relaxed) {
-                // SAFETY: our own mapping; contents stay.
+                // SAFETY: a mapping of this test; contents stay.
                 unsafe {
                     libc::mlock2(area.addr as *const _, area.len, libc::MLOCK_ONFAULT as _);
                     libc::munlock(area.addr as *const _, area.len);
@@ -578,7 +578,8 @@ proptest! {
                 4 | 5 => {
                     let lost = part.clone().any(|at| model[at] != PageState::Nonvolatile && before[at] != 1);
                     let unmarked = area.unmark(first, count);
-                    let bytes = part.clone().filter(|at| model[*at] != PageState::Nonvolatile).count() * os_page_bytes();
+                    let count = part.clone().filter(|at| model[*at] != PageState::Nonvolatile).count();
+                    let bytes = count * os_page_bytes();
                     prop_assert_eq!(unmarked.bytes as usize, bytes);
                     prop_assert!(unmarked.purged || !lost);
                 }
@@ -599,7 +600,12 @@ proptest! {
                 };
                 prop_assert!(allowed, "act {}, page {}: {} became {}", act, at, was, is);
             }
-            let new_state = match act { 0 | 1 => Some(PageState::Plain), 2 | 3 => Some(PageState::Strict), 4 | 5 => Some(PageState::Nonvolatile), _ => None };
+            let new_state = match act {
+                0 | 1 => Some(PageState::Plain),
+                2 | 3 => Some(PageState::Strict),
+                4 | 5 => Some(PageState::Nonvolatile),
+                _ => None,
+            };
             if let Some(now) = new_state {
                 model[part.clone()].fill(now);
             }

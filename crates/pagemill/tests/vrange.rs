@@ -165,7 +165,7 @@ fn shared_and_file_memory_is_never_purged() {
 fn locked_memory_is_never_purged() {
     let _exclusive = exclusive_test();
     let area = Area::plain(16, 7);
-    // SAFETY: locks pages of our own mapping.
+    // SAFETY: locks pages of a mapping of this test.
     if unsafe { libc::mlock(area.addr as *const _, area.len) } != 0 {
         return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
     }
@@ -183,7 +183,7 @@ fn purges_of_partly_locked_memory_are_reported() {
     for locked in [0..4, 30..34, 60..64, 1..63] {
         for urgency in [Urgency::Request, Urgency::Limit] {
             let area = Area::plain(64, 7);
-            // SAFETY: locks pages of our own mapping.
+            // SAFETY: locks pages of a mapping of this test.
             if unsafe { libc::mlock(area.page_ptr(locked.start).cast(), locked.len() * os_page_bytes()) } != 0 {
                 return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
             }
@@ -274,8 +274,8 @@ fn protected_and_unmapped_ranges_are_not_purged() {
     assert_in_child(|| {
         protected.mark(0, 16);
         unmapped.mark(0, 16);
-        // SAFETY: our own mappings. The second is unmapped without unmarking, which the contract forbids before a
-        // purge; no purge finds a mapping there, because no other thread exists.
+        // SAFETY: mappings of this test. The second is unmapped without unmarking, which the contract forbids before
+        // a purge. No purge finds a mapping there, because no other thread exists.
         unsafe {
             libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ);
             libc::munmap(unmapped.addr as *mut _, unmapped.len);
