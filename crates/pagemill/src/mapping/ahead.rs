@@ -15,7 +15,7 @@ use super::{File, Mapping};
 use crate::epoch;
 use crate::error::Result;
 use crate::folio::Frame;
-use crate::folio::word::Fetched;
+use crate::folio::word::Prefetch;
 use crate::stats::{self, Counter};
 use crate::store::Buffer;
 use crate::sync::{Guarded, Relaxed};
@@ -221,7 +221,7 @@ impl File {
             if at >= end {
                 return false;
             }
-            match Filling::begin_some(self, at..end, Kind::Behind, Fetched::Ahead) {
+            match Filling::begin_some(self, at..end, Kind::Behind, Prefetch::Readahead) {
                 Ok(Asked::Begun(filling)) => {
                     self.cache.ahead_bytes.fetch_add(filling.len_bytes() as u64, Relaxed);
                     at = filling.end();
