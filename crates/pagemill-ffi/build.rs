@@ -2,6 +2,6 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    // dlclose must not unmap the library: a thread runs its code, and fork handlers point into it.
+    // dlclose must not unmap the library, because a thread runs its code and fork handlers point into it.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
 }

@@ -1,7 +1,7 @@
-//! Random calls on a file in memory. Arbitrary bytes are decoded as calls, six bytes each, and checked against a plain
-//! byte vector.
+//! Random calls on a file in memory. Arbitrary bytes are decoded as calls, six bytes each, and the file is
+//! compared with a byte vector.
 //!
-//! `cargo +nightly fuzz run file_calls`. Each input begins with an empty file of an empty cache.
+//! `cargo +nightly fuzz run file_calls`. Each input starts with an empty file in an empty cache.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -13,14 +13,16 @@ use pagemill::reclaim::tree::UNLIMITED;
 use pagemill::units::{BLOCK_BYTES, PageSize};
 use std::sync::OnceLock;
 
-/// Largest file. Offsets are multiples of a sixteenth of a small page.
-const MOST: usize = 3 * BLOCK_BYTES;
-const STEP: usize = 256;
+/// Maximum length of the file.
+const MAX_FILE_BYTES: usize = 3 * BLOCK_BYTES;
 
-/// Pages of 128 KiB: a huge folio has sixteen.
+/// Offsets and lengths are multiples of this.
+const OFFSET_UNIT_BYTES: usize = 256;
+
+/// Pages of 128 KiB, so that a huge folio has sixteen.
 const PAGE: usize = BLOCK_BYTES / 16;
 
-/// Huge if the range begins at an even block.
+/// A policy that chooses huge folios for every other block.
 struct Even;
 
 impl Policy for Even {
@@ -35,7 +37,7 @@ fn cache() -> &'static Cache {
         let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space");
         pagemill.caches.collapse_by_hand();
         let page = PageSize::new(PAGE).expect("a power of two");
-        let settings = Settings { page, policy: Box::new(Even), ..Settings::new("fuzz", 2 * MOST as u64) };
+        let settings = Settings { page, policy: Box::new(Even), ..Settings::new("fuzz", 2 * MAX_FILE_BYTES as u64) };
         pagemill.caches.make(settings).expect("a cache")
     })
 }
@@ -84,9 +86,9 @@ fuzz_target!(|data: &[u8]| {
     let (cache, mut model) = (cache(), Vec::new());
     let file = cache.create().unwrap();
     for call in data.chunks_exact(6) {
-        let offset = |high: u8, low: u8| usize::from(u16::from_le_bytes([low, high])) * STEP;
-        let at = (offset(call[1], call[2]) + usize::from(call[5])) % MOST;
-        let len = offset(call[3], call[4]) % (MOST - at);
+        let offset = |high: u8, low: u8| usize::from(u16::from_le_bytes([low, high])) * OFFSET_UNIT_BYTES;
+        let at = (offset(call[1], call[2]) + usize::from(call[5])) % MAX_FILE_BYTES;
+        let len = offset(call[3], call[4]) % (MAX_FILE_BYTES - at);
         step(&file, &mut model, call[0], at, len);
     }
     let mut bytes = vec![0; model.len()];

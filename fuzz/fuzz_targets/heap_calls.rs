@@ -1,9 +1,8 @@
-//! Random calls of the heap. Arbitrary bytes are decoded as operations, four bytes each, and checked like the model of
-//! `crates/pagemill/tests/model.rs`.
+//! Random calls on the heap. Arbitrary bytes are decoded as operations, four bytes each, and checked like the
+//! model in `crates/pagemill/tests/model.rs`.
 //!
-//! `cargo +nightly fuzz run heap_calls`. One heap serves all inputs, because a reservation is never given back. Each
-//! input frees and purges all of its allocations at the end.
-//! purged, and starts from there.
+//! `cargo +nightly fuzz run heap_calls`. One heap serves all inputs, because a reservation of addresses is
+//! never returned. Each input frees and purges all of its allocations at the end.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -14,14 +13,16 @@ use pagemill::{Error, Pagemill};
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-/// Most allocations of one input, and most bytes live at a time.
+/// Maximum number of live allocations.
 const MAX_LIVE: usize = 32;
+
+/// Maximum size of all live allocations.
 const MAX_LIVE_BYTES: usize = 128 << 20;
 
-/// Allocations up to this size are filled and compared completely, larger ones at both ends.
+/// Allocations up to this size are written and compared as a whole, larger ones only at both ends.
 const FILLED_BYTES: usize = 256 << 10;
 
-/// Bytes written and compared at each end of a larger one.
+/// Number of bytes that are written and compared at each end of a larger allocation.
 const END_BYTES: usize = 4096;
 
 fn heaps() -> &'static [&'static Pagemill; 3] {
@@ -38,14 +39,14 @@ struct Live {
     byte: u8,
 }
 
-struct Machine {
+struct HeapModel {
     pagemill: &'static Pagemill,
     is_limited: bool,
     live: BTreeMap<usize, Live>,
     next_byte: u8,
 }
 
-/// One operation: its kind, a selector or shift, and an amount.
+/// An operation: its kind, a number that selects an allocation or a shift, and a number for the size.
 struct Operation {
     kind: u8,
     pick: u8,
@@ -53,7 +54,7 @@ struct Operation {
 }
 
 impl Operation {
-    /// Size classes change near powers of two.
+    /// Returns a size, often near a power of two, where the size classes change.
     fn size(&self) -> usize {
         let power = 1usize << (self.pick % 26);
         match self.amount % 4 {
@@ -69,7 +70,7 @@ impl Operation {
     }
 }
 
-impl Machine {
+impl HeapModel {
     fn run(&mut self, operation: &Operation) {
         match operation.kind % 10 {
             0..3 => self.allocate(operation, false),
@@ -120,16 +121,16 @@ impl Machine {
     fn free(&mut self, operation: &Operation) {
         let Some(addr) = self.pick(operation) else { return };
         self.live.remove(&addr);
-        // SAFETY: live until now, not used again.
+        // SAFETY: the allocation was live and is not used again.
         unsafe { self.pagemill.heap.free(addr) }.unwrap();
-        // SAFETY: wrong on purpose; the heap rejects it.
+        // SAFETY: invalid on purpose; the heap rejects the address.
         assert!(matches!(unsafe { self.pagemill.heap.free(addr) }, Err(Error::FreedBefore { .. })));
     }
 
     fn resize(&mut self, operation: &Operation) {
         let Some(addr) = self.pick(operation) else { return };
         let size = operation.size();
-        // SAFETY: live; the old address is used again only if it stays.
+        // SAFETY: the allocation is live. Its old address is used again only if `resize` returns it.
         match unsafe { self.pagemill.heap.resize(addr, size) } {
             Ok(new) => {
                 let new = new.as_ptr() as usize;
@@ -147,12 +148,12 @@ impl Machine {
         self.pagemill.heap.shrink(want, urgency);
     }
 
-    /// The heap rejects addresses that are no allocations.
+    /// Checks that the heap rejects an address that is no allocation.
     fn misuse(&self, operation: &Operation) {
         let base = self.pick(operation).unwrap_or(self.pagemill.heap.base());
         let addr = base.wrapping_add(usize::from(operation.amount) << (operation.pick % 12));
         if !self.live.contains_key(&addr) {
-            // SAFETY: wrong on purpose; the heap rejects it.
+            // SAFETY: invalid on purpose; the heap rejects the address.
             assert!(unsafe { self.pagemill.heap.free(addr) }.is_err());
             assert!(self.pagemill.heap.usable_bytes(addr).is_err());
         }
@@ -175,7 +176,7 @@ impl Machine {
 
     fn end(&mut self) {
         while let Some((addr, _)) = self.live.pop_first() {
-            // SAFETY: live until now, not used again.
+            // SAFETY: the allocation was live and is not used again.
             unsafe { self.pagemill.heap.free(addr) }.unwrap();
         }
         self.pagemill.heap.shrink(u64::MAX, Urgency::Limit);
@@ -184,7 +185,7 @@ impl Machine {
     }
 }
 
-/// Returns the parts of an allocation of `size` bytes that are written and compared.
+/// Returns offset and length of the parts of an allocation of `size` bytes that are written and compared.
 fn parts(size: usize) -> [(usize, usize); 2] {
     if size <= FILLED_BYTES { [(0, size), (0, 0)] } else { [(0, END_BYTES), (size - END_BYTES, END_BYTES)] }
 }
@@ -196,7 +197,7 @@ fn write(addr: usize, size: usize, byte: u8) {
     }
 }
 
-/// Compares the bytes among the first `len` that were written when the allocation had `size`.
+/// Checks the first `len` bytes of an allocation, as far as they were written when it had `size` bytes.
 fn check(addr: usize, len: usize, size: usize, byte: u8) {
     for (offset, part) in parts(size) {
         let part = part.min(len.saturating_sub(offset));
@@ -210,7 +211,7 @@ fuzz_target!(|input: &[u8]| {
     let Some((first, rest)) = input.split_first() else { return };
     let heap = usize::from(first % 3);
     let pagemill = heaps()[heap];
-    let mut machine = Machine { pagemill, is_limited: heap == 2, live: BTreeMap::new(), next_byte: 0 };
+    let mut machine = HeapModel { pagemill, is_limited: heap == 2, live: BTreeMap::new(), next_byte: 0 };
     for bytes in rest.chunks_exact(4) {
         let operation = Operation { kind: bytes[0], pick: bytes[1], amount: u16::from_le_bytes([bytes[2], bytes[3]]) };
         machine.run(&operation);

@@ -1,9 +1,9 @@
-//! Random calls of slab caches of all kinds. Arbitrary bytes are decoded as calls, three bytes each, and checked
-//! against a list of the expected objects.
+//! Random calls on slab caches of all kinds. Arbitrary bytes are decoded as calls, three bytes each, and
+//! checked against a list of the expected objects.
 //!
-//! `cargo +nightly fuzz run slab_calls`. The first two bytes of an input choose the kind of cache, the sizes of its
-//! objects and slabs, whether it is watched, and whether blocks are sparse. Each input ends by dropping the cache with
-//! its content.
+//! `cargo +nightly fuzz run slab_calls`. The first two bytes of an input choose the kind of cache, the sizes of
+//! its objects and slabs, debug mode, and whether blocks are huge pages. Each input ends by dropping the cache
+//! with its contents.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -25,10 +25,10 @@ use std::time::Duration;
 
 const NODES: usize = 3;
 
-/// Most objects of a cache.
-const MOST: usize = 4_000;
+/// Maximum number of objects in a cache.
+const MAX_OBJECTS: usize = 4_000;
 
-/// Number of live values in all caches.
+/// Number of values that exist in all caches. It shows whether each value is dropped exactly once.
 static LIVE: AtomicU64 = AtomicU64::new(0);
 
 fn slabs(use_huge: bool) -> &'static Slabs {
@@ -43,7 +43,7 @@ fn slabs(use_huge: bool) -> &'static Slabs {
 
 struct Value<const WORDS: usize>([u64; WORDS]);
 
-// SAFETY: numbers only.
+// SAFETY: the type has only numbers, which can be moved.
 unsafe impl<const WORDS: usize> Movable for Value<WORDS> {}
 
 impl<const WORDS: usize> Value<WORDS> {
@@ -65,8 +65,8 @@ impl<const WORDS: usize> Drop for Value<WORDS> {
     }
 }
 
-/// Calls that all compactable caches have.
-trait Compacted {
+/// The calls that all caches with movable objects have.
+trait MovableCache {
     fn shrink(&self) -> Result<u64>;
     fn defrag_step(&self, budget: Duration) -> Result<Progress>;
     fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress>;
@@ -77,7 +77,7 @@ trait Compacted {
 
 macro_rules! compacted {
     ($cache:ty, $($bound:tt)*) => {
-        impl<$($bound)*> Compacted for $cache {
+        impl<$($bound)*> MovableCache for $cache {
             fn shrink(&self) -> Result<u64> { <$cache>::shrink(self) }
             fn defrag_step(&self, budget: Duration) -> Result<Progress> { <$cache>::defrag_step(self, budget) }
             fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
@@ -93,8 +93,9 @@ macro_rules! compacted {
 compacted!(ByHandle<T>, T: Movable);
 compacted!(ByOwner<M>, M: Migrate);
 
-/// Compacts a cache. Under a guard, uses only calls that do not wait for readers.
-fn compact(slabs: &Slabs, cache: &dyn Compacted, [call, one, other]: [u8; 3], is_guarded: bool) {
+/// Makes a call that moves objects or returns memory. With `is_guarded`, makes only calls that do not wait for
+/// readers.
+fn compact(slabs: &Slabs, cache: &dyn MovableCache, [call, one, other]: [u8; 3], is_guarded: bool) {
     let (from, to) = (usize::from(one) % (NODES + 1), usize::from(other) % (NODES + 1));
     match call % 8 {
         0 if !is_guarded => {
@@ -125,15 +126,15 @@ fn compact(slabs: &Slabs, cache: &dyn Compacted, [call, one, other]: [u8; 3], is
 
 type Calls<'a> = std::slice::ChunksExact<'a, u8>;
 
-fn next(calls: &mut Calls<'_>) -> Option<[u8; 3]> {
+fn next_call(calls: &mut Calls<'_>) -> Option<[u8; 3]> {
     calls.next().map(|call| [call[0], call[1], call[2]])
 }
 
-fn place_of(one: u8, other: u8, len: usize) -> usize {
+fn index_of(one: u8, other: u8, len: usize) -> usize {
     (usize::from(one) << 8 | usize::from(other)) % len.max(1)
 }
 
-struct Handled<'a, const WORDS: usize> {
+struct HandleModel<'a, const WORDS: usize> {
     slabs: &'static Slabs,
     cache: &'a ByHandle<Value<WORDS>>,
     live: Vec<(Handle<Value<WORDS>>, u64)>,
@@ -142,9 +143,9 @@ struct Handled<'a, const WORDS: usize> {
     next: u64,
 }
 
-impl<const WORDS: usize> Handled<'_, WORDS> {
+impl<const WORDS: usize> HandleModel<'_, WORDS> {
     fn insert(&mut self, count: usize) {
-        for _ in 0..count.min(MOST.saturating_sub(self.live.len())) {
+        for _ in 0..count.min(MAX_OBJECTS.saturating_sub(self.live.len())) {
             self.next += 1;
             self.live.push((self.cache.insert(Value::new(self.next)).unwrap(), self.next));
         }
@@ -180,7 +181,7 @@ impl<const WORDS: usize> Handled<'_, WORDS> {
     }
 
     fn use_stale(&self, one: u8, other: u8) {
-        if let Some(handle) = self.gone.get(place_of(one, other, self.gone.len())) {
+        if let Some(handle) = self.gone.get(index_of(one, other, self.gone.len())) {
             assert!(self.cache.get(*handle, &slab::pin()).is_none() && !self.cache.remove(*handle).unwrap());
             assert!(self.cache.pin_value(*handle).unwrap().is_none());
             assert!(!self.cache.update(*handle, |_| unreachable!()).unwrap());
@@ -198,10 +199,11 @@ impl<const WORDS: usize> Handled<'_, WORDS> {
         }
     }
 
-    /// Does one call. If it takes a guard, the calls that follow run under it, too.
-    fn act(&mut self, call: [u8; 3], calls: &mut Calls<'_>, is_guarded: bool) {
+    /// Makes one call. If the call takes an epoch guard, up to three of the following calls are made under the
+    /// guard.
+    fn make_call(&mut self, call: [u8; 3], calls: &mut Calls<'_>, is_guarded: bool) {
         let [what, one, other] = call;
-        let at = place_of(one, other, self.live.len());
+        let at = index_of(one, other, self.live.len());
         match what >> 3 {
             0..8 => self.insert(1 + usize::from(one)),
             8..12 => (0..=other).for_each(|step| self.remove(at.wrapping_sub(usize::from(step) * usize::from(one)))),
@@ -220,7 +222,7 @@ impl<const WORDS: usize> Handled<'_, WORDS> {
                 let seen: Vec<_> =
                     some.map(|(handle, number)| (cache.get(*handle, &guard).unwrap(), *number)).collect();
                 for _ in 0..3 {
-                    next(calls).into_iter().for_each(|call| self.act(call, calls, true));
+                    next_call(calls).into_iter().for_each(|call| self.make_call(call, calls, true));
                 }
                 assert!(seen.iter().all(|(value, number)| value.is(*number)));
             }
@@ -240,9 +242,9 @@ impl<const WORDS: usize> Handled<'_, WORDS> {
 fn by_handle<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
     let cache = slabs.by_handle::<Value<WORDS>>(settings).unwrap();
     let (live, gone, pins) = (Vec::new(), Vec::new(), Vec::new());
-    let mut machine = Handled { slabs, cache: &cache, live, gone, pins, next: 0 };
-    while let Some(call) = next(&mut calls) {
-        machine.act(call, &mut calls, false);
+    let mut machine = HandleModel { slabs, cache: &cache, live, gone, pins, next: 0 };
+    while let Some(call) = next_call(&mut calls) {
+        machine.make_call(call, &mut calls, false);
     }
     machine.check();
     drop(machine);
@@ -254,11 +256,11 @@ fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut call
     let cache: Fixed<Value<WORDS>> = slabs.fixed(settings).unwrap();
     let mut slots: Vec<(Slot<'_, Value<WORDS>>, u64)> = Vec::new();
     let mut number = 0;
-    while let Some([what, one, other]) = next(&mut calls) {
-        let at = place_of(one, other, slots.len());
+    while let Some([what, one, other]) = next_call(&mut calls) {
+        let at = index_of(one, other, slots.len());
         number += 1;
         match what >> 3 {
-            0..8 if slots.len() < MOST => {
+            0..8 if slots.len() < MAX_OBJECTS => {
                 slots.extend((0..=one).map(|_| (cache.insert(Value::new(number)).unwrap(), number)));
             }
             8..12 => match cache.insert_on(usize::from(one) % (NODES + 1), Value::new(number)) {
@@ -289,9 +291,9 @@ fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut call
     assert_eq!((LIVE.load(Relaxed), cache.info().unwrap().active), (0, 0));
 }
 
-/// Behaviour of the owner's callbacks when an item is to be moved.
+/// What the owner's callbacks do when an object is to be moved.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Whim {
+enum CallbackBehaviour {
     Move,
     Busy,
     Fail,
@@ -301,14 +303,15 @@ enum Whim {
     PanicInConstruct,
 }
 
-impl Whim {
-    /// A lost slab keeps its block forever, so a process limits the number of panics.
+impl CallbackBehaviour {
+    /// Chooses a behaviour by `byte`. The number of panics is limited, because a slab with a panic keeps its
+    /// block for the life of the process.
     fn of(byte: u8) -> Self {
         static PANICS: AtomicU32 = AtomicU32::new(0);
         let all =
             [Self::Busy, Self::Fail, Self::Free, Self::PanicInIsolate, Self::PanicInMigrate, Self::PanicInConstruct];
-        let whim = all[usize::from(byte) % all.len()];
-        if whim.may_panic() && PANICS.fetch_add(1, Relaxed) > 200 { Self::Fail } else { whim }
+        let behaviour = all[usize::from(byte) % all.len()];
+        if behaviour.may_panic() && PANICS.fetch_add(1, Relaxed) > 200 { Self::Fail } else { behaviour }
     }
 
     fn may_panic(self) -> bool {
@@ -317,7 +320,7 @@ impl Whim {
 }
 
 struct Item<const WORDS: usize> {
-    /// 0 free, 1 live, 2 held by the mover or pinned.
+    /// 0: free. 1: in use. 2: isolated by the mover, or pinned by the test.
     state: AtomicU32,
     words: [AtomicU64; WORDS],
 }
@@ -328,24 +331,25 @@ impl<const WORDS: usize> Item<WORDS> {
     }
 }
 
-struct Book<const WORDS: usize> {
+struct ItemOwner<const WORDS: usize> {
     items: Mutex<BTreeMap<u64, usize>>,
-    whim: Mutex<Whim>,
+    behaviour: Mutex<CallbackBehaviour>,
 }
 
-// SAFETY: items identify themselves; a moved item is found at its new place before the old one is free.
-unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
+// SAFETY: an item has its number, so `migrate` finds its entry. The entry refers to the new item before the old
+// one is free.
+unsafe impl<const WORDS: usize> Migrate for ItemOwner<WORDS> {
     type Object = Item<WORDS>;
     type Isolated = ();
 
     fn construct(&self) -> Item<WORDS> {
-        self.panic_by(Whim::PanicInConstruct);
+        self.panic_by(CallbackBehaviour::PanicInConstruct);
         Item { state: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] }
     }
 
     fn isolate(&self, items: &mut Candidates<'_, Item<WORDS>>) {
-        self.panic_by(Whim::PanicInIsolate);
-        // SAFETY: objects of the cache are items at all times.
+        self.panic_by(CallbackBehaviour::PanicInIsolate);
+        // SAFETY: all objects of the cache are constructed items.
         items.retain(|item| unsafe { item.as_ref() }.state.compare_exchange(1, 2, Relaxed, Relaxed).is_ok());
     }
 
@@ -355,31 +359,32 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
         to: &mut Target<'_, Item<WORDS>>,
         _: &mut (),
     ) -> Done<'object> {
-        self.panic_by(Whim::PanicInMigrate);
-        // SAFETY: live, and held by `isolate`.
+        self.panic_by(CallbackBehaviour::PanicInMigrate);
+        // SAFETY: the item is in use, and `isolate` prevents changes to it.
         let old = unsafe { item.object().as_ref() };
         let number = old.words[0].load(Relaxed);
-        // Copied, so that the lock is not held below: taking a place may call `construct`.
-        let whim = *self.whim.lock().unwrap();
+        // The behaviour is copied, so that its lock is not held below: `to.take()` may call `construct`, which
+        // takes the lock.
+        let behaviour = *self.behaviour.lock().unwrap();
         let mut items = self.items.lock().unwrap();
         assert!(old.is(number) && items[&number] == item.object().as_ptr() as usize);
-        match whim {
-            Whim::Busy => {
+        match behaviour {
+            CallbackBehaviour::Busy => {
                 old.state.store(1, Relaxed);
                 return item.busy();
             }
-            Whim::Free if number % 3 == 0 => {
+            CallbackBehaviour::Free if number % 3 == 0 => {
                 items.remove(&number);
                 old.state.store(0, Relaxed);
                 return item.freed();
             }
             _ => {
                 let place = to.take();
-                let Some(place) = place.filter(|_| whim != Whim::Fail) else {
+                let Some(place) = place.filter(|_| behaviour != CallbackBehaviour::Fail) else {
                     old.state.store(1, Relaxed);
                     return item.failed();
                 };
-                // SAFETY: a free item of this owner.
+                // SAFETY: a free item of this owner, which no other call uses.
                 let new = unsafe { place.object().as_ref() };
                 assert_eq!(new.state.swap(1, Relaxed), 0);
                 new.words.iter().for_each(|word| word.store(number, Relaxed));
@@ -391,36 +396,36 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
     }
 }
 
-impl<const WORDS: usize> Book<WORDS> {
-    fn panic_by(&self, whim: Whim) {
-        let is_it = *self.whim.lock().unwrap() == whim;
+impl<const WORDS: usize> ItemOwner<WORDS> {
+    fn panic_by(&self, behaviour: CallbackBehaviour) {
+        let is_it = *self.behaviour.lock().unwrap() == behaviour;
         assert!(!is_it, "an owner that fails, as it should here");
     }
 
-    fn set(&self, whim: Whim) {
-        *self.whim.lock().unwrap() = whim;
+    fn set(&self, behaviour: CallbackBehaviour) {
+        *self.behaviour.lock().unwrap() = behaviour;
     }
 
     fn with<R>(&self, number: u64, act: impl FnOnce(&Item<WORDS>) -> R) -> R {
-        // SAFETY: in the book, so live; nothing moves meanwhile.
+        // SAFETY: the table has only items in use, and nothing moves them meanwhile.
         act(unsafe { &*(self.items.lock().unwrap()[&number] as *const Item<WORDS>) })
     }
 
-    /// Each item exists at a place of its own, and only the pinned ones are held.
+    /// Checks that each item has a place of its own, and that only pinned items are in state 2.
     fn check(&self, pinned: &[u64]) {
         let items = self.items.lock().unwrap();
         let mut places: Vec<usize> = items.values().copied().collect();
         places.sort_unstable();
         assert!(places.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Item<WORDS>>()));
         for (number, at) in &*items {
-            // SAFETY: in the book.
+            // SAFETY: the table has only items in use.
             let item = unsafe { &*(*at as *const Item<WORDS>) };
             assert!(item.is(*number) && item.state.load(Relaxed) == 1 + u32::from(pinned.contains(number)));
         }
     }
 }
 
-/// Runs callbacks that may panic, without ending the fuzzer.
+/// Runs a call whose callbacks may panic. Returns whether it did not panic.
 fn quietly(act: impl FnOnce()) -> bool {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| ()));
@@ -429,7 +434,7 @@ fn quietly(act: impl FnOnce()) -> bool {
     is_done
 }
 
-fn add<const WORDS: usize>(cache: &ByOwner<Book<WORDS>>, number: u64, node: Option<usize>) {
+fn add<const WORDS: usize>(cache: &ByOwner<ItemOwner<WORDS>>, number: u64, node: Option<usize>) {
     let at = match node {
         None => cache.allocate().unwrap(),
         Some(node) => match cache.allocate_on(node) {
@@ -438,18 +443,18 @@ fn add<const WORDS: usize>(cache: &ByOwner<Book<WORDS>>, number: u64, node: Opti
         },
     };
     assert!(node.is_none_or(|node| cache.node_of(at) == node));
-    // SAFETY: a free item that this thread owns.
+    // SAFETY: a free item that belongs to this thread.
     let item = unsafe { at.as_ref() };
     assert_eq!(item.state.swap(1, Relaxed), 0);
     item.words.iter().for_each(|word| word.store(number, Relaxed));
     cache.owner().items.lock().unwrap().insert(number, at.as_ptr() as usize);
 }
 
-fn remove<const WORDS: usize>(cache: &ByOwner<Book<WORDS>>, number: u64) {
+fn remove<const WORDS: usize>(cache: &ByOwner<ItemOwner<WORDS>>, number: u64) {
     cache.owner().with(number, |item| {
         assert!(item.is(number));
         if item.state.compare_exchange(1, 0, Relaxed, Relaxed).is_ok() {
-            // SAFETY: free, and not held by the mover.
+            // SAFETY: the item is free, and not isolated by the mover.
             unsafe { cache.free(NonNull::from(item)) };
         }
     });
@@ -457,21 +462,21 @@ fn remove<const WORDS: usize>(cache: &ByOwner<Book<WORDS>>, number: u64) {
     is_free.then(|| cache.owner().items.lock().unwrap().remove(&number));
 }
 
-fn some(items: &Mutex<BTreeMap<u64, usize>>, from: u64) -> Option<u64> {
+fn first_item_from(items: &Mutex<BTreeMap<u64, usize>>, from: u64) -> Option<u64> {
     items.lock().unwrap().range(from..).next().map(|(number, _)| *number)
 }
 
 fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
-    let book = Book::<WORDS> { items: Mutex::default(), whim: Mutex::new(Whim::Move) };
-    let cache = slabs.by_owner(settings, book).unwrap();
-    let book = cache.owner();
+    let owner = ItemOwner::<WORDS> { items: Mutex::default(), behaviour: Mutex::new(CallbackBehaviour::Move) };
+    let cache = slabs.by_owner(settings, owner).unwrap();
+    let owner = cache.owner();
     let (mut number, mut pinned) = (0, Vec::new());
-    while let Some(call) = next(&mut calls) {
+    while let Some(call) = next_call(&mut calls) {
         let [what, one, other] = call;
         let chosen = u64::from(one) << 8 | u64::from(other);
-        let found = some(&book.items, chosen);
+        let found = first_item_from(&owner.items, chosen);
         match what >> 3 {
-            0..8 if book.items.lock().unwrap().len() < MOST => (0..=one).for_each(|_| {
+            0..8 if owner.items.lock().unwrap().len() < MAX_OBJECTS => (0..=one).for_each(|_| {
                 number += 1;
                 add(&cache, number, None);
             }),
@@ -480,54 +485,54 @@ fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut c
                 add(&cache, number, Some(usize::from(one) % (NODES + 1)));
             }
             10..16 => (0..=one).for_each(|step| {
-                let item = some(&book.items, chosen + u64::from(step) * u64::from(other % 16));
+                let item = first_item_from(&owner.items, chosen + u64::from(step) * u64::from(other % 16));
                 item.into_iter().for_each(|number| remove(&cache, number));
             }),
             16 => {
-                let is_ours = |number: &u64| book.with(*number, |item| item.state.swap(2, Relaxed)) == 1;
+                let is_ours = |number: &u64| owner.with(*number, |item| item.state.swap(2, Relaxed)) == 1;
                 pinned.extend(found.filter(is_ours));
             }
             17 if !pinned.is_empty() => {
                 let number = pinned.swap_remove(usize::from(one) % pinned.len());
-                book.with(number, |item| item.state.store(1, Relaxed));
+                owner.with(number, |item| item.state.store(1, Relaxed));
             }
             18 => {
-                let whim = Whim::of(one);
-                book.set(whim);
+                let behaviour = CallbackBehaviour::of(one);
+                owner.set(behaviour);
                 let mut taken = Vec::new();
-                let is_done = quietly(|| match next(&mut calls) {
-                    Some([_, count, _]) if whim == Whim::PanicInConstruct => {
+                let is_done = quietly(|| match next_call(&mut calls) {
+                    Some([_, count, _]) if behaviour == CallbackBehaviour::PanicInConstruct => {
                         (0..2 * u32::from(count)).for_each(|_| taken.push(cache.allocate().unwrap()));
                     }
                     Some(call) => compact(slabs, &cache, call, true),
                     None => {}
                 });
-                assert!(is_done || whim.may_panic());
-                // SAFETY: taken above, and never live.
+                assert!(is_done || behaviour.may_panic());
+                // SAFETY: the items were allocated above, and were never in use.
                 taken.into_iter().for_each(|item| unsafe { cache.free(item) });
-                book.set(Whim::Move);
-                // Items of a lost slab are still held by the owner that failed.
-                let numbers: Vec<u64> = book.items.lock().unwrap().keys().copied().collect();
+                owner.set(CallbackBehaviour::Move);
+                // The items of a slab with a panic are still in state 2.
+                let numbers: Vec<u64> = owner.items.lock().unwrap().keys().copied().collect();
                 let loose = numbers.into_iter().filter(|number| !pinned.contains(number));
-                loose.for_each(|number| book.with(number, |item| item.state.store(1, Relaxed)));
+                loose.for_each(|number| owner.with(number, |item| item.state.store(1, Relaxed)));
             }
             19 => {
-                // Under a guard, moved items stay readable at their old place.
+                // Under an epoch guard, moved items can still be read at their old place.
                 let _guard = xarray::pin();
-                let seen = found.map(|number| (book.items.lock().unwrap()[&number], number));
+                let seen = found.map(|number| (owner.items.lock().unwrap()[&number], number));
                 compact(slabs, &cache, [one, other, what], true);
-                // SAFETY: found under the guard, and only moved since.
+                // SAFETY: the items were found under the guard, and could only be moved since.
                 seen.into_iter().for_each(|(at, number)| assert!(unsafe { &*(at as *const Item<WORDS>) }.is(number)));
             }
-            20 => book.check(&pinned),
+            20 => owner.check(&pinned),
             _ => compact(slabs, &cache, call, false),
         }
     }
-    book.check(&pinned);
-    assert!(cache.info().unwrap().active >= book.items.lock().unwrap().len() as u64);
-    pinned.into_iter().for_each(|number| book.with(number, |item| item.state.store(1, Relaxed)));
-    // Otherwise these objects would never be freed.
-    while let Some(number) = some(&book.items, 0) {
+    owner.check(&pinned);
+    assert!(cache.info().unwrap().active >= owner.items.lock().unwrap().len() as u64);
+    pinned.into_iter().for_each(|number| owner.with(number, |item| item.state.store(1, Relaxed)));
+    // Items that are not removed here would never be freed.
+    while let Some(number) = first_item_from(&owner.items, 0) {
         remove(&cache, number);
     }
     cache.shrink().unwrap();

@@ -1,9 +1,9 @@
-//! Random calls on a file with a store that fails, shortens and reorders transfers, or with a file of the system.
+//! Random calls on a file whose store fails, shortens and reorders transfers, or is a file of the system.
 //! Arbitrary bytes are decoded as calls, six bytes each, and checked against a model.
 //!
-//! `cargo +nightly fuzz run store_calls`. The first byte of an input chooses the store and the size: some pages in a
-//! cache of half as many, or a huge folio and some pages. For each byte the model has the file's value, and the set of
-//! values that the store may have: the value at the last sync, and those written since.
+//! `cargo +nightly fuzz run store_calls`. The first byte of an input chooses the store and the size: some pages
+//! in a cache of half the size, or a huge folio and some pages. For each byte, the model has the value in the
+//! file, and the set of values that the store may have: the value at the last sync, and those written since.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -20,15 +20,15 @@ use std::time::Duration;
 
 const PAGE: usize = PageSize::MIN_BYTES;
 
-/// Bytes of a small file, and of the part behind a huge folio.
-const SOME: usize = 16 * PAGE;
+/// Length of a small file, and of the part behind a huge folio.
+const SMALL_FILE_BYTES: usize = 16 * PAGE;
 
-/// Unit of offsets: some lie at the edges of pages, and some inside.
-const STEP: usize = PAGE / 8;
+/// Unit of offsets. Some offsets are at the edges of pages, and some inside.
+const OFFSET_UNIT_BYTES: usize = PAGE / 8;
 
-const SOON: Duration = Duration::from_millis(1);
+const WAIT_TIME: Duration = Duration::from_millis(1);
 
-/// Chooses huge in the first block, if huge folios are allowed.
+/// A policy that chooses a huge folio for the first block.
 struct First;
 
 impl Policy for First {
@@ -37,38 +37,38 @@ impl Policy for First {
     }
 }
 
-/// A cache, and its queue.
-struct Place {
+/// A cache and its queue, which are used for many inputs.
+struct CacheWithQueue {
     cache: Cache,
     queue: Queue,
     most: usize,
 }
 
-impl Place {
+impl CacheWithQueue {
     fn new(use_huge: bool) -> Self {
         let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space");
         pagemill.caches.collapse_by_hand();
         let huge = if use_huge { BLOCK_BYTES } else { 0 };
         let page = PageSize::new(PAGE).expect("a power of two");
-        let limit = (huge + SOME / 2) as u64;
+        let limit = (huge + SMALL_FILE_BYTES / 2) as u64;
         let settings = Settings { page, use_huge, policy: Box::new(First), ..Settings::new("fuzz", limit) };
         let cache = pagemill.caches.make(settings).expect("a cache");
         let queue = cache.queue(4).expect("a queue");
-        Self { cache, queue, most: huge + SOME }
+        Self { cache, queue, most: huge + SMALL_FILE_BYTES }
     }
 }
 
 thread_local! {
-    static PLACES: std::cell::RefCell<[Option<Place>; 2]> = const { std::cell::RefCell::new([None, None]) };
+    static CACHES: std::cell::RefCell<[Option<CacheWithQueue>; 2]> = const { std::cell::RefCell::new([None, None]) };
 }
 
-/// The store of the file.
-enum Behind {
+/// The store of the file, and the test's access to it.
+enum FileStoreUnderTest {
     Faulty(FaultyStore<MemoryStore>),
     File(PathBuf),
 }
 
-impl Behind {
+impl FileStoreUnderTest {
     fn new(is_file: bool) -> Self {
         let bytes = vec![7; 5 * PAGE + 100];
         if !is_file {
@@ -100,7 +100,7 @@ impl Behind {
         }
     }
 
-    /// Changes the store as another process would.
+    /// Changes the store as another process would: cuts it to `at` bytes and appends `len` bytes.
     fn change(&self, at: usize, len: usize) {
         let others: &dyn Store = match self {
             Self::Faulty(store) => store.inner(),
@@ -115,7 +115,7 @@ impl Behind {
     }
 }
 
-impl Drop for Behind {
+impl Drop for FileStoreUnderTest {
     fn drop(&mut self) {
         if let Self::File(path) = self {
             let _ = std::fs::remove_file(path);
@@ -123,7 +123,7 @@ impl Drop for Behind {
     }
 }
 
-/// The file's bytes, and for each byte the values that the store may have: a bit set of the values 0 to 7.
+/// The model: the file's bytes, and for each byte a bit set of the values (0 to 7) that the store may have.
 struct Model {
     bytes: Vec<u8>,
     stored: Vec<u8>,
@@ -136,7 +136,7 @@ impl Model {
         model
     }
 
-    /// The store has the file's current bytes in this range.
+    /// Records that the store has the file's current bytes in this range.
     fn sync(&mut self, at: usize, len: usize) {
         let end = (at + len).min(self.bytes.len());
         let range = at.min(end)..end;
@@ -161,37 +161,45 @@ impl Model {
     }
 
     fn check_stored(&self, found: &[u8]) {
-        // Without a branch for each byte, which would add coverage for the fuzzer to follow.
+        // Uses no branch for each byte, which the fuzzer would count as coverage.
         let allowed = found.iter().zip(&self.stored).fold(1, |allowed, (byte, may_be)| allowed & may_be >> byte);
         assert!(found.len() <= self.stored.len() && allowed == 1);
     }
 }
 
-/// Returns whether a failing store or a full cache may cause the error. `Busy` is not allowed: no other thread has
-/// pages.
+/// Returns whether a failing store or a full cache may cause this error. `Busy` is not allowed, since no other
+/// thread has pages.
 fn is_excusable(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::NoMemory { .. })
 }
 
-fn done<T>(result: Result<T>) -> Option<T> {
+fn unless_excusable<T>(result: Result<T>) -> Option<T> {
     result.map_err(|error| assert!(is_excusable(&error), "{error:?}")).ok()
 }
 
 fn check_read(file: &Mapping, model: &Model, at: usize, len: usize) {
     let mut bytes = vec![0xEE; len + 1];
-    let count = done(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
+    let count = unless_excusable(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
     let end = (at + count).min(model.bytes.len());
     assert!(bytes[..count] == *model.bytes.get(at..end).unwrap_or_default());
     assert!(bytes[count..].iter().all(|byte| *byte == 0xEE || *byte == 0));
 }
 
-/// Does one call that is possible while pages are pinned.
-fn step(place: &mut Place, behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], at: usize, len: usize) {
+/// Makes a call that is possible while pages are pinned.
+fn step(
+    place: &mut CacheWithQueue,
+    behind: &FileStoreUnderTest,
+    file: &Mapping,
+    model: &mut Model,
+    call: &[u8],
+    at: usize,
+    len: usize,
+) {
     let (kind, offset) = (call[0] / 16, at as u64);
     match kind {
         0..3 => {
             let byte = call[5] % 7 + 1;
-            let count = done(file.write_at(&vec![byte; len], offset)).unwrap_or(0);
+            let count = unless_excusable(file.write_at(&vec![byte; len], offset)).unwrap_or(0);
             model.write(at, count, byte);
         }
         3 => {
@@ -200,15 +208,15 @@ fn step(place: &mut Place, behind: &Behind, file: &Mapping, model: &mut Model, c
         }
         4 => {
             let end = (at + len).min(model.bytes.len());
-            if done(file.zero_range(offset, len as u64)).is_some() && at < end {
+            if unless_excusable(file.zero_range(offset, len as u64)).is_some() && at < end {
                 model.write(at, end - at, 0);
             } else if at < end {
-                // A part may be zeroed. The file itself shows which one.
+                // The failed call may have zeroed a part. Reading the file shows which.
                 model.stored[at..end].iter_mut().for_each(|may_be| *may_be |= 1);
                 behind.set_faults(Faults::default());
                 for at in (at..end).step_by(PAGE) {
                     let mut bytes = vec![0; PAGE.min(end - at)];
-                    let count = done(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
+                    let count = unless_excusable(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
                     let old = &mut model.bytes[at..at + count];
                     let is_other = |(old, new): (&u8, &u8)| u8::from(*new != 0) & u8::from(old != new);
                     assert_eq!(old.iter().zip(&bytes).map(is_other).max().unwrap_or(0), 0);
@@ -235,46 +243,53 @@ fn step(place: &mut Place, behind: &Behind, file: &Mapping, model: &mut Model, c
         9 => {
             match place.queue.fetch(file, offset, 0) {
                 Err(Error::PastEnd { .. } | Error::Busy { .. }) => {}
-                other => drop(done(other)),
+                other => drop(unless_excusable(other)),
             }
             if call[4] & 1 == 1 {
-                take_all(place, usize::from(call[4] & 2));
+                take_completions(place, usize::from(call[4] & 2));
             }
         }
-        _ => take_all(place, 1),
+        _ => take_completions(place, 1),
     }
 }
 
-fn take_all(place: &mut Place, least: usize) {
-    place.queue.wait(least, SOON).expect("a ring works");
+fn take_completions(place: &mut CacheWithQueue, least: usize) {
+    place.queue.wait(least, WAIT_TIME).expect("a ring works");
     while let Some(fetched) = place.queue.next() {
-        done(fetched.result);
+        unless_excusable(fetched.result);
     }
 }
 
-fn drain(place: &mut Place) {
+fn drain(place: &mut CacheWithQueue) {
     while !place.queue.is_empty() {
-        take_all(place, 1);
+        take_completions(place, 1);
     }
 }
 
-/// Does one call that waits for pins. No page is pinned here.
-fn step_alone(behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], at: usize, len: usize) {
+/// Makes a call that waits for pins. No page is pinned here.
+fn step_without_pins(
+    behind: &FileStoreUnderTest,
+    file: &Mapping,
+    model: &mut Model,
+    call: &[u8],
+    at: usize,
+    len: usize,
+) {
     match call[0] / 16 {
         11 => {
-            if done(file.sync()).is_some() {
+            if unless_excusable(file.sync()).is_some() {
                 model.sync(0, model.stored.len());
                 assert!(behind.bytes() == model.bytes);
             }
         }
         12 => {
-            if len > 0 && done(file.sync_range(at as u64, len as u64)).is_some() {
+            if len > 0 && unless_excusable(file.sync_range(at as u64, len as u64)).is_some() {
                 model.sync(at, len.min(model.stored.len() - 1));
                 assert_eq!(behind.bytes().len(), model.bytes.len());
             }
         }
         13 if at < model.bytes.len() => {
-            if let Some(mut held) = done(file.hold(at as u64)) {
+            if let Some(mut held) = unless_excusable(file.hold(at as u64)) {
                 let begin = held.offset() as usize;
                 let end = (begin + held.len()).min(model.bytes.len());
                 assert!(held[..end - begin] == model.bytes[begin..end]);
@@ -284,8 +299,8 @@ fn step_alone(behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], a
             }
         }
         _ => {
-            // A refresh fails if the file is not synced. The store is changed only after a sync.
-            let is_synced = call[4] & 1 == 1 && done(file.sync()).is_some();
+            // A refresh fails if the file was not synced. So the store is changed only after a sync.
+            let is_synced = call[4] & 1 == 1 && unless_excusable(file.sync()).is_some();
             if is_synced {
                 behind.change(at, len);
                 *model = Model::new(behind.bytes(), model.stored.len());
@@ -298,7 +313,7 @@ fn step_alone(behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], a
     }
 }
 
-/// Pins a page, or writes to a pinned one.
+/// Pins a page, or writes to a pinned page.
 fn step_pins<'file>(
     pins: &mut Vec<(Pin<'file>, usize)>,
     file: &'file Mapping,
@@ -309,7 +324,7 @@ fn step_pins<'file>(
     if call[4] & 1 == 0 && pins.len() < 3 {
         match file.pin(at as u64) {
             Err(Error::PastEnd { .. }) => {}
-            other => pins.extend(done(other).map(|pin| (pin, at))),
+            other => pins.extend(unless_excusable(other).map(|pin| (pin, at))),
         }
     } else if let Some((pin, at)) = pins.get(usize::from(call[4] / 2) % 3) {
         let len = pin.len_bytes().min(usize::from(call[5]) * 8);
@@ -321,27 +336,27 @@ fn step_pins<'file>(
     }
 }
 
-/// Does calls until one closes the file; returns the number of bytes used.
-fn run(place: &mut Place, behind: &Behind, model: &mut Model, data: &[u8]) -> usize {
+/// Makes calls until one closes the file. Returns the number of bytes of `data` used.
+fn run(place: &mut CacheWithQueue, behind: &FileStoreUnderTest, model: &mut Model, data: &[u8]) -> usize {
     let most = place.most;
-    let Some(file) = done(place.cache.open(behind.open())) else { return data.len() };
+    let Some(file) = unless_excusable(place.cache.open(behind.open())) else { return data.len() };
     let mut pins = Vec::new();
     let mut count = 0;
     for call in data.chunks_exact(6) {
         count += 6;
-        // Mostly near the beginning, and around the end of the first block.
-        let far = if call[1] & 1 == 1 { most - SOME / 2 } else { 0 };
-        let at = (far + usize::from(call[2]) * STEP + usize::from(call[5]) / 64) % most;
-        let len = (usize::from(call[3]) * STEP + usize::from(call[4]) / 64) % (most - at);
+        // Most offsets are near the beginning of the file, or around the end of the first block.
+        let far = if call[1] & 1 == 1 { most - SMALL_FILE_BYTES / 2 } else { 0 };
+        let at = (far + usize::from(call[2]) * OFFSET_UNIT_BYTES + usize::from(call[5]) / 64) % most;
+        let len = (usize::from(call[3]) * OFFSET_UNIT_BYTES + usize::from(call[4]) / 64) % (most - at);
         match call[0] / 16 {
             11..15 if pins.is_empty() || call[4] & 4 == 4 => {
                 pins.clear();
-                step_alone(behind, &file, model, call, at, len);
+                step_without_pins(behind, &file, model, call, at, len);
             }
             15 if call[4] & 8 == 8 => {
                 drop(pins);
                 drop(file);
-                // Bytes that were not synced are in the store, or lost.
+                // Bytes that were not synced may be in the store or lost.
                 let found = behind.bytes();
                 model.check_stored(&found);
                 *model = Model::new(found, most);
@@ -369,13 +384,13 @@ fn run(place: &mut Place, behind: &Behind, model: &mut Model, data: &[u8]) -> us
 fuzz_target!(|data: &[u8]| {
     let Some((first, mut data)) = data.split_first() else { return };
     let (use_huge, is_file) = (first & 1 == 1, first & 2 == 2);
-    PLACES.with_borrow_mut(|places| {
-        let place = places[usize::from(use_huge)].get_or_insert_with(|| Place::new(use_huge));
-        let behind = Behind::new(is_file);
+    CACHES.with_borrow_mut(|places| {
+        let place = places[usize::from(use_huge)].get_or_insert_with(|| CacheWithQueue::new(use_huge));
+        let behind = FileStoreUnderTest::new(is_file);
         let mut model = Model::new(behind.bytes(), place.most);
         while !data.is_empty() {
             let count = run(place, &behind, &mut model, data);
-            // A file with pages in flight stays open until they have arrived.
+            // A file with pages in flight stays open until the reads have ended.
             drain(place);
             data = &data[count.min(data.len())..];
         }

@@ -1,7 +1,8 @@
-//! Random marks, unmarks, mappings and purges. Arbitrary bytes are decoded as calls, three bytes each, and checked
-//! against a table of pages.
+//! Random marks, unmarks, mappings and purges of volatile ranges. Arbitrary bytes are decoded as calls, three
+//! bytes each, and checked against a table of pages.
 //!
-//! `cargo +nightly fuzz run vrange_calls`. Each input begins with one fully written area, and ends by unmarking it.
+//! `cargo +nightly fuzz run vrange_calls`. Each input starts with an area in which every page is written, and
+//! ends by unmarking the area.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -21,7 +22,7 @@ fn pagemill() -> &'static Pagemill {
     PAGEMILL.get_or_init(|| Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space"))
 }
 
-/// Page-aligned memory for the life of the process; accessed byte by byte only.
+/// Returns the address of page-aligned memory that is never freed, and is accessed only byte by byte.
 fn area() -> usize {
     static AREA: OnceLock<usize> = OnceLock::new();
     *AREA.get_or_init(|| {
@@ -30,18 +31,18 @@ fn area() -> usize {
     })
 }
 
-/// Strict marks, if the kernel has guard regions.
+/// Returns the mode for strict marks, or the plain mode if the kernel lacks guard regions.
 fn strict() -> Mode {
     static MODE: OnceLock<Mode> = OnceLock::new();
     *MODE.get_or_init(|| {
-        // SAFETY: inside the area, which has no references to it and is never freed.
+        // SAFETY: the range is inside the area, which has no references to it and is never freed.
         let is_there = unsafe { pagemill().vranges.vrange(area(), os_page_bytes(), Mode::VolatileStrict, How::Full) };
         Machine::call(0, 1, Mode::Nonvolatile, How::Full);
         if is_there.is_ok() { Mode::VolatileStrict } else { Mode::Volatile }
     })
 }
 
-/// Expected state of a page.
+/// The expected state of a page.
 #[derive(Clone, Copy, Default)]
 struct Page {
     is_marked: bool,
@@ -57,21 +58,22 @@ impl Machine {
         (area() + page * os_page_bytes()) as *mut u8
     }
 
-    /// Returns whether a page is purged: it reads zero, or is unreadable under a strict mark.
+    /// Returns whether a page is purged: it reads as zero or, under a strict mark, cannot be read.
     fn is_gone(page: usize, is_marked: bool) -> bool {
         let is_guarded = is_marked && !fault::is_readable(Self::at(page) as usize);
-        // SAFETY: inside the area; a guard on an unmarked page would cause a fault, which fails the test.
+        // SAFETY: the byte is inside the area. A guard on an unmarked page would cause a fault, which fails the
+        // test.
         is_guarded || unsafe { Self::at(page).read_volatile() } == 0
     }
 
     fn write(page: usize) {
-        // SAFETY: inside the area, which has no references to it.
+        // SAFETY: the byte is inside the area, which has no references to it.
         unsafe { Self::at(page).write_volatile(1) };
     }
 
     fn call(page: usize, pages: usize, mode: Mode, how: How) -> pagemill::volatile::vrange::Marked {
         let (addr, len) = (area() + page * os_page_bytes(), pages * os_page_bytes());
-        // SAFETY: inside the area, which has no references to it and is never freed.
+        // SAFETY: the range is inside the area, which has no references to it and is never freed.
         unsafe { pagemill().vranges.vrange(addr, len, mode, how) }.expect("whole pages that are mapped")
     }
 
@@ -97,7 +99,7 @@ impl Machine {
             _ => pagemill().vranges.forget(area() + page * os_page_bytes()..area() + part.end * os_page_bytes()),
         }
         if matches!(kind % 7, 2 | 4) {
-            // These calls remove any mark.
+            // These calls remove all marks.
             self.pages[part.clone()].fill(Page::default());
             part.for_each(Self::write);
         }

@@ -1,11 +1,13 @@
-//! `pagemill bench`: executes the experiments, a separate program that links the allocators it compares.
+//! `pagemill bench`: executes `pagemill-bench`, a separate program with the experiments, which links the
+//! allocators to compare.
 
 use crate::fail;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-/// The experiments and what they measure, for when they are not built. `the_experiments_are_listed` compares them.
+/// Name and help of each experiment, shown if `pagemill-bench` is not built. A test compares them with its
+/// source.
 const EXPERIMENTS: &[(&str, &str)] = &[
     (
         "ebizzy",
@@ -68,7 +70,7 @@ const EXPERIMENTS: &[(&str, &str)] = &[
     ("settings", "Print the settings that make each allocator return memory at once, as a Markdown table"),
 ];
 
-const BUILD: &str = "This builds them, with the allocators they compare:\n\n    \
+const BUILD_HINT: &str = "This builds them, with the allocators they compare:\n\n    \
                      cargo build --release -p pagemill-cli -p pagemill-bench\n";
 
 pub fn bench(args: &[OsString]) -> ExitCode {
@@ -77,14 +79,14 @@ pub fn bench(args: &[OsString]) -> ExitCode {
         let error = Command::new(&program).args(args).exec();
         return fail(2, &format!("cannot start {}: {error}", program.display()));
     }
-    let asks_for_help = args.first().is_some_and(|word| ["--help", "-h", "help"].iter().any(|help| word == help));
-    if asks_for_help {
+    let is_help_requested = args.first().is_some_and(|word| ["--help", "-h", "help"].iter().any(|help| word == help));
+    if is_help_requested {
         println!("Experiments (not built yet):\n");
         EXPERIMENTS.iter().for_each(|(name, meaning)| println!("  {name:<12} {meaning}"));
-        println!("\n{BUILD}");
+        println!("\n{BUILD_HINT}");
         return ExitCode::SUCCESS;
     }
-    fail(2, &format!("the experiments are not built. {BUILD}"))
+    fail(2, &format!("the experiments are not built. {BUILD_HINT}"))
 }
 
 #[cfg(test)]
@@ -92,9 +94,9 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    /// The list has the name and the help of each experiment.
+    /// The list has the name and the help of each experiment in the source of `pagemill-bench`.
     #[test]
-    fn the_experiments_are_listed() {
+    fn experiments_equal_those_of_pagemill_bench() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pagemill-bench/src/main.rs");
         let source = std::fs::read_to_string(source).unwrap();
         let variants = source.split_once("enum Experiment {").unwrap().1.split_once("#[command").unwrap().0;

@@ -1,6 +1,6 @@
-//! Memory of a process's caches, by name and by node, as the process reports it.
+//! The memory of a process's page caches, by name and by memory node, as the process reports it.
 
-use crate::asking::{Interrupt, reason};
+use crate::requests::{Interrupt, unanswered_reason};
 use pagemill::listing::{self, Unanswered};
 use pagemill::mapping::{Holder, Usage};
 use pagemill::stats::{Counter, Snapshot};
@@ -10,40 +10,39 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// A process's report on its caches.
-pub enum Answer {
-    /// One row per cache; empty if it has none.
+pub enum CachesReport {
+    /// One row for each cache. Empty if the process has no cache.
     Rows(Vec<(Holder, Usage)>),
-    /// No report, with the reason.
+    /// There is no report, for this reason.
     None(String),
 }
 
-/// Requests reports from all Pagemill instances of the process. `None` if a signal interrupts.
-pub fn ask(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<Answer> {
+/// Requests reports from all Pagemill instances of the process. Returns `None` if a signal interrupts.
+pub fn request_caches(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<CachesReport> {
     let mut rows = Vec::new();
-    // An instance without caches is not woken.
+    // An instance without caches is not asked: a request would wake its helper thread.
     let has_caches = |snapshot: &Snapshot| snapshot.get(Counter::Caches) > 0 || snapshot.get(Counter::Cache) > 0;
     for (path, snapshot) in found.iter().filter(|(_, snapshot)| has_caches(snapshot)) {
-        // No helper thread would answer.
+        // Without a helper thread the request would get no answer.
         let answer = if snapshot.get(Counter::Helpers) == 0 {
             Err(Unanswered::Late)
         } else {
-            listing::ask_for_caches(path, snapshot.identity, || interrupt.has_come())
+            listing::ask_for_caches(path, snapshot.identity, || interrupt.has_signal())
         };
         match answer {
             Ok(part) => rows.extend(part),
             Err(Unanswered::Stopped) => return None,
-            Err(error) => return Some(Answer::None(format!("{error}{}", reason(&error, snapshot)))),
+            Err(error) => return Some(CachesReport::None(format!("{error}{}", unanswered_reason(&error, snapshot)))),
         }
     }
-    Some(Answer::Rows(rows))
+    Some(CachesReport::Rows(rows))
 }
 
-/// A column: its name and value.
+/// A column: its name, and its value in a row.
 type Column = (&'static str, fn(&Usage) -> u64);
 
-/// Columns that add up to a cache's memory.
-const PARTS: [Column; 6] = [
+/// The columns that add up to a cache's memory.
+const SUMMED_COLUMNS: [Column; 6] = [
     ("huge", |usage| usage.huge),
     ("small", |usage| usage.small),
     ("locked", |usage| usage.locked),
@@ -52,26 +51,27 @@ const PARTS: [Column; 6] = [
     ("index", |usage| usage.index),
 ];
 
-/// Sums of the parts. The values come from another process, so additions saturate.
-type Sums = [u64; PARTS.len()];
+/// The sum of each column. The values come from another process, so additions saturate.
+type ColumnSums = [u64; SUMMED_COLUMNS.len()];
 
-fn add(sums: &mut Sums, usage: &Usage) {
-    for (sum, (_, of)) in sums.iter_mut().zip(PARTS) {
+fn add_usage(sums: &mut ColumnSums, usage: &Usage) {
+    for (sum, (_, of)) in sums.iter_mut().zip(SUMMED_COLUMNS) {
         *sum = sum.saturating_add(of(usage));
     }
 }
 
-fn sums_of(rows: &[(Holder, Usage)]) -> Sums {
-    let mut sums = Sums::default();
-    rows.iter().for_each(|(_, usage)| add(&mut sums, usage));
+fn sums_of(rows: &[(Holder, Usage)]) -> ColumnSums {
+    let mut sums = ColumnSums::default();
+    rows.iter().for_each(|(_, usage)| add_usage(&mut sums, usage));
     sums
 }
 
-/// Sums by node. Unused index nodes belong to no memory node.
-fn nodes_of(rows: &[(Holder, Usage)]) -> BTreeMap<usize, Sums> {
-    let mut nodes: BTreeMap<usize, Sums> = BTreeMap::new();
+/// Returns the sums for each memory node. Unused index nodes of xarrays belong to no memory node and are left
+/// out.
+fn nodes_of(rows: &[(Holder, Usage)]) -> BTreeMap<usize, ColumnSums> {
+    let mut nodes: BTreeMap<usize, ColumnSums> = BTreeMap::new();
     for (_, usage) in rows.iter().filter(|(holder, _)| *holder != Holder::SpareNodes) {
-        add(nodes.entry(usage.node).or_default(), usage);
+        add_usage(nodes.entry(usage.node).or_default(), usage);
     }
     nodes
 }
@@ -84,9 +84,10 @@ fn holder_name(holder: Holder, usage: &Usage) -> String {
     }
 }
 
-impl Answer {
-    /// Returns a statistic as of now, where the published value is that of the last measurement.
-    pub fn now(&self, counter: Counter) -> Option<u64> {
+impl CachesReport {
+    /// Returns the current value of a counter of this report. The published value is that of the last
+    /// measurement.
+    pub fn current_value(&self, counter: Counter) -> Option<u64> {
         let Self::Rows(rows) = self else { return None };
         let [.., frames, index] = sums_of(rows);
         match counter {
@@ -96,7 +97,7 @@ impl Answer {
         }
     }
 
-    /// Returns the table that follows the process's; empty without caches.
+    /// Returns the table that `meminfo` prints below the process's own. Empty if the process has no cache.
     pub fn text(&self) -> String {
         let mut text = String::new();
         let rows = match self {
@@ -112,17 +113,17 @@ impl Answer {
         let width = rows.iter().map(|(holder, usage)| holder_name(*holder, usage).chars().count()).max().unwrap_or(0);
         let width = width.max("all on node 0".len());
         let _ = write!(text, "  {:<width$}  {:>3} {:>4}", "CACHE", "#", "NODE");
-        PARTS.iter().for_each(|(name, _)| _ = write!(text, " {:>9}", name.to_uppercase()));
+        SUMMED_COLUMNS.iter().for_each(|(name, _)| _ = write!(text, " {:>9}", name.to_uppercase()));
         let _ = writeln!(text, " {:>9} {:>9} {:>9} {:>9}", "CHARGED", "DIRTY", "LIMIT", "PAGE");
         let amount = |bytes: u64| Bytes(bytes).to_string();
-        let mut row = |name: &str, number: String, node: String, sums: &Sums, rest: String| {
+        let mut row = |name: &str, number: String, node: String, sums: &ColumnSums, rest: String| {
             let _ = write!(text, "  {name:<width$}  {number:>3} {node:>4}");
             sums.iter().for_each(|bytes| _ = write!(text, " {:>9}", amount(*bytes)));
             let _ = writeln!(text, "{rest}");
         };
         for (holder, usage) in rows {
-            let mut sums = Sums::default();
-            add(&mut sums, usage);
+            let mut sums = ColumnSums::default();
+            add_usage(&mut sums, usage);
             let (number, node) = match holder {
                 Holder::SpareNodes => (String::new(), String::new()),
                 _ => (usage.number.to_string(), usage.node.to_string()),
@@ -130,10 +131,10 @@ impl Answer {
             let rest = match holder {
                 Holder::Cache => {
                     let page = amount(usage.page_bytes as u64);
-                    let some = if usage.is_partial { "  in part" } else { "" };
+                    let partial = if usage.is_partial { "  in part" } else { "" };
                     let [charged, dirty, limit] = [usage.charged, usage.dirty, usage.limit].map(amount);
                     let hugetlb = if usage.is_hugetlb { "  hugetlb" } else { "" };
-                    format!(" {charged:>9} {dirty:>9} {limit:>9} {page:>9}{hugetlb}{some}")
+                    format!(" {charged:>9} {dirty:>9} {limit:>9} {page:>9}{hugetlb}{partial}")
                 }
                 _ => String::new(),
             };
@@ -149,7 +150,7 @@ impl Answer {
         text
     }
 
-    /// Adds its rows to a JSON object.
+    /// Adds the rows to a JSON object.
     pub fn json_into(&self, object: &mut Map<String, Value>) {
         let rows = match self {
             Self::Rows(rows) => rows,
@@ -159,12 +160,12 @@ impl Answer {
                 return;
             }
         };
-        let parts_of = |sums: &Sums| -> Map<String, Value> {
-            PARTS.iter().zip(sums).map(|((name, _), bytes)| ((*name).to_owned(), json!(bytes))).collect()
+        let parts_of = |sums: &ColumnSums| -> Map<String, Value> {
+            SUMMED_COLUMNS.iter().zip(sums).map(|((name, _), bytes)| ((*name).to_owned(), json!(bytes))).collect()
         };
         let caches = rows.iter().map(|(holder, usage)| {
-            let mut sums = Sums::default();
-            add(&mut sums, usage);
+            let mut sums = ColumnSums::default();
+            add_usage(&mut sums, usage);
             let mut row = parts_of(&sums);
             let holder_word = match holder {
                 Holder::Cache => "cache",
@@ -202,9 +203,10 @@ mod tests {
         Usage { name: name.into(), node, frames: bytes, index: bytes, charged: bytes, limit: bytes, ..parts }
     }
 
-    /// One row for each holder, for each node, and for all; unused nodes belong to no node.
+    /// The table has a row for each cache, for each memory node, and for the sum. Unused index nodes count for
+    /// no memory node.
     #[test]
-    fn rows_add_up() {
+    fn rows_add_up_by_node_and_in_total() {
         const KIB: u64 = 1 << 10;
         let rows = vec![
             (Holder::Cache, usage("tiles", 0, KIB)),
@@ -212,7 +214,7 @@ mod tests {
             (Holder::IdlePool, usage("", 1, 4 * KIB)),
             (Holder::SpareNodes, Usage { index: 8 * KIB, ..Usage::default() }),
         ];
-        let answer = Answer::Rows(rows);
+        let answer = CachesReport::Rows(rows);
         let text = answer.text();
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_ascii_whitespace().collect()).collect();
         let numbers = |line: &[&str], last: &str| {
@@ -226,7 +228,7 @@ mod tests {
         numbers(&lines[7], "all 7 KiB 7 KiB 7 KiB 7 KiB 7 KiB 15 KiB");
         assert!(lines[8].starts_with(&["in", "part:"]));
         assert_eq!(
-            (answer.now(Counter::CacheFrames), answer.now(Counter::CacheIndex)),
+            (answer.current_value(Counter::CacheFrames), answer.current_value(Counter::CacheIndex)),
             (Some(7 * KIB), Some(15 * KIB))
         );
         let mut object = Map::new();
@@ -235,16 +237,17 @@ mod tests {
         assert_eq!(object["cache_nodes"]["1"]["free"], 6 * KIB);
     }
 
-    /// Impossible sums do not overflow; without caches the text is empty, without an answer it gives the reason.
+    /// ColumnSums that exceed 64 bits saturate. Without caches the text is empty, and without an answer it gives the
+    /// reason.
     #[test]
-    fn absurd_answers_are_survived() {
-        let absurd = Answer::Rows(vec![(Holder::Cache, usage("x", usize::MAX, u64::MAX)); 3]);
+    fn impossible_values_do_not_overflow() {
+        let absurd = CachesReport::Rows(vec![(Holder::Cache, usage("x", usize::MAX, u64::MAX)); 3]);
         assert!(absurd.text().contains("15.9 EiB"));
-        assert_eq!(Answer::Rows(Vec::new()).text(), "");
+        assert_eq!(CachesReport::Rows(Vec::new()).text(), "");
         let mut object = Map::new();
-        let none = Answer::None("it has ended".to_owned());
+        let none = CachesReport::None("it has ended".to_owned());
         none.json_into(&mut object);
         assert!(none.text().contains("it has ended") && object["caches"].is_null());
-        assert_eq!(none.now(Counter::CacheIndex), None);
+        assert_eq!(none.current_value(Counter::CacheIndex), None);
     }
 }

@@ -1,25 +1,25 @@
-//! `pagemill doctor`: features of this kernel and these privileges, the effect of missing ones, and the fix.
+//! `pagemill doctor`: shows which features this kernel and these privileges offer, the effect of missing ones,
+//! and the fix.
 //!
-//! Rendered from the table of [`pagemill_sys::probe`], for people or as one JSON object.
+//! Prints the table of [`pagemill_sys::probe`] as text or as one JSON object.
 
-use crate::running::{self, Layer};
+use crate::running::{self, GovernorRow};
 use pagemill_sys::probe::{self, Availability, Report, Row};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;
 
-/// Width if the terminal does not report one.
+/// Line width if the terminal does not report its width.
 const DEFAULT_COLUMNS: usize = 100;
-/// Minimum width for wrapping.
-const FEWEST_COLUMNS: usize = 60;
-/// Column of names, after the mark.
+const MIN_COLUMNS: usize = 60;
+/// Column of the feature names, behind the word for the state.
 const NAME_COLUMN: usize = 11;
-/// Column of commands that are too long for the text column.
+/// Indentation of fix commands that do not fit behind their label.
 const COMMAND_COLUMN: usize = 4;
 
-/// Features in the summary, and the row that decides each.
-const QUESTIONS: &[(&str, &str)] = &[
+/// Features in the summary: the text, and the key of the row that decides.
+const SUMMARY_FEATURES: &[(&str, &str)] = &[
     ("huge pages", "huge_page"),
     ("realloc moves pages", "uffd_move"),
     ("free pages go back in batches", "process_madvise"),
@@ -28,22 +28,23 @@ const QUESTIONS: &[(&str, &str)] = &[
     ("direct I/O through rings", "io_uring"),
 ];
 
-/// Tries every feature and prints the results. Returns 0 if Pagemill works here, 2 if not, 1 if printing fails.
+/// Probes every feature and prints the results. The exit status is 0 if Pagemill works here, 2 if not, and 1 if
+/// printing fails.
 pub fn doctor(json: bool) -> ExitCode {
     let report = probe::probe();
-    let layers = running::layers();
+    let governor_rows = running::governor_rows();
     let text = if json {
-        render_json(&report, &layers)
+        render_json(&report, &governor_rows)
     } else {
         let is_terminal = io::stdout().is_terminal();
         let no_colour = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
         let columns = terminal_size::terminal_size().map_or(DEFAULT_COLUMNS, |(width, _)| width.0.into());
-        let style = Style { columns: columns.max(FEWEST_COLUMNS), is_coloured: is_terminal && !no_colour && !is_dumb };
-        render_table(&report, &layers, style)
+        let style = Style { columns: columns.max(MIN_COLUMNS), is_coloured: is_terminal && !no_colour && !is_dumb };
+        render_table(&report, &governor_rows, style)
     };
     match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
-        // A closed pipe is no error.
+        // The reader may close the pipe early.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             eprintln!("pagemill doctor: cannot write: {error}");
             return ExitCode::FAILURE;
@@ -61,13 +62,13 @@ struct Style {
 }
 
 impl Style {
-    /// Returns `text` in that colour (the parameter of SGR), if colours are enabled.
+    /// Returns `text` in this colour (an SGR parameter), if colours are enabled.
     fn paint(self, colour: &str, text: &str) -> String {
         if self.is_coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_string() }
     }
 }
 
-fn mark(state: Availability) -> (&'static str, &'static str) {
+fn word_and_colour(state: Availability) -> (&'static str, &'static str) {
     match state {
         Availability::Available => ("ok", "32"),
         Availability::Limited => ("limited", "33"),
@@ -76,7 +77,7 @@ fn mark(state: Availability) -> (&'static str, &'static str) {
     }
 }
 
-/// One entry of the table.
+/// A row of the table, from a probed feature or from a running process.
 struct ReportLine<'text> {
     name: &'text str,
     state: Availability,
@@ -100,14 +101,14 @@ impl<'text> From<&'text Row> for ReportLine<'text> {
     }
 }
 
-impl<'text> From<&'text Layer> for ReportLine<'text> {
-    fn from(layer: &'text Layer) -> Self {
-        let Layer { name, state, found, lost, .. } = layer;
+impl<'text> From<&'text GovernorRow> for ReportLine<'text> {
+    fn from(row: &'text GovernorRow) -> Self {
+        let GovernorRow { name, state, found, lost, .. } = row;
         Self { name, state: *state, found, needed_for: "", lost, fix: None }
     }
 }
 
-fn render_table(report: &Report, layers: &[Layer], style: Style) -> String {
+fn render_table(report: &Report, governor_rows: &[GovernorRow], style: Style) -> String {
     let name_columns = report.rows.iter().map(|row| row.feature.name.len()).max().unwrap_or(0);
     let mut text = String::new();
     let mut group = None;
@@ -118,40 +119,41 @@ fn render_table(report: &Report, layers: &[Layer], style: Style) -> String {
         }
         render_line(&mut text, &row.into(), name_columns, style);
     }
-    if !layers.is_empty() {
+    if !governor_rows.is_empty() {
         let _ = writeln!(text, "\n{}", style.paint("1", "Running now"));
     }
-    for layer in layers {
-        render_line(&mut text, &layer.into(), name_columns, style);
+    for row in governor_rows {
+        render_line(&mut text, &row.into(), name_columns, style);
     }
-    let _ = write!(text, "\n{}", hang(&verdict(report), 0, style.columns));
+    let _ = write!(text, "\n{}", wrap_hanging(&verdict(report), 0, style.columns));
     text
 }
 
 fn render_line(text: &mut String, row: &ReportLine<'_>, name_columns: usize, style: Style) {
-    let (word, colour) = mark(row.state);
-    let found = hang(row.found, NAME_COLUMN + name_columns + 2, style.columns);
-    let mark = style.paint(colour, &format!("{word:<7}"));
-    let _ = write!(text, "  {mark}  {:<name_columns$}  {found}", row.name);
+    let (word, colour) = word_and_colour(row.state);
+    let found = wrap_hanging(row.found, NAME_COLUMN + name_columns + 2, style.columns);
+    let state_word = style.paint(colour, &format!("{word:<7}"));
+    let _ = write!(text, "  {state_word}  {:<name_columns$}  {found}", row.name);
     if row.state == Availability::Available {
         return;
     }
-    // A feature that could not be tried has no known effect.
+    // The effect of a feature that could not be probed is unknown, so the line says what the feature is for.
     let (label, text_below) = match row.state {
         Availability::Unknown => ("    for", row.needed_for),
         _ => ("   lost", row.lost),
     };
-    let _ = write!(text, "  {}  {}", style.paint("2", label), hang(text_below, NAME_COLUMN, style.columns));
+    let _ = write!(text, "  {}  {}", style.paint("2", label), wrap_hanging(text_below, NAME_COLUMN, style.columns));
     if let Some(fix) = row.fix {
-        // A command is copied whole, so it is never wrapped.
+        // A command must be copied as a whole, so it is never wrapped.
         let is_wide = NAME_COLUMN + fix.chars().count() > style.columns;
         let gap = if is_wide { format!("\n{:COMMAND_COLUMN$}", "") } else { "  ".to_string() };
         let _ = writeln!(text, "  {}{gap}{}", style.paint("2", "    fix"), style.paint("36", fix));
     }
 }
 
-/// Wraps `text` to `columns`. Lines after the first are indented by `indent`; the first is expected to start there.
-fn hang(text: &str, indent: usize, columns: usize) -> String {
+/// Wraps `text` to `columns`. Indents all lines but the first by `indent`; the caller has printed that many
+/// columns before the first.
+fn wrap_hanging(text: &str, indent: usize, columns: usize) -> String {
     let mut wrapped = String::new();
     let mut at = indent;
     for word in text.split(' ') {
@@ -171,7 +173,7 @@ fn hang(text: &str, indent: usize, columns: usize) -> String {
     wrapped
 }
 
-/// Returns the summary: whether Pagemill works, the main features, the number of rows that are not ok.
+/// Returns the summary: whether Pagemill works here, the main features, and the number of rows that are not ok.
 fn verdict(report: &Report) -> String {
     if !report.is_supported() {
         let reasons: Vec<_> = report
@@ -182,7 +184,7 @@ fn verdict(report: &Report) -> String {
             .collect();
         return format!("Pagemill does not work here: {}.", reasons.join(", "));
     }
-    let answers: Vec<_> = QUESTIONS
+    let answers: Vec<_> = SUMMARY_FEATURES
         .iter()
         .filter_map(|(question, key)| {
             let answer = match report.row(key)?.state {
@@ -208,17 +210,17 @@ fn capitalised(text: &str) -> String {
 }
 
 #[derive(Serialize)]
-struct Object<'report> {
+struct DoctorObject<'report> {
     kernel: &'report str,
     supported: bool,
     rows: Vec<DoctorEntry<'report>>,
-    /// Governors of this user's running processes; empty if none publishes figures.
-    running: Vec<Running<'report>>,
+    /// The governors of this user's running processes. Empty if no process publishes statistics.
+    running: Vec<RunningEntry<'report>>,
     verdict: String,
 }
 
 #[derive(Serialize)]
-struct Running<'report> {
+struct RunningEntry<'report> {
     key: &'report str,
     name: &'report str,
     state: &'report str,
@@ -233,21 +235,21 @@ struct DoctorEntry<'report> {
     name: &'report str,
     state: &'report str,
     found: &'report str,
-    /// Null if every kernel has it.
+    /// Null if every kernel has the feature.
     since: Option<&'report str>,
     needed_for: &'report str,
     lost: &'report str,
-    /// Null if nothing needs a fix, or none exists.
+    /// Null if no fix is needed or none exists.
     fix: Option<&'report str>,
 }
 
-fn render_json(report: &Report, layers: &[Layer]) -> String {
-    let running = layers.iter().map(|layer| Running {
-        key: layer.key,
-        name: layer.name,
-        state: layer.state.word(),
-        found: &layer.found,
-        lost: layer.lost,
+fn render_json(report: &Report, governor_rows: &[GovernorRow]) -> String {
+    let running = governor_rows.iter().map(|row| RunningEntry {
+        key: row.key,
+        name: row.name,
+        state: row.state.word(),
+        found: &row.found,
+        lost: row.lost,
     });
     let rows = report.rows.iter().map(|row| {
         let feature = row.feature;
@@ -263,14 +265,14 @@ fn render_json(report: &Report, layers: &[Layer]) -> String {
             fix: row.fix.as_deref(),
         }
     });
-    let object = Object {
+    let object = DoctorObject {
         kernel: &report.kernel,
         supported: report.is_supported(),
         rows: rows.collect(),
         running: running.collect(),
         verdict: verdict(report),
     };
-    // Text and booleans only, which always serialize.
+    // The object has only texts and booleans, so serialization cannot fail.
     format!("{}\n", serde_json::to_string(&object).expect("plain data"))
 }
 
@@ -281,8 +283,8 @@ mod tests {
 
     const PLAIN: Style = Style { columns: 80, is_coloured: false };
 
-    /// A report that cycles through all states.
-    fn mixed() -> Report {
+    /// Returns a report whose rows cycle through all states.
+    fn report_with_all_states() -> Report {
         let states = [Availability::Available, Availability::Limited, Availability::Missing, Availability::Unknown];
         let rows = probe::table().zip(states.into_iter().cycle()).map(|(feature, state)| Row {
             feature,
@@ -293,7 +295,8 @@ mod tests {
         Report { kernel: "6.18.0".to_string(), rows: rows.collect() }
     }
 
-    /// JSON of this machine: one object on one line, unique keys, and the words that scripts rely on.
+    /// The JSON of this machine is one object on one line, with unique keys and the state words that scripts
+    /// rely on.
     #[test]
     fn json_is_one_object() {
         let text = render_json(&probe::probe(), &[]);
@@ -312,11 +315,11 @@ mod tests {
         }
     }
 
-    /// Every line fits, at any width; without colour there are no escapes.
+    /// Every line fits the width. Without colour there are no escape sequences.
     #[test]
     fn lines_fit_the_terminal() {
-        for columns in [FEWEST_COLUMNS, 80, 100, 120, 200] {
-            let text = render_table(&mixed(), &[], Style { columns, ..PLAIN });
+        for columns in [MIN_COLUMNS, 80, 100, 120, 200] {
+            let text = render_table(&report_with_all_states(), &[], Style { columns, ..PLAIN });
             for line in text.lines() {
                 assert!(line.chars().count() <= columns, "{columns}: {line}");
                 assert_eq!(line, line.trim_end(), "{columns}");
@@ -325,31 +328,31 @@ mod tests {
         }
     }
 
-    /// Colour adds escape sequences and nothing else.
+    /// The coloured table without its escape sequences equals the plain table.
     #[test]
     fn colour_adds_escapes_only() {
-        let report = mixed();
+        let report = report_with_all_states();
         let coloured = render_table(&report, &[], Style { is_coloured: true, ..PLAIN });
         let mut plain = String::new();
-        let mut pieces = coloured.split('\x1b');
-        plain.push_str(pieces.next().unwrap());
-        pieces.for_each(|piece| plain.push_str(piece.split_once('m').unwrap().1));
+        let mut parts = coloured.split('\x1b');
+        plain.push_str(parts.next().unwrap());
+        parts.for_each(|piece| plain.push_str(piece.split_once('m').unwrap().1));
         assert_eq!(plain, render_table(&report, &[], PLAIN));
     }
 
-    /// Only rows that are not ok have advice: the effect and the fix.
+    /// Rows that are not ok have a line with the effect and one with the fix; rows that are ok have neither.
     #[test]
-    fn advice_stands_under_what_is_not_ok() {
-        let mut report = mixed();
-        report.rows.truncate(4); // ok, limited, missing, unknown
+    fn only_rows_that_are_not_ok_have_advice() {
+        let mut report = report_with_all_states();
+        report.rows.truncate(4); // one row each: ok, limited, missing, unknown
         let text = render_table(&report, &[], PLAIN);
         let count = |label: &str| text.lines().filter(|line| line.trim_start().starts_with(label)).count();
         assert_eq!((count("lost "), count("for "), count("fix ")), (2, 1, 3), "{text}");
     }
 
     #[test]
-    fn the_verdict_says_why_not() {
-        let mut report = mixed();
+    fn the_verdict_names_the_missing_feature() {
+        let mut report = report_with_all_states();
         for row in &mut report.rows {
             row.state = Availability::Available;
         }

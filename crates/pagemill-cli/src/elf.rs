@@ -1,4 +1,4 @@
-//! Whether a preload library can reach a program: not one that is linked statically, and not one that changes its user.
+//! Determines from a program's file whether the preload library can replace its allocator.
 
 use object::elf::{self, FileHeader64, ProgramHeader64};
 use object::read::elf::{Dyn as _, FileHeader as _, ProgramHeader as _};
@@ -12,27 +12,27 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Why a program would run without the allocator.
+/// Why a program would run without Pagemill's allocator, or not at all.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Obstacle {
-    /// No dynamic loader, which would load the library.
+    /// The program has no dynamic loader, which would load the library.
     Static,
-    /// The loader ignores preloads for programs that run as another user.
+    /// The program runs as another user, so the loader ignores `LD_PRELOAD`.
     ChangesUser,
-    /// Made for another processor architecture.
+    /// The program is made for another processor architecture.
     Foreign,
-    /// Its sanitizer has an allocator that must be the only one.
-    Sanitized,
-    /// A sanitizer is linked into it, with an allocator.
+    /// The program needs a sanitizer library, which ends the program if another allocator is preloaded.
+    NeedsSanitizer,
+    /// A sanitizer with an allocator is linked into the program, which keeps using that allocator.
     OwnAllocator,
-    /// Reading it failed with this error.
+    /// The file could not be read, with this error.
     Unreadable(String),
-    /// Made for another C library (musl), whose loader cannot load a library made for glibc.
-    OtherLibrary,
+    /// The program is made for another C library (musl), whose loader cannot load a library made for glibc.
+    OtherCLibrary,
 }
 
 impl Obstacle {
-    /// Why the allocator cannot reach the program.
+    /// Returns why the allocator cannot reach the program.
     fn reason(&self, program: &Path) -> String {
         let program = program.display();
         match self {
@@ -40,26 +40,29 @@ impl Obstacle {
             Self::ChangesUser => format!("{program} is set-uid or set-gid, so the loader ignores preloads"),
             Self::Foreign => format!("{program} is made for another architecture"),
             Self::OwnAllocator => format!("{program} has a sanitizer with an allocator linked into it"),
-            Self::Sanitized => format!("{program} is built with a sanitizer, whose allocator has to be the only one"),
+            Self::NeedsSanitizer => {
+                format!("{program} is built with a sanitizer, whose allocator has to be the only one")
+            }
             Self::Unreadable(error) => format!("{program} cannot be read ({error})"),
-            Self::OtherLibrary => format!("{program} is made for another C library than glibc"),
+            Self::OtherCLibrary => format!("{program} is made for another C library than glibc"),
         }
     }
 
-    /// For a program that is started nevertheless.
-    pub fn explain(&self, program: &Path) -> String {
+    /// Returns the warning for a program that is started nevertheless.
+    pub fn warning(&self, program: &Path) -> String {
         let addition = match self {
             Self::Unreadable(_) => ": it may run on its own allocator",
             Self::Foreign => ": it runs if it can, but on its own allocator",
-            Self::OtherLibrary => ": it runs, but it and its children on their own allocators",
+            Self::OtherCLibrary => ": it runs, but it and its children on their own allocators",
             _ => ": it runs, but on its own allocator",
         };
         format!("{}{addition}", self.reason(program))
     }
 
-    /// For a program that is not started, since a limit would be void, or since it would end at once.
-    pub fn refuse(&self, program: &Path) -> String {
-        if *self == Self::Sanitized {
+    /// Returns the error for a program that is not started: the limit would have no effect, or the program
+    /// would end at once.
+    pub fn refusal(&self, program: &Path) -> String {
+        if *self == Self::NeedsSanitizer {
             return format!("{}: run it without pagemill", self.reason(program));
         }
         format!(
@@ -70,7 +73,7 @@ impl Obstacle {
 }
 
 /// Sanitizer libraries that replace `malloc`, without their version: those of gcc, then those of clang.
-const SANITIZERS: [&[u8]; 8] = [
+const SANITIZER_LIBRARIES: [&[u8]; 8] = [
     b"libasan.so",
     b"libtsan.so",
     b"liblsan.so",
@@ -81,24 +84,24 @@ const SANITIZERS: [&[u8]; 8] = [
     b"libclang_rt.memprof",
 ];
 
-/// Functions that a program exports if such a sanitizer is linked into it.
+/// Functions that a program exports if a sanitizer with an allocator is linked into it.
 const SANITIZER_FUNCTIONS: [&[u8]; 6] =
     [b"__asan_init", b"__tsan_init", b"__msan_init", b"__hwasan_init", b"__memprof_init", b"__lsan_do_leak_check"];
 
-/// Symbols of one hash bucket that are compared at most; usual are a few.
-const MAX_CHAIN: usize = 4096;
+/// Maximum number of symbols compared in one hash bucket; a few are usual.
+const MAX_COMPARED_SYMBOLS: usize = 4096;
 
-/// A dynamic segment of a real program is far smaller.
+/// Maximum size of a dynamic segment; real programs have far smaller ones.
 const MAX_DYNAMIC_BYTES: u64 = 1 << 20;
 
-/// A path of a loader is not longer.
+/// Maximum length of the path of a loader.
 const MAX_LOADER_BYTES: u64 = 4096;
 
-/// Bytes of a script that can hold its first line.
+/// Bytes read of a script, to find its first line.
 const LINE_BYTES: usize = 4096;
 
-/// Finds a program as `execvp` does.
-pub fn find(name: &OsStr) -> Option<PathBuf> {
+/// Finds a program by name or path, as `execvp` does.
+pub fn find_program(name: &OsStr) -> Option<PathBuf> {
     if name.as_bytes().contains(&b'/') {
         return Path::new(name).exists().then(|| PathBuf::from(name));
     }
@@ -109,11 +112,12 @@ pub fn find(name: &OsStr) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|folder| folder.join(name)).find(is_program)
 }
 
-/// Why the allocator cannot reach this program; scripts are judged by their interpreter.
+/// Returns why the allocator cannot reach this program; `None` if it can. For a script, the interpreter
+/// decides.
 pub fn obstacle(program: &Path) -> Option<Obstacle> {
     let mut path = program.to_owned();
     for _ in 0..4 {
-        // To open a pipe would wait for a writer.
+        // Only regular files are opened: opening a pipe would wait for a writer.
         let metadata = path.metadata().ok().filter(|metadata| metadata.is_file())?;
         let (mode, user) = (metadata.permissions().mode(), std::fs::metadata("/proc/self").ok()?.uid());
         let changes_user = (mode & 0o4000 != 0 && metadata.uid() != user) || (mode & 0o2000 != 0 && mode & 0o010 != 0);
@@ -121,7 +125,7 @@ pub fn obstacle(program: &Path) -> Option<Obstacle> {
             return Some(Obstacle::ChangesUser);
         }
         let mut line = [0; LINE_BYTES];
-        let read = File::open(&path).and_then(|file| Ok((read_some(&file, &mut line)?, file)));
+        let read = File::open(&path).and_then(|file| Ok((read_start(&file, &mut line)?, file)));
         let (count, file) = match read {
             Ok(read) => read,
             Err(error) => return Some(Obstacle::Unreadable(error.to_string())),
@@ -130,7 +134,7 @@ pub fn obstacle(program: &Path) -> Option<Obstacle> {
             Some(next) => path = next,
             None => {
                 let error = Cell::new(None);
-                let found = elf_obstacle(&ReadCache::new(Watched { file, error: &error }));
+                let found = elf_obstacle(&ReadCache::new(ErrorRecordingFile { file, error: &error }));
                 let unreadable = error.take().map(|error| Obstacle::Unreadable(error.to_string()));
                 return unreadable.or(found);
             }
@@ -139,7 +143,7 @@ pub fn obstacle(program: &Path) -> Option<Obstacle> {
     None
 }
 
-fn read_some(file: &File, bytes: &mut [u8]) -> io::Result<usize> {
+fn read_start(file: &File, bytes: &mut [u8]) -> io::Result<usize> {
     loop {
         match file.read_at(bytes, 0) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -148,14 +152,14 @@ fn read_some(file: &File, bytes: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// A file whose last error is kept: the parser reports it as if the file ended there.
-struct Watched<'a> {
+/// A file that records its last read error. The ELF parser reports an error like the end of the file.
+struct ErrorRecordingFile<'a> {
     file: File,
     error: &'a Cell<Option<io::Error>>,
 }
 
-impl Watched<'_> {
-    fn keep<T>(&self, result: io::Result<T>) -> io::Result<T> {
+impl ErrorRecordingFile<'_> {
+    fn record_error<T>(&self, result: io::Result<T>) -> io::Result<T> {
         result.map_err(|error| {
             let kind = error.kind();
             if kind != io::ErrorKind::Interrupted {
@@ -166,33 +170,34 @@ impl Watched<'_> {
     }
 }
 
-impl Read for Watched<'_> {
+impl Read for ErrorRecordingFile<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let result = self.file.read(bytes);
-        self.keep(result)
+        self.record_error(result)
     }
 }
 
-impl Seek for Watched<'_> {
+impl Seek for ErrorRecordingFile<'_> {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         let result = self.file.seek(to);
-        self.keep(result)
+        self.record_error(result)
     }
 }
 
-/// The interpreter that the first line of a script names.
+/// Returns the interpreter that the first line of a script names.
 fn interpreter(head: &[u8]) -> Option<PathBuf> {
     let line = head.strip_prefix(b"#!")?.split(|byte| *byte == b'\n').next()?;
     let mut words = line.split(|byte| *byte == b' ' || *byte == b'\t').filter(|word| !word.is_empty());
     let first = Path::new(OsStr::from_bytes(words.next()?));
     if first.file_name() == Some(OsStr::new("env")) {
         let name = words.find(|word| !word.starts_with(b"-") && !word.contains(&b'='))?;
-        return find(OsStr::from_bytes(name));
+        return find_program(OsStr::from_bytes(name));
     }
     Some(first.to_owned())
 }
 
-/// Facts from the headers of an ELF file; `None` for any other file. Reads only the parts that it needs.
+/// Returns the obstacle that the headers of an ELF file show; `None` for any other file. Reads only the needed
+/// parts.
 fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     let machine = if cfg!(target_arch = "aarch64") { elf::EM_AARCH64 } else { elf::EM_X86_64 };
     if data.read_bytes_at(0, elf::ELFMAG.len() as u64) != Ok(&elf::ELFMAG[..]) {
@@ -202,20 +207,20 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     let Some((header, endian)) = header.and_then(|header| Some((header, header.endian().ok()?))) else {
         return Some(Obstacle::Foreign);
     };
-    // No program has so many segments that their count is stored elsewhere.
+    // A count of segments that is stored elsewhere (`PN_XNUM`) does not occur in programs.
     if header.e_machine(endian) != machine || header.e_phnum(endian) == elf::PN_XNUM {
         return Some(Obstacle::Foreign);
     }
-    // A table that cannot be read names no loader.
+    // A segment table that cannot be read counts as empty.
     let segments = header.program_headers(endian, data).unwrap_or_default();
     let loader = segments.iter().find(|segment| segment.p_type(endian) == elf::PT_INTERP);
     let dynamic = Dynamic::read(segments, endian, data);
     let Some(loader) = loader else {
-        // A loader that is started as a program loads the library, too.
+        // The file can be the loader itself, started as a program: glibc's loads the library, too.
         let name = dynamic.as_ref().and_then(|dynamic| dynamic.names(elf::DT_SONAME).next());
         return match name {
             Some(name) if name.starts_with(b"ld-linux") => None,
-            Some(name) if is_other_library(name) => Some(Obstacle::OtherLibrary),
+            Some(name) if is_other_c_library(name) => Some(Obstacle::OtherCLibrary),
             _ => Some(Obstacle::Static),
         };
     };
@@ -223,25 +228,25 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     let path = if is_short { loader.data(endian, data).unwrap_or_default() } else { &[] };
     let is_musl = path.windows(b"/ld-musl".len()).any(|bytes| bytes == b"/ld-musl");
     let dynamic = match dynamic {
-        _ if is_musl => return Some(Obstacle::OtherLibrary),
+        _ if is_musl => return Some(Obstacle::OtherCLibrary),
         Some(dynamic) => dynamic,
         None => return None,
     };
-    if dynamic.names(elf::DT_NEEDED).any(is_other_library) {
-        return Some(Obstacle::OtherLibrary);
+    if dynamic.names(elf::DT_NEEDED).any(is_other_c_library) {
+        return Some(Obstacle::OtherCLibrary);
     }
-    if dynamic.needs_sanitizer() {
-        return Some(Obstacle::Sanitized);
+    if dynamic.needs_sanitizer_library() {
+        return Some(Obstacle::NeedsSanitizer);
     }
-    dynamic.has_sanitizer().then_some(Obstacle::OwnAllocator)
+    dynamic.contains_sanitizer().then_some(Obstacle::OwnAllocator)
 }
 
-/// Whether this is the name of a C library that is not glibc's (`libc.so.6`).
-fn is_other_library(name: &[u8]) -> bool {
+/// Returns whether this is the file name of a C library other than glibc, whose name is `libc.so.6`.
+fn is_other_c_library(name: &[u8]) -> bool {
     name == b"libc.so" || name.starts_with(b"libc.musl-") || name.starts_with(b"ld-musl-")
 }
 
-/// The dynamic segment of a program, and the parts of the file that it names.
+/// The dynamic segment of a program, and the tables that it refers to.
 struct Dynamic<'data, R: ReadRef<'data>> {
     segments: &'data [ProgramHeader64<Endianness>],
     entries: &'data [elf::Dyn64<Endianness>],
@@ -252,65 +257,67 @@ struct Dynamic<'data, R: ReadRef<'data>> {
 
 impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
     fn read(segments: &'data [ProgramHeader64<Endianness>], endian: Endianness, data: R) -> Option<Self> {
-        // A sparse file can claim any size; the parser would read it all.
+        // Large segments are skipped: a sparse file can claim any size, and the parser would read it all.
         let mut small = segments.iter().filter(|segment| segment.p_filesz(endian) <= MAX_DYNAMIC_BYTES);
         let entries = small.find_map(|segment| segment.dynamic(endian, data).ok()?)?;
         let mut dynamic = Self { segments, entries, names: StringTable::default(), endian, data };
-        let start = dynamic.place(elf::DT_STRTAB)?;
-        let end = start.checked_add(dynamic.value(elf::DT_STRSZ)?)?;
+        let start = dynamic.file_offset(elf::DT_STRTAB)?;
+        let end = start.checked_add(dynamic.entry_value(elf::DT_STRSZ)?)?;
         dynamic.names = StringTable::new(data, start, end);
         Some(dynamic)
     }
 
-    fn value(&self, tag: elf::DynamicTag) -> Option<u64> {
+    fn entry_value(&self, tag: elf::DynamicTag) -> Option<u64> {
         let entry = self.entries.iter().find(|entry| entry.d_tag(self.endian) == tag)?;
         Some(entry.d_val(self.endian))
     }
 
-    /// The position in the file of the table at the address that an entry holds.
-    fn place(&self, tag: elf::DynamicTag) -> Option<u64> {
-        let (address, endian) = (self.value(tag)?, self.endian);
+    /// Returns the offset in the file of the table whose address is the value of this entry.
+    fn file_offset(&self, tag: elf::DynamicTag) -> Option<u64> {
+        let (address, endian) = (self.entry_value(tag)?, self.endian);
         self.segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD).find_map(|segment| {
             let at = address.checked_sub(segment.p_vaddr(endian)).filter(|at| *at < segment.p_filesz(endian))?;
-            // No file is longer; sums with sizes in its tables stay in range.
+            // Larger offsets exist in no file, and sums with sizes from the tables could overflow.
             segment.p_offset(endian).checked_add(at).filter(|at| *at <= i64::MAX as u64)
         })
     }
 
-    /// The names in all entries of a kind.
+    /// Returns the names in all entries of this kind.
     fn names(&self, tag: elf::DynamicTag) -> impl Iterator<Item = &'data [u8]> {
         let entries = self.entries.iter().filter(move |entry| entry.d_tag(self.endian) == tag);
         entries.filter_map(|entry| self.names.get(u32::try_from(entry.d_val(self.endian)).ok()?).ok())
     }
 
-    fn needs_sanitizer(&self) -> bool {
-        let is_sanitizer = |name: &[u8]| SANITIZERS.iter().any(|library| name.starts_with(library));
+    fn needs_sanitizer_library(&self) -> bool {
+        let is_sanitizer = |name: &[u8]| SANITIZER_LIBRARIES.iter().any(|library| name.starts_with(library));
         self.names(elf::DT_NEEDED).any(is_sanitizer)
     }
 
-    fn has_sanitizer(&self) -> bool {
+    fn contains_sanitizer(&self) -> bool {
         SANITIZER_FUNCTIONS.iter().any(|name| self.exports(name).unwrap_or(false))
     }
 
-    fn word(&self, at: u64) -> Option<u32> {
+    fn read_u32(&self, at: u64) -> Option<u32> {
         Some(self.data.read_at::<U32<Endianness>>(at).ok()?.get(self.endian))
     }
 
-    /// Whether the program itself has a function of this name, by its hash table, which lists no function of libraries.
+    /// Returns whether the program itself exports a function of this name. The hash table lists no functions of
+    /// libraries.
     fn exports(&self, name: &[u8]) -> Option<bool> {
         const SYMBOL_BYTES: u64 = size_of::<elf::Sym64<Endianness>>() as u64;
-        let (table, symbols) = (self.place(elf::DT_GNU_HASH)?, self.place(elf::DT_SYMTAB)?);
-        let [bucket_count, first, filter_words] = [self.word(table)?, self.word(table + 4)?, self.word(table + 8)?];
+        let (table, symbols) = (self.file_offset(elf::DT_GNU_HASH)?, self.file_offset(elf::DT_SYMTAB)?);
+        let [bucket_count, first, filter_words] =
+            [self.read_u32(table)?, self.read_u32(table + 4)?, self.read_u32(table + 8)?];
         let buckets = table + 16 + u64::from(filter_words) * 8;
         let chains = buckets + u64::from(bucket_count) * 4;
         let wanted = elf::gnu_hash(name);
-        let start = self.word(buckets + u64::from(wanted.checked_rem(bucket_count)?) * 4)?;
+        let start = self.read_u32(buckets + u64::from(wanted.checked_rem(bucket_count)?) * 4)?;
         if start < first {
             return Some(false);
         }
-        for symbol in (u64::from(start)..).take(MAX_CHAIN) {
-            let hash = self.word(chains + (symbol - u64::from(first)) * 4)?;
-            let is_named = || self.names.get(self.word(symbols + symbol * SYMBOL_BYTES)?).ok();
+        for symbol in (u64::from(start)..).take(MAX_COMPARED_SYMBOLS) {
+            let hash = self.read_u32(chains + (symbol - u64::from(first)) * 4)?;
+            let is_named = || self.names.get(self.read_u32(symbols + symbol * SYMBOL_BYTES)?).ok();
             if hash | 1 == wanted | 1 && is_named() == Some(name) {
                 return Some(true);
             }
@@ -329,7 +336,7 @@ mod tests {
 
     fn header(machine: u16, kinds: &[u32]) -> Vec<u8> {
         let mut bytes = vec![0u8; 64 + kinds.len() * 56];
-        // 64 bits, little endian, version 1.
+        // The identification says 64 bits, little endian, version 1.
         bytes[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
         bytes[18..20].copy_from_slice(&machine.to_le_bytes());
         bytes[32..40].copy_from_slice(&64u64.to_le_bytes());
@@ -351,9 +358,9 @@ mod tests {
         assert_eq!(elf_obstacle(&b"no program"[..]), None);
     }
 
-    /// Headers behind the first pages are read, and lead to the same answer.
+    /// Program headers far behind the start of the file are read, and give the same result.
     #[test]
-    fn headers_far_away_are_found() {
+    fn program_headers_far_behind_the_start_are_found() {
         let own = if cfg!(target_arch = "aarch64") { 183 } else { 62 };
         for (kinds, obstacle) in [(&[1u32, 1][..], Some(Obstacle::Static)), (&[1, 3], None)] {
             let mut bytes = header(own, kinds);
@@ -367,11 +374,11 @@ mod tests {
         }
     }
 
-    /// Programs without a sanitizer and files that are not programs need none.
+    /// Files without a sanitizer, programs or not, do not count as built with one.
     #[test]
-    fn ordinary_files_need_no_sanitizer() {
+    fn ordinary_files_have_no_sanitizer() {
         for bytes in [&b""[..], b"#!/bin/sh\n", b"\x7fELF", &[0xff; 200], &[0; 200]] {
-            assert_ne!(elf_obstacle(bytes), Some(Obstacle::Sanitized));
+            assert_ne!(elf_obstacle(bytes), Some(Obstacle::NeedsSanitizer));
         }
         for program in ["/proc/self/exe", "/bin/sh", "/"] {
             assert_eq!(obstacle(Path::new(program)), None, "{program}");
@@ -381,7 +388,7 @@ mod tests {
     #[test]
     fn scripts_are_judged_by_their_interpreter() {
         assert_eq!(interpreter(b"#! /bin/sh -e\nexit"), Some("/bin/sh".into()));
-        assert_eq!(interpreter(b"#!/usr/bin/env -S A=1 sh\n"), find(OsStr::new("sh")));
+        assert_eq!(interpreter(b"#!/usr/bin/env -S A=1 sh\n"), find_program(OsStr::new("sh")));
         assert_eq!(interpreter(b"\x7fELF"), None);
     }
 }

@@ -5,12 +5,12 @@ use pagemill_sys::cgroup::{self, Hierarchy};
 use std::io;
 use std::str::FromStr;
 
-/// A limit as given: `512M`, `50%`.
+/// A limit as given on the command line, such as `512M` or `50%`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
-    /// Greater than 0.
+    /// A number of bytes, greater than 0.
     Bytes(u64),
-    /// 1 to 100 percent of [`available_bytes`].
+    /// 1 to 100 percent of the memory that this process may use ([`available_bytes`]).
     Percent(u64),
 }
 
@@ -34,7 +34,7 @@ impl Size {
     ///
     /// # Errors
     ///
-    /// A message, if the memory that a percentage refers to is unknown.
+    /// A message, if the memory that a percentage refers to cannot be determined.
     pub fn resolve(self) -> Result<u64, String> {
         match self {
             Self::Bytes(bytes) => Ok(bytes),
@@ -69,7 +69,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn sizes_and_shares_are_read() {
+    fn sizes_and_percentages_are_parsed() {
         for (text, size) in [
             ("512M", Size::Bytes(512 << 20)),
             (" 1 ", Size::Bytes(1)),
@@ -84,9 +84,10 @@ mod tests {
         }
     }
 
-    /// The smallest limit of any level counts; without one, the machine's memory.
+    /// A percentage refers to the smallest limit of the group and its ancestors, or without any limit to the
+    /// machine's memory.
     #[test]
-    fn a_share_is_of_the_smallest_limit() {
+    fn a_percentage_refers_to_the_smallest_limit() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().to_str().unwrap();
         let write = |path: &str, text: &str| {
@@ -105,6 +106,6 @@ mod tests {
         write("sys/fs/cgroup/outer/memory.max", "1048576\n");
         assert_eq!(available_bytes(root).unwrap(), 1 << 20);
         write("sys/fs/cgroup/outer/inner/memory.max", "8388608\n");
-        assert_eq!(available_bytes(root).unwrap(), 1 << 20, "the outer limit binds");
+        assert_eq!(available_bytes(root).unwrap(), 1 << 20, "the outer limit is smaller");
     }
 }

@@ -1,14 +1,13 @@
-//! The command `pagemill`: runs programs on memory that is returned when free, and shows what it does.
+//! The command `pagemill`: runs programs on Pagemill's allocator, mounts RAM file systems, and shows what
+//! Pagemill does.
 //!
-//! One file per subcommand. Exit status 2 reports usage errors and unavailable features; `run` ends with its program's
-//! status.
+//! Each subcommand has a file of its own. Exit status 2 reports usage errors and unavailable features. `run`
+//! ends with the status of its program.
 
-mod asking;
 mod bench;
 mod caches;
 mod doctor;
 mod elf;
-mod figures;
 mod kernel_limit;
 mod limit;
 mod mark;
@@ -18,9 +17,11 @@ mod preload;
 mod proc_status;
 mod ram;
 mod report;
+mod requests;
 mod run;
 mod running;
 mod slabinfo;
+mod statistics;
 mod status;
 mod trace;
 mod tree_memory;
@@ -32,7 +33,7 @@ use clap::{Parser, Subcommand};
 use std::io::Write;
 use std::process::ExitCode;
 
-/// Big, fast memory that gives itself back.
+/// Runs programs on Pagemill's memory, mounts RAM file systems, and shows what Pagemill does.
 #[derive(Parser)]
 #[command(name = "pagemill", version, max_term_width = 100, arg_required_else_help = true)]
 struct Cli {
@@ -85,10 +86,10 @@ enum Command {
     },
 }
 
-/// The command line of `run` alone.
+/// The command line with the subcommand `run` only.
 ///
-/// Building the parsers of all subcommands costs more than the rest of `run`'s start, and every program that it starts
-/// waits for it. Texts are those of [`Cli`].
+/// Every program that `run` starts waits for the parser. Building the parsers of all subcommands would take
+/// longer than the rest of the start. The help texts are those of [`Cli`].
 #[derive(Parser)]
 #[command(name = "pagemill", version, max_term_width = 100)]
 struct RunCli {
@@ -113,9 +114,9 @@ fn parse() -> Command {
 fn main() -> ExitCode {
     let command = parse();
     pagemill::published::sweep();
-    // Every program that `run` starts waits for it, so it sweeps groups only where it creates one.
+    // `run` removes dead groups only if it creates one, since its program waits for the start.
     if !matches!(command, Command::Run(_)) {
-        kernel_limit::sweep();
+        kernel_limit::remove_dead_groups();
     }
     match command {
         Command::Run(run) => run.main(),
@@ -137,7 +138,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints an error to standard error and returns its exit status.
+/// Prints an error message to standard error and returns the exit status.
 fn fail(status: u8, message: &str) -> ExitCode {
     let _ = writeln!(std::io::stderr(), "pagemill: {message}");
     ExitCode::from(status)
@@ -148,9 +149,9 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    /// `run` shows the same help from its own parser as from the parser of all subcommands.
+    /// The parser of `run` alone shows the same help as the parser of all subcommands.
     #[test]
-    fn run_is_described_once() {
+    fn both_parsers_have_the_same_help_for_run() {
         let help = |mut command: clap::Command| {
             command.build();
             command.find_subcommand_mut("run").unwrap().render_long_help().to_string()

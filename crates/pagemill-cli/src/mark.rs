@@ -4,7 +4,7 @@ use crate::fail;
 use pagemill_mount::control_loop::say;
 use pagemill_mount::file_access::{self, Seen};
 use pagemill_mount::mounting;
-use pagemill_mount::policy::{self, Above, HUGE, Huge, Marks, VOLATILE, Volatile};
+use pagemill_mount::policy::{self, Ancestor, HUGE, Huge, Marks, VOLATILE, Volatile};
 use serde_json::json;
 use std::fmt::Display;
 use std::fs;
@@ -14,8 +14,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Without options: show the effective marks of files and folders. A file's own mark applies, or else that of the
-/// nearest folder above with a mark.
+/// Without options: show the effective marks of files and folders. A file's own mark applies, or else that of
+/// the nearest folder above that has one.
 #[derive(clap::Args)]
 pub struct Mark {
     /// What may be purged when memory is short: `full` (the whole file), `partial` (its end), `none`.
@@ -36,7 +36,7 @@ pub struct Mark {
     json: bool,
 }
 
-fn optional(word: Option<impl Display>) -> Option<String> {
+fn keyword_of(word: Option<impl Display>) -> Option<String> {
     word.map(|word| word.to_string())
 }
 
@@ -55,26 +55,26 @@ impl Mark {
     }
 
     fn mark(&self, path: &Path) -> Result<(), String> {
-        let said = |error: io::Error| error.to_string();
+        let error_text = |error: io::Error| error.to_string();
         let (fd, seen) = open(path)?;
-        let device = fs::symlink_metadata(path).map_err(said)?.dev();
+        let device = fs::symlink_metadata(path).map_err(error_text)?.dev();
         if !mounting::is_ours(device) {
             return Err("it is not on a `pagemill mount`: a mark there has no effect".into());
         }
         self.set(&fd, &seen)?;
         let mut bad = Vec::new();
-        let set = file_access::marks(&fd, |mark| bad.push(mark.0)).map_err(said)?;
-        let own = set.trusted(is_open(&seen));
+        let set = file_access::marks(&fd, |mark| bad.push(mark.0)).map_err(error_text)?;
+        let own = set.trusted(is_mark_ignored(&seen));
         if own != set {
             bad.push("volatile, but users other than its owner may write to it".into());
         }
-        let marks = policy::effective(own, seen.owner, above(path, device).map_err(said)?);
+        let marks = policy::effective_marks(own, seen.owner, ancestors(path, device).map_err(error_text)?);
         let (volatile, huge) = (marks.volatile.unwrap_or_default(), marks.huge.unwrap_or_default());
         let purged = file_access::purged_from(&fd);
         let line = if self.json {
             json!({
                 "path": path.to_string_lossy(), "volatile": volatile.to_string(), "huge": huge.to_string(),
-                "own_volatile": optional(own.volatile), "own_huge": optional(own.huge),
+                "own_volatile": keyword_of(own.volatile), "own_huge": keyword_of(own.huge),
                 "purged_from": purged, "ignored": bad,
             })
             .to_string()
@@ -93,7 +93,7 @@ impl Mark {
             let purged = purged.map_or_else(String::new, |from| format!("  purged from byte {from} on"));
             format!("volatile {volatile} ({of_volatile})  huge {huge} ({of_huge})  {}{purged}", path.display())
         };
-        writeln!(io::stdout(), "{line}").map_err(said)?;
+        writeln!(io::stdout(), "{line}").map_err(error_text)?;
         for bad in bad {
             say(&format!("{}: {bad}: ignored", path.display()));
         }
@@ -101,16 +101,16 @@ impl Mark {
     }
 
     fn set(&self, fd: &OwnedFd, seen: &Seen) -> Result<(), String> {
-        let wants = self.volatile.is_some() || self.huge.is_some() || self.refilled;
+        let changes_marks = self.volatile.is_some() || self.huge.is_some() || self.refilled;
         let user = rustix::process::geteuid().as_raw();
-        if wants && user != 0 && user != seen.owner {
+        if changes_marks && user != 0 && user != seen.owner {
             return Err(format!("it belongs to user {}: only its owner may mark it", seen.owner));
         }
         let is_marked = matches!(self.volatile, Some(Volatile::Full | Volatile::Partial));
-        if is_marked && is_open(seen) {
+        if is_marked && is_mark_ignored(seen) {
             return Err("users other than its owner may write to it, so its mark would be ignored (chmod go-w)".into());
         }
-        for (attribute, word) in [(VOLATILE, optional(self.volatile)), (HUGE, optional(self.huge))] {
+        for (attribute, word) in [(VOLATILE, keyword_of(self.volatile)), (HUGE, keyword_of(self.huge))] {
             let Some(word) = word else { continue };
             file_access::set_attribute(fd, attribute, &word).map_err(|error| match error.raw_os_error() {
                 Some(libc::EOPNOTSUPP | libc::EPERM) => {
@@ -126,12 +126,13 @@ impl Mark {
     }
 }
 
-/// Returns whether the controller ignores a volatile mark on this file.
-fn is_open(seen: &Seen) -> bool {
+/// Returns whether the controller ignores a volatile mark on this file, because other users may write to the
+/// file.
+fn is_mark_ignored(seen: &Seen) -> bool {
     seen.is_file() && seen.is_writable_by_others()
 }
 
-/// Opens a file or folder itself; does not follow links.
+/// Opens a file or folder. Refuses links.
 fn open(path: &Path) -> Result<(OwnedFd, Seen), String> {
     use rustix::fs::{Mode, OFlags};
     let kind = fs::symlink_metadata(path).map_err(|error| error.to_string())?.file_type();
@@ -146,8 +147,8 @@ fn open(path: &Path) -> Result<(OwnedFd, Seen), String> {
     Ok((fd, seen))
 }
 
-/// Returns the folders above on the same file system, nearest first.
-fn above(path: &Path, device: u64) -> io::Result<Vec<Above>> {
+/// Returns the ancestor folders on the same file system, nearest first.
+fn ancestors(path: &Path, device: u64) -> io::Result<Vec<Ancestor>> {
     let mut found = Vec::new();
     let path = fs::canonicalize(path)?;
     for folder in path.ancestors().skip(1) {
@@ -157,7 +158,7 @@ fn above(path: &Path, device: u64) -> io::Result<Vec<Above>> {
         let fd = fs::File::open(folder)?;
         let seen = file_access::look(&fd)?;
         let marks: Marks = file_access::marks(&fd, |_| ())?;
-        found.push(Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() });
+        found.push(Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() });
     }
     Ok(found)
 }

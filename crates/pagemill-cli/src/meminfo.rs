@@ -1,10 +1,10 @@
-//! `pagemill meminfo [PID]`: memory that processes hold on Pagemill, how much could be returned at once, by node and
-//! by cache.
+//! `pagemill meminfo [PID]`: shows how much memory processes have on Pagemill and how much could be returned at
+//! once, also by memory node and by cache.
 
-use crate::asking::Interrupt;
-use crate::caches::{self, Answer};
+use crate::caches::{self, CachesReport};
 use crate::fail;
-use crate::figures::{self, Column, Process, Target, Trouble, giveable, net, resident};
+use crate::requests::Interrupt;
+use crate::statistics::{self, Column, Process, StatisticsError, Target, giveable_bytes, needed_bytes, resident_bytes};
 use pagemill::stats::{Counter, Snapshot};
 use pagemill::units::Bytes;
 use serde_json::{Map, Value, json};
@@ -17,13 +17,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
-#[command(
-    after_help = "A process measures its figures on request; otherwise the last ones are shown with their age. Root sees the \
-processes of all users. `pagemill trim` returns what is giveable.\n\n\
-Each page cache is shown: the process reports its memory within 2 seconds. HUGE to INDEX add \
-up. LOCKED: pinned or held. FREE: unused pages. #: the cache's number in `pagemill trace`. (no cache): kept from one that \
-has ended. A process that does not answer is shown with its sums only."
-)]
+#[command(after_help = "\
+A process measures its memory on request. If it cannot, the last published values are shown with their age. Root \
+sees the processes of all users. `pagemill trim` returns what is giveable.\n\n\
+Each page cache has a row, which the process reports within 2 seconds. HUGE to INDEX add up to the cache's memory. \
+LOCKED: folios that are pinned or held. FREE: unused pages. #: the cache's number in `pagemill trace`. (no cache): \
+memory kept after a cache ended. For a process that does not answer, only the sums are shown.")]
 pub struct Meminfo {
     /// A running process on Pagemill, or a `pagemill run`, which stands for its tree. Default: one line for each
     /// process.
@@ -40,15 +39,15 @@ pub struct Meminfo {
     all: bool,
 }
 
-/// Rows that add up to resident memory.
-const PARTS: &[(Counter, &str)] = &[
+/// Counters that add up to resident memory, with their meaning.
+const RESIDENT_PARTS: &[(Counter, &str)] = &[
     (Counter::Heap, "slots, 64 KiB and up, live or free"),
     (Counter::Small, "the small allocator's extents"),
     (Counter::CLibrary, "handed out by the C library while the program was small"),
     (Counter::Cache, "pages of caches and slabs, in use or free"),
 ];
 
-/// Giveable bytes by owner.
+/// Counters of memory that could be returned at once, with its owner.
 const GIVEABLE: &[(Counter, &str)] = &[
     (Counter::HeapFree, "giveable, of heap: free slots"),
     (Counter::RangesGiveable, "giveable, of heap: volatile ranges, also freed ones"),
@@ -61,7 +60,7 @@ const GIVEABLE: &[(Counter, &str)] = &[
     (Counter::MarkedForeign, "of that: not from Pagemill, so no part of resident"),
 ];
 
-/// Rows that are parts of those above, or not included in them.
+/// Counters that are parts of the rows above, or not included in them.
 const OTHER: &[(Counter, &str)] = &[
     (Counter::CacheHuge, "of cache: huge folios"),
     (Counter::CacheSmall, "of cache: small folios"),
@@ -75,14 +74,15 @@ const OTHER: &[(Counter, &str)] = &[
     (Counter::ResidentPeak, "the peak of resident"),
 ];
 
-const COLUMNS: [Column; 3] = [("RESIDENT", resident), ("GIVEABLE", |sum| giveable(sum).0), ("NET", net)];
+const COLUMNS: [Column; 3] =
+    [("RESIDENT", resident_bytes), ("GIVEABLE", |sum| giveable_bytes(sum).0), ("NET", needed_bytes)];
 
-/// A process or a tree to show.
-struct Shown<'a> {
+/// What one table or JSON object shows: a process, or the sum over a process tree.
+struct View<'a> {
     title: String,
     sum: Snapshot,
     nodes: BTreeMap<u32, Node>,
-    answer: Option<Answer>,
+    answer: Option<CachesReport>,
     members: Option<&'a [Process]>,
 }
 
@@ -93,42 +93,42 @@ impl Meminfo {
         loop {
             let shown = match self.pid {
                 Some(pid) => self.text_of_pid(pid, &interrupt),
-                None => figures::of_all(&interrupt).map(|all| (0, self.text_of_all(&all))),
+                None => statistics::read_all(&interrupt).map(|all| (0, self.text_of_all(&all))),
             };
             let (start, text) = match shown {
                 Ok(shown) => shown,
-                Err(Trouble::Interrupted) => return interrupt.end(),
-                Err(Trouble::Missing(_)) if first.is_some() => return ExitCode::SUCCESS,
-                Err(Trouble::Missing(why)) => return fail(2, &why),
+                Err(StatisticsError::Interrupted) => return interrupt.end(),
+                Err(StatisticsError::Missing(_)) if first.is_some() => return ExitCode::SUCCESS,
+                Err(StatisticsError::Missing(why)) => return fail(2, &why),
             };
-            // Looked up again each time: the id may have been reused.
+            // The process is looked up again each time, since its id may have been reused.
             if *first.get_or_insert(start) != start {
                 return ExitCode::SUCCESS;
             }
             let mut out = std::io::stdout().lock();
             match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-                // A reader that closes the pipe (head, less) ends the command.
+                // The reader (head, less) may close the pipe early.
                 Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return ExitCode::SUCCESS,
                 Err(error) => return fail(1, &format!("the figures cannot be written: {error}")),
                 Ok(()) if !self.watch => return ExitCode::SUCCESS,
                 Ok(()) => {}
             }
-            if !pause(&interrupt) {
+            if !wait_a_second(&interrupt) {
                 return interrupt.end();
             }
         }
     }
 
-    /// Returns the text for one process id, and the start time of its process.
-    fn text_of_pid(&self, pid: u32, interrupt: &Interrupt) -> Result<(u64, String), Trouble> {
-        match figures::of(pid, interrupt)? {
+    /// Returns the text for a process id, and the start time of the process.
+    fn text_of_pid(&self, pid: u32, interrupt: &Interrupt) -> Result<(u64, String), StatisticsError> {
+        match statistics::read_target(pid, interrupt)? {
             Target::One(process) => {
                 let answer = if process.published.is_own() {
-                    caches::ask(&process.published.found, interrupt).ok_or(Trouble::Interrupted)?
+                    caches::request_caches(&process.published.found, interrupt).ok_or(StatisticsError::Interrupted)?
                 } else {
-                    Answer::None("another user's process".to_owned())
+                    CachesReport::None("another user's process".to_owned())
                 };
-                let shown = Shown {
+                let shown = View {
                     title: process.title(),
                     sum: process.sum.clone(),
                     nodes: nodes_of(&process),
@@ -138,9 +138,12 @@ impl Meminfo {
                 Ok((process.published.identity.start_ticks, self.text(&shown, pid, process.age())))
             }
             Target::Tree(members) => {
-                let shown = Shown {
-                    title: format!("{pid} pagemill run: {} on Pagemill\n", figures::processes(members.len())),
-                    sum: figures::sum_of(&members),
+                let shown = View {
+                    title: format!(
+                        "{pid} pagemill run: {} on Pagemill\n",
+                        statistics::process_count_text(members.len())
+                    ),
+                    sum: statistics::sum_of(&members),
                     nodes: BTreeMap::new(),
                     answer: None,
                     members: Some(&members),
@@ -151,9 +154,9 @@ impl Meminfo {
         }
     }
 
-    fn text(&self, shown: &Shown<'_>, pid: u32, age: Option<String>) -> String {
+    fn text(&self, shown: &View<'_>, pid: u32, age: Option<String>) -> String {
         if !self.json {
-            return self.text_of(shown);
+            return self.table_text(shown);
         }
         let mut rows = self.rows_of(&shown.sum, shown.answer.as_ref());
         rows.insert("pid".into(), json!(pid));
@@ -181,11 +184,11 @@ impl Meminfo {
         match (self.json, processes.is_empty()) {
             (true, _) => processes.iter().map(|process| format!("{}\n", self.json_of(process))).collect(),
             (false, true) => "no process of yours is on Pagemill\n".to_owned(),
-            (false, false) => figures::table(processes, &COLUMNS),
+            (false, false) => statistics::process_table(processes, &COLUMNS),
         }
     }
 
-    /// Returns the JSON object of one process in a list.
+    /// Returns the JSON object of one process in a list of processes.
     fn json_of(&self, process: &Process) -> Value {
         let mut rows = self.rows_of(&process.sum, None);
         rows.insert("pid".into(), json!(process.pid()));
@@ -194,16 +197,16 @@ impl Meminfo {
         Value::Object(rows)
     }
 
-    /// Returns the rows of the sums. Parts of resident memory are included even if zero.
-    fn rows_of(&self, sum: &Snapshot, answer: Option<&Answer>) -> Map<String, Value> {
+    /// Returns the rows of `sum` as JSON. Includes the parts of resident memory even if they are zero.
+    fn rows_of(&self, sum: &Snapshot, answer: Option<&CachesReport>) -> Map<String, Value> {
         let mut rows = Map::new();
         rows.insert("name".into(), json!(sum.name()));
-        rows.insert("resident".into(), json!(resident(sum)));
-        rows.extend(PARTS.iter().map(|(counter, _)| (counter.name().to_owned(), json!(sum.get(*counter)))));
-        rows.insert("giveable".into(), json!(giveable(sum).0));
-        rows.insert("net".into(), json!(net(sum)));
+        rows.insert("resident".into(), json!(resident_bytes(sum)));
+        rows.extend(RESIDENT_PARTS.iter().map(|(counter, _)| (counter.name().to_owned(), json!(sum.get(*counter)))));
+        rows.insert("giveable".into(), json!(giveable_bytes(sum).0));
+        rows.insert("net".into(), json!(needed_bytes(sum)));
         for (counter, _) in GIVEABLE.iter().chain(OTHER) {
-            let bytes = figure(sum, answer, *counter);
+            let bytes = current_value(sum, answer, *counter);
             if bytes > 0 || self.all {
                 rows.insert(counter.name().into(), json!(bytes));
             }
@@ -211,19 +214,26 @@ impl Meminfo {
         rows
     }
 
-    fn text_of(&self, shown: &Shown<'_>) -> String {
+    fn table_text(&self, shown: &View<'_>) -> String {
         let sum = &shown.sum;
         let mut text = shown.title.clone();
         let mut row = |name: &str, bytes: u64, meaning: &str| {
             let _ = writeln!(text, "  {name:<15} {:>12}  {meaning}", Bytes(bytes).to_string());
         };
-        let of = |counter: Counter| figure(sum, shown.answer.as_ref(), counter);
+        let of = |counter: Counter| current_value(sum, shown.answer.as_ref(), counter);
         let is_shown = |(counter, _): &&(Counter, &str)| self.all || of(*counter) > 0;
-        row("resident", resident(sum), "on Pagemill: the sum of heap, small, c_library and cache");
-        PARTS.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
-        row("giveable", giveable(sum).0, "could be returned at once: the sum of the giveable rows (pagemill trim)");
+        row("resident", resident_bytes(sum), "on Pagemill: the sum of heap, small, c_library and cache");
+        RESIDENT_PARTS
+            .iter()
+            .filter(is_shown)
+            .for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
+        row(
+            "giveable",
+            giveable_bytes(sum).0,
+            "could be returned at once: the sum of the giveable rows (pagemill trim)",
+        );
         GIVEABLE.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
-        row("net", net(sum), "resident without its giveable part: what the program needs");
+        row("net", needed_bytes(sum), "resident without its giveable part: what the program needs");
         OTHER.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
         for (number, node) in &shown.nodes {
             row(&format!("node {number}"), node.arena, "of heap and small on this node, as the kernel counts it");
@@ -232,9 +242,9 @@ impl Meminfo {
             row(&format!("all on {number}"), node.process, "the whole process on this node, Pagemill or not");
         }
         if let Some(members) = shown.members {
-            text += &figures::table(members, &COLUMNS);
+            text += &statistics::process_table(members, &COLUMNS);
         }
-        text + &shown.answer.as_ref().map_or_else(String::new, Answer::text)
+        text + &shown.answer.as_ref().map_or_else(String::new, CachesReport::text)
     }
 }
 
@@ -244,30 +254,30 @@ fn nodes_of(process: &Process) -> BTreeMap<u32, Node> {
     nodes(&numa_maps, &arenas)
 }
 
-/// Returns a statistic; from the caches' report if it has it.
-fn figure(sum: &Snapshot, answer: Option<&Answer>, counter: Counter) -> u64 {
-    answer.and_then(|answer| answer.now(counter)).unwrap_or_else(|| sum.get(counter))
+/// Returns a counter's value: the current one of the caches' report if the report has it, else the published
+/// one.
+fn current_value(sum: &Snapshot, answer: Option<&CachesReport>, counter: Counter) -> u64 {
+    answer.and_then(|answer| answer.current_value(counter)).unwrap_or_else(|| sum.get(counter))
 }
 
-/// Waits a second; false if a signal arrives.
-fn pause(interrupt: &Interrupt) -> bool {
+/// Waits a second. Returns `false` if a signal arrives.
+fn wait_a_second(interrupt: &Interrupt) -> bool {
     let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(1) && !interrupt.has_come() {
+    while begun.elapsed() < Duration::from_secs(1) && !interrupt.has_signal() {
         thread::sleep(Duration::from_millis(20));
     }
-    !interrupt.has_come()
+    !interrupt.has_signal()
 }
 
-/// Resident bytes of one node.
+/// Resident bytes on one memory node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Node {
-    /// In the arena: memory that Pagemill handed out or keeps.
+    /// Bytes in Pagemill's arenas, in use or free.
     arena: u64,
-    /// In the whole process.
     process: u64,
 }
 
-/// Returns resident bytes by node, from `numa_maps`; empty if the kernel does not provide it.
+/// Returns the resident bytes by memory node, from `numa_maps`. Empty if the kernel does not provide that file.
 fn nodes(numa_maps: &str, arenas: &[Range<u64>]) -> BTreeMap<u32, Node> {
     let mut nodes: BTreeMap<u32, Node> = BTreeMap::new();
     for line in numa_maps.lines() {
@@ -292,7 +302,7 @@ mod tests {
     use super::*;
     use pagemill::stats::TABLE;
 
-    /// Pages of all sizes count; malformed entries do not.
+    /// Pages of all sizes are added up for each node. Malformed entries are ignored.
     #[test]
     fn nodes_are_summed_over_mappings() {
         let text = "7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4\n\
@@ -303,16 +313,16 @@ mod tests {
         assert!(nodes("", std::slice::from_ref(&(0..u64::MAX))).is_empty());
     }
 
-    /// Impossible figures, which any user could have written, cause no overflow and no underflow.
+    /// Any user can publish impossible values. They cause no overflow and no underflow.
     #[test]
-    fn absurd_figures_are_survived() {
+    fn impossible_values_do_not_overflow() {
         let mut sum = Snapshot::default();
         TABLE.iter().for_each(|row| sum.set(row.counter, u64::MAX));
         let meminfo = Meminfo { pid: None, watch: false, json: false, all: false };
-        let shown = Shown { title: String::new(), sum, nodes: BTreeMap::new(), answer: None, members: None };
-        assert!(meminfo.text_of(&shown).contains("resident"));
+        let shown = View { title: String::new(), sum, nodes: BTreeMap::new(), answer: None, members: None };
+        assert!(meminfo.table_text(&shown).contains("resident"));
         assert_eq!(meminfo.rows_of(&shown.sum, None)["resident"], u64::MAX);
         let rows = meminfo.rows_of(&Snapshot::default(), None);
-        assert_eq!((&rows["net"], rows.get("heap_free")), (&json!(0), None), "what is zero is left out");
+        assert_eq!((&rows["net"], rows.get("heap_free")), (&json!(0), None), "zero values are left out");
     }
 }

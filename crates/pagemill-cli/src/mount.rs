@@ -1,10 +1,10 @@
-//! `pagemill mount | purge | umount`: a RAM file system that gives memory back.
+//! `pagemill mount | purge | umount`: a RAM file system whose memory can be reclaimed.
 
 use crate::fail;
 use pagemill::units::{Bytes, parse_bytes};
-use pagemill_mount::control::{self, End, Keeper, Reached, Server, Until};
+use pagemill_mount::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
 use pagemill_mount::control_loop::{Settings, say};
-use pagemill_mount::mounting::{self, Mounted, Wanted};
+use pagemill_mount::mounting::{self, MountRequest, Mounted};
 use pagemill_sys::cgroup::Hierarchy;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -17,21 +17,22 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// How long a busy mount is retried at the end.
-const UNMOUNT_TRIES: Duration = Duration::from_secs(5);
+/// How long the unmount of a busy file system is retried when the controller ends.
+const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 
-/// Memory is used and returned as files come and go. A file or folder with the attribute user.pagemill.volatile may be
-/// purged before a limit is reached: `full` as a whole, `partial` from its end; see `pagemill mark`.
+/// Memory is used and returned as files are created and removed. A file or folder with the attribute
+/// user.pagemill.volatile may be purged before a limit is reached: `full` as a whole, `partial` from its end
+/// (`pagemill mark`).
 ///
-/// There is one size: near a memory control group's limit it is reduced so that no writer of that group is killed, and
-/// it then applies to all writers.
+/// The file system has one size. Near the limit of a memory control group, the size is reduced so that no
+/// writer of that group is killed; the reduced size then applies to all writers.
 ///
 /// Runs until it is unmounted: by Ctrl-C, SIGTERM, `pagemill umount` or umount(8). Mounting again after a controller
 /// was killed takes over the mount, with its size. A --daemon in a private mount namespace ends with the last other
 /// process there.
 #[derive(clap::Args)]
 pub struct Mount {
-    /// An empty folder.
+    /// The mount point: an empty folder.
     dir: PathBuf,
     /// Maximum memory for files (8G, 512M) [default: half of the machine's memory; on a takeover, the mount's size]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
@@ -48,7 +49,7 @@ pub struct Mount {
     /// Print the mount as one JSON object.
     #[arg(long)]
     json: bool,
-    /// Set in the background process of --daemon.
+    /// Marks the background process of --daemon.
     #[arg(long, hide = true)]
     as_daemon: bool,
 }
@@ -58,13 +59,13 @@ fn parse_mode(text: &str) -> Result<u32, String> {
     mode.ok_or_else(|| format!("{text} is not a mode: octal, up to 7777"))
 }
 
-/// Returns the command line of a mount's worker.
+/// Returns the command line of a mount's worker process.
 pub fn worker_program() -> Vec<OsString> {
     let own = std::env::current_exe().map_or_else(|_| "/proc/self/exe".into(), PathBuf::into_os_string);
     vec![own, "mount-worker".into()]
 }
 
-/// The hidden command `mount-worker`.
+/// The hidden command `mount-worker`: runs the worker.
 pub fn worker() -> ExitCode {
     match pagemill_mount::worker::serve() {
         Ok(()) => ExitCode::SUCCESS,
@@ -72,7 +73,7 @@ pub fn worker() -> ExitCode {
     }
 }
 
-/// Returns the folder of a group given by folder or by name.
+/// Returns the folder of a control group that the user gave by folder or by name.
 fn group_folder(given: &Path) -> Result<String, String> {
     let name = given.strip_prefix("/").unwrap_or(given);
     let [first, second] = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].map(|mount| Path::new(mount).join(name));
@@ -92,7 +93,8 @@ impl Mount {
         if self.as_daemon {
             let _ = rustix::process::setsid();
         }
-        // Before anything is mounted: a signal that arrives meanwhile is kept and does not interrupt the mount.
+        // The handlers are installed before the mount: a signal that arrives meanwhile is recorded and does not
+        // interrupt it.
         let signals = match Signals::new([SIGINT, SIGTERM, SIGHUP]) {
             Ok(signals) => signals,
             Err(error) => return fail(2, &format!("signals cannot be handled: {error}")),
@@ -101,15 +103,15 @@ impl Mount {
             Ok(groups) => groups,
             Err(why) => return fail(2, &why),
         };
-        let wanted = Wanted { point: self.dir.clone(), size_bytes: self.size, mode: self.mode };
-        match wanted.mount() {
-            Ok(mounted) => self.keep(groups, mounted, signals),
+        let request = MountRequest { point: self.dir.clone(), size_bytes: self.size, mode: self.mode };
+        match request.mount() {
+            Ok(mounted) => self.run_controller(groups, mounted, signals),
             Err(refusal) => fail(2, &refusal.to_string()),
         }
     }
 
-    /// Runs the controller until the mount ends.
-    fn keep(&self, groups: Vec<String>, mounted: Mounted, mut signals: Signals) -> ExitCode {
+    /// Runs the controller until the mount ends, then unmounts and ends.
+    fn run_controller(&self, groups: Vec<String>, mounted: Mounted, mut signals: Signals) -> ExitCode {
         let Mounted { point, access, size_bytes, was_taken_over, has_no_huge } = mounted;
         let device = access.device();
         let until = if self.as_daemon { Until::Abandoned } else { Until::Unmounted };
@@ -117,20 +119,21 @@ impl Mount {
         let (ends, end) = mpsc::channel();
         let signalled = ends.clone();
         let handle = signals.handle();
-        let started = Keeper::start(settings, access).and_then(|keeper| {
-            let server = Server::start(&keeper, device, until, ends)?;
+        let started = ControlLoopThread::start(settings, access).and_then(|control_loop| {
+            let server = Server::start(&control_loop, device, until, ends)?;
             std::thread::Builder::new().name("signals".into()).spawn(move || {
-                // After the terminal closes, a daemon continues; every other signal ends it.
-                while signals.forever().next().is_some_and(|signal| signalled.send(End::Signal(signal)).is_ok()) {}
+                // SIGHUP, which a closed terminal sends, does not end a daemon; every other signal does.
+                while signals.forever().next().is_some_and(|signal| signalled.send(EndReason::Signal(signal)).is_ok()) {
+                }
             })?;
-            Ok((keeper, server))
+            Ok((control_loop, server))
         });
-        let (keeper, server) = match started {
+        let (control_loop, server) = match started {
             Ok(started) => started,
             Err(error) => {
-                // A mount that existed before stays.
+                // A mount that existed before this command stays mounted.
                 if !was_taken_over {
-                    let _ = control::unmount(&point, device, std::process::id(), UNMOUNT_TRIES);
+                    let _ = control::unmount(&point, device, std::process::id(), UNMOUNT_RETRY_TIME);
                 }
                 return fail(2, &format!("the controller of {} cannot be started: {error}", point.display()));
             }
@@ -138,27 +141,27 @@ impl Mount {
         if has_no_huge {
             say("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
-        self.tell_ready(&point, size_bytes, was_taken_over, device);
+        self.report_ready(&point, size_bytes, was_taken_over, device);
         let status = loop {
             match end.recv() {
-                Ok(End::Signal(SIGHUP)) if self.as_daemon => {}
-                Ok(End::Signal(_) | End::Abandoned) => {
-                    match control::unmount(&point, device, std::process::id(), UNMOUNT_TRIES) {
+                Ok(EndReason::Signal(SIGHUP)) if self.as_daemon => {}
+                Ok(EndReason::Signal(_) | EndReason::Abandoned) => {
+                    match control::unmount(&point, device, std::process::id(), UNMOUNT_RETRY_TIME) {
                         Ok(()) => break ExitCode::SUCCESS,
                         Err(refusal) => {
-                            control::say_left(&point, &refusal);
+                            control::report_still_mounted(&point, &refusal);
                             break ExitCode::from(1);
                         }
                     }
                 }
-                Ok(End::Unmounted) | Err(_) => break ExitCode::SUCCESS,
+                Ok(EndReason::Unmounted) | Err(_) => break ExitCode::SUCCESS,
             }
         };
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         drop(server);
-        drop(keeper);
+        drop(control_loop);
         handle.close();
-        // No messages: remove the empty log.
+        // An empty log is removed.
         if self.as_daemon
             && let Ok(log) = log_path(device)
             && std::fs::metadata(&log).is_ok_and(|metadata| metadata.len() == 0)
@@ -168,8 +171,8 @@ impl Mount {
         status
     }
 
-    /// Reports that the mount is ready: to the user, to the parent of a daemon, to systemd.
-    fn tell_ready(&self, point: &Path, size_bytes: u64, was_taken_over: bool, device: u64) {
+    /// Reports that the mount is ready: to the user, to the process that started a daemon, and to systemd.
+    fn report_ready(&self, point: &Path, size_bytes: u64, was_taken_over: bool, device: u64) {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         let (pid, size) = (std::process::id(), Bytes(size_bytes));
         let line = if self.json {
@@ -187,12 +190,12 @@ impl Mount {
         let _ = writeln!(std::io::stdout(), "{line}");
         let _ = std::io::stdout().flush();
         if self.as_daemon {
-            self.leave_terminal(device);
+            self.redirect_output_to_log(device);
         }
     }
 
-    /// Redirects messages to a file beside the socket.
-    fn leave_terminal(&self, device: u64) {
+    /// Redirects messages to a log file beside the socket, and standard output to nothing.
+    fn redirect_output_to_log(&self, device: u64) {
         let log = log_path(device).and_then(|log| File::options().create(true).append(true).open(log));
         if let Ok(log) = log {
             let _ = rustix::stdio::dup2_stderr(&log);
@@ -203,12 +206,11 @@ impl Mount {
     }
 }
 
-/// Returns the path of a daemon's log.
 fn log_path(device: u64) -> std::io::Result<PathBuf> {
     mounting::socket_path(device).map(|socket| socket.with_extension("log"))
 }
 
-/// Starts this command again in the background and waits until it has mounted.
+/// Starts this command again in the background, and waits until it has mounted.
 fn daemonize() -> ExitCode {
     let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--daemon");
     let program = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
@@ -230,15 +232,15 @@ fn daemonize() -> ExitCode {
 }
 
 /// Reports an error on standard error, and as JSON on standard output.
-pub fn refuse(status: u8, is_json: bool, why: &str) -> ExitCode {
+pub fn report_error(status: u8, is_json: bool, why: &str) -> ExitCode {
     if is_json {
         let _ = writeln!(std::io::stdout(), "{}", json!({ "error": why }));
     }
     fail(status, why)
 }
 
-/// Writes a line to standard output. A closed pipe is no error.
-fn tell(line: &str) -> Result<(), String> {
+/// Writes a line to standard output. If the reader closed the pipe, that is no error.
+fn print_line(line: &str) -> Result<(), String> {
     match writeln!(std::io::stdout(), "{line}") {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(format!("this cannot be written: {error}")),
         _ => Ok(()),
@@ -249,7 +251,7 @@ fn tell(line: &str) -> Result<(), String> {
 pub struct Purge {
     /// The mount point.
     dir: PathBuf,
-    /// How much to purge (512M, 1G): whole files are purged, so it may be more.
+    /// How much to purge (512M, 1G). Files are purged as a whole, so more may be purged.
     #[arg(value_parser = parse_bytes)]
     size: u64,
     /// Print one JSON object.
@@ -259,27 +261,26 @@ pub struct Purge {
 
 impl Purge {
     pub fn main(&self) -> ExitCode {
-        let (point, device) = match mounting::find(&self.dir) {
+        let (point, device) = match mounting::find_own_mount(&self.dir) {
             Ok(found) => found,
-            Err(refusal) => return refuse(2, self.json, &refusal.to_string()),
+            Err(refusal) => return report_error(2, self.json, &refusal.to_string()),
         };
-        let told = match control::ask_purge(device, self.size) {
-            Reached::Answer(bytes) if self.json => {
-                tell(&json!({ "asked_bytes": self.size, "purged_bytes": bytes }).to_string())
+        let written = match control::request_purge(device, self.size) {
+            RequestOutcome::Answer(bytes) if self.json => {
+                print_line(&json!({ "asked_bytes": self.size, "purged_bytes": bytes }).to_string())
             }
-            Reached::Answer(bytes) => {
+            RequestOutcome::Answer(bytes) => {
                 let short = if bytes < self.size { "; no other volatile file is closed and has one name" } else { "" };
-                tell(&format!("{} purged, {} requested{short}", Bytes(bytes), Bytes(self.size)))
+                print_line(&format!("{} purged, {} requested{short}", Bytes(bytes), Bytes(self.size)))
             }
-            Reached::Refused(why) => return refuse(1, self.json, &why),
-            Reached::NoController => return refuse(2, self.json, &unreachable(&point)),
+            RequestOutcome::Refused(why) => return report_error(1, self.json, &why),
+            RequestOutcome::NoController => return report_error(2, self.json, &no_controller_message(&point)),
         };
-        told.map_or_else(|why| fail(1, &why), |()| ExitCode::SUCCESS)
+        written.map_or_else(|why| fail(1, &why), |()| ExitCode::SUCCESS)
     }
 }
 
-/// Returns the message for a controller that does not answer.
-pub fn unreachable(point: &Path) -> String {
+pub fn no_controller_message(point: &Path) -> String {
     let point = point.display();
     format!(
         "no controller of {point} answers: it is another user's, or has ended (then `pagemill mount {point}` takes over)"
@@ -297,32 +298,33 @@ pub struct Umount {
 
 impl Umount {
     pub fn main(&self) -> ExitCode {
-        const TRIES: Duration = Duration::from_millis(500);
-        let (point, device) = match mounting::find(&self.dir) {
+        const RETRY_TIME: Duration = Duration::from_millis(500);
+        let (point, device) = match mounting::find_own_mount(&self.dir) {
             Ok(found) => found,
-            Err(refusal) => return refuse(2, self.json, &refusal.to_string()),
+            Err(refusal) => return report_error(2, self.json, &refusal.to_string()),
         };
-        let controller = match control::ask_status(device) {
-            Reached::Answer(status) => status.controller_pid.unwrap_or(0),
-            Reached::Refused(_) | Reached::NoController => 0,
+        let controller = match control::request_status(device) {
+            RequestOutcome::Answer(status) => status.controller_pid.unwrap_or(0),
+            RequestOutcome::Refused(_) | RequestOutcome::NoController => 0,
         };
-        // Unmounts only the mount point given; the file system may be mounted at several places.
-        if let Err(refusal) = control::unmount(&point, device, controller, TRIES) {
-            return refuse(1, self.json, &refusal.to_string());
+        // Only the given mount point is unmounted; the file system may be mounted at other points, too.
+        if let Err(refusal) = control::unmount(&point, device, controller, RETRY_TIME) {
+            return report_error(1, self.json, &refusal.to_string());
         }
-        // Memory is free only after the controller has ended.
+        // The memory is free only after the controller has ended.
         let begun = std::time::Instant::now();
-        while !mounting::is_mounted(device) && mounting::is_controlled(device) && begun.elapsed() < UNMOUNT_TRIES {
+        while !mounting::is_mounted(device) && mounting::is_controlled(device) && begun.elapsed() < UNMOUNT_RETRY_TIME {
             std::thread::sleep(Duration::from_millis(5));
         }
-        let places: Vec<_> = mounting::places(device).iter().map(|place| place.display().to_string()).collect();
-        let told = if self.json {
-            tell(&json!({ "unmounted": point.to_string_lossy(), "still_mounted": places }).to_string())
-        } else if places.is_empty() {
+        let mount_points: Vec<_> =
+            mounting::mount_points(device).iter().map(|point| point.display().to_string()).collect();
+        let written = if self.json {
+            print_line(&json!({ "unmounted": point.to_string_lossy(), "still_mounted": mount_points }).to_string())
+        } else if mount_points.is_empty() {
             Ok(())
         } else {
-            tell(&format!("still mounted: {}", places.join(", ")))
+            print_line(&format!("still mounted: {}", mount_points.join(", ")))
         };
-        told.map_or_else(|why| fail(1, &why), |()| ExitCode::SUCCESS)
+        written.map_or_else(|why| fail(1, &why), |()| ExitCode::SUCCESS)
     }
 }

@@ -1,4 +1,5 @@
-//! The preload library: the file beside the command, else the copy embedded in it, put into the user's cache once.
+//! Locates the preload library: a file beside the command, or else a copy of the embedded library in the user's
+//! cache folder.
 
 use std::fs;
 use std::io::{self, Write};
@@ -11,23 +12,24 @@ const NAME: &str = "libpagemill_malloc.so";
 /// The library as it was when this command was built.
 static EMBEDDED: &[u8] = include_bytes!(env!("PAGEMILL_PRELOAD_FILE"));
 
-/// Where the loader will find the library.
+/// Returns the path of the preload library for `LD_PRELOAD`.
 ///
 /// # Errors
 ///
-/// A sentence with every folder that was tried, and why the library there was not usable.
+/// A message with every folder that was tried, and why it could not be used.
 pub fn locate() -> Result<PathBuf, String> {
-    // Without /proc the path of the command is unknown.
+    // Without /proc the path of this command is unknown, and the cache folder is used.
     let folder = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_owned()));
-    // Installed, it lies beside the command; built, among cargo's dependencies. Another version's file does not do.
+    // The installed library is beside the command; after a build it is in cargo's folder `deps`. A file of
+    // another version is not used.
     let mut beside = folder.into_iter().flat_map(|folder| [folder.join(NAME), folder.join("deps").join(NAME)]);
-    if let Some(path) = beside.find(|path| can_be_named(path) && is_trusted(path) && is_embedded(path)) {
+    if let Some(path) = beside.find(|path| is_preloadable(path) && is_trusted(path) && is_embedded(path)) {
         return Ok(path);
     }
     let mut tried = String::new();
-    for folder in folders() {
+    for folder in cache_folders() {
         match extract(&folder) {
-            Ok(path) if can_be_named(&path) => return Ok(path),
+            Ok(path) if is_preloadable(&path) => return Ok(path),
             Ok(path) => tried += &format!("\n  {}: the loader takes no path with spaces or colons", path.display()),
             Err(error) => tried += &format!("\n  {}: {error}", folder.display()),
         }
@@ -35,27 +37,29 @@ pub fn locate() -> Result<PathBuf, String> {
     Err(format!("the preload library can be put nowhere; set XDG_CACHE_HOME to a folder with room. Tried:{tried}"))
 }
 
-/// Bytes at the start of the library that tell one build from another: they hold the linker's build id, a hash of all
-/// contents (the preload crate's build.rs asks for it), and the sizes of its parts.
-const HEAD_BYTES: usize = 4096;
+/// Number of bytes at the start of the library that identify a build. They contain the linker's build id, which
+/// is a hash of all contents (the preload crate's build.rs requests it), and the sizes of the library's parts.
+const IDENTIFYING_BYTES: usize = 4096;
 
-fn embedded_head() -> &'static [u8] {
-    &EMBEDDED[..HEAD_BYTES.min(EMBEDDED.len())]
+fn identifying_start() -> &'static [u8] {
+    &EMBEDDED[..IDENTIFYING_BYTES.min(EMBEDDED.len())]
 }
 
-/// Whether a file is the embedded library, by its length and head. Comparing all of it takes longer than the rest of `run`.
+/// Returns whether a file is the embedded library, by its length and first bytes. Comparing all bytes would
+/// take longer than the rest of `run`.
 fn is_embedded(path: &Path) -> bool {
     let is_same = || -> io::Result<bool> {
         let file = fs::File::open(path)?;
-        let mut head = [0; HEAD_BYTES];
-        let head = &mut head[..embedded_head().len()];
-        file.read_exact_at(head, 0)?;
-        Ok(file.metadata()?.len() == EMBEDDED.len() as u64 && head == embedded_head())
+        let mut start = [0; IDENTIFYING_BYTES];
+        let start = &mut start[..identifying_start().len()];
+        file.read_exact_at(start, 0)?;
+        Ok(file.metadata()?.len() == EMBEDDED.len() as u64 && start == identifying_start())
     };
     is_same().unwrap_or(false)
 }
 
-/// Whether only root and this user can write a file and its folder. The head says nothing about code that another user wrote.
+/// Returns whether only root and this user can write a file and its folder. The first bytes do not protect
+/// against code of another user.
 fn is_trusted(path: &Path) -> bool {
     let is_safe = |path: &Path| {
         fs::symlink_metadata(path).is_ok_and(|metadata| {
@@ -66,14 +70,15 @@ fn is_trusted(path: &Path) -> bool {
     is_safe(path) && path.parent().is_some_and(is_safe)
 }
 
-/// `LD_PRELOAD` separates by spaces and colons and has no way to quote them.
-fn can_be_named(path: &Path) -> bool {
+/// Returns whether `LD_PRELOAD` can hold the path. The variable separates paths by spaces and colons, and
+/// cannot quote them.
+fn is_preloadable(path: &Path) -> bool {
     !path.as_os_str().as_bytes().iter().any(|byte| matches!(byte, b' ' | b':'))
 }
 
-/// Folders to extract to, best first.
-fn folders() -> Vec<PathBuf> {
-    // Relative paths would mean another folder to each program.
+/// Returns the folders to extract the library to, in order of preference.
+fn cache_folders() -> Vec<PathBuf> {
+    // A relative path would denote another folder for each program.
     let variable = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let user = pagemill_sys::process::user_id();
     let cache = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
@@ -83,31 +88,31 @@ fn folders() -> Vec<PathBuf> {
     cache.into_iter().chain(runtime).map(|folder| folder.join("pagemill")).chain(shared).collect()
 }
 
-/// FNV-1a: names the version, guards nothing (the head is compared).
-fn hash(bytes: &[u8]) -> u64 {
+/// FNV-1a hash. The hash is only part of the file name; the file's first bytes are compared, too.
+fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01B3))
 }
 
-/// Puts the embedded library into `folder`, unless it is there already.
+/// Writes the embedded library into `folder`, unless the file exists already. Returns its path.
 fn extract(folder: &Path) -> io::Result<PathBuf> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     let metadata = fs::symlink_metadata(folder)?;
     if metadata.uid() != pagemill_sys::process::user_id() || metadata.mode() & 0o022 != 0 || !metadata.is_dir() {
         return Err(io::Error::other("not a folder that only this user can write"));
     }
-    let path = folder.join(format!("{:016x}-{NAME}", hash(embedded_head())));
+    let path = folder.join(format!("{:016x}-{NAME}", fnv1a(identifying_start())));
     if is_embedded(&path) {
         return Ok(path);
     }
     let temporary = folder.join(format!(".{}-{NAME}", std::process::id()));
-    let result = write(&temporary).and_then(|()| fs::rename(&temporary, &path));
+    let result = write_library(&temporary).and_then(|()| fs::rename(&temporary, &path));
     if result.is_err() {
         let _ = fs::remove_file(&temporary);
     }
     result.map(|()| path)
 }
 
-fn write(path: &Path) -> io::Result<()> {
+fn write_library(path: &Path) -> io::Result<()> {
     let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o700).open(path)?;
     file.write_all(EMBEDDED)?;
     file.sync_all()
@@ -117,22 +122,22 @@ fn write(path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// Where the build id's hash begins: after the header of its note and the name "GNU".
-    fn build_id_at() -> usize {
+    /// Returns the offset of the build id's hash, which follows the header of its ELF note and the name "GNU".
+    fn build_id_offset() -> usize {
         const NOTE: &[u8] = b"\x03\0\0\0GNU\0";
-        embedded_head().windows(NOTE.len()).position(|bytes| bytes == NOTE).expect("a build id in the head")
+        identifying_start().windows(NOTE.len()).position(|bytes| bytes == NOTE).expect("a build id in the start")
             + NOTE.len()
     }
 
-    /// Extracting twice gives one file; one that is cut short, or of another build, is replaced.
+    /// Extracting twice gives one file. A file that is truncated, or of another build, is replaced.
     #[test]
-    fn the_library_is_extracted_once_and_whole() {
+    fn a_damaged_or_foreign_library_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().join("cache");
         let path = extract(&folder).unwrap();
         assert_eq!(extract(&folder).unwrap(), path);
         let mut other_build = EMBEDDED.to_vec();
-        other_build[build_id_at()] ^= 1;
+        other_build[build_id_offset()] ^= 1;
         for damaged in [&b"damaged"[..], &EMBEDDED[..EMBEDDED.len() - 1], &other_build] {
             fs::write(&path, damaged).unwrap();
             assert_eq!(extract(&folder).unwrap(), path);
@@ -142,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_others_can_write_is_refused() {
+    fn a_folder_writable_by_others_is_refused() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let library = folder.path().join(NAME);

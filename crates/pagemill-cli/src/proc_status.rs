@@ -1,10 +1,10 @@
-//! Reads `/proc/PID` of one process: its memory and its children.
+//! Reads a process's memory and children from `/proc/PID`.
 
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Read;
 
-/// Contents of `/proc/PID/status`.
+/// The parts of `/proc/PID/status` that `run` needs.
 #[derive(Clone, Debug, Default)]
 pub struct Status {
     pub name: String,
@@ -15,15 +15,16 @@ pub struct Status {
     pub anonymous_bytes: u64,
     /// Resident file pages.
     pub file_bytes: u64,
-    /// A hash of all sizes: equal in a process that runs in its parent's memory.
-    pub memory_mark: u64,
+    /// Hash of all memory sizes. After `vfork`, a child that runs in its parent's memory has the same hash.
+    pub memory_hash: u64,
 }
 
 impl Status {
-    /// Returns `None` if there is no such process. A zombie has no memory.
+    /// Reads the status of a process. Returns `None` if the process does not exist. For a zombie, all sizes are
+    /// zero.
     ///
     /// Cost: some 10 us.
-    pub fn of(pid: u32) -> Option<Self> {
+    pub fn read(pid: u32) -> Option<Self> {
         let mut buffer = [0; 4096];
         let mut file = File::open(format!("/proc/{pid}/status")).ok()?;
         let len = file.read(&mut buffer).ok()?;
@@ -31,7 +32,7 @@ impl Status {
     }
 
     fn parse(text: &str) -> Self {
-        let (mut status, mut mark) = (Self::default(), DefaultHasher::new());
+        let (mut status, mut sizes_hash) = (Self::default(), DefaultHasher::new());
         for (name, value) in text.lines().filter_map(|line| line.split_once(':')) {
             let value = value.trim();
             let bytes = || value.strip_suffix(" kB").and_then(|number| number.parse::<u64>().ok()).unwrap_or(0) * 1024;
@@ -44,10 +45,10 @@ impl Status {
                 _ => {}
             }
             if name.starts_with("Vm") || name.starts_with("Rss") {
-                value.hash(&mut mark);
+                value.hash(&mut sizes_hash);
             }
         }
-        status.memory_mark = mark.finish();
+        status.memory_hash = sizes_hash.finish();
         status
     }
 
@@ -55,15 +56,15 @@ impl Status {
         self.anonymous_bytes + self.file_bytes
     }
 
-    /// Clears the memory, which is counted elsewhere.
-    pub fn forget_memory(&mut self) {
+    /// Sets the sizes to zero, because another process's status counts the same memory.
+    pub fn clear_memory(&mut self) {
         (self.peak_bytes, self.anonymous_bytes, self.file_bytes) = (0, 0, 0);
     }
 }
 
-/// Returns the children of all threads of a process. Some 5 us per thread.
+/// Returns the children of all threads of a process. Takes some 5 us per thread.
 ///
-/// Empty if the kernel does not list them (`CONFIG_PROC_CHILDREN`, which distributions set).
+/// Empty if the kernel does not list children (without `CONFIG_PROC_CHILDREN`, which distributions set).
 pub fn children_of(pid: u32, threads: u64) -> Vec<u32> {
     let of_thread = |thread: &str| -> Vec<u32> {
         let text = fs::read_to_string(format!("/proc/{pid}/task/{thread}/children")).unwrap_or_default();
@@ -76,10 +77,10 @@ pub fn children_of(pid: u32, threads: u64) -> Vec<u32> {
     tasks.filter_map(|task| task.file_name().into_string().ok()).flat_map(|thread| of_thread(&thread)).collect()
 }
 
-/// Returns anonymous and shared memory of a process. Memory shared by n processes counts 1/n in each.
+/// Returns the anonymous and shared memory of a process. Memory that n processes share counts 1/n in each.
 ///
-/// Walks the page tables: some milliseconds per gigabyte in small pages. `None` if this process may not read it, or if
-/// there is no such process.
+/// The kernel walks the page tables, which takes some milliseconds per gigabyte of small pages. Returns `None`
+/// if this process may not read the file, or if the process does not exist.
 pub fn proportional_bytes(pid: u32) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let kib = |name: &str| -> Option<u64> {
@@ -92,18 +93,18 @@ pub fn proportional_bytes(pid: u32) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Sizes are parsed separately; the mark changes with each of them, and with nothing else.
+    /// Each size is parsed. The hash depends on the sizes only.
     #[test]
-    fn a_status_is_read() {
+    fn sizes_and_their_hash_are_parsed() {
         let text = "Name:\tcc1 plus\nPid:\t7\nVmHWM:\t   300 kB\nRssAnon:\t 100 kB\nRssFile:\t  40 kB\n\
                     RssShmem:\t  10 kB\nThreads:\t3\n";
         let status = Status::parse(text);
         assert_eq!((status.name.as_str(), status.threads), ("cc1 plus", 3));
         assert_eq!((status.peak_bytes, status.anonymous_bytes, status.file_bytes), (300 << 10, 110 << 10, 40 << 10));
         assert_eq!(status.resident_bytes(), 150 << 10);
-        let mark = |from: &str, to: &str| Status::parse(&text.replace(from, to)).memory_mark;
-        assert_eq!(mark("Pid:\t7", "Pid:\t8"), status.memory_mark);
-        assert_ne!(mark("40 kB", "44 kB"), status.memory_mark);
+        let hash_after = |from: &str, to: &str| Status::parse(&text.replace(from, to)).memory_hash;
+        assert_eq!(hash_after("Pid:\t7", "Pid:\t8"), status.memory_hash);
+        assert_ne!(hash_after("40 kB", "44 kB"), status.memory_hash);
         // A zombie has no sizes.
         assert_eq!(Status::parse("Name:\tx\nThreads:\t1\n").resident_bytes(), 0);
     }
@@ -111,10 +112,10 @@ mod tests {
     #[test]
     fn this_process_has_memory() {
         let own = std::process::id();
-        let status = Status::of(own).unwrap();
+        let status = Status::read(own).unwrap();
         assert!(status.resident_bytes() > 0 && status.peak_bytes > 0 && status.threads > 0);
         let share = proportional_bytes(own).unwrap();
         assert!(share > 0);
-        assert!(Status::of(1 << 30).is_none() && proportional_bytes(1 << 30).is_none());
+        assert!(Status::read(1 << 30).is_none() && proportional_bytes(1 << 30).is_none());
     }
 }

@@ -1,7 +1,7 @@
 //! The report at the end of `pagemill run`: memory of the process tree, returned memory, and refusals.
 //!
-//! It has two counts. The kernel's ([`crate::tree_memory`]) includes all memory of all processes. Pagemill's includes
-//! what its allocator holds and how much of that could have been returned.
+//! The report counts memory twice. The kernel's count ([`crate::tree_memory`]) includes all memory of all
+//! processes. Pagemill's count has the memory of its allocator, and how much of that could have been returned.
 
 use crate::kernel_limit::LimitStatistics;
 use crate::tree_memory::{Excess, LISTED, Peak, Process, TreeMemory};
@@ -19,17 +19,17 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::time::Duration;
 
-/// Statistics of ended processes, added up as they end.
+/// Statistics of ended processes, added up as the processes end.
 #[derive(Default)]
-pub struct Collected {
+pub struct CollectedStatistics {
     sum: Snapshot,
     largest: Vec<Snapshot>,
     /// Peak of each process's allocator, by process id.
     peaks: HashMap<u32, u64>,
 }
 
-impl Collected {
-    /// Adds the statistics of processes that have ended since the last call.
+impl CollectedStatistics {
+    /// Adds the statistics of the processes that have ended since the last call.
     pub fn absorb_ended(&mut self, folder: &str) {
         for process in published::list(folder, true).unwrap_or_default() {
             if !process.is_alive {
@@ -48,40 +48,38 @@ impl Collected {
     }
 }
 
-/// A program that has ended.
-pub struct Ran<'run> {
+pub struct FinishedProgram<'run> {
     pub program: &'run OsStr,
     pub end: End,
     pub wall: Duration,
 }
 
-/// The limit that the kernel enforced, and its effect.
-pub struct KernelBound {
+/// The limit that the kernel enforced, and what the kernel reported about it.
+pub struct KernelLimitResult {
     pub limit_bytes: u64,
-    pub outcome: LimitStatistics,
+    pub statistics: LimitStatistics,
 }
 
-/// Contents of the report.
 pub struct Report {
     program: String,
     end: End,
     wall: Duration,
     limit: Option<u64>,
-    kernel: Option<KernelBound>,
-    /// Counts of the kernel.
+    kernel: Option<KernelLimitResult>,
+    /// Peaks of the process tree, counted by the kernel.
     tree: Peak,
     largest: Vec<Row>,
-    /// Counts of the allocator.
+    /// Peak of the process tree's allocators, counted by Pagemill.
     peak: u64,
     net_peak: u64,
     unlisted: u64,
-    /// Number of all processes, including those too small to publish statistics.
+    /// Number of all processes, with those too small to publish statistics.
     processes: usize,
     running: Vec<Published>,
-    collected: Collected,
+    collected: CollectedStatistics,
 }
 
-/// A process in both counts; `None` if one of them has missed it.
+/// A process with its peaks in both counts. A peak is `None` if that count has missed the process.
 struct Row {
     pid: u32,
     name: String,
@@ -91,26 +89,27 @@ struct Row {
 }
 
 impl Row {
-    fn most(&self) -> u64 {
+    fn largest_bytes(&self) -> u64 {
         self.resident.max(self.allocator).unwrap_or(0)
     }
 }
 
 impl Report {
     pub fn new(
-        ran: Ran<'_>,
+        ran: FinishedProgram<'_>,
         page: &TreePage,
         folder: &str,
         memory: &TreeMemory,
-        mut collected: Collected,
-        kernel: Option<KernelBound>,
+        mut collected: CollectedStatistics,
+        kernel: Option<KernelLimitResult>,
     ) -> Self {
         let running = published::list(folder, false).unwrap_or_default();
         for process in &running {
             collected.absorb(&process.snapshot);
         }
         let (peak, net_peak) = page.peak();
-        // The page has the tree's sum; a single process may have measured more at its end.
+        // The tree's page has the peak of the sum. The peak of a single process, measured when it ended, can be
+        // larger.
         let single = |counter| collected.largest.iter().map(|snapshot| snapshot.get(counter)).max().unwrap_or(0);
         let (peak, net_peak) = (peak.max(single(Counter::ResidentPeak)), net_peak.max(single(Counter::NetPeak)));
         Self {
@@ -120,7 +119,7 @@ impl Report {
             limit: Some(page.limit()).filter(|limit| *limit != UNLIMITED),
             kernel,
             tree: memory.peak.clone(),
-            largest: rows(memory.largest(), &collected),
+            largest: merge_largest(memory.largest(), &collected),
             peak,
             net_peak: net_peak.min(peak),
             unlisted: page.unlisted(),
@@ -130,7 +129,7 @@ impl Report {
         }
     }
 
-    /// Writes the report to the file, or to standard error.
+    /// Writes the report to the file, or without a file to standard error.
     ///
     /// # Errors
     ///
@@ -147,7 +146,7 @@ impl Report {
     }
 
     /// Returns how much of the peak could have been returned.
-    fn spare(&self) -> u64 {
+    fn giveable_at_peak(&self) -> u64 {
         self.peak - self.net_peak
     }
 
@@ -186,16 +185,16 @@ impl Report {
         );
         row("largest process", self.end.max_resident_bytes, "most that a single one had resident");
         if let Some(kernel) = &self.kernel {
-            let peak = kernel.outcome.peak_bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
+            let peak = kernel.statistics.peak_bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
             let meaning = format!("file pages and all, of {} (--limit-kernel)", Bytes(kernel.limit_bytes));
             write_row(text, "in the group", &peak, &meaning);
-            if let Some(kills) = kernel.outcome.kills.filter(|kills| *kills > 0) {
+            if let Some(kills) = kernel.statistics.kills.filter(|kills| *kills > 0) {
                 write_row(text, "killed", &kills.to_string(), "by the kernel, at that limit");
             }
         }
         if let Some(excess) = &self.tree.excess {
             let over = Bytes(excess.over_bytes()).to_string();
-            write_row(text, "over the limit", &over, &describe(excess));
+            write_row(text, "over the limit", &over, &describe_excess(excess));
         }
     }
 
@@ -207,13 +206,13 @@ impl Report {
         row("net peak", Bytes(self.net_peak).to_string(), "most at any time without what could be given back at once");
         row(
             "could be given",
-            Bytes(self.spare()).to_string(),
+            Bytes(self.giveable_at_peak()).to_string(),
             "the difference: giveable memory that no request asked for",
         );
         for table_row in TABLE.iter().filter(|row| row.kind == CounterKind::Sum) {
             let value = self.collected.sum.get(table_row.counter);
             if value > 0 {
-                row(table_row.name, render(table_row.unit, value), &sentence_part(table_row.meaning));
+                row(table_row.name, value_text(table_row.unit, value), &sentence_part(table_row.meaning));
             }
         }
         if self.unlisted > 0 {
@@ -264,7 +263,7 @@ impl Report {
             "unlisted": self.unlisted,
             "limit_bytes": self.limit,
             "peak_bytes": self.peak,
-            "giveable_at_peak_bytes": self.spare(),
+            "giveable_at_peak_bytes": self.giveable_at_peak(),
             "net_peak_bytes": self.net_peak,
             "max_resident_bytes": self.end.max_resident_bytes,
             "tree_resident_peak_bytes": self.tree.resident_bytes,
@@ -273,8 +272,8 @@ impl Report {
             "over_limit": self.tree.excess.as_ref().map(excess_json),
             "kernel_limit": self.kernel.as_ref().map(|kernel| json!({
                 "limit_bytes": kernel.limit_bytes,
-                "peak_bytes": kernel.outcome.peak_bytes,
-                "kills": kernel.outcome.kills,
+                "peak_bytes": kernel.statistics.peak_bytes,
+                "kills": kernel.statistics.kills,
             })),
             "largest_processes": rows.collect::<Vec<_>>(),
             "counters": counters(&self.collected.sum),
@@ -283,8 +282,7 @@ impl Report {
     }
 }
 
-/// Merges the largest processes of both counts.
-fn rows(by_kernel: Vec<Process>, collected: &Collected) -> Vec<Row> {
+fn merge_largest(by_kernel: Vec<Process>, collected: &CollectedStatistics) -> Vec<Row> {
     let allocator = |pid| collected.peaks.get(&pid).copied();
     let of_kernel = |process: Process| Row {
         pid: process.identity.pid,
@@ -301,7 +299,7 @@ fn rows(by_kernel: Vec<Process>, collected: &Collected) -> Vec<Row> {
             rows.push(Row { pid: identity.pid, name, resident: None, allocator: allocator(identity.pid), is_running });
         }
     }
-    rows.sort_by_key(|row| std::cmp::Reverse(row.most()));
+    rows.sort_by_key(|row| std::cmp::Reverse(row.largest_bytes()));
     rows.truncate(LISTED);
     rows
 }
@@ -311,7 +309,7 @@ fn write_row(text: &mut String, name: &str, value: &str, meaning: &str) {
 }
 
 /// Describes how a limit was exceeded, as part of a sentence.
-pub fn describe(excess: &Excess) -> String {
+pub fn describe_excess(excess: &Excess) -> String {
     let names = excess.largest.iter().take(3);
     let names: Vec<_> =
         names.map(|process| format!("{} ({}) {}", process.name, process.identity.pid, Bytes(process.bytes))).collect();
@@ -337,13 +335,13 @@ fn excess_json(excess: &Excess) -> Value {
     })
 }
 
-/// Returns a counter's meaning as part of a line: lower case at the start, no full stop.
+/// Returns a counter's meaning as part of a line: with a lower-case start and without a full stop.
 fn sentence_part(meaning: &str) -> String {
     let mut letters = meaning.trim_end_matches('.').chars();
     letters.next().map_or(String::new(), |first| first.to_lowercase().chain(letters).collect())
 }
 
-fn render(unit: Unit, value: u64) -> String {
+fn value_text(unit: Unit, value: u64) -> String {
     match unit {
         Unit::Bytes => Bytes(value).to_string(),
         Unit::Count => value.to_string(),

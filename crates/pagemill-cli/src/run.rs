@@ -4,7 +4,7 @@ use crate::elf::{self, Obstacle};
 use crate::kernel_limit::{self, KernelLimit};
 use crate::limit::Size;
 use crate::ram::Ram;
-use crate::report::{self, Collected, KernelBound, Ran, Report};
+use crate::report::{self, CollectedStatistics, FinishedProgram, KernelLimitResult, Report};
 use crate::tree_memory::{Excess, TreeMemory};
 use crate::{fail, preload};
 use pagemill::published::{self, TREE_FILE, TREE_VARIABLE};
@@ -21,12 +21,12 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Variables that only the allocator reads, and their values.
-const WORDS: [(&str, [&str; 2]); 3] =
+/// Variables that `run` passes on to the allocator, and their valid values.
+const KEYWORD_VARIABLES: [(&str, [&str; 2]); 3] =
     [("PAGEMILL_HELPER", ["on", "off"]), ("PAGEMILL_WATCH", ["on", "off"]), ("PAGEMILL_HUGE", ["never", "always"])];
 
-/// How often statistics of ended processes are added up.
-const ABSORB_EVERY: Duration = Duration::from_secs(1);
+/// How often the statistics of ended processes are added up.
+const ABSORB_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The exit status is the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it
 /// cannot be started or limited, 2 for a usage error of `run` itself.
@@ -112,19 +112,19 @@ fn parse_page_size(text: &str) -> Result<PageSize, String> {
     text.parse()
 }
 
-/// Returns the outer tree's limit, for a run inside a run.
+/// Returns the limit of the outer process tree, for a `run` inside a `run`.
 fn outer_limit() -> Option<u64> {
     let folder = std::env::var(TREE_VARIABLE.to_str().unwrap_or_default()).ok()?;
     let path = CString::new(format!("{folder}/{TREE_FILE}")).ok()?;
     TreePage::join(&path).ok().map(TreePage::limit)
 }
 
-/// Prints a message to standard error.
 fn say(message: &str) {
     let _ = writeln!(std::io::stderr(), "pagemill: {message}");
 }
 
-/// A process tree's folder. Dropping it removes the folder once the processes have ended.
+/// A process tree's folder and shared page. Dropping this removes the folder if no process of the tree runs any
+/// more.
 struct Tree {
     folder: String,
     page: &'static TreePage,
@@ -143,7 +143,7 @@ impl Tree {
 
 impl Drop for Tree {
     fn drop(&mut self) {
-        // Processes that outlive the command keep the folder; a later command sweeps it.
+        // Processes that outlive this command still use the folder; a later command removes it.
         self.page.sweep();
         if self.page.totals().members == 0 {
             published::remove_tree_folder(&self.folder);
@@ -151,7 +151,7 @@ impl Drop for Tree {
     }
 }
 
-/// Limits in bytes; `None` for none.
+/// The limits in bytes; `None` if there is no limit.
 struct Limits {
     /// Limit of the tree's allocators.
     own: Option<u64>,
@@ -160,19 +160,19 @@ struct Limits {
 }
 
 /// A program that was started.
-struct Running<'tree> {
+struct RunningProgram<'tree> {
     child: RunningChild,
     start: Instant,
     folder: Option<&'tree str>,
     memory: Option<TreeMemory>,
 }
 
-impl<'tree> Running<'tree> {
-    /// Starts the program. If it is `watched`, the memory of its tree is sampled.
+impl<'tree> RunningProgram<'tree> {
+    /// Starts the program. If `watched`, samples the memory of its process tree.
     ///
     /// # Errors
     ///
-    /// The exit status and a message.
+    /// The exit status of `run` and a message.
     fn start(
         program: &child::Program,
         tree: Option<&'tree Tree>,
@@ -180,7 +180,7 @@ impl<'tree> Running<'tree> {
         held: HeldSignals,
         watched: bool,
     ) -> Result<Self, (u8, String)> {
-        let group = kernel.map(KernelLimit::entrance).transpose().map_err(|message| (126, message))?.flatten();
+        let group = kernel.map(KernelLimit::open_procs_file).transpose().map_err(|message| (126, message))?.flatten();
         let inside = if group.is_some() { " (inside its control group)" } else { "" };
         let start = Instant::now();
         let child = child::spawn(program, group.as_ref(), held).map_err(|error| {
@@ -191,53 +191,54 @@ impl<'tree> Running<'tree> {
         Ok(Self { child, start, folder: tree.map(|tree| tree.folder.as_str()), memory })
     }
 
-    /// Waits for the program's end and adds up statistics meanwhile.
-    fn wait(self, program: &OsStr) -> io::Result<(Ran<'_>, Option<TreeMemory>, Collected)> {
+    /// Waits for the program's end. Meanwhile samples memory and adds up the statistics of ended processes.
+    fn wait(self, program: &OsStr) -> io::Result<(FinishedProgram<'_>, Option<TreeMemory>, CollectedStatistics)> {
         let Self { child, start, folder, mut memory } = self;
-        let mut collected = Collected::default();
-        let mut absorb_next = start + ABSORB_EVERY;
+        let mut collected = CollectedStatistics::default();
+        let mut absorb_next = start + ABSORB_INTERVAL;
         let mut absorb = || folder.into_iter().for_each(|folder| collected.absorb_ended(folder));
         let end = child.wait(|| {
             if Instant::now() >= absorb_next {
                 absorb();
-                absorb_next = Instant::now() + ABSORB_EVERY;
+                absorb_next = Instant::now() + ABSORB_INTERVAL;
             }
-            memory.as_mut().map_or(ABSORB_EVERY, TreeMemory::sample)
+            memory.as_mut().map_or(ABSORB_INTERVAL, TreeMemory::sample)
         })?;
         let wall = start.elapsed();
         absorb();
         if let Some(memory) = &mut memory {
-            memory.note_end(end.max_resident_bytes);
+            memory.record_program_end(end.max_resident_bytes);
         }
-        Ok((Ran { program, end, wall }, memory, collected))
+        Ok((FinishedProgram { program, end, wall }, memory, collected))
     }
 }
 
-/// Reports, if there is no report, a limit that was exceeded or enforced by killing.
-fn say_what_limits_did(memory: Option<&TreeMemory>, kernel: Option<&KernelBound>) {
+/// Reports that a limit was exceeded, or that the kernel killed at a limit. Used when no report is printed.
+fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimitResult>) {
     if let Some(excess) = memory.and_then(|memory| memory.peak.excess.as_ref()).filter(|excess| is_notable(excess)) {
         say(&format!(
             "memory outside the allocator exceeded --limit {} by {}: {} (--limit-kernel bounds all memory)",
             Bytes(excess.limit_bytes),
             Bytes(excess.over_bytes()),
-            report::describe(excess),
+            report::describe_excess(excess),
         ));
     }
     if let Some(kernel) = kernel
-        && let Some(kills) = kernel.outcome.kills.filter(|kills| *kills > 0)
+        && let Some(kills) = kernel.statistics.kills.filter(|kills| *kills > 0)
     {
         let processes = if kills == 1 { "process" } else { "processes" };
         say(&format!("the kernel killed {kills} {processes} at --limit-kernel {}", Bytes(kernel.limit_bytes)));
     }
 }
 
-/// Stacks and library data are outside the allocator too; a small excess is not reported.
+/// Returns whether an excess is to be reported. Stacks and library data are outside the allocator, too, so a
+/// small excess is usual.
 fn is_notable(excess: &Excess) -> bool {
     let usual = (excess.limit_bytes / 16).max(8 << 20);
     excess.over_bytes().min(excess.outside_bytes()) > usual
 }
 
-fn text(value: impl ToString) -> OsString {
+fn os_string(value: impl ToString) -> OsString {
     value.to_string().into()
 }
 
@@ -255,17 +256,17 @@ impl Run {
                 .map_err(|error| fail(2, &format!("--huge-advised needs Linux 6.18: {error}")))?;
         }
         let name = &self.program[0].clone();
-        let path = elf::find(name).ok_or_else(|| fail(127, &format!("{}: no such program", name.display())))?;
+        let path = elf::find_program(name).ok_or_else(|| fail(127, &format!("{}: no such program", name.display())))?;
         let mut limits = self.limits().map_err(|message| fail(2, &message))?;
-        let obstacle = self.check_reach(&path, &limits).map_err(|message| fail(126, &message))?;
-        // Before any thread is started.
+        let obstacle = self.check_obstacle(&path, &limits).map_err(|message| fail(126, &message))?;
+        // Signals are held before any thread starts, so that all threads block them.
         let held = HeldSignals::begin();
         let ram_size = || self.ram_size.unwrap_or_else(pagemill_mount::mounting::default_size);
         let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
         let _ram = ram.map_err(|message| fail(2, &message))?;
         let mut output = self.open_output().map_err(|message| fail(2, &message))?;
-        // A loader of another C library ends a program whose preload it cannot load.
-        let is_loadable = obstacle != Some(Obstacle::OtherLibrary);
+        // The loader of another C library would end the program, because it cannot load the preload library.
+        let is_loadable = obstacle != Some(Obstacle::OtherCLibrary);
         let library = is_loadable.then(preload::locate).transpose().map_err(|message| fail(126, &message))?;
         let tree = self.tree(&mut limits).map_err(|message| fail(126, &message))?;
         let kernel = limits.kernel.map(KernelLimit::new).transpose().map_err(|message| fail(126, &message))?;
@@ -274,7 +275,7 @@ impl Run {
         let command = self.command(&path, library.as_deref(), folder, limits.own, kernel.as_ref());
         let command = command.map_err(|error| fail(126, &format!("{}: {error}", name.display())))?;
         let is_watched = limits.own.is_some() || self.wants_report();
-        let run = Running::start(&command, tree.as_ref(), kernel.as_ref(), held, is_watched)
+        let run = RunningProgram::start(&command, tree.as_ref(), kernel.as_ref(), held, is_watched)
             .map_err(|(status, message)| fail(status, &format!("{}: {message}", name.display())))?;
         let (ran, memory, collected) =
             run.wait(name).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
@@ -288,37 +289,37 @@ impl Run {
         let kernel = kernel
             .as_ref()
             .zip(limits.kernel)
-            .map(|(kernel, limit_bytes)| KernelBound { limit_bytes, outcome: kernel.outcome() });
+            .map(|(kernel, limit_bytes)| KernelLimitResult { limit_bytes, statistics: kernel.statistics() });
         match tree.as_ref().zip(memory.as_ref()) {
             Some((tree, memory)) if self.wants_report() => {
                 let report = Report::new(ran, tree.page, &tree.folder, memory, collected, kernel);
-                // The program has run, so its status is returned even if the report fails.
+                // The program has run, so `run` returns its status even if the report fails.
                 if let Err(error) = report.write(self.json, output.as_mut()) {
                     say(&format!("the report cannot be written: {error}"));
                 }
             }
-            _ => say_what_limits_did(memory.as_ref(), kernel.as_ref()),
+            _ => report_limit_effects(memory.as_ref(), kernel.as_ref()),
         }
         Ok(code)
     }
 
-    /// Returns the limits in bytes.
     fn limits(&self) -> Result<Limits, String> {
         let resolve = |size: Option<Size>| size.map(Size::resolve).transpose();
         Ok(Limits { own: resolve(self.limit)?, kernel: resolve(self.limit_kernel)? })
     }
 
-    /// Refuses a program on which a limit would have no effect; reports any program that the allocator cannot reach.
-    fn check_reach(&self, path: &Path, limits: &Limits) -> Result<Option<Obstacle>, String> {
+    /// Refuses a program on which a limit would have no effect. Warns about any other program that the
+    /// allocator cannot reach.
+    fn check_obstacle(&self, path: &Path, limits: &Limits) -> Result<Option<Obstacle>, String> {
         let Some(obstacle) = elf::obstacle(path) else { return Ok(None) };
-        if obstacle == Obstacle::Sanitized {
-            return Err(obstacle.refuse(path));
+        if obstacle == Obstacle::NeedsSanitizer {
+            return Err(obstacle.refusal(path));
         }
-        let is_bounded = limits.kernel.is_some() || kernel_limit::surrounds();
+        let is_bounded = limits.kernel.is_some() || kernel_limit::is_inside_limit();
         if limits.own.is_some() && !is_bounded && !self.force {
-            return Err(obstacle.refuse(path));
+            return Err(obstacle.refusal(path));
         }
-        say(&obstacle.explain(path));
+        say(&obstacle.warning(path));
         Ok(Some(obstacle))
     }
 
@@ -326,7 +327,7 @@ impl Run {
         self.report || self.json || self.output.is_some()
     }
 
-    /// Reads the variables that replace missing options. An empty variable counts as unset.
+    /// Reads the environment variables that replace missing options. An empty variable counts as unset.
     fn read_environment(&mut self) -> Result<(), String> {
         fn value<T>(name: &str, parse: impl Fn(&str) -> Result<T, String>) -> Result<Option<T>, String> {
             let text = std::env::var(name).unwrap_or_default();
@@ -340,10 +341,11 @@ impl Run {
         self.after = self.after.or(value("PAGEMILL_AFTER", parse_bytes)?);
         let parse_return = |text: &str| Return::parse(text).map_err(|error| error.to_string());
         self.return_after = self.return_after.or(value("PAGEMILL_RETURN", parse_return)?);
-        // These are for the allocator. It does not report wrong values in a process tree, because each process would.
+        // The allocator reads these variables. In a process tree it does not report wrong values, since each
+        // process would.
         value("PAGEMILL_IDLE", |text| if text == "off" { Ok(0) } else { parse_bytes(text) })?;
         value("PAGEMILL_NODES", |text| text.parse::<usize>().map_err(|error| error.to_string()))?;
-        for (name, words) in WORDS {
+        for (name, words) in KEYWORD_VARIABLES {
             value(
                 name,
                 |text| if words.contains(&text) { Ok(()) } else { Err(format!("one of {}", words.join(", "))) },
@@ -352,15 +354,16 @@ impl Run {
         Ok(())
     }
 
-    /// Opens the report's file before the program runs, so that an error shows at once.
+    /// Opens the report's file before the program runs, so that an error is reported at once.
     fn open_output(&self) -> Result<Option<File>, String> {
         let Some(path) = &self.output else { return Ok(None) };
         let file = File::create(path);
         file.map(Some).map_err(|error| format!("the report cannot be written to {}: {error}", path.display()))
     }
 
-    /// Creates the process tree. None inside another run (its tree is used), if this run sets no lower limit and no
-    /// report; none if it cannot be created and is not needed.
+    /// Creates the process tree. Inside another run the result is `None`, and the outer tree is used, unless
+    /// this run has a lower limit or a report. If the tree cannot be created, the result is `None` without a
+    /// limit and a report, else an error.
     fn tree(&self, limits: &mut Limits) -> Result<Option<Tree>, String> {
         if let Some(outer) = outer_limit() {
             let limit = limits.own.unwrap_or(outer);
@@ -383,7 +386,7 @@ impl Run {
         }
     }
 
-    /// Returns the program with the environment that loads the allocator into it and its children.
+    /// Returns the program with an environment that loads the allocator into the program and its children.
     fn command(
         &self,
         path: &Path,
@@ -394,7 +397,7 @@ impl Run {
     ) -> io::Result<child::Program> {
         let mut preloads = library.map(OsString::from).unwrap_or_default();
         if let Some(others) = std::env::var_os("LD_PRELOAD") {
-            // A run inside a run has the library already, from the same or another path.
+            // Inside another `run` the variable contains the library already, with the same or another path.
             let is_ours = |path: &str| path.ends_with("libpagemill_malloc.so");
             let others = others.to_string_lossy().into_owned();
             for other in others.split([' ', ':']).filter(|path| !path.is_empty() && !is_ours(path)) {
@@ -410,14 +413,15 @@ impl Run {
         };
         set("LD_PRELOAD", Some(preloads));
         set(TREE_VARIABLE.to_str().unwrap_or_default(), tree.map(OsString::from));
-        set("PAGEMILL_LIMIT", limit.map(text));
-        set("PAGEMILL_AFTER", self.after.map(text));
-        set("PAGEMILL_PAGE_SIZE", self.page_size.map(|page| text(page.bytes())));
-        set("PAGEMILL_RETURN", self.return_after.map(text));
+        set("PAGEMILL_LIMIT", limit.map(os_string));
+        set("PAGEMILL_AFTER", self.after.map(os_string));
+        set("PAGEMILL_PAGE_SIZE", self.page_size.map(|page| os_string(page.bytes())));
+        set("PAGEMILL_RETURN", self.return_after.map(os_string));
         set("PAGEMILL_CHECK", self.check.then(|| "1".into()));
         set("PAGEMILL_HUGE", self.no_huge.then(|| "never".into()));
-        set("PAGEMILL_NODES", self.nodes.map(text));
-        // By the path that was already resolved, unless a launcher resolves it.
+        set("PAGEMILL_NODES", self.nodes.map(os_string));
+        // The program is executed by the path that was found. If a launcher executes it, the launcher looks up
+        // the name.
         let launcher = kernel.map(KernelLimit::launcher).unwrap_or_default();
         let executed = launcher.first().map_or_else(|| path.into(), OsString::from);
         let arguments = launcher.iter().map(OsString::from).chain(self.program.iter().cloned());

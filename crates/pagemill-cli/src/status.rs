@@ -1,9 +1,9 @@
-//! `pagemill status DIR`: usage of a mount, its volatile memory, and what its controller has done.
+//! `pagemill status DIR`: shows the usage of a mount, its volatile memory, and what its controller has done.
 
 use crate::fail;
-use crate::mount::{refuse, unreachable};
+use crate::mount::{no_controller_message, report_error};
 use pagemill::units::Bytes;
-use pagemill_mount::control::{self, Reached};
+use pagemill_mount::control::{self, RequestOutcome};
 use pagemill_mount::mounting;
 use pagemill_mount::status::{Counts, Status as State};
 use std::fmt::Write as _;
@@ -27,15 +27,15 @@ pub struct Status {
 
 impl Status {
     pub fn main(&self) -> ExitCode {
-        let (point, device) = match mounting::find(&self.dir) {
+        let (point, device) = match mounting::find_own_mount(&self.dir) {
             Ok(found) => found,
-            Err(refusal) => return refuse(2, self.json, &refusal.to_string()),
+            Err(refusal) => return report_error(2, self.json, &refusal.to_string()),
         };
         loop {
-            let state = match control::ask_status(device) {
-                Reached::Answer(state) => state,
-                Reached::Refused(why) => return refuse(1, self.json, &why),
-                Reached::NoController => without_controller(&point),
+            let state = match control::request_status(device) {
+                RequestOutcome::Answer(state) => state,
+                RequestOutcome::Refused(why) => return report_error(1, self.json, &why),
+                RequestOutcome::NoController => without_controller(&point),
             };
             match self.write(&state) {
                 Err(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -58,7 +58,7 @@ impl Status {
         let text = if self.json {
             serde_json::to_string(state).map_err(std::io::Error::other)? + "\n"
         } else {
-            // Each state replaces the previous one on a cleared screen.
+            // With --watch each status replaces the previous one on a cleared screen.
             let clear = if self.watch { "\x1b[H\x1b[2J" } else { "" };
             format!("{clear}{}", text_of(state))
         };
@@ -68,7 +68,7 @@ impl Status {
     }
 }
 
-/// Returns the state as seen without a controller.
+/// Returns the part of the status that is known without a controller.
 fn without_controller(point: &Path) -> State {
     let mut state = State { mount_point: point.to_string_lossy().into_owned(), ..State::default() };
     if let Ok(stat) = rustix::fs::statvfs(point) {
@@ -79,7 +79,7 @@ fn without_controller(point: &Path) -> State {
     state
 }
 
-/// Unit of a value.
+/// The unit of a value in the table.
 #[derive(Clone, Copy)]
 enum Unit {
     Bytes,
@@ -100,7 +100,7 @@ impl Unit {
     }
 }
 
-/// Rows of totals, shown if not 0: name, value, unit, meaning.
+/// Returns the totals as rows of name, value, unit and meaning. A row with the value 0 is not shown.
 fn rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
     use Unit::{Blocks, Files, Times};
     vec![
@@ -130,7 +130,7 @@ fn text_of(state: &State) -> String {
     let mut text = String::new();
     let _ = match state.controller_pid {
         Some(pid) => writeln!(text, "{}  controller {pid}, {:.0} s", state.mount_point, state.uptime_seconds),
-        None => writeln!(text, "{}", unreachable(Path::new(&state.mount_point))),
+        None => writeln!(text, "{}", no_controller_message(Path::new(&state.mount_point))),
     };
     let asked = match state.size_bytes {
         size if state.controller_pid.is_some() && size != state.asked_bytes => {
@@ -183,9 +183,9 @@ fn text_of(state: &State) -> String {
 mod tests {
     use super::*;
 
-    /// Zero rows are omitted, a reduced size is explained, and a missing controller is reported.
+    /// Rows with the value 0 are omitted. A reduced size is explained, and a missing controller is reported.
     #[test]
-    fn states_are_told() {
+    fn a_status_is_rendered() {
         let counts = Counts { purged_bytes: 3 << 20, purged_files: 2, nothing_to_purge: 3643, ..Counts::default() };
         let state = State {
             mount_point: "/mnt/ram".into(),

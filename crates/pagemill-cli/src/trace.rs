@@ -1,4 +1,5 @@
-//! `pagemill trace [PID]`: the latest events of a process, of the members of a tree, or of all processes.
+//! `pagemill trace [PID]`: shows the latest events of a process, of the members of a process tree, or of all
+//! processes.
 
 use crate::fail;
 use pagemill::published::{self, Process};
@@ -15,7 +16,7 @@ pub struct Trace {
     json: bool,
 }
 
-/// An event and its process.
+/// An event, and the process that recorded it.
 struct EventLine {
     pid: u32,
     name: String,
@@ -26,17 +27,18 @@ impl Trace {
     pub fn main(&self) -> ExitCode {
         let (lines, is_one) = match self.pid {
             Some(pid) => match published::read(pid) {
-                // Of several Pagemill instances in a process, the first: that of the preload library.
+                // If a process has several Pagemill instances, only the first is shown: that of the preload
+                // library.
                 Some(process) => match events_of(&process, 1) {
                     Ok(lines) => (lines, true),
                     Err(error) => return fail(2, &format!("cannot read the events of {pid}: {error}")),
                 },
                 None => match published::read_tree(pid) {
-                    Some(members) => (merged(&members), false),
+                    Some(members) => (merged_events(&members), false),
                     None => return fail(2, &published::unreadable(pid)),
                 },
             },
-            None => (merged(&published::read_all()), false),
+            None => (merged_events(&published::read_all()), false),
         };
         if lines.is_empty() && !is_one && !self.json {
             println!("no process of {} is on Pagemill", if self.pid.is_some() { "the tree" } else { "yours" });
@@ -45,7 +47,7 @@ impl Trace {
         let start = lines.first().map_or(0, |first| first.event.time_ns);
         let written = lines.iter().try_for_each(|line| writeln!(out, "{}", self.text(line, start, is_one)));
         match written.and_then(|()| out.flush()) {
-            // A reader that closes the pipe (head, less) ends the listing.
+            // The reader (head, less) may close the pipe early.
             Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
                 fail(1, &format!("the events cannot be written: {error}"))
             }
@@ -61,15 +63,15 @@ impl Trace {
             object.insert("sequence".into(), event.sequence.into());
             object.insert("time_ns".into(), event.time_ns.into());
             object.insert("event".into(), event.event.into());
-            // An event may contain another process's id under that name.
-            let told = event.numbers.iter().filter(|(name, _)| *name != "pid" || event.event != "start");
-            object.extend(told.map(|(name, number)| ((*name).to_owned(), (*number).into())));
+            // An event of another kind than `start` may have a number `pid`, which is another process's id.
+            let numbers = event.numbers.iter().filter(|(name, _)| *name != "pid" || event.event != "start");
+            object.extend(numbers.map(|(name, number)| ((*name).to_owned(), (*number).into())));
             return serde_json::Value::Object(object).to_string();
         }
         let seconds = event.time_ns.saturating_sub(start_ns) as f64 / 1e9;
         let numbers: Vec<String> = event.numbers.iter().map(|(name, number)| format!("{name} {number}")).collect();
-        let whose = if is_one { String::new() } else { format!("{:>8} {:<15}  ", line.pid, line.name) };
-        format!("{seconds:>12.6} s  {whose}{:<14}  {}", event.event, numbers.join(", "))
+        let process_columns = if is_one { String::new() } else { format!("{:>8} {:<15}  ", line.pid, line.name) };
+        format!("{seconds:>12.6} s  {process_columns}{:<14}  {}", event.event, numbers.join(", "))
     }
 }
 
@@ -86,8 +88,8 @@ fn events_of(process: &Process, parts: usize) -> std::io::Result<Vec<EventLine>>
     Ok(lines)
 }
 
-/// Merges the events of several processes, sorted by time. A process that has ended contributes none.
-fn merged(processes: &[Process]) -> Vec<EventLine> {
+/// Merges the events of several processes, sorted by time. Skips processes that have ended.
+fn merged_events(processes: &[Process]) -> Vec<EventLine> {
     let each = processes.iter().filter_map(|process| events_of(process, usize::MAX).ok());
     let mut lines: Vec<EventLine> = each.flatten().collect();
     lines.sort_by_key(|line| line.event.time_ns);

@@ -1,12 +1,14 @@
-//! Memory of a run's processes as the kernel counts it, sampled from `/proc`.
+//! The memory of a run's processes as the kernel counts it, sampled from `/proc`.
 //!
-//! A sample finds the program's descendants by parent links, and adds the members of the tree's page and processes
-//! that it has seen before: a daemon adopted by another process still counts. A page that processes share (library
-//! code, memory after a fork) counts in each of them, as in `ps`. Only where that sum exceeds a limit, each process's
-//! proportional share is read, which counts such a page once and costs far more.
+//! A sample finds the program's descendants by parent links. It adds the members of the tree's page and
+//! processes that earlier samples found, so a daemon that was adopted by another process still counts.
 //!
-//! Processes that end between two samples are missed. The pause after a sample depends on its cost: below 1 % of a
-//! CPU.
+//! A page that processes share (library code, memory after a fork) counts in each of them, as in `ps`. If that
+//! sum exceeds a limit, each process's proportional share (`Pss`) is read. The shares count such a page once,
+//! but cost far more to read.
+//!
+//! Processes that start and end between two samples are missed. The pause after a sample depends on the
+//! sample's cost, so that sampling takes less than 1 % of a CPU.
 
 use crate::proc_status::{Status, children_of, proportional_bytes};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
@@ -15,32 +17,32 @@ use pagemill_sys::process::{self, Identity};
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Number of processes that are listed individually.
+/// Maximum number of processes that are listed individually.
 pub const LISTED: usize = 5;
 
-const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
+const MIN_PAUSE: Duration = Duration::from_millis(10);
 
-/// A pause is this many times the cost of the sample before it.
+/// The pause after a sample is this many times the sample's CPU time.
 const PAUSE_FACTOR: u32 = 120;
 
-/// A process and the memory that it held.
+/// A process and its memory.
 #[derive(Clone, Debug)]
 pub struct Process {
     pub identity: Identity,
-    /// Its name when it held most.
+    /// The name of its program when it had most memory.
     pub name: String,
     pub bytes: u64,
 }
 
-/// A time at which the processes held more than a limit.
+/// A sample in which the processes exceeded a limit.
 #[derive(Clone, Debug)]
 pub struct Excess {
     pub limit_bytes: u64,
-    /// Anonymous and shared memory of all processes; shared memory counts once.
+    /// Anonymous and shared memory of all processes. Shared memory counts once.
     pub held_bytes: u64,
-    /// Memory of their allocators at that time.
+    /// Memory of the processes' allocators at that time.
     pub allocator_bytes: u64,
-    /// The processes with the largest shares of `held_bytes`, largest first; at most [`LISTED`].
+    /// The processes with the largest proportional shares of `held_bytes`, largest first; at most [`LISTED`].
     pub largest: Vec<Process>,
 }
 
@@ -54,34 +56,34 @@ impl Excess {
     }
 }
 
-/// Largest sums so far.
+/// The largest sums of all samples so far.
 #[derive(Clone, Debug, Default)]
 pub struct Peak {
-    /// Resident memory of all processes at one time.
+    /// Resident memory of all processes in one sample.
     pub resident_bytes: u64,
-    /// Anonymous and shared memory of all processes at one time, that is all but file pages.
+    /// Anonymous and shared memory of all processes in one sample: all resident memory but file pages.
     pub anonymous_bytes: u64,
-    /// The part of it that was no memory of an allocator of the tree at that time.
+    /// The part of `anonymous_bytes` that did not belong to an allocator of the tree in that sample.
     pub outside_bytes: u64,
     pub excess: Option<Excess>,
 }
 
-/// The memory of one process tree over time.
+/// The sampled memory of one process tree.
 pub struct TreeMemory {
     page: &'static TreePage,
     program: u32,
-    /// Running processes, by their ids.
+    /// The running processes that the last sample found, by id.
     seen: HashMap<u32, Process>,
     /// The largest processes that have ended.
     ended: Vec<Process>,
     ended_count: usize,
     pub peak: Peak,
-    /// Earliest time to read proportional shares again.
+    /// Time from which proportional shares may be read again.
     next_shares_ns: u64,
 }
 
 impl TreeMemory {
-    /// `program` is the process at the tree's root.
+    /// Creates a sampler. `program` is the process at the tree's root.
     pub fn new(page: &'static TreePage, program: u32) -> Self {
         Self {
             page,
@@ -96,11 +98,11 @@ impl TreeMemory {
 
     /// Samples all processes. Returns the pause until the next sample.
     ///
-    /// Cost: some 20 us a process.
+    /// Cost: some 20 us for each process.
     pub fn sample(&mut self) -> Duration {
         let start_ns = clock::own_cpu_ns();
-        let found = self.find();
-        self.note_processes(&found);
+        let found = self.find_processes();
+        self.record_processes(&found);
         let resident_bytes = found.values().map(Status::resident_bytes).sum();
         self.peak.resident_bytes = self.peak.resident_bytes.max(resident_bytes);
         let anonymous_bytes = found.values().map(|status| status.anonymous_bytes).sum();
@@ -114,7 +116,7 @@ impl TreeMemory {
         let limit_bytes = self.page.limit();
         if limit_bytes != UNLIMITED && anonymous_bytes > limit_bytes && clock::fine_ns() >= self.next_shares_ns {
             let start_ns = clock::own_cpu_ns();
-            self.note_shares(&found, limit_bytes, allocator_bytes);
+            self.record_shares(&found, limit_bytes, allocator_bytes);
             let cost_ns = clock::own_cpu_ns() - start_ns;
             self.next_shares_ns = clock::fine_ns() + pause_after(cost_ns).as_nanos() as u64;
         }
@@ -122,23 +124,23 @@ impl TreeMemory {
     }
 
     /// Returns all running processes of the tree, by id.
-    fn find(&self) -> HashMap<u32, Status> {
+    fn find_processes(&self) -> HashMap<u32, Status> {
         let mut found = HashMap::new();
-        walk(self.program, &mut found);
+        add_descendants(self.program, &mut found);
         for member in self.page.members() {
             if !found.contains_key(&member.pid()) && member.is_alive() {
-                walk(member.pid(), &mut found);
+                add_descendants(member.pid(), &mut found);
             }
         }
         for (pid, process) in &self.seen {
             if !found.contains_key(pid) && process::is_alive(process.identity) {
-                walk(*pid, &mut found);
+                add_descendants(*pid, &mut found);
             }
         }
         found
     }
 
-    fn note_processes(&mut self, found: &HashMap<u32, Status>) {
+    fn record_processes(&mut self, found: &HashMap<u32, Status>) {
         for (pid, status) in found {
             if let Some(process) = self.seen.get_mut(pid) {
                 if status.peak_bytes > process.bytes {
@@ -160,12 +162,12 @@ impl TreeMemory {
         keep_largest(ended);
     }
 
-    /// Reads proportional shares, and records them if they are the largest excess so far.
-    fn note_shares(&mut self, found: &HashMap<u32, Status>, limit_bytes: u64, allocator_bytes: u64) {
-        // A process by itself shares nothing.
+    /// Reads proportional shares. Records their sum if it is the largest excess so far.
+    fn record_shares(&mut self, found: &HashMap<u32, Status>, limit_bytes: u64, allocator_bytes: u64) {
+        // A single process shares its memory with no other process of the tree, so its share is not read.
         let is_alone = found.len() == 1;
         let share = |pid: u32, status: &Status| {
-            share_of(status.anonymous_bytes, Some(pid).filter(|_| !is_alone).and_then(proportional_bytes))
+            bounded_share(status.anonymous_bytes, Some(pid).filter(|_| !is_alone).and_then(proportional_bytes))
         };
         let mut largest: Vec<_> = found
             .iter()
@@ -182,10 +184,11 @@ impl TreeMemory {
         }
     }
 
-    /// Records the kernel's value at the program's end: the largest resident set of any process that was waited for.
-    pub fn note_end(&mut self, max_resident_bytes: u64) {
+    /// Records a value that the kernel reports at the program's end: the largest peak of any process that was
+    /// waited for.
+    pub fn record_program_end(&mut self, max_resident_bytes: u64) {
         self.peak.resident_bytes = self.peak.resident_bytes.max(max_resident_bytes);
-        // With a single process the value is its own.
+        // If there was only one process, the value is that process's peak.
         if self.ended_count + self.seen.len() == 1
             && let Some(process) = self.seen.get_mut(&self.program)
         {
@@ -193,12 +196,12 @@ impl TreeMemory {
         }
     }
 
-    /// Returns the number of processes seen.
+    /// Returns the number of processes that were found.
     pub fn count(&self) -> usize {
         self.ended_count + self.seen.len()
     }
 
-    /// Returns the processes with the largest resident memory at any time, largest first.
+    /// Returns the processes with the largest peaks of resident memory, largest first.
     pub fn largest(&self) -> Vec<Process> {
         let mut largest: Vec<_> = self.seen.values().chain(&self.ended).cloned().collect();
         keep_largest(&mut largest);
@@ -206,12 +209,12 @@ impl TreeMemory {
     }
 }
 
-/// Returns the share of a process with `anonymous_bytes` in the sample.
+/// Returns a process's proportional share, at most its `anonymous_bytes` in the sample.
 ///
-/// `proportional_bytes` is read after the sample, and the process may have grown since: the share is at most what the
-/// sample counted, or the shares would exceed the sum that was compared with the limit. `None`, a process of another
-/// user, counts in full.
-fn share_of(anonymous_bytes: u64, proportional_bytes: Option<u64>) -> u64 {
+/// `proportional_bytes` is read after the sample, and the process may have grown meanwhile. Without the bound,
+/// the shares could exceed the sum that was compared with the limit. `None` stands for another user's process,
+/// which counts in full.
+fn bounded_share(anonymous_bytes: u64, proportional_bytes: Option<u64>) -> u64 {
     proportional_bytes.unwrap_or(anonymous_bytes).min(anonymous_bytes)
 }
 
@@ -222,21 +225,21 @@ fn keep_largest(processes: &mut Vec<Process>) {
 }
 
 fn pause_after(cost_ns: u64) -> Duration {
-    (Duration::from_nanos(cost_ns) * PAUSE_FACTOR).max(SHORTEST_PAUSE)
+    (Duration::from_nanos(cost_ns) * PAUSE_FACTOR).max(MIN_PAUSE)
 }
 
-/// Adds a process and its descendants to `found`.
-fn walk(root: u32, found: &mut HashMap<u32, Status>) {
+fn add_descendants(root: u32, found: &mut HashMap<u32, Status>) {
     let mut open = vec![(root, None)];
     while let Some((pid, parents_memory)) = open.pop() {
         if found.contains_key(&pid) {
             continue;
         }
-        let Some(mut status) = Status::of(pid) else { continue };
-        let memory = Some(status.memory_mark);
+        let Some(mut status) = Status::read(pid) else { continue };
+        let memory = Some(status.memory_hash);
         if memory == parents_memory {
-            // Between vfork and exec a child runs in its parent's memory, which is counted there.
-            status.forget_memory();
+            // Between `vfork` and `exec` a child runs in its parent's memory, which is already counted for the
+            // parent.
+            status.clear_memory();
         }
         open.extend(children_of(pid, status.threads).into_iter().map(|child| (child, memory)));
         found.insert(pid, status);
@@ -255,8 +258,8 @@ mod tests {
         (folder, TreePage::create(&path, limit).unwrap())
     }
 
-    /// A shell with two children that wait for its input to end; `read` returns when they run.
-    fn family() -> Child {
+    /// Starts a shell with two children that wait until its input ends. Returns when all run.
+    fn shell_with_children() -> Child {
         let mut command = Command::new("sh");
         command.args(["-c", "exec 3<&0; cat <&3 & sh -c 'echo; cat; true'; wait"]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
@@ -264,11 +267,11 @@ mod tests {
         child
     }
 
-    /// Children and their children are found by parent links, counted, and end.
+    /// Descendants are found by parent links and counted. Orphans of a killed shell still count until they end.
     #[test]
     fn descendants_are_found() {
         let (_folder, page) = page(UNLIMITED);
-        let mut child = family();
+        let mut child = shell_with_children();
         let mut memory = TreeMemory::new(page, child.id());
         while memory.sample() > Duration::ZERO && memory.seen.len() < 4 {
             std::thread::yield_now();
@@ -276,7 +279,7 @@ mod tests {
         assert!(memory.peak.resident_bytes > 400 << 10 && memory.peak.excess.is_none());
         assert_eq!(memory.peak.outside_bytes, memory.peak.anonymous_bytes, "no member published anything");
         let orphans: Vec<u32> = memory.seen.keys().copied().filter(|pid| *pid != child.id()).collect();
-        // The orphans run while their input is open, and `Child::wait` would close it.
+        // The orphans run while their input is open. `Child::wait` would close the input, so it is taken out.
         let input = child.stdin.take();
         child.kill().unwrap();
         child.wait().unwrap();
@@ -289,19 +292,20 @@ mod tests {
         assert!(memory.count() >= 4 && !memory.largest().is_empty());
     }
 
-    /// A process that grows between the sample and the reading of its share counts as in the sample.
+    /// A process that grows between the sample and the reading of its proportional share counts as in the
+    /// sample.
     #[test]
     fn a_share_is_at_most_what_the_sample_counted() {
-        assert_eq!(share_of(4096, Some(1024)), 1024);
-        assert_eq!(share_of(4096, Some(8192)), 4096);
-        assert_eq!(share_of(4096, None), 4096);
+        assert_eq!(bounded_share(4096, Some(1024)), 1024);
+        assert_eq!(bounded_share(4096, Some(8192)), 4096);
+        assert_eq!(bounded_share(4096, None), 4096);
     }
 
-    /// A limit below the memory of a shell: the excess is recorded with the process that holds it.
+    /// With a limit below a shell's memory, a sample records the excess and the processes.
     #[test]
-    fn what_passes_a_limit_is_noted() {
+    fn an_excess_is_recorded_with_its_processes() {
         let (_folder, page) = page(4 << 10);
-        let mut child = family();
+        let mut child = shell_with_children();
         let mut memory = TreeMemory::new(page, child.id());
         memory.sample();
         drop(child.stdin.take());
@@ -310,6 +314,6 @@ mod tests {
         assert_eq!(excess.over_bytes() + (4 << 10), excess.held_bytes);
         assert_eq!((excess.allocator_bytes, excess.outside_bytes()), (0, excess.held_bytes));
         assert!(excess.largest.iter().map(|process| process.bytes).sum::<u64>() <= excess.held_bytes);
-        assert!(excess.held_bytes <= memory.peak.anonymous_bytes, "a share is at most the whole");
+        assert!(excess.held_bytes <= memory.peak.anonymous_bytes, "the shares do not exceed the sample");
     }
 }

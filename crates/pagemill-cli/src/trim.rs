@@ -1,8 +1,8 @@
-//! `pagemill trim`: makes processes return memory now, and reports how much.
+//! `pagemill trim`: makes processes return memory now, and shows how much they returned.
 
-use crate::asking::{Interrupt, reason};
 use crate::fail;
-use crate::figures::{self, Process};
+use crate::requests::{Interrupt, unanswered_reason};
+use crate::statistics::{self, Process};
 use pagemill::listing::{self, ControlCommand, Unanswered};
 use pagemill::published;
 use pagemill::stats::Counter;
@@ -14,29 +14,32 @@ use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
-/// Maximum of one request: some ten milliseconds of work, so that Ctrl-C stops it soon.
-const COMMAND_BYTES: u64 = 256 << 20;
+/// Maximum size of one request. It takes some ten milliseconds, so Ctrl-C stops the command soon.
+const MAX_REQUEST_BYTES: u64 = 256 << 20;
 
-/// Without SIZE: requests at most this much more than was giveable at first. A program that keeps freeing would
-/// prolong the command forever.
-const MORE_BYTES: u64 = 1 << 30;
+/// Without SIZE, the requests exceed the memory that was giveable at first by at most this much. Otherwise a
+/// program that frees all the time would prolong the command forever.
+const MAX_EXTRA_BYTES: u64 = 1 << 30;
 
 #[derive(clap::Args)]
 #[command(
     override_usage = "pagemill trim [--json] PID [SIZE]\n       pagemill trim [--json] --tree PID [SIZE]\n       pagemill trim [--json] --all [SIZE]",
-    after_help = "Returns free memory, and volatile memory, which a program said that it can do without. With SIZE about so much, of the \
-processes that have most first; small allocations go by the whole arena. RETURNED is what the kernel took back as the process counts it, \
-RSS the kernel's own count of the process before and after. `pagemill meminfo` shows what is giveable. Only the user of a process can \
+    after_help = "\
+Returns free memory and volatile memory, whose contents the program can do without. With SIZE, stops after about \
+that much, and begins with the processes that can return most. The free memory of all small allocations is \
+returned together. RETURNED is the memory that the kernel took back, as the process counts it. RSS is the kernel's \
+count of the process before and after. `pagemill meminfo` shows what is giveable. Only the user of a process can \
 trim it."
 )]
 pub struct Trim {
-    /// A process on Pagemill (a `pagemill run` stands for its tree), then how much: bytes, or with K, M, G. With --all SIZE only.
+    /// A process on Pagemill, or a `pagemill run`, which stands for its process tree; then how much to return: bytes,
+    /// or with K, M, G. With --tree and --all only SIZE.
     #[arg(value_name = "PID | SIZE", num_args = 0..=2)]
     words: Vec<String>,
-    /// The process and all that descend from it.
+    /// The process and all its descendants.
     #[arg(long, value_name = "PID", conflicts_with = "all")]
     tree: Option<u32>,
-    /// All processes of yours.
+    /// All your processes.
     #[arg(long)]
     all: bool,
     /// One JSON object for each process instead of a table.
@@ -44,7 +47,6 @@ pub struct Trim {
     json: bool,
 }
 
-/// The processes to trim.
 enum Targets {
     One(u32),
     Tree(u32),
@@ -62,20 +64,20 @@ struct TrimResult {
 
 impl Trim {
     pub fn main(&self) -> ExitCode {
-        let (targets, size) = match self.read() {
+        let (targets, size) = match self.parse_arguments() {
             Ok(read) => read,
             Err(message) => return fail(2, &message),
         };
         let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
-        let found = match found(&targets) {
+        let found = match find_processes(&targets) {
             Ok(found) => found,
             Err(message) => return fail(2, &message),
         };
-        let mut processes = match figures::measured(found, &interrupt) {
+        let mut processes = match statistics::request_statistics(found, &interrupt) {
             Ok(processes) => processes,
             Err(_) => return interrupt.end(),
         };
-        processes.sort_by_key(|process| u64::MAX - figures::giveable(&process.sum).0);
+        processes.sort_by_key(|process| u64::MAX - statistics::giveable_bytes(&process.sum).0);
         let (mut left, mut done) = (size, Vec::new());
         for process in processes {
             if left == Some(0) {
@@ -84,15 +86,15 @@ impl Trim {
             let trimmed = trim(process, left, &interrupt);
             left = left.map(|left| left.saturating_sub(trimmed.returned));
             done.push(trimmed);
-            if interrupt.has_come() {
+            if interrupt.has_signal() {
                 break;
             }
         }
         let status = self.show(&done);
-        if interrupt.has_come() { interrupt.end() } else { status }
+        if interrupt.has_signal() { interrupt.end() } else { status }
     }
 
-    fn read(&self) -> Result<(Targets, Option<u64>), String> {
+    fn parse_arguments(&self) -> Result<(Targets, Option<u64>), String> {
         let mut words = self.words.iter();
         let targets = match (self.all, self.tree) {
             (true, _) => Targets::All,
@@ -103,7 +105,7 @@ impl Trim {
             }
         };
         let size = words.next();
-        // In `meminfo PID --all` the word is a process.
+        // With `meminfo PID --all` in mind, a user may write a process id here.
         if let (Targets::All, Some(word)) = (&targets, size)
             && word.parse::<u32>().is_ok_and(|pid| process::identity(pid).is_some())
         {
@@ -137,8 +139,7 @@ impl Trim {
     }
 }
 
-/// Finds the processes to trim.
-fn found(targets: &Targets) -> Result<Vec<published::Process>, String> {
+fn find_processes(targets: &Targets) -> Result<Vec<published::Process>, String> {
     let of_pid = |pid: u32| published::read(pid).filter(published::Process::is_own);
     let found = match targets {
         Targets::All => published::read_all().into_iter().filter(published::Process::is_own).collect(),
@@ -169,7 +170,6 @@ fn own_tree(pid: u32) -> Option<Vec<published::Process>> {
     Some(published::read_tree(pid)?.into_iter().filter(published::Process::is_own).collect())
 }
 
-/// A process and all that descend from it.
 fn descendants(pid: u32) -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").into_iter().flatten();
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
@@ -187,31 +187,31 @@ fn descendants(pid: u32) -> Vec<u32> {
 
 fn parent_of(pid: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name stands in parentheses and may itself hold any character.
+    // The program's name is in parentheses, and may contain any character.
     stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
 }
 
-/// Resident bytes as the kernel counts them.
-fn rss(pid: u32) -> u64 {
+/// Returns the resident bytes as the kernel counts them.
+fn resident_bytes(pid: u32) -> u64 {
     let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
     let pages: u64 = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
     pages.saturating_mul(units::os_page_bytes() as u64)
 }
 
-fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> TrimResult {
-    let before = rss(process.pid());
+fn trim(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt) -> TrimResult {
+    let before = resident_bytes(process.pid());
     let mut done = TrimResult { before, after: before, returned: 0, trouble: None, process };
     for (path, snapshot) in &done.process.published.found {
-        let mut left = match most {
-            Some(most) => most.saturating_sub(done.returned),
-            None => snapshot.giveable_bytes().saturating_add(MORE_BYTES),
+        let mut left = match max_bytes {
+            Some(max_bytes) => max_bytes.saturating_sub(done.returned),
+            None => snapshot.giveable_bytes().saturating_add(MAX_EXTRA_BYTES),
         };
-        // A process without a helper thread answers no commands: report it as late at once.
+        // Without a helper thread the process answers no commands, so the command counts as unanswered at once.
         let has_helper = snapshot.get(Counter::Helpers) > 0;
         while left > 0 {
-            let command = ControlCommand::Trim { want_bytes: left.min(COMMAND_BYTES) };
+            let command = ControlCommand::Trim { want_bytes: left.min(MAX_REQUEST_BYTES) };
             let answer = match has_helper {
-                true => listing::command(path, snapshot.identity, command, || interrupt.has_come()),
+                true => listing::command(path, snapshot.identity, command, || interrupt.has_signal()),
                 false => Err(Unanswered::Late),
             };
             match answer {
@@ -227,13 +227,13 @@ fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> TrimResul
                 }
                 Err(Unanswered::Stopped) => break,
                 Err(error) => {
-                    done.trouble = Some(format!("{error}{}", reason(&error, snapshot)));
+                    done.trouble = Some(format!("{error}{}", unanswered_reason(&error, snapshot)));
                     break;
                 }
             }
         }
     }
-    done.after = rss(done.process.pid());
+    done.after = resident_bytes(done.process.pid());
     done
 }
 
@@ -262,7 +262,7 @@ fn json_of(done: &[TrimResult]) -> String {
         json!({
             "pid": done.process.pid(),
             "name": done.process.sum.name(),
-            "giveable": figures::giveable(&done.process.sum).0,
+            "giveable": statistics::giveable_bytes(&done.process.sum).0,
             "returned": done.returned,
             "rss_before": done.before,
             "rss_after": done.after,

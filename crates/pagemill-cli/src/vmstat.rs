@@ -1,8 +1,9 @@
-//! `pagemill vmstat [PID]`: what the memory managers of processes have done so far, or one does each second.
+//! `pagemill vmstat [PID]`: shows what the memory managers of processes have done so far, or what one does each
+//! second.
 
-use crate::asking::Interrupt;
 use crate::fail;
-use crate::figures::{self, Column, Process, Target, Trouble, giveable, resident};
+use crate::requests::Interrupt;
+use crate::statistics::{self, Column, Process, StatisticsError, Target, giveable_bytes, resident_bytes};
 use pagemill::stats::{Counter, CounterKind, Row, Snapshot, TABLE, Unit};
 use pagemill::units::Bytes;
 use serde_json::{Map, Value, json};
@@ -30,14 +31,14 @@ pub struct Vmstat {
 }
 
 const COLUMNS: [Column; 4] = [
-    ("RESIDENT", resident),
-    ("GIVEABLE", |sum| giveable(sum).0),
+    ("RESIDENT", resident_bytes),
+    ("GIVEABLE", |sum| giveable_bytes(sum).0),
     ("RETURNED", |sum| sum.get(Counter::PurgeFreed)),
     ("PEAK", |sum| sum.get(Counter::ResidentPeak)),
 ];
 
-/// A process or a tree, with its sums.
-struct Shown {
+/// A process, or a process tree with its sums.
+struct View {
     title: String,
     start_ticks: u64,
     sum: Snapshot,
@@ -45,9 +46,9 @@ struct Shown {
     members: Option<Vec<Process>>,
 }
 
-impl Shown {
-    fn of(pid: u32, interrupt: &Interrupt) -> Result<Self, Trouble> {
-        Ok(match figures::of(pid, interrupt)? {
+impl View {
+    fn of(pid: u32, interrupt: &Interrupt) -> Result<Self, StatisticsError> {
+        Ok(match statistics::read_target(pid, interrupt)? {
             Target::One(process) => Self {
                 title: process.title(),
                 start_ticks: process.published.identity.start_ticks,
@@ -56,9 +57,9 @@ impl Shown {
                 members: None,
             },
             Target::Tree(members) => Self {
-                title: format!("{pid} pagemill run: {} on Pagemill\n", figures::processes(members.len())),
+                title: format!("{pid} pagemill run: {} on Pagemill\n", statistics::process_count_text(members.len())),
                 start_ticks: pagemill_sys::process::identity(pid).map_or(0, |identity| identity.start_ticks),
-                sum: figures::sum_of(&members),
+                sum: statistics::sum_of(&members),
                 age: None,
                 members: Some(members),
             },
@@ -71,30 +72,30 @@ impl Vmstat {
         let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be handled") };
         let shown = match self.pid {
             Some(pid) => self.show(pid, &interrupt),
-            None => figures::of_all(&interrupt).map(|all| self.write(&self.text_of_all(&all))),
+            None => statistics::read_all(&interrupt).map(|all| self.write(&self.text_of_all(&all))),
         };
         match shown {
             Ok(Err(error)) if error.kind() != ErrorKind::BrokenPipe => {
                 fail(1, &format!("the figures cannot be written: {error}"))
             }
             Ok(_) => ExitCode::SUCCESS,
-            Err(Trouble::Interrupted) => interrupt.end(),
-            Err(Trouble::Missing(why)) => fail(2, &why),
+            Err(StatisticsError::Interrupted) => interrupt.end(),
+            Err(StatisticsError::Missing(why)) => fail(2, &why),
         }
     }
 
-    fn show(&self, pid: u32, interrupt: &Interrupt) -> Result<std::io::Result<()>, Trouble> {
-        let mut last = Shown::of(pid, interrupt)?;
+    fn show(&self, pid: u32, interrupt: &Interrupt) -> Result<std::io::Result<()>, StatisticsError> {
+        let mut last = View::of(pid, interrupt)?;
         let mut written = self.write(&self.text(pid, &Snapshot::default(), &last));
         while self.watch && written.is_ok() {
             thread::sleep(Duration::from_secs(1));
-            if interrupt.has_come() {
-                return Err(Trouble::Interrupted);
+            if interrupt.has_signal() {
+                return Err(StatisticsError::Interrupted);
             }
-            // Looked up again: the id may have been reused.
-            let now = match Shown::of(pid, interrupt) {
+            // The process is looked up again each time, since its id may have been reused.
+            let now = match View::of(pid, interrupt) {
                 Ok(now) if now.start_ticks == last.start_ticks => now,
-                Err(Trouble::Interrupted) => return Err(Trouble::Interrupted),
+                Err(StatisticsError::Interrupted) => return Err(StatisticsError::Interrupted),
                 _ => break,
             };
             written = self.write(&self.text(pid, &last.sum, &now));
@@ -113,11 +114,11 @@ impl Vmstat {
         match (self.json, processes.is_empty()) {
             (true, _) => processes.iter().map(|process| format!("{}\n", self.json_of(process))).collect(),
             (false, true) => "no process of yours is on Pagemill\n".to_owned(),
-            (false, false) => figures::table(processes, &COLUMNS),
+            (false, false) => statistics::process_table(processes, &COLUMNS),
         }
     }
 
-    fn text(&self, pid: u32, before: &Snapshot, now: &Shown) -> String {
+    fn text(&self, pid: u32, before: &Snapshot, now: &View) -> String {
         if self.json {
             let mut rows = self.rows_of(before, &now.sum);
             rows.insert("pid".into(), json!(pid));
@@ -127,23 +128,23 @@ impl Vmstat {
             }
             return format!("{}\n", Value::Object(rows));
         }
-        let (resident, giveable) = (Bytes(resident(&now.sum)), Bytes(giveable(&now.sum).0));
+        let (resident, giveable) = (Bytes(resident_bytes(&now.sum)), Bytes(giveable_bytes(&now.sum).0));
         let mut text = now.title.clone();
         let _ = writeln!(text, "  {resident} resident, {giveable} could be returned at once");
-        for row in states().filter(|row| self.is_shown(row, before, &now.sum)) {
+        for row in count_gauges().filter(|row| self.is_shown(row, before, &now.sum)) {
             let _ = writeln!(text, "  {:<25} {:>12}  {}", row.name, now.sum.get(row.counter), row.meaning);
         }
-        for row in sums().filter(|row| self.is_shown(row, before, &now.sum)) {
+        for row in sum_rows().filter(|row| self.is_shown(row, before, &now.sum)) {
             let amount = match row.unit {
-                Unit::Bytes => Bytes(added(row, before, &now.sum)).to_string(),
-                Unit::Count => added(row, before, &now.sum).to_string(),
+                Unit::Bytes => Bytes(increase(row, before, &now.sum)).to_string(),
+                Unit::Count => increase(row, before, &now.sum).to_string(),
             };
             let _ = writeln!(text, "  {:<25} {amount:>12}  {}", row.name, row.meaning);
         }
-        text + &now.members.as_ref().map_or_else(String::new, |members| figures::table(members, &COLUMNS))
+        text + &now.members.as_ref().map_or_else(String::new, |members| statistics::process_table(members, &COLUMNS))
     }
 
-    /// Returns whether to show a row: nonzero, or changed when watching.
+    /// Returns whether to show a row: its value is nonzero or, with --watch, has changed.
     fn is_shown(&self, row: &Row, before: &Snapshot, now: &Snapshot) -> bool {
         let is_sum = row.kind == CounterKind::Sum || self.watch;
         self.all || if is_sum { now.get(row.counter) != before.get(row.counter) } else { now.get(row.counter) > 0 }
@@ -152,17 +153,17 @@ impl Vmstat {
     fn rows_of(&self, before: &Snapshot, now: &Snapshot) -> Map<String, Value> {
         let mut rows = Map::new();
         rows.insert("name".into(), json!(now.name()));
-        rows.insert("resident".into(), json!(resident(now)));
-        rows.insert("giveable".into(), json!(giveable(now).0));
-        let values = sums().map(|row| (row.name, added(row, before, now)));
-        let values = values.chain(states().map(|row| (row.name, now.get(row.counter))));
+        rows.insert("resident".into(), json!(resident_bytes(now)));
+        rows.insert("giveable".into(), json!(giveable_bytes(now).0));
+        let values = sum_rows().map(|row| (row.name, increase(row, before, now)));
+        let values = values.chain(count_gauges().map(|row| (row.name, now.get(row.counter))));
         rows.extend(
             values.filter(|(_, value)| self.all || *value > 0).map(|(name, value)| (name.to_owned(), json!(value))),
         );
         rows
     }
 
-    /// The JSON object of one process in a list: its rows, PID, user and age.
+    /// Returns the JSON object of one process in a list: its rows, PID, user and age.
     fn json_of(&self, process: &Process) -> Value {
         let mut rows = self.rows_of(&Snapshot::default(), &process.sum);
         rows.insert("pid".into(), json!(process.pid()));
@@ -172,15 +173,15 @@ impl Vmstat {
     }
 }
 
-fn sums() -> impl Iterator<Item = &'static Row> {
+fn sum_rows() -> impl Iterator<Item = &'static Row> {
     TABLE.iter().filter(|row| row.kind == CounterKind::Sum)
 }
 
-/// Gauges in counts; meminfo shows those in bytes.
-fn states() -> impl Iterator<Item = &'static Row> {
+/// Returns the gauges whose unit is a count. `meminfo` shows those in bytes.
+fn count_gauges() -> impl Iterator<Item = &'static Row> {
     TABLE.iter().filter(|row| row.kind == CounterKind::Gauge && row.unit == Unit::Count)
 }
 
-fn added(row: &Row, before: &Snapshot, now: &Snapshot) -> u64 {
+fn increase(row: &Row, before: &Snapshot, now: &Snapshot) -> u64 {
     now.get(row.counter).saturating_sub(before.get(row.counter))
 }

@@ -1,8 +1,8 @@
-//! `pagemill vranges PID`: the volatile ranges of a process, by handle or marked by address, with state and purged
-//! bytes.
+//! `pagemill vranges PID`: lists the volatile ranges of a process, by handle or marked by address, with their
+//! states and purged bytes.
 
-use crate::asking::{Interrupt, reason};
 use crate::fail;
+use crate::requests::{Interrupt, unanswered_reason};
 use pagemill::listing::{self, List, Unanswered};
 use pagemill::published;
 use pagemill::stats::{Counter, Snapshot};
@@ -16,16 +16,16 @@ use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
-/// A tick of `Listed::age_ticks`.
-const SECONDS_A_TICK: f64 = (1 << 22) as f64 / 1e9;
+/// Seconds in a tick of `Listed::age_ticks`.
+const SECONDS_PER_TICK: f64 = (1 << 22) as f64 / 1e9;
 
 #[derive(clap::Args)]
-#[command(
-    after_help = "The process answers within 2 seconds. STATE: held (not marked, its bytes stay), volatile (they \
-may be purged), pinned (may be purged after the last unpin), purging. GOES: full (as a whole), partial (from its \
-end, a part at a time), strict (purged pages raise SIGBUS). AGE: seconds since it was marked or lost a part, \
-to 4 ms; it restarts after 19 hours. PURGED: purged bytes; `some`: purged memory was marked again, or the kernel took a part."
-)]
+#[command(after_help = "\
+The process answers within 2 seconds. STATE: held (not marked; its bytes are kept), volatile (its bytes may be \
+purged), pinned (may be purged after the last unpin), purging. GOES: full (purged as a whole), partial (from its \
+end, in steps), strict (access to purged pages raises SIGBUS). AGE: seconds since it was marked or partly purged, \
+to 4 ms; it restarts after 19 hours. PURGED: purged bytes; `some` (unknown): purged memory was marked again, or \
+the kernel took back a part.")]
 pub struct Vranges {
     /// A running process on Pagemill, by preload library, C library or crate.
     pid: u32,
@@ -41,20 +41,22 @@ impl Vranges {
         let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be handled") };
         let mut list = List::default();
         for (path, snapshot) in &found {
-            match ask(path, snapshot, &interrupt) {
+            match request_ranges(path, snapshot, &interrupt) {
                 Ok(part) => {
                     list.ranges.extend(part.ranges);
                     list.left_out = list.left_out.saturating_add(part.left_out);
                 }
                 Err(Unanswered::Stopped) => return interrupt.end(),
-                Err(error) => return fail(2, &format!("process {}: {error}{}", self.pid, reason(&error, snapshot))),
+                Err(error) => {
+                    return fail(2, &format!("process {}: {error}{}", self.pid, unanswered_reason(&error, snapshot)));
+                }
             }
         }
         list.ranges.sort_by_key(|range| range.addr);
         let text = if self.json { format!("{}\n", json_of(snapshot, &list)) } else { text_of(snapshot, &list) };
         let mut out = std::io::stdout().lock();
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            // A reader that closes the pipe (head, less) ends the listing.
+            // The reader (head, less) may close the pipe early.
             Err(error) if error.kind() != ErrorKind::BrokenPipe => {
                 fail(1, &format!("the list cannot be written: {error}"))
             }
@@ -63,24 +65,25 @@ impl Vranges {
     }
 }
 
-/// Requests the ranges of one Pagemill instance of the process. One without ranges is not woken.
-fn ask(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Result<List, Unanswered> {
+/// Requests the ranges of one Pagemill instance of the process. An instance without ranges is not asked, which
+/// would wake its helper thread.
+fn request_ranges(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Result<List, Unanswered> {
     let bytes = [Counter::RangesBytes, Counter::MarkedBytes].map(|counter| snapshot.get(counter));
     if bytes == [0, 0] {
         return Ok(List::default());
     }
-    listing::ask(path, snapshot.identity, || interrupt.has_come())
+    listing::ask(path, snapshot.identity, || interrupt.has_signal())
 }
 
 /// Sums over a list. The lengths come from another process, so additions saturate.
 #[derive(Default)]
 struct Totals {
     bytes: u64,
-    /// Count and bytes of ranges, in the order of [`STATES`].
+    /// Number and bytes of the ranges in each state, in the order of [`STATES`].
     states: [(usize, u64); STATES.len()],
     purged_bytes: u64,
-    /// For some ranges the purged bytes are unknown.
-    is_at_least: bool,
+    /// The purged bytes of some ranges are unknown, so the sum is a minimum.
+    is_minimum: bool,
 }
 
 const STATES: [RangeState; 4] = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];
@@ -95,13 +98,13 @@ impl Totals {
                 *sum = (sum.0 + 1, sum.1.saturating_add(bytes));
             }
             totals.purged_bytes = totals.purged_bytes.saturating_add(range.purged_bytes.unwrap_or(0) as u64);
-            totals.is_at_least |= range.purged_bytes.is_none();
+            totals.is_minimum |= range.purged_bytes.is_none();
         }
         totals
     }
 }
 
-fn kind_of(range: &Listed) -> &'static str {
+fn kind_name(range: &Listed) -> &'static str {
     match range.kind {
         RangeKind::Handle => "handle",
         RangeKind::Marked => "marked",
@@ -117,15 +120,15 @@ fn state_name(state: RangeState) -> &'static str {
     }
 }
 
-fn how_of(range: &Listed) -> &'static str {
+fn behaviour_name(range: &Listed) -> &'static str {
     match range.how {
         How::Full => "full",
         How::Partial => "partial",
     }
 }
 
-/// Returns how much of it was purged, as a keyword.
-fn purged_of(range: &Listed) -> &'static str {
+/// Returns as a keyword how much of a range was purged.
+fn purged_keyword(range: &Listed) -> &'static str {
     match range.purged_bytes {
         Some(0) => "no",
         Some(bytes) if bytes >= range.len_bytes => "all",
@@ -133,9 +136,9 @@ fn purged_of(range: &Listed) -> &'static str {
     }
 }
 
-fn seconds_of(range: &Listed) -> Option<f64> {
-    // To the millisecond: a tick is longer.
-    range.age_ticks.map(|ticks| (f64::from(ticks) * SECONDS_A_TICK * 1e3).round() / 1e3)
+fn age_seconds(range: &Listed) -> Option<f64> {
+    // Rounded to milliseconds: a tick is longer.
+    range.age_ticks.map(|ticks| (f64::from(ticks) * SECONDS_PER_TICK * 1e3).round() / 1e3)
 }
 
 fn text_of(snapshot: &Snapshot, list: &List) -> String {
@@ -149,15 +152,15 @@ fn text_of(snapshot: &Snapshot, list: &List) -> String {
     for range in &list.ranges {
         let addresses = format!("{:012x}-{:012x}", range.addr, range.addr.saturating_add(range.len_bytes));
         let size = Bytes(range.len_bytes as u64).to_string();
-        let age = seconds_of(range).map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.1} s"));
-        let purged = match (purged_of(range), range.purged_bytes) {
+        let age = age_seconds(range).map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.1} s"));
+        let purged = match (purged_keyword(range), range.purged_bytes) {
             ("no", _) => "-".to_owned(),
             ("all", _) => "all".to_owned(),
             (_, Some(bytes)) => Bytes(bytes as u64).to_string(),
             (_, None) => "some".to_owned(),
         };
-        let (kind, state) = (kind_of(range), state_name(range.state));
-        let goes = format!("{}{}", how_of(range), if range.is_strict { " strict" } else { "" });
+        let (kind, state) = (kind_name(range), state_name(range.state));
+        let goes = format!("{}{}", behaviour_name(range), if range.is_strict { " strict" } else { "" });
         let _ = writeln!(text, "  {addresses:<25} {size:>10}  {kind:<6}  {state:<8}  {goes:<14}  {age:>10}  {purged}");
     }
     let totals = Totals::of(&list.ranges);
@@ -166,7 +169,7 @@ fn text_of(snapshot: &Snapshot, list: &List) -> String {
     for (state, (count, bytes)) in STATES.into_iter().zip(totals.states).filter(|(_, (count, _))| *count > 0) {
         let _ = write!(text, " {count} {} {},", state_name(state), Bytes(bytes));
     }
-    let at_least = if totals.is_at_least { "at least " } else { "" };
+    let at_least = if totals.is_minimum { "at least " } else { "" };
     let _ = writeln!(text, " purged {at_least}{}", Bytes(totals.purged_bytes));
     if list.left_out > 0 {
         let _ = writeln!(text, "  {} more are not listed", list.left_out);
@@ -180,9 +183,10 @@ fn json_of(snapshot: &Snapshot, list: &List) -> Value {
         .iter()
         .map(|range| {
             json!({
-                "address": range.addr, "size": range.len_bytes, "kind": kind_of(range), "state": state_name(range.state),
-                "behaviour": how_of(range), "strict": range.is_strict, "age_seconds": seconds_of(range), "purged": purged_of(range),
-                "purged_bytes": range.purged_bytes,
+                "address": range.addr, "size": range.len_bytes, "kind": kind_name(range),
+                "state": state_name(range.state),
+                "behaviour": behaviour_name(range), "strict": range.is_strict, "age_seconds": age_seconds(range),
+                "purged": purged_keyword(range), "purged_bytes": range.purged_bytes,
             })
         })
         .collect();
@@ -214,9 +218,9 @@ mod tests {
         }
     }
 
-    /// One row for each range, sums below; unknown values are shown as unknown.
+    /// The list has one row for each range, and the sums below. Unknown values are shown as unknown.
     #[test]
-    fn a_list_is_shown_with_its_sums() {
+    fn a_list_has_rows_and_sums() {
         let held = Listed { age_ticks: None, ..range(RangeState::Held, Some(0)) };
         let marked =
             Listed { kind: RangeKind::Marked, how: How::Partial, is_strict: true, ..range(RangeState::Volatile, None) };
@@ -243,7 +247,7 @@ mod tests {
 
     /// Impossible lengths do not overflow.
     #[test]
-    fn absurd_lengths_are_survived() {
+    fn impossible_lengths_do_not_overflow() {
         let endless =
             Listed { addr: usize::MAX, len_bytes: usize::MAX, purged_bytes: Some(usize::MAX), ..Listed::NONE };
         let list = List { ranges: vec![endless; 3], left_out: u64::MAX };

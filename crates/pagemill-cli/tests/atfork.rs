@@ -1,24 +1,25 @@
-//! Fork handlers of libraries whose constructors run before the preload library's.
+//! Fork handlers of a library whose constructors run before the preload library's.
 //!
-//! They may allocate, and wait for threads that allocate: Pagemill's locks are taken after the last prepare handler, and
-//! released before the first handler behind the fork. A program that hangs ends itself (`alarm`).
+//! Such handlers may allocate, and wait for threads that allocate. So Pagemill's locks must be taken after the
+//! last prepare handler, and released before the first handler that runs after the fork. A program that hangs
+//! ends itself with `alarm`.
 
 mod common;
 
-use common::{End, Place, STUCK_AFTER, finish};
+use common::{End, TIMEOUT, TestFolder, finish};
 use std::path::Path;
 
-/// The program with the library, which is loaded the way that `link` says.
+/// How the library with the handlers is loaded.
 #[derive(Clone, Copy)]
 enum Link {
-    /// The program names it.
+    /// The program is linked to the library.
     Needed,
-    /// It is preloaded behind Pagemill.
+    /// The library is preloaded after Pagemill's.
     Preloaded,
 }
 
-/// Runs `atfork.c` with a case and a count under these options of `run`.
-fn run(place: &Place, link: Link, options: &[&str], arguments: &[&str]) -> Option<End> {
+/// Runs `atfork.c` with `arguments`, under these options of `run`.
+fn run(place: &TestFolder, link: Link, options: &[&str], arguments: &[&str]) -> Option<End> {
     let library = place.compile("atfork_library.c", &["-shared", "-fPIC", "-Wl,-soname,atfork_library.c.out"])?;
     let folder = library.parent().unwrap().to_str().unwrap();
     let rpath = format!("-Wl,--no-as-needed,-rpath,{folder}");
@@ -32,18 +33,20 @@ fn run(place: &Place, link: Link, options: &[&str], arguments: &[&str]) -> Optio
     if let Link::Preloaded = link {
         command.env("LD_PRELOAD", library);
     }
-    let end = finish(command, STUCK_AFTER);
-    place.assert_swept();
+    let end = finish(command, TIMEOUT);
+    place.assert_no_files_left();
     Some(end)
 }
 
-/// Grown from the first call on, growing during the forks, on the libc fallback, and checked.
-const WAYS: &[&[&str]] = &[&["--after", "0"], &["--after", "100K"], &["--after", "1G"], &["--after", "0", "--check"]];
+/// Options for a heap that exists from the first call on, one that is created during the forks, the libc
+/// fallback, and `--check`.
+const OPTION_SETS: &[&[&str]] =
+    &[&["--after", "0"], &["--after", "100K"], &["--after", "1G"], &["--after", "0", "--check"]];
 
 #[track_caller]
-fn holds(case: &str) {
-    let place = Place::new();
-    for options in WAYS {
+fn assert_case_succeeds(case: &str) {
+    let place = TestFolder::new();
+    for options in OPTION_SETS {
         for link in [Link::Needed, Link::Preloaded] {
             let Some(end) = run(&place, link, options, &[case, "30"]) else { return };
             end.assert_success();
@@ -53,40 +56,41 @@ fn holds(case: &str) {
 
 #[test]
 fn handlers_may_allocate() {
-    holds("allocate");
+    assert_case_succeeds("allocate");
 }
 
 #[test]
 fn a_handler_may_join_threads_that_allocate() {
-    holds("join");
+    assert_case_succeeds("join");
 }
 
-/// Of handlers registered later the prepare handlers run earlier, the others later, as POSIX has it.
+/// Prepare handlers run in reverse order of registration, and the others in order of registration, as POSIX
+/// requires.
 #[test]
 fn handlers_run_in_the_order_of_the_c_library() {
-    holds("order");
+    assert_case_succeeds("order");
 }
 
-/// The C library drops the handlers of a library that is unloaded: what is forwarded names it.
+/// The C library drops the handlers of an unloaded library, also of one whose registration Pagemill forwarded.
 #[test]
 fn handlers_end_with_their_library() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(plugin) = place.compile("atfork_plugin.c", &["-shared", "-fPIC"]) else { return };
     let arguments = ["unload", "2", Path::to_str(&plugin).unwrap()];
     let Some(end) = run(&place, Link::Needed, &["--after", "0"], &arguments) else { return };
     end.assert_success();
 }
 
-/// The programs do what they say without Pagemill, too.
+/// The same programs succeed without Pagemill, so they test what they should.
 #[test]
 fn the_programs_hold_without_pagemill() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(library) = place.compile("atfork_library.c", &["-shared", "-fPIC"]) else { return };
     let rpath = format!("-Wl,--no-as-needed,-rpath,{}", library.parent().unwrap().display());
     let Some(program) = place.compile("atfork.c", &[&rpath, library.to_str().unwrap(), "-ldl"]) else { return };
     for case in ["allocate", "join", "order"] {
         let mut command = place.command(&program);
         command.args([case, "30"]);
-        finish(command, STUCK_AFTER).assert_success();
+        finish(command, TIMEOUT).assert_success();
     }
 }

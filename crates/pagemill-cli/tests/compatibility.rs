@@ -1,27 +1,27 @@
-//! Programs beside other allocators, in namespaces of their own, under filters: they work, or are refused with a sentence.
-//! docs/compatibility.md has all that was tried.
+//! Programs with other allocators, in linker namespaces, and under system-call filters. They work, or are
+//! refused with an explanation. docs/compatibility.md lists all that was tried.
 
 mod common;
 
-use common::{End, Place, STUCK_AFTER, finish};
+use common::{End, TIMEOUT, TestFolder, finish};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The program that allocates, frees, starts threads and forks.
-fn program(place: &Place, flags: &[&str]) -> Option<PathBuf> {
+/// Compiles `fork.c`, which allocates, frees, starts threads and forks.
+fn program(place: &TestFolder, flags: &[&str]) -> Option<PathBuf> {
     place.compile("fork.c", flags)
 }
 
-fn run(place: &Place, options: &[&str], words: &[&str], preload: Option<&Path>) -> End {
+fn run(place: &TestFolder, options: &[&str], words: &[&str], preload: Option<&Path>) -> End {
     let mut command = place.pagemill_run(options, words[0]);
     command.args(&words[1..]);
     if let Some(preload) = preload {
         command.env("LD_PRELOAD", preload);
     }
-    finish(command, STUCK_AFTER)
+    finish(command, TIMEOUT)
 }
 
-/// Another allocator of this system, by the start of its library's name.
+/// Returns the library of another installed allocator, by the start of its file name.
 fn allocator(name: &str) -> Option<PathBuf> {
     let folders = ["/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/usr/lib64"];
     let found = folders.iter().find_map(|folder| {
@@ -34,12 +34,12 @@ fn allocator(name: &str) -> Option<PathBuf> {
     found
 }
 
-/// Programs that are linked to another allocator, and such beside another preload, run on this one.
+/// A program that is linked to another allocator, or preloads one, runs on Pagemill.
 #[test]
-fn other_allocators_give_way() {
+fn pagemill_precedes_other_allocators() {
     for name in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4", "libmimalloc.so"] {
         let Some(library) = allocator(name) else { continue };
-        let place = Place::new();
+        let place = TestFolder::new();
         let Some(linked) = program(&place, &["-Wl,--no-as-needed", library.to_str().unwrap()]) else { return };
         run(&place, &[], &[linked.to_str().unwrap(), "8"], None).assert_success();
         let Some(plain) = program(&place, &[]) else { return };
@@ -47,10 +47,10 @@ fn other_allocators_give_way() {
     }
 }
 
-/// A library in a namespace of its own (`dlmopen`) has a C library of its own, whose memory is its own, too.
+/// A library in a linker namespace (`dlmopen`) has a C library of its own, and allocates from that.
 #[test]
-fn namespaces_of_their_own_work() {
-    let place = Place::new();
+fn linker_namespaces_work() {
+    let place = TestFolder::new();
     let Some(plugin) = place.compile("namespace_plugin.c", &["-shared", "-fPIC"]) else { return };
     let Some(program) = place.compile("namespace.c", &["-ldl"]) else { return };
     for options in [&[] as &[&str], &["--limit", "1G"]] {
@@ -58,12 +58,13 @@ fn namespaces_of_their_own_work() {
     }
 }
 
-/// Static position-independent programs are named; sanitizers that bring an allocator are refused.
+/// For static position-independent programs, `run` explains why they are not reached. Programs that need a
+/// sanitizer library are refused.
 #[test]
-fn what_cannot_be_reached_is_named() {
-    let place = Place::new();
+fn unreachable_programs_are_explained() {
+    let place = TestFolder::new();
     let says = |flags: &[&str], options: &[&str], code: i32, sentence: &str| {
-        // Its static libraries, or the sanitizer's, may not be installed.
+        // The static libraries of the C library or of the sanitizer may not be installed.
         let mut command = Command::new("cc");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/fork.c");
         command.args(["-w", "-pthread"]).args(flags).arg(source).arg("-o").arg(place.path("out"));
@@ -79,23 +80,24 @@ fn what_cannot_be_reached_is_named() {
     says(&["-fsanitize=thread"], &["--force"], 126, "run it without pagemill");
 }
 
-/// Compiles the program with another compiler; `None`, with a sentence, if that is missing or cannot.
-fn compiled_by(place: &Place, compiler: &str, source: &str, flags: &[&str]) -> Option<String> {
+/// Compiles a program with another compiler. Prints a sentence and returns `None` if that is impossible.
+fn compiled_by(place: &TestFolder, compiler: &str, source: &str, flags: &[&str]) -> Option<String> {
     let out = place.path("out");
     let mut command = Command::new(compiler);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
     command.args(["-w", "-pthread"]).args(flags).arg(source).arg("-o").arg(&out);
-    if common::lacks(compiler) || !command.output().is_ok_and(|output| output.status.success()) {
+    if common::is_missing(compiler) || !command.output().is_ok_and(|output| output.status.success()) {
         println!("skipped: nothing is compiled with {compiler} {flags:?}");
         return None;
     }
     Some(out.to_str().unwrap().to_owned())
 }
 
-/// musl's loader ends a program whose preload it cannot load. As first program it runs without, or is refused under a limit.
+/// musl's loader ends a program whose preload it cannot load. If `run` starts such a program, the program runs
+/// without the library; under a limit it is refused. A shell under a limit can start one without `LD_PRELOAD`.
 #[test]
 fn programs_of_musl_run_without_the_library() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = compiled_by(&place, "musl-gcc", "fork.c", &[]) else { return };
     let end = run(&place, &[], &[&program, "4"], None);
     assert!(end.code() == 0 && end.err.contains("made for another C library"), "{}", end.err);
@@ -106,35 +108,35 @@ fn programs_of_musl_run_without_the_library() {
     run(&place, &["--limit", "1G"], &["env", "-u", "LD_PRELOAD", &program, "4"], None).assert_success();
 }
 
-/// Programs with a sanitizer that clang linked into them run on its allocator, which no limit bounds; a sanitizer
-/// without an allocator changes nothing.
+/// A program with a static sanitizer that has an allocator runs on that allocator, so a limit refuses it. A
+/// sanitizer without an allocator changes nothing.
 #[test]
-fn static_sanitizers_are_named() {
+fn static_sanitizers_are_explained() {
     for sanitizer in ["address", "thread", "memory", "leak"] {
-        let place = Place::new();
+        let place = TestFolder::new();
         let Some(program) = compiled_by(&place, "clang", "edges.c", &[&format!("-fsanitize={sanitizer}")]) else {
             continue;
         };
         let end = run(&place, &["--limit", "1G"], &[&program, "4"], None);
         assert!(end.code() == 126 && end.err.contains("so --limit cannot bound it"), "{sanitizer}: {}", end.err);
         if sanitizer == "address" {
-            // Leaks are looked for by tracing, which may not be allowed.
+            // The leak check traces the process, which may not be allowed.
             let mut command = place.pagemill_run(&[], &program);
             command.env("ASAN_OPTIONS", "detect_leaks=0");
-            let end = finish(command, STUCK_AFTER);
+            let end = finish(command, TIMEOUT);
             assert!(end.code() == 0 && end.err.contains("but on its own allocator"), "{}", end.err);
         }
     }
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = compiled_by(&place, "clang", "fork.c", &["-fsanitize=undefined"]) else { return };
     run(&place, &["--limit", "1G"], &[&program, "4"], None).assert_success();
 }
 
-/// Programs whose headers were rewritten work as before.
+/// Programs whose ELF headers `patchelf` changed work as before.
 #[test]
 fn patched_programs_work() {
-    let place = Place::new();
-    if common::lacks("patchelf") {
+    let place = TestFolder::new();
+    if common::is_missing("patchelf") {
         return;
     }
     let Some(program) = program(&place, &[]) else { return };
@@ -150,44 +152,44 @@ fn patched_programs_work() {
         std::fs::copy(&program, &patched).unwrap();
         let mut command = place.command("patchelf");
         command.args(change).arg(&patched);
-        finish(command, STUCK_AFTER).assert_success();
+        finish(command, TIMEOUT).assert_success();
         run(&place, &["--limit", "1G"], &[patched.to_str().unwrap(), "4"], None).assert_success();
     }
     let mut command = place.command("patchelf");
     command.args(["--set-interpreter", "/no/such/loader"]).arg(&program);
-    finish(command, STUCK_AFTER).assert_success();
+    finish(command, TIMEOUT).assert_success();
     let end = run(&place, &["--limit", "1G"], &[program.to_str().unwrap(), "4"], None);
     assert!(end.code() == 127 && end.err.contains("No such file"), "{}", end.err);
 }
 
-/// The loader, started as a program, loads the library into the program that it is given.
+/// A loader that is started as a program loads the preload library into the program that it runs.
 #[test]
-fn the_loader_as_a_program_is_bounded() {
+fn a_program_started_by_its_loader_is_limited() {
     let loaders = ["/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1"];
     let Some(loader) = loaders.into_iter().find(|path| Path::new(path).exists()) else {
         return println!("skipped: no loader at the usual places");
     };
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = program(&place, &[]) else { return };
     let end = run(&place, &["--limit", "1G"], &[loader, program.to_str().unwrap(), "4"], None);
     end.assert_success();
     assert!(!end.err.contains("statically"), "{}", end.err);
 }
 
-/// A pipe in place of a program is refused at once, as by a shell.
+/// A pipe in place of a program is refused at once, without waiting for a writer.
 #[test]
-fn a_pipe_is_no_program() {
-    let place = Place::new();
+fn a_pipe_is_refused() {
+    let place = TestFolder::new();
     assert!(common::shell(&format!("mkfifo -m 755 {}", place.path("pipe").display())).success());
     let end = run(&place, &[], &[place.path("pipe").to_str().unwrap()], None);
     assert!(end.code() == 126 && end.err.contains("Permission denied"), "{}", end.err);
 }
 
-/// System-call filters. With one that refuses calls which only the allocator makes, the program runs without them. One
-/// that kills for such a call ends the program, and `run` reports why.
+/// Under a system-call filter that refuses calls which only the allocator makes, the program runs. Under a
+/// filter that kills for them, the program ends, and `run` reports why.
 #[test]
-fn filters_of_system_calls() {
-    let place = Place::new();
+fn system_call_filters_are_survived_or_reported() {
+    let place = TestFolder::new();
     let (Some(filter), Some(program)) = (place.compile("filter.c", &[]), program(&place, &[])) else { return };
     let words = |mode| [filter.to_str().unwrap(), mode, program.to_str().unwrap(), "8"];
     for options in [&[] as &[&str], &["--limit", "1G"]] {

@@ -1,18 +1,21 @@
-//! The n-th kernel call fails, with each error that it can have: nothing aborts, no byte is lost, nothing stays taken, and the error
-//! says what failed.
+//! Kernel calls fail one after the other, with each possible error, in programs that use Pagemill. No process
+//! may abort, no byte may be lost, no memory may stay in use, and the error must say what failed.
 //!
-//! `strace` makes the calls fail, so the programs are as they are used. Each scenario is a process: this executable, or a C program
-//! under the preload library. What it does before `getppid` is its start: calls are counted from there on, on its first thread.
-//! A test of its own, without the harness, whose threads would make calls beside it. `PAGEMILL_FAULT` names the scenario of a process.
-//! No process has more open files at its end than without a failed call, and no file of its figures is left. The commands
-//! are swept by `fault_run.rs` and `fault_mount.rs`.
+//! `strace` injects the failures, so the programs are unchanged. A scenario is a process: this executable
+//! (`PAGEMILL_FAULT` names its scenario), or a C program with the preload library. The calls of the first
+//! thread are counted from `getppid` on, which ends the scenario's set-up.
 //!
-//! By default a sample of the calls is tried; `FAULT_SWEEP=full cargo test -p pagemill-cli --test fault` tries all.
+//! At its end no process may have more open files than without a failure, and its published files must be gone.
+//! `fault_run.rs` and `fault_mount.rs` do the same with the commands. There is no test harness, since its
+//! threads would make calls, too.
+//!
+//! By default a sample of the calls fails. `FAULT_SWEEP=full cargo test -p pagemill-cli --test fault` makes every call
+//! fail in turn.
 
 mod common;
 
 use common::sweep::{cannot_inject, is_full};
-use common::{End, Place, STUCK_AFTER, finish, walk};
+use common::{End, TIMEOUT, TestFolder, finish, walk};
 use pagemill::arena::Layout;
 use pagemill::mapping::policy::Always;
 use pagemill::mapping::{Mapping, Settings};
@@ -28,7 +31,7 @@ use std::sync::Arc;
 
 const MIB: usize = 1 << 20;
 
-/// Kernel calls, and the errors that are tried with each.
+/// Kernel calls, and the errors to inject in each.
 const CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM", "EPERM"]),
     ("munmap", &["ENOMEM"]),
@@ -58,16 +61,17 @@ const CALLS: &[(&str, &[&str])] = &[
     ("io_uring_register", &["ENOMEM", "EINVAL"]),
 ];
 
-/// In a sample the first calls are tried one by one, then every second as often.
-const ONE_BY_ONE: usize = 3;
+/// In a sample, the first calls fail one by one; after them, the numbers of the failing calls double.
+const FIRST_CALLS: usize = 3;
 
-/// Tries `act` again if it fails because of the injected error: the second time it must succeed. Reports the failure.
-fn twice<T, E: Display>(doing: &str, mut act: impl FnMut() -> Result<T, E>) -> T {
+/// Calls `act`, which may fail with the injected error. If it fails, prints the error and calls `act` again,
+/// which must succeed.
+fn retry_once<T, E: Display>(doing: &str, mut act: impl FnMut() -> Result<T, E>) -> T {
     match act() {
         Ok(done) => done,
         Err(error) => {
             let text = error.to_string();
-            // An error of the system alone says what the kernel said.
+            // The error must say more than the kernel's error text.
             assert!(text.len() > 10, "{doing}: {text:?} says nothing");
             println!("{doing}: {text}");
             act().unwrap_or_else(|error| panic!("{doing}, where no call failed: {error}"))
@@ -79,17 +83,16 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
     (0..len as u64).map(|at| (at.wrapping_mul(0x9E37_79B9).wrapping_add(seed) >> 7) as u8).collect()
 }
 
-fn begin() -> &'static Pagemill {
+fn set_up() -> &'static Pagemill {
     let _ = std::os::unix::process::parent_id();
-    let pagemill = twice("making Pagemill", || Pagemill::new(Layout::for_test(), UNLIMITED));
+    let pagemill = retry_once("making Pagemill", || Pagemill::new(Layout::for_test(), UNLIMITED));
     pagemill.caches.collapse_by_hand();
     pagemill.slabs.defrag_by_hand();
     pagemill
 }
 
-/// Free memory can go back: nothing stays taken.
-fn assert_nothing_left(pagemill: &Pagemill) {
-    // A call that gives back may be the one that fails.
+fn assert_memory_returned(pagemill: &Pagemill) {
+    // One of these calls may itself fail.
     (0..3).for_each(|_| _ = pagemill.account.give_all_back());
     let left = pagemill.figures();
     let resident = left.get(pagemill::stats::Counter::Resident);
@@ -97,13 +100,13 @@ fn assert_nothing_left(pagemill: &Pagemill) {
 }
 
 fn volatile() {
-    let pagemill = begin();
+    let pagemill = set_up();
     let mut ranges = Vec::new();
     for seed in 0..6 {
-        let mut range = twice("allocating a range", || pagemill.ranges.allocate(2 * MIB + 5000, Behaviour::Full));
+        let mut range = retry_once("allocating a range", || pagemill.ranges.allocate(2 * MIB + 5000, Behaviour::Full));
         let bytes = pattern(range.len_bytes(), seed);
         range.bytes_mut().unwrap().copy_from_slice(&bytes);
-        twice("marking", || range.mark());
+        retry_once("marking", || range.mark());
         ranges.push((range, bytes));
     }
     pagemill.account.give_back(
@@ -113,25 +116,25 @@ fn volatile() {
         pagemill::reclaim::Reason::Program,
     );
     for (range, bytes) in &ranges {
-        let pin = twice("pinning", || range.pin());
+        let pin = retry_once("pinning", || range.pin());
         let kept = pin.whole().map(<[u8]>::to_vec);
         assert!(kept.is_none_or(|kept| kept == *bytes), "bytes that were kept are others");
     }
     drop(ranges);
     let cache: VolatileCache<u32, Vec<u8>> = VolatileCache::new(pagemill.ranges);
     for key in 0..20 {
-        twice("inserting", || cache.insert(key, &pattern(100_000, key.into())));
+        retry_once("inserting", || cache.insert(key, &pattern(100_000, key.into())));
     }
     (0..20).for_each(|key| assert!(cache.get(&key).is_none_or(|value| value == pattern(100_000, key.into()))));
     drop(cache);
-    assert_nothing_left(pagemill);
+    assert_memory_returned(pagemill);
 }
 
 fn assert_read(file: &Mapping, expected: &[u8]) {
     let (mut bytes, mut at) = (vec![0; expected.len()], 0);
     while at < bytes.len() {
-        // Up to where a read failed; the next begins there.
-        let len = twice("reading", || file.read_at(&mut bytes[at..], at as u64));
+        // A failed read returns the bytes before it. The next read continues there.
+        let len = retry_once("reading", || file.read_at(&mut bytes[at..], at as u64));
         assert!(len > 0, "nothing is read at {at}");
         at += len;
     }
@@ -139,71 +142,73 @@ fn assert_read(file: &Mapping, expected: &[u8]) {
 }
 
 fn cache(path: &Path) {
-    let pagemill = begin();
+    let pagemill = set_up();
     let page = PageSize::new(16 << 10).unwrap();
     for policy in [true, false] {
         let settings = || match policy {
             true => Settings { page, policy: Box::new(Always), ..Settings::new("fault", 8 * MIB as u64) },
             false => Settings { page, ..Settings::new("fault", 8 * MIB as u64) },
         };
-        let cache = twice("making a cache", || pagemill.caches.make(settings()));
-        let file = twice("making a file", || cache.open(Arc::new(FileStore::create(path)?)));
+        let cache = retry_once("making a cache", || pagemill.caches.make(settings()));
+        let file = retry_once("making a file", || cache.open(Arc::new(FileStore::create(path)?)));
         let bytes = pattern(5 * MIB + 777, u64::from(policy));
         let mut at = 0;
         while at < bytes.len() {
-            at += twice("writing", || file.write_at(&bytes[at..bytes.len().min(at + MIB)], at as u64));
+            at += retry_once("writing", || file.write_at(&bytes[at..bytes.len().min(at + MIB)], at as u64));
         }
-        // What could not be written at first is told once more of, by the next sync: then all is safe.
+        // A failed write may be reported once more, by the next sync. After that sync all bytes are in the
+        // file.
         if let Err(error) = file.sync() {
             println!("syncing: {error}");
             let _ = file.sync();
         }
-        twice("syncing", || file.sync());
-        assert!(twice("looking", || std::fs::read(path)) == bytes, "bytes that were synced are not in the file");
-        twice("refreshing", || file.refresh());
+        retry_once("syncing", || file.sync());
+        assert!(retry_once("looking", || std::fs::read(path)) == bytes, "bytes that were synced are not in the file");
+        retry_once("refreshing", || file.refresh());
         assert_read(&file, &bytes);
-        twice("truncating", || file.truncate(0));
+        retry_once("truncating", || file.truncate(0));
         let _ = file.sync();
-        twice("syncing a cut", || file.sync());
+        retry_once("syncing a cut", || file.sync());
         drop((file, cache));
         std::fs::remove_file(path).unwrap();
     }
-    assert_nothing_left(pagemill);
+    assert_memory_returned(pagemill);
 }
 
 fn slabs() {
-    let pagemill = begin();
-    let fixed = twice("making a cache", || pagemill.slabs.fixed::<[u64; 24]>(slab::Settings::new("fixed")));
-    let slots: Vec<_> = (0..40_000).map(|at| twice("inserting", || fixed.insert([at; 24]))).collect();
+    let pagemill = set_up();
+    let fixed = retry_once("making a cache", || pagemill.slabs.fixed::<[u64; 24]>(slab::Settings::new("fixed")));
+    let slots: Vec<_> = (0..40_000).map(|at| retry_once("inserting", || fixed.insert([at; 24]))).collect();
     assert!(slots.iter().zip(0..).all(|(slot, at)| **slot == [at; 24]), "objects are others");
     let kept: Vec<_> = slots.into_iter().step_by(10).collect();
-    twice("shrinking", || fixed.shrink());
+    retry_once("shrinking", || fixed.shrink());
     assert!(kept.iter().zip((0..).step_by(10)).all(|(slot, at)| **slot == [at; 24]), "objects are others");
-    let handles = twice("making a cache", || pagemill.slabs.by_handle::<u64>(slab::Settings::new("handles")));
-    let keys: Vec<_> = (0..60_000).map(|at| twice("inserting", || handles.insert(at))).collect();
+    let handles = retry_once("making a cache", || pagemill.slabs.by_handle::<u64>(slab::Settings::new("handles")));
+    let keys: Vec<_> = (0..60_000).map(|at| retry_once("inserting", || handles.insert(at))).collect();
     for key in keys.iter().skip(1).step_by(2) {
-        twice("removing", || handles.remove(*key));
+        retry_once("removing", || handles.remove(*key));
     }
-    twice("shrinking", || handles.shrink());
+    retry_once("shrinking", || handles.shrink());
     let guard = slab::pin();
     let is_right = |(key, at): (&slab::Handle<u64>, u64)| handles.get(*key, &guard).is_none_or(|value| *value == at);
     assert!(keys.iter().zip(0..).all(is_right), "values are others");
     drop((guard, kept));
     drop((fixed, handles));
-    assert_nothing_left(pagemill);
+    assert_memory_returned(pagemill);
 }
 
-/// A scenario: its name, and the program that goes through it.
+/// A scenario: its name, and how to start its process.
 struct Scenario {
     name: &'static str,
-    program: Box<dyn Fn(&Place) -> Command>,
+    program: Box<dyn Fn(&TestFolder) -> Command>,
 }
 
 impl Scenario {
     fn own(name: &'static str) -> Self {
-        let program = move |place: &Place| {
+        let program = move |place: &TestFolder| {
             let mut command = place.command("strace");
-            // The C library asks the kernel for memory once: what the program's own vectors do is not what is tried.
+            // The C library asks the kernel for memory only once, so that the test's own vectors cause no
+            // failing calls.
             command.env("GLIBC_TUNABLES", "glibc.malloc.top_pad=402653184:glibc.malloc.mmap_threshold=1073741824");
             command.env("PAGEMILL_FAULT", name).env("PAGEMILL_FAULT_FILE", place.path("stored"));
             command
@@ -212,7 +217,7 @@ impl Scenario {
     }
 
     fn run(name: &'static str, options: &'static [&'static str]) -> Self {
-        let program = move |place: &Place| {
+        let program = move |place: &TestFolder| {
             let mut command = place.pagemill_run(options, "strace");
             command.env_remove("PAGEMILL_AFTER");
             command
@@ -220,8 +225,8 @@ impl Scenario {
         Self { name, program: Box::new(program) }
     }
 
-    /// Runs it under strace, which writes to `trace`.
-    fn trace(&self, place: &Place, executable: &Path, calls: &str, inject: Option<&str>) -> (End, String) {
+    /// Runs the scenario under `strace`. Returns its end, and the trace of `calls` with the failure `inject`.
+    fn trace(&self, place: &TestFolder, executable: &Path, calls: &str, inject: Option<&str>) -> (End, String) {
         let mut command = (self.program)(place);
         let path = place.path("trace");
         let _ = std::fs::remove_file(&path);
@@ -229,36 +234,37 @@ impl Scenario {
         command.arg(format!("-etrace={calls},getppid"));
         command.args(inject.map(|inject| format!("-einject={inject}")));
         command.arg(executable);
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         (end, std::fs::read_to_string(path).unwrap_or_default())
     }
 }
 
-/// Calls of the first thread: how many of this name before its start was over, and how many after.
+/// Counts the calls of this name on the first thread: before the end of the set-up, and after it.
 fn count(trace: &str, call: &str) -> (usize, usize) {
     let first = trace.split_ascii_whitespace().next().unwrap_or_default();
     let own = trace.lines().filter_map(|line| line.strip_prefix(first)).map(str::trim_start);
     let (mut before, mut after, mut has_started) = (0, 0, false);
     for line in own {
         has_started |= line.starts_with("getppid(");
-        let is_it = line.strip_prefix(call).is_some_and(|rest| rest.starts_with('('));
-        *if has_started { &mut after } else { &mut before } += usize::from(is_it);
+        let is_called = line.strip_prefix(call).is_some_and(|rest| rest.starts_with('('));
+        *if has_started { &mut after } else { &mut before } += usize::from(is_called);
     }
     (before, after)
 }
 
-/// Which of so many calls are tried.
-fn tried(calls: usize) -> Vec<usize> {
+/// Returns the numbers of the calls to fail, of `calls` in total.
+fn failing_calls(calls: usize) -> Vec<usize> {
     if is_full() {
         return (1..=calls).collect();
     }
-    let doubled = std::iter::successors(Some(ONE_BY_ONE), |at| Some(at * 2)).skip(1);
-    let rare = doubled.take_while(|at| *at < calls).chain((calls > ONE_BY_ONE).then_some(calls));
-    (1..=calls.min(ONE_BY_ONE)).chain(rare).collect()
+    let doubled = std::iter::successors(Some(FIRST_CALLS), |at| Some(at * 2)).skip(1);
+    let rare = doubled.take_while(|at| *at < calls).chain((calls > FIRST_CALLS).then_some(calls));
+    (1..=calls.min(FIRST_CALLS)).chain(rare).collect()
 }
 
-/// Prints how many files are open, when background threads have none for a moment.
-fn tell_open_files() {
+/// Prints the number of open files: the minimum of several counts, since background threads open files for
+/// short times.
+fn print_open_files() {
     let count = || {
         std::thread::sleep(std::time::Duration::from_millis(1));
         std::fs::read_dir("/proc/self/fd").ok().map(Iterator::count)
@@ -266,13 +272,12 @@ fn tell_open_files() {
     println!("open {}", (0..4).filter_map(|_| count()).min().unwrap_or(0));
 }
 
-/// The number of open files that a scenario has printed.
 fn open_files(end: &End) -> Option<usize> {
     end.out.lines().find_map(|line| line.strip_prefix("open ")?.parse().ok())
 }
 
-/// What is wrong with a run beside one without a failed call.
-fn problem(place: &Place, end: &End, clean: &End) -> Option<String> {
+/// Returns what is wrong with a run. `clean` is a run without a failure.
+fn problem(place: &TestFolder, end: &End, clean: &End) -> Option<String> {
     if !end.status.success() || !end.out.contains("fine") {
         return Some("it fails".to_owned());
     }
@@ -292,22 +297,22 @@ struct Sweep {
 }
 
 impl Sweep {
-    fn go(&mut self, place: &Place, scenario: &Scenario, executable: &Path) {
+    fn run_scenario(&mut self, place: &TestFolder, scenario: &Scenario, executable: &Path) {
         let all: Vec<_> = CALLS.iter().map(|(call, _)| *call).collect();
         let (clean, trace) = scenario.trace(place, executable, &all.join(","), None);
         assert_eq!(problem(place, &clean, &clean), None, "{}: {}\n{}", scenario.name, clean.out, clean.err);
         assert!(open_files(&clean).is_some(), "{}", clean.out);
         for (call, errors) in CALLS {
             let (before, after) = count(&trace, call);
-            for at in tried(after) {
+            for at in failing_calls(after) {
                 for error in *errors {
                     let inject = format!("{call}:error={error}:when={}", before + at);
                     let (end, trace) = scenario.trace(place, executable, call, Some(&inject));
                     self.runs += 1;
                     self.failed_calls += trace.matches("(INJECTED)").count();
                     if let Some(what) = problem(place, &end, &clean) {
-                        let said = format!("{}{}", common::tail(&end.out), common::tail(&end.err));
-                        self.problems.push(format!("{what}: {}, {inject}: {}\n{said}", scenario.name, end.status));
+                        let output = format!("{}{}", common::tail(&end.out), common::tail(&end.err));
+                        self.problems.push(format!("{what}: {}, {inject}: {}\n{output}", scenario.name, end.status));
                     }
                 }
             }
@@ -321,15 +326,15 @@ fn sweep() {
     if cannot_inject() {
         return;
     }
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = place.compile("fault.c", &[]) else { return };
     let own = std::env::current_exe().unwrap();
     let mut sweep = Sweep::default();
     for scenario in ["volatile", "cache", "slabs"] {
-        sweep.go(&place, &Scenario::own(scenario), &own);
+        sweep.run_scenario(&place, &Scenario::own(scenario), &own);
     }
     for (name, options) in [("run", &["--after", "0"] as &[&str]), ("run, growing", &["--after", "1M"])] {
-        sweep.go(&place, &Scenario::run(name, options), &program);
+        sweep.run_scenario(&place, &Scenario::run(name, options), &program);
     }
     let Sweep { runs, failed_calls, kinds, problems } = sweep;
     println!("{runs} runs, {failed_calls} calls failed, {kinds} pairs of a call and an error in 5 scenarios");
@@ -345,5 +350,5 @@ fn main() {
         _ => return sweep(),
     }
     println!("fine");
-    tell_open_files();
+    print_open_files();
 }

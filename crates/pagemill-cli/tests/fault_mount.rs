@@ -1,18 +1,20 @@
-//! The n-th kernel call of `pagemill mount` fails, with each error that it can have: the controller ends by no signal, every
-//! byte that was written is read back, and no mount, process or descriptor is left. An error that ends it says what failed.
+//! Kernel calls of `pagemill mount` fail one after the other, with each possible error. The controller must not
+//! end by a signal, every written byte must be readable, and no mount, process or descriptor may remain. If an
+//! error ends the controller, its message must say what failed.
 //!
-//! One test sweeps the calls of the first thread, from its first `geteuid` on: the mount, the start, and the end. The other
-//! attaches to a running controller and makes the n-th call of each of its threads, and of its worker, fail while files are
-//! written and purged. `fault_run.rs` sweeps `pagemill run`.
+//! The test `failing_calls_at_start_and_end_are_survived` covers the calls of the first thread, from its first
+//! `geteuid` on: mount, start and end. The test `failing_calls_while_running_are_survived` attaches to a running
+//! controller; calls of its threads and of its worker fail while files are written and purged. `fault_run.rs` covers
+//! `pagemill run`.
 //!
-//! By default a sample of the calls is tried, some 20 s a test; `FAULT_SWEEP=full cargo test -p pagemill-cli --test
-//! fault_mount` tries them one by one, some ten minutes.
+//! By default a sample of the calls fails, which takes some 20 s for each test. `FAULT_SWEEP=full cargo test -p
+//! pagemill-cli --test fault_mount` makes every call fail in turn, which takes some ten minutes.
 
 mod common;
 
 use common::ram::{MIB, pattern, start, wait_until};
-use common::sweep::{Outcome, cannot_inject, counts, is_full, sample};
-use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, may_mount};
+use common::sweep::{Outcome, cannot_inject, counts, failing_calls, is_full};
+use common::{End, Guard, PAGEMILL, TIMEOUT, TestFolder, finish, may_mount};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +22,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::Stdio;
 
-/// Calls of the start and the end, and the errors that are tried with each.
+/// Calls during start and end, and the errors to inject in each.
 const CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
@@ -55,8 +57,8 @@ const CALLS: &[(&str, &[&str])] = &[
     ("prlimit64", &["EPERM"]),
 ];
 
-/// Calls of a running controller.
-const CALLS_AT_WORK: &[(&str, &[&str])] = &[
+/// Calls of a running controller, and the errors to inject in each.
+const RUNNING_CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
     ("openat2", &["EMFILE", "EINTR"]),
@@ -92,9 +94,9 @@ const CALLS_AT_WORK: &[(&str, &[&str])] = &[
     ("sched_setattr", &["EPERM"]),
 ];
 
-/// A controller, by itself or under strace, and its mount.
+/// A controller, started directly or under `strace`, and its mount.
 struct Mount {
-    place: Place,
+    place: TestFolder,
     point: PathBuf,
     process: Guard,
     pid: Option<u32>,
@@ -102,15 +104,15 @@ struct Mount {
 
 impl Mount {
     fn new() -> Self {
-        let (place, point) = place();
+        let (place, point) = new_mount_point();
         let process = start(&place, &point, &["--size", "64M"]);
         let pid = Some(process.id());
         Self { place, point, process, pid }
     }
 
-    /// Starts it under strace; `pid` is `None` if that fails.
+    /// Starts the controller under `strace`. `pid` is `None` if the start fails.
     fn traced(calls: &str, inject: Option<&str>) -> Self {
-        let (place, point) = place();
+        let (place, point) = new_mount_point();
         let mut command = place.command("strace");
         command.args(["-qq", "-e", "signal=none", "-o"]).arg(place.path("trace"));
         command.arg(format!("-etrace={calls},geteuid")).args(inject.map(|inject| format!("-einject={inject}")));
@@ -118,9 +120,9 @@ impl Mount {
         let [out, err] = ["out", "err"].map(|name| place.path(name));
         command.stdout(File::create(&out).unwrap()).stderr(File::create(err).unwrap());
         let mut process = Guard::new(command);
-        let said = || fs::read_to_string(&out).unwrap();
-        wait_until("it is mounted or has ended", || said().contains('\n') || process.has_ended());
-        let words = said();
+        let output = || fs::read_to_string(&out).unwrap();
+        wait_until("it is mounted or has ended", || output().contains('\n') || process.has_ended());
+        let words = output();
         let pid = words.split_once("controller ").and_then(|(_, rest)| rest.split(';').next()?.parse().ok());
         Self { place, point, process, pid }
     }
@@ -136,11 +138,11 @@ impl Mount {
     fn command(&self, arguments: &[&str]) -> End {
         let mut command = self.place.command(PAGEMILL);
         command.args(arguments);
-        finish(command, STUCK_AFTER)
+        finish(command, TIMEOUT)
     }
 
-    /// Writes a file that stays and one that is volatile, looks at the status, purges.
-    fn work(&self) -> [End; 2] {
+    /// Writes a file that stays and a volatile one, requests the status, and purges.
+    fn use_mount(&self) -> [End; 2] {
         fs::write(self.point.join("kept"), pattern(3, 3 * MIB)).unwrap();
         let (new, volatile) = (self.point.join("new"), self.point.join("volatile"));
         fs::write(&new, pattern(4, MIB)).unwrap();
@@ -151,18 +153,18 @@ impl Mount {
         [self.command(&["status", point]), self.command(&["purge", point, "1M"])]
     }
 
-    /// Returns what is wrong with the files and the answers of a controller whose calls succeed.
+    /// Returns what is wrong with the files and the answers, while no call fails.
     fn problem(&self) -> Option<String> {
         if fs::read(self.point.join("kept")).ok() != Some(pattern(3, 3 * MIB)) {
             return Some("bytes are lost".into());
         }
-        let [status, purge] = self.work();
+        let [status, purge] = self.use_mount();
         for end in [status, purge] {
             if !end.status.success() {
                 return Some(format!("it does not answer: {}", end.err));
             }
         }
-        // The purge before this one may have had the file already.
+        // An earlier purge may have removed the file.
         let is_gone = !self.point.join("volatile").exists();
         (!is_gone).then(|| "a volatile file is not purged".into())
     }
@@ -175,33 +177,33 @@ impl Mount {
         targets
     }
 
-    /// Returns whether the worker runs: a descriptor of the controller is its socket.
+    /// Returns whether the worker process runs: any thread of the controller has a child.
     fn has_worker(&self) -> bool {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid.unwrap())).into_iter().flatten().flatten();
         tasks.flat_map(|task| fs::read_to_string(task.path().join("children"))).any(|pids| !pids.trim().is_empty())
     }
 
-    /// Ends the controller; returns what is wrong then.
+    /// Ends the controller. Returns what is wrong with its end.
     fn stop(&mut self) -> Option<String> {
         if let Some(pid) = self.pid {
             assert!(
                 common::shell(&format!("kill -s TERM {pid} 2> /dev/null || ! kill -s 0 {pid} 2> /dev/null")).success()
             );
         }
-        let status = self.process.wait(STUCK_AFTER);
+        let status = self.process.wait(TIMEOUT);
         let err = self.err();
         if status.signal().is_some() || err.contains("panicked") {
             return Some("it ends by a signal or a panic".into());
         }
         match (status.code(), self.is_mounted()) {
             (Some(0), false) if self.pid.is_some() => None,
-            // It says that it could not unmount.
+            // The controller reported that it could not unmount.
             (Some(1), true) if err.contains("stays mounted without a controller") => None,
             (Some(2), false) => {
                 let text = err.lines().next().and_then(|line| line.strip_prefix("pagemill: "));
-                // More than the kernel's own words.
-                let is_told = text.is_some_and(|text| text.contains(": ") && text.len() > 30);
-                (!is_told).then(|| "the error does not say what failed".into())
+                // The message must say more than the kernel's error text.
+                let is_explained = text.is_some_and(|text| text.contains(": ") && text.len() > 30);
+                (!is_explained).then(|| "the error does not say what failed".into())
             }
             (code, is_mounted) => Some(format!("status {code:?}, mounted: {is_mounted}")),
         }
@@ -212,33 +214,33 @@ impl Drop for Mount {
     fn drop(&mut self) {
         if !self.process.has_ended() {
             self.process.signal("KILL");
-            self.process.wait(STUCK_AFTER);
+            self.process.wait(TIMEOUT);
         }
         while self.is_mounted() && common::shell(&format!("umount -l {}", self.point.display())).success() {}
     }
 }
 
-fn place() -> (Place, PathBuf) {
-    let place = Place::new();
+fn new_mount_point() -> (TestFolder, PathBuf) {
+    let place = TestFolder::new();
     let point = place.path("ram");
     fs::create_dir(&point).unwrap();
     (place, point)
 }
 
-fn is_impossible() -> bool {
+fn cannot_run() -> bool {
     !may_mount() || cannot_inject()
 }
 
 #[test]
-fn start_and_end() {
-    if is_impossible() {
+fn failing_calls_at_start_and_end_are_survived() {
+    if cannot_run() {
         return;
     }
     let mut outcome = Outcome::default();
-    // `?`: not every processor has all of them.
+    // The `?` accepts names that do not exist on this processor.
     let all: Vec<_> = CALLS.iter().map(|(call, _)| format!("?{call}")).collect();
     let mut clean = Mount::traced(&all.join(","), None);
-    clean.work().iter().for_each(End::assert_success);
+    clean.use_mount().iter().for_each(End::assert_success);
     assert_eq!(clean.stop(), None);
     let counts = counts(&fs::read_to_string(clean.place.path("trace")).unwrap(), "geteuid");
     for (call, errors) in CALLS {
@@ -246,28 +248,29 @@ fn start_and_end() {
         outcome.calls += after;
         for error in *errors {
             outcome.pairs += 1;
-            for at in sample(*after, outcome.pairs) {
+            for at in failing_calls(*after, outcome.pairs) {
                 let inject = format!("{call}:error={error}:when={}", before + at);
                 let mut mount = Mount::traced(call, Some(&inject));
                 let mut problems = Vec::new();
                 if mount.pid.is_some() {
-                    mount.work();
+                    mount.use_mount();
                     problems.extend(mount.problem());
                 }
                 problems.extend(mount.stop());
                 let trace = fs::read_to_string(mount.place.path("trace")).unwrap();
                 outcome.count(&trace);
                 let line = trace.lines().find(|line| line.contains("(INJECTED)")).unwrap_or_default();
-                let told = |what| format!("{what}: {inject}\n{line}\n{}", mount.err());
-                outcome.problems.extend(problems.into_iter().map(told));
+                let problem_text = |what| format!("{what}: {inject}\n{line}\n{}", mount.err());
+                outcome.problems.extend(problems.into_iter().map(problem_text));
             }
         }
     }
     outcome.end("mount, start and end");
 }
 
-/// Attaches strace to all threads of the controller, works, and detaches. Returns the trace.
-fn work_with_failures(mount: &Mount, call: &str, inject: &str) -> String {
+/// Attaches `strace` to all threads of the controller, lets calls fail while files are written and purged, and
+/// detaches. Returns the trace.
+fn use_mount_with_failures(mount: &Mount, call: &str, inject: &str) -> String {
     let trace = mount.place.path("trace");
     let _ = fs::remove_file(&trace);
     let mut command = mount.place.command("strace");
@@ -275,59 +278,60 @@ fn work_with_failures(mount: &Mount, call: &str, inject: &str) -> String {
     command.arg(format!("-einject=?{inject}")).args(["-p", &mount.pid.unwrap().to_string()]);
     command.stderr(Stdio::piped());
     let mut strace = Guard::new(command);
-    // It says that it is attached; later lines would end it if they could not be written.
+    // The first line says that strace is attached. The other lines are read too, since strace would end if it
+    // could not write them.
     let mut lines = BufReader::new(strace.child().stderr.take().unwrap()).lines();
     assert!(lines.next().is_some_and(|line| line.unwrap().contains("attached")));
     let rest = std::thread::spawn(move || lines.map_while(Result::ok).count());
-    // A request may be what fails.
-    mount.work();
-    // The worker looks at a file some time after the close.
+    // The requests themselves may fail.
+    mount.use_mount();
+    // The worker examines a file some time after its close.
     wait_until("the files were looked at, or the controller does not answer", || {
         let end = mount.command(&["status", "--json", mount.point.to_str().unwrap()]);
         !end.status.success() || end.out.contains("\"files_waiting_for_pages\":0")
     });
     strace.signal("TERM");
-    strace.wait(STUCK_AFTER);
+    strace.wait(TIMEOUT);
     rest.join().unwrap();
     fs::read_to_string(trace).unwrap_or_default()
 }
 
 #[test]
-fn at_work() {
-    if is_impossible() {
+fn failing_calls_while_running_are_survived() {
+    if cannot_run() {
         return;
     }
     let mut outcome = Outcome::default();
     let tries: &[usize] = if is_full() { &[1, 2, 3, 5, 9, 20] } else { &[1] };
-    for (call, errors) in CALLS_AT_WORK {
-        // One error of each in a sample; a fresh controller for each call.
+    for (call, errors) in RUNNING_CALLS {
+        // A sample has one error for each call. Each call gets a new controller.
         let errors = if is_full() { errors } else { &errors[..1] };
         let mut mount = Mount::new();
-        mount.work().iter().for_each(End::assert_success);
+        mount.use_mount().iter().for_each(End::assert_success);
         wait_until("the worker has been started", || mount.has_worker());
         let open = mount.descriptors();
         for error in errors {
             let injected = outcome.injected;
             for at in tries {
                 let inject = format!("{call}:error={error}:when={at}");
-                let trace = work_with_failures(&mount, call, &inject);
+                let trace = use_mount_with_failures(&mount, call, &inject);
                 outcome.count(&trace);
                 outcome.calls += trace.lines().count();
                 let mut problems: Vec<_> = mount.problem().into_iter().collect();
-                // A scan may run: it has folders open.
+                // A running scan has folders open, so the count may take a while to fall.
                 let begun = std::time::Instant::now();
-                while mount.descriptors().len() > open.len() && begun.elapsed() < STUCK_AFTER / 10 {
+                while mount.descriptors().len() > open.len() && begun.elapsed() < TIMEOUT / 10 {
                     std::thread::sleep(std::time::Duration::from_millis(10));
                 }
                 if mount.descriptors().len() > open.len() {
                     problems.push(format!("open before: {open:?}\nnow: {:?}", mount.descriptors()));
                 }
                 let line = trace.lines().find(|line| line.contains("(INJECTED)")).unwrap_or_default();
-                let told = |what| format!("{what}: {inject}\n{line}\n{}", mount.err());
-                outcome.problems.extend(problems.into_iter().map(told));
+                let problem_text = |what| format!("{what}: {inject}\n{line}\n{}", mount.err());
+                outcome.problems.extend(problems.into_iter().map(problem_text));
                 if mount.process.has_ended() {
                     mount = Mount::new();
-                    mount.work();
+                    mount.use_mount();
                 }
             }
             outcome.pairs += usize::from(outcome.injected > injected);

@@ -1,22 +1,24 @@
-//! The n-th kernel call of `pagemill run` fails, with each error that it can have: the command ends by no signal, the program
-//! runs and reads what it wrote or the error says what failed, and no descriptor, file, folder, mount or control group is left.
+//! Kernel calls of `pagemill run` fail one after the other, with each possible error. The command must not end
+//! by a signal. The program must run and read what it wrote, or the error must say what failed. No descriptor,
+//! file, folder, mount or control group may remain.
 //!
-//! Calls of the command's first thread are counted from its first `geteuid` on; before that the dynamic linker and Rust's
-//! runtime start. The preloaded program is swept by `fault.rs`, `pagemill mount` by `fault_mount.rs`.
+//! The calls of the command's first thread are counted from its first `geteuid` on; before that, the dynamic
+//! linker and Rust's runtime start. `fault.rs` covers the preloaded program, and `fault_mount.rs` `pagemill
+//! mount`.
 //!
-//! By default a sample of the calls is tried, some 15 s a scenario; `FAULT_SWEEP=full cargo test -p pagemill-cli --test
-//! fault_run` tries them one by one, some minutes.
+//! By default a sample of the calls fails, which takes some 15 s for each scenario. `FAULT_SWEEP=full cargo
+//! test -p pagemill-cli --test fault_run` makes every call fail in turn, which takes some minutes.
 
 mod common;
 
-use common::sweep::{Outcome, cannot_inject, counts, sample};
-use common::{End, PAGEMILL, Place, STUCK_AFTER, finish, finish_bytes, lacks, may_mount, walk};
+use common::sweep::{Outcome, cannot_inject, counts, failing_calls};
+use common::{End, PAGEMILL, TIMEOUT, TestFolder, finish, finish_bytes, is_missing, may_mount, walk};
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 
-/// Kernel calls, and the errors that are tried with each. `close` and `fcntl` are not among them: Rust's library takes their
-/// errors for a descriptor that it does not own.
+/// Kernel calls, and the errors to inject in each. `close` and `fcntl` are missing: for Rust's library an error
+/// there means that the descriptor belongs to other code.
 const CALLS: &[(&str, &[&str])] = &[
     ("mmap", &["ENOMEM"]),
     ("openat", &["EMFILE", "EACCES", "EINTR"]),
@@ -66,57 +68,57 @@ const CALLS: &[(&str, &[&str])] = &[
     ("prlimit64", &["EPERM"]),
 ];
 
-/// The options of a run, with `@` for the folder of the test; and where its program writes.
+/// The options of `run`, and the path that its program writes; `@` stands for the folder of the test.
 struct Scenario {
     name: &'static str,
     options: &'static [&'static str],
     copy: &'static str,
 }
 
-/// Copies a file, compares, and tells which descriptors it was started with.
+/// Copies a file, compares the copy, and prints which descriptors the program inherited.
 const PROGRAM: &str = r#"cat "$1" > "$2" && cmp "$1" "$2" && echo fine && cd /proc/self/fd && echo open: *"#;
 
 impl Scenario {
-    fn trace(&self, place: &Place, calls: &str, inject: Option<&str>) -> (End, String) {
+    fn trace(&self, place: &TestFolder, calls: &str, inject: Option<&str>) -> (End, String) {
         let at = |text: &str| text.replace('@', place.path(".").to_str().unwrap());
         let (source, trace) = (place.path("source"), place.path("trace"));
         if !source.exists() {
             fs::write(&source, common::ram::pattern(1, 300_000)).unwrap();
         }
         let _ = fs::remove_file(&trace);
-        let mut command = place.command_as_it_comes("strace");
+        let mut command = place.command_with_libc_fallback("strace");
         command.args(["-qq", "-e", "signal=none", "-o"]).arg(&trace);
         command.arg(format!("-etrace={calls},geteuid")).args(inject.map(|inject| format!("-einject={inject}")));
         command.args([PAGEMILL, "run"]).args(self.options.iter().map(|option| at(option)));
         command.args(["--", "sh", "-c", PROGRAM, "sh"]).arg(&source).arg(at(self.copy));
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         (end, fs::read_to_string(trace).unwrap_or_default())
     }
 
-    /// Returns what is wrong with a run, besides what `clean` did.
+    /// Returns what is wrong with a run. `clean` is a run without a failure.
     fn problem(&self, end: &End, clean: &End) -> Option<String> {
         if end.status.signal().is_some() || end.err.contains("panicked") {
             return Some("it ends by a signal or a panic".into());
         }
         match end.status.code() {
-            // Its program may have had less: a folder of figures, say. It inherits no more.
+            // After a failure, the program may inherit fewer descriptors than in a clean run, but not more.
             Some(0) if !end.out.contains("fine\n") => Some("the program did not run".into()),
             Some(0) if end.out.len() > clean.out.len() => Some("the program inherits a descriptor".into()),
             Some(0) => None,
             Some(2 | 126 | 127) => {
                 let text = end.err.lines().last().and_then(|line| line.strip_prefix("pagemill: "));
-                // More than the kernel's own words.
-                let is_told = text.is_some_and(|text| text.contains(": ") && text.len() > 30);
-                (!is_told).then(|| "the error does not say what failed".into())
+                // The message must say more than the kernel's error text.
+                let is_explained = text.is_some_and(|text| text.contains(": ") && text.len() > 30);
+                (!is_explained).then(|| "the error does not say what failed".into())
             }
             _ => Some("the status is none of those of `run`".into()),
         }
     }
 
     fn sweep(&self, outcome: &mut Outcome) {
-        // `?`: not every processor has all of them.
+        // The `?` accepts names that do not exist on this processor.
         let all: Vec<_> = CALLS.iter().map(|(call, _)| format!("?{call}")).collect();
-        let place = Place::new();
+        let place = TestFolder::new();
         let (clean, trace) = self.trace(&place, &all.join(","), None);
         if clean.code() == 126 && !self.options.is_empty() {
             return println!("skipped: {}: {}", self.name, clean.err);
@@ -129,26 +131,26 @@ impl Scenario {
             outcome.calls += after;
             for error in *errors {
                 outcome.pairs += 1;
-                for at in sample(*after, outcome.pairs) {
+                for at in failing_calls(*after, outcome.pairs) {
                     let inject = format!("{call}:error={error}:when={}", before + at);
                     let (end, trace) = self.trace(&place, call, Some(&inject));
                     outcome.count(&trace);
                     let line = trace.lines().find(|line| line.contains("(INJECTED)")).unwrap_or_default();
-                    let said = format!("{}, {inject}: {}\n{line}\n{}{}", self.name, end.status, end.out, end.err);
-                    outcome.problems.extend(self.problem(&end, &clean).map(|what| format!("{what}: {said}")));
-                    // What could not be removed, the error names, or the next command removes.
+                    let details = format!("{}, {inject}: {}\n{line}\n{}{}", self.name, end.status, end.out, end.err);
+                    outcome.problems.extend(self.problem(&end, &clean).map(|what| format!("{what}: {details}")));
+                    // If `run` cannot remove something, its message names it, or the next command removes it.
                     let mut left = leftovers(&place);
                     if end.err.contains("stays: it cannot be removed") {
                         let _ = fs::remove_dir(place.path("ram"));
                         left = leftovers(&place);
                     }
                     if !left.is_empty() {
-                        finish(place.pagemill_run(&[], "true"), STUCK_AFTER).assert_success();
+                        finish(place.pagemill_run(&[], "true"), TIMEOUT).assert_success();
                         let mut next = place.command(PAGEMILL);
-                        finish_bytes(next.arg("meminfo"), Vec::new(), STUCK_AFTER);
+                        finish_bytes(next.arg("meminfo"), Vec::new(), TIMEOUT);
                     }
                     if !leftovers(&place).is_empty() {
-                        outcome.problems.push(format!("left behind {:?}: {said}", leftovers(&place)));
+                        outcome.problems.push(format!("left behind {:?}: {details}", leftovers(&place)));
                         leftovers(&place).iter().for_each(|path| drop(fs::remove_dir_all(path)));
                     }
                 }
@@ -157,12 +159,12 @@ impl Scenario {
     }
 }
 
-/// Files and folders of trees, groups, and the mount point, that should have been removed.
-fn leftovers(place: &Place) -> Vec<PathBuf> {
+/// Returns what a run left behind: files and folders of process trees, control groups, and the mount point.
+fn leftovers(place: &TestFolder) -> Vec<PathBuf> {
     let is_trees = |path: &PathBuf| *path != place.path("runtime/pagemill") && !path.ends_with("mount.lock");
     let mut left: Vec<_> = walk(&place.path("runtime")).into_iter().filter(is_trees).collect();
     left.extend(Some(place.path("ram")).filter(|path| path.exists()));
-    // This process's own group has those of `run`, for either version.
+    // `run` creates its groups in this process's own group, of version 1 or 2.
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let folders = own.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -175,7 +177,7 @@ fn leftovers(place: &Place) -> Vec<PathBuf> {
     left
 }
 
-/// Other tests may run beside this one.
+/// Returns whether a `run` that has ended created this group. Other tests may run groups at the same time.
 fn is_group_of_dead_run(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let pid = name.strip_prefix("pagemill-run-").and_then(|rest| rest.split('-').next());
@@ -183,24 +185,24 @@ fn is_group_of_dead_run(path: &Path) -> bool {
 }
 
 #[test]
-fn run_with_a_limit() {
+fn failing_calls_of_run_with_a_limit_are_survived() {
     sweep(Scenario { name: "run --limit", options: &["--limit", "300M", "--report"], copy: "@/copy" });
 }
 
 #[test]
-fn run_with_a_control_group() {
+fn failing_calls_of_run_with_a_control_group_are_survived() {
     sweep(Scenario { name: "run --limit-kernel", options: &["--limit-kernel", "300M"], copy: "@/copy" });
 }
 
 #[test]
-fn run_with_a_mount() {
+fn failing_calls_of_run_with_a_mount_are_survived() {
     if may_mount() {
         sweep(Scenario { name: "run --ram", options: &["--ram", "@/ram", "--ram-size", "16M"], copy: "@/ram/copy" });
     }
 }
 
 fn sweep(scenario: Scenario) {
-    if cannot_inject() || lacks("cmp") {
+    if cannot_inject() || is_missing("cmp") {
         return;
     }
     let mut outcome = Outcome::default();

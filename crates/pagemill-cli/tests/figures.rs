@@ -1,11 +1,12 @@
-//! Figures are accurate when they are read: `trim` returns as much as `meminfo` shows as giveable, also by the kernel's
-//! count, for all kinds of memory. Also tests which users may read the figures.
+//! The published statistics are accurate: for all kinds of memory, `trim` returns as much as `meminfo` shows as
+//! giveable, also by the kernel's count. Root reads the statistics of other users' processes, but uses no
+//! forged ones.
 #![allow(unsafe_code)] // marks memory
 
 mod common;
 
-use common::holder::Holder;
-use common::{PAGEMILL, Place, STUCK_AFTER, finish, is_root, lacks, shell};
+use common::holder::ObservedProgram;
+use common::{PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, shell};
 use pagemill::Pagemill;
 use pagemill::mapping;
 use pagemill::slab;
@@ -22,15 +23,16 @@ use std::time::Instant;
 const MIB: u64 = 1 << 20;
 
 /// Tolerance for metadata, stacks, and memory that a command itself makes a process touch.
-const SLACK: u64 = 2 * MIB;
+const TOLERANCE_BYTES: u64 = 2 * MIB;
 
-/// The program of these tests is this test binary, started with this variable set to the kind of memory that it holds.
-const BE_PROGRAM: &str = "FIGURES_TEST_PROGRAM";
+/// The tests start this test binary with this variable set to a kind of memory: then the test `program` holds
+/// such memory.
+const PROGRAM_VARIABLE: &str = "FIGURES_TEST_PROGRAM";
 
-/// The amount that it holds.
-const HELD: u64 = 96 * MIB;
+/// Amount of memory that the program holds.
+const HELD_BYTES: u64 = 96 * MIB;
 
-fn say() {
+fn print_pid_and_wait() {
     // Bypasses the test harness, which captures the output of tests.
     std::io::stdout().write_all(format!("\n{}\n", std::process::id()).as_bytes()).unwrap();
     let _ = std::io::stdin().read_line(&mut String::new());
@@ -45,60 +47,61 @@ fn hold_ranges(len: usize) {
         range.mark().unwrap();
         range
     };
-    let held: Vec<_> = (0..2 * HELD as usize / len).map(|_| make()).collect();
-    say();
+    let held: Vec<_> = (0..2 * HELD_BYTES as usize / len).map(|_| make()).collect();
+    print_pid_and_wait();
     drop(held);
-    say();
+    print_pid_and_wait();
 }
 
 fn hold_values() {
     let cache: VolatileCache<u64, Vec<u8>> = VolatileCache::new(Pagemill::of_process().unwrap().ranges);
-    (0..HELD >> 16).for_each(|number| cache.insert(number, &vec![1; 64 << 10]).unwrap());
-    say();
+    (0..HELD_BYTES >> 16).for_each(|number| cache.insert(number, &vec![1; 64 << 10]).unwrap());
+    print_pid_and_wait();
     drop(cache);
-    say();
+    print_pid_and_wait();
 }
 
 fn hold_marks() {
     let vranges = Pagemill::of_process().unwrap().vranges;
-    let mut own = vec![0u8; 2 * HELD as usize + (2 << 20)];
+    let mut own = vec![0u8; 2 * HELD_BYTES as usize + (2 << 20)];
     let from = own.as_ptr().align_offset(2 << 20);
-    // A quarter is marked and not touched, and a quarter is touched and not marked.
-    let (quarter, start) = (HELD as usize / 2, own[from..].as_ptr() as usize);
+    // Of four quarters, the first is marked but not touched, the next two are both, and the last is touched but
+    // not marked.
+    let (quarter, start) = (HELD_BYTES as usize / 2, own[from..].as_ptr() as usize);
     own[from + quarter..from + 4 * quarter].fill(1);
     // SAFETY: the contents of these bytes do not matter, and they are not read again.
     unsafe { vranges.vrange(start, 3 * quarter, Mode::Volatile, How::Full) }.unwrap();
-    say();
+    print_pid_and_wait();
     // SAFETY: as above.
     unsafe { vranges.vrange(start, 3 * quarter, Mode::Nonvolatile, How::Full) }.unwrap();
-    say();
+    print_pid_and_wait();
     drop(own);
 }
 
 fn hold_files() {
     let caches = Pagemill::of_process().unwrap().caches;
     caches.collapse_by_hand();
-    let cache = caches.make(mapping::Settings::new("files", 2 * HELD)).unwrap();
+    let cache = caches.make(mapping::Settings::new("files", 2 * HELD_BYTES)).unwrap();
     let (kept, gone) = (cache.create().unwrap(), cache.create().unwrap());
     kept.write_at(&vec![1; 8 << 20], 0).unwrap();
-    gone.write_at(&vec![2; HELD as usize], 0).unwrap();
+    gone.write_at(&vec![2; HELD_BYTES as usize], 0).unwrap();
     drop(gone);
-    say();
+    print_pid_and_wait();
 }
 
 fn hold_objects() {
     let slabs = Pagemill::of_process().unwrap().slabs;
     slabs.defrag_by_hand();
     let cache = slabs.fixed::<[u64; 64]>(slab::Settings::new("objects")).unwrap();
-    let objects: Vec<_> = (0..HELD / 512).map(|number| cache.insert([number; 64]).unwrap()).collect();
+    let objects: Vec<_> = (0..HELD_BYTES / 512).map(|number| cache.insert([number; 64]).unwrap()).collect();
     drop(objects);
-    say();
+    print_pid_and_wait();
 }
 
 #[test]
 #[ignore = "a program for other tests"]
 fn program() {
-    match std::env::var(BE_PROGRAM).as_deref() {
+    match std::env::var(PROGRAM_VARIABLE).as_deref() {
         Ok("values") => hold_values(),
         Ok("marks") => hold_marks(),
         Ok("files") => hold_files(),
@@ -108,34 +111,34 @@ fn program() {
     }
 }
 
-fn program_of(mut command: Command, kind: &str) -> Command {
-    command.args(["--exact", "program", "--ignored", "--nocapture", "--test-threads=1"]).env(BE_PROGRAM, kind);
+fn as_program(mut command: Command, kind: &str) -> Command {
+    command.args(["--exact", "program", "--ignored", "--nocapture", "--test-threads=1"]).env(PROGRAM_VARIABLE, kind);
     command
 }
 
-fn start(place: &Place, kind: &str) -> Holder {
-    Holder::start(program_of(place.command(std::env::current_exe().unwrap()), kind))
+fn start(place: &TestFolder, kind: &str) -> ObservedProgram {
+    ObservedProgram::start(as_program(place.command(std::env::current_exe().unwrap()), kind))
 }
 
-fn pagemill(place: &Place, args: &[&str]) -> common::End {
+fn pagemill(place: &TestFolder, args: &[&str]) -> common::End {
     let mut command = place.command(PAGEMILL);
     command.args(args);
-    finish(command, STUCK_AFTER)
+    finish(command, TIMEOUT)
 }
 
 fn number(row: &Value, name: &str) -> u64 {
     row[name].as_u64().unwrap_or_else(|| panic!("no {name} in {row}"))
 }
 
-/// The output of `meminfo` once the process has measured itself; a busy machine may delay that. Checks that its rows
-/// add up.
-fn meminfo(place: &Place, pid: u32) -> Value {
+/// Returns the output of `meminfo` once the process has measured itself, which a busy machine may delay. Checks
+/// that the rows add up.
+fn meminfo(place: &TestFolder, pid: u32) -> Value {
     let begun = Instant::now();
     loop {
         let end = pagemill(place, &["meminfo", "--json", &pid.to_string()]);
         end.assert_success();
         let info: Value = serde_json::from_str(&end.out).unwrap();
-        if !info["age"].is_null() && begun.elapsed() < STUCK_AFTER {
+        if !info["age"].is_null() && begun.elapsed() < TIMEOUT {
             continue;
         }
         let parts: u64 = ["heap", "small", "c_library", "cache"].iter().map(|name| number(&info, name)).sum();
@@ -146,7 +149,7 @@ fn meminfo(place: &Place, pid: u32) -> Value {
     }
 }
 
-fn trim(place: &Place, pid: u32) -> Value {
+fn trim(place: &TestFolder, pid: u32) -> Value {
     let command = || {
         let mut command = place.command(PAGEMILL);
         command.args(["trim", "--json", &pid.to_string()]);
@@ -157,99 +160,100 @@ fn trim(place: &Place, pid: u32) -> Value {
     serde_json::from_str(&end.out).unwrap()
 }
 
-/// Checks that at least `least` bytes are giveable, that a trim returns them, as the kernel sees it, and that little is
-/// giveable afterwards.
+/// Checks that at least `least` bytes are giveable, that `trim` returns the giveable bytes, also by the
+/// kernel's count, and that few are giveable afterwards.
 #[track_caller]
-fn assert_true(place: &Place, pid: u32, least: u64) {
+fn assert_giveable_is_returned(place: &TestFolder, pid: u32, least: u64) {
     let info = meminfo(place, pid);
     let giveable = number(&info, "giveable");
-    let near = |one: u64, other: u64| one.abs_diff(other) <= giveable / 10 + SLACK;
-    assert!(giveable + SLACK >= least - least / 10, "{giveable} of {least}: {info}");
+    let near = |one: u64, other: u64| one.abs_diff(other) <= giveable / 10 + TOLERANCE_BYTES;
+    assert!(giveable + TOLERANCE_BYTES >= least - least / 10, "{giveable} of {least}: {info}");
     let trimmed = trim(place, pid);
     let gone = number(&trimmed, "rss_before").saturating_sub(number(&trimmed, "rss_after"));
     assert!(near(number(&trimmed, "returned"), giveable), "{giveable} were giveable: {trimmed}");
     assert!(near(gone, giveable), "{giveable} were giveable: {trimmed}");
     let after = meminfo(place, pid);
-    assert!(number(&after, "giveable") <= giveable / 10 + SLACK, "{after}");
+    assert!(number(&after, "giveable") <= giveable / 10 + TOLERANCE_BYTES, "{after}");
 }
 
-fn pieces(place: &Place, len: u64, keep: u64) -> Option<Holder> {
+fn start_pieces_program(place: &TestFolder, len: u64, keep: u64) -> Option<ObservedProgram> {
     let program = place.compile("pieces.c", &[])?;
     let mut command = place.pagemill_run(&[], program);
-    command.args([(HELD / MIB).to_string(), len.to_string(), keep.to_string()]).env("PAGEMILL_IDLE", "off");
-    Some(Holder::start(command))
+    command.args([(HELD_BYTES / MIB).to_string(), len.to_string(), keep.to_string()]).env("PAGEMILL_IDLE", "off");
+    Some(ObservedProgram::start(command))
 }
 
 #[test]
-fn free_small_pieces_are_giveable() {
+fn free_small_allocations_are_giveable() {
     for len in [64, 4096, 16 << 10] {
-        let place = Place::new();
-        let Some(holder) = pieces(&place, len, 0) else { return };
-        // The table of pieces stays.
-        assert_true(&place, holder.pid(), HELD);
+        let place = TestFolder::new();
+        let Some(holder) = start_pieces_program(&place, len, 0) else { return };
+        // The program's table of allocations stays in use.
+        assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES);
         holder.end();
     }
 }
 
-/// Also pieces between others in use, in huge pages: those pages are split.
+/// Free memory between allocations in use, in the same huge page, is giveable too: the pages are split.
 #[test]
-fn free_large_pieces_are_giveable() {
+fn free_large_allocations_are_giveable() {
     for (len, keep) in [(64 << 10, 0), (64 << 10, 8), (1 << 20, 0), (8 << 20, 0)] {
-        let place = Place::new();
-        let Some(holder) = pieces(&place, len, keep) else { return };
-        let kept = HELD.checked_div(keep).unwrap_or(0);
-        assert_true(&place, holder.pid(), HELD - kept);
+        let place = TestFolder::new();
+        let Some(holder) = start_pieces_program(&place, len, keep) else { return };
+        let kept = HELD_BYTES.checked_div(keep).unwrap_or(0);
+        assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES - kept);
         holder.end();
     }
 }
 
-/// For ranges of all lengths, the touched part is giveable and the rest is not; the same holds after they are dropped.
+/// Of volatile ranges of all lengths, the touched part is giveable and the rest is not. The same holds after
+/// the ranges are dropped.
 #[test]
 fn volatile_ranges_are_giveable() {
     for kind in ["65536", "1048576", "4194304", "values"] {
-        let place = Place::new();
+        let place = TestFolder::new();
         let mut holder = start(&place, kind);
-        assert_true(&place, holder.pid(), HELD);
+        assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES);
         holder.next();
-        assert!(number(&meminfo(&place, holder.pid()), "giveable") <= SLACK, "it has gone");
+        assert!(number(&meminfo(&place, holder.pid()), "giveable") <= TOLERANCE_BYTES, "the memory was returned");
         drop(holder);
         let mut holder = start(&place, kind);
         holder.next();
-        assert_true(&place, holder.pid(), HELD);
+        assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES);
     }
 }
 
-/// For memory marked by address, the resident part is giveable; it does not count as Pagemill's memory.
+/// Of memory that is marked by address, the resident part is giveable. The memory does not count as Pagemill's.
 #[test]
 fn marked_memory_is_giveable() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut holder = start(&place, "marks");
     let info = meminfo(&place, holder.pid());
     assert_eq!(number(&info, "marked_foreign"), number(&info, "marked_giveable"), "{info}");
-    assert_true(&place, holder.pid(), HELD);
+    assert_giveable_is_returned(&place, holder.pid(), HELD_BYTES);
     holder.next();
-    assert!(number(&meminfo(&place, holder.pid()), "giveable") <= SLACK);
+    assert!(number(&meminfo(&place, holder.pid()), "giveable") <= TOLERANCE_BYTES);
 }
 
 #[test]
 fn free_blocks_of_files_are_giveable() {
-    let place = Place::new();
-    assert_true(&place, start(&place, "files").pid(), HELD);
+    let place = TestFolder::new();
+    assert_giveable_is_returned(&place, start(&place, "files").pid(), HELD_BYTES);
 }
 
 #[test]
 fn empty_slabs_are_giveable() {
-    let place = Place::new();
-    // Blocks that were not expected to be filled again were returned at once.
-    assert_true(&place, start(&place, "objects").pid(), HELD / 2);
+    let place = TestFolder::new();
+    // A slab cache returns blocks at once if it does not expect to use them again.
+    assert_giveable_is_returned(&place, start(&place, "objects").pid(), HELD_BYTES / 2);
 }
 
-/// With a SIZE, about that much is returned. Wrong arguments are explained. Without a PID, and for a tree, there is a
-/// line for each process.
+/// With a SIZE, `trim` returns about that much. Wrong arguments are explained. Without a PID, and for a process
+/// tree, commands print a line for each process.
 #[test]
-fn trim_takes_sizes_and_trees() {
-    let place = Place::new();
-    let Some(holder) = pieces(&place, 1 << 20, 0) else { return };
+fn trim_accepts_sizes_and_trees() {
+    let place = TestFolder::new();
+    let Some(holder) = start_pieces_program(&place, 1 << 20, 0) else { return };
     let pid = holder.pid().to_string();
     let end = pagemill(&place, &["trim", "--json", "--all", "32M"]);
     end.assert_success();
@@ -289,10 +293,11 @@ fn trim_takes_sizes_and_trees() {
     holder.end();
 }
 
-/// Zero rows are omitted unless requested; rows that add up stay.
+/// Rows with the value zero are omitted unless `--all` is given. The rows that add up to resident memory are
+/// never omitted.
 #[test]
 fn zero_rows_are_left_out() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let holder = start(&place, "objects");
     let pid = holder.pid().to_string();
     for command in ["meminfo", "vmstat"] {
@@ -305,10 +310,10 @@ fn zero_rows_are_left_out() {
     assert_eq!((few.get("small_free"), number(&all, "small_free"), number(&few, "small")), (None, 0, 0));
 }
 
-/// A stopped process is shown with its last figures and their age.
+/// For a stopped process, `meminfo` shows the last published values and their age.
 #[test]
-fn old_figures_say_how_old_they_are() {
-    let place = Place::new();
+fn old_statistics_are_shown_with_their_age() {
+    let place = TestFolder::new();
     let holder = start(&place, "65536");
     meminfo(&place, holder.pid());
     holder.stop();
@@ -319,27 +324,27 @@ fn old_figures_say_how_old_they_are() {
     assert!(listed.lines().any(|line| line.contains(&holder.pid().to_string()) && line.contains("as of ")), "{listed}");
     let end = pagemill(&place, &["trim", &holder.pid().to_string()]);
     assert!(end.code() == 2 && end.err.contains("does not answer"), "{}", end.err);
-    holder.go_on();
+    holder.continue_process();
     meminfo(&place, holder.pid());
 }
 
-/// Root reads the figures of other users' processes without making them do anything. Figures that a user forged for
-/// another's process are not used.
+/// Root reads the statistics of other users' processes without sending requests. Published files that a user
+/// forged for another user's process are not used.
 #[test]
 fn root_reads_the_processes_of_others() {
     const USER: &str = "65534";
-    if !is_root() || lacks("setpriv") {
+    if !is_root() || is_missing("setpriv") {
         println!("skipped: not root, or no setpriv");
         return;
     }
-    let place = Place::new();
+    let place = TestFolder::new();
     let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     let (root, program) = (place.path("."), place.path("program"));
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     [&root, &program].into_iter().for_each(|path| open(path));
     let mut command = place.command("setpriv");
     command.args(["--reuid", USER, "--regid", USER, "--clear-groups"]).arg(&program).env_remove("XDG_RUNTIME_DIR");
-    let holder = Holder::start(program_of(command, "65536"));
+    let holder = ObservedProgram::start(as_program(command, "65536"));
     let pid = holder.pid().to_string();
     for command in ["meminfo", "vmstat"] {
         let end = pagemill(&place, &[command, &pid]);
@@ -368,7 +373,7 @@ fn root_reads_the_processes_of_others() {
         .collect();
     fs::remove_file(&forged).unwrap();
     drop(holder);
-    // The program was killed, and root does not sweep the folders of other users.
+    // The killed program left its file behind, and root does not clean up folders of other users.
     shell(&format!("rm -f {folder}/{pid}-*; rmdir {folder} 2>/dev/null"));
     assert_eq!(read, [(2, false), (2, false)]);
 }

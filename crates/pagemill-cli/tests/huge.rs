@@ -1,18 +1,18 @@
-//! `run --huge-advised`, and what `doctor` says of a process that may have huge pages where they are advised.
+//! `run --huge-advised`, and what `doctor` reports in a process with that setting.
 
 mod common;
 
-use common::{PAGEMILL, Place, STUCK_AFTER, finish};
+use common::{PAGEMILL, TIMEOUT, TestFolder, finish};
 use serde_json::Value;
 
-/// Since Linux 6.18 the program gets huge pages where they are advised, and `doctor` finds nothing missing. Before that the
-/// option is refused.
+/// Since Linux 6.18 the program gets huge pages where the program advises them, and `doctor` reports nothing
+/// missing. Before that the option is refused.
 #[test]
 fn huge_pages_where_they_are_advised() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut command = place.pagemill_run(&["--huge-advised"], PAGEMILL);
     command.args(["doctor", "--json"]);
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     if pagemill_sys::process::kernel_release() < (6, 18) {
         return assert!(end.code() == 2 && end.err.contains("Linux 6.18"), "{}", end.err);
     }

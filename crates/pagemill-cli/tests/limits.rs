@@ -3,7 +3,7 @@
 mod common;
 
 use common::group::Group;
-use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish};
+use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
-/// The JSON report of a run that must end with this status.
+/// Returns the JSON report of a run, which must end with this status.
 fn report(command: Command, status: i32) -> Value {
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     assert_eq!(end.code(), status, "{}", end.err);
     let line = end.err.lines().find(|line| line.starts_with('{')).unwrap_or_else(|| panic!("no report: {}", end.err));
     serde_json::from_str(line).unwrap()
@@ -27,7 +27,6 @@ fn bytes(report: &Value, name: &str) -> u64 {
     report[name].as_u64().unwrap_or_else(|| panic!("no {name}: {report}"))
 }
 
-/// Whether a process exists and has not ended.
 fn is_running(pid: &str) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
@@ -36,13 +35,14 @@ fn is_running(pid: &str) -> bool {
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_so() {
-        assert!(begun.elapsed() < STUCK_AFTER, "not within {STUCK_AFTER:?}: {what}");
+        assert!(begun.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// `pagemill run OPTIONS -- mapped MIB 0`.
-fn mapped(place: &Place, options: &[&str], mib: &str) -> Option<Command> {
+/// Returns the command `pagemill run OPTIONS -- mapped MIB 0`; the program maps and touches that much memory
+/// itself.
+fn mapped(place: &TestFolder, options: &[&str], mib: &str) -> Option<Command> {
     let program = place.compile("mapped.c", &[])?;
     let mut command = place.pagemill_run(options, program);
     command.args([mib, "0"]);
@@ -52,12 +52,12 @@ fn mapped(place: &Place, options: &[&str], mib: &str) -> Option<Command> {
 mod reach {
     use super::*;
 
-    /// A statically linked program that exits with 7.
-    fn static_program(place: &Place) -> Option<PathBuf> {
+    /// Compiles a statically linked program that exits with status 7.
+    fn static_program(place: &TestFolder) -> Option<PathBuf> {
         fs::write(place.path("static.c"), "int main(void) { return 7; }\n").unwrap();
         let mut compiler = place.command("cc");
         compiler.args(["-static", "static.c", "-o", "static"]);
-        if common::lacks("cc") || !finish(compiler, STUCK_AFTER).status.success() {
+        if common::is_missing("cc") || !finish(compiler, TIMEOUT).status.success() {
             println!("skipped: no static program can be made");
             return None;
         }
@@ -66,32 +66,32 @@ mod reach {
 
     #[test]
     fn a_program_that_a_limit_cannot_bound_is_refused() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let Some(program) = static_program(&place) else { return };
-        let end = finish(place.pagemill_run(&["--limit", "10M"], &program), STUCK_AFTER);
+        let end = finish(place.pagemill_run(&["--limit", "10M"], &program), TIMEOUT);
         assert_eq!((end.code(), end.err.lines().count()), (126, 1), "{}", end.err);
         for words in ["is linked statically", "--limit cannot bound it", "--limit-kernel", "--force"] {
             assert!(end.err.contains(words), "{}", end.err);
         }
         let mut by_variable = place.pagemill_run(&[], &program);
         by_variable.env("PAGEMILL_LIMIT", "10M");
-        assert_eq!(finish(by_variable, STUCK_AFTER).code(), 126);
-        let end = finish(place.pagemill_run(&["--limit", "10M", "--force"], &program), STUCK_AFTER);
+        assert_eq!(finish(by_variable, TIMEOUT).code(), 126);
+        let end = finish(place.pagemill_run(&["--limit", "10M", "--force"], &program), TIMEOUT);
         assert_eq!(end.code(), 7);
         assert!(end.err.contains("it runs, but on its own allocator"), "{}", end.err);
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
-    /// The kernel's limit bounds any program, also for a nested run.
+    /// Inside a kernel limit, static programs are not refused, also for a `run` inside it.
     #[test]
-    fn a_kernels_limit_bounds_static_programs() {
-        let place = Place::new();
+    fn static_programs_run_under_a_kernel_limit() {
+        let place = TestFolder::new();
         let Some(program) = static_program(&place) else { return };
         let Some(_group) = Group::new("reach", 256 << 20) else { return };
         let options = ["--limit", "10M", "--limit-kernel", "64M"];
-        assert_eq!(finish(place.pagemill_run(&options, &program), STUCK_AFTER).code(), 7);
+        assert_eq!(finish(place.pagemill_run(&options, &program), TIMEOUT).code(), 7);
         let script = format!("{PAGEMILL} run --limit 5M -- {}", program.display());
-        assert_eq!(finish(place.shell(&options, &script), STUCK_AFTER).code(), 7);
+        assert_eq!(finish(place.shell(&options, &script), TIMEOUT).code(), 7);
     }
 
     #[test]
@@ -100,11 +100,11 @@ mod reach {
             println!("skipped: only root can give a program to another user");
             return;
         }
-        let place = Place::new();
+        let place = TestFolder::new();
         let mut command = place.command("sh");
         command.args(["-c", "cp \"$(command -v id)\" other && chown 65534 other && chmod 4755 other"]);
-        finish(command, STUCK_AFTER).assert_success();
-        let end = finish(place.pagemill_run(&["--limit", "1G"], "./other"), STUCK_AFTER);
+        finish(command, TIMEOUT).assert_success();
+        let end = finish(place.pagemill_run(&["--limit", "1G"], "./other"), TIMEOUT);
         assert_eq!((end.code(), end.out.as_str()), (126, ""));
         assert!(end.err.contains("set-uid"), "{}", end.err);
     }
@@ -113,17 +113,17 @@ mod reach {
 mod children {
     use super::*;
 
-    /// Memory that was free at a fork is the child's when the child allocates it: the limit bounds all children together, in slots that
-    /// share blocks and in slots that have blocks of their own.
+    /// Free memory that a child inherits at a fork is charged to the child when the child allocates it. The
+    /// limit therefore bounds all children together, whether slots share blocks or have blocks of their own.
     #[test]
     fn children_are_bounded_together() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let Some(program) = place.compile("forked.c", &[]) else { return };
-        // A slot of 4 MiB is overcommitted untouched: each child may have one more than fits.
+        // A slot of 4 MiB is admitted untouched, so each child may have one slot more than the limit allows.
         for (kib, most_mib) in [("256", 120), ("4096", 120 + 4 * 4)] {
             let mut command = place.pagemill_run(&["--limit", "120M"], &program);
             command.args(["100", kib, "4"]);
-            let end = finish(command, STUCK_AFTER);
+            let end = finish(command, TIMEOUT);
             end.assert_success();
             let mib: u64 = end.out.trim().parse().unwrap();
             assert!((60..=most_mib).contains(&mib), "{kib} KiB: {mib} MiB");
@@ -135,20 +135,20 @@ mod sizes {
     use super::*;
 
     #[test]
-    fn shares_out_of_range_are_usage_errors() {
-        let place = Place::new();
+    fn percentages_out_of_range_are_usage_errors() {
+        let place = TestFolder::new();
         for option in ["--limit", "--limit-kernel"] {
             for size in ["0%", "101%", "1.5%", "%", "0", "x"] {
-                let end = finish(place.shell(&[option, size], "echo started"), STUCK_AFTER);
+                let end = finish(place.shell(&[option, size], "echo started"), TIMEOUT);
                 assert_eq!((end.code(), end.out.as_str()), (2, ""), "{option} {size}: {}", end.err);
             }
         }
     }
 
-    /// A share is of the limit around the process, or of the machine's memory if there is a larger limit or none.
+    /// A percentage refers to the limit around the process, or to the machine's memory if no limit is smaller.
     #[test]
-    fn a_share_is_of_the_nearest_limit() {
-        let place = Place::new();
+    fn a_percentage_refers_to_the_smallest_limit() {
+        let place = TestFolder::new();
         let Some(group) = Group::new("share", 256 << 20) else { return };
         let inside = |options: &[&str]| group.enter(&place.pagemill_run(options, "true"));
         assert_eq!(bytes(&report(inside(&["--limit", "50%", "--json"]), 0), "limit_bytes"), 128 * MIB);
@@ -169,17 +169,17 @@ mod returning {
 
     #[test]
     fn the_policy_is_passed_on() {
-        let place = Place::new();
+        let place = TestFolder::new();
         for when in ["keep", "eager", "balanced", "balanced=3"] {
-            let end = finish(place.shell(&["--return", when], "echo $PAGEMILL_RETURN"), STUCK_AFTER);
+            let end = finish(place.shell(&["--return", when], "echo $PAGEMILL_RETURN"), TIMEOUT);
             assert_eq!((end.code(), end.out.trim()), (0, when), "{}", end.err);
         }
         let mut wrong = place.shell(&[], "echo started");
         wrong.env("PAGEMILL_RETURN", "soon");
-        let end = finish(wrong, STUCK_AFTER);
+        let end = finish(wrong, TIMEOUT);
         assert_eq!((end.code(), end.out.as_str()), (2, ""));
         assert!(end.err.contains("PAGEMILL_RETURN: expected keep, eager, balanced"), "{}", end.err);
-        let end = finish(place.shell(&["--return", "balanced=0"], "echo started"), STUCK_AFTER);
+        let end = finish(place.shell(&["--return", "balanced=0"], "echo started"), TIMEOUT);
         assert_eq!((end.code(), end.out.as_str()), (2, ""));
     }
 }
@@ -187,12 +187,13 @@ mod returning {
 mod bypassed {
     use super::*;
 
-    /// Memory that a program maps itself passes the limit. That is reported in one line, in the report, and as JSON.
+    /// Memory that a program maps itself can exceed the limit. One line on standard error says so, or else the
+    /// report, as text or JSON.
     #[test]
-    fn what_passes_a_limit_is_told() {
-        let place = Place::new();
+    fn exceeding_a_limit_is_reported() {
+        let place = TestFolder::new();
         let Some(command) = mapped(&place, &["--limit", "64M"], "200") else { return };
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         end.assert_success();
         assert_eq!(end.err.lines().count(), 1, "{}", end.err);
         for words in
@@ -207,22 +208,22 @@ mod bypassed {
         assert_eq!(bytes(over, "held_bytes"), bytes(over, "bytes") + 64 * MIB);
         assert!(bytes(over, "outside_allocator_bytes") > 100 * MIB, "{report}");
         assert_eq!(over["largest"][0]["name"], "mapped.c.out", "{report}");
-        assert!(bytes(&report, "peak_bytes") < 16 * MIB, "the allocator kept to its limit: {report}");
+        assert!(bytes(&report, "peak_bytes") < 16 * MIB, "the allocator stayed below its limit: {report}");
 
-        let end = finish(mapped(&place, &["--limit", "64M", "--report"], "200").unwrap(), STUCK_AFTER);
+        let end = finish(mapped(&place, &["--limit", "64M", "--report"], "200").unwrap(), TIMEOUT);
         assert!(end.err.lines().any(|line| line.trim_start().starts_with("over the limit")), "{}", end.err);
-        assert!(!end.err.contains("--limit-kernel bounds"), "said once: {}", end.err);
-        place.assert_swept();
+        assert!(!end.err.contains("--limit-kernel bounds"), "reported only once: {}", end.err);
+        place.assert_no_files_left();
     }
 
-    /// A program that uses all of its limit and shares that memory with children exceeds nothing.
+    /// Children that share almost all of a program's memory do not make the tree exceed the limit.
     #[test]
     fn memory_that_processes_share_counts_once() {
-        let place = Place::new();
-        if common::lacks("python3") {
+        let place = TestFolder::new();
+        if common::is_missing("python3") {
             return;
         }
-        // 100 MiB, shared with four children; the sampler runs while they exist.
+        // The program shares 100 MiB with four children, which live long enough to be sampled.
         let script = "import os, time\nheld = bytearray(100 << 20)\nfor i in range(0, len(held), 4096): held[i] = 1\n\
                       for _ in range(4):\n  if os.fork() == 0: time.sleep(0.5); os._exit(0)\nfor _ in range(4): os.wait()\n";
         let mut command = place.pagemill_run(&["--limit", "160M", "--json"], "python3");
@@ -235,10 +236,11 @@ mod bypassed {
 mod reports {
     use super::*;
 
-    /// Two concurrent children with memory of their own: the total is the tree's, and each has a row.
+    /// Two concurrent children have memory of their own. The report has the total of the tree, and a row for
+    /// each child.
     #[test]
-    fn the_tree_is_counted_as_the_kernel_counts_it() {
-        let place = Place::new();
+    fn the_report_has_the_kernels_count_of_the_tree() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("mapped.c", &[]) else { return };
         let program = program.display();
         let script = format!("{program} 60 $PPID & {program} 90 $PPID & wait");
@@ -253,17 +255,17 @@ mod reports {
         assert!((90..110).contains(&held[0]) && (60..80).contains(&held[1]), "{json}");
         assert!(rows.iter().take(2).all(|row| row["name"] == "mapped.c.out" && row["running"] == false), "{json}");
 
-        let end = finish(place.shell(&["--report"], &script), STUCK_AFTER);
+        let end = finish(place.shell(&["--report"], &script), TIMEOUT);
         for row in ["resident peak", "without files", "not allocator's", "largest process", "peak", "largest processes"]
         {
             assert!(end.err.lines().any(|line| line.trim_start().starts_with(row)), "{row}: {}", end.err);
         }
     }
 
-    /// A process that never used the allocator is counted and listed, too.
+    /// A process without the preload library is counted and listed, too.
     #[test]
-    fn processes_without_figures_are_listed() {
-        let place = Place::new();
+    fn processes_without_statistics_are_listed() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("mapped.c", &[]) else { return };
         let script = format!("unset LD_PRELOAD PAGEMILL_TREE; {} 80 $PPID; true", program.display());
         let json = report(place.shell(&["--json"], &script), 0);
@@ -276,19 +278,19 @@ mod reports {
 mod kernel {
     use super::*;
 
-    /// The groups that runs have made below this process's own.
+    /// Returns the groups that runs created below this test's group.
     fn groups(parent: &Path) -> Vec<PathBuf> {
         let entries = fs::read_dir(parent).unwrap().flatten().map(|entry| entry.path());
         entries.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("pagemill-run-")).collect()
     }
 
-    /// The kernel kills a process that passes the limit, `run` reports that, and the group is removed.
+    /// The kernel kills a process that exceeds the limit. `run` reports that, and the group is removed.
     #[test]
-    fn a_hog_is_killed() {
-        let place = Place::new();
+    fn the_kernel_kills_above_the_limit() {
+        let place = TestFolder::new();
         let Some(group) = Group::new("hog", 512 << 20) else { return };
         let Some(command) = mapped(&place, &["--limit-kernel", "64M"], "200") else { return };
-        let end = finish(group.enter(&command), STUCK_AFTER);
+        let end = finish(group.enter(&command), TIMEOUT);
         assert_eq!(end.code(), 137, "{}", end.err);
         assert_eq!(end.err, "pagemill: the kernel killed 1 process at --limit-kernel 64 MiB\n");
         assert_eq!(groups(&group.folder), Vec::<PathBuf>::new());
@@ -298,19 +300,21 @@ mod kernel {
         let kernel = &json["kernel_limit"];
         assert_eq!((bytes(kernel, "limit_bytes"), bytes(kernel, "kills")), (64 * MIB, 1), "{json}");
         assert!((60 * MIB..=64 * MIB).contains(&bytes(kernel, "peak_bytes")), "{json}");
-        finish(group.enter(&place.pagemill_run(&["--limit-kernel", "64M"], "true")), STUCK_AFTER).assert_success();
+        finish(group.enter(&place.pagemill_run(&["--limit-kernel", "64M"], "true")), TIMEOUT).assert_success();
         assert_eq!(groups(&group.folder), Vec::<PathBuf>::new());
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
-    /// A killed `run` takes its tree along if the kernel can kill groups. What stays is removed later.
+    /// If `run` is killed, its guard kills the process tree, where the kernel can kill groups, and a later
+    /// command removes the group.
     #[test]
     fn a_killed_run_leaves_no_group() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let Some(group) = Group::new("killed", 512 << 20) else { return };
-        // A shell closes the standard input of background commands, but not other descriptors.
+        // A shell closes the standard input of background commands, but not other descriptors, so the
+        // grandchild reads descriptor 3.
         let script = "exec 3<&0; cat <&3 >/dev/null & echo $!; wait";
-        // The shell that enters the group becomes the command. Its input stays open.
+        // The shell that enters the group executes the command. Its input stays open.
         let mut command = group.enter(&place.shell(&["--limit-kernel", "64M"], script));
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
@@ -321,18 +325,18 @@ mod kernel {
         assert_eq!(made.len(), 1);
         let kills_trees = made[0].join("cgroup.kill").exists();
         guard.signal("KILL");
-        guard.wait(STUCK_AFTER);
+        guard.wait(TIMEOUT);
         if kills_trees {
             wait_until("the tree is killed", || !is_running(&grandchild));
         } else {
-            assert!(is_running(&grandchild), "nothing but the program itself is killed");
+            assert!(is_running(&grandchild), "only the program itself is killed");
         }
         drop(input);
         wait_until("the grandchild ends", || !is_running(&grandchild));
         let next = || {
             let mut doctor = place.command(PAGEMILL);
             doctor.arg("doctor");
-            finish(group.enter(&doctor), STUCK_AFTER)
+            finish(group.enter(&doctor), TIMEOUT)
         };
         wait_until("the group is removed", || {
             next();
@@ -340,48 +344,48 @@ mod kernel {
         });
     }
 
-    /// Groups of dead runs are removed by every command except `run`, which removes them before it makes one. Groups of
-    /// other runs stay.
+    /// Every command removes groups of ended runs, `run` only before it creates a group. Other groups stay.
     #[test]
-    fn leftovers_are_swept() {
-        let place = Place::new();
+    fn groups_of_ended_runs_are_removed() {
+        let place = TestFolder::new();
         let Some(group) = Group::new("sweep", 512 << 20) else { return };
         let (dead, other) = (group.folder.join("pagemill-run-1073741824-1"), group.folder.join("other"));
         fs::create_dir_all(&dead).unwrap();
         fs::create_dir_all(&other).unwrap();
         let mut doctor = place.command(PAGEMILL);
         doctor.args(["doctor", "--json"]);
-        finish(group.enter(&doctor), STUCK_AFTER);
+        finish(group.enter(&doctor), TIMEOUT);
         let left = [dead.exists(), other.exists()];
         fs::remove_dir(other).unwrap();
         assert_eq!(left, [false, true]);
     }
 
-    /// Without a place for a group: status 126, with the reason, and the program is not started.
+    /// Where no group can be created, the status is 126, the message has the reason, and the program is not
+    /// started.
     #[test]
-    fn a_limit_that_cannot_be_had_is_told() {
+    fn an_impossible_limit_is_explained() {
         if !common::may_mount() {
             return;
         }
-        let place = Place::new();
+        let place = TestFolder::new();
         let run = format!("{PAGEMILL} run --limit-kernel 64M -- touch ran");
         for mount in ["mount -t tmpfs none /sys/fs/cgroup", "umount -a -t cgroup,cgroup2"] {
             let mut command = place.command("unshare");
             command.args(["-m", "sh", "-c", &format!("{mount} && {run}")]);
-            let end = finish(command, STUCK_AFTER);
+            let end = finish(command, TIMEOUT);
             assert!(end.code() == 126 && !place.path("ran").exists(), "{mount}: {} {}", end.status, end.err);
             assert!(end.err.contains("--limit-kernel cannot be had: no control group"), "{mount}: {}", end.err);
         }
     }
 
-    /// Under systemd the program is started by `systemd-run`, after a trial scope with a limit succeeded. A script that
-    /// enters a group replaces `systemd-run` here.
+    /// Under systemd the program is started by `systemd-run`, after a trial scope had the limit. Here a script
+    /// that enters a group replaces `systemd-run`.
     #[test]
-    fn systemd_makes_a_scope() {
+    fn systemd_creates_a_scope() {
         if !common::may_mount() {
             return;
         }
-        let place = Place::new();
+        let place = TestFolder::new();
         let Some(group) = Group::new("scope", 64 << 20) else { return };
         let script = format!(
             "#!/bin/sh\necho \"$*\" >> calls\necho 0 > {}/cgroup.procs\n\
@@ -395,7 +399,7 @@ mod kernel {
             let mut command = place.command("unshare");
             let run = format!("{PAGEMILL} run --limit-kernel {limit} -- sh -c 'cat /proc/self/cgroup; exit 5'");
             command.args(["-m", "sh", "-c", &format!("{booted}{run}")]);
-            finish(command, STUCK_AFTER)
+            finish(command, TIMEOUT)
         };
         let end = run("64M");
         assert_eq!(end.code(), 5, "{}", end.err);
@@ -405,7 +409,7 @@ mod kernel {
         assert_eq!(calls.lines().count(), 2, "{calls}");
         assert!(calls.lines().all(|call| call.contains("--scope") && call.contains("MemoryMax=67108864")), "{calls}");
         assert!(calls.contains("--unit=pagemill-run-"), "{calls}");
-        // A scope without the requested limit is not accepted: `run` makes a group of its own instead.
+        // A scope without the requested limit is not accepted: `run` creates a group instead.
         let end = run("32M");
         assert_eq!(end.code(), 5, "{}", end.err);
         assert!(end.out.contains("/pagemill-run-"), "{}", end.out);
@@ -414,17 +418,17 @@ mod kernel {
 
 /// If `run` is killed, its program is killed, too.
 #[test]
-fn a_killed_run_takes_its_program_along() {
-    let place = Place::new();
+fn a_killed_run_kills_its_program() {
+    let place = TestFolder::new();
     let mut command = place.shell(&[], "echo $$; exec cat");
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut guard = Guard::new(command);
-    // Kept open, since the end of its input would end the program.
+    // The program's input stays open, since its end would end the program.
     let _input = guard.child().stdin.take();
     let mut lines = BufReader::new(guard.child().stdout.take().unwrap()).lines();
     let program = lines.next().unwrap().unwrap();
     assert!(is_running(&program));
     guard.signal("KILL");
-    guard.wait(STUCK_AFTER);
+    guard.wait(TIMEOUT);
     wait_until("the program is killed", || !is_running(&program));
 }

@@ -1,10 +1,10 @@
-//! `pagemill mount` on the real kernel: what goes and what stays, huge pages, and every way a controller can end.
+//! `pagemill mount` on the real kernel: which files are purged, huge pages, and how controllers end.
 
 mod common;
 
 use common::group::Group;
 use common::ram::{MIB, Ram, pattern, start, wait_until};
-use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, is_root, may_mount};
+use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_root, may_mount};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 
 const BLOCK: usize = MIB + MIB;
 
-/// Least recently used first, as a whole; what is open or mapped or not volatile stays, byte for byte.
+/// Volatile files are purged as a whole, the least recently used first. Open and other files are kept.
 #[test]
-fn the_least_recently_used_goes_first() {
+fn the_least_recently_used_files_are_purged_first() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
     let kept = pattern(0, 3 * MIB);
@@ -37,18 +37,19 @@ fn the_least_recently_used_goes_first() {
         names.sort();
         names
     };
-    assert_eq!(names(&cache), ["1", "4", "5"], "1 is open, 2 and 3 are the oldest");
+    assert_eq!(names(&cache), ["1", "4", "5"], "1 is open; 2 and 3 are the least recently used");
     let mut bytes = vec![0; 4 * MIB];
     open.read_exact_at(&mut bytes, 0).unwrap();
     assert!(bytes == pattern(1, 4 * MIB));
     assert_eq!(ram.count("spared_open"), 1);
-    // All that can go, and no more than that.
+    // A larger request purges all closed volatile files, and nothing else.
     assert_eq!(ram.purge(100), 8 * MIB as u64);
     assert_eq!(names(&cache), ["1"]);
     assert!(fs::read(ram.at("kept")).unwrap() == kept);
 }
 
-/// From the end, and said so; what is left is whole, and a file that was filled again is whole.
+/// A partial file loses its end, and an attribute says so. The rest is intact. After a new write and
+/// `--refilled`, the file counts as whole.
 #[test]
 fn partial_files_lose_their_end() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -65,7 +66,7 @@ fn partial_files_lose_their_end() {
     assert_eq!(serde_json::from_str::<Value>(&end.out).unwrap()["purged_from"], Value::Null);
 }
 
-/// A mark on a folder holds for all below it, a nearer one before it; values that are none are refused or passed over.
+/// A mark on a folder applies to all files below it, unless a nearer folder has a mark. Invalid values are rejected.
 #[test]
 fn marks_are_inherited_and_checked() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -85,10 +86,10 @@ fn marks_are_inherited_and_checked() {
     let end = ram.command(&["mark", "--volatile", "often", ram.point.to_str().unwrap()]);
     assert_eq!(end.code(), 2);
     assert!(end.err.contains("`often` is no value of user.pagemill.volatile: none, partial, full"), "{}", end.err);
-    // Set directly, it is passed over and told.
+    // An invalid value that is set directly is ignored and reported.
     let odd = ram.at("odd");
     fs::write(&odd, pattern(3, MIB)).unwrap();
-    if common::lacks("setfattr") {
+    if common::is_missing("setfattr") {
         return;
     }
     assert!(common::shell(&format!("setfattr -n user.pagemill.volatile -v often {}", odd.display())).success());
@@ -98,11 +99,11 @@ fn marks_are_inherited_and_checked() {
     assert!(odd.exists() && fs::read_to_string(ram.place.path("err")).unwrap().contains("`often` is no value"));
 }
 
-/// A stranger may not mark what is another's, nor reach it by a mark on a folder that is open to all.
+/// A user cannot mark another user's file, nor reach it by a mark on a folder that all users may write.
 #[test]
-fn strangers_mark_their_own_only() {
+fn users_can_mark_only_their_own_files() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
-    if !is_root() || common::lacks("setfattr") || common::lacks("su") {
+    if !is_root() || common::is_missing("setfattr") || common::is_missing("su") {
         return;
     }
     for path in [ram.place.path("."), ram.place.path("runtime")] {
@@ -117,16 +118,16 @@ fn strangers_mark_their_own_only() {
     let as_other_user = |script: String| {
         let mut command = Command::new("su");
         command.args(["nobody", "-s", "/bin/sh", "-c", &script]).stdin(Stdio::null());
-        finish(command, STUCK_AFTER)
+        finish(command, TIMEOUT)
     };
     let set = |path: &Path| as_other_user(format!("setfattr -n user.pagemill.volatile -v full {}", path.display()));
-    assert!(!set(&ram.at("file")).status.success() && !set(&ram.point).status.success(), "the kernel's own rule");
+    assert!(!set(&ram.at("file")).status.success() && !set(&ram.point).status.success(), "the kernel refuses that");
     set(&open).assert_success();
     assert_eq!(ram.purge(100), 0);
     assert!(open.join("below/file").exists() && ram.at("file").exists());
 }
 
-/// An access control list (version 2 of its form) that lets user 65433 write to a file whose group may only read.
+/// An access control list (format version 2) that lets user 65433 write to a file that its group may only read.
 const WRITE_FOR_ANOTHER: &str = "0x02000000\
 01000600ffffffff\
 0200060099ff0000\
@@ -134,12 +135,12 @@ const WRITE_FOR_ANOTHER: &str = "0x02000000\
 10000600ffffffff\
 20000400ffffffff";
 
-/// A user that may write to another's file, as a member of its group or by an access control list, can mark it: the mark does not
-/// delete it. The owner's mark counts once no other user may write, and `pagemill mark` says so.
+/// A user that may write to another user's file, by its group or by an access control list, can mark the file, but the
+/// mark does not let a purge delete it. The mark counts once only the owner may write. `pagemill mark` explains both.
 #[test]
-fn marks_of_users_that_may_only_write_are_ignored() {
+fn marks_on_files_writable_by_others_are_ignored() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
-    if !is_root() || common::lacks("setfattr") || common::lacks("setpriv") {
+    if !is_root() || common::is_missing("setfattr") || common::is_missing("setpriv") {
         return;
     }
     let (owner, other, group) = (65_432, 65_433, 65_434);
@@ -147,9 +148,9 @@ fn marks_of_users_that_may_only_write_are_ignored() {
         let mut command = Command::new("setpriv");
         command.args([&format!("--reuid={other}"), &format!("--regid={other}"), &format!("--groups={group}")]);
         command.args(arguments).stdin(Stdio::null());
-        finish(command, STUCK_AFTER)
+        finish(command, TIMEOUT)
     };
-    // The group may write files here, but only their owner may delete them: of that folder, its members could.
+    // The group may write to the files, but only their owner may delete them, since the root folder is sticky.
     let (shared, listed) = (ram.at("shared"), ram.at("listed"));
     for (file, mode) in [(&shared, 0o660), (&listed, 0o640)] {
         fs::write(file, pattern(mode as usize, MIB)).unwrap();
@@ -166,7 +167,7 @@ fn marks_of_users_that_may_only_write_are_ignored() {
     }
     for (file, seed) in files {
         as_other(&["setfattr", "-n", "user.pagemill.volatile", "-v", "full", &path(file)]).assert_success();
-        assert!(!as_other(&["rm", "-f", &path(file)]).status.success(), "it may not delete the file itself");
+        assert!(!as_other(&["rm", "-f", &path(file)]).status.success(), "the user may not delete the file");
         assert_eq!(ram.purge(100), 0);
         assert!(fs::read(file).unwrap() == pattern(*seed, MIB));
         let shown = ram.command(&["mark", &path(file)]);
@@ -184,9 +185,9 @@ fn marks_of_users_that_may_only_write_are_ignored() {
     assert_eq!(ram.purge(100), files.len() as u64 * MIB as u64);
 }
 
-/// Bytes of a mapping of the file that are mapped by huge pages.
+/// Maps a file and returns how many bytes are mapped by huge pages.
 fn huge_bytes(path: &Path) -> usize {
-    // By a child that maps it: this process has no unsafe code.
+    // A Python process maps the file, because this test may not use unsafe code.
     let script = "import mmap, sys, re
 f = open(sys.argv[1], 'rb'); n = f.seek(0, 2)
 import ctypes
@@ -200,17 +201,17 @@ own = open('/proc/self/smaps').read().split('VmFlags')
 print(sum(int(re.search(r'ShmemPmdMapped: +(\\d+)', part).group(1)) for part in own if '%x-' % at in part))";
     let mut command = Command::new("python3");
     command.args(["-c", script]).arg(path).stdin(Stdio::null());
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     end.assert_success();
     end.out.trim().parse::<usize>().unwrap() * 1024
 }
 
-/// Soon after its last close a large file that was written in pieces is in huge pages, one that must not be huge in
-/// small pages, and one that is mostly zeros holds only its data. Every byte stays.
+/// Soon after the last close, a large file that was written in small parts has huge pages, one marked `never` has small
+/// pages, and a sparse file holds only its data. Every byte is kept.
 #[test]
 fn pages_follow_contents_and_marks() {
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
-    if common::lacks("python3") {
+    if common::is_missing("python3") {
         return;
     }
     let never = ram.folder("never", &["--huge", "never"]);
@@ -225,7 +226,7 @@ fn pages_follow_contents_and_marks() {
     drop(sparse);
     let held = |path: PathBuf| fs::metadata(path).unwrap().blocks() as usize * 512;
     wait_until("the sparse file is small", || held(ram.at("sparse")) <= 64 << 10);
-    // Not by the counters: on a busy machine the twin's blocks may be made huge before its mark is seen.
+    // The counters would not do: on a busy machine, the other file's blocks may be made huge before its mark is read.
     let is_huge = || huge_bytes(&ram.at("dense")) == 8 * BLOCK;
     wait_until("the dense file is huge", || is_huge() || ram.count("collapse_no_memory") > 0);
     if !is_huge() {
@@ -238,10 +239,9 @@ fn pages_follow_contents_and_marks() {
     assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
 }
 
-/// The worker of huge pages gives way to every other thread, whatever the scheduler: it has the last place of all in a
-/// session of his own.
+/// The worker has the lowest priority of all, also with scheduling by session: it has its own session.
 #[test]
-fn the_worker_gives_way() {
+fn the_worker_has_the_lowest_priority() {
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
     fs::write(ram.at("file"), pattern(1, 4 * BLOCK)).unwrap();
     let controller = ram.controller.id();
@@ -268,7 +268,8 @@ fn the_worker_gives_way() {
     }
 }
 
-/// Writers in a limited group go on for ever: old files go, no process is killed, no write fails, and what is not volatile stays.
+/// Writers in a limited group write volatile files without end. Old files are purged, no process is killed, hardly any
+/// write fails, and other files are kept.
 #[test]
 fn writers_survive_their_groups_limit() {
     let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
@@ -277,7 +278,7 @@ fn writers_survive_their_groups_limit() {
     let kept = pattern(7, 40 * MIB);
     for threads in ["1", "4"] {
         let Some(group) = Group::new(&format!("files{threads}"), 512 * MIB as u64) else { return };
-        // Charged to the group, as what the writers write.
+        // This file is charged to the group, too, like the writers' files.
         let source = ram.place.path("source");
         fs::write(&source, &kept).unwrap();
         let mut command = ram.place.command("sh");
@@ -289,10 +290,11 @@ fn writers_survive_their_groups_limit() {
             cache.display()
         );
         command.args(["-c", &script]);
-        let end = finish(group.enter(&command), STUCK_AFTER);
+        let end = finish(group.enter(&command), TIMEOUT);
         assert!(end.status.success(), "{threads} threads: {} {}", end.status, end.err);
         let counts: Vec<u64> = end.out.split_whitespace().map(|word| word.parse().unwrap()).collect();
-        // A machine that takes the controller away for long has no room for it: a failed write is no kill.
+        // On a machine where the controller does not run for a long time, writes may fail; a failed write is not a
+        // kill.
         assert!(counts[1] * 100 <= counts[0], "{} of {} files failed", counts[1], counts[0]);
         assert!(fs::read(ram.at("kept")).unwrap() == kept);
         fs::remove_file(ram.at("kept")).unwrap();
@@ -301,9 +303,9 @@ fn writers_survive_their_groups_limit() {
     }
 }
 
-/// The size is the guarantee: a write beyond it fails with ENOSPC, and what was there stays.
+/// A write beyond the size of the file system fails with `ENOSPC`, and existing files are kept.
 #[test]
-fn a_full_file_system_says_so() {
+fn a_full_file_system_returns_enospc() {
     let Some(ram) = Ram::new(&["--size", "64M"]) else { return };
     let kept = pattern(1, 40 * MIB);
     fs::write(ram.at("kept"), &kept).unwrap();
@@ -314,8 +316,9 @@ fn a_full_file_system_says_so() {
     fs::write(ram.at("less"), pattern(3, 10 * MIB)).unwrap();
 }
 
-/// A controller that is killed leaves the mount as it is; the next one takes it over with all that is in it. Killed twelve times
-/// while files are written and purged: nothing that is not volatile is lost, and no name of its own is left.
+/// A killed controller leaves the mount unchanged, and the next controller takes it over with all files. After twelve
+/// kills while files are written and purged, no file but volatile ones is lost, and no temporary name of a controller
+/// is left.
 #[test]
 fn a_killed_controller_is_replaced() {
     let Some(mut ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -323,7 +326,7 @@ fn a_killed_controller_is_replaced() {
     let partial = ram.folder("partial", &["--volatile", "partial"]);
     let kept = pattern(5, 20 * MIB);
     fs::write(ram.at("kept"), &kept).unwrap();
-    // Of no device, and of no test but this.
+    // The socket's device number exists nowhere, and no other test uses it.
     let dead = format!("/run/pagemill/mount-0-{}.sock", u32::MAX - std::process::id());
     let dead = Path::new(&dead);
     for round in 0..12 {
@@ -334,13 +337,13 @@ fn a_killed_controller_is_replaced() {
         }
         thread::sleep(Duration::from_millis(3 * round));
         ram.controller.signal("KILL");
-        assert_eq!(ram.controller.wait(STUCK_AFTER).signal(), Some(9));
+        assert_eq!(ram.controller.wait(TIMEOUT).signal(), Some(9));
         assert!(ram.is_mounted() && fs::read(ram.at("kept")).unwrap() == kept);
         let text = ram.command(&["status", ram.point.to_str().unwrap()]);
         assert!(text.out.starts_with("no controller of"), "{}", text.out);
         ram.controller = start(&ram.place, &ram.point, &["--size", "128M"]);
         assert!(fs::read_to_string(ram.place.path("out")).unwrap().contains("taken over"));
-        assert!(!dead.exists(), "a socket without a listener was left");
+        assert!(!dead.exists(), "a socket without a listener was not removed");
         if dead.parent().unwrap().is_dir() && is_root() {
             drop(std::os::unix::net::UnixListener::bind(dead).unwrap());
         }
@@ -359,22 +362,22 @@ fn a_killed_controller_is_replaced() {
     let _ = fs::remove_file(dead);
 }
 
-/// Mounting again keeps the size that was asked for, unless another is.
+/// A controller that takes over a mount uses the recorded size, unless a new size is given.
 #[test]
 fn a_mount_that_is_taken_over_keeps_its_size() {
     let Some(mut ram) = Ram::new(&["--size", "200M"]) else { return };
     for (options, mib) in [(&[][..], 200), (&["--size", "100M"][..], 100), (&[][..], 100)] {
         ram.controller.signal("KILL");
-        ram.controller.wait(STUCK_AFTER);
+        ram.controller.wait(TIMEOUT);
         ram.controller = start(&ram.place, &ram.point, options);
         let status = ram.status();
         assert_eq!((&status["asked_bytes"], &status["size_bytes"]), (&(mib * MIB).into(), &(mib * MIB).into()));
     }
 }
 
-/// A small mount uses its space: three fifths of it full of volatile files, written at any speed, none goes.
+/// Volatile files fill three fifths of a small mount, as fast as they can be written. None is purged.
 #[test]
-fn small_mounts_use_their_space() {
+fn small_mounts_use_their_size() {
     let Some(ram) = Ram::new(&["--size", "200M"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
     for index in 0..120 {
@@ -389,10 +392,10 @@ fn small_mounts_use_their_space() {
     assert_eq!(status["counts"]["purged_files"], 0, "{status}");
 }
 
-/// The reported bytes of volatile files are current: without a deleted file, which no event reports, and without zeros
-/// that the controller's own worker gave back.
+/// The reported memory of volatile files is current: without a deleted file, which causes no event, and without zero
+/// pages that the worker freed.
 #[test]
-fn volatile_bytes_are_true_when_they_are_told() {
+fn reported_volatile_bytes_are_current() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
     fs::write(cache.join("a"), pattern(1, MIB)).unwrap();
@@ -406,13 +409,13 @@ fn volatile_bytes_are_true_when_they_are_told() {
     assert_eq!((told, &status["volatile_age_seconds"]), ([1, held()], &0.0.into()));
 }
 
-/// A daemon does not keep a mount namespace without other processes.
+/// A daemon ends when no other process is in its mount namespace.
 #[test]
 fn a_daemon_ends_with_its_namespace() {
-    if !may_mount() || !is_root() || common::lacks("unshare") {
+    if !may_mount() || !is_root() || common::is_missing("unshare") {
         return;
     }
-    let place = Place::new();
+    let place = TestFolder::new();
     let point = place.path("ram");
     fs::create_dir(&point).unwrap();
     let mut command = place.command("unshare");
@@ -422,32 +425,32 @@ fn a_daemon_ends_with_its_namespace() {
     let mut line = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(inside.child().stdout.take().unwrap()), &mut line)
         .unwrap();
-    let said: Value = serde_json::from_str(&line).unwrap();
-    let daemon = format!("/proc/{}/exe", said["controller_pid"].as_u64().unwrap());
-    // Longer than between two looks.
+    let mounted: Value = serde_json::from_str(&line).unwrap();
+    let daemon = format!("/proc/{}/exe", mounted["controller_pid"].as_u64().unwrap());
+    // The pause is longer than the interval of the daemon's checks.
     thread::sleep(Duration::from_secs(5));
-    assert!(Path::new(&daemon).exists(), "a shell is still there");
+    assert!(Path::new(&daemon).exists(), "a shell is still in the namespace");
     drop(inside.child().stdin.take());
     wait_until("the daemon has ended", || !Path::new(&daemon).exists());
 }
 
-/// A group that is none is named before anything is mounted.
+/// A group that does not exist is reported before anything is mounted.
 #[test]
-fn a_group_that_is_none_is_named() {
-    let place = Place::new();
+fn a_missing_group_is_reported() {
+    let place = TestFolder::new();
     let point = place.path("ram");
     fs::create_dir(&point).unwrap();
     let mut command = place.command(PAGEMILL);
     command.arg("mount").arg(&point).args(["--size", "64M", "--cgroup", "no/such"]);
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     assert_eq!(end.code(), 2);
     assert!(end.err.contains("--cgroup no/such: there is no such memory control group"), "{}", end.err);
     assert_eq!(fs::metadata(&point).unwrap().dev(), fs::metadata(place.path("home")).unwrap().dev());
 }
 
-/// While a controller runs another is refused; a busy mount names its users, and ends when there are none.
+/// While a controller runs, another is refused. The unmount of a busy mount names its users.
 #[test]
-fn busy_mounts_name_the_process() {
+fn a_busy_mount_names_its_users() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
     let point = ram.point.to_str().unwrap().to_owned();
     let device = fs::metadata(&point).unwrap().dev();
@@ -461,15 +464,15 @@ fn busy_mounts_name_the_process() {
     assert_eq!(refused.code(), 1);
     let named = format!("process {} (sleep): works in {point}", sleeper.id());
     assert!(refused.err.contains(&named), "{}", refused.err);
-    // A signal ends the controller all the same; the mount stays for the processes in it, and can be taken over.
+    // A signal ends the controller even if the mount is busy. The mount stays for its processes, and can be taken over.
     ram.controller.signal("TERM");
-    assert_eq!(ram.controller.wait(STUCK_AFTER).code(), Some(1));
+    assert_eq!(ram.controller.wait(TIMEOUT).code(), Some(1));
     let err = fs::read_to_string(ram.place.path("err")).unwrap();
     assert!(err.contains(&named) && err.contains("takes it over") && ram.is_mounted(), "{err}");
     ram.controller = start(&ram.place, &ram.point, &["--size", "64M"]);
     drop(sleeper);
     ram.command(&["umount", &point]).assert_success();
-    assert_eq!(ram.controller.wait(STUCK_AFTER).code(), Some(0));
+    assert_eq!(ram.controller.wait(TIMEOUT).code(), Some(0));
     assert!(!ram.is_mounted());
     let (major, minor) = (device >> 8, device & 0xff);
     for folder in [Path::new("/run/pagemill"), &ram.place.path("runtime/pagemill")] {
@@ -480,9 +483,9 @@ fn busy_mounts_name_the_process() {
     }
 }
 
-/// A mark that was taken away counts at once, however it is taken away: the file stays.
+/// After a mark was removed, no file is purged because of it.
 #[test]
-fn what_is_no_longer_marked_stays() {
+fn a_removed_mark_has_no_effect() {
     let Some(ram) = Ram::new(&["--size", "128M"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
     for round in 0..10 {
@@ -497,63 +500,63 @@ fn what_is_no_longer_marked_stays() {
     }
 }
 
-/// A mount point whose name is not text does no harm.
+/// A mount point whose name is not valid UTF-8 works.
 #[test]
-fn odd_names_block_no_purge() {
+fn names_that_are_not_utf8_work() {
     use std::os::unix::ffi::OsStrExt;
     if !may_mount() {
         return;
     }
-    let place = Place::new();
+    let place = TestFolder::new();
     let point = place.path("odd").join(std::ffi::OsStr::from_bytes(b"a b\xff\n"));
     fs::create_dir_all(&point).unwrap();
     let mut controller = start(&place, &point, &["--size", "16M"]);
     let mut command = place.command(PAGEMILL);
     command.arg("status").arg(&point);
-    finish(command, STUCK_AFTER).assert_success();
+    finish(command, TIMEOUT).assert_success();
     let mut command = place.command(PAGEMILL);
     command.arg("umount").arg(&point);
-    finish(command, STUCK_AFTER).assert_success();
-    assert_eq!(controller.wait(STUCK_AFTER).code(), Some(0));
+    finish(command, TIMEOUT).assert_success();
+    assert_eq!(controller.wait(TIMEOUT).code(), Some(0));
 }
 
-/// Unmounted by another command, the controller ends; in the background, the command returns once it is mounted.
+/// A daemon's command returns once the file system is mounted. The daemon ends when another command unmounts it.
 #[test]
-fn a_daemon_goes_on_by_itself() {
+fn a_daemon_runs_in_the_background() {
     if !may_mount() {
         return;
     }
-    let place = Place::new();
+    let place = TestFolder::new();
     let point = place.path("ram");
     fs::create_dir(&point).unwrap();
     let mut command = place.command(PAGEMILL);
     command.arg("mount").arg(&point).args(["--size", "64M", "--daemon", "--json"]);
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     end.assert_success();
-    let said: Value = serde_json::from_str(&end.out).unwrap();
-    let pid = said["controller_pid"].as_u64().unwrap();
+    let mounted: Value = serde_json::from_str(&end.out).unwrap();
+    let pid = mounted["controller_pid"].as_u64().unwrap();
     let is_running = || Path::new(&format!("/proc/{pid}/exe")).exists();
     assert!(is_running());
     assert!(common::shell(&format!("umount {}", point.display())).success());
     wait_until("the controller has ended", || !is_running());
-    // What cannot be mounted is said by the command itself.
+    // If the mount fails, the command itself reports the reason.
     fs::write(point.join("file"), "x").unwrap();
     let mut command = place.command(PAGEMILL);
     command.arg("mount").arg(&point).arg("--daemon");
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     assert_eq!(end.code(), 2);
     assert!(end.err.contains("is not empty: `file` would be hidden"), "{}", end.err);
 }
 
-/// More files than the kernel keeps events of while the controller is stopped: it looks at everything, and knows them all.
+/// While the controller is stopped, more files are closed than the kernel queues events for. A scan finds them.
 #[test]
-fn lost_events_are_made_up_for() {
-    // That many are the kernel's default.
+fn lost_events_are_replaced_by_a_scan() {
+    // The default limit of the kernel, if it cannot be read.
     let kept =
         fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").ok().and_then(|text| text.trim().parse().ok());
     let kept: u64 = kept.unwrap_or(16_384);
     if kept > 100_000 {
-        return println!("skipped: the kernel keeps {kept} events");
+        return println!("skipped: the kernel queues {kept} events");
     }
     let files = kept + 4_000;
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
@@ -567,10 +570,10 @@ fn lost_events_are_made_up_for() {
     assert!(ram.count("events_lost") > 0);
 }
 
-/// Many small files in a row are not told of one by one, and are all known in the end; and no folder stays open for them: one that
-/// is deleted meanwhile is gone.
+/// For many small files in a row, close events are turned off. In the end all files are indexed, and no folder is open
+/// for them, which would keep a deleted one.
 #[test]
-fn many_small_files_are_known_in_the_end() {
+fn many_small_files_are_indexed_in_the_end() {
     const FILES: usize = 60_000;
     let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
@@ -585,7 +588,7 @@ fn many_small_files_are_known_in_the_end() {
     } else {
         assert!(events < FILES as u64, "{events} events, {quiet_times} quiet times");
     }
-    // Listening goes on.
+    // Close events are on again.
     wait_until("a single file is told of", || {
         fs::write(ram.at("single"), b"x").unwrap();
         ram.count("events") > events
@@ -599,10 +602,9 @@ fn many_small_files_are_known_in_the_end() {
     assert_eq!(fs::read_dir(&cache).unwrap().count(), 0);
 }
 
-/// Files that are written under one name and moved to another, and whole folders that are moved, are known by their last
-/// names at once.
+/// Files that are renamed after they were written, and files in renamed folders, are found under their last names.
 #[test]
-fn renamed_files_are_known() {
+fn renamed_files_are_found() {
     let Some(ram) = Ram::new(&["--size", "128M"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
     fs::create_dir(cache.join("new")).unwrap();
@@ -621,7 +623,7 @@ fn renamed_files_are_known() {
     assert_eq!(fs::read_dir(cache.join("old")).unwrap().count(), 4 - purged as usize / MIB);
 }
 
-/// Threads that are let at each other for three seconds, and for longer until what is to be seen was.
+/// A race of threads for three seconds, or longer until the expected event was seen.
 struct Race(Instant);
 
 impl Race {
@@ -630,11 +632,11 @@ impl Race {
     }
 
     fn is_over(&self, was_seen: bool) -> bool {
-        self.0.elapsed() > if was_seen { Duration::from_secs(3) } else { STUCK_AFTER }
+        self.0.elapsed() > if was_seen { Duration::from_secs(3) } else { TIMEOUT }
     }
 }
 
-/// Readers that open files while they are purged get them whole or not at all, and the controller does not mind.
+/// Readers that open files during purges get them whole or not at all, and the controller continues.
 #[test]
 fn readers_get_whole_files_or_none() {
     let Some(mut ram) = Ram::new(&["--size", "128M"]) else { return };
@@ -673,9 +675,9 @@ fn readers_get_whole_files_or_none() {
     assert!(!ram.controller.has_ended());
 }
 
-/// Folders that move and links that lead elsewhere do not mislead a purge: files are purged meanwhile, and nothing else goes.
+/// Moving folders and links to other folders do not mislead a purge: only volatile files are purged.
 #[test]
-fn moving_folders_lead_no_purge_astray() {
+fn moved_folders_do_not_mislead_a_purge() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
     let kept = ram.at("kept");
@@ -686,10 +688,10 @@ fn moving_folders_lead_no_purge_astray() {
     let (cache, kept, has_purged, race) = (&cache, &kept, AtomicBool::new(false), Race::begin());
     let is_over = || race.is_over(has_purged.load(Relaxed));
     thread::scope(|scope| {
-        // The same names lie in both; the folder that is marked is swapped for a link to the other, and back.
+        // Both folders contain the same names. The marked one is replaced by a link and put back, all the time.
         scope.spawn(|| {
             for index in 0.. {
-                // All of the names at least.
+                // Each name is written at least once.
                 if index >= 8 && is_over() {
                     return;
                 }
@@ -708,7 +710,7 @@ fn moving_folders_lead_no_purge_astray() {
                 thread::sleep(Duration::from_millis(1));
             }
         });
-        // What replaces a volatile file by one of its own is left with that.
+        // Purges run meanwhile. (A volatile file that is replaced by another one may be purged, too.)
         scope.spawn(|| {
             while !is_over() {
                 ram.purge(4);
@@ -716,7 +718,7 @@ fn moving_folders_lead_no_purge_astray() {
             }
         });
     });
-    assert!(ram.count("purged_files") > 0, "nothing was purged, nothing is shown");
+    assert!(ram.count("purged_files") > 0, "nothing was purged, so the test shows nothing");
     for index in 0..8 {
         let path = kept.join(format!("a/{index}"));
         assert!(!path.exists() || fs::read(&path).unwrap() == precious, "{index}");
@@ -724,10 +726,11 @@ fn moving_folders_lead_no_purge_astray() {
     assert_eq!(fs::read_dir(kept.join("a")).unwrap().count(), 8);
 }
 
-/// Without privileges, for one program and its children: not visible to others, and gone at the end.
+/// `run --ram` needs no privileges. The file system is visible only to the program and its children, and is removed at
+/// the end.
 #[test]
-fn anybody_may_run_on_a_private_one() {
-    let place = Place::new();
+fn a_private_mount_needs_no_privileges() {
+    let place = TestFolder::new();
     let ram = place.path("ram");
     let script = "set -e; cd \"$1\"; mkdir cache; $2 mark --volatile full cache; head -c 8M /dev/urandom > cache/old
         head -c 4M /dev/urandom > kept; cp kept \"$3\"; $2 purge --json . 1M; $2 status .; ls cache; cmp kept \"$3\"";
@@ -735,8 +738,8 @@ fn anybody_may_run_on_a_private_one() {
         command.args(["run", "--ram"]).arg(&ram).args(["--ram-size", "256M", "--", "sh", "-c", script, "sh"]);
         command.arg(&ram).arg(PAGEMILL).arg(copy);
     };
-    let mut command = if is_root() && !common::lacks("setpriv") {
-        // Where everybody may go.
+    let mut command = if is_root() && !common::is_missing("setpriv") {
+        // The user must be able to reach the test's folders.
         fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o777)).unwrap();
         for folder in ["runtime", "cache"] {
             assert!(common::shell(&format!("chown nobody {}", place.path(folder).display())).success());
@@ -748,22 +751,23 @@ fn anybody_may_run_on_a_private_one() {
         place.command(PAGEMILL)
     };
     arguments(&mut command, &place.path("copy"));
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     if end.code() == 2 && end.err.contains("no mount namespace") {
         return println!("skipped: {}", end.err);
     }
     if end.err.contains("Permission denied") && end.code() >= 126 {
-        return println!("skipped: the command lies where not everybody may go");
+        return println!("skipped: other users cannot reach the command");
     }
     end.assert_success();
     assert!(end.out.contains("\"purged_bytes\":8388608") && !end.out.contains("\nold"), "{}", end.out);
-    assert!(!ram.exists(), "it was made for this");
+    assert!(!ram.exists(), "`run` created the folder");
 }
 
-/// The threads that control a private mount block the signals that `run` forwards, which would end the command in them.
+/// The controller's threads of a private mount block the signals that `run` forwards, so that only the command's own
+/// thread receives them.
 #[test]
-fn threads_of_a_private_one_leave_signals_to_the_command() {
-    let place = Place::new();
+fn threads_of_a_private_mount_block_forwarded_signals() {
+    let place = TestFolder::new();
     let mut command = place.command(PAGEMILL);
     command.args(["run", "--ram"]).arg(place.path("ram")).args(["--", "sh", "-c", "echo ready; read line; exit 5"]);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -784,5 +788,5 @@ fn threads_of_a_private_one_leave_signals_to_the_command() {
         }
     }
     drop(guard.child().stdin.take());
-    assert_eq!(guard.wait(STUCK_AFTER).code(), Some(5));
+    assert_eq!(guard.wait(TIMEOUT).code(), Some(5));
 }

@@ -1,10 +1,11 @@
-//! `pagemill mount` beside memory groups with a limit: those that write here bound it, and no others.
+//! `pagemill mount` and memory groups with a limit: a group reduces the mount's size only if its processes
+//! write there.
 
 mod common;
 
 use common::group::Group;
 use common::ram::{MIB, Ram, pattern, wait_until};
-use common::{Guard, STUCK_AFTER, finish, lacks};
+use common::{Guard, TIMEOUT, finish, is_missing};
 use pagemill_sys::open_permission::OpenPermissions;
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
@@ -17,27 +18,27 @@ use std::time::Instant;
 
 const GIB: u64 = 1 << 30;
 
-/// What a group uses.
-fn used(group: &Group) -> u64 {
+fn used_bytes(group: &Group) -> u64 {
     let read = |name: &str| fs::read_to_string(group.folder.join(name)).ok()?.trim().parse().ok();
     read("memory.usage_in_bytes").or_else(|| read("memory.current")).unwrap_or(0)
 }
 
-/// Runs a script in the group until it holds 400 MiB there.
-fn fill(group: &Group, ram: &Ram, script: &str) -> Guard {
+/// Runs a script in the group, and waits until the group uses 400 MiB.
+fn fill_memory_of(group: &Group, ram: &Ram, script: &str) -> Guard {
     let mut command = ram.place.command("sh");
     command.args(["-c", script]);
     let guard = Guard::new(group.enter(&command));
-    wait_until("the neighbour has filled its memory", || used(group) >= 400 * MIB as u64);
+    wait_until("the neighbour has filled its memory", || used_bytes(group) >= 400 * MIB as u64);
     guard
 }
 
-/// The mount is empty: while a file of a GiB comes and goes, all but a twentieth of it can be had.
-fn assert_free(ram: &Ram, beside: &str) {
+/// Creates and removes a file of 1 GiB in the empty mount. At least 95 % of the rest must be available all the
+/// time.
+fn assert_size_is_available(ram: &Ram, beside: &str) {
     let file = ram.at("file");
     for round in 0..5 {
-        // It grows, so that writers are looked for; and then by and by, for as long as that goes on.
-        let end = finish(allocate(&file, GIB), STUCK_AFTER);
+        // The growth makes the controller look for the writer, which it does in small steps.
+        let end = finish(allocate(&file, GIB), TIMEOUT);
         assert!(end.status.success(), "{beside}, round {round}: {}", end.err);
         for _ in 0..20 {
             let status = ram.status();
@@ -62,19 +63,20 @@ fn allocate(file: &Path, bytes: u64) -> Command {
     command
 }
 
-/// A limited group that fills anonymous memory, a plain tmpfs of its own, or another mount of Pagemill's bounds only itself.
+/// A limited group does not reduce a mount's size by anonymous memory, by a tmpfs of its own, or by files of
+/// another mount.
 #[test]
-fn strangers_bound_only_themselves() {
+fn groups_that_do_not_write_here_do_not_reduce_the_size() {
     let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
-    if lacks("fallocate") {
+    if is_missing("fallocate") {
         return;
     }
     let group = |name: &str| Group::new(&format!("stranger-{name}"), 512 * MIB as u64);
     {
         let Some(group) = group("anonymous") else { return };
-        // The buffer is full and is never read.
-        let _neighbour = fill(&group, &ram, "dd if=/dev/zero bs=420M count=1 2> /dev/null | sleep 100000");
-        assert_free(&ram, "anonymous memory");
+        // `dd` fills its buffer, and no process reads it.
+        let _neighbour = fill_memory_of(&group, &ram, "dd if=/dev/zero bs=420M count=1 2> /dev/null | sleep 100000");
+        assert_size_is_available(&ram, "anonymous memory");
     }
     {
         let Some(group) = group("tmpfs") else { return };
@@ -83,8 +85,8 @@ fn strangers_bound_only_themselves() {
         let mounted = format!("mount -t tmpfs -o size=480M pagemill-test {}", place.display());
         assert!(common::shell(&mounted).success());
         let script = format!("head -c 420M /dev/zero > {}/file; exec sleep 100000", place.display());
-        let neighbour = fill(&group, &ram, &script);
-        let result = std::panic::catch_unwind(|| assert_free(&ram, "a plain tmpfs"));
+        let neighbour = fill_memory_of(&group, &ram, &script);
+        let result = std::panic::catch_unwind(|| assert_size_is_available(&ram, "a plain tmpfs"));
         drop(neighbour);
         assert!(common::shell(&format!("umount {}", place.display())).success());
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -93,17 +95,17 @@ fn strangers_bound_only_themselves() {
         let Some(group) = group("mount") else { return };
         let Some(other) = Ram::new(&["--size", "480M"]) else { return };
         let script = format!("exec 3> {}; head -c 420M /dev/zero >&3; exec sleep 100000", other.at("file").display());
-        let _neighbour = fill(&group, &ram, &script);
-        assert_free(&ram, "another mount");
+        let _neighbour = fill_memory_of(&group, &ram, &script);
+        assert_size_is_available(&ram, "another mount");
     }
 }
 
-/// A group that has not closed a file yet bounds the mount by what it has open here, or mapped: `ENOSPC` before the limit, no process
-/// is killed.
+/// A group that has not closed a file yet reduces the mount's size by files that it has open or mapped there.
+/// Writes fail with `ENOSPC` before the group's limit is reached, and no process is killed.
 #[test]
-fn open_files_prove_a_writer() {
+fn open_files_identify_the_writing_group() {
     let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
-    if lacks("python3") {
+    if is_missing("python3") {
         return;
     }
     let mapped = "import mmap, sys, time
@@ -117,7 +119,7 @@ try:
     while True: f.write(part)
 except OSError as error: print(error.errno, flush=True)
 time.sleep(100000)";
-    for (name, script, said) in [("written", written, "28\n"), ("mapped", mapped, "full\n")] {
+    for (name, script, expected_output) in [("written", written, "28\n"), ("mapped", mapped, "full\n")] {
         let Some(group) = Group::new(&format!("open-{name}"), 512 * MIB as u64) else { return };
         let out = ram.place.path("python");
         let mut command = ram.place.command("sh");
@@ -129,7 +131,7 @@ time.sleep(100000)";
             assert!(!writer.has_ended(), "{name}: it was killed");
             fs::read_to_string(&out).unwrap().ends_with('\n')
         });
-        assert_eq!(fs::read_to_string(&out).unwrap(), said, "{name}");
+        assert_eq!(fs::read_to_string(&out).unwrap(), expected_output, "{name}");
         wait_until("its group bounds the mount", || {
             let status = ram.status();
             let is_there = |line: &serde_json::Value| line["name"].as_str().unwrap().contains(&format!("open-{name}"));
@@ -140,7 +142,8 @@ time.sleep(100000)";
     }
 }
 
-/// Opens wait while writers outrun purging. When the controller is killed, all opens go on.
+/// Opens are delayed while files are written faster than purges free memory. After the controller was killed, opens
+/// succeed again.
 #[test]
 fn opens_do_not_wait_for_a_killed_controller() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -155,7 +158,7 @@ fn opens_do_not_wait_for_a_killed_controller() {
     let write = || {
         let bytes = vec![1; MIB];
         while !is_over.load(Relaxed) {
-            // Once nothing is purged, the file system is full.
+            // A write fails once the file system is full, since nothing is purged then.
             let _ = fs::write(folder.join((opened.load(Relaxed) % 1000).to_string()), &bytes);
             opened.fetch_add(1, Relaxed);
         }
@@ -165,13 +168,13 @@ fn opens_do_not_wait_for_a_killed_controller() {
         scope.spawn(write);
         wait_until("an open waits", || ram.count("delayed_opens") > 0);
         ram.controller.signal("KILL");
-        ram.controller.wait(STUCK_AFTER);
+        ram.controller.wait(TIMEOUT);
         let before = opened.load(Relaxed);
-        wait_until("the writer goes on", || opened.load(Relaxed) > before + 10);
+        wait_until("the writer continues", || opened.load(Relaxed) > before + 10);
     });
 }
 
-/// Kills the worker whenever it is in the group, as the group's owner can (`cgroup.kill`, the OOM killer).
+/// Kills the worker whenever it is in the group, as the group's owner can (`cgroup.kill`, OOM killer).
 fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
     while !is_over.load(Relaxed) {
         for pid in fs::read_to_string(group.folder.join("cgroup.procs")).unwrap().lines() {
@@ -179,7 +182,7 @@ fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
                 fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"\0mount-worker\0"));
             let pid = pid.parse().ok().and_then(Pid::from_raw).filter(|_| is_worker);
             let is_killed = pid.is_some_and(|pid| kill_process(pid, Signal::KILL).is_ok());
-            // It stays in the list for a moment.
+            // The killed process is in the list for a short time.
             while is_killed
                 && pid.is_some_and(|pid| fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).is_ok())
             {
@@ -190,8 +193,8 @@ fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
     }
 }
 
-/// The owner of a writer's group kills each worker that enters it: every byte stays, another worker makes the files of other
-/// groups huge, and none enters that group again for a minute.
+/// The owner of a writer's group kills each worker that enters it. Every byte is kept, another worker creates
+/// huge pages for other groups, and no worker enters that group for a minute.
 #[test]
 fn a_group_that_kills_the_worker_is_avoided() {
     let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
@@ -206,17 +209,17 @@ fn a_group_that_kills_the_worker_is_avoided() {
     let (mut files, mut copies) = (0, 0);
     thread::scope(|scope| {
         scope.spawn(|| kill_workers(&group, &is_over, &killed));
-        // Ends the other thread also if this one panics.
+        // Ends the other thread, also if this one panics.
         let _end = OnDrop(|| is_over.store(true, Relaxed));
-        // A worker may also be killed after its work, which counts for nothing.
+        // A worker that is killed after it sent its answer does not count.
         while !is_avoided() {
-            assert!(begun.elapsed() < STUCK_AFTER, "no worker enters the group");
+            assert!(begun.elapsed() < TIMEOUT, "no worker enters the group");
             files = files % 10 + 1;
             copies += 1;
             let mut copy = ram.place.command("cp");
             copy.arg(&source).arg(ram.at(&format!("file-{files}")));
-            finish(group.enter(&copy), STUCK_AFTER).assert_success();
-            // A worker may have been too fast: then again.
+            finish(group.enter(&copy), TIMEOUT).assert_success();
+            // If the worker was too fast to be killed, the loop tries another file.
             wait_until("the file was looked at", || ram.status()["files_waiting_for_pages"] == 0 || is_avoided());
         }
         let huge = ram.count("huge_blocks");
@@ -231,7 +234,7 @@ fn a_group_that_kills_the_worker_is_avoided() {
     names.for_each(|name| assert!(fs::read(ram.at(&name)).unwrap() == bytes, "{name}"));
 }
 
-/// Calls it at the end of a block.
+/// Calls a function when it is dropped.
 struct OnDrop<F: Fn()>(F);
 
 impl<F: Fn()> Drop for OnDrop<F> {

@@ -1,7 +1,8 @@
-//! Another kernel: Debian's, with control groups of version 2 and two memory nodes, booted in an emulator.
+//! Tests on another kernel: Debian's, booted in an emulator, with control groups of version 2 and two memory
+//! nodes.
 //!
-//! The kernel of the machine that runs the tests may lack both. One boot runs all cases; `tests/c/init.c` is the first
-//! process in the machine.
+//! The kernel that runs the tests may lack both. One boot runs all cases. `tests/c/init.c` is the first process
+//! in the emulator.
 
 mod common;
 #[path = "other_kernel/initramfs.rs"]
@@ -11,14 +12,15 @@ mod machine;
 #[path = "other_kernel/slabs.rs"]
 mod slabs;
 
-use common::{PAGEMILL, Place};
+use common::{PAGEMILL, TestFolder};
 use initramfs::Initramfs;
 use machine::Case;
 use serde_json::Value;
 use std::path::Path;
 
-/// Name, `memory.max`, `memory.high`, command. The memory that `phases` and `squeeze` use in all exceeds every limit
-/// here. Their arguments are amounts of work, not times, since the speed of the emulator is unknown.
+/// A line has name, `memory.max`, `memory.high` and command. In total, `phases` and `squeeze` use more memory
+/// than each limit. Their arguments are amounts of work instead of times, since the speed of the emulator is
+/// unknown.
 const CASES: &str = "\
 doctor max max /bin/pagemill doctor --json
 phases-2 128M max /bin/pagemill run --json --output /tmp/report.json -- /bin/phases 2 72 0 3
@@ -29,22 +31,22 @@ squeeze-high 128M 100M PAGEMILL_IDLE=off /bin/pagemill run --json --output /tmp/
 squeeze-blind 128M max PAGEMILL_WATCH=off PAGEMILL_IDLE=off /bin/pagemill run -- /bin/squeeze 80
 ram 160M max /bin/ram /bin/pagemill
 nodes max max /bin/pagemill run --after 0 -- /bin/nodes /bin/pagemill
-slabs max max PAGEMILL_TEST_IN_MACHINE=1 /bin/slabs --exact slabs_lie_on_real_nodes --nocapture
+slabs max max PAGEMILL_TEST_IN_MACHINE=1 /bin/slabs --exact slabs_are_on_real_nodes --nocapture
 ";
 
-/// Pagemill and Debian's kernel work together: programs survive limits of either kind, and memory comes from the node
-/// of the thread that allocates.
+/// On Debian's kernel, programs survive both kinds of limits, and memory comes from the node of the allocating
+/// thread.
 #[test]
-fn debians_kernel_is_served() {
+fn debians_kernel_is_supported() {
     let Some(kernel) = machine::kernel() else { return };
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(initramfs) = initramfs(&place) else { return };
     let cases = machine::boot(&place, &kernel, &initramfs);
     for (name, case) in &cases {
         println!("{name}: {}\n{}{}", case.end, case.text("output"), case.text("report"));
     }
     assert_eq!(cases.len(), CASES.lines().count());
-    assert_what_the_doctor_sees(&cases["doctor"]);
+    assert_doctor_report(&cases["doctor"]);
     for name in ["phases-2", "phases-4", "phases-high"] {
         assert_survived(&cases[name], &["given_for_group", "given_for_new"]);
     }
@@ -52,24 +54,25 @@ fn debians_kernel_is_served() {
         assert_survived(&cases[name], &["given_for_group"]);
     }
     assert_killed(&cases["squeeze-blind"]);
-    assert_files_made_room(&cases["ram"]);
-    assert_memory_is_near(&cases["nodes"]);
+    assert_volatile_files_were_purged(&cases["ram"]);
+    assert_memory_is_on_own_node(&cases["nodes"]);
     let slabs = &cases["slabs"];
     assert!(slabs.end == "exit 0" && slabs.text("output").contains("1 passed"), "{slabs:?}");
 }
 
-/// Runs inside the machine, as the case `slabs`.
+/// Runs as the case `slabs` inside the emulator.
 #[test]
-fn slabs_lie_on_real_nodes() {
+fn slabs_are_on_real_nodes() {
     if std::env::var_os("PAGEMILL_TEST_IN_MACHINE").is_none() {
-        println!("skipped here: a case of `debians_kernel_is_served`");
+        println!("skipped here: a case of `debians_kernel_is_supported`");
         return;
     }
     slabs::move_between_nodes().unwrap();
 }
 
-/// The command with its library, the programs of the cases, and the list of cases. `None` without a compiler.
-fn initramfs(place: &Place) -> Option<Vec<u8>> {
+/// Returns an archive with the command and its library, the programs of the cases, and the list of cases.
+/// `None` without a compiler.
+fn initramfs(place: &TestFolder) -> Option<Vec<u8>> {
     let mut archive = Initramfs::default();
     for folder in ["proc", "sys", "dev", "tmp", "run"] {
         archive.add_folder(folder);
@@ -78,10 +81,10 @@ fn initramfs(place: &Place) -> Option<Vec<u8>> {
     for name in ["phases", "squeeze", "nodes", "ram"] {
         archive.add_program(format!("bin/{name}"), &place.compile(&format!("{name}.c"), &[])?);
     }
-    // This test binary.
+    // This test binary is the program of the case `slabs`.
     archive.add_program("bin/slabs", &std::env::current_exe().unwrap());
     archive.add_program("bin/pagemill", Path::new(PAGEMILL));
-    // Cargo places the library in a folder of its own. Without it, the command would unpack its library for every case.
+    // Without cargo's copy of the library, the command would extract its own copy in every case.
     let library = Path::new(PAGEMILL).with_file_name("deps").join("libpagemill_malloc.so");
     if library.exists() {
         archive.add_program("bin/libpagemill_malloc.so", &library);
@@ -90,8 +93,8 @@ fn initramfs(place: &Place) -> Option<Vec<u8>> {
     Some(archive.finish())
 }
 
-/// `doctor` reports that Pagemill works on this kernel, in a group of version 2, with two nodes.
-fn assert_what_the_doctor_sees(case: &Case) {
+/// `doctor` reports that Pagemill works on this kernel, in a group of version 2, with two memory nodes.
+fn assert_doctor_report(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let table: Value = serde_json::from_str(case.text("output")).unwrap();
     let found = |key: &str| {
@@ -104,8 +107,8 @@ fn assert_what_the_doctor_sees(case: &Case) {
     assert_eq!(found("numa"), "nodes 0-1, mbind works");
 }
 
-/// No process was killed and no call refused, because free memory was returned in time, for these reasons. On a machine
-/// as slow as this one, most of what `phases` frees is reused for new memory before the limit is near.
+/// Checks that no process was killed and no allocation failed, because free memory was returned for these
+/// reasons. In a slow emulator, `phases` reuses most of what it frees before the limit is near.
 fn assert_survived(case: &Case, reasons: &[&str]) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let report: Value = serde_json::from_str(case.text("report")).unwrap();
@@ -116,15 +119,15 @@ fn assert_survived(case: &Case, reasons: &[&str]) {
     assert!(case.has_event("oom_kill 0"), "{case:?}");
 }
 
-/// The kernel enforces the limit: without watching it, the same program is killed.
+/// Checks that the kernel enforces the limit: without the governor's checks, the same program is killed.
 fn assert_killed(case: &Case) {
     assert_eq!(case.end, "exit 137", "{case:?}");
     assert!(case.has_event("oom_kill 1"), "{case:?}");
 }
 
-/// On a kernel whose tmpfs lacks user attributes: volatile files were removed before the group's limit was reached, and
-/// nothing else.
-fn assert_files_made_room(case: &Case) {
+/// Checks, on a kernel whose tmpfs lacks user attributes, that volatile files were purged before the group's
+/// limit was reached, and no other file.
+fn assert_volatile_files_were_purged(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     assert!(case.has_event("oom_kill 0"), "{case:?}");
     let status = case.text("output").lines().find(|line| line.starts_with('{')).unwrap();
@@ -132,8 +135,8 @@ fn assert_files_made_room(case: &Case) {
     assert!(status["counts"]["purged_bytes"].as_u64().is_some_and(|bytes| bytes > 64 << 20), "{status}");
 }
 
-/// Each thread got memory of its own node, both nodes had a CPU, and `meminfo` shows both.
-fn assert_memory_is_near(case: &Case) {
+/// Checks that each thread got memory of its own node, that both nodes had CPUs, and that `meminfo` shows both.
+fn assert_memory_is_on_own_node(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let mut used = Vec::new();
     for line in case.text("output").lines().filter(|line| line.starts_with("cpu ")) {

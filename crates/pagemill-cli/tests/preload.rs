@@ -1,32 +1,33 @@
-//! The malloc family through the preload library, as C and C++ programs see it.
+//! The malloc family of the preload library, called by C and C++ programs.
 //!
-//! Each program of `tests/c` checks itself and exits with 0. On an error it prints file and line. Its first lines
-//! describe it.
+//! Each program in `tests/c` checks its results and exits with 0. On an error it prints file and line. The
+//! comment at its start describes it.
 
 mod common;
 
-use common::{End, Place, STUCK_AFTER, finish, finish_with_input};
+use common::{End, TIMEOUT, TestFolder, finish, finish_with_input};
 use std::process::Command;
 
-/// Compiles a program and runs it under `pagemill run OPTIONS`; `None` if it cannot be compiled.
+/// Compiles a program and runs it with `pagemill run OPTIONS`. Returns `None` if the program cannot be
+/// compiled.
 fn run_with(options: &[&str], source: &str, flags: &[&str], arguments: &[&str]) -> Option<End> {
-    let place = Place::new();
+    let place = TestFolder::new();
     let program = place.compile(source, flags)?;
     let mut command = place.pagemill_run(options, program);
     command.args(arguments);
-    Some(finish(command, STUCK_AFTER))
+    Some(finish(command, TIMEOUT))
 }
 
 #[track_caller]
-fn succeeds(options: &[&str], source: &str, arguments: &[&str]) {
+fn assert_succeeds(options: &[&str], source: &str, arguments: &[&str]) {
     if let Some(end) = run_with(options, source, &[], arguments) {
         end.assert_success();
         println!("{}", end.err);
     }
 }
 
-/// All sets of options that change how memory is mapped or checked.
-const WAYS: &[&[&str]] = &[
+/// Options that change how memory is mapped or checked.
+const OPTION_SETS: &[&[&str]] = &[
     &[],
     &["--no-huge"],
     &["--check"],
@@ -42,82 +43,83 @@ mod family {
     use super::*;
 
     #[track_caller]
-    fn holds(case: &str) {
-        succeeds(&[], "family.c", &[case]);
-        succeeds(&["--check"], "family.c", &[case]);
+    fn assert_case_succeeds(case: &str) {
+        assert_succeeds(&[], "family.c", &[case]);
+        assert_succeeds(&["--check"], "family.c", &[case]);
     }
 
     #[test]
-    fn sizes_of_zero_give_pointers_of_their_own() {
-        holds("zero");
+    fn sizes_of_zero_return_distinct_pointers() {
+        assert_case_succeeds("zero");
     }
 
     #[test]
-    fn sizes_beyond_all_memory_are_refused() {
-        holds("huge");
+    fn sizes_beyond_the_address_space_are_refused() {
+        assert_case_succeeds("huge");
     }
 
     #[test]
     fn products_that_overflow_are_refused() {
-        holds("overflow");
+        assert_case_succeeds("overflow");
     }
 
     #[test]
     fn realloc_keeps_contents_between_all_sizes() {
-        holds("resize");
+        assert_case_succeeds("resize");
     }
 
     #[test]
     fn alignments_are_kept_or_refused() {
-        holds("alignment");
+        assert_case_succeeds("alignment");
     }
 
     #[test]
     fn valloc_and_pvalloc_give_pages() {
-        holds("pages");
+        assert_case_succeeds("pages");
     }
 
     #[test]
     fn every_usable_byte_can_be_used() {
-        holds("usable");
+        assert_case_succeeds("usable");
     }
 
     #[test]
-    fn free_leaves_errno_alone() {
-        holds("errno");
+    fn free_does_not_change_errno() {
+        assert_case_succeeds("errno");
     }
 
-    /// With default options only: how much is resident depends on them.
+    /// Uses the default options only: the resident memory depends on the options.
     #[test]
-    fn trim_gives_back_and_tells() {
-        succeeds(&[], "family.c", &["trim"]);
-    }
-
-    #[test]
-    fn calloc_is_zero_whatever_was_there() {
-        holds("zeroed");
-        succeeds(&["--no-huge", "--page-size", "64K"], "family.c", &["zeroed"]);
-        succeeds(&["--limit", "300M"], "family.c", &["zeroed"]);
+    fn trim_returns_memory_and_says_so() {
+        assert_succeeds(&[], "family.c", &["trim"]);
     }
 
     #[test]
-    fn the_c_library_allocates_here_too() {
-        holds("borrowed");
+    fn calloc_zeroes_reused_memory() {
+        assert_case_succeeds("zeroed");
+        assert_succeeds(&["--no-huge", "--page-size", "64K"], "family.c", &["zeroed"]);
+        assert_succeeds(&["--limit", "300M"], "family.c", &["zeroed"]);
     }
 
     #[test]
-    fn the_programs_hold_without_pagemill() {
-        let place = Place::new();
+    fn memory_from_c_library_functions_can_be_freed() {
+        assert_case_succeeds("borrowed");
+    }
+
+    #[test]
+    fn the_cases_succeed_without_pagemill() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("family.c", &[]) else { return };
         for case in ["zero", "overflow", "resize", "pages", "usable", "zeroed", "borrowed"] {
             let mut command = place.command(&program);
             command.arg(case);
-            finish(command, STUCK_AFTER).assert_success();
+            finish(command, TIMEOUT).assert_success();
         }
     }
 }
 
-/// jemalloc's control call, for programs that are linked to jemalloc and for those that test whether it exists.
+/// jemalloc's function `mallctl`, for programs that are linked to jemalloc, and for those that test whether it
+/// exists.
 mod mallctl {
     use super::*;
 
@@ -131,7 +133,7 @@ mod mallctl {
     }
 
     #[test]
-    fn a_program_linked_to_jemalloc_is_served() {
+    fn a_program_linked_to_jemalloc_runs() {
         let folders = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten();
         let Some(library) = folders.map(|entry| entry.path().join("libjemalloc.so.2")).find(|path| path.exists())
         else {
@@ -145,22 +147,22 @@ mod mallctl {
     }
 }
 
-/// With default options: the C library serves a program until it has grown.
+/// With default options, the C library serves a program until the program uses enough memory (it *grows*).
 mod libc_fallback {
     use super::*;
 
     fn run(options: &[&str], source: &str, arguments: &[&str]) -> Option<End> {
-        let place = Place::new();
+        let place = TestFolder::new();
         let program = place.compile(source, &[])?;
         let mut command = place.pagemill_run(options, program);
         command.args(arguments).env_remove("PAGEMILL_AFTER");
-        let end = finish(command, STUCK_AFTER);
-        place.assert_swept();
+        let end = finish(command, TIMEOUT);
+        place.assert_no_files_left();
         Some(end)
     }
 
     #[test]
-    fn the_family_holds() {
+    fn all_cases_succeed() {
         for case in
             ["zero", "huge", "overflow", "resize", "alignment", "pages", "usable", "errno", "zeroed", "borrowed"]
         {
@@ -171,7 +173,7 @@ mod libc_fallback {
         }
     }
 
-    /// Threads, forks and patterns in all memory, with programs that grow at different moments.
+    /// Threads, forks and patterns in all memory, in programs that grow at different times.
     #[test]
     fn contents_stay_whole_while_growing() {
         for after in ["1", "64K", "1M", "4M", "32M"] {
@@ -187,10 +189,10 @@ mod libc_fallback {
         }
     }
 
-    /// A small program has no arena and no jemalloc. Once grown it has both, and the memory that it held before is
-    /// still counted.
+    /// A small program has no arena and no jemalloc. A program that has grown has both, and the memory that it
+    /// allocated before is still counted.
     #[test]
-    fn programs_grow_once_they_hold_enough() {
+    fn programs_grow_when_they_use_enough_memory() {
         let Some(small) = run(&[], "libc_fallback.c", &["1000"]) else { return };
         small.assert_success();
         assert_eq!(small.out, "arena no\n");
@@ -202,7 +204,7 @@ mod libc_fallback {
         assert!((6000..11000).contains(&peak_kib), "{peak_kib} KiB");
     }
 
-    /// Many calls make a program grow, too, however little memory it holds.
+    /// Many calls make a program grow, too, even if it uses little memory.
     #[test]
     fn programs_grow_when_they_call_often() {
         let Some(end) = run(&[], "libc_fallback.c", &["0", "200000"]) else { return };
@@ -219,20 +221,21 @@ mod libc_fallback {
         assert!((1000..1600).contains(&peak_kib), "{peak_kib} KiB");
     }
 
-    /// Misuse ends the program with a message of the C library.
+    /// The C library reports misuse and ends the program.
     #[test]
-    fn misuse_is_named_by_the_c_library() {
+    fn the_c_library_reports_misuse() {
         for case in ["stack", "small-twice"] {
             let Some(end) = run(&[], "misuse.c", &[case]) else { return };
             assert_eq!(end.code(), 128 + 6, "{case}: {}", end.err);
-            // `free()` or `munmap_chunk()`, depending on the bytes before the pointer.
+            // The message is that of `free()` or `munmap_chunk()`, depending on the bytes before the pointer.
             assert!(end.err.contains("invalid pointer") || end.err.contains("double free"), "{case}: {}", end.err);
         }
     }
 
-    /// The hardest moments to grow; see the program. Each case ends, and the memory that it held is reported.
+    /// Programs grow in fork handlers, destructors and other difficult situations (see `grow.c`). Each case
+    /// ends, and its memory is reported.
     #[test]
-    fn programs_grow_at_awkward_moments() {
+    fn programs_grow_in_difficult_situations() {
         for case in ["handlers", "forks", "clearenv", "stack", "keys"] {
             let Some(end) = run(&["--json"], "grow.c", &[case]) else { return };
             assert!(end.status.success(), "{case}: {} {}", end.status, end.err);
@@ -242,37 +245,39 @@ mod libc_fallback {
         }
     }
 
-    /// A limit of zero on file sizes: a write would raise a deadly signal. Figures are not published then.
+    /// With a file size limit of zero, a write to a file would raise a deadly signal. Pagemill then publishes
+    /// no statistics.
     #[test]
-    fn no_file_need_be_written() {
-        let place = Place::new();
+    fn no_file_needs_to_be_written() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("libc_fallback.c", &[]) else { return };
         for kib in [100, 12000] {
             let script = format!("ulimit -f 0; exec {} {kib}", program.display());
             let mut command = place.shell(&[], &script);
             command.env_remove("PAGEMILL_AFTER");
-            finish(command, STUCK_AFTER).assert_success();
+            finish(command, TIMEOUT).assert_success();
         }
     }
 
-    /// With a limited address space a program has as much of it as without Pagemill: it never grows.
+    /// Under a limit of the address space, a program never grows, so it has as much address space as without
+    /// Pagemill.
     #[test]
-    fn few_addresses_are_left_to_the_program() {
-        let place = Place::new();
+    fn a_limited_address_space_is_left_to_the_program() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("libc_fallback.c", &[]) else { return };
         for what in ["-v", "-d"] {
             let script = format!("ulimit {what} 200000; exec {} 90000", program.display());
             let mut command = place.shell(&[], &script);
             command.env_remove("PAGEMILL_AFTER");
-            let end = finish(command, STUCK_AFTER);
+            let end = finish(command, TIMEOUT);
             end.assert_success();
             assert_eq!(end.out, "arena no\n");
         }
     }
 
-    /// A limit applies from the first byte on.
+    /// Under a limit, Pagemill serves a program from its first allocation on.
     #[test]
-    fn limits_end_the_libc_fallback() {
+    fn a_limit_disables_the_libc_fallback() {
         let Some(end) = run(&["--limit", "1G"], "libc_fallback.c", &["1000"]) else { return };
         assert_eq!(end.out, "arena yes\n");
     }
@@ -281,9 +286,10 @@ mod libc_fallback {
 mod misuse {
     use super::*;
 
-    /// The misuse is reported on standard error, by function and kind, and ends the program as `abort` does.
+    /// Checks that misuse is reported on standard error, with function and kind, and ends the program as
+    /// `abort` does.
     #[track_caller]
-    fn is_named(options: &[&str], flags: &[&str], case: &str, words: &[&str]) {
+    fn assert_misuse_is_reported(options: &[&str], flags: &[&str], case: &str, words: &[&str]) {
         let Some(end) = run_with(options, "misuse.c", flags, &[case]) else { return };
         assert_eq!(end.code(), 128 + 6, "{case}: {}", end.err);
         let line = end.err.lines().find(|line| line.starts_with("pagemill: ")).unwrap_or_default();
@@ -293,41 +299,46 @@ mod misuse {
     #[test]
     fn foreign_memory_is_not_freed() {
         for case in ["stack", "data", "mapping"] {
-            is_named(&[], &[], case, &["free()", "invalid pointer"]);
-            is_named(&["--check"], &[], case, &["free()", "invalid pointer"]);
+            assert_misuse_is_reported(&[], &[], case, &["free()", "invalid pointer"]);
+            assert_misuse_is_reported(&["--check"], &[], case, &["free()", "invalid pointer"]);
         }
-        is_named(&[], &[], "realloc-stack", &["realloc()", "invalid pointer"]);
+        assert_misuse_is_reported(&[], &[], "realloc-stack", &["realloc()", "invalid pointer"]);
     }
 
-    /// Static data of a program at fixed addresses is below the arena.
+    /// In a program at fixed addresses, static data is below the arena.
     #[test]
     fn foreign_memory_of_a_fixed_program_is_not_freed() {
         for options in [&[] as &[&str], &["--after", "0"], &["--check"]] {
-            is_named(options, &["-no-pie"], "data", &["free()", "invalid pointer"]);
+            assert_misuse_is_reported(options, &["-no-pie"], "data", &["free()", "invalid pointer"]);
         }
     }
 
     #[test]
-    fn the_inside_of_large_memory_is_not_freed() {
+    fn pointers_into_large_memory_are_not_freed() {
         for case in ["large-inside", "large-inside-near", "huge-inside", "never-handed-out"] {
-            is_named(&[], &[], case, &["free()", "invalid pointer"]);
+            assert_misuse_is_reported(&[], &[], case, &["free()", "invalid pointer"]);
         }
     }
 
     #[test]
     fn large_memory_is_not_freed_twice() {
         for case in ["large-twice", "huge-twice", "large-twice-trimmed", "large-twice-threads"] {
-            is_named(&[], &[], case, &["free()", "double free"]);
+            assert_misuse_is_reported(&[], &[], case, &["free()", "double free"]);
         }
-        is_named(&[], &[], "large-realloc-after-free", &["realloc()", "use after free"]);
+        assert_misuse_is_reported(&[], &[], "large-realloc-after-free", &["realloc()", "use after free"]);
     }
 
     #[test]
     fn small_memory_is_checked_on_request() {
         for case in ["small-twice", "small-inside", "small-odd"] {
-            is_named(&["--check"], &[], case, &["free()", "double free or invalid pointer"]);
+            assert_misuse_is_reported(&["--check"], &[], case, &["free()", "double free or invalid pointer"]);
         }
-        is_named(&["--check"], &[], "small-realloc-after-free", &["realloc()", "double free or invalid pointer"]);
+        assert_misuse_is_reported(
+            &["--check"],
+            &[],
+            "small-realloc-after-free",
+            &["realloc()", "double free or invalid pointer"],
+        );
     }
 }
 
@@ -335,42 +346,42 @@ mod threads {
     use super::*;
 
     #[test]
-    fn contents_stay_whole_in_every_way() {
-        let place = Place::new();
+    fn contents_stay_intact_with_all_options() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("mixed.c", &[]) else { return };
-        for options in WAYS {
+        for options in OPTION_SETS {
             let mut command = place.pagemill_run(options, &program);
             command.args(["4", "4000", "8192"]);
-            let end = finish(command, STUCK_AFTER);
+            let end = finish(command, TIMEOUT);
             assert!(end.status.success(), "{options:?}: {} {}", end.status, end.err);
         }
     }
 
-    /// Small sizes only, many steps: calls that the linked allocator serves.
+    /// Many steps with small sizes, which jemalloc serves.
     #[test]
-    fn small_contents_stay_whole() {
-        succeeds(&[], "mixed.c", &["6", "200000", "60"]);
-        succeeds(&["--check"], "mixed.c", &["6", "50000", "60"]);
+    fn small_contents_stay_intact() {
+        assert_succeeds(&[], "mixed.c", &["6", "200000", "60"]);
+        assert_succeeds(&["--check"], "mixed.c", &["6", "50000", "60"]);
     }
 
-    /// Far more is requested than allowed; calls fail, contents stay intact.
+    /// The program requests far more than the limit allows. Calls fail, and contents stay intact.
     #[test]
-    fn contents_stay_whole_at_the_limit() {
-        succeeds(&["--limit", "64M"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
-        succeeds(&["--limit", "200M", "--no-huge"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
-        succeeds(&["--limit", "20M"], "mixed.c", &["2", "2000", "1024", "may-fail"]);
+    fn contents_stay_intact_at_the_limit() {
+        assert_succeeds(&["--limit", "64M"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
+        assert_succeeds(&["--limit", "200M", "--no-huge"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
+        assert_succeeds(&["--limit", "20M"], "mixed.c", &["2", "2000", "1024", "may-fail"]);
     }
 
     #[test]
     fn a_refused_realloc_loses_nothing() {
-        succeeds(&["--limit", "64M"], "refused.c", &[]);
-        succeeds(&["--limit", "64M", "--no-huge"], "refused.c", &[]);
+        assert_succeeds(&["--limit", "64M"], "refused.c", &[]);
+        assert_succeeds(&["--limit", "64M", "--no-huge"], "refused.c", &[]);
     }
 
     #[test]
-    fn thousands_of_short_threads_leave_nothing() {
-        succeeds(&[], "storm.c", &[]);
-        succeeds(&["--nodes", "3"], "storm.c", &[]);
+    fn short_lived_threads_leak_nothing() {
+        assert_succeeds(&[], "storm.c", &[]);
+        assert_succeeds(&["--nodes", "3"], "storm.c", &[]);
     }
 }
 
@@ -378,24 +389,24 @@ mod processes {
     use super::*;
 
     #[test]
-    fn fork_beside_allocating_threads() {
-        succeeds(&[], "fork.c", &["160"]);
+    fn fork_with_allocating_threads() {
+        assert_succeeds(&[], "fork.c", &["160"]);
     }
 
     #[test]
-    fn fork_beside_allocating_threads_with_a_limit() {
-        succeeds(&["--limit", "1G", "--report"], "fork.c", &["80"]);
-        succeeds(&["--check", "--no-huge"], "fork.c", &["40"]);
+    fn fork_with_allocating_threads_under_a_limit() {
+        assert_succeeds(&["--limit", "1G", "--report"], "fork.c", &["80"]);
+        assert_succeeds(&["--check", "--no-huge"], "fork.c", &["40"]);
     }
 
     #[test]
-    fn vfork_and_spawn_beside_allocating_threads() {
-        succeeds(&[], "vfork.c", &[]);
-        succeeds(&["--limit", "1G"], "vfork.c", &[]);
+    fn vfork_and_spawn_with_allocating_threads() {
+        assert_succeeds(&[], "vfork.c", &[]);
+        assert_succeeds(&["--limit", "1G"], "vfork.c", &[]);
     }
 
     #[test]
-    fn memory_before_main_and_after_it() {
+    fn memory_is_available_before_and_after_main() {
         for options in [&[] as &[&str], &["--check"], &["--limit", "200M"]] {
             let Some(end) = run_with(options, "edges.c", &[], &[]) else { return };
             end.assert_success();
@@ -404,13 +415,13 @@ mod processes {
     }
 
     #[test]
-    fn libraries_come_and_go() {
-        let place = Place::new();
+    fn libraries_are_loaded_and_unloaded() {
+        let place = TestFolder::new();
         let Some(plugin) = place.compile("plugin.cpp", &["-shared", "-fPIC"]) else { return };
         let Some(loader) = place.compile("loader.c", &["-ldl"]) else { return };
         let mut command = place.pagemill_run(&[], loader);
         command.arg(plugin);
-        finish(command, STUCK_AFTER).assert_success();
+        finish(command, TIMEOUT).assert_success();
     }
 }
 
@@ -419,23 +430,23 @@ mod large {
 
     #[test]
     fn one_allocation_grows_and_shrinks() {
-        succeeds(&[], "chain.c", &[]);
+        assert_succeeds(&[], "chain.c", &[]);
     }
 
     #[test]
     fn one_allocation_grows_and_shrinks_in_small_pages() {
-        succeeds(&["--no-huge", "--page-size", "64K"], "chain.c", &[]);
+        assert_succeeds(&["--no-huge", "--page-size", "64K"], "chain.c", &[]);
     }
 
     #[test]
-    fn ten_gigabytes_of_zeros_cost_what_is_touched() {
-        succeeds(&[], "sparse.c", &[]);
-        succeeds(&["--page-size", "64K"], "sparse.c", &[]);
-        succeeds(&["--limit", "600M"], "sparse.c", &[]);
+    fn untouched_zeros_are_not_resident() {
+        assert_succeeds(&[], "sparse.c", &[]);
+        assert_succeeds(&["--page-size", "64K"], "sparse.c", &[]);
+        assert_succeeds(&["--limit", "600M"], "sparse.c", &[]);
     }
 
     #[test]
-    fn no_huge_pages_means_none() {
+    fn the_option_no_huge_prevents_huge_pages() {
         let Some(end) = run_with(&["--no-huge"], "held.c", &[], &["200", "1024"]) else { return };
         end.assert_success();
         assert_eq!(end.out, "huge 0 KiB\n");
@@ -444,7 +455,7 @@ mod large {
     }
 
     #[test]
-    fn cpp_allocates_here() {
+    fn cpp_operators_use_pagemill() {
         let Some(end) = run_with(&[], "new.cpp", &["-std=c++17"], &[]) else { return };
         end.assert_success();
     }
@@ -453,93 +464,93 @@ mod large {
 mod lacking {
     use super::*;
 
-    /// With a limited address space there is a smaller arena, or none, and large requests are refused.
+    /// With a limited address space the arena is smaller or missing, and large requests fail.
     #[test]
-    fn little_address_space_is_enough() {
-        let place = Place::new();
+    fn a_small_address_space_suffices() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("mixed.c", &[]) else { return };
         for kib in [300_000, 700_000, 2_000_000, 20_000_000] {
             let script = format!("ulimit -v {kib}; exec {} 2 3000 1024 may-fail", program.display());
-            let end = finish(place.shell(&[], &script), STUCK_AFTER);
+            let end = finish(place.shell(&[], &script), TIMEOUT);
             assert!(end.status.success(), "ulimit -v {kib}: {} {}", end.status, end.err);
         }
     }
 
-    /// With very little address space, a shell works as it does without Pagemill.
+    /// With very little address space, a shell still prints the same results.
     #[test]
-    fn hardly_any_address_space_is_survived() {
-        let place = Place::new();
+    fn a_tiny_address_space_is_survived() {
+        let place = TestFolder::new();
         for kib in [60_000, 120_000, 200_000] {
             let script = format!("ulimit -v {kib}; exec sh -c 'echo $((6 * 7)); exit 3'");
             let mut without = place.command("sh");
             without.args(["-c", &script]);
-            assert_eq!(finish(without, STUCK_AFTER).out, "42\n");
-            let end = finish(place.shell(&[], &script), STUCK_AFTER);
+            assert_eq!(finish(without, TIMEOUT).out, "42\n");
+            let end = finish(place.shell(&[], &script), TIMEOUT);
             assert_eq!((end.out.as_str(), end.code()), ("42\n", 3), "ulimit -v {kib}: {}", end.err);
         }
     }
 
-    /// `malloc` never takes more than the address space has, and returns null then.
+    /// When the address space is used up, `malloc` returns null.
     #[test]
-    fn the_address_space_runs_out_in_order() {
-        let place = Place::new();
+    fn malloc_fails_when_the_address_space_is_used_up() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("limit.c", &[]) else { return };
         let script = format!("ulimit -v 1500000; exec {} 1024 300 1500 same", program.display());
-        let end = finish(place.shell(&[], &script), STUCK_AFTER);
+        let end = finish(place.shell(&[], &script), TIMEOUT);
         end.assert_success();
     }
 
-    fn without_proc(place: &Place, command: &str) -> Command {
+    fn without_proc(place: &TestFolder, command: &str) -> Command {
         let mut without = place.command("unshare");
         without.args(["-m", "sh", "-c"]).arg(format!("mount -t tmpfs none /proc && {command}"));
         without
     }
 
-    /// Without `/proc`, for the command itself and for the program alone.
+    /// Pagemill works without `/proc`, missing for the command or only for the program.
     #[test]
     fn proc_is_not_needed() {
-        let place = Place::new();
+        let place = TestFolder::new();
         if !common::may_mount() {
             return;
         }
         let Some(program) = place.compile("mixed.c", &[]) else { return };
         let program = format!("{} 2 3000 4096", program.display());
         let command = without_proc(&place, &format!("{} run --limit 1G -- {program}", common::PAGEMILL));
-        finish(command, STUCK_AFTER).assert_success();
+        finish(command, TIMEOUT).assert_success();
         let script = format!("unshare -m sh -c 'mount -t tmpfs none /proc && exec {program}'");
-        finish(place.shell(&["--report"], &script), STUCK_AFTER).assert_success();
+        finish(place.shell(&["--report"], &script), TIMEOUT).assert_success();
     }
 
-    /// No file descriptor is free for helper files when the program allocates first.
+    /// The program works if no file descriptor is available when it first allocates.
     #[test]
-    fn no_file_descriptor_is_needed_later() {
-        let place = Place::new();
+    fn no_file_descriptor_is_needed_after_the_start() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("mixed.c", &[]) else { return };
         let script = format!("ulimit -n 3; exec {} 2 3000 4096", program.display());
-        let end = finish(place.shell(&["--limit", "1G"], &script), STUCK_AFTER);
-        // The loader itself needs one descriptor. Without it the program cannot start.
+        let end = finish(place.shell(&["--limit", "1G"], &script), TIMEOUT);
+        // The loader itself needs a descriptor. If it has none, the program cannot start.
         if !end.err.contains("error while loading shared libraries") {
             end.assert_success();
         }
     }
 
-    /// Threads cannot be created: there is no helper, and everything else works.
+    /// Without a helper thread, everything else works.
     #[test]
     fn the_helper_thread_is_not_needed() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let Some(program) = place.compile("mixed.c", &[]) else { return };
         let mut command = place.pagemill_run(&["--limit", "300M"], program);
         command.args(["2", "5000", "8192", "may-fail"]).env("PAGEMILL_HELPER", "off");
-        finish(command, STUCK_AFTER).assert_success();
+        finish(command, TIMEOUT).assert_success();
     }
 
-    /// With closed standard streams, no file of Pagemill takes their place, and nothing is written into the program's
-    /// files.
+    /// If standard streams are closed, Pagemill's files do not get their numbers, so output cannot reach such a
+    /// file.
     #[test]
     fn closed_standard_streams_stay_closed() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let script = "exec 0<&- 2>&-; ls -l /proc/self/fd 1>&1 | grep -c pagemill; true";
-        let end = finish_with_input(place.shell(&["--limit", "1G"], script), b"x".to_vec(), STUCK_AFTER);
+        let end = finish_with_input(place.shell(&["--limit", "1G"], script), b"x".to_vec(), TIMEOUT);
         assert_eq!(end.out, "0\n");
     }
 }

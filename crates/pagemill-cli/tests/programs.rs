@@ -1,38 +1,38 @@
-//! Real programs give the same results on Pagemill as without it.
+//! Real programs give the same results with Pagemill as without it.
 //!
-//! Quick ones are run both ways; test suites with their own verdict are run on Pagemill only. A program that is not
-//! installed is skipped, with a message.
+//! Quick programs run both ways, and their outputs are compared. Test suites that check themselves run with
+//! Pagemill only. Programs that are not installed are skipped with a message.
 
 mod common;
 
-use common::{End, Guard, Place, STUCK_AFTER, finish, lacks};
+use common::{End, Guard, TIMEOUT, TestFolder, finish, is_missing};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Options for each program: default; on Pagemill from the first call on; under a limit with software pages.
-const WAYS: &[&[&str]] = &[&[], &["--after", "0"], &["--limit", "2G", "--page-size", "64K"]];
+/// Options for each program: none; Pagemill from the first call on; a limit with software pages of 64 KiB.
+const OPTION_SETS: &[&[&str]] = &[&[], &["--after", "0"], &["--limit", "2G", "--page-size", "64K"]];
 
-/// The default: the C library serves the program until it has grown.
-fn as_it_comes(mut command: Command) -> Command {
+/// Runs the program with the libc fallback, which is the default outside of tests.
+fn with_libc_fallback(mut command: Command) -> Command {
     command.env_remove("PAGEMILL_AFTER");
     command
 }
 
-/// Runs a program without Pagemill, and on it with each set of options; all outputs must be equal.
+/// Runs a program without Pagemill, and with it under each set of options. Checks that all outputs are equal.
 #[track_caller]
-fn is_the_same(place: &Place, program: &str, arguments: &[&str], prepare: impl Fn(&mut Command)) -> String {
+fn assert_same_output(place: &TestFolder, program: &str, arguments: &[&str], prepare: impl Fn(&mut Command)) -> String {
     let run = |mut command: Command| {
         command.args(arguments);
         prepare(&mut command);
-        finish(command, STUCK_AFTER)
+        finish(command, TIMEOUT)
     };
     let without = run(place.command(program));
     without.assert_success();
-    for options in WAYS {
-        let end = run(as_it_comes(place.pagemill_run(options, program)));
+    for options in OPTION_SETS {
+        let end = run(with_libc_fallback(place.pagemill_run(options, program)));
         end.assert_success();
         assert_eq!(end.out, without.out, "{program} under {options:?}");
         assert_eq!(end.err, without.err, "{program} under {options:?}");
@@ -78,33 +78,33 @@ print(len(bytes(10**9)))
 
     #[test]
     fn a_script_prints_the_same() {
-        if lacks("python3") {
+        if is_missing("python3") {
             return;
         }
-        let place = Place::new();
-        let out = is_the_same(&place, "python3", &["-c", SCRIPT], |_| {});
+        let place = TestFolder::new();
+        let out = assert_same_output(&place, "python3", &["-c", SCRIPT], |_| {});
         assert_eq!(out.lines().count(), 5);
     }
 
-    /// Takes about a minute. The interpreter's own tests, if they are installed.
+    /// Runs the interpreter's own tests, if they are installed. Takes about a minute.
     #[test]
-    fn its_own_tests_pass() {
-        if lacks("python3") {
+    fn the_interpreters_own_tests_pass() {
+        if is_missing("python3") {
             return;
         }
-        let place = Place::new();
+        let place = TestFolder::new();
         let mut probe = place.command("python3");
         probe.args(["-c", "import test.test_json, test.test_dict, test.test_threading, test.test_subprocess"]);
-        if !finish(probe, STUCK_AFTER).status.success() {
+        if !finish(probe, TIMEOUT).status.success() {
             println!("skipped: the interpreter's tests are not installed");
             return;
         }
         let run = |mut command: Command| -> End {
             command.args(["-m", "test", "-j2", "test_json", "test_dict", "test_threading", "test_subprocess"]);
             command.env("TMPDIR", place.path(""));
-            finish(command, STUCK_AFTER)
+            finish(command, TIMEOUT)
         };
-        let end = run(as_it_comes(place.pagemill_run(&[], "python3")));
+        let end = run(with_libc_fallback(place.pagemill_run(&[], "python3")));
         if !end.status.success() {
             let without = run(place.command("python3"));
             assert!(!without.status.success(), "only on Pagemill: {}\n{}", end.out, common::tail(&end.err));
@@ -137,14 +137,15 @@ mod sqlite {
         SELECT count(*), sum(score) FROM people;";
 
     #[test]
-    fn queries_give_the_same_rows() {
-        if lacks("sqlite3") {
+    fn queries_return_the_same_rows() {
+        if is_missing("sqlite3") {
             return;
         }
-        let place = Place::new();
-        let out = is_the_same(&place, "sqlite3", &[":memory:", SCRIPT], |_| {});
+        let place = TestFolder::new();
+        let out = assert_same_output(&place, "sqlite3", &[":memory:", SCRIPT], |_| {});
         assert!(out.contains("\nok\n"), "{out}");
-        let out = is_the_same(&place, "sh", &["-c", &format!("rm -f file.db; sqlite3 file.db \"{SCRIPT}\"")], |_| {});
+        let out =
+            assert_same_output(&place, "sh", &["-c", &format!("rm -f file.db; sqlite3 file.db \"{SCRIPT}\"")], |_| {});
         assert!(out.contains("\nok\n"), "{out}");
     }
 }
@@ -180,11 +181,11 @@ mod git {
 
     #[test]
     fn histories_are_the_same() {
-        if lacks("git") {
+        if is_missing("git") {
             return;
         }
-        let place = Place::new();
-        let out = is_the_same(&place, "sh", &["-c", SCRIPT], |command| {
+        let place = TestFolder::new();
+        let out = assert_same_output(&place, "sh", &["-c", SCRIPT], |command| {
             for role in ["AUTHOR", "COMMITTER"] {
                 command.env(format!("GIT_{role}_NAME"), "tester").env(format!("GIT_{role}_EMAIL"), "tester@localhost");
                 command.env(format!("GIT_{role}_DATE"), "2020-02-02T02:02:02Z");
@@ -240,12 +241,12 @@ if (isMainThread) {
 
     #[test]
     fn a_script_with_workers_prints_the_same() {
-        if lacks("node") {
+        if is_missing("node") {
             return;
         }
-        let place = Place::new();
+        let place = TestFolder::new();
         fs::write(place.path("script.js"), SCRIPT).unwrap();
-        let out = is_the_same(&place, "node", &["script.js"], |_| {});
+        let out = assert_same_output(&place, "node", &["script.js"], |_| {});
         assert!(out.contains("true"), "{out}");
     }
 }
@@ -273,11 +274,11 @@ mod bash {
 
     #[test]
     fn loops_subshells_and_pipes_print_the_same() {
-        if lacks("bash") {
+        if is_missing("bash") {
             return;
         }
-        let place = Place::new();
-        let out = is_the_same(&place, "bash", &["-c", SCRIPT], |_| {});
+        let place = TestFolder::new();
+        let out = assert_same_output(&place, "bash", &["-c", SCRIPT], |_| {});
         assert!(out.contains("50000 50000\n"), "{out}");
     }
 }
@@ -285,10 +286,11 @@ mod bash {
 mod redis {
     use super::*;
 
-    /// Takes some ten seconds. Fifty clients set, get and push; no request fails, and all values are there.
+    /// Fifty clients set, get and push for some ten seconds. No request fails, and all values can be read
+    /// afterwards.
     #[test]
-    fn clients_are_served_without_errors() {
-        if ["redis-server", "redis-benchmark", "redis-cli"].into_iter().any(lacks) {
+    fn requests_of_clients_succeed() {
+        if ["redis-server", "redis-benchmark", "redis-cli"].into_iter().any(is_missing) {
             return;
         }
         for options in [&[] as &[&str], &["--limit", "1G", "--page-size", "64K"]] {
@@ -297,19 +299,22 @@ mod redis {
     }
 
     fn serve(options: &[&str]) {
-        let place = Place::new();
+        let place = TestFolder::new();
         let socket = place.path("s");
         let socket = socket.to_str().unwrap();
-        let mut server = as_it_comes(place.pagemill_run(options, "redis-server"));
+        let mut server = with_libc_fallback(place.pagemill_run(options, "redis-server"));
         server.args(["--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no", "--dir"]);
         server.arg(place.path("")).stdout(Stdio::null());
         let mut server = Guard::new(server);
         wait_for(Path::new(socket), &mut server);
         let client = |program: &str, on_pagemill: bool, arguments: &[&str]| {
-            let mut command =
-                if on_pagemill { as_it_comes(place.pagemill_run(options, program)) } else { place.command(program) };
+            let mut command = if on_pagemill {
+                with_libc_fallback(place.pagemill_run(options, program))
+            } else {
+                place.command(program)
+            };
             command.args(["-s", socket]).args(arguments);
-            let end = finish(command, STUCK_AFTER);
+            let end = finish(command, TIMEOUT);
             end.assert_success();
             end.out.trim().to_owned()
         };
@@ -334,14 +339,14 @@ mod redis {
         assert_eq!(client("redis-cli", false, &["set", "large", &value[..100_000]]), "OK");
         assert_eq!(client("redis-cli", true, &["append", "large", &value[..100_000]]), "200000");
         assert_eq!(client("redis-cli", false, &["get", "large"]), &value[..200_000]);
-        // A save by the server and one by a fork; the data stays the same.
+        // The data is saved once by the server and once by a forked child, and is the same afterwards.
         assert_eq!(client("redis-cli", false, &["save"]), "OK");
         let before = client("redis-cli", false, &["debug", "digest"]);
         let keys = client("redis-cli", false, &["dbsize"]);
         assert!(client("redis-cli", false, &["bgsave"]).contains("started"));
         let start = Instant::now();
         while !client("redis-cli", false, &["info", "persistence"]).contains("rdb_bgsave_in_progress:0") {
-            assert!(start.elapsed() < STUCK_AFTER, "it does not end saving");
+            assert!(start.elapsed() < TIMEOUT, "it does not end saving");
             thread::sleep(Duration::from_millis(100));
         }
         assert!(client("redis-cli", false, &["info", "persistence"]).contains("rdb_last_bgsave_status:ok"));
@@ -351,15 +356,15 @@ mod redis {
         assert_eq!(client("redis-cli", false, &["flushall"]), "OK");
         let mut end = place.command("redis-cli");
         end.args(["-s", socket, "shutdown", "nosave"]);
-        finish(end, STUCK_AFTER);
-        assert_eq!(server.wait(STUCK_AFTER).code(), Some(0));
+        finish(end, TIMEOUT);
+        assert_eq!(server.wait(TIMEOUT).code(), Some(0));
     }
 
     fn wait_for(socket: &Path, server: &mut Guard) {
         let start = Instant::now();
         while !socket.exists() {
             assert!(!server.has_ended(), "the server has ended");
-            assert!(start.elapsed() < STUCK_AFTER, "the server does not listen");
+            assert!(start.elapsed() < TIMEOUT, "the server does not listen");
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -379,10 +384,11 @@ mod cargo {
         }
     "#;
 
-    /// A crate without dependencies, debug and release; the built program is the same, byte by byte.
+    /// Builds a crate without dependencies, in debug and release mode. The resulting programs are equal, byte
+    /// by byte.
     #[test]
-    fn the_same_program_is_built() {
-        let place = Place::new();
+    fn the_built_program_is_the_same() {
+        let place = TestFolder::new();
         fs::create_dir_all(place.path("tiny/src")).unwrap();
         let manifest = "[package]\nname = \"tiny\"\nversion = \"0.1.0\"\nedition = \"2021\"\n[workspace]\n";
         fs::write(place.path("tiny/Cargo.toml"), manifest).unwrap();
@@ -396,7 +402,7 @@ mod cargo {
             }
             command.args(["build", "--offline", "--quiet", "--profile", profile, "--manifest-path"]);
             command.arg(place.path("tiny/Cargo.toml")).env("CARGO_TARGET_DIR", place.path("tiny/target"));
-            finish(command, STUCK_AFTER).assert_success();
+            finish(command, TIMEOUT).assert_success();
             let folder = if profile == "dev" { "debug" } else { profile };
             let program = fs::read(place.path("tiny/target").join(folder).join("tiny")).unwrap();
             fs::remove_dir_all(place.path("tiny/target")).unwrap();

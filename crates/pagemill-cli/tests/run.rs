@@ -1,8 +1,8 @@
-//! `pagemill run` from the user's point of view: statuses, streams, signals, reports, limits of a process tree.
+//! `pagemill run` as a user sees it: exit statuses, streams, signals, reports, and limits of a process tree.
 
 mod common;
 
-use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, finish_bytes, finish_with_input};
+use common::{End, Guard, PAGEMILL, TIMEOUT, TestFolder, finish, finish_bytes, finish_with_input};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -11,14 +11,14 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The report of a run as JSON; the run must succeed.
+/// Returns the report of a run as JSON. The run must succeed.
 fn report(mut run: impl FnMut(&[&str]) -> Command) -> Value {
-    let end = finish(run(&["--json"]), STUCK_AFTER);
+    let end = finish(run(&["--json"]), TIMEOUT);
     end.assert_success();
     parse(&end)
 }
 
-/// The JSON object in the standard error of a run.
+/// Returns the JSON object in the standard error of a run.
 fn parse(end: &End) -> Value {
     let line = end.err.lines().find(|line| line.starts_with('{')).unwrap_or_else(|| panic!("no report: {}", end.err));
     serde_json::from_str(line).unwrap()
@@ -35,29 +35,29 @@ mod status {
 
     #[test]
     fn every_status_is_passed_on() {
-        let place = Place::new();
+        let place = TestFolder::new();
         for status in 0..=255 {
-            let end = finish(place.shell(&[], &format!("exit {status}")), STUCK_AFTER);
+            let end = finish(place.shell(&[], &format!("exit {status}")), TIMEOUT);
             assert_eq!((end.code(), end.err.as_str()), (status, ""));
         }
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
     #[test]
-    fn a_signal_gives_128_and_its_number() {
-        let place = Place::new();
+    fn a_killed_program_gives_128_plus_the_signal() {
+        let place = TestFolder::new();
         for (name, number) in
             [("HUP", 1), ("INT", 2), ("ABRT", 6), ("KILL", 9), ("SEGV", 11), ("PIPE", 13), ("TERM", 15)]
         {
-            let end = finish(place.shell(&[], &format!("kill -s {name} $$; sleep 60")), STUCK_AFTER);
+            let end = finish(place.shell(&[], &format!("kill -s {name} $$; sleep 60")), TIMEOUT);
             assert_eq!(end.code(), 128 + number, "{name}");
         }
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
     #[test]
-    fn what_cannot_be_started_is_told_as_a_shell_does() {
-        let place = Place::new();
+    fn a_failed_start_has_the_status_of_a_shell() {
+        let place = TestFolder::new();
         fs::write(place.path("plain"), "#!/bin/sh\n").unwrap();
         fs::create_dir(place.path("folder")).unwrap();
         for (name, status) in [
@@ -67,18 +67,19 @@ mod status {
             ("./plain", 126),
             ("./folder", 126),
         ] {
-            let end = finish(place.pagemill_run(&[], name), STUCK_AFTER);
+            let end = finish(place.pagemill_run(&[], name), TIMEOUT);
             assert_eq!(end.code(), status, "{name}: {}", end.err);
             assert!(end.err.starts_with("pagemill: ") && end.err.contains(name), "{name}: {}", end.err);
             assert_eq!(end.err.lines().count(), 1, "{}", end.err);
         }
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
-    /// Variables that mirror flags: an empty one has no effect, a wrong one is named in the error.
+    /// Variables have the effect of options. An empty variable has none, and an invalid one is named in the
+    /// error.
     #[test]
-    fn variables_are_read_as_flags_are() {
-        let place = Place::new();
+    fn variables_are_read_like_options() {
+        let place = TestFolder::new();
         for (name, value, code) in
             [("PAGEMILL_LIMIT", "", 4), ("PAGEMILL_LIMIT", "nonsense", 2), ("PAGEMILL_AFTER", "1.5M", 4)]
         {
@@ -88,7 +89,7 @@ mod status {
                     command.env(name, value);
                     command
                 },
-                STUCK_AFTER,
+                TIMEOUT,
             );
             assert_eq!(end.code(), code, "{name}={value}: {}", end.err);
             assert!(code == 4 || end.err.contains(name), "{}", end.err);
@@ -97,7 +98,7 @@ mod status {
 
     #[test]
     fn usage_errors_give_2_and_start_nothing() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let wrong: &[&[&str]] = &[
             &["--limit", "0"],
             &["--limit", "0K"],
@@ -120,7 +121,7 @@ mod status {
             &["--nodes", "-1"],
         ];
         for options in wrong {
-            let end = finish(place.shell(options, "echo started"), STUCK_AFTER);
+            let end = finish(place.shell(options, "echo started"), TIMEOUT);
             assert_eq!((end.code(), end.out.as_str()), (2, ""), "{options:?}: {}", end.err);
             assert!(!end.err.is_empty());
         }
@@ -130,44 +131,44 @@ mod status {
         for (name, value) in of_flags.into_iter().chain(of_the_allocator.iter().map(|name| (name.as_str(), "x"))) {
             let mut command = place.shell(&[], "echo started");
             command.env(name, value);
-            let end = finish(command, STUCK_AFTER);
+            let end = finish(command, TIMEOUT);
             assert_eq!((end.code(), end.out.as_str()), (2, ""), "{name}={value}: {}", end.err);
         }
         let mut nothing = place.command(PAGEMILL);
         nothing.args(["run", "--limit", "1G"]);
-        assert_eq!(finish(nothing, STUCK_AFTER).code(), 2);
-        place.assert_swept();
+        assert_eq!(finish(nothing, TIMEOUT).code(), 2);
+        place.assert_no_files_left();
     }
 
-    /// A variable that a program of the tree sets wrongly is passed over, and not told of by each process.
+    /// A variable that a program of the tree sets to an invalid value is ignored, and no process reports it.
     #[test]
-    fn wrong_variables_are_told_of_once_at_most() {
-        let place = Place::new();
+    fn invalid_variables_in_a_tree_are_not_reported() {
+        let place = TestFolder::new();
         let script = "PAGEMILL_HELPER=x; export PAGEMILL_HELPER; for i in 1 2 3 4 5; do sh -c true; done";
-        let end = finish(place.shell(&[], script), STUCK_AFTER);
+        let end = finish(place.shell(&[], script), TIMEOUT);
         assert_eq!((end.code(), end.err.as_str()), (0, ""));
     }
 
-    /// A misspelt option is not taken as a program.
+    /// A misspelt option is not used as the program.
     #[test]
     fn an_unknown_option_is_a_usage_error() {
-        let place = Place::new();
+        let place = TestFolder::new();
         for option in ["--no-such-option", "--limt=512M", "-x"] {
-            let end = finish(place.shell(&[option], "echo started"), STUCK_AFTER);
+            let end = finish(place.shell(&[option], "echo started"), TIMEOUT);
             assert_eq!((end.code(), end.out.as_str()), (2, ""), "{option}: {}", end.err);
         }
     }
 
-    /// Where the experiments are not built, their names and what builds them are shown.
+    /// If the experiments are not built, their names and the command that builds them are shown.
     #[test]
     fn experiments_are_listed_without_being_built() {
-        let place = Place::new();
-        // No program of theirs lies beside this one.
+        let place = TestFolder::new();
+        // The copy of the command has no `pagemill-bench` beside it.
         let alone = place.path("pagemill");
         fs::copy(PAGEMILL, &alone).unwrap();
         let mut command = place.command(&alone);
         command.args(["bench", "--help"]);
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         end.assert_success();
         for word in ["ebizzy", "footprint", "survive", "cargo build --release -p pagemill-cli -p pagemill-bench"] {
             assert!(end.out.contains(word), "{}", end.out);
@@ -175,13 +176,13 @@ mod status {
     }
 
     #[test]
-    fn sizes_are_read_as_people_write_them() {
-        let place = Place::new();
+    fn sizes_with_units_are_accepted() {
+        let place = TestFolder::new();
         for size in ["512M", "1.5G", "600000K", "1GiB", "1gb", "1000000000", " 512M "] {
-            assert_eq!(finish(place.shell(&["--limit", size], "exit 5"), STUCK_AFTER).code(), 5, "{size}");
+            assert_eq!(finish(place.shell(&["--limit", size], "exit 5"), TIMEOUT).code(), 5, "{size}");
         }
         for size in ["4K", "64K", "2M", "8M"] {
-            assert_eq!(finish(place.shell(&["--page-size", size], "exit 5"), STUCK_AFTER).code(), 5, "{size}");
+            assert_eq!(finish(place.shell(&["--page-size", size], "exit 5"), TIMEOUT).code(), 5, "{size}");
         }
     }
 }
@@ -189,42 +190,42 @@ mod status {
 mod streams {
     use super::*;
 
-    /// Closed streams stay closed: a program that would fail to write fails here, too.
+    /// Closed streams stay closed: a program that fails to write without Pagemill fails with it, too.
     #[test]
-    fn closed_streams_are_not_replaced() {
-        let place = Place::new();
+    fn closed_streams_stay_closed() {
+        let place = TestFolder::new();
         let script = format!("{PAGEMILL} run -- echo hi >&-");
         let mut command = place.command("sh");
         command.args(["-c", &script]);
-        assert_ne!(finish(command, STUCK_AFTER).code(), 0);
+        assert_ne!(finish(command, TIMEOUT).code(), 0);
     }
 
     #[test]
-    fn bytes_pass_untouched() {
-        let place = Place::new();
+    fn input_and_output_are_passed_on_unchanged() {
+        let place = TestFolder::new();
         let input: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
         let mut command = place.pagemill_run(&["--limit", "1G"], "cat");
         command.arg("-");
-        let (end, out) = finish_bytes(&mut command, input.clone(), STUCK_AFTER);
+        let (end, out) = finish_bytes(&mut command, input.clone(), TIMEOUT);
         end.assert_success();
         assert!(out == input, "{} bytes of {}", out.len(), input.len());
         assert_eq!(end.err, "");
     }
 
     #[test]
-    fn arguments_and_folder_pass_untouched() {
-        let place = Place::new();
+    fn arguments_and_folder_are_passed_on_unchanged() {
+        let place = TestFolder::new();
         let mut command = place.pagemill_run(&[], "printf");
         command.args(["%s|", "--limit", "0", "--", "-h", "", "two words", "$HOME"]);
-        assert_eq!(finish(command, STUCK_AFTER).out, "--limit|0|--|-h||two words|$HOME|");
-        let end = finish(place.pagemill_run(&[], "pwd"), STUCK_AFTER);
+        assert_eq!(finish(command, TIMEOUT).out, "--limit|0|--|-h||two words|$HOME|");
+        let end = finish(place.pagemill_run(&[], "pwd"), TIMEOUT);
         assert_eq!(fs::canonicalize(end.out.trim()).unwrap(), fs::canonicalize(place.path("")).unwrap());
     }
 
     #[test]
     fn a_program_may_read_its_input_in_parts() {
-        let place = Place::new();
-        let end = finish_with_input(place.shell(&[], "read a; read b; echo $b$a"), b"1\n2\n".to_vec(), STUCK_AFTER);
+        let place = TestFolder::new();
+        let end = finish_with_input(place.shell(&[], "read a; read b; echo $b$a"), b"1\n2\n".to_vec(), TIMEOUT);
         assert_eq!(end.out, "21\n");
     }
 }
@@ -232,10 +233,10 @@ mod streams {
 mod signals {
     use super::*;
 
-    /// Checks that a signal reaches the program: a shell that prints a line when it is ready, and another at the
-    /// signal.
-    fn reached_by(name: &str) {
-        let place = Place::new();
+    /// Checks that the program receives a signal. The program is a shell that prints a line when it is ready,
+    /// and another at the signal.
+    fn assert_signal_reaches_the_program(name: &str) {
+        let place = TestFolder::new();
         let script = format!("trap 'echo got {name}; exit 9' {name}; echo ready; while :; do sleep 0.05; done");
         let mut command = place.shell(&["--limit", "1G"], &script);
         command.stdout(Stdio::piped());
@@ -244,27 +245,27 @@ mod signals {
         assert_eq!(lines.next().unwrap().unwrap(), "ready");
         guard.signal(name);
         assert_eq!(lines.next().unwrap().unwrap(), format!("got {name}"));
-        assert_eq!(guard.wait(STUCK_AFTER).code(), Some(9), "{name}");
+        assert_eq!(guard.wait(TIMEOUT).code(), Some(9), "{name}");
     }
 
     #[test]
     fn signals_reach_the_program() {
         for name in ["TERM", "INT", "HUP", "QUIT", "USR1", "USR2"] {
-            reached_by(name);
+            assert_signal_reaches_the_program(name);
         }
     }
 
     #[test]
-    fn a_program_that_dies_of_a_signal_ends_the_command() {
-        let place = Place::new();
+    fn a_signal_that_ends_the_program_ends_the_command() {
+        let place = TestFolder::new();
         let mut command = place.pagemill_run(&[], "sh");
         command.args(["-c", "echo ready; exec sleep 60"]).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
         let mut lines = BufReader::new(guard.child().stdout.take().unwrap()).lines();
         assert_eq!(lines.next().unwrap().unwrap(), "ready");
         guard.signal("TERM");
-        assert_eq!(guard.wait(STUCK_AFTER).code(), Some(143));
-        place.assert_swept();
+        assert_eq!(guard.wait(TIMEOUT).code(), Some(143));
+        place.assert_no_files_left();
     }
 }
 
@@ -272,7 +273,7 @@ mod reports {
     use super::*;
 
     #[track_caller]
-    fn adds_up(report: &Value) {
+    fn assert_adds_up(report: &Value) {
         let (peak, giveable) = (bytes(report, "peak_bytes"), bytes(report, "giveable_at_peak_bytes"));
         assert_eq!(bytes(report, "net_peak_bytes"), peak - giveable, "{report}");
         assert!(giveable <= peak, "{report}");
@@ -289,8 +290,8 @@ mod reports {
     }
 
     #[test]
-    fn what_is_held_is_reported() {
-        let place = Place::new();
+    fn allocated_memory_is_reported() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         for (mib, piece_kib, options) in
             [("100", "1024", ""), ("100", "1", ""), ("100", "102400", ""), ("100", "300", "--no-huge")]
@@ -301,41 +302,41 @@ mod reports {
                 command.args([mib, piece_kib, "free"]);
                 command
             });
-            adds_up(&report);
+            assert_adds_up(&report);
             let peak = bytes(&report, "peak_bytes");
-            // mark() touches every page of a piece.
+            // The program writes to every page of its memory.
             assert!((98 * MIB..125 * MIB).contains(&peak), "{piece_kib} KiB: {report}");
             assert!(bytes(&report, "max_resident_bytes") >= 98 * MIB, "{report}");
             assert_eq!((bytes(&report, "status"), bytes(&report, "processes")), (0, 1), "{report}");
             assert!(report["signal"].is_null() && report["limit_bytes"].is_null(), "{report}");
         }
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
-    /// Programs that end without exit handlers: by `_exit`, as shells do, and by a signal. (Blocks from 2 MiB up are
-    /// counted when they are measured, so one that is touched just before the end may not be counted.)
+    /// Programs that end without exit handlers, by `_exit` or by a signal, are reported, too. (A slot of 2 MiB
+    /// or more is charged when it is measured, so a slot that is touched just before the end may be missing.)
     #[test]
-    fn what_a_process_held_is_reported_however_it_ends() {
-        let place = Place::new();
+    fn memory_is_reported_however_a_process_ends() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         for (how, status) in [("exit", 0), ("kill", 137)] {
             for piece_kib in ["1024", "1"] {
                 let mut command = place.pagemill_run(&["--json"], &program);
                 command.args(["100", piece_kib, how]);
-                let end = finish(command, STUCK_AFTER);
+                let end = finish(command, TIMEOUT);
                 assert_eq!(end.code(), status);
                 let report = parse(&end);
-                adds_up(&report);
+                assert_adds_up(&report);
                 let peak = bytes(&report, "peak_bytes");
                 assert!((98 * MIB..125 * MIB).contains(&peak), "{how}, {piece_kib} KiB: {report}");
             }
         }
     }
 
-    /// Memory that was live at the peak does not count as giveable because it was freed later.
+    /// Memory that was live at the peak does not count as giveable at the peak, although it was freed later.
     #[test]
-    fn what_was_held_at_the_peak_was_not_giveable() {
-        let place = Place::new();
+    fn live_memory_at_the_peak_is_not_giveable() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         for piece_kib in ["102400", "1024", "300", "1"] {
             let report = report(|json| {
@@ -343,144 +344,144 @@ mod reports {
                 command.args(["100", piece_kib, "free"]);
                 command
             });
-            adds_up(&report);
+            assert_adds_up(&report);
             assert!(bytes(&report, "net_peak_bytes") > 85 * MIB, "{piece_kib} KiB: {report}");
         }
     }
 
     #[test]
-    fn the_whole_tree_is_counted() {
-        let place = Place::new();
+    fn all_processes_of_the_tree_are_counted() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         let script = format!("for i in 1 2 3 4 5 6 7; do {} 10 100; done", program.display());
         let report = report(|json| place.shell(&[json, &["--limit", "700M"]].concat(), &script));
-        adds_up(&report);
+        assert_adds_up(&report);
         assert!(bytes(&report, "processes") >= 8, "{report}");
         assert_eq!(report["largest"].as_array().unwrap().len(), 5);
         assert_eq!(bytes(&report, "limit_bytes"), 700 * MIB);
         let peaks: Vec<_> = report["largest"].as_array().unwrap().iter().map(|process| &process["name"]).collect();
         assert!(peaks.iter().all(|name| name.as_str().unwrap().starts_with("held")), "{peaks:?}");
-        // The processes ran one after the other, so the tree never held much more than one of them.
+        // The processes ran one after the other, so the tree's peak is little more than that of one process.
         assert!(bytes(&report, "peak_bytes") < 40 * MIB, "{report}");
     }
 
     #[test]
-    fn processes_at_once_add_up() {
-        let place = Place::new();
+    fn concurrent_processes_are_added_up() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("sibling.c", &[]) else { return };
         let report = report(|json| {
             let mut command = place.pagemill_run(&[json, &["--limit", "1G"]].concat(), &program);
             command.args(["100", "1024", "100", "1024", "calm"]);
-            // However long the second process takes, the first keeps its memory.
+            // The first process keeps its memory, however long the second takes.
             command.env("PAGEMILL_IDLE", "off");
             command
         });
-        adds_up(&report);
+        assert_adds_up(&report);
         assert!((190 * MIB..260 * MIB).contains(&bytes(&report, "peak_bytes")), "{report}");
-        // One of the two processes had freed all its memory.
+        // One of the two processes had freed all its memory before the peak.
         assert!((85 * MIB..150 * MIB).contains(&bytes(&report, "net_peak_bytes")), "{report}");
     }
 
     #[test]
-    fn people_can_read_it() {
-        let place = Place::new();
-        let end = finish(place.shell(&["--report"], "exit 3"), STUCK_AFTER);
+    fn the_text_report_has_its_rows() {
+        let place = TestFolder::new();
+        let end = finish(place.shell(&["--report"], "exit 3"), TIMEOUT);
         assert_eq!(end.code(), 3);
         assert!(end.err.starts_with("pagemill: sh: exit 3, "), "{}", end.err);
         for row in ["peak", "could be given", "net peak", "largest process"] {
             assert!(end.err.lines().any(|line| line.trim_start().starts_with(row)), "{row}: {}", end.err);
         }
-        let end = finish(place.shell(&["--report"], "kill -s KILL $$"), STUCK_AFTER);
+        let end = finish(place.shell(&["--report"], "kill -s KILL $$"), TIMEOUT);
         assert_eq!(end.code(), 137);
         assert!(end.err.contains("killed by signal 9"), "{}", end.err);
     }
 
     #[test]
     fn a_killed_program_is_reported_too() {
-        let place = Place::new();
-        let end = finish(place.shell(&["--json"], "kill -s KILL $$"), STUCK_AFTER);
+        let place = TestFolder::new();
+        let end = finish(place.shell(&["--json"], "kill -s KILL $$"), TIMEOUT);
         let report = parse(&end);
         assert_eq!((bytes(&report, "status"), bytes(&report, "signal")), (137, 9));
-        adds_up(&report);
+        assert_adds_up(&report);
     }
 
     #[test]
-    fn it_goes_to_a_file_on_request() {
-        let place = Place::new();
-        let end = finish(place.shell(&["--json", "--output", "report.json"], "echo out; echo err >&2"), STUCK_AFTER);
+    fn a_report_is_written_to_a_file() {
+        let place = TestFolder::new();
+        let end = finish(place.shell(&["--json", "--output", "report.json"], "echo out; echo err >&2"), TIMEOUT);
         end.assert_success();
         assert_eq!((end.out.as_str(), end.err.as_str()), ("out\n", "err\n"));
-        adds_up(&serde_json::from_str(&fs::read_to_string(place.path("report.json")).unwrap()).unwrap());
-        let end = finish(place.shell(&["--output", "report.txt"], "exit 4"), STUCK_AFTER);
+        assert_adds_up(&serde_json::from_str(&fs::read_to_string(place.path("report.json")).unwrap()).unwrap());
+        let end = finish(place.shell(&["--output", "report.txt"], "exit 4"), TIMEOUT);
         assert_eq!((end.code(), end.err.as_str()), (4, ""));
         assert!(fs::read_to_string(place.path("report.txt")).unwrap().starts_with("pagemill: sh: exit 4"));
-        let end = finish(place.shell(&["--output", "no/such/folder/report"], "exit 0"), STUCK_AFTER);
+        let end = finish(place.shell(&["--output", "no/such/folder/report"], "exit 0"), TIMEOUT);
         assert_eq!(end.code(), 2);
         assert!(end.err.contains("no/such/folder/report"), "{}", end.err);
     }
 
-    /// The inner tree belongs to the inner run; the outer run reports itself, and both succeed.
+    /// A run inside a run, each with a report. Both succeed, and each reports its own tree.
     #[test]
-    fn a_run_inside_a_run() {
-        let place = Place::new();
+    fn nested_runs_report_their_own_trees() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         let script = format!("{PAGEMILL} run --json --output inner.json -- {} 50 100; echo $?", program.display());
-        let end = finish(place.shell(&["--limit", "400M", "--json", "--output", "outer.json"], &script), STUCK_AFTER);
+        let end = finish(place.shell(&["--limit", "400M", "--json", "--output", "outer.json"], &script), TIMEOUT);
         end.assert_success();
         assert!(end.out.ends_with("\n0\n"), "{}", end.out);
         let read =
             |name: &str| -> Value { serde_json::from_str(&fs::read_to_string(place.path(name)).unwrap()).unwrap() };
         let (inner, outer) = (read("inner.json"), read("outer.json"));
-        adds_up(&inner);
-        adds_up(&outer);
+        assert_adds_up(&inner);
+        assert_adds_up(&outer);
         assert!(bytes(&inner, "peak_bytes") > 49 * MIB, "{inner}");
-        assert_eq!(bytes(&inner, "limit_bytes"), 400 * MIB, "the limit of the environment holds: {inner}");
-        place.assert_swept();
+        assert_eq!(bytes(&inner, "limit_bytes"), 400 * MIB, "the outer limit applies: {inner}");
+        place.assert_no_files_left();
     }
 
-    /// An inner run may request more than the outer limit, but the outer limit applies.
+    /// An inner run may request a higher limit than the outer one, but the outer limit applies.
     #[test]
-    fn a_run_inside_a_run_keeps_the_outer_limit() {
-        let place = Place::new();
+    fn an_inner_run_cannot_raise_the_outer_limit() {
+        let place = TestFolder::new();
         let script = format!("{PAGEMILL} run --limit 4G --json --output inner.json -- true");
-        finish(place.shell(&["--limit", "300M"], &script), STUCK_AFTER).assert_success();
+        finish(place.shell(&["--limit", "300M"], &script), TIMEOUT).assert_success();
         let inner: Value = serde_json::from_str(&fs::read_to_string(place.path("inner.json")).unwrap()).unwrap();
         assert_eq!(bytes(&inner, "limit_bytes"), 300 * MIB, "{inner}");
     }
 
-    /// An inner run without limit and report is a part of the outer tree: its memory counts there.
+    /// An inner run without a limit and a report joins the outer tree, and its memory is counted there.
     #[test]
-    fn a_plain_run_inside_a_run_is_a_part_of_it() {
-        let place = Place::new();
+    fn a_plain_inner_run_joins_the_outer_tree() {
+        let place = TestFolder::new();
         let Some(program) = place.compile("held.c", &[]) else { return };
         let script = format!("{PAGEMILL} run -- {} 50 100", program.display());
         let mut command = place.shell(&["--limit", "400M", "--json", "--output", "outer.json"], &script);
         command.env_remove("PAGEMILL_AFTER");
-        finish(command, STUCK_AFTER).assert_success();
+        finish(command, TIMEOUT).assert_success();
         let outer: Value = serde_json::from_str(&fs::read_to_string(place.path("outer.json")).unwrap()).unwrap();
         assert!(bytes(&outer, "peak_bytes") > 49 * MIB, "{outer}");
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
-    /// A file that cannot be written is reported before the program runs. A file that fills up does not change the
-    /// status.
+    /// If the report's file cannot be created, the program is not started. If the file cannot be written at the
+    /// end, the status is still the program's.
     #[test]
-    fn the_reports_file_is_opened_first() {
-        let place = Place::new();
-        let end = finish(place.shell(&["--output", "missing/report"], "touch ran; exit 3"), STUCK_AFTER);
+    fn the_report_file_is_opened_before_the_start() {
+        let place = TestFolder::new();
+        let end = finish(place.shell(&["--output", "missing/report"], "touch ran; exit 3"), TIMEOUT);
         assert_eq!((end.code(), place.path("ran").exists()), (2, false), "{}", end.err);
-        let end = finish(place.shell(&["--output", "/dev/full"], "exit 3"), STUCK_AFTER);
+        let end = finish(place.shell(&["--output", "/dev/full"], "exit 3"), TIMEOUT);
         assert_eq!(end.code(), 3);
         assert!(end.err.contains("cannot be written"), "{}", end.err);
     }
 
-    /// Small processes are counted although they publish nothing.
+    /// Small processes are counted, although they publish no statistics.
     #[test]
     fn small_processes_are_counted() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let mut command = place.shell(&["--json", "--output", "report.json"], "for i in 1 2 3 4 5; do /bin/true; done");
         command.env_remove("PAGEMILL_AFTER");
-        finish(command, STUCK_AFTER).assert_success();
+        finish(command, TIMEOUT).assert_success();
         let report: Value = serde_json::from_str(&fs::read_to_string(place.path("report.json")).unwrap()).unwrap();
         assert_eq!(report["processes"], 6, "{report}");
     }
@@ -490,53 +491,53 @@ mod obstacles {
     use super::*;
 
     #[test]
-    fn a_static_program_is_named_and_runs() {
-        let place = Place::new();
+    fn a_static_program_is_explained_and_runs() {
+        let place = TestFolder::new();
         let source = place.path("static.c");
         fs::write(&source, "int main(void) { return 7; }\n").unwrap();
         let mut compiler = place.command("cc");
         compiler.args(["-static", "static.c", "-o", "static"]);
-        if common::lacks("cc") || !finish(compiler, STUCK_AFTER).status.success() {
+        if common::is_missing("cc") || !finish(compiler, TIMEOUT).status.success() {
             println!("skipped: no static program can be made");
             return;
         }
-        let end = finish(place.pagemill_run(&[], "./static"), STUCK_AFTER);
+        let end = finish(place.pagemill_run(&[], "./static"), TIMEOUT);
         assert_eq!(end.code(), 7);
         assert!(end.err.starts_with("pagemill: ./static is linked statically"), "{}", end.err);
         fs::write(place.path("script"), "#!./static\n").unwrap();
         fs::set_permissions(place.path("script"), fs::Permissions::from_mode(0o755)).unwrap();
-        let end = finish(place.pagemill_run(&[], "./script"), STUCK_AFTER);
+        let end = finish(place.pagemill_run(&[], "./script"), TIMEOUT);
         assert_eq!(end.code(), 7);
         assert!(end.err.contains("statically"), "{}", end.err);
     }
 
     #[test]
-    fn a_program_that_changes_its_user_is_named_and_runs() {
+    fn a_set_uid_program_is_explained_and_runs() {
         if !common::is_root() {
             println!("skipped: only root can give a program to another user");
             return;
         }
-        let place = Place::new();
+        let place = TestFolder::new();
         let make = "cp \"$(command -v id)\" own && cp own other && chown 65534 other && chmod 4755 own other";
         let mut command = place.command("sh");
         command.args(["-c", make]);
-        finish(command, STUCK_AFTER).assert_success();
-        let end = finish(place.pagemill_run(&[], "./other"), STUCK_AFTER);
+        finish(command, TIMEOUT).assert_success();
+        let end = finish(place.pagemill_run(&[], "./other"), TIMEOUT);
         assert!(end.err.starts_with("pagemill: ./other is set-uid"), "{}", end.err);
         assert!(end.out.contains("euid=65534"), "{}", end.out);
-        let end = finish(place.pagemill_run(&[], "./own"), STUCK_AFTER);
+        let end = finish(place.pagemill_run(&[], "./own"), TIMEOUT);
         assert_eq!(end.err, "", "no change of the user, no message");
     }
 
     #[test]
-    fn a_preload_of_the_users_is_kept() {
-        let place = Place::new();
+    fn the_users_preload_is_kept() {
+        let place = TestFolder::new();
         let Some(library) = place.compile("marker.c", &["-shared", "-fPIC"]) else { return };
         let mut with_preload = place.pagemill_run(&[], "env");
         with_preload.env("LD_PRELOAD", &library);
-        let end = finish(with_preload, STUCK_AFTER);
+        let end = finish(with_preload, TIMEOUT);
         end.assert_success();
-        // Once by the command itself, once by the program.
+        // The library is loaded into the command itself and into the program.
         assert_eq!(end.err.matches("marker loaded").count(), 2, "{}", end.err);
         let line = end.out.lines().find_map(|line| line.strip_prefix("LD_PRELOAD=")).unwrap();
         let parts: Vec<_> = line.split(':').collect();
@@ -544,8 +545,7 @@ mod obstacles {
         assert!(parts[0].ends_with("libpagemill_malloc.so") && parts[1] == library.to_str().unwrap(), "{line}");
     }
 
-    /// A copy of the command without its library beside it.
-    fn lonely(place: &Place) -> Command {
+    fn command_without_library(place: &TestFolder) -> Command {
         fs::create_dir(place.path("bin")).unwrap();
         fs::copy(PAGEMILL, place.path("bin/pagemill")).unwrap();
         let mut command = place.command(place.path("bin/pagemill"));
@@ -555,41 +555,42 @@ mod obstacles {
     }
 
     #[test]
-    fn the_command_brings_its_library_along() {
-        let place = Place::new();
-        let end = finish(lonely(&place), STUCK_AFTER);
+    fn the_command_extracts_its_library() {
+        let place = TestFolder::new();
+        let end = finish(command_without_library(&place), TIMEOUT);
         end.assert_success();
         assert!(end.out.starts_with(place.path("cache").to_str().unwrap()), "{}", end.out);
         assert_eq!(common::walk(&place.path("cache/pagemill")).len(), 1);
     }
 
     #[test]
-    fn another_folder_does_where_the_cache_cannot_be_written() {
-        let place = Place::new();
+    fn a_cache_folder_that_cannot_be_written_is_replaced() {
+        let place = TestFolder::new();
         fs::write(place.path("file"), "").unwrap();
         symlink("nowhere/at/all", place.path("dangling")).unwrap();
-        let mut command = lonely(&place);
+        let mut command = command_without_library(&place);
         command.env("XDG_CACHE_HOME", place.path("file"));
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         end.assert_success();
         assert!(end.out.starts_with(place.path("runtime").to_str().unwrap()), "{}", end.out);
     }
 
     #[test]
-    fn a_cache_folder_with_a_space_is_passed_over() {
-        let place = Place::new();
+    fn a_cache_folder_with_a_space_is_skipped() {
+        let place = TestFolder::new();
         fs::create_dir(place.path("my cache")).unwrap();
-        let mut command = lonely(&place);
+        let mut command = command_without_library(&place);
         command.env("XDG_CACHE_HOME", place.path("my cache"));
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         end.assert_success();
         assert!(end.out.starts_with(place.path("runtime").to_str().unwrap()), "{}", end.out);
     }
 
-    /// Without room in any folder: every folder is named, the status is 126, and no partial file stays.
+    /// If no folder has room for the library, the message names every folder, the status is 126, and no partial
+    /// file stays.
     #[test]
-    fn no_room_for_the_library_is_told() {
-        let place = Place::beside_target();
+    fn missing_room_for_the_library_is_explained() {
+        let place = TestFolder::beside_target();
         if !common::may_mount() {
             return;
         }
@@ -599,7 +600,7 @@ mod obstacles {
         let folders = [place.path("cache"), place.path("runtime"), "/tmp".into(), "/dev/shm".into()];
         let mounts =
             folders.clone().map(|folder| format!("mount -t tmpfs -o size=200k none {}", folder.display())).join(" && ");
-        let lonely = lonely(&place);
+        let without_library = command_without_library(&place);
         let mut command = place.command("unshare");
         let script = format!(
             "{mounts} && {} run -- true; echo $?; find {} /tmp /dev/shm -type f",
@@ -607,8 +608,8 @@ mod obstacles {
             place.path("cache").display()
         );
         command.args(["-m", "sh", "-c", &script]);
-        drop(lonely);
-        let end = finish(command, STUCK_AFTER);
+        drop(without_library);
+        let end = finish(command, TIMEOUT);
         assert_eq!(end.out, "126\n", "{}", end.err);
         assert!(end.err.contains("XDG_CACHE_HOME"), "{}", end.err);
         for folder in folders {
@@ -616,15 +617,15 @@ mod obstacles {
         }
     }
 
-    /// Without a folder for the figures in `XDG_RUNTIME_DIR`, another one is used.
+    /// If `XDG_RUNTIME_DIR` does not exist, another folder is used for the published files.
     #[test]
     fn the_runtime_folder_may_be_missing() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let mut command = place.shell(&["--limit", "300M", "--report"], "exit 6");
         command.env("XDG_RUNTIME_DIR", place.path("missing/deeper"));
-        assert_eq!(finish(command, STUCK_AFTER).code(), 6);
-        // The folder used instead is shared by all processes of this user, so it is removed only if it is empty.
-        let user = finish(place.shell(&[], "id -u"), STUCK_AFTER).out;
+        assert_eq!(finish(command, TIMEOUT).code(), 6);
+        // The other folder is shared by all processes of this user, so it is removed only if it is empty.
+        let user = finish(place.shell(&[], "id -u"), TIMEOUT).out;
         let _ = fs::remove_dir(format!("/dev/shm/pagemill-{}", user.trim()));
     }
 }
@@ -633,37 +634,38 @@ mod limits {
     use super::*;
 
     #[track_caller]
-    fn holds(limit: &str, source: &str, arguments: &[&str]) {
-        let place = Place::new();
+    fn assert_succeeds(limit: &str, source: &str, arguments: &[&str]) {
+        let place = TestFolder::new();
         let Some(program) = place.compile(source, &[]) else { return };
         let mut command = place.pagemill_run(&["--limit", limit, "--report"], program);
         command.args(arguments);
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         println!("{}", end.err);
         end.assert_success();
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
     #[test]
-    fn blocks_are_refused_at_the_limit() {
-        holds("256M", "limit.c", &["65536", "192", "320"]);
+    fn allocations_are_refused_at_the_limit() {
+        assert_succeeds("256M", "limit.c", &["65536", "192", "320"]);
     }
 
     #[test]
-    fn blocks_of_every_size_are_refused_at_the_limit() {
-        holds("256M", "limit.c", &["5000", "240", "270"]);
-        holds("256M", "limit.c", &["1024", "240", "270"]);
-        holds("256M", "limit.c", &["100", "230", "264"]);
-        // jemalloc spends 20 KiB on 16, so that such blocks do not all start in one cache set.
-        holds("256M", "limit.c", &["16", "195", "264"]);
-        holds("256M", "limit.c", &["1", "200", "264"]);
+    fn allocations_of_every_size_are_refused_at_the_limit() {
+        assert_succeeds("256M", "limit.c", &["5000", "240", "270"]);
+        assert_succeeds("256M", "limit.c", &["1024", "240", "270"]);
+        assert_succeeds("256M", "limit.c", &["100", "230", "264"]);
+        // jemalloc uses 20 KiB for 16 KiB, so that such allocations do not all start in the same cache set.
+        assert_succeeds("256M", "limit.c", &["16", "195", "264"]);
+        assert_succeeds("256M", "limit.c", &["1", "200", "264"]);
     }
 
-    /// Random sizes from several threads, far more than allowed: resident memory exceeds the limit by at most two of
-    /// the largest blocks per thread (realloc holds two), which were granted untouched while there was room.
+    /// Threads allocate random sizes, far more than the limit allows. Resident memory may exceed the limit by
+    /// two of the largest allocations for each thread, since `realloc` uses two, and both were admitted
+    /// untouched while there was room.
     #[test]
     fn the_peak_stays_near_the_limit() {
-        let place = Place::new();
+        let place = TestFolder::new();
         let Some(program) = place.compile("mixed.c", &[]) else { return };
         for (limit, limit_mib) in [("64M", 64), ("256M", 256)] {
             let report = report(|json| {
@@ -677,62 +679,63 @@ mod limits {
     }
 
     #[test]
-    fn a_small_limit_is_a_limit() {
-        holds("16M", "limit.c", &["64", "10", "18"]);
-        holds("16M", "limit.c", &["4", "10", "18"]);
+    fn a_small_limit_is_enforced() {
+        assert_succeeds("16M", "limit.c", &["64", "10", "18"]);
+        assert_succeeds("16M", "limit.c", &["4", "10", "18"]);
     }
 
-    /// A limit below the needs of any program: the program fails or goes on, soon, and is never killed.
+    /// Under a limit below the needs of any program, the program ends soon, with or without success, and is not
+    /// killed.
     #[test]
     fn a_tiny_limit_does_not_hang() {
-        let place = Place::new();
+        let place = TestFolder::new();
         for limit in ["1", "4K", "100K", "1M"] {
-            let end = finish(place.shell(&["--limit", limit], "echo $((6 * 7))"), STUCK_AFTER);
+            let end = finish(place.shell(&["--limit", limit], "echo $((6 * 7))"), TIMEOUT);
             println!("--limit {limit}: {} {:?} {}", end.status, end.out, end.err);
             assert!(end.code() < 128, "--limit {limit}: {} {}", end.status, end.err);
         }
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 
     #[test]
-    fn a_sibling_gives_what_it_freed() {
-        holds("256M", "sibling.c", &["200", "1024", "150", "1024"]);
-        holds("256M", "sibling.c", &["200", "300", "150", "100"]);
+    fn a_sibling_returns_freed_memory() {
+        assert_succeeds("256M", "sibling.c", &["200", "1024", "150", "1024"]);
+        assert_succeeds("256M", "sibling.c", &["200", "300", "150", "100"]);
     }
 
     #[test]
-    fn a_sibling_gives_small_pieces() {
-        holds("256M", "sibling.c", &["200", "4", "150", "4"]);
-        holds("256M", "sibling.c", &["200", "1", "150", "1024"]);
+    fn a_sibling_returns_freed_small_memory() {
+        assert_succeeds("256M", "sibling.c", &["200", "4", "150", "4"]);
+        assert_succeeds("256M", "sibling.c", &["200", "1", "150", "1024"]);
     }
 
     #[test]
-    fn a_sibling_gives_large_pieces() {
-        holds("256M", "sibling.c", &["192", "65536", "150", "10240"]);
+    fn a_sibling_returns_freed_large_memory() {
+        assert_succeeds("256M", "sibling.c", &["192", "65536", "150", "10240"]);
     }
 
     #[test]
-    fn the_dead_hold_nothing() {
-        holds("256M", "sibling.c", &["200", "1024", "200", "1024", "keep"]);
-        holds("256M", "sibling.c", &["200", "4", "200", "4", "keep"]);
+    fn memory_of_ended_processes_is_not_counted() {
+        assert_succeeds("256M", "sibling.c", &["200", "1024", "200", "1024", "keep"]);
+        assert_succeeds("256M", "sibling.c", &["200", "4", "200", "4", "keep"]);
     }
 
     #[test]
-    fn members_may_be_killed_at_any_moment() {
-        holds("256M", "killed.c", &[]);
+    fn members_may_be_killed_at_any_time() {
+        assert_succeeds("256M", "killed.c", &[]);
     }
 
     #[test]
-    fn more_processes_than_the_page_lists() {
-        holds("4G", "crowd.c", &["1100"]);
+    fn more_processes_than_places_in_the_tree_page_work() {
+        assert_succeeds("4G", "crowd.c", &["1100"]);
     }
 
-    /// The command and its program are killed while another process of the tree runs on. The next command cleans up
-    /// after that process has ended.
+    /// The command and its program are killed while another process of the tree still runs. After that process
+    /// has ended, the next command removes the tree's files.
     #[test]
-    fn a_killed_command_is_swept_by_the_next() {
-        let place = Place::new();
-        // It ends when its input is closed.
+    fn the_next_command_removes_files_of_a_killed_one() {
+        let place = TestFolder::new();
+        // The other process ends when its input is closed.
         let mut command = place.shell(&[], "exec 3<&0; cat <&3 & echo $!; wait");
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
@@ -747,20 +750,20 @@ mod limits {
         };
         let begun = Instant::now();
         while !has_published() {
-            assert!(begun.elapsed() < STUCK_AFTER, "it publishes nothing");
+            assert!(begun.elapsed() < TIMEOUT, "the process publishes nothing");
             thread::sleep(Duration::from_millis(1));
         }
         guard.signal("KILL");
-        guard.wait(STUCK_AFTER);
-        assert_eq!(finish(place.pagemill_run(&[], "true"), STUCK_AFTER).code(), 0);
-        assert!(!common::walk(&place.path("runtime/pagemill")).is_empty(), "figures are still in use");
+        guard.wait(TIMEOUT);
+        assert_eq!(finish(place.pagemill_run(&[], "true"), TIMEOUT).code(), 0);
+        assert!(!common::walk(&place.path("runtime/pagemill")).is_empty(), "the tree's files are still in use");
         drop(input);
         let begun = Instant::now();
         while fs::exists(format!("/proc/{program}")).unwrap() {
-            assert!(begun.elapsed() < STUCK_AFTER, "it does not end");
+            assert!(begun.elapsed() < TIMEOUT, "the process does not end");
             thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!(finish(place.pagemill_run(&[], "true"), STUCK_AFTER).code(), 0);
-        place.assert_swept();
+        assert_eq!(finish(place.pagemill_run(&[], "true"), TIMEOUT).code(), 0);
+        place.assert_no_files_left();
     }
 }

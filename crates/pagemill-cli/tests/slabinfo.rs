@@ -1,13 +1,13 @@
-//! `pagemill slabinfo`: the slab caches of programs, and shrinking them from another process.
+//! `pagemill slabinfo`: lists the slab caches of programs, and shrinks them.
 
 mod common;
 
-use common::holder::Holder;
+use common::holder::ObservedProgram;
 use common::slab_program::{
-    self, COUNT, KEPT, NAMES, ODD_NAME, ODD_SHOWN, assert_refused, cache, list, names, number, program_of, requests,
-    said, show, slabinfo, start,
+    self, COUNT, KEPT, NAMES, ODD_NAME, ODD_SHOWN, as_program, assert_refused, cache, cache_names, list, number,
+    printed_numbers, requests, show, slabinfo, start,
 };
-use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, is_root, lacks, shell};
+use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, shell};
 use pagemill::listing::{self, Action, ControlCommand, Outcome, Unanswered};
 use pagemill::published;
 use pagemill::stats::{self, Counter};
@@ -28,18 +28,18 @@ fn program() {
     slab_program::run();
 }
 
-/// Caches are listed as their program sees them, relocatable ones first, with correct sums. Names cannot harm a
-/// terminal.
+/// Caches are listed with the values that their program reads, movable ones first, and with correct sums.
+/// Control characters in names are replaced.
 #[test]
 fn caches_are_listed() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let holder = start(&place);
     let info = list(&place, &holder, &[]);
-    assert_eq!(names(&info), ["entries", "nodes", "boxes", ODD_SHOWN]);
+    assert_eq!(cache_names(&info), ["entries", "nodes", "boxes", ODD_SHOWN]);
     for name in NAMES {
-        let (row, said) = (cache(&info, name), said(&holder, name));
+        let (row, printed) = (cache(&info, name), printed_numbers(&holder, name));
         let shown = ["objects", "slabs", "partial", "resident_bytes", "defrag_used_ratio", "remote_node_defrag_ratio"];
-        assert_eq!(shown.map(|column| number(row, column)), said, "{row}");
+        assert_eq!(shown.map(|column| number(row, column)), printed, "{row}");
         let nodes = row["nodes"].as_array().unwrap();
         for sum in ["slabs", "partial", "empty", "lost", "blocks", "room", "resident_bytes"] {
             assert_eq!(nodes.iter().map(|node| number(node, sum)).sum::<u64>(), number(row, sum), "{sum}: {row}");
@@ -59,7 +59,7 @@ fn caches_are_listed() {
     let text = show(&place, &holder, &[]);
     let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_ascii_whitespace().collect()).collect();
     assert_eq!(lines[1].join(" "), "NAME OBJECTS OBJSIZE SPACE SLABS/PART/EMPTY O/S O %FR %EF FLG");
-    let entries = said(&holder, "entries")[0];
+    let entries = printed_numbers(&holder, "entries")[0];
     let starts = [2, 3].map(|row: usize| lines[row][..3].join(" "));
     assert_eq!(starts, [format!("entries {entries} 192"), format!("nodes {KEPT} 192")]);
     let flags = |row: &str| text.lines().find(|line| line.trim_start().starts_with(row)).unwrap().trim_end().to_owned();
@@ -73,19 +73,19 @@ fn caches_are_listed() {
         "{text}"
     );
 
-    assert_eq!(names(&list(&place, &holder, &["-M"])), ["entries", "nodes"]);
-    assert_eq!(names(&list(&place, &holder, &["--ctor"])), ["nodes"]);
-    let all = finish(slabinfo(&place, &["--movable"]), STUCK_AFTER);
+    assert_eq!(cache_names(&list(&place, &holder, &["-M"])), ["entries", "nodes"]);
+    assert_eq!(cache_names(&list(&place, &holder, &["--ctor"])), ["nodes"]);
+    let all = finish(slabinfo(&place, &["--movable"]), TIMEOUT);
     all.assert_success();
     assert_eq!((all.out.lines().count(), all.out.lines().next()), (6, text.lines().next()), "{}", all.out);
     assert_eq!(holder.end(), [1]);
-    place.assert_swept();
+    place.assert_no_files_left();
 }
 
-/// A report of one cache, by its real name or its displayed name.
+/// A report shows one cache, which is found by its real name and by its displayed name.
 #[test]
 fn a_cache_is_reported() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let holder = start(&place);
     let text = show(&place, &holder, &["-r", "nodes"]);
     let row = |name: &str| -> Vec<String> {
@@ -99,19 +99,19 @@ fn a_cache_is_reported() {
     }
     assert_eq!(row("NODE").len(), 9);
     for name in [ODD_NAME, ODD_SHOWN] {
-        assert_eq!(names(&list(&place, &holder, &["--report", name])), [ODD_SHOWN]);
+        assert_eq!(cache_names(&list(&place, &holder, &["--report", name])), [ODD_SHOWN]);
     }
     let pid = holder.pid().to_string();
-    assert_refused(&finish(slabinfo(&place, &[&pid, "-r", "else"]), STUCK_AFTER), "has no slab cache else");
-    assert_refused(&finish(slabinfo(&place, &["-r", "else"]), STUCK_AFTER), "no process has a slab cache else");
+    assert_refused(&finish(slabinfo(&place, &[&pid, "-r", "else"]), TIMEOUT), "has no slab cache else");
+    assert_refused(&finish(slabinfo(&place, &["-r", "else"]), TIMEOUT), "no process has a slab cache else");
     holder.end();
 }
 
-/// Tables of caches with usual names fit 80 columns. A narrower terminal gets truncated names; other outputs get whole
-/// names, and exact numbers on request.
+/// Tables of caches with usual names fit 80 columns. Names are truncated on a narrower terminal, but not in a
+/// pipe. `-v` shows exact numbers.
 #[test]
-fn tables_are_as_wide_as_they_may_be() {
-    let place = Place::new();
+fn tables_fit_the_terminal() {
+    let place = TestFolder::new();
     let mut holder = start(&place);
     let fits = |text: &str| assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     let exact = show(&place, &holder, &["-v"]);
@@ -120,11 +120,11 @@ fn tables_are_as_wide_as_they_may_be() {
     assert!(short.contains(ODD_SHOWN) && !short.lines().nth(2).unwrap().contains(" MiB"), "{short}");
     fits(&short);
     fits(&show(&place, &holder, &["-r", "nodes"]));
-    if !lacks("script") && !lacks("stty") {
+    if !is_missing("script") && !is_missing("stty") {
         let mut command = place.command("script");
         let line = format!("stty rows 24 cols 72; exec {PAGEMILL} slabinfo {}", holder.pid());
         command.args(["-qec", &line, "/dev/null"]).env("SHELL", "/bin/sh");
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         end.assert_success();
         let widest = end.out.lines().skip(2).take(4).map(|line| line.trim_end().chars().count()).max();
         assert!(end.out.contains("tab?red") && !end.out.contains(ODD_SHOWN) && widest <= Some(72), "{}", end.out);
@@ -135,11 +135,11 @@ fn tables_are_as_wide_as_they_may_be() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A cache that is shrunk from another process returns its slabs, and no other cache does; without a name all of them
-/// do. Nothing is lost.
+/// Shrinking a cache by name returns the slabs of that cache only. Without a name, all caches are shrunk. No
+/// object is lost.
 #[test]
 fn caches_are_shrunk() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut holder = start(&place);
     let before = holder.numbers.clone();
     let shrunk = list(&place, &holder, &["--shrink=nodes"]);
@@ -150,39 +150,39 @@ fn caches_are_shrunk() {
     assert_eq!((number(row, "slabs_before"), number(row, "slabs"), &row["error"]), (slabs_before, slabs, &Value::Null));
     assert!(slabs <= slabs_before / 5, "{shrunk}");
     assert!(number(row, "moved") > KEPT / 2 && number(row, "freed_bytes") > 0, "{shrunk}");
-    assert_eq!(number(row, "resident_bytes"), said(&holder, "nodes")[3]);
+    assert_eq!(number(row, "resident_bytes"), printed_numbers(&holder, "nodes")[3]);
     assert_eq!(number(&shrunk["totals"], "freed_bytes"), number(row, "freed_bytes"));
-    assert_eq!(at(&before, "entries"), at(&holder.numbers, "entries"), "no command named it");
+    assert_eq!(at(&before, "entries"), at(&holder.numbers, "entries"), "no command shrank this cache");
 
     let text = show(&place, &holder, &["-s"]);
     holder.next();
-    assert!(said(&holder, "entries")[1] <= at(&before, "entries") / 5, "{text}");
-    assert_eq!((text.lines().count(), said(&holder, "entries")[0]), (7, KEPT), "{text}");
+    assert!(printed_numbers(&holder, "entries")[1] <= at(&before, "entries") / 5, "{text}");
+    assert_eq!((text.lines().count(), printed_numbers(&holder, "entries")[0]), (7, KEPT), "{text}");
     assert!(text.lines().last().unwrap().ends_with(" went back"), "{text}");
     let again = list(&place, &holder, &["-s", "-C"]);
-    assert_eq!(again["shrunk"].as_array().unwrap().len(), 1, "only such as have a constructor");
+    assert_eq!(again["shrunk"].as_array().unwrap().len(), 1, "only caches with a constructor");
     let pid = holder.pid().to_string();
-    assert_refused(&finish(slabinfo(&place, &[&pid, "--shrink=else"]), STUCK_AFTER), "has no slab cache else");
-    let without_process = finish(slabinfo(&place, &["--shrink"]), STUCK_AFTER);
+    assert_refused(&finish(slabinfo(&place, &[&pid, "--shrink=else"]), TIMEOUT), "has no slab cache else");
+    let without_process = finish(slabinfo(&place, &["--shrink"]), TIMEOUT);
     assert!(without_process.code() == 2 && without_process.err.contains("PID"), "{}", without_process.err);
     assert_eq!(holder.end(), [1]);
-    place.assert_swept();
+    place.assert_no_files_left();
 }
 
-/// Sends a command directly, without the command.
+/// Sends a command to a process without `pagemill slabinfo`.
 fn send_command(figures: &FigurePath, identity: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
     listing::command(figures, identity, ControlCommand::Slab { action, cache }, || false)
 }
 
-/// The file in which a program of this place publishes its figures.
-fn figures_of(place: &Place, identity: Identity) -> FigurePath {
+/// Returns the path of the file in which a program of this test publishes its statistics.
+fn figures_of(place: &TestFolder, identity: Identity) -> FigurePath {
     published::file_of(place.path("runtime/pagemill").to_str().unwrap(), identity).unwrap()
 }
 
-/// Ratios of a running program are set. Invalid ones are refused, by the command and by the process.
+/// Ratios of a running program can be set. Invalid ratios are refused, by the command and by the process.
 #[test]
 fn ratios_are_set() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut holder = start(&place);
     let set = list(&place, &holder, &["--set-ratio", "nodes=55", "--set-remote-ratio", &format!("{ODD_NAME}=7")]);
     let row = |name, setting, before, percent| json!({"name": name, "setting": setting, "before": before, "percent": percent, "error": null});
@@ -190,12 +190,12 @@ fn ratios_are_set() {
         json!([row("nodes", "defrag_used_ratio", 0, 55), row(ODD_SHOWN, "remote_node_defrag_ratio", 100, 7)]);
     assert_eq!(set["set"], expected);
     holder.next();
-    assert_eq!((&said(&holder, "nodes")[4..], said(&holder, ODD_SHOWN)[5]), (&[55, 100][..], 7));
+    assert_eq!((&printed_numbers(&holder, "nodes")[4..], printed_numbers(&holder, ODD_SHOWN)[5]), (&[55, 100][..], 7));
     let text = show(&place, &holder, &["--set-ratio=nodes=0"]);
     assert!(text.ends_with("  nodes: defrag_used_ratio 0 %, was 55 %\n"), "{text}");
 
     let pid = holder.pid().to_string();
-    let refused = |options: &[&str]| finish(slabinfo(&place, &[&[pid.as_str()], options].concat()), STUCK_AFTER);
+    let refused = |options: &[&str]| finish(slabinfo(&place, &[&[pid.as_str()], options].concat()), TIMEOUT);
     for wrong in ["nodes=101", "nodes=x", "nodes=-1", "nodes"] {
         assert_refused(&refused(&["--set-ratio", wrong]), "for '--set-ratio <NAME=PERCENT>'");
     }
@@ -203,7 +203,7 @@ fn ratios_are_set() {
     let fixed = refused(&["--set-ratio", "boxes=1"]);
     assert!(fixed.code() == 1 && fixed.out.contains("stays 30 %: its objects stay where they are"), "{}", fixed.out);
     holder.next();
-    assert_eq!(said(&holder, "nodes")[4], 0, "nothing was set where a name was wrong");
+    assert_eq!(printed_numbers(&holder, "nodes")[4], 0, "a wrong name prevents all changes");
 
     let identity = process::identity(holder.pid()).unwrap();
     let figures = figures_of(&place, identity);
@@ -214,16 +214,16 @@ fn ratios_are_set() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A command that outlasts the command's wait goes on, other lists work meanwhile, and the result is the same as after
-/// waiting.
+/// A shrink that takes longer than the command waits continues in the process. Other requests are answered
+/// meanwhile, and the result is the same.
 #[test]
-fn what_takes_long_goes_on() {
-    let place = Place::new();
+fn a_long_shrink_continues_after_the_command() {
+    let place = TestFolder::new();
     let mut holder = start(&place);
     let moving = place.path("moving");
     fs::write(&moving, b"").unwrap();
     let pid = holder.pid().to_string();
-    let end = finish(slabinfo(&place, &[&pid, "-s", "--ctor"]), STUCK_AFTER);
+    let end = finish(slabinfo(&place, &[&pid, "-s", "--ctor"]), TIMEOUT);
     let words = "still runs the command after 2 s, and continues";
     assert!(
         end.code() == 1 && end.err.contains("nodes: process ") && end.err.contains(words),
@@ -232,55 +232,55 @@ fn what_takes_long_goes_on() {
         end.err
     );
     let info = list(&place, &holder, &[]);
-    let entries = said(&holder, "entries")[0];
+    let entries = printed_numbers(&holder, "entries")[0];
     assert_eq!((number(cache(&info, "entries"), "objects"), number(cache(&info, "nodes"), "moved")), (entries, 0));
     show(&place, &holder, &["--set-ratio", "nodes=31"]);
     fs::remove_file(&moving).unwrap();
-    let slabs = said(&holder, "nodes")[1];
-    while said(&holder, "nodes")[1] > slabs / 5 {
+    let slabs = printed_numbers(&holder, "nodes")[1];
+    while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
         holder.next();
     }
     assert_eq!(holder.end(), [1]);
-    place.assert_swept();
+    place.assert_no_files_left();
 }
 
-/// A node that a callback has locked is left out, with a message; the others are shown.
+/// A node whose lock a callback holds is left out, with a message, and the others are shown.
 #[test]
 fn locked_nodes_are_left_out() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut holder = start(&place);
     let isolating = place.path("isolating");
     fs::write(&isolating, b"").unwrap();
     let pid = holder.pid().to_string();
-    assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), STUCK_AFTER).code(), 1);
+    assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), TIMEOUT).code(), 1);
     let info = list(&place, &holder, &[]);
     assert_eq!(
         NAMES.map(|name| &cache(&info, name)["in_part"]),
         [false, true, false, false].map(Value::from).each_ref()
     );
-    let entries = said(&holder, "entries")[0];
+    let entries = printed_numbers(&holder, "entries")[0];
     assert_eq!((number(cache(&info, "nodes"), "slabs"), number(cache(&info, "entries"), "objects")), (0, entries));
     let text = show(&place, &holder, &[]);
     assert!(text.contains(" MCP\n") && text.contains("\n  P: not all of it"), "{text}");
     fs::remove_file(&isolating).unwrap();
-    let slabs = said(&holder, "nodes")[1];
-    while said(&holder, "nodes")[1] > slabs / 5 {
+    let slabs = printed_numbers(&holder, "nodes")[1];
+    while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
         holder.next();
     }
     assert_eq!(list(&place, &holder, &[])["caches"][1]["in_part"], false);
     assert_eq!(holder.end(), [1]);
 }
 
-/// A callback that panics takes one slab out of use, but does not end the process. That is reported, and also that
-/// background defragmentation skips the cache until its ratio is set or it is shrunk.
+/// A callback that panics takes one slab out of use, but does not end the process. `slabinfo` shows that, and
+/// also that background defragmentation skips the cache until its ratio is set or it is shrunk.
 #[test]
-fn panics_of_callbacks_are_told() {
-    let place = Place::new();
+fn panics_of_callbacks_are_shown() {
+    let place = TestFolder::new();
     let holder = start(&place);
     let panicking = place.path("panicking");
     fs::write(&panicking, b"").unwrap();
     let pid = holder.pid().to_string();
-    let end = finish(slabinfo(&place, &[&pid, "-s", "-M"]), STUCK_AFTER);
+    let end = finish(slabinfo(&place, &[&pid, "-s", "-M"]), TIMEOUT);
     assert_eq!(end.code(), 1, "{}{}", end.out, end.err);
     let is_late = end.err.contains("still runs the command after 2 s");
     assert!(is_late || end.out.contains("nodes   not done: code of the program panicked"), "{}{}", end.out, end.err);
@@ -289,11 +289,11 @@ fn panics_of_callbacks_are_told() {
         let nodes = nodes();
         json!([nodes["lost"], nodes["flags"], nodes["given_up"]])
     };
-    // On a busy machine it takes longer.
+    // On a busy machine the state may take a while to change.
     let becomes = |expected: Value| {
         let begun = Instant::now();
         while state() != expected {
-            assert!(begun.elapsed() < STUCK_AFTER, "{} does not become {expected}", state());
+            assert!(begun.elapsed() < TIMEOUT, "{} does not become {expected}", state());
         }
     };
     becomes(json!([1, "MCLF", true]));
@@ -306,7 +306,7 @@ fn panics_of_callbacks_are_told() {
     // Sets the ratio to its current value.
     show(&place, &holder, &["--set-ratio=nodes=0"]);
     becomes(json!([1, "MCL", false]));
-    assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), STUCK_AFTER).code(), 1);
+    assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), TIMEOUT).code(), 1);
     becomes(json!([2, "MCLF", true]));
     fs::remove_file(&panicking).unwrap();
     let slabs = number(&nodes(), "slabs");
@@ -316,33 +316,35 @@ fn panics_of_callbacks_are_told() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A program that also has the preload has two Pagemills, in the folder of a tree: the one with the caches is asked.
+/// A program with the crate and the preload library has two Pagemill instances, in the folder of a process
+/// tree. The command sends requests to the instance with the caches.
 #[test]
 fn caches_of_a_preloaded_program_are_shrunk() {
-    let place = Place::new();
-    let mut holder = Holder::start(program_of(&place, place.pagemill_run(&[], std::env::current_exe().unwrap())));
-    assert_eq!(names(&list(&place, &holder, &[])), NAMES);
-    let all = finish(slabinfo(&place, &["-M"]), STUCK_AFTER);
-    assert_eq!(all.out, show(&place, &holder, &["-M"]), "found without its number");
-    let slabs = said(&holder, "nodes")[1];
+    let place = TestFolder::new();
+    let mut holder =
+        ObservedProgram::start(as_program(&place, place.pagemill_run(&[], std::env::current_exe().unwrap())));
+    assert_eq!(cache_names(&list(&place, &holder, &[])), NAMES);
+    let all = finish(slabinfo(&place, &["-M"]), TIMEOUT);
+    assert_eq!(all.out, show(&place, &holder, &["-M"]), "the process is found without its id");
+    let slabs = printed_numbers(&holder, "nodes")[1];
     show(&place, &holder, &["-s"]);
     holder.next();
-    assert!(said(&holder, "nodes")[1] <= slabs / 5);
+    assert!(printed_numbers(&holder, "nodes")[1] <= slabs / 5);
     assert_eq!(holder.end(), [1]);
 }
 
-/// A child that is forked during a command lists and shrinks its own caches, and none of its parent's.
+/// A child that is forked during a command lists and shrinks its own caches, but none of its parent's.
 #[test]
 fn a_child_answers_for_itself() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut holder = start(&place);
-    let (parent, moving, slabs) = (holder.pid(), place.path("moving"), said(&holder, "nodes")[1]);
+    let (parent, moving, slabs) = (holder.pid(), place.path("moving"), printed_numbers(&holder, "nodes")[1]);
     fs::write(&moving, b"").unwrap();
     fs::write(place.path("forking"), b"").unwrap();
-    assert_eq!(finish(slabinfo(&place, &[&parent.to_string(), "--shrink=nodes"]), STUCK_AFTER).code(), 1);
+    assert_eq!(finish(slabinfo(&place, &[&parent.to_string(), "--shrink=nodes"]), TIMEOUT).code(), 1);
     holder.next();
     assert_ne!(holder.pid(), parent);
-    assert_eq!(names(&list(&place, &holder, &[])), ["own"]);
+    assert_eq!(cache_names(&list(&place, &holder, &[])), ["own"]);
     let shrunk = list(&place, &holder, &["-s"]);
     let [row] = &shrunk["shrunk"].as_array().unwrap()[..] else { panic!("{shrunk}") };
     assert_eq!((&row["name"], &row["error"]), (&"own".into(), &Value::Null), "{shrunk}");
@@ -351,16 +353,16 @@ fn a_child_answers_for_itself() {
     fs::remove_file(place.path("forking")).unwrap();
     holder.next();
     assert_eq!(holder.pid(), parent);
-    while said(&holder, "nodes")[1] > slabs / 5 {
+    while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
         holder.next();
     }
     assert_eq!(holder.end(), [1]);
 }
 
-/// Many processes send different requests at once, with the same numbers: all are answered.
+/// Many commands send different requests to one process at once, and all are answered.
 #[test]
-fn many_ask_at_once() {
-    let place = Place::new();
+fn concurrent_requests_are_answered() {
+    let place = TestFolder::new();
     let holder = start(&place);
     let pid = holder.pid().to_string();
     let asks: [&[&str]; 3] = [&["slabinfo", &pid], &["slabinfo", &pid, "-s"], &["meminfo", &pid]];
@@ -370,7 +372,7 @@ fn many_ask_at_once() {
                 for _ in 0..10 {
                     let mut command = place.command(PAGEMILL);
                     command.args(*ask);
-                    finish(command, STUCK_AFTER).assert_success();
+                    finish(command, TIMEOUT).assert_success();
                 }
             });
         }
@@ -379,35 +381,35 @@ fn many_ask_at_once() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A stopped process does not answer, one without caches is not asked, and one without Pagemill has no figures. A
-/// process that ends meanwhile is reported as such.
+/// Errors say whether a process is stopped, publishes no statistics, or ended during the request. A process
+/// without slab caches is not asked.
 #[test]
-fn a_process_without_any_is_told_apart() {
-    let place = Place::new();
-    let all = finish(slabinfo(&place, &[]), STUCK_AFTER);
+fn errors_say_why_there_is_no_list() {
+    let place = TestFolder::new();
+    let all = finish(slabinfo(&place, &[]), TIMEOUT);
     assert_eq!((all.code(), all.out.as_str()), (0, "no process of yours has slab caches\n"));
-    assert_eq!(finish(slabinfo(&place, &["--json"]), STUCK_AFTER).out, "");
-    assert_refused(&finish(slabinfo(&place, &["1073741824"]), STUCK_AFTER), "there is no process 1073741824");
+    assert_eq!(finish(slabinfo(&place, &["--json"]), TIMEOUT).out, "");
+    assert_refused(&finish(slabinfo(&place, &["1073741824"]), TIMEOUT), "there is no process 1073741824");
     let mut plain = place.command("cat");
     plain.stdin(Stdio::piped());
     let plain = Guard::new(plain);
-    assert_refused(&finish(slabinfo(&place, &[&plain.id().to_string(), "-s"]), STUCK_AFTER), "publishes no figures");
+    assert_refused(&finish(slabinfo(&place, &[&plain.id().to_string(), "-s"]), TIMEOUT), "publishes no figures");
 
     let mut command = place.pagemill_run(&[], "sh");
     command.args(["-c", "echo $$; read word; echo 0"]);
-    let none = Holder::start(command);
+    let none = ObservedProgram::start(command);
     none.stop();
-    let end = finish(slabinfo(&place, &[&none.pid().to_string()]), STUCK_AFTER);
+    let end = finish(slabinfo(&place, &[&none.pid().to_string()]), TIMEOUT);
     assert!(end.code() == 0 && end.out.ends_with("  no slab caches\n"), "{}{}", end.out, end.err);
-    none.go_on();
+    none.continue_process();
     none.end();
 
     let holder = start(&place);
     let pid = holder.pid().to_string();
     holder.stop();
-    assert_refused(&finish(slabinfo(&place, &[&pid]), STUCK_AFTER), "does not answer within 2 s");
+    assert_refused(&finish(slabinfo(&place, &[&pid]), TIMEOUT), "does not answer within 2 s");
     let end = thread::scope(|scope| {
-        let asking = scope.spawn(|| finish(slabinfo(&place, &[&pid]), STUCK_AFTER));
+        let asking = scope.spawn(|| finish(slabinfo(&place, &[&pid]), TIMEOUT));
         while requests(&place).is_empty() {
             thread::sleep(Duration::from_millis(1));
         }
@@ -418,15 +420,15 @@ fn a_process_without_any_is_told_apart() {
     assert_eq!(requests(&place), Vec::<PathBuf>::new());
 }
 
-/// All processes are asked before the first wait, so two that do not answer cost no more time than one. Both are
-/// reported, and the others listed.
+/// All requests are sent before the first wait, so two stopped processes delay the command no more than one.
+/// Both are reported, and the other process is listed.
 #[test]
-fn a_silent_process_delays_no_other() {
-    let place = Place::new();
+fn stopped_processes_do_not_delay_others() {
+    let place = TestFolder::new();
     let holders = [(); 3].map(|()| start(&place));
     let stopped = [&holders[0], &holders[2]];
     stopped.iter().for_each(|holder| holder.stop());
-    let end = finish(slabinfo(&place, &[]), STUCK_AFTER);
+    let end = finish(slabinfo(&place, &[]), TIMEOUT);
     assert_eq!(end.code(), 2, "{}{}", end.out, end.err);
     for holder in stopped {
         assert!(end.err.contains(&format!("process {}: it does not answer within 2 s", holder.pid())), "{}", end.err);
@@ -440,7 +442,7 @@ fn a_silent_process_delays_no_other() {
     let figures = identities.map(|identity| figures_of(&place, identity));
     let targets = [(&figures[0], identities[0]), (&figures[1], identities[1])];
     let asked = Cell::new(0);
-    // The requests that exist when the wait begins.
+    // Counts the requests that exist when the wait begins.
     let should_stop = || {
         asked.set(requests(&place).len());
         true
@@ -448,19 +450,19 @@ fn a_silent_process_delays_no_other() {
     let told = listing::ask_for_slabs(&targets, should_stop);
     assert!(told.iter().all(|told| matches!(told, Err(Unanswered::Stopped))), "{told:?}");
     assert_eq!((asked.get(), told.len(), requests(&place)), (2, 2, Vec::new()));
-    stopped.iter().for_each(|holder| holder.go_on());
+    stopped.iter().for_each(|holder| holder.continue_process());
     holders.into_iter().for_each(|holder| assert_eq!(holder.end(), [1]));
 }
 
-/// Another user may neither list nor shrink: not by the command, which uses another folder, and not by a request of its
-/// own in the folder. Root, as that user, may.
+/// Another user can neither list nor shrink the caches, by the command or by a request in the process's folder.
+/// Root can, as the process's user.
 #[test]
-fn others_are_refused() {
-    if !is_root() || lacks("setpriv") {
+fn other_users_are_refused() {
+    if !is_root() || is_missing("setpriv") {
         return println!("skipped: another user is needed");
     }
     const OTHER_USER: u32 = 65534;
-    let place = Place::new();
+    let place = TestFolder::new();
     fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o755)).unwrap();
     let holder = start(&place);
     let pid = holder.pid().to_string();
@@ -468,17 +470,17 @@ fn others_are_refused() {
         let mut command = place.command("setpriv");
         command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL, "slabinfo", &pid, "-s"]);
         command.env("XDG_RUNTIME_DIR", runtime);
-        finish(command, STUCK_AFTER)
+        finish(command, TIMEOUT)
     };
-    // With that user's own folders, and with those of the process.
+    // The other user tries an own folder, and the folder of the process.
     for runtime in [place.path("none"), place.path("runtime")] {
         let end = as_other_user(&runtime);
         if end.code() >= 126 {
-            return println!("skipped: the command lies where not everybody may go");
+            return println!("skipped: other users cannot reach the command");
         }
         assert_refused(&end, "is another user's: it answers user 0 only");
     }
-    // A request placed by another user, or writable by another user, is ignored.
+    // The process ignores a request that another user owns or can write, or that has a second link.
     let identity = process::identity(holder.pid()).unwrap();
     let figures = figures_of(&place, identity);
     let stopped = |change: &dyn Fn(&Path)| {
@@ -489,7 +491,7 @@ fn others_are_refused() {
                 thread::sleep(Duration::from_millis(1));
             }
             change(&requests(&place)[0]);
-            holder.go_on();
+            holder.continue_process();
             asking.join().unwrap()
         });
         assert!(matches!(outcome, Err(Unanswered::Late)), "{outcome:?}");
@@ -498,31 +500,35 @@ fn others_are_refused() {
     stopped(&|path| fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap());
     stopped(&|path| fs::hard_link(path, place.path("second")).unwrap());
     assert_eq!(number(cache(&list(&place, &holder, &[]), "nodes"), "defrag_used_ratio"), 0);
-    assert_eq!(send_command(&figures, identity, Action::SetUsedRatio(77), 1).unwrap().errno, 0, "its own user may");
+    assert_eq!(
+        send_command(&figures, identity, Action::SetUsedRatio(77), 1).unwrap().errno,
+        0,
+        "the process's user may set the ratio"
+    );
     assert_eq!(holder.end(), [1]);
 
-    // Root, as the other user.
+    // Root sends a request as the user of the process.
     fs::set_permissions(place.path("runtime"), fs::Permissions::from_mode(0o700)).unwrap();
     std::os::unix::fs::chown(place.path("runtime"), Some(OTHER_USER), Some(OTHER_USER)).unwrap();
     fs::remove_dir_all(place.path("runtime/pagemill")).unwrap();
     let mut command = place.command("setpriv");
     command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(std::env::current_exe().unwrap());
-    let holder = Holder::start(program_of(&place, command));
+    let holder = ObservedProgram::start(as_program(&place, command));
     let pid = holder.pid().to_string();
     assert_refused(
-        &finish(slabinfo(&place, &[&pid]), STUCK_AFTER),
+        &finish(slabinfo(&place, &[&pid]), TIMEOUT),
         "it answers user 65534 only; root can send requests as that user",
     );
     let mut command = place.command("setpriv");
     command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL, "slabinfo", &pid, "--shrink=nodes"]);
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     end.assert_success();
     assert!(end.out.contains(" went back"), "{}", end.out);
     assert_eq!(holder.end(), [1]);
 }
 
-/// Forged figures of a process that claims to have slab caches.
-fn forge_figures(place: &Place, identity: Identity) {
+/// Writes the published file of a process that claims to have slab caches.
+fn forge_figures(place: &TestFolder, identity: Identity) {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
     page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
@@ -537,11 +543,11 @@ fn forge_figures(place: &Place, identity: Identity) {
     fs::write(figures_of(place, identity).as_str(), page).unwrap();
 }
 
-/// Lists and answers that another process may have written are not trusted, and do no harm. The test writes them
+/// The command does not trust answers that another process may have written. The test writes such answers
 /// itself.
 #[test]
-fn garbage_is_refused() {
-    let place = Place::new();
+fn invalid_answers_are_refused() {
+    let place = TestFolder::new();
     let mut sleeper = place.command("cat");
     sleeper.stdin(Stdio::piped());
     let sleeper = Guard::new(sleeper);
@@ -564,7 +570,7 @@ fn garbage_is_refused() {
         (head(list, 1, libc::ENOSPC as u32, 0), "could not write its list"),
         (Vec::new(), "no helper thread"),
     ];
-    // Writes an answer once there is a request.
+    // Writes an answer as soon as a request exists.
     let answered = |answer: &[u8], from: usize, ask: &(dyn Fn() -> String + Sync)| {
         forge_figures(&place, identity);
         let told = thread::scope(|scope| {
@@ -573,8 +579,8 @@ fn garbage_is_refused() {
                 thread::sleep(Duration::from_millis(1));
             }
             if let Some(path) = requests(&place).first() {
-                // Does not create the file again if it is gone; a command is written immediately after its file is
-                // made.
+                // The file is opened without `create`, since the command may have removed it. A command's request is
+                // complete only some time after its file was created.
                 while fs::metadata(path).is_ok_and(|metadata| metadata.len() < from as u64) {}
                 let file = fs::OpenOptions::new().write(true).open(path);
                 let _ = file.map(|file| std::os::unix::fs::FileExt::write_all_at(&file, answer, from as u64));
@@ -585,7 +591,7 @@ fn garbage_is_refused() {
         told
     };
     for (answer, words) in &answers {
-        let told = answered(answer, 0, &|| finish(slabinfo(&place, &[&sleeper.id().to_string()]), STUCK_AFTER).err);
+        let told = answered(answer, 0, &|| finish(slabinfo(&place, &[&sleeper.id().to_string()]), TIMEOUT).err);
         assert!(told.contains(words), "{told}");
     }
     let told = b"pm-answ1";

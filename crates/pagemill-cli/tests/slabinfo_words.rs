@@ -1,9 +1,9 @@
-//! `pagemill slabinfo`: its messages for wrong arguments and for waits.
+//! `pagemill slabinfo`: messages for wrong arguments, and the behaviour while it waits.
 
 mod common;
 
-use common::slab_program::{self, assert_refused, requests, said, show, slabinfo, start};
-use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish};
+use common::slab_program::{self, assert_refused, printed_numbers, requests, show, slabinfo, start};
+use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish};
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
@@ -17,38 +17,37 @@ fn program() {
     slab_program::run();
 }
 
-/// The output has no results of a shrink that continues or was not begun. It has those of caches that were finished
-/// before.
+/// The output has the results of the caches that were shrunk in time. It has none of a shrink that continues or
+/// was not begun.
 #[test]
-fn what_goes_on_is_no_result() {
-    let place = Place::new();
+fn unfinished_shrinks_have_no_result() {
+    let place = TestFolder::new();
     let mut holder = start(&place);
     let moving = place.path("moving");
     fs::write(&moving, b"").unwrap();
     let pid = holder.pid().to_string();
-    let slabs = said(&holder, "nodes")[1];
-    let end = finish(slabinfo(&place, &[&pid, "-s"]), STUCK_AFTER);
+    let slabs = printed_numbers(&holder, "nodes")[1];
+    let end = finish(slabinfo(&place, &[&pid, "-s"]), TIMEOUT);
     assert_eq!(end.code(), 1, "{}", end.err);
     assert!(end.out.contains("\n  entries ") && !end.out.contains("nodes"), "{}{}", end.out, end.err);
     assert!(end.err.contains("nodes: process ") && end.err.contains("; not begun: boxes, tab?red"), "{}", end.err);
     for more in [&["--ctor"][..], &["-C", "--json"]] {
-        let end = finish(slabinfo(&place, &[&[pid.as_str(), "-s"], more].concat()), STUCK_AFTER);
+        let end = finish(slabinfo(&place, &[&[pid.as_str(), "-s"], more].concat()), TIMEOUT);
         assert_eq!((end.code(), end.out.as_str()), (1, ""), "{}", end.err);
         assert!(end.err.ends_with("still runs the command after 2 s, and continues\n"), "{}", end.err);
     }
     fs::remove_file(&moving).unwrap();
-    while said(&holder, "nodes")[1] > slabs / 5 {
+    while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
         holder.next();
     }
     assert_eq!(holder.end(), [1]);
 }
 
-/// An unknown cache name, or a process id where a cache is expected, is answered with the right command line.
+/// Errors about an unknown cache name, or a cache name in place of a process id, show the right command line.
 #[test]
-fn what_to_type_is_told() {
-    let place = Place::new();
-    let refused =
-        |options: &[&str], words: &str| assert_refused(&finish(slabinfo(&place, options), STUCK_AFTER), words);
+fn errors_show_the_right_command_line() {
+    let place = TestFolder::new();
+    let refused = |options: &[&str], words: &str| assert_refused(&finish(slabinfo(&place, options), TIMEOUT), words);
     refused(&["-s"], "`pagemill slabinfo PID --shrink`; no process of yours has slab caches");
     let holder = start(&place);
     let pid = &*holder.pid().to_string();
@@ -75,11 +74,11 @@ fn what_to_type_is_told() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A signal ends a waiting command as it ends any other, and no request is left: the status is what a shell or a
-/// service manager expects.
+/// A signal ends a waiting command in the usual way, so a shell or service manager sees the usual status. No
+/// request is left behind.
 #[test]
-fn signals_end_a_command_that_waits() {
-    let place = Place::new();
+fn a_signal_ends_a_waiting_command() {
+    let place = TestFolder::new();
     let holder = start(&place);
     holder.stop();
     let pid = holder.pid().to_string();
@@ -98,21 +97,21 @@ fn signals_end_a_command_that_waits() {
                 thread::sleep(Duration::from_millis(300));
             }
             asking.signal(name);
-            assert_eq!(asking.wait(STUCK_AFTER).signal(), Some(signal), "{options:?}");
+            assert_eq!(asking.wait(TIMEOUT).signal(), Some(signal), "{options:?}");
             assert_eq!(requests(&place), Vec::<PathBuf>::new());
         }
     }
-    holder.go_on();
+    holder.continue_process();
     assert_eq!(holder.end(), [1]);
 }
 
-/// The help explains each column and each flag, shows the usual command lines, and fits 100 columns.
+/// The help explains each column and flag, has example command lines, and fits 100 columns.
 #[test]
-fn help_explains_what_is_shown() {
-    let place = Place::new();
+fn help_explains_columns_and_flags() {
+    let place = TestFolder::new();
     let holder = start(&place);
     let table = show(&place, &holder, &[]);
-    let help = finish(slabinfo(&place, &["--help"]), STUCK_AFTER);
+    let help = finish(slabinfo(&place, &["--help"]), TIMEOUT);
     help.assert_success();
     let (_, columns) = help.out.split_once("\nColumns:\n").unwrap();
     for column in table.lines().nth(1).unwrap().split_ascii_whitespace().filter(|column| *column != "NAME") {
@@ -128,6 +127,6 @@ fn help_explains_what_is_shown() {
     assert!(columns.contains("\n  pagemill slabinfo 123 -s=entries "), "{columns}");
     assert!(help.out.lines().all(|line| line.chars().count() <= 100), "{}", help.out);
     let pid = holder.pid().to_string();
-    finish(slabinfo(&place, &[&pid, "-s=entries"]), STUCK_AFTER).assert_success();
+    finish(slabinfo(&place, &[&pid, "-s=entries"]), TIMEOUT).assert_success();
     assert_eq!(holder.end(), [1]);
 }

@@ -1,8 +1,8 @@
-//! Strict volatile ranges in preloaded programs, and in runtimes that handle faults themselves.
+//! Strict volatile ranges in preloaded programs, and in language runtimes that handle faults themselves.
 
 mod common;
 
-use common::{Place, STUCK_AFTER, finish, is_installed, is_root};
+use common::{TIMEOUT, TestFolder, finish, is_installed, is_root};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,22 +14,23 @@ fn foreign(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/foreign").join(name)
 }
 
-/// A purged page raises `SIGBUS`, and all other faults raise their usual signal, however and whenever handlers are set.
+/// Access to a purged page raises `SIGBUS`. All other faults raise their usual signal, no matter how and when
+/// handlers are installed.
 #[test]
-fn handlers_get_what_is_theirs() {
-    let place = Place::new();
+fn handlers_receive_their_own_signals() {
+    let place = TestFolder::new();
     let Some(program) = place.compile("strict_preload.c", &[]) else { return };
     for after in [Some("0"), None] {
         let mut command = place.pagemill_run(&[], &program);
         command.arg("handlers").env_remove("PAGEMILL_AFTER").envs(after.map(|bytes| ("PAGEMILL_AFTER", bytes)));
-        finish(command, STUCK_AFTER).assert_success();
+        finish(command, TIMEOUT).assert_success();
     }
 }
 
-/// Without a handler the program ends by the signal that it would end by without Pagemill.
+/// Without a handler, a program ends by the same signal as without Pagemill.
 #[test]
 fn programs_end_by_the_right_signal() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = place.compile("strict_preload.c", &[]) else { return };
     for (how, signal) in [
         ("touched", SIGBUS),
@@ -41,27 +42,27 @@ fn programs_end_by_the_right_signal() {
     ] {
         let mut command = place.pagemill_run(&[], &program);
         command.arg(how);
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         if end.out.starts_with("skipped") {
             return println!("{}", end.out);
         }
         assert_eq!(end.out, "marked\n", "{how}");
-        // `run` exits as its program does.
+        // `run` exits with 128 plus the signal that ended its program.
         assert_eq!(end.code(), 128 + signal, "{how}: {:?} {}", end.status, end.err);
     }
 }
 
-/// The first process of a container: a signal that it sends itself does not end it, but its own faults do.
+/// The first process of a PID namespace is not ended by signals that it sends to itself, but by its own faults.
 #[test]
-fn the_first_process_ends_as_well() {
-    let place = Place::new();
+fn the_first_process_of_a_namespace_ends_by_its_faults() {
+    let place = TestFolder::new();
     let Some(program) = place.compile("strict_preload.c", &[]) else { return };
     if !is_root() || !is_installed("unshare") {
         return println!("skipped: no namespace of processes without root and unshare");
     }
     let mut command = place.pagemill_run(&[], "unshare");
     command.args(["--pid", "--fork"]).arg(&program).arg("touched");
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     if end.out.starts_with("skipped") {
         return println!("{}", end.out);
     }
@@ -69,46 +70,46 @@ fn the_first_process_ends_as_well() {
     assert!([128 + SIGBUS, 128 + SIGSEGV].contains(&end.code()), "{:?} {}", end.status, end.err);
 }
 
-/// A C++ handler throws out of a fault, in a program compiled for that.
+/// In a program that is compiled for that, a C++ signal handler can throw an exception out of a fault.
 #[test]
 fn handlers_may_throw() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = place.compile("strict_throw.cpp", &["-fnon-call-exceptions"]) else { return };
-    finish(place.pagemill_run(&[], &program), STUCK_AFTER).assert_success();
+    finish(place.pagemill_run(&[], &program), TIMEOUT).assert_success();
 }
 
-/// `pagemill run` of a program with a preloaded library that purges pages before the program starts and checks them at
-/// its end.
-fn with_purged_pages(place: &Place, program: &Path, arguments: &[&str]) -> Option<Command> {
+/// Returns `pagemill run` of a program with a preloaded library, which purges pages before the program starts
+/// and accesses them at its end.
+fn with_purged_pages(place: &TestFolder, program: &Path, arguments: &[&str]) -> Option<Command> {
     let library = place.compile("strict_first.c", &["-shared", "-fPIC"])?;
     let mut command = place.pagemill_run(&[], program);
     command.args(arguments).env("LD_PRELOAD", library);
     Some(command)
 }
 
-/// Null references and stack overflows of a Java program.
+/// A Java program still handles its null references and stack overflows.
 #[test]
-fn java_keeps_its_faults() {
-    let place = Place::new();
+fn java_handles_its_faults() {
+    let place = TestFolder::new();
     if !is_installed("java") || !is_installed("javac") {
         return println!("skipped: no Java here");
     }
     let mut compile = place.command("javac");
     compile.arg("-d").arg(place.path("")).arg(foreign("Faults.java"));
-    finish(compile, STUCK_AFTER).assert_success();
+    finish(compile, TIMEOUT).assert_success();
     let classes = place.path("");
     let arguments = ["-Xmx256m", "-cp", classes.to_str().unwrap(), "Faults"];
     let Some(command) = with_purged_pages(&place, Path::new("java"), &arguments) else { return };
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     end.assert_success();
     assert_eq!(end.out, "2003\n");
     assert!(end.err.contains("looked once more"), "{}", end.err);
 }
 
-/// Nil references of a Go program with cgo, on several threads.
+/// A Go program with cgo still handles nil references, on several threads.
 #[test]
-fn go_keeps_its_faults() {
-    let place = Place::new();
+fn go_handles_its_faults() {
+    let place = TestFolder::new();
     if !is_installed("go") || !is_installed("cc") {
         return println!("skipped: no Go here");
     }
@@ -116,29 +117,29 @@ fn go_keeps_its_faults() {
     let mut compile = place.command("go");
     compile.env("HOME", place.path("home")).env("GO111MODULE", "off").env("CGO_ENABLED", "1").env("GOFLAGS", "");
     compile.args(["build", "-o"]).arg(&program).arg(foreign("faults.go"));
-    let end = finish(compile, STUCK_AFTER);
+    let end = finish(compile, TIMEOUT);
     if !end.status.success() {
         return println!("skipped: Go cannot build here: {}", end.err);
     }
     let Some(command) = with_purged_pages(&place, &program, &[]) else { return };
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     end.assert_success();
     assert_eq!(end.out, format!("[1000 1000 1000 1000] {SIGBUS}\n"));
 }
 
-/// Rust detects and reports a stack overflow.
+/// Rust still detects and reports a stack overflow.
 #[test]
-fn rust_keeps_its_stack_guard() {
-    let place = Place::new();
+fn rust_reports_stack_overflows() {
+    let place = TestFolder::new();
     if !is_installed("rustc") {
         return println!("skipped: no rustc here");
     }
     let program = place.path("overflow");
     let mut compile = place.command("rustc");
     compile.arg("-o").arg(&program).arg(foreign("overflow.rs"));
-    finish(compile, STUCK_AFTER).assert_success();
+    finish(compile, TIMEOUT).assert_success();
     let Some(command) = with_purged_pages(&place, &program, &[]) else { return };
-    let end = finish(command, STUCK_AFTER);
+    let end = finish(command, TIMEOUT);
     assert_eq!(end.code(), 128 + SIGABRT, "{:?} {}", end.status, end.err);
     assert!(end.err.contains("has overflowed its stack"), "{}", end.err);
 }

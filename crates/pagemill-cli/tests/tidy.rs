@@ -1,16 +1,17 @@
-//! Checks the rules of ARCHITECTURE.md and CONVENTIONS.md that a program can check, over the whole workspace.
+//! Checks those rules of ARCHITECTURE.md and CONVENTIONS.md that a program can check, over the whole workspace.
 //!
-//! Checks of code see the source with comments and strings blanked; line numbers stay the same.
+//! The checks of code work on sources in which comments and strings are replaced by spaces, so line numbers
+//! stay the same.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Maximum lines of a file.
+/// Maximum number of lines of a file.
 const MAX_FILE_LINES: usize = 800;
 
-/// Lines of a function: above the first limit a warning, above the second a failure.
+/// Lines of a function: more than the first value cause a warning, and more than the second a failure.
 const LONG_FN_LINES: usize = 70;
 const MAX_FN_LINES: usize = 100;
 
@@ -32,10 +33,10 @@ const LAYERS: &[(&str, usize)] = &[
     ("listing", 7),
 ];
 
-/// Exceptions to the layers: the module, the module that it names, and the reason.
-const EXCEPTIONS: &[(&str, &str, &str)] = &[("trace", "stats", "the ring of events lies on the page of figures")];
+/// Exceptions to the layers: a module, a module of the same or a higher layer that it may name, and the reason.
+const EXCEPTIONS: &[(&str, &str, &str)] = &[("trace", "stats", "the ring of events is on the page of the counters")];
 
-/// Pronouns for people. CONVENTIONS.md wants the thread, the caller or the function named instead.
+/// Pronouns for people, which CONVENTIONS.md rejects: the thread, the caller or the function is named instead.
 const PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody", "anybody"];
 
 /// Maximum number of [`PRONOUNS`] in comments and in Markdown files. CONVENTIONS.md quotes them.
@@ -81,7 +82,7 @@ impl File {
         self.path.starts_with("crates/")
     }
 
-    /// Whether the file is part of a product, not of its integration tests.
+    /// Returns whether the file is part of a product, and not of its integration tests.
     fn is_product(&self) -> bool {
         self.is_rust() && self.is_in_crates() && !self.path.contains("/tests/")
     }
@@ -98,7 +99,8 @@ impl File {
         blank_comments_and_strings(&self.text)
     }
 
-    /// The text that people read: all of a Markdown file, the comments of a Rust file of a crate without code.
+    /// Returns the text for readers: the whole text of a Markdown file, or the comments of a Rust file without
+    /// code examples.
     fn prose(&self) -> String {
         if self.path.ends_with(".md") {
             self.text.clone()
@@ -110,7 +112,8 @@ impl File {
     }
 }
 
-/// The files of the repository, tracked or untracked but not ignored. Without git, all files but build output.
+/// Returns the files of the repository that git does not ignore. Without git, returns all files but build
+/// output.
 fn files() -> Vec<File> {
     let root = root();
     let listed = Command::new("git")
@@ -141,7 +144,7 @@ fn walk(root: &Path, below: &str) -> Vec<String> {
     paths
 }
 
-/// The parts of a source file.
+/// The kinds of text in a source file.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     Code,
@@ -150,12 +153,12 @@ enum Part {
     Literal,
 }
 
-/// The text with comments, strings and characters replaced by spaces; newlines stay.
+/// Replaces comments, strings and characters by spaces, and keeps newlines.
 fn blank_comments_and_strings(text: &str) -> String {
     blank_all_but(Part::Code, text)
 }
 
-/// The text with all other parts replaced by spaces; newlines stay.
+/// Replaces all text but that of the kind `kept` by spaces, and keeps newlines.
 fn blank_all_but(kept: Part, text: &str) -> String {
     let mut result = String::with_capacity(text.len());
     let mut rest = text;
@@ -175,7 +178,7 @@ fn blank_all_but(kept: Part, text: &str) -> String {
     result
 }
 
-/// The comments of a source file, without the code blocks of its documentation.
+/// Returns the comments of a source file, without the code blocks of its documentation.
 fn comments_without_code(text: &str) -> String {
     let comments = blank_all_but(Part::Comment, text);
     let mut is_code = false;
@@ -200,7 +203,8 @@ fn len_of_comment(rest: &str) -> Option<usize> {
     rest.starts_with("/*").then_some(at.min(rest.len()))
 }
 
-/// Bytes of the string or character that starts here, if one does; `before` is the text up to here.
+/// Returns the length of the string or character literal at the start of `rest`; `None` if there is none.
+/// `before` is the text before `rest`.
 fn len_of_literal(rest: &str, before: &str) -> Option<usize> {
     let is_in_word = before.ends_with(|last: char| last.is_alphanumeric() || last == '_');
     if !is_in_word && let Some(raw) = rest.trim_start_matches(['b', 'c']).strip_prefix('r') {
@@ -227,7 +231,7 @@ fn len_of_literal(rest: &str, before: &str) -> Option<usize> {
     Some(rest.len())
 }
 
-/// Code without the test modules, which stand at the end of a file.
+/// Returns the code before the test module, which is at the end of a file.
 fn without_tests(code: &str) -> &str {
     let mut at = 0;
     let mut lines = code.split_inclusive('\n').peekable();
@@ -241,7 +245,7 @@ fn without_tests(code: &str) -> &str {
     code
 }
 
-/// Offsets of `word` as a whole word.
+/// Returns the offsets at which `word` occurs as a whole word.
 fn words<'code>(code: &'code str, word: &'code str) -> impl Iterator<Item = usize> + 'code {
     let is_part = |character: char| character.is_alphanumeric() || character == '_';
     code.match_indices(word)
@@ -257,7 +261,7 @@ fn assert_none(problems: &[String]) {
     assert!(problems.is_empty(), "{} problem(s):\n  {}\n", problems.len(), problems.join("\n  "));
 }
 
-/// First names of the paths that start at `crate::`, with their offsets.
+/// Returns the first names of paths that start with `crate::`, with their offsets.
 fn crate_names(code: &str) -> Vec<(usize, &str)> {
     let name_at = |at: usize| {
         let rest = &code[at..];
@@ -270,7 +274,7 @@ fn crate_names(code: &str) -> Vec<(usize, &str)> {
             names.push((start, name_at(start)));
             continue;
         }
-        // `crate::{a, b::{c, d}, e}`: the names at depth one.
+        // In `crate::{a, b::{c, d}, e}` the names at depth one are `a`, `b` and `e`.
         let mut depth = 0;
         for (offset, character) in code[start..].char_indices() {
             match character {
@@ -292,7 +296,7 @@ fn crate_names(code: &str) -> Vec<(usize, &str)> {
 
 /// Modules of the core name only modules of lower layers.
 #[test]
-fn modules_use_lower_ones_only() {
+fn modules_name_only_lower_modules() {
     let layer = |name: &str| LAYERS.iter().find(|(module, _)| *module == name).map(|(_, layer)| *layer);
     let mut problems = Vec::new();
     for file in files() {
@@ -318,7 +322,7 @@ fn modules_use_lower_ones_only() {
 }
 
 /// `unsafe` compiles only in files with `#![allow(unsafe_code)]`. Each such line has a reason behind it
-/// (`#![allow(unsafe_code)] // the C ABI`), and no file has the line without need.
+/// (`#![allow(unsafe_code)] // the C ABI`), and no file has the line without unsafe code.
 #[test]
 fn unsafe_is_allowed_with_a_reason() {
     let mut problems = Vec::new();
@@ -337,14 +341,14 @@ fn unsafe_is_allowed_with_a_reason() {
     assert_none(&problems);
 }
 
-/// How many of [`PRONOUNS`] a text has, in any case.
+/// Returns how many of [`PRONOUNS`] a text has, in upper or lower case.
 fn pronouns_in(text: &str) -> usize {
     let text = text.to_ascii_lowercase();
     PRONOUNS.iter().map(|pronoun| words(&text, pronoun).count()).sum()
 }
 
-/// Comments and Markdown files name threads, callers and functions instead of [`PRONOUNS`]. Prints the counts of all files
-/// where the limit is passed, the largest first.
+/// Comments and Markdown files name threads, callers and functions instead of [`PRONOUNS`]. If there are too
+/// many, the test prints the count of each file, the largest first.
 #[test]
 fn sentences_name_their_subject() {
     let files = files();
@@ -357,8 +361,9 @@ fn sentences_name_their_subject() {
     assert!(total <= MAX_PRONOUNS, "{total} of {PRONOUNS:?}, at most {MAX_PRONOUNS}:\n{}", list.join("\n"));
 }
 
-/// Public types of a file of the core without an example: line and name. A type has one if its documentation, or that of
-/// its re-export, has a code block, or names the type with the example (``Example: [`Cache`].``).
+/// Returns line and name of the public types of a file of the core that have no example. A type has an example
+/// if its documentation, or that of its re-export, has a code block, or names the type with the example
+/// (``Example: [`Cache`].``).
 fn types_without_example<'text>(text: &'text str, reexports: &str) -> Vec<(usize, &'text str)> {
     let (mut missing, mut documentation) = (Vec::new(), String::new());
     for (number, line) in text.lines().enumerate().map(|(number, line)| (number + 1, line.trim())) {
@@ -377,7 +382,7 @@ fn types_without_example<'text>(text: &'text str, reexports: &str) -> Vec<(usize
     missing
 }
 
-/// The lines of `pub use` that follow an example.
+/// Returns the `pub use` lines that directly follow an example.
 fn reexports_with_example(text: &str) -> String {
     let is_example = |line: &str| line.starts_with("/// ```") || line.starts_with("/// Example");
     let follows = |(before, line): &(&str, &str)| is_example(before) && line.starts_with("pub use ");
@@ -404,17 +409,17 @@ fn public_types_have_examples() {
     assert_eq!(types_without_example(text, &reexports_with_example("/// ```\npub use c::{B, E};")), [(8, "C")]);
 }
 
-/// Where a retired term is rejected.
+/// Where a retired term of the glossary is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rejected {
-    /// As a part of an identifier.
+    /// In identifiers.
     Identifier,
-    /// As a part of an identifier, and as a word in comments and Markdown files.
+    /// In identifiers, and as a word in comments and Markdown files.
     Word,
 }
 
-/// The retired terms that the glossary marks as rejected: rows `| term, term | replacement | identifier |`, or `word`,
-/// of its chapter "Retired terms".
+/// Returns the retired terms that the glossary rejects: from its chapter "Retired terms", the rows
+/// `| term, term | replacement | identifier |`, also with `word` in the last cell.
 fn retired_terms(glossary: &str) -> Vec<(String, Rejected)> {
     let chapter = glossary.split_once("\n## Retired terms").map_or("", |(_, rest)| rest);
     let chapter = chapter.split("\n## ").next().unwrap_or("");
@@ -431,7 +436,6 @@ fn retired_terms(glossary: &str) -> Vec<(String, Rejected)> {
     terms
 }
 
-/// Identifiers of the code with their offsets.
 fn identifiers(code: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut at = 0;
     code.split(|character: char| !character.is_alphanumeric() && character != '_').filter_map(move |word| {
@@ -441,7 +445,7 @@ fn identifiers(code: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// The words of an identifier in lower case: `RetireList` and `retire_list` have *retire* and *list*.
+/// Returns the words of an identifier in lower case: *retire* and *list* for `RetireList` and `retire_list`.
 fn words_of(identifier: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut was_lower = false;
@@ -457,7 +461,7 @@ fn words_of(identifier: &str) -> Vec<String> {
     words
 }
 
-/// Retired terms in a file: line and term.
+/// Returns the retired terms in a file, each with its line.
 fn retired_in(file: &File, terms: &[(String, Rejected)]) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     if file.is_rust() {
@@ -475,9 +479,9 @@ fn retired_in(file: &File, terms: &[(String, Rejected)]) -> Vec<(usize, String)>
     found
 }
 
-/// Code and prose use the terms of the glossary, not those that it has retired.
+/// Code, comments and Markdown files use the current terms of the glossary, and no retired ones.
 #[test]
-fn retired_terms_do_not_come_back() {
+fn retired_terms_are_not_used() {
     let files = files();
     let glossary = files.iter().find(|file| file.path == GLOSSARY).map_or("", |file| &file.text);
     let terms = retired_terms(glossary);
@@ -490,7 +494,8 @@ fn retired_terms_do_not_come_back() {
     assert_none(&problems.collect::<Vec<_>>());
 }
 
-/// The check finds terms in identifiers of both styles and, if marked so, in prose; not in strings or in longer words.
+/// The check finds retired terms in identifiers of both styles and, if the glossary says so, in text. It finds
+/// none in strings and in longer words.
 #[test]
 fn retired_terms_are_found() {
     let glossary = "## Terms\n| none | x | word |\n\n## Retired terms\n\n| retired | term | rejected as |\n|---|---|---|\n\
@@ -517,7 +522,8 @@ fn files_are_short() {
     assert_none(&files().iter().filter(|file| file.is_rust()).filter_map(long).collect::<Vec<_>>());
 }
 
-/// Functions with a body: line, name, and number of lines from the signature to the closing brace.
+/// Returns line, name and number of lines of each function with a body. The lines count from the signature to
+/// the closing brace.
 fn functions(code: &str) -> Vec<(usize, &str, usize)> {
     let mut functions = Vec::new();
     for at in words(code, "fn") {
@@ -544,7 +550,7 @@ fn functions(code: &str) -> Vec<(usize, &str, usize)> {
     functions
 }
 
-/// Warns of functions over [`LONG_FN_LINES`], fails for those over [`MAX_FN_LINES`].
+/// Warns of functions that are longer than [`LONG_FN_LINES`], and fails for those longer than [`MAX_FN_LINES`].
 #[test]
 fn functions_are_short() {
     let mut problems = Vec::new();
@@ -560,7 +566,7 @@ fn functions_are_short() {
     assert_none(&problems);
 }
 
-/// The sizes of the OS page and the block are named constants, not numbers.
+/// The sizes of the OS page and of the block are named constants, and do not occur as numbers.
 #[test]
 fn page_and_block_sizes_are_named() {
     let mut problems = Vec::new();
@@ -579,9 +585,9 @@ fn page_and_block_sizes_are_named() {
     assert_none(&problems);
 }
 
-/// No marks of unfinished work, no debug output.
+/// The crates contain no markers of unfinished work and no debug macros.
 #[test]
-fn nothing_is_left_over() {
+fn no_unfinished_work_is_left() {
     let marks = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X")];
     let macros = [concat!("to", "do!"), concat!("unimple", "mented!"), concat!("db", "g!")];
     let mut problems = Vec::new();
@@ -597,7 +603,6 @@ fn nothing_is_left_over() {
     assert_none(&problems);
 }
 
-/// Names of the tests in a file.
 fn tests_in(text: &str) -> Vec<&str> {
     let after_marks = text.split("#[test]\n").skip(1);
     let name = |after: &'_ str| -> Option<(usize, usize)> {
@@ -609,7 +614,7 @@ fn tests_in(text: &str) -> Vec<&str> {
 
 /// Each cell of the table of operations on a folio names a test, and every test that the chapter names exists.
 #[test]
-fn the_table_of_locks_is_tested() {
+fn the_tests_of_the_lock_table_exist() {
     let files = files();
     let core = files.iter().filter(|file| file.is_rust() && file.is_in_library("/"));
     let tests: BTreeSet<&str> = core.flat_map(|file| tests_in(&file.text)).collect();
@@ -637,7 +642,7 @@ fn the_table_of_locks_is_tested() {
     assert_none(&problems);
 }
 
-/// No file names a folder of the machine where it was written.
+/// No file contains a path of the machine where it was written.
 #[test]
 fn no_file_names_a_machine() {
     let paths = ["work", "root", "home"].map(|folder| format!("/{folder}/"));
@@ -666,9 +671,9 @@ fn every_package_has_the_lints() {
     assert_none(&problems);
 }
 
-/// Comments and strings are not code; comments alone are prose.
+/// Comments and strings are not code. Only comments are text for readers.
 #[test]
-fn comments_and_strings_are_no_code() {
+fn code_comments_and_strings_are_told_apart() {
     let text = "fn a<'x>() { \"unsafe\"; 'u'; '\\''; r#\"unsafe \" \"#; b\"unsafe\" } // unsafe\n/* unsafe /* */ unsafe */ unsafe";
     let code = blank_comments_and_strings(text);
     assert_eq!(words(&code, "unsafe").collect::<Vec<_>>(), [text.rfind("unsafe").unwrap()]);

@@ -1,10 +1,11 @@
-//! `pagemill vranges`: marked ranges of programs, with and without preload, and processes that do not answer.
+//! `pagemill vranges`: lists the volatile ranges of programs, with and without the preload library, and reports
+//! processes that do not answer.
 #![allow(unsafe_code)] // marks memory of its own by address
 
 mod common;
 
-use common::holder::Holder;
-use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, finish_answered, walk};
+use common::holder::ObservedProgram;
+use common::{End, Guard, PAGEMILL, TIMEOUT, TestFolder, finish, finish_answered, walk};
 use pagemill::Pagemill;
 use pagemill::published;
 use pagemill::reclaim::{Shrinker, Urgency};
@@ -24,19 +25,19 @@ use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
-fn vranges(place: &Place, pid: u32, options: &[&str]) -> Command {
+fn vranges(place: &TestFolder, pid: u32, options: &[&str]) -> Command {
     let mut command = place.command(PAGEMILL);
     command.arg("vranges").arg(pid.to_string()).args(options);
     command
 }
 
-fn list(place: &Place, pid: u32) -> Value {
+fn list(place: &TestFolder, pid: u32) -> Value {
     let end = finish_answered(|| vranges(place, pid, &["--json"]));
     end.assert_success();
     serde_json::from_str(&end.out).unwrap()
 }
 
-/// The listed ranges that begin inside these addresses.
+/// Returns the listed ranges that begin inside these addresses.
 fn ranges_in(list: &Value, addr: u64, len: u64) -> Vec<&Value> {
     let is_inside = |range: &&Value| (addr..addr + len).contains(&range["address"].as_u64().unwrap());
     list["ranges"].as_array().unwrap().iter().filter(is_inside).collect()
@@ -50,8 +51,8 @@ fn sum(ranges: &[&Value], of: &str) -> u64 {
     ranges.iter().map(|range| range[of].as_u64().unwrap()).sum()
 }
 
-/// Requests that are left in the folder.
-fn requests(place: &Place) -> Vec<PathBuf> {
+/// Returns the request files that are left in the folder.
+fn requests(place: &TestFolder) -> Vec<PathBuf> {
     walk(&place.path("runtime")).into_iter().filter(|path| path.to_string_lossy().contains(".vranges-")).collect()
 }
 
@@ -60,32 +61,33 @@ fn assert_refused(end: &End, words: &str) {
     assert!(end.code() == 2 && end.out.is_empty() && end.err.contains(words), "{}: {}{}", end.status, end.out, end.err);
 }
 
-/// A forked child that only marks memory is listed, too.
+/// A forked child whose only use of Pagemill is to mark memory is listed, too.
 #[test]
 fn a_child_that_only_marks_is_listed() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = place.compile("vranges.c", &[]) else { return };
     let mut command = place.pagemill_run(&[], &program);
     command.arg("child");
-    let holder = Holder::start(command);
+    let holder = ObservedProgram::start(command);
     let list = list(&place, holder.pid());
     assert_eq!(range_at(&list, holder.numbers[1])["size"], os_page_bytes());
     holder.end();
 }
 
-/// A preloaded program over its limit: the list reports the same bytes as purged as unmarking does. In a tree.
+/// For a preloaded program above its limit, in a process tree, the list shows the same purged bytes as the
+/// program finds when it unmarks.
 #[test]
 fn a_preloaded_program_is_listed() {
     const LEN: u64 = 16 * MIB;
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = place.compile("vranges.c", &[]) else { return };
-    let holder = Holder::start(place.pagemill_run(&["--limit", "64M"], &program));
+    let holder = ObservedProgram::start(place.pagemill_run(&["--limit", "64M"], &program));
     let list = list(&place, holder.pid());
     let [old, new, foreign] = [1, 2, 3].map(|index| ranges_in(&list, holder.numbers[index], LEN));
     for range in old.iter().chain(&new).chain(&foreign) {
         assert_eq!((&range["kind"], &range["state"]), (&"marked".into(), &"volatile".into()));
         let age = range["age_seconds"].as_f64().unwrap();
-        assert!(age < holder_age(&holder), "{range}: older than its process");
+        assert!(age < program_age_seconds(&holder), "{range}: older than its process");
     }
     assert_eq!(old.len(), 1, "{list}");
     assert_eq!((&old[0]["purged"], &old[0]["behaviour"]), (&"all".into(), &"full".into()));
@@ -102,28 +104,28 @@ fn a_preloaded_program_is_listed() {
     assert!(text.out.lines().last().unwrap().contains("ranges, 48 MiB:"), "{}", text.out);
     assert_eq!(requests(&place), Vec::<PathBuf>::new());
     assert_eq!(holder.end(), [1, is_new_purged, 0]);
-    place.assert_swept();
+    place.assert_no_files_left();
 }
 
-/// Seconds that a process has run, and a margin.
-fn holder_age(holder: &Holder) -> f64 {
+/// Returns the age of the program in seconds, plus a tolerance.
+fn program_age_seconds(holder: &ObservedProgram) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{}/stat", holder.pid())).unwrap();
     let ticks: f64 = stat[stat.rfind(')').unwrap()..].split(' ').nth(20).unwrap().parse().unwrap();
     let up: f64 = fs::read_to_string("/proc/uptime").unwrap().split(' ').next().unwrap().parse().unwrap();
     up - ticks / 100.0 + 1.0
 }
 
-/// More ranges than are copied at a time are listed in order, each once. Several processes ask at once; a reader may
-/// stop reading.
+/// More ranges than one copy can hold are listed in order, each once, also for several commands at the same
+/// time. If the reader of the output stops reading, the command succeeds.
 #[test]
-fn many_ranges_are_listed_to_many() {
+fn many_ranges_are_listed_to_many_commands() {
     const COUNT: u64 = 3000;
-    let place = Place::new();
+    let place = TestFolder::new();
     let Some(program) = place.compile("vranges.c", &[]) else { return };
     let mut command = place.pagemill_run(&[], &program);
-    // On the libc fallback: it grows for its marks.
+    // The program starts on the libc fallback, and grows when it marks memory.
     command.arg(COUNT.to_string()).env_remove("PAGEMILL_AFTER");
-    let holder = Holder::start(command);
+    let holder = ObservedProgram::start(command);
     let page = os_page_bytes() as u64;
     let expected: Vec<u64> = (0..COUNT).map(|at| holder.numbers[1] + 2 * at * page).collect();
     thread::scope(|scope| {
@@ -139,10 +141,10 @@ fn many_ranges_are_listed_to_many() {
     });
     let mut reader = place.command("sh");
     reader.args(["-c", &format!("({PAGEMILL} vranges {}; echo $? > status) | head -n 1", holder.pid())]);
-    finish(reader, STUCK_AFTER).assert_success();
+    finish(reader, TIMEOUT).assert_success();
     let status = || fs::read_to_string(place.path("status")).unwrap_or_default();
     let begun = Instant::now();
-    while status().is_empty() && begun.elapsed() < STUCK_AFTER {
+    while status().is_empty() && begun.elapsed() < TIMEOUT {
         thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(status(), "0\n");
@@ -150,10 +152,12 @@ fn many_ranges_are_listed_to_many() {
     holder.end();
 }
 
-/// The program of the next tests is this test binary, started with this variable set.
-const BE_PROGRAM: &str = "VRANGES_TEST_PROGRAM";
+/// The next tests start this test binary with this variable set: then the test `program` is the program to
+/// observe.
+const PROGRAM_VARIABLE: &str = "VRANGES_TEST_PROGRAM";
 
-/// The handles that it makes, in this order, and one range marked by address.
+/// State, behaviour, and purged bytes of the program's ranges: five handles, and one range that is also marked
+/// by address.
 const EXPECTED: [(&str, &str, &str, u64); 6] = [
     ("held", "full", "no", 0),
     ("volatile", "full", "all", 3 * MIB),
@@ -166,7 +170,7 @@ const EXPECTED: [(&str, &str, &str, u64); 6] = [
 #[test]
 #[ignore = "a program for other tests"]
 fn program() {
-    if std::env::var_os(BE_PROGRAM).is_none() {
+    if std::env::var_os(PROGRAM_VARIABLE).is_none() {
         return;
     }
     let pagemill = Pagemill::of_process().unwrap();
@@ -201,15 +205,15 @@ fn program() {
 }
 
 fn as_program(command: &mut Command) {
-    command.args(["--exact", "program", "--ignored", "--nocapture", "--test-threads=1"]).env(BE_PROGRAM, "1");
+    command.args(["--exact", "program", "--ignored", "--nocapture", "--test-threads=1"]).env(PROGRAM_VARIABLE, "1");
 }
 
-fn assert_handles(place: &Place, holder: &Holder) {
+fn assert_handles(place: &TestFolder, holder: &ObservedProgram) {
     let list = list(place, holder.pid());
     for (addr, (state, behaviour, purged, purged_bytes)) in holder.numbers[1..].iter().zip(EXPECTED) {
         let is_marked = addr == holder.numbers.last().unwrap();
         let at = ranges_in(&list, *addr, 1);
-        // The last one is a held handle that is also marked by address.
+        // The last handle is held, and its memory is also marked by address.
         let range = at.iter().find(|range| !is_marked || range["kind"] == "marked").unwrap();
         assert_eq!(
             [&range["state"], &range["behaviour"], &range["purged"]],
@@ -224,96 +228,98 @@ fn assert_handles(place: &Place, holder: &Holder) {
     assert_eq!(range_at(&list, holder.numbers[1])["size"], MIB);
 }
 
-/// A program that uses the crate alone publishes itself, is listed, and leaves no file behind.
+/// A program that uses only the crate publishes statistics, is listed, and leaves no file behind.
 #[test]
 fn a_program_with_handles_is_listed() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut command = place.command(std::env::current_exe().unwrap());
     as_program(&mut command);
-    let holder = Holder::start(command);
+    let holder = ObservedProgram::start(command);
     assert_handles(&place, &holder);
     let mut meminfo = place.command(PAGEMILL);
     meminfo.arg("meminfo").arg(holder.pid().to_string());
-    finish(meminfo, STUCK_AFTER).assert_success();
+    finish(meminfo, TIMEOUT).assert_success();
     holder.end();
-    place.assert_swept();
+    place.assert_no_files_left();
 }
 
-/// With the preload it has two Pagemills and is listed all the same: in a tree, and if both publish into one folder.
+/// A program with the crate and the preload library has two Pagemill instances. Both are listed, in the folder
+/// of a process tree or in the user's folder.
 #[test]
 fn a_preloaded_program_with_handles_is_listed() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut ask = place.pagemill_run(&[], "sh");
     ask.args(["-c", "echo $LD_PRELOAD"]);
-    let library = finish(ask, STUCK_AFTER).out;
+    let library = finish(ask, TIMEOUT).out;
     let mut by_hand = place.command(std::env::current_exe().unwrap());
     by_hand.env("LD_PRELOAD", library.trim());
     for mut command in [place.pagemill_run(&[], std::env::current_exe().unwrap()), by_hand] {
         as_program(&mut command);
-        let holder = Holder::start(command);
+        let holder = ObservedProgram::start(command);
         let figures = walk(&place.path("runtime")).into_iter().filter(|path| path.is_file() && !path.ends_with("tree"));
-        assert_eq!(figures.count(), 2, "one of each");
+        assert_eq!(figures.count(), 2, "one file of each instance");
         assert_handles(&place, &holder);
         holder.end();
-        place.assert_swept();
+        place.assert_no_files_left();
     }
 }
 
-/// A stopped process does not answer: the command reports that in time and leaves no file behind, nor does it after
-/// Ctrl-C. Once continued, the process answers again.
+/// A stopped process does not answer. The command reports that in time and leaves no file behind, also after
+/// Ctrl-C. The process answers again once it continues.
 #[test]
 fn a_stopped_process_does_not_answer() {
-    let place = Place::new();
+    let place = TestFolder::new();
     let mut command = place.command(std::env::current_exe().unwrap());
     as_program(&mut command);
-    let holder = Holder::start(command);
+    let holder = ObservedProgram::start(command);
     holder.stop();
-    let end = finish(vranges(&place, holder.pid(), &[]), STUCK_AFTER);
+    let end = finish(vranges(&place, holder.pid(), &[]), TIMEOUT);
     assert_refused(&end, "does not answer within 2 s");
     assert_eq!(requests(&place), Vec::<PathBuf>::new());
     let mut asking = Guard::new(vranges(&place, holder.pid(), &[]));
     while requests(&place).is_empty() {
-        assert!(!asking.has_ended(), "it ended before it was interrupted");
+        assert!(!asking.has_ended(), "the command ended before it was interrupted");
         thread::sleep(Duration::from_millis(1));
     }
     asking.signal("INT");
-    assert_eq!(asking.wait(STUCK_AFTER).signal(), Some(libc::SIGINT));
+    assert_eq!(asking.wait(TIMEOUT).signal(), Some(libc::SIGINT));
     assert_eq!(requests(&place), Vec::<PathBuf>::new());
-    holder.go_on();
+    holder.continue_process();
     assert_handles(&place, &holder);
     holder.end();
 }
 
-/// A process that does not exist; one without Pagemill; one without ranges, which is not even asked.
+/// Errors say whether a process does not exist or publishes no statistics. A process without ranges is not
+/// asked.
 #[test]
-fn a_process_without_any_is_told_apart() {
-    let place = Place::new();
-    assert_refused(&finish(vranges(&place, 1 << 30, &[]), STUCK_AFTER), "there is no process 1073741824");
+fn errors_say_why_there_is_no_list() {
+    let place = TestFolder::new();
+    assert_refused(&finish(vranges(&place, 1 << 30, &[]), TIMEOUT), "there is no process 1073741824");
     let mut plain = place.command("cat");
     plain.stdin(Stdio::piped());
     let mut plain = Guard::new(plain);
-    assert_refused(&finish(vranges(&place, plain.id(), &[]), STUCK_AFTER), "publishes no figures");
+    assert_refused(&finish(vranges(&place, plain.id(), &[]), TIMEOUT), "publishes no figures");
     drop(plain.child().stdin.take());
-    plain.wait(STUCK_AFTER);
+    plain.wait(TIMEOUT);
     let mut command = place.pagemill_run(&[], "sh");
     command.args(["-c", "echo $$; read word; echo 0"]);
-    let holder = Holder::start(command);
+    let holder = ObservedProgram::start(command);
     holder.stop();
-    let end = finish(vranges(&place, holder.pid(), &[]), STUCK_AFTER);
+    let end = finish(vranges(&place, holder.pid(), &[]), TIMEOUT);
     end.assert_success();
     assert!(end.out.contains("no volatile ranges"), "{}", end.out);
     assert_eq!(list(&place, holder.pid())["ranges"], Value::Array(Vec::new()));
-    holder.go_on();
+    holder.continue_process();
     holder.end();
     let mut help = place.command(PAGEMILL);
     help.args(["vranges", "--help"]);
-    let end = finish(help, STUCK_AFTER);
+    let end = finish(help, TIMEOUT);
     end.assert_success();
     assert!(end.out.contains("PURGED"), "{}", end.out);
 }
 
-/// Forged figures of a process that claims to have ranges.
-fn forge_figures(place: &Place, identity: Identity) -> PathBuf {
+/// Writes the published file of a process that claims to have ranges.
+fn forge_figures(place: &TestFolder, identity: Identity) -> PathBuf {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
     page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
@@ -330,10 +336,10 @@ fn forge_figures(place: &Place, identity: Identity) -> PathBuf {
     path.as_str().into()
 }
 
-/// Lists that another process may have written are not trusted, and do no harm. The test writes them itself.
+/// The command does not trust lists that another process may have written. The test writes such lists itself.
 #[test]
-fn garbage_is_refused() {
-    let place = Place::new();
+fn invalid_lists_are_refused() {
+    let place = TestFolder::new();
     let mut sleeper = place.command("cat");
     sleeper.stdin(Stdio::piped());
     let sleeper = Guard::new(sleeper);
@@ -356,12 +362,12 @@ fn garbage_is_refused() {
     ];
     for (answer, words) in answers {
         let end = thread::scope(|scope| {
-            let asking = scope.spawn(|| finish(vranges(&place, sleeper.id(), &[]), STUCK_AFTER));
+            let asking = scope.spawn(|| finish(vranges(&place, sleeper.id(), &[]), TIMEOUT));
             while requests(&place).is_empty() && !asking.is_finished() {
                 thread::sleep(Duration::from_millis(1));
             }
             if let Some(path) = requests(&place).first() {
-                // Does not create the file again if it is gone.
+                // Opened without `create`: the command may have removed the file.
                 let file = fs::OpenOptions::new().write(true).open(path);
                 let _ = file.and_then(|mut file| file.write_all(&answer));
             }
@@ -369,9 +375,9 @@ fn garbage_is_refused() {
         });
         assert_refused(&end, words);
         assert_eq!(requests(&place), Vec::<PathBuf>::new());
-        // The sequence of requests starts anew.
+        // A new published file restarts the numbers of the requests.
         forge_figures(&place, identity);
     }
     fs::write(&figures, b"short").unwrap();
-    assert_refused(&finish(vranges(&place, sleeper.id(), &[]), STUCK_AFTER), "publishes no figures");
+    assert_refused(&finish(vranges(&place, sleeper.id(), &[]), TIMEOUT), "publishes no figures");
 }

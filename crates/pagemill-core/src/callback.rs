@@ -1,17 +1,17 @@
-//! Calls of the program's code on threads of this crate: stores, policies, completion callbacks.
+//! Calls the program's code (stores, policies, completion callbacks) on threads that belong to this crate.
 //!
-//! A panic there would end the process, because no caller can catch it. It is caught and counted here. The calling code
-//! decides what to stop using afterwards.
+//! An uncaught panic in such code would end the process, so this module catches and counts it. The calling code decides
+//! which store, policy or cache it stops using afterwards.
 
 use crate::stats::{self, Counter};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Calls `act`; returns `None` if it panicked. The caller must handle a half-finished state.
-pub fn contain<T>(act: impl FnOnce() -> T) -> Option<T> {
+/// Calls `act`; returns `None` if it panicked. The caller must expect that `act` has done only a part of its work.
+pub fn catch_panic<T>(act: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(value) => Some(value),
         Err(panic) => {
-            // Forgotten, because its destructor may panic.
+            // The panic's payload is leaked, because its destructor may panic, too.
             std::mem::forget(panic);
             stats::add(Counter::BehindPanics, 1);
             None

@@ -1,12 +1,13 @@
 //! Epoch-based reclamation for index nodes and slab objects: a retired object is freed once every pinned epoch is
 //! newer.
 //!
-//! This module has its own collector. The default collector of the crate may be used by the program, too: retiring an
-//! object frees what is due, under any lock, and destructors of the program must not run there.
+//! This module has its own collector, because the program may use the default collector of `crossbeam_epoch`. Retiring
+//! an object also frees older objects whose epoch has passed, and this happens under locks of this crate. Destructors
+//! of the program must not run under such locks.
 //!
-//! A fork child has none of its parent's threads but inherits their epochs. A thread that was pinned in the parent
-//! would block reclamation forever. So the child begins anew with a new collector, unless the fork happened under a
-//! guard, which must keep protecting what it protects.
+//! A fork child has none of its parent's threads but inherits their pinned epochs, which would block reclamation
+//! forever. So the child starts with a new collector. The exception is a thread that forks while it holds a guard: the
+//! child keeps the old collector, because that guard must stay valid.
 #![allow(unsafe_code)] // a collector behind a pointer
 
 use crossbeam_epoch::{Collector, LocalHandle};
@@ -16,15 +17,16 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
 
-/// Keeps the objects that its thread reaches from being freed or reused until it is dropped. Only [`pin`] makes one: a
-/// guard of another collector would protect nothing here.
+/// A guard: while it exists, objects that its thread reaches are not freed or reused.
+///
+/// Only [`pin`] creates guards, because a guard of another collector would not protect the objects of this crate.
 ///
 /// Example: [`XArray`](crate::xarray::XArray).
 pub struct Guard(crossbeam_epoch::Guard);
 
 impl Guard {
-    /// Runs `act` once all guards that exist now are dropped, on any thread and under any lock of this crate. So it
-    /// must not run functions of programs.
+    /// Runs `act` once all guards that exist now are dropped. `act` may run on any thread and under any lock of this
+    /// crate, so it must not call functions of the program.
     pub fn defer<R>(&self, act: impl FnOnce() -> R + Send + 'static) {
         self.0.defer(act);
     }
@@ -35,60 +37,60 @@ impl Guard {
     }
 }
 
-/// Times that a child began anew, since the process whose collector is [`first`].
+/// Number of forks since the first collector was created after which the child started a new collector.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
-/// The process that began anew last or created the first collector; 0 before the first read.
-static OWNER: AtomicU32 = AtomicU32::new(0);
+/// Id of the process that created the current collector; 0 while there is no collector.
+static OWNER_PID: AtomicU32 = AtomicU32::new(0);
 
-/// The collector of this generation, except the first; null before the first read. Never freed.
-static LATER: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
+/// The collector of the current generation if that is not 0. Null before the first [`pin`] in it. Never freed.
+static LATER_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
 
-fn first() -> &'static Collector {
+fn first_collector() -> &'static Collector {
     static FIRST: OnceLock<Collector> = OnceLock::new();
     FIRST.get_or_init(|| {
-        OWNER.store(process::id(), Relaxed);
+        OWNER_PID.store(process::id(), Relaxed);
         Collector::new()
     })
 }
 
-fn later() -> &'static Collector {
-    let mut found = LATER.load(Acquire);
+fn later_collector() -> &'static Collector {
+    let mut found = LATER_COLLECTOR.load(Acquire);
     if found.is_null() {
         let made = Box::into_raw(Box::new(Collector::new()));
-        found = match LATER.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
+        found = match LATER_COLLECTOR.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
             Ok(_) => made,
             Err(theirs) => {
-                // SAFETY: made above; no other thread has seen it.
+                // SAFETY: created above; no other thread has a reference to it.
                 drop(unsafe { Box::from_raw(made) });
                 theirs
             }
         };
     }
-    // SAFETY: from `Box::into_raw`, and never freed once it is there.
+    // SAFETY: the pointer is from `Box::into_raw`, and a collector that was stored is never freed.
     unsafe { &*found }
 }
 
 thread_local! {
-    /// Whether [`HANDLE`] exists: accessing `HANDLE` would create it.
+    /// Whether [`HANDLE`] exists. Tested first where accessing `HANDLE` must not create it.
     static HAS_HANDLE: Cell<bool> = const { Cell::new(false) };
     static HANDLE: LocalHandle = {
         HAS_HANDLE.set(true);
-        first().register()
+        first_collector().register()
     };
-    /// The handle of a later generation, with its number.
+    /// The handle of a generation after 0, with the number of that generation.
     static LATER_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
 }
 
 /// Pins the current thread: objects reachable while pinned are not reused until the guard is dropped.
 ///
-/// Cost: some nanoseconds; writes no shared cache line. Other threads wait for nothing, but retired objects pile up for
-/// as long as the guard is kept.
+/// Cost: some nanoseconds; writes no shared cache line. A guard blocks no other thread, but no retired object is freed
+/// while it exists.
 #[inline]
 pub fn pin() -> Guard {
     match GENERATION.load(Relaxed) {
-        // A thread that is ending may still read.
-        0 => Guard(HANDLE.try_with(LocalHandle::pin).unwrap_or_else(|_| first().register().pin())),
+        // The thread-local handle is gone while a thread ends. Destructors may still read, through a new handle.
+        0 => Guard(HANDLE.try_with(LocalHandle::pin).unwrap_or_else(|_| first_collector().register().pin())),
         generation => pin_later(generation),
     }
 }
@@ -98,22 +100,24 @@ fn pin_later(generation: u32) -> Guard {
     let pinned = LATER_HANDLE.try_with(|handle| {
         let mut handle = handle.borrow_mut();
         if handle.as_ref().is_none_or(|(of, _)| *of != generation) {
-            // The parent's handle stays in the parent's collector.
-            std::mem::forget(handle.replace((generation, later().register())));
+            // Dropping the parent's handle would access the parent's collector, so the handle is leaked.
+            std::mem::forget(handle.replace((generation, later_collector().register())));
         }
         handle.as_ref().map(|(_, handle)| handle.pin())
     });
-    Guard(pinned.ok().flatten().unwrap_or_else(|| later().register().pin()))
+    Guard(pinned.ok().flatten().unwrap_or_else(|| later_collector().register().pin()))
 }
 
-/// Called in a fork child: no thread but this one can be reading. Takes no memory. Has an effect once per process,
-/// however many Pagemills call it: by the second call other threads may be reading.
+/// Starts a new collector in a fork child, unless its only thread is pinned. Allocates nothing.
+///
+/// Each Pagemill of the process calls this. Only the first call has an effect, because other threads may exist and be
+/// pinned by the second one.
 pub fn begin_child() {
-    let (owner, own) = (OWNER.load(Relaxed), process::id());
+    let (owner, own) = (OWNER_PID.load(Relaxed), process::id());
     if owner == 0 || owner == own {
         return;
     }
-    OWNER.store(own, Relaxed);
+    OWNER_PID.store(own, Relaxed);
     let is_reading = match GENERATION.load(Relaxed) {
         0 => HAS_HANDLE.get() && HANDLE.try_with(LocalHandle::is_pinned).unwrap_or(true),
         generation => {
@@ -122,7 +126,7 @@ pub fn begin_child() {
         }
     };
     if !is_reading {
-        LATER.store(ptr::null_mut(), Relaxed);
+        LATER_COLLECTOR.store(ptr::null_mut(), Relaxed);
         GENERATION.fetch_add(1, Relaxed);
     }
 }

@@ -1,4 +1,4 @@
-//! Failures of the environment, with the numbers.
+//! The error type of the crate. Each variant carries the quantities that explain the failure.
 
 use crate::units::{BLOCK_BYTES, Bytes, os_page_bytes};
 use std::fmt;
@@ -18,7 +18,7 @@ use std::io;
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// Not admitted, even after reclaim.
+    /// The bytes would exceed the limit, even after reclaim.
     NoMemory { wanted_bytes: u64, used_bytes: u64, limit_bytes: u64 },
     /// Too few of the huge pages that the administrator reserved (hugetlb) are free.
     NoHugetlb { wanted_bytes: u64 },
@@ -36,7 +36,7 @@ pub enum Error {
     FreedBefore { addr: usize, len_bytes: usize },
     /// The length is not valid here.
     BadLength { len_bytes: u64 },
-    /// The chunk is not a multiple of the OS page.
+    /// The chunk size of a partial volatile range is not a multiple of the OS page.
     BadChunk { chunk_bytes: u64 },
     /// The addresses are not whole OS pages, or end beyond the address space.
     BadRange { addr: usize, len_bytes: usize },
@@ -172,7 +172,7 @@ impl fmt::Display for Error {
 }
 
 impl From<Error> for io::Error {
-    /// Keeps the `errno` only, so the text is the system's.
+    /// Converts to the `errno` only, so the error prints the system's text for that number.
     fn from(error: Error) -> Self {
         Self::from_raw_os_error(error.errno())
     }
@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_says_how_much() {
+    fn error_text_has_quantities() {
         let error = Error::NoMemory { wanted_bytes: 2 << 20, used_bytes: 511 << 20, limit_bytes: 512 << 20 };
         assert_eq!(error.to_string(), "no room for 2 MiB: 511 MiB of 512 MiB in use, nothing left to reclaim");
         assert_eq!(error.errno(), 12);

@@ -1,12 +1,12 @@
-//! Where processes publish their figures, and how other processes find and remove them.
+//! Figures files: where processes publish their figures, and how other processes find and remove these files.
 //!
-//! A process of a `pagemill run` tree publishes into the tree's folder. Its file stays there after its end until `run`
-//! has counted it. Any other process publishes into the user's folder and removes its file at exit. The file of a
-//! killed process is removed when another process lists the folder.
+//! A process of a `pagemill run` tree publishes into the tree's folder. Its file stays there after the process has
+//! ended, until `run` has added it up. Any other process publishes into the user's folder and removes its file at exit.
+//! The file of a killed process is removed when another process lists the folder.
 //!
-//! A preloaded process that also uses this crate has two Pagemills, each with its own figures. Those of the preload
-//! library are in the tree's folder, those of the crate in the user's. If both are in the user's folder, the second
-//! file has a different name.
+//! A process that preloads the library and also uses this crate has two Pagemills, each with its own figures file. The
+//! file of the library is in the tree's folder, the file of the crate in the user's. If both files are in the user's
+//! folder, the second one has a different name (`.1` is appended).
 
 use crate::stats::{self, Snapshot};
 use pagemill_sys::file::{self, Path};
@@ -24,7 +24,7 @@ pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 /// Name of the shared page in a tree's folder.
 pub const TREE_FILE: &str = "tree";
 
-/// The kinds of requests to a process.
+/// What a request file asks of a process. The kind is part of the file's name.
 ///
 /// Example: [`Lister`](crate::listing::Lister).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,8 +44,8 @@ pub enum Subject {
 impl Subject {
     pub const ALL: [Self; 5] = [Self::Ranges, Self::Caches, Self::Slabs, Self::Figures, Self::Command];
 
-    /// The part of a file's name between the process's own file name and the request number.
-    const fn word(self) -> &'static str {
+    /// The part of a request file's name between the name of the process's figures file and the request number.
+    const fn name_part(self) -> &'static str {
         match self {
             Self::Ranges => ".vranges-",
             Self::Caches => ".caches-",
@@ -56,30 +56,33 @@ impl Subject {
     }
 }
 
-/// A request takes at most some seconds; an older file was left behind.
+/// Age from which a request file is removed. A request takes some seconds, so an older file belongs to a killed
+/// command.
 const REQUEST_ENDED_AFTER: Duration = Duration::from_secs(60);
 
-/// Where this process publishes.
+/// The folder into which this process publishes.
 enum Home {
-    /// The folder of its process tree.
+    /// The folder of the process tree.
     Tree(Path),
-    /// The user's folder, with the value of `XDG_RUNTIME_DIR` that locates it.
+    /// The user's folder, which is located by `runtime`, the value of `XDG_RUNTIME_DIR`.
     User { runtime: Path },
 }
 
 static HOME: OnceLock<Home> = OnceLock::new();
 
-/// The process that published here; a fork child does not match.
+/// The [`publisher_key`] of the process that published; 0 for none. A fork child inherits a key that is not its own.
 static PUBLISHED_BY: AtomicU64 = AtomicU64::new(0);
 
 /// Maximum number of Pagemills of one process that publish into one folder.
-const MOST_COPIES: u32 = 4;
+const MAX_COPIES: u32 = 4;
 
-/// The index of this Pagemill among them.
-static COPY: AtomicU32 = AtomicU32::new(0);
+/// Index of this Pagemill among those of the process that publish into the same folder.
+static COPY_INDEX: AtomicU32 = AtomicU32::new(0);
 
-/// Sets, once, where this process publishes: in the folder `tree`, or in the user's folder if `tree` is empty.
-/// `runtime` is the value of `XDG_RUNTIME_DIR`, read while no thread was changing the environment.
+/// Sets the folder into which this process publishes: `tree`, or the user's folder if `tree` is empty.
+///
+/// Only the first call has an effect. `runtime` is the value of `XDG_RUNTIME_DIR`; the caller must read it while no
+/// thread changes the environment.
 pub fn set_home(tree: &str, runtime: &str) {
     let path = |text: &str| Path::format(format_args!("{text}")).unwrap_or_default();
     let _ = HOME.set(match tree {
@@ -88,9 +91,9 @@ pub fn set_home(tree: &str, runtime: &str) {
     });
 }
 
-/// The file of this process's figures; `None` if no folder for it can be made. Creates the folder.
+/// Path of this process's figures file. Creates the folder; returns `None` if that fails.
 pub fn own_file() -> Option<Path> {
-    own_file_of(process::own_identity(), COPY.load(Relaxed))
+    own_file_of(process::own_identity(), COPY_INDEX.load(Relaxed))
 }
 
 fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
@@ -100,8 +103,8 @@ fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
     }
 }
 
-/// The value of [`PUBLISHED_BY`] for a process.
-fn mark_of(identity: Identity) -> u64 {
+/// The value of [`PUBLISHED_BY`] for a process: its id and the low half of its start time.
+fn publisher_key(identity: Identity) -> u64 {
     u64::from(identity.pid) << 32 | identity.start_ticks & u64::from(u32::MAX)
 }
 
@@ -110,34 +113,34 @@ fn mark_of(identity: Identity) -> u64 {
 /// # Errors
 ///
 /// The error of creating the file; `NotFound` without a folder; `AlreadyExists` if too many Pagemills of this process
-/// publish there. The figures stay private then.
+/// publish there. After an error the figures stay private.
 pub fn publish() -> io::Result<()> {
     let identity = process::own_identity();
-    if PUBLISHED_BY.load(Relaxed) == mark_of(identity) {
+    if PUBLISHED_BY.load(Relaxed) == publisher_key(identity) {
         return Ok(());
     }
-    for copy in 0..MOST_COPIES {
+    for copy in 0..MAX_COPIES {
         let path = own_file_of(identity, copy).ok_or(io::ErrorKind::NotFound)?;
-        // A file that exists but is not mapped belongs to this process before an `exec`, and is reused.
+        // A file that exists but is not mapped is from before an `exec` of this process. It is reused.
         if !(file::exists(path.as_c_str()) && maps::has_mapped(path.as_str())) {
             stats::publish(path.as_c_str(), identity)?;
-            COPY.store(copy, Relaxed);
-            PUBLISHED_BY.store(mark_of(identity), Relaxed);
+            COPY_INDEX.store(copy, Relaxed);
+            PUBLISHED_BY.store(publisher_key(identity), Relaxed);
             return Ok(());
         }
     }
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Removes this process's file at its end. In a tree the file stays for `run` to count.
+/// Removes this process's figures file at exit. In a tree the file stays, because `run` adds it up later.
 pub fn withdraw() {
-    // Most processes never publish.
+    // Most processes never publish: return before the system calls below.
     if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(HOME.get(), Some(Home::User { .. })) {
         return;
     }
     let identity = process::own_identity();
-    if PUBLISHED_BY.load(Relaxed) == mark_of(identity)
-        && let Some(path) = own_file_of(identity, COPY.load(Relaxed))
+    if PUBLISHED_BY.load(Relaxed) == publisher_key(identity)
+        && let Some(path) = own_file_of(identity, COPY_INDEX.load(Relaxed))
     {
         file::remove(path.as_c_str());
     }
@@ -160,7 +163,7 @@ pub fn user_folder() -> io::Result<Path> {
 /// As [`user_folder`].
 pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
     let mut result = Err(io::Error::from(io::ErrorKind::InvalidInput));
-    for path in candidates(runtime, process::user_id()) {
+    for path in candidate_folders(runtime, process::user_id()) {
         result = file::make_private_dir(path.as_c_str()).map(|()| path);
         if result.is_ok() {
             break;
@@ -169,25 +172,25 @@ pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
     result
 }
 
-/// Where all users may make folders.
-const SHARED: [&str; 2] = ["/dev/shm", "/tmp"];
+/// Folders in which every user may create folders.
+const SHARED_FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
 
-/// Where a user's folder may lie, best first. A folder for runtime files that is another user's is not used (`sudo -E`): what lies there
-/// would be in that user's way.
-fn candidates(runtime: &str, user: u32) -> impl Iterator<Item = Path> {
+/// The possible paths of a user's folder, best first. With `sudo -E`, `XDG_RUNTIME_DIR` may name another user's folder.
+/// That folder is left out, because that user could not remove the files.
+fn candidate_folders(runtime: &str, user: u32) -> impl Iterator<Item = Path> {
     let is_own = |path: &Path| file::owner(path.as_c_str()) == Some(user);
     let runtime = Path::format(format_args!("{runtime}")).filter(|path| path.as_str().starts_with('/') && is_own(path));
     let below_runtime = runtime.map(|path| Path::format(format_args!("{}/pagemill", path.as_str())));
-    let others = SHARED.map(|folder| Path::format(format_args!("{folder}/pagemill-{user}")));
+    let others = SHARED_FOLDERS.map(|folder| Path::format(format_args!("{folder}/pagemill-{user}")));
     below_runtime.into_iter().chain(others).flatten()
 }
 
-/// The folders that there are of a user, private ones only: [`candidates`], and those that were made for trees where another user had
-/// made these before.
-fn existing(runtime: &str, user: u32) -> Vec<String> {
+/// The existing folders that are private to a user: those of [`candidate_folders`], and folders with random names,
+/// which [`make_tree_folder`] creates where another user has occupied the usual names.
+fn existing_private_folders(runtime: &str, user: u32) -> Vec<String> {
     let prefix = format!("pagemill-{user}-");
-    let mut found: Vec<String> = candidates(runtime, user).map(|path| path.as_str().to_owned()).collect();
-    for folder in SHARED {
+    let mut found: Vec<String> = candidate_folders(runtime, user).map(|path| path.as_str().to_owned()).collect();
+    for folder in SHARED_FOLDERS {
         let entries = std::fs::read_dir(folder).into_iter().flatten();
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
         found.extend(names.filter(|name| name.starts_with(&prefix)).map(|name| format!("{folder}/{name}")));
@@ -200,12 +203,12 @@ fn is_private(path: &str, user: u32) -> bool {
     Path::format(format_args!("{path}")).is_some_and(|path| file::is_private_dir(path.as_c_str(), user))
 }
 
-/// The file of one process in a folder.
+/// Path of the figures file of one process in a folder.
 pub fn file_of(folder: &str, identity: Identity) -> Option<Path> {
     Path::format(format_args!("{folder}/{}-{}", identity.pid, identity.start_ticks))
 }
 
-/// As [`file_of`], for a further Pagemill of the process.
+/// As [`file_of`], for the Pagemill of the process with index `copy`.
 fn file_of_copy(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
     match copy {
         0 => file_of(folder, identity),
@@ -213,30 +216,30 @@ fn file_of_copy(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
     }
 }
 
-/// The identity that a file name encodes, if it is a figures file.
+/// The process that published the figures file of this name; `None` if it is not the name of a figures file.
 fn identity_of(name: &str) -> Option<Identity> {
     let (name, copy) = name.split_once('.').unwrap_or((name, "0"));
-    copy.parse::<u32>().ok().filter(|copy| *copy < MOST_COPIES)?;
+    copy.parse::<u32>().ok().filter(|copy| *copy < MAX_COPIES)?;
     let (pid, start_ticks) = name.split_once('-')?;
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
 
-/// The file that requests `subject` from the process that publishes at `figures`.
-pub(crate) fn request_of(figures: &str, subject: Subject, number: u32) -> Option<Path> {
-    Path::format(format_args!("{figures}{}{number}", subject.word()))
+/// Path of the request file of kind `subject` to the process that publishes its figures at the path `figures`.
+pub(crate) fn request_file(figures: &str, subject: Subject, number: u32) -> Option<Path> {
+    Path::format(format_args!("{figures}{}{number}", subject.name_part()))
 }
 
-/// The process that a request file of this name is for.
-fn asked_of(name: &str) -> Option<Identity> {
-    let (identity, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.word()))?;
+/// The process to which the request file of this name is addressed; `None` if it is not the name of a request file.
+fn request_target(name: &str) -> Option<Identity> {
+    let (identity, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.name_part()))?;
     number.parse::<u32>().ok().and(identity_of(identity))
 }
 
-/// Removes requests to processes that have ended, and requests older than [`REQUEST_ENDED_AFTER`].
+/// Removes request files of processes that have ended, and request files older than [`REQUEST_ENDED_AFTER`].
 fn sweep_requests(folder: &str) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for entry in entries.filter_map(Result::ok) {
-        let Some(identity) = entry.file_name().to_str().and_then(asked_of) else { continue };
+        let Some(identity) = entry.file_name().to_str().and_then(request_target) else { continue };
         let age = || entry.metadata().ok()?.modified().ok()?.elapsed().ok();
         if !process::is_alive(identity) || age().is_some_and(|age| age > REQUEST_ENDED_AFTER) {
             let _ = std::fs::remove_file(entry.path());
@@ -244,7 +247,7 @@ fn sweep_requests(folder: &str) {
     }
 }
 
-/// A published process.
+/// A process and the figures that it published.
 ///
 /// ```
 /// use pagemill::{Pagemill, published};
@@ -264,13 +267,13 @@ pub struct Published {
     pub snapshot: Snapshot,
 }
 
-/// Lists the figures in a folder. With `remove_ended`, removes those of ended processes after reading.
+/// Reads all figures files in a folder. With `remove_ended`, removes the files of ended processes after reading them.
 ///
-/// For commands, not for `malloc`: it allocates.
+/// Allocates from the global allocator, so `malloc` must not call this.
 ///
 /// # Errors
 ///
-/// The error of reading the folder. Files that hold no figures are skipped.
+/// The error of reading the folder. Files that are not valid figures files are skipped.
 pub fn list(folder: &str, remove_ended: bool) -> io::Result<Vec<Published>> {
     list_of(folder, None, remove_ended)
 }
@@ -282,7 +285,7 @@ fn list_of(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<V
         let Ok(name) = entry?.file_name().into_string() else { continue };
         let Some(identity) = identity_of(&name) else { continue };
         let Some(path) = Path::format(format_args!("{folder}/{name}")) else { continue };
-        // Check this before reading: a dead process no longer changes its figures.
+        // Tested before reading: if the process has ended by now, the figures read below are its last ones.
         let is_alive = process::is_alive(identity);
         let snapshot = stats::read_of(path.as_c_str(), owner);
         if !is_alive && remove_ended {
@@ -295,34 +298,34 @@ fn list_of(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<V
     Ok(found)
 }
 
-/// The published figures of a running process, in the user's folder or a tree below it.
+/// Finds the published figures of a running process, in the user's folder or in the folder of a tree below it.
 pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
     find_all(pid).into_iter().next()
 }
 
-/// All published figures of a running process of this user, one for each Pagemill in it, that of the preload first.
-/// Requests can be sent to it.
+/// Finds all published figures of a running process of this user: first those of the preload library, then those of
+/// other Pagemills in the process. Requests can be sent to such a process.
 pub fn find_all(pid: u32) -> Vec<(Path, Snapshot)> {
-    process::identity(pid).map_or_else(Vec::new, |identity| find_in(identity, &own_folders(), None))
+    process::identity(pid).map_or_else(Vec::new, |identity| find_in_folders(identity, &own_folders(), None))
 }
 
-/// The figures of a process in some folders, from files that `owner` owns.
-fn find_in(identity: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
-    let copies = |folder| (0..MOST_COPIES).filter_map(move |copy| file_of_copy(folder, identity, copy));
+/// Reads the figures of a process from `folders`. With `owner`, reads only files that this user owns.
+fn find_in_folders(identity: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
+    let copies = |folder| (0..MAX_COPIES).filter_map(move |copy| file_of_copy(folder, identity, copy));
     let paths = folders.iter().flat_map(|folder| copies(folder));
     let read =
         |path: &Path| stats::read_of(path.as_c_str(), owner).ok().filter(|snapshot| snapshot.identity == identity);
     paths.filter_map(|path| Some((read(&path)?, path))).map(|(snapshot, path)| (path, snapshot)).collect()
 }
 
-/// The folders of the trees below a folder, then the folder itself.
-fn with_trees(folder: String) -> Vec<String> {
+/// Returns the folders of the trees below a folder, then the folder itself.
+fn with_tree_folders(folder: String) -> Vec<String> {
     let mut folders: Vec<_> = tree_folders(&folder).into_iter().map(|(path, _)| path).collect();
     folders.push(folder);
     folders
 }
 
-/// The published figures of all running processes of this user.
+/// Reads the published figures of all running processes of this user.
 pub fn running() -> Vec<Snapshot> {
     let found = own_folders().into_iter().filter_map(|folder| list(&folder, false).ok()).flatten();
     found.filter(|process| process.is_alive).map(|process| process.snapshot).collect()
@@ -330,10 +333,10 @@ pub fn running() -> Vec<Snapshot> {
 
 fn own_folders() -> Vec<String> {
     let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
-    existing(&runtime, process::user_id()).into_iter().flat_map(with_trees).collect()
+    existing_private_folders(&runtime, process::user_id()).into_iter().flat_map(with_tree_folders).collect()
 }
 
-/// A running process and its published figures: one part for each Pagemill in it, that of the preload first.
+/// A running process with the figures of each Pagemill in it. Those of the preload library are the first.
 ///
 /// ```
 /// use pagemill::{Pagemill, published, stats::Counter};
@@ -352,25 +355,25 @@ pub struct Process {
 }
 
 impl Process {
-    /// The owner to require when reading its files, because root reads them in another user's folder. `None` for a process of this
-    /// user: no check.
+    /// The user that must own the files of this process; `None` for a process of this user, whose folder is private.
+    /// Root passes it on when it reads files in another user's folder.
     pub fn owner(&self) -> Option<u32> {
         (!self.is_own()).then_some(self.user)
     }
 
-    /// Whether it answers requests of this user.
+    /// Whether the process belongs to this user, so that it answers this user's requests.
     pub fn is_own(&self) -> bool {
         self.user == process::user_id()
     }
 }
 
-/// The published figures of a process, if this user may read them. Root may read all.
+/// Reads the published figures of a process, if this user may read them. Root may read those of all users.
 pub fn read(pid: u32) -> Option<Process> {
     let identity = process::identity(pid)?;
     let (own, user) = (process::user_id(), user_of(pid)?);
     let found = match user == own {
         true => find_all(pid),
-        false if own == 0 => find_in(identity, &folders_of(user), Some(user)),
+        false if own == 0 => find_in_folders(identity, &folders_of(user), Some(user)),
         false => Vec::new(),
     };
     // A process that root started for another user publishes as root.
@@ -378,13 +381,13 @@ pub fn read(pid: u32) -> Option<Process> {
     (!found.is_empty()).then_some(Process { identity, user, found })
 }
 
-/// All running processes that have published figures which this user may read, by process id.
+/// Reads all running processes whose published figures this user may read, in the order of their process ids.
 pub fn read_all() -> Vec<Process> {
     let mut pids: Vec<u32> = running().iter().map(|snapshot| snapshot.identity.pid).collect();
     for user in other_users() {
         let found =
             folders_of(user).into_iter().filter_map(|folder| list_of(&folder, Some(user), false).ok()).flatten();
-        // A file in a user's folder is ignored unless its process is alive and runs as that user.
+        // The folder's user could create a file with the name of another user's process. Such a file is ignored.
         let is_its = |process: &Published| process.is_alive && user_of(process.identity.pid) == Some(user);
         pids.extend(found.filter(is_its).map(|process| process.identity.pid));
     }
@@ -397,7 +400,7 @@ fn read_pids(mut pids: Vec<u32>) -> Vec<Process> {
     pids.into_iter().filter_map(read).collect()
 }
 
-/// The members of the tree of the `pagemill run` with this process id; `None` if there is no such tree.
+/// Reads the processes of the tree whose `pagemill run` has the process id `run`; `None` if there is no such tree.
 pub fn read_tree(run: u32) -> Option<Vec<Process>> {
     let (identity, user) = (process::identity(run)?, user_of(run)?);
     let own = process::user_id();
@@ -408,7 +411,7 @@ pub fn read_tree(run: u32) -> Option<Vec<Process>> {
     Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.identity.pid).collect()))
 }
 
-/// Users other than root that have a process; empty unless this user is root.
+/// The users other than root that have a process. Returns none unless this user is root.
 fn other_users() -> Vec<u32> {
     let own = process::user_id();
     let entries = if own == 0 { std::fs::read_dir("/proc").ok() } else { None };
@@ -420,13 +423,13 @@ fn other_users() -> Vec<u32> {
     users
 }
 
-/// The folders where another user's processes publish. Only folders that are private to that user.
+/// The folders into which another user's processes publish, as far as they are private to that user.
 fn folders_of(user: u32) -> Vec<String> {
-    let folders = existing(&format!("/run/user/{user}"), user).into_iter().flat_map(with_trees);
+    let folders = existing_private_folders(&format!("/run/user/{user}"), user).into_iter().flat_map(with_tree_folders);
     folders.filter(|folder| is_private(folder, user)).collect()
 }
 
-/// An explanation why a process that should get a request is not found.
+/// Explains, for an error message, why [`find_all`] finds no process to which a request can be sent.
 pub fn missing(pid: u32) -> String {
     if process::has_proc() && process::identity(pid).is_none() {
         return format!("there is no process {pid}");
@@ -437,20 +440,20 @@ pub fn missing(pid: u32) -> String {
              (setpriv --reuid={user})"
         );
     }
-    missing_figures(pid)
+    explain_no_figures(pid)
 }
 
-/// An explanation why [`read`] finds nothing.
+/// Explains, for an error message, why [`read`] finds no figures of a process.
 pub fn unreadable(pid: u32) -> String {
     let own = process::user_id();
     match user_of(pid).filter(|user| *user != own && own != 0) {
         Some(user) => format!("process {pid} is another user's: only user {user} and root can read its figures"),
         None if process::has_proc() && process::identity(pid).is_none() => format!("there is no process {pid}"),
-        None => missing_figures(pid),
+        None => explain_no_figures(pid),
     }
 }
 
-fn missing_figures(pid: u32) -> String {
+fn explain_no_figures(pid: u32) -> String {
     format!(
         "process {pid} publishes no figures: it runs without Pagemill, is a fork child that has not used \
          it itself, or is so small that the C library serves it (run --after)"
@@ -461,28 +464,28 @@ fn missing_figures(pid: u32) -> String {
 fn user_of(pid: u32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    // The real user, then the effective one.
+    // The line lists the real user first and the effective user second.
     users.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// Folders of process trees below the user's folder, and the identity of their `run`.
+/// The folders of process trees below the user's folder, each with the identity of its `pagemill run`.
 fn tree_folders(folder: &str) -> Vec<(String, Identity)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     names.filter_map(|name| Some((format!("{folder}/{name}"), identity_of(name.strip_prefix("run-")?)?))).collect()
 }
 
-/// Removes the leftovers of killed processes: files, and trees that no process uses and that have no `run`.
+/// Removes files of processes that were killed, and folders of trees whose `run` and members have all ended.
 pub fn sweep() {
     match user_folder() {
         Ok(folder) => sweep_in(folder.as_str()),
-        // Another user has made it: there are those of trees.
-        Err(_) => existing("", process::user_id()).iter().for_each(|folder| sweep_in(folder)),
+        // Another user occupies the usual names. Folders of trees under random names may exist nevertheless.
+        Err(_) => existing_private_folders("", process::user_id()).iter().for_each(|folder| sweep_in(folder)),
     }
 }
 
 fn sweep_in(folder: &str) {
-    // Mostly nothing is left, and commands that start often come by here.
+    // The usual case, an empty folder, must be fast, because frequently run commands call this.
     if std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none()) {
         remove_if_for_one_tree(folder);
         return;
@@ -499,25 +502,25 @@ fn sweep_in(folder: &str) {
     remove_if_for_one_tree(folder);
 }
 
-/// Creates the folder of a new process tree with this process as its `run`.
+/// Creates the folder of a new process tree whose `run` is this process.
 ///
 /// # Errors
 ///
-/// The error of creating it.
+/// The error of creating the folder.
 pub fn make_tree_folder() -> io::Result<String> {
-    let unpredictable = |error| {
+    let make_random_folder = |error| {
         let name = format!("pagemill-{}-{:016x}", process::user_id(), process::random_u64());
-        let paths = SHARED.iter().filter_map(|folder| Path::format(format_args!("{folder}/{name}")));
+        let paths = SHARED_FOLDERS.iter().filter_map(|folder| Path::format(format_args!("{folder}/{name}")));
         paths.into_iter().find(|path| file::make_private_dir(path.as_c_str()).is_ok()).ok_or(error)
     };
-    let (user, identity) = (user_folder().or_else(unpredictable)?, process::own_identity());
+    let (user, identity) = (user_folder().or_else(make_random_folder)?, process::own_identity());
     let path = Path::format(format_args!("{}/run-{}-{}", user.as_str(), identity.pid, identity.start_ticks))
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     file::make_private_dir(path.as_c_str())?;
     Ok(path.as_str().to_owned())
 }
 
-/// Removes the folder of a process tree, and the one that was made for it alone.
+/// Removes the folder of a process tree, and its parent folder if [`make_tree_folder`] created that for this tree only.
 pub fn remove_tree_folder(folder: &str) {
     let _ = std::fs::remove_dir_all(folder);
     if let Some((parent, _)) = folder.rsplit_once('/') {
@@ -525,9 +528,9 @@ pub fn remove_tree_folder(folder: &str) {
     }
 }
 
-/// Removes an empty folder that [`make_tree_folder`] created under a name of its own.
+/// Removes an empty folder that [`make_tree_folder`] created under a random name.
 fn remove_if_for_one_tree(folder: &str) {
-    if SHARED.iter().any(|shared| folder.starts_with(&format!("{shared}/pagemill-{}-", process::user_id()))) {
+    if SHARED_FOLDERS.iter().any(|shared| folder.starts_with(&format!("{shared}/pagemill-{}-", process::user_id()))) {
         let _ = std::fs::remove_dir(folder);
     }
 }
@@ -536,9 +539,10 @@ fn remove_if_for_one_tree(folder: &str) {
 mod tests {
     use super::*;
 
-    /// The figures of an ended process are listed once. Foreign files stay.
+    /// A folder has figures files of an ended process, one of them with an index too large, and an unrelated file. The
+    /// first listing must return and remove the valid figures files; the other two files stay.
     #[test]
-    fn ended_processes_are_read_and_swept() {
+    fn listing_removes_files_of_ended_processes() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().to_str().unwrap();
         let gone = Identity { pid: 1 << 30, start_ticks: 1 };
@@ -547,7 +551,7 @@ mod tests {
         page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
         std::fs::write(file_of(folder, gone).unwrap().as_str(), page).unwrap();
         let copy = |number| file_of_copy(folder, gone, number).unwrap();
-        for number in [1, MOST_COPIES] {
+        for number in [1, MAX_COPIES] {
             std::fs::copy(copy(0).as_str(), copy(number).as_str()).unwrap();
         }
         std::fs::write(format!("{folder}/other"), b"x").unwrap();
@@ -556,18 +560,19 @@ mod tests {
         assert!(found.iter().all(|process| !process.is_alive && process.identity == gone));
         assert_eq!(list(folder, true).unwrap().len(), 0);
         assert!(
-            std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MOST_COPIES).as_str()).unwrap()
+            std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MAX_COPIES).as_str()).unwrap()
         );
     }
 
-    /// Requests to ended processes and old requests are removed. New ones and foreign files stay.
+    /// A folder has a request file of an ended process, an old and a new one of this process, and an unrelated file.
+    /// Sweeping must remove the first two only.
     #[test]
     fn old_requests_are_swept() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().to_str().unwrap();
         let make = |identity, number| {
             let subject = Subject::ALL[number as usize % Subject::ALL.len()];
-            let path = request_of(file_of(folder, identity).unwrap().as_str(), subject, number).unwrap();
+            let path = request_file(file_of(folder, identity).unwrap().as_str(), subject, number).unwrap();
             (std::fs::File::create(path.as_str()).unwrap(), path)
         };
         let own = process::own_identity();
@@ -575,8 +580,8 @@ mod tests {
         let ((old_file, old), (_, new)) = (make(own, 1), make(own, 2));
         old_file.set_modified(std::time::SystemTime::now() - 2 * REQUEST_ENDED_AFTER).unwrap();
         for subject in Subject::ALL {
-            let name = format!("5-6.1{}7", subject.word());
-            assert_eq!(asked_of(&name), Some(Identity { pid: 5, start_ticks: 6 }), "{name}");
+            let name = format!("5-6.1{}7", subject.name_part());
+            assert_eq!(request_target(&name), Some(Identity { pid: 5, start_ticks: 6 }), "{name}");
         }
         let foreign = format!("{folder}/1-1.vranges-x");
         std::fs::write(&foreign, b"").unwrap();

@@ -1,8 +1,9 @@
-//! Figures of this process: counters, declared once, on a page that other processes may read.
+//! Figures of this process: its counters and latest events, on one page that other processes can read.
 //!
-//! Until [`publish`] the page is private. After that it is a file mapped shared, so that `pagemill` commands can read
-//! it while the process runs and after it was killed. Layout: [`Figures`], fixed by [`VERSION`]. Readers trust nothing
-//! in it.
+//! The page is private until [`publish`] moves the figures into a shared file mapping. `pagemill` commands can read the
+//! file while the process runs and after it was killed. [`Figures`] is the layout, which [`VERSION`] identifies.
+//! Commands validate all that they read, because other programs can write to the file. Each counter is declared once,
+//! in `counters!`.
 #![allow(unsafe_code)] // the shared page is reached through a pointer
 
 use crate::trace::{self, EventRing};
@@ -29,17 +30,17 @@ pub enum Unit {
 /// Example: [`Row`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CounterKind {
-    /// Only grows; processes add up.
+    /// A total that only grows. Several processes: the sum, including ended processes.
     Sum,
-    /// The current amount; living processes add up.
+    /// A current amount. Several processes: the sum over the running ones.
     Gauge,
-    /// The largest amount so far; of several processes the largest counts.
+    /// The largest amount so far. Several processes: the largest of all.
     Peak,
-    /// The time of the latest event; of several processes the earliest counts.
+    /// The time of the latest event. Several processes: the earliest of all.
     Moment,
 }
 
-/// One row of the table that all output is rendered from.
+/// The declaration of one counter. All output of counters is rendered from [`TABLE`], which has a row for each.
 ///
 /// ```
 /// use pagemill::stats::{Counter, CounterKind, TABLE, Unit};
@@ -59,7 +60,8 @@ pub struct Row {
 
 macro_rules! counters {
     ($(#[doc = $meaning:literal] $name:ident: $variant:ident, $kind:ident, $unit:ident;)*) => {
-        /// A counter's index on the page. New counters are appended; any other change needs a new [`VERSION`].
+        /// The counters; a value is the index on the page. New counters are appended: other changes need a new
+        /// [`VERSION`].
         ///
         /// Example: [`Snapshot`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,13 +69,13 @@ macro_rules! counters {
         pub enum Counter { $(#[doc = $meaning] $variant),* }
 
         impl Counter {
-            /// Its name in all output.
+            /// The counter's name in all output.
             pub fn name(self) -> &'static str {
                 TABLE[self as usize].name
             }
         }
 
-        /// Every counter, in the order of the page.
+        /// The declarations of all counters, in the order of their values on the page.
         pub const TABLE: &[Row] = &[$(Row {
             counter: Counter::$variant,
             name: stringify!($name),
@@ -91,33 +93,33 @@ counters! {
     resident_peak: ResidentPeak, Peak, Bytes;
     /// Largest value so far of `resident` less what could have been given back at once.
     net_peak: NetPeak, Peak, Bytes;
-    /// Charged to the small allocator's extents (sizes below 64 KiB).
+    /// Memory charged for the small allocator's extents (allocations below 64 KiB).
     small: Small, Gauge, Bytes;
-    /// Charged to slots (64 KiB and more), live or free.
+    /// Memory charged for slots (allocations of 64 KiB and more), live or free.
     heap: Heap, Gauge, Bytes;
     /// Resident memory of free slots: given back on request.
     heap_free: HeapFree, Gauge, Bytes;
-    /// Freed by the program, cached by the small allocator: given back on request. As of the last measurement.
+    /// Memory that the small allocator caches after a free: given back on request. As of the last measurement.
     small_free: SmallFree, Gauge, Bytes;
-    /// Allocated to the program and not known to be touched: charged when measured.
+    /// Memory that was granted without a charge and is not known to be touched: charged when measured.
     untouched: Untouched, Gauge, Bytes;
     /// Blocks taken from the system as huge pages.
     blocks_huge: BlocksHuge, Sum, Count;
     /// Blocks made of small pages because no huge page was available.
     blocks_fallback: BlocksFallback, Sum, Count;
-    /// Blocks left in small pages because a huge one would waste too large a share.
+    /// Blocks left in small pages because the unused part of a huge page would be too large for the process's size.
     blocks_small: BlocksSmall, Sum, Count;
-    /// Blocks that the helper brought in ahead of need.
+    /// Blocks that the helper thread made resident before an allocation needed them.
     blocks_prefaulted: BlocksPrefaulted, Sum, Count;
     /// Blocks split so that a part could be given back.
     blocks_split: BlocksSplit, Sum, Count;
-    /// Software pages larger than the OS page that were brought in as a whole.
+    /// Software pages larger than the OS page that were made resident as a whole.
     pages_populated: PagesPopulated, Sum, Count;
     /// Slots allocated for the first time.
     slots_fresh: SlotsFresh, Sum, Count;
     /// Requests to give memory back: from the program, a sibling, or the limit.
     purge_requests: PurgeRequests, Sum, Count;
-    /// Bytes scanned by purges.
+    /// Bytes that purges examined.
     purge_scanned: PurgeScanned, Sum, Bytes;
     /// Bytes that the kernel took back.
     purge_freed: PurgeFreed, Sum, Bytes;
@@ -139,7 +141,7 @@ counters! {
     extents_refused: ExtentsRefused, Sum, Count;
     /// Resident metadata of the arena, heap, volatile ranges, page caches and slab caches. As of the last measurement.
     metadata: Metadata, Gauge, Bytes;
-    /// Allocated by the C library's own malloc while the program was small, and still in use.
+    /// Memory in use that the C library's own malloc allocated while the program was small.
     c_library: CLibrary, Gauge, Bytes;
     /// Samples of control groups' limits and the machine's memory.
     room_sampled: RoomSampled, Sum, Count;
@@ -155,13 +157,13 @@ counters! {
     given_for_program: GivenForProgram, Sum, Bytes;
     /// Given back because it was free and not reused for the age of --return.
     given_for_age: GivenForAge, Sum, Bytes;
-    /// Cold memory given back because new memory became resident.
+    /// Cold memory given back to compensate for new memory that became resident.
     given_for_new: GivenForNew, Sum, Bytes;
     /// Times that memory was short and nothing was left to give back.
     nothing_to_give: NothingToGive, Sum, Count;
     /// Given back because a thread stalls on memory, here or elsewhere on the machine (PSI).
     given_for_stall: GivenForStall, Sum, Bytes;
-    /// Free, cold memory offered to the kernel, which may take it. Sum over all offers.
+    /// Free, cold memory offered to the kernel (MADV_FREE), which may take it. Sum over all offers.
     offered: Offered, Sum, Bytes;
     /// Offered memory that the kernel was found to have taken.
     taken: Taken, Sum, Bytes;
@@ -169,25 +171,25 @@ counters! {
     signs: Signs, Sum, Count;
     /// Helper threads running.
     helpers: Helpers, Gauge, Count;
-    /// Of them, helpers with real-time priority, which run before other threads.
+    /// Helper threads with real-time priority, which run before other threads.
     helpers_preferred: HelpersPreferred, Gauge, Count;
-    /// Of them, helpers that the kernel warns before a control group's limit (version 1: thresholds; version 2: memory events).
+    /// Helper threads that the kernel warns before a control group's limit (v1: thresholds; v2: memory events).
     helpers_warned: HelpersWarned, Gauge, Count;
-    /// Of them, helpers that the kernel wakes when a thread stalls on memory (PSI).
+    /// Helper threads that the kernel wakes when a thread stalls on memory (PSI).
     helpers_told_of_stalls: HelpersToldOfStalls, Gauge, Count;
-    /// Alarms that could not be set.
+    /// Kernel warnings (limit near, memory stall) that could not be set up.
     alarms_refused: AlarmsRefused, Sum, Count;
     /// Times that a helper woke over 20 ms later than planned.
     helper_late: HelperLate, Sum, Count;
-    /// Samples of a control group or of the machine's memory that could not be read.
+    /// Times that the limits of a control group or the machine's memory could not be read.
     limits_unread: LimitsUnread, Sum, Count;
     /// Times that the process was found in another control group, or under other limits.
     limits_changed: LimitsChanged, Sum, Count;
-    /// Owners of memory that panicked and are not called any more.
+    /// Owners of memory (shrinkers) that panicked and are not called any more.
     owners_failed: OwnersFailed, Sum, Count;
-    /// Times that a blocked owner of memory was skipped.
+    /// Times that an owner of memory (shrinker) was skipped because a thread had been blocked inside it for long.
     owners_blocked: OwnersBlocked, Sum, Count;
-    /// Bytes discharged that were not charged: blocks and account disagreed.
+    /// Bytes discharged that were not charged: an inconsistency of blocks and account, corrected.
     books_mended: BooksMended, Sum, Bytes;
     /// Volatile ranges made so far.
     ranges_made: RangesMade, Sum, Count;
@@ -199,21 +201,21 @@ counters! {
     ranges_awaited: RangesAwaited, Sum, Count;
     /// Purged pages of strict ranges that were touched (SIGBUS).
     purged_touched: PurgedTouched, Sum, Count;
-    /// Length of the volatile ranges with a handle, marked or not.
+    /// Length of the volatile ranges with a handle, whether they are marked volatile or not.
     ranges_bytes: RangesBytes, Gauge, Bytes;
     /// Memory marked volatile by address.
     marked_bytes: MarkedBytes, Gauge, Bytes;
-    /// Charged to the pages of caches, in use or free.
+    /// Memory charged for the pages of caches, in use or free.
     cache: Cache, Gauge, Bytes;
-    /// Of it, in huge folios of files.
+    /// Part of `cache` that is in huge folios of files.
     cache_huge: CacheHuge, Gauge, Bytes;
-    /// Of it, in folios of a single page or a few.
+    /// Part of `cache` that is in folios of a single page or a few.
     cache_small: CacheSmall, Gauge, Bytes;
-    /// Of it, free whole blocks: given back on request.
+    /// Part of `cache` that is in free whole blocks: given back on request.
     cache_free: CacheFree, Gauge, Bytes;
-    /// Metadata of the pages of caches. As of the last measurement.
+    /// Metadata of the caches' pages (frames). As of the last measurement.
     cache_frames: CacheFrames, Gauge, Bytes;
-    /// Index nodes of caches and the objects of their files. As of the last measurement.
+    /// Index nodes of caches, and the objects that describe their files. As of the last measurement.
     cache_index: CacheIndex, Gauge, Bytes;
     /// Huge folios allocated when a file was written or read.
     huge_allocated: HugeAllocated, Sum, Count;
@@ -251,21 +253,21 @@ counters! {
     regions_refused: RegionsRefused, Sum, Count;
     /// Files opened on a file system that refused direct transfers: they use the kernel's page cache.
     stores_buffered: StoresBuffered, Sum, Count;
-    /// Parts of transfers of direct files that used the kernel's page cache: tails, unaligned addresses.
+    /// Parts of direct transfers that used the kernel's page cache: ends of files, unaligned addresses.
     transfers_buffered: TransfersBuffered, Sum, Count;
-    /// Transfers that the system did in part and that were resumed.
+    /// Transfers that the kernel completed only in part and that were resumed.
     transfers_resumed: TransfersResumed, Sum, Count;
     /// Transfers that took longer than allowed (a device that hangs): reported and cancelled.
     transfers_late: TransfersLate, Sum, Count;
     /// Transfers that ended as cancelled.
     transfers_cancelled: TransfersCancelled, Sum, Count;
-    /// Transfers that a device still held when their ring was closed: their memory is lost.
+    /// Transfers that a device had not completed when their ring was closed: their memory is leaked.
     transfers_stuck: TransfersStuck, Sum, Count;
     /// Caches of files in memory.
     caches: Caches, Gauge, Count;
     /// Huge folios split in the background because they held little data.
     huge_split_behind: HugeSplitBehind, Sum, Count;
-    /// Bytes of evicted folios that were not used again after they had come in.
+    /// Bytes of evicted folios that were not used again after their first use.
     cache_evicted_new: CacheEvictedNew, Sum, Bytes;
     /// Bytes of evicted folios that had been used again, but not recently.
     cache_evicted_main: CacheEvictedMain, Sum, Bytes;
@@ -273,9 +275,9 @@ counters! {
     cache_recalled: CacheRecalled, Sum, Bytes;
     /// Writes to files behind the page cache, of any length.
     store_writes: StoreWrites, Sum, Count;
-    /// Dirty: in folios of files with a store, changed since the last writeback.
+    /// Dirty bytes: in folios of files with a store, changed since the last writeback.
     cache_dirty: CacheDirty, Gauge, Bytes;
-    /// Of it, under writeback now.
+    /// Part of `cache_dirty` that is being written back now.
     cache_writeback: CacheWriteback, Gauge, Bytes;
     /// Bytes written back because they had been dirty for long.
     cache_written_for_age: CacheWrittenForAge, Sum, Bytes;
@@ -291,35 +293,35 @@ counters! {
     cache_lost: CacheLost, Sum, Bytes;
     /// Times that a writer had to wait because too much was dirty.
     writers_throttled: WritersThrottled, Sum, Count;
-    /// Microseconds that writers waited for that.
+    /// Microseconds that writers waited because too much was dirty.
     writers_throttled_us: WritersThrottledUs, Sum, Count;
     /// Bytes read from stores ahead of need: readahead and hints.
     read_ahead: ReadAhead, Sum, Bytes;
-    /// Of these, bytes of folios that were used.
+    /// Part of `read_ahead` that was used.
     read_ahead_used: ReadAheadUsed, Sum, Bytes;
-    /// Of these, bytes of folios that were dropped unused.
+    /// Part of `read_ahead` that was dropped unused.
     read_ahead_unused: ReadAheadUnused, Sum, Bytes;
     /// Reads of stores started by readahead.
     read_ahead_transfers: ReadAheadTransfers, Sum, Count;
     /// Calls that waited for a store, or for another thread's read, longer than their cache's timeout.
     reads_late: ReadsLate, Sum, Count;
-    /// Blocks of slab caches, charged to `resident` as `cache`.
+    /// Blocks of slab caches. Their memory is charged and part of `cache`.
     slab_blocks: SlabBlocks, Gauge, Count;
-    /// Free blocks of no slab cache that keep their memory: given back on request.
+    /// Memory of free blocks that belong to no slab cache at present: given back on request.
     slab_free: SlabFree, Gauge, Bytes;
     /// Objects of slab caches that were moved.
     slab_moved: SlabMoved, Sum, Count;
-    /// Objects of slab caches that could not be moved: pinned, busy, refused by their owner, or no free place.
+    /// Objects of slab caches that could not be moved: pinned, busy, refused by their owner, or no free slot for them.
     slab_stayed: SlabStayed, Sum, Count;
     /// Slabs emptied by moving their objects.
     slab_emptied: SlabEmptied, Sum, Count;
-    /// Slabs out of use because a callback panicked while handling them.
+    /// Slabs that are not used any more because a callback panicked while it handled them.
     slab_lost: SlabLost, Sum, Count;
     /// Reserved huge pages (hugetlb) of caches, filled or not: not part of `cache` or `resident`.
     cache_hugetlb: CacheHugetlb, Gauge, Bytes;
     /// Caches that got ordinary memory because too few reserved huge pages were free.
     hugetlb_refused: HugetlbRefused, Sum, Count;
-    /// Slab caches.
+    /// Number of slab caches.
     slab_caches: SlabCaches, Gauge, Count;
     /// Steps of background defragmentation of slab caches.
     slab_behind_steps: SlabBehindSteps, Sum, Count;
@@ -327,23 +329,23 @@ counters! {
     slab_behind_ns: SlabBehindNs, Sum, Count;
     /// Slab caches excluded from background defragmentation because a callback panicked.
     slab_behind_failed: SlabBehindFailed, Sum, Count;
-    /// Empty slabs and idle blocks kept for the next objects of slab caches: given back on request. As of the last measurement.
+    /// Empty slabs and idle blocks kept for new objects: given back on request. As of the last measurement.
     slab_kept: SlabKept, Gauge, Bytes;
-    /// Volatile ranges with a handle, and freed ones that keep their memory: given back on request. As of the last measurement.
+    /// Volatile ranges with a handle, and freed ones: given back on request. As of the last measurement.
     ranges_giveable: RangesGiveable, Gauge, Bytes;
     /// Resident memory marked volatile by address: given back on request. As of the last measurement.
     marked_giveable: MarkedGiveable, Gauge, Bytes;
-    /// Of it, memory that Pagemill did not allocate: not part of `resident`.
+    /// Part of `marked_giveable` that Pagemill did not allocate: not part of `resident`.
     marked_foreign: MarkedForeign, Gauge, Bytes;
-    /// Freed parts of huge pages of the small allocator: given back after splitting these. As of the last measurement.
+    /// Freed parts of the small allocator's huge pages: given back by splitting. As of the last measurement.
     small_stale: SmallStale, Gauge, Bytes;
     /// Time of the last measurement of all figures: nanoseconds of `CLOCK_MONOTONIC`.
     measured_at: MeasuredAt, Moment, Count;
-    /// Panics of stores, policies and callbacks of transfers that were caught on threads in the background.
+    /// Panics of stores, policies and completion callbacks that background threads caught.
     behind_panics: BehindPanics, Sum, Count;
 }
 
-/// The counters of memory that could be given back at once, one per owner.
+/// The counters of memory that could be given back at once. Their sum is [`Snapshot::giveable_bytes`].
 pub const GIVEABLE: &[Counter] = &[
     Counter::HeapFree,
     Counter::SmallFree,
@@ -364,11 +366,11 @@ pub const VERSION: u32 = 2;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"pagemill");
 
-/// The page: identity, counters, latest events.
+/// The page of figures: the process's identity, its counters and its latest events.
 ///
 /// # Invariants
 ///
-/// All bits are valid: it may be mapped from any file.
+/// Every bit pattern is a valid value, because the page may be mapped from any file.
 ///
 /// Example: [`Snapshot`], which copies the page.
 #[repr(C)]
@@ -379,18 +381,18 @@ pub struct Figures {
     start_ticks: AtomicU64,
     /// Process name, 15 bytes and a zero.
     name: [AtomicU64; 2],
-    /// Addresses of the arena: first, and one past the last; zeros while there is none.
+    /// Addresses of the arena: the first, and one past the last. Both are 0 while there is no arena.
     arena: [AtomicU64; 2],
-    /// Incremented to wake the helper, which sleeps on it outside a tree.
+    /// Futex word on which the helper sleeps if the process is in no tree; incremented to wake it.
     wake: AtomicU32,
-    /// Number of the latest request for a list; another process raises it (`listing`).
+    /// Number of the latest request to this process. The process that makes a request stores it (`listing`).
     asked: AtomicU32,
     counters: [AtomicU64; CAPACITY],
     pub(crate) ring: EventRing,
 }
 
 impl Figures {
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     pub const LEN: usize = size_of::<Self>().next_multiple_of(64 << 10);
 
     const fn new() -> Self {
@@ -407,7 +409,7 @@ impl Figures {
         }
     }
 
-    fn sign(&self, identity: process::Identity, name: [u8; 16]) {
+    fn write_header(&self, identity: process::Identity, name: [u8; 16]) {
         self.version_pid.store(u64::from(VERSION) | u64::from(identity.pid) << 32, Relaxed);
         self.start_ticks.store(identity.start_ticks, Relaxed);
         let (low, high) = name.split_at(8);
@@ -417,26 +419,27 @@ impl Figures {
         self.magic.store(MAGIC, std::sync::atomic::Ordering::Release);
     }
 
-    /// Wakes all threads that sleep on the page.
+    /// Wakes all threads that sleep on the page's `wake` word.
     fn wake_sleepers(&self) {
         self.wake.fetch_add(1, SeqCst);
         futex::wake(&self.wake, i32::MAX, Scope::Shared);
     }
 
-    /// Number of the latest request.
+    /// Number of the latest request to this process.
     pub fn asked(&self) -> u32 {
         self.asked.load(Relaxed)
     }
 
-    /// Makes a request: the helper answers all requests up to this number. Returns whether the number is new. For a
-    /// number that is not new, the helper may have looked for the request file before it existed.
+    /// Announces the request with this number to the process of this page, whose helper then answers all requests up to
+    /// the number. Returns `false` if the number was announced before: then the helper may have looked for the
+    /// request's file before the file existed.
     pub fn ask(&self, number: u32) -> bool {
         let before = self.asked.fetch_max(number, SeqCst);
         self.wake_sleepers();
         before < number
     }
 
-    /// Copies the page's figures. Returns `None` if it is not a page of this version.
+    /// Copies the page's counters. Returns `None` if it is not a page of this version.
     fn snapshot(&self) -> Option<Snapshot> {
         let version_pid = self.version_pid.load(Relaxed);
         if self.magic.load(Relaxed) != MAGIC || version_pid as u32 != VERSION {
@@ -459,30 +462,30 @@ impl Figures {
     }
 }
 
-/// The page before it is published.
-static PRIVATE: Figures = Figures::new();
-/// The page in use: [`PRIVATE`], or the shared file.
-static CURRENT: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
+/// The page that is used until [`publish`] creates a shared one.
+static PRIVATE_PAGE: Figures = Figures::new();
+/// The shared page; null while [`PRIVATE_PAGE`] is used.
+static SHARED_PAGE: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
 
 #[inline]
 pub fn current() -> &'static Figures {
-    let page = CURRENT.load(Relaxed);
-    // SAFETY: not null means a page mapped by `publish`, which is never unmapped.
-    if page.is_null() { &PRIVATE } else { unsafe { &*page } }
+    let page = SHARED_PAGE.load(Relaxed);
+    // SAFETY: a pointer that is not null refers to a page that `publish` mapped, and such a page is never unmapped.
+    if page.is_null() { &PRIVATE_PAGE } else { unsafe { &*page } }
 }
 
-/// The word that the helper sleeps on outside a tree ([`Scope::Shared`]).
+/// The futex word on which the helper sleeps if the process is in no tree ([`Scope::Shared`]).
 pub(crate) fn wake_word() -> &'static AtomicU32 {
     &current().wake
 }
 
-/// Wakes the helper.
+/// Wakes the helper thread of this process.
 pub fn wake() {
     loop {
-        let page = CURRENT.load(SeqCst);
+        let page = SHARED_PAGE.load(SeqCst);
         current().wake_sleepers();
-        // If the page was published meanwhile, the helper may sleep on the new page by now.
-        if page == CURRENT.load(SeqCst) {
+        // If `publish` replaced the page meanwhile, the helper may sleep on the new page: wake again.
+        if page == SHARED_PAGE.load(SeqCst) {
             return;
         }
     }
@@ -506,7 +509,7 @@ pub fn set(counter: Counter, amount: u64) {
     current().counters[counter as usize].store(amount, Relaxed);
 }
 
-/// Raises a peak; returns whether it rose.
+/// Raises a peak to `amount` if that is larger; returns whether it was.
 #[inline]
 pub fn raise(counter: Counter, amount: u64) -> bool {
     current().counters[counter as usize].fetch_max(amount, Relaxed) < amount
@@ -518,14 +521,14 @@ pub fn get(counter: Counter) -> u64 {
     current().counters[counter as usize].load(Relaxed)
 }
 
-/// Publishes the addresses of this process's arena, so that other processes can tell its mappings from the rest.
-pub fn describe_arena(addresses: Range<usize>) {
+/// Stores the addresses of this process's arena on the page, so that commands can recognise the arena's mappings.
+pub fn publish_arena_range(addresses: Range<usize>) {
     for (word, addr) in current().arena.iter().zip([addresses.start, addresses.end]) {
         word.store(addr as u64, Relaxed);
     }
 }
 
-/// Figures of one process at one moment.
+/// A copy of the figures of one process.
 ///
 /// ```
 /// use pagemill::{Pagemill, stats::Counter};
@@ -533,7 +536,7 @@ pub fn describe_arena(addresses: Range<usize>) {
 /// let figures = Pagemill::of_process()?.figures();
 /// assert_eq!(figures.identity.pid, std::process::id());
 /// let (resident, giveable) = (figures.get(Counter::Resident), figures.giveable_of_resident());
-/// assert!(giveable <= resident && figures.amounts().net <= resident);
+/// assert!(giveable <= resident && figures.memory_amounts().net <= resident);
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -561,7 +564,7 @@ impl Snapshot {
         self.values[counter as usize] = amount;
     }
 
-    /// The process's name, printable characters only: it comes from a file that other processes can write.
+    /// The process's name. Unprintable characters are replaced, because other programs can write to the page's file.
     pub fn name(&self) -> String {
         let bytes = self.name.iter().take_while(|byte| **byte != 0);
         bytes.map(|byte| if (b' '..=b'~').contains(byte) { char::from(*byte) } else { '?' }).collect()
@@ -572,14 +575,14 @@ impl Snapshot {
         self.giveable_of_resident().saturating_add(self.get(Counter::MarkedForeign))
     }
 
-    /// The part of [`Snapshot::giveable_bytes`] that is in `resident`: all but marked memory that Pagemill did not
-    /// allocate.
+    /// The part of [`Snapshot::giveable_bytes`] that `resident` includes. It excludes volatile memory that Pagemill did
+    /// not allocate.
     pub fn giveable_of_resident(&self) -> u64 {
         let sum = GIVEABLE.iter().fold(0u64, |sum, counter| sum.saturating_add(self.get(*counter)));
         sum.saturating_sub(self.get(Counter::MarkedForeign)).min(self.get(Counter::Resident))
     }
 
-    /// How long ago all figures were measured, by this machine's clock; `None` if they never were.
+    /// Time since the last measurement of all figures; `None` if there was none.
     pub fn age(&self) -> Option<Duration> {
         let measured_ns = self.get(Counter::MeasuredAt);
         (measured_ns > 0).then(|| Duration::from_nanos(clock::fine_ns().saturating_sub(measured_ns)))
@@ -590,12 +593,13 @@ impl Snapshot {
         &self.values
     }
 
-    /// A copy of the same process with other counters.
+    /// A copy with other counter values.
     pub(crate) fn with_values(&self, values: [u64; CAPACITY]) -> Self {
         Self { values, ..self.clone() }
     }
 
-    /// Adds the figures of another Pagemill of the same process. Peaks are added, too: an upper bound of the real peak.
+    /// Adds the counters of another Pagemill of the same process. The sum of the peaks is an upper bound of the
+    /// process's peak.
     pub fn add(&mut self, other: &Self) {
         for row in TABLE {
             let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));
@@ -603,7 +607,7 @@ impl Snapshot {
         }
     }
 
-    /// Adds the figures of a process that has ended. Gauges, which are current amounts, are left out.
+    /// Adds the counters of a process that has ended. Gauges are left out: an ended process has no current amounts.
     pub fn absorb_ended(&mut self, other: &Self) {
         for row in TABLE {
             let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));
@@ -620,46 +624,47 @@ impl Snapshot {
 ///
 /// Example: [`Snapshot`].
 #[repr(C)]
-pub struct Amounts {
+pub struct MemoryAmounts {
     pub resident: u64,
     pub giveable: u64,
     pub net: u64,
 }
 
 impl Snapshot {
-    pub fn amounts(&self) -> Amounts {
+    /// The process's resident bytes, its giveable bytes, and its resident bytes without the giveable ones (`net`).
+    pub fn memory_amounts(&self) -> MemoryAmounts {
         let resident = self.get(Counter::Resident);
-        Amounts { resident, giveable: self.giveable_bytes(), net: resident - self.giveable_of_resident() }
+        MemoryAmounts { resident, giveable: self.giveable_bytes(), net: resident - self.giveable_of_resident() }
     }
 }
 
-/// The figures of this process.
+/// Returns the figures of this process as they are now, without a measurement.
 pub fn snapshot() -> Snapshot {
     let page = current();
     if page.magic.load(Relaxed) != MAGIC {
-        page.sign(process::own_identity(), process::name(process::id()));
+        page.write_header(process::own_identity(), process::name(process::id()));
     }
     page.snapshot().unwrap_or_default()
 }
 
-/// Moves the figures to a new shared file at `path` and counts there from now on.
+/// Moves the figures to a new shared file at `path`. From then on counters are updated in that file.
 ///
-/// Counts of other threads during the move are carried over, except within a few instructions at its end.
+/// Updates by other threads during the move are carried over, except those within a few instructions at its end.
 ///
 /// # Errors
 ///
-/// The error of creating the file; the figures stay private then.
+/// The error of creating the file. The figures stay private after an error.
 pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
-    // SAFETY: a new mapping, at no fixed address.
+    // SAFETY: this creates a new mapping at an address that the kernel chooses.
     let map = |access| unsafe { file::map_shared(path, Figures::LEN, access, 0) };
-    // A file of this process from before an `exec` is reused: other processes may be reading it.
+    // A file from before an `exec` of this process is reused, because other processes may have mapped it.
     let addr = match map(Access::Create) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => map(Access::Update)?,
         created => created?,
     };
-    // SAFETY: the file is as long as the type, page aligned, and any bits are valid.
+    // SAFETY: the mapping is as long as the type and page aligned, and every bit pattern is valid (type invariant).
     let page: &'static Figures = unsafe { &*(addr as *const Figures) };
-    page.sign(identity, process::name(identity.pid));
+    page.write_header(identity, process::name(identity.pid));
     let copied: [u64; CAPACITY] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
     for (to, amount) in page.counters.iter().zip(copied) {
         to.store(amount, Relaxed);
@@ -668,10 +673,10 @@ pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
     for (to, from) in page.arena.iter().zip(&before.arena) {
         to.store(from.load(Relaxed), Relaxed);
     }
-    CURRENT.store(addr as *mut Figures, SeqCst);
-    // Threads that sleep on the old page are woken here for the last time.
+    SHARED_PAGE.store(addr as *mut Figures, SeqCst);
+    // Wake the threads that sleep on the old page. From now on wake-ups go to the new page.
     before.wake_sleepers();
-    // Add what other threads counted meanwhile.
+    // Add the updates that other threads made on the old page since it was copied.
     for ((to, from), amount) in page.counters.iter().zip(&before.counters).zip(copied) {
         to.fetch_add(from.load(Relaxed).wrapping_sub(amount), Relaxed);
     }
@@ -679,20 +684,20 @@ pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
     Ok(())
 }
 
-/// In a fork child: counts from zero, on a private page in the place of the parent's shared one.
+/// Replaces the parent's shared page by a private page of zeros, in a fork child. The new page has the same address.
 ///
 /// # Safety
 ///
-/// The process is a child that has one thread, and calls this once: whatever is mapped in the page's place is gone.
+/// The process is a fork child with one thread and calls this once. The call unmaps the page at that address.
 pub unsafe fn detach_in_child() {
-    let page = CURRENT.load(Relaxed);
+    let page = SHARED_PAGE.load(Relaxed);
     if page.is_null() {
-        PRIVATE.counters.iter().for_each(|counter| counter.store(0, Relaxed));
+        PRIVATE_PAGE.counters.iter().for_each(|counter| counter.store(0, Relaxed));
         return;
     }
-    // SAFETY: this address range is the mapping made by `publish`; other threads do not exist.
+    // SAFETY: `publish` made the mapping at this address, and no other thread uses it, because there is none.
     if unsafe { file::map_private_over(page as usize, Figures::LEN) }.is_err() {
-        CURRENT.store(std::ptr::null_mut(), Relaxed);
+        SHARED_PAGE.store(std::ptr::null_mut(), Relaxed);
     }
 }
 
@@ -715,21 +720,21 @@ pub fn read_of(path: &CStr, owner: Option<u32>) -> io::Result<Snapshot> {
     with_copy(path, owner, Figures::snapshot)?.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// Calls `act` with a copy of the page at `path`. A mapping would be unsafe: the file's user could truncate it
-/// meanwhile, which would kill the reader. Takes 34 KiB of stack.
+/// Calls `act` with a copy of the page at `path`. The file is copied because its user could truncate it: accessing a
+/// mapping of it would then raise `SIGBUS`. The copy takes 34 KiB of stack.
 pub(crate) fn with_copy<T>(path: &CStr, owner: Option<u32>, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
     let mut copy = Figures::new();
     let start = (&raw mut copy).cast::<u8>();
-    // SAFETY: the bytes of a value that only this function uses; any bits are valid.
+    // SAFETY: these are the bytes of a local value for which every bit pattern is valid (type invariant).
     let bytes = unsafe { std::slice::from_raw_parts_mut(start, size_of::<Figures>()) };
     file::read_published(path, owner, bytes)?;
     Ok(act(&copy))
 }
 
-/// Maps the page at `path` while `act` sends a request to that process. Fails with `InvalidData` if it is not a page of
-/// this version.
-pub(crate) fn with_page_of_asked<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
-    // SAFETY: a new mapping, at no fixed address.
+/// Calls `act` with the mapped page of another process, so that `act` can send a request to that process. Fails with
+/// `InvalidData` if the file at `path` is not a page of this version.
+pub(crate) fn with_page_of_process<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
+    // SAFETY: this creates a new mapping at an address that the kernel chooses.
     let addr = unsafe { file::map_shared(path, Figures::LEN, Access::Update, 0) }?;
     // SAFETY: as in `publish`.
     let page = unsafe { &*(addr as *const Figures) };
@@ -744,17 +749,19 @@ pub(crate) fn with_page_of_asked<T>(path: &CStr, act: impl FnOnce(&Figures) -> T
 mod tests {
     use super::*;
 
+    /// The rows of `TABLE` must have the order of the counters' indices, and every row must have a meaning.
     #[test]
-    fn the_table_is_in_the_order_of_the_page() {
+    fn table_is_in_counter_order() {
         for (index, row) in TABLE.iter().enumerate() {
             assert_eq!(row.counter as usize, index, "{}", row.name);
             assert!(!row.meaning.is_empty(), "{}", row.name);
         }
     }
 
-    /// Absurd contents are rejected or made harmless: a short file, no magic, a name of control characters.
+    /// Reads invalid files. A short file and a file without magic must be rejected. In a page of one bits, the name
+    /// must become printable and sums must saturate.
     #[test]
-    fn readers_trust_nothing() {
+    fn invalid_pages_are_rejected_or_harmless() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("page");
         let c_path = std::ffi::CString::new(path.to_str().unwrap()).unwrap();

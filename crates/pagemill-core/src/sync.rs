@@ -1,7 +1,9 @@
-//! Atomics, waiting, the coarse clock, and a lock that never allocates. Under `--cfg loom` and `--cfg shuttle` the
-//! atomics are those of loom or of `modelled`.
-#![cfg_attr(loom, allow(dead_code))] // only the atomics are used there
-#![allow(unsafe_code)] // a value behind the lock
+//! Synchronization: atomics, waiting, the coarse clock, and a lock that never allocates.
+//!
+//! Under `--cfg loom` the atomics are loom's. Under `--cfg shuttle` the atomics, the waits and the clock come from
+//! `modelled`.
+#![cfg_attr(loom, allow(dead_code))] // under loom only the atomics are used
+#![allow(unsafe_code)] // references to the value that a lock protects
 
 #[cfg(shuttle)]
 pub mod modelled;
@@ -36,8 +38,8 @@ use std::sync::atomic::AtomicU32 as Word;
 
 /// A mutual exclusion lock that may be taken inside `malloc`: one word, no allocation, no thread state.
 ///
-/// It guards code, not data: each protected field names its lock. If the forking thread holds it across `fork`, it is
-/// released in both processes.
+/// The lock contains no data; the comment of each field that it protects names it. A lock that the forking thread holds
+/// during `fork` must be released in both processes.
 ///
 /// ```
 /// use pagemill::sync::Lock;
@@ -50,7 +52,7 @@ use std::sync::atomic::AtomicU32 as Word;
 /// ```
 #[derive(Default)]
 pub struct Lock {
-    /// 0: free; 1: held; 2: held, with sleepers.
+    /// 0: unlocked; 1: locked; 2: locked, and threads may sleep on the word.
     word: Word,
 }
 
@@ -66,22 +68,19 @@ impl Lock {
         LockGuard(self)
     }
 
-    /// Takes the lock without a guard; [`Lock::release`] releases it. For `fork` handlers.
-    #[inline]
+    /// Acquires the lock without a guard, for `fork` handlers. The caller must call [`Lock::release`].
     pub fn acquire(&self) {
         if self.word.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
             self.acquire_slow();
         }
     }
 
-    /// Takes the lock if it is free; returns whether it did.
-    #[inline]
+    /// Acquires the lock if it is unlocked; returns whether it did.
     pub fn try_acquire(&self) -> bool {
         self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok()
     }
 
-    /// As [`Lock::lock`], but returns `None` if the lock is held.
-    #[inline]
+    /// As [`Lock::lock`], but returns `None` at once if another thread has the lock.
     pub fn try_lock(&self) -> Option<LockGuard<'_>> {
         self.try_acquire().then(|| LockGuard(self))
     }
@@ -128,7 +127,7 @@ fn wake_all(word: &Word) {
     futex::wake(word, i32::MAX, Scope::Private);
 }
 
-/// Waits, without a timeout, until the word has changed, so that the model detects a lost wake-up.
+/// Without a timeout, waits until the word has changed, so that a test under shuttle hangs after a lost wake-up.
 #[cfg(shuttle)]
 fn sleep_while(word: &Word, value: u32, timeout: Option<Duration>) {
     pause();
@@ -148,6 +147,8 @@ fn sleep_while_held(_word: &Word) {
 #[cfg(shuttle)]
 fn wake_one(_word: &Word) {}
 
+/// Releases its [`Lock`] when it is dropped.
+///
 /// Example: [`Lock`].
 pub struct LockGuard<'lock>(&'lock Lock);
 
@@ -158,7 +159,7 @@ impl Drop for LockGuard<'_> {
     }
 }
 
-/// A value that is accessible only under its lock.
+/// A value together with the lock that every access acquires.
 ///
 /// ```
 /// use pagemill_core::sync::Guarded;
@@ -176,7 +177,7 @@ pub struct Guarded<T> {
     value: std::cell::UnsafeCell<T>,
 }
 
-// SAFETY: one thread at a time accesses the value, through the lock.
+// SAFETY: every access acquires the lock, so one thread at a time uses the value.
 #[cfg(not(loom))]
 unsafe impl<T: Send> Sync for Guarded<T> {}
 
@@ -188,16 +189,14 @@ impl<T> Guarded<T> {
         Self { lock: Lock::new(), is_acquired, value: std::cell::UnsafeCell::new(value) }
     }
 
-    /// Calls `act` with the value under the lock. `act` must not take the same lock.
-    #[inline]
+    /// Calls `act` with the value while this thread has the lock. `act` must not acquire the same lock.
     pub fn with<R>(&self, act: impl FnOnce(&mut T) -> R) -> R {
         let _guard = self.lock.lock();
         // SAFETY: the lock is held until `act` has returned, so this is the only reference.
         act(unsafe { &mut *self.value.get() })
     }
 
-    /// As [`Guarded::with`], but returns `None` if the lock is held.
-    #[inline]
+    /// As [`Guarded::with`], but returns `None` at once if another thread has the lock.
     pub fn try_with<R>(&self, act: impl FnOnce(&mut T) -> R) -> Option<R> {
         let is_ours = self.lock.try_acquire();
         is_ours.then(|| {
@@ -207,12 +206,12 @@ impl<T> Guarded<T> {
         })
     }
 
-    /// Takes the lock as soon as the value satisfies `is_so`. For `fork` handlers.
-    pub fn acquire_when(&self, is_so: impl Fn(&T) -> bool) {
+    /// Waits until the value satisfies `condition`, and returns with the lock acquired. For `fork` handlers.
+    pub fn acquire_when(&self, condition: impl Fn(&T) -> bool) {
         loop {
             self.lock.acquire();
             // SAFETY: the lock is held, so no other thread changes the value.
-            if is_so(unsafe { &*self.value.get() }) {
+            if condition(unsafe { &*self.value.get() }) {
                 self.is_acquired.store(true, Relaxed);
                 return;
             }
@@ -221,7 +220,7 @@ impl<T> Guarded<T> {
         }
     }
 
-    /// Releases the lock of [`Guarded::acquire_when`].
+    /// Releases the lock that [`Guarded::acquire_when`] acquired.
     ///
     /// # Panics
     ///
@@ -233,7 +232,9 @@ impl<T> Guarded<T> {
     }
 }
 
-/// A repeated event on which threads can sleep. Without sleepers, raising it costs two accesses to one cache line.
+/// A counter of events that threads can sleep on without losing a wake-up.
+///
+/// Without sleepers, [`EventCount::raise`] costs two accesses to one cache line.
 ///
 /// Example: [`Lock`].
 #[cfg(not(loom))]
@@ -255,13 +256,13 @@ impl EventCount {
     #[inline]
     pub fn raise(&self) {
         self.count.fetch_add(1, SeqCst);
-        // Either this thread sees the sleeper, or the sleeper sees the new count.
+        // All accesses are sequentially consistent: this thread sees the sleeper, or the sleeper sees the new count.
         if self.sleepers.load(SeqCst) > 0 {
             wake_all(&self.count);
         }
     }
 
-    /// Sleeps until an event after number `seen`, at most `timeout`. May return early.
+    /// Sleeps until the number of events differs from `seen`, or until `timeout`. Spurious returns are possible.
     pub fn wait(&self, seen: u32, timeout: Option<Duration>) {
         self.sleepers.fetch_add(1, SeqCst);
         if self.count.load(SeqCst) == seen {
@@ -271,7 +272,7 @@ impl EventCount {
     }
 }
 
-/// Backoff for a wait: first spins (100 us), then yields the processor.
+/// Backoff for a loop that waits: [`Backoff::pause`] spins for the first 100 us, then yields the processor.
 ///
 /// Example: [`Lock`].
 #[cfg(not(loom))]
@@ -321,7 +322,7 @@ pub fn sleep(_time: std::time::Duration) {
     pause();
 }
 
-/// A value on separate cache lines.
+/// A value aligned to 128 bytes, so that it shares no cache line with other values.
 ///
 /// Example: [`Lock`].
 #[repr(align(128))]
@@ -333,9 +334,9 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
 
-    /// Non-atomic increments under the lock are all counted: the lock excludes.
+    /// Four threads increment a counter with a separate load and store under the lock. No increment may be lost.
     #[test]
-    fn the_lock_excludes() {
+    fn lock_is_mutually_exclusive() {
         let (lock, count) = (Lock::new(), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -351,9 +352,10 @@ mod tests {
         assert_eq!(lock.word.load(Relaxed), 0);
     }
 
-    /// Two threads wait for each other in turn, without a timeout: no wake-up is lost.
+    /// Two threads raise and wait for each other's events in turn, without a timeout. A lost wake-up would hang the
+    /// test.
     #[test]
-    fn events_are_not_lost() {
+    fn event_count_loses_no_wake_up() {
         let events = [EventCount::default(), EventCount::default()];
         let play = |own: usize| {
             for round in 0..1000 {

@@ -1,7 +1,7 @@
-//! The latest events of this process, on the figures page: the decisions of the memory manager and their times.
+//! The event ring: the latest decisions of the memory manager, with their times, on the page of figures.
 //!
-//! Recording costs some 30 ns and happens only next to a system call. Writers reserve entries with an atomic counter; a
-//! reader skips an event that is being written.
+//! Recording an event costs some 30 ns and happens only next to a system call. Writers reserve entries with an atomic
+//! counter; a reader skips an entry that is being written.
 
 use crate::stats;
 use pagemill_sys::clock;
@@ -9,27 +9,27 @@ use std::ffi::CStr;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
-/// Events that a page keeps.
+/// Number of events in the ring; a new event overwrites the oldest.
 const CAPACITY: usize = 1024;
 
-/// The meaning of one number of an event: one value, or two packed values.
-struct Number {
+/// The format of one of the two 64-bit numbers of an event: it has one named value, or two that are packed.
+struct NumberFormat {
     name: &'static str,
-    /// For packed values: bits of the lower one, and the name of the upper one.
+    /// If two values are packed: the width of the lower value in bits, and the name of the upper value.
     upper: Option<(u32, &'static str)>,
 }
 
-impl Number {
+impl NumberFormat {
     const fn new(name: &'static str, upper: &[(u32, &'static str)]) -> Self {
         Self { name, upper: if upper.is_empty() { None } else { Some(upper[0]) } }
     }
 
-    fn join(&self, lower: u64, upper: u64) -> u64 {
+    fn pack(&self, lower: u64, upper: u64) -> u64 {
         self.upper.map_or(lower, |(bits, _)| lower & ((1 << bits) - 1) | upper << bits)
     }
 
-    /// Unpacks a number into its names and values.
-    fn split(&self, number: u64) -> impl Iterator<Item = (&'static str, u64)> {
+    /// Unpacks a number into its values, each with its name.
+    fn unpack(&self, number: u64) -> impl Iterator<Item = (&'static str, u64)> {
         let lower = self.upper.map_or(number, |(bits, _)| number & ((1 << bits) - 1));
         let upper = self.upper.map(|(bits, name)| (name, number >> bits));
         std::iter::once((self.name, lower)).chain(upper)
@@ -40,17 +40,17 @@ macro_rules! events {
     ($(#[doc = $meaning:literal] $name:ident $text:literal
        ($first:literal $($bits:literal $above:literal)?, $second:literal $($second_bits:literal $second_above:literal)?);)*
     ) => {
-        /// An event, with two numbers, each of which may hold two values.
+        /// The kinds of events. Each event has two numbers, and a number may pack two values.
         ///
         /// Example: [`Recorded`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u8)]
         pub enum Event { $(#[doc = $meaning] $name),* }
 
-        /// For each event: its name and the meanings of its numbers.
-        const EVENTS: &[(Event, &str, [Number; 2])] = &[$((Event::$name, $text, [
-            Number::new($first, &[$(($bits, $above))?]),
-            Number::new($second, &[$(($second_bits, $second_above))?]),
+        /// The name of each event and the formats of its two numbers.
+        const EVENTS: &[(Event, &str, [NumberFormat; 2])] = &[$((Event::$name, $text, [
+            NumberFormat::new($first, &[$(($bits, $above))?]),
+            NumberFormat::new($second, &[$(($second_bits, $second_above))?]),
         ])),*];
     };
 }
@@ -58,23 +58,23 @@ macro_rules! events {
 events! {
     /// The figures were published.
     Start "start" ("pid", "time_ns");
-    /// A block was brought in as a huge page.
+    /// A block became resident as a huge page.
     BlockHuge "block_huge" ("block", "resident_bytes");
-    /// A block was to be huge and got small pages.
+    /// A block got small pages because no huge page was available.
     BlockFallback "block_fallback" ("block", "resident_bytes");
     /// Memory was given back because the program requested it.
     GivenForProgram "given_for_program" ("wanted_bytes", "freed_bytes");
-    /// A block was split to give a part back.
+    /// The huge page of a block was split so that a part could be given back.
     Split "split" ("block", "freed_bytes");
-    /// A charge met the limit.
+    /// A charge would have exceeded the limit, so reclaim started.
     OverLimit "over_limit" ("wanted_bytes", "used_bytes");
-    /// A charge was refused.
+    /// A charge was refused, because reclaim could not free enough.
     Refused "refused" ("wanted_bytes", "used_bytes");
     /// This process requested memory from its siblings.
     AskSiblings "ask_siblings" ("wanted_bytes", "given_bytes");
     /// A sibling requested memory from this process.
     Asked "asked" ("wanted_bytes", "given_bytes");
-    /// The process is a fork child from here on.
+    /// The process started as a fork child.
     Forked "forked" ("pid", "generation");
     /// Memory was given back because the limit of the process or of its tree was reached.
     GivenForLimit "given_for_limit" ("wanted_bytes", "freed_bytes");
@@ -86,11 +86,11 @@ events! {
     GivenForSibling "given_for_sibling" ("wanted_bytes", "freed_bytes");
     /// Memory was given back because it was free and not reused for the age of --return.
     GivenForAge "given_for_age" ("wanted_bytes", "freed_bytes");
-    /// Cold memory was given back because new memory became resident.
+    /// Cold memory was given back to compensate for new memory that became resident.
     GivenForNew "given_for_new" ("wanted_bytes", "freed_bytes");
     /// Cold memory was given back because a thread stalls on memory.
     GivenForStall "given_for_stall" ("wanted_bytes", "freed_bytes");
-    /// Cold memory was offered to the kernel, which may take it from here on.
+    /// Cold memory was offered to the kernel (MADV_FREE), which may take it.
     Offered "offered" ("wanted_bytes", "offered_bytes");
     /// The kernel took memory that was offered.
     Taken "taken" ("block", "taken_bytes");
@@ -98,7 +98,7 @@ events! {
     Sign "sign" ("signs", "room_bytes");
     /// Bytes of a volatile range were purged.
     RangePurged "range_purged" ("addr", "purged_bytes");
-    /// A folio of several pages was allocated, at a page of a file.
+    /// A folio of several pages was allocated for a file.
     FolioMade "folio_made" ("page_index" 40 "file", "order" 8 "cache");
     /// A folio of several pages was split.
     FolioSplit "folio_split" ("page_index" 40 "file", "order" 8 "cache");
@@ -110,13 +110,13 @@ events! {
 
 #[repr(C)]
 struct EventSlot {
-    /// Sequence number shifted up by 8, event in the low byte; 0 while being written.
+    /// Sequence number shifted left by 8, with the event in the low byte; 0 while the entry is being written.
     tag: AtomicU64,
     time_ns: AtomicU64,
     numbers: [AtomicU64; 2],
 }
 
-/// A ring of events.
+/// The ring of a page's latest events.
 ///
 /// Example: [`Recorded`].
 #[repr(C)]
@@ -131,7 +131,7 @@ impl EventRing {
     }
 
     fn record(&self, event: Event, first: u64, second: u64) {
-        // Numbers start at 1, also in a file of zeros: 0 marks an entry that is being written.
+        // Sequence numbers start at 1, because 0 is the tag of an entry that is empty or being written.
         let sequence = self.next.fetch_add(1, Relaxed) + 1;
         let entry = &self.entries[sequence as usize % CAPACITY];
         entry.tag.store(0, Relaxed);
@@ -162,7 +162,7 @@ impl EventSlot {
             sequence: tag >> 8,
             time_ns,
             event,
-            numbers: names.iter().zip(numbers).flat_map(|(name, number)| name.split(number)).collect(),
+            numbers: names.iter().zip(numbers).flat_map(|(name, number)| name.unpack(number)).collect(),
         })
     }
 }
@@ -183,22 +183,22 @@ impl EventSlot {
 #[derive(Clone, Debug)]
 pub struct Recorded {
     pub sequence: u64,
-    /// Monotonic time of the machine.
+    /// Time of the event in nanoseconds of `CLOCK_MONOTONIC`.
     pub time_ns: u64,
     pub event: &'static str,
     /// Two to four values, each with its name.
     pub numbers: Vec<(&'static str, u64)>,
 }
 
-/// Records an event of this process.
+/// Records an event of this process, with its two numbers.
 pub fn event(event: Event, first: u64, second: u64) {
     stats::current().ring.record(event, first, second);
 }
 
-/// As [`event`], for an event whose numbers each pack two values: the lower and the upper.
-pub fn event_in_parts(event: Event, parts: [(u64, u64); 2]) {
+/// As [`event`], for numbers that pack two values. Each part is the lower and the upper value of one number.
+pub fn event_with_packed_values(event: Event, parts: [(u64, u64); 2]) {
     let (_, _, names) = &EVENTS[event as usize];
-    let [first, second] = [0, 1].map(|at| names[at].join(parts[at].0, parts[at].1));
+    let [first, second] = [0, 1].map(|at| names[at].pack(parts[at].0, parts[at].1));
     stats::current().ring.record(event, first, second);
 }
 
@@ -210,7 +210,7 @@ pub fn event_in_parts(event: Event, parts: [(u64, u64); 2]) {
 /// The error of opening the file.
 pub fn read(path: &CStr, owner: Option<u32>) -> io::Result<Vec<Recorded>> {
     let copy = || stats::with_copy(path, owner, |page| page.ring.read());
-    // An entry that was being overwritten during the copy has another sequence number in the second copy.
+    // An entry that was overwritten while the first copy was made has another sequence number in the second copy.
     let (mut events, after) = (copy()?, copy()?);
     events.retain(|event| after.binary_search_by_key(&event.sequence, |event| event.sequence).is_ok());
     Ok(events)
@@ -220,9 +220,9 @@ pub fn read(path: &CStr, owner: Option<u32>) -> io::Result<Vec<Recorded>> {
 mod tests {
     use super::*;
 
-    /// With more events than entries the latest are kept, in order.
+    /// Records ten more events than the ring has entries. The latest must remain, in order.
     #[test]
-    fn the_ring_keeps_the_latest() {
+    fn ring_has_latest_events() {
         let ring = EventRing::new();
         for number in 0..CAPACITY as u64 + 10 {
             ring.record(Event::GivenForProgram, number, 2 * number);
@@ -233,17 +233,18 @@ mod tests {
         assert!(events.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
     }
 
-    /// Events are in the order of their numbers, and packed values unpack to the same values.
+    /// `EVENTS` must be in the order of the enum. Packing and unpacking must return the same values, also for numbers
+    /// with a single value.
     #[test]
-    fn numbers_hold_two() {
+    fn packed_values_unpack_unchanged() {
         assert!(EVENTS.iter().enumerate().all(|(at, (event, ..))| *event as usize == at));
         let (_, _, [number, plain]) = &EVENTS[Event::FolioMade as usize];
-        let both = |lower, upper| number.split(number.join(lower, upper)).collect::<Vec<_>>();
+        let both = |lower, upper| number.unpack(number.pack(lower, upper)).collect::<Vec<_>>();
         for (index, file) in [(0, 0), ((1 << 40) - 1, 0), (7, (1 << 24) - 1)] {
             assert_eq!(both(index, file), [("page_index", index), ("file", file)]);
         }
-        assert_eq!(plain.split(plain.join(9, 255)).collect::<Vec<_>>(), [("order", 9), ("cache", 255)]);
+        assert_eq!(plain.unpack(plain.pack(9, 255)).collect::<Vec<_>>(), [("order", 9), ("cache", 255)]);
         let (_, _, [plain, _]) = &EVENTS[Event::Start as usize];
-        assert_eq!(plain.split(plain.join(u64::MAX, 1)).collect::<Vec<_>>(), [("pid", u64::MAX)]);
+        assert_eq!(plain.unpack(plain.pack(u64::MAX, 1)).collect::<Vec<_>>(), [("pid", u64::MAX)]);
     }
 }

@@ -1,6 +1,6 @@
 //! Sizes: the OS page, the software page, the block, and human-readable bytes.
 //!
-//! Nothing outside this file names 4096 or 2 MiB as a number.
+//! Other code uses these names instead of the numbers 4096 and 2 MiB.
 
 use pagemill_sys as sys;
 use std::fmt;
@@ -18,7 +18,7 @@ pub fn os_page_bytes() -> usize {
     sys::mem::os_page_bytes()
 }
 
-/// OS pages of a block.
+/// Number of OS pages in a block.
 #[inline]
 pub fn os_pages_per_block() -> usize {
     BLOCK_BYTES / os_page_bytes()
@@ -97,7 +97,7 @@ impl fmt::Display for Bytes {
 ///
 /// # Errors
 ///
-/// A sentence that describes the problem with the text.
+/// A message that describes the problem with the text.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let trimmed = text.trim();
     let digits = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_as_people_write_them() {
+    fn parse_bytes_accepts_common_notations() {
         for (text, bytes) in
             [("0", 0), ("512", 512), ("64K", 64 << 10), ("64KiB", 64 << 10), ("512mb", 512 << 20), ("1.5G", 3 << 29)]
         {
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_print_short() {
+    fn bytes_print_with_largest_unit() {
         for (bytes, text) in
             [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (64 << 20, "64 MiB"), (u64::MAX, "15.9 EiB")]
         {

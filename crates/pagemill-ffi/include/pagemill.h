@@ -26,53 +26,55 @@ extern "C" {
 #define PAGEMILL_VOLATILE 1
 #define PAGEMILL_VOLATILE_STRICT 2
 
-/* How a volatile range is purged: as a whole, or from its end by chunks, in turn with other ranges. */
+/* How a volatile range is purged: as a whole, or from its end, one chunk at a time, alternating with other ranges. */
 #define PAGEMILL_FULL 0
 #define PAGEMILL_PARTIAL 1
 
 /* Marks `len` bytes from `addr` on as volatile or nonvolatile.
  *
- * PAGEMILL_VOLATILE: the contents may be purged when memory is needed, the least recently marked first. Purged bytes read
- * zero.
+ * PAGEMILL_VOLATILE: the contents may be purged when memory is needed, the least recently marked range first. Purged
+ * bytes read zero.
  *
- * PAGEMILL_VOLATILE_STRICT: the same, but touching a purged page raises SIGBUS with the address in si_addr, until the page is
- * nonvolatile. System calls return EFAULT. Needs guard pages (Linux 6.13). The first strict mark installs a handler for
- * SIGSEGV in front of the program's: see pagemill_handle_fault.
+ * PAGEMILL_VOLATILE_STRICT: as PAGEMILL_VOLATILE, but accessing a purged page raises SIGBUS with the address in
+ * si_addr, until the page is nonvolatile. System calls return EFAULT. Needs guard pages (Linux 6.13). The first strict
+ * mark installs a handler for SIGSEGV in front of the program's: see pagemill_handle_fault.
  *
- * PAGEMILL_NONVOLATILE: the contents stay from now on. *purged (purged may be null) is set to whether any were purged; those
- * read zero.
+ * PAGEMILL_NONVOLATILE: the contents are not purged any more. *purged (purged may be null) is set to 1 if any bytes
+ * were purged since the range was marked, else to 0. Purged bytes read zero.
  *
- * Marking a marked range marks it anew. Unmarking an unmarked range does nothing. The program must unmark memory before it
- * unmaps, moves, replaces or frees it, and strict memory before it changes its protection. Shared, file, locked and protected
- * memory and the stack of the first thread can be marked but are never purged.
+ * Marking a marked range replaces its mark. Unmarking an unmarked range does nothing. The program must unmark memory
+ * before it unmaps, moves, replaces or frees it, and strict memory before it changes its protection. Shared, file,
+ * locked and protected memory and the stack of the first thread can be marked but are never purged.
  *
- * The function takes locks, like malloc, so signal handlers must not call it. Exception: the handler of such a SIGBUS may call
- * it for the page that raised the signal.
+ * Signal handlers must not call the function, because it takes locks, like malloc. Exception: the handler of a SIGBUS
+ * that a purged page raised may call it for that page.
  *
- * Returns the number of bytes that are now marked, or that were marked. On error returns -1 and sets errno; nothing has
- * changed except *purged, which is 0:
+ * Returns the number of bytes that are marked now or, when unmarking, that were marked. On error returns -1 and sets
+ * errno. Nothing has changed then, except *purged, which is 0:
  *   EINVAL  addr or len is no multiple of the page size, or mode or behaviour is unknown
- *   ENOMEM  a part is not mapped (when unmarking: and no part was marked), or no memory or address space is left for the mark
+ *   ENOMEM  a part is not mapped (when unmarking, only if no part was marked), or there is no memory or address
+ *           space for the mark
  *   EFAULT  purged is not a writable address
  *   EOPNOTSUPP  strict mark, and the kernel has no guard pages
  */
 ssize_t pagemill_vrange(void *addr, size_t len, int mode, int behaviour, int *purged);
 
-/* A SIGSEGV handler (SA_SIGINFO) that the program installs after its first strict mark must call this first, with its own
- * arguments, and return at once if the result is not 0. The access is then repeated, or SIGBUS is delivered at the faulting
- * instruction. Handlers installed before that mark, and all handlers under `pagemill run`, need not call it.
+/* A SIGSEGV handler (SA_SIGINFO) that the program installs after its first strict mark must call this first, with its
+ * own arguments, and return at once if the result is not 0. The access is then repeated, or SIGBUS is delivered at the
+ * faulting instruction. Handlers installed before that mark, and all handlers under `pagemill run`, need not call it.
  */
 int pagemill_handle_fault(int signal, const void *info, void *context);
 
-/* Bytes of this process, as measured by the call. */
+/* Memory of this process in bytes, as measured by the call. */
 struct pagemill_figures {
-    uint64_t resident; /* resident memory of Pagemill */
-    uint64_t giveable; /* can be given back at once: free and volatile memory, including volatile memory not from Pagemill */
-    uint64_t net;      /* resident memory that is not giveable */
+    uint64_t resident; /* resident memory that Pagemill allocated */
+    uint64_t giveable; /* memory that can be returned at once: free and volatile memory, also volatile memory that
+                        * Pagemill did not allocate */
+    uint64_t net;      /* resident memory that Pagemill allocated and that is not giveable */
 };
 
-/* Measures the process and fills `figures`. Costs some 20 us for each 64 MiB of volatile memory. Signal handlers must not call
- * it. Returns 0, or -1 with errno if Pagemill cannot start.
+/* Measures the process and fills `figures`. Costs some 20 us for each 64 MiB of volatile memory. Signal handlers must
+ * not call it. Returns 0, or -1 with errno if Pagemill cannot start.
  */
 int pagemill_figures(struct pagemill_figures *figures);
 

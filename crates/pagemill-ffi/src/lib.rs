@@ -1,8 +1,8 @@
-//! The C interface. Each function forwards to the crate; `include/pagemill.h` documents them.
+//! The C interface of Pagemill. Each function calls the crate `pagemill`; `include/pagemill.h` documents them.
 #![allow(unsafe_code)] // the C ABI
 
 use pagemill::Pagemill;
-use pagemill::stats::Amounts;
+use pagemill::stats::MemoryAmounts;
 use pagemill::volatile;
 use pagemill_sys::process;
 use std::ffi::{c_int, c_void};
@@ -20,11 +20,11 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
 ///
 /// As documented in include/pagemill.h: `amounts` points to writable memory.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagemill_figures(amounts: *mut Amounts) -> c_int {
+pub unsafe extern "C" fn pagemill_figures(amounts: *mut MemoryAmounts) -> c_int {
     match Pagemill::of_process() {
         Ok(pagemill) => {
             // SAFETY: the caller's promise.
-            unsafe { amounts.write(pagemill.figures().amounts()) };
+            unsafe { amounts.write(pagemill.figures().memory_amounts()) };
             0
         }
         Err(error) => {

@@ -34,8 +34,9 @@ fn build(folder: &Path, source: &str) -> PathBuf {
     program
 }
 
+/// A C program marks and unmarks 64 MiB without memory pressure. Nothing may be purged.
 #[test]
-fn c_programs_mark_and_unmark() {
+fn c_program_marks_and_unmarks() {
     let folder = tempfile::tempdir().unwrap();
     let program = build(folder.path(), "vrange.c");
     let output = Command::new(&program).arg("64").output().unwrap();
@@ -44,8 +45,9 @@ fn c_programs_mark_and_unmark() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "0 of 16 gone\n", "without pressure nothing goes");
 }
 
+/// A C program reads its figures before, while and after 64 MiB are marked. They must be giveable only while marked.
 #[test]
-fn figures_follow_marks() {
+fn marked_memory_is_giveable_in_figures() {
     let folder = tempfile::tempdir().unwrap();
     let output = Command::new(build(folder.path(), "figures.c")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -53,9 +55,10 @@ fn figures_follow_marks() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "64 MiB giveable while marked\n");
 }
 
-/// Marked memory is purged before a limit kills the program. Marks twice the group's limit.
+/// A C program marks twice the limit of its control group. It must not be killed, and about half of the memory must be
+/// purged.
 #[test]
-fn volatile_memory_survives_a_limit() {
+fn volatile_memory_is_purged_before_group_limit() {
     let folder = tempfile::tempdir().unwrap();
     let program = build(folder.path(), "vrange.c");
     let Some(group) = group::Group::new("vrange-c", 256 << 20) else { return };
@@ -68,9 +71,10 @@ fn volatile_memory_survives_a_limit() {
     assert!((64..=118).contains(&gone), "{said}");
 }
 
-/// A sleeping program gives its marked memory to another program of its group, which is not killed.
+/// A program with marked memory sleeps while another program of its control group needs that memory. The marked memory
+/// must be purged, and no program may be killed.
 #[test]
-fn a_sleeper_gives_to_its_group() {
+fn sleeping_program_is_purged_for_its_group() {
     let folder = tempfile::tempdir().unwrap();
     let program = build(folder.path(), "vrange.c");
     let Some(group) = group::Group::new("vrange-hold", 256 << 20) else { return };
@@ -95,10 +99,10 @@ fn a_sleeper_gives_to_its_group() {
     assert!(gone >= 44, "{last}");
 }
 
-/// Purged strict memory raises `SIGBUS`, other memory reads as written, also with a handler of the program's own. Marks twice
-/// the group's limit.
+/// A C program with a `SIGSEGV` handler of its own marks twice the limit of its control group as strict. Reading purged
+/// pages must raise `SIGBUS`; other pages must read as written.
 #[test]
-fn strict_memory_raises_signals_under_a_limit() {
+fn purged_strict_memory_raises_sigbus() {
     let folder = tempfile::tempdir().unwrap();
     let program = build(folder.path(), "strict.c");
     let Some(group) = group::Group::new("strict-c", 256 << 20) else { return };
@@ -114,24 +118,25 @@ fn strict_memory_raises_signals_under_a_limit() {
     assert!((64..=118).contains(&gone), "{said}");
 }
 
-/// The ranges of a process that publishes in this folder; `None` if it does not publish.
-fn list(folder: &Path, pid: u32) -> Option<List> {
+/// Requests the list of ranges of a process that publishes in this folder; `None` if it does not publish.
+fn request_list(folder: &Path, pid: u32) -> Option<List> {
     let identity = process::identity(pid).unwrap();
     let figures = published::file_of(folder.to_str().unwrap(), identity).unwrap();
     std::fs::exists(figures.as_str()).unwrap().then(|| listing::ask(&figures, identity, || false).unwrap())
 }
 
-/// Lengths of the listed ranges in pages, ascending.
-fn pages(list: &List) -> Vec<usize> {
+/// Lengths of the listed ranges in OS pages, ascending.
+fn page_counts(list: &List) -> Vec<usize> {
     let mut pages: Vec<_> = list.ranges.iter().map(|range| range.len_bytes / os_page_bytes()).collect();
     pages.sort_unstable();
     pages
 }
 
-/// Programs with the library publish their marks. A child publishes under a name of its own, from its first call on; after
-/// exec only the new program's marks are listed. No file is left at the end.
+/// Lists the marked ranges of a program, of a child that marks memory, and of a child that does not, with and without
+/// an exec before. Inherited marks must be listed, marks from before the exec must not, and no file may be left at the
+/// end.
 #[test]
-fn marks_are_listed() {
+fn marked_ranges_of_processes_are_listed() {
     let folder = tempfile::tempdir().unwrap();
     let program = build(folder.path(), "vranges.c");
     let runtime = folder.path().join("runtime");
@@ -143,11 +148,11 @@ fn marks_are_listed() {
         let mut holder = command.spawn().unwrap();
         let line = BufReader::new(holder.stdout.take().unwrap()).lines().next().unwrap().unwrap();
         let pids: Vec<u32> = line.split(' ').map(|pid| pid.parse().unwrap()).collect();
-        let lists: Vec<_> = pids.iter().map(|pid| list(&published, *pid)).collect();
+        let lists: Vec<_> = pids.iter().map(|pid| request_list(&published, *pid)).collect();
         drop(holder.stdin.take());
         assert!(holder.wait().unwrap().success());
-        assert_eq!(lists[0].as_ref().map(pages), Some(vec![16]));
-        assert_eq!(lists[1].as_ref().map(pages), Some(vec![4, 16]), "with what it has from its parent");
+        assert_eq!(lists[0].as_ref().map(page_counts), Some(vec![16]));
+        assert_eq!(lists[1].as_ref().map(page_counts), Some(vec![4, 16]), "with what it has from its parent");
         assert_eq!(lists[2], None);
         let left: Vec<_> = std::fs::read_dir(&published).unwrap().collect();
         assert!(left.is_empty(), "{left:?}");

@@ -1,8 +1,8 @@
-//! `PAGEMILL_CHECK`: a bit for every address where a small allocation can start. It detects at once a double free, a
-//! free inside an allocation, and a free of memory that was never allocated.
+//! `PAGEMILL_CHECK`: detects invalid frees of small allocations with a bit for every address where one can start.
 //!
-//! Large allocations are always checked by their state words. For small ones the check costs a table look-up per call,
-//! so it is for testing.
+//! It detects a double free, a free inside an allocation, and a free of memory that was never allocated. Large
+//! allocations are always checked, by their state words. For small ones the check costs a table lookup in each call, so
+//! it is intended for testing.
 #![allow(unsafe_code)] // the table of bits is accessed by address
 
 use pagemill_core::Error;
@@ -11,33 +11,34 @@ use pagemill_volatile::Base;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
-/// Allocations start at multiples of this.
+/// Small allocations start at multiples of this many bytes.
 const STEP: usize = 8;
 
-/// Start and end of the addresses that have a bit.
-static BASE: AtomicUsize = AtomicUsize::new(0);
-static END: AtomicUsize = AtomicUsize::new(0);
-/// Address of the bits; 0 if checking is off.
-static BITS: AtomicUsize = AtomicUsize::new(0);
+/// First address that has a bit.
+static FIRST_ADDR: AtomicUsize = AtomicUsize::new(0);
+/// End of the addresses that have a bit.
+static END_ADDR: AtomicUsize = AtomicUsize::new(0);
+/// Address of the table of bits; 0 if checking is off.
+static BIT_TABLE: AtomicUsize = AtomicUsize::new(0);
 
 pub fn is_on() -> bool {
-    BITS.load(Relaxed) != 0
+    BIT_TABLE.load(Relaxed) != 0
 }
 
 /// Turns checking on; returns whether that succeeded.
 pub fn start(pagemill: &'static Base) -> bool {
     let (base, end) = (pagemill.arena.base(), pagemill.heap.base());
     let Ok(bits) = mem::map_sparse((end - base) / STEP / 8, pagemill_core::units::BLOCK_BYTES) else { return false };
-    BASE.store(base, Relaxed);
-    END.store(end, Relaxed);
-    BITS.store(bits, Relaxed);
+    FIRST_ADDR.store(base, Relaxed);
+    END_ADDR.store(end, Relaxed);
+    BIT_TABLE.store(bits, Relaxed);
     true
 }
 
-/// The word and bit of an address.
-fn bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
-    let (base, bits) = (BASE.load(Relaxed), BITS.load(Relaxed));
-    if bits == 0 || !(base..END.load(Relaxed)).contains(&addr) {
+/// The table word of an address, and a mask with the address's bit.
+fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
+    let (base, bits) = (FIRST_ADDR.load(Relaxed), BIT_TABLE.load(Relaxed));
+    if bits == 0 || !(base..END_ADDR.load(Relaxed)).contains(&addr) {
         return None;
     }
     let index = (addr - base) / STEP;
@@ -47,28 +48,28 @@ fn bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
 }
 
 /// Records a small allocation.
-pub fn note(pointer: *mut c_void) {
-    if let Some((word, bit)) = bit(pointer as usize) {
+pub fn record_allocation(pointer: *mut c_void) {
+    if let Some((word, bit)) = table_bit(pointer as usize) {
         word.fetch_or(bit, Relaxed);
     }
 }
 
-/// Ends the process if there is no small allocation at this address.
-pub fn verify(function: &str, pointer: *mut c_void) {
+/// Ends the process with a message if there is no small allocation at this address.
+pub fn assert_live(function: &str, pointer: *mut c_void) {
     if is_on() {
-        forget(function, pointer);
-        note(pointer);
+        record_free(function, pointer);
+        record_allocation(pointer);
     }
 }
 
-/// Records that a small allocation is freed; ends the process if there is none at this address.
-pub fn forget(function: &str, pointer: *mut c_void) {
+/// Records that a small allocation is freed. Ends the process with a message if there is none at this address.
+pub fn record_free(function: &str, pointer: *mut c_void) {
     let addr = pointer as usize;
     if !is_on() {
         return;
     }
-    let was_there =
-        addr.is_multiple_of(STEP) && bit(addr).is_some_and(|(word, bit)| word.fetch_and(!bit, Relaxed) & bit != 0);
+    let was_there = addr.is_multiple_of(STEP)
+        && table_bit(addr).is_some_and(|(word, bit)| word.fetch_and(!bit, Relaxed) & bit != 0);
     if !was_there {
         let error = Error::NotAllocated { addr };
         pagemill_sys::fatal(format_args!("pagemill: {function}(): double free or invalid pointer: {error}"));

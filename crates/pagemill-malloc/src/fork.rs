@@ -1,14 +1,15 @@
-//! Fork handlers: the order in which locks are taken, and the initial state of a child.
+//! Fork handlers: acquire all locks in a fixed order before a fork, release them afterwards, and reset a child's state.
 //!
-//! All handlers are registered as one when the library starts. jemalloc is kept from registering its own (build.rs): it
-//! starts late, and handlers that the program registered earlier would run inside its locks. The order:
+//! The library registers one set of handlers when it starts, which also calls jemalloc's handlers. jemalloc must not
+//! register its own (build.rs): it starts later, so handlers that the program registered before would run while
+//! jemalloc holds its locks. The order of locks:
 //!
-//! | before, in the parent | after, on both sides |
+//! | acquired before the fork | released after it, in both processes |
 //! |---|---|
-//! | growth: none under way, none begins | ours released |
-//! | no purge of jemalloc's under way | jemalloc's released |
-//! | jemalloc's locks | purges |
-//! | ours | growth |
+//! | the lock of growth (`start::GROWTH`) | Pagemill's locks |
+//! | the lock of purges of jemalloc (`small`) | jemalloc's locks |
+//! | jemalloc's locks | the lock of purges |
+//! | Pagemill's locks | the lock of growth |
 #![allow(unsafe_code)] // fork handlers
 
 use crate::{libc_fallback, small, start};
@@ -27,39 +28,39 @@ type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> 
 
 /// Finds the C library's `__register_atfork`.
 ///
-/// It has one version for each processor, the first that had it. Looked up by version no memory is allocated.
+/// The symbol has one version for each processor architecture. A lookup by version allocates no memory.
 fn register_of_c_library() -> Option<Register> {
     const VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.3.2" } else { c"GLIBC_2.17" };
-    // SAFETY: two C strings; looks among what is loaded.
+    // SAFETY: the arguments are two C strings. The call searches the loaded libraries.
     let address = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"__register_atfork".as_ptr(), VERSION.as_ptr()) } as usize;
-    // SAFETY: 0, or the address of a function of this type.
+    // SAFETY: the address is 0 or that of a function of this type.
     unsafe { std::mem::transmute::<usize, Option<Register>>(address) }
 }
 
-/// The registration of this library's own handlers: once in a process and its children.
+/// Lock for the registration of this library's handlers, which happens once. Children inherit it.
 static REGISTRATION: Lock = Lock::new();
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// Registers what happens around a fork, unless that is done.
+/// Registers this library's fork handlers, unless they are registered.
 pub fn register() {
     if !IS_REGISTERED.load(Acquire)
         && let Some(register_handlers) = register_of_c_library()
     {
-        register_with(register_handlers);
+        register_own_handlers(register_handlers);
     }
 }
 
-fn register_with(register_handlers: Register) {
+fn register_own_handlers(register_handlers: Register) {
     let _guard = REGISTRATION.lock();
     if !IS_REGISTERED.load(Relaxed) {
-        // SAFETY: functions of this library, which stays (build.rs); so no library is named whose end would end them.
-        // It allocates from its 49th caller on only.
+        // SAFETY: the handlers are functions of this library, which is never unmapped (build.rs). So no library is
+        // given whose unloading removes the handlers. The call allocates only after 48 registrations.
         unsafe { register_handlers(Some(before), Some(in_parent), Some(in_child), ptr::null_mut()) };
         IS_REGISTERED.store(true, Release);
     }
 }
 
-/// Registers handlers of the program or of one of its libraries (`library`), behind this library's own.
+/// Registers fork handlers of the program or of one of its libraries (`library`), after those of this library.
 ///
 /// # Safety
 ///
@@ -72,89 +73,91 @@ pub unsafe extern "C" fn __register_atfork(
     library: *mut c_void,
 ) -> c_int {
     let Some(register_handlers) = register_of_c_library() else { return libc::ENOMEM };
-    register_with(register_handlers);
+    register_own_handlers(register_handlers);
     // SAFETY: the caller's promise.
     unsafe { register_handlers(prepare, parent, child, library) }
 }
 
-/// jemalloc's own handlers, indexed by [`Moment`]; 0 until it has started.
-static OF_JEMALLOC: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
+/// Addresses of jemalloc's fork handlers, indexed by [`ForkStage`]; 0 until jemalloc has started.
+static JEMALLOC_HANDLERS: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
 
+/// The time at which a fork handler runs.
 #[derive(Clone, Copy)]
-enum Moment {
+enum ForkStage {
     Before,
     InParent,
     InChild,
 }
 
-/// Replaces `pthread_atfork` in this library, where only jemalloc calls it.
+/// Replaces `pthread_atfork` in this library, where only jemalloc calls it: stores the handlers instead of registering
+/// them.
 ///
 /// # Safety
 ///
 /// As `pthread_atfork`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
-    for (place, handler) in OF_JEMALLOC.iter().zip([prepare, parent, child]) {
+    for (place, handler) in JEMALLOC_HANDLERS.iter().zip([prepare, parent, child]) {
         place.store(handler.map_or(0, |handler| handler as usize), Release);
     }
     0
 }
 
-fn call_jemallocs(moment: Moment) {
-    let handler = OF_JEMALLOC[moment as usize].load(Acquire);
+fn call_jemalloc_handler(stage: ForkStage) {
+    let handler = JEMALLOC_HANDLERS[stage as usize].load(Acquire);
     if handler != 0 {
-        // SAFETY: the handler that jemalloc registered for this moment.
+        // SAFETY: this is the address of the function that jemalloc registered for this time.
         unsafe { std::mem::transmute::<usize, unsafe extern "C" fn()>(handler)() };
     }
 }
 
-/// Whether the handlers of a grown process were run before the fork that is under way.
-static HAS_LOCKED: AtomicBool = AtomicBool::new(false);
+/// Whether [`before`] has acquired the locks of jemalloc and of Pagemill for the current fork.
+static HAS_ACQUIRED_LOCKS: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn before() {
     start::GROWTH.acquire();
     if let Some(pagemill) = start::pagemill() {
         small::before_fork();
-        call_jemallocs(Moment::Before);
+        call_jemalloc_handler(ForkStage::Before);
         pagemill.control.acquire_for_fork();
-        // SAFETY: `after` follows on this thread, on both sides.
+        // SAFETY: the next call is `after` on this thread, both in the parent and in the child.
         unsafe { pagemill.before_fork() };
-        HAS_LOCKED.store(true, Relaxed);
+        HAS_ACQUIRED_LOCKS.store(true, Relaxed);
     }
 }
 
-fn after(moment: Moment) {
-    if HAS_LOCKED.swap(false, Relaxed)
+fn after(stage: ForkStage) {
+    if HAS_ACQUIRED_LOCKS.swap(false, Relaxed)
         && let Some(pagemill) = start::pagemill()
     {
-        // SAFETY: `before` has taken the locks (`HAS_LOCKED`).
+        // SAFETY: `before` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
         unsafe { pagemill.after_fork() };
         pagemill.control.release_after_fork();
-        call_jemallocs(moment);
+        call_jemalloc_handler(stage);
         small::after_fork();
     }
     start::GROWTH.release();
 }
 
 extern "C" fn in_parent() {
-    after(Moment::InParent);
+    after(ForkStage::InParent);
 }
 
 extern "C" fn in_child() {
-    after(Moment::InChild);
-    if !MARK.load(Relaxed).is_null() {
+    after(ForkStage::InChild);
+    if !WIPED_PAGE.load(Relaxed).is_null() {
         mark_process();
     }
     begin_child();
 }
 
-/// A page that reads zero in a child: the kernel wipes it, however the child was created.
-static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
+/// A page that the kernel zeroes in every child process, also in one that ran no fork handlers (`MADV_WIPEONFORK`).
+static WIPED_PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
-/// Marks this process as known.
+/// Stores 1 in the page of `WIPED_PAGE`, so that a child made by a bare `clone` can be recognised: there it reads 0.
 pub fn mark_process() {
     let page_bytes = pagemill_core::units::os_page_bytes();
-    let known = MARK.load(Acquire);
+    let known = WIPED_PAGE.load(Acquire);
     let page = match known.is_null() {
         false => known,
         true => match mem::map_sparse(page_bytes, page_bytes) {
@@ -162,16 +165,17 @@ pub fn mark_process() {
             _ => return,
         },
     };
-    // SAFETY: a page that stays mapped, large enough and aligned.
+    // SAFETY: the page is large enough and aligned, and is never unmapped.
     unsafe { (*page).store(1, Relaxed) };
-    // Store it only after marking: another thread in between would take this for a new process.
-    MARK.store(page, Release);
+    // Store the address last: a thread that found a page with 0 would treat this process as a new child.
+    WIPED_PAGE.store(page, Release);
 }
 
-/// A child made by a bare `clone` ran no fork handlers: it starts its own account at its first slow call.
-pub fn notice_raw_clone() {
-    // SAFETY: null, or a page that stays mapped.
-    if let Some(mark) = unsafe { MARK.load(Acquire).as_ref() }
+/// Detects that this process is a child made by a bare `clone`, which ran no fork handlers, and resets its state. Slow
+/// paths call this.
+pub fn detect_raw_clone() {
+    // SAFETY: the pointer is null or refers to a page that is never unmapped.
+    if let Some(mark) = unsafe { WIPED_PAGE.load(Acquire).as_ref() }
         && mark.load(Relaxed) == 0
         && mark.swap(1, Relaxed) == 0
     {
@@ -179,12 +183,12 @@ pub fn notice_raw_clone() {
     }
 }
 
-/// Runs in a child process: existing memory is the parent's, and everything is counted anew.
+/// Resets the state in a child process: existing memory is charged to the parent, and all counters start at 0.
 fn begin_child() {
     process::forget_own_identity();
-    libc_fallback::forked();
+    libc_fallback::begin_child();
     match (start::pagemill(), start::account()) {
-        // SAFETY: a child that has this thread, at its first handler or its first call.
+        // SAFETY: this is a new child with one thread, and it holds no lock of Pagemill.
         (Some(pagemill), _) => unsafe { pagemill.begin_child(|| {}) },
         (None, Some(account)) => {
             // SAFETY: as above.

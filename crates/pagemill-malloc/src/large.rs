@@ -1,4 +1,5 @@
-//! The slow path of malloc: large sizes, start-up, work due outside jemalloc's locks, errors.
+//! The slow path of malloc: large sizes, start of the library, errors, and work that must wait until jemalloc holds no
+//! lock.
 #![allow(unsafe_code)] // the program's pointers
 
 use crate::start::{self, State};
@@ -12,7 +13,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::Relaxed;
 
 pub fn errno() -> c_int {
-    // SAFETY: the address of this thread's errno.
+    // SAFETY: the function returns the address of this thread's errno.
     unsafe { *libc::__errno_location() }
 }
 
@@ -21,7 +22,7 @@ pub fn out_of_memory() -> *mut c_void {
     ptr::null_mut()
 }
 
-/// Ends the process over a misused pointer, as the C library does, but with a name for it.
+/// Ends the process because the program misused a pointer. The message names the function and the kind of misuse.
 fn misuse(function: &str, error: &Error) -> ! {
     let kind = match error {
         Error::FreedBefore { .. } if function == "free" => "double free",
@@ -31,8 +32,8 @@ fn misuse(function: &str, error: &Error) -> ! {
     pagemill_sys::fatal(format_args!("pagemill: {function}(): {kind}: {error}"))
 }
 
-/// Does work that is due outside every lock: pays a debt of the small allocator, starts the helper.
-fn tick(pagemill: &'static Base) {
+/// Does deferred work while no lock is held: pays the small allocator's debt, starts the helper thread.
+fn do_deferred_work(pagemill: &'static Base) {
     if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
         SMALL_LIMIT.store(MIN_BYTES, Relaxed);
     }
@@ -45,11 +46,11 @@ fn tick(pagemill: &'static Base) {
 #[inline]
 fn start_helper_if_due(pagemill: &'static Base) {
     if pagemill.helper.is_due(pagemill.account) {
-        start::helper(pagemill);
+        start::start_helper(pagemill);
     }
 }
 
-/// Whether an allocation must be zeroed.
+/// The contents that an allocation must have.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Zeroing {
     Any,
@@ -67,29 +68,29 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
         }
         State::Starting | State::Unmanaged => from_c_library(),
         State::Ready(pagemill) => {
-            tick(pagemill);
+            do_deferred_work(pagemill);
             if size.max(align) < MIN_BYTES {
                 let take = || small::allocate(size, align, zeroing == Zeroing::Zeroed);
                 let mut pointer = take();
                 if pointer.is_null() && pagemill.account.has_debt() {
-                    // Refused inside jemalloc's locks, where little could be given back.
-                    tick(pagemill);
+                    // The charge was refused inside jemalloc's locks, where little can be reclaimed. Reclaim and retry.
+                    do_deferred_work(pagemill);
                     pointer = take();
                 }
-                check::note(pointer);
+                check::record_allocation(pointer);
                 return pointer;
             }
             let result = match zeroing {
                 Zeroing::Any => pagemill.heap.allocate(size, align).map(|allocation| allocation.addr),
                 Zeroing::Zeroed => pagemill.heap.allocate_zeroed(size, align),
             };
-            // Whatever the kernel said: programs know this one error of malloc.
+            // `ENOMEM` for every error, because programs expect no other error of malloc.
             result.map_or_else(|_| out_of_memory(), |addr| addr.as_ptr().cast())
         }
     }
 }
 
-/// Charges the memory of the libc fallback to its process tree.
+/// Charges the memory that the C library serves to the process tree, if the process is in one.
 fn charge_libc_fallback() {
     if let Some(account) = start::account_of_libc_fallback() {
         libc_fallback::charge_roughly(account);
@@ -116,15 +117,17 @@ pub fn aligned(align: usize, size: usize) -> *mut c_void {
 
 /// The allocator that owns a pointer.
 enum PointerOwner {
-    /// Null.
+    /// The pointer is null.
     None,
-    /// Allocated while the C library served the program, or while the library started.
+    /// The C library, which serves the program before it has grown and while this library starts.
     CLibrary,
+    /// jemalloc.
     Small,
+    /// The heap of this Pagemill.
     Heap(&'static Base),
 }
 
-fn owner(function: &str, pointer: *mut c_void) -> PointerOwner {
+fn owner_of(function: &str, pointer: *mut c_void) -> PointerOwner {
     let addr = pointer as usize;
     if pointer.is_null() {
         return PointerOwner::None;
@@ -146,7 +149,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
         return;
     }
     let errno = errno();
-    match owner("free", pointer) {
+    match owner_of("free", pointer) {
         PointerOwner::None => {}
         PointerOwner::CLibrary => {
             // SAFETY: guaranteed by the caller.
@@ -158,34 +161,35 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             }
         }
         PointerOwner::Small => {
-            check::forget("free", pointer);
+            check::record_free("free", pointer);
             // SAFETY: guaranteed by the caller.
             unsafe { small::free(pointer) };
         }
         PointerOwner::Heap(pagemill) => {
-            forget_marks(pagemill, pointer);
+            remove_marks(pagemill, pointer);
             // SAFETY: guaranteed by the caller.
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
                 misuse("free", &error);
             }
-            // How much of overcommitted memory was resident is known only now, and this may be the last call for long.
+            // Freeing has measured overcommitted memory, so the charge may have risen. The next call may be far away.
             start_helper_if_due(pagemill);
         }
     }
     set_errno(errno);
 }
 
-/// Ends the volatile marks of a slot that is freed or moved.
-fn forget_marks(pagemill: &'static Base, pointer: *mut c_void) {
+/// Removes the volatile marks of a slot that is freed or moved.
+fn remove_marks(pagemill: &'static Base, pointer: *mut c_void) {
     if !pagemill.vranges.is_empty()
         && let Ok(bytes) = pagemill.heap.usable_bytes(pointer as usize)
     {
-        vrange_hooks::forget(pointer as usize, bytes);
+        vrange_hooks::remove_marks(pointer as usize, bytes);
     }
 }
 
-/// The Pagemill of this process; a program on the libc fallback grows for it. `None` if the C library serves for good.
-pub fn grown() -> Option<&'static Base> {
+/// Returns the Pagemill of this process; creates it if the C library still serves the program. `None` if it cannot be
+/// created.
+pub fn grown_pagemill() -> Option<&'static Base> {
     loop {
         match start::state() {
             State::Ready(pagemill) => return Some(pagemill),
@@ -208,13 +212,13 @@ fn is_served_by_c_library(size: usize) -> bool {
 /// # Safety
 ///
 /// As [`crate::malloc_usable_size`].
-pub unsafe fn usable(pointer: *mut c_void) -> usize {
-    match owner("malloc_usable_size", pointer) {
+pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
+    match owner_of("malloc_usable_size", pointer) {
         PointerOwner::None => 0,
         // SAFETY: guaranteed by the caller.
-        PointerOwner::CLibrary => unsafe { libc_fallback::usable(pointer) },
+        PointerOwner::CLibrary => unsafe { libc_fallback::usable_bytes(pointer) },
         // SAFETY: guaranteed by the caller.
-        PointerOwner::Small => unsafe { small::usable(pointer) },
+        PointerOwner::Small => unsafe { small::usable_bytes(pointer) },
         PointerOwner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
             Ok(bytes) => bytes,
             Err(error) => misuse("malloc_usable_size", &error),
@@ -235,9 +239,9 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         unsafe { crate::free(pointer) };
         return ptr::null_mut();
     }
-    let owner = owner("realloc", pointer);
+    let owner = owner_of("realloc", pointer);
     if let PointerOwner::Small = owner {
-        check::verify("realloc", pointer);
+        check::assert_live("realloc", pointer);
     }
     if let PointerOwner::CLibrary = owner
         && is_served_by_c_library(size)
@@ -250,8 +254,8 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
     if let PointerOwner::Heap(pagemill) = owner
         && size >= MIN_BYTES
     {
-        tick(pagemill);
-        forget_marks(pagemill, pointer);
+        do_deferred_work(pagemill);
+        remove_marks(pagemill, pointer);
         // SAFETY: guaranteed by the caller.
         let result: Result<NonNull<u8>, Error> = unsafe { pagemill.heap.resize(pointer as usize, size) };
         return match result {
@@ -261,15 +265,15 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         };
     }
     if let PointerOwner::Heap(pagemill) = owner {
-        // Memory that is read must have no guards.
-        forget_marks(pagemill, pointer);
+        // The copy below reads this memory, so guards must be removed first.
+        remove_marks(pagemill, pointer);
     }
-    // Between two allocators: copy.
+    // The new size belongs to another allocator, so the bytes are copied.
     // SAFETY: guaranteed by the caller.
-    let old_size = unsafe { usable(pointer) };
+    let old_size = unsafe { usable_bytes(pointer) };
     let new = crate::malloc(size);
     if !new.is_null() {
-        // SAFETY: both are allocations of at least that many bytes, and do not overlap.
+        // SAFETY: both allocations have at least that many bytes and do not overlap.
         unsafe {
             ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), old_size.min(size));
             crate::free(pointer);
@@ -285,9 +289,8 @@ pub fn trim() -> c_int {
     c_int::from(has_trimmed || freed > 0)
 }
 
-/// Makes the next call of malloc take the slow path, because work is due outside jemalloc's locks. Neither allocates
-/// nor locks.
-pub fn call_soon() {
+/// Makes the next call of malloc take the slow path, which calls [`do_deferred_work`]. Neither allocates nor locks.
+pub fn take_slow_path_next() {
     if start::pagemill().is_some() {
         SMALL_LIMIT.store(0, Relaxed);
     }

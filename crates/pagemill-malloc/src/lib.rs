@@ -1,25 +1,27 @@
 //! The malloc family on Pagemill, for `LD_PRELOAD`.
 //!
-//! Sizes below 64 KiB go to jemalloc, whose extents come from the arena ([`small`]); larger ones to [`pagemill_heap`].
-//! The two most important exported functions, [`malloc`] and [`free`], add one comparison and two jumps to jemalloc's
-//! own. Rare cases are in [`large`].
+//! jemalloc serves sizes below 64 KiB, with extents from the arena ([`small`]); [`pagemill_heap`] serves larger sizes.
+//! The exported functions [`malloc`] and [`free`] add one comparison and two jumps to those of jemalloc. All other
+//! cases are in [`large`].
 //!
 //! | file | contents |
 //! |---|---|
 //! | `lib.rs` | the exported functions; selects the path of a call |
-//! | `large.rs` | large sizes, start-up, debts, errors |
+//! | `large.rs` | the slow path: large sizes, start, debts, errors |
 //! | `small.rs` | jemalloc: its settings, its extents, its shrinker |
-//! | `libc_fallback.rs` | libc fallback: the C library's malloc serves a small program |
-//! | `start.rs` | start, growth, exit; the helper thread |
+//! | `libc_fallback.rs` | libc fallback: the C library's malloc serves a program while it is small |
+//! | `start.rs` | start of the library, growth of the program, exit; the helper thread |
 //! | `settings.rs` | environment variables |
 //! | `fork.rs` | the order of fork handlers |
 //! | `mallctl.rs` | jemalloc's control call, for programs that are linked to jemalloc |
-//! | `vrange_hooks.rs` | `pagemill_vrange`, and the calls that end its marks |
-//! | `signals.rs` | `sigaction` and `signal`: Pagemill handles faults first |
+//! | `vrange_hooks.rs` | `pagemill_vrange`, and the mapping calls that remove its marks |
+//! | `signals.rs` | `sigaction` and `signal`, so that Pagemill handles faults first |
 //! | `check.rs` | `PAGEMILL_CHECK`: a bit for every small allocation |
 //!
-//! Nothing here allocates, except through the library itself, or prints, except before it ends the process. There is no
-//! per-thread state, so nothing is cleaned up at thread exit. There is no policy here: the heap and the account decide.
+//! The program has *grown* when Pagemill serves it instead of the C library ([`libc_fallback`]).
+//!
+//! The crate allocates through its own functions only, and prints only warnings and messages that end the process. It
+//! has no per-thread state, so nothing is cleaned up at thread exit. It has no policy: the heap and the account decide.
 #![allow(unsafe_code)] // the C ABI of malloc
 
 mod check;
@@ -37,18 +39,18 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
 use tikv_jemalloc_sys as je;
 
-/// Sizes below this go directly to jemalloc. 0 until the program has grown, while work is due outside jemalloc's locks,
-/// and when checking.
+/// [`malloc`] passes sizes below this directly to jemalloc. It is 0 until the program has grown, while deferred work is
+/// pending ([`large::take_slow_path_next`]), and with `PAGEMILL_CHECK`.
 static SMALL_LIMIT: AtomicUsize = AtomicUsize::new(0);
 
-/// [`SMALL_BYTES`] addresses from here on go directly to jemalloc: the part of the arena below the heap. Far from all
-/// addresses until the program has grown.
+/// Start of the small zone of the arena. [`free`] passes the addresses of this zone directly to jemalloc. Until the
+/// program has grown, this is an address that no program has.
 static SMALL_START: AtomicUsize = AtomicUsize::new(1 << 63);
 
-/// 0 until the program has grown, and when checking. Stored after [`SMALL_START`].
+/// Length of the small zone; 0 until the program has grown, and with `PAGEMILL_CHECK`. Stored after [`SMALL_START`].
 static SMALL_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether jemalloc serves an address and its fast path is open.
+/// Whether an address may be passed directly to jemalloc.
 #[inline]
 fn is_small(pointer: *mut c_void) -> bool {
     let bytes = SMALL_BYTES.load(Acquire);
@@ -57,8 +59,8 @@ fn is_small(pointer: *mut c_void) -> bool {
 
 /// Allocates `size` bytes; returns null and `ENOMEM` on failure.
 ///
-/// Written in assembly: one comparison with memory and two jumps, where the compiler would load an atomic first. Every
-/// small allocation executes these instructions.
+/// Written in assembly, because every small allocation executes it: one comparison with memory and two jumps. The
+/// compiler would load the atomic into a register first.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -79,7 +81,7 @@ pub extern "C" fn malloc(size: usize) -> *mut c_void {
 ///
 /// # Safety
 ///
-/// The program must not use it any more.
+/// The program must not use the allocation any more.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -101,7 +103,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
 #[cfg(not(target_arch = "x86_64"))]
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
-    // Acquire: a thread that sees the limit sees jemalloc started.
+    // Acquire ordering: jemalloc was started before the limit was stored.
     if size < SMALL_LIMIT.load(Acquire) {
         // SAFETY: jemalloc is initialised.
         return unsafe { je::malloc(size) };
@@ -113,12 +115,12 @@ pub extern "C" fn malloc(size: usize) -> *mut c_void {
 ///
 /// # Safety
 ///
-/// The program must not use it any more.
+/// The program must not use the allocation any more.
 #[cfg(not(target_arch = "x86_64"))]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(pointer: *mut c_void) {
     if is_small(pointer) {
-        // SAFETY: an allocation of jemalloc's (guaranteed by the caller).
+        // SAFETY: the pointer is an allocation of jemalloc (guaranteed by the caller).
         return unsafe { je::free(pointer) };
     }
     // SAFETY: guaranteed by the caller.
@@ -184,7 +186,7 @@ pub extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
 ///
 /// # Safety
 ///
-/// `result` may be written.
+/// `result` points to writable memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, size: usize) -> c_int {
     if !align.is_power_of_two() || !align.is_multiple_of(size_of::<*mut c_void>()) {
@@ -225,10 +227,10 @@ pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn malloc_usable_size(pointer: *mut c_void) -> usize {
     // SAFETY: guaranteed by the caller.
-    unsafe { large::usable(pointer) }
+    unsafe { large::usable_bytes(pointer) }
 }
 
-/// Gives all free memory back to the system; returns 1 if there was some.
+/// Returns all free memory to the system. Returns 1 if any memory was returned, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc_trim(_pad: usize) -> c_int {
     large::trim()

@@ -1,8 +1,8 @@
-//! `mallctl`, jemalloc's control call, for programs that are linked to jemalloc (Debian's Redis) and run on Pagemill.
+//! `mallctl`, jemalloc's control call, for programs that are linked to jemalloc (for example Debian's Redis).
 //!
-//! Their malloc is Pagemill's, so jemalloc's purge would return nothing and its statistics would describe an empty
-//! allocator. Purges and the sums under `stats` are handled here. All other names are forwarded to the jemalloc that
-//! the program is linked to.
+//! Under `pagemill run` Pagemill's malloc serves such a program. The program's jemalloc is empty: its purge would
+//! return nothing, and its statistics would be 0. So purges and the sums under `stats` are handled here. All other
+//! names are forwarded to the program's jemalloc.
 #![allow(unsafe_code)] // the C ABI of mallctl
 
 use crate::start::{self, State};
@@ -14,28 +14,29 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 type Control = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
 
-/// The value of `version` in a program without jemalloc: such programs check for `mallctl` to name the allocator.
+/// The value of `version` in a program without jemalloc. Some programs call `mallctl` to find the allocator's name.
 static VERSION: &CStr =
     match CStr::from_bytes_with_nul(concat!("pagemill-", env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
         Ok(version) => version,
         Err(_) => c"pagemill",
     };
 
-/// The names that are handled here.
+/// The control names that this module handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Name {
-    /// `arena.N.purge` and `arena.N.decay`: gives free memory of all arenas back to the system, whatever N.
+enum ControlName {
+    /// `arena.N.purge` and `arena.N.decay`: returns the free memory of all arenas to the system, for any N.
     Purge,
-    /// `stats.allocated` and `stats.active`, which are equal here: the allocators count pages, not bytes.
+    /// `stats.allocated` and `stats.active`, which are equal here, because the allocators count pages.
     Used,
     /// `stats.resident`.
     Resident,
-    /// `epoch`, by which a program has the statistics brought up to date.
+    /// `epoch`: updates the statistics.
     Epoch,
+    /// `version`.
     Version,
 }
 
-impl Name {
+impl ControlName {
     fn of(name: &[u8]) -> Option<Self> {
         let purged = name.strip_suffix(b".purge").or_else(|| name.strip_suffix(b".decay"));
         if purged
@@ -54,8 +55,8 @@ impl Name {
     }
 }
 
-/// Bytes in use in both allocators and the C library, without free memory. Not measured anew, because programs read it
-/// several times a second.
+/// Bytes in use in jemalloc, the heap and the C library. Overcommitted memory is not measured for this, because
+/// programs read the value several times a second.
 fn used_bytes() -> usize {
     let small = match start::state() {
         State::Ready(_) => small::used_bytes(),
@@ -69,40 +70,43 @@ fn resident_bytes() -> usize {
     start::account().map_or(libc_fallback::live_bytes(), |account| account.resident() as usize)
 }
 
-/// What [`next`] has found: 1 if there is none, 0 before the first look.
-static NEXT: AtomicUsize = AtomicUsize::new(0);
+/// Address of `mallctl` in the program's jemalloc; 0 before the first search, 1 if there is none.
+static JEMALLOC_MALLCTL: AtomicUsize = AtomicUsize::new(0);
 
-/// The function of the jemalloc that the program is linked to. Looked for once: a failed look changes what `dlerror` returns.
-fn next() -> Option<Control> {
-    let mut address = NEXT.load(Relaxed);
+/// The function `mallctl` of the program's jemalloc. Searched only once, because a failed search changes the result of
+/// `dlerror`.
+fn jemalloc_mallctl() -> Option<Control> {
+    let mut address = JEMALLOC_MALLCTL.load(Relaxed);
     if address == 0 {
-        // SAFETY: a C string; looks among what is loaded.
+        // SAFETY: the argument is a C string. The call searches the loaded libraries.
         address = (unsafe { libc::dlsym(libc::RTLD_NEXT, c"mallctl".as_ptr()) } as usize).max(1);
-        NEXT.store(address, Relaxed);
+        JEMALLOC_MALLCTL.store(address, Relaxed);
     }
     // SAFETY: jemalloc's function of this name has this type.
     (address > 1).then(|| unsafe { transmute::<usize, Control>(address) })
 }
 
-/// The sums as of the last write to `epoch`, plus 1; 0 before. Programs subtract one from another, so they belong together.
-static USED: AtomicUsize = AtomicUsize::new(0);
-static RESIDENT: AtomicUsize = AtomicUsize::new(0);
+/// Bytes in use at the last update of the statistics, plus 1; 0 before the first. Programs subtract this from
+/// [`RESIDENT_BYTES`], so both are updated together.
+static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
+/// Resident bytes at the last update of the statistics, plus 1; 0 before the first.
+static RESIDENT_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-fn begin_epoch() {
+fn update_statistics() {
     let used = used_bytes();
-    USED.store(used + 1, Relaxed);
-    RESIDENT.store(resident_bytes().max(used) + 1, Relaxed);
+    USED_BYTES.store(used + 1, Relaxed);
+    RESIDENT_BYTES.store(resident_bytes().max(used) + 1, Relaxed);
 }
 
-/// One of the sums.
-fn read(sum: &AtomicUsize) -> usize {
+/// The value of [`USED_BYTES`] or [`RESIDENT_BYTES`]; the first read updates the statistics.
+fn statistic(sum: &AtomicUsize) -> usize {
     if sum.load(Relaxed) == 0 {
-        begin_epoch();
+        update_statistics();
     }
     sum.load(Relaxed) - 1
 }
 
-/// Stores a value for the program, as jemalloc does: `EINVAL` if the sizes differ.
+/// Stores a value for the program. Returns `EINVAL` if `*old_len` is not the size of the value, as jemalloc does.
 ///
 /// # Safety
 ///
@@ -121,14 +125,12 @@ unsafe fn store<T>(value: T, old: *mut c_void, old_len: *mut usize) -> c_int {
     0
 }
 
-/// jemalloc's `mallctl`. Handles `arena.N.purge` and `arena.N.decay` (both return all free memory, whatever N), and reads of
-/// `stats.allocated`, `stats.active` and `stats.resident`. Other names are forwarded to the jemalloc that the program is linked to.
-/// Without one, `version` gives Pagemill's version and any other name returns `ENOENT`. `EINVAL` if `*old_len` is not the size of
-/// the value.
+/// jemalloc's `mallctl`. Handles the names of [`ControlName`] and forwards others to the program's jemalloc. Without
+/// jemalloc, `version` is Pagemill's version, and unknown names return `ENOENT`.
 ///
 /// # Safety
 ///
-/// As jemalloc's: `name` is a C string, `old` has room for `*old_len` bytes, `new` holds `new_len`.
+/// As for jemalloc's function: `name` is a C string, `old` has `*old_len` writable bytes, `new` has `new_len` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mallctl(
     name: *const c_char,
@@ -138,25 +140,25 @@ pub unsafe extern "C" fn mallctl(
     new_len: usize,
 ) -> c_int {
     // SAFETY: guaranteed by the caller.
-    let known = Name::of(unsafe { CStr::from_ptr(name) }.to_bytes());
+    let known = ControlName::of(unsafe { CStr::from_ptr(name) }.to_bytes());
     let forward = || {
         // SAFETY: the caller's promise, for the same arguments.
-        next().map(|next| unsafe { next(name, old, old_len, new, new_len) })
+        jemalloc_mallctl().map(|next| unsafe { next(name, old, old_len, new, new_len) })
     };
     // SAFETY: the caller's promise, for each call.
     unsafe {
         match known {
-            Some(Name::Purge) => {
+            Some(ControlName::Purge) => {
                 large::trim();
                 0
             }
-            Some(Name::Used) => store(read(&USED), old, old_len),
-            Some(Name::Resident) => store(read(&RESIDENT), old, old_len),
-            Some(Name::Epoch) => {
-                begin_epoch();
+            Some(ControlName::Used) => store(statistic(&USED_BYTES), old, old_len),
+            Some(ControlName::Resident) => store(statistic(&RESIDENT_BYTES), old, old_len),
+            Some(ControlName::Epoch) => {
+                update_statistics();
                 forward().unwrap_or(0)
             }
-            Some(Name::Version) => forward().unwrap_or_else(|| store(VERSION.as_ptr(), old, old_len)),
+            Some(ControlName::Version) => forward().unwrap_or_else(|| store(VERSION.as_ptr(), old, old_len)),
             None => forward().unwrap_or(libc::ENOENT),
         }
     }

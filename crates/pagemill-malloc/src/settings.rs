@@ -1,6 +1,7 @@
-//! Settings from environment variables, read once, when the library starts.
+//! Settings from environment variables, which are read once, when the library starts.
 //!
-//! Later would be unsafe: another thread may change the environment while malloc reads it, and a program may clear it.
+//! Reading them later would be unsafe, because another thread may change the environment at the same time. The program
+//! may also have cleared it.
 #![allow(unsafe_code)] // a static written once
 
 use pagemill_core::arena::Layout;
@@ -15,15 +16,17 @@ use std::ffi::CStr;
 
 /// Settings of this process.
 pub struct Settings {
-    /// Maximum bytes that the arena may hold.
+    /// Limit of the process's resident bytes (`PAGEMILL_LIMIT`).
     pub limit_bytes: u64,
-    /// Bytes that the program holds before Pagemill serves it.
+    /// Live bytes above which Pagemill serves the program instead of the C library (`PAGEMILL_AFTER`).
     pub after_bytes: Option<usize>,
+    /// Whether frees of small allocations are checked (`PAGEMILL_CHECK`).
     pub is_checking: bool,
+    /// Whether the helper thread may start (`PAGEMILL_HELPER`).
     pub may_have_helper: bool,
-    /// Whether the limits of control groups and of the machine are observed.
-    pub is_watching: bool,
-    /// When free memory returns to the system.
+    /// Whether the limits of control groups and of the machine are observed (`PAGEMILL_WATCH`).
+    pub observes_limits: bool,
+    /// After which time free memory returns to the system (`PAGEMILL_RETURN`).
     pub policy: Return,
     /// Folder of the process tree; empty for none.
     pub tree: Path,
@@ -31,50 +34,53 @@ pub struct Settings {
     pub runtime: Path,
     page_bytes: Option<usize>,
     nodes: Option<usize>,
-    huge: Huge,
+    huge: HugePolicy,
 }
 
+/// Policy for huge pages (`PAGEMILL_HUGE`).
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Huge {
-    WhereTheyPay,
+enum HugePolicy {
+    /// Only where little of a huge page would stay unused.
+    IfMostlyUsed,
     Always,
     Never,
 }
 
 struct Cell(UnsafeCell<Settings>);
 
-// SAFETY: written by `read` only, before any other thread can use the library.
+// SAFETY: only `read` writes the value, before any other thread can use the library.
 unsafe impl Sync for Cell {}
 
 static SETTINGS: Cell = Cell(UnsafeCell::new(Settings::none()));
 
 /// The settings; valid after [`read`].
 pub fn settings() -> &'static Settings {
-    // SAFETY: not written any more (see `read`).
+    // SAFETY: after `read` the value is not written any more.
     unsafe { &*SETTINGS.0.get() }
 }
 
-/// Reads the environment. The thread that starts the library calls it, once, before it publishes the phase.
+/// Reads the settings from the environment. The thread that starts the library calls this once, before other threads
+/// can use the library.
 pub fn read() {
-    // SAFETY: the first and only writer; readers come after the phase is published.
+    // SAFETY: this is the only writer. Other threads read after the phase in `start` is stored.
     let settings = unsafe { &mut *SETTINGS.0.get() };
-    settings.limit_bytes = size(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
-    settings.after_bytes = size(c"PAGEMILL_AFTER");
+    settings.limit_bytes = size_variable(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
+    settings.after_bytes = size_variable(c"PAGEMILL_AFTER");
     settings.is_checking =
-        word(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
-    settings.may_have_helper = word(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.is_watching = word(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
+        choice(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
+    settings.may_have_helper = choice(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
+    settings.observes_limits = choice(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
     settings.policy = policy().unwrap_or(Return::BALANCED);
-    settings.page_bytes = size(c"PAGEMILL_PAGE_SIZE");
-    settings.nodes = size(c"PAGEMILL_NODES");
-    settings.huge =
-        word(c"PAGEMILL_HUGE", &[("never", Huge::Never), ("always", Huge::Always)]).unwrap_or(Huge::WhereTheyPay);
+    settings.page_bytes = size_variable(c"PAGEMILL_PAGE_SIZE");
+    settings.nodes = size_variable(c"PAGEMILL_NODES");
+    settings.huge = choice(c"PAGEMILL_HUGE", &[("never", HugePolicy::Never), ("always", HugePolicy::Always)])
+        .unwrap_or(HugePolicy::IfMostlyUsed);
     let path = |name| Path::format(format_args!("{}", variable(name)?));
     settings.tree = path(TREE_VARIABLE).unwrap_or_default();
     settings.runtime = path(c"XDG_RUNTIME_DIR").unwrap_or_default();
 }
 
-/// When free memory returns: `PAGEMILL_RETURN`, else its older name `PAGEMILL_IDLE` (seconds, `off`).
+/// The policy of `PAGEMILL_RETURN`, else that of the older variable `PAGEMILL_IDLE` (seconds or `off`).
 fn policy() -> Option<Return> {
     if let Some(text) = variable(c"PAGEMILL_RETURN") {
         let policy = Return::parse(text);
@@ -85,7 +91,7 @@ fn policy() -> Option<Return> {
     }
     match variable(c"PAGEMILL_IDLE")? {
         "off" | "0" => Some(Return::Keep),
-        _ => Return::after_seconds(size(c"PAGEMILL_IDLE")? as u64),
+        _ => Return::after_seconds(size_variable(c"PAGEMILL_IDLE")? as u64),
     }
 }
 
@@ -96,19 +102,19 @@ impl Settings {
             after_bytes: None,
             is_checking: false,
             may_have_helper: true,
-            is_watching: true,
+            observes_limits: true,
             policy: Return::BALANCED,
             tree: Path::new(),
             runtime: Path::new(),
             page_bytes: None,
             nodes: None,
-            huge: Huge::WhereTheyPay,
+            huge: HugePolicy::IfMostlyUsed,
         }
     }
 
-    /// The layout of the arena.
+    /// The layout of the arena that these settings require.
     pub fn layout(&self) -> Layout {
-        // No pool zone: caches are for programs that use the crate.
+        // No pool zone, because only programs that use the crate have page caches.
         let mut layout = Layout { pool_bytes: 0, ..Layout::for_program() };
         if let Some(bytes) = self.page_bytes {
             match PageSize::new(bytes) {
@@ -123,9 +129,9 @@ impl Settings {
             }
         }
         match self.huge {
-            Huge::Never => layout.use_huge = false,
-            Huge::Always => layout.huge_from_bytes = 0,
-            Huge::WhereTheyPay => {}
+            HugePolicy::Never => layout.use_huge = false,
+            HugePolicy::Always => layout.huge_from_bytes = 0,
+            HugePolicy::IfMostlyUsed => {}
         }
         layout
     }
@@ -138,8 +144,8 @@ pub fn warn(message: std::fmt::Arguments<'_>) {
     }
 }
 
-/// As [`warn`], of a variable that is passed over. In a process tree `run` has looked at them: each of many processes would say
-/// it again.
+/// As [`warn`], about a variable that is ignored. Prints nothing in a process tree, where `run` has checked the
+/// variables once for all processes.
 fn warn_of_variable(message: std::fmt::Arguments<'_>) {
     if variable(TREE_VARIABLE).is_none() {
         warn(message);
@@ -150,8 +156,8 @@ fn variable(name: &CStr) -> Option<&'static str> {
     file::environment(name)?.to_str().ok().filter(|value| !value.is_empty())
 }
 
-/// Reads one of several words from the environment; warns about any other and ignores it.
-fn word<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
+/// Reads a variable whose value must be one of `words`. Warns about any other value and ignores it.
+fn choice<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     let value = variable(name)?;
     let found = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
     if found.is_none() {
@@ -162,8 +168,8 @@ fn word<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     found
 }
 
-/// Reads a size from the environment; warns about an invalid one and ignores it.
-fn size(name: &CStr) -> Option<usize> {
+/// Reads a variable whose value must be a size. Warns about an invalid value and ignores it.
+fn size_variable(name: &CStr) -> Option<usize> {
     let value = variable(name)?;
     let bytes = parse_plain_bytes(value).and_then(|bytes| usize::try_from(bytes).ok());
     if bytes.is_none() {

@@ -1,9 +1,10 @@
-//! `sigaction` and `signal` in a preloaded program: its action for `SIGSEGV` is kept behind Pagemill's handler.
+//! `sigaction` and `signal` in a preloaded program: Pagemill's `SIGSEGV` handler runs before the program's.
 //!
-//! Strict volatile ranges need to see faults first ([`pagemill_sys::fault`]). Until a program marks one, and for all
-//! other signals, these calls behave as the C library's. `SIGBUS` is not intercepted: the kernel delivers it directly
-//! to the program's handler. Neither is `sigaltstack`: our handler runs on the stack that the program's handler would
-//! use. Raw system calls are not intercepted, and neither is `sigset`, which POSIX has removed.
+//! Pagemill must handle faults on strict volatile ranges first ([`pagemill_sys::fault`]), so it stores the program's
+//! action for `SIGSEGV` and calls it for other faults. Until the program marks a strict range, and for all other
+//! signals, these functions behave like those of the C library. `SIGBUS` is delivered to the program's handler
+//! directly. Pagemill's handler runs on the stack that the program's handler would use, so `sigaltstack` is not
+//! intercepted. Raw system calls and `sigset`, which POSIX has removed, are not intercepted either.
 #![allow(unsafe_code)] // the C ABI of the signal calls
 
 use pagemill_sys::fault::{self, Action};
@@ -11,9 +12,9 @@ use pagemill_sys::process::set_errno;
 use std::ffi::c_int;
 
 unsafe extern "C" {
-    /// The C library's `sigaction`, under its other name.
+    /// Another name of the C library's `sigaction`.
     fn __sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int;
-    /// The C library's `signal`, under its other name.
+    /// Another name of the C library's `signal`.
     fn ssignal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
 }
 
@@ -26,7 +27,7 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
         // SAFETY: guaranteed by the caller.
         return unsafe { __sigaction(signal, new, old) };
     }
-    // SAFETY: null, or an action (guaranteed by the caller).
+    // SAFETY: `new` is null or points to an action (guaranteed by the caller).
     let new = unsafe { new.as_ref() }.map(|new| Action {
         handler: new.sa_sigaction,
         flags: new.sa_flags as u32 as u64,
@@ -35,9 +36,9 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
     });
     match fault::program_action(new.map(without_restorer)) {
         Ok(before) => {
-            // SAFETY: null, or room for an action (guaranteed by the caller).
+            // SAFETY: `old` is null or points to memory for an action (guaranteed by the caller).
             if let Some(old) = unsafe { old.as_mut() } {
-                tell(before, old);
+                store_action(before, old);
             }
             0
         }
@@ -48,21 +49,22 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
     }
 }
 
-/// The part of the C library's signal set that the kernel uses.
+/// The first word of the C library's signal set, which is all that the kernel uses.
 fn mask_of(set: &libc::sigset_t) -> u64 {
-    // SAFETY: larger than a word, and as aligned.
+    // SAFETY: the set is larger than a word and aligned like one.
     unsafe { std::ptr::from_ref(set).cast::<u64>().read() }
 }
 
-/// The C library's structure has its own restorer, which the caller need not have set.
+/// Clears the flag `SA_RESTORER`. The C library sets the restorer itself, so the caller's field may be uninitialised.
 fn without_restorer(mut action: Action) -> Action {
     const RESTORER: u64 = 0x0400_0000;
     action.flags &= !RESTORER;
     action
 }
 
-fn tell(action: Action, old: &mut libc::sigaction) {
-    // SAFETY: plain data, for which zeros are an empty set.
+/// Stores an action in the C library's structure.
+fn store_action(action: Action, old: &mut libc::sigaction) {
+    // SAFETY: the structure is plain data, for which zero bits are valid.
     *old = unsafe { std::mem::zeroed() };
     old.sa_sigaction = action.handler;
     old.sa_flags = action.flags as c_int;
@@ -70,7 +72,7 @@ fn tell(action: Action, old: &mut libc::sigaction) {
     unsafe { (&raw mut old.sa_mask).cast::<u64>().write(action.mask) };
 }
 
-/// Sets the handler for `SIGSEGV` for both variants of `signal`, as [`sigaction`] does.
+/// Sets the program's handler for `SIGSEGV`, for all variants of `signal`. Returns the previous handler.
 fn set_handler(handler: libc::sighandler_t, flags: c_int, mask: u64) -> libc::sighandler_t {
     match fault::program_action(Some(Action { handler, flags: flags as u32 as u64, restorer: 0, mask })) {
         Ok(before) => before.handler,
@@ -93,7 +95,7 @@ pub unsafe extern "C" fn signal(signal: c_int, handler: libc::sighandler_t) -> l
     set_handler(handler, libc::SA_RESTART, 1 << (libc::SIGSEGV - 1))
 }
 
-/// As [`signal`], under the name that programs written for older BSDs use.
+/// As [`signal`]; programs written for older BSDs use this name.
 ///
 /// # Safety
 ///
@@ -104,7 +106,7 @@ pub unsafe extern "C" fn bsd_signal(number: c_int, handler: libc::sighandler_t) 
     unsafe { signal(number, handler) }
 }
 
-/// `signal` with System V semantics: one shot, and without blocking the signal.
+/// `signal` with the semantics of System V: the handler is reset after one signal, and the signal is not blocked.
 ///
 /// # Safety
 ///
@@ -119,7 +121,7 @@ pub unsafe extern "C" fn sysv_signal(signal: c_int, handler: libc::sighandler_t)
         set_errno(libc::EINVAL);
         return libc::SIG_ERR;
     }
-    // SAFETY: plain data; guaranteed by the caller.
+    // SAFETY: the structures are plain data; the rest is guaranteed by the caller.
     unsafe {
         let (mut new, mut old): (libc::sigaction, libc::sigaction) = (std::mem::zeroed(), std::mem::zeroed());
         (new.sa_sigaction, new.sa_flags) = (handler, FLAGS);
@@ -127,7 +129,7 @@ pub unsafe extern "C" fn sysv_signal(signal: c_int, handler: libc::sighandler_t)
     }
 }
 
-/// As [`sysv_signal`], under the name that headers use.
+/// As [`sysv_signal`]; the C library's headers use this name.
 ///
 /// # Safety
 ///

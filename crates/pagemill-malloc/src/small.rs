@@ -1,7 +1,7 @@
-//! jemalloc for the sizes below 64 KiB: settings, extents from the arena, reclaim.
+//! jemalloc, which serves sizes below 64 KiB: its settings, its extents in the arena, its shrinker.
 //!
-//! Its own decay is off (`dirty_decay_ms:-1`): reclaim purges on request, and the helper by age ([`Extents`]). Its
-//! extents grow block by block (`retain_grow_limit`), so that an extent and its huge page begin and end together.
+//! jemalloc's own decay is off (`dirty_decay_ms:-1`), because reclaim purges on request and by age
+//! ([`ExtentShrinker`]). An extent is one block (`retain_grow_limit`), so that it can be exactly one huge page.
 #![allow(unsafe_code)] // jemalloc and its hooks
 
 use crate::{large, start};
@@ -21,13 +21,13 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 use tikv_jemalloc_sys as je;
 
-/// `MALLCTL_ARENAS_ALL` of jemalloc.
+/// The arena index that means all arenas: jemalloc's `MALLCTL_ARENAS_ALL`.
 const ALL_ARENAS: usize = 4096;
 
-/// The page size that jemalloc uses.
+/// The page size with which jemalloc was built.
 const JEMALLOC_PAGE_BYTES: usize = 4096;
 
-/// Maximum number of arenas: each costs some ten microseconds at start.
+/// Maximum number of jemalloc arenas. Each costs some ten microseconds when jemalloc starts.
 const MAX_ARENAS: usize = 16;
 
 /// jemalloc reads its settings from this symbol when it starts.
@@ -37,12 +37,12 @@ pub static SETTINGS: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 static ARENA_COUNT: AtomicUsize = AtomicUsize::new(0);
 
 struct Hooks(je::extent_hooks_t);
-// SAFETY: function pointers, never changed.
+// SAFETY: the value consists of function pointers that never change.
 unsafe impl Sync for Hooks {}
 
 static HOOKS: Hooks = Hooks(je::extent_hooks_t {
-    alloc: Some(alloc),
-    dalloc: Some(keep),
+    alloc: Some(alloc_extent),
+    dalloc: Some(retain_extent),
     destroy: None,
     commit: Some(commit),
     decommit: Some(decommit),
@@ -52,8 +52,8 @@ static HOOKS: Hooks = Hooks(je::extent_hooks_t {
     merge: Some(merge),
 });
 
-/// Allocates an extent. New address space reads zero; it has no memory until committed.
-unsafe extern "C" fn alloc(
+/// Extent hook: allocates addresses for an extent. They read zero and have no memory until they are committed.
+unsafe extern "C" fn alloc_extent(
     _hooks: *mut je::extent_hooks_t,
     new_addr: *mut c_void,
     size: usize,
@@ -67,7 +67,7 @@ unsafe extern "C" fn alloc(
         return ptr::null_mut();
     }
     let Ok(addr) = pagemill.arena.extent(size, align) else { return ptr::null_mut() };
-    // SAFETY: jemalloc passes two flags to be read and written; the extent was just taken.
+    // SAFETY: jemalloc passes pointers to two flags, and this call has just carved the extent.
     unsafe {
         if *is_committed && pagemill.arena.overcommit_extent(addr, size).is_err() {
             return ptr::null_mut();
@@ -77,8 +77,8 @@ unsafe extern "C" fn alloc(
     addr as *mut c_void
 }
 
-/// Reports that the extent could not be freed, so jemalloc retains the addresses.
-unsafe extern "C" fn keep(
+/// Extent hook for freeing: reports a failure, so that jemalloc retains the addresses.
+unsafe extern "C" fn retain_extent(
     _hooks: *mut je::extent_hooks_t,
     _addr: *mut c_void,
     _size: usize,
@@ -88,6 +88,7 @@ unsafe extern "C" fn keep(
     true
 }
 
+/// Extent hook: charges pages of an extent and makes them usable.
 unsafe extern "C" fn commit(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
@@ -97,14 +98,15 @@ unsafe extern "C" fn commit(
     _arena: c_uint,
 ) -> bool {
     let Some(pagemill) = start::pagemill_of_process() else { return true };
-    // SAFETY: jemalloc has pages committed that it has from `allocate`, and has not committed, or has decommitted.
+    // SAFETY: the pages are in an extent of `alloc_extent`, and jemalloc commits only pages that are not committed.
     let result = unsafe { pagemill.arena.commit(addr as usize + offset, len) };
     if pagemill.helper.is_due(pagemill.account) {
-        large::call_soon();
+        large::take_slow_path_next();
     }
     result.is_err()
 }
 
+/// Extent hook: returns pages that jemalloc no longer uses.
 unsafe extern "C" fn decommit(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
@@ -114,11 +116,12 @@ unsafe extern "C" fn decommit(
     _arena: c_uint,
 ) -> bool {
     let Some(pagemill) = start::pagemill_of_process() else { return true };
-    // SAFETY: jemalloc does not need the contents any more.
+    // SAFETY: the pages are committed, and jemalloc does not need their contents any more.
     unsafe { pagemill.arena.decommit(addr as usize + offset, len) };
     false
 }
 
+/// Extent hook: allows jemalloc to split an extent. The arena has no state for each extent.
 unsafe extern "C" fn split(
     _hooks: *mut je::extent_hooks_t,
     _addr: *mut c_void,
@@ -131,6 +134,7 @@ unsafe extern "C" fn split(
     false
 }
 
+/// Extent hook: allows jemalloc to merge adjacent extents.
 unsafe extern "C" fn merge(
     _hooks: *mut je::extent_hooks_t,
     _addr_a: *mut c_void,
@@ -143,11 +147,11 @@ unsafe extern "C" fn merge(
     false
 }
 
-/// The arena that serves jemalloc's own mappings while it starts.
-static MAPPING_FROM: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
+/// The Pagemill whose arena serves jemalloc's `mmap` calls while jemalloc starts; null at other times.
+static BOOTSTRAP_PAGEMILL: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
 
 unsafe extern "C" {
-    /// The C library's `mmap`, under the name that the linker gives it (`--wrap`).
+    /// The C library's `mmap`; the linker option `--wrap` defines this name.
     fn __real_mmap(
         addr: *mut c_void,
         len: usize,
@@ -158,10 +162,10 @@ unsafe extern "C" {
     ) -> *mut c_void;
 }
 
-/// Replaces `mmap` in this library: mappings that jemalloc makes while it starts come from the arena, too.
+/// Replaces `mmap` in this library. Maps memory from the arena while jemalloc starts.
 ///
-/// jemalloc needs memory before its hooks can be set, and allocates from the rest of that later. Without this it would
-/// be outside the arena for good.
+/// jemalloc maps memory before its hooks can be set, and later also serves the program from it. So that memory must be
+/// in the arena, too.
 ///
 /// # Safety
 ///
@@ -175,12 +179,12 @@ pub unsafe extern "C" fn __wrap_mmap(
     fd: c_int,
     offset: libc::off_t,
 ) -> *mut c_void {
-    // SAFETY: null, or a reference to a value that is never freed.
-    if let Some(pagemill) = unsafe { MAPPING_FROM.load(Relaxed).as_ref() }
+    // SAFETY: the pointer is null or refers to a value that is never freed.
+    if let Some(pagemill) = unsafe { BOOTSTRAP_PAGEMILL.load(Relaxed).as_ref() }
         && addr.is_null()
         && fd == -1
         && let Ok(extent) = pagemill.arena.extent(len, BLOCK_BYTES)
-        // SAFETY: an extent of its own, just taken.
+        // SAFETY: this call has just carved the extent.
         && unsafe { pagemill.arena.overcommit_extent(extent, len) }.is_ok()
     {
         return extent as *mut c_void;
@@ -191,22 +195,22 @@ pub unsafe extern "C" fn __wrap_mmap(
 
 /// Calls `mallctl` of jemalloc; returns whether it succeeded.
 fn control(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_void, write_len: usize) -> bool {
-    // SAFETY: the callers pass a value of the type that the name has.
+    // SAFETY: the callers pass values of the type that jemalloc documents for the name.
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
 }
 
-fn act(name: &CStr) -> bool {
+fn control_command(name: &CStr) -> bool {
     control(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
 }
 
-/// Room for all settings.
+/// The text of all settings.
 type Settings = Text<2048>;
 
-/// Slabs of about 32 KiB instead of mostly one page: fewer slabs to make, and an eighth of the time to give back.
+/// Writes the setting `slab_sizes`: slabs of about 32 KiB, where jemalloc's default is mostly one page.
 ///
-/// Their pages are faulted in on first touch, so a large slab costs no memory by itself. Each is a multiple of
-/// jemalloc's own size for its class, so that no more is lost at its end. jemalloc takes less where a slab would hold
-/// more than 512 objects.
+/// Fewer slabs are created, and returning them takes an eighth of the time. A large slab costs no memory by itself,
+/// because its pages become resident on first touch. Each size is a multiple of jemalloc's default for the class, so no
+/// more is unused at its end. jemalloc chooses a smaller slab if it would have more than 512 objects.
 fn write_slab_sizes(settings: &mut Settings) {
     const PAGES_BY_STEP: [(usize, usize); 4] = [(4, 8), (5, 10), (6, 9), (7, 7)];
     const MAX_SMALL_CLASS: usize = 14 << 10;
@@ -222,8 +226,8 @@ fn write_slab_sizes(settings: &mut Settings) {
     }
 }
 
-/// Starts jemalloc, with extents from `pagemill`; returns whether that succeeded. It has not run before: its
-/// constructor is left out (build.rs).
+/// Starts jemalloc with extents in the arena of `pagemill`. Returns whether that succeeded. jemalloc has not started
+/// before, because its constructor was removed (build.rs).
 pub fn start(pagemill: &'static Base) -> bool {
     static TEXT: OnceLock<Settings> = OnceLock::new();
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
@@ -236,17 +240,17 @@ pub fn start(pagemill: &'static Base) -> bool {
     write_slab_sizes(&mut settings);
     SETTINGS.store(TEXT.get_or_init(|| settings).as_c_str().as_ptr().cast_mut(), Relaxed);
     ARENA_COUNT.store(arenas, Relaxed);
-    MAPPING_FROM.store(ptr::from_ref(pagemill).cast_mut(), Relaxed);
+    BOOTSTRAP_PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Relaxed);
     for arena in 0..arenas {
         let mut hooks = (&raw const HOOKS.0).cast_mut();
         let Some(name) = Text::<64>::format(format_args!("arena.{arena}.extent_hooks")) else { continue };
         let hooks_ptr = (&raw mut hooks).cast();
-        let is_told =
+        let is_set =
             control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), hooks_ptr, size_of::<*mut je::extent_hooks_t>());
-        // The first call has started jemalloc and set the hooks of arena 0. The other arenas are created with the
+        // The first call has started jemalloc and set the hooks of arena 0. Each further call creates an arena with the
         // hooks.
-        MAPPING_FROM.store(ptr::null_mut(), Relaxed);
-        if !is_told {
+        BOOTSTRAP_PAGEMILL.store(ptr::null_mut(), Relaxed);
+        if !is_set {
             return false;
         }
         let mut limit = BLOCK_BYTES;
@@ -259,9 +263,9 @@ pub fn start(pagemill: &'static Base) -> bool {
 }
 
 pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
-    // malloc aligns sizes up to 8 bytes to 8 only.
+    // jemalloc's malloc guarantees an alignment of 8 bytes for the smallest sizes.
     let flags = if align <= 8 { 0 } else { je::MALLOCX_ALIGN(align) };
-    // SAFETY: plain calls; jemalloc sets errno by itself except in mallocx.
+    // SAFETY: these functions accept any size. The alignment is a power of two.
     let pointer = unsafe {
         match (flags, is_zeroed) {
             (0, false) => je::malloc(size),
@@ -274,7 +278,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
 
 /// # Safety
 ///
-/// An allocation of jemalloc's that is not used any more.
+/// The pointer is an allocation of jemalloc that is not used any more.
 pub unsafe fn free(pointer: *mut c_void) {
     // SAFETY: guaranteed by the caller.
     unsafe { je::free(pointer) };
@@ -282,44 +286,46 @@ pub unsafe fn free(pointer: *mut c_void) {
 
 /// # Safety
 ///
-/// An allocation of jemalloc's.
-pub unsafe fn usable(pointer: *mut c_void) -> usize {
+/// The pointer is a live allocation of jemalloc.
+pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     // SAFETY: guaranteed by the caller.
     unsafe { je::malloc_usable_size(pointer) }
 }
 
-/// Less than this is not worth the calls.
+/// Minimum number of bytes not reused for the given age for which `shrink_aged` purges an arena or splits huge pages.
 const WORTHWHILE_BYTES: u64 = 256 << 10;
 
-/// From this size on, limits are watched even if no free memory is known: jemalloc reports its free bytes only on
-/// request.
-const HIDDEN_FROM_BYTES: u64 = 8 << 20;
+/// From this size of the small zone, limits are observed even if no free memory is known, because jemalloc reports its
+/// free bytes only on request.
+const OBSERVE_FROM_BYTES: u64 = 8 << 20;
 
-/// Gives back what the program freed: pages that jemalloc keeps for reuse, and stale pages inside huge pages.
+/// The shrinker of jemalloc's memory: free pages that jemalloc caches, and stale pages inside huge pages.
 ///
-/// jemalloc purges all pages of an arena at once, or by a decay that runs in the program's threads. A `fork` during
-/// such a decay would leave a child whose arena never purges again. So only the helper purges: an arena whose pages
-/// were not reused for the age, at a moment when few others are free.
-pub struct Extents {
+/// jemalloc can purge all free pages of an arena at once, or by a decay that runs in the program's threads. A `fork`
+/// during such a decay would leave a child whose arena never purges again. So decay is off. [`Shrinker::shrink_aged`]
+/// purges an arena when most of its free pages were not reused for the given age.
+pub struct ExtentShrinker {
     pagemill: &'static Base,
-    unused: [Unused; MAX_ARENAS],
-    /// Stale pages in huge pages that a split would free.
+    unused: [UnusedPages; MAX_ARENAS],
+    /// Bytes of stale pages that splitting huge pages would free, with their age.
     sparse: LeastOver,
 }
 
-/// Free pages of one arena.
+/// The free pages of one arena, and how long they were not reused.
 #[derive(Default)]
-struct Unused {
+struct UnusedPages {
+    /// Minimum of the free bytes over some time. So many bytes were not reused in that time.
     least: LeastOver,
-    /// Consecutive looks at which much was old, but much more was free.
+    /// Number of consecutive calls of [`UnusedPages::is_due`] in which many bytes were old, but as many others were
+    /// young.
     postponed: AtomicU32,
 }
 
-impl Unused {
-    /// Maximum number of looks to wait for such a moment: two ages.
-    const MOST_POSTPONED: u32 = 20;
+impl UnusedPages {
+    /// Number of such calls after which the arena is purged nevertheless.
+    const MAX_POSTPONED: u32 = 20;
 
-    /// Whether to purge now, with `free_bytes` free: part of them was not reused for `age`.
+    /// Whether to purge the arena, which has `free_bytes` of free pages: most of them were not reused for `age`.
     fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
         let old_bytes = self.least.least(free_bytes, clock::fine_ns(), age);
         if old_bytes < WORTHWHILE_BYTES {
@@ -328,7 +334,7 @@ impl Unused {
         }
         let is_mostly_old = free_bytes - old_bytes <= WORTHWHILE_BYTES.max(old_bytes / 4);
         let is_due = is_mostly_old
-            || (old_bytes >= free_bytes / 2 && self.postponed.fetch_add(1, Relaxed) >= Self::MOST_POSTPONED);
+            || (old_bytes >= free_bytes / 2 && self.postponed.fetch_add(1, Relaxed) >= Self::MAX_POSTPONED);
         if is_due {
             self.postponed.store(0, Relaxed);
             self.least.forget();
@@ -337,7 +343,7 @@ impl Unused {
     }
 }
 
-impl Extents {
+impl ExtentShrinker {
     pub fn new(pagemill: &'static Base) -> Self {
         Self { pagemill, unused: Default::default(), sparse: LeastOver::default() }
     }
@@ -345,18 +351,18 @@ impl Extents {
     fn purge_arena(&self, arena: usize) -> u64 {
         let before = stats::get(Counter::Small);
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.purge")) {
-            act(name.as_c_str());
+            control_command(name.as_c_str());
         }
         before.saturating_sub(stats::get(Counter::Small))
     }
 
-    /// Records the pages that a split would free.
-    fn note_stale(&self) {
+    /// Updates the figure of the bytes that splitting huge pages would free.
+    fn publish_stale_bytes(&self) {
         stats::set(Counter::SmallStale, self.pagemill.arena.sparse_extent_bytes());
     }
 }
 
-impl Shrinker for Extents {
+impl Shrinker for ExtentShrinker {
     fn name(&self) -> &'static str {
         "small"
     }
@@ -370,13 +376,13 @@ impl Shrinker for Extents {
     }
 
     fn may_have_more(&self) -> bool {
-        stats::get(Counter::Small) >= HIDDEN_FROM_BYTES
+        stats::get(Counter::Small) >= OBSERVE_FROM_BYTES
     }
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
-        // A second jemalloc purger returns at once without result, while the first is still giving back.
+        // The lock is needed because jemalloc's purge does nothing while another thread is purging.
         let _guard = PURGING.lock();
-        act(c"thread.tcache.flush");
+        control_command(c"thread.tcache.flush");
         let mut freed = 0;
         for arena in 0..ARENA_COUNT.load(Relaxed) {
             if freed < want_bytes {
@@ -388,14 +394,14 @@ impl Shrinker for Extents {
         }
         stats::add(Counter::PurgeFreed, freed);
         stats::set(Counter::SmallFree, 0);
-        self.note_stale();
+        self.publish_stale_bytes();
         freed
     }
 
     fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
         let _guard = PURGING.lock();
         let mut freed = 0;
-        refresh();
+        update_statistics();
         for (arena, unused) in (0..ARENA_COUNT.load(Relaxed)).zip(&self.unused) {
             if unused.is_due(free_bytes_of(arena), age) && freed < want_bytes {
                 freed += self.purge_arena(arena);
@@ -412,38 +418,38 @@ impl Shrinker for Extents {
     }
 
     fn measure(&self) {
-        refresh();
+        update_statistics();
         stats::set(Counter::SmallFree, free_bytes_of(ALL_ARENAS));
-        self.note_stale();
+        self.publish_stale_bytes();
     }
 }
 
-/// Held around purges of jemalloc, and across `fork`: a child would inherit an unfinished purge.
+/// Lock that is held during purges of jemalloc and during `fork`, so that a child does not inherit an unfinished purge.
 static PURGING: Lock = Lock::new();
 
-/// Called before `fork`, outside jemalloc's locks: waits until no purge is under way.
+/// Waits before `fork` until no thread purges jemalloc. Must be called before jemalloc's locks are acquired.
 pub fn before_fork() {
     PURGING.acquire();
 }
 
-/// Called after `fork`, in both processes.
+/// Allows purges again after `fork`, in both processes.
 pub fn after_fork() {
     PURGING.release();
 }
 
 /// Updates jemalloc's statistics. Must not be called while jemalloc holds its locks.
-fn refresh() {
+fn update_statistics() {
     let mut epoch = 1u64;
     control(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
 }
 
-/// Bytes of extents in use: all but the pages kept for reuse.
+/// Charged bytes of extents, without the free pages that jemalloc caches.
 pub fn used_bytes() -> u64 {
-    refresh();
+    update_statistics();
     stats::get(Counter::Small).saturating_sub(free_bytes_of(ALL_ARENAS))
 }
 
-/// Bytes that an arena keeps for reuse, as of the last [`refresh`].
+/// Bytes of free pages that an arena caches, as of the last [`update_statistics`].
 fn free_bytes_of(arena: usize) -> u64 {
     let (mut pages, mut len) = (0usize, size_of::<usize>());
     let Some(name) = Text::<64>::format(format_args!("stats.arenas.{arena}.pdirty")) else { return 0 };

@@ -1,9 +1,10 @@
-//! Start, growth and exit of the library in a process.
+//! Start of the library in a process, growth of the program, and exit.
 //!
-//! The library starts in its constructor, or in the first call of malloc if that comes earlier: from the loader, or
-//! from another library's constructor. Mostly the C library serves the program then ([`crate::libc_fallback`]), and the
-//! arena is created when it grows. Allocations of the same thread during that time are served by the C library.
-#![allow(unsafe_code)] // statics made at start
+//! The library starts in its constructor, or earlier in a call of malloc by the loader or another library's
+//! constructor. At first the C library serves most programs ([`crate::libc_fallback`]). The arena is created when the
+//! program has grown. The C library also serves the allocations of a thread while it starts the library or creates the
+//! arena.
+#![allow(unsafe_code)] // references to objects that are created at start
 
 use crate::settings::{self, settings, warn};
 use crate::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, check, fork, large, libc_fallback, small};
@@ -28,43 +29,45 @@ const LIBC_FALLBACK: usize = 1;
 const READY: usize = 2;
 const UNMANAGED: usize = 3;
 
-/// One of the above, or the token of the thread that is starting the library.
+/// One of the phases above, or the token of the thread that is starting the library or creating the arena.
 static PHASE: AtomicUsize = AtomicUsize::new(UNSTARTED);
 static PAGEMILL: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
-/// Created with the arena, or earlier if a member of a process tree holds enough to be charged.
+/// The account. It is created with the arena, or earlier in a process tree, when the C library's memory is charged.
 static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
-/// The page of the process tree, if this process is in one. There the figures stay after exit, for `run` to count.
-static TREE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
+/// The shared page of the process tree; null if this process is in none.
+static TREE_PAGE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
 
-/// Held while the arena is created, and across forks. A thread that wants to grow never waits for it: it stays on the
-/// libc fallback meanwhile.
+/// Lock that is held while the arena is created and during forks. An allocation does not wait for this lock: the C
+/// library serves it instead.
 pub static GROWTH: Lock = Lock::new();
 
 /// The state of the library.
 #[derive(Clone, Copy)]
 pub enum State {
-    /// The current thread is starting it.
+    /// The current thread is starting the library or creating the arena.
     Starting,
-    /// The C library serves as long as the program is small.
+    /// The program is small, so the C library serves it.
     LibcFallback,
+    /// Pagemill serves the program.
     Ready(&'static Base),
-    /// No address space for an arena: the C library serves for good.
+    /// The arena could not be created: the C library serves the program permanently.
     Unmanaged,
 }
 
+/// The Pagemill of this process; `None` until the program has grown.
 pub fn pagemill() -> Option<&'static Base> {
-    // SAFETY: null, or created by `Base::new` and never freed.
+    // SAFETY: the pointer is null or refers to a Base, which is never freed.
     unsafe { PAGEMILL.load(Acquire).as_ref() }
 }
 
-/// As [`pagemill`], after checking whether this is a new process.
+/// As [`pagemill`], but first detects whether this process is a child made by a bare `clone`.
 pub fn pagemill_of_process() -> Option<&'static Base> {
-    pagemill().inspect(|_| fork::notice_raw_clone())
+    pagemill().inspect(|_| fork::detect_raw_clone())
 }
 
-/// The account, if this process has to be charged.
+/// The account of this process, if it was created.
 pub fn account() -> Option<&'static Account> {
-    // SAFETY: null, or created by `Account::make` and never freed.
+    // SAFETY: the pointer is null or refers to an account, which is never freed.
     unsafe { ACCOUNT.load(Acquire).as_ref() }
 }
 
@@ -78,13 +81,13 @@ pub fn state() -> State {
                 None => return State::Unmanaged,
             },
             LIBC_FALLBACK => {
-                fork::notice_raw_clone();
+                fork::detect_raw_clone();
                 return State::LibcFallback;
             }
             UNMANAGED => return State::Unmanaged,
             UNSTARTED => {
                 if PHASE.compare_exchange(UNSTARTED, own, AcqRel, Relaxed).is_ok() {
-                    enter(begin_life());
+                    enter(start_library());
                 }
             }
             starter if starter == own => return State::Starting,
@@ -93,9 +96,9 @@ pub fn state() -> State {
     }
 }
 
-/// Switches from the C library to Pagemill because the program has grown. Returns whether Pagemill serves now.
+/// Creates the arena and lets Pagemill serve the program, because it has grown. Returns whether Pagemill serves it now.
 ///
-/// Does nothing while a fork is under way or another thread does this: then the C library serves a little longer.
+/// Does nothing during a fork or while another thread does this. Then the C library serves a little longer.
 #[cold]
 pub fn grow() -> bool {
     if !GROWTH.try_acquire() {
@@ -108,7 +111,7 @@ pub fn grow() -> bool {
     PHASE.load(Relaxed) == READY
 }
 
-/// Enters a phase. The fast paths open last: a thread that takes them must find the phase entered.
+/// Enters a phase, and then enables the fast paths of malloc and free if Pagemill serves the program.
 fn enter(phase: usize) {
     PHASE.store(phase, Release);
     let Some(pagemill) = pagemill().filter(|_| phase == READY && !check::is_on()) else { return };
@@ -118,8 +121,9 @@ fn enter(phase: usize) {
     SMALL_LIMIT.store(MIN_BYTES, Release);
 }
 
-/// Joins the tree if there is one, and selects the first allocator. Returns the phase to enter.
-fn begin_life() -> usize {
+/// Starts the library: reads the settings, registers fork handlers, joins the process tree, and selects the allocator.
+/// Returns the phase to enter.
+fn start_library() -> usize {
     settings::read();
     libc_fallback::find_functions();
     fork::register();
@@ -127,45 +131,46 @@ fn begin_life() -> usize {
     let limit = tree_limit().min(settings().limit_bytes);
     let may_fall_back = limit == UNLIMITED && !settings().is_checking;
     let after_bytes = settings().after_bytes.unwrap_or(libc_fallback::DEFAULT_AFTER_BYTES);
-    if !libc_fallback::begin(if may_fall_back { after_bytes } else { 0 }) {
+    if !libc_fallback::enable(if may_fall_back { after_bytes } else { 0 }) {
         return start_arena();
     }
     LIBC_FALLBACK
 }
 
-/// The account of a program on the libc fallback for its tree, created when the program holds enough to be charged.
-/// Most programs of a tree end before.
+/// The account to which memory of the libc fallback is charged. In a process tree it is created when the program has
+/// enough memory to be charged; most programs end before.
 pub fn account_of_libc_fallback() -> Option<&'static Account> {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = make_account();
     }
     if account().is_none() && tree().is_some() && libc_fallback::owes_charge() && GROWTH.try_acquire() {
-        // SAFETY: the function returns, and does not use its argument.
+        // SAFETY: the function returns and does not use its argument.
         unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
         GROWTH.release();
     }
     account()
 }
 
-/// Creates the account, once. The caller holds [`GROWTH`], or is the thread that starts the library.
+/// Returns the account; the first call creates it. The caller must hold [`GROWTH`] or be the thread that starts the
+/// library.
 fn make_account() -> pagemill_core::Result<&'static Account> {
     if let Some(account) = account() {
         return Ok(account);
     }
-    // If the folder is gone, `run` has ended since this process began.
+    // If the tree's folder does not exist, `run` has ended, and the process no longer belongs to a tree.
     if tree_file().is_none_or(|path| !file::exists(path.as_c_str())) {
-        TREE.store(ptr::null_mut(), Release);
+        TREE_PAGE.store(ptr::null_mut(), Release);
     }
     let account = Account::make(settings().limit_bytes)?;
     fork::mark_process();
     let folder = tree().map_or("", |_| settings().tree.as_str());
     published::set_home(folder, settings().runtime.as_str());
     account.on_first_charge(publish);
-    account.on_debt(large::call_soon);
+    account.on_debt(large::take_slow_path_next);
     if let Some(page) = tree() {
         account.join(page, process::own_identity());
     }
-    // Last: other threads charge what they hold as soon as they see it.
+    // Stored last, because other threads charge memory to the account as soon as they see it.
     ACCOUNT.store(ptr::from_ref(account).cast_mut(), Release);
     Ok(account)
 }
@@ -180,27 +185,28 @@ fn start_arena() -> usize {
             warn(format_args!("pagemill: {error}; the C library serves this program{lost}"));
             UNMANAGED
         });
-        // SAFETY: points to the local variable of `start_arena`, which waits for this call.
+        // SAFETY: the pointer refers to the local variable of `start_arena`, which waits for this call.
         unsafe { phase.cast::<usize>().write(began) };
     }
     let mut phase = UNMANAGED;
-    // SAFETY: the function returns, and its argument outlives the call.
+    // SAFETY: the function returns, and its argument lives longer than the call.
     unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, (&raw mut phase).cast()) };
     phase
 }
 
-/// jemalloc's start alone takes 11 KiB. Objects are built on the stack and moved, in a debug build several times.
+/// Size of the separate stack. Starting jemalloc takes 11 KiB of it; the rest is for objects that are built on the
+/// stack, in debug builds with several copies.
 const STACK_BYTES: usize = 512 << 10;
 
 fn try_start_arena() -> pagemill_core::Result<usize> {
     let account = make_account()?;
     let pagemill = Base::new(settings().layout(), account)?;
     pagemill.responder.set_measured(pagemill);
-    if settings().is_watching {
+    if settings().observes_limits {
         static KERNEL: Kernel = Kernel::new("");
         account.headroom.set_limits(&KERNEL);
     }
-    // jemalloc's hooks read this.
+    // Stored before jemalloc starts, because its extent hooks read this.
     PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
     if !small::start(pagemill) {
         PAGEMILL.store(ptr::null_mut(), Release);
@@ -216,10 +222,10 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
     Ok(READY)
 }
 
-/// The page of the tree that `pagemill run` created.
+/// The shared page of the process tree; `None` if this process is in none.
 fn tree() -> Option<&'static TreePage> {
-    // SAFETY: null, or a page that `TreePage::join` mapped for good.
-    unsafe { TREE.load(Acquire).as_ref() }
+    // SAFETY: the pointer is null or refers to a page that `TreePage::join` mapped and that is never unmapped.
+    unsafe { TREE_PAGE.load(Acquire).as_ref() }
 }
 
 fn tree_limit() -> u64 {
@@ -232,38 +238,38 @@ fn tree_file() -> Option<Path> {
 }
 
 fn join_tree() {
-    // If the folder is gone, `run` has ended and left this process behind.
+    // Joining fails if `run` has ended and removed the folder. Then the process runs without a tree.
     if let Some(path) = tree_file()
         && let Ok(page) = TreePage::join(path.as_c_str())
     {
         page.count_start();
-        TREE.store(ptr::from_ref(page).cast_mut(), Release);
+        TREE_PAGE.store(ptr::from_ref(page).cast_mut(), Release);
     }
 }
 
 fn register_extents(pagemill: &'static Base) {
-    struct Cell(UnsafeCell<Option<small::Extents>>);
-    // SAFETY: written once, by the thread that starts the library, before any read.
+    struct Cell(UnsafeCell<Option<small::ExtentShrinker>>);
+    // SAFETY: one thread writes the value once, before any read.
     unsafe impl Sync for Cell {}
     static EXTENTS: Cell = Cell(UnsafeCell::new(None));
     // SAFETY: as above.
-    let extents = unsafe { (*EXTENTS.0.get()).insert(small::Extents::new(pagemill)) };
+    let extents = unsafe { (*EXTENTS.0.get()).insert(small::ExtentShrinker::new(pagemill)) };
     pagemill.account.register(extents);
 }
 
-/// Publishes the figures at the first charge, on a separate stack, because the current one may be small.
+/// Publishes the figures at the first charge, on a separate stack, because the thread's stack may be small.
 fn publish() {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = published::publish();
     }
-    // SAFETY: the function returns, and does not use its argument.
+    // SAFETY: the function returns and does not use its argument.
     unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
 }
 
-/// The helper thread.
-struct Help;
+/// The work of the helper thread.
+struct HelperWork;
 
-impl thread::Work for Help {
+impl thread::Work for HelperWork {
     fn work(&'static self) {
         if let Some(pagemill) = pagemill() {
             pagemill.helper.run(pagemill.arena);
@@ -271,18 +277,19 @@ impl thread::Work for Help {
     }
 }
 
-/// Starts the helper thread. Must be called outside every lock: the C library allocates for it.
-pub fn helper(pagemill: &'static Base) {
+/// Starts the helper thread unless it runs or is disabled. The caller must hold no lock, because creating a thread
+/// allocates.
+pub fn start_helper(pagemill: &'static Base) {
     if !settings().may_have_helper || !pagemill.helper.claim() {
         return;
     }
-    if thread::spawn(c"pagemill", &Help).is_err() {
+    if thread::spawn(c"pagemill", &HelperWork).is_err() {
         pagemill.helper.unclaim();
     }
 }
 
-/// Runs at exit: publishes the last figures and frees the slot in the tree.
-extern "C" fn end() {
+/// Destructor of the library: publishes the last figures and leaves the process tree.
+extern "C" fn on_unload() {
     let Some(account) = account() else {
         if let Some(page) = tree() {
             page.note_small(libc_fallback::peak_bytes());
@@ -291,21 +298,21 @@ extern "C" fn end() {
     };
     match pagemill() {
         Some(pagemill) => pagemill.measure_with(0),
-        None => libc_fallback::note_end(account),
+        None => libc_fallback::record_peak(account),
     }
     account.leave();
     published::withdraw();
 }
 
-/// Runs before other constructors of this library and most of others: priorities run in order.
+/// Constructor of the library. Its priority makes it run before most other constructors.
 #[used]
 #[unsafe(link_section = ".init_array.00099")]
-static BEGIN: extern "C" fn() = begin;
+static CONSTRUCTOR: extern "C" fn() = on_load;
 
-extern "C" fn begin() {
+extern "C" fn on_load() {
     state();
 }
 
 #[used]
 #[unsafe(link_section = ".fini_array")]
-static END: extern "C" fn() = end;
+static DESTRUCTOR: extern "C" fn() = on_unload;

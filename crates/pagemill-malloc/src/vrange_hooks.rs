@@ -1,9 +1,8 @@
-//! Volatile ranges in a preloaded program: `pagemill_vrange`, and the calls that end a mapping.
+//! Volatile ranges in a preloaded program: `pagemill_vrange`, and the calls that unmap or discard memory.
 //!
-//! A purge must never hit memory that was mapped anew. So `munmap`, `mmap` with `MAP_FIXED`, `mremap` and the `madvise`
-//! values that discard contents are intercepted, if programs call them through the C library. The range is unmarked
-//! first, after waiting for purges of it. Without marks that costs one load. Raw system calls, and the C library's own,
-//! are not intercepted.
+//! A purge must never discard memory that was mapped after the mark. So `munmap`, `mmap` with `MAP_FIXED`, `mremap` and
+//! the `madvise` values that discard contents are intercepted: they first wait for purges of the range and remove its
+//! marks. Without marks this costs one load. Raw system calls, and calls inside the C library, are not intercepted.
 #![allow(unsafe_code)] // the C ABI of the mapping calls
 
 use crate::{large, start};
@@ -12,8 +11,8 @@ use pagemill_volatile as volatile;
 use std::ffi::{c_int, c_long, c_void};
 use std::io;
 
-/// Ends the marks of a range that is about to be unmapped or discarded.
-pub fn forget(addr: usize, len: usize) {
+/// Removes the marks of a range that is about to be unmapped or discarded.
+pub fn remove_marks(addr: usize, len: usize) {
     let Some(pagemill) = start::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
     let page = pagemill_core::units::os_page_bytes();
     let end = addr.saturating_add(len).checked_next_multiple_of(page).unwrap_or(usize::MAX & !(page - 1));
@@ -22,10 +21,10 @@ pub fn forget(addr: usize, len: usize) {
     }
 }
 
-/// As [`forget`], before a call that the kernel refuses if `addr` is not a multiple of its pages: then nothing changes.
-fn forget_mapped(addr: *mut c_void, len: usize) {
+/// As [`remove_marks`], but does nothing if `addr` is not page aligned, because then the kernel will refuse the call.
+fn remove_marks_if_aligned(addr: *mut c_void, len: usize) {
     if (addr as usize).is_multiple_of(pagemill_core::units::os_page_bytes()) {
-        forget(addr as usize, len);
+        remove_marks(addr as usize, len);
     }
 }
 
@@ -40,12 +39,11 @@ pub unsafe extern "C" fn pagemill_vrange(
     behaviour: c_int,
     purged: *mut c_int,
 ) -> isize {
-    // A program on the libc fallback grows for it. A program that the C library serves for good has nothing that could
-    // purge.
-    let vranges = || match large::grown() {
+    // A mark makes a small program grow. If it cannot, there is no arena and no helper that could purge.
+    let vranges = || match large::grown_pagemill() {
         Some(pagemill) => {
-            start::helper(pagemill);
-            // A fork child may mark without ever being charged, and must publish its figures nevertheless.
+            start::start_helper(pagemill);
+            // A mark publishes the figures, because a fork child may mark memory without ever being charged.
             pagemill.account.note_use();
             Ok(pagemill.vranges)
         }
@@ -62,14 +60,14 @@ pub unsafe extern "C" fn pagemill_vrange(
 ///
 /// As documented in pagemill.h: `amounts` can be written.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::Amounts) -> c_int {
-    // While the C library serves the program there is nothing to measure.
+pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::MemoryAmounts) -> c_int {
+    // While the C library serves the program, there is no arena to measure.
     if let Some(pagemill) = start::pagemill() {
         pagemill.measure_with(0);
     }
     let figures = stats::snapshot();
     // SAFETY: guaranteed by the caller.
-    unsafe { amounts.write(figures.amounts()) };
+    unsafe { amounts.write(figures.memory_amounts()) };
     0
 }
 
@@ -87,7 +85,7 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
 /// As `munmap(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
-    forget_mapped(addr, len);
+    remove_marks_if_aligned(addr, len);
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len) as c_int }
 }
@@ -105,13 +103,13 @@ pub unsafe extern "C" fn mmap(
     offset: libc::off_t,
 ) -> *mut c_void {
     if flags & libc::MAP_FIXED != 0 {
-        forget_mapped(addr, len);
+        remove_marks_if_aligned(addr, len);
     }
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_mmap, addr, len, prot, flags, fd, offset) as *mut c_void }
 }
 
-/// As [`mmap`]: files are large on 64-bit systems anyway.
+/// As [`mmap`], because offsets have 64 bits in both functions on 64-bit systems.
 ///
 /// # Safety
 ///
@@ -129,7 +127,8 @@ pub unsafe extern "C" fn mmap64(
     unsafe { mmap(addr, len, prot, flags, fd, offset) }
 }
 
-/// In C the last argument is optional; it is passed the same way, and the kernel reads it only with `MREMAP_FIXED`.
+/// Intercepts `mremap`. In C the argument `new` is optional, but the calling convention is the same, and the kernel
+/// reads it only with `MREMAP_FIXED`.
 ///
 /// # Safety
 ///
@@ -144,10 +143,10 @@ pub unsafe extern "C" fn mremap(
 ) -> *mut c_void {
     let is_possible = new_len > 0 && flags & !(libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
     if is_possible {
-        forget_mapped(old, old_len);
+        remove_marks_if_aligned(old, old_len);
     }
     if is_possible && flags & libc::MREMAP_FIXED != 0 {
-        forget_mapped(new, new_len);
+        remove_marks_if_aligned(new, new_len);
     }
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_mremap, old, old_len, new_len, flags as c_long, new) as *mut c_void }
@@ -159,9 +158,10 @@ pub unsafe extern "C" fn mremap(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
     const DONTNEED_LOCKED: c_int = 24;
-    let throws_away = [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, DONTNEED_LOCKED].contains(&advice);
-    if throws_away {
-        forget_mapped(addr, len);
+    let discards_contents =
+        [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, DONTNEED_LOCKED].contains(&advice);
+    if discards_contents {
+        remove_marks_if_aligned(addr, len);
     }
     // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_madvise, addr, len, advice) as c_int }

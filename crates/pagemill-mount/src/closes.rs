@@ -1,68 +1,76 @@
-//! Decides whether to receive close events from the kernel. Each event costs the closing process about a microsecond.
+//! Decides whether the kernel reports closes of files. Each close event costs the closing process about a
+//! microsecond.
 //!
-//! For many small files in a row the events cost more than they are worth. While such closes arrive and there is room,
-//! close events are off, and a full scan follows at the end. Every quarter of a second they are turned on briefly to
-//! see whether the closes continue.
+//! When processes close many small files in a row, the events cost more than they are worth. While such closes
+//! continue and the file system is far from its limits, close events are off: a *quiet time*. Every quarter of
+//! a second the events are turned on briefly to measure whether the closes continue. A full scan at the end
+//! finds the files that were missed.
 
 use std::time::{Duration, Instant};
 
-/// Close events are turned off from this rate on, if the files hold less than this on average.
-const MANY_PER_SECOND: u128 = 10_000;
-const SMALL_BYTES: u64 = 64 << 10;
+/// Close events are turned off from this rate on...
+const MIN_CLOSES_PER_SECOND: u128 = 10_000;
 
-/// How long a rate is measured, and how long events then stay off.
-const WINDOW: Duration = Duration::from_millis(10);
-const QUIET_LASTS: Duration = Duration::from_millis(250);
+/// ...if the closed files hold less memory than this on average.
+const SMALL_FILE_BYTES: u64 = 64 << 10;
 
-/// The scan for missed files starts this long after the last quiet time, and at the latest this long after the first.
-const OVER_AFTER: Duration = Duration::from_secs(1);
-const LATEST: Duration = Duration::from_secs(5);
+/// How long the rate of closes is measured.
+const MEASURE_PERIOD: Duration = Duration::from_millis(10);
 
-/// Change of the kernel's close events.
+/// How long close events then stay off.
+const QUIET_PERIOD: Duration = Duration::from_millis(250);
+
+/// The scan for missed files starts this long after the end of the last quiet time...
+const SCAN_DELAY: Duration = Duration::from_secs(1);
+
+/// ...and at the latest this long after the end of the first.
+const MAX_SCAN_DELAY: Duration = Duration::from_secs(5);
+
+/// Whether to turn the kernel's close events on (`Tell`) or off (`DoNotTell`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     Tell,
     DoNotTell,
 }
 
-/// Recent closes, and whether the kernel reports them.
+/// Recent closes, and whether the kernel reports closes now.
 #[derive(Debug)]
 pub struct Closes {
     is_told: bool,
-    /// Start of the current state and of the counts below.
+    /// Start of the period of `is_told`, and of the counts `events` and `held_bytes`.
     since: Instant,
     events: u64,
     held_bytes: u64,
-    /// First and last time at which closes may have been missed.
-    missed: Option<(Instant, Instant)>,
+    /// End of the first and of the last quiet time since the last scan.
+    missed_between: Option<(Instant, Instant)>,
 }
 
 impl Closes {
     pub fn new(now: Instant) -> Self {
-        Self { is_told: true, since: now, events: 0, held_bytes: 0, missed: None }
+        Self { is_told: true, since: now, events: 0, held_bytes: 0, missed_between: None }
     }
 
     pub fn is_told(&self) -> bool {
         self.is_told
     }
 
-    /// Adds closes that were reported, and the memory of their files.
+    /// Adds reported closes, and the memory of the closed files.
     pub fn count(&mut self, events: u64, held_bytes: u64) {
         self.events += events;
         self.held_bytes += held_bytes;
     }
 
-    /// Returns the change to make now. `has_room`: files that arrive unseen will reach no limit.
+    /// Returns the change to make now. `has_room` states that unreported files cannot reach a limit.
     pub fn decide(&mut self, now: Instant, has_room: bool) -> Option<Change> {
         let took = now.saturating_duration_since(self.since);
         if !self.is_told {
-            return (!has_room || took >= QUIET_LASTS).then(|| self.change(Change::Tell, now));
+            return (!has_room || took >= QUIET_PERIOD).then(|| self.change(Change::Tell, now));
         }
-        if took < WINDOW {
+        if took < MEASURE_PERIOD {
             return None;
         }
-        let is_many = u128::from(self.events) * 1_000_000_000 >= MANY_PER_SECOND * took.as_nanos();
-        if is_many && has_room && self.held_bytes < self.events * SMALL_BYTES {
+        let is_many = u128::from(self.events) * 1_000_000_000 >= MIN_CLOSES_PER_SECOND * took.as_nanos();
+        if is_many && has_room && self.held_bytes < self.events * SMALL_FILE_BYTES {
             return Some(self.change(Change::DoNotTell, now));
         }
         (self.since, self.events, self.held_bytes) = (now, 0, 0);
@@ -73,18 +81,19 @@ impl Closes {
         (self.since, self.events, self.held_bytes) = (now, 0, 0);
         self.is_told = change == Change::Tell;
         if self.is_told {
-            self.missed = Some((self.missed.map_or(now, |(first, _)| first), now));
+            self.missed_between = Some((self.missed_between.map_or(now, |(first, _)| first), now));
         }
         change
     }
 
-    /// Returns whether the scan for missed files is due, once per quiet time. Without room it is due at once.
+    /// Returns whether the scan for missed files is due; true once after a series of quiet times. If `has_room`
+    /// is false, the scan is due as soon as events are on.
     pub fn is_look_due(&mut self, now: Instant, has_room: bool) -> bool {
         let is_over =
-            |(first, last): (Instant, Instant)| now >= last + OVER_AFTER || now >= first + LATEST || !has_room;
-        let is_due = self.is_told && self.missed.is_some_and(is_over);
+            |(first, last): (Instant, Instant)| now >= last + SCAN_DELAY || now >= first + MAX_SCAN_DELAY || !has_room;
+        let is_due = self.is_told && self.missed_between.is_some_and(is_over);
         if is_due {
-            self.missed = None;
+            self.missed_between = None;
         }
         is_due
     }
@@ -96,38 +105,42 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// During many closes of small files events are on only briefly; a scan follows at the end.
+    /// While many small files are closed, close events are on only to measure. One scan follows after the
+    /// closes end.
     #[test]
-    fn many_small_files_are_not_told_of() {
+    fn close_events_are_off_while_many_small_files_are_closed() {
         let mut now = Instant::now();
         let mut closes = Closes::new(now);
         for _ in 0..3 {
             closes.count(100, 100 * 4096);
-            assert_eq!(closes.decide(now + 5 * MS, true), None, "too soon to tell");
-            now += WINDOW;
+            assert_eq!(closes.decide(now + 5 * MS, true), None, "the measurement is not over");
+            now += MEASURE_PERIOD;
             assert_eq!(closes.decide(now, true), Some(Change::DoNotTell));
             assert!(!closes.is_told() && closes.decide(now + 100 * MS, true).is_none());
-            now += QUIET_LASTS;
+            now += QUIET_PERIOD;
             assert!(!closes.is_look_due(now, true));
             assert_eq!(closes.decide(now, true), Some(Change::Tell));
         }
-        now += OVER_AFTER;
-        assert_eq!(closes.decide(now, true), None, "nothing came any more");
-        assert!(closes.is_look_due(now, true) && !closes.is_look_due(now, true), "once");
+        now += SCAN_DELAY;
+        assert_eq!(closes.decide(now, true), None, "no closes were reported");
+        assert!(closes.is_look_due(now, true) && !closes.is_look_due(now, true), "one scan is enough");
     }
 
-    /// Few files, and large ones, are reported; when room is short, a quiet time ends at once.
+    /// Few closes and closes of large files stay reported. When the file system gets near a limit, a quiet time
+    /// ends at once.
     #[test]
-    fn what_matters_is_told() {
+    fn few_or_large_files_stay_reported() {
         let mut now = Instant::now();
         let mut closes = Closes::new(now);
-        for (events, held_bytes, has_room) in [(99, 99 * 4096, true), (200, 200 * SMALL_BYTES, true), (200, 0, false)] {
+        for (events, held_bytes, has_room) in
+            [(99, 99 * 4096, true), (200, 200 * SMALL_FILE_BYTES, true), (200, 0, false)]
+        {
             closes.count(events, held_bytes);
-            now += WINDOW;
+            now += MEASURE_PERIOD;
             assert_eq!(closes.decide(now, has_room), None);
         }
         closes.count(1000, 0);
-        now += WINDOW;
+        now += MEASURE_PERIOD;
         assert_eq!(closes.decide(now, true), Some(Change::DoNotTell));
         assert_eq!(closes.decide(now + MS, false), Some(Change::Tell));
         assert!(closes.is_look_due(now + MS, false));

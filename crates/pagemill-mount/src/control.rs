@@ -1,7 +1,7 @@
-//! Runs a controller: the control loop's thread, and a socket for commands.
+//! Runs a controller: a thread for the control loop, and a socket for commands.
 //!
-//! The socket is in the user's own folder, so only the mounting user and root can connect. A request is one line of
-//! JSON, and so is its answer.
+//! The socket is in the user's own folder, so only the mounting user and root can connect. A request is one
+//! line of JSON, and its answer is another.
 
 use crate::control_loop::{ControlLoop, Settings, say};
 use crate::file_access::FileAccess;
@@ -21,22 +21,24 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Timeout for slow clients.
+/// Timeout for slow clients, and for the control loop's answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum number of concurrent clients, and of bytes in a request.
+/// Maximum number of concurrent clients.
 const MAX_CLIENTS: usize = 16;
+
+/// Maximum length of a request in bytes.
 const MAX_LINE: u64 = 4096;
 
-/// A request.
+/// A client's request, as JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "ask")]
-enum Ask {
+enum Request {
     Status,
     Purge { bytes: u64 },
 }
 
-/// An answer.
+/// The controller's answer, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "answer")]
 enum Answer {
@@ -45,14 +47,14 @@ enum Answer {
     Refused { why: String },
 }
 
-/// A running control loop and its thread.
-pub struct Keeper {
+/// A running control loop. Dropping this stops the loop and joins its thread.
+pub struct ControlLoopThread {
     submissions: Arc<SubmissionQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Keeper {
-    /// Starts the control loop. The first scan is complete when this returns.
+impl ControlLoopThread {
+    /// Starts the control loop, and returns when its first scan is complete.
     ///
     /// # Errors
     ///
@@ -65,14 +67,14 @@ impl Keeper {
     }
 }
 
-/// Returns the control loop's state; `None` if it does not answer.
+/// Requests the status from the control loop. Returns `None` if the loop does not answer in time.
 fn status(submissions: &SubmissionQueue) -> Option<Status> {
     let (reply, answer) = mpsc::channel();
     submissions.send(LoopRequest::Status(reply));
     answer.recv_timeout(TIMEOUT).ok()
 }
 
-impl Drop for Keeper {
+impl Drop for ControlLoopThread {
     fn drop(&mut self) {
         self.submissions.send(LoopRequest::Stop);
         if let Some(thread) = self.thread.take() {
@@ -83,41 +85,49 @@ impl Drop for Keeper {
 
 /// Why a controller ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
-    /// This signal arrived: the file system is to be unmounted.
+pub enum EndReason {
+    /// This signal arrived: the controller unmounts the file system.
     Signal(i32),
     /// The file system is no longer mounted anywhere.
     Unmounted,
-    /// No other process uses its mount namespace ([`mounting::is_abandoned`]). Sent only with [`Until::Abandoned`].
+    /// No other process can reach the file system ([`mounting::is_abandoned`]). Sent only with
+    /// [`Until::Abandoned`].
     Abandoned,
 }
 
-/// When a controller ends.
+/// What ends a controller, besides signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
     Unmounted,
     Abandoned,
 }
 
-/// A controller's socket. Dropping it removes the socket, once clients have their answers.
+/// A controller's socket and its thread. Dropping this removes the socket, and waits up to a second until
+/// clients have their answers.
 pub struct Server {
     path: PathBuf,
-    serving: Arc<Serving>,
+    state: Arc<ServerState>,
 }
 
 impl Server {
-    /// Serves requests for `keeper`'s mount. Sends to `ends` when the file system is no longer mounted, and, with
-    /// [`Until::Abandoned`], when no process can reach it.
+    /// Serves requests for the mount of `control_loop`. Sends to `ends` when the file system is no longer mounted
+    /// and, with [`Until::Abandoned`], when no process can reach it.
     ///
     /// # Errors
     ///
     /// Errors of creating the socket.
-    pub fn start(keeper: &Keeper, device: u64, until: Until, ends: Sender<End>) -> io::Result<Self> {
+    pub fn start(
+        control_loop: &ControlLoopThread,
+        device: u64,
+        until: Until,
+        ends: Sender<EndReason>,
+    ) -> io::Result<Self> {
         let path = mounting::socket_path(device)?;
         let listener = mounting::listen(&path)?;
-        let serving = Arc::new(Serving { submissions: keeper.submissions.clone(), clients: AtomicUsize::new(0) });
-        let server = Self { path, serving: serving.clone() };
-        thread::Builder::new().name("control".into()).spawn(move || accept(&listener, &serving))?;
+        let state =
+            Arc::new(ServerState { submissions: control_loop.submissions.clone(), clients: AtomicUsize::new(0) });
+        let server = Self { path, state: state.clone() };
+        thread::Builder::new().name("control".into()).spawn(move || accept(&listener, &state))?;
         thread::Builder::new().name("mounts".into()).spawn(move || watch_mounts(device, until, &ends))?;
         Ok(server)
     }
@@ -127,50 +137,50 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
         let begun = Instant::now();
-        while self.serving.clients.load(Relaxed) > 0 && begun.elapsed() < Duration::from_secs(1) {
+        while self.state.clients.load(Relaxed) > 0 && begun.elapsed() < Duration::from_secs(1) {
             thread::sleep(Duration::from_millis(1));
         }
     }
 }
 
-struct Serving {
+struct ServerState {
     submissions: Arc<SubmissionQueue>,
     clients: AtomicUsize,
 }
 
-fn accept(listener: &UnixListener, serving: &Arc<Serving>) {
+fn accept(listener: &UnixListener, state: &Arc<ServerState>) {
     for client in listener.incoming() {
         let Ok(client) = client else {
-            // Out of descriptors, for example.
+            // The process may be out of file descriptors.
             thread::sleep(Duration::from_millis(100));
             continue;
         };
-        if serving.clients.load(Relaxed) >= MAX_CLIENTS {
+        if state.clients.load(Relaxed) >= MAX_CLIENTS {
             continue;
         }
-        serving.clients.fetch_add(1, Relaxed);
-        let for_client = serving.clone();
+        state.clients.fetch_add(1, Relaxed);
+        let for_client = state.clone();
         let work = move || {
             let _ = serve(client, &for_client);
             for_client.clients.fetch_sub(1, Relaxed);
         };
         if task::spawn(c"client", work).is_err() {
-            serving.clients.fetch_sub(1, Relaxed);
+            state.clients.fetch_sub(1, Relaxed);
         }
     }
 }
 
-fn serve(client: UnixStream, serving: &Serving) -> io::Result<()> {
+fn serve(client: UnixStream, state: &ServerState) -> io::Result<()> {
     client.set_read_timeout(Some(TIMEOUT))?;
     client.set_write_timeout(Some(TIMEOUT))?;
     let mut line = String::new();
     BufReader::new(client.try_clone()?.take(MAX_LINE)).read_line(&mut line)?;
-    // The client only checked that a controller exists.
+    // An empty request only checks that a controller exists.
     if line.is_empty() {
         return Ok(());
     }
     let answer = match serde_json::from_str(&line) {
-        Ok(ask) => serving.answer(&ask),
+        Ok(request) => state.answer(&request),
         Err(error) => Answer::Refused { why: format!("this is not a request: {error}") },
     };
     write_line(&client, &answer)
@@ -182,14 +192,14 @@ fn write_line(mut to: &UnixStream, what: &impl Serialize) -> io::Result<()> {
     to.write_all(line.as_bytes())
 }
 
-impl Serving {
-    fn answer(&self, ask: &Ask) -> Answer {
-        match ask {
-            Ask::Status => match status(&self.submissions) {
+impl ServerState {
+    fn answer(&self, request: &Request) -> Answer {
+        match request {
+            Request::Status => match status(&self.submissions) {
                 Some(status) => Answer::Status(Box::new(status)),
                 None => Answer::Refused { why: "the controller does not answer".into() },
             },
-            Ask::Purge { bytes } => {
+            Request::Purge { bytes } => {
                 let (reply, answer) = mpsc::channel();
                 self.submissions.send(LoopRequest::Purge(*bytes, reply));
                 match answer.recv() {
@@ -201,28 +211,29 @@ impl Serving {
     }
 }
 
-/// Unmounts; retries for a while if the file system is busy.
+/// Unmounts a file system. While it is busy, retries for the duration `retry_time`.
 ///
 /// # Errors
 ///
 /// The last [`Refusal`].
-pub fn unmount(point: &Path, device: u64, controller: u32, tries: Duration) -> Result<(), Refusal> {
+pub fn unmount(point: &Path, device: u64, controller: u32, retry_time: Duration) -> Result<(), Refusal> {
     let begun = Instant::now();
     loop {
         match mounting::unmount(point, device, controller) {
-            Err(Refusal::Busy { .. }) if begun.elapsed() < tries => thread::sleep(Duration::from_millis(100)),
+            Err(Refusal::Busy { .. }) if begun.elapsed() < retry_time => thread::sleep(Duration::from_millis(100)),
             result => return result,
         }
     }
 }
 
-/// Waits until the file system is no longer mounted, or no process can reach it.
-fn watch_mounts(device: u64, until: Until, ends: &Sender<End>) {
-    // The kernel reports changes of mounts, but not the end of processes.
+/// Waits until the file system is no longer mounted, and reports that to `ends`. With [`Until::Abandoned`] also
+/// reports when no process can reach it.
+fn watch_mounts(device: u64, until: Until, ends: &Sender<EndReason>) {
+    // The kernel reports changes of mounts at once, but the end of a process must be polled for.
     const NOW_AND_THEN: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
     let Ok(table) = File::open("/proc/self/mountinfo") else { return };
     while mounting::is_mounted(device) {
-        if until == Until::Abandoned && mounting::is_abandoned(device) && ends.send(End::Abandoned).is_err() {
+        if until == Until::Abandoned && mounting::is_abandoned(device) && ends.send(EndReason::Abandoned).is_err() {
             return;
         }
         let mut fds = [PollFd::new(&table, PollFlags::PRI)];
@@ -230,53 +241,58 @@ fn watch_mounts(device: u64, until: Until, ends: &Sender<End>) {
             return;
         }
     }
-    let _ = ends.send(End::Unmounted);
+    let _ = ends.send(EndReason::Unmounted);
 }
 
 /// Result of a request to a controller.
 #[derive(Debug)]
-pub enum Reached<T> {
+pub enum RequestOutcome<T> {
     Answer(T),
-    /// It refused, for this reason.
+    /// The controller refused the request, for this reason.
     Refused(String),
     /// No controller runs, or it does not answer.
     NoController,
 }
 
-fn ask<T>(device: u64, ask: &Ask, timeout: Option<Duration>, read: impl FnOnce(Answer) -> Option<T>) -> Reached<T> {
+fn send_request<T>(
+    device: u64,
+    request: &Request,
+    timeout: Option<Duration>,
+    read: impl FnOnce(Answer) -> Option<T>,
+) -> RequestOutcome<T> {
     let answer = || -> io::Result<Answer> {
         let socket = mounting::connect(device)?;
         socket.set_read_timeout(timeout)?;
-        write_line(&socket, ask)?;
+        write_line(&socket, request)?;
         let mut line = String::new();
         BufReader::new(socket).read_line(&mut line)?;
         serde_json::from_str(&line).map_err(io::Error::other)
     };
     match answer() {
-        Ok(Answer::Refused { why }) => Reached::Refused(why),
-        Ok(answer) => read(answer).map_or(Reached::NoController, Reached::Answer),
-        Err(_) => Reached::NoController,
+        Ok(Answer::Refused { why }) => RequestOutcome::Refused(why),
+        Ok(answer) => read(answer).map_or(RequestOutcome::NoController, RequestOutcome::Answer),
+        Err(_) => RequestOutcome::NoController,
     }
 }
 
-/// Requests a file system's state from its controller.
-pub fn ask_status(device: u64) -> Reached<Status> {
-    ask(device, &Ask::Status, Some(2 * TIMEOUT), |answer| match answer {
+/// Requests the status of a file system from its controller.
+pub fn request_status(device: u64) -> RequestOutcome<Status> {
+    send_request(device, &Request::Status, Some(2 * TIMEOUT), |answer| match answer {
         Answer::Status(status) => Some(*status),
         _ => None,
     })
 }
 
-/// Requests a purge of this many bytes; returns the bytes freed.
-pub fn ask_purge(device: u64, bytes: u64) -> Reached<u64> {
-    ask(device, &Ask::Purge { bytes }, None, |answer| match answer {
+/// Requests a purge of this many bytes. Returns the bytes freed.
+pub fn request_purge(device: u64, bytes: u64) -> RequestOutcome<u64> {
+    send_request(device, &Request::Purge { bytes }, None, |answer| match answer {
         Answer::Purged { bytes } => Some(bytes),
         _ => None,
     })
 }
 
-/// Reports that the file system stays mounted.
-pub fn say_left(point: &Path, refusal: &Refusal) {
+/// Reports that the file system stays mounted after its controller ends.
+pub fn report_still_mounted(point: &Path, refusal: &Refusal) {
     say(&format!("{refusal}"));
     say(&format!("{0} stays mounted without a controller; `pagemill mount {0}` takes it over", point.display()));
 }

@@ -44,7 +44,7 @@ const MAX_FAILED_READS: u32 = 100;
 /// Purging pauses after this time to check limits and to drain events.
 const SLICE: Duration = Duration::from_millis(2);
 
-/// With this much room no alarm is needed.
+/// Without an alarm the room below a limit must be at least this large.
 const ROOM_FOR_EASE: u64 = 512 * BLOCK_BYTES as u64;
 
 /// Pause while usage is stable but no alarm is set, and while nothing can be purged.
@@ -55,7 +55,7 @@ const NOTHING_PAUSE: Duration = Duration::from_millis(16);
 const GROWN_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 const GROWN_PAUSE: Duration = Duration::from_millis(20);
 
-/// Delay of a purge that met the worker, and of one that waits for a scan.
+/// How long a purge is delayed when the worker has its file open, and when it waits for a scan.
 const WORKER_PAUSE: Duration = Duration::from_millis(5);
 const SCAN_PAUSE: Duration = Duration::from_millis(2);
 
@@ -67,7 +67,7 @@ const QUIET_ROOM: u64 = 128 * BLOCK_BYTES as u64;
 /// Interval at which limits are read while usage is stable.
 const SAMPLE_LASTS: Duration = Duration::from_millis(200);
 
-/// Number of looks without a change after which usage counts as stable.
+/// Number of checks without a change after which usage counts as stable.
 const STILL_LOOKS: u32 = 16;
 
 /// Interval at which the machine's memory is read while there is much of it.
@@ -98,7 +98,7 @@ struct PendingPurge {
     began_ns: i64,
     /// Earliest time to continue.
     next: Instant,
-    /// Number of the scan to wait for, requested when no more candidates were known. `None` before that.
+    /// Number of the scan that the purge waits for. `None` until no more candidates are known.
     scans: Option<u64>,
     reply: Sender<u64>,
 }
@@ -120,19 +120,19 @@ pub struct ControlLoop {
     is_preferred: bool,
     /// Usage and time when writers were last searched for.
     grown: (u64, Instant),
-    /// Number of known groups at the last look.
+    /// Number of known groups at the last check.
     learned: u32,
     purges: Vec<PendingPurge>,
     backlog: VecDeque<Message>,
     scanning: Scanning,
     closes: Closes,
-    /// The last look had to purge and found nothing.
+    /// The last check had to purge, and found no volatile file.
     is_blocked: bool,
     /// A group that has not been identified may be writing.
     has_suspects: bool,
     drained: Instant,
     has_events: bool,
-    /// Reads of events that failed since the last that did not.
+    /// Consecutive reads of events that failed.
     failed_reads: u32,
     look_at: Instant,
     /// When limits were last read.
@@ -152,7 +152,7 @@ impl ControlLoop {
         if let Err(error) = &listener {
             say(&format!("the kernel does not report writes ({error}): only periodic scans find new files"));
         }
-        // Many folders may be open at a time, and without a free descriptor no limit can be read.
+        // Many folders may be open at a time. Without a free descriptor the limits could not be read.
         pagemill_sys::process::raise_descriptor_limit();
         let now = Instant::now();
         let fill = access.fill()?;
@@ -277,7 +277,7 @@ impl ControlLoop {
             until = now;
         }
         let mut polled = vec![PollFd::from_borrowed_fd(self.submissions.as_fd(), PollFlags::IN)];
-        // Between two drains no event wakes this thread.
+        // Until the next drain, events do not wake this thread.
         let is_listening = !self.has_events && self.drained.elapsed() >= DRAIN_PAUSE;
         if !is_listening {
             until = until.min(self.drained + DRAIN_PAUSE);
@@ -312,7 +312,7 @@ impl ControlLoop {
         let Some(listener) = self.listener.take() else { return };
         (self.has_events, self.drained) = (false, Instant::now());
         let mut buffer = vec![0; EVENT_BYTES];
-        // Events that arrive meanwhile wait for the next time: writers may be faster than this loop.
+        // Events that arrive meanwhile are read next time, since writers may be faster than this loop.
         let until = self.drained + DRAIN_SLICE;
         self.table.begin_batch();
         let before = (self.table.counts.events, self.table.closed_bytes);
@@ -355,7 +355,8 @@ impl ControlLoop {
         let has_room = room >= QUIET_ROOM.max(self.rate_limiter.lately_foreseen_bytes().saturating_mul(QUIET_TIMES))
             && !self.has_suspects;
         if let (Some(listener), Some(change)) = (&self.listener, self.closes.decide(now, has_room)) {
-            // If turning off fails, nothing is lost. If turning on fails, only scans remain.
+            // If events cannot be turned off, they still arrive. If they cannot be turned on, scans find the
+            // files.
             if listener.listen_to_closes(self.access.root(), change == Change::Tell).is_err() && change == Change::Tell
             {
                 say("the kernel no longer reports closes: only periodic scans find new files");
@@ -387,7 +388,7 @@ impl ControlLoop {
             let freed = self.purge_for(&line);
             if freed == 0 {
                 blocked.push(line.bound);
-                // New marks may exist, or an unknown name was used.
+                // A scan may find new marks, or a name that had no folder.
                 self.table.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
@@ -484,7 +485,7 @@ impl ControlLoop {
         if self.budget.wants_size(self.fill) {
             match self.access.set_size(self.budget.size_bytes) {
                 Ok(()) => self.table.counts.size_changes += 1,
-                // Another process wrote meanwhile, so that usage has grown: next time.
+                // Another process wrote meanwhile, so usage has grown. The next check tries again.
                 Err(_) => self.table.counts.size_refused += 1,
             }
         }
@@ -517,7 +518,7 @@ impl ControlLoop {
         freed
     }
 
-    /// Does a part of the work of each [`LoopRequest::Purge`].
+    /// Continues the purges that [`LoopRequest::Purge`] requested, for one time slice.
     fn work_on_purges(&mut self) {
         let begun = Instant::now();
         let mut purges = std::mem::take(&mut self.purges);
@@ -536,7 +537,7 @@ impl ControlLoop {
                         (purge.began_ns, purge.next) = (now_ns(), begun + WORKER_PAUSE);
                         return true;
                     }
-                    // Tries once more after a scan that begins now, and then ends.
+                    // Tries once more after a scan that begins now. Then the purge ends.
                     None => match purge.scans {
                         None => {
                             purge.scans = Some(self.table.counts.scans + 1 + u64::from(self.scanning.is_running()));

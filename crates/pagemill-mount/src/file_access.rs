@@ -1,8 +1,8 @@
 //! The controller's access to the file system: a private mount, and calls that follow no links.
 //!
-//! The private mount is a clone that appears at no path. So the controller's open files do not make the users' mount
-//! busy, and mounts or renames at the users' path cannot redirect it. Every path starts at its root and stays below
-//! it.
+//! The private mount is a clone of the users' mount that appears at no path. The controller's open files
+//! therefore do not keep the users' mount busy, and mounts or renames at the users' path cannot redirect the
+//! controller. Every path starts at the clone's root and stays below it.
 
 use crate::policy::{HUGE, Marks, PURGED, SIZE, VOLATILE};
 use rustix::fs::{self, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, XattrFlags};
@@ -18,12 +18,13 @@ use std::str::FromStr;
 /// `f_type` of tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Families of attributes, in order of preference. Users may set the first.
+/// Families of extended attributes, in order of preference. Users may set `user.` attributes; only root may set
+/// `trusted.` ones.
 const FAMILIES: [&str; 2] = ["user.", "trusted."];
 
 const CLONE: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
 
-/// Attributes of a file or folder.
+/// Attributes of a file or folder, from one `stat` call.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
     pub inode: u64,
@@ -32,9 +33,10 @@ pub struct Seen {
     pub mode: u32,
     pub links: u64,
     pub len_bytes: u64,
-    /// Memory that it occupies.
+    /// Memory that the file occupies.
     pub held_bytes: u64,
-    /// The later of last access and last change; users cannot set the latter back.
+    /// Time of the last access or of the last change, whichever is later. Users can set back the former, but
+    /// not the latter.
     pub used_ns: i64,
     /// Last change of contents or attributes.
     pub changed_ns: i64,
@@ -70,20 +72,20 @@ impl Seen {
 
     /// Returns whether users other than the owner may write to this file and set its attributes.
     ///
-    /// The group's bits are the mask of an access control list where the file has one, so a list that lets another user
-    /// write shows here as well.
+    /// For a file with an access control list, the mode's group bits are the list's mask. So the result is also
+    /// right if the list lets another user write.
     pub fn is_writable_by_others(&self) -> bool {
         Mode::from_raw_mode(self.mode).intersects(Mode::WGRP | Mode::WOTH)
     }
 
-    /// Returns whether users other than the owner may write here and delete entries.
+    /// Returns whether users other than the owner may write to this folder and delete its entries.
     pub fn is_open_to_others(&self) -> bool {
         let mode = Mode::from_raw_mode(self.mode);
         mode.intersects(Mode::WGRP | Mode::WOTH) && !mode.contains(Mode::SVTX)
     }
 }
 
-/// Usage of the file system.
+/// Size and usage of the file system.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fill {
     pub size_bytes: u64,
@@ -91,11 +93,11 @@ pub struct Fill {
     pub inodes: u64,
 }
 
-/// An invalid value of a mark.
+/// The error text for a mark with an invalid value.
 #[derive(Debug)]
 pub struct BadMark(pub String);
 
-/// Access to one file system.
+/// Access to one file system, through the root of its private mount.
 pub struct FileAccess {
     root: OwnedFd,
     device: u64,
@@ -103,16 +105,17 @@ pub struct FileAccess {
 }
 
 impl FileAccess {
-    /// Clones the mount at `path`.
+    /// Clones the mount at `path` as the private mount.
     ///
     /// # Errors
     ///
-    /// Errors of the kernel: `EPERM` without the right to mount; `InvalidInput` if it is not a tmpfs.
+    /// Errors of the kernel: `EPERM` without the right to mount; `InvalidInput` if the file system is not a
+    /// tmpfs.
     pub fn open(path: &Path) -> io::Result<Self> {
         Self::clone(mount::open_tree(CWD, path, CLONE)?)
     }
 
-    /// Clones a mount by its descriptor.
+    /// Clones the mount of a descriptor as the private mount.
     ///
     /// # Errors
     ///
@@ -126,11 +129,11 @@ impl FileAccess {
         Self::of_root(retry_on_intr(|| fs::openat(&tree, ".", flags, Mode::empty()))?)
     }
 
-    /// Uses a descriptor of the root.
+    /// Uses an open root folder of an existing mount; clones nothing.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` if it is not a tmpfs; errors of `fstat`.
+    /// `InvalidInput` if the file system is not a tmpfs; errors of `fstat`.
     pub fn of_root(root: OwnedFd) -> io::Result<Self> {
         if u64::try_from(fs::fstatfs(&root)?.f_type) != Ok(TMPFS_MAGIC) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a tmpfs"));
@@ -164,24 +167,24 @@ impl FileAccess {
         Ok(Fill { size_bytes, used_bytes, inodes: stat.f_files.saturating_sub(stat.f_ffree) })
     }
 
-    /// Changes the size; writes beyond it fail with ENOSPC. Some 30 us.
+    /// Changes the size of the file system. Writes beyond it fail with `ENOSPC`. Takes some 30 us.
     ///
     /// # Errors
     ///
-    /// `EINVAL` for less than is used, `EPERM` without permission.
+    /// `EINVAL` if more bytes than that are used, `EPERM` without permission.
     pub fn set_size(&self, bytes: u64) -> io::Result<()> {
         let context = mount::fspick(&self.root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)?;
         mount::fsconfig_set_string(&context, "size", bytes.to_string())?;
         Ok(mount::fsconfig_reconfigure(&context)?)
     }
 
-    /// Returns the size requested when it was mounted, if that was recorded.
+    /// Returns the size that the user requested for the mount, if it was recorded.
     pub fn asked_size(&self) -> Option<u64> {
-        FAMILIES.iter().rev().find_map(|family| number(&self.root, family, SIZE))
+        FAMILIES.iter().rev().find_map(|family| number_attribute(&self.root, family, SIZE))
     }
 
-    /// Records the requested size for a controller that takes over. Uses root's attribute if possible, which other
-    /// users cannot change.
+    /// Records the requested size, for a controller that takes over the mount. Uses a `trusted.` attribute if
+    /// possible, because other users cannot change it.
     ///
     /// # Errors
     ///
@@ -192,7 +195,7 @@ impl FileAccess {
         Ok(set(FAMILIES[1]).or_else(|_| set(FAMILIES[0]))?)
     }
 
-    /// Opens `path` below the root, following no links.
+    /// Opens `path` below the root. Follows no links.
     ///
     /// # Errors
     ///
@@ -214,7 +217,7 @@ impl FileAccess {
     }
 }
 
-/// Returns the attributes of an open file.
+/// Returns the attributes of an open file or folder.
 ///
 /// # Errors
 ///
@@ -223,7 +226,7 @@ pub fn look(fd: impl AsFd) -> io::Result<Seen> {
     Ok(fs::fstat(fd)?.into())
 }
 
-/// Returns the attributes of a name in a folder; of a link itself, not of its target.
+/// Returns the attributes of the entry `name` in a folder. For a link, returns those of the link itself.
 ///
 /// # Errors
 ///
@@ -232,7 +235,7 @@ pub fn look_at(folder: impl AsFd, name: &OsStr) -> io::Result<Seen> {
     Ok(fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW)?.into())
 }
 
-/// Opens a file in a folder without blocking and without changing its access time.
+/// Opens a file in a folder without blocking and, where that is allowed, without changing its access time.
 ///
 /// # Errors
 ///
@@ -245,34 +248,35 @@ pub fn open_file(folder: impl AsFd, name: &OsStr, flags: OFlags) -> io::Result<O
     }
 }
 
-/// Renames a file within a folder; the new name must be free.
+/// Renames a file within a folder. The new name must not exist.
 ///
 /// # Errors
 ///
-/// Errors of `renameat2`: `EEXIST` if the name is taken.
+/// Errors of `renameat2`: `EEXIST` if the new name exists.
 pub fn rename(folder: impl AsFd, from: &OsStr, to: &OsStr) -> io::Result<()> {
     Ok(fs::renameat_with(&folder, from, &folder, to, RenameFlags::NOREPLACE)?)
 }
 
-/// Returns a path to a name in an open folder, for calls that take no folder descriptor.
+/// Returns a path to an entry of an open folder, for system calls that accept no folder descriptor.
 fn path_of(folder: impl AsFd, name: &OsStr) -> OsString {
     let mut path = format!("/proc/self/fd/{}/", folder.as_fd().as_raw_fd()).into_bytes();
     path.extend_from_slice(name.as_bytes());
     OsString::from_vec(path)
 }
 
-/// Reads the marks of an open file or folder. Unknown values are ignored and passed to `bad`.
+/// Reads the marks of an open file or folder. Ignores invalid values, and passes an error text for each to
+/// `bad`.
 ///
 /// # Errors
 ///
-/// Errors of reading. A failed read does not mean that there are no marks.
+/// Errors of reading. The file may have marks then.
 pub fn marks(fd: impl AsFd, bad: impl FnMut(BadMark)) -> io::Result<Marks> {
     let mut names = [0; 1024];
     let listed = fs::flistxattr(&fd, &mut names[..]);
-    marks_among(fitting(&names, listed)?, |name, value| fs::fgetxattr(&fd, name, value), bad)
+    read_listed_marks(fitting_names(&names, listed)?, |name, value| fs::fgetxattr(&fd, name, value), bad)
 }
 
-/// Reads the marks of a name in a folder, as [`marks`].
+/// Reads the marks of an entry in a folder, like [`marks`].
 ///
 /// # Errors
 ///
@@ -281,11 +285,12 @@ pub fn marks_at(folder: impl AsFd, name: &OsStr, bad: impl FnMut(BadMark)) -> io
     let path = path_of(folder, name);
     let mut names = [0; 1024];
     let listed = fs::llistxattr(&path, &mut names[..]);
-    marks_among(fitting(&names, listed)?, |name, value| fs::lgetxattr(&path, name, value), bad)
+    read_listed_marks(fitting_names(&names, listed)?, |name, value| fs::lgetxattr(&path, name, value), bad)
 }
 
-/// Returns the listed names; `None` if they do not fit, and then each attribute is queried.
-fn fitting(names: &[u8], listed: rustix::io::Result<usize>) -> io::Result<Option<&[u8]>> {
+/// Returns the attribute names that a list call stored. `None` if they did not fit; the caller then queries
+/// each attribute.
+fn fitting_names(names: &[u8], listed: rustix::io::Result<usize>) -> io::Result<Option<&[u8]>> {
     match listed {
         Ok(len) => Ok(Some(&names[..len])),
         Err(Errno::RANGE) => Ok(None),
@@ -293,13 +298,14 @@ fn fitting(names: &[u8], listed: rustix::io::Result<usize>) -> io::Result<Option
     }
 }
 
-/// `names` are the existing attributes, separated by zeros; `None` if they are unknown.
-fn marks_among(
+/// Reads the marks with `get`. `names` lists the existing attributes, separated by zero bytes; `None` if they
+/// are unknown.
+fn read_listed_marks(
     names: Option<&[u8]>,
     get: impl Fn(&str, &mut [u8]) -> rustix::io::Result<usize>,
     mut bad: impl FnMut(BadMark),
 ) -> io::Result<Marks> {
-    // Most files have no attributes.
+    // Most files have no attributes, so no value is queried.
     if names.is_some_and(<[u8]>::is_empty) {
         return Ok(Marks::default());
     }
@@ -310,7 +316,7 @@ fn marks_among(
             let mut value = [0; 16];
             match get(&name, &mut value) {
                 Ok(len) => return Ok(Some(String::from_utf8_lossy(&value[..len]).into_owned())),
-                // Longer than any valid value.
+                // The value is longer than any valid one.
                 Err(Errno::RANGE) => return Ok(Some("(too long)".into())),
                 Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
                 Err(error) => return Err(error.into()),
@@ -318,10 +324,10 @@ fn marks_among(
         }
         Ok(None)
     };
-    fn read<T: FromStr<Err = String>>(text: Option<String>, bad: &mut impl FnMut(BadMark)) -> Option<T> {
+    fn parse_mark<T: FromStr<Err = String>>(text: Option<String>, bad: &mut impl FnMut(BadMark)) -> Option<T> {
         text?.parse().map_err(|message| bad(BadMark(message))).ok()
     }
-    Ok(Marks { volatile: read(text(VOLATILE)?, &mut bad), huge: read(text(HUGE)?, &mut bad) })
+    Ok(Marks { volatile: parse_mark(text(VOLATILE)?, &mut bad), huge: parse_mark(text(HUGE)?, &mut bad) })
 }
 
 /// Sets an attribute of an open file: in the `user.` family where tmpfs has it, else in `trusted.`.
@@ -337,19 +343,19 @@ pub fn set_attribute(fd: impl AsFd, attribute: &str, value: &str) -> io::Result<
     }
 }
 
-/// Returns the offset from which an open file was purged, if it was.
+/// Returns the offset from which an open file was purged; `None` if it was not.
 pub fn purged_from(fd: impl AsFd) -> Option<u64> {
-    FAMILIES.iter().find_map(|family| number(&fd, family, PURGED))
+    FAMILIES.iter().find_map(|family| number_attribute(&fd, family, PURGED))
 }
 
-/// Reads a number from an attribute of one family.
-fn number(fd: impl AsFd, family: &str, attribute: &str) -> Option<u64> {
+/// Reads an attribute of one family as a number.
+fn number_attribute(fd: impl AsFd, family: &str, attribute: &str) -> Option<u64> {
     let mut value = [0; 24];
     let len = fs::fgetxattr(&fd, format!("{family}{attribute}"), &mut value[..]).ok()?;
     std::str::from_utf8(&value[..len]).ok()?.trim().parse().ok()
 }
 
-/// Removes the record that an open file was purged.
+/// Removes the attribute that says that an open file was purged.
 ///
 /// # Errors
 ///
@@ -358,7 +364,7 @@ pub fn clear_purged(fd: impl AsFd) -> io::Result<()> {
     for family in FAMILIES {
         match fs::fremovexattr(&fd, format!("{family}{PURGED}")) {
             Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
-            // The `trusted.` family, which only root may change.
+            // Only root may change the `trusted.` family.
             Err(Errno::PERM) if family != FAMILIES[0] => {}
             Err(error) => return Err(error.into()),
         }
@@ -371,8 +377,8 @@ mod tests {
     use super::*;
     use crate::policy::{Huge, Volatile};
 
-    /// Marks are found among other attributes, in either family. Invalid values are reported and ignored; a read error
-    /// is not taken for a missing mark.
+    /// Marks are found among other attributes, in both families. Invalid values are reported and ignored. A
+    /// failed read is an error, and does not count as a missing mark.
     #[test]
     fn marks_are_read() {
         let names = b"security.x\0user.pagemill.volatile\0trusted.pagemill.huge\0";
@@ -383,7 +389,7 @@ mod tests {
         };
         let mut told = Vec::new();
         let full = Marks { volatile: Some(Volatile::Full), huge: None };
-        assert_eq!(marks_among(Some(names), get, |bad| told.push(bad.0)).unwrap(), full);
+        assert_eq!(read_listed_marks(Some(names), get, |bad| told.push(bad.0)).unwrap(), full);
         assert_eq!(told, ["`often` is no value of user.pagemill.huge: auto, always, never"]);
         let by_name = |name: &str, value: &mut [u8]| match name {
             "user.pagemill.huge" => {
@@ -393,17 +399,17 @@ mod tests {
             _ => Err(Errno::NODATA),
         };
         let always = Marks { volatile: None, huge: Some(Huge::Always) };
-        assert_eq!(marks_among(None, by_name, |_| panic!()).unwrap(), always, "names that do not fit");
-        assert_eq!(marks_among(Some(b""), |_, _| panic!(), |_| panic!()).unwrap(), Marks::default());
+        assert_eq!(read_listed_marks(None, by_name, |_| panic!()).unwrap(), always, "the names did not fit");
+        assert_eq!(read_listed_marks(Some(b""), |_, _| panic!(), |_| panic!()).unwrap(), Marks::default());
         let mut told = 0;
-        let long = marks_among(Some(b"user.pagemill.huge\0"), |_, _| Err(Errno::RANGE), |_| told += 1);
+        let long = read_listed_marks(Some(b"user.pagemill.huge\0"), |_, _| Err(Errno::RANGE), |_| told += 1);
         assert_eq!((long.unwrap(), told), (Marks::default(), 1));
-        assert!(marks_among(None, |_, _| Err(Errno::IO), |_| panic!()).is_err());
+        assert!(read_listed_marks(None, |_, _| Err(Errno::IO), |_| panic!()).is_err());
     }
 
-    /// A folder is open to other users if they may write to it and it is not sticky.
+    /// A folder is open to other users if they may write to it and it has no sticky bit.
     #[test]
-    fn others_may_write_where_it_is_not_sticky() {
+    fn a_sticky_folder_is_not_open_to_others() {
         let seen = |mode| Seen {
             inode: 1,
             kind: FileType::Directory,

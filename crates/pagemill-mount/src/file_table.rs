@@ -1,12 +1,13 @@
-//! The state of the files, and how one of them is purged.
+//! The table of all files: records what the kernel's events and the scans report, and purges one file at a
+//! time.
 
 use crate::control_loop::say;
 use crate::file_access::{self, FileAccess, Seen};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
-use crate::index::{File, Index, PurgePart};
+use crate::index::{Index, PurgePart, VolatileFile};
 use crate::pagework::PageWork;
-use crate::policy::{self, Above, Marks, Volatile};
+use crate::policy::{self, Ancestor, Marks, Volatile};
 use crate::purge::{self, PurgeOutcome, Target};
 use crate::scan::ScanItem;
 use crate::status::Counts;
@@ -21,34 +22,34 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-/// How long a closed file waits before the worker examines its pages. Many files are reopened at once, and a volatile
-/// file may be purged soon, which the worker would block.
-const DELAY: Duration = Duration::from_millis(200);
-const VOLATILE_DELAY: Duration = Duration::from_millis(500);
+/// How long the worker leaves a closed file alone. Many files are reopened soon after their close. A volatile
+/// file may also be purged soon, and a purge fails while the worker has the file open.
+const EXAMINE_DELAY: Duration = Duration::from_millis(200);
+const VOLATILE_EXAMINE_DELAY: Duration = Duration::from_millis(500);
 
-/// Maximum age of folder marks that a scan may rely on.
-const MARKS_LAST: Duration = Duration::from_millis(100);
+/// Maximum age of the folder marks that are applied to a file found by a scan.
+const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
 
-/// Maximum number of folders open at a time.
+/// Maximum number of folders that are open at a time.
 const MAX_OPEN: usize = 32;
 
 /// Maximum number of volatile files that are checked again for a status request.
-const MAX_LOOKED_AT: usize = 1024;
+const MAX_RECHECKED_FILES: usize = 1024;
 
-/// Maximum number of paths with bad marks that are reported.
-const MAX_TOLD: usize = 100;
+/// Maximum number of paths for which a bad mark is reported.
+const MAX_REPORTED_PATHS: usize = 100;
 
-/// Smaller files are too many to read each one's own marks when it is closed.
+/// From this size on a closed file's own marks are read at once. There are too many smaller files for that.
 const OWN_MARKS_FROM_BYTES: u64 = 64 << 10;
 
-/// A folder of the current batch of events, and the marks on the path to it.
-struct OpenFolder {
+/// An open folder of the current batch of events, and the marks of its ancestors.
+struct BatchFolder {
     inode: u64,
     fd: OwnedFd,
-    above: Vec<Above>,
+    ancestors: Vec<Ancestor>,
 }
 
-/// Files, folders, groups, and the pages to work on.
+/// All that the controller knows about files, folders, groups and pages to work on.
 pub struct FileTable {
     access: Arc<FileAccess>,
     folders: Folders,
@@ -56,25 +57,25 @@ pub struct FileTable {
     pub groups: Groups,
     pub pages: PageWork,
     pub counts: Counts,
-    /// The state is incomplete, and a full scan is needed.
+    /// Events were lost or a folder was not found, so a full scan is needed.
     pub wants_scan: bool,
-    /// The worker had a file open that was to be purged. A retry shortly later can succeed.
+    /// A purge skipped a file because the worker had it open. A retry shortly later can succeed.
     pub met_worker: bool,
-    /// Memory of the files that were closed.
+    /// Total memory of the files that were closed.
     pub closed_bytes: u64,
     /// Files that the current scan has found.
     seen: HashSet<u64>,
     batch_began: Instant,
-    /// Folders of the present batch of events.
-    open: HashMap<u64, OpenFolder>,
-    /// Process and group of the previous close.
+    /// Open folders of the current batch of events, by inode.
+    open_folders: HashMap<u64, BatchFolder>,
+    /// Process and group of the previous close event.
     last_writer: Option<(u32, GroupId)>,
     own_pid: u32,
     own_group: GroupId,
-    told: HashSet<PathBuf>,
+    reported_paths: HashSet<PathBuf>,
 }
 
-/// Returns the current time in the form of file times.
+/// Returns the current time as a file time: nanoseconds since 1970.
 pub fn now_ns() -> i64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
@@ -84,8 +85,8 @@ impl FileTable {
     /// Creates an empty table. `worker` is the command line of the worker process.
     pub fn new(access: Arc<FileAccess>, mut groups: Groups, worker: Vec<OsString>) -> Self {
         let own_group = groups.of_self();
-        // Without permission to read page charges, events carry no process id either. All writers then count as this
-        // group.
+        // Without permission to read page charges, events carry no process id either. All files then count as
+        // written by this process's group.
         if !pages::may_ask_for_group() {
             groups.trust(own_group);
         }
@@ -99,11 +100,11 @@ impl FileTable {
             closed_bytes: 0,
             seen: HashSet::new(),
             batch_began: Instant::now(),
-            open: HashMap::new(),
+            open_folders: HashMap::new(),
             last_writer: None,
             own_pid: std::process::id(),
             own_group,
-            told: HashSet::new(),
+            reported_paths: HashSet::new(),
             access,
             groups,
         }
@@ -115,7 +116,7 @@ impl FileTable {
         self.wants_scan = true;
     }
 
-    /// Starts a batch of events; each folder is opened once per batch.
+    /// Starts a batch of events. Each folder is opened once per batch.
     pub fn begin_batch(&mut self) {
         self.last_writer = None;
         self.batch_began = Instant::now();
@@ -123,71 +124,76 @@ impl FileTable {
 
     /// Handles a renamed folder: every path below it changes.
     pub fn folder_moved(&mut self, folder: Handle<'_>, name: &OsStr) {
-        self.open.clear();
+        self.open_folders.clear();
         let parent = self.folders.find(&self.access, folder);
-        let is_learned = parent.is_some_and(|parent| self.folders.learn_name(&self.access, parent, name));
+        let is_learned = parent.is_some_and(|parent| self.folders.record_subfolder(&self.access, parent, name));
         self.wants_scan |= !is_learned;
     }
 
-    /// Handles a file that a process closed after writing, or renamed to this name.
+    /// Handles a file that a process closed after writing, or renamed to `name`.
     pub fn written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
         let is_own = pid != 0 && (pid == self.own_pid || pid == self.pages.worker_pid());
         if is_own {
             return;
         }
         self.counts.events += 1;
-        let opened = folder.inode().and_then(|inode| self.open.remove(&inode)).or_else(|| self.open_folder(folder));
+        let opened =
+            folder.inode().and_then(|inode| self.open_folders.remove(&inode)).or_else(|| self.open_folder(folder));
         let Some(opened) = opened else {
             self.wants_scan = true;
             return;
         };
         self.observe(&opened, name, pid);
-        if self.open.len() >= MAX_OPEN {
-            self.open.clear();
+        if self.open_folders.len() >= MAX_OPEN {
+            self.open_folders.clear();
         }
-        self.open.insert(opened.inode, opened);
+        self.open_folders.insert(opened.inode, opened);
     }
 
-    /// Ends the batch and closes its folders: a deleted folder that is open could still be opened by its handle.
+    /// Ends the batch and closes its folders. While a deleted folder is open, its handle still opens it, as if
+    /// it existed.
     pub fn end_batch(&mut self) {
-        self.open.clear();
+        self.open_folders.clear();
     }
 
-    /// Opens a folder of this batch and reads the marks that apply in it.
-    fn open_folder(&mut self, handle: Handle<'_>) -> Option<OpenFolder> {
+    /// Opens the folder of an event and reads the marks of its ancestors.
+    fn open_folder(&mut self, handle: Handle<'_>) -> Option<BatchFolder> {
         let inode = self.folders.find(&self.access, handle)?;
         let fd = self.folders.open(&self.access, inode).ok()?;
-        let above = self.folders.above(&self.access, inode, self.batch_began)?;
-        Some(OpenFolder { inode, fd, above })
+        let ancestors = self.folders.ancestors(&self.access, inode, self.batch_began)?;
+        Some(BatchFolder { inode, fd, ancestors })
     }
 
-    /// Records a written file.
-    fn observe(&mut self, folder: &OpenFolder, name: &OsStr, pid: u32) {
+    /// Records a closed file.
+    fn observe(&mut self, folder: &BatchFolder, name: &OsStr, pid: u32) {
         let Ok(seen) = file_access::look_at(&folder.fd, name) else { return };
         if !seen.is_file() {
             return;
         }
         let mut own = Marks::default();
-        // There are many small files: a scan finds their own marks, and a purge reads them first.
+        // The own marks of small files are read by a scan and again by a purge: such files are too many.
         if seen.held_bytes >= OWN_MARKS_FROM_BYTES {
             let mut bad = Vec::new();
             let Ok(marks) = file_access::marks_at(&folder.fd, name, |mark| bad.push(mark)) else { return };
             own = marks;
             for mark in bad {
                 let path = self.folders.path(folder.inode).unwrap_or_default().join(name);
-                self.tell_bad(path, &mark.0);
+                self.report_bad_mark(path, &mark.0);
             }
         }
-        let marks =
-            policy::effective(own.trusted(seen.is_writable_by_others()), seen.owner, folder.above.iter().copied());
+        let marks = policy::effective_marks(
+            own.trusted(seen.is_writable_by_others()),
+            seen.owner,
+            folder.ancestors.iter().copied(),
+        );
         self.closed_bytes += seen.held_bytes;
         let group = self.group_of_writer(pid);
         self.groups.brought(group, seen.held_bytes);
-        self.note(folder.inode, name, &seen, marks, group, now_ns());
+        self.record_file(folder.inode, name, &seen, marks, group, now_ns());
     }
 
-    /// Returns the group of the process that closed a file. Without process ids (in a user namespace) this is our own
-    /// group.
+    /// Returns the group of the process that closed a file. In a user namespace events carry no process id; the
+    /// result is then this process's group.
     fn group_of_writer(&mut self, pid: u32) -> GroupId {
         if pid == 0 {
             return self.own_group;
@@ -202,10 +208,10 @@ impl FileTable {
         }
     }
 
-    fn tell_bad(&mut self, path: PathBuf, text: &str) {
+    fn report_bad_mark(&mut self, path: PathBuf, text: &str) {
         self.counts.bad_marks += 1;
-        if self.told.len() < MAX_TOLD && self.told.insert(path.clone()) {
-            // Any user can choose names; control characters must not reach a terminal.
+        if self.reported_paths.len() < MAX_REPORTED_PATHS && self.reported_paths.insert(path.clone()) {
+            // Any user can choose names, and control characters must not reach a terminal.
             say(&format!("{}: {text}: ignored", path.to_string_lossy().escape_debug()));
         }
     }
@@ -214,28 +220,28 @@ impl FileTable {
     pub fn found(&mut self, found: ScanItem) {
         match found {
             ScanItem::Folder { inode, parent, name, above, read_at } => {
-                self.folders.learn(inode, parent, &name, above, read_at);
+                self.folders.record(inode, parent, &name, above, read_at);
             }
-            ScanItem::Bad { path, mark } => self.tell_bad(path, &mark.0),
+            ScanItem::Bad { path, mark } => self.report_bad_mark(path, &mark.0),
             ScanItem::File { folder, name, seen, marks } => {
                 if purge::is_ours(&name) {
-                    self.finish(folder, &name);
+                    self.finish_purge(folder, &name);
                     return;
                 }
-                let since = Instant::now().checked_sub(MARKS_LAST).unwrap_or(self.batch_began);
-                let Some(above) = self.folders.above(&self.access, folder, since) else {
-                    // The marks are unknown for now: the file stays until they are known.
+                let since = Instant::now().checked_sub(MAX_MARKS_AGE).unwrap_or(self.batch_began);
+                let Some(ancestors) = self.folders.ancestors(&self.access, folder, since) else {
+                    // The marks are unknown for now. The file is not purged until they are known.
                     self.index.remove(seen.inode);
                     return;
                 };
-                let marks = policy::effective(marks.trusted(seen.is_writable_by_others()), seen.owner, above);
+                let marks = policy::effective_marks(marks.trusted(seen.is_writable_by_others()), seen.owner, ancestors);
                 let known_ns = self.index.get(seen.inode).map(|file| file.used_ns);
-                self.note(folder, &name, &seen, marks, UNKNOWN, known_ns.unwrap_or(0).max(seen.used_ns));
+                self.record_file(folder, &name, &seen, marks, UNKNOWN, known_ns.unwrap_or(0).max(seen.used_ns));
                 if self.index.get(seen.inode).is_none() {
                     return;
                 }
                 // The file may have been removed since the scan found it.
-                if known_ns.is_none() && !self.is_there(folder, &name, seen.inode) {
+                if known_ns.is_none() && !self.is_file_present(folder, &name, seen.inode) {
                     self.index.remove(seen.inode);
                     return;
                 }
@@ -244,26 +250,27 @@ impl FileTable {
         }
     }
 
-    fn is_there(&mut self, folder: u64, name: &OsStr, inode: u64) -> bool {
+    fn is_file_present(&mut self, folder: u64, name: &OsStr, inode: u64) -> bool {
         let folder = self.folders.open(&self.access, folder);
         folder.and_then(|folder| file_access::look_at(folder, name)).is_ok_and(|seen| seen.inode == inode)
     }
 
-    /// Completes the purge of a file that a killed controller began.
-    fn finish(&mut self, folder: u64, name: &OsStr) {
+    /// Completes a purge that was interrupted because the controller was killed.
+    fn finish_purge(&mut self, folder: u64, name: &OsStr) {
         let Ok(fd) = self.folders.open(&self.access, folder) else { return };
         let folders = RefCell::new(&mut self.folders);
-        purge::finish(fd.as_fd(), name, |fd, seen| may_go(&folders, &self.access, folder, fd, seen));
+        purge::finish(fd.as_fd(), name, |fd, seen| is_still_volatile(&folders, &self.access, folder, fd, seen));
     }
 
-    /// Removes the files that the completed scan, begun at `began_ns`, did not find.
+    /// Removes the files that the completed scan did not find, unless they were used since it began at
+    /// `began_ns`.
     pub fn forget_unseen(&mut self, began_ns: i64) {
         let seen = std::mem::take(&mut self.seen);
         self.index.retain(|inode, file| seen.contains(&inode) || file.used_ns >= began_ns);
         self.counts.scans += 1;
     }
 
-    /// Gives the worker the jobs that are due, and takes its results.
+    /// Sends the worker the jobs that are due, and records its results.
     pub fn work_on_pages(&mut self) {
         let charged = |groups: &mut Groups, folder: &Path, name: &OsStr| {
             let group = self.access.open_folder(folder).ok().and_then(|folder| charged_group(groups, &folder, name));
@@ -272,8 +279,8 @@ impl FileTable {
         self.pages.work(&self.access, &self.folders, &mut self.groups, &mut self.counts, charged);
     }
 
-    /// Records a file in the index of volatile files and in the queue of the worker.
-    fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, marks: Marks, group: GroupId, used_ns: i64) {
+    /// Records a file in the index of volatile files and in the worker's queue.
+    fn record_file(&mut self, folder: u64, name: &OsStr, seen: &Seen, marks: Marks, group: GroupId, used_ns: i64) {
         let known = self.index.get(seen.inode).map(|file| file.group).filter(|group| *group != UNKNOWN);
         let group = known.unwrap_or(group);
         let part = match marks.volatile.unwrap_or_default() {
@@ -283,19 +290,20 @@ impl FileTable {
         };
         match part.filter(|_| seen.held_bytes > 0) {
             Some(part) => {
-                let file = File { folder, name: name.to_owned(), part, used_ns, held_bytes: seen.held_bytes, group };
+                let file =
+                    VolatileFile { folder, name: name.to_owned(), part, used_ns, held_bytes: seen.held_bytes, group };
                 self.counts.not_indexed += u64::from(!self.index.insert(seen.inode, file));
             }
             None => drop(self.index.remove(seen.inode)),
         }
-        let delay = if part.is_some() { VOLATILE_DELAY } else { DELAY };
+        let delay = if part.is_some() { VOLATILE_EXAMINE_DELAY } else { EXAMINE_DELAY };
         self.pages.note(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
     }
 
-    /// Checks the volatile files again, if they are few: some may have been removed or have shrunk. Returns whether it
-    /// did.
+    /// Reads the attributes of all volatile files again, unless they are too many: some may have been removed
+    /// or have shrunk. Returns whether it did.
     pub fn look_again_at_volatile(&mut self) -> bool {
-        if self.index.count() > MAX_LOOKED_AT {
+        if self.index.count() > MAX_RECHECKED_FILES {
             return false;
         }
         let mut last: Option<(u64, Option<OwnedFd>)> = None;
@@ -304,36 +312,38 @@ impl FileTable {
                 last = Some((folder, self.folders.open(&self.access, folder).ok()));
             }
             let Some((_, Some(fd))) = &last else {
-                // The folder was moved: a scan finds its files at their new place.
+                // The folder was moved. A scan finds its files at the new path.
                 self.wants_scan = true;
                 continue;
             };
             let seen = file_access::look_at(fd, &name).ok().filter(|seen| seen.inode == inode && seen.held_bytes > 0);
             let Some(file) = self.index.remove(inode) else { continue };
             if let Some(seen) = seen {
-                self.index.insert(inode, File { held_bytes: seen.held_bytes, ..file });
+                self.index.insert(inode, VolatileFile { held_bytes: seen.held_bytes, ..file });
             }
         }
         true
     }
 
-    /// Returns the memory of volatile files that count for a limited group, or of all.
+    /// Returns the memory of the volatile files: of those whose purge lowers the usage of the limited group
+    /// `watch`, or of all.
     pub fn held_bytes(&self, watch: Option<usize>) -> u64 {
         self.index.held_bytes(|group| watch.is_none_or(|watch| self.groups.helps(group, watch)))
     }
 
-    /// Purges the least recently used file that helps. Returns the bytes freed, 0 if the file turned out to be in use.
+    /// Purges the least recently used file. Returns the bytes freed; 0 if the file was in use.
     ///
-    /// `None` if no such file was last used before `began_ns`. `watch`: only files charged below this limited group.
+    /// With `watch`, considers only files whose purge lowers the usage of that limited group. Returns `None` if
+    /// no such file was last used before `began_ns`.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let inode = self.index.oldest(|group| watch.is_none_or(|watch| groups.helps(group, watch)))?;
-        // All other files were used or arrived after `began_ns`.
+        // The order is that of use, so all other files were used after `began_ns`, too.
         self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
         let file = self.index.remove(inode)?;
         self.pages.forget(inode);
         let Ok(folder) = self.folders.open(&self.access, file.folder) else {
-            // The file's folder was moved.
+            // The folder was moved.
             self.wants_scan = true;
             return Some(0);
         };
@@ -341,12 +351,12 @@ impl FileTable {
             && watch.is_some()
             && let Some(group) = charged_group(&mut self.groups, &folder, &file.name)
         {
-            self.index.insert(inode, File { group, ..file });
+            self.index.insert(inode, VolatileFile { group, ..file });
             return Some(0);
         }
         let target = Target { folder: folder.as_fd(), name: &file.name, inode, part: file.part, used_ns: file.used_ns };
         let folders = RefCell::new(&mut self.folders);
-        let may_go = |fd: &OwnedFd, seen: &Seen| may_go(&folders, &self.access, file.folder, fd, seen);
+        let may_go = |fd: &OwnedFd, seen: &Seen| is_still_volatile(&folders, &self.access, file.folder, fd, seen);
         match purge::purge(&target, want_bytes, may_go) {
             PurgeOutcome::Freed { bytes, left_bytes } => {
                 let counts = &mut self.counts;
@@ -356,22 +366,22 @@ impl FileTable {
                 };
                 (*files, *sum) = (*files + 1, *sum + bytes);
                 if left_bytes > 0 {
-                    self.index.insert(inode, File { held_bytes: left_bytes, used_ns: now_ns(), ..file });
+                    self.index.insert(inode, VolatileFile { held_bytes: left_bytes, used_ns: now_ns(), ..file });
                 }
                 Some(bytes)
             }
             PurgeOutcome::Used(used_ns) => {
-                self.index.insert(inode, File { used_ns, ..file });
+                self.index.insert(inode, VolatileFile { used_ns, ..file });
                 Some(0)
             }
             PurgeOutcome::Open => {
                 let is_worker = self.pages.is_given(inode);
                 self.counts.spared_open += u64::from(!is_worker);
                 self.met_worker |= is_worker;
-                // The file is in use and moves to the end of the order. This purge does not retry a file that the
-                // worker has open.
+                // The file is in use, so it moves to the end of the order. A file that the worker has open
+                // moves only so far that the current purge does not retry it.
                 let used_ns = if is_worker { began_ns.max(file.used_ns) } else { now_ns() };
-                self.index.insert(inode, File { used_ns, ..file });
+                self.index.insert(inode, VolatileFile { used_ns, ..file });
                 Some(0)
             }
             PurgeOutcome::Gone => Some(0),
@@ -379,21 +389,29 @@ impl FileTable {
     }
 }
 
-/// Returns the group charged for a file's first page, if it can be read and is known. `None` for a file that is open.
+/// Returns the group charged for a file's first page, if that can be determined. `None` if another process has
+/// the file open.
 fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<GroupId> {
     let fd = file_access::open_file(folder, name, OFlags::RDONLY).ok()?;
-    // Seeking for data takes the file's lock, which a slow writer can hold for long.
+    // The search for data takes the file's lock, which a slow writer can hold for long. A lease is granted only
+    // if no other process has the file open.
     pages::take_lease(fd.as_fd()).ok()?;
     let at = rustix::fs::seek(&fd, rustix::fs::SeekFrom::Data(0)).ok()?;
     let inode = pages::charged_group(fd.as_fd(), at).ok()?;
     Some(groups.of_inode(inode)).filter(|group| *group != UNKNOWN)
 }
 
-/// Returns whether an open file is volatile by its current marks.
-fn may_go(folders: &RefCell<&mut Folders>, access: &FileAccess, folder: u64, fd: &OwnedFd, seen: &Seen) -> bool {
+/// Returns whether an open file is volatile according to its current marks.
+fn is_still_volatile(
+    folders: &RefCell<&mut Folders>,
+    access: &FileAccess,
+    folder: u64,
+    fd: &OwnedFd,
+    seen: &Seen,
+) -> bool {
     let Ok(own) = file_access::marks(fd, |_| ()) else { return false };
-    let Some(above) = folders.borrow_mut().above(access, folder, Instant::now()) else { return false };
-    let marks = policy::effective(own.trusted(seen.is_writable_by_others()), seen.owner, above);
+    let Some(ancestors) = folders.borrow_mut().ancestors(access, folder, Instant::now()) else { return false };
+    let marks = policy::effective_marks(own.trusted(seen.is_writable_by_others()), seen.owner, ancestors);
     marks.volatile.is_some_and(|volatile| volatile != Volatile::None)
 }
 
@@ -401,9 +419,10 @@ fn may_go(folders: &RefCell<&mut Folders>, access: &FileAccess, folder: u64, fd:
 mod tests {
     use super::*;
 
-    /// The group of a file that is open elsewhere is not read: its lock may be held for long.
+    /// `charged_group` returns nothing while a writer has the file open, because the writer may hold the file's
+    /// lock for long.
     #[test]
-    fn open_files_are_not_asked() {
+    fn the_group_of_an_open_file_is_not_read() {
         let Ok(path) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
         let mut groups = Groups::new("");
         let own = groups.of_self();

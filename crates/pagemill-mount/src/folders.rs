@@ -1,10 +1,10 @@
 //! The folders of the file system by inode number: their paths and marks.
 //!
-//! Events identify folders by inode. Paths become stale when a folder is moved, so opening a folder here checks its
-//! inode.
+//! The kernel's events identify folders by inode. A path becomes stale when a folder is moved, so
+//! [`Folders::open`] checks the inode of what it opened.
 
 use crate::file_access::{self, FileAccess, Seen};
-use crate::policy::Above;
+use crate::policy::Ancestor;
 use pagemill_sys::fanotify::Handle;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -22,7 +22,7 @@ const MAX_FOLDERS: usize = 1 << 20;
 struct Folder {
     parent: u64,
     name: OsString,
-    above: Above,
+    above: Ancestor,
     read_at: Instant,
 }
 
@@ -32,9 +32,13 @@ pub struct Folders {
     root: u64,
 }
 
-fn above(fd: &OwnedFd, seen: &Seen) -> io::Result<Above> {
-    // The next scan reports bad values.
-    Ok(Above { marks: file_access::marks(fd, |_| ())?, owner: seen.owner, is_open_to_others: seen.is_open_to_others() })
+fn read_ancestor(fd: &OwnedFd, seen: &Seen) -> io::Result<Ancestor> {
+    // Bad values are ignored here: the next scan reports them.
+    Ok(Ancestor {
+        marks: file_access::marks(fd, |_| ())?,
+        owner: seen.owner,
+        is_open_to_others: seen.is_open_to_others(),
+    })
 }
 
 impl Folders {
@@ -42,8 +46,8 @@ impl Folders {
         Self { known: HashMap::new(), root }
     }
 
-    /// Records a folder as it was at `read_at`. Returns whether there was room.
-    pub fn learn(&mut self, inode: u64, parent: u64, name: &OsStr, above: Above, read_at: Instant) -> bool {
+    /// Records a folder with its attributes at `read_at`. Returns `false` if the table is full.
+    pub fn record(&mut self, inode: u64, parent: u64, name: &OsStr, above: Ancestor, read_at: Instant) -> bool {
         if self.known.len() >= MAX_FOLDERS && !self.known.contains_key(&inode) {
             return false;
         }
@@ -88,7 +92,8 @@ impl Folders {
         Err(io::ErrorKind::NotFound.into())
     }
 
-    /// Finds the path of an event's folder, if it is unknown. Requires privileges; without them a scan is needed.
+    /// Returns the inode of an event's folder, and looks up its path if that is unknown. The look-up needs
+    /// privileges; `None` means that a scan is needed.
     pub fn find(&mut self, access: &FileAccess, handle: Handle<'_>) -> Option<u64> {
         let inode = handle.inode()?;
         if self.chain(inode).is_some() {
@@ -96,34 +101,35 @@ impl Folders {
         }
         let fd = handle.open(access.root()).ok()?;
         let path = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok()?;
-        self.learn_path(access, Path::new(OsStr::new(path.to_str().ok()?)))?;
+        self.record_path(access, Path::new(OsStr::new(path.to_str().ok()?)))?;
         self.chain(inode).map(|_| inode)
     }
 
-    /// Records every folder on the path to this one.
-    fn learn_path(&mut self, access: &FileAccess, path: &Path) -> Option<()> {
+    /// Records every folder on `path`.
+    fn record_path(&mut self, access: &FileAccess, path: &Path) -> Option<()> {
         let (mut parent, mut so_far) = (self.root, PathBuf::new());
         for part in path.components() {
             let Component::Normal(name) = part else { continue };
             so_far.push(name);
             let fd = access.open_folder(&so_far).ok()?;
             let seen = file_access::look(&fd).ok()?;
-            self.learn(seen.inode, parent, name, above(&fd, &seen).ok()?, Instant::now()).then_some(())?;
+            self.record(seen.inode, parent, name, read_ancestor(&fd, &seen).ok()?, Instant::now()).then_some(())?;
             parent = seen.inode;
         }
         Some(())
     }
 
-    /// Records the subfolder with this name. Returns whether it exists.
-    pub fn learn_name(&mut self, access: &FileAccess, parent: u64, name: &OsStr) -> bool {
+    /// Records the subfolder `name` of `parent`. Returns whether it exists.
+    pub fn record_subfolder(&mut self, access: &FileAccess, parent: u64, name: &OsStr) -> bool {
         let Some(path) = self.path(parent) else { return false };
         let Ok(fd) = access.open_folder(&path.join(name)) else { return false };
         let Ok(seen) = file_access::look(&fd) else { return false };
-        above(&fd, &seen).is_ok_and(|above| self.learn(seen.inode, parent, name, above, Instant::now()))
+        read_ancestor(&fd, &seen).is_ok_and(|above| self.record(seen.inode, parent, name, above, Instant::now()))
     }
 
-    /// Returns the marks of a folder and its ancestors, nearest first, read at `since` or later; `None` if that fails.
-    pub fn above(&mut self, access: &FileAccess, folder: u64, since: Instant) -> Option<Vec<Above>> {
+    /// Returns the marks of a folder and its ancestors, nearest first. Marks that were read before `since` are
+    /// read again. Returns `None` if that fails.
+    pub fn ancestors(&mut self, access: &FileAccess, folder: u64, since: Instant) -> Option<Vec<Ancestor>> {
         let chain = self.chain(folder)?;
         for inode in &chain {
             let is_fresh = self.known.get(inode).is_some_and(|folder| folder.read_at >= since);
@@ -138,7 +144,7 @@ impl Folders {
     fn refresh(&mut self, access: &FileAccess, inode: u64) -> io::Result<()> {
         let read_at = Instant::now();
         let fd = if inode == self.root { access.open_folder(Path::new(""))? } else { self.open(access, inode)? };
-        let above = above(&fd, &file_access::look(&fd)?)?;
+        let above = read_ancestor(&fd, &file_access::look(&fd)?)?;
         let root = || Folder { parent: inode, name: OsString::new(), above, read_at };
         let folder = self.known.entry(inode).or_insert_with(root);
         (folder.above, folder.read_at) = (above, read_at);

@@ -80,14 +80,15 @@ enum GroupKind {
     Trusted,
 }
 
-/// A limited group that may write here. No event identifies it before its first file is closed, which may be too late.
-/// So when the file system grows, its memory in files is compared and the open files of its processes are examined.
+/// A limited group that may write here (a *suspect*). No event identifies it before it closes its first file,
+/// which may be too late. So when the file system grows, the group's memory in files is compared with its last
+/// value, and the open files of its processes are examined.
 struct Suspect {
     folder: String,
     inode: u64,
     limit_bytes: u64,
     shared_bytes: u64,
-    /// Index of its process to examine next.
+    /// Index of the group's process that is examined next.
     next_process: usize,
 }
 
@@ -237,7 +238,7 @@ impl Groups {
     /// folders, index of the first process). Call it when the file system has grown. Takes some 40 us per limited
     /// group of the machine, plus `charged`.
     ///
-    /// Returns whether it is still undecided for one of them.
+    /// Returns whether any suspect remains of which it is unknown whether it writes here.
     pub fn find_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> Charged) -> bool {
         if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_SHARE) {
             self.list_suspects();
@@ -252,7 +253,7 @@ impl Groups {
             if shared_bytes > suspect.shared_bytes.saturating_add(WRITTEN_BYTES) {
                 grown.push((at, shared_bytes));
             }
-            // Slow writers are found too, only later.
+            // Slow writers are found by a later call.
             suspect.shared_bytes = suspect.shared_bytes.min(shared_bytes);
         }
         let mut is_open = false;
@@ -394,7 +395,8 @@ impl Groups {
         self.groups.get(&group)?.hierarchy.folder(0).map(|folder| folder.as_str().to_owned())
     }
 
-    /// Returns whether freeing memory charged to `group` helps the limit of `watch`. An unknown group may help: true.
+    /// Returns whether freeing memory charged to `group` lowers the usage of `watch`. True for an unknown
+    /// group, which may be below it.
     pub fn helps(&self, group: GroupId, watch: usize) -> bool {
         self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
     }

@@ -4,19 +4,20 @@ use crate::groups::GroupId;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
 
-/// Maximum number of indexed files (some 200 bytes each). Further files are purged only after others are gone.
+/// Maximum number of indexed files (some 200 bytes each). A file beyond this limit is not purged until another
+/// leaves the index.
 pub const MAX_FILES: usize = 1 << 20;
 
-/// Which part of a file is purged.
+/// What a purge of a file frees: the whole file, or its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PurgePart {
     Whole,
     Tail,
 }
 
-/// A volatile file as last seen.
+/// A volatile file, with its attributes at the last examination.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct File {
+pub struct VolatileFile {
     pub folder: u64,
     pub name: OsString,
     pub part: PurgePart,
@@ -25,57 +26,57 @@ pub struct File {
     pub group: GroupId,
 }
 
-/// The files by inode, and in order of use.
+/// The volatile files by inode, and for each group in the order of last use.
 #[derive(Default)]
 pub struct Index {
-    files: HashMap<u64, File>,
-    groups: HashMap<GroupId, Charged>,
+    files: HashMap<u64, VolatileFile>,
+    groups: HashMap<GroupId, GroupFiles>,
 }
 
-/// The files charged to one group.
+/// The volatile files charged to one group: last use and inode of each, and their memory.
 #[derive(Default)]
-struct Charged {
+struct GroupFiles {
     order: BTreeSet<(i64, u64)>,
     held_bytes: u64,
 }
 
 impl Index {
-    /// Inserts or replaces a file. Returns whether there was room for it.
-    pub fn insert(&mut self, inode: u64, file: File) -> bool {
+    /// Inserts or replaces a file. Returns `false` if the index is full.
+    pub fn insert(&mut self, inode: u64, file: VolatileFile) -> bool {
         self.remove(inode);
         if self.files.len() >= MAX_FILES {
             return false;
         }
-        let charged = self.groups.entry(file.group).or_default();
-        charged.order.insert((file.used_ns, inode));
-        charged.held_bytes += file.held_bytes;
+        let group_files = self.groups.entry(file.group).or_default();
+        group_files.order.insert((file.used_ns, inode));
+        group_files.held_bytes += file.held_bytes;
         self.files.insert(inode, file);
         true
     }
 
-    pub fn remove(&mut self, inode: u64) -> Option<File> {
+    pub fn remove(&mut self, inode: u64) -> Option<VolatileFile> {
         let file = self.files.remove(&inode)?;
-        if let Some(charged) = self.groups.get_mut(&file.group) {
-            charged.order.remove(&(file.used_ns, inode));
-            charged.held_bytes -= file.held_bytes;
-            if charged.order.is_empty() {
+        if let Some(group_files) = self.groups.get_mut(&file.group) {
+            group_files.order.remove(&(file.used_ns, inode));
+            group_files.held_bytes -= file.held_bytes;
+            if group_files.order.is_empty() {
                 self.groups.remove(&file.group);
             }
         }
         Some(file)
     }
 
-    pub fn get(&self, inode: u64) -> Option<&File> {
+    pub fn get(&self, inode: u64) -> Option<&VolatileFile> {
         self.files.get(&inode)
     }
 
-    /// Returns the least recently used file of the groups for which `counts` is true.
-    pub fn oldest(&self, counts: impl Fn(GroupId) -> bool) -> Option<u64> {
-        let counted = self.groups.iter().filter(|(group, _)| counts(**group));
-        counted.filter_map(|(_, charged)| charged.order.first()).min().map(|(_, inode)| *inode)
+    /// Returns the inode of the least recently used file among the groups for which `is_selected` returns true.
+    pub fn oldest(&self, is_selected: impl Fn(GroupId) -> bool) -> Option<u64> {
+        let selected = self.groups.iter().filter(|(group, _)| is_selected(**group));
+        selected.filter_map(|(_, group_files)| group_files.order.first()).min().map(|(_, inode)| *inode)
     }
 
-    /// Returns all files, sorted by folder.
+    /// Returns folder, inode and name of all files, sorted by folder.
     pub fn by_folder(&self) -> Vec<(u64, u64, OsString)> {
         let mut files: Vec<_> =
             self.files.iter().map(|(inode, file)| (file.folder, *inode, file.name.clone())).collect();
@@ -87,14 +88,15 @@ impl Index {
         self.files.len()
     }
 
-    /// Returns the memory of the files in groups for which `counts` is true, as last seen.
-    pub fn held_bytes(&self, counts: impl Fn(GroupId) -> bool) -> u64 {
-        let counted = self.groups.iter().filter(|(group, _)| counts(**group));
-        counted.map(|(_, charged)| charged.held_bytes).sum()
+    /// Returns the memory, at the last examination, of the files in groups for which `is_selected` returns
+    /// true.
+    pub fn held_bytes(&self, is_selected: impl Fn(GroupId) -> bool) -> u64 {
+        let selected = self.groups.iter().filter(|(group, _)| is_selected(**group));
+        selected.map(|(_, group_files)| group_files.held_bytes).sum()
     }
 
-    /// Keeps the files for which `is_there` returns true.
-    pub fn retain(&mut self, mut is_there: impl FnMut(u64, &File) -> bool) {
+    /// Removes the files for which `is_there` returns false.
+    pub fn retain(&mut self, mut is_there: impl FnMut(u64, &VolatileFile) -> bool) {
         let gone: Vec<u64> =
             self.files.iter().filter(|(inode, file)| !is_there(**inode, file)).map(|(inode, _)| *inode).collect();
         for inode in gone {
@@ -108,13 +110,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn file(used_ns: i64, held_bytes: u64, group: GroupId) -> File {
-        File { folder: 1, name: "x".into(), part: PurgePart::Whole, used_ns, held_bytes, group }
+    fn file(used_ns: i64, held_bytes: u64, group: GroupId) -> VolatileFile {
+        VolatileFile { folder: 1, name: "x".into(), part: PurgePart::Whole, used_ns, held_bytes, group }
     }
 
-    /// The oldest file of the selected groups is returned, whatever the order of insertion.
+    /// `oldest` returns the least recently used file of the selected groups, whatever the order of insertion.
     #[test]
-    fn the_oldest_goes_first() {
+    fn the_least_recently_used_file_is_returned() {
         let mut index = Index::default();
         for (inode, used, group) in [(10, 5, 1), (11, 3, 2), (12, 4, 1), (13, 3, 1)] {
             assert!(index.insert(inode, file(used, 100, group)));
@@ -131,10 +133,17 @@ mod tests {
         assert_eq!(index.oldest(|group| group == 1), Some(10));
     }
 
+    type Step = (u64, i64, u64, u32, bool);
+
+    /// Steps of inode, last use, memory, group, and whether the file is inserted or removed.
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        prop::collection::vec((0u64..20, 0i64..10, 0u64..99, 0u32..3, any::<bool>()), 0..200)
+    }
+
     proptest! {
-        /// Sums and order equal those of a plain list after any inserts and removals.
+        /// After any inserts and removals the sums and the order equal those of a plain list.
         #[test]
-        fn it_is_a_sorted_list(steps in prop::collection::vec((0u64..20, 0i64..10, 0u64..99, 0u32..3, any::<bool>()), 0..200)) {
+        fn the_index_equals_a_sorted_list(steps in steps()) {
             let (mut index, mut list) = (Index::default(), HashMap::new());
             for (inode, used, held, group, is_in) in steps {
                 if is_in {

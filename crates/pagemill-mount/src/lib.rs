@@ -1,21 +1,22 @@
-//! The controller of `pagemill mount`: manages a tmpfs so that it gives memory back.
+//! The controller of `pagemill mount`: manages a tmpfs so that its memory can be reclaimed.
 //!
-//! The kernel executes every file operation at its own speed. The controller runs outside that path. It purges files
-//! that users marked as volatile before a limit is reached, keeps the file system's size within the limits, and
-//! creates huge pages where they pay.
+//! The kernel executes every file operation at its own speed. The controller runs outside that path. It purges
+//! files that users marked as volatile before a limit is reached, keeps the file system's size within the
+//! limits, and creates huge pages where they pay.
 //!
-//! From bottom to top:
+//! Modules, from bottom to top:
 //!
-//! - [`policy`]: meaning of marks. [`file_access`]: file access without following links.
-//! - [`folders`], [`index`], [`openfiles`], [`groups`]: paths, volatile files in order of use, open files, charged
-//!   groups.
-//! - [`budget`], [`rate_limiter`], [`duty`], [`closes`]: arithmetic.
-//! - [`purge`], [`scan`]; [`worker`]: huge pages, in a separate process; [`pagework`]: its queue.
+//! - [`policy`]: the marks that users set on files. [`file_access`]: file operations that follow no links.
+//! - [`folders`]: paths of folders. [`index`]: volatile files in LRU order. [`openfiles`]: files that processes
+//!   have open.
+//! - [`groups`]: the memory groups (cgroups) that are charged for files.
+//! - [`budget`], [`rate_limiter`], [`duty`], [`closes`]: decisions as pure computations.
+//! - [`purge`]: the purge of one file. [`scan`]: the walk over all files.
+//! - [`worker`]: the separate process that creates huge pages. [`pagework`]: the queue of its jobs.
 //! - [`file_table`]: the state of all files.
-//! - [`open_throttle`]: delays opens while writers outrun purging, in a thread of its own.
-//! - [`control_loop`]: the control loop, in one thread; [`submissions`]: its queue; [`control`]: the socket for
-//!   commands;
-//!   [`mounting`].
+//! - [`open_throttle`]: delays opens while files are written faster than purges free memory, in its own thread.
+//! - [`control_loop`]: the control loop, in one thread. [`submissions`]: the queue of its requests.
+//! - [`control`]: the socket for commands. [`mounting`]: mounts and unmounts.
 
 pub mod budget;
 pub mod closes;

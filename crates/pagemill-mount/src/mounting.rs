@@ -16,7 +16,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-/// Name of the source in `mountinfo`, which identifies our mounts.
+/// Source of our tmpfs mounts in `mountinfo`, which tells them from other mounts.
 const SOURCE: &str = "pagemill";
 
 /// A line of `/proc/self/mountinfo`.
@@ -40,13 +40,13 @@ impl MountLine {
         Some(Self { device: (major.parse().ok()?, minor.parse().ok()?), point, kind, source })
     }
 
-    /// Returns whether it is a tmpfs that Pagemill mounted.
+    /// Returns whether Pagemill mounted this tmpfs.
     pub fn is_ours(&self) -> bool {
         self.kind == "tmpfs" && self.source == SOURCE
     }
 }
 
-/// Decodes `\040` and similar escapes, which the kernel uses for blanks.
+/// Decodes escapes such as `\040`, which the kernel writes for blanks.
 fn unescape(word: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut rest = word;
@@ -59,9 +59,9 @@ fn unescape(word: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Returns all mounts in stacking order.
+/// Returns all mounts in stacking order: a mount that covers another comes later.
 fn mounts() -> io::Result<Vec<MountLine>> {
-    // A mount point may contain any bytes.
+    // The text is read as bytes: a mount point may contain any.
     let text = fs::read("/proc/self/mountinfo")?;
     Ok(text.split(|byte| *byte == b'\n').filter_map(MountLine::parse).collect())
 }
@@ -82,12 +82,12 @@ fn device_numbers(device: u64) -> (u32, u32) {
 /// Returns whether the file system is mounted anywhere that this process can see.
 pub fn is_mounted(device: u64) -> bool {
     let numbers = device_numbers(device);
-    // A read error does not mean that it is unmounted.
+    // If the mounts cannot be read, the file system counts as mounted.
     mounts().map_or(true, |mounts| mounts.iter().any(|line| line.device == numbers))
 }
 
-/// Root's folder for sockets and locks, independent of the environment: one lock must serialize all of root's
-/// sessions.
+/// Root's folder for sockets and locks. The path does not depend on the environment, because one lock must
+/// serialize all of root's sessions.
 const ROOT_FOLDER: &std::ffi::CStr = c"/run/pagemill";
 
 /// Returns the folder for the sockets, locks and logs of this user's mounts.
@@ -124,7 +124,7 @@ pub enum Refusal {
     TooLarge { size_bytes: u64, machine_bytes: u64 },
     NotOurs(PathBuf),
     NotMounted(PathBuf),
-    Busy { point: PathBuf, holders: Vec<Holder>, below: Vec<PathBuf> },
+    Busy { point: PathBuf, users: Vec<FileSystemUser>, below: Vec<PathBuf> },
     NoLock { path: PathBuf, error: io::Error },
     NotAllowed { what: &'static str, error: io::Error },
     System { what: &'static str, error: io::Error },
@@ -153,13 +153,13 @@ impl fmt::Display for Refusal {
             }
             Self::NotOurs(point) => write!(f, "what is mounted on {} was not mounted by Pagemill", point.display()),
             Self::NotMounted(point) => write!(f, "nothing is mounted on {}", point.display()),
-            Self::Busy { point, holders, below } => {
+            Self::Busy { point, users, below } => {
                 write!(f, "{} is busy", point.display())?;
-                if holders.is_empty() && below.is_empty() {
+                if users.is_empty() && below.is_empty() {
                     write!(f, ": its users are not visible here (another user's process, a loop device, swap)")?;
                 }
                 below.iter().try_for_each(|point| write!(f, "\n  mounted below it: {}", point.display()))?;
-                holders.iter().try_for_each(|holder| write!(f, "\n  {holder}"))
+                users.iter().try_for_each(|user| write!(f, "\n  {user}"))
             }
             Self::NotAllowed { what, error } => {
                 write!(f, "{what}: {error}; an ordinary user can run `pagemill run --ram DIR -- PROGRAM`")
@@ -170,29 +170,30 @@ impl fmt::Display for Refusal {
     }
 }
 
-fn system(what: &'static str) -> impl FnOnce(io::Error) -> Refusal {
+fn refusal_for(what: &'static str) -> impl FnOnce(io::Error) -> Refusal {
     move |error| match error.kind() {
         io::ErrorKind::PermissionDenied => Refusal::NotAllowed { what, error },
         _ => Refusal::System { what, error },
     }
 }
 
-/// A mount request.
+/// A request to mount.
 #[derive(Clone, Debug)]
-pub struct Wanted {
+pub struct MountRequest {
     pub point: PathBuf,
-    /// `None`: the recorded size of a mount that is taken over, else [`default_size`].
+    /// The requested size. If `None`, a mount that is taken over keeps its recorded size, and a new one gets
+    /// [`default_size`].
     pub size_bytes: Option<u64>,
     /// Permissions of the root folder.
     pub mode: u32,
 }
 
-/// Half of the machine's memory.
+/// Returns half of the machine's memory.
 pub fn default_size() -> u64 {
     pagemill_sys::cgroup::machine("").map_or(1 << 30, |machine| machine.total_bytes / 2)
 }
 
-/// A mounted file system and the access to it.
+/// A file system that was mounted or taken over, and the access to it.
 pub struct Mounted {
     pub point: PathBuf,
     pub access: FileAccess,
@@ -204,7 +205,7 @@ pub struct Mounted {
     pub has_no_huge: bool,
 }
 
-impl Wanted {
+impl MountRequest {
     /// Mounts the file system, or takes over one that is mounted there without a controller.
     ///
     /// # Errors
@@ -213,12 +214,13 @@ impl Wanted {
     pub fn mount(&self) -> Result<Mounted, Refusal> {
         self.check_size()?;
         let point = canonical(&self.point)?;
-        // Of two processes that mount here at the same time, the second must see the first one's mount.
+        // The lock makes sure that of two processes that mount here at the same time, the second one sees the
+        // first one's mount.
         let no_folder = "no folder for its socket can be created in XDG_RUNTIME_DIR, /run, /dev/shm or /tmp";
-        let folder = folder().map_err(system(no_folder))?;
+        let folder = folder().map_err(refusal_for(no_folder))?;
         let _lock = lock(&folder).map_err(|error| Refusal::NoLock { path: folder.join("mount.lock"), error })?;
-        sweep(&folder);
-        match mount_at(&point).map_err(system("the mounts cannot be read"))? {
+        remove_dead_sockets(&folder);
+        match mount_at(&point).map_err(refusal_for("the mounts cannot be read"))? {
             Some(line) if line.is_ours() => self.take_over(point),
             Some(line) => Err(Refusal::Taken { point, kind: line.kind, source: line.source }),
             None => self.mount_new(point),
@@ -226,7 +228,7 @@ impl Wanted {
     }
 
     fn check_size(&self) -> Result<(), Refusal> {
-        let machine = pagemill_sys::cgroup::machine("").map_err(system("the machine's memory cannot be read"))?;
+        let machine = pagemill_sys::cgroup::machine("").map_err(refusal_for("the machine's memory cannot be read"))?;
         match self.size_bytes {
             Some(0) => Err(Refusal::NoSize),
             Some(size_bytes) if size_bytes > machine.total_bytes => {
@@ -237,51 +239,53 @@ impl Wanted {
     }
 
     fn take_over(&self, point: PathBuf) -> Result<Mounted, Refusal> {
-        let access = FileAccess::open(&point).map_err(system("the mount cannot be opened"))?;
+        let access = FileAccess::open(&point).map_err(refusal_for("the mount cannot be opened"))?;
         if is_controlled(access.device()) {
             return Err(Refusal::Running(point));
         }
-        let now = access.fill().map_err(system("the mount cannot be read"))?.size_bytes;
+        let now = access.fill().map_err(refusal_for("the mount cannot be read"))?.size_bytes;
         let size_bytes = self.size_bytes.or_else(|| access.asked_size()).unwrap_or(now);
-        Ok(Self::noted(Mounted { point, access, size_bytes, was_taken_over: true, has_no_huge: false }))
+        Ok(Self::with_recorded_size(Mounted { point, access, size_bytes, was_taken_over: true, has_no_huge: false }))
     }
 
-    /// Records the requested size. If that fails, a controller that takes over uses the current size.
-    fn noted(mounted: Mounted) -> Mounted {
+    /// Records the requested size in the file system. If that fails, a later controller uses the size at its
+    /// start.
+    fn with_recorded_size(mounted: Mounted) -> Mounted {
         let _ = mounted.access.note_asked_size(mounted.size_bytes);
         mounted
     }
 
     fn mount_new(&self, point: PathBuf) -> Result<Mounted, Refusal> {
-        // From here on this descriptor identifies the folder, even if it is renamed.
+        // The descriptor identifies the folder from here on, even if the folder is renamed.
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let open = || -> io::Result<OwnedFd> { Ok(retry_on_intr(|| rustix::fs::open(&point, flags, Mode::empty()))?) };
-        let below = open().map_err(system("the mount point cannot be opened"))?;
+        let below = open().map_err(refusal_for("the mount point cannot be opened"))?;
         let place = PathBuf::from(format!("/proc/self/fd/{}", below.as_raw_fd()));
-        if fs::read_link(&place).map_err(system("the mount point cannot be read"))? != point {
+        if fs::read_link(&place).map_err(refusal_for("the mount point cannot be read"))? != point {
             return Err(Refusal::Missing(point));
         }
-        let mut entries = fs::read_dir(&place).map_err(system("the mount point cannot be read"))?;
+        let mut entries = fs::read_dir(&place).map_err(refusal_for("the mount point cannot be read"))?;
         if let Some(Ok(first)) = entries.next() {
             let first = first.file_name().to_string_lossy().into_owned();
             return Err(Refusal::NotEmpty { point, entries: 1 + entries.count(), first });
         }
         let size_bytes = self.size_bytes.unwrap_or_else(default_size);
-        let (mount, has_no_huge) = self.make(size_bytes).map_err(system("tmpfs cannot be mounted"))?;
+        let (mount, has_no_huge) = self.create_tmpfs(size_bytes).map_err(refusal_for("tmpfs cannot be mounted"))?;
         let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         mount::move_mount(&mount, "", &below, "", flags)
-            .map_err(|error| system("tmpfs cannot be mounted")(error.into()))?;
-        // Only now: before Linux 6.15 a mount that is attached nowhere could not be cloned.
+            .map_err(|error| refusal_for("tmpfs cannot be mounted")(error.into()))?;
+        // The clone follows the attachment: before Linux 6.15 an unattached mount could not be cloned.
         let access = FileAccess::of_mount(&mount).map_err(|error| {
             drop(mount);
             let _ = mount::unmount(&point, UnmountFlags::NOFOLLOW);
-            system("the mount cannot be opened")(error)
+            refusal_for("the mount cannot be opened")(error)
         })?;
-        Ok(Self::noted(Mounted { point, access, size_bytes, was_taken_over: false, has_no_huge }))
+        Ok(Self::with_recorded_size(Mounted { point, access, size_bytes, was_taken_over: false, has_no_huge }))
     }
 
-    /// Creates a tmpfs that is not attached yet. Returns whether it has no huge pages.
-    fn make(&self, size_bytes: u64) -> io::Result<(OwnedFd, bool)> {
+    /// Creates a tmpfs that is not attached to a path yet. Returns the mount, and whether the kernel refused
+    /// huge pages.
+    fn create_tmpfs(&self, size_bytes: u64) -> io::Result<(OwnedFd, bool)> {
         let context = mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
         let set = |key: &str, value: String| mount::fsconfig_set_string(context.as_fd(), key, value);
         set("source", SOURCE.into())?;
@@ -294,25 +298,25 @@ impl Wanted {
     }
 }
 
-/// Returns the folder's path without links.
+/// Returns the folder's absolute path without links.
 fn canonical(point: &Path) -> Result<PathBuf, Refusal> {
     let found = fs::canonicalize(point).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Refusal::Missing(point.to_owned()),
-        _ => system("the mount point cannot be read")(error),
+        _ => refusal_for("the mount point cannot be read")(error),
     })?;
-    let metadata = fs::metadata(&found).map_err(system("the mount point cannot be read"))?;
+    let metadata = fs::metadata(&found).map_err(refusal_for("the mount point cannot be read"))?;
     if metadata.is_dir() { Ok(found) } else { Err(Refusal::NoFolder(found)) }
 }
 
-/// Locks a folder of sockets until the result is dropped.
+/// Locks a folder of sockets. Dropping the result unlocks it.
 fn lock(folder: &Path) -> io::Result<fs::File> {
     let lock = fs::File::create(folder.join("mount.lock"))?;
     retry_on_intr(|| rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive))?;
     Ok(lock)
 }
 
-/// Removes the sockets of controllers that were killed. The folder is locked.
-fn sweep(folder: &Path) {
+/// Removes the sockets of controllers that were killed. The caller must have locked the folder.
+fn remove_dead_sockets(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let is_dead =
@@ -323,10 +327,10 @@ fn sweep(folder: &Path) {
     }
 }
 
-/// Listens at a path; replaces the socket of a controller that has ended.
+/// Listens on a socket at `path`, and replaces the socket of a controller that has ended.
 ///
-/// Holds the folder's lock: between `bind` and `listen` a socket refuses connections, as that of a dead controller does, and
-/// another mount that starts meanwhile would remove it.
+/// Locks the folder meanwhile. Between `bind` and `listen` a socket refuses connections, as a dead controller's
+/// does, so the sweep of another mount would remove it.
 ///
 /// # Errors
 ///
@@ -341,11 +345,11 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
 ///
 /// # Errors
 ///
-/// Errors of connecting: no controller listens.
+/// Errors of connecting. They mean that no controller listens.
 pub fn connect(device: u64) -> io::Result<UnixStream> {
     let path = socket_path(device)?;
     UnixStream::connect(&path).or_else(|error| {
-        // Root's folder could perhaps not be created when that controller started.
+        // The controller uses the user's folder if it could not create root's.
         let others = published::user_folder().ok().zip(path.file_name());
         let other = others.map(|(folder, name)| Path::new(folder.as_str()).join(name)).filter(|other| *other != path);
         other.map_or(Err(error), UnixStream::connect)
@@ -357,15 +361,15 @@ pub fn is_controlled(device: u64) -> bool {
     connect(device).is_ok()
 }
 
-/// Returns the canonical path and the device of our file system that is mounted at exactly `point`.
+/// Returns the canonical path and the device of the file system that Pagemill mounted at exactly `point`.
 ///
 /// # Errors
 ///
 /// A [`Refusal`] that describes what is there instead.
-pub fn find(point: &Path) -> Result<(PathBuf, u64), Refusal> {
+pub fn find_own_mount(point: &Path) -> Result<(PathBuf, u64), Refusal> {
     let point = canonical(point)?;
-    let line = mount_at(&point).map_err(system("the mounts cannot be read"))?;
-    let device = fs::metadata(&point).map_err(system("the mount cannot be read"))?.dev();
+    let line = mount_at(&point).map_err(refusal_for("the mounts cannot be read"))?;
+    let device = fs::metadata(&point).map_err(refusal_for("the mount cannot be read"))?.dev();
     match line {
         None => Err(Refusal::NotMounted(point)),
         Some(line) if !line.is_ours() || line.device != device_numbers(device) => Err(Refusal::NotOurs(point)),
@@ -373,42 +377,43 @@ pub fn find(point: &Path) -> Result<(PathBuf, u64), Refusal> {
     }
 }
 
-/// Unmounts the file system with this device from `point`, if it is the one mounted there. (A file system that another
-/// process mounts on it between the check and the call is unmounted instead.)
+/// Unmounts the file system with this device from `point`, if it is mounted there. If another process mounts a
+/// file system on it between the check and the call, that one is unmounted instead.
 ///
 /// # Errors
 ///
-/// [`Refusal::Busy`] with the processes that block it, except `controller` and its children.
+/// [`Refusal::Busy`] with the processes that use the file system, except `controller` and its children.
 pub fn unmount(point: &Path, device: u64, controller: u32) -> Result<(), Refusal> {
-    let line = mount_at(point).map_err(system("the mounts cannot be read"))?;
+    let line = mount_at(point).map_err(refusal_for("the mounts cannot be read"))?;
     if !line.is_some_and(|line| line.is_ours() && line.device == device_numbers(device)) {
         return Err(Refusal::NotOurs(point.to_owned()));
     }
     match mount::unmount(point, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(()),
         Err(Errno::BUSY) => {
-            Err(Refusal::Busy { point: point.to_owned(), holders: holders(device, controller), below: below(point) })
+            Err(Refusal::Busy { point: point.to_owned(), users: users(device, controller), below: mounts_below(point) })
         }
-        Err(error) => Err(system("it cannot be unmounted")(error.into())),
+        Err(error) => Err(refusal_for("it cannot be unmounted")(error.into())),
     }
 }
 
-/// Returns the mounts below a path.
-fn below(point: &Path) -> Vec<PathBuf> {
+/// Returns the mount points below a path.
+fn mounts_below(point: &Path) -> Vec<PathBuf> {
     let all = mounts().unwrap_or_default().into_iter().map(|line| line.point);
     all.filter(|other| other != point && other.starts_with(point)).collect()
 }
 
-/// Returns all visible mount points of a file system.
-pub fn places(device: u64) -> Vec<PathBuf> {
+/// Returns all mount points of a file system that this process can see.
+pub fn mount_points(device: u64) -> Vec<PathBuf> {
     let numbers = device_numbers(device);
     let all = mounts().unwrap_or_default().into_iter();
     all.filter(|line| line.device == numbers).map(|line| line.point).collect()
 }
 
-/// Returns whether only the controller and its children can reach the file system. True if no other process is in this
-/// mount namespace, sees the file system mounted, uses it, or keeps the namespace by a mount. A process that cannot be
-/// inspected counts as one that can reach it.
+/// Returns whether only the controller (this process) and its children can reach the file system.
+///
+/// False if another process is in this mount namespace, sees the file system mounted, uses it, or keeps the
+/// namespace alive by a mount. A process that cannot be inspected counts as one that can reach the file system.
 pub fn is_abandoned(device: u64) -> bool {
     let namespace = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/mnt"));
     let own_pid = std::process::id();
@@ -422,12 +427,12 @@ pub fn is_abandoned(device: u64) -> bool {
         Ok(mounts) => {
             mounts.split(|byte| *byte == b'\n').any(is_reached_by) || namespace(pid).is_ok_and(|other| other == own)
         }
-        // The process has ended; a zombie has no mounts.
+        // `ENOENT` and `ESRCH`: the process has ended. `EINVAL`: a zombie has no mounts.
         Err(error) => !matches!(Errno::from_io_error(&error), Some(Errno::NOENT | Errno::SRCH | Errno::INVAL)),
     };
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
     let mut others = pids.filter(|pid| *pid != own_pid && parent(*pid) != Some(own_pid));
-    !others.any(reaches) && holders(device, own_pid).is_empty()
+    !others.any(reaches) && users(device, own_pid).is_empty()
 }
 
 /// Returns whether Pagemill mounted the file system.
@@ -438,28 +443,28 @@ pub fn is_ours(device: u64) -> bool {
 
 /// A process that uses a file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holder {
+pub struct FileSystemUser {
     pub pid: u32,
     pub name: String,
-    pub how: String,
+    pub usage: String,
 }
 
-impl fmt::Display for Holder {
+impl fmt::Display for FileSystemUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (name, how) = (self.name.escape_debug(), self.how.escape_debug());
-        write!(f, "process {} ({name}): {how}", self.pid)
+        let (name, usage) = (self.name.escape_debug(), self.usage.escape_debug());
+        write!(f, "process {} ({name}): {usage}", self.pid)
     }
 }
 
-/// Returns the visible processes that use a file system, except this one, `controller` and their children.
-pub fn holders(device: u64, controller: u32) -> Vec<Holder> {
+/// Returns the visible processes that use a file system, except this process, `controller` and their children.
+pub fn users(device: u64, controller: u32) -> Vec<FileSystemUser> {
     const MOST: usize = 20;
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
     let own = [std::process::id(), controller];
     let is_own = |pid: u32| own.contains(&pid) || parent(pid).is_some_and(|parent| own.contains(&parent));
     let others = pids.filter(|pid| !is_own(*pid));
-    others.filter_map(|pid| holder(pid, device)).take(MOST).collect()
+    others.filter_map(|pid| user(pid, device)).take(MOST).collect()
 }
 
 fn parent(pid: u32) -> Option<u32> {
@@ -467,11 +472,11 @@ fn parent(pid: u32) -> Option<u32> {
     stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
 }
 
-fn holder(pid: u32, device: u64) -> Option<Holder> {
+fn user(pid: u32, device: u64) -> Option<FileSystemUser> {
     let at = |what: &str| PathBuf::from(format!("/proc/{pid}/{what}"));
     let is_on = |path: &Path| fs::metadata(path).is_ok_and(|metadata| metadata.dev() == device);
     let target = |path: &Path| fs::read_link(path).map_or_else(|_| "?".into(), |path| path.display().to_string());
-    let how = if is_on(&at("cwd")) {
+    let usage = if is_on(&at("cwd")) {
         format!("works in {}", target(&at("cwd")))
     } else if is_on(&at("root")) {
         "has its root there".to_owned()
@@ -489,14 +494,14 @@ fn holder(pid: u32, device: u64) -> Option<Holder> {
         open.or_else(|| maps().and_then(mapped))?
     };
     let name = fs::read_to_string(at("comm")).unwrap_or_default().trim().to_owned();
-    Some(Holder { pid, name, how })
+    Some(FileSystemUser { pid, name, usage })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Lines are parsed with optional fields and escaped blanks; our mounts are distinguished from others.
+    /// Optional fields and escaped blanks are parsed, and `is_ours` tells Pagemill's mounts from others.
     #[test]
     fn mount_lines_are_read() {
         let line = b"36 35 0:79 / /mnt/a\\040b rw,nosuid shared:9 master:1 - tmpfs pagemill rw,size=8k";
@@ -507,11 +512,12 @@ mod tests {
         assert_eq!(unescape(b"a\\134b\\9"), b"a\\b\\9");
     }
 
-    /// The error names the obstacle, before anything is changed.
+    /// The error names the obstacle, and nothing was changed.
     #[test]
-    fn refusals_name_what_is_in_the_way() {
+    fn a_refusal_names_the_obstacle() {
         let folder = tempfile::tempdir().unwrap();
-        let wanted = |point: &Path, size| Wanted { point: point.to_owned(), size_bytes: Some(size), mode: 0o1777 };
+        let wanted =
+            |point: &Path, size| MountRequest { point: point.to_owned(), size_bytes: Some(size), mode: 0o1777 };
         let refusal = |point: &Path, size| wanted(point, size).mount().err().unwrap().to_string();
         assert_eq!(refusal(folder.path(), 0), "a size of 0 holds no file");
         assert!(refusal(folder.path(), u64::MAX).contains("is beyond the machine's memory"));
@@ -520,20 +526,21 @@ mod tests {
         assert!(refusal(&folder.path().join("file"), 1 << 20).ends_with("is no folder"));
         assert!(refusal(folder.path(), 1 << 20).ends_with("is not empty: `file` would be hidden"));
         assert!(refusal(Path::new("/proc"), 1 << 20).contains("something is mounted on /proc already: proc"));
-        assert!(find(Path::new("/proc")).unwrap_err().to_string().ends_with("was not mounted by Pagemill"));
-        assert!(find(folder.path()).unwrap_err().to_string().starts_with("nothing is mounted on"));
+        assert!(find_own_mount(Path::new("/proc")).unwrap_err().to_string().ends_with("was not mounted by Pagemill"));
+        assert!(find_own_mount(folder.path()).unwrap_err().to_string().starts_with("nothing is mounted on"));
         assert!(matches!(unmount(Path::new("/proc"), 1, 0), Err(Refusal::NotOurs(_))));
     }
 
-    /// Another mount that starts sweeps dead sockets while this one's is made: it is there afterwards.
+    /// Sockets are created while another thread sweeps dead ones all the time. Each new socket exists
+    /// afterwards.
     #[test]
-    fn sockets_survive_a_sweep() {
+    fn a_sweep_keeps_new_sockets() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("mount-0-1.sock");
         drop(UnixListener::bind(folder.path().join("mount-0-2.sock")).unwrap());
         let swept = || {
             let _lock = lock(folder.path()).unwrap();
-            sweep(folder.path());
+            remove_dead_sockets(folder.path());
         };
         let is_over = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -543,7 +550,7 @@ mod tests {
                 }
             });
             let is_kept = |_listener| {
-                // A sweep that runs now ends.
+                // The lock waits until a sweep that is running ends.
                 drop(lock(folder.path()).unwrap());
                 path.exists()
             };

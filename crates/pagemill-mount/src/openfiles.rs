@@ -1,8 +1,9 @@
-//! Files of one file system that processes of given memory groups have open or mapped, and the groups charged for
-//! their pages. This shows that a group writes here before it has closed a file.
+//! Finds the files of one file system that processes of given memory groups have open or mapped, and the groups
+//! that are charged for the pages.
 //!
-//! Requires root, to inspect other processes and pages. Opens only files of this file system, which never wait for a
-//! device or a network.
+//! The result shows that a group writes to the file system before the group has closed a file. Requires root,
+//! to inspect other processes and pages. Opens only files of this file system, which never wait for a device or
+//! a network.
 
 use pagemill_sys::pages;
 use rustix::fs::{self, CWD, Mode, OFlags};
@@ -11,8 +12,9 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time limit of one call, which examines at least one process; the next call continues with the following ones.
-const SLICE: Duration = Duration::from_millis(3);
+/// Time limit of one call of [`charged`]. Each call examines at least one process, and the next call continues
+/// after it.
+const TIME_LIMIT: Duration = Duration::from_millis(3);
 
 /// Maximum number of files examined per process.
 const MAX_FILES: usize = 1024;
@@ -20,7 +22,7 @@ const MAX_FILES: usize = 1024;
 /// Result of [`charged`].
 #[derive(Clone, Debug, Default)]
 pub struct Charged {
-    /// Memory of the open files, by the inode of the charged group's folder.
+    /// Memory of the open files, by the inode of the charged group's cgroup folder.
     pub bytes: HashMap<u64, u64>,
     /// Whether every process was examined.
     pub is_whole: bool,
@@ -28,12 +30,12 @@ pub struct Charged {
     pub processes: usize,
 }
 
-/// Examines the processes of the groups with these folders, starting at index `from`.
+/// Examines the processes of the groups with these cgroup folders, starting with the process at index `from`.
 pub fn charged(device: u64, folders: &[String], from: usize) -> Charged {
-    charged_within(SLICE, device, folders, from)
+    charged_within(TIME_LIMIT, device, folders, from)
 }
 
-fn charged_within(slice: Duration, device: u64, folders: &[String], from: usize) -> Charged {
+fn charged_within(time_limit: Duration, device: u64, folders: &[String], from: usize) -> Charged {
     let begun = Instant::now();
     let procs = folders.iter().filter_map(|folder| std::fs::read_to_string(format!("{folder}/cgroup.procs")).ok());
     let mut pids: Vec<u32> = procs.flat_map(|text| text.lines().flat_map(str::parse).collect::<Vec<_>>()).collect();
@@ -41,12 +43,12 @@ fn charged_within(slice: Duration, device: u64, folders: &[String], from: usize)
     pids.rotate_left(from);
     let (mut found, mut seen) = (Charged::default(), HashSet::new());
     for pid in &pids {
-        // On a busy machine the time may be over before the first one.
-        if found.processes > 0 && begun.elapsed() > slice {
+        // On a busy machine the time may be over before the first process was examined.
+        if found.processes > 0 && begun.elapsed() > time_limit {
             return found;
         }
-        for file in files(*pid, device) {
-            add(&file, device, &mut seen, &mut found.bytes);
+        for file in open_paths(*pid, device) {
+            add_file_memory(&file, device, &mut seen, &mut found.bytes);
         }
         found.processes += 1;
     }
@@ -54,11 +56,11 @@ fn charged_within(slice: Duration, device: u64, folders: &[String], from: usize)
     found
 }
 
-/// Returns paths below `/proc` of the files that a process has open or mapped in the file system. A process that does
-/// not see it mounted has none.
-fn files(pid: u32, device: u64) -> Vec<PathBuf> {
+/// Returns paths below `/proc` of the files in the file system that a process has open or mapped. Returns none
+/// if the process does not see the file system mounted.
+fn open_paths(pid: u32, device: u64) -> Vec<PathBuf> {
     let (major, minor) = (fs::major(device), fs::minor(device));
-    // There are many lines, and not all are UTF-8.
+    // The text is read as bytes: there are many lines, and not all are UTF-8.
     let read = |name: &str| std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
     let mounts = read("mountinfo");
     let number = format!("{major}:{minor}");
@@ -86,22 +88,23 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|byte| *byte == b'\n')
 }
 
-/// Parses a line of `mountinfo`: the mount id, if the mount is of the device.
+/// Parses a line of `mountinfo`. Returns the mount id, if the mount is of the device.
 fn mount_id<'line>(line: &'line [u8], device: &[u8]) -> Option<&'line [u8]> {
     let mut words = line.split(|byte| *byte == b' ');
     let id = words.next()?;
     (words.nth(1)? == device).then_some(id)
 }
 
-/// Parses a line of `maps`: the addresses, if the mapping is of the device.
+/// Parses a line of `maps`. Returns the address range, if the mapping is of the device.
 fn mapped_range(line: &[u8], device: &[u8]) -> Option<String> {
     let mut words = line.split(|byte| *byte == b' ');
     let range = std::str::from_utf8(words.next()?).ok()?;
     (words.nth(2)? == device).then(|| range.to_owned())
 }
 
-/// Adds a file's memory to the groups charged for it, in proportion to the sampled pages.
-fn add(path: &PathBuf, device: u64, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
+/// Adds a file's memory to the groups charged for it. Each group counts in proportion to its part of the
+/// sampled pages.
+fn add_file_memory(path: &PathBuf, device: u64, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME | OFlags::NOCTTY | OFlags::CLOEXEC;
     let Ok(file) = fs::openat(CWD, path, flags, Mode::empty()) else { return };
     let Ok(seen_file) = crate::file_access::look(&file) else { return };
@@ -120,9 +123,9 @@ mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
 
-    /// Lines are selected by their device.
+    /// `mount_id` and `mapped_range` return a value only for lines of the given device.
     #[test]
-    fn lines_are_read_by_device() {
+    fn lines_of_other_devices_are_ignored() {
         let mount = b"36 35 0:79 / /mnt/a rw - tmpfs pagemill rw";
         assert_eq!(mount_id(mount, b"0:79"), Some(&b"36"[..]));
         assert_eq!((mount_id(mount, b"0:7"), mount_id(b"", b"0:79")), (None, None));
@@ -131,8 +134,8 @@ mod tests {
         assert_eq!(mapped_range(map, b"00:50"), None);
     }
 
-    /// An open file is charged to this process's group, on this file system and on no other; a group without processes
-    /// has nothing.
+    /// An open file counts for this process's group on its own file system and on no other. A group without
+    /// processes has no open files.
     #[test]
     fn open_files_are_found() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -146,9 +149,9 @@ mod tests {
         let group = folder.path().join("group");
         std::fs::create_dir(&group).unwrap();
         std::fs::write(group.join("cgroup.procs"), format!("{}\n", std::process::id())).unwrap();
-        // Without any time left, one process is examined all the same.
+        // With a time limit of zero one process is examined all the same.
         let of = |device: u64| charged_within(Duration::ZERO, device, &[group.to_string_lossy().into_owned()], 5);
-        // Parallel tests may have files open there, too.
+        // Parallel tests may have files open there, too, so the sum can be larger.
         assert!(of(metadata.dev()).bytes[&groups[0]] >= metadata.blocks() * 512);
         let other = of(std::fs::metadata("/proc/self").unwrap().dev());
         assert!(other.bytes.is_empty() && other.is_whole && other.processes == 1);

@@ -1,9 +1,10 @@
 //! Queue of files for the [`worker`](crate::worker).
 //!
-//! A worker can end at any time: the owner of the group that it works in can kill it. The files that it had not begun
-//! are queued again at once, the one it had in hand a few times more. The pause before the next start grows with each
-//! worker that ends without a result. The group is avoided for a time that grows with each loss in it; a user's groups
-//! are avoided together, because a user may create any number of them.
+//! A worker can end at any time, since the owner of the group that it is in can kill it. The files that it had
+//! not begun are queued again at once. The file that it was examining is queued again a limited number of
+//! times. The pause before the next start grows with each worker that ends without a result. The group in which
+//! it ended is avoided for a time that grows with each such loss. All groups of a user are avoided together,
+//! because a user can create any number of them.
 //!
 //! The control loop never waits for the worker. Starting the process takes tens of milliseconds on a busy machine,
 //! because the new process runs at normal priority until it executes its program, and its parent sleeps until then. A
@@ -48,7 +49,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the group in which a worker was lost is avoided; doubles with each loss.
 const AVOID: Range<Duration> = Duration::from_secs(60)..Duration::from_secs(3600);
 
-/// Returns the start of the range, doubled so many times, and at most its end.
+/// Returns the start of the range, doubled `times` times, at most its end.
 fn doubled(range: &Range<Duration>, times: u32) -> Duration {
     range.start.saturating_mul(1 << times.min(16)).min(range.end)
 }
@@ -168,7 +169,8 @@ impl PageWork {
         self.take_started();
         self.take_done(counts);
         let now = Instant::now();
-        // Also while no other file waits: nothing can purge the file that it has open.
+        // The check also runs while no file is queued: while the worker has a file open, the file cannot be
+        // purged.
         if self.worker.as_ref().and_then(Worker::stuck_at).is_some_and(|at| at < now) {
             self.lose(now, counts);
         }
@@ -183,7 +185,8 @@ impl PageWork {
                 UNKNOWN => charged(groups, &folder, &waiting.name),
                 group => group,
             };
-            // Read before the group is entered: its owner can remove it afterwards.
+            // The folder's owner is read before the worker enters the group, since the owner can remove the
+            // folder afterwards.
             waiting.entered = groups.folder(group).and_then(|group| Domain::of(&group).map(|domain| (group, domain)));
             if let Some(until) = waiting.entered.as_ref().and_then(|(_, domain)| self.avoided_until(domain, now)) {
                 waiting.due = until;
@@ -344,8 +347,8 @@ impl PageWork {
 }
 
 impl Drop for PageWork {
-    /// Waits for a worker that is being started, so that dropping it ends it: it holds the mount's root. But not for
-    /// one whose program lies on a file system that does not answer.
+    /// Waits for a worker that is being started, so that dropping it ends the process, which holds the mount's
+    /// root open. Gives up on a worker whose program is on a file system that does not answer.
     fn drop(&mut self) {
         if let Some(starting) = self.starting.take() {
             let _ = starting.recv_timeout(START_TIMEOUT);

@@ -3,10 +3,10 @@
 //! Takes a lease first. The kernel refuses it while the file is open or mapped, and blocks later openers until the
 //! descriptor is closed here. So no mapping loses its pages.
 //!
-//! Names can change while this runs. A whole file is therefore renamed to a private name, checked, and only then
-//! unlinked. If the renamed file is the wrong one, or a process waits to open it, it gets its name back. The private
-//! name contains the old name and the inode, so that a new controller can finish or undo the purge if this one is
-//! killed.
+//! Names can change meanwhile. So a whole file is first renamed to a temporary name, then checked, and only
+//! then unlinked. If the renamed file is not the expected one, or if a process waits to open it, it gets its
+//! old name back. The temporary name contains the old name and the inode, so that the next controller can
+//! finish or undo the purge if this one is killed.
 
 use crate::control_loop::say;
 use crate::file_access::{self, Seen};
@@ -21,7 +21,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-/// Prefix of private names; the inode number and the old name follow.
+/// Prefix of temporary names. The inode number and the old name follow.
 const TAKEN: &str = ".pagemill-purge-";
 
 /// Infix for a file that lost its name to a new file while renamed: its name, this and its inode number.
@@ -88,7 +88,7 @@ fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen)
 }
 
 fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<PurgeOutcome> {
-    // Without room for a private name the purge could not be undone safely.
+    // A file whose temporary name would be too long is left alone: the purge could not be undone.
     let Some(ours) = taken_name(target.inode, target.name) else { return Ok(PurgeOutcome::Gone) };
     let (fd, seen) = match take(target, OFlags::RDONLY)? {
         Ok(taken) => taken,
@@ -150,7 +150,8 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
             return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(PurgeOutcome::Gone) };
         }
         let missing = want_bytes - (seen.held_bytes - left_bytes);
-        // A hole at the end frees nothing: cuts at least an eighth, so that the loop ends.
+        // A cut inside a hole at the end frees no memory. So each cut removes at least an eighth of the file,
+        // and the loop ends.
         len_bytes = cut(len_bytes, missing.max(len_bytes / 8));
         // Records the new length before truncating: a crash in between loses nothing, and no reader trusts missing
         // bytes.
@@ -169,14 +170,14 @@ fn cut(len_bytes: u64, bytes: u64) -> u64 {
     rest - rest % unit
 }
 
-/// Returns the private name for a file; `None` if it would be too long.
+/// Returns the temporary name for a file; `None` if it would be too long.
 fn taken_name(inode: u64, name: &OsStr) -> Option<OsString> {
     let mut ours = format!("{TAKEN}{inode:x}-").into_bytes();
     ours.extend_from_slice(name.as_bytes());
     (ours.len() <= MAX_NAME).then(|| OsString::from_vec(ours))
 }
 
-/// Parses a private name into the inode and the old name.
+/// Parses a temporary name. Returns the inode and the old name.
 fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
     let rest = name.as_bytes().strip_prefix(TAKEN.as_bytes())?;
     let at = rest.iter().position(|byte| *byte == b'-')?;
@@ -184,15 +185,17 @@ fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
     Some((inode, OsStr::from_bytes(&rest[at + 1..]))).filter(|(_, name)| !name.is_empty())
 }
 
-/// Returns whether the name is a private one.
+/// Returns whether this is a temporary name.
 pub fn is_ours(name: &OsStr) -> bool {
     parse_taken(name).is_some()
 }
 
-/// Finishes the purge of a killed controller, if `name` is a private one (`.pagemill-purge-INODE-NAME`).
+/// Finishes or undoes the purge of a killed controller, if `name` is a temporary one
+/// (`.pagemill-purge-INODE-NAME`).
 ///
-/// Unlinks the file if it has that inode and no other name, and `may_go` agrees; else gives it its name back. A file
-/// that is open keeps the private name until the next scan. Returns whether the name was private.
+/// Unlinks the file if it has that inode and no other name, and `may_go` agrees. Otherwise gives the file its
+/// old name back. An open file keeps the temporary name until the next scan. Returns whether the name was a
+/// temporary one.
 pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool {
     let Some((inode, old)) = parse_taken(name) else { return false };
     let Ok(fd) = file_access::open_file(folder, name, OFlags::RDONLY) else { return true };

@@ -1,9 +1,9 @@
-//! A full scan of the file system. Finds files that existed before, files with lost events, and marks that were
-//! set on closed files.
+//! A full scan of the file system. It finds files that existed before the controller started, files whose close
+//! events were lost, and marks that were set on closed files.
 
 use crate::file_access::{self, BadMark, FileAccess, Fill, Seen};
 use crate::file_table::now_ns;
-use crate::policy::{self, Above, Marks};
+use crate::policy::{self, Ancestor, Marks};
 use crate::purge;
 use crate::submissions::{Message, SubmissionQueue};
 use pagemill_sys::task;
@@ -17,62 +17,64 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Bounds of the interval between two scans.
+/// Minimum and maximum of the interval between two periodic scans.
 const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(30)..Duration::from_secs(600);
 
-/// A scan may take 1/`SCAN_SHARE` of the time.
+/// Periodic scans may run for 1/`SCAN_SHARE` of the time.
 const SCAN_SHARE: u32 = 100;
 
-/// Minimum interval before a requested scan, and the part of the time that such scans may take.
+/// Minimum interval between the starts of two scans that the control loop wants because its state is incomplete.
 const WANTED_PAUSE: Duration = Duration::from_millis(500);
+
+/// Such scans may run for 1/`WANTED_SHARE` of the time.
 const WANTED_SHARE: u32 = 4;
 
-/// After `REST_AFTER` entries a scan that no request waits for pauses `REST_TIMES` as long as they took. Users' own
-/// walks need the same locks and CPUs.
+/// After each `REST_AFTER` entries, a scan sleeps `REST_TIMES` as long as it took for them, unless a request
+/// waits for its end. Users' own walks over the files need the same locks and CPUs.
 const REST_AFTER: u32 = 256;
 const REST_TIMES: u32 = 3;
 
 /// Maximum depth of folders.
 const MAX_DEPTH: usize = 256;
 
-/// An item that a scan found.
+/// What a scan reports: a folder, a file, or a mark with an invalid value.
 #[derive(Debug)]
 pub enum ScanItem {
-    Folder { inode: u64, parent: u64, name: OsString, above: Above, read_at: Instant },
+    Folder { inode: u64, parent: u64, name: OsString, above: Ancestor, read_at: Instant },
     File { folder: u64, name: OsString, seen: Seen, marks: Marks },
     Bad { path: PathBuf, mark: BadMark },
 }
 
-/// A folder still to be scanned: its name, and its parent, which other entries share.
+/// A folder that is still to be scanned. The parent is shared with the other folders in it.
 struct PendingFolder {
     parent: Option<Rc<PendingFolder>>,
-    above: Above,
+    above: Ancestor,
     name: OsString,
     inode: u64,
     depth: usize,
 }
 
 impl PendingFolder {
-    /// Returns whether nothing is to be done with a file here, by its current marks. This holds for most files.
-    fn leaves_alone(&self, name: &OsStr, seen: &Seen, own: Marks) -> bool {
-        let above = std::iter::successors(Some(self), |place| place.parent.as_deref()).map(|place| place.above);
-        let marks = policy::effective(own.trusted(seen.is_writable_by_others()), seen.owner, above);
+    /// Returns whether a file in this folder needs no action, by its current marks. This holds for most files.
+    fn is_irrelevant(&self, name: &OsStr, seen: &Seen, own: Marks) -> bool {
+        let above = std::iter::successors(Some(self), |folder| folder.parent.as_deref()).map(|folder| folder.above);
+        let marks = policy::effective_marks(own.trusted(seen.is_writable_by_others()), seen.owner, above);
         marks.leave_alone(seen.held_bytes) && !purge::is_ours(name)
     }
 
     fn path(&self) -> PathBuf {
         let mut names = vec![&self.name];
         let mut at = &self.parent;
-        while let Some(place) = at {
-            names.push(&place.name);
-            at = &place.parent;
+        while let Some(folder) = at {
+            names.push(&folder.name);
+            at = &folder.parent;
         }
         names.into_iter().rev().collect()
     }
 }
 
-/// Walks everything below the root and passes it to `tell`, a folder before its contents. Skips entries that vanish
-/// meanwhile, files with which nothing is to be done, and folders that are too deep.
+/// Walks all files and folders and passes them to `tell`, a folder before its contents. Skips entries that
+/// vanish meanwhile, files that need no action, and folders that are too deep.
 ///
 /// # Errors
 ///
@@ -89,11 +91,11 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(S
     let root = access.open_folder(Path::new(""))?;
     let seen = file_access::look(&root)?;
     let marks = file_access::marks(&root, |mark| tell(ScanItem::Bad { path: PathBuf::new(), mark }))?;
-    let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
+    let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
     let inode = access.root_inode();
     let mut open = vec![Rc::new(PendingFolder { parent: None, above, name: OsString::new(), inode, depth: 0 })];
-    while let Some(place) = open.pop() {
-        let path = place.path();
+    while let Some(folder) = open.pop() {
+        let path = folder.path();
         let Ok(fd) = access.open_folder(&path) else { continue };
         let Ok(entries) = Dir::read_from(&fd) else { continue };
         for entry in entries.filter_map(Result::ok) {
@@ -110,20 +112,20 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(S
             let Ok(marks) = file_access::marks_at(&fd, name, bad) else { continue };
             let name = name.to_owned();
             if seen.is_file() {
-                if !place.leaves_alone(&name, &seen, marks) {
-                    tell(ScanItem::File { folder: place.inode, name, seen, marks });
+                if !folder.is_irrelevant(&name, &seen, marks) {
+                    tell(ScanItem::File { folder: folder.inode, name, seen, marks });
                 }
                 continue;
             }
-            let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
-            tell(ScanItem::Folder { inode: seen.inode, parent: place.inode, name: name.clone(), above, read_at });
-            if place.depth < MAX_DEPTH {
+            let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
+            tell(ScanItem::Folder { inode: seen.inode, parent: folder.inode, name: name.clone(), above, read_at });
+            if folder.depth < MAX_DEPTH {
                 open.push(Rc::new(PendingFolder {
-                    parent: Some(place.clone()),
+                    parent: Some(folder.clone()),
                     above,
                     name,
                     inode: seen.inode,
-                    depth: place.depth + 1,
+                    depth: folder.depth + 1,
                 }));
             }
         }
@@ -131,20 +133,20 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(S
     Ok(())
 }
 
-/// Schedules scans in a separate thread; less often while nothing changes.
+/// Schedules scans, which run in a thread of their own. The interval doubles while the usage does not change.
 pub struct Scanning {
     is_running: bool,
-    /// A request waits for the current scan.
+    /// A request waits for the current scan, so the scan does not sleep.
     is_hurried: Arc<AtomicBool>,
     is_wanted: bool,
     began: Instant,
     began_ns: i64,
-    next: Instant,
-    every: Duration,
+    next_at: Instant,
+    interval: Duration,
     /// When the last completed scan began, and how long it took.
-    looked: Instant,
-    took: Duration,
-    /// Usage at the last scan.
+    results_began: Instant,
+    scan_duration: Duration,
+    /// Usage at the end of the last scan.
     fill: Fill,
 }
 
@@ -157,10 +159,10 @@ impl Scanning {
             is_wanted: false,
             began: now,
             began_ns: 0,
-            next: now + SCAN_EVERY.start,
-            every: SCAN_EVERY.start,
-            looked: now,
-            took: Duration::ZERO,
+            next_at: now + SCAN_EVERY.start,
+            interval: SCAN_EVERY.start,
+            results_began: now,
+            scan_duration: Duration::ZERO,
             fill,
         }
     }
@@ -169,22 +171,23 @@ impl Scanning {
         self.is_running
     }
 
-    /// Returns the age of the last completed scan's results.
+    /// Returns the age of the results: the time since the last completed scan began.
     pub fn age(&self) -> Duration {
-        self.looked.elapsed()
+        self.results_began.elapsed()
     }
 
-    /// Returns when the current scan began, in the form of file times.
+    /// Returns when the current scan began, as a file time.
     pub fn began_ns(&self) -> i64 {
         self.began_ns
     }
 
-    /// Sets whether the current and later scans skip their pauses.
+    /// Sets whether the current and later scans skip their sleeps.
     pub fn hurry(&self, is_hurried: bool) {
         self.is_hurried.store(is_hurried, Relaxed);
     }
 
-    /// Starts a scan if one is due, if one `is_wanted` and the last is old enough, or if a request waits for it.
+    /// Starts a scan if the periodic one is due, if a request waits for a scan, or if one `is_wanted` and the
+    /// last began long enough ago.
     pub fn start_if_due(
         &mut self,
         access: &Arc<FileAccess>,
@@ -194,8 +197,8 @@ impl Scanning {
     ) {
         self.is_wanted |= is_wanted;
         let now = Instant::now();
-        let pause = WANTED_PAUSE.max(self.took * WANTED_SHARE);
-        let is_due = now >= self.next || is_waited_for || (self.is_wanted && now >= self.began + pause);
+        let pause = WANTED_PAUSE.max(self.scan_duration * WANTED_SHARE);
+        let is_due = now >= self.next_at || is_waited_for || (self.is_wanted && now >= self.began + pause);
         if self.is_running || !is_due {
             return;
         }
@@ -216,17 +219,17 @@ impl Scanning {
         };
         if task::spawn(c"scan", work).is_err() {
             self.is_running = false;
-            self.next = now + self.every;
+            self.next_at = now + self.interval;
         }
     }
 
-    /// Ends the current scan and schedules the next.
+    /// Records the end of the current scan and schedules the next.
     pub fn end(&mut self, fill: Fill) {
         self.is_running = false;
-        (self.looked, self.took) = (self.began, self.began.elapsed());
-        let every = if self.fill == fill { self.every * 2 } else { SCAN_EVERY.start };
-        self.every = every.max(self.took * SCAN_SHARE).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
+        (self.results_began, self.scan_duration) = (self.began, self.began.elapsed());
+        let interval = if self.fill == fill { self.interval * 2 } else { SCAN_EVERY.start };
+        self.interval = interval.max(self.scan_duration * SCAN_SHARE).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
         self.fill = fill;
-        self.next = Instant::now() + self.every;
+        self.next_at = Instant::now() + self.interval;
     }
 }

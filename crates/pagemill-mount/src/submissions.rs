@@ -1,6 +1,7 @@
 //! Queue of requests and scan results for the control loop.
 //!
-//! The control loop only tries to lock it: the thread that holds the lock may have lower priority and be off the CPU.
+//! The control loop only tries to lock the queue: a thread that holds the lock may have lower priority and be
+//! off the CPU.
 
 use crate::scan::ScanItem;
 use crate::status::Status;
@@ -11,39 +12,42 @@ use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum number of queued results, and how long a scan waits for room: the control loop may have ended.
-const MAX_FOUND: usize = 4096;
+/// Maximum number of queued scan messages.
+const MAX_SCAN_MESSAGES: usize = 4096;
+
+/// How long a scan waits for room in the queue before it adds its messages anyway: the control loop may have ended.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request to the control loop.
 pub enum LoopRequest {
     Status(Sender<Status>),
-    /// Purge this many bytes; answered with the bytes freed.
+    /// Purges this many bytes, if that many can be purged. The answer is the number of bytes freed.
     Purge(u64, Sender<u64>),
     Stop,
 }
 
-/// The queue and its waker.
+/// The queue of the control loop, and the eventfd that wakes it.
 pub struct SubmissionQueue {
     requests: Mutex<Vec<LoopRequest>>,
-    found: Mutex<Vec<Message>>,
+    scan_messages: Mutex<Vec<Message>>,
     wake: OwnedFd,
 }
 
-/// A message of a scan.
+/// A message from a scan: an item, or the end of the scan.
 pub enum Message {
     ScanItem(ScanItem),
     ScanEnded,
 }
 
 impl SubmissionQueue {
-    /// # Errors
+    /// Creates an empty queue.
+    ///
     /// # Errors
     ///
     /// Errors of `eventfd`.
     pub fn new() -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { requests: Mutex::default(), found: Mutex::default(), wake })
+        Ok(Self { requests: Mutex::default(), scan_messages: Mutex::default(), wake })
     }
 
     /// Queues a request.
@@ -52,11 +56,11 @@ impl SubmissionQueue {
         self.wake();
     }
 
-    /// Queues scan results and empties `messages`. Blocks while too many results are queued.
+    /// Queues messages of a scan and empties `messages`. While the queue is full, blocks for up to 10 s.
     pub fn send_found(&self, messages: &mut Vec<Message>) {
-        let lock = || self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || self.scan_messages.lock().unwrap_or_else(PoisonError::into_inner);
         let begun = Instant::now();
-        while lock().len() >= MAX_FOUND && begun.elapsed() < TIMEOUT {
+        while lock().len() >= MAX_SCAN_MESSAGES && begun.elapsed() < TIMEOUT {
             std::thread::sleep(Duration::from_millis(1));
         }
         lock().append(messages);
@@ -64,15 +68,15 @@ impl SubmissionQueue {
     }
 
     pub fn take_requests(&self) -> Vec<LoopRequest> {
-        take(&self.requests)
+        try_take_all(&self.requests)
     }
 
     pub fn take_found(&self) -> Vec<Message> {
-        take(&self.found)
+        try_take_all(&self.scan_messages)
     }
 
-    /// Resets the waker. A message under a lock that was busy is taken at the next look, at most ten milliseconds
-    /// later.
+    /// Resets the waker. The control loop misses a message whose lock was busy, and takes it at its next
+    /// periodic check, at most ten milliseconds later.
     pub fn calm(&self) {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }
@@ -82,15 +86,15 @@ impl SubmissionQueue {
     }
 }
 
-/// Readable when a message was queued.
+/// The descriptor is readable once a message was queued.
 impl AsFd for SubmissionQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 }
 
-/// Takes all messages, unless another thread holds the lock.
-fn take<T>(from: &Mutex<Vec<T>>) -> Vec<T> {
-    let guard: Option<MutexGuard<'_, Vec<T>>> = from.try_lock().ok();
+/// Takes all messages. Returns none while another thread holds the lock.
+fn try_take_all<T>(queue: &Mutex<Vec<T>>) -> Vec<T> {
+    let guard: Option<MutexGuard<'_, Vec<T>>> = queue.try_lock().ok();
     guard.map_or_else(Vec::new, |mut guard| std::mem::take(&mut *guard))
 }

@@ -1,13 +1,15 @@
-//! The worker: makes dense blocks huge and keeps sparse ones small, in a separate process of low priority.
+//! The worker: makes dense blocks huge and frees the zero pages of sparse ones, in a separate process of low
+//! priority.
 //!
-//! It is a process because the kernel charges a huge page to the memory group of the process that collapses it. So the
-//! worker moves into the writer's group and back. The owner of that group can kill it there (`cgroup.kill`, a limit that
-//! makes the OOM killer choose it), freeze it, or leave it no CPU time. It holds no more than an open file then:
-//! `MADV_COLLAPSE` replaces a block or leaves it, and contents change only in the worker's own group. The controller starts
-//! another worker, and avoids the group ([`crate::pagework`]).
+//! The worker is a process because the kernel charges a huge page to the cgroup of the process that collapses
+//! it. So the worker moves into the group that wrote the file, and back. While it is there, the owner of that
+//! group can kill it (`cgroup.kill`, a limit that makes the OOM killer choose it), freeze it, or leave it no
+//! CPU time. That is harmless: the worker then holds no more than an open file. `MADV_COLLAPSE` replaces a
+//! block as a whole or not at all, and the worker changes contents only in its own group. The controller starts
+//! another worker, and avoids that group ([`crate::pagework`]).
 //!
-//! It receives the mount's root as standard output (it prints nothing).
-//! Standard input is a socket: requests arrive there, one line of JSON per file, and answers are written to it.
+//! Standard output is the mount's root folder (the worker prints nothing). Standard input is a socket, which
+//! carries one request per file as a line of JSON, and the answers back.
 
 use crate::file_access::{self, FileAccess, Seen};
 use crate::policy::Huge;
@@ -34,24 +36,28 @@ use std::time::{Duration, Instant};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// At least this share of a block's pages, in eighths, must contain nonzero bytes for it to be made huge.
+/// At least this fraction of a block's pages, in eighths, must contain nonzero bytes before the block is made
+/// huge.
 const DENSE_EIGHTHS: u64 = 7;
 
-/// At most this share, in eighths, makes a block sparse: its zero pages are freed.
+/// A block is sparse if at most this fraction of its pages, in eighths, contain nonzero bytes. Its zero pages
+/// are freed.
 const SPARSE_EIGHTHS: u64 = 4;
 
-/// Number of pages sampled first. If more than half contain nonzero bytes, the block is not read whole.
+/// Number of pages sampled first. If more than half of them contain nonzero bytes, the block counts as dense
+/// and is not read whole.
 const SAMPLES: u64 = 8;
 
-/// A file to examine.
+/// A request: a file whose blocks the worker examines.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct WorkerJob {
     pub inode: u64,
-    /// Path from the root, as bytes: names need not be UTF-8.
+    /// Path of the folder from the root, as bytes: names need not be UTF-8.
     pub folder: Vec<u8>,
     pub name: Vec<u8>,
     huge: String,
-    /// Folder of the charged memory group. If unknown, nothing is collapsed, because that would move the charge.
+    /// Cgroup folder of the group that is charged for the file. If it is unknown, no block is collapsed, since
+    /// that would move the charge.
     group: Option<String>,
 }
 
@@ -62,52 +68,56 @@ impl WorkerJob {
     }
 }
 
-/// Result for a file.
+/// An answer: what the worker did for a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct WorkerReply {
     pub inode: u64,
-    /// Blocks that are huge: collapsed now, or huge already.
+    /// Blocks that are huge now, including those that were huge before.
     pub huge_blocks: u64,
-    /// Blocks of a file marked never huge that the kernel was asked to split. Small blocks count, too: whether one was huge is
-    /// not known.
+    /// Blocks that the kernel was asked to split, because the file's mark is `never`. Blocks that were not huge
+    /// count, too, since the kernel does not tell.
     pub split_blocks: u64,
     /// Memory of zero pages that was freed.
     pub freed_bytes: u64,
-    /// The file is in use; a retry may succeed.
+    /// Another process has the file open; a retry may succeed.
     pub is_busy: bool,
-    /// Other processes need the CPUs; retry later.
+    /// Other processes need the CPUs; the file is to be retried later.
     pub is_postponed: bool,
     pub has_no_memory: bool,
 }
 
-/// The worker's guaranteed part of one CPU while other processes need the CPUs: 1/50.
-const SHARE: u32 = 50;
+/// While other processes need the CPUs, the worker may run for 1/50 of the time.
+const CPU_SHARE_DIVISOR: u32 = 50;
 
-/// Maximum wait for a CPU share with a file open, and maximum total time with one file open; then the file is queued
-/// again. A share is granted after `LATEST` in any case.
-const WAITS_OPEN: Duration = Duration::from_millis(300);
-const HAS_OPEN: Duration = Duration::from_secs(2);
-const LATEST: Duration = Duration::from_millis(500);
+/// Maximum wait for CPU time while a file is open; then the file is queued again.
+const MAX_WAIT_WITH_FILE_OPEN: Duration = Duration::from_millis(300);
 
-/// Limits the worker's use of CPUs that other processes need.
-struct Share {
+/// Maximum time that one file stays open; then the file is queued again.
+const MAX_TIME_WITH_FILE_OPEN: Duration = Duration::from_secs(2);
+
+/// Maximum pause that a time slice causes, however long the slice was.
+const MAX_PAUSE: Duration = Duration::from_millis(500);
+
+/// Limits how much CPU time the worker uses while other processes need the CPUs.
+struct CpuShare {
+    /// Time from which the worker may run even without an idle CPU.
     due: Instant,
-    /// Latest time until which it may wait with the current file open.
+    /// No wait with the current file open lasts longer than until this time.
     until: Instant,
 }
 
-impl Share {
+impl CpuShare {
     fn new(now: Instant) -> Self {
         Self { due: now, until: now }
     }
 
-    /// Starts a file: waits, with nothing open, until a share is granted.
+    /// Waits, with no file open, until the worker may run; then starts the time limit of a file.
     fn begin_file(&mut self) {
-        self.wait(LATEST, has_idle_processor);
-        self.until = Instant::now() + HAS_OPEN;
+        self.wait(MAX_PAUSE, has_idle_processor);
+        self.until = Instant::now() + MAX_TIME_WITH_FILE_OPEN;
     }
 
-    /// Waits until the share is due or a CPU is idle; `false` if neither happens in time.
+    /// Waits until the worker's CPU time is due or a CPU is idle. Returns `false` if neither happens in time.
     fn wait(&self, at_most: Duration, is_idle: impl Fn() -> bool) -> bool {
         const PAUSE: Duration = Duration::from_millis(5);
         let until = Instant::now() + at_most;
@@ -124,26 +134,26 @@ impl Share {
     }
 
     fn charge(&mut self, took: Duration) {
-        self.due = Instant::now() + (took * SHARE).min(LATEST);
+        self.due = Instant::now() + (took * CPU_SHARE_DIVISOR).min(MAX_PAUSE);
     }
 }
 
 /// Permission to examine or change one block.
 ///
-/// Other processes that open the file or touch the block wait meanwhile. So a turn starts only while a CPU is idle or
-/// the share is due, and then runs at raised priority. At the lowest priority alone it would stall, with what it
-/// holds, as soon as other processes need the CPUs.
+/// Other processes that open the file or touch the block wait meanwhile. So a time slice starts only while a
+/// CPU is idle or the worker's CPU time is due. Then it runs at raised priority: at the lowest priority the
+/// worker would hold the file's lock without running as soon as other processes need the CPUs.
 struct TimeSlice<'share> {
-    share: &'share mut Share,
+    share: &'share mut CpuShare,
     began: Instant,
     _preferred: Preferred,
 }
 
 impl<'share> TimeSlice<'share> {
-    fn begin(share: &'share mut Share, done: &mut WorkerReply) -> Option<Self> {
+    fn begin(share: &'share mut CpuShare, reply: &mut WorkerReply) -> Option<Self> {
         let left = share.until.saturating_duration_since(Instant::now());
-        done.is_postponed = !share.wait(WAITS_OPEN.min(left), has_idle_processor);
-        (!done.is_postponed).then(|| Self { share, began: Instant::now(), _preferred: Preferred::begin() })
+        reply.is_postponed = !share.wait(MAX_WAIT_WITH_FILE_OPEN.min(left), has_idle_processor);
+        (!reply.is_postponed).then(|| Self { share, began: Instant::now(), _preferred: Preferred::begin() })
     }
 }
 
@@ -153,28 +163,29 @@ impl Drop for TimeSlice<'_> {
     }
 }
 
-/// Returns whether at most as many threads are runnable as there are CPUs, this one included.
+/// Returns whether at most as many threads are runnable as there are CPUs, this thread included.
 fn has_idle_processor() -> bool {
-    // "0.20 0.18 0.12 3/80 11206": runnable threads of all threads.
+    // The format is "0.20 0.18 0.12 3/80 11206". The fourth word has the numbers of runnable threads and of all
+    // threads.
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let running = load.split(' ').nth(3).and_then(|counts| counts.split_once('/')?.0.parse::<usize>().ok());
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     running.is_none_or(|running| running <= processors)
 }
 
-/// The memory group that the worker is charged to.
+/// The worker's own cgroup, and whether the worker is in another group now.
 struct WorkerGroup {
     home: Option<String>,
     is_away: bool,
 }
 
 impl WorkerGroup {
-    /// Moves the worker into the file's group. Returns whether it is there.
-    fn go(&mut self, group: Option<&String>) -> bool {
+    /// Moves the worker into the file's group. Returns whether the worker is in that group.
+    fn move_to(&mut self, group: Option<&String>) -> bool {
         match group {
-            // Without groups nothing is charged.
+            // On a machine without groups no charge can move.
             None => self.home.is_none(),
-            Some(group) if self.home.as_ref() == Some(group) => self.go_home(),
+            Some(group) if self.home.as_ref() == Some(group) => self.return_home(),
             Some(group) => {
                 self.is_away = std::fs::write(format!("{group}/cgroup.procs"), "0").is_ok();
                 self.is_away
@@ -182,9 +193,9 @@ impl WorkerGroup {
         }
     }
 
-    /// Returns to the worker's own group: the other group may be about to be removed, frozen or killed. Returns whether the
-    /// worker is there.
-    fn go_home(&mut self) -> bool {
+    /// Moves the worker back to its own group, since the other group may be removed, frozen or killed. Returns
+    /// whether the worker is in its own group.
+    fn return_home(&mut self) -> bool {
         if let Some(home) = self.home.as_ref().filter(|_| self.is_away) {
             self.is_away = std::fs::write(format!("{home}/cgroup.procs"), "0").is_err();
         }
@@ -199,15 +210,16 @@ impl WorkerGroup {
 /// Errors of reading and writing.
 pub fn serve() -> io::Result<()> {
     thread::defer_process();
-    // As a guest in other groups it should be the first process that the OOM killer chooses.
+    // While the worker is in another group, the OOM killer should choose the worker before that group's
+    // processes.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let root = rustix::io::dup(io::stdout())?;
     let access = FileAccess::of_root(root)?;
     let socket = File::from(rustix::io::dup(io::stdin())?);
     let mut answers = socket.try_clone()?;
     let home = Hierarchy::find("").ok().and_then(|own| Some(own.folder(0)?.as_str().to_owned()));
-    let mut place = WorkerGroup { home, is_away: false };
-    let mut share = Share::new(Instant::now());
+    let mut worker_group = WorkerGroup { home, is_away: false };
+    let mut share = CpuShare::new(Instant::now());
     let mut lines = BufReader::new(socket);
     let mut line = String::new();
     loop {
@@ -218,100 +230,101 @@ pub fn serve() -> io::Result<()> {
         let job: WorkerJob =
             serde_json::from_str(&line).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         share.begin_file();
-        let mut done = look_at(&access, &job, &mut place, &mut share).unwrap_or_default();
-        place.go_home();
-        done.inode = job.inode;
-        let mut answer = serde_json::to_string(&done).map_err(io::Error::other)?;
+        let mut reply = examine_file(&access, &job, &mut worker_group, &mut share).unwrap_or_default();
+        worker_group.return_home();
+        reply.inode = job.inode;
+        let mut answer = serde_json::to_string(&reply).map_err(io::Error::other)?;
         answer.push('\n');
         answers.write_all(answer.as_bytes())?;
     }
 }
 
-/// Applies the file's huge page policy.
-fn look_at(
+/// Examines a file and applies its huge page policy.
+fn examine_file(
     access: &FileAccess,
     job: &WorkerJob,
-    place: &mut WorkerGroup,
-    share: &mut Share,
+    worker_group: &mut WorkerGroup,
+    share: &mut CpuShare,
 ) -> io::Result<WorkerReply> {
     let folder = access.open_folder(Path::new(OsStr::from_bytes(&job.folder)))?;
     let name = OsStr::from_bytes(&job.name);
     let fd = file_access::open_file(&folder, name, OFlags::RDONLY)?;
     let seen = file_access::look(&fd)?;
-    let mut done = WorkerReply::default();
+    let mut reply = WorkerReply::default();
     if seen.inode != job.inode || !seen.is_file() {
-        return Ok(done);
+        return Ok(reply);
     }
     let file = File::from(fd);
     let huge = job.huge.parse().unwrap_or_default();
     let (mut dense, mut sparse) = (Vec::new(), Vec::new());
     let found = {
-        let Some(_slice) = TimeSlice::begin(share, &mut done) else { return Ok(done) };
-        // Searching for holes makes writers wait.
+        let Some(_slice) = TimeSlice::begin(share, &mut reply) else { return Ok(reply) };
+        // The search for holes makes writers wait, so it runs only if no other process has the file open.
         if !pages::is_alone(file.as_fd()) {
-            done.is_busy = true;
-            return Ok(done);
+            reply.is_busy = true;
+            return Ok(reply);
         }
         blocks(&file, &seen)?
     };
-    for Block { place: block, data_bytes } in found {
-        let Some(_slice) = TimeSlice::begin(share, &mut done) else { return Ok(done) };
-        // A deleted file must be freed with its last user, and a process that uses the file must not be delayed.
+    for Block { range: block, data_bytes } in found {
+        let Some(_slice) = TimeSlice::begin(share, &mut reply) else { return Ok(reply) };
+        // The worker's descriptor would keep a deleted file's memory, and a process that uses the file must not
+        // be delayed.
         if file_access::look(&file)?.links == 0 {
-            return Ok(done);
+            return Ok(reply);
         }
         if !pages::is_alone(file.as_fd()) {
-            done.is_busy = true;
-            return Ok(done);
+            reply.is_busy = true;
+            return Ok(reply);
         }
         match huge {
-            // A block that starts with a hole is not huge.
+            // A block that starts with a hole is not huge, and needs no split.
             Huge::Never if fs::seek(&file, SeekFrom::Data(block.start)) == Ok(block.start) => {
-                done.split_blocks += u64::from(pages::split(file.as_fd(), block.start, BLOCK_BYTES).is_ok());
+                reply.split_blocks += u64::from(pages::split(file.as_fd(), block.start, BLOCK_BYTES).is_ok());
             }
             Huge::Never => {}
             Huge::Always => dense.push(block.start),
-            Huge::Auto => match density(&file, &block, data_bytes)? {
+            Huge::Auto => match classify_block(&file, &block, data_bytes)? {
                 Density::Dense if block.end - block.start == BLOCK => dense.push(block.start),
                 Density::Sparse => sparse.push(block),
                 Density::Dense | Density::Between => {}
             },
         }
     }
-    if !dense.is_empty() && place.go(job.group.as_ref()) {
-        collapse(share, &file, &dense, &mut done);
+    if !dense.is_empty() && worker_group.move_to(job.group.as_ref()) {
+        collapse(share, &file, &dense, &mut reply);
     }
     drop(file);
     for block in &sparse {
-        // Another group can be frozen for longer than a lease lasts.
-        if !place.go_home() {
-            done.is_busy = true;
-            return Ok(done);
+        // The worker's own group is required: another group can be frozen for longer than a lease lasts.
+        if !worker_group.return_home() {
+            reply.is_busy = true;
+            return Ok(reply);
         }
-        let Some(_slice) = TimeSlice::begin(share, &mut done) else { return Ok(done) };
-        give_zeros_back(&folder, name, &seen, block, &mut done)?;
+        let Some(_slice) = TimeSlice::begin(share, &mut reply) else { return Ok(reply) };
+        free_zero_pages(&folder, name, &seen, block, &mut reply)?;
     }
-    Ok(done)
+    Ok(reply)
 }
 
-/// Makes blocks huge, as long as no other process has the file open.
-fn collapse(share: &mut Share, file: &File, blocks: &[u64], done: &mut WorkerReply) {
+/// Collapses blocks into huge pages, as long as no other process has the file open.
+fn collapse(share: &mut CpuShare, file: &File, blocks: &[u64], reply: &mut WorkerReply) {
     for at in blocks {
-        let Some(_slice) = TimeSlice::begin(share, done) else { return };
-        // A deleted file must be freed with its last user.
+        let Some(_slice) = TimeSlice::begin(share, reply) else { return };
+        // The worker's descriptor would keep the memory of a deleted file.
         if file_access::look(file).map_or(0, |seen| seen.links) == 0 {
             return;
         }
-        // A process that uses the file must not be delayed; the file is retried later.
+        // A process that uses the file must not be delayed; the controller retries the file later.
         if !pages::is_alone(file.as_fd()) {
-            done.is_busy = true;
+            reply.is_busy = true;
             return;
         }
         match pages::collapse(file.as_fd(), *at, BLOCK_BYTES) {
-            Collapse::Huge => done.huge_blocks += 1,
-            Collapse::Busy => done.is_busy = true,
+            Collapse::Huge => reply.huge_blocks += 1,
+            Collapse::Busy => reply.is_busy = true,
             Collapse::NoMemory => {
-                done.has_no_memory = true;
+                reply.has_no_memory = true;
                 return;
             }
             Collapse::Refused => {}
@@ -319,17 +332,17 @@ fn collapse(share: &mut Share, file: &File, blocks: &[u64], done: &mut WorkerRep
     }
 }
 
-/// A block of a file that has memory.
+/// A block of a file, with at least some memory.
 #[derive(Debug, PartialEq, Eq)]
 struct Block {
-    /// Ends at the end of the file, if that comes first.
-    place: Range<u64>,
-    /// Bytes that are not in holes.
+    /// The block's offsets in the file. The last block ends at the end of the file.
+    range: Range<u64>,
+    /// Bytes of the block that are not in holes.
     data_bytes: u64,
 }
 
-/// Returns the blocks of a file that have memory. Searches for each hole once: the kernel walks page by page while
-/// writers wait.
+/// Returns the blocks of a file that have memory. Searches for each hole only once, since the kernel walks page
+/// by page while writers wait.
 fn blocks(file: &File, seen: &Seen) -> io::Result<Vec<Block>> {
     let (mut found, mut at): (Vec<Block>, u64) = (Vec::new(), 0);
     while at < seen.len_bytes {
@@ -341,11 +354,11 @@ fn blocks(file: &File, seen: &Seen) -> io::Result<Vec<Block>> {
         let end = fs::seek(file, SeekFrom::Hole(start))?.clamp(start + 1, seen.len_bytes.max(start + 1));
         at = end;
         for first in (start - start % BLOCK..end).step_by(BLOCK_BYTES) {
-            let place = first..(first + BLOCK).min(seen.len_bytes);
-            let data_bytes = end.min(place.end).saturating_sub(start.max(first));
+            let range = first..(first + BLOCK).min(seen.len_bytes);
+            let data_bytes = end.min(range.end).saturating_sub(start.max(first));
             match found.last_mut() {
-                Some(last) if last.place.start == first => last.data_bytes += data_bytes,
-                _ => found.push(Block { place, data_bytes }),
+                Some(last) if last.range.start == first => last.data_bytes += data_bytes,
+                _ => found.push(Block { range, data_bytes }),
             }
         }
     }
@@ -354,32 +367,32 @@ fn blocks(file: &File, seen: &Seen) -> io::Result<Vec<Block>> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Density {
-    /// Should be huge.
+    /// The block should be huge.
     Dense,
-    /// Should be small, without its zero pages.
+    /// The block should be small and have no zero pages.
     Sparse,
-    /// Neither dense nor sparse: left unchanged.
+    /// The block is neither dense nor sparse, and is left as it is.
     Between,
 }
 
-/// Classifies a block by its share of nonzero pages.
-fn density(file: &File, block: &Range<u64>, data: u64) -> io::Result<Density> {
+/// Classifies a block by its fraction of nonzero pages.
+fn classify_block(file: &File, block: &Range<u64>, data: u64) -> io::Result<Density> {
     let page = os_page_bytes() as u64;
     let count = (block.end - block.start).div_ceil(page);
-    if data * 8 >= (block.end - block.start) * DENSE_EIGHTHS && sample(file, block)? * 2 > SAMPLES {
+    if data * 8 >= (block.end - block.start) * DENSE_EIGHTHS && count_nonzero_samples(file, block)? * 2 > SAMPLES {
         return Ok(Density::Dense);
     }
     let filled = count - zero_pages(file, block)?.iter().map(|run| (run.end - run.start).div_ceil(page)).sum::<u64>();
     Ok(match filled * 8 {
         eighths if eighths >= count * DENSE_EIGHTHS => Density::Dense,
-        // If all allocated pages are nonzero, nothing can be freed.
+        // If all allocated pages are nonzero, no memory can be freed.
         eighths if eighths <= count * SPARSE_EIGHTHS && data > filled * page => Density::Sparse,
         _ => Density::Between,
     })
 }
 
-/// Returns how many of a few pages, spread over the block, begin with nonzero bytes.
-fn sample(file: &File, block: &Range<u64>) -> io::Result<u64> {
+/// Returns how many of `SAMPLES` pages, spread over the block, begin with nonzero bytes.
+fn count_nonzero_samples(file: &File, block: &Range<u64>) -> io::Result<u64> {
     let (mut filled, page) = (0, os_page_bytes() as u64);
     for index in 0..SAMPLES {
         let at = block.start + (block.end - block.start) / SAMPLES * index;
@@ -403,7 +416,7 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     }
     let mut runs: Vec<Range<u64>> = Vec::new();
     for (index, page_bytes) in bytes[..len].chunks(page).enumerate() {
-        // No branch for each byte: the worker spends most of its time here.
+        // The inner loop has no branch for each byte: the worker spends most of its time here.
         if page_bytes.chunks(64).any(|part| part.iter().fold(0, |sum, byte| sum | byte) != 0) {
             continue;
         }
@@ -417,27 +430,28 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(runs)
 }
 
-/// Punches holes where a block has zero pages, which reads the same. Holds a lease, checked before each hole, so that
-/// nothing is written meanwhile and no opener waits for long.
+/// Frees the zero pages of a block by punching holes, which read as zeros, too. Checks before each hole that
+/// its lease is unbroken, so that no process writes meanwhile and none waits long to open the file.
 ///
-/// If this process does not run for the whole of `lease-break-time` (45 seconds by default) between the check and the
-/// hole, data written meanwhile is lost. That is why it runs in the worker's own group.
-fn give_zeros_back(
+/// If the worker does not run for the whole of `lease-break-time` (45 seconds by default) between the check and
+/// the hole, data written meanwhile is lost. A frozen group could cause that, so the worker must be in its own
+/// group.
+fn free_zero_pages(
     folder: &OwnedFd,
     name: &OsStr,
     seen: &Seen,
     block: &Range<u64>,
-    done: &mut WorkerReply,
+    reply: &mut WorkerReply,
 ) -> io::Result<()> {
     let fd = match file_access::open_file(folder, name, OFlags::RDWR) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-            done.is_busy = true;
+            reply.is_busy = true;
             return Ok(());
         }
         result => result?,
     };
     if pages::take_lease(fd.as_fd()).is_err() {
-        done.is_busy = true;
+        reply.is_busy = true;
         return Ok(());
     }
     let file = File::from(fd);
@@ -449,14 +463,15 @@ fn give_zeros_back(
     let page = os_page_bytes() as u64;
     for run in zero_pages(&file, block)? {
         if !pages::has_lease(file.as_fd()) {
-            done.is_busy = true;
+            reply.is_busy = true;
             break;
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // Ends at a whole page even if the file ends before; otherwise the last page would stay.
+        // The range ends at a page boundary even if the file ends before it; otherwise the last page would not
+        // be freed.
         fs::fallocate(&file, flags, run.start, run.end.next_multiple_of(page) - run.start)?;
     }
-    done.freed_bytes += before.held_bytes.saturating_sub(file_access::look(&file)?.held_bytes);
+    reply.freed_bytes += before.held_bytes.saturating_sub(file_access::look(&file)?.held_bytes);
     // The contents have not changed, so the modification time is restored.
     let last_modification = Timespec { tv_sec: modified.st_mtime as _, tv_nsec: modified.st_mtime_nsec as _ };
     let last_access = Timespec { tv_sec: 0, tv_nsec: fs::UTIME_OMIT };
@@ -464,7 +479,7 @@ fn give_zeros_back(
     Ok(())
 }
 
-/// The controller's side of a worker.
+/// The controller's side of a worker: the process, its socket, and the jobs that it has not answered.
 pub struct Worker {
     /// `None` only during drop.
     process: Option<Child>,
@@ -473,14 +488,14 @@ pub struct Worker {
     waiting: VecDeque<(u64, Instant)>,
 }
 
-/// Maximum number of files given to the worker at a time.
+/// Maximum number of files sent to the worker and not answered.
 const MAX_WAITING: usize = 8;
 
-/// A worker without an answer for this long is restarted: it may have moved into a frozen group.
+/// A worker that does not answer a job for this long is restarted: it may be in a frozen group.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Worker {
-    /// Starts a worker: `program` and its arguments run [`serve`].
+    /// Starts a worker process. `program` is the command line that runs [`serve`].
     ///
     /// # Errors
     ///
@@ -503,12 +518,12 @@ impl Worker {
         self.waiting.len() < MAX_WAITING
     }
 
-    /// Returns the file that the worker has in hand.
+    /// Returns the inode of the file that the worker is examining.
     pub fn current(&self) -> Option<u64> {
         self.waiting.front().map(|(inode, _)| *inode)
     }
 
-    /// Returns when the worker will have had its file for too long.
+    /// Returns the time at which the worker will have examined its file for too long.
     pub fn stuck_at(&self) -> Option<Instant> {
         self.waiting.front().map(|(_, since)| *since + TIMEOUT)
     }
@@ -527,7 +542,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Appends the results since the last call to `done`, also if it fails.
+    /// Appends the answers since the last call to `done`, also if the call fails.
     ///
     /// # Errors
     ///
@@ -547,7 +562,7 @@ impl Worker {
             let line: Vec<u8> = self.received.drain(..=end).collect();
             done.push(serde_json::from_slice(&line).map_err(io::Error::other)?);
             self.waiting.pop_front();
-            // The worker starts the next file only now.
+            // The worker starts the next file only now, so the timeout of that file starts now.
             if let Some((_, since)) = self.waiting.front_mut() {
                 *since = Instant::now();
             }
@@ -564,7 +579,7 @@ impl AsFd for Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // A process in a frozen group does not die at once, so another thread waits for it.
+        // A killed process in a frozen group does not end at once, so another thread waits for it.
         let Some(mut process) = self.process.take() else { return };
         let _ = process.kill();
         let _ = task::spawn(c"reaper", move || drop(process.wait()));
@@ -577,21 +592,22 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    /// Under load the worker gets a fiftieth of the time and no more; an idle CPU is free to use.
+    /// Under load the worker waits 50 times as long as it ran, and at most `MAX_PAUSE`. With an idle CPU it
+    /// does not wait.
     #[test]
-    fn a_share_is_guaranteed() {
-        let mut share = Share::new(Instant::now());
-        assert!(share.wait(Duration::ZERO, || false), "nothing was taken yet");
+    fn cpu_time_is_limited_under_load_and_guaranteed() {
+        let mut share = CpuShare::new(Instant::now());
+        assert!(share.wait(Duration::ZERO, || false), "no CPU time was used yet");
         let begun = Instant::now();
         share.charge(Duration::from_millis(2));
-        assert!(!share.wait(Duration::from_millis(10), || false), "that was taken");
-        assert!(share.wait(Duration::ZERO, || true), "no process needs it");
+        assert!(!share.wait(Duration::from_millis(10), || false), "CPU time was used");
+        assert!(share.wait(Duration::ZERO, || true), "a CPU is idle");
         assert!(share.wait(Duration::from_secs(600), || false) && begun.elapsed() >= Duration::from_millis(100));
         let begun = Instant::now();
         share.charge(Duration::from_secs(600));
         assert!(
-            share.wait(Duration::from_secs(600), || false) && begun.elapsed() >= LATEST,
-            "once it was taken away for long"
+            share.wait(Duration::from_secs(600), || false) && begun.elapsed() >= MAX_PAUSE,
+            "the pause is limited after a long slice"
         );
     }
 
@@ -604,10 +620,10 @@ mod tests {
         Some((folder, file, seen))
     }
 
-    /// Full blocks are dense. Blocks with few nonzero pages in much memory are sparse; those with holes instead of
-    /// zeros are neither.
+    /// A full block is dense. A block with few nonzero pages is sparse if it has zero pages in memory, and in
+    /// between if it has holes instead.
     #[test]
-    fn blocks_are_told_apart() {
+    fn blocks_are_classified_by_density() {
         let block = |index: u64| index * BLOCK..(index + 1) * BLOCK;
         let fill = |file: &File| {
             file.set_len(4 * BLOCK + 10).unwrap();
@@ -619,20 +635,21 @@ mod tests {
         };
         let Some((_folder, file, seen)) = file(fill) else { return println!("skipped: no /dev/shm") };
         let found = blocks(&file, &seen).unwrap();
-        let places: Vec<_> = found.iter().map(|block| block.place.clone()).collect();
-        assert_eq!(places, [block(0), block(1), block(2), 4 * BLOCK..4 * BLOCK + 10]);
+        let ranges: Vec<_> = found.iter().map(|block| block.range.clone()).collect();
+        assert_eq!(ranges, [block(0), block(1), block(2), 4 * BLOCK..4 * BLOCK + 10]);
         // The machine may use huge pages for all of /dev/shm.
         let is_small = found[2].data_bytes == PAGE as u64;
-        let densities = found.iter().map(|block| density(&file, &block.place, block.data_bytes).unwrap());
+        let densities = found.iter().map(|block| classify_block(&file, &block.range, block.data_bytes).unwrap());
         let one = if is_small { Density::Between } else { Density::Sparse };
         assert_eq!(densities.take(3).collect::<Vec<_>>(), [Density::Dense, Density::Sparse, one]);
         assert_eq!((found[0].data_bytes, found[1].data_bytes), (BLOCK, BLOCK));
         assert_eq!(zero_pages(&file, &block(1)).unwrap().len(), 2);
     }
 
-    /// Zero pages are freed; contents, length and modification time stay. A file open elsewhere is skipped.
+    /// Freeing zero pages keeps contents, length and modification time. A file that is open elsewhere is
+    /// skipped.
     #[test]
-    fn zeros_are_given_back() {
+    fn zero_pages_are_freed() {
         let fill = |file: &File| {
             file.write_all_at(&vec![0; BLOCK_BYTES + 10], 0).unwrap();
             file.write_all_at(&[7], 3 * PAGE as u64 + 1).unwrap();
@@ -640,16 +657,16 @@ mod tests {
         let Some((folder, file, seen)) = file(fill) else { return println!("skipped: no /dev/shm") };
         let at: OwnedFd = File::open(folder.path()).unwrap().into();
         let (name, zeros) = (OsStr::new("file"), blocks(&file, &seen).unwrap());
-        let mut done = WorkerReply::default();
-        give_zeros_back(&at, name, &seen, &zeros[0].place, &mut done).unwrap();
-        assert!(done.is_busy && done.freed_bytes == 0);
+        let mut reply = WorkerReply::default();
+        free_zero_pages(&at, name, &seen, &zeros[0].range, &mut reply).unwrap();
+        assert!(reply.is_busy && reply.freed_bytes == 0);
         let modified = file.metadata().unwrap().modified().unwrap();
         drop(file);
-        let mut done = WorkerReply::default();
+        let mut reply = WorkerReply::default();
         for block in &zeros {
-            give_zeros_back(&at, name, &seen, &block.place, &mut done).unwrap();
+            free_zero_pages(&at, name, &seen, &block.range, &mut reply).unwrap();
         }
-        assert_eq!((done.is_busy, done.freed_bytes), (false, seen.held_bytes - PAGE as u64));
+        assert_eq!((reply.is_busy, reply.freed_bytes), (false, seen.held_bytes - PAGE as u64));
         assert_eq!(folder.path().join("file").metadata().unwrap().modified().unwrap(), modified);
         let bytes = std::fs::read(folder.path().join("file")).unwrap();
         assert_eq!((bytes.len(), bytes[3 * PAGE + 1]), (BLOCK_BYTES + 10, 7));

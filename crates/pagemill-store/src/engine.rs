@@ -78,7 +78,7 @@ fn run_blocking(handle: &Handle, mut transfer: Transfer) {
 
 /// Reports the end of a transfer, and contains panics of its callback.
 fn report_end(transfer: Transfer, result: io::Result<()>) {
-    callback::contain(|| transfer.finish(result));
+    callback::catch_panic(|| transfer.finish(result));
 }
 
 impl TransferEngine {
@@ -126,7 +126,7 @@ impl TransferEngine {
                 return;
             };
             drop(submissions);
-            callback::contain(|| run_blocking(&handle, transfer));
+            callback::catch_panic(|| run_blocking(&handle, transfer));
         }
     }
 
@@ -144,7 +144,7 @@ impl TransferEngine {
                     Event::Done { buffer, result, .. } => report_end(buffer, result),
                     Event::Late { id } => {
                         if let Some(transfer) = ring.buffer(id) {
-                            callback::contain(|| transfer.tell_late());
+                            callback::catch_panic(|| transfer.tell_late());
                         }
                     }
                 }

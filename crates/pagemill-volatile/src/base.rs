@@ -57,7 +57,7 @@ impl Base {
         let control: &'static ControlEndpoint = place(ControlEndpoint::new(account))?;
         let responder: &'static StatsResponder = place(StatsResponder::new(control))?;
         responder.add(place(RangeLists { ranges, vranges })?);
-        stats::describe_arena(arena.addresses());
+        stats::publish_arena_range(arena.addresses());
         account.register(heap);
         account.register_last(ranges);
         account.register_last(vranges);
@@ -120,7 +120,7 @@ impl Base {
         process::forget_own_identity();
         // SAFETY: the caller's promise.
         unsafe { stats::detach_in_child() };
-        stats::describe_arena(self.arena.addresses());
+        stats::publish_arena_range(self.arena.addresses());
         // SAFETY: the caller's promise.
         let generation = unsafe { self.arena.forked() };
         self.helper.unclaim();

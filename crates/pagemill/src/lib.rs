@@ -1,9 +1,9 @@
-//! Big, fast memory that gives itself back.
+//! A memory manager in user space for data-heavy Linux programs: huge pages, and free memory that returns to the
+//! system.
 //!
-//! A memory manager in user space for data-heavy Linux programs. It consists of the basics ([`units`], [`error`],
-//! [`stats`], [`trace`]), the [`arena`] of 2 MiB blocks, memory limits and [`reclaim`], the [`heap`] that serves whole
-//! programs under `pagemill run`, [`volatile`] ranges, [`slab`] caches, the page cache ([`mapping`]) with its index
-//! ([`xarray`]), and the [`store`]s behind its files.
+//! It consists of the basics ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of 2 MiB blocks, memory limits
+//! and [`reclaim`], the [`heap`] that serves whole programs under `pagemill run`, [`volatile`] ranges, [`slab`] caches,
+//! the page cache ([`mapping`]) with its index ([`xarray`]), and the [`store`]s behind its files.
 //!
 //! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`, `error`, `trace`, `stats`, `sync`,
 //! `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses lower ones
@@ -82,8 +82,8 @@ pub mod slab {
 /// Counters of a process.
 pub mod stats {
     pub use pagemill_core::stats::{
-        Amounts, Counter, CounterKind, Figures, GIVEABLE, Row, Snapshot, TABLE, Unit, VERSION, add, detach_in_child,
-        get, publish, raise, read, read_of, set, snapshot, sub,
+        Counter, CounterKind, Figures, GIVEABLE, MemoryAmounts, Row, Snapshot, TABLE, Unit, VERSION, add,
+        detach_in_child, get, publish, raise, read, read_of, set, snapshot, sub,
     };
 }
 

@@ -1,5 +1,5 @@
-//! The handle that builds and owns everything of one process.
-#![allow(unsafe_code)] // calls that only fork handlers may make
+//! [`Pagemill`]: builds and owns all parts of one memory manager.
+#![allow(unsafe_code)] // functions for fork handlers, which other callers must not call
 
 use pagemill_cache::Slabs;
 use pagemill_cache::mapping::Caches;
@@ -13,7 +13,7 @@ use pagemill_core::stats::{self, Snapshot};
 use pagemill_heap::Heap;
 use pagemill_volatile::{Base, Ranges, Vranges};
 
-/// All parts of one process's memory manager. Built once and never torn down.
+/// All parts of one memory manager. They are built once and exist until the process ends.
 ///
 /// ```
 /// use pagemill::{Pagemill, stats::Counter};
@@ -37,7 +37,7 @@ pub struct Pagemill {
     pub vranges: &'static Vranges,
     pub caches: &'static Caches,
     pub slabs: &'static Slabs,
-    /// Lists ranges and caches for other processes.
+    /// Answers requests of other processes for lists of ranges and caches and for figures.
     pub responder: &'static StatsResponder,
     base: &'static Base,
 }
@@ -45,7 +45,7 @@ pub struct Pagemill {
 impl Pagemill {
     /// Reserves address space and creates the account; no memory becomes resident.
     ///
-    /// Nothing is allocated from the global allocator, here or later.
+    /// Neither this call nor later ones on the heap allocate from the global allocator.
     ///
     /// # Errors
     ///
@@ -76,7 +76,7 @@ impl Pagemill {
         Ok(pagemill)
     }
 
-    /// Builds a small one without a limit, for tests. Slab caches are defragmented by explicit calls only.
+    /// Creates a small Pagemill without a limit, for tests. Only explicit calls defragment its slab caches.
     ///
     /// # Panics
     ///
@@ -87,8 +87,8 @@ impl Pagemill {
         pagemill
     }
 
-    /// Measures and returns the current figures: what the process holds, how much of it could be given back at once,
-    /// and what was done so far. `pagemill meminfo` and `vmstat` show the same.
+    /// Measures and returns the figures: memory that the process holds, how much of it could be returned at once, and
+    /// the counters of all events. `pagemill meminfo` and `pagemill vmstat` show the same figures.
     ///
     /// Cost: some 20 us for each 64 MiB that is overcommitted or volatile; at most 20 ms for volatile memory. Call it
     /// outside every lock that a `free` may take.
@@ -97,17 +97,17 @@ impl Pagemill {
         stats::snapshot()
     }
 
-    /// Updates the figures that are only known by measuring.
+    /// Updates the counters that are not kept current by each operation but need a measurement.
     pub fn measure(&self) {
         self.caches.measure();
         self.base.measure_with(self.caches.metadata_bytes() + self.slabs.metadata_bytes());
     }
 
-    /// Before `fork`, in the forking thread: waits until no purge and no carving is under way.
+    /// Acquires all locks before `fork`, in the forking thread. Waits for purges and carving that other threads do.
     ///
     /// # Safety
     ///
-    /// The thread calls nothing else of this Pagemill before [`Pagemill::after_fork`], which it calls on both sides.
+    /// The thread's next call to this Pagemill is [`Pagemill::after_fork`], both in the parent and in the child.
     pub unsafe fn before_fork(&self) {
         self.base.control.acquire_for_fork();
         self.slabs.acquire_for_fork();
@@ -116,11 +116,12 @@ impl Pagemill {
         unsafe { self.base.before_fork() };
     }
 
-    /// After `fork`, in the parent, and in the child before [`Pagemill::begin_child`].
+    /// Releases the locks of [`Pagemill::before_fork`]: in the parent, and in the child before
+    /// [`Pagemill::begin_child`].
     ///
     /// # Safety
     ///
-    /// The thread has called [`Pagemill::before_fork`], and releases those locks once.
+    /// The thread has called [`Pagemill::before_fork`], and calls this once in each process.
     pub unsafe fn after_fork(&self) {
         // SAFETY: the caller's promise, for each.
         unsafe { self.base.after_fork() };
@@ -131,11 +132,12 @@ impl Pagemill {
         self.base.control.release_after_fork();
     }
 
-    /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.
+    /// Resets counters, charges and the helper in a fork child. Memory that it shares with the parent stays charged to
+    /// the parent.
     ///
     /// # Safety
     ///
-    /// The process is a child with one thread, made since the last call, and no lock of this Pagemill is held.
+    /// The process is a fork child with one thread that has not called this yet, and no lock of this Pagemill is held.
     pub unsafe fn begin_child(&self) {
         let begin_others = || {
             epoch::begin_child();

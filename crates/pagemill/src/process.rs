@@ -1,5 +1,7 @@
-//! The one Pagemill of a process: created at first use, governed by the kernel's limits, safe across `fork`, visible to
-//! `pagemill` commands.
+//! [`Pagemill::of_process`]: the Pagemill that all code of a process shares.
+//!
+//! The first use creates it. It respects the kernel's limits, handles `fork`, and publishes its figures for `pagemill`
+//! commands.
 #![allow(unsafe_code)] // fork handlers
 
 use crate::pagemill::Pagemill;
@@ -13,33 +15,33 @@ use pagemill_core::sync::Lock;
 use pagemill_sys::{file, process, thread};
 use std::sync::OnceLock;
 
-/// Held during creation and across `fork`.
-static MAKING: Lock = Lock::new();
+/// Lock that is held while the Pagemill is created and during `fork`.
+static CREATION_LOCK: Lock = Lock::new();
 static OF_PROCESS: OnceLock<&'static Pagemill> = OnceLock::new();
 
 static KERNEL: Kernel = Kernel::new("");
 
 impl Pagemill {
-    /// Returns the Pagemill of this process; the first call creates it. It observes the limits of the memory control
-    /// groups and of the machine. Its helper thread gives memory back before they are met, and its fork handlers keep
-    /// it consistent. Its figures are published in the user's folder until the process ends, for `pagemill meminfo` and
-    /// others.
+    /// Returns the Pagemill of this process; the first call creates it. Its helper thread observes the limits of the
+    /// memory control groups and of the machine, and returns memory before a limit is reached. Fork handlers keep it
+    /// consistent. Its figures are published in the user's folder until the process ends, for `pagemill meminfo` and
+    /// other commands.
     ///
-    /// A fork child has neither helper nor figures until it calls this.
+    /// In a fork child, the helper thread starts and the figures are published at the child's first call of this.
     ///
-    /// Cost: one atomic load; the first call takes address space, a thread, a file of 64 KiB and some pages.
+    /// Cost: two atomic loads. The first call reserves address space, starts a thread, and creates a file of 64 KiB.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if address space or the exit and fork handlers cannot be had.
+    /// [`Error::System`] if address space cannot be reserved, or the exit or fork handlers cannot be registered.
     pub fn of_process() -> Result<&'static Self> {
         let pagemill = match OF_PROCESS.get() {
             Some(known) => known,
-            None => make()?,
+            None => create()?,
         };
-        // The C library allocates to create a thread, so this runs outside the lock.
+        // Creating a thread allocates through the C library, so it happens outside of the lock.
         if !pagemill.helper.is_running() && pagemill.helper.claim() {
-            // If publishing fails the process runs without published figures.
+            // If publishing fails, the process runs without published figures.
             let _ = published::publish();
             if thread::spawn(c"pagemill", pagemill).is_err() {
                 pagemill.helper.unclaim();
@@ -50,8 +52,8 @@ impl Pagemill {
 }
 
 impl Pagemill {
-    /// Sets when free memory returns to the system without a request and without pressure. The default is
-    /// [`Return::BALANCED`]. Contents of volatile ranges and of caches are not free memory: only pressure drops them.
+    /// Sets after which time free memory returns to the system even without a request or pressure. The default is
+    /// [`Return::BALANCED`]. The policy does not apply to the contents of volatile ranges and caches.
     pub fn set_return(&self, policy: Return) {
         self.helper.set_return(policy);
     }
@@ -63,8 +65,8 @@ impl thread::Work for Pagemill {
     }
 }
 
-fn make() -> Result<&'static Pagemill> {
-    let _guard = MAKING.lock();
+fn create() -> Result<&'static Pagemill> {
+    let _guard = CREATION_LOCK.lock();
     if let Some(known) = OF_PROCESS.get() {
         return Ok(known);
     }
@@ -72,21 +74,21 @@ fn make() -> Result<&'static Pagemill> {
     pagemill.account.headroom.set_limits(&KERNEL);
     let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
     published::set_home("", runtime.unwrap_or_default());
-    process::at_exit(end).map_err(Error::system("registering the exit handler"))?;
+    process::at_exit(at_exit).map_err(Error::system("registering the exit handler"))?;
     process::at_fork(before_fork, after_fork, begin_child).map_err(Error::system("registering the fork handlers"))?;
     Ok(OF_PROCESS.get_or_init(|| pagemill))
 }
 
-extern "C" fn end() {
+extern "C" fn at_exit() {
     if let Some(pagemill) = OF_PROCESS.get() {
-        // Objects that callbacks use may be destroyed from here on.
+        // Exit destroys objects that the program's callbacks use. So background defragmentation stops calling them.
         pagemill.slabs.defrag_by_hand();
     }
     published::withdraw();
 }
 
 extern "C" fn before_fork() {
-    MAKING.acquire();
+    CREATION_LOCK.acquire();
     if let Some(pagemill) = OF_PROCESS.get() {
         // SAFETY: the C library calls this, then `after_fork` on the same thread, on both sides.
         unsafe { pagemill.before_fork() };
@@ -95,16 +97,16 @@ extern "C" fn before_fork() {
 
 extern "C" fn after_fork() {
     if let Some(pagemill) = OF_PROCESS.get() {
-        // SAFETY: `before_fork` came before; `MAKING` is held since, so the Pagemill was there then, or is not now.
+        // SAFETY: `before_fork` ran and has held the lock since. So the Pagemill existed then if it exists now.
         unsafe { pagemill.after_fork() };
     }
-    MAKING.release();
+    CREATION_LOCK.release();
 }
 
 extern "C" fn begin_child() {
     after_fork();
     if let Some(pagemill) = OF_PROCESS.get() {
-        // SAFETY: called in the child, which has this thread; the locks are released.
+        // SAFETY: this is the child, which has one thread, and `after_fork` has released the locks.
         unsafe { pagemill.begin_child() };
     }
 }

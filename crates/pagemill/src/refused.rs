@@ -1,6 +1,6 @@
-//! Programs in safe code that the compiler must reject: each would break an invariant of another part of the process.
+//! Doc tests of programs that the compiler must reject, because they would break an invariant without `unsafe`.
 //!
-//! All begin as this one, which is accepted:
+//! The rejected programs start like this one, which compiles:
 //!
 //! ```
 //! # use pagemill::{Pagemill, epoch, xarray::XArray};
@@ -10,7 +10,8 @@
 //! # Ok::<(), pagemill::Error>(())
 //! ```
 //!
-//! Freeing a node that an index uses; moving a node to a number that another index uses; clearing a node:
+//! These are rejected: freeing a node that an index uses, moving a node to a number that another index uses, and
+//! clearing a node.
 //!
 //! ```compile_fail,E0599
 //! # let pagemill = pagemill::Pagemill::for_test();
@@ -35,8 +36,8 @@
 //! }
 //! ```
 //!
-//! A lookup with a guard of another collector (the default one of crossbeam), which protects nothing here; a function
-//! of the program called under a lock of this crate:
+//! These are rejected: a lookup with a guard of crossbeam's default collector, which would not protect the node, and a
+//! deferred function of the program, which could run under a lock of this crate.
 //!
 //! ```compile_fail,E0308
 //! # use pagemill::{Pagemill, xarray::XArray};
@@ -48,14 +49,14 @@
 //! pagemill::epoch::pin().defer(|| println!("under a lock"));
 //! ```
 //!
-//! A guard dropped on another thread:
+//! A guard must not be dropped on another thread:
 //!
 //! ```compile_fail,E0277
 //! let guard = pagemill::epoch::pin();
 //! std::thread::spawn(move || drop(guard));
 //! ```
 //!
-//! Fork handlers, called without a fork:
+//! Fork handlers must not be called by safe code:
 //!
 //! ```compile_fail,E0133
 //! pagemill::Pagemill::for_test().before_fork();
@@ -70,7 +71,7 @@
 //! pagemill::stats::detach_in_child();
 //! ```
 //!
-//! Pages of an allocation in use, zeroed by a commit or charged a second time:
+//! Safe code must not commit or overcommit pages of a live allocation, which would zero them or charge them twice:
 //!
 //! ```compile_fail,E0133
 //! # let pagemill = pagemill::Pagemill::for_test();

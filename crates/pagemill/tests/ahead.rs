@@ -1,4 +1,4 @@
-//! Readahead: streams that are followed, hints, and how little either takes from other files.
+//! Tests of readahead: which streams are read ahead, the effect of hints, and how little is taken from other files.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Advice, Cache, Mapping, Policy, Reuse, Settings, Writeback};
@@ -13,10 +13,10 @@ use std::time::Duration;
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
-/// One at a time: figures are those of the process.
-fn alone() -> MutexGuard<'static, ()> {
-    static ONE: Mutex<()> = Mutex::new(());
-    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+/// Lets one test at a time run, because counters belong to the process.
+fn exclusive_test() -> MutexGuard<'static, ()> {
+    static RUNNING_TEST: Mutex<()> = Mutex::new(());
+    RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn byte_at(at: usize) -> u8 {
@@ -27,27 +27,27 @@ fn bytes(len: usize) -> Vec<u8> {
     (0..len).map(byte_at).collect()
 }
 
-fn cache_of(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
+fn cache_with_policy(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
     let page = PageSize::new(PAGE).unwrap();
     let settings = Settings { policy, page, ..Settings::new("ahead", limit_bytes as u64) };
     Pagemill::for_test().caches.make(settings).unwrap()
 }
 
 fn cache(limit_bytes: usize) -> Cache {
-    cache_of(Box::new(Never), limit_bytes)
+    cache_with_policy(Box::new(Never), limit_bytes)
 }
 
-type Slow = FaultyStore<MemoryStore>;
+type DelayedStore = FaultyStore<MemoryStore>;
 
-fn slow(len: usize) -> Slow {
+fn delayed_store(len: usize) -> DelayedStore {
     FaultyStore::new(MemoryStore::new(bytes(len), 512))
 }
 
-fn open(cache: &Cache, store: &Slow) -> Mapping {
+fn open(cache: &Cache, store: &DelayedStore) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
-/// Reads, and checks some of the bytes.
+/// Reads a range, and checks three of its bytes.
 fn read(file: &Mapping, offset: usize, len: usize) {
     let mut found = vec![0; len];
     assert_eq!(file.read_at(&mut found, offset as u64).unwrap(), len);
@@ -56,13 +56,13 @@ fn read(file: &Mapping, offset: usize, len: usize) {
     }
 }
 
-/// Changes since it was created.
-struct Since([u64; 4]);
+/// The values of readahead counters at one time, to compute changes since then.
+struct CountersBefore([u64; 4]);
 
 const COUNTERS: [Counter; 4] =
     [Counter::ReadAhead, Counter::ReadAheadUsed, Counter::ReadAheadUnused, Counter::ReadAheadTransfers];
 
-impl Since {
+impl CountersBefore {
     fn now() -> Self {
         Self(COUNTERS.map(stats::get))
     }
@@ -74,11 +74,11 @@ impl Since {
     }
 }
 
-/// Readahead never waits for another file's store, for huge or small folios: if it needs room that is dirty, nothing is
-/// read ahead.
+/// All folios of the cache are dirty, and their store hangs. Readahead of another file does not wait for that store,
+/// and reads nothing ahead.
 #[test]
-fn what_comes_ahead_waits_for_no_store() {
-    let _alone = alone();
+fn readahead_waits_for_no_other_store() {
+    let _exclusive = exclusive_test();
     for policy in [Box::new(Always) as Box<dyn Policy>, Box::new(Never)] {
         let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
         let page = PageSize::new(PAGE).unwrap();
@@ -86,7 +86,7 @@ fn what_comes_ahead_waits_for_no_store() {
         caches.collapse_by_hand();
         let settings = Settings { policy, page, writeback, ..Settings::new("ahead", 64 * MIB as u64) };
         let cache = caches.make(settings).unwrap();
-        let (file, other) = (slow(4 * MIB), slow(0));
+        let (file, other) = (delayed_store(4 * MIB), delayed_store(0));
         let (file, dirty) = (open(&cache, &file), open(&cache, &other));
         dirty.write_at(&bytes(64 * MIB), 0).unwrap();
         assert_eq!(cache.dirty_bytes(), 64 * MIB as u64);
@@ -97,15 +97,15 @@ fn what_comes_ahead_waits_for_no_store() {
     }
 }
 
-/// Forwards and backwards, in small and large reads: nearly everything is read ahead, in few transfers, and used.
+/// Sequential reads, forward and backward, small and large: nearly everything is read ahead in few transfers, and used.
 #[test]
-fn streams_come_ahead() {
-    let _alone = alone();
+fn sequential_reads_are_read_ahead() {
+    let _exclusive = exclusive_test();
     const LEN: usize = 32 * MIB;
     for (step, is_backward) in [(PAGE, false), (10_000, false), (256 << 10, false), (PAGE, true)] {
-        let (cache, store) = (cache(128 * MIB), slow(LEN));
+        let (cache, store) = (cache(128 * MIB), delayed_store(LEN));
         let file = open(&cache, &store);
-        let since = Since::now();
+        let since = CountersBefore::now();
         let offsets: Vec<_> = (0..LEN / step).map(|nth| nth * step).collect();
         if is_backward {
             offsets.iter().rev().for_each(|at| read(&file, *at, step));
@@ -121,14 +121,15 @@ fn streams_come_ahead() {
     }
 }
 
-/// A record at regular intervals, forwards and backwards: records are read ahead, the bytes between them are not.
+/// Reads of records at regular distances, forward and backward: the records are read ahead, the bytes between them are
+/// not.
 #[test]
-fn strided_reads_come_ahead() {
-    let _alone = alone();
+fn strided_reads_are_read_ahead() {
+    let _exclusive = exclusive_test();
     for is_backward in [false, true] {
-        let (cache, store) = (cache(64 * MIB), slow(16 * MIB));
+        let (cache, store) = (cache(64 * MIB), delayed_store(16 * MIB));
         let file = open(&cache, &store);
-        let since = Since::now();
+        let since = CountersBefore::now();
         for nth in 0..300 {
             let nth = if is_backward { 299 - nth } else { nth };
             read(&file, 1000 + nth * 50_000, 3000);
@@ -140,15 +141,15 @@ fn strided_reads_come_ahead() {
     }
 }
 
-/// Random reads in a large file, also right after a stream: no unrequested byte is read.
+/// Random reads in a large file start no readahead, and with `Advice::Random` sequential reads do not either.
 #[test]
-fn random_reads_start_nothing() {
-    let _alone = alone();
+fn random_reads_start_no_readahead() {
+    let _exclusive = exclusive_test();
     const LEN: usize = 256 * MIB;
-    let store = FaultyStore::new(Zeros(LEN as u64));
+    let store = FaultyStore::new(ZeroStore(LEN as u64));
     let cache = cache(16 * MIB);
     let file = cache.open(Arc::new(store.clone())).unwrap();
-    let since = Since::now();
+    let since = CountersBefore::now();
     let mut seed = 1_u64;
     for _ in 0..10_000 {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -168,10 +169,10 @@ fn random_reads_start_nothing() {
     );
 }
 
-/// A long file of zeros, without memory.
-struct Zeros(u64);
+/// A store of zeros that uses no memory.
+struct ZeroStore(u64);
 
-impl Store for Zeros {
+impl Store for ZeroStore {
     fn size_bytes(&self) -> io::Result<u64> {
         Ok(self.0)
     }
@@ -193,14 +194,14 @@ impl Store for Zeros {
     }
 }
 
-/// A file larger than the cache, read twice: read-ahead pages are used before they are evicted, and the limit holds.
+/// A file larger than the cache is read twice: pages are used before they are evicted, and the limit holds.
 #[test]
-fn streams_go_on_when_the_cache_is_full() {
-    let _alone = alone();
+fn readahead_continues_when_the_cache_is_full() {
+    let _exclusive = exclusive_test();
     const LEN: usize = 64 * MIB;
-    let (cache, store) = (cache(8 * MIB), slow(LEN));
+    let (cache, store) = (cache(8 * MIB), delayed_store(LEN));
     let file = open(&cache, &store);
-    let since = Since::now();
+    let since = CountersBefore::now();
     for _ in 0..2 {
         (0..LEN / PAGE).for_each(|page| read(&file, page * PAGE, PAGE));
         assert!(cache.charged_bytes() <= 8 * MIB as u64);
@@ -212,12 +213,12 @@ fn streams_go_on_when_the_cache_is_full() {
 
 /// Huge folios are read ahead as a whole.
 #[test]
-fn huge_folios_come_ahead() {
-    let _alone = alone();
+fn huge_folios_are_read_ahead() {
+    let _exclusive = exclusive_test();
     const LEN: usize = 64 * MIB;
-    let (cache, store) = (cache_of(Box::new(Always), 128 * MIB), slow(LEN));
+    let (cache, store) = (cache_with_policy(Box::new(Always), 128 * MIB), delayed_store(LEN));
     let file = open(&cache, &store);
-    let since = Since::now();
+    let since = CountersBefore::now();
     (0..LEN / PAGE).for_each(|page| read(&file, page * PAGE, PAGE));
     let [ahead, used, _, transfers] = since.get();
     let folios = (LEN / cache.huge_bytes()) as u64;
@@ -225,17 +226,17 @@ fn huge_folios_come_ahead() {
     assert!(ahead == used && used == (LEN - 3 * cache.huge_bytes()) as u64, "{ahead} {used}");
 }
 
-/// Reads of system files return the right bytes in every order, also beside other threads that read.
+/// Three threads read a system file in different orders. All bytes are right, and pages are read ahead.
 #[test]
-fn files_of_the_system_come_ahead() {
-    let _alone = alone();
+fn system_files_are_read_ahead() {
+    let _exclusive = exclusive_test();
     const LEN: usize = 16 * MIB + 777;
     let path = std::env::temp_dir().join(format!("pagemill-ahead-{}", std::process::id()));
     std::fs::write(&path, bytes(LEN)).unwrap();
     for (policy, limit) in [(Box::new(Never) as Box<dyn Policy>, 8 * MIB), (Box::new(Always), 48 * MIB)] {
-        let cache = cache_of(policy, limit);
+        let cache = cache_with_policy(policy, limit);
         let file = cache.open(Arc::new(FileStore::open(&path).unwrap())).unwrap();
-        let since = Since::now();
+        let since = CountersBefore::now();
         std::thread::scope(|scope| {
             scope.spawn(|| (0..LEN / 5000).for_each(|nth| read(&file, nth * 5000, 5000)));
             scope.spawn(|| (0..LEN / PAGE).rev().for_each(|nth| read(&file, nth * PAGE, PAGE)));
@@ -252,16 +253,16 @@ fn files_of_the_system_come_ahead() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A reader that needs a page in flight waits for it. If that read fails, the reader reads it itself, and gets only its
-/// own error.
+/// A reader of a page that is being read ahead waits for that read. If the read fails, the reader reads the page
+/// itself, and gets only its own error.
 #[test]
 fn a_reader_of_an_in_flight_page_waits_for_it() {
-    let _alone = alone();
-    let (cache, store) = (cache(64 * MIB), slow(4 * MIB));
+    let _exclusive = exclusive_test();
+    let (cache, store) = (cache(64 * MIB), delayed_store(4 * MIB));
     let file = open(&cache, &store);
     store.hold();
     assert_eq!(file.will_need(0, MIB as u64).unwrap(), MIB as u64);
-    assert_eq!(file.will_need(0, MIB as u64).unwrap(), 0, "it is on its way");
+    assert_eq!(file.will_need(0, MIB as u64).unwrap(), 0, "the pages are already being read");
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| read(&file, 5 * PAGE, 100));
         store.release();
@@ -271,14 +272,14 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     read(&file, 0, MIB);
     assert_eq!(store.calls().reads, reads, "no page twice");
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
-    let since = Since::now();
+    let since = CountersBefore::now();
     assert_eq!(file.will_need(2 * MIB as u64, MIB as u64).unwrap(), MIB as u64);
     assert_eq!((since.get()[0], cache.charged_bytes()), (0, MIB as u64), "nothing came, nothing is kept");
     let error = file.read_at(&mut [0; 8], 2 * MIB as u64).unwrap_err();
     assert!(matches!(error, Error::Store { .. }) && error.errno() == 5);
     store.set_faults(Faults::default());
     read(&file, 2 * MIB, MIB);
-    // One bad page in a read of many: the others are there.
+    // Some reads fail: the other pages can be read.
     store.set_faults(Faults { seed: 3, fail_per_mille: 500, ..Faults::default() });
     let mut good = 0;
     for page in 768..1024 {
@@ -287,12 +288,12 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     assert!((1..=256).contains(&good));
 }
 
-/// A file is truncated, or closed, with much in flight: no old data comes back, no memory leaks.
+/// A file is truncated or closed with many reads in flight: no old bytes appear, and no memory leaks.
 #[test]
-fn what_goes_meanwhile_leaves_nothing() {
-    let _alone = alone();
+fn truncation_during_readahead_leaks_nothing() {
+    let _exclusive = exclusive_test();
     for seed in 0..50 {
-        let (cache, store) = (cache(16 * MIB), slow(4 * MIB));
+        let (cache, store) = (cache(16 * MIB), delayed_store(4 * MIB));
         let longest_delay = Duration::from_micros(500);
         let faults = Faults { seed, delay_per_mille: 800, longest_delay, is_reordered: true, ..Faults::default() };
         store.set_faults(Faults { fail_per_mille: seed as u32 % 3 * 100, ..faults });
@@ -313,11 +314,11 @@ fn what_goes_meanwhile_leaves_nothing() {
     }
 }
 
-/// Limited by a share of the cache, and by free room: pinned pages stay, and readers find room.
+/// Readahead is limited to a share of the cache and to free room. Pinned pages stay, and readers find room.
 #[test]
-fn hints_are_bounded() {
-    let _alone = alone();
-    let (cache, store) = (cache(MIB), slow(4 * MIB));
+fn readahead_is_limited() {
+    let _exclusive = exclusive_test();
+    let (cache, store) = (cache(MIB), delayed_store(4 * MIB));
     let file = open(&cache, &store);
     store.hold();
     let started = file.will_need(0, 4 * MIB as u64).unwrap();
@@ -331,20 +332,20 @@ fn hints_are_bounded() {
     drop(pins);
     assert!(matches!(file.will_need(u64::MAX, 1), Err(Error::BadOffset { .. })));
     assert_eq!(file.will_need(100 * MIB as u64, 1).unwrap(), 0, "behind the end");
-    // A store without asynchronous reads is not waited for.
+    // Nothing is read ahead from a store without asynchronous reads.
     let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
     assert_eq!(plain.will_need(0, MIB as u64).unwrap(), 0);
     assert_eq!(cache.create().unwrap().will_need(0, 1).unwrap(), 0);
 }
 
-/// Pages used once are evicted first: a file that is read repeatedly stays, whatever is scanned meanwhile.
+/// A file with `Reuse::Once` is scanned. Its pages are evicted first, so another file stays in memory.
 #[test]
-fn what_is_used_once_leaves_first() {
-    let _alone = alone();
-    let (cache, store, other) = (cache(4 * MIB), slow(32 * MIB), slow(3 * MIB));
+fn pages_used_once_are_evicted_first() {
+    let _exclusive = exclusive_test();
+    let (cache, store, other) = (cache(4 * MIB), delayed_store(32 * MIB), delayed_store(3 * MIB));
     let (scanned, kept) = (open(&cache, &store), open(&cache, &other));
     kept.advise(Advice::Random);
-    // Read only once: by its uses it is worth no more than the scanned file.
+    // Reads the file once, so by its uses alone its pages would be evicted like scanned ones.
     (0..3 * MIB / PAGE).for_each(|page| read(&kept, page * PAGE, PAGE));
     let reads = other.calls().reads;
     scanned.advise_reuse(Reuse::Once);
@@ -355,11 +356,11 @@ fn what_is_used_once_leaves_first() {
     assert_eq!(other.calls().reads, reads, "pages of the other file went");
 }
 
-/// Clean pages completely inside the range are dropped; dirty, pinned and neighbouring ones stay.
+/// `dont_need` drops clean pages completely inside the range. Dirty, pinned and neighbouring pages stay.
 #[test]
-fn what_is_not_needed_goes() {
-    let _alone = alone();
-    let (cache, store) = (cache(16 * MIB), slow(MIB - 100));
+fn dont_need_drops_clean_pages() {
+    let _exclusive = exclusive_test();
+    let (cache, store) = (cache(16 * MIB), delayed_store(MIB - 100));
     let file = open(&cache, &store);
     read(&file, 0, MIB - 100);
     let charged = cache.charged_bytes();

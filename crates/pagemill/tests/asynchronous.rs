@@ -1,4 +1,4 @@
-//! Calls that do not wait for a store, and calls with a time limit.
+//! Tests of asynchronous calls, and of calls with a time limit.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Pin, Policy, Settings};
@@ -44,7 +44,7 @@ fn open(cache: &Cache, store: &Slow) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
-/// An executor of one task: its thread sleeps meanwhile.
+/// Waker of an executor with one task: wakes the thread that sleeps until the task can continue.
 struct Unpark(Thread);
 
 impl Wake for Unpark {
@@ -64,7 +64,7 @@ fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Counts its calls.
+/// A waker that counts its calls.
 #[derive(Default)]
 struct Count(AtomicUsize);
 
@@ -85,8 +85,8 @@ impl Wake for Count {
     }
 }
 
-fn until(is_so: impl Fn() -> bool) {
-    while !is_so() {
+fn wait_until(condition: impl Fn() -> bool) {
+    while !condition() {
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -97,9 +97,9 @@ fn assert_read(file: &Mapping, offset: usize, expected: &[u8]) {
     assert!(found == expected, "bytes from {offset} on");
 }
 
-/// Futures move between threads, as executors require.
+/// Futures and pins can be sent between threads, as executors require.
 #[test]
-fn futures_are_sent() {
+fn futures_can_be_sent_between_threads() {
     fn sent<F: Future + Send>(_: F) {}
     let file = cache(MIB).create().unwrap();
     sent(file.pin_async(0));
@@ -109,7 +109,8 @@ fn futures_are_sent() {
     kept::<Pin<'static>>();
 }
 
-/// Polled by two threads, each with its own waker: the last waker is called, once, when the bytes are there.
+/// A future is polled by two threads with different wakers: only the latest waker is called, when the bytes are in
+/// memory.
 #[test]
 fn the_latest_waker_is_called() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -126,7 +127,7 @@ fn the_latest_waker_is_called() {
     });
     assert_eq!((first.get(), second.get()), (0, 0));
     store.release();
-    until(|| second.get() > 0);
+    wait_until(|| second.get() > 0);
     let polled = reading.as_mut().poll(&mut Context::from_waker(&first_waker));
     assert!(matches!(polled, Poll::Ready(Ok(len)) if len == 3 * PAGE));
     drop(reading);
@@ -134,9 +135,9 @@ fn the_latest_waker_is_called() {
     assert_eq!((first.get(), store.calls().reads), (0, 1), "one transfer for all three pages");
 }
 
-/// An executor of several threads, which makes a waker for each poll; tasks move between threads.
+/// Many tasks run in an executor of two threads that creates a waker for each poll and moves tasks between threads.
 #[test]
-fn many_tasks_on_two_threads() {
+fn many_tasks_run_on_two_threads() {
     const TASKS: usize = 200;
     type Task = std::pin::Pin<Box<dyn Future<Output = ()> + Send>>;
     #[derive(Default)]
@@ -201,7 +202,7 @@ fn many_tasks_on_two_threads() {
     assert_eq!(cache.usage().locked, 0);
 }
 
-/// Two tasks and a thread need one page: the store is read once. Others read other pages meanwhile.
+/// Two tasks and a thread need one page: the store is read once. Other pages can be read meanwhile.
 #[test]
 fn a_page_is_read_once() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -220,14 +221,14 @@ fn a_page_is_read_once() {
         store.release();
         reading.join().unwrap();
     });
-    until(|| one.get() == 1);
+    wait_until(|| one.get() == 1);
     assert!(first.as_mut().poll(&mut context).is_ready() && second.as_mut().poll(&mut context).is_ready());
     assert_eq!(store.calls().reads, 2);
 }
 
-/// The fetch of a range starts at once, as far as the cache's share allows; pins of a range need one transfer.
+/// A fetch starts reads of the whole range, as far as the cache's share allows. A pin of a range needs one transfer.
 #[test]
-fn ranges_come_together() {
+fn ranges_are_read_by_few_transfers() {
     let (cache, store) = (cache(16 * MIB), slow(8 * MIB));
     let file = open(&cache, &store);
     store.hold();
@@ -246,9 +247,9 @@ fn ranges_come_together() {
     assert_eq!(store.calls().reads, reads + 1);
 }
 
-/// A read started by a dropped future continues; nothing is lost, and the next reader finds it.
+/// A read that a dropped future started continues, and the next reader finds its bytes.
 #[test]
-fn futures_are_dropped_at_any_time() {
+fn reads_of_dropped_futures_continue() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
     let file = open(&cache, &store);
     drop(file.pin_async(0));
@@ -259,16 +260,16 @@ fn futures_are_dropped_at_any_time() {
     assert!(pinning.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
     drop(pinning);
     store.release();
-    until(|| cache.charged_bytes() == PAGE as u64 && file.pin_present(0).unwrap().is_some());
+    wait_until(|| cache.charged_bytes() == PAGE as u64 && file.pin_present(0).unwrap().is_some());
     assert_eq!((count.get(), store.calls().reads), (0, 1));
     let pin = block_on(file.pin_async(0)).unwrap();
     assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE, 1));
 }
 
-/// The thread that started a read gets its error; a thread that only waited tries itself. Nothing of it stays in the
-/// cache.
+/// The task that started a read gets its error. A task that only waited for the read tries again itself. The cache
+/// stays empty after the error.
 #[test]
-fn each_has_an_error_of_its_own() {
+fn only_the_task_that_started_a_read_gets_its_error() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
     let file = open(&cache, &store);
     store.set_faults(Faults { fails_after: Some(0), errno: 121, ..Faults::default() });
@@ -290,9 +291,10 @@ fn each_has_an_error_of_its_own() {
     assert_eq!(block_on(file.read_async(&mut [0; 8], MIB as u64)).unwrap(), 0);
 }
 
-/// A file is truncated, or dropped, with a read in flight: no old bytes, no memory leaked, and the store is released.
+/// A file is truncated or dropped with a read in flight: no old bytes appear, no memory leaks, and the store is
+/// released.
 #[test]
-fn what_goes_meanwhile_leaves_nothing() {
+fn truncation_and_drop_during_a_read_leak_nothing() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
@@ -316,16 +318,16 @@ fn what_goes_meanwhile_leaves_nothing() {
     store.release();
 }
 
-/// Without room nothing is read, and the caller gets an error. Futures also work with a blocking store, and with none.
+/// Without room the future fails and nothing is read. Futures also work with a blocking store, and without a store.
 #[test]
-fn futures_of_all_kinds_of_files() {
+fn futures_work_with_every_kind_of_file() {
     let (cache, store) = (cache(8 * PAGE), slow(MIB));
     let file = open(&cache, &store);
     let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
     assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
     drop(pins);
-    // Room is not searched for again at once.
-    until(|| block_on(file.fetch(0, MIB as u64)).is_ok());
+    // After a failed eviction the next one is delayed, so this may fail for a while.
+    wait_until(|| block_on(file.fetch(0, MIB as u64)).is_ok());
     drop(file);
     let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
     let in_memory = cache.create().unwrap();
@@ -333,15 +335,15 @@ fn futures_of_all_kinds_of_files() {
     let mut to = vec![9; MIB];
     assert_eq!(block_on(in_memory.read_async(&mut to, 0)).unwrap(), MIB);
     assert!(to.iter().all(|byte| *byte == 0));
-    until(|| block_on(plain.fetch(0, PAGE as u64)).is_ok());
+    wait_until(|| block_on(plain.fetch(0, PAGE as u64)).is_ok());
     assert_eq!(block_on(plain.read_async(&mut to, 0)).unwrap(), MIB);
     assert!(to == bytes(MIB));
     assert_eq!(block_on(in_memory.pin_async(5)).unwrap().len_bytes(), PAGE - 5);
 }
 
-/// System files, in small and huge folios: every byte, concurrently.
+/// System files are read correctly by futures, in small and huge folios.
 #[test]
-fn files_of_the_system_are_read_by_tasks() {
+fn system_files_are_read_by_futures() {
     let len = 8 * MIB + 5000;
     let path = std::env::temp_dir().join(format!("pagemill-asynchronous-{}", std::process::id()));
     std::fs::write(&path, bytes(len)).unwrap();
@@ -360,9 +362,9 @@ fn files_of_the_system_are_read_by_tasks() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A store that hangs: calls return when their timeout ends, the read continues, and its data serves later calls.
+/// The store hangs: calls fail when their timeout ends, the reads continue, and later calls find the bytes.
 #[test]
-fn calls_wait_no_longer_than_they_may() {
+fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));
     let (cache, store) = (cache_with(Settings { timeout, ..settings(MIB) }), slow(MIB / 2));
     let file = open(&cache, &store);
@@ -383,10 +385,10 @@ fn calls_wait_no_longer_than_they_may() {
     assert_eq!(file.write_at(&[9; PAGE], 5 * PAGE as u64).unwrap(), PAGE);
     assert_read(&file, 5 * PAGE, &[9; PAGE]);
     store.release();
-    until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE as u64).unwrap().is_some());
+    wait_until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE as u64).unwrap().is_some());
     assert_read(&file, 0, &bytes(MIB)[..2 * PAGE]);
     assert_eq!(store.calls().reads, 2);
     // With the given timeout, a read that fails in time reports its cause.
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
-    until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == 5);
+    wait_until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == 5);
 }

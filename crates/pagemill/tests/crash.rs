@@ -1,8 +1,8 @@
-//! A program that is killed at any moment: each byte that it synced is in the file.
+//! Tests that all bytes that a program synced are in the file, whenever the program is killed.
 //!
-//! The program is this test again, with a file to write to. In each round it sometimes truncates or extends the file,
-//! writes some ranges, syncs all or one of them, and reports that. Everything follows from the round's number, so the
-//! parent knows the expected contents.
+//! The program is this test again, in a child process. In each round it sometimes truncates or extends the file, writes
+//! some ranges, syncs all of the file or one range, and reports the sync. The operations follow from a seed and the
+//! number of the round, so the parent knows the expected contents.
 
 use pagemill::Pagemill;
 use pagemill::mapping::Settings;
@@ -21,8 +21,8 @@ const MOST_BYTES: usize = 300_000;
 const FILE: &str = "PAGEMILL_TEST_CRASH_FILE";
 const SEED: &str = "PAGEMILL_TEST_CRASH_SEED";
 
-/// A reproducible sequence of numbers.
-fn mixed(seed: u64, round: u64, at: u64) -> u64 {
+/// Returns a pseudo-random number for a seed, a round and an index.
+fn random_number(seed: u64, round: u64, at: u64) -> u64 {
     let mut word = (seed << 32 ^ round << 8 ^ at).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     for shift in [30, 27, 31] {
         word = (word ^ word >> shift).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -32,32 +32,32 @@ fn mixed(seed: u64, round: u64, at: u64) -> u64 {
 
 /// The operations of a round.
 struct Round {
-    /// The new length of the file, set before it writes.
+    /// New length of the file, set before the round's writes.
     size: Option<usize>,
     ranges: Vec<(Range<usize>, u8)>,
-    /// It syncs the last range only.
+    /// The round syncs its last range only.
     is_partial: bool,
 }
 
 impl Round {
     fn of(seed: u64, round: u64) -> Self {
         let ranges = (0..4).map(|at| {
-            let word = mixed(seed, round, at);
+            let word = random_number(seed, round, at);
             let begin = (word % MOST_BYTES as u64) as usize;
             let len = [10, 4096, 30_000][(word >> 40) as usize % 3];
             (begin..(begin + len).min(MOST_BYTES), (word >> 50) as u8)
         });
-        let word = mixed(seed, round, 10);
+        let word = random_number(seed, round, 10);
         Self {
             size: word.is_multiple_of(3).then_some((word >> 8) as usize % MOST_BYTES),
             ranges: ranges.collect(),
-            is_partial: mixed(seed, round, 9).is_multiple_of(4),
+            is_partial: random_number(seed, round, 9).is_multiple_of(4),
         }
     }
 }
 
-/// The program: until it is killed.
-fn write_for_ever(path: &Path, seed: u64) -> ! {
+/// Runs rounds until the process is killed.
+fn run_rounds_until_killed(path: &Path, seed: u64) -> ! {
     let cache = Pagemill::of_process().unwrap().caches.make(Settings::new("crash", 1 << 20)).unwrap();
     let file = cache.open(Arc::new(FileStore::create(path).unwrap())).unwrap();
     let mut out = std::io::stdout();
@@ -79,17 +79,17 @@ fn write_for_ever(path: &Path, seed: u64) -> ! {
     unreachable!("rounds have no end")
 }
 
-/// Ends with the test.
-struct Program(Child);
+/// The child process, which is killed when the test ends.
+struct KilledChild(Child);
 
-impl Drop for Program {
+impl Drop for KilledChild {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// The contents that are allowed: per byte, zero where the file has none; and for its length.
+/// The allowed values of each byte (0 behind the end of the file), the current length, and the allowed lengths.
 struct Expected {
     bytes: Vec<Vec<u8>>,
     size: usize,
@@ -120,36 +120,37 @@ impl Expected {
     }
 
     fn write(&mut self, range: &Range<usize>, byte: u8) {
-        self.bytes[range.clone()].iter_mut().for_each(|may_be| may_be.push(byte));
+        self.bytes[range.clone()].iter_mut().for_each(|values| values.push(byte));
     }
 
     fn end(&mut self, round: &Round) {
         self.sizes = self.size..self.size;
         match round.ranges.last() {
-            Some((range, _)) if round.is_partial => self.forget_others(range.clone()),
-            _ => self.forget_others(0..MOST_BYTES),
+            Some((range, _)) if round.is_partial => self.keep_latest_value(range.clone()),
+            _ => self.keep_latest_value(0..MOST_BYTES),
         }
     }
 
-    /// From here on only the last of the possible values is allowed in `range`.
-    fn forget_others(&mut self, range: Range<usize>) {
-        self.bytes[range].iter_mut().for_each(|may_be| drop(may_be.drain(..may_be.len() - 1)));
+    /// Allows only the latest value of each byte in `range`.
+    fn keep_latest_value(&mut self, range: Range<usize>) {
+        self.bytes[range].iter_mut().for_each(|values| drop(values.drain(..values.len() - 1)));
     }
 }
 
-/// Runs the program on the file, kills it after a while, checks each byte. Returns how many rounds were synced.
+/// Runs the program on the file, kills it after a while, and checks each byte. Returns the number of rounds that were
+/// synced.
 fn kill_once(path: &Path, seed: u64) -> u64 {
     let mut expected = Expected::new(fs::read(path).unwrap());
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", "synced_bytes_survive_kills", "--nocapture"]);
     command.env(FILE, path).env(SEED, seed.to_string()).stdout(Stdio::piped());
-    let mut program = Program(command.spawn().unwrap());
+    let mut program = KilledChild(command.spawn().unwrap());
     let mut lines = BufReader::new(program.0.stdout.take().unwrap()).lines().map_while(Result::ok);
     let is_synced = |line: &String| line.contains("synced ");
-    // Some rounds, then a part of one.
-    let wanted = 1 + mixed(seed, 0, 100) % 2;
+    // Waits for one or two rounds, then for a part of another one.
+    let wanted = 1 + random_number(seed, 0, 100) % 2;
     let mut rounds = lines.by_ref().filter(is_synced).take(wanted as usize).count() as u64;
-    std::thread::sleep(Duration::from_micros(mixed(seed, 0, 101) % 6000));
+    std::thread::sleep(Duration::from_micros(random_number(seed, 0, 101) % 6000));
     drop(program);
     rounds += lines.filter(is_synced).count() as u64;
     for round in (0..rounds).map(|round| Round::of(seed, round)) {
@@ -165,11 +166,11 @@ fn kill_once(path: &Path, seed: u64) -> u64 {
         "{} bytes, not {sizes:?}: {rounds} rounds, seed {seed}",
         found.len()
     );
-    for (at, may_be) in bytes.iter().enumerate() {
+    for (at, values) in bytes.iter().enumerate() {
         let byte = found.get(at).unwrap_or(&0);
         assert!(
-            may_be.contains(byte),
-            "byte {at} is {byte}, not one of {may_be:?}, after {rounds} rounds of seed {seed}"
+            values.contains(byte),
+            "byte {at} is {byte}, not one of {values:?}, after {rounds} rounds of seed {seed}"
         );
     }
     rounds
@@ -178,12 +179,12 @@ fn kill_once(path: &Path, seed: u64) -> u64 {
 #[test]
 fn synced_bytes_survive_kills() {
     if let (Some(path), Ok(seed)) = (env::var_os(FILE), env::var(SEED)) {
-        write_for_ever(Path::new(&path), seed.parse().unwrap());
+        run_rounds_until_killed(Path::new(&path), seed.parse().unwrap());
     }
     let path = env::temp_dir().join(format!("pagemill-crash-{}", std::process::id()));
     fs::write(&path, vec![0; MOST_BYTES]).unwrap();
     let rounds: Vec<u64> = (0..KILLS).map(|seed| kill_once(&path, seed)).collect();
     fs::remove_file(&path).unwrap();
-    // Each run synced at least one round, even if the previous one was killed just now.
+    // Each child process synced at least one round, although the previous one was killed immediately before.
     assert!(rounds.iter().all(|rounds| *rounds > 0), "it was killed before it did anything: {rounds:?}");
 }

@@ -1,4 +1,5 @@
-//! Bad input and faults: each has its error and changes nothing, and refused requests work again later.
+//! Tests of invalid input and failures: each has its error and changes nothing, and requests that failed can succeed
+//! later.
 //!
 //! The tests run one after the other, because some read the process's counters or fork.
 #![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
@@ -17,9 +18,9 @@ use std::sync::{Mutex, MutexGuard};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+fn exclusive_test() -> MutexGuard<'static, ()> {
+    static RUNNING_TEST: Mutex<()> = Mutex::new(());
+    RUNNING_TEST.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 fn on_small_pages() -> &'static Pagemill {
@@ -34,7 +35,7 @@ fn allocate(pagemill: &Pagemill, size: usize) -> usize {
     pagemill.heap.allocate(size, 1).unwrap().addr.as_ptr() as usize
 }
 
-/// An allocation whose every byte is written.
+/// Allocates memory and fills it with a byte.
 fn filled(pagemill: &Pagemill, size: usize, byte: u8) -> usize {
     let addr = allocate(pagemill, size);
     fill(addr, size, byte);
@@ -46,7 +47,7 @@ fn fill(addr: usize, size: usize, byte: u8) {
     unsafe { std::ptr::write_bytes(addr as *mut u8, byte, size) };
 }
 
-/// Position of the first byte that differs from `byte`.
+/// Returns the position of the first byte that differs from `byte`.
 fn first_other(addr: usize, size: usize, byte: u8) -> Option<usize> {
     // SAFETY: callers pass live allocations that no thread writes meanwhile.
     let bytes = unsafe { std::slice::from_raw_parts(addr as *const u8, size) };
@@ -74,17 +75,17 @@ fn reconciled(pagemill: &Pagemill) -> u64 {
     pagemill.account.resident()
 }
 
-/// Resident bytes of a range, as the kernel reports them.
+/// Returns the resident bytes of a range, as the kernel reports them.
 fn resident(addr: usize, len: usize) -> u64 {
     let (page, mut pages) = (os_page_bytes(), vec![0u8; len / os_page_bytes()]);
     mem::resident(addr, len, &mut pages).unwrap();
     (pages.iter().filter(|page| **page & 1 == 1).count() * page) as u64
 }
 
-/// Not a power of two, or larger than the address space: refused, nothing charged.
+/// Alignments that are no power of two, or larger than the address space, are errors, and nothing is charged.
 #[test]
 fn bad_alignments_are_refused() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     for align in [0, 3, 48, 4097, usize::MAX, (1 << 62) + 1] {
         let error = pagemill.heap.allocate(100 * KIB, align).unwrap_err();
@@ -104,8 +105,8 @@ fn bad_alignments_are_refused() {
 /// Size 0 is a separate allocation; sizes beyond the address space are refused, and an allocation that cannot grow
 /// stays.
 #[test]
-fn absurd_sizes_are_refused() {
-    let _alone = alone();
+fn impossible_sizes_are_errors() {
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let (first, second) = (allocate(pagemill, 0), allocate(pagemill, 0));
     assert_ne!(first, second);
@@ -131,8 +132,8 @@ fn absurd_sizes_are_refused() {
 /// The second free of a slot is an error with its address and size, before and after a purge; other slots stay
 /// unchanged.
 #[test]
-fn a_double_free_is_named() {
-    let _alone = alone();
+fn a_double_free_is_reported() {
+    let _exclusive = exclusive_test();
     for pagemill in [Pagemill::for_test(), on_small_pages()] {
         for size in [64 * KIB, 400 * KIB, 3 * MIB] {
             let (freed, kept) = (filled(pagemill, size, 1), filled(pagemill, size, 2));
@@ -161,8 +162,8 @@ fn a_double_free_is_named() {
 
 /// The inside of an allocation, an address between slots, and foreign addresses are not allocations.
 #[test]
-fn foreign_and_interior_frees_are_named() {
-    let _alone = alone();
+fn foreign_and_interior_frees_are_reported() {
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let (small, big) = (filled(pagemill, 80 * KIB, 1), filled(pagemill, 5 * MIB, 2));
     let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
@@ -202,10 +203,10 @@ fn foreign_and_interior_frees_are_named() {
     free(pagemill, big);
 }
 
-/// A heap of 128 MiB of addresses: a full heap is an error, and freed memory can be allocated again.
+/// A heap with 128 MiB of addresses is filled: further allocations fail, and freed memory can be allocated again.
 #[test]
 fn exhausted_address_space_recovers() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     let layout = Layout { small_bytes: 64 * MIB, heap_bytes: 128 * MIB, ..Layout::for_test() };
     let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
     let fill_up = || {
@@ -238,8 +239,8 @@ fn exhausted_address_space_recovers() {
 
 /// Without huge pages small ones are used, charged when measured, and counted.
 #[test]
-fn small_pages_serve_and_are_counted() {
-    let _alone = alone();
+fn small_pages_are_used_and_counted() {
+    let _exclusive = exclusive_test();
     let (huge, small) = (stats::get(Counter::BlocksHuge), stats::get(Counter::BlocksSmall));
     let pagemill = on_small_pages();
     let addr = filled(pagemill, 500 * KIB, 9);
@@ -256,7 +257,7 @@ fn small_pages_serve_and_are_counted() {
 /// A slot that was never touched is purged like any other, and brought in and charged when it is used again.
 #[test]
 fn an_untouched_slot_is_charged_later() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
         let addr = allocate(pagemill, 256 * KIB);
         free(pagemill, addr);
@@ -268,10 +269,10 @@ fn an_untouched_slot_is_charged_later() {
     }
 }
 
-/// The kernel refuses huge pages (for this process): small ones are used and counted as a fallback.
+/// If the kernel refuses huge pages to this process, small ones are used, and counted as a fallback.
 #[test]
 fn refused_huge_pages_fall_back_to_small_ones() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     // SAFETY: a setting of this process, reverted below.
     unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) };
     let fallbacks = stats::get(Counter::BlocksFallback);
@@ -296,8 +297,8 @@ fn refused_huge_pages_fall_back_to_small_ones() {
 
 /// A software page is populated as a whole: slots are resident before they are touched, extents by whole pages.
 #[test]
-fn software_pages_come_in_whole() {
-    let _alone = alone();
+fn software_pages_are_populated_completely() {
+    let _exclusive = exclusive_test();
     for bytes in [64 * KIB, 2 * MIB] {
         let populated = stats::get(Counter::PagesPopulated);
         let layout = Layout { use_huge: false, page: PageSize::new(bytes).unwrap(), ..Layout::for_test() };
@@ -330,10 +331,11 @@ fn run_on(cpu: usize) -> bool {
     }
 }
 
-/// Three logical nodes: slots of two of them lie in separate spans, return to their node, and serve others if needed.
+/// With three logical NUMA nodes, slots of two nodes lie in separate spans, return to their own node, and serve other
+/// nodes if needed.
 #[test]
 fn slots_return_to_their_node() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     std::thread::spawn(|| {
         let layout = Layout { nodes: Nodes::logical(3), ..Layout::for_test() };
         let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
@@ -357,10 +359,11 @@ fn slots_return_to_their_node() {
     .unwrap();
 }
 
-/// Over the limit: the numbers are reported, nothing is charged, and freeing makes room for exactly that again.
+/// Over the limit an allocation fails with the numbers and charges nothing. Freeing makes room for the same number of
+/// allocations.
 #[test]
-fn a_refusal_tells_the_numbers_and_ends_with_the_need() {
-    let _alone = alone();
+fn a_failed_allocation_reports_the_numbers() {
+    let _exclusive = exclusive_test();
     let (pagemill, fallbacks) = (limited(16 * MIB), stats::get(Counter::BlocksFallback));
     free(pagemill, allocate(pagemill, MIB));
     if stats::get(Counter::BlocksFallback) > fallbacks {
@@ -385,10 +388,10 @@ fn a_refusal_tells_the_numbers_and_ends_with_the_need() {
     assert!(reconciled(pagemill) <= 16 << 20);
 }
 
-/// A limit of zero: every request is refused, none ends the process.
+/// With a limit of zero every request fails, and none ends the process.
 #[test]
 fn a_limit_of_zero_refuses_everything() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     let pagemill = limited(0);
     for size in [1, MIB, 10 * MIB, 1 << 30] {
         let error = pagemill.heap.allocate(size, 1).unwrap_err();
@@ -402,7 +405,7 @@ fn a_limit_of_zero_refuses_everything() {
 /// used once; a second allocation fills the limit; calloc of the slot; without the second the same slot is returned.
 #[test]
 fn a_calloc_at_the_limit_loses_no_slot() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     let pagemill = limited(8 * MIB);
     let slot = allocate(pagemill, 32 * MIB);
     free(pagemill, slot);
@@ -418,11 +421,11 @@ fn a_calloc_at_the_limit_loses_no_slot() {
     assert_eq!(allocate(pagemill, 32 * MIB), slot, "the slot is lost");
 }
 
-/// Shrinking at the limit: it works, or every byte is still there. Two overcommitted slots, touched after both were
-/// granted.
+/// A resize to a smaller size at the limit succeeds, or all bytes are still there. Both allocations were overcommitted
+/// and touched later.
 #[test]
 fn a_refused_shrink_loses_no_byte() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     let pagemill = limited(8 * MIB);
     let addrs = [allocate(pagemill, 8 * MIB), allocate(pagemill, 8 * MIB)];
     addrs.iter().for_each(|addr| fill(*addr, 8 * MIB, 1));
@@ -435,10 +438,10 @@ fn a_refused_shrink_loses_no_byte() {
     assert_eq!(first_other(addrs[0], kept, 1), None, "refused, but bytes are lost");
 }
 
-/// Memory that the program has locked cannot be given back, so it is not treated as zero afterwards.
+/// Locked memory cannot be discarded, so the heap must not treat it as zero afterwards.
 #[test]
-fn locked_memory_is_not_called_zero() {
-    let _alone = alone();
+fn locked_memory_is_not_treated_as_zero() {
+    let _exclusive = exclusive_test();
     for (pagemill, size) in [(on_small_pages(), 256 * KIB), (on_small_pages(), 3 * MIB), (Pagemill::for_test(), MIB)] {
         let addr = filled(pagemill, size, 7);
         // SAFETY: a live allocation.
@@ -459,10 +462,10 @@ fn locked_memory_is_not_called_zero() {
     }
 }
 
-/// Shrunk to one block and grown again by moving pages: what the program writes after that is charged.
+/// An allocation is shrunk to one block, and grown again by moving pages. What the program then writes is charged.
 #[test]
 fn a_moved_allocation_is_charged() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     let pagemill = on_small_pages();
     let addr = filled(pagemill, 16 * MIB, 1);
     let addr = resize(pagemill, addr, MIB);
@@ -473,10 +476,10 @@ fn a_moved_allocation_is_charged() {
     assert_eq!(reconciled(pagemill), 32 << 20);
 }
 
-/// The same with a slot that is purged in several steps: all of it is zero afterwards.
+/// An allocation that was moved is purged in several steps, and is completely zero afterwards.
 #[test]
-fn a_moved_allocation_is_purged_whole() {
-    let _alone = alone();
+fn a_moved_allocation_is_purged_completely() {
+    let _exclusive = exclusive_test();
     let pagemill = on_small_pages();
     let addr = allocate(pagemill, 256 * MIB);
     let addr = resize(pagemill, addr, MIB);
@@ -498,7 +501,7 @@ fn a_moved_allocation_is_purged_whole() {
 /// gone.
 #[test]
 fn the_tail_of_a_slot_is_purged_with_it() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     let pagemill = on_small_pages();
     let addr = allocate(pagemill, 1025 * MIB);
     let usable = pagemill.heap.usable_bytes(addr).unwrap();
@@ -510,11 +513,11 @@ fn the_tail_of_a_slot_is_purged_with_it() {
     assert_eq!(first_other(again + usable - 8, 8, 0), None, "calloc handed out old bytes");
 }
 
-/// A huge page is split to give a part back. When the rest is freed, all of it is given back, including what was never
+/// A huge page is split to purge a part of it. Once the rest is free, all of it is purged, also bytes that were never
 /// allocated.
 #[test]
-fn a_split_block_goes_back_whole() {
-    let _alone = alone();
+fn a_split_block_is_purged_completely() {
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let (first, second) = (filled(pagemill, 512 * KIB, 1), filled(pagemill, 512 * KIB, 2));
     free(pagemill, first);
@@ -526,11 +529,11 @@ fn a_split_block_goes_back_whole() {
     assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A slot that reaches from a whole huge page into a split one is given back in both. Slots of 384 KiB; the sixth
-/// straddles the first two blocks.
+/// A slot that lies partly in a huge page and partly in a split one is purged in both. Slots of 384 KiB are used; the
+/// sixth lies across the first two blocks.
 #[test]
-fn a_slot_across_blocks_goes_back_whole() {
-    let _alone = alone();
+fn a_slot_across_blocks_is_purged_completely() {
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let slots: Vec<usize> = (0..16).map(|_| filled(pagemill, 384 * KIB, 1)).collect();
     // The second block is split: two slots of it are free, the others live.
@@ -547,8 +550,8 @@ fn a_slot_across_blocks_goes_back_whole() {
 /// A block that was once a huge page and is overcommitted later may become resident as a whole with one touch; it is
 /// also given back as a whole.
 #[test]
-fn a_block_that_came_in_by_touch_goes_back_whole() {
-    let _alone = alone();
+fn a_block_populated_by_a_touch_is_purged_completely() {
+    let _exclusive = exclusive_test();
     let layout = Layout { huge_from_bytes: 4 << 20, ..Layout::for_test() };
     let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
     let big = filled(pagemill, 8 * MIB, 1);
@@ -568,7 +571,7 @@ fn a_block_that_came_in_by_touch_goes_back_whole() {
 /// given back, other blocks take the room: nothing is left for the halves.
 #[test]
 fn a_purged_part_is_admitted_again() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     let pagemill = limited(8 * MIB);
     let slots: Vec<usize> = (0..16).map(|_| filled(pagemill, 512 * KIB, 1)).collect();
     slots.iter().step_by(2).for_each(|addr| free(pagemill, *addr));
@@ -593,8 +596,8 @@ fn a_purged_part_is_admitted_again() {
 
 /// A block brought in ahead of need belongs to the span that needs it: an adjacent free big slot is left alone.
 #[test]
-fn blocks_ahead_of_need_are_the_spans_own() {
-    let _alone = alone();
+fn prefaulted_blocks_belong_to_their_span() {
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let carve = |count| {
         for _ in 0..count {
@@ -614,15 +617,15 @@ fn blocks_ahead_of_need_are_the_spans_own() {
 
 /// Runs `act` in a fork child and returns whether it panicked there; its message goes to standard error.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
-    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.before_fork() };
     // SAFETY: the child runs `act` and ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
-        // SAFETY: after `before_fork`.
+        // SAFETY: called after `before_fork`.
         unsafe { pagemill.after_fork() };
-        // SAFETY: a new child, whose one thread this is.
+        // SAFETY: the process is a new child, and this is its only thread.
         unsafe { pagemill.begin_child() };
         let result = catch_unwind(AssertUnwindSafe(act));
         if let Err(panic) = &result {
@@ -633,20 +636,20 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(result.is_err())) };
     }
-    // SAFETY: after `before_fork`.
+    // SAFETY: called after `before_fork`.
     unsafe { pagemill.after_fork() };
     let mut status = 0;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     status != 0
 }
 
 const FORKED_SIZES: [usize; 6] = [64 * KIB, 300 * KIB, 384 * KIB, MIB, 3 * MIB, 40 * MIB];
 
-/// A fork child reads, writes, frees, purges and allocates inherited memory; the parent's bytes stay unchanged.
+/// A fork child uses, frees and purges inherited memory. The parent's bytes stay unchanged.
 #[test]
 fn a_fork_child_leaves_the_parent_alone() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     for pagemill in [Pagemill::for_test(), on_small_pages()] {
         let live: Vec<(usize, usize)> = FORKED_SIZES.map(|size| (filled(pagemill, size, 11), size)).into();
         let idle = filled(pagemill, 300 * KIB, 12);
@@ -686,7 +689,7 @@ fn a_fork_child_leaves_the_parent_alone() {
 /// A fork child's account starts at zero and stays plausible while it gives inherited memory back.
 #[test]
 fn a_fork_child_counts_for_itself() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
         let live = FORKED_SIZES.map(|size| filled(pagemill, size, 11));
         let has_failed = in_child(pagemill, || {
@@ -711,10 +714,10 @@ fn a_fork_child_counts_for_itself() {
 /// in small pages; the parent has rewritten the first page, so that one is not shared.
 #[test]
 fn realloc_beside_a_fork_child_keeps_every_byte() {
-    let _alone = alone();
+    let _exclusive = exclusive_test();
     for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
         let addr = filled(pagemill, 16 * MIB, 1);
-        // SAFETY: `after_fork` follows on both sides, nothing else before it.
+        // SAFETY: `after_fork` follows on both sides, with nothing else before it.
         unsafe { pagemill.before_fork() };
         // SAFETY: the child only waits for its end.
         let pid = unsafe { libc::fork() };
@@ -724,12 +727,12 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
                 unsafe { libc::pause() };
             }
         }
-        // SAFETY: after `before_fork`.
+        // SAFETY: called after `before_fork`.
         unsafe { pagemill.after_fork() };
         fill(addr, 3 * os_page_bytes(), 2);
         let addr = resize(pagemill, addr, 64 * MIB);
         let lost = (first_other(addr, 3 * os_page_bytes(), 2), first_other(addr + 3 * os_page_bytes(), MIB, 1));
-        // SAFETY: our own child.
+        // SAFETY: signals and awaits a child of this test.
         unsafe {
             libc::kill(pid, libc::SIGKILL);
             libc::waitpid(pid, std::ptr::null_mut(), 0);
@@ -743,8 +746,8 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
 
 /// Overcommitted memory exceeds the limit only by touching: measured, it is charged, and the next request is refused.
 #[test]
-fn touched_loans_are_charged() {
-    let _alone = alone();
+fn touched_overcommitted_memory_is_charged() {
+    let _exclusive = exclusive_test();
     let pagemill = limited(16 * MIB);
     let big = allocate(pagemill, 1 << 30);
     assert_eq!(reconciled(pagemill), 0);
@@ -759,11 +762,11 @@ fn touched_loans_are_charged() {
 
 /// A slot that got only the first pages of another (the rest is shared with a fork child) is not treated as zero.
 #[test]
-fn pages_moved_in_part_are_not_called_zero() {
-    let _alone = alone();
+fn partly_moved_pages_are_not_treated_as_zero() {
+    let _exclusive = exclusive_test();
     let pagemill = on_small_pages();
     let donor = filled(pagemill, 4 * MIB, 1);
-    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.before_fork() };
     // SAFETY: the child only waits for its end.
     let pid = unsafe { libc::fork() };
@@ -773,14 +776,14 @@ fn pages_moved_in_part_are_not_called_zero() {
             unsafe { libc::pause() };
         }
     }
-    // SAFETY: after `before_fork`.
+    // SAFETY: called after `before_fork`.
     unsafe { pagemill.after_fork() };
     fill(donor, 3 * os_page_bytes(), 2);
     free(pagemill, donor);
     let found = pagemill.heap.allocate(5 * MIB, 1).unwrap();
     let addr = found.addr.as_ptr() as usize;
     let other = first_other(addr, 5 * MIB, 0);
-    // SAFETY: our own child.
+    // SAFETY: signals and awaits a child of this test.
     unsafe {
         libc::kill(pid, libc::SIGKILL);
         libc::waitpid(pid, std::ptr::null_mut(), 0);

@@ -1,4 +1,5 @@
-//! Stores, policies and callers that break their contract: other files, the process and waiting threads come to no harm.
+//! Tests stores, policies and callers that break their contract: other files, the process and waiting threads are not
+//! harmed.
 
 #[path = "common/stores.rs"]
 mod stores;
@@ -14,39 +15,39 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
-use stores::Broken;
+use stores::BrokenStore;
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
-/// A byte of one file that no other may show.
+/// A byte of one file that reads of another file must never find.
 const SECRET: u8 = 0x5a;
 
 fn settings(limit_bytes: usize) -> Settings {
     Settings { page: PageSize::new(PAGE).unwrap(), ..Settings::new("hostile", limit_bytes as u64) }
 }
 
-fn by_hand(settings: Settings) -> Cache {
+fn cache_without_threads(settings: Settings) -> Cache {
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
     caches.make(settings).unwrap()
 }
 
 #[track_caller]
-fn wait_until(is_so: impl Fn() -> bool) {
-    while !is_so() {
+fn wait_until(condition: impl Fn() -> bool) {
+    while !condition() {
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Says that it is a file of the system and has read everything; it fills nothing.
-struct Empty {
+/// A store that claims to be a system file, and reports reads as successful without filling any bytes.
+struct NoDataStore {
     file: FileStore,
     size_bytes: u64,
     is_asynchronous: bool,
 }
 
-impl Store for Empty {
+impl Store for NoDataStore {
     fn size_bytes(&self) -> io::Result<u64> {
         Ok(self.size_bytes)
     }
@@ -76,19 +77,19 @@ impl Store for Empty {
     }
 }
 
-fn assert_no_secret(file: &Mapping, way: &str) {
+fn assert_no_secret(file: &Mapping, access: &str) {
     let mut bytes = vec![1; 8 * MIB];
     let len = file.read_at(&mut bytes, 0).unwrap();
-    assert!(len == bytes.len() && !bytes.contains(&SECRET), "{way}: bytes of a dropped file");
+    assert!(len == bytes.len() && !bytes.contains(&SECRET), "{access}: bytes of a dropped file");
 }
 
-/// A store that passes for a file of the system and fills nothing shows zeros, not what a dropped file left in the memory:
-/// whichever call brings the pages in, huge or small.
+/// A store that fills nothing is opened in memory that a dropped file left behind. Whichever call brings its pages into
+/// memory, huge or small, its file reads zeros.
 #[test]
-fn a_store_that_fills_nothing_shows_nothing() {
+fn a_store_that_fills_nothing_reads_as_zeros() {
     let folder = tempfile::tempdir().unwrap();
-    type Way = (&'static str, fn(&Cache, &Mapping));
-    let ways: [Way; 5] = [
+    type Access = (&'static str, fn(&Cache, &Mapping));
+    let accesses: [Access; 5] = [
         ("read", |_, _| {}),
         ("read ahead", |_, file| {
             file.advise(Advice::Sequential);
@@ -106,30 +107,30 @@ fn a_store_that_fills_nothing_shows_nothing() {
         }),
     ];
     let policies: [fn() -> Box<dyn Policy>; 2] = [|| Box::new(Never), || Box::new(Always)];
-    for (number, (way, bring)) in ways.into_iter().enumerate() {
+    for (number, (name, access)) in accesses.into_iter().enumerate() {
         for policy in policies {
             for is_asynchronous in [false, true] {
-                let cache = by_hand(Settings { policy: policy(), ..settings(8 * MIB) });
+                let cache = cache_without_threads(Settings { policy: policy(), ..settings(8 * MIB) });
                 let secret = cache.create().unwrap();
                 secret.write_at(&vec![SECRET; 8 * MIB], 0).unwrap();
                 drop(secret);
                 let file = FileStore::create(folder.path().join(format!("{number}"))).unwrap();
-                let store = Arc::new(Empty { file, size_bytes: 8 * MIB as u64, is_asynchronous });
+                let store = Arc::new(NoDataStore { file, size_bytes: 8 * MIB as u64, is_asynchronous });
                 let file = cache.open(store).unwrap();
-                bring(&cache, &file);
-                assert_no_secret(&file, way);
+                access(&cache, &file);
+                assert_no_secret(&file, name);
             }
         }
     }
 }
 
-/// A store that panics in the background: that is counted, other files are written back, and so is its own once a sync of it
-/// has succeeded.
+/// A store panics in background writeback. The panic is counted, and other files are written back. Its own file is
+/// written back again once a sync has succeeded.
 #[test]
-fn a_store_may_panic_in_the_background() {
+fn a_panic_of_a_store_in_the_background_is_counted() {
     let writeback = Writeback { age: Duration::from_millis(1), ..Writeback::default() };
     let cache = Pagemill::for_test().caches.make(Settings { writeback, ..settings(8 * MIB) }).unwrap();
-    let panics = Arc::new(Broken::that_panics(PAGE));
+    let panics = Arc::new(BrokenStore::that_panics(PAGE));
     let good = Arc::new(MemoryStore::new(Vec::new(), PAGE));
     let before = stats::get(Counter::BehindPanics);
     let bad_file = cache.open(panics.clone()).unwrap();
@@ -148,10 +149,10 @@ fn a_store_may_panic_in_the_background() {
     wait_until(|| panics.inner.bytes() == [9; PAGE]);
 }
 
-/// Small folios; panics when it is asked about making them huge, as long as it is told to.
-struct Undecided(Arc<AtomicBool>);
+/// Chooses small folios. Panics when it decides about a collapse while its flag is set.
+struct PanickingPolicy(Arc<AtomicBool>);
 
-impl Policy for Undecided {
+impl Policy for PanickingPolicy {
     fn choose(&self, ask: &Ask) -> Choice {
         match ask.cause {
             Cause::Collapse if self.0.load(SeqCst) => panic!("the test asked for a panic"),
@@ -161,11 +162,11 @@ impl Policy for Undecided {
     }
 }
 
-/// A policy that panics in the background: that is counted, the range stays as it is, and later ones become huge.
+/// A policy panics in the background. The panic is counted, the range stays small, and later ranges are collapsed.
 #[test]
-fn a_policy_may_panic_in_the_background() {
+fn a_panic_of_a_policy_in_the_background_is_counted() {
     let does_panic = Arc::new(AtomicBool::new(true));
-    let policy = Box::new(Undecided(does_panic.clone()));
+    let policy = Box::new(PanickingPolicy(does_panic.clone()));
     let cache = Pagemill::for_test().caches.make(Settings { policy, ..settings(16 * MIB) }).unwrap();
     let before = stats::get(Counter::BehindPanics);
     let first = cache.create().unwrap();
@@ -181,9 +182,9 @@ fn a_policy_may_panic_in_the_background() {
     assert!(bytes.iter().all(|byte| *byte == 3));
 }
 
-/// A completion callback panics on the store's thread: the next transfer is done nevertheless.
+/// A completion callback panics on the store's thread. The next transfer completes nevertheless.
 #[test]
-fn the_end_of_a_transfer_may_panic() {
+fn transfers_continue_after_a_callback_panics() {
     let folder = tempfile::tempdir().unwrap();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     store.write(0, &[7; 512]).unwrap();
@@ -196,12 +197,12 @@ fn the_end_of_a_transfer_may_panic() {
     assert_eq!(ends.recv().unwrap(), (true, 7));
 }
 
-/// A store that never ends what it was given: with a timeout, syncs say so, and succeed once it has ended.
+/// A store does not complete its writes. With a timeout, syncs fail, and succeed once the writes have completed.
 #[test]
-fn a_sync_ends_though_the_store_does_not() {
+fn a_sync_times_out_if_the_store_completes_nothing() {
     let timeout = Some(Duration::from_millis(30));
-    let cache = by_hand(Settings { timeout, policy: Box::new(Never), ..settings(4 * MIB) });
-    let store = Arc::new(Broken::that_keeps(PAGE));
+    let cache = cache_without_threads(Settings { timeout, policy: Box::new(Never), ..settings(4 * MIB) });
+    let store = Arc::new(BrokenStore::that_completes_nothing(PAGE));
     let file = cache.open(store.clone()).unwrap();
     file.write_at(&[8; 3 * PAGE], 0).unwrap();
     let is_busy = |result: pagemill::Result<()>| assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
@@ -210,21 +211,21 @@ fn a_sync_ends_though_the_store_does_not() {
     is_busy(file.sync_range(0, 1));
     is_busy(file.write_back(0, 1));
     is_busy(file.refresh());
-    let kept = store.take_kept();
-    assert!(!kept.is_empty());
-    kept.into_iter().for_each(|transfer| transfer.run(&store.inner));
+    let started = store.take_started();
+    assert!(!started.is_empty());
+    started.into_iter().for_each(|transfer| transfer.run(&store.inner));
     file.sync().unwrap();
     assert_eq!(store.inner.bytes(), [8; 3 * PAGE]);
 }
 
-/// No offset and no length, however large, makes a call panic: it is refused, or ends with the file.
+/// No offset and no length, however large, makes a call panic. The call fails, or ends with the file.
 #[test]
-fn extreme_offsets_and_lengths_are_answered() {
+fn extreme_offsets_and_lengths_do_not_panic() {
     let page = PAGE as u64;
     let extremes =
         [0, 1, page - 1, page, i64::MAX as u64 - page, i64::MAX as u64 - 1, i64::MAX as u64, u64::MAX - page];
     let extremes = extremes.into_iter().chain([u64::MAX - 1, u64::MAX]);
-    let cache = by_hand(Settings { policy: Box::new(Never), ..settings(4 * MIB) });
+    let cache = cache_without_threads(Settings { policy: Box::new(Never), ..settings(4 * MIB) });
     let stored = Arc::new(MemoryStore::new(vec![6; 2 * PAGE], PAGE));
     for file in [cache.create().unwrap(), cache.open(stored).unwrap()] {
         for offset in extremes.clone() {
@@ -244,7 +245,7 @@ fn extreme_offsets_and_lengths_are_answered() {
             }
             if offset > page {
                 assert!(file.write_at(b"x", u64::MAX - 1).is_err() && file.zero_range(offset, u64::MAX).is_err());
-                assert!(file.pin(offset).is_err(), "nothing lies there");
+                assert!(file.pin(offset).is_err(), "the offset lies behind the end");
             }
             let _ = file.truncate(offset);
             file.truncate(2 * page).unwrap();

@@ -1,9 +1,9 @@
-//! Caches in reserved huge pages: taken with the cache, given back with it, complete in between. Skipped where none can
-//! be reserved.
+//! Tests of caches in reserved huge pages: a cache takes its pages when it is created and returns all of them when it
+//! ends. Skipped where no pages can be reserved.
 
 mod common;
 
-use common::{assert_in_child, pagemill, turn};
+use common::{assert_in_child, exclusive_test, pagemill};
 use pagemill::Error;
 use pagemill::mapping::policy::{Always, Ask, Choice};
 use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings, Source};
@@ -24,13 +24,14 @@ fn number(name: &str) -> Result<u64, String> {
     text.trim().parse().map_err(|_| format!("{path} says {text:?}"))
 }
 
-/// Reserved pages that are neither used nor promised.
+/// Returns the number of reserved pages that no mapping uses or has reserved.
 fn free() -> u64 {
-    // Not sampled once: while a mapping ends, more may be promised than was free just before.
+    // The two files are not read atomically: while a mapping ends, more pages may be reserved for mappings than were
+    // free just before.
     number("free_hugepages").unwrap().saturating_sub(number("resv_hugepages").unwrap())
 }
 
-/// The kernel releases a ring's registered memory a moment after the ring is closed.
+/// Waits until `pages` are free. The kernel releases a ring's registered memory a moment after the ring is closed.
 fn assert_becomes_free(pages: u64) {
     let begun = Instant::now();
     while free() != pages && begun.elapsed() < Duration::from_secs(600) {
@@ -39,18 +40,19 @@ fn assert_becomes_free(pages: u64) {
     assert_eq!(free(), pages);
 }
 
-/// Reserved before any of these tests: what a failed test leaves in use counts until the process ends.
+/// Returns the number of reserved pages before these tests. Pages that a failed test still uses count until the process
+/// ends.
 fn first_number() -> Result<u64, String> {
     static FIRST: OnceLock<Result<u64, String>> = OnceLock::new();
     FIRST.get_or_init(|| number("nr_hugepages")).clone()
 }
 
-/// Additional reserved pages, until it is dropped.
-struct More(u64);
+/// Reserves additional huge pages until it is dropped. The field is the number before.
+struct MoreReserved(u64);
 
-impl More {
+impl MoreReserved {
     fn reserve(pages: u64) -> Result<Self, String> {
-        // No thread keeps a cache longer than the test that made it.
+        // Without background threads no cache lives longer than the test that created it.
         pagemill().caches.collapse_by_hand();
         let path = format!("{RESERVED}/nr_hugepages");
         let more = Self(first_number()?);
@@ -63,7 +65,7 @@ impl More {
     }
 }
 
-impl Drop for More {
+impl Drop for MoreReserved {
     fn drop(&mut self) {
         let _ = fs::write(format!("{RESERVED}/nr_hugepages"), self.0.to_string());
     }
@@ -75,7 +77,7 @@ fn settings(blocks: usize, source: Source) -> Settings {
     Settings { page, policy: Box::new(Always), source, ..Settings::new("reserved", (blocks * BLOCK_BYTES) as u64) }
 }
 
-fn make(blocks: usize) -> Cache {
+fn make_cache(blocks: usize) -> Cache {
     pagemill().caches.make(settings(blocks, Source::Hugetlb)).unwrap()
 }
 
@@ -97,13 +99,13 @@ fn own_bytes() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// A cache has its pages from its creation to its end, twice. They are not charged; the whole limit can be used, by
-/// huge and by small folios; and nothing is given back in between. The second cache does not see the first one's
-/// contents.
+/// A cache has its pages from its creation to its end, which is tested twice. The pages are not charged. Huge and small
+/// folios can use the whole limit, and nothing is returned in between. The second cache does not see the contents of
+/// the first one.
 #[test]
 fn caches_take_reserved_pages_and_return_them() {
-    let _turn = turn();
-    let _more = match More::reserve(4) {
+    let _exclusive = exclusive_test();
+    let _more = match MoreReserved::reserve(4) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -111,7 +113,7 @@ fn caches_take_reserved_pages_and_return_them() {
     for seed in 0..2 {
         let charged = || [Counter::Cache, Counter::CacheHuge, Counter::CacheSmall, Counter::CacheFree].map(stats::get);
         let (charged_before, own) = (charged(), own_bytes());
-        let cache = make(3);
+        let cache = make_cache(3);
         assert_eq!((free(), own_bytes()), (before - 4, own));
         assert_eq!(stats::get(Counter::CacheHugetlb), 4 * BLOCK_BYTES as u64);
         let (file, bytes) = (cache.create().unwrap(), pattern(3 * BLOCK_BYTES, seed));
@@ -123,7 +125,7 @@ fn caches_take_reserved_pages_and_return_them() {
         let usage = cache.usage();
         assert_eq!((usage.is_hugetlb, usage.huge, usage.charged), (true, bytes.len() as u64, bytes.len() as u64));
         assert!(matches!(file.write_at(b"x", bytes.len() as u64), Err(Error::NoMemory { .. })));
-        // One of the huge folios is replaced by small ones.
+        // Frees one huge folio and allocates small ones in its place.
         file.truncate(2 * BLOCK_BYTES as u64).unwrap();
         cache.set_huge(false);
         let little = cache.create().unwrap();
@@ -135,21 +137,21 @@ fn caches_take_reserved_pages_and_return_them() {
         check(&file, &bytes[..2 * BLOCK_BYTES]);
         assert_eq!((free(), charged()), (before - 4, charged_before));
         drop(cache);
-        assert_eq!(free(), before - 4, "a file has it still");
+        assert_eq!(free(), before - 4, "a file still uses the cache");
         drop(file);
         assert_eq!((free(), own_bytes(), stats::get(Counter::CacheHugetlb)), (before, own, 0));
     }
 }
 
-/// A huge folio of reserved pages is not split: a file that ends in it keeps all of it.
+/// A huge folio in reserved pages is not split: a file that ends inside it keeps all of it.
 #[test]
 fn reserved_pages_are_not_split() {
-    let _turn = turn();
-    let _more = match More::reserve(3) {
+    let _exclusive = exclusive_test();
+    let _more = match MoreReserved::reserve(3) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
-    let cache = make(2);
+    let cache = make_cache(2);
     let (file, bytes) = (cache.create().unwrap(), pattern(2 * BLOCK_BYTES, 0));
     file.write_at(&bytes, 0).unwrap();
     file.truncate((BLOCK_BYTES + PAGE) as u64).unwrap();
@@ -161,11 +163,11 @@ fn reserved_pages_are_not_split() {
     assert!(end.iter().all(|byte| *byte == 0));
 }
 
-/// Too few pages: an error with the reason, or a cache of ordinary memory. No page leaks.
+/// If too few pages are free, the cache fails with the reason, or uses ordinary memory. No page leaks.
 #[test]
-fn shortage_is_told_at_once() {
-    let _turn = turn();
-    let _more = match More::reserve(2) {
+fn too_few_reserved_pages_are_reported() {
+    let _exclusive = exclusive_test();
+    let _more = match MoreReserved::reserve(2) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
@@ -194,16 +196,16 @@ fn shortage_is_told_at_once() {
     assert!(matches!(pagemill().caches.make(endless), Err(Error::NoAddresses { .. })));
 }
 
-/// A fork child has none of the pages, so that not twice as many are needed. Its calls are refused, and the parent's
-/// continue.
+/// A fork child does not map the pages, so no additional ones are needed. Calls fail in the child and continue in the
+/// parent.
 #[test]
 fn children_have_no_reserved_pages() {
-    let _turn = turn();
-    let _more = match More::reserve(2) {
+    let _exclusive = exclusive_test();
+    let _more = match MoreReserved::reserve(2) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
-    let cache = make(1);
+    let cache = make_cache(1);
     let (file, bytes) = (cache.create().unwrap(), pattern(BLOCK_BYTES, 2));
     file.write_at(&bytes, 0).unwrap();
     let addr = file.pin(0).unwrap().as_ptr() as usize;
@@ -216,7 +218,7 @@ fn children_have_no_reserved_pages() {
     file.write_at(b"more", 0).unwrap();
 }
 
-/// Reads until the memory is registered; false if it cannot be.
+/// Reads until the queue has registered memory. Returns false if registration is not possible here.
 fn register(queue: &mut Queue, file: &Mapping, len: usize) -> bool {
     for _ in 0..4 {
         for offset in (0..len).step_by(BLOCK_BYTES) {
@@ -229,23 +231,26 @@ fn register(queue: &mut Queue, file: &Mapping, len: usize) -> bool {
             return true;
         }
     }
-    assert!(stats::get(Counter::RegionsRefused) + stats::get(Counter::RingsRefused) > 0, "nothing was tried");
+    assert!(
+        stats::get(Counter::RegionsRefused) + stats::get(Counter::RingsRefused) > 0,
+        "no registration was attempted"
+    );
     false
 }
 
-/// Reserved pages that a ring has registered: they are not wanted back, a child has none of them after that either, and
-/// they are returned when the queue, their last user, is dropped.
+/// A ring has registered reserved pages: reclaim does not request them, a fork child does not map them, and they are
+/// returned when the queue, their last user, is dropped.
 #[test]
-fn registered_reserved_pages_return() {
-    let _turn = turn();
-    let _more = match More::reserve(4) {
+fn registered_reserved_pages_are_returned() {
+    let _exclusive = exclusive_test();
+    let _more = match MoreReserved::reserve(4) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
     let (before, folder) = (free(), tempfile::tempdir().unwrap());
     let (path, bytes) = (folder.path().join("file"), pattern(8 * BLOCK_BYTES, 3));
     fs::write(&path, &bytes).unwrap();
-    let cache = make(3);
+    let cache = make_cache(3);
     let file = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
     let mut queue = cache.queue(2).unwrap();
     let is_registered = register(&mut queue, &file, bytes.len());
@@ -259,7 +264,7 @@ fn registered_reserved_pages_return() {
     let mut queue = cache.queue(2).unwrap();
     register(&mut queue, &file, bytes.len());
     drop((file, cache));
-    assert_eq!(free(), before - 4, "the queue has it still");
+    assert_eq!(free(), before - 4, "the queue still has the pages registered");
     drop(queue);
     assert_becomes_free(before);
     if !is_registered {
@@ -267,26 +272,26 @@ fn registered_reserved_pages_return() {
     }
 }
 
-/// Huge where a range of a file begins at an even block.
-struct EveryOther;
+/// A policy that chooses huge folios for every other range of a file.
+struct EveryOtherHuge;
 
-impl Policy for EveryOther {
+impl Policy for EveryOtherHuge {
     fn choose(&self, ask: &Ask) -> Choice {
         if (ask.offset / BLOCK_BYTES as u64).is_multiple_of(2) { Choice::Huge } else { Choice::Small }
     }
 }
 
-/// There is no memory beyond the limit except one block. Readers and writers of files four times as long find room
-/// nevertheless, in huge and in small folios. Threads with a file each compare all that they read with what they wrote.
+/// The cache has one block more than its limit. Two threads write and read files twice as long, in huge and in small
+/// folios, find room, and read what they wrote.
 #[test]
-fn threads_find_room_in_what_is_reserved() {
-    let _turn = turn();
-    let _more = match More::reserve(5) {
+fn threads_find_room_in_reserved_pages() {
+    let _exclusive = exclusive_test();
+    let _more = match MoreReserved::reserve(5) {
         Ok(more) => more,
         Err(reason) => return println!("skipped: {reason}"),
     };
     let before = free();
-    let settings = Settings { policy: Box::new(EveryOther), ..settings(4, Source::Hugetlb) };
+    let settings = Settings { policy: Box::new(EveryOtherHuge), ..settings(4, Source::Hugetlb) };
     let cache = pagemill().caches.make(settings).unwrap();
     std::thread::scope(|scope| {
         for seed in 0..2 {

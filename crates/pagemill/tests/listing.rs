@@ -1,9 +1,9 @@
-//! Lists as a process writes them, byte by byte, and while the listed objects change.
+//! Tests of the lists that a process writes: their layout in bytes, and their contents while the listed objects change.
 #![allow(unsafe_code)] // maps memory and marks it
 
 mod common;
 
-use common::{pagemill, turn};
+use common::{exclusive_test, pagemill};
 use pagemill::Error;
 use pagemill::listing::MOST_RECORDS;
 use pagemill::units::os_page_bytes;
@@ -14,7 +14,7 @@ use pagemill_sys::file::Blank;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// Writes a list into a new file and returns that.
+/// Writes a list of volatile ranges into a new file, and returns the file's bytes.
 fn written() -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("list");
@@ -38,10 +38,10 @@ fn handles() -> Vec<Listed> {
     found
 }
 
-/// The layout that ARCHITECTURE.md documents: a head, then a record per range.
+/// A list has the layout that ARCHITECTURE.md documents: a head, then a record for each range.
 #[test]
-fn the_layout_is_kept() {
-    let _turn = turn();
+fn a_list_has_the_documented_layout() {
+    let _exclusive = exclusive_test();
     let range = pagemill().ranges.allocate(3 << 20, Behaviour::Full).unwrap();
     range.mark().unwrap();
     let bytes = written();
@@ -51,10 +51,10 @@ fn the_layout_is_kept() {
     assert_eq!(bytes[60..], [0, 1, 0, 0], "a handle, volatile, goes as a whole");
 }
 
-/// A strict mark is distinguished from a plain one, if there are any.
+/// The list distinguishes strict marks from plain ones, if strict marks are supported.
 #[test]
-fn strict_marks_are_listed_as_such() {
-    let _turn = turn();
+fn strict_marks_are_listed_as_strict() {
+    let _exclusive = exclusive_test();
     let range = pagemill().ranges.allocate(4 << 20, Behaviour::Full).unwrap();
     let half = range.len_bytes() / 2;
     // SAFETY: the bytes of a held range without references to them; unmarked before it is dropped.
@@ -77,10 +77,10 @@ fn strict_marks_are_listed_as_such() {
     }
 }
 
-/// More marks than a list has room for: the file is bounded, and reports how many are missing.
+/// There are more marks than a list can hold: the file is limited, and reports how many marks are missing.
 #[test]
-fn a_list_has_a_bound() {
-    let _turn = turn();
+fn the_length_of_a_list_is_limited() {
+    let _exclusive = exclusive_test();
     let (page, more) = (os_page_bytes(), 10);
     let count = MOST_RECORDS as usize + more;
     let len = 2 * count * page;
@@ -103,11 +103,11 @@ fn a_list_has_a_bound() {
     unsafe { libc::munmap(area, len) };
 }
 
-/// Handles are allocated, marked, pinned and dropped while they are listed: those that stay are listed once each time,
-/// and nothing is listed that never existed.
+/// Ranges are allocated, marked, pinned and dropped while they are listed. Each list has every range that stays exactly
+/// once, and no range that never existed.
 #[test]
 fn handles_are_listed_while_they_change() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let make = |len: usize| pagemill().ranges.allocate(len, Behaviour::Full).unwrap();
     let kept: Vec<Range> = (0..50).map(|_| make(64 << 10)).collect();
     kept[0].mark().unwrap();

@@ -1,4 +1,4 @@
-//! Files in a cache, against a model of plain bytes; bad input; limits; returned memory.
+//! Tests of files in a cache: a comparison with a vector of bytes, invalid input, limits, and the return of memory.
 
 mod common;
 
@@ -21,15 +21,15 @@ fn settings(page_bytes: usize, limit_bytes: usize) -> Settings {
     Settings { page: PageSize::new(page_bytes).unwrap(), ..Settings::new("test", limit_bytes as u64) }
 }
 
-/// Nothing runs in the background: figures are those of the test, however long it took.
-fn by_hand() -> &'static Pagemill {
+/// Returns a Pagemill without background threads, so that counters depend on the test only.
+fn pagemill_without_threads() -> &'static Pagemill {
     let pagemill = Pagemill::for_test();
     pagemill.caches.collapse_by_hand();
     pagemill
 }
 
 fn cache(page_bytes: usize, limit_bytes: usize) -> Cache {
-    by_hand().caches.make(settings(page_bytes, limit_bytes)).unwrap()
+    pagemill_without_threads().caches.make(settings(page_bytes, limit_bytes)).unwrap()
 }
 
 fn read(file: &Mapping, offset: usize, len: usize) -> Vec<u8> {
@@ -39,36 +39,36 @@ fn read(file: &Mapping, offset: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A file behaves like a vector of bytes.
+/// An operation on a file and on a vector of bytes, which must have the same result.
 #[derive(Clone, Debug)]
 enum Step {
-    Write { at: Place, len: Length, byte: u8 },
-    Read { at: Place, len: Length },
-    Truncate(Place),
-    Punch { at: Place, len: Length },
-    Zero { at: Place, len: Length },
-    Split(Place),
-    Collapse(Place),
+    Write { at: Offset, len: Length, byte: u8 },
+    Read { at: Offset, len: Length },
+    Truncate(Offset),
+    Punch { at: Offset, len: Length },
+    Zero { at: Offset, len: Length },
+    Split(Offset),
+    Collapse(Offset),
     SplitSparse,
-    Hold { at: Place, byte: u8 },
-    Pin { at: Place, byte: u8 },
+    Hold { at: Offset, byte: u8 },
+    Pin { at: Offset, byte: u8 },
 }
 
 /// Offsets near borders of pages and blocks, mostly.
 #[derive(Clone, Debug)]
-struct Place(Index, i8);
+struct Offset(Index, i8);
 
 #[derive(Clone, Debug)]
 struct Length(Index, u8);
 
 /// Maximum size of files in the model.
-const MOST: usize = 11 * MIB;
+const MOST_BYTES: usize = 11 * MIB;
 
-impl Place {
+impl Offset {
     fn bytes(&self, page: usize) -> usize {
         let unit = if self.1 & 1 == 0 { page } else { BLOCK_BYTES.max(page) };
-        let at = self.0.index(MOST / unit + 1) * unit;
-        at.saturating_add_signed(isize::from(self.1) / 2).min(MOST)
+        let at = self.0.index(MOST_BYTES / unit + 1) * unit;
+        at.saturating_add_signed(isize::from(self.1) / 2).min(MOST_BYTES)
     }
 }
 
@@ -83,30 +83,30 @@ impl Length {
     }
 }
 
-fn place() -> impl Strategy<Value = Place> {
-    (any::<Index>(), prop_oneof![Just(0), Just(1), any::<i8>()]).prop_map(|(index, by)| Place(index, by))
+fn random_offset() -> impl Strategy<Value = Offset> {
+    (any::<Index>(), prop_oneof![Just(0), Just(1), any::<i8>()]).prop_map(|(index, by)| Offset(index, by))
 }
 
-fn length() -> impl Strategy<Value = Length> {
+fn random_length() -> impl Strategy<Value = Length> {
     (any::<Index>(), any::<u8>()).prop_map(|(index, kind)| Length(index, kind))
 }
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        5 => (place(), length(), 1..=255u8).prop_map(|(at, len, byte)| Step::Write { at, len, byte }),
-        4 => (place(), length()).prop_map(|(at, len)| Step::Read { at, len }),
-        1 => place().prop_map(Step::Truncate),
-        2 => (place(), length()).prop_map(|(at, len)| Step::Punch { at, len }),
-        1 => (place(), length()).prop_map(|(at, len)| Step::Zero { at, len }),
-        2 => place().prop_map(Step::Split),
-        2 => place().prop_map(Step::Collapse),
+        5 => (random_offset(), random_length(), 1..=255u8).prop_map(|(at, len, byte)| Step::Write { at, len, byte }),
+        4 => (random_offset(), random_length()).prop_map(|(at, len)| Step::Read { at, len }),
+        1 => random_offset().prop_map(Step::Truncate),
+        2 => (random_offset(), random_length()).prop_map(|(at, len)| Step::Punch { at, len }),
+        1 => (random_offset(), random_length()).prop_map(|(at, len)| Step::Zero { at, len }),
+        2 => random_offset().prop_map(Step::Split),
+        2 => random_offset().prop_map(Step::Collapse),
         1 => Just(Step::SplitSparse),
-        1 => (place(), 1..=255u8).prop_map(|(at, byte)| Step::Hold { at, byte }),
-        1 => (place(), 1..=255u8).prop_map(|(at, byte)| Step::Pin { at, byte }),
+        1 => (random_offset(), 1..=255u8).prop_map(|(at, byte)| Step::Hold { at, byte }),
+        1 => (random_offset(), 1..=255u8).prop_map(|(at, byte)| Step::Pin { at, byte }),
     ]
 }
 
-/// Applies one step to both, and compares the results.
+/// Applies one step to the file and to the model, and compares the results.
 fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
     match step {
         Step::Write { at, len, byte } => {
@@ -196,8 +196,8 @@ fn seeks_agree(file: &Mapping, model: &[u8]) {
     }
 }
 
-fn behaves(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
-    let pagemill = by_hand();
+fn assert_same_as_bytes(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
+    let pagemill = pagemill_without_threads();
     let cache = pagemill.caches.make(choose(settings(page, 64 * MIB))).unwrap();
     let file = cache.create().unwrap();
     let mut model = Vec::new();
@@ -205,7 +205,7 @@ fn behaves(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
         apply(&file, &mut model, page, step);
     }
     cache.collapse_waiting(usize::MAX);
-    // Recently written folios are examined in the second pass.
+    // Recently written folios are checked in the second round.
     (0..2).for_each(|_| _ = cache.split_sparse_waiting(usize::MAX));
     assert!(read(&file, 0, model.len() + 1) == model);
     seeks_agree(&file, &model);
@@ -221,34 +221,35 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn files_of_small_pages_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
-        behaves(4 * KIB, |settings| settings, &steps);
+        assert_same_as_bytes(4 * KIB, |settings| settings, &steps);
     }
 
     #[test]
     fn files_in_huge_folios_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
-        behaves(4 * KIB, |settings| Settings { policy: Box::new(Always), ..settings }, &steps);
+        assert_same_as_bytes(4 * KIB, |settings| Settings { policy: Box::new(Always), ..settings }, &steps);
     }
 
     #[test]
     fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
-        behaves(64 * KIB, |settings| Settings { policy: Box::new(Always), may_split: false, ..settings }, &steps);
+        let choose = |settings| Settings { policy: Box::new(Always), may_split: false, ..settings };
+        assert_same_as_bytes(64 * KIB, choose, &steps);
     }
 
     #[test]
     fn files_of_pages_of_a_block_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
-        behaves(BLOCK_BYTES, |settings| settings, &steps);
+        assert_same_as_bytes(BLOCK_BYTES, |settings| settings, &steps);
     }
 
     #[test]
     fn files_of_pages_of_four_blocks_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
-        behaves(4 * BLOCK_BYTES, |settings| Settings { policy: Box::new(Never), ..settings }, &steps);
+        assert_same_as_bytes(4 * BLOCK_BYTES, |settings| Settings { policy: Box::new(Never), ..settings }, &steps);
     }
 }
 
-/// Impossible requests are refused, with numbers, and change nothing.
+/// Invalid requests fail with the numbers, and change nothing.
 #[test]
-fn bad_input_is_refused() {
+fn invalid_requests_fail() {
     let file = cache(4 * KIB, 4 * MIB).create().unwrap();
     assert_eq!(file.write_at(b"abc", 1).unwrap(), 3);
     let most = i64::MAX as u64;
@@ -267,7 +268,7 @@ fn bad_input_is_refused() {
     assert!(matches!(file.pin(4), Err(Error::PastEnd { offset: 4, size_bytes: 4 })));
     assert!(matches!(file.seek_data(4), Err(Error::PastEnd { .. })));
     assert_eq!((file.size_bytes(), read(&file, 0, 10)), (4, b"\0abc".to_vec()));
-    let pagemill = by_hand();
+    let pagemill = pagemill_without_threads();
     assert!(matches!(pagemill.caches.make(settings(MIB, MIB - 1)), Err(Error::BadLength { .. })), "less than a page");
     assert!(matches!(pagemill.caches.make(settings(4 * KIB, 1 << 60)), Err(Error::NoAddresses { .. })));
     let layout = Layout { pool_bytes: 4 * MIB, ..Layout::for_test() };
@@ -276,8 +277,8 @@ fn bad_input_is_refused() {
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
-/// Over the limit a write is as long as it reports, then an error reports how much. Existing data stays, and freed room
-/// is used.
+/// At the limit a write is short, and the next one fails with the numbers. Existing data stays, and freed pages can be
+/// used.
 #[test]
 fn writes_end_at_the_limit() {
     let cache = cache(4 * KIB, 40 * KIB);
@@ -294,10 +295,10 @@ fn writes_end_at_the_limit() {
     assert_eq!(file.write_at(&bytes, 50 * KIB as u64).unwrap(), 6 * KIB, "two pages, the first from its middle on");
 }
 
-/// Without a free block small pages are used, and that is counted; no error is visible.
+/// Without room for a huge folio small pages are used, which a counter reports. The write succeeds.
 #[test]
-fn huge_folios_fall_back() {
-    let pagemill = by_hand();
+fn huge_folios_fall_back_to_small_ones() {
+    let pagemill = pagemill_without_threads();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 3 * MIB) }).unwrap();
     let file = cache.create().unwrap();
     let counted = || [Counter::HugeAllocated, Counter::HugeFallback].map(stats::get);
@@ -315,8 +316,8 @@ fn huge_folios_fall_back() {
 
 /// Unused parts of huge folios are freed before a write is refused.
 #[test]
-fn empty_parts_of_huge_folios_make_room() {
-    let pagemill = by_hand();
+fn unused_pages_of_huge_folios_make_room() {
+    let pagemill = pagemill_without_threads();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 4 * MIB) }).unwrap();
     let (sparse, other) = (cache.create().unwrap(), cache.create().unwrap());
     for span in 0..2 {
@@ -328,10 +329,10 @@ fn empty_parts_of_huge_folios_make_room() {
     assert!(read(&other, 0, MIB) == vec![1; MIB]);
 }
 
-/// Free blocks go back to the system on request, and are taken again.
+/// Free blocks are returned to the system on request, and can be used again.
 #[test]
-fn free_blocks_go_back() {
-    let pagemill = by_hand();
+fn free_blocks_are_returned() {
+    let pagemill = pagemill_without_threads();
     let cache = pagemill.caches.make(settings(4 * KIB, 64 * MIB)).unwrap();
     let file = cache.create().unwrap();
     for byte in 1..3 {
@@ -347,7 +348,7 @@ fn free_blocks_go_back() {
     assert_eq!(read(&file, 0, 9), b"again");
 }
 
-/// The process limit also frees the unused parts of huge folios: sixteen with a page each fit into one block.
+/// At the limit of the process unused pages of huge folios are freed, so that many sparse huge folios fit.
 #[test]
 fn a_limit_of_the_process_splits_sparse_huge_folios() {
     let pagemill = Pagemill::new(Layout::for_test(), 64 * MIB as u64).unwrap();
@@ -364,8 +365,8 @@ fn a_limit_of_the_process_splits_sparse_huge_folios() {
 
 /// The last possible pages of a file are freed like all others.
 #[test]
-fn the_last_pages_of_all_go() {
-    let pagemill = by_hand();
+fn the_last_possible_pages_are_freed() {
+    let pagemill = pagemill_without_threads();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
     let file = cache.create().unwrap();
     let most = ((1_u64 << 40) - 1) * 4096;
@@ -389,9 +390,9 @@ fn holes_need_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Writing through a pin whose page left the file reports that.
+/// A write through a pin fails if the page was removed from the file.
 #[test]
-fn writes_to_a_page_that_left_are_refused() {
+fn writes_to_a_removed_page_fail() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
     file.write_at(&[1; 8192], 0).unwrap();
     let pin = file.pin(0).unwrap();
@@ -411,10 +412,10 @@ fn large_limits_cost_nothing() {
     assert_eq!(cache.charged_bytes(), 64 * KIB as u64);
 }
 
-/// A file is dropped while one of its pages is pinned: the pin's bytes stay, and the memory is freed with the pin.
+/// A page is truncated while it is pinned: the pin's bytes stay, and the memory is freed with the pin.
 #[test]
-fn pins_outlive_truncation() {
-    let pagemill = by_hand();
+fn pinned_bytes_survive_truncation() {
+    let pagemill = pagemill_without_threads();
     for policy in [true, false] {
         let policy: Box<dyn pagemill::mapping::Policy> = if policy { Box::new(Always) } else { Box::new(Never) };
         let cache = pagemill.caches.make(Settings { policy, ..settings(4 * KIB, 8 * MIB) }).unwrap();
@@ -440,9 +441,10 @@ fn pins_outlive_truncation() {
     }
 }
 
-/// An exclusive hold of a folio excludes all others. A truncation inside it is refused, one of the whole folio is not.
+/// While a folio is held, other accesses fail after a while, and so does a truncation inside it. A truncation of the
+/// whole folio succeeds.
 #[test]
-fn held_folios_are_left_alone() {
+fn held_folios_are_exclusive() {
     let cache = cache(4 * KIB, 8 * MIB);
     let file = cache.create().unwrap();
     file.write_at(&[1; 8192], 0).unwrap();
@@ -464,7 +466,7 @@ fn held_folios_are_left_alone() {
 /// A range has one pin per folio, from its first byte on.
 #[test]
 fn ranges_are_pinned_folio_by_folio() {
-    let pagemill = by_hand();
+    let pagemill = pagemill_without_threads();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
     let file = cache.create().unwrap();
     file.write_at(&vec![1; 5 * MIB], 0).unwrap();
@@ -491,10 +493,10 @@ fn vectored_calls_are_as_plain_ones() {
     assert_eq!((first[49], first[50], second[2949], second[2950]), (1, 2, 2, 9));
 }
 
-/// Small folios written in order become huge behind the writer, with the same bytes.
+/// Small folios that were written in order are collapsed, and keep their bytes.
 #[test]
 fn dense_ranges_become_huge() {
-    let pagemill = by_hand();
+    let pagemill = pagemill_without_threads();
     let cache = pagemill.caches.make(settings(4 * KIB, 64 * MIB)).unwrap();
     let file = cache.create().unwrap();
     for page in 0..1024_u64 {
@@ -519,11 +521,11 @@ fn has_a_cache_of_its_own() -> bool {
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
 }
 
-/// Collapsing takes no room from a writer at the limit: each page of a file as long as the limit is written once,
-/// concurrently.
+/// A collapse takes no room from a writer: each page of a file as long as the limit is written, with collapses in
+/// between.
 #[test]
 fn collapsing_leaves_room_for_writers() {
-    let pagemill = by_hand();
+    let pagemill = pagemill_without_threads();
     let cache = pagemill.caches.make(settings(4 * KIB, 8 * MIB)).unwrap();
     let file = cache.create().unwrap();
     let pages = (8 * MIB / (4 * KIB)) as u64;
@@ -543,9 +545,9 @@ fn collapsing_leaves_room_for_writers() {
     assert_eq!((cache.usage().free, cache.charged_bytes()), (0, 0));
 }
 
-/// A fork child gets an error, and may create its own.
+/// A fork child gets errors for its parent's cache, and can create its own.
 #[test]
-fn a_fork_child_is_refused() {
+fn calls_of_a_fork_child_fail() {
     let cache = common::pagemill().caches.make(settings(4 * KIB, 8 * MIB)).unwrap();
     let file = cache.create().unwrap();
     file.write_at(b"parent", 0).unwrap();

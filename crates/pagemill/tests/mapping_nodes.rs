@@ -1,4 +1,4 @@
-//! The index of a page cache gives its memory back when files become sparse, concurrently with readers and writers.
+//! Tests that the index of a page cache returns memory when files become sparse, also during reads and writes.
 #![allow(unsafe_code)] // fork
 
 use pagemill::Pagemill;
@@ -12,17 +12,17 @@ use std::time::Duration;
 
 const PAGE: usize = PageSize::MIN_BYTES;
 
-/// Pages per node of the lowest level.
+/// Number of pages in an index node of the lowest level.
 const SPAN: u64 = 64;
 
-/// Bytes written of a page.
+/// Number of bytes that are written to a page.
 const SAMPLE: usize = 16;
 
-/// Tests run one at a time: memory is freed when the readers of all tests are gone, one of these forks, and figures are
-/// the process's.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+/// Lets one test at a time run: memory is freed once the readers of all tests have finished, one test forks, and
+/// counters belong to the process.
+fn exclusive_test() -> MutexGuard<'static, ()> {
+    static RUNNING_TEST: Mutex<()> = Mutex::new(());
+    RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn cache(pagemill: &Pagemill) -> Cache {
@@ -47,14 +47,14 @@ fn punch(file: &Mapping, at: u64) {
     assert_eq!(file.punch_hole(offset(at), PAGE as u64).unwrap(), PAGE as u64);
 }
 
-/// Existing pages are there, others are not.
+/// Asserts that a page has its bytes, or reads zero if it does not exist.
 fn assert_has(file: &Mapping, at: u64, is_there: bool) {
     let mut bytes = [0xEE; SAMPLE];
     assert_eq!(file.read_at(&mut bytes, offset(at)).unwrap(), SAMPLE, "{at}");
     assert_eq!(bytes, if is_there { sample(at) } else { [0; SAMPLE] }, "{at}");
 }
 
-/// A file with a page in each of `pages` nodes, of which one of six stays.
+/// Creates a file with a page in each of `pages` nodes, then removes five of six pages.
 fn sparse_file(cache: &Cache, pages: u64) -> Mapping {
     let file = cache.create().unwrap();
     (0..pages).for_each(|at| write(&file, at));
@@ -67,7 +67,7 @@ fn info(pagemill: &Pagemill) -> SlabInfo {
     pagemill.slabs.nodes().unwrap().info().unwrap()
 }
 
-/// Shrinks, including what readers kept for a while.
+/// Shrinks the slab cache of nodes until memory that readers delayed is freed, too.
 fn shrink(pagemill: &Pagemill) -> NodeInfo {
     let is_packed = |info: &NodeInfo| info.partial <= 1;
     for _ in 0..20 {
@@ -79,12 +79,12 @@ fn shrink(pagemill: &Pagemill) -> NodeInfo {
     info(pagemill).total
 }
 
-/// One page of six stays, one per node: all bytes are right, before and after, and five of six slabs of nodes are
-/// freed. They are in the figures of the index, which add up.
+/// Five of six index nodes become empty: after a shrink five of six slabs are free, all bytes are right, and the
+/// counters of the index add up.
 #[test]
 fn the_index_of_a_sparse_file_is_packed() {
     const PAGES: u64 = 6000;
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let cache = cache(pagemill);
     let file = sparse_file(&cache, PAGES);
@@ -105,7 +105,7 @@ fn the_index_of_a_sparse_file_is_packed() {
     assert_eq!(shrink(pagemill), NodeInfo::default());
 }
 
-/// Stops the other threads, also when this one has failed.
+/// Stops the other threads on drop, so also if this thread has failed.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -114,12 +114,13 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Threads read, write and punch holes, make files and drop them, while another defragments the index constantly.
+/// Threads read, write and punch holes, and create and drop files, while another thread defragments the index
+/// continually.
 #[test]
 fn threads_use_files_while_their_index_is_packed() {
     const PAGES: u64 = 300;
     const ROUNDS: usize = 12;
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let (cache, is_done) = (cache(pagemill), AtomicBool::new(false));
     let file = sparse_file(&cache, PAGES);
@@ -137,7 +138,7 @@ fn threads_use_files_while_their_index_is_packed() {
         let users: Vec<_> = (0..2)
             .map(|user| {
                 scope.spawn(move || {
-                    // At least this many, and more until the defragmenting thread has had its turn.
+                    // Runs at least `ROUNDS` rounds, and more until a node was moved.
                     let nothing_moved = || info(pagemill).moved == 0 && !is_done.load(Relaxed);
                     for round in (0..).take_while(|round| *round < ROUNDS || nothing_moved()) {
                         let own = sparse_file(cache, PAGES / 4);
@@ -163,11 +164,11 @@ fn threads_use_files_while_their_index_is_packed() {
     (0..PAGES).step_by(6).for_each(|at| assert_has(&file, at, true));
 }
 
-/// A fork child has its own index, drops its parent's files without effect, and defragments its own: it waits for no
-/// thread of its parent that was reading.
+/// A fork child creates files with an index of its own, drops its parent's files without effect, and defragments its
+/// index. It does not wait for a thread of its parent that was reading.
 #[test]
 fn a_fork_child_has_nodes_of_its_own() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let pagemill = Pagemill::for_test();
     let file = sparse_file(&cache(pagemill), 1200);
     let before = info(pagemill).total;
@@ -181,15 +182,15 @@ fn a_fork_child_has_nodes_of_its_own() {
         }
     });
     is_reading.wait();
-    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.before_fork() };
     // SAFETY: the child ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
-    // SAFETY: after `before_fork`.
+    // SAFETY: called after `before_fork`.
     unsafe { pagemill.after_fork() };
     if pid == 0 {
-        // SAFETY: a new child, whose one thread this is.
+        // SAFETY: the process is a new child, and this is its only thread.
         unsafe { pagemill.begin_child() };
         let act = || {
             let own = sparse_file(&cache(pagemill), 1200);
@@ -203,7 +204,7 @@ fn a_fork_child_has_nodes_of_its_own() {
         unsafe { libc::_exit(i32::from(!is_done)) };
     }
     let mut status = -1;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     is_done.wait();
     reader.join().unwrap();

@@ -1,4 +1,5 @@
-//! Huge folios that hold little data are split in the background after a while without writes; others stay.
+//! Tests that sparse huge folios are split in the background if they are not written for a while, and other folios are
+//! not.
 
 mod common;
 
@@ -21,14 +22,15 @@ fn settings() -> Settings {
     Settings { page, policy: Box::new(Always), ..Settings::new("thin", 64 << 20) }
 }
 
-/// A cache whose background work is done by the test, huge wherever possible.
+/// Creates a cache that uses huge folios wherever possible, and whose background work the test does by calls.
 fn cache() -> Cache {
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
     caches.make(settings()).unwrap()
 }
 
-/// A file with a huge folio for each item of `full_pages`: so many pages from its start hold data.
+/// Creates a file with one huge folio for each item of `full_pages`, which is the number of pages at its start with
+/// data.
 fn file(cache: &Cache, full_pages: &[usize]) -> Mapping {
     let file = cache.create().unwrap();
     for (span, pages) in full_pages.iter().enumerate() {
@@ -38,7 +40,7 @@ fn file(cache: &Cache, full_pages: &[usize]) -> Mapping {
     file
 }
 
-fn assert_holds(file: &Mapping, full_pages: &[usize]) {
+fn assert_contents(file: &Mapping, full_pages: &[usize]) {
     let mut bytes = vec![0xEE; BLOCK_BYTES];
     for (span, pages) in full_pages.iter().enumerate() {
         let len = file.read_at(&mut bytes, span as u64 * BLOCK).unwrap();
@@ -47,11 +49,12 @@ fn assert_holds(file: &Mapping, full_pages: &[usize]) {
     }
 }
 
-/// Sparse folios shrink, dense ones stay; in the second pass, not before. After that nothing is examined any more.
+/// Sparse folios are split and dense ones are not, in the second round over the chunks. Later rounds check nothing
+/// again.
 #[test]
 fn sparse_folios_are_split_and_dense_ones_stay() {
     let cache = cache();
-    // A quarter is worth a split, less is not.
+    // A folio is split if at least a quarter of it is zero.
     let full = [1, PAGES / 2, PAGES - PAGES / 4, PAGES - PAGES / 4 + 1, PAGES];
     let file = file(&cache, &full);
     let split = stats::get(Counter::HugeSplitBehind);
@@ -62,12 +65,12 @@ fn sparse_folios_are_split_and_dense_ones_stay() {
     let usage = cache.usage();
     assert_eq!((usage.huge, usage.charged), (2 * BLOCK, 5 * BLOCK - (freed * PAGE) as u64), "{usage:?}");
     assert_eq!((cache.split_sparse_waiting(usize::MAX), cache.split_sparse_waiting(usize::MAX)), (0, 0));
-    assert_holds(&file, &full);
+    assert_contents(&file, &full);
 }
 
-/// Steps are bounded: at most one sparse folio each, and none is left out.
+/// A step checks no more folios than requested, and successive steps check each folio once.
 #[test]
-fn a_step_is_as_long_as_it_says() {
+fn a_step_checks_the_requested_number_of_folios() {
     let cache = cache();
     let full = [1, 2, PAGES, 3];
     let file = file(&cache, &full);
@@ -75,12 +78,13 @@ fn a_step_is_as_long_as_it_says() {
     let freed: Vec<u64> = (0..5).map(|_| cache.split_sparse_waiting(1) / PAGE as u64).collect();
     let each = |pages: usize| (PAGES - pages) as u64;
     assert_eq!(freed, [each(1), each(2), 0, each(3), 0]);
-    assert_holds(&file, &full);
+    assert_contents(&file, &full);
 }
 
-/// A folio written to between two passes stays, however sparse, and is split once it is left alone. So is a pinned one.
+/// A folio that is written between two rounds is not split, however sparse, until it is not written any more. Neither
+/// is a pinned folio.
 #[test]
-fn folios_in_use_stay() {
+fn folios_in_use_are_not_split() {
     let cache = cache();
     let file = file(&cache, &[1, 1]);
     let pin = file.pin(BLOCK).unwrap();
@@ -90,16 +94,16 @@ fn folios_in_use_stay() {
     }
     assert_eq!((cache.usage().huge, cache.usage().locked), (BLOCK, BLOCK));
     let freed = BLOCK - PAGE as u64;
-    assert_eq!(cache.split_sparse_waiting(usize::MAX), freed, "left alone");
+    assert_eq!(cache.split_sparse_waiting(usize::MAX), freed, "the folio was not written since");
     pin.write_at(&[2; 8], 0).unwrap();
     drop(pin);
     assert_eq!([(); 2].map(|()| cache.split_sparse_waiting(usize::MAX)), [0, freed]);
-    assert_holds(&file, &[1, 1]);
+    assert_contents(&file, &[1, 1]);
 }
 
-/// Punching and zeroing make folios sparse that were known to be dense.
+/// Folios that were found dense are checked again after they were zeroed or truncated.
 #[test]
-fn what_is_zeroed_is_looked_at_again() {
+fn zeroed_folios_are_checked_again() {
     let cache = cache();
     let file = file(&cache, &[PAGES, PAGES]);
     assert_eq!([(); 3].map(|()| cache.split_sparse_waiting(usize::MAX)), [0; 3]);
@@ -107,46 +111,46 @@ fn what_is_zeroed_is_looked_at_again() {
     let pin = file.pin(BLOCK).unwrap();
     file.truncate(BLOCK + PAGE as u64).unwrap();
     drop(pin);
-    assert_eq!(cache.usage().huge, 2 * BLOCK, "a pinned one is zeroed");
+    assert_eq!(cache.usage().huge, 2 * BLOCK, "a pinned folio is zeroed, not split");
     let freed = BLOCK - PAGE as u64;
     assert_eq!([(); 3].map(|()| cache.split_sparse_waiting(usize::MAX)), [0, 2 * freed, 0]);
-    assert_holds(&file, &[1, 1]);
+    assert_contents(&file, &[1, 1]);
 }
 
-/// The policy wants huge folios wherever one fits, and gets none at split places: neither by reading holes there, nor
-/// by rewriting existing data. Zeros are not allocated again only to be freed again.
+/// The policy chooses huge folios wherever one fits. But no huge folio is allocated again where a sparse one was split,
+/// neither by reads of holes nor by writes to existing pages.
 #[test]
-fn split_folios_are_not_made_again() {
+fn split_folios_are_not_allocated_as_huge_again() {
     let cache = cache();
     let full = [1, PAGES / 2, 0];
     let file = cache.create().unwrap();
     file.truncate(3 * BLOCK).unwrap();
-    assert_holds(&file, &[0, 0, 0]);
-    assert_eq!(cache.usage().huge, 3 * BLOCK, "as the policy says, for a read of a hole");
+    assert_contents(&file, &[0, 0, 0]);
+    assert_eq!(cache.usage().huge, 3 * BLOCK, "the policy chooses huge folios for reads of holes");
     file.write_at(&[1; PAGE], 0).unwrap();
     file.write_at(&[2; BLOCK_BYTES / 2], BLOCK).unwrap();
     let split = [(); 2].map(|()| cache.split_sparse_waiting(usize::MAX));
     assert!(split.iter().sum::<u64>() > 0);
     let after = cache.usage();
-    // A page in the zeroed range stays.
+    // One page of the folio of zeros stays, which prevents a new huge folio there.
     assert_eq!((after.huge, after.small), (0, ((1 + PAGES / 2 + 1) * PAGE) as u64));
     for round in 0..6 {
-        assert_holds(&file, &full);
+        assert_contents(&file, &full);
         file.write_at(&[2; 8], BLOCK + round * PAGE as u64).unwrap();
         cache.collapse_waiting(usize::MAX);
         assert_eq!(cache.split_sparse_waiting(usize::MAX), 0);
         assert_eq!((cache.usage().huge, cache.usage().charged), (0, after.charged));
     }
-    // Once its last page is written the policy is consulted again.
+    // Once the last page of the range is written, the policy is consulted again.
     file.write_at(&[2; PAGE], 2 * BLOCK - PAGE as u64).unwrap();
     assert_eq!(cache.collapse_waiting(usize::MAX), 1);
 }
 
-/// Bytes behind a file that has a store.
+/// A store in memory.
 #[derive(Default)]
-struct Shelf(Mutex<Vec<u8>>);
+struct VecStore(Mutex<Vec<u8>>);
 
-impl Store for Shelf {
+impl Store for VecStore {
     fn size_bytes(&self) -> io::Result<u64> {
         Ok(self.0.lock().unwrap().len() as u64)
     }
@@ -181,55 +185,55 @@ impl Store for Shelf {
     }
 }
 
-/// Files with a store are skipped: their data is still written back.
+/// Folios of files with a store are not checked, and their data is written back as before.
 #[test]
-fn files_with_a_store_are_left_alone() {
-    let (cache, shelf) = (cache(), Arc::new(Shelf::default()));
-    let file = cache.open(shelf.clone()).unwrap();
+fn folios_of_files_with_a_store_are_not_split() {
+    let (cache, store) = (cache(), Arc::new(VecStore::default()));
+    let file = cache.open(store.clone()).unwrap();
     file.truncate(BLOCK).unwrap();
     file.write_at(&[7; 100], 50).unwrap();
     assert_eq!([(); 3].map(|()| cache.split_sparse_waiting(usize::MAX)), [0; 3]);
     assert_eq!(cache.usage().huge, BLOCK);
     file.sync().unwrap();
-    let bytes = shelf.0.lock().unwrap();
+    let bytes = store.0.lock().unwrap();
     assert!(bytes[50..150].iter().all(|byte| *byte == 7) && bytes.len() == BLOCK_BYTES);
 }
 
-/// Folios that are never split are not split as sparse, and neither are single pages.
+/// Huge folios that may not be split, and folios of one large page, are not split even if sparse.
 #[test]
-fn whole_folios_stay() {
+fn unsplittable_folios_are_not_split() {
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
-    let whole = caches.make(Settings { may_split: false, ..settings() }).unwrap();
+    let unsplittable = caches.make(Settings { may_split: false, ..settings() }).unwrap();
     let large = caches.make(Settings { page: PageSize::new(BLOCK_BYTES).unwrap(), ..settings() }).unwrap();
-    let files = [&whole, &large].map(|cache| file(cache, &[1]));
-    assert_eq!([(); 3].map(|()| whole.split_sparse_waiting(usize::MAX)), [0; 3]);
-    assert_eq!((whole.usage().huge, large.usage().huge), (BLOCK, BLOCK));
+    let files = [&unsplittable, &large].map(|cache| file(cache, &[1]));
+    assert_eq!([(); 3].map(|()| unsplittable.split_sparse_waiting(usize::MAX)), [0; 3]);
+    assert_eq!((unsplittable.usage().huge, large.usage().huge), (BLOCK, BLOCK));
     drop(files);
 }
 
-fn threads() -> usize {
+fn thread_count() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// The background does this by itself, some seconds after the last write. A fork child has no thread for it until one
-/// of its own caches has something to examine.
+/// The background thread splits sparse folios by itself, some seconds after the last write. A fork child has no
+/// background thread until one of its own caches needs it.
 #[test]
-fn the_background_splits_and_a_child_has_none() {
+fn the_background_thread_splits_sparse_folios() {
     let cache = common::pagemill().caches.make(settings()).unwrap();
     let begun = Instant::now();
     let file = file(&cache, &[1, PAGES]);
     common::assert_in_child(|| {
-        let alone = threads();
+        let threads_before = thread_count();
         let own = common::pagemill().caches.make(settings()).unwrap();
         let file = own.create().unwrap();
         let is_written = file.write_at(&[1; PAGE], 0).is_ok() && file.write_at(&[1; PAGE], BLOCK).is_ok();
-        alone == 1 && is_written && threads() == 2
+        threads_before == 1 && is_written && thread_count() == 2
     });
     while cache.usage().huge > BLOCK {
         assert!(begun.elapsed() < Duration::from_secs(600), "{:?}", cache.usage());
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(begun.elapsed() > Duration::from_millis(1500), "not at once");
-    assert_holds(&file, &[1, PAGES]);
+    assert_contents(&file, &[1, PAGES]);
 }

@@ -1,4 +1,4 @@
-//! Files used by many threads at once: no thread sees another file's bytes, or stale bytes.
+//! Tests of files that many threads use at the same time: no thread finds another file's bytes, or stale bytes.
 
 use pagemill::mapping::policy::{Always, Auto};
 use pagemill::mapping::{Cache, Mapping, Policy, Settings};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const PAGE: usize = 4 << 10;
 const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
-/// Upper bound of any wait here.
+/// Upper bound of every wait in these tests.
 const LONG: Duration = Duration::from_secs(600);
 const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
@@ -19,7 +19,7 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
     Pagemill::for_test().caches.make(settings).unwrap()
 }
 
-/// The stamp in every word of a page: its file and place.
+/// Returns the value of every word of a page, which identifies the file and the page.
 fn stamp(file: u64, page: u64) -> u64 {
     (file + 1) << 32 | (page + 1)
 }
@@ -41,7 +41,7 @@ fn write(file: &Mapping, number: u64, page: u64, pages: u64) -> bool {
     }
 }
 
-/// Each word read is zero or the stamp of its place.
+/// Asserts that each word is zero, or the stamp of its page.
 fn check(bytes: &[u8], number: u64, page: u64) {
     for (at, word) in bytes.chunks_exact(WORD).enumerate() {
         let word = u64::from_le_bytes(word.try_into().unwrap());
@@ -50,9 +50,9 @@ fn check(bytes: &[u8], number: u64, page: u64) {
     }
 }
 
-/// Changes which folios exist.
+/// Removes, zeroes, splits or collapses folios at random.
 fn disturb(file: &Mapping, seed: &mut u64) {
-    // Whole words: each is one stamp, or zero.
+    // Offsets and lengths are whole words, so that each word is one stamp, or zero.
     let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE as u64) / WORD as u64 * WORD as u64;
     let (offset, len) = (some(seed, PAGES), some(seed, 600));
     let done = match random(seed) % 8 {
@@ -69,8 +69,8 @@ fn disturb(file: &Mapping, seed: &mut u64) {
     }
 }
 
-/// Two files of one cache, so that memory moves between them; writers, readers, pinners, and a thread that truncates,
-/// punches, splits, collapses and splits sparse folios.
+/// Uses two files of one cache, so that memory moves between them. Threads write, read and pin pages, while another
+/// truncates, punches holes, splits and collapses. All words found must be right.
 fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
     let files = [cache.create().unwrap(), cache.create().unwrap()];
     let (files, is_over, reads) = (&files, &AtomicBool::new(false), &AtomicU64::new(0));
@@ -124,7 +124,7 @@ fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
 }
 
 fn all_comes_back(cache: &Cache) {
-    // The background may be in the middle of a collapse.
+    // Waits, because the background thread may be in the middle of a collapse.
     let begun = Instant::now();
     while cache.charged_bytes() > 0 && begun.elapsed() < LONG {
         std::thread::sleep(Duration::from_millis(1));
@@ -147,7 +147,7 @@ fn threads_see_their_own_bytes_in_huge_folios() {
     all_comes_back(&cache);
 }
 
-/// The same with memory short all the time: huge folios fall back, writes are short, empty parts are freed.
+/// The same test with too little memory: huge folios become small, writes are short, and unused pages are freed.
 #[test]
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);

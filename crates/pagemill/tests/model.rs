@@ -1,7 +1,7 @@
-//! Heap and extents against a model: random operations, everything checked after each step.
+//! Model tests of the heap and of extents: random operations, with all contents checked after each step.
 //!
-//! Each run prints its seed; `PAGEMILL_TEST_SEED` repeats one. The resident bytes are queried from the kernel, so that
-//! the account is compared with facts.
+//! Each run prints its seed; `PAGEMILL_TEST_SEED` repeats one. Resident bytes come from the kernel, so the account is
+//! compared with an independent count.
 #![allow(unsafe_code)] // writes to, frees and resizes the allocations under test
 
 use pagemill::arena::Layout;
@@ -17,13 +17,14 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
 
-/// Allocations up to this size are filled and compared as a whole, larger ones at some places.
+/// Allocations up to this size are filled and compared completely. Larger ones are written and compared at some
+/// offsets.
 const FILLED_BYTES: usize = 1 << 20;
 
-/// Places of a larger allocation that are written and compared.
-const MARKS: u64 = 8;
+/// Number of offsets of a larger allocation that are written and compared.
+const CHECKED_OFFSETS: u64 = 8;
 
-/// Maximum bytes live at a time, and maximum resident before the run purges.
+/// Maximum bytes of live allocations, and maximum resident bytes before the test purges.
 const MAX_LIVE_BYTES: usize = 256 << 20;
 const MAX_RESIDENT_BYTES: u64 = 320 << 20;
 
@@ -36,7 +37,7 @@ fn mix(mut value: u64) -> u64 {
 struct Random(u64);
 
 impl Random {
-    /// A new seed for each run and salt, printed, or the one to be repeated.
+    /// Returns a generator with a new seed for each run and salt, which is printed, or with the seed to be repeated.
     fn seeded(what: &str, salt: u64) -> Self {
         let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
         let seed = named.unwrap_or_else(|| mix(clock::fine_ns() ^ salt));
@@ -49,19 +50,19 @@ impl Random {
         mix(self.0)
     }
 
-    fn below(&mut self, end: u64) -> u64 {
+    fn random_below(&mut self, end: u64) -> u64 {
         self.next() % end.max(1)
     }
 
-    /// Small sizes as often as large ones: uniform in the logarithm.
+    /// Returns a size that is uniform in its logarithm, so that small sizes are as frequent as large ones.
     fn size(&mut self, min: usize, max: usize) -> usize {
         let octaves = u64::from((max / min).ilog2());
-        let low = min << self.below(octaves);
-        (low + self.below(low as u64) as usize).min(max)
+        let low = min << self.random_below(octaves);
+        (low + self.random_below(low as u64) as usize).min(max)
     }
 }
 
-/// The program's data, which must stay.
+/// Size of an allocation, and the seed of the bytes that were written to it.
 #[derive(Clone, Copy, Debug)]
 struct Contents {
     size: usize,
@@ -73,9 +74,9 @@ impl Contents {
         self.seed as u8 | 1
     }
 
-    fn marks(self) -> impl Iterator<Item = (usize, u64)> {
+    fn checked_words(self) -> impl Iterator<Item = (usize, u64)> {
         let last = self.size - 8;
-        (0..MARKS).map(move |index| {
+        (0..CHECKED_OFFSETS).map(move |index| {
             let offset = match index {
                 0 => 0,
                 1 => last & !7,
@@ -94,13 +95,13 @@ impl Contents {
             unsafe { std::ptr::write_bytes(addr as *mut u8, self.byte(), self.size) };
             return;
         }
-        for (offset, mark) in self.marks() {
+        for (offset, mark) in self.checked_words() {
             // SAFETY: inside the allocation; slots are aligned.
             unsafe { ((addr + offset) as *mut u64).write(mark) };
         }
     }
 
-    /// Compares the first `len` bytes.
+    /// Asserts that the first `len` bytes are unchanged.
     ///
     /// # Safety
     ///
@@ -115,28 +116,28 @@ impl Contents {
             assert!(is_intact, "{when}: contents of {addr:#x} changed ({self:?})");
             return;
         }
-        for (offset, mark) in self.marks().filter(|(offset, _)| offset + 8 <= len) {
+        for (offset, mark) in self.checked_words().filter(|(offset, _)| offset + 8 <= len) {
             // SAFETY: inside the allocation.
             let found = unsafe { ((addr + offset) as *const u64).read() };
             assert_eq!(found, mark, "{when}: {addr:#x} + {offset:#x} changed ({self:?})");
         }
     }
 
-    /// Bytes that must be resident to hold these contents.
-    fn least_resident(self, addr: usize) -> usize {
+    /// Returns the number of bytes that must be resident to hold these contents.
+    fn least_resident_bytes(self, addr: usize) -> usize {
         let page = os_page_bytes();
         if self.size <= FILLED_BYTES {
             return (addr + self.size).next_multiple_of(page) - addr / page * page - page;
         }
-        let mut pages: Vec<usize> = self.marks().map(|(offset, _)| offset / page).collect();
+        let mut pages: Vec<usize> = self.checked_words().map(|(offset, _)| offset / page).collect();
         pages.sort_unstable();
         pages.dedup();
         pages.len() * page
     }
 }
 
-/// Resident bytes of a range, as the kernel reports them.
-fn resident(base: usize, len: usize) -> u64 {
+/// Returns the resident bytes of a range, as the kernel reports them.
+fn resident_bytes(base: usize, len: usize) -> u64 {
     const WINDOW_PAGES: usize = 1 << 16;
     let (page, mut pages) = (os_page_bytes(), vec![0u8; WINDOW_PAGES]);
     let windows = (base..base + len).step_by(WINDOW_PAGES * page);
@@ -148,8 +149,8 @@ fn resident(base: usize, len: usize) -> u64 {
     (counts.sum::<usize>() * page) as u64
 }
 
-/// Memory behind a range in bytes. [`resident`] also counts the shared zero page, which costs nothing and which reading
-/// untouched memory maps.
+/// Returns the memory of a range in bytes, without the shared zero page, which reading untouched memory maps at no
+/// cost. [`resident_bytes`] counts that page.
 fn resident_in_memory(start: usize, end: usize) -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut is_inside, mut kib) = (false, 0);
@@ -170,7 +171,7 @@ fn resident_in_memory(start: usize, end: usize) -> u64 {
 /// `addr` starts `size` bytes that no thread writes meanwhile.
 unsafe fn assert_zero(addr: usize, size: usize, what: &str) {
     let zeros = [0u8; 4096];
-    // Completely up to 4 MiB; beyond, the start of every 64 KiB and the end.
+    // Compares up to 4 MiB completely. Of larger ranges, compares the start of every 64 KiB, and the end.
     let step = if size <= 4 << 20 { zeros.len() } else { 64 << 10 };
     for offset in (0..size).step_by(step).chain([size - size.min(zeros.len())]) {
         let len = zeros.len().min(size - offset);
@@ -180,16 +181,16 @@ unsafe fn assert_zero(addr: usize, size: usize, what: &str) {
     }
 }
 
-struct Live {
+struct LiveAllocation {
     contents: Contents,
     align: usize,
     usable: usize,
 }
 
-struct Model {
+struct HeapModel {
     pagemill: &'static Pagemill,
     random: Random,
-    live: BTreeMap<usize, Live>,
+    live: BTreeMap<usize, LiveAllocation>,
     /// End of the highest allocation so far.
     top: usize,
     limit: u64,
@@ -197,7 +198,7 @@ struct Model {
     max_bytes: usize,
 }
 
-impl Model {
+impl HeapModel {
     fn new(what: &str, layout: Layout, limit: u64, max_bytes: usize) -> Self {
         let pagemill = Pagemill::new(layout, limit).unwrap();
         let random = Random::seeded(what, pagemill.heap.base() as u64);
@@ -213,7 +214,7 @@ impl Model {
                 self.compare_with_kernel(step);
             }
         }
-        self.end();
+        self.free_all();
     }
 
     fn step(&mut self) -> &'static str {
@@ -224,7 +225,7 @@ impl Model {
         if self.pagemill.account.resident() > MAX_RESIDENT_BYTES {
             return self.purge();
         }
-        match self.random.below(100) {
+        match self.random.random_below(100) {
             0..30 => self.allocate(),
             30..45 => self.allocate_zeroed(),
             45..70 => self.free(),
@@ -240,7 +241,7 @@ impl Model {
     fn size_and_align(&mut self) -> (usize, usize) {
         let size = self.random.size(MIN_BYTES, self.max_bytes);
         let max_align = if self.max_bytes > 8 << 20 { 24 } else { 16 };
-        (size, if self.random.below(3) == 0 { 1 << self.random.below(max_align) } else { 1 })
+        (size, if self.random.random_below(3) == 0 { 1 << self.random.random_below(max_align) } else { 1 })
     }
 
     fn allocate(&mut self) -> &'static str {
@@ -250,9 +251,9 @@ impl Model {
                 let addr = allocation.addr.as_ptr() as usize;
                 if allocation.is_zero {
                     // SAFETY: allocated just now.
-                    unsafe { assert_zero(addr, size, "said to be zero") };
+                    unsafe { assert_zero(addr, size, "reported as zero") };
                 }
-                self.enter(addr, size, align);
+                self.add_live(addr, size, align);
             }
             Err(error) => self.check_refusal(&error),
         }
@@ -266,30 +267,30 @@ impl Model {
                 let addr = addr.as_ptr() as usize;
                 // SAFETY: allocated just now.
                 unsafe { assert_zero(addr, size, "allocate_zeroed") };
-                self.enter(addr, size, align);
+                self.add_live(addr, size, align);
             }
             Err(error) => self.check_refusal(&error),
         }
         "allocate_zeroed"
     }
 
-    fn enter(&mut self, addr: usize, size: usize, align: usize) {
+    fn add_live(&mut self, addr: usize, size: usize, align: usize) {
         let contents = Contents { size, seed: self.random.next() };
         // SAFETY: allocated just now, owned by this test.
         unsafe { contents.write(addr) };
         let usable = self.pagemill.heap.usable_bytes(addr).unwrap();
         self.top = self.top.max(addr + usable);
-        let before = self.live.insert(addr, Live { contents, align, usable });
+        let before = self.live.insert(addr, LiveAllocation { contents, align, usable });
         assert!(before.is_none(), "{addr:#x} was handed out twice");
     }
 
-    fn pick(&mut self) -> Option<usize> {
-        let index = self.random.below(self.live.len() as u64) as usize;
+    fn random_live(&mut self) -> Option<usize> {
+        let index = self.random.random_below(self.live.len() as u64) as usize;
         self.live.keys().nth(index).copied()
     }
 
     fn free(&mut self) -> &'static str {
-        if let Some(addr) = self.pick() {
+        if let Some(addr) = self.random_live() {
             self.live.remove(&addr);
             // SAFETY: live until now, not used again.
             unsafe { self.pagemill.heap.free(addr) }.unwrap();
@@ -298,16 +299,16 @@ impl Model {
     }
 
     fn resize(&mut self) -> &'static str {
-        let Some(addr) = self.pick() else { return "nothing to resize" };
+        let Some(addr) = self.random_live() else { return "nothing to resize" };
         let (size, _) = self.size_and_align();
         // SAFETY: live; the old address is used again only if it is returned.
         match unsafe { self.pagemill.heap.resize(addr, size) } {
             Ok(new) => {
                 let old = self.live.remove(&addr).unwrap();
                 let new = new.as_ptr() as usize;
-                // SAFETY: the allocation as it is now.
+                // SAFETY: the resized allocation, which only this test uses.
                 unsafe { old.contents.check(new, size, "resize") };
-                self.enter(new, size, 1);
+                self.add_live(new, size, 1);
             }
             Err(error) => self.check_refusal(&error),
         }
@@ -315,12 +316,12 @@ impl Model {
     }
 
     fn purge(&mut self) -> &'static str {
-        let urgency = if self.random.below(2) == 0 { Urgency::Request } else { Urgency::Limit };
-        let want = if self.random.below(4) == 0 { u64::MAX } else { self.random.below(64 << 20) };
+        let urgency = if self.random.random_below(2) == 0 { Urgency::Request } else { Urgency::Limit };
+        let want = if self.random.random_below(4) == 0 { u64::MAX } else { self.random.random_below(64 << 20) };
         let before = self.pagemill.account.resident();
         let freed = self.pagemill.heap.shrink(want, urgency);
         let after = self.pagemill.account.resident();
-        // Measuring during the operation may find more than was known.
+        // Measuring resident memory during the operation may find more than was charged before.
         assert!(freed == 0 || after <= before.max(after.saturating_sub(freed) + freed), "{before} {freed} {after}");
         "purge"
     }
@@ -347,19 +348,21 @@ impl Model {
         }
     }
 
-    /// The account covers what is written, and does not exceed what the kernel reports.
+    /// Asserts that the account charges all bytes that were written, and no more than the kernel reports as resident.
     fn compare_with_kernel(&self, step: usize) {
         self.pagemill.account.reconcile();
         let charged = self.pagemill.account.resident();
-        let written: usize = self.live.iter().map(|(addr, live)| live.contents.least_resident(*addr)).sum();
+        let written: usize = self.live.iter().map(|(addr, live)| live.contents.least_resident_bytes(*addr)).sum();
         assert!(charged >= written as u64, "step {step}: {written} bytes are written, {charged} are charged");
-        let there =
-            resident(self.pagemill.heap.base(), (self.top - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES));
+        let there = resident_bytes(
+            self.pagemill.heap.base(),
+            (self.top - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES),
+        );
         assert!(charged <= there, "step {step}: {charged} bytes are charged, {there} are resident");
     }
 
-    /// Everything freed and purged: nothing is charged, nothing counts as free, nothing is resident.
-    fn end(&mut self) {
+    /// Frees and purges everything: no bytes are charged, free or resident then.
+    fn free_all(&mut self) {
         while !self.live.is_empty() {
             self.free();
         }
@@ -371,20 +374,21 @@ impl Model {
     }
 }
 
-/// Huge blocks from the start.
+/// Random operations on a heap in huge pages.
 #[test]
-fn random_operations_keep_every_promise() {
-    Model::new("huge", Layout::for_test(), UNLIMITED, 64 << 20).run(350);
+fn random_operations_on_huge_pages() {
+    HeapModel::new("huge", Layout::for_test(), UNLIMITED, 64 << 20).run(350);
 }
 
-/// Small pages only, so that slots are purged page by page.
+/// Random operations on a heap in small pages, so that slots are purged page by page.
 #[test]
 fn random_operations_on_small_pages() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };
-    Model::new("small pages", layout, UNLIMITED, 64 << 20).run(350);
+    HeapModel::new("small pages", layout, UNLIMITED, 64 << 20).run(350);
 }
 
-/// As in a program: small pages at first, huge ones from 32 MiB on; three logical nodes.
+/// Random operations on a heap as in a program: small pages at first, huge ones from 32 MiB on, and three logical NUMA
+/// nodes.
 #[test]
 fn random_operations_on_both_kinds_of_pages() {
     let layout = Layout {
@@ -392,25 +396,27 @@ fn random_operations_on_both_kinds_of_pages() {
         nodes: Nodes::logical(3),
         ..Layout::for_test()
     };
-    Model::new("mixed, three nodes", layout, UNLIMITED, 64 << 20).run(300);
+    HeapModel::new("mixed, three nodes", layout, UNLIMITED, 64 << 20).run(300);
 }
 
-/// Software pages of 64 KiB.
+/// Random operations on a heap with software pages of 64 KiB.
 #[test]
 fn random_operations_on_software_pages() {
     let layout = Layout { use_huge: false, page: PageSize::new(64 << 10).unwrap(), ..Layout::for_test() };
-    Model::new("64 KiB pages", layout, UNLIMITED, 8 << 20).run(300);
+    HeapModel::new("64 KiB pages", layout, UNLIMITED, 8 << 20).run(300);
 }
 
-/// Memory brought in before it is allocated never exceeds the limit; a refused request works once there is room.
+/// With allocations that are charged before they are used, the limit is never exceeded by more than two blocks. A
+/// request that was refused succeeds once there is room.
 #[test]
-fn the_limit_holds() {
+fn the_limit_is_not_exceeded_by_charged_allocations() {
     const LIMIT: u64 = 48 << 20;
-    let mut model = Model::new("limit", Layout::for_test(), LIMIT, BLOCK_BYTES - 1);
-    // Blocks split under the limit are overcommitted again: an allocation that fits may add two blocks to it.
+    let mut model = HeapModel::new("limit", Layout::for_test(), LIMIT, BLOCK_BYTES - 1);
+    // A block that is split under the limit is overcommitted again, so an allocation that fits may exceed the limit by
+    // two blocks.
     const OVERCOMMITTED: u64 = 2 * BLOCK_BYTES as u64;
     for step in 0..1000 {
-        if model.random.below(3) == 0 {
+        if model.random.random_below(3) == 0 {
             model.allocate()
         } else {
             model.step()
@@ -420,21 +426,21 @@ fn the_limit_holds() {
         assert!(resident <= LIMIT + OVERCOMMITTED, "step {step}: {resident} bytes under a limit of {LIMIT}");
         model.check(&format!("step {step}"));
     }
-    assert!(model.refusals > 0, "the limit was never met");
-    model.end();
+    assert!(model.refusals > 0, "the limit was never reached");
+    model.free_all();
     let all: Vec<_> = (0..20).map(|_| model.pagemill.heap.allocate(BLOCK_BYTES - 1, 1).unwrap()).collect();
     assert_eq!(all.len(), 20);
 }
 
-/// Overcommitted memory may exceed the limit by the overcommitted amount; refusals report the numbers, and room is
-/// regained.
+/// With overcommitted allocations, resident memory exceeds the limit by at most the overcommitted amount. Refusals
+/// report the numbers, and memory becomes available again.
 #[test]
-fn the_limit_holds_but_for_overcommitted_memory() {
+fn only_overcommitted_memory_exceeds_the_limit() {
     const LIMIT: u64 = 64 << 20;
-    let mut model = Model::new("limit, overcommitted", Layout::for_test(), LIMIT, 32 << 20);
+    let mut model = HeapModel::new("limit, overcommitted", Layout::for_test(), LIMIT, 32 << 20);
     has_collapsed();
     for step in 0..500 {
-        if model.random.below(3) == 0 {
+        if model.random.random_below(3) == 0 {
             model.allocate()
         } else {
             model.step()
@@ -448,22 +454,23 @@ fn the_limit_holds_but_for_overcommitted_memory() {
         );
         model.check(&format!("step {step}"));
     }
-    assert!(model.refusals > 0, "the limit was never met");
-    model.end();
+    assert!(model.refusals > 0, "the limit was never reached");
+    model.free_all();
 }
 
-/// Whether the kernel recently collapsed small pages into huge ones, anywhere: it fills the gaps between them.
+/// Returns whether the kernel has collapsed small pages into huge ones since the first call, anywhere. That makes
+/// untouched pages resident.
 fn has_collapsed() -> bool {
     let count = || std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/khugepaged/pages_collapsed").ok();
-    static AT_FIRST: OnceLock<Option<String>> = OnceLock::new();
-    *AT_FIRST.get_or_init(count) != count()
+    static FIRST_COUNT: OnceLock<Option<String>> = OnceLock::new();
+    *FIRST_COUNT.get_or_init(count) != count()
 }
 
-/// A page of the extents' model.
+/// The expected state of a page of an extent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Page {
     Unused,
-    /// Committed, with the written value.
+    /// The page is committed, and holds the value that was written.
     Committed(u64),
 }
 
@@ -489,9 +496,9 @@ impl ExtentModel {
         self.addr + page * os_page_bytes()
     }
 
-    /// A run of equal pages from a random one on: its start and length.
+    /// Returns start and length of a run of pages that fulfil a condition, from a random page on.
     fn run_of(&mut self, is_wanted: impl Fn(Page) -> bool) -> Option<(usize, usize)> {
-        let start = self.random.below(self.pages.len() as u64) as usize;
+        let start = self.random.random_below(self.pages.len() as u64) as usize;
         let longest = self.random.size(1, 1024);
         let len = self.pages[start..].iter().take(longest).take_while(|page| is_wanted(**page)).count();
         (len > 0).then_some((start, len))
@@ -534,13 +541,14 @@ impl ExtentModel {
             assert_eq!(found, [value; 2], "step {step}: page {index} changed");
         }
         let charged = self.pagemill.account.resident();
-        let there = resident(self.addr, self.pages.len() * os_page_bytes());
+        let there = resident_bytes(self.addr, self.pages.len() * os_page_bytes());
         assert!(charged >= (used * os_page_bytes()) as u64, "step {step}: {used} pages used, {charged} bytes charged");
         let spare = self.spare_bytes();
         assert!(there <= charged + spare || has_collapsed(), "step {step}: {there} resident, {charged} charged");
     }
 
-    /// A failed huge page leaves its first small page behind, uncharged.
+    /// Returns the bytes that may be resident without a charge: a huge page that could not be allocated may leave its
+    /// first small page.
     fn spare_bytes(&self) -> u64 {
         let is_possible = stats::get(Counter::BlocksFallback) > 0;
         if is_possible { (self.pages.len() * 16) as u64 } else { 0 }
@@ -548,11 +556,11 @@ impl ExtentModel {
 
     fn run(mut self, steps: usize) {
         for step in 0..steps {
-            match self.random.below(9) {
+            match self.random.random_below(9) {
                 0..4 => self.commit(),
                 4..8 => self.decommit(),
                 _ => {
-                    let want = self.random.below(4 << 20);
+                    let want = self.random.random_below(4 << 20);
                     self.pagemill.arena.split_sparse_extents(want);
                 }
             }
@@ -565,18 +573,18 @@ impl ExtentModel {
             }
         }
         assert_eq!(self.pagemill.account.resident(), 0, "everything is decommitted");
-        let there = resident(self.addr, self.pages.len() * os_page_bytes());
+        let there = resident_bytes(self.addr, self.pages.len() * os_page_bytes());
         assert!(there <= self.spare_bytes(), "everything is decommitted, and {there} bytes are there");
     }
 }
 
-/// Committed pages keep their contents, recommitted ones read zero, in huge pages.
+/// In huge pages, committed pages keep their contents, and recommitted pages read zero.
 #[test]
 fn extents_in_huge_pages() {
     ExtentModel::new("extents, huge", Layout::for_test()).run(400);
 }
 
-/// The same in small pages, and in software pages of three sizes.
+/// The same with small pages, and with software pages of three sizes.
 #[test]
 fn extents_in_small_and_software_pages() {
     for bytes in [os_page_bytes(), 64 << 10, 2 << 20, 8 << 20] {
@@ -585,15 +593,15 @@ fn extents_in_small_and_software_pages() {
     }
 }
 
-/// An extent over the limit is refused as a whole; the pages are available once there is room.
+/// An extent over the limit is refused as a whole. It can be committed once there is room.
 #[test]
-fn extents_mind_the_limit() {
+fn extents_over_the_limit_are_refused() {
     let pagemill = Pagemill::new(Layout::for_test(), 8 << 20).unwrap();
     let addr = pagemill.arena.extent(32 << 20, 1).unwrap();
     let mut committed = 0;
-    // SAFETY: of the extent above, behind what is committed.
+    // SAFETY: pages of the extent above, behind those that are committed.
     let commit = |from: usize, bytes: usize| unsafe { pagemill.arena.commit(addr + from, bytes) };
-    // A nested charge may pass the limit once; then it is a debt, which cannot be paid here.
+    // A nested charge may exceed the limit once. It is then a debt, which cannot be paid here.
     while commit(committed, BLOCK_BYTES).is_ok() {
         committed += BLOCK_BYTES;
         pagemill.account.pay_debt();
@@ -609,19 +617,19 @@ fn extents_mind_the_limit() {
     commit(committed, BLOCK_BYTES).unwrap();
 }
 
-/// Allocations that one thread passes to another.
-struct Passed {
+/// Allocations that threads pass to each other.
+struct SharedAllocations {
     allocations: Mutex<Vec<(usize, Contents)>>,
     stop: AtomicBool,
 }
 
-fn work(pagemill: &Pagemill, passed: &Passed, mut random: Random) {
+fn run_thread(pagemill: &Pagemill, shared: &SharedAllocations, mut random: Random) {
     let mut own: Vec<(usize, Contents)> = Vec::new();
-    while !passed.stop.load(Relaxed) {
-        match random.below(8) {
+    while !shared.stop.load(Relaxed) {
+        match random.random_below(8) {
             0..3 if own.len() < 12 => {
                 let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
-                let addr = if random.below(3) == 0 {
+                let addr = if random.random_below(3) == 0 {
                     let addr = pagemill.heap.allocate_zeroed(contents.size, 1).unwrap().as_ptr() as usize;
                     // SAFETY: allocated just now.
                     unsafe { assert_zero(addr, contents.size, "allocate_zeroed") };
@@ -634,7 +642,7 @@ fn work(pagemill: &Pagemill, passed: &Passed, mut random: Random) {
                 own.push((addr, contents));
             }
             3 if !own.is_empty() => {
-                let (addr, old) = own.swap_remove(random.below(own.len() as u64) as usize);
+                let (addr, old) = own.swap_remove(random.random_below(own.len() as u64) as usize);
                 let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
                 // SAFETY: live, and used by this thread only.
                 unsafe {
@@ -644,10 +652,10 @@ fn work(pagemill: &Pagemill, passed: &Passed, mut random: Random) {
                     own.push((addr, contents));
                 }
             }
-            4 => own.extend(passed.allocations.lock().unwrap().pop()),
-            5 => passed.allocations.lock().unwrap().extend(own.pop()),
+            4 => own.extend(shared.allocations.lock().unwrap().pop()),
+            5 => shared.allocations.lock().unwrap().extend(own.pop()),
             _ if !own.is_empty() => {
-                let (addr, contents) = own.swap_remove(random.below(own.len() as u64) as usize);
+                let (addr, contents) = own.swap_remove(random.random_below(own.len() as u64) as usize);
                 // SAFETY: live, and used by this thread only.
                 unsafe {
                     contents.check(addr, contents.size, "free");
@@ -668,23 +676,23 @@ fn work(pagemill: &Pagemill, passed: &Passed, mut random: Random) {
 
 fn stress(what: &str, layout: Layout, millis: u64) {
     let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
-    let passed = Passed { allocations: Mutex::new(Vec::new()), stop: AtomicBool::new(false) };
+    let shared = SharedAllocations { allocations: Mutex::new(Vec::new()), stop: AtomicBool::new(false) };
     std::thread::scope(|scope| {
         for thread in 0..4 {
-            let (random, passed) = (Random::seeded(what, thread), &passed);
-            scope.spawn(move || work(pagemill, passed, random));
+            let (random, shared) = (Random::seeded(what, thread), &shared);
+            scope.spawn(move || run_thread(pagemill, shared, random));
         }
         let (end, mut random) = (clock::fine_ns() + millis * 1_000_000, Random::seeded(what, 4));
         while clock::fine_ns() < end {
-            let urgency = if random.below(2) == 0 { Urgency::Request } else { Urgency::Limit };
-            let want = random.below(96 << 20);
+            let urgency = if random.random_below(2) == 0 { Urgency::Request } else { Urgency::Limit };
+            let want = random.random_below(96 << 20);
             pagemill.heap.shrink(want, urgency);
             pagemill.account.reconcile();
             std::thread::yield_now();
         }
-        passed.stop.store(true, Relaxed);
+        shared.stop.store(true, Relaxed);
     });
-    for (addr, contents) in passed.allocations.into_inner().unwrap() {
+    for (addr, contents) in shared.allocations.into_inner().unwrap() {
         // SAFETY: live, and no other thread is left.
         unsafe {
             contents.check(addr, contents.size, "the end");
@@ -698,13 +706,14 @@ fn stress(what: &str, layout: Layout, millis: u64) {
     assert_eq!(free, 0, "{what}: free bytes at the end");
 }
 
-/// Four threads that pass allocations to each other while purges run.
+/// Four threads use the heap and pass allocations to each other while memory is purged. No contents change, and nothing
+/// leaks.
 #[test]
-fn threads_and_purges_do_not_meet_in_one_slot() {
+fn purges_do_not_change_slots_that_threads_use() {
     stress("stress, huge", Layout::for_test(), 1500);
 }
 
 #[test]
-fn threads_and_purges_on_small_pages() {
+fn purges_do_not_change_slots_in_small_pages() {
     stress("stress, small pages", Layout { use_huge: false, ..Layout::for_test() }, 1500);
 }

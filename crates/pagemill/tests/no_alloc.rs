@@ -1,7 +1,7 @@
-//! Invariant 3: arena, heap, reclaim, volatile, stats and trace never use the global allocator.
+//! Tests of invariant 3: arena, heap, reclaim, volatile, stats and trace never use the global allocator.
 //!
-//! The global allocator of this program ends it when the thread that has declared a forbidden section allocates or
-//! frees. Other threads, those of the test harness, may allocate.
+//! The global allocator of this program aborts if a thread uses it in a section that the thread has declared as
+//! forbidden. Other threads, such as those of the test harness, may allocate.
 #![allow(unsafe_code)] // a global allocator; frees and forks
 
 use pagemill::arena::nodes::Nodes;
@@ -30,10 +30,10 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// The thread that must not allocate; 0 for none.
+/// Token of the thread that must not allocate; 0 if there is none.
 static FORBIDDEN: AtomicUsize = AtomicUsize::new(0);
 
-struct Watched;
+struct CheckedAllocator;
 
 fn check(what: &str, bytes: usize) {
     if FORBIDDEN.load(Relaxed) == mem::thread_token() {
@@ -42,7 +42,7 @@ fn check(what: &str, bytes: usize) {
 }
 
 // SAFETY: the system's allocator, with a check of the thread before each call.
-unsafe impl GlobalAlloc for Watched {
+unsafe impl GlobalAlloc for CheckedAllocator {
     unsafe fn alloc(&self, request: Request) -> *mut u8 {
         check("allocation", request.size());
         // SAFETY: guaranteed by the caller.
@@ -63,10 +63,10 @@ unsafe impl GlobalAlloc for Watched {
 }
 
 #[global_allocator]
-static WATCHED: Watched = Watched;
+static CHECKED: CheckedAllocator = CheckedAllocator;
 
-/// Runs `act` while this thread must not allocate. One at a time.
-fn forbidden<T>(act: impl FnOnce() -> T) -> T {
+/// Runs `act` while this thread must not use the global allocator. One thread at a time.
+fn without_allocations<T>(act: impl FnOnce() -> T) -> T {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     FORBIDDEN.store(mem::thread_token(), Relaxed);
@@ -75,7 +75,7 @@ fn forbidden<T>(act: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Fails without allocating for the message.
+/// Aborts if a condition is false, without allocating for the message.
 fn require(holds: bool, what: &str) {
     if !holds {
         fatal(format_args!("not so: {what}"));
@@ -96,7 +96,7 @@ fn layouts() -> [Layout; 4] {
     ]
 }
 
-fn exercise_heap(pagemill: &Pagemill) {
+fn use_whole_heap_api(pagemill: &Pagemill) {
     let sizes = [1, 64 * KIB, 100 * KIB, 384 * KIB, MIB, 3 * MIB, 5 * MIB, 40 * MIB];
     for round in 0..3u8 {
         let mut addrs = [0; 16];
@@ -133,22 +133,22 @@ fn exercise_heap(pagemill: &Pagemill) {
     require(unsafe { pagemill.heap.free(7) }.is_err(), "foreign free");
 }
 
-/// Building everything, and every call of the heap, errors included.
+/// Creates Pagemills, and makes every call of the heap, including calls that fail.
 #[test]
 fn the_heap_allocates_nothing_elsewhere() {
     let layouts = layouts();
-    forbidden(|| {
+    without_allocations(|| {
         for layout in layouts {
             let Ok(pagemill) = Pagemill::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
-            exercise_heap(pagemill);
+            use_whole_heap_api(pagemill);
         }
     });
 }
 
-/// Volatile ranges: allocated, marked, purged and dropped, by handle and by address; errors included.
+/// Volatile ranges are allocated, marked, purged and dropped, by handle and by address, including calls that fail.
 #[test]
 fn volatile_ranges_allocate_nothing_elsewhere() {
-    forbidden(|| {
+    without_allocations(|| {
         let Ok(pagemill) = Pagemill::new(Layout::for_test(), UNLIMITED) else {
             fatal(format_args!("no address space"))
         };
@@ -157,8 +157,8 @@ fn volatile_ranges_allocate_nothing_elsewhere() {
                 let Ok(mut range) = pagemill.ranges.allocate(len, behaviour) else { fatal(format_args!("no range")) };
                 require(range.bytes_mut().map(|bytes| bytes.fill(1)).is_ok(), "a held range can be written");
                 require(range.mark().is_ok() && range.mark().is_err(), "it is marked once");
-                require(pagemill.ranges.shrink(u64::MAX, Urgency::Request) > 0, "it goes");
-                require(range.pin().is_ok_and(|pin| pin.contents() != Contents::Kept), "and says so");
+                require(pagemill.ranges.shrink(u64::MAX, Urgency::Request) > 0, "it is purged");
+                require(range.pin().is_ok_and(|pin| pin.contents() != Contents::Kept), "the purge is reported");
                 require(range.unmark().is_ok() && range.unmark().is_err(), "it is unmarked once");
             }
         }
@@ -180,14 +180,14 @@ fn volatile_ranges_allocate_nothing_elsewhere() {
     });
 }
 
-/// The helper's work for a process that requests a list.
+/// The helper writes a list that another process has requested.
 #[test]
 fn listing_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("request");
     std::fs::write(&path, b"").unwrap();
     let path = CString::new(path.to_str().unwrap()).unwrap();
-    forbidden(|| {
+    without_allocations(|| {
         let Ok(pagemill) = Pagemill::new(Layout::for_test(), UNLIMITED) else {
             fatal(format_args!("no address space"))
         };
@@ -206,9 +206,9 @@ fn listing_allocates_nothing_elsewhere() {
     assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
 }
 
-/// The helper also lists what caches hold, without allocating.
+/// The helper lists the memory of page caches.
 #[test]
-fn telling_of_caches_allocates_nothing() {
+fn listing_page_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("request"), b"").unwrap();
     let path = CString::new(folder.path().join("request").to_str().unwrap()).unwrap();
@@ -218,7 +218,7 @@ fn telling_of_caches_allocates_nothing() {
     let files: Vec<_> = [&tiles, &rows, &rows].map(|cache| cache.create().unwrap()).into();
     files.iter().for_each(|file| assert_eq!(file.write_at(&[1; 3 * MIB], 0).unwrap(), 3 * MIB));
     drop(make("ended"));
-    forbidden(|| {
+    without_allocations(|| {
         let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
         require(pagemill.responder.write_caches(&blank, 1).is_ok(), "it is written");
         pagemill.measure();
@@ -228,9 +228,9 @@ fn telling_of_caches_allocates_nothing() {
     assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
-/// The helper lists slab caches and changes their ratios.
+/// The helper lists slab caches.
 #[test]
-fn telling_of_slab_caches_allocates_nothing() {
+fn listing_slab_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("request"), b"").unwrap();
     let path = CString::new(folder.path().join("request").to_str().unwrap()).unwrap();
@@ -239,7 +239,7 @@ fn telling_of_slab_caches_allocates_nothing() {
     let boxes = pagemill.slabs.fixed::<u64>(slab::Settings::new("boxes")).unwrap();
     let (_entry, _box) = (entries.insert([1; 24]).unwrap(), boxes.insert(1).unwrap());
     drop(pagemill.slabs.fixed::<u64>(slab::Settings::new("ended")).unwrap());
-    forbidden(|| {
+    without_allocations(|| {
         let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
         require(pagemill.responder.write_slabs(&blank, 1).is_ok(), "it is written");
     });
@@ -248,11 +248,11 @@ fn telling_of_slab_caches_allocates_nothing() {
     assert_eq!((&bytes[32..40], &bytes[288..294]), (&b"entries\0"[..], &b"boxes\0"[..]));
 }
 
-/// Over the limit: reclaim, refusals, debts of nested charges.
+/// Allocations over the limit cause reclaim, errors, and debts of nested charges.
 #[test]
 fn reclaim_allocates_nothing_elsewhere() {
     let layouts = layouts();
-    forbidden(|| {
+    without_allocations(|| {
         for layout in layouts {
             let Ok(pagemill) = Pagemill::new(layout, 12 << 20) else { fatal(format_args!("no address space")) };
             pagemill.account.on_first_charge(|| stats::add(Counter::SlotsFresh, 0));
@@ -279,16 +279,16 @@ fn reclaim_allocates_nothing_elsewhere() {
             pagemill.account.offer(u64::MAX, Which::All);
             pagemill.account.reap();
             pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit, Reason::Program);
-            exercise_heap(pagemill);
+            use_whole_heap_api(pagemill);
         }
     });
 }
 
-/// Extents: committed, decommitted, overcommitted, split, measured.
+/// Extents are committed, decommitted, overcommitted, split and measured.
 #[test]
 fn extents_allocate_nothing_elsewhere() {
     let layouts = layouts();
-    forbidden(|| {
+    without_allocations(|| {
         for layout in layouts {
             let Ok(pagemill) = Pagemill::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
             let (arena, page) = (pagemill.arena, os_page_bytes());
@@ -310,14 +310,14 @@ fn extents_allocate_nothing_elsewhere() {
     });
 }
 
-/// Joining a tree, sending a request, answering, sweeping, leaving.
+/// A process joins a tree, sends a request, answers, sweeps and leaves.
 #[test]
 fn the_tree_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
     let path = CString::new(folder.path().join("tree").to_str().unwrap()).unwrap();
     let missing = CString::new(folder.path().join("none").to_str().unwrap()).unwrap();
     let pagemill = Pagemill::for_test();
-    forbidden(|| {
+    without_allocations(|| {
         require(TreePage::join(&missing).is_err(), "no page there");
         let (Ok(page), Ok(_)) = (TreePage::create(&path, 16 << 20), TreePage::join(&path)) else {
             fatal(format_args!("no page"));
@@ -331,19 +331,19 @@ fn the_tree_allocates_nothing_elsewhere() {
         page.ask(1 << 20, pagemill.account.place(), || false);
         page.ask(1 << 20, None, || true);
         pagemill.account.answer();
-        exercise_heap(pagemill);
+        use_whole_heap_api(pagemill);
         require(page.totals().members > 0, "members");
         page.sweep();
         pagemill.account.leave();
     });
 }
 
-/// Figures, events, and the file lookups of a starting program.
+/// Counters and events are published, and a starting program looks its files up.
 #[test]
-fn figures_and_events_allocate_nothing_elsewhere() {
+fn counters_and_events_allocate_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
     let path = CString::new(folder.path().join("figures").to_str().unwrap()).unwrap();
-    forbidden(|| {
+    without_allocations(|| {
         let _ = published::user_folder();
         let _ = published::file_of("/somewhere", process::own_identity());
         let _ = (parse_plain_bytes("64K"), parse_plain_bytes("x"), Layout::for_program());
@@ -360,11 +360,11 @@ fn figures_and_events_allocate_nothing_elsewhere() {
     });
 }
 
-/// The kernel's limits are read inside malloc: no allocation there, whether found or not.
+/// The kernel's limits are read inside malloc, so this must not allocate, whether the files exist or not.
 #[test]
 fn limits_are_sampled_without_allocating() {
     let (real, missing) = (Kernel::new(""), Kernel::new("/nowhere"));
-    forbidden(|| {
+    without_allocations(|| {
         require(real.sample().limit_bytes < u64::MAX, "the machine at least binds");
         require(missing.sample() == Room::ENDLESS, "nothing binds where nothing can be read");
         let Ok(mut alarms) = Alarms::new() else { fatal(format_args!("no alarms")) };
@@ -375,45 +375,45 @@ fn limits_are_sampled_without_allocating() {
     });
 }
 
-/// The handlers around `fork`, in both processes, with the heap in use and in a tree.
+/// The handlers around `fork` run in both processes, with the heap in use and in a tree.
 #[test]
 fn fork_handlers_allocate_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = CString::new(folder.path().join("tree").to_str().unwrap()).unwrap();
     let pagemill = Pagemill::for_test();
     pagemill.account.join(TreePage::create(&path, 64 << 20).unwrap(), process::own_identity());
-    exercise_heap(pagemill);
-    let status = forbidden(|| {
-        // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    use_whole_heap_api(pagemill);
+    let status = without_allocations(|| {
+        // SAFETY: `after_fork` follows on both sides, with nothing else before it.
         unsafe { pagemill.before_fork() };
         // SAFETY: the child goes on with this thread only and ends without returning to the test.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
-            // SAFETY: after `before_fork`.
+            // SAFETY: called after `before_fork`.
             unsafe { pagemill.after_fork() };
-            // SAFETY: a new child, whose one thread this is.
+            // SAFETY: the process is a new child, and this is its only thread.
             unsafe { pagemill.begin_child() };
-            exercise_heap(pagemill);
+            use_whole_heap_api(pagemill);
             pagemill.account.leave();
             // SAFETY: ends the child at once.
             unsafe { libc::_exit(0) };
         }
-        // SAFETY: after `before_fork`.
+        // SAFETY: called after `before_fork`.
         unsafe { pagemill.after_fork() };
-        exercise_heap(pagemill);
+        use_whole_heap_api(pagemill);
         let mut status = 0;
-        // SAFETY: our own child; writes `status`.
+        // SAFETY: waits for a child of this test, and writes `status`.
         unsafe { libc::waitpid(pid, &raw mut status, 0) };
         status
     });
     assert_eq!(status, 0);
 }
 
-/// The check itself works: a child that allocates in a forbidden section is ended.
+/// The check works: a child process that allocates in a forbidden section is aborted.
 #[test]
-fn the_watch_notices() {
+fn a_forbidden_allocation_aborts() {
     // SAFETY: the child allocates once and ends in either case.
-    let status = forbidden(|| unsafe {
+    let status = without_allocations(|| unsafe {
         let pid = libc::fork();
         if pid == 0 {
             libc::close(2);

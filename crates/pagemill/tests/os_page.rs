@@ -1,4 +1,4 @@
-//! Files in a cache where OS pages are 16 or 64 KiB: processes that simulate this, on any kernel.
+//! Tests of caches with OS pages of 16 or 64 KiB, which child processes simulate on any kernel.
 
 use pagemill::Pagemill;
 use pagemill::mapping::policy::{Always, Auto, Policy};
@@ -9,12 +9,12 @@ use std::process::Command;
 
 const KIB: usize = 1 << 10;
 
-/// Bytes of an OS page, for a process that runs one of these tests.
+/// Environment variable with the OS page size that a child process simulates.
 const OS_PAGE: &str = "OS_PAGE_TEST_BYTES";
 
 const MOST: usize = 5 * BLOCK_BYTES / 2;
 
-fn on_pages_of(bytes: usize) {
+fn run_with_os_pages_of(bytes: usize) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "caches_here", "--ignored", "--nocapture", "--test-threads=1"]);
     let output = command.env(OS_PAGE, bytes.to_string()).output().unwrap();
@@ -24,12 +24,12 @@ fn on_pages_of(bytes: usize) {
 
 #[test]
 fn caches_where_os_pages_are_16_kib() {
-    on_pages_of(16 * KIB);
+    run_with_os_pages_of(16 * KIB);
 }
 
 #[test]
 fn caches_where_os_pages_are_64_kib() {
-    on_pages_of(64 * KIB);
+    run_with_os_pages_of(64 * KIB);
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn caches_here() {
     }
 }
 
-/// Random calls on a file, against a vector of bytes; then all memory is returned.
+/// Random calls on a file have the same results as on a vector of bytes. Afterwards all memory is returned.
 fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
     let pagemill = Pagemill::for_test();
     pagemill.caches.collapse_by_hand();
@@ -81,7 +81,7 @@ fn below(seed: &mut u64, end: usize) -> usize {
     (*seed >> 8) as usize % end
 }
 
-/// One call on both. Offsets lie near borders of pages and of OS pages.
+/// Makes one random call on the file and on the model. Offsets lie near borders of pages and of OS pages.
 fn apply(cache: &Cache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
     let unit = [page, 4 * KIB][below(seed, 2)];
     let at = (below(seed, MOST / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MOST);

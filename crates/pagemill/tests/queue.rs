@@ -1,4 +1,4 @@
-//! Pages fetched by one thread, many at a time: from system files and from other stores.
+//! Tests of queues: one thread fetches many pages at a time, from system files and from other stores.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings};
@@ -12,12 +12,12 @@ use std::time::Duration;
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
 /// A file that is removed on drop.
-struct Scratch(std::path::PathBuf);
+struct TempFile(std::path::PathBuf);
 
-impl Scratch {
+impl TempFile {
     fn new(name: &str, len: usize) -> Self {
         let path = std::env::temp_dir().join(format!("pagemill-queue-{}-{name}", std::process::id()));
         fs::write(&path, bytes(len)).unwrap();
@@ -29,7 +29,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for TempFile {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.0);
     }
@@ -45,18 +45,18 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
     Pagemill::for_test().caches.make(settings).unwrap()
 }
 
-/// Takes everything in flight; each token must be reported once, with its page.
-fn drain(queue: &mut Queue, told: &mut BTreeSet<u64>) {
+/// Waits for all in-flight reads. Each request id must be reported once.
+fn drain(queue: &mut Queue, reported: &mut BTreeSet<u64>) {
     while !queue.is_empty() {
-        queue.wait(1, LONG).unwrap();
-        take(queue, told);
+        queue.wait(1, WAIT_LIMIT).unwrap();
+        collect_completed(queue, reported);
     }
 }
 
-fn take(queue: &mut Queue, told: &mut BTreeSet<u64>) {
+fn collect_completed(queue: &mut Queue, reported: &mut BTreeSet<u64>) {
     while let Some(fetched) = queue.next() {
         fetched.result.unwrap();
-        assert!(told.insert(fetched.token), "{} is told twice", fetched.token);
+        assert!(reported.insert(fetched.token), "{} is reported twice", fetched.token);
     }
 }
 
@@ -66,67 +66,67 @@ fn assert_bytes(file: &Mapping, expected: &[u8]) {
     assert!(found[..expected.len()] == *expected);
 }
 
-/// Every page of a file, in a mixed order, by a queue that is always full: each is reported once, and cached. A last
-/// partial page is treated the same.
+/// Fetches every page of a file in a mixed order by a queue that is always full. Each page, and a partial last page, is
+/// reported once and cached.
 #[test]
-fn all_pages_come_once() {
+fn every_page_is_reported_once() {
     let len = 4 * MIB + 100;
-    let scratch = Scratch::new("all", len);
+    let scratch = TempFile::new("all", len);
     let memory: Arc<dyn Store> = Arc::new(MemoryStore::new(bytes(len), 512));
     for store in [scratch.store(), memory] {
         let cache = cache(Box::new(Never), 8 * MIB);
         let file = cache.open(store).unwrap();
         let pages = len.div_ceil(PAGE) as u64;
         let mut queue = cache.queue(32).unwrap();
-        let (mut told, mut present) = (BTreeSet::new(), 0);
+        let (mut reported, mut present) = (BTreeSet::new(), 0);
         for step in 0..pages {
             let page = step * 577 % pages;
             while queue.is_full() {
-                queue.wait(1, LONG).unwrap();
-                take(&mut queue, &mut told);
+                queue.wait(1, WAIT_LIMIT).unwrap();
+                collect_completed(&mut queue, &mut reported);
             }
             present += u64::from(queue.fetch(&file, page * PAGE as u64 + 5, page).unwrap() == Fetch::Present);
         }
-        drain(&mut queue, &mut told);
-        assert_eq!(told.len() as u64 + present, pages);
+        drain(&mut queue, &mut reported);
+        assert_eq!(reported.len() as u64 + present, pages);
         assert_eq!(cache.charged_bytes(), pages * PAGE as u64);
         assert_eq!(queue.fetch(&file, 0, 0).unwrap(), Fetch::Present);
         assert_bytes(&file, &bytes(len));
     }
 }
 
-/// More than the cache holds: other pages are evicted. Huge folios arrive as one.
+/// Fetches more pages than the cache holds, so that others are evicted. Huge folios are read as a whole.
 #[test]
-fn what_does_not_fit_makes_room() {
+fn fetches_beyond_the_limit_evict_pages() {
     let len = 16 * MIB;
-    let scratch = Scratch::new("room", len);
+    let scratch = TempFile::new("room", len);
     for (policy, limit, step) in [(Box::new(Never) as Box<dyn Policy>, MIB, PAGE), (Box::new(Always), 8 * MIB, 2 * MIB)]
     {
         let cache = cache(policy, limit);
         let file = cache.open(scratch.store()).unwrap();
         let expected = bytes(len);
         let mut queue = cache.queue(2).unwrap();
-        let mut told = BTreeSet::new();
+        let mut reported = BTreeSet::new();
         for offset in (0..len).step_by(step) {
             while queue.is_full() {
-                queue.wait(1, LONG).unwrap();
-                take(&mut queue, &mut told);
+                queue.wait(1, WAIT_LIMIT).unwrap();
+                collect_completed(&mut queue, &mut reported);
             }
             assert_eq!(queue.fetch(&file, offset as u64, offset as u64).unwrap(), Fetch::Started);
         }
-        drain(&mut queue, &mut told);
-        assert_eq!(told.len(), len / step);
+        drain(&mut queue, &mut reported);
+        assert_eq!(reported.len(), len / step);
         assert!(cache.charged_bytes() <= limit as u64);
         assert_bytes(&file, &expected);
     }
 }
 
-/// A thread that needs a page now does not wait for the owner of a queue, not even for itself; the queue reports it
-/// nevertheless. Concurrent writes are not undone.
+/// A thread that reads a page directly does not wait for the queue that is reading it, even if it owns the queue. The
+/// queue still reports the page, and does not undo concurrent writes.
 #[test]
-fn no_call_waits_for_a_queue() {
+fn reads_do_not_wait_for_a_queue() {
     let len = 64 * PAGE;
-    let scratch = Scratch::new("overtaken", len);
+    let scratch = TempFile::new("overtaken", len);
     let cache = cache(Box::new(Never), 8 * MIB);
     let file = cache.open(scratch.store()).unwrap();
     let mut queue = cache.queue(8).unwrap();
@@ -137,19 +137,19 @@ fn no_call_waits_for_a_queue() {
     assert_bytes(&file, &expected);
     assert_eq!(file.write_at(&[0xAB; 3], 10).unwrap(), 3);
     expected[10..13].fill(0xAB);
-    let mut told = BTreeSet::new();
-    drain(&mut queue, &mut told);
-    assert_eq!(told.len(), 8);
+    let mut reported = BTreeSet::new();
+    drain(&mut queue, &mut reported);
+    assert_eq!(reported.len(), 8);
     assert_bytes(&file, &expected);
     file.sync().unwrap();
     assert!(fs::read(&scratch.0).unwrap() == expected);
 }
 
-/// Two queues request the same pages: one reads each, both report it.
+/// Two queues fetch the same pages: each page is read once, and both queues report it.
 #[test]
 fn two_queues_share_pages() {
     let len = 16 * PAGE;
-    let scratch = Scratch::new("two", len);
+    let scratch = TempFile::new("two", len);
     let cache = cache(Box::new(Never), 8 * MIB);
     let file = cache.open(scratch.store()).unwrap();
     let mut queues = [cache.queue(16).unwrap(), cache.queue(16).unwrap()];
@@ -159,17 +159,17 @@ fn two_queues_share_pages() {
         }
     }
     let [one, two] = &mut queues;
-    let (mut told, mut told_two) = (BTreeSet::new(), BTreeSet::new());
-    drain(one, &mut told);
-    drain(two, &mut told_two);
-    assert!(told.len() == 16 && told_two.len() == 16);
+    let (mut reported, mut reported_two) = (BTreeSet::new(), BTreeSet::new());
+    drain(one, &mut reported);
+    drain(two, &mut reported_two);
+    assert!(reported.len() == 16 && reported_two.len() == 16);
     assert_eq!(cache.charged_bytes(), len as u64);
 }
 
-/// A page that the queue is reading already is reported with that read, without further polling.
+/// A page that the queue is already reading is reported with that read, once for each request.
 #[test]
-fn pages_are_asked_for_twice() {
-    let scratch = Scratch::new("twice", 8 * PAGE);
+fn repeated_requests_share_a_read() {
+    let scratch = TempFile::new("twice", 8 * PAGE);
     let cache = cache(Box::new(Never), 8 * MIB);
     let file = cache.open(scratch.store()).unwrap();
     let mut queue = cache.queue(8).unwrap();
@@ -177,16 +177,17 @@ fn pages_are_asked_for_twice() {
         assert_eq!(queue.fetch(&file, 0, token).unwrap(), Fetch::Started);
     }
     assert_eq!((queue.due(), queue.len()), (None, 3));
-    let mut told = BTreeSet::new();
-    drain(&mut queue, &mut told);
-    assert_eq!(told, BTreeSet::from([0, 1, 2]));
+    let mut reported = BTreeSet::new();
+    drain(&mut queue, &mut reported);
+    assert_eq!(reported, BTreeSet::from([0, 1, 2]));
 }
 
-/// A file is truncated or dropped, or its queue is dropped, while pages are in flight: no old bytes, no memory leaked.
+/// A file is truncated or dropped, or its queue is dropped, while reads are in flight: no old bytes appear, and no
+/// memory leaks.
 #[test]
-fn what_goes_meanwhile_leaves_nothing() {
+fn dropping_files_and_queues_leaks_nothing() {
     let len = 64 * PAGE;
-    let scratch = Scratch::new("gone", len);
+    let scratch = TempFile::new("gone", len);
     let cache = cache(Box::new(Never), 8 * MIB);
     let begin = |queue: &mut Queue, file: &Mapping| {
         for page in 0..8 {
@@ -198,17 +199,17 @@ fn what_goes_meanwhile_leaves_nothing() {
     begin(&mut queue, &file);
     file.truncate(10).unwrap();
     file.truncate(len as u64).unwrap();
-    let mut told = BTreeSet::new();
-    drain(&mut queue, &mut told);
-    assert_eq!(told.len(), 8);
+    let mut reported = BTreeSet::new();
+    drain(&mut queue, &mut reported);
+    assert_eq!(reported.len(), 8);
     let mut expected = vec![0; len];
     expected[..10].copy_from_slice(&bytes(len)[..10]);
     assert_bytes(&file, &expected);
     drop(file);
-    // The last handle wrote that to the store.
+    // The drop of the last handle wrote the bytes to the store.
     assert_bytes(&cache.open(scratch.store()).unwrap(), &expected);
 
-    let scratch = Scratch::new("left", len);
+    let scratch = TempFile::new("left", len);
     let file = cache.open(scratch.store()).unwrap();
     begin(&mut queue, &file);
     drop(file);
@@ -221,10 +222,10 @@ fn what_goes_meanwhile_leaves_nothing() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Refused with an error, and without effect.
+/// Invalid requests fail without effect.
 #[test]
-fn bad_input_is_refused() {
-    let scratch = Scratch::new("bad", 4 * PAGE);
+fn invalid_requests_fail() {
+    let scratch = TempFile::new("bad", 4 * PAGE);
     let (one, other) = (cache(Box::new(Never), 8 * MIB), cache(Box::new(Never), 8 * MIB));
     let file = one.open(scratch.store()).unwrap();
     let mut queue = one.queue(1).unwrap();
@@ -240,5 +241,5 @@ fn bad_input_is_refused() {
     let in_memory = one.create().unwrap();
     in_memory.truncate(PAGE as u64).unwrap();
     assert_eq!(queue.fetch(&in_memory, 0, 3).unwrap(), Fetch::Present, "a hole is there without memory");
-    assert_eq!((queue.wait(1, LONG).unwrap(), queue.len(), queue.depth()), (0, 0, 1));
+    assert_eq!((queue.wait(1, WAIT_LIMIT).unwrap(), queue.len(), queue.depth()), (0, 0, 1));
 }

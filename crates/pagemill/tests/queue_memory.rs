@@ -1,5 +1,5 @@
-//! Memory of a cache that queues have registered: right bytes whatever changes, given back on request; and reads from
-//! stores that are not system files.
+//! Tests of cache memory that queues have registered with the kernel: reads find the right bytes, and the memory is
+//! returned on request. Also tests queues on stores that are not system files.
 #![allow(unsafe_code)] // polls descriptors, forks
 
 use pagemill::mapping::policy::{Always, Never};
@@ -20,20 +20,20 @@ use std::time::Duration;
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 const HUGE: usize = 2 * MIB;
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
-/// For files that do not fit into their caches.
+/// Length of files that do not fit into their caches.
 const FILE_BYTES: usize = 20 * MIB;
 
-/// Names the part of a test that a child runs, and its file.
-const PART: &str = "QUEUE_MEMORY_PART";
+/// Environment variable that makes a child process run its part of a test. Its value is the path of the test's file.
+const CHILD_FILE: &str = "QUEUE_MEMORY_PART";
 
 fn pattern(at: usize, seed: u8) -> u8 {
     (at / 509 % 251) as u8 ^ seed
 }
 
-/// A file of this many bytes; no two pages are alike.
-fn file(folder: &Path, seed: u8) -> PathBuf {
+/// Writes a file of `FILE_BYTES` whose pages all differ.
+fn write_test_file(folder: &Path, seed: u8) -> PathBuf {
     let path = folder.join(format!("file-{seed}"));
     fs::write(&path, (0..FILE_BYTES).map(|at| pattern(at, seed)).collect::<Vec<_>>()).unwrap();
     path
@@ -54,17 +54,17 @@ fn open(cache: &Cache, path: &Path) -> Mapping {
     cache.open(Arc::new(FileStore::open_read_only(path).unwrap())).unwrap()
 }
 
-/// Waits for at least one page, and checks each that arrived: its offset is its token.
-fn take(queue: &mut Queue, file: &Mapping, seed: u8) {
-    queue.wait(1, LONG).unwrap();
+/// Waits for at least one page, and checks each page that was read. Its request id is its offset.
+fn check_completed(queue: &mut Queue, file: &Mapping, seed: u8) {
+    queue.wait(1, WAIT_LIMIT).unwrap();
     while let Some(fetched) = queue.next() {
         fetched.result.unwrap();
-        check(file, fetched.token as usize, seed);
+        check_huge_folio(file, fetched.token as usize, seed);
     }
 }
 
-/// Compares a page in each part of a huge folio.
-fn check(file: &Mapping, offset: usize, seed: u8) {
+/// Compares the page at `offset`, and the first and last page of its huge folio, with the pattern.
+fn check_huge_folio(file: &Mapping, offset: usize, seed: u8) {
     let mut bytes = [0; PAGE];
     for offset in [offset, offset / HUGE * HUGE, offset / HUGE * HUGE + HUGE - PAGE] {
         assert_eq!(file.read_at(&mut bytes, offset as u64).unwrap(), PAGE);
@@ -73,22 +73,22 @@ fn check(file: &Mapping, offset: usize, seed: u8) {
     }
 }
 
-/// Reads through a file in order, so that all of it comes from the store, and compares.
+/// Reads all of a file in order, which evicts earlier pages, and compares them with the pattern.
 fn read_all(queue: &mut Queue, file: &Mapping, step: usize, seed: u8) {
     for offset in (0..FILE_BYTES).step_by(step) {
         while queue.is_full() {
-            take(queue, file, seed);
+            check_completed(queue, file, seed);
         }
         if queue.fetch(file, offset as u64, offset as u64).unwrap() == Fetch::Present {
-            check(file, offset, seed);
+            check_huge_folio(file, offset, seed);
         }
     }
     while !queue.is_empty() {
-        take(queue, file, seed);
+        check_completed(queue, file, seed);
     }
 }
 
-/// Reads until the memory is registered. Returns why it cannot be.
+/// Reads until the queue has registered memory. Returns the reason if registration is not possible here.
 fn register(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static str> {
     for _ in 0..4 {
         read_all(queue, file, HUGE, seed);
@@ -96,8 +96,11 @@ fn register(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static 
             return Ok(());
         }
     }
-    // Nothing else in this process can cause a refusal.
-    assert!(stats::get(Counter::RegionsRefused) + stats::get(Counter::RingsRefused) > 0, "nothing was tried");
+    // Only a refusal by the system can prevent the registration, so it must have been counted.
+    assert!(
+        stats::get(Counter::RegionsRefused) + stats::get(Counter::RingsRefused) > 0,
+        "no registration was attempted"
+    );
     Err("memory cannot be registered here")
 }
 
@@ -108,12 +111,12 @@ fn is_readable(queue: &mut Queue, timeout: Duration) -> bool {
     unsafe { libc::poll(&raw mut poll, 1, timeout.as_millis() as i32) == 1 }
 }
 
-/// Registered memory is not given back until its queue was notified. Later data is read into the new pages, also after
-/// registering again. Both for huge folios and for pages.
+/// Registered memory is not returned to the system before its queue has noticed the request. Afterwards data is read
+/// into new pages, also after they were registered again. Tested with huge folios and with small ones.
 #[test]
-fn registered_memory_goes_when_its_queue_knows() {
+fn registered_memory_is_returned_after_its_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
-    let paths = [1, 2].map(|seed| file(folder.path(), seed));
+    let paths = [1, 2].map(|seed| write_test_file(folder.path(), seed));
     for (policy, step) in [(Box::new(Always) as Box<dyn Policy>, HUGE), (Box::new(Never), PAGE)] {
         let cache = cache(policy, 8 * MIB);
         let mut queue = cache.queue(4).unwrap();
@@ -128,9 +131,9 @@ fn registered_memory_goes_when_its_queue_knows() {
             drop(mapping);
             let registered = queue.registered_bytes();
             assert!(registered >= 8 * MIB && registered.is_multiple_of(HUGE), "{registered}");
-            // All of it is free now; at most the unregistered rest is given back.
-            let beside = cache.give_back();
-            assert!(beside <= (8 * MIB) as u64, "{beside} given back beside {registered} registered");
+            // All folios are free now, but at most the memory that is not registered is returned.
+            let unregistered = cache.give_back();
+            assert!(unregistered <= (8 * MIB) as u64, "{unregistered} returned, {registered} registered");
             assert_eq!((queue.registered_bytes(), cache.give_back()), (registered, 0));
             queue.wait(0, Duration::ZERO).unwrap();
             assert_eq!(queue.registered_bytes(), 0);
@@ -139,11 +142,12 @@ fn registered_memory_goes_when_its_queue_knows() {
     }
 }
 
-/// A request during reads: bytes stay right, and everything is given back between two calls of the queue.
+/// Memory is requested while a queue reads: all bytes are right, and all memory is returned between two calls of the
+/// queue.
 #[test]
-fn a_busy_queue_gives_memory_up() {
+fn a_busy_queue_releases_memory_on_request() {
     let folder = tempfile::tempdir().unwrap();
-    let paths = [1, 2].map(|seed| file(folder.path(), seed));
+    let paths = [1, 2].map(|seed| write_test_file(folder.path(), seed));
     let cache = cache(Box::new(Always), 16 * MIB);
     let mut queue = cache.queue(2).unwrap();
     for _ in 0..3 {
@@ -153,33 +157,33 @@ fn a_busy_queue_gives_memory_up() {
         }
         drop(one);
         let offsets = (0..FILE_BYTES).step_by(HUGE).cycle().take(40);
-        let mut given = 0;
+        let mut returned = 0;
         for offset in offsets {
             while queue.is_full() {
-                take(&mut queue, &two, 2);
+                check_completed(&mut queue, &two, 2);
             }
             // A part of the memory is free at first.
-            given += cache.give_back();
+            returned += cache.give_back();
             let _ = queue.fetch(&two, offset as u64, offset as u64).unwrap();
         }
         while !queue.is_empty() {
-            take(&mut queue, &two, 2);
+            check_completed(&mut queue, &two, 2);
         }
         drop(two);
         queue.wait(0, Duration::ZERO).unwrap();
-        given += cache.give_back();
+        returned += cache.give_back();
         queue.wait(0, Duration::ZERO).unwrap();
-        given += cache.give_back();
-        assert!(given >= (16 * MIB) as u64 && queue.registered_bytes() == 0, "{given}");
+        returned += cache.give_back();
+        assert!(returned >= (16 * MIB) as u64 && queue.registered_bytes() == 0, "{returned}");
     }
 }
 
-/// Two queues have the same memory registered: it is given back after both released it. Dropping a queue releases its
-/// registration.
+/// Two queues have the same memory registered. It is returned after both have released it. Dropping a queue releases
+/// its registration.
 #[test]
-fn the_last_queue_gives_memory_up() {
+fn memory_is_returned_after_the_last_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
-    let path = file(folder.path(), 3);
+    let path = write_test_file(folder.path(), 3);
     let cache = cache(Box::new(Always), 8 * MIB);
     let mut queues = [cache.queue(2).unwrap(), cache.queue(2).unwrap()];
     let mapping = open(&cache, &path);
@@ -193,16 +197,16 @@ fn the_last_queue_gives_memory_up() {
     cache.give_back();
     let [mut one, other] = queues;
     one.wait(0, Duration::ZERO).unwrap();
-    assert_eq!((one.registered_bytes(), cache.give_back()), (0, 0), "the other has it");
+    assert_eq!((one.registered_bytes(), cache.give_back()), (0, 0), "the other queue has it registered");
     drop(other);
     assert_eq!(cache.give_back(), registered as u64);
 }
 
-/// An event loop without anything in flight is woken, so that its queue can release its memory.
+/// An event loop without in-flight reads is woken, so that its queue can release its memory.
 #[test]
-fn a_loop_of_events_is_asked_for_memory() {
+fn an_idle_event_loop_is_woken_to_release_memory() {
     let folder = tempfile::tempdir().unwrap();
-    let path = file(folder.path(), 4);
+    let path = write_test_file(folder.path(), 4);
     let cache = cache(Box::new(Always), 8 * MIB);
     let mut queue = cache.queue(4).unwrap();
     let mapping = open(&cache, &path);
@@ -211,42 +215,42 @@ fn a_loop_of_events_is_asked_for_memory() {
     }
     for _ in 0..3 {
         drop(open(&cache, &path));
-        // Earlier wake-ups do not count, however late their signal is.
+        // Discards wake-ups of earlier requests, which may arrive late.
         while is_readable(&mut queue, Duration::from_millis(1)) {
             queue.wait(0, Duration::ZERO).unwrap();
         }
         assert!(queue.registered_bytes() > 0);
         mapping.refresh().unwrap();
         assert_eq!(cache.give_back(), 0);
-        assert!(is_readable(&mut queue, LONG));
+        assert!(is_readable(&mut queue, WAIT_LIMIT));
         queue.wait(0, Duration::ZERO).unwrap();
         assert_eq!(queue.registered_bytes(), 0);
         assert!(cache.give_back() > 0);
-        let again = open(&cache, &path);
-        register(&mut queue, &again, 4).unwrap();
+        let reopened = open(&cache, &path);
+        register(&mut queue, &reopened, 4).unwrap();
     }
 }
 
-/// A fork child does not have the memory: it is refused before any access, and drops what it inherited; the parent
-/// continues.
+/// A fork child does not have the registered memory. Its calls fail before any access, and it can drop what it
+/// inherited. The parent continues.
 #[test]
-fn a_fork_child_is_refused() {
+fn calls_of_a_fork_child_fail() {
     let folder = tempfile::tempdir().unwrap();
-    let path = file(folder.path(), 5);
+    let path = write_test_file(folder.path(), 5);
     let (pagemill, cache) = pagemill_cache(Box::new(Always), 8 * MIB);
     let mut queue = cache.queue(4).unwrap();
     let mapping = open(&cache, &path);
     if let Err(reason) = register(&mut queue, &mapping, 5) {
         return println!("skipped: {reason}");
     }
-    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.before_fork() };
     // SAFETY: the child ends without returning to the test.
     let pid = unsafe { libc::fork() };
-    // SAFETY: after `before_fork`.
+    // SAFETY: called after `before_fork`.
     unsafe { pagemill.after_fork() };
     if pid == 0 {
-        // SAFETY: a new child, whose one thread this is.
+        // SAFETY: the process is a new child, and this is its only thread.
         unsafe { pagemill.begin_child() };
         let is_refused = |result: Result<(), Error>| u8::from(matches!(result, Err(Error::WrongState { .. })));
         let mut refused = 0;
@@ -262,9 +266,9 @@ fn a_fork_child_is_refused() {
     }
     assert!(pid > 0);
     let mut status = 0;
-    // SAFETY: our own child; writes `status`.
+    // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
-    assert_eq!(status, 0, "a signal, or a bit for each that was not refused");
+    assert_eq!(status, 0, "a signal, or a bit for each kind of call that did not fail");
     read_all(&mut queue, &mapping, HUGE, 5);
     drop(mapping);
     let registered = queue.registered_bytes();
@@ -273,11 +277,11 @@ fn a_fork_child_is_refused() {
     assert_eq!(cache.give_back(), registered as u64);
 }
 
-/// Where little memory may be locked, a queue tries once, and reads nevertheless.
+/// If the system does not allow locked memory, a queue tries the registration once, and reads without it.
 #[test]
-fn unregistered_memory_does() {
-    const TEST: &str = "unregistered_memory_does";
-    if let Some(path) = std::env::var_os(PART) {
+fn a_queue_reads_without_registered_memory() {
+    const TEST: &str = "a_queue_reads_without_registered_memory";
+    if let Some(path) = std::env::var_os(CHILD_FILE) {
         let cache = cache(Box::new(Always), 8 * MIB);
         let mut queue = cache.queue(4).unwrap();
         let mapping = open(&cache, Path::new(&path));
@@ -294,34 +298,34 @@ fn unregistered_memory_does() {
     if unsafe { libc::geteuid() } != 0 {
         return println!("skipped: only root becomes a user without privileges");
     }
-    // That user may not have access to this program's directory.
+    // The unprivileged user may not have access to this program's directory, so the child runs a copy.
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let program = folder.path().join("tests");
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args(["--exact", TEST, "--nocapture"]);
-    limited.env(PART, file(folder.path(), 6)).current_dir(folder.path()).uid(65534).gid(65534);
+    limited.env(CHILD_FILE, write_test_file(folder.path(), 6)).current_dir(folder.path()).uid(65534).gid(65534);
     let output = limited.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// A store that a queue reads from, and a file on it.
-fn slow(cache: &Cache, len: usize) -> (FaultyStore<MemoryStore>, Mapping) {
+/// Opens a file on a store whose reads the test can delay.
+fn open_delayed_store(cache: &Cache, len: usize) -> (FaultyStore<MemoryStore>, Mapping) {
     let bytes = (0..len).map(|at| pattern(at, 7)).collect();
     let store = FaultyStore::new(MemoryStore::new(bytes, 512));
     let file = cache.open(Arc::new(store.clone())).unwrap();
     (store, file)
 }
 
-/// Reads of a slow store all begin before the first has ended; the queue, its waits and its descriptor get the
-/// completions.
+/// All reads of a delayed store begin before the first one ends. The completions arrive by a wait for the queue, or by
+/// its file descriptor.
 #[test]
-fn slow_stores_are_asked_together() {
+fn reads_of_a_delayed_store_overlap() {
     const COUNT: usize = 32;
     for is_watched in [false, true] {
         let cache = cache(Box::new(Never), 8 * MIB);
-        let (store, file) = slow(&cache, COUNT * PAGE + 100);
+        let (store, file) = open_delayed_store(&cache, COUNT * PAGE + 100);
         let mut queue = cache.queue(COUNT as u32).unwrap();
         store.hold();
         for page in 0..COUNT {
@@ -339,33 +343,33 @@ fn slow_stores_are_asked_together() {
             }
         }
         store.release();
-        let mut told = 0;
-        while told < COUNT {
+        let mut completed = 0;
+        while completed < COUNT {
             if is_watched {
-                assert!(is_readable(&mut queue, LONG), "{told} of {COUNT} were told");
+                assert!(is_readable(&mut queue, WAIT_LIMIT), "{completed} of {COUNT} completed");
                 queue.wait(0, Duration::ZERO).unwrap();
             } else {
-                assert!(queue.wait(COUNT - told, LONG).unwrap() > 0);
+                assert!(queue.wait(COUNT - completed, WAIT_LIMIT).unwrap() > 0);
             }
             while let Some(fetched) = queue.next() {
                 fetched.result.unwrap();
                 let (mut bytes, offset) = ([0; PAGE], fetched.token);
                 assert_eq!(file.read_at(&mut bytes, offset).unwrap(), PAGE);
                 assert!((offset as usize..).zip(bytes).all(|(at, byte)| byte == pattern(at, 7)), "at {offset}");
-                told += 1;
+                completed += 1;
             }
         }
         assert!(queue.is_empty());
-        assert_eq!(store.calls().reads, COUNT as u64, "each was read once");
+        assert_eq!(store.calls().reads, COUNT as u64, "each page was read once");
     }
 }
 
-/// A failed read of a slow store is reported and not cached; truncated data does not come back; reads in flight when
-/// their queue is dropped are cancelled, with their memory.
+/// A failed read is reported and not cached. Truncated data does not come back. Reads that are in flight when their
+/// queue is dropped are cancelled, and their memory is freed.
 #[test]
-fn slow_stores_may_fail_and_come_too_late() {
+fn delayed_reads_may_fail_or_be_cancelled() {
     let cache = cache(Box::new(Always), 16 * MIB);
-    let (store, file) = slow(&cache, 4 * HUGE);
+    let (store, file) = open_delayed_store(&cache, 4 * HUGE);
     let mut queue = cache.queue(4).unwrap();
     let fetch = |queue: &mut Queue, file: &Mapping| {
         for at in 0..4 {
@@ -373,15 +377,15 @@ fn slow_stores_may_fail_and_come_too_late() {
         }
     };
     let drain = |queue: &mut Queue, is_failed: bool| {
-        let mut told = 0;
+        let mut completed = 0;
         while !queue.is_empty() {
-            assert!(queue.wait(1, LONG).unwrap() > 0);
+            assert!(queue.wait(1, WAIT_LIMIT).unwrap() > 0);
             while let Some(fetched) = queue.next() {
                 assert_eq!(matches!(fetched.result, Err(Error::Store { .. })), is_failed, "{fetched:?}");
-                told += 1;
+                completed += 1;
             }
         }
-        assert_eq!(told, 4);
+        assert_eq!(completed, 4);
     };
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
     fetch(&mut queue, &file);
@@ -400,7 +404,7 @@ fn slow_stores_may_fail_and_come_too_late() {
     assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if at < kept { pattern(at, 7) } else { 0 }));
     drop(file);
 
-    let (store, file) = slow(&cache, 4 * HUGE);
+    let (store, file) = open_delayed_store(&cache, 4 * HUGE);
     store.hold();
     fetch(&mut queue, &file);
     assert_eq!(cache.charged_bytes(), (4 * HUGE) as u64);

@@ -92,7 +92,7 @@ impl Store for Memory {
 }
 
 impl Memory {
-    /// Runs `act` while another thread is reading the first byte of a page.
+    /// Runs `act` while another thread reads the page at `offset` from the store.
     fn while_page_is_read(&self, file: &Mapping, offset: u64, act: impl FnOnce()) {
         self.stops_at.store(offset, SeqCst);
         std::thread::scope(|scope| {
@@ -127,7 +127,7 @@ fn read(file: &Mapping) -> Vec<u8> {
     bytes
 }
 
-/// Bytes come from the store once; changes are visible, and in the store after a sync.
+/// Bytes are read from the store once. Changes are visible at once, and in the store after a sync.
 #[test]
 fn reads_fill_and_syncs_write_back() {
     let store = Memory::new(5 * MIB + 100);
@@ -158,8 +158,8 @@ fn reads_fill_and_syncs_write_back() {
     assert!(read(&file) == expected);
 }
 
-/// A file six times as large as the cache is read whole: clean folios are evicted. Written data stays until it is
-/// synced.
+/// A file six times as large as the cache is read completely, which evicts clean folios. Written data stays in memory
+/// until it is synced.
 #[test]
 fn clean_folios_make_room() {
     for (policy, pages) in [(true, "huge"), (false, "small")] {
@@ -174,7 +174,7 @@ fn clean_folios_make_room() {
         assert!(read(&file)[..150] == [&expected[..50], &[7; 100]].concat(), "{pages}");
         file.sync().unwrap();
         assert_eq!(store.bytes.lock().unwrap()[50..150], [7; 100]);
-        // Extended, clean, evicted, and read again.
+        // Extends the file, syncs it, and reads it again after its pages were evicted.
         file.write_at(&[8; 100], 30 * MIB as u64).unwrap();
         file.sync().unwrap();
         let bytes = read(&file);
@@ -184,10 +184,10 @@ fn clean_folios_make_room() {
     }
 }
 
-/// Two files in one cache. Of one, a quarter of the cache is read repeatedly; of the other, four times the cache, once
-/// and in pieces. Pages that are read again stay; huge, pinned and dirty folios are evicted later.
+/// One file, a quarter of the cache, is read repeatedly; another, four times the cache, is scanned once in small reads.
+/// The first file stays in memory, for small and huge folios. Dirty pages of the second stay, too.
 #[test]
-fn a_scan_does_not_push_out_what_is_used() {
+fn a_scan_does_not_evict_pages_in_use() {
     for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {
         let policy = || -> Box<dyn Policy> { if is_huge { Box::new(Always) } else { Box::new(Never) } };
         let cache = cache(policy(), limit);
@@ -217,9 +217,9 @@ fn a_scan_does_not_push_out_what_is_used() {
     }
 }
 
-/// A page that was evicted and comes back soon counts as used: a scan does not evict it again.
+/// A page that was evicted and is soon read again counts as used: a scan does not evict it again.
 #[test]
-fn returning_pages_stay() {
+fn pages_that_return_soon_are_kept() {
     let cache = cache(Box::new(Never), 4 * MIB);
     let stores = [Memory::new(4 * MIB), Memory::new(32 * MIB)];
     let [file, scanned] = stores.clone().map(|store| cache.open(store).unwrap());
@@ -237,9 +237,9 @@ fn returning_pages_stay() {
     }
 }
 
-/// A failing store leaves nothing wrong in memory, and loses nothing that was written.
+/// After errors of the store the cache has no wrong bytes, and loses no written ones.
 #[test]
-fn failures_of_the_store_lose_nothing() {
+fn errors_of_the_store_lose_no_data() {
     let store = Memory::new(MIB);
     let mut expected = store.bytes.lock().unwrap().clone();
     let cache = cache(Box::new(Never), 8 * MIB);
@@ -272,9 +272,9 @@ fn failures_of_the_store_lose_nothing() {
     }
 }
 
-/// Data that is not in memory is in the store: it must not be replaced by zeros.
+/// A collapse of pages of which some are only in the store must not replace these by zeros.
 #[test]
-fn collapsing_keeps_what_is_stored() {
+fn a_collapse_keeps_bytes_of_the_store() {
     let store = Memory::new(2 * MIB);
     let expected = store.bytes.lock().unwrap().clone();
     let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
@@ -287,9 +287,9 @@ fn collapsing_keeps_what_is_stored() {
     assert!(store.bytes.lock().unwrap()[1..] == expected[1..]);
 }
 
-/// Bytes read from the store before a truncation, or written and evicted, do not appear in memory after it.
+/// Bytes that were read from the store before a truncation do not appear in memory after it.
 #[test]
-fn stale_reads_are_thrown_away() {
+fn reads_from_before_a_truncation_are_discarded() {
     let store = Memory::new(8 * KIB);
     let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
     store.while_page_is_read(&file, 4 * KIB as u64, || file.truncate(0).unwrap());
@@ -297,8 +297,8 @@ fn stale_reads_are_thrown_away() {
     assert_eq!(byte_at(&file, 5000), 0);
 }
 
-/// A thread that needs a page which is being read, for reading or writing, waits for that read. The store is read once,
-/// also if other pages of the file are evicted meanwhile.
+/// A thread that reads or writes a page which is being read waits for that read. The store is read once, even if other
+/// pages of the file are evicted meanwhile.
 #[test]
 fn a_page_is_read_once() {
     let store = Memory::new(64 * KIB);
@@ -321,8 +321,8 @@ fn a_page_is_read_once() {
     assert_eq!(store.bytes.lock().unwrap()[..2], [99, 1]);
 }
 
-/// Adjacent dirty folios are written together, others separately, the last block in part. A store that fails, shortens
-/// and reorders loses nothing.
+/// Adjacent dirty folios are written by one transfer, others separately, and the last block in part. No data is lost if
+/// the store fails, shortens and reorders transfers.
 #[test]
 fn folios_are_written_back_together() {
     let store = FaultyStore::new(MemoryStore::new(vec![0; 4 * MIB], 512));
@@ -354,7 +354,7 @@ fn folios_are_written_back_together() {
 
 /// After the last sync the store has everything that was appended, or written before a split, during concurrent syncs.
 #[test]
-fn syncs_beside_appends_and_splits_lose_nothing() {
+fn syncs_during_appends_and_splits_lose_no_data() {
     for _ in 0..20 {
         let store = Memory::new(0);
         let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
@@ -384,10 +384,10 @@ fn syncs_beside_appends_and_splits_lose_nothing() {
     }
 }
 
-/// A store that breaks its contract harms only itself: an impossible size, blocks larger than a page, a panic, short
-/// reads.
+/// A store that breaks its contract (an impossible size, blocks larger than a page, a panic, short reads) harms no
+/// other file.
 #[test]
-fn stores_are_not_trusted() {
+fn a_store_that_breaks_its_contract_harms_no_other_file() {
     struct Odd {
         size: u64,
         block: usize,
@@ -433,7 +433,7 @@ fn stores_are_not_trusted() {
 
 /// Data written through a pin is written back.
 #[test]
-fn pins_make_dirty() {
+fn data_written_through_pins_is_written_back() {
     let store = Memory::new(8 * KIB);
     let file = cache(Box::new(Never), 8 * MIB).open(store.clone()).unwrap();
     let pin = file.pin(0).unwrap();
@@ -449,7 +449,7 @@ fn pins_make_dirty() {
     assert_eq!(store.bytes.lock().unwrap()[0], 99);
 }
 
-/// Many threads in a full cache: room made by one is taken by another, and no call is refused.
+/// Many threads read in a full cache. No read fails because another thread used the room that it made.
 #[test]
 fn threads_that_make_room_are_not_refused() {
     let store = Memory::new(2 * MIB);

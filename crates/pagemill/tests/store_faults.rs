@@ -1,4 +1,4 @@
-//! Files whose store fails, hangs, is full, is read-only, or is changed by another process under the cache.
+//! Tests of files whose store fails, hangs, is full or read-only, or is changed by another process.
 
 #[path = "common/stores.rs"]
 mod stores;
@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
-use stores::Broken;
+use stores::BrokenStore;
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
@@ -32,7 +32,7 @@ fn cache() -> Cache {
     cache_of(Box::new(Never))
 }
 
-/// Small folios, and huge ones.
+/// Returns a cache with small folios, and one with huge ones.
 fn caches() -> [Cache; 2] {
     [cache(), cache_of(Box::new(Always))]
 }
@@ -68,10 +68,10 @@ fn errno(error: &Error) -> Option<i32> {
     }
 }
 
-/// Another process truncates the file: bytes in memory are still there, the rest reads zero, and a sync of nothing does
-/// not extend it again. A refresh adopts the new length.
+/// Another process truncates the file: bytes in memory stay, other bytes read zero, and a sync without changes does not
+/// extend the file again. A refresh adopts the new length.
 #[test]
-fn a_file_that_is_cut_reads_zero() {
+fn bytes_cut_off_by_another_process_read_zero() {
     for cache in caches() {
         let folder = folder();
         let (path, len) = (folder.path().join("file"), 6 * MIB);
@@ -101,9 +101,10 @@ fn a_file_that_is_cut_reads_zero() {
     }
 }
 
-/// Another process appends: nothing truncates that, and a refresh shows it, also in a page shared with existing bytes.
+/// Another process appends to the file: a sync does not cut the bytes off, and a refresh shows them, also in a page
+/// shared with earlier bytes.
 #[test]
-fn a_file_that_grows_is_not_cut() {
+fn bytes_appended_by_another_process_stay() {
     for cache in caches() {
         let folder = folder();
         let (path, len) = (folder.path().join("file"), 2 * MIB + 100);
@@ -123,16 +124,16 @@ fn a_file_that_grows_is_not_cut() {
             assert_eq!(file.size_bytes() as usize, bytes.len());
             assert!(read(file, 0, bytes.len() + 1) == bytes);
         }
-        // Changed in the middle, at the same length.
+        // The other process changes bytes in the middle, at the same length.
         others.write_all_at(&[0xAA; 3], 1000).unwrap();
         reader.refresh().unwrap();
         assert_eq!(read(&reader, 999, 5), [bytes[999], 0xAA, 0xAA, 0xAA, bytes[1003]]);
     }
 }
 
-/// Local changes are not discarded by a refresh, and pinned pages stay.
+/// A refresh fails if there are changes that are not synced, or a pinned page, and loses neither.
 #[test]
-fn a_refresh_loses_nothing() {
+fn a_refresh_keeps_local_changes() {
     let (cache, folder) = (cache(), folder());
     let path = folder.path().join("file");
     fs::write(&path, pattern(4 * PAGE, 3)).unwrap();
@@ -159,10 +160,10 @@ fn a_refresh_loses_nothing() {
     assert_eq!(cache.create().unwrap().refresh().ok(), Some(()), "a file in memory");
 }
 
-/// Readers concurrent with truncations, appends and refreshes see what the file had at some time: one byte for each
-/// page in each round, or zeros.
+/// Readers run concurrently with truncations, appends and refreshes. They find bytes that the file had at some time, or
+/// zeros, never those of another file.
 #[test]
-fn refreshes_beside_reads_show_the_file_only() {
+fn reads_during_refreshes_find_the_files_bytes() {
     let (cache, folder) = (cache(), folder());
     let secret = cache.create().unwrap();
     write(&secret, &vec![0x55; 8 * MIB], 0);
@@ -191,10 +192,10 @@ fn refreshes_beside_reads_show_the_file_only() {
     });
 }
 
-/// Another file gets the name, or the file is unlinked: the mapping continues with the file that was opened, and the
-/// other file keeps its bytes.
+/// Another file takes over the path, or the file is unlinked: the mapping continues to use the file that was opened,
+/// and the other file is not changed.
 #[test]
-fn a_file_that_is_replaced_goes_on() {
+fn a_mapping_keeps_the_file_that_it_opened() {
     let (cache, folder) = (cache(), folder());
     let (path, other) = (folder.path().join("file"), folder.path().join("other"));
     fs::write(&path, pattern(4 * PAGE, 1)).unwrap();
@@ -229,7 +230,7 @@ fn failing(errno: i32) -> Faults {
     Faults { fail_per_mille: 1000, errno, ..Faults::default() }
 }
 
-/// The result of a queue for the first page.
+/// Fetches the first page by a queue, and returns the result.
 fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     if queue.fetch(file, 0, 1)? == Fetch::Present {
         return Ok(());
@@ -238,10 +239,10 @@ fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     queue.next().unwrap().result
 }
 
-/// EIO on read: the thread that needs the page gets it, from a read, a partial write, a pin or a queue. Nothing is
+/// A read error reaches the thread that needs the page, by a read, a partial write, a pin or a queue. Nothing is
 /// cached, and the next access tries again.
 #[test]
-fn failed_reads_are_told_and_not_kept() {
+fn read_errors_are_reported_and_not_cached() {
     for cache in caches() {
         let store = faulty(pattern(4 * MIB, 1));
         let file = cache.open(Arc::new(store.clone())).unwrap();
@@ -267,10 +268,9 @@ fn failed_reads_are_told_and_not_kept() {
     }
 }
 
-/// EIO and ENOSPC on write: each sync reports it, written data can be read, and it reaches the store once that works
-/// again.
+/// Each sync reports a write error. Written data can still be read, and reaches the store once writes succeed again.
 #[test]
-fn failed_writes_lose_nothing() {
+fn write_errors_lose_no_data() {
     for cache in caches() {
         for number in [libc::EIO, libc::ENOSPC] {
             let store = faulty(pattern(4 * MIB, 1));
@@ -296,8 +296,8 @@ fn failed_writes_lose_nothing() {
     }
 }
 
-/// A store that hangs delays only threads that need it. A write to a folio under writeback is refused after a second.
-/// After the hang everything has the expected state.
+/// A store hangs: only threads that need it wait. A write to a folio under writeback fails after a second. After the
+/// hang all bytes are right.
 #[test]
 fn a_store_that_hangs_blocks_only_its_callers() {
     let cache = cache();
@@ -332,9 +332,9 @@ fn a_store_that_hangs_blocks_only_its_callers() {
     assert!(bytes[..5] == *b"other" && bytes[4 * PAGE..4 * PAGE + 5] == *b"dirty");
 }
 
-/// A read-only file is read like any other; every change is refused and has no effect.
+/// A file with a read-only store can be read. Every change fails without effect.
 #[test]
-fn files_that_are_only_read_stay_as_they_are() {
+fn read_only_files_reject_changes() {
     for cache in caches() {
         let folder = folder();
         let path = folder.path().join("file");
@@ -364,8 +364,7 @@ fn files_that_are_only_read_stay_as_they_are() {
     }
 }
 
-/// One writer and readers of one file, each with a separate cache: a second writer is refused; readers see synced data
-/// after a refresh.
+/// One cache writes a file, another reads it: a second writer fails, and the reader sees synced data after a refresh.
 #[test]
 fn two_caches_share_a_file() {
     let folder = folder();
@@ -388,8 +387,8 @@ fn two_caches_share_a_file() {
     write(&open(&readers, &path), b"now", 0);
 }
 
-/// A huge folio with little of a file, written and split: bytes behind the end of the file are not written, and are
-/// evicted once the rest was written.
+/// A huge folio reaches behind the end of a file, and is split: a sync does not write its pages behind the end, but
+/// makes them clean, so that they can be evicted.
 #[test]
 fn pages_behind_the_end_become_clean() {
     let [_, cache] = caches();
@@ -409,19 +408,18 @@ fn pages_behind_the_end_become_clean() {
     assert!(read(&file, 0, 2 * PAGE) == pattern(PAGE + 100, 1));
 }
 
-/// A store panics while another file's page needs room: that thread is lost, but no other thread blocks, in that file
-/// or the other.
+/// A store panics while its pages are written back to make room for another file. Later calls on both files succeed.
 #[test]
-fn a_panicking_store_blocks_no_thread() {
+fn a_panic_of_a_store_blocks_no_thread() {
     let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
     let page = PageSize::new(PAGE).unwrap();
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
     let settings = Settings::new("panics", MIB as u64);
-    // A thread that waits nevertheless gets an error.
+    // If a thread blocked nevertheless, it would get an error.
     let timeout = Some(Duration::from_millis(100));
     let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, timeout, ..settings }).unwrap();
-    let store = Arc::new(Broken::that_panics(PAGE));
+    let store = Arc::new(BrokenStore::that_panics(PAGE));
     let dirty = cache.open(store.clone()).unwrap();
     write(&dirty, &pattern(MIB, 1), 0);
     let other = cache.open(Arc::new(MemoryStore::new(pattern(MIB, 2), PAGE))).unwrap();

@@ -1,6 +1,8 @@
-//! Files and devices as stores: tails, fallbacks, external changes of the file, refusals of the system.
+//! Tests of files and devices as stores: partial blocks at the end of a file, fallbacks, changes by other processes,
+//! and errors of the system.
 //!
-//! Some tests run a part of themselves in a child, which is this program again: under a limit, or as another user.
+//! Some tests run a part of themselves in a child process, which is this program again, under a limit or as another
+//! user.
 
 use pagemill::stats::{self, Counter};
 use pagemill::store::ring::{Engine, Event, Settings};
@@ -17,16 +19,16 @@ use std::time::Duration;
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
-/// Names the part of a test that a child runs.
-const PART: &str = "STORE_FILE_PART";
+/// Environment variable that makes a child process run its part of a test.
+const CHILD_ENV: &str = "STORE_FILE_PART";
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Bytes that differ from place to place.
+/// Returns bytes of which neighbours differ.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| (at / 7 % 251) as u8 ^ seed | 1).collect()
 }
@@ -43,23 +45,23 @@ fn read(store: &impl Store, offset: usize, len: usize) -> Vec<u8> {
     memory.to_vec()
 }
 
-/// The error of a store that must not open: the system's, or the error itself.
-fn refusal(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
-    match opened.expect_err("it was opened") {
+/// Returns the error of an open that must fail: the system's error number, or else the error itself.
+fn open_error(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
+    match opened.expect_err("the store was opened") {
         Error::Store { cause, .. } => Ok(cause.raw_os_error().unwrap()),
         other => Err(other),
     }
 }
 
 fn is_busy(opened: Result<FileStore>) -> bool {
-    matches!(refusal(opened), Err(Error::Busy { .. }))
+    matches!(open_error(opened), Err(Error::Busy { .. }))
 }
 
 fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }
 
-/// A small random number generator: the same numbers each time.
+/// A pseudo-random number generator with the same numbers in each run.
 struct Random(u64);
 
 impl Random {
@@ -69,10 +71,10 @@ impl Random {
     }
 }
 
-/// Each length around a block, with blocks of 4 and 64 KiB, direct and buffered: the file is exactly as long as what
-/// was written, and bytes past its end read zero.
+/// Writes each length around multiples of a block, with blocks of 4 and 64 KiB, direct and buffered. The file has
+/// exactly the written length, and bytes past its end read zero.
 #[test]
-fn tails_of_every_length_are_whole() {
+fn partial_last_blocks_of_every_length_are_written() {
     let folder = folder();
     for (block, use_direct) in [(4 * KIB, true), (4 * KIB, false), (64 * KIB, true)] {
         let path = folder.path().join(format!("{block}-{use_direct}"));
@@ -90,7 +92,7 @@ fn tails_of_every_length_are_whole() {
             assert!(fs::read(&path).unwrap() == bytes, "{len} of {block}");
             let back = read(&store, 0, 4 * block);
             assert!(back[..len] == bytes && back[len..].iter().all(|byte| *byte == 0), "{len} of {block}");
-            // The tail again, in whole blocks: it grows by the new bytes.
+            // Writes the last block again, completely and with more bytes: the file gets longer.
             let (from, more) = (len / block * block, pattern(block + 9, 0x55));
             store.write(from as u64, &aligned(&more)).unwrap();
             assert!(fs::read(&path).unwrap()[from..] == more, "{len} of {block}");
@@ -98,9 +100,9 @@ fn tails_of_every_length_are_whole() {
     }
 }
 
-/// Unaligned memory and offsets: the same bytes. Random transfers against bytes in memory.
+/// Random transfers with unaligned memory and offsets have the same results as a copy in memory.
 #[test]
-fn odd_addresses_and_offsets_work() {
+fn unaligned_addresses_and_offsets_work() {
     let folder = folder();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     let (mut random, mut model) = (Random(1), vec![0u8; 64 * KIB]);
@@ -123,10 +125,10 @@ fn odd_addresses_and_offsets_work() {
     assert!(fs::read(folder.path().join("file")).unwrap() == model);
 }
 
-/// One thread rewrites the tail of a block constantly, others append behind it: no data is lost, and padding is never
-/// visible.
+/// One thread rewrites the partial last block of a file continually, while another appends behind it. No data is lost,
+/// and padding is never visible.
 #[test]
-fn tails_leave_what_others_append() {
+fn rewriting_the_last_block_keeps_appended_data() {
     let folder = folder();
     let store = &FileStore::create(folder.path().join("file")).unwrap();
     std::thread::scope(|scope| {
@@ -143,9 +145,9 @@ fn tails_leave_what_others_append() {
     (2..200).for_each(|block| assert!(read(store, block * 4 * KIB, 4 * KIB) == pattern(4 * KIB, block as u8)));
 }
 
-/// Truncated data does not come back, added data reads zero; another process does the same to the file.
+/// Truncated data does not come back, and added bytes read zero, also if another process changes the file's length.
 #[test]
-fn files_grow_and_shrink() {
+fn files_can_grow_and_shrink() {
     let folder = folder();
     let path = folder.path().join("file");
     let store = FileStore::create(&path).unwrap();
@@ -164,15 +166,15 @@ fn files_grow_and_shrink() {
     others.set_len(MIB as u64).unwrap();
     assert_eq!(store.size_bytes().unwrap(), MIB as u64);
     assert!(read(&store, 0, 1000) == expected[..1000]);
-    // A gap reads zero, also before it is written.
+    // A hole reads zero, also once bytes behind it were written.
     store.write(2 * MIB as u64, &aligned(&[7; 512])).unwrap();
     assert!(read(&store, MIB, MIB).iter().all(|byte| *byte == 0));
     assert_eq!(store.size_bytes().unwrap(), 2 * MIB as u64 + 512);
 }
 
-/// Another file gets the name: the store continues with the file that it opened.
+/// If another file takes over the path, the store continues to use the file that it opened.
 #[test]
-fn a_replaced_file_stays() {
+fn a_store_keeps_the_file_that_it_opened() {
     let folder = folder();
     let (path, other) = (folder.path().join("file"), folder.path().join("other"));
     let store = FileStore::create(&path).unwrap();
@@ -184,9 +186,10 @@ fn a_replaced_file_stays() {
     assert_eq!(read(&second, 0, 6), b"second");
 }
 
-/// Where direct transfers are refused, files are read nevertheless, and the store and a counter report it.
+/// If direct transfers are refused, files are read through the page cache of the kernel, which the store and a counter
+/// report.
 #[test]
-fn refused_direct_transfers_fall_back() {
+fn refused_direct_transfers_become_buffered() {
     let path = "/proc/version";
     let before = stats::get(Counter::StoresBuffered);
     let store = FileStore::open_read_only(path).unwrap();
@@ -197,7 +200,7 @@ fn refused_direct_transfers_fall_back() {
     let expected = fs::read(path).unwrap();
     assert_eq!(read(&store, 0, expected.len()), expected);
     assert_eq!(store.alignment().offset, 1);
-    // If requested, it is not a fallback; and then it is the same file.
+    // If buffered transfers are requested, that is no fallback, and the file has the same bytes.
     let folder = folder();
     let path = folder.path().join("file");
     fs::write(&path, pattern(9000, 1)).unwrap();
@@ -207,35 +210,35 @@ fn refused_direct_transfers_fall_back() {
 
 /// Files that cannot be stores are rejected with the reason.
 #[test]
-fn what_is_no_store_is_refused() {
+fn files_that_cannot_be_stores_are_rejected() {
     let folder = folder();
     let path = |name: &str| folder.path().join(name);
-    assert_eq!(refusal(FileStore::open(folder.path())).unwrap(), libc::EISDIR);
-    assert_eq!(refusal(FileStore::open_read_only(folder.path())).unwrap(), libc::EISDIR);
-    assert_eq!(refusal(FileStore::open(path("missing"))).unwrap(), libc::ENOENT);
-    assert_eq!(refusal(FileStore::create(path("missing").join("file"))).unwrap(), libc::ENOENT);
-    assert_eq!(refusal(FileStore::open("zero\0byte")).unwrap(), libc::EINVAL);
-    assert_eq!(refusal(FileStore::open("")).unwrap(), libc::ENOENT);
+    assert_eq!(open_error(FileStore::open(folder.path())).unwrap(), libc::EISDIR);
+    assert_eq!(open_error(FileStore::open_read_only(folder.path())).unwrap(), libc::EISDIR);
+    assert_eq!(open_error(FileStore::open(path("missing"))).unwrap(), libc::ENOENT);
+    assert_eq!(open_error(FileStore::create(path("missing").join("file"))).unwrap(), libc::ENOENT);
+    assert_eq!(open_error(FileStore::open("zero\0byte")).unwrap(), libc::EINVAL);
+    assert_eq!(open_error(FileStore::open("")).unwrap(), libc::ENOENT);
     fs::write(path("file"), b"").unwrap();
-    assert_eq!(refusal(FileOptions::new().create_new().open(path("file"))).unwrap(), libc::EEXIST);
-    assert_eq!(refusal(FileStore::open(path("file").join("below"))).unwrap(), libc::ENOTDIR);
+    assert_eq!(open_error(FileOptions::new().create_new().open(path("file"))).unwrap(), libc::EEXIST);
+    assert_eq!(open_error(FileStore::open(path("file").join("below"))).unwrap(), libc::ENOTDIR);
     assert!(Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
     for other in [path("pipe"), "/dev/null".into()] {
         for opened in [FileStore::open(&other), FileStore::open_read_only(&other)] {
-            assert!(matches!(refusal(opened), Err(Error::Unsupported { .. })), "{other:?}");
+            assert!(matches!(open_error(opened), Err(Error::Unsupported { .. })), "{other:?}");
         }
     }
     for block in [0, 1000] {
         let opened = FileOptions::new().block_bytes(block).open(path("file"));
-        assert!(matches!(refusal(opened), Err(Error::BadAlignment { .. })), "{block}");
+        assert!(matches!(open_error(opened), Err(Error::BadAlignment { .. })), "{block}");
     }
     let text = FileStore::open(path("missing")).unwrap_err().to_string();
     assert!(text.starts_with("opening a file: No such file"), "{text}");
 }
 
-/// A read-only store reports that before anything is done, and changes nothing.
+/// A read-only store rejects writes before anything is written.
 #[test]
-fn read_only_stores_do_not_write() {
+fn read_only_stores_reject_writes() {
     let folder = folder();
     let path = folder.path().join("file");
     fs::write(&path, b"bytes").unwrap();
@@ -247,7 +250,8 @@ fn read_only_stores_do_not_write() {
     assert_eq!(fs::read(&path).unwrap(), b"bytes");
 }
 
-/// One store writes to a file, by whatever name; any number read. After it is dropped another may write.
+/// Only one store may write to a file at a time, whatever name opened it. Any number may read. Once the writer is
+/// dropped, another may write.
 #[test]
 fn a_second_writer_is_refused() {
     let folder = folder();
@@ -258,9 +262,10 @@ fn a_second_writer_is_refused() {
     for name in [&path, &link, &second] {
         assert!(is_busy(FileStore::open(name)) && is_busy(FileStore::create(name)), "{name:?}");
     }
-    // The claim lasts however often it is checked: it alone refuses where files have no locks.
+    // The refusals come from a list in this process, which alone refuses where files have no locks. Repeated checks do
+    // not change it.
     for _ in 0..3 {
-        let Err(Error::Busy { what }) = refusal(FileStore::open(&path)) else { panic!("not refused") };
+        let Err(Error::Busy { what }) = open_error(FileStore::open(&path)) else { panic!("not refused") };
         assert_eq!(what, "another store of this process writes to the file");
     }
     let readers = [FileStore::open_read_only(&path).unwrap(), FileStore::open_read_only(&link).unwrap()];
@@ -271,28 +276,28 @@ fn a_second_writer_is_refused() {
     assert!(readers.iter().all(|reader| read(reader, 0, 5) == b"other"));
 }
 
-/// Runs this test once more, in a separate process.
-fn child(test: &str, part: &Path) -> Command {
+/// Returns a command that runs this test again in a child process.
+fn child(test: &str, argument: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture"]).env(PART, part);
+    command.args(["--exact", test, "--nocapture"]).env(CHILD_ENV, argument);
     command
 }
 
-fn part() -> Option<PathBuf> {
-    std::env::var_os(PART).map(PathBuf::from)
+fn child_argument() -> Option<PathBuf> {
+    std::env::var_os(CHILD_ENV).map(PathBuf::from)
 }
 
 fn assert_passes(mut command: Command) -> String {
     let output = command.output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
-    said
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{stdout}\n{}", String::from_utf8_lossy(&output.stderr));
+    stdout
 }
 
-/// Two processes: the second writer is refused, a reader is not.
+/// With two processes, a second writer is refused, and a reader is not.
 #[test]
 fn a_writer_of_another_process_is_refused() {
-    if let Some(path) = part() {
+    if let Some(path) = child_argument() {
         assert!(is_busy(FileStore::open(&path)));
         return assert_eq!(read(&FileStore::open_read_only(&path).unwrap(), 0, 5), b"bytes");
     }
@@ -303,11 +308,11 @@ fn a_writer_of_another_process_is_refused() {
     assert_passes(child("a_writer_of_another_process_is_refused", &path));
 }
 
-/// RLIMIT_FSIZE in a child: exceeding it is an error, not a deadly signal, and nothing was written.
+/// In a child with `RLIMIT_FSIZE`, exceeding the limit is an error instead of a deadly signal, and writes nothing.
 #[test]
-fn file_size_limits_are_errors() {
-    const TEST: &str = "file_size_limits_are_errors";
-    if let Some(path) = part() {
+fn exceeding_the_file_size_limit_is_an_error() {
+    const TEST: &str = "exceeding_the_file_size_limit_is_an_error";
+    if let Some(path) = child_argument() {
         let store = FileStore::create(path).unwrap();
         store.write(0, &aligned(&[1; 4 * KIB])).unwrap();
         let errors = [store.write(0, &aligned(&[2; MIB])), store.set_size(MIB as u64), store.write(1 << 40, b"x")];
@@ -317,7 +322,7 @@ fn file_size_limits_are_errors() {
             let mut ring = ring(engine);
             let file = ring.attach(&store).unwrap();
             ring.write(file, 0, aligned(&[3; MIB])).unwrap();
-            assert_eq!(take(&mut ring).1.unwrap_err().raw_os_error(), Some(libc::EFBIG));
+            assert_eq!(next_completion(&mut ring).1.unwrap_err().raw_os_error(), Some(libc::EFBIG));
         }
         return;
     }
@@ -325,13 +330,13 @@ fn file_size_limits_are_errors() {
     let inner = child(TEST, &folder.path().join("file"));
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -f 64; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
-    limited.env(PART, folder.path().join("file"));
+    limited.env(CHILD_ENV, folder.path().join("file"));
     assert_passes(limited);
 }
 
-/// Offsets beyond the maximum are errors, also for reads.
+/// Offsets beyond the maximum are errors, for reads, too.
 #[test]
-fn absurd_offsets_are_errors() {
+fn offsets_beyond_the_maximum_are_errors() {
     let folder = folder();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     for offset in [1 << 63, u64::MAX] {
@@ -345,19 +350,19 @@ fn ring(engine: Engine) -> Ring<Aligned> {
     Ring::new(&Settings { depth: 16, engine, ..Settings::default() }).unwrap()
 }
 
-/// The next completed transfer.
-fn take(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
-    ring.wait(1, LONG).unwrap();
+/// Waits for the next completed transfer, and returns it.
+fn next_completion(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
+    ring.wait(1, WAIT_LIMIT).unwrap();
     match ring.next() {
         Some(Event::Done { buffer, result, .. }) => (buffer, result),
         other => panic!("{other:?}"),
     }
 }
 
-/// Threads instead of a ring: the same random transfers produce the same file. Each round writes places that do not
+/// The same random transfers by a ring and by threads produce the same file. Within a round the transfers do not
 /// overlap.
 #[test]
-fn threads_do_as_rings_do() {
+fn threads_and_rings_produce_the_same_file() {
     let folder = folder();
     let files = [Engine::Best, Engine::Threads].map(|engine| {
         let path = folder.path().join(format!("{engine:?}"));
@@ -373,14 +378,14 @@ fn threads_do_as_rings_do() {
                 model.resize(model.len().max(offset + len), 0);
                 model[offset..offset + len].copy_from_slice(&bytes);
             }
-            (0..16).for_each(|_| take(&mut ring).1.unwrap());
+            (0..16).for_each(|_| next_completion(&mut ring).1.unwrap());
             let at = random.below(MIB);
             ring.read(file, at as u64, aligned(&[0xEE; 10_000])).unwrap();
-            let (back, result) = take(&mut ring);
+            let (back, result) = next_completion(&mut ring);
             result.unwrap();
-            let there = model.get(at..).unwrap_or_default();
-            let there = &there[..there.len().min(10_000)];
-            assert!(back.starts_with(there) && back[there.len()..].iter().all(|byte| *byte == 0));
+            let expected = model.get(at..).unwrap_or_default();
+            let expected = &expected[..expected.len().min(10_000)];
+            assert!(back.starts_with(expected) && back[expected.len()..].iter().all(|byte| *byte == 0));
         }
         let bytes = fs::read(&path).unwrap();
         assert!(bytes == model);
@@ -389,24 +394,24 @@ fn threads_do_as_rings_do() {
     assert!(files[0] == files[1]);
 }
 
-/// The environment requests threads.
+/// An environment variable selects threads instead of a ring.
 #[test]
-fn the_environment_chooses_threads() {
-    const TEST: &str = "the_environment_chooses_threads";
-    if part().is_some() {
+fn an_environment_variable_selects_threads() {
+    const TEST: &str = "an_environment_variable_selects_threads";
+    if child_argument().is_some() {
         assert!(!ring(Engine::Best).is_kernel());
-        return assert_eq!(stats::get(Counter::RingsRefused), 0, "it was asked for, not refused");
+        return assert_eq!(stats::get(Counter::RingsRefused), 0, "threads were selected, so no ring was refused");
     }
     let mut command = child(TEST, Path::new("yes"));
     command.env("PAGEMILL_IO", "threads");
     assert_passes(command);
 }
 
-/// Without any lockable memory, as an unprivileged user: nothing is registered, and transfers work.
+/// An unprivileged user without lockable memory cannot register memory, but transfers work.
 #[test]
-fn unregistered_memory_does() {
-    const TEST: &str = "unregistered_memory_does";
-    if let Some(path) = part() {
+fn transfers_work_without_registered_memory() {
+    const TEST: &str = "transfers_work_without_registered_memory";
+    if let Some(path) = child_argument() {
         let store = FileStore::create(path).unwrap();
         let mut ring = ring(Engine::Best);
         if !ring.is_kernel() {
@@ -421,61 +426,62 @@ fn unregistered_memory_does() {
         }
         assert!(stats::get(Counter::RegionsRefused) == 1 && stats::get(Counter::RegionsRegistered) == 0);
         ring.write(file, 0, aligned(&pattern(9000, 4))).unwrap();
-        take(&mut ring).1.unwrap();
+        next_completion(&mut ring).1.unwrap();
         return assert!(read(&store, 0, 9000) == pattern(9000, 4));
     }
     if !is_root() {
         return println!("skipped: only root becomes a user without privileges");
     }
-    // That user may not have access to this program's directory.
+    // The unprivileged user may not have access to this program's directory, so the child runs a copy.
     let folder = folder();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let program = folder.path().join("tests");
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args(["--exact", TEST, "--nocapture"]);
-    limited.env(PART, folder.path().join("file")).current_dir(folder.path()).uid(65534).gid(65534);
+    limited.env(CHILD_ENV, folder.path().join("file")).current_dir(folder.path()).uid(65534).gid(65534);
     print!("{}", assert_passes(limited));
 }
 
-/// Many transfers started together: all complete once, with the right bytes. Then all are cancelled before they begin.
+/// Of many transfers started together, each completes once, with the right bytes. Transfers that are cancelled before
+/// they begin complete as cancelled.
 #[test]
-fn started_transfers_end() {
+fn each_started_transfer_completes_once() {
     let folder = folder();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     let (sender, ended) = mpsc::channel();
-    let tell = |at: usize| {
+    let callback = |at: usize| {
         let sender = sender.clone();
         move |result: io::Result<()>, memory: Aligned| {
             sender.send((at, result.map_err(|error| error.raw_os_error()), memory)).unwrap();
         }
     };
     let len = 4 * KIB;
-    let writes = (0..500).map(|at| Transfer::write((at * len) as u64, aligned(&pattern(len, at as u8)), tell(at)));
+    let writes = (0..500).map(|at| Transfer::write((at * len) as u64, aligned(&pattern(len, at as u8)), callback(at)));
     store.start(writes.collect());
     for _ in 0..500 {
-        ended.recv_timeout(LONG).unwrap().1.unwrap();
+        ended.recv_timeout(WAIT_LIMIT).unwrap().1.unwrap();
     }
-    let reads = (0..500).map(|at| Transfer::read((at * len) as u64, Aligned::new(len, len), tell(at)));
+    let reads = (0..500).map(|at| Transfer::read((at * len) as u64, Aligned::new(len, len), callback(at)));
     store.start(reads.collect());
     for _ in 0..500 {
-        let (at, result, memory) = ended.recv_timeout(LONG).unwrap();
+        let (at, result, memory) = ended.recv_timeout(WAIT_LIMIT).unwrap();
         result.unwrap();
         assert!(memory[..] == pattern(len, at as u8));
     }
     let cancel = Cancel::new();
     cancel.cancel();
-    let given_up = |at: usize| Transfer::write(0, aligned(&[0; 4 * KIB]), tell(at)).with_cancel(&cancel);
-    store.start((0..20).map(given_up).collect());
+    let cancelled = |at: usize| Transfer::write(0, aligned(&[0; 4 * KIB]), callback(at)).with_cancel(&cancel);
+    store.start((0..20).map(cancelled).collect());
     for _ in 0..20 {
-        assert_eq!(ended.recv_timeout(LONG).unwrap().1, Err(Some(libc::ECANCELED)));
+        assert_eq!(ended.recv_timeout(WAIT_LIMIT).unwrap().1, Err(Some(libc::ECANCELED)));
     }
     assert!(read(&store, 0, len) == pattern(len, 0));
 }
 
-/// Cancelled at any moment, each transfer completes once: successfully, or as cancelled.
+/// Transfers that are cancelled at any time complete once: successfully, or as cancelled.
 #[test]
-fn cancels_at_any_moment_end_transfers() {
+fn cancelled_transfers_complete_once() {
     let folder = folder();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     let bytes = pattern(16 * MIB, 1);
@@ -503,9 +509,9 @@ fn cancels_at_any_moment_end_transfers() {
     }
 }
 
-/// Rings are dropped with transfers in flight: these are waited for or cancelled, and their memory is freed after that.
+/// Rings are dropped with transfers in flight. The drop waits for them or cancels them before it frees their memory.
 #[test]
-fn rings_go_with_transfers_in_flight() {
+fn rings_are_dropped_with_transfers_in_flight() {
     let folder = folder();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     store.write(0, &aligned(&pattern(16 * MIB, 1))).unwrap();
@@ -523,20 +529,21 @@ fn rings_go_with_transfers_in_flight() {
     assert_eq!(stats::get(Counter::TransfersStuck), stuck_before);
 }
 
-/// Errors of a store are passed on unchanged, from blocking and from queued calls; unwritten data stays unchanged.
+/// Errors of a store reach the caller unchanged, from blocking and from queued calls. Data that was not written stays
+/// unchanged.
 #[test]
-fn errors_of_the_store_are_passed_on() {
+fn errors_of_a_store_reach_the_caller() {
     let folder = folder();
     let store = FaultyStore::new(FileStore::create(folder.path().join("file")).unwrap());
     store.write(0, &aligned(&pattern(8 * KIB, 1))).unwrap();
-    assert!(store.as_file().is_none(), "no call goes past the faults");
+    assert!(store.as_file().is_none(), "no call can bypass the injected faults");
     store.set_faults(Faults { fail_per_mille: 1000, ..Faults::default() });
     let errors = [store.read(0, &mut [0; 8]), store.write(0, &[0; 8]), store.sync(), store.set_size(0)];
     assert!(errors.into_iter().all(|result| result.unwrap_err().raw_os_error() == Some(libc::EIO)));
     let (sender, ended) = mpsc::channel();
     let done = move |result: io::Result<()>, _| sender.send(result).unwrap();
     store.start(vec![Transfer::write(0, aligned(&[0; 512]), done)]);
-    assert_eq!(ended.recv_timeout(LONG).unwrap().unwrap_err().raw_os_error(), Some(libc::EIO));
+    assert_eq!(ended.recv_timeout(WAIT_LIMIT).unwrap().unwrap_err().raw_os_error(), Some(libc::EIO));
     assert!(read(store.inner(), 0, 8 * KIB) == pattern(8 * KIB, 1));
     assert_eq!((store.calls().failed, store.calls().count()), (5, 6));
 }

@@ -1,8 +1,8 @@
-//! Files with a store where the system refuses: rings, threads, locked memory, descriptors, length; and devices with
-//! large sectors.
+//! Tests files with a store when the system refuses resources: rings, threads, locked memory, file descriptors, file
+//! length. Also tests devices with large sectors.
 //!
-//! Each refusal happens in a child, which is this program again. `pagemill doctor` reads the same table that is checked
-//! here.
+//! Each refusal happens in a child process, which is this program again. The tests also check the table that `pagemill
+//! doctor` prints.
 #![allow(unsafe_code)] // filters system calls, sets limits
 
 use pagemill::mapping::policy::Always;
@@ -21,10 +21,10 @@ use std::time::Duration;
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
-/// Names the file that a child works on.
-const FILE: &str = "STORE_LIMITS_FILE";
+/// Environment variable with the path of the file that a child process works on.
+const CHILD_FILE_ENV: &str = "STORE_LIMITS_FILE";
 
 fn cache() -> Cache {
     let page = PageSize::new(PAGE).unwrap();
@@ -37,7 +37,7 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 100) as u8 | 1).collect()
 }
 
-/// All uses of a file with a store: it is read, also by a queue, written, extended and synced.
+/// Uses a file with a store in all ways: reads it, also by a queue, writes, extends and syncs it.
 fn assert_works(path: &Path) {
     let cache = cache();
     let store = Arc::new(FileStore::open(path).unwrap());
@@ -45,7 +45,7 @@ fn assert_works(path: &Path) {
     let len = file.size_bytes() as usize;
     let mut queue = cache.queue(4).unwrap();
     queue.fetch(&file, 0, 1).unwrap();
-    queue.wait(1, LONG).unwrap();
+    queue.wait(1, WAIT_LIMIT).unwrap();
     queue.next().unwrap().result.unwrap();
     let mut expected = pattern(len);
     for at in [10, len / 2, len - 5] {
@@ -61,22 +61,23 @@ fn assert_works(path: &Path) {
 }
 
 fn file_for_child() -> Option<PathBuf> {
-    std::env::var_os(FILE).map(PathBuf::from)
+    std::env::var_os(CHILD_FILE_ENV).map(PathBuf::from)
 }
 
 fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }
 
-/// Runs this test once more, in a child set up by `prepare`: as an unprivileged user, if requested and possible.
-fn in_child(test: &str, as_other_user: bool, prepare: fn() -> std::io::Result<()>) {
+/// Runs this test again, in a child process that `prepare` sets up. The child is an unprivileged user, if requested and
+/// possible.
+fn run_in_child(test: &str, as_other_user: bool, prepare: fn() -> std::io::Result<()>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, pattern(5 * MIB + 100)).unwrap();
     let mut program = std::env::current_exe().unwrap();
     let is_other_user = as_other_user && is_root();
     if is_other_user {
-        // That user may not have access to this program's directory.
+        // The unprivileged user may not have access to this program's directory, so the child runs a copy.
         let copy = folder.path().join("tests");
         fs::copy(&program, &copy).unwrap();
         program = copy;
@@ -85,16 +86,16 @@ fn in_child(test: &str, as_other_user: bool, prepare: fn() -> std::io::Result<()
         }
     }
     let mut command = Command::new(program);
-    command.args(["--exact", test, "--nocapture"]).env(FILE, &path).current_dir(folder.path());
+    command.args(["--exact", test, "--nocapture"]).env(CHILD_FILE_ENV, &path).current_dir(folder.path());
     if is_other_user {
         command.uid(65534).gid(65534);
     }
     // SAFETY: `prepare` makes system calls only.
     unsafe { command.pre_exec(prepare) };
     let output = command.output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{}: {said}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
-    print!("{said}");
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{}: {stdout}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    print!("{stdout}");
 }
 
 fn set_limit(resource: libc::__rlimit_resource_t, most: u64) -> std::io::Result<()> {
@@ -107,15 +108,15 @@ fn set_limit(resource: libc::__rlimit_resource_t, most: u64) -> std::io::Result<
     }
 }
 
-/// Makes `io_uring_setup` fail in this process, and in its children.
+/// Makes `io_uring_setup` fail in this process and its children.
 fn forbid_rings(errno: i32) -> std::io::Result<()> {
-    let step = |code: u32, jt: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf: 0, k };
+    let instruction = |code: u32, jt: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf: 0, k };
     let filter = [
-        // The number of the system call.
-        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
-        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_io_uring_setup as u32),
-        step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
-        step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
+        // Loads the number of the system call.
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_io_uring_setup as u32),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
     ];
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
     // SAFETY: sets a flag of this process.
@@ -127,7 +128,7 @@ fn forbid_rings(errno: i32) -> std::io::Result<()> {
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// Without a ring the store uses threads, and a counter and the table of `doctor` report it.
+/// Asserts that a store works with threads if there is no ring, which a counter and the table of `doctor` report.
 fn assert_works_without_rings(path: &Path) {
     assert_works(path);
     assert!(stats::get(Counter::RingsRefused) > 0);
@@ -136,77 +137,80 @@ fn assert_works_without_rings(path: &Path) {
     assert_ne!(row.state, pagemill_sys::probe::Availability::Available, "{}", row.found);
 }
 
-/// A sandbox whose filter forbids rings, as most do.
+/// A sandbox filters the system calls for rings, as most sandboxes do. The store works with threads.
 #[test]
-fn filters_that_forbid_rings() {
+fn stores_work_if_a_sandbox_forbids_rings() {
     if let Some(path) = file_for_child() {
         return assert_works_without_rings(&path);
     }
-    in_child("filters_that_forbid_rings", false, || forbid_rings(libc::EPERM));
-    in_child("filters_that_forbid_rings", false, || forbid_rings(libc::ENOSYS));
+    run_in_child("stores_work_if_a_sandbox_forbids_rings", false, || forbid_rings(libc::EPERM));
+    run_in_child("stores_work_if_a_sandbox_forbids_rings", false, || forbid_rings(libc::ENOSYS));
 }
 
-const SETTING: &str = "/proc/sys/kernel/io_uring_disabled";
+const RINGS_SETTING: &str = "/proc/sys/kernel/io_uring_disabled";
 
-/// Restores a setting of the kernel on drop.
-struct Restore(String);
+/// The value of a kernel setting, which is restored on drop.
+struct RestoreSetting(String);
 
-impl Drop for Restore {
+impl Drop for RestoreSetting {
     fn drop(&mut self) {
-        let _ = fs::write(SETTING, &self.0);
+        let _ = fs::write(RINGS_SETTING, &self.0);
     }
 }
 
-/// A kernel that refuses new rings to unprivileged users; existing ones keep theirs.
+/// A kernel setting refuses new rings to unprivileged users. The store works with threads.
 #[test]
-fn a_kernel_that_refuses_rings() {
+fn stores_work_if_the_kernel_refuses_rings() {
     if let Some(path) = file_for_child() {
         return assert_works_without_rings(&path);
     }
-    let Ok(before) = fs::read_to_string(SETTING) else { return println!("skipped: no {SETTING}") };
+    let Ok(before) = fs::read_to_string(RINGS_SETTING) else { return println!("skipped: no {RINGS_SETTING}") };
     if !is_root() {
-        return println!("skipped: only root changes {SETTING}");
+        return println!("skipped: only root changes {RINGS_SETTING}");
     }
-    let _restore = Restore(before);
-    if let Err(error) = fs::write(SETTING, "1") {
-        return println!("skipped: {SETTING}: {error}");
+    let _restore = RestoreSetting(before);
+    if let Err(error) = fs::write(RINGS_SETTING, "1") {
+        return println!("skipped: {RINGS_SETTING}: {error}");
     }
-    in_child("a_kernel_that_refuses_rings", true, || Ok(()));
+    run_in_child("stores_work_if_the_kernel_refuses_rings", true, || Ok(()));
 }
 
-/// Neither lockable memory nor threads.
+/// An unprivileged user may not lock memory, and then has no rings either. The store works.
 #[test]
-fn no_locked_memory_and_no_threads() {
-    const TEST: &str = "no_locked_memory_and_no_threads";
+fn stores_work_without_locked_memory() {
+    const TEST: &str = "stores_work_without_locked_memory";
     if let Some(path) = file_for_child() {
         return assert_works(&path);
     }
-    in_child(TEST, true, || set_limit(libc::RLIMIT_MEMLOCK, 0));
-    in_child(TEST, true, || {
+    run_in_child(TEST, true, || set_limit(libc::RLIMIT_MEMLOCK, 0));
+    run_in_child(TEST, true, || {
         set_limit(libc::RLIMIT_MEMLOCK, 0)?;
         forbid_rings(libc::EPERM)
     });
 }
 
-/// Neither a thread nor a ring is available once the file is open: the syncing thread writes itself.
+/// The user may not start threads, and then has no rings either. The thread that syncs writes the pages itself.
 #[test]
-fn no_threads_at_all() {
+fn stores_work_without_threads() {
     if let Some(path) = file_for_child() {
-        // As many as exist.
+        // The limit is the number of threads that exist.
         set_limit(libc::RLIMIT_NPROC, 0).unwrap();
         if std::thread::Builder::new().spawn(|| ()).is_ok() {
             println!("skipped: this user has any number of threads");
         }
         return assert_works(&path);
     }
-    in_child("no_threads_at_all", true, || Ok(()));
-    in_child("no_threads_at_all", true, || forbid_rings(libc::EPERM));
+    run_in_child("stores_work_without_threads", true, || Ok(()));
+    run_in_child("stores_work_without_threads", true, || forbid_rings(libc::EPERM));
 }
 
-/// All descriptors are taken: opening reports it; an open file is read, written and synced, without a ring.
+/// The process may not open file descriptors. Opening a file reports that, and a file that is open is read, written and
+/// synced without a ring.
 #[test]
-fn no_descriptors() {
-    let Some(path) = file_for_child() else { return in_child("no_descriptors", false, || Ok(())) };
+fn open_files_work_without_new_descriptors() {
+    let Some(path) = file_for_child() else {
+        return run_in_child("open_files_work_without_new_descriptors", false, || Ok(()));
+    };
     let cache = cache();
     let file = cache.open(Arc::new(FileStore::open(&path).unwrap())).unwrap();
     set_limit(libc::RLIMIT_NOFILE, 0).unwrap();
@@ -222,10 +226,13 @@ fn no_descriptors() {
     file.sync().unwrap();
 }
 
-/// No file may grow: a sync reports it, where a plain write is a deadly signal; what fits is written.
+/// Files may not grow. A sync reports that, instead of the deadly signal of a plain write, and writes the bytes that
+/// fit.
 #[test]
-fn no_length() {
-    let Some(path) = file_for_child() else { return in_child("no_length", false, || set_limit(libc::RLIMIT_FSIZE, 0)) };
+fn a_sync_reports_that_files_may_not_grow() {
+    let Some(path) = file_for_child() else {
+        return run_in_child("a_sync_reports_that_files_may_not_grow", false, || set_limit(libc::RLIMIT_FSIZE, 0));
+    };
     let file = cache().open(Arc::new(FileStore::open(&path).unwrap())).unwrap();
     assert_eq!(file.write_at(&[9; 10], 0).unwrap(), 10);
     for _ in 0..2 {
@@ -240,38 +247,39 @@ fn no_length() {
     assert_eq!(fs::metadata(&path).unwrap().len(), 0);
 }
 
-/// Only one test at a time changes settings of the whole machine.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+/// Lets one test at a time change settings of the whole machine.
+fn exclusive_test() -> MutexGuard<'static, ()> {
+    static RUNNING_TEST: Mutex<()> = Mutex::new(());
+    RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Undoes the changes to the system.
-struct Undo(&'static str, Vec<String>);
+/// A command that undoes a change to the system on drop.
+struct UndoCommand(&'static str, Vec<String>);
 
-impl Drop for Undo {
+impl Drop for UndoCommand {
     fn drop(&mut self) {
         let _ = Command::new(self.0).args(&self.1).status();
     }
 }
 
-fn output(program: &str, arguments: &[&str]) -> Result<String, String> {
+fn run_command(program: &str, arguments: &[&str]) -> Result<String, String> {
     let output = Command::new(program).args(arguments).output().map_err(|error| format!("{program}: {error}"))?;
-    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
-    if output.status.success() { Ok(said(&output.stdout)) } else { Err(said(&output.stderr)) }
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-/// A device with sectors as long as a page.
-fn large_sectors(folder: &Path) -> Result<(PathBuf, Undo), String> {
+/// Creates a loop device with sectors of a page.
+fn device_with_large_sectors(folder: &Path) -> Result<(PathBuf, UndoCommand), String> {
     let path = folder.join("image");
     fs::File::create(&path).and_then(|file| file.set_len(16 * MIB as u64)).map_err(|error| error.to_string())?;
     let image = path.to_str().ok_or("a path without a text")?;
-    let device = output("losetup", &["--find", "--show", "--sector-size", "4096", image])?;
-    Ok((PathBuf::from(&device), Undo("losetup", vec!["--detach".to_owned(), device])))
+    let device = run_command("losetup", &["--find", "--show", "--sector-size", "4096", image])?;
+    Ok((PathBuf::from(&device), UndoCommand("losetup", vec!["--detach".to_owned(), device])))
 }
 
-/// Transfers at unaligned offsets, lengths and addresses, against bytes in memory; then the same through a mapping.
-fn assert_is_right(path: &Path, len: usize) {
+/// Asserts that transfers at unaligned offsets, lengths and addresses, and accesses through a mapping, agree with a
+/// copy in memory.
+fn assert_transfers_are_right(path: &Path, len: usize) {
     let store = FileStore::open(path).unwrap();
     assert!(store.alignment().offset == PAGE && store.block_bytes() == PAGE, "{:?}", store.alignment());
     let mut expected = vec![0; len];
@@ -299,28 +307,28 @@ fn assert_is_right(path: &Path, len: usize) {
     assert!(fs::read(path).unwrap() == expected);
 }
 
-/// A device with sectors of 4 KiB, and a file of odd length on a file system on it.
+/// Transfers are right on a device with sectors of 4 KiB, and on a file of odd length on a file system on the device.
 #[test]
-fn large_sectors_are_right() {
-    let _turn = turn();
+fn transfers_to_large_sectors_are_right() {
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
-    let (device, _detach) = match large_sectors(folder.path()) {
+    let (device, _detach) = match device_with_large_sectors(folder.path()) {
         Ok(made) => made,
         Err(reason) => return println!("skipped: {reason}"),
     };
-    assert_is_right(&device, 16 * MIB);
+    assert_transfers_are_right(&device, 16 * MIB);
     let point = folder.path().join("mounted");
     fs::create_dir(&point).unwrap();
     let (name, at) = (device.to_str().unwrap(), point.to_str().unwrap());
-    if let Err(reason) = output("mkfs.ext4", &["-q", name]).and_then(|_| output("mount", &[name, at])) {
+    if let Err(reason) = run_command("mkfs.ext4", &["-q", name]).and_then(|_| run_command("mount", &[name, at])) {
         return println!("skipped: {reason}");
     }
-    // The writeback thread keeps files open for some moments more.
-    let _unmount = Undo("umount", vec!["--lazy".to_owned(), at.to_owned()]);
+    // The writeback thread keeps files open for some moments after they are closed.
+    let _unmount = UndoCommand("umount", vec!["--lazy".to_owned(), at.to_owned()]);
     let path = point.join("file");
     fs::write(&path, vec![0; 3 * MIB + 777]).unwrap();
-    assert_is_right(&path, 3 * MIB + 777);
-    // Full: the sync reports it, and nothing is lost; after room is made, everything is there.
+    assert_transfers_are_right(&path, 3 * MIB + 777);
+    // If the file system is full, a sync reports it and no data is lost. Once there is room, the sync succeeds.
     let file = cache().open(Arc::new(FileStore::create(point.join("large")).unwrap())).unwrap();
     let bytes = pattern(14 * MIB);
     assert_eq!(file.write_at(&bytes, 0).unwrap(), bytes.len());

@@ -1,4 +1,5 @@
-//! Files with a store under races: truncated, collapsed, fetched or written while another thread uses them.
+//! Tests of races on files with a store: a file is truncated, collapsed, fetched or written while another thread uses
+//! it.
 #![allow(unsafe_code)] // a page whose first touch waits, polling
 
 use pagemill::Pagemill;
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
-/// Upper bound of any wait here.
+/// Upper bound of every wait in these tests.
 const LONG: Duration = Duration::from_secs(600);
 
 fn cache(limit_bytes: usize) -> Cache {
@@ -64,9 +65,9 @@ impl Store for Hooked {
     }
 }
 
-/// Bytes truncated during their writeback do not come back once the file is longer again.
+/// Bytes that are truncated during their writeback do not come back when the file grows again.
 #[test]
-fn what_is_cut_off_while_it_is_written_back_stays_off() {
+fn bytes_truncated_during_writeback_do_not_come_back() {
     let cache = cache(8 * MIB);
     let (writing, is_writing) = mpsc::channel();
     let (go_on, may_go_on) = mpsc::channel::<()>();
@@ -140,10 +141,10 @@ fn until(what: &AtomicBool) {
     }
 }
 
-/// A collapse fills gaps while a write to one of them is under way. Data written, written back and evicted meanwhile is
-/// not overwritten by the collapse.
+/// A collapse fills missing pages while a write to one of them is in progress. It does not overwrite data that is
+/// written, written back and evicted meanwhile.
 #[test]
-fn a_collapse_beside_a_flight_loses_nothing() {
+fn a_collapse_during_a_write_loses_no_data() {
     let _one = ONE.lock();
     let cache = cache(4 * MIB);
     let file = cache.open(Arc::new(MemoryStore::new(Vec::new(), PAGE))).unwrap();
@@ -155,7 +156,7 @@ fn a_collapse_beside_a_flight_loses_nothing() {
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], last));
         until(&FAULTING);
-        // A refusal is allowed, too.
+        // The collapse may also fail.
         let is_huge = file.collapse(0).unwrap_or(false);
         if is_huge {
             file.write_at(&[9; 8], last + 2000).unwrap();
@@ -176,8 +177,8 @@ fn a_collapse_beside_a_flight_loses_nothing() {
     assert_eq!(bytes, [9; 8], "written, synced, and lost");
 }
 
-/// The caller's buffer lies in memory whose faults read the same page of the file: they wait for nothing that the
-/// caller holds.
+/// A page fault of the caller's buffer is served by a read of the page that the caller is writing. The read must not
+/// wait for the caller.
 #[test]
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     let _one = ONE.lock();
@@ -207,7 +208,7 @@ fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
 
 /// A store that reads less than it reports exposes no other file's bytes.
 #[test]
-fn a_queue_shows_no_bytes_of_others() {
+fn a_queue_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
     let secret = cache.create().unwrap();
     secret.write_at(&vec![0x55; 4 * MIB], 0).unwrap();
@@ -228,9 +229,9 @@ fn a_queue_shows_no_bytes_of_others() {
     assert_eq!(bytes, [0; 8], "by a queue");
 }
 
-/// Neither does a system file behind its end: a partial page, and whole pages.
+/// A system file exposes no other file's bytes behind its end, in a partial page and in whole pages.
 #[test]
-fn a_file_shows_no_bytes_of_others() {
+fn a_file_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
     let secret = cache.create().unwrap();
     secret.write_at(&vec![0x55; 4 * MIB], 0).unwrap();
@@ -262,9 +263,9 @@ impl Drop for Scratch {
     }
 }
 
-/// A page in flight in a queue that is not polled is delivered to another queue.
+/// A page that is in flight in a queue which nothing polls is delivered to another queue.
 #[test]
-fn a_queue_that_is_not_polled_keeps_no_page_from_others() {
+fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     let cache = cache(4 * MIB);
     let scratch = Scratch::new("a", 7);
     let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
@@ -274,9 +275,10 @@ fn a_queue_that_is_not_polled_keeps_no_page_from_others() {
     assert_eq!(queue.wait(1, LONG).unwrap(), 1);
 }
 
-/// So is one of a file with the id of a dropped file.
+/// A page of a file that reused the id of a dropped file is delivered, although a queue which nothing polls has a read
+/// of the dropped file in flight.
 #[test]
-fn a_file_that_is_gone_keeps_no_page_from_the_next() {
+fn a_dropped_file_blocks_no_later_file() {
     let cache = cache(4 * MIB);
     let (first, second) = (Scratch::new("b", 7), Scratch::new("c", 8));
     let (mut idle, mut queue) = (cache.queue(4).unwrap(), cache.queue(4).unwrap());
@@ -290,7 +292,7 @@ fn a_file_that_is_gone_keeps_no_page_from_the_next() {
 
 /// An event loop waits for the descriptor, then calls `wait` with 0: it gets a page whose read was overtaken.
 #[test]
-fn a_loop_of_events_hears_of_every_page() {
+fn an_event_loop_is_notified_of_every_page() {
     use std::os::fd::AsRawFd;
     let cache = cache(4 * MIB);
     let scratch = Scratch::new("d", 7);
@@ -310,9 +312,9 @@ fn a_loop_of_events_hears_of_every_page() {
     }
 }
 
-/// The same if another thread brings the page in from the start, as long as the loop polls when due.
+/// An event loop is notified of a page that another thread is reading, if the loop polls when due.
 #[test]
-fn a_loop_of_events_hears_of_what_others_bring() {
+fn an_event_loop_is_notified_of_reads_by_other_threads() {
     use std::os::fd::AsRawFd;
     let cache = cache(4 * MIB);
     let (is_reading, may_end) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
@@ -344,9 +346,9 @@ fn a_loop_of_events_hears_of_what_others_bring() {
     });
 }
 
-/// Neither errors nor panics in the middle of a batch leak memory.
+/// A panic of the store in the middle of a batch leaks no memory.
 #[test]
-fn what_fails_in_the_midst_gives_all_back() {
+fn a_panic_in_a_batch_leaks_no_memory() {
     let cache = cache(4 * MIB);
     let hook: Hook = Box::new(|offset| assert!(offset != 9 * PAGE as u64, "the store panics"));
     let file = cache.open(Hooked::new(vec![7; 16 * PAGE], hook, Box::new(|_| {}))).unwrap();
@@ -363,9 +365,9 @@ fn what_fails_in_the_midst_gives_all_back() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write to a folio during a sync to a slow store waits for that folio, not for all.
+/// A write to a folio during a sync waits only for the writeback of that folio, not of all.
 #[test]
-fn a_write_beside_a_slow_sync_is_not_refused() {
+fn a_write_during_a_slow_sync_succeeds() {
     let cache = cache(4 * MIB);
     let [writing, may_end] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let (flag, end) = (writing.clone(), may_end.clone());

@@ -1,4 +1,4 @@
-//! Stores that need root, or a fork: devices, full file systems, registered memory in children.
+//! Tests of stores that need root or a fork: devices, full file systems, registered memory in children.
 #![allow(unsafe_code)] // forks
 
 use pagemill::store::ring::{Engine, Event, Settings};
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
 fn aligned(len: usize, fill: u8) -> Aligned {
     let mut memory = Aligned::new(len, 64 * KIB);
@@ -22,23 +22,23 @@ fn aligned(len: usize, fill: u8) -> Aligned {
     memory
 }
 
-/// One at a time: children of one test have the files of another open for a moment.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+/// Lets one test at a time run, because the children of a test also have the files of other tests open for a moment.
+fn exclusive_test() -> MutexGuard<'static, ()> {
+    static RUNNING_TEST: Mutex<()> = Mutex::new(());
+    RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The output of a command, or why it cannot be run.
-fn output(program: &str, arguments: &[&str]) -> std::result::Result<String, String> {
+/// Returns the output of a command, or the reason why it failed.
+fn run_command(program: &str, arguments: &[&str]) -> std::result::Result<String, String> {
     let output = Command::new(program).args(arguments).output().map_err(|error| format!("{program}: {error}"))?;
-    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
-    if output.status.success() { Ok(said(&output.stdout)) } else { Err(said(&output.stderr)) }
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-/// Undoes the changes to the system.
-struct Undo(&'static str, Vec<String>);
+/// A command that undoes a change to the system on drop.
+struct UndoCommand(&'static str, Vec<String>);
 
-impl Drop for Undo {
+impl Drop for UndoCommand {
     fn drop(&mut self) {
         let _ = Command::new(self.0).args(&self.1).status();
     }
@@ -48,15 +48,15 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A full file system: the write fails with the system's error, blocking and in a ring; existing data stays.
+/// On a full file system writes fail with the system's error, blocking and in a ring. Existing data stays.
 #[test]
-fn full_file_systems_are_errors() {
-    let _turn = turn();
+fn writes_to_full_file_systems_fail() {
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
-    if let Err(reason) = output("mount", &["-t", "tmpfs", "-o", "size=1m", "none", text(folder.path())]) {
+    if let Err(reason) = run_command("mount", &["-t", "tmpfs", "-o", "size=1m", "none", text(folder.path())]) {
         return println!("skipped: {reason}");
     }
-    let _undo = Undo("umount", vec![text(folder.path()).to_owned()]);
+    let _undo = UndoCommand("umount", vec![text(folder.path()).to_owned()]);
     let store = FileStore::create(folder.path().join("file")).unwrap();
     store.write(0, &aligned(512 * KIB, 1)).unwrap();
     for engine in [Engine::Best, Engine::Threads] {
@@ -65,8 +65,8 @@ fn full_file_systems_are_errors() {
         let mut ring = Ring::new(&Settings { engine, ..Settings::default() }).unwrap();
         let file = ring.attach(&store).unwrap();
         assert!(ring.write(file, 512 * KIB as u64, aligned(MIB, 2)).is_ok());
-        ring.wait(1, LONG).unwrap();
-        let Some(Event::Done { result, .. }) = ring.next() else { panic!("it has not ended") };
+        ring.wait(1, WAIT_LIMIT).unwrap();
+        let Some(Event::Done { result, .. }) = ring.next() else { panic!("the transfer has not completed") };
         assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
         let mut back = aligned(512 * KIB, 0);
         store.read(0, &mut back).unwrap();
@@ -76,18 +76,18 @@ fn full_file_systems_are_errors() {
     store.write(0, &aligned(512 * KIB, 3)).unwrap();
 }
 
-/// A file as a device.
-fn device(folder: &Path, len_bytes: u64) -> std::result::Result<(PathBuf, Undo), String> {
+/// Creates a loop device over a file.
+fn device(folder: &Path, len_bytes: u64) -> std::result::Result<(PathBuf, UndoCommand), String> {
     let path = folder.join("device");
     fs::File::create(&path).and_then(|file| file.set_len(len_bytes)).map_err(|error| error.to_string())?;
-    let device = output("losetup", &["--find", "--show", text(&path)])?;
-    Ok((PathBuf::from(&device), Undo("losetup", vec!["--detach".to_owned(), device])))
+    let device = run_command("losetup", &["--find", "--show", text(&path)])?;
+    Ok((PathBuf::from(&device), UndoCommand("losetup", vec!["--detach".to_owned(), device])))
 }
 
-/// A block device: its length is fixed, its end is an error for writes, and one writer has it.
+/// A block device has a fixed length: writes behind its end fail, and only one store may write to it.
 #[test]
 fn devices_are_stores_of_fixed_length() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
     let (path, _undo) = match device(folder.path(), MIB as u64 + 512) {
         Ok(device) => device,
@@ -98,7 +98,7 @@ fn devices_are_stores_of_fixed_length() {
     assert!(store.is_device() && store.is_direct() && store.size_bytes().unwrap() == len);
     store.write(0, &aligned(64 * KIB, 1)).unwrap();
     store.write(MIB as u64, &aligned(512, 2)).unwrap();
-    // The last block is a part of one.
+    // The device ends with a part of a block.
     let mut tail = aligned(4 * KIB, 9);
     store.read(MIB as u64, &mut tail).unwrap();
     assert!(tail[..512].iter().all(|byte| *byte == 2) && tail[512..].iter().all(|byte| *byte == 0));
@@ -113,17 +113,17 @@ fn devices_are_stores_of_fixed_length() {
     FileStore::open(&path).unwrap();
 }
 
-/// A mounted device is not written behind the file system's back.
+/// A mounted device cannot be opened for writing.
 #[test]
-fn mounted_devices_are_refused() {
-    let _turn = turn();
+fn mounted_devices_cannot_be_opened_for_writing() {
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
     let made = device(folder.path(), 8 * MIB as u64).and_then(|(path, undo)| {
-        output("mkfs.ext4", &["-q", text(&path)])?;
+        run_command("mkfs.ext4", &["-q", text(&path)])?;
         let point = folder.path().join("mounted");
         fs::create_dir(&point).map_err(|error| error.to_string())?;
-        output("mount", &[text(&path), text(&point)])?;
-        Ok((path, undo, Undo("umount", vec![text(&point).to_owned()])))
+        run_command("mount", &[text(&path), text(&point)])?;
+        Ok((path, undo, UndoCommand("umount", vec![text(&point).to_owned()])))
     });
     let (path, detach, unmount) = match made {
         Ok(made) => made,
@@ -139,8 +139,8 @@ fn mounted_devices_are_refused() {
     drop(detach);
 }
 
-/// Runs `act` in a fork child; returns whether it returned true.
-fn in_child(act: impl FnOnce() -> bool) -> bool {
+/// Runs `act` in a fork child, and returns whether it returned true.
+fn run_in_child(act: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child makes some calls and ends without unwinding.
     match unsafe { libc::fork() } {
         0 => {
@@ -151,18 +151,18 @@ fn in_child(act: impl FnOnce() -> bool) -> bool {
         child => {
             assert!(child > 0, "{}", io::Error::last_os_error());
             let mut status = -1;
-            // SAFETY: our own child; writes `status`.
+            // SAFETY: waits for a child of this test, and writes `status`.
             assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
             status == 0
         }
     }
 }
 
-/// Registered memory is not present in fork children, and is again once it is unregistered. The parent's ring does not
-/// work in the child: it reports that, and can be dropped; the child can have its own. Then the parent continues.
+/// Registered memory is not mapped in fork children, and is mapped again once it is unregistered. In a child the
+/// parent's ring reports errors and can be dropped, and a new ring works. Afterwards the parent's ring continues.
 #[test]
-fn registered_memory_is_not_in_children() {
-    let _turn = turn();
+fn registered_memory_is_not_mapped_in_children() {
+    let _exclusive = exclusive_test();
     let folder = tempfile::tempdir().unwrap();
     let store = FileStore::create(folder.path().join("file")).unwrap();
     let mut ring = Ring::<Aligned>::new(&Settings::default()).unwrap();
@@ -178,10 +178,10 @@ fn registered_memory_is_not_in_children() {
         Ok(id) => id,
         Err((error, _)) => return println!("skipped: {error}"),
     };
-    /// The same memory, for the other ring.
-    struct Same(std::ptr::NonNull<u8>);
+    /// The same memory as a buffer for the second ring.
+    struct SameMemory(std::ptr::NonNull<u8>);
     // SAFETY: lives as long as it is registered with the first ring, and no transfer uses it.
-    unsafe impl Buffer for Same {
+    unsafe impl Buffer for SameMemory {
         fn addr(&self) -> std::ptr::NonNull<u8> {
             self.0
         }
@@ -189,11 +189,11 @@ fn registered_memory_is_not_in_children() {
             4 * MIB
         }
     }
-    let same = Same(std::ptr::NonNull::new(addr as *mut u8).unwrap());
+    let same = SameMemory(std::ptr::NonNull::new(addr as *mut u8).unwrap());
     let other = second.register(Box::new(same)).unwrap_or_else(|(error, _)| panic!("{error}"));
-    assert!(is_there() && in_child(|| !is_there()));
+    assert!(is_there() && run_in_child(|| !is_there()));
     let mut ring = Some(ring);
-    assert!(in_child(|| {
+    assert!(run_in_child(|| {
         let Some(mut inherited) = ring.take() else { return false };
         let refused = inherited.submit().unwrap_err().raw_os_error() == Some(libc::EBADF);
         let told = inherited.read(file, 0, aligned(512, 0)).is_ok();
@@ -203,21 +203,23 @@ fn registered_memory_is_not_in_children() {
         let mut own = Ring::new(&Settings::default()).unwrap();
         let file = own.attach(&store).unwrap();
         let is_queued = own.write(file, 0, aligned(512, 7)).is_ok();
-        own.wait(1, LONG).unwrap();
+        own.wait(1, WAIT_LIMIT).unwrap();
         let is_done = matches!(own.next(), Some(Event::Done { result: Ok(()), .. }));
         refused && told && is_error && is_queued && is_done && !is_there()
     }));
     let mut ring = ring.unwrap();
     let mut bytes = aligned(512, 0);
     assert!(ring.read(file, 0, bytes).is_ok());
-    ring.wait(1, LONG).unwrap();
-    let Some(Event::Done { buffer, result: Ok(()), .. }) = ring.next() else { panic!("the ring is dead") };
+    ring.wait(1, WAIT_LIMIT).unwrap();
+    let Some(Event::Done { buffer, result: Ok(()), .. }) = ring.next() else {
+        panic!("the parent's ring does not work any more")
+    };
     bytes = buffer;
     assert!(bytes.iter().all(|byte| *byte == 7), "what the child wrote");
     drop(second.unregister(other).unwrap());
-    assert!(in_child(|| !is_there()), "the first ring still has it");
+    assert!(run_in_child(|| !is_there()), "the first ring still has it");
     let memory = ring.unregister(id).unwrap();
-    assert!(in_child(is_there));
+    assert!(run_in_child(is_there));
     drop(memory);
     drop(FileStore::open(folder.path().join("file")).expect_err("children took the claim away"));
 }

@@ -1,4 +1,5 @@
-//! Strict ranges: a purged page raises `SIGBUS`, no other page does, and the program's own faults stay its own.
+//! Tests of strict ranges: an access to a purged page raises `SIGBUS`, other accesses do not, and faults of the program
+//! reach its own handlers.
 #![allow(unsafe_code)] // handlers, and a function that faults
 
 #[path = "common/area.rs"]
@@ -6,7 +7,7 @@ mod area;
 mod common;
 
 use area::{Area, marked, purge, vrange};
-use common::{assert_in_child, pagemill, turn};
+use common::{assert_in_child, exclusive_test, pagemill};
 use pagemill::Error;
 use pagemill::stats::{self, Counter};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
@@ -18,12 +19,13 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Results of a probe that read no byte.
+/// Results of a probe that got a signal instead of a byte.
 const BUS: i32 = -1;
 const SEGV: i32 = -2;
 const WRONG: i32 = -3;
 
-/// Reads a byte: one instruction that may fault, and a return. A handler that skips the first sets the answer.
+/// Reads a byte by one instruction that may fault, and returns it. A signal handler can skip the instruction and set
+/// the result.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn load(addr: usize) -> i32 {
@@ -36,8 +38,8 @@ unsafe extern "C" fn load(addr: usize) -> i32 {
     core::arch::naked_asm!("ldrb w0, [x0]", "ret")
 }
 
-/// Skips the load with this answer, if the fault was at the load; returns the fault's address.
-fn answer(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
+/// Skips the instruction of [`load`] and sets its result, if the fault was there. Returns the address that was read.
+fn set_load_result(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
     let start = load as *const () as usize;
     #[cfg(target_arch = "x86_64")]
     {
@@ -61,18 +63,17 @@ extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc:
     // SAFETY: the signal is a fault, so the field is valid.
     let told = unsafe { info.si_addr() } as usize;
     let (value, code) = if signal == libc::SIGBUS { (BUS, libc::BUS_ADRERR) } else { (SEGV, info.si_code) };
-    match answer(context, value) {
+    match set_load_result(context, value) {
         Some(addr) if addr == told && info.si_signo == signal && info.si_code == code => {}
-        Some(_) => drop(answer(context, WRONG)),
-        // Not our load: the next fault ends the process.
-        // SAFETY: the default action.
+        Some(_) => drop(set_load_result(context, WRONG)),
+        // The fault was elsewhere: restores the default action, so that the next fault ends the process.
         None => unsafe {
             libc::signal(signal, libc::SIG_DFL);
         },
     }
 }
 
-/// Acts as a program that installed its handler late.
+/// Acts as the handler of a program that installed it after Pagemill's.
 extern "C" fn on_late_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
     // SAFETY: the arguments of this handler.
     let is_done = unsafe { handle_fault(signal, std::ptr::from_ref(info).cast(), std::ptr::from_mut(context).cast()) };
@@ -95,7 +96,7 @@ fn install(signal: i32, handler: Handler) -> libc::sigaction {
     }
 }
 
-/// Sets the stack for handlers of this thread, which must live as long; returns the previous one.
+/// Sets the stack for signal handlers of this thread, which must exist as long. Returns the previous stack.
 fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     // SAFETY: plain data.
     unsafe {
@@ -105,8 +106,7 @@ fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     }
 }
 
-/// The byte at an address, or the signal raised instead. The program's own handlers are installed before the first
-/// mark.
+/// Returns the byte at an address, or the signal that reading it raised. Installs the program's own handlers first.
 fn probe(addr: usize) -> i32 {
     static HANDLERS: Once = Once::new();
     HANDLERS.call_once(|| {
@@ -118,17 +118,17 @@ fn probe(addr: usize) -> i32 {
 }
 
 fn page(area: &Area, index: usize) -> i32 {
-    probe(area.at(index) as usize)
+    probe(area.page_ptr(index) as usize)
 }
 
 fn pages(area: &Area) -> Vec<i32> {
     (0..area.pages()).map(|index| page(area, index)).collect()
 }
 
-/// Marks strictly; returns whether that is supported here.
+/// Marks pages as strict volatile. Returns false if that is not supported here.
 fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     probe(area.addr);
-    match area.call(first, count, Mode::VolatileStrict, how) {
+    match area.vrange(first, count, Mode::VolatileStrict, how) {
         Err(Error::Unsupported { what }) => {
             println!("skipped: {what}");
             false
@@ -137,11 +137,11 @@ fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     }
 }
 
-/// A purged page raises `SIGBUS` with its address, and `EFAULT` in system calls, until it is nonvolatile. Other pages
-/// do not. After that it reads zero and can be written.
+/// An access to a purged page raises `SIGBUS` with its address, and fails with `EFAULT` in system calls, until the page
+/// is unmarked. Then it reads zero and can be written. Other pages are not affected.
 #[test]
-fn purged_pages_raise_bus() {
-    let _turn = turn();
+fn purged_pages_raise_sigbus() {
+    let _exclusive = exclusive_test();
     let area = Area::plain(64, 1);
     if !mark(&area, 16, 16, How::Full) {
         return;
@@ -151,15 +151,15 @@ fn purged_pages_raise_bus() {
     assert_eq!(purge(usize::MAX), 16 * os_page_bytes());
     let expected: Vec<i32> = (0..64).map(|index| if (16..32).contains(&index) { BUS } else { 1 }).collect();
     assert_eq!(pages(&area), expected);
-    assert_eq!(probe(area.at(20) as usize + 777), BUS, "in the midst of a page");
+    assert_eq!(probe(area.page_ptr(20) as usize + 777), BUS, "in the midst of a page");
     assert_eq!(stats::get(Counter::PurgedTouched) - counted, 17);
     let mut ends = [0; 2];
     // SAFETY: writes two descriptors, and reads what the kernel can read.
     unsafe {
         assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
-        assert_eq!(libc::write(ends[1], area.at(20).cast::<c_void>(), 1), -1);
+        assert_eq!(libc::write(ends[1], area.page_ptr(20).cast::<c_void>(), 1), -1);
         assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
-        assert_eq!(libc::write(ends[1], area.at(40).cast::<c_void>(), 1), 1);
+        assert_eq!(libc::write(ends[1], area.page_ptr(40).cast::<c_void>(), 1), 1);
         libc::close(ends[0]);
         libc::close(ends[1]);
     }
@@ -168,13 +168,13 @@ fn purged_pages_raise_bus() {
     assert_eq!((page(&area, 16), page(&area, 19), page(&area, 20)), (0, 0, BUS));
     assert_eq!(area.unmark(0, 64), marked(20, true));
     area.fill(2);
-    assert!(area.holds(2));
+    assert!(area.is_filled_with(2));
 }
 
-/// Marking again strictly keeps the guards. Marking again without strictness removes them, and so does forgetting.
+/// A second strict mark keeps the guards of purged pages. A plain mark removes them, and so does `forget`.
 #[test]
-fn guards_stay_until_they_are_not_wanted() {
-    let _turn = turn();
+fn guards_stay_until_a_plain_mark_or_unmark() {
+    let _exclusive = exclusive_test();
     let area = Area::plain(32, 1);
     if !mark(&area, 0, 32, How::Full) {
         return;
@@ -185,17 +185,16 @@ fn guards_stay_until_they_are_not_wanted() {
     assert_eq!(purge(usize::MAX), 0, "there is nothing to purge");
     area.mark(8, 8);
     assert_eq!((page(&area, 7), page(&area, 8), page(&area, 15), page(&area, 16)), (BUS, 0, 0, BUS));
-    pagemill().vranges.forget(area.addr..area.at(4) as usize);
+    pagemill().vranges.forget(area.addr..area.page_ptr(4) as usize);
     assert_eq!((page(&area, 3), page(&area, 4)), (0, BUS));
     assert_eq!(area.unmark(0, 32), marked(28, true));
     assert!(pages(&area).iter().all(|byte| *byte == 0));
 }
 
-/// Huge pages stay huge until they are purged, and may be huge again once the range is nonvolatile. Parts of them are
-/// purged as well.
+/// Marked memory in huge pages is purged, also in parts of a huge page. After unmarking it may get huge pages again.
 #[test]
-fn huge_pages_come_back() {
-    let _turn = turn();
+fn unmarked_memory_gets_huge_pages_again() {
+    let _exclusive = exclusive_test();
     let is_huge = |area: &Area, at: usize| {
         area.write(at, 1);
         let addr = (area.addr + at * os_page_bytes()) & !(BLOCK_BYTES - 1);
@@ -220,13 +219,13 @@ fn huge_pages_come_back() {
     assert!((0..per_block / 2).all(|index| page(&area, index) == 1), "beside it nothing changed");
 }
 
-/// Memory that cannot be purged raises nothing, and a purge attempt cannot be seen from outside.
+/// Locked pages cannot be purged: they keep their bytes and raise no signal, and are never seen as zeros.
 #[test]
-fn refused_memory_raises_nothing() {
-    let _turn = turn();
+fn locked_pages_raise_no_signal() {
+    let _exclusive = exclusive_test();
     let area = Area::plain(32, 7);
-    // SAFETY: locks pages of our own mapping.
-    if unsafe { libc::mlock(area.at(8).cast(), 8 * os_page_bytes()) } != 0 {
+    // SAFETY: locks pages of a mapping of this test.
+    if unsafe { libc::mlock(area.page_ptr(8).cast(), 8 * os_page_bytes()) } != 0 {
         return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
     }
     for (first, count) in [(8, 8), (0, 32)] {
@@ -238,24 +237,23 @@ fn refused_memory_raises_nothing() {
         assert!(found[8..16].iter().all(|byte| *byte == 7));
         assert!(found.iter().all(|byte| [7, BUS].contains(byte)), "no zeros");
         assert_eq!(area.unmark(0, 32).purged, found.contains(&BUS));
-        // SAFETY: our own mapping; unlocked for the fill, and locked again.
-        unsafe { libc::munlock(area.at(8).cast(), 8 * os_page_bytes()) };
+        // SAFETY: a mapping of this test; unlocked for the fill, and locked again.
+        unsafe { libc::munlock(area.page_ptr(8).cast(), 8 * os_page_bytes()) };
         area.fill(7);
         // SAFETY: as above.
-        unsafe { libc::mlock(area.at(8).cast(), 8 * os_page_bytes()) };
+        unsafe { libc::mlock(area.page_ptr(8).cast(), 8 * os_page_bytes()) };
     }
 }
 
-/// The program's own faults reach its handler, near strict ranges and far from them, with all information of the
-/// kernel.
+/// Faults of the program reach its own handler with the kernel's information, near strict ranges and elsewhere.
 #[test]
-fn own_faults_stay_own() {
-    let _turn = turn();
+fn faults_of_the_program_reach_its_handler() {
+    let _exclusive = exclusive_test();
     let (area, protected) = (Area::plain(8, 1), Area::plain(8, 1));
     if !mark(&area, 0, 8, How::Full) {
         return;
     }
-    // SAFETY: our own mapping.
+    // SAFETY: a mapping of this test.
     unsafe { libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_NONE) };
     purge(usize::MAX);
     assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
@@ -270,10 +268,10 @@ fn own_faults_stay_own() {
     assert_eq!((page(&protected, 3), page(&area, 3)), (1, BUS));
 }
 
-/// A child inherits guards and handler. Removing them there changes nothing for the parent.
+/// A fork child inherits guards and handler. Removing guards in the child changes nothing for the parent.
 #[test]
-fn a_child_has_guards_of_its_own() {
-    let _turn = turn();
+fn guards_of_a_fork_child_are_separate() {
+    let _exclusive = exclusive_test();
     let area = Area::plain(16, 3);
     if !mark(&area, 0, 16, How::Full) {
         return;
@@ -286,10 +284,10 @@ fn a_child_has_guards_of_its_own() {
     assert!((0..16).all(|index| page(&area, index) == BUS));
 }
 
-/// A signal handler that interrupts a purge, or the removal of guards, and reads closed memory does not wait for
-/// itself.
+/// A signal handler reads a purged page while its thread purges or unmarks memory. The handler does not deadlock with
+/// its own thread.
 #[test]
-fn handlers_do_not_wait_for_themselves() {
+fn a_signal_handler_does_not_deadlock_with_its_thread() {
     static READ: AtomicUsize = AtomicUsize::new(0);
     static ADDR: AtomicUsize = AtomicUsize::new(0);
     extern "C" fn on_alarm(_: i32, _: &libc::siginfo_t, _: &mut libc::ucontext_t) {
@@ -297,7 +295,7 @@ fn handlers_do_not_wait_for_themselves() {
         unsafe { load(ADDR.load(Relaxed)) };
         READ.fetch_add(1, Relaxed);
     }
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let area = Area::huge(8, 1);
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
@@ -306,7 +304,7 @@ fn handlers_do_not_wait_for_themselves() {
     let mut room = vec![0_u8; 128 << 10];
     let nested = libc::stack_t { ss_sp: room.as_mut_ptr().cast(), ss_flags: 0, ss_size: room.len() };
     let own_stack = change_signal_stack(&nested);
-    ADDR.store(area.at(area.pages() / 2) as usize, Relaxed);
+    ADDR.store(area.page_ptr(area.pages() / 2) as usize, Relaxed);
     let before = install(libc::SIGPROF, on_alarm);
     // Signals this thread again and again.
     // SAFETY: no arguments; the thread is alive, since it is joined later.
@@ -320,7 +318,7 @@ fn handlers_do_not_wait_for_themselves() {
                 std::thread::sleep(Duration::from_micros(20));
             }
         });
-        // At least this often, and more often if the other thread has had few turns until then.
+        // Runs at least 300 rounds, and more until the handler has run often enough.
         let mut round = 0;
         while round < 300 || READ.load(Relaxed) <= 100 {
             purge(usize::MAX);
@@ -336,10 +334,10 @@ fn handlers_do_not_wait_for_themselves() {
     change_signal_stack(&own_stack);
 }
 
-/// A child that is forked while another thread removes guards can use what it unmarks.
+/// A child that is forked while another thread removes guards can access the pages that it unmarks.
 #[test]
-fn a_child_is_not_born_in_between() {
-    let _turn = turn();
+fn a_child_forked_during_unmarking_can_access_its_pages() {
+    let _exclusive = exclusive_test();
     let area = Area::huge(4, 3);
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
@@ -363,10 +361,11 @@ fn a_child_is_not_born_in_between() {
     });
 }
 
-/// Memory that a child does not inherit (`MADV_DONTFORK`) may be mapped differently there: its records destroy nothing.
+/// A child does not inherit memory with `MADV_DONTFORK` and maps new memory there. Inherited records of marks do not
+/// change the new memory.
 #[test]
-fn what_a_child_has_not_is_not_touched_there() {
-    let _turn = turn();
+fn memory_that_a_child_does_not_inherit_is_not_changed() {
+    let _exclusive = exclusive_test();
     let area = Area::huge(2, 3);
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
@@ -386,10 +385,11 @@ fn what_a_child_has_not_is_not_touched_there() {
     });
 }
 
-/// Memory that is locked while it is purged: purged pages raise `SIGBUS`, others are there, and the program continues.
+/// A thread locks memory while another purges it: purged pages raise `SIGBUS`, others keep their bytes, and no page
+/// reads zero.
 #[test]
-fn locking_races_purges() {
-    let _turn = turn();
+fn purges_race_with_locking() {
+    let _exclusive = exclusive_test();
     let area = Area::huge(4, 1);
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
@@ -398,7 +398,7 @@ fn locking_races_purges() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Relaxed) {
-                // SAFETY: our own mapping; contents stay.
+                // SAFETY: a mapping of this test; contents stay.
                 unsafe {
                     libc::mlock2(area.addr as *const _, area.len, libc::MLOCK_ONFAULT as _);
                     libc::munlock(area.addr as *const _, area.len);
@@ -416,10 +416,10 @@ fn locking_races_purges() {
     });
 }
 
-/// Slots of the heap: guarded like any memory, and the accounting stays correct.
+/// Slots of the heap can be marked strictly like other memory, and the account stays correct.
 #[test]
-fn own_slots_are_guarded() {
-    let _turn = turn();
+fn heap_slots_can_be_marked_strictly() {
+    let _exclusive = exclusive_test();
     for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr.as_ptr();
         // SAFETY: a live slot of that length, owned by this test.
@@ -433,7 +433,7 @@ fn own_slots_are_guarded() {
             assert!(pages(&area).iter().all(|byte| *byte == BUS));
             assert!(area.unmark(0, area.pages()).purged);
             area.fill(5);
-            assert!(area.holds(5));
+            assert!(area.is_filled_with(5));
             pagemill().account.reconcile();
             assert_eq!(pagemill().account.resident(), before);
         }
@@ -443,12 +443,12 @@ fn own_slots_are_guarded() {
     }
 }
 
-/// Two threads probe while a third purges: a page holds its byte, or raises `SIGBUS` from then on. No probe reads zero
-/// in place of its byte. Unmarked memory raises nothing. A million probes in total.
+/// Two threads read pages while a third purges: a page has its byte, or raises `SIGBUS` from then on, and never reads
+/// zero. Unmarked memory raises nothing. A million reads in total.
 #[test]
-fn purges_race_probes() {
+fn purges_race_with_reads() {
     const PROBES: usize = 1_000_000;
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let areas = [Area::plain(64, 1), Area::huge(2, 1), Area::plain(512, 1)];
     let others = [Area::plain(64, 1), Area::huge(1, 1)];
     if !mark(&areas[0], 0, 64, How::Full) {
@@ -501,11 +501,11 @@ fn purges_race_probes() {
     assert!(signals.load(Relaxed) >= 1000, "only {signals:?} signals");
 }
 
-/// As above, with both threads marking and unmarking the same memory: a thread whose guard is gone continues, and
-/// nothing ends the program.
+/// As above, but both readers also mark and unmark the same memory. A thread that faults while a guard is removed
+/// continues.
 #[test]
-fn marks_race_probes() {
-    let _turn = turn();
+fn marks_race_with_reads() {
+    let _exclusive = exclusive_test();
     let area = Area::huge(2, 1);
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
@@ -520,7 +520,7 @@ fn marks_race_probes() {
         let probers = [0, 1].map(|seed| {
             let (area, signals) = (&area, &signals);
             scope.spawn(move || {
-                // At least this often, and more often until the purging thread has had its turn.
+                // Runs at least 3000 rounds, and more until the purging thread has caused enough signals.
                 for round in (0..).take_while(|round| *round < 3000 || signals.load(Relaxed) < 2000) {
                     let first = (round * 37 + seed * 11) % (area.pages() - 40);
                     mark(area, first, 40, if round % 2 == 0 { How::Full } else { How::Partial });
@@ -539,13 +539,13 @@ fn marks_race_probes() {
     });
     area.unmark(0, area.pages());
     area.fill(1);
-    assert!(area.holds(1));
+    assert!(area.is_filled_with(1));
 }
 
-/// Bad strict ranges are refused like any other, before anything changes.
+/// Invalid strict ranges are rejected like plain ones, before anything changes.
 #[test]
-fn bad_ranges_are_refused() {
-    let _turn = turn();
+fn invalid_ranges_are_rejected() {
+    let _exclusive = exclusive_test();
     let page = os_page_bytes();
     assert!(matches!(vrange(1, page, Mode::VolatileStrict, How::Full), Err(Error::BadRange { .. })));
     assert!(matches!(vrange(page, page, Mode::VolatileStrict, How::Full), Err(Error::NotMapped { .. })));
@@ -555,30 +555,31 @@ fn bad_ranges_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Any calls in any order: each changes the answers of exactly the pages that it may change.
+    /// Random calls agree with a model: each call changes the results of reading exactly the pages that it may change.
     #[test]
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..8), 1..40)) {
         #[derive(Clone, Copy, PartialEq)]
-        enum Is { Kept, Lax, Strict }
-        let _turn = turn();
+        enum PageState { Nonvolatile, Plain, Strict }
+        let _exclusive = exclusive_test();
         let area = Area::plain(64, 1);
         if !mark(&area, 0, 1, How::Full) {
             return Ok(());
         }
         area.unmark(0, 1);
-        let mut model = [Is::Kept; 64];
+        let mut model = [PageState::Nonvolatile; 64];
         let mut before = pages(&area);
         for (first, count, act) in steps {
             let count = count.min(64 - first);
             let part = first..first + count;
             let how = if act % 2 == 0 { How::Full } else { How::Partial };
             match act {
-                0 | 1 => drop(area.call(first, count, Mode::Volatile, how).unwrap()),
-                2 | 3 => drop(area.call(first, count, Mode::VolatileStrict, how).unwrap()),
+                0 | 1 => drop(area.vrange(first, count, Mode::Volatile, how).unwrap()),
+                2 | 3 => drop(area.vrange(first, count, Mode::VolatileStrict, how).unwrap()),
                 4 | 5 => {
-                    let lost = part.clone().any(|at| model[at] != Is::Kept && before[at] != 1);
+                    let lost = part.clone().any(|at| model[at] != PageState::Nonvolatile && before[at] != 1);
                     let unmarked = area.unmark(first, count);
-                    let bytes = part.clone().filter(|at| model[*at] != Is::Kept).count() * os_page_bytes();
+                    let count = part.clone().filter(|at| model[*at] != PageState::Nonvolatile).count();
+                    let bytes = count * os_page_bytes();
                     prop_assert_eq!(unmarked.bytes as usize, bytes);
                     prop_assert!(unmarked.purged || !lost);
                 }
@@ -589,22 +590,27 @@ proptest! {
             for at in 0..64 {
                 let (was, is) = (before[at], now[at]);
                 let allowed = match (part.contains(&at), act, model[at]) {
-                    // Guards are removed when strictness ends.
+                    // Plain marks and unmarks remove guards.
                     (true, 0 | 1 | 4 | 5, _) => is == was.max(0),
-                    (_, 6, Is::Strict) => is == BUS,
-                    (_, 6, Is::Lax) => is == 0,
-                    (_, 7, Is::Strict) => is == was || is == BUS,
-                    (_, 7, Is::Lax) => is == was || is == 0,
+                    (_, 6, PageState::Strict) => is == BUS,
+                    (_, 6, PageState::Plain) => is == 0,
+                    (_, 7, PageState::Strict) => is == was || is == BUS,
+                    (_, 7, PageState::Plain) => is == was || is == 0,
                     _ => is == was,
                 };
                 prop_assert!(allowed, "act {}, page {}: {} became {}", act, at, was, is);
             }
-            let become_ = match act { 0 | 1 => Some(Is::Lax), 2 | 3 => Some(Is::Strict), 4 | 5 => Some(Is::Kept), _ => None };
-            if let Some(now) = become_ {
+            let new_state = match act {
+                0 | 1 => Some(PageState::Plain),
+                2 | 3 => Some(PageState::Strict),
+                4 | 5 => Some(PageState::Nonvolatile),
+                _ => None,
+            };
+            if let Some(now) = new_state {
                 model[part.clone()].fill(now);
             }
-            // Kept pages are rewritten.
-            for at in (0..64).filter(|at| model[*at] == Is::Kept) {
+            // Rewrites the pages that are not marked.
+            for at in (0..64).filter(|at| model[*at] == PageState::Nonvolatile) {
                 area.write(at, 1);
             }
             before = pages(&area);

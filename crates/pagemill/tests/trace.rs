@@ -1,4 +1,4 @@
-//! Events of a process that publishes its figures, as another would read them. A process of its own: the ring is short.
+//! Tests trace events as another process reads them. Runs as a process of its own, because the ring of events is short.
 
 use pagemill::mapping::Settings;
 use pagemill::mapping::policy::Always;
@@ -8,11 +8,11 @@ use pagemill::{Pagemill, stats};
 use pagemill_sys::process;
 use std::ffi::CString;
 
-/// A huge folio that comes into being is told of with its first page, its order, its file and its cache, each as what it is.
+/// The event of a new huge folio carries its page index, its file, its order and its cache, in the right fields.
 #[test]
-fn a_folio_is_told_of_as_it_was_made() {
+fn the_event_of_a_new_huge_folio_describes_it() {
     let folder = tempfile::tempdir().unwrap();
-    let path = CString::new(folder.path().join("figures").to_str().unwrap()).unwrap();
+    let path = CString::new(folder.path().join("published").to_str().unwrap()).unwrap();
     stats::publish(&path, process::own_identity()).unwrap();
     let page = PageSize::new(64 << 10).unwrap();
     let caches = Pagemill::for_test().caches;
@@ -24,11 +24,11 @@ fn a_folio_is_told_of_as_it_was_made() {
         file.write_at(&vec![1; BLOCK_BYTES], span * BLOCK_BYTES as u64).unwrap();
     }
     let events = trace::read(&path, None).unwrap();
-    let made = events.iter().filter(|event| event.event == "folio_made");
-    let told: Vec<_> = made.map(|event| event.numbers.clone()).collect();
+    let new_folios = events.iter().filter(|event| event.event == "folio_made");
+    let numbers: Vec<_> = new_folios.map(|event| event.numbers.clone()).collect();
     let expected = [2u64, 0, 5, 3].iter().zip(0..);
     let expected: Vec<_> = expected
         .map(|(span, file)| vec![("page_index", span * 32), ("file", file), ("order", 5), ("cache", 1)])
         .collect();
-    assert_eq!(format!("{told:?}"), format!("{expected:?}"));
+    assert_eq!(format!("{numbers:?}"), format!("{expected:?}"));
 }

@@ -1,7 +1,7 @@
-//! Real processes that share a tree's page: one makes another give back, killed and stopped members are tolerated, and
-//! nothing written into the page ends a member.
+//! Tests with real processes that share a process tree's page: a member returns memory for another one, killed and
+//! stopped members are tolerated, and no contents of the page end a member.
 //!
-//! A member is this test program again, run for the test [`member`] alone, executing lines from its standard input.
+//! A member is this test program again, which runs only the test [`member`] and executes lines from its standard input.
 #![allow(unsafe_code)] // writes to and frees the allocations of a member; sends signals
 
 use pagemill::Pagemill;
@@ -18,21 +18,21 @@ use std::time::{Duration, Instant};
 
 const MIB: usize = 1 << 20;
 
-/// Names the page's file for a member.
-const VARIABLE: &str = "PAGEMILL_TEST_TREE";
+/// Environment variable with the path of the page's file, for a member.
+const PAGE_PATH_ENV: &str = "PAGEMILL_TEST_TREE";
 
-/// Upper bound of any wait, even on a loaded machine.
-const LONG: Duration = Duration::from_secs(600);
+/// Upper bound of every wait, even on a loaded machine.
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
-/// The member's side: see [`Member`] for its commands.
+/// Runs a member process, which executes the commands that [`Member`] sends.
 #[test]
 fn member() {
-    let Ok(path) = std::env::var(VARIABLE) else { return };
+    let Ok(path) = std::env::var(PAGE_PATH_ENV) else { return };
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     pagemill.account.join(TreePage::join(&CString::new(path).unwrap()).unwrap(), process::own_identity());
     assert!(pagemill.helper.claim());
     std::thread::spawn(|| pagemill.helper.run(pagemill.arena));
-    let mut held = Held { pagemill, addrs: Vec::new() };
+    let mut held = Slots { pagemill, addrs: Vec::new() };
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let (word, number) = line.split_once(' ').unwrap();
@@ -53,21 +53,21 @@ fn member() {
     pagemill.account.leave();
 }
 
-/// Slots of 1 MiB, each filled with its number.
-struct Held {
+/// Allocated slots of 1 MiB, each filled with its number.
+struct Slots {
     pagemill: &'static Pagemill,
     addrs: Vec<(usize, u8)>,
 }
 
-impl Held {
-    /// Returns how many more are held; stops at the first refusal.
+impl Slots {
+    /// Allocates up to `count` slots, and returns their number. Stops at the first allocation that fails.
     fn allocate(&mut self, count: usize) -> usize {
         for done in 0..count {
             let Ok(found) = self.pagemill.heap.allocate(MIB, 1) else { return done };
             let byte = self.addrs.len() as u8 | 1;
             // SAFETY: allocated just now.
             unsafe { std::ptr::write_bytes(found.addr.as_ptr(), byte, MIB) };
-            // Without huge pages it is charged when it is measured.
+            // Without huge pages the slot is charged only when resident memory is measured.
             self.pagemill.account.reconcile();
             self.addrs.push((found.addr.as_ptr() as usize, byte));
         }
@@ -105,7 +105,7 @@ impl Held {
     }
 }
 
-/// A member process, seen from the test.
+/// A member process, as its parent controls it.
 struct Member {
     child: Child,
     input: ChildStdin,
@@ -116,7 +116,7 @@ impl Member {
     fn start(tree: &Tree) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "member", "--nocapture", "--test-threads=1"])
-            .env(VARIABLE, &tree.path)
+            .env(PAGE_PATH_ENV, &tree.path)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -138,7 +138,7 @@ impl Member {
     }
 
     fn answer(&mut self) -> usize {
-        self.replies.recv_timeout(LONG).expect("the member answers")
+        self.replies.recv_timeout(WAIT_LIMIT).expect("the member answers")
     }
 
     fn ask(&mut self, word: &str, number: usize) -> usize {
@@ -146,11 +146,11 @@ impl Member {
         self.answer()
     }
 
-    /// Allocates `count` slots; tries again if a busy machine made a sibling miss its time.
+    /// Allocates `count` slots. Tries again, because on a busy machine a sibling may answer too late.
     fn must_allocate(&mut self, count: usize) {
         let (began, mut done) = (Instant::now(), 0);
         while done < count {
-            assert!(began.elapsed() < LONG, "{done} of {count} allocations were granted");
+            assert!(began.elapsed() < WAIT_LIMIT, "{done} of {count} allocations were granted");
             done += self.ask("allocate", count - done);
         }
     }
@@ -160,7 +160,7 @@ impl Member {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Stops every thread of it: after the signal alone the helper may still answer for a moment.
+    /// Stops the member, and waits until every thread is stopped. Otherwise its helper might still answer for a moment.
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
         let is_stopped = |task: std::fs::DirEntry| {
@@ -178,7 +178,7 @@ impl Member {
         let _ = self.child.wait();
     }
 
-    /// Makes it check what it holds and end; it must end successfully.
+    /// Makes the member check its slots and end, which must succeed.
     fn end(mut self) {
         self.tell("end", 0);
         let status = self.child.wait().unwrap();
@@ -192,7 +192,7 @@ impl Drop for Member {
     }
 }
 
-/// A page in a file, under a limit.
+/// A process tree's page in a file, with a limit.
 struct Tree {
     _folder: tempfile::TempDir,
     path: String,
@@ -208,9 +208,10 @@ impl Tree {
     }
 }
 
-/// A holds 48 of 64 MiB, all free; B needs 48. A's helper gives back what is missing, and not everything.
+/// Member A has 48 of 64 MiB, all free, and B needs 48 MiB. A's helper returns the missing memory, but not all of its
+/// memory.
 #[test]
-fn a_sibling_gives_its_free_memory() {
+fn a_sibling_returns_its_free_memory() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
     a.must_allocate(48);
@@ -219,9 +220,9 @@ fn a_sibling_gives_its_free_memory() {
     b.must_allocate(48);
     let (began, mut a_holds, b_holds) = (Instant::now(), a.ask("resident", 0), b.ask("resident", 0));
     assert_eq!(b_holds, 48 * MIB);
-    // A request that is no longer waited for may still be answered.
+    // A's helper may still answer a request whose sender no longer waits.
     while tree.page.totals().resident != (a_holds + b_holds) as u64 {
-        assert!(began.elapsed() < LONG, "{a_holds} and {b_holds}: {:?}", tree.page.totals());
+        assert!(began.elapsed() < WAIT_LIMIT, "{a_holds} and {b_holds}: {:?}", tree.page.totals());
         a_holds = a.ask("resident", 0);
     }
     assert!(a_holds <= 16 * MIB, "{a_holds}");
@@ -232,7 +233,7 @@ fn a_sibling_gives_its_free_memory() {
     assert_eq!(tree.page.totals().resident, 0);
 }
 
-/// Live memory is not reclaimed: B is refused, keeps what it has, and gets the rest after A has freed.
+/// Memory in use is not reclaimed: B's allocations fail, B keeps its memory, and gets more after A has freed some.
 #[test]
 fn a_sibling_keeps_what_it_uses() {
     let tree = Tree::new(64 * MIB);
@@ -247,9 +248,9 @@ fn a_sibling_keeps_what_it_uses() {
     b.end();
 }
 
-/// Three members; two hold free memory, and together they give back what the third needs.
+/// Two of three members have free memory, and together return what the third one needs.
 #[test]
-fn siblings_give_together() {
+fn siblings_return_memory_together() {
     let tree = Tree::new(96 * MIB);
     let mut members = [Member::start(&tree), Member::start(&tree), Member::start(&tree)];
     for member in &mut members[..2] {
@@ -261,21 +262,21 @@ fn siblings_give_together() {
     members.into_iter().for_each(Member::end);
 }
 
-/// The charge of a member killed by SIGKILL ends with the next sweep, which a request over the limit makes by itself.
+/// The charge of a killed member ends with the next sweep, which a request over the limit makes by itself.
 #[test]
-fn the_charge_of_the_killed_ends() {
+fn the_charge_of_a_killed_member_ends() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
     a.must_allocate(48);
     a.kill();
-    assert_eq!(tree.page.totals().resident, (48 * MIB) as u64, "no process has looked yet");
+    assert_eq!(tree.page.totals().resident, (48 * MIB) as u64, "no process has swept the page yet");
     b.must_allocate(60);
     let totals = tree.page.totals();
     assert_eq!((totals.members, totals.resident), (1, (60 * MIB) as u64));
     b.end();
     let (mut c, mut d) = (Member::start(&tree), Member::start(&tree));
     c.must_allocate(10);
-    // Killed in the middle of its work, several times.
+    // Kills the member in the middle of its work.
     d.tell("churn", 10_000);
     std::thread::sleep(Duration::from_millis(50));
     d.kill();
@@ -285,8 +286,8 @@ fn the_charge_of_the_killed_ends() {
     c.end();
 }
 
-/// A stopped member cannot answer: a member that needs its memory waits once, for a bounded time, and gets it after the
-/// stop.
+/// A stopped member cannot answer: another member that needs its memory waits for a bounded time, and gets the memory
+/// after the member continues.
 #[test]
 fn a_stopped_member_costs_a_bounded_wait() {
     let tree = Tree::new(64 * MIB);
@@ -296,7 +297,7 @@ fn a_stopped_member_costs_a_bounded_wait() {
     b.must_allocate(16);
     a.stop();
     for attempt in 0..5 {
-        // The reply itself proves the bound: a stopped member answers nothing.
+        // The reply proves that the wait is bounded, because the stopped member does not answer.
         assert_eq!(b.ask("allocate", 1), 0, "attempt {attempt}: given by a stopped process?");
     }
     a.signal(libc::SIGCONT);
@@ -311,9 +312,10 @@ fn mix(mut value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// Random words all over the page, then ones, then zeros, while members work: no member crashes, hangs or loses a byte.
+/// Random words, ones and zeros are written all over the page while members work: no member crashes, hangs or loses a
+/// byte.
 #[test]
-fn absurd_contents_of_the_page_are_survived() {
+fn random_contents_of_the_page_harm_no_member() {
     let tree = Tree::new(48 * MIB);
     let mut members = [Member::start(&tree), Member::start(&tree), Member::start(&tree)];
     let file = File::options().write(true).open(&tree.path).unwrap();
@@ -324,7 +326,7 @@ fn absurd_contents_of_the_page_are_survived() {
     while start.elapsed() < Duration::from_millis(1400) {
         for _ in 0..100 {
             random = mix(random.wrapping_add(0x9E37_79B9_7F4A_7C15));
-            // The head and the first members' slots are read most.
+            // Half of the writes go to the head and the first members' slots, which are read most.
             let end = if random & 1 == 0 { 1024 } else { TreePage::LEN as u64 };
             let value = match random >> 1 & 3 {
                 0 => 0,
@@ -347,7 +349,7 @@ fn absurd_contents_of_the_page_are_survived() {
         member.answer();
         assert!(member.child.try_wait().unwrap().is_none(), "a member has ended");
     }
-    // A page without its magic number cannot be joined; trying is harmless.
+    // A page without its magic number cannot be joined. The attempt has no effect.
     file.write_at(&[0xFF; 64], 0).unwrap();
     assert!(TreePage::join(&CString::new(tree.path.as_str()).unwrap()).is_err());
     members.into_iter().for_each(Member::end);

@@ -1,9 +1,9 @@
-//! Volatile ranges as a program sees them: what is kept, what is purged, in which order, and what is reported.
+//! Tests of volatile ranges by handle: which bytes are kept, which are purged, in which order, and what is reported.
 #![allow(unsafe_code)] // locks pages, counts faults, forks
 
 mod common;
 
-use common::{EPOCH, assert_in_child, pagemill, turn};
+use common::{EPOCH, assert_in_child, exclusive_test, pagemill};
 use pagemill::reclaim::{Shrinker, Urgency, Which};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill::volatile::{Behaviour, Contents, Range, VolatileCache};
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// Upper bound of any wait here.
-const LONG: Duration = Duration::from_secs(600);
-/// How long threads run concurrently.
-const RACE: Duration = Duration::from_secs(2);
+/// Upper bound of every wait in these tests.
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
+/// Duration of tests with concurrent threads.
+const RACE_TIME: Duration = Duration::from_secs(2);
 
 fn range(len_bytes: usize, behaviour: Behaviour, byte: u8) -> Range {
     let mut range = pagemill().ranges.allocate(len_bytes, behaviour).unwrap();
@@ -39,7 +39,7 @@ fn purge_all() -> usize {
     purge(usize::MAX)
 }
 
-/// Page faults of this thread, as the kernel counts them. Allocates nothing, because that would fault occasionally.
+/// Returns this thread's page faults, as counted by the kernel. Allocates nothing, because an allocation could fault.
 fn faults() -> i64 {
     // SAFETY: plain data, filled by the call.
     unsafe {
@@ -54,10 +54,10 @@ fn resident_bytes(range: &Range) -> usize {
     pagemill_sys::mem::resident_bytes(range.addr(), range.len_bytes().next_multiple_of(os_page_bytes())).unwrap()
 }
 
-/// Without pressure nothing is purged: all bytes are there after a mark and an unmark.
+/// Without memory pressure nothing is purged: all bytes are there after marking and unmarking.
 #[test]
-fn without_pressure_nothing_goes() {
-    let _turn = turn();
+fn nothing_is_purged_without_pressure() {
+    let _exclusive = exclusive_test();
     for len in [1, os_page_bytes(), 64 * KIB, MIB, 2 * MIB, 5 * MIB + 1] {
         let range = full(len, 7);
         for _ in 0..1000 {
@@ -70,10 +70,10 @@ fn without_pressure_nothing_goes() {
     }
 }
 
-/// No page is touched either. (Sanitizers touch pages of their own.)
+/// Marking and unmarking touches no page of a range. (Sanitizers touch pages of their own.)
 #[test]
-fn marks_touch_no_page() {
-    let _turn = turn();
+fn marking_touches_no_page() {
+    let _exclusive = exclusive_test();
     let range = full(2 * MIB, 7);
     let round_trips = || {
         for _ in 0..1000 {
@@ -82,15 +82,17 @@ fn marks_touch_no_page() {
         }
         faults()
     };
-    // Code faults the first time, and the kernel occasionally samples or migrates pages.
-    assert!((0..100).any(|_| faults() == round_trips()), "a fault at least each time");
+    // Code faults at its first use, and the kernel samples or migrates pages at times. So one round without a fault is
+    // enough.
+    assert!((0..100).any(|_| faults() == round_trips()), "each round had page faults");
     assert_eq!(range.pin().unwrap().contents(), Contents::Kept);
 }
 
-/// Held or pinned bytes stay. Volatile bytes are purged and reported as such, and their memory goes back to the kernel.
+/// A purge does not touch nonvolatile or pinned ranges. Volatile ranges are purged and reported as purged, and their
+/// memory returns to the kernel.
 #[test]
-fn a_purge_takes_what_is_volatile_and_says_so() {
-    let _turn = turn();
+fn only_volatile_ranges_are_purged_and_reported() {
+    let _exclusive = exclusive_test();
     for len in [os_page_bytes(), 100 * KIB, MIB, 2 * MIB, 4 * MIB + 5] {
         let (held, pinned, gone) = (full(len, 1), full(len, 2), full(len, 3));
         pinned.mark().unwrap();
@@ -115,10 +117,10 @@ fn a_purge_takes_what_is_volatile_and_says_so() {
     }
 }
 
-/// A purged range works like a new one: written, marked, kept.
+/// A purged range can be used like a new one: written, marked, and kept.
 #[test]
-fn a_purged_range_is_used_again() {
-    let _turn = turn();
+fn a_purged_range_can_be_reused() {
+    let _exclusive = exclusive_test();
     let mut range = full(3 * MIB, 1);
     for byte in 2..6 {
         range.mark().unwrap();
@@ -132,10 +134,10 @@ fn a_purged_range_is_used_again() {
     }
 }
 
-/// The range marked first is purged first, whatever the order of allocation. A range that was used since comes last.
+/// Ranges are purged in the order in which they were marked, not allocated. A refreshed range counts as marked then.
 #[test]
-fn the_least_recently_marked_goes_first() {
-    let _turn = turn();
+fn the_least_recently_marked_range_is_purged_first() {
+    let _exclusive = exclusive_test();
     purge_all();
     let ranges: Vec<Range> = (0..4).map(|byte| full(2 * MIB, byte)).collect();
     for index in [2, 0, 3, 1] {
@@ -152,10 +154,10 @@ fn the_least_recently_marked_goes_first() {
     assert_eq!(order, [2, 3, 1, 0]);
 }
 
-/// Partial ranges lose chunks from their ends, in turn, and keep what lies before.
+/// Partial ranges lose chunks from their ends, one chunk of each range in turn, and keep the bytes before.
 #[test]
-fn partial_ranges_take_turns() {
-    let _turn = turn();
+fn partial_ranges_lose_chunks_in_turn() {
+    let _exclusive = exclusive_test();
     purge_all();
     let behaviour = Behaviour::Partial { chunk_bytes: 64 * KIB };
     let ranges = [range(250 * KIB, behaviour, 1), range(3 * MIB, behaviour, 2), range(256 * KIB, behaviour, 3)];
@@ -163,7 +165,7 @@ fn partial_ranges_take_turns() {
         range.mark().unwrap();
     }
     let kept = || ranges.each_ref().map(|range| range.pin().unwrap().len() / KIB);
-    // 250 KiB end in a chunk of 58.
+    // The last chunk of the 250 KiB has 58 KiB.
     for expected in [[192, 3008, 192], [128, 2944, 128]] {
         sleep(EPOCH);
         assert_eq!(purge(3 * 50 * KIB).div_ceil(64 * KIB), 3);
@@ -174,13 +176,13 @@ fn partial_ranges_take_turns() {
     }
     assert_eq!(ranges[0].unmark().unwrap(), Contents::Purged { kept_bytes: 128 * KIB });
     purge_all();
-    assert_eq!(kept(), [250, 0, 0], "a held one is whole, if partly zero");
+    assert_eq!(kept(), [250, 0, 0], "a nonvolatile range has its whole length, partly zero");
 }
 
-/// A chunk of 2 MiB frees a whole huge page.
+/// A purge of a 2 MiB chunk frees a whole huge page.
 #[test]
-fn chunks_of_a_block_go_as_blocks() {
-    let _turn = turn();
+fn a_chunk_of_a_block_is_purged_as_a_huge_page() {
+    let _exclusive = exclusive_test();
     purge_all();
     let range = range(7 * MIB, Behaviour::Partial { chunk_bytes: BLOCK_BYTES }, 9);
     range.mark().unwrap();
@@ -191,10 +193,10 @@ fn chunks_of_a_block_go_as_blocks() {
     }
 }
 
-/// A call out of order is an error and changes nothing.
+/// Calls in a wrong order are errors, and change nothing.
 #[test]
-fn disorder_is_refused() {
-    let _turn = turn();
+fn calls_in_a_wrong_order_fail() {
+    let _exclusive = exclusive_test();
     let ranges = pagemill().ranges;
     assert!(matches!(ranges.allocate(0, Behaviour::Full), Err(Error::BadLength { len_bytes: 0 })));
     for chunk_bytes in [0, 1, os_page_bytes() + 1] {
@@ -203,25 +205,25 @@ fn disorder_is_refused() {
     }
     assert!(ranges.allocate(usize::MAX / 2, Behaviour::Full).is_err());
     let mut range = full(MIB, 5);
-    let said = |error: Error| (error.to_string(), error.errno());
-    assert_eq!(said(range.unmark().unwrap_err()), ("the range is not volatile".to_owned(), 22));
+    let text_and_errno = |error: Error| (error.to_string(), error.errno());
+    assert_eq!(text_and_errno(range.unmark().unwrap_err()), ("the range is not volatile".to_owned(), 22));
     assert!(range.refresh().is_err());
     range.mark().unwrap();
-    assert_eq!(said(range.mark().unwrap_err()).0, "the range is volatile already");
+    assert_eq!(text_and_errno(range.mark().unwrap_err()).0, "the range is volatile already");
     assert!(range.bytes_mut().unwrap_err().to_string().contains("unmark it"));
     assert_eq!(range.unmark().unwrap(), Contents::Kept);
     assert_eq!(range.bytes_mut().unwrap()[0], 5);
 }
 
-/// Dropped ranges leak nothing: their entries are reused, and forgotten pins block nothing.
+/// Dropped ranges leak nothing: their addresses are reused, and a forgotten pin does not prevent that.
 #[test]
-fn places_are_used_again() {
-    let _turn = turn();
+fn addresses_of_dropped_ranges_are_reused() {
+    let _exclusive = exclusive_test();
     purge_all();
-    let made = |len| -> Vec<usize> { (0..100).map(|_| full(len, 1).addr()).collect() };
+    let addrs_of_dropped = |len| -> Vec<usize> { (0..100).map(|_| full(len, 1).addr()).collect() };
     for len in [os_page_bytes(), 2 * MIB] {
-        let addrs = made(len);
-        assert!(addrs.iter().all(|addr| *addr == addrs[0]), "one place is enough");
+        let addrs = addrs_of_dropped(len);
+        assert!(addrs.iter().all(|addr| *addr == addrs[0]), "all ranges get the same address");
     }
     let range = full(MIB, 1);
     range.mark().unwrap();
@@ -229,25 +231,25 @@ fn places_are_used_again() {
     let addr = range.addr();
     drop(range);
     assert_eq!(full(MIB, 1).addr(), addr);
-    // Memory that small ranges left behind is given back, too. Some of it lies in resident blocks.
+    // Memory that dropped small ranges left behind is returned, too. Some of it lies in resident blocks.
     purge_all();
     drop((0..80).map(|_| full(256 * KIB, 1)).collect::<Vec<_>>());
     assert!(purge_all() >= 15 * MIB);
 }
 
-/// Two threads use ranges while a third purges constantly: bytes are whole or reported as purged. Unmarking waits for
-/// at most a step.
+/// Two threads use ranges while a third one purges continually. Bytes are complete or reported as purged, and unmarking
+/// does not wait for a whole purge.
 #[test]
-fn purges_race_users() {
-    let _turn = turn();
+fn purges_race_with_users_of_ranges() {
+    let _exclusive = exclusive_test();
     let is_over = AtomicBool::new(false);
     let purged = AtomicUsize::new(0);
     let user = |byte: u8, lens: &[usize]| {
         let mut ranges: Vec<Range> = lens.iter().map(|len| full(*len, byte)).collect();
         ranges.iter().for_each(|range| range.mark().unwrap());
         let begun = Instant::now();
-        // Runs until something was purged.
-        while begun.elapsed() < RACE || (purged.load(Relaxed) <= 10 && begun.elapsed() < LONG) {
+        // Runs until some ranges were purged.
+        while begun.elapsed() < RACE_TIME || (purged.load(Relaxed) <= 10 && begun.elapsed() < WAIT_LIMIT) {
             for range in &mut ranges {
                 let kept = range.pin().unwrap();
                 assert!(kept.iter().step_by(509).all(|found| *found == byte));
@@ -283,10 +285,10 @@ fn purges_race_users() {
     assert!(purged.load(Relaxed) > 10, "nothing was purged");
 }
 
-/// If the kernel refuses to take locked pages, lost bytes are reported, and bytes reported as kept are there.
+/// The kernel refuses to discard locked pages. Bytes that were lost are reported, and bytes reported as kept are there.
 #[test]
-fn parts_of_locked_memory_are_told_apart() {
-    let _turn = turn();
+fn locked_pages_are_kept_and_reported() {
+    let _exclusive = exclusive_test();
     for (len, locked) in [(8 * MIB, 5 * MIB..6 * MIB), (8 * MIB, 0..8 * MIB), (MIB, 0..MIB), (MIB, MIB / 2..MIB)] {
         let range = full(len, 7);
         // SAFETY: locks pages of the range, which stays mapped.
@@ -299,16 +301,16 @@ fn parts_of_locked_memory_are_told_apart() {
         assert!(pin.iter().all(|byte| *byte == 7), "kept {} of {len}", pin.len());
         assert_eq!(pin.contents() == Contents::Kept, locked.len() == len);
         drop(pin);
-        // SAFETY: as above.
+        // SAFETY: unlocks the same pages.
         unsafe { libc::munlock((range.addr() + locked.start) as *const _, locked.len()) };
     }
 }
 
-/// Memory that the heap had offered to the kernel is not part of a range: its bytes stay although they were not
-/// written.
+/// A range may reuse memory that the heap has offered to the kernel. The kernel must not take it from the range, even
+/// if its bytes were not written.
 #[test]
-fn ranges_take_nothing_back_from_the_kernel() {
-    let _turn = turn();
+fn ranges_reuse_memory_that_was_offered_to_the_kernel() {
+    let _exclusive = exclusive_test();
     let heap = pagemill().heap;
     let slots: Vec<_> = (0..4).map(|_| heap.allocate(4 * MIB, BLOCK_BYTES).unwrap().addr).collect();
     for slot in &slots {
@@ -320,22 +322,25 @@ fn ranges_take_nothing_back_from_the_kernel() {
     }
     heap.offer(u64::MAX, Which::All);
     let range = pagemill().ranges.allocate(4 * MIB, Behaviour::Full).unwrap();
-    assert!(slots.iter().any(|slot| slot.as_ptr() as usize == range.addr()), "another slot: the test sees nothing");
+    assert!(
+        slots.iter().any(|slot| slot.as_ptr() as usize == range.addr()),
+        "the range uses none of the slots, so the test checks nothing"
+    );
     let before = range.pin().unwrap().to_vec();
     pagemill_sys::mem::reclaim(range.addr(), range.len_bytes());
     assert!(range.pin().unwrap().iter().eq(before.iter()));
 }
 
-/// A child keeps its parent's ranges: giving them back would free nothing.
+/// A fork child keeps its parent's ranges, because purging shared pages would free nothing.
 #[test]
-fn a_child_keeps_what_it_inherited() {
-    let _turn = turn();
+fn a_fork_child_keeps_inherited_ranges() {
+    let _exclusive = exclusive_test();
     purge_all();
     let (gone, range) = (full(4 * MIB, 4), full(4 * MIB, 5));
     gone.mark().unwrap();
     sleep(EPOCH);
     range.mark().unwrap();
-    // The parent's purge queue is filled.
+    // Fills the parent's purge queue before the fork.
     assert_eq!(purge(1), 4 * MIB);
     assert_in_child(|| {
         let freed = purge_all();
@@ -344,9 +349,9 @@ fn a_child_keeps_what_it_inherited() {
     assert_eq!(purge_all(), 4 * MIB);
 }
 
-/// A helper that slept before there were ranges measures what they could give back.
+/// A helper thread that sleeps when the first range is created wakes up and measures what ranges could give back.
 #[test]
-fn the_helper_wakes_for_the_first_range() {
+fn the_helper_thread_wakes_for_the_first_range() {
     let own = Pagemill::for_test();
     assert!(own.helper.claim());
     std::thread::spawn(|| own.helper.run(own.arena));
@@ -354,17 +359,17 @@ fn the_helper_wakes_for_the_first_range() {
     let mut range = own.ranges.allocate(4 * MIB, Behaviour::Full).unwrap();
     range.bytes_mut().unwrap().fill(1);
     range.mark().unwrap();
-    let until = Instant::now() + LONG;
+    let until = Instant::now() + WAIT_LIMIT;
     while own.ranges.giveable_bytes() == 0 {
-        assert!(Instant::now() < until, "no thread looked");
+        assert!(Instant::now() < until, "no thread measured the ranges");
         sleep(Duration::from_millis(10));
     }
 }
 
-/// The account reclaims from ranges as from all owners: over a limit volatile ranges are purged, and the allocation
-/// succeeds.
+/// The account reclaims memory from volatile ranges as from all owners: over a limit they are purged, and the
+/// allocation succeeds.
 #[test]
-fn ranges_make_room_below_a_limit() {
+fn volatile_ranges_are_purged_over_a_limit() {
     let limited = Pagemill::new(pagemill::arena::Layout::for_test(), 64 << 20).unwrap();
     let mut ranges = Vec::new();
     for byte in 0..64 {
@@ -375,7 +380,7 @@ fn ranges_make_room_below_a_limit() {
     }
     let kept = ranges.iter().filter(|range| range.pin().unwrap().contents() == Contents::Kept).count();
     assert!((8..=16).contains(&kept), "{kept} of 16 that fit");
-    // Held ranges are not given up for others: then allocation fails.
+    // Nonvolatile ranges are not purged for other ranges, so the allocation fails.
     ranges.clear();
     let error = loop {
         match limited.ranges.allocate(4 * MIB, Behaviour::Full) {
@@ -383,18 +388,18 @@ fn ranges_make_room_below_a_limit() {
             Err(error) => break error,
         }
         ranges.last_mut().unwrap().bytes_mut().unwrap().fill(1);
-        assert!(ranges.len() <= 16, "no limit was met");
+        assert!(ranges.len() <= 16, "the limit was not reached");
     };
     assert!(matches!(error, Error::NoMemory { .. }), "{error}");
 }
 
-/// A value is made once however many threads look it up, and made anew after a purge.
+/// However many threads look a value up, it is created once, and again after a purge.
 #[test]
-fn a_cache_makes_each_value_once() {
-    let _turn = turn();
+fn a_volatile_cache_creates_each_value_once() {
+    let _exclusive = exclusive_test();
     let cache: VolatileCache<u32, Vec<u8>> = VolatileCache::new(pagemill().ranges);
     let made = AtomicUsize::new(0);
-    let ask = |key: u32| {
+    let look_up = |key: u32| {
         let value = cache.get_or_try_insert(key, || {
             made.fetch_add(1, Relaxed);
             sleep(Duration::from_millis(20));
@@ -405,7 +410,7 @@ fn a_cache_makes_each_value_once() {
     for round in 1..4 {
         scope(|scope| {
             for _ in 0..8 {
-                scope.spawn(|| (0..3).for_each(ask));
+                scope.spawn(|| (0..3).for_each(look_up));
             }
         });
         assert_eq!((made.load(Relaxed), cache.len()), (3 * round, 3));
@@ -414,10 +419,10 @@ fn a_cache_makes_each_value_once() {
     }
 }
 
-/// If making a value fails or panics, no value is stored, and the next lookup makes it. Values may be empty.
+/// If creating a value fails or panics, nothing is stored, and the next lookup creates it. Values may be empty.
 #[test]
-fn a_failed_making_is_tried_again() {
-    let _turn = turn();
+fn a_failed_creation_is_retried() {
+    let _exclusive = exclusive_test();
     let cache: VolatileCache<String, String> = VolatileCache::new(pagemill().ranges);
     assert_eq!(cache.get_or_try_insert("a".into(), || Err("none")), Err("none"));
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -431,10 +436,10 @@ fn a_failed_making_is_tried_again() {
     assert!(cache.remove("a") && !cache.remove("a") && cache.is_empty());
 }
 
-/// Keys of purged values do not accumulate.
+/// The keys of purged values do not accumulate.
 #[test]
-fn purged_keys_are_dropped() {
-    let _turn = turn();
+fn keys_of_purged_values_are_dropped() {
+    let _exclusive = exclusive_test();
     let cache: VolatileCache<u32, [u8; 100]> = VolatileCache::new(pagemill().ranges);
     for round in 0..20 {
         for key in 0..2000 {
@@ -456,7 +461,7 @@ enum Step {
     Purge(usize),
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn random_step() -> impl Strategy<Value = Step> {
     let index = 0usize..8;
     prop_oneof![
         (prop_oneof![1usize..20_000, 100_000usize..3_000_000], any::<bool>())
@@ -470,7 +475,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The expected state of a range: its byte, whether it is volatile, and the most that can be kept of it.
+/// The expected state of a range: its byte, whether it is volatile, and how many bytes can be kept at most.
 struct Model {
     range: Range,
     byte: u8,
@@ -481,10 +486,10 @@ struct Model {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Any order of calls: contents match the reports, and held ranges are never touched.
+    /// After any sequence of calls the contents match the reports, and nonvolatile ranges are unchanged.
     #[test]
-    fn ranges_keep_their_word(steps in prop::collection::vec(step(), 1..60)) {
-        let _turn = turn();
+    fn contents_match_the_reports_for_any_calls(steps in prop::collection::vec(random_step(), 1..60)) {
+        let _exclusive = exclusive_test();
         let mut models: Vec<Model> = Vec::new();
         for step in steps {
             let at = |index: usize, models: &[Model]| (!models.is_empty()).then(|| index % models.len());
@@ -497,7 +502,7 @@ proptest! {
                 Step::Drop(index) => drop(at(index, &models).map(|index| models.remove(index))),
                 Step::Mark(index) => if let Some(model) = at(index, &models).map(|index| &mut models[index]) {
                     prop_assert_eq!(model.range.mark().is_ok(), !model.is_volatile);
-                    // From here on the bytes as they are count.
+                    // After a rewrite all bytes are known again.
                     if !model.is_volatile && model.kept_bytes < model.range.len_bytes() {
                         model.range.unmark().unwrap();
                         model.range.bytes_mut().unwrap().fill(model.byte);

@@ -1,4 +1,4 @@
-//! Keys of a `VolatileCache` whose destructors use the cache, or panic.
+//! Tests keys of a `VolatileCache` whose destructors use the cache, or panic.
 
 use pagemill::Pagemill;
 use pagemill::volatile::VolatileCache;
@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-/// Times that a destructor panics from now on.
+/// Number of destructors that panic from now on.
 static PANICS: AtomicUsize = AtomicUsize::new(0);
 static CACHE: OnceLock<VolatileCache<Key, Vec<u8>>> = OnceLock::new();
 
@@ -14,7 +14,7 @@ fn cache() -> &'static VolatileCache<Key, Vec<u8>> {
     CACHE.get_or_init(|| VolatileCache::new(Pagemill::for_test().ranges))
 }
 
-/// Looks at each part of the cache when it goes: that never ends where one is locked.
+/// A key whose destructor locks each part of the cache, which would deadlock if the dropping thread had one locked.
 #[derive(PartialEq, Eq, Hash)]
 struct Key(u32);
 
@@ -22,18 +22,19 @@ impl Drop for Key {
     fn drop(&mut self) {
         assert!(cache().len() < 1 << 20);
         let panics = PANICS.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_ok();
-        assert!(!panics || std::thread::panicking(), "as it was told");
+        assert!(!panics || std::thread::panicking(), "the test asked for a panic");
     }
 }
 
-/// No value comes of it: the key is one of those that are swept.
-fn ask_in_vain(number: u32) -> Result<Vec<u8>, ()> {
+/// Looks a value up whose creation fails, which leaves a key without a value in the cache.
+fn look_up_without_value(number: u32) -> Result<Vec<u8>, ()> {
     cache().get_or_try_insert(Key(number), || Err(()))
 }
 
-/// Keys are dropped where no part is locked, by removals and by sweeps; one that panics keeps no part from being swept later.
+/// Keys are dropped without a locked part of the cache, by removals and when keys without values are swept. A key that
+/// panics does not prevent later sweeps.
 #[test]
-fn keys_may_use_the_cache_when_they_go_and_panic() {
+fn destructors_of_keys_may_use_the_cache_and_panic() {
     for number in 0..100 {
         cache().insert(Key(number), &vec![1; 10]).unwrap();
         cache().insert(Key(number), &vec![2; 10]).unwrap();
@@ -41,17 +42,17 @@ fn keys_may_use_the_cache_when_they_go_and_panic() {
     assert!((0..100).all(|number| cache().remove(&Key(number)) && !cache().remove(&Key(number))));
     assert!(cache().is_empty());
 
-    (0..5_000).for_each(|number| assert!(ask_in_vain(number).is_err()));
+    (0..5_000).for_each(|number| assert!(look_up_without_value(number).is_err()));
     let kept = cache().len();
     assert!(kept < 4_000, "{kept} keys without a value are kept");
 
     PANICS.store(200, SeqCst);
     let mut panicked = 0;
     for number in 5_000..10_000 {
-        panicked += usize::from(catch_unwind(AssertUnwindSafe(|| ask_in_vain(number))).is_err());
+        panicked += usize::from(catch_unwind(AssertUnwindSafe(|| look_up_without_value(number))).is_err());
     }
     assert!(panicked > 0 && PANICS.load(SeqCst) == 0);
-    (10_000..30_000).for_each(|number| assert!(ask_in_vain(number).is_err()));
+    (10_000..30_000).for_each(|number| assert!(look_up_without_value(number).is_err()));
     let kept = cache().len();
     assert!(kept < 4_000, "{kept} keys without a value are kept after the panics");
 }

@@ -1,4 +1,4 @@
-//! `vrange` on memory of every kind: what is marked, purged, refused, and never touched.
+//! Tests of `vrange` on memory of every kind: what is marked, purged and rejected, and what is never changed.
 #![allow(unsafe_code)] // maps memory of every kind and marks it
 
 #[path = "common/area.rs"]
@@ -6,7 +6,7 @@ mod area;
 mod common;
 
 use area::{Area, marked, purge, vrange};
-use common::{EPOCH, assert_in_child, pagemill, turn};
+use common::{EPOCH, assert_in_child, exclusive_test, pagemill};
 use pagemill::Error;
 use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::stats::{self, Counter};
@@ -17,28 +17,29 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Without pressure nothing changes. Under pressure marked memory is purged, unmarking reports that, and unmarked
-/// memory stays.
+/// Without memory pressure nothing changes. Under pressure marked memory is purged, unmarking reports that, and other
+/// memory is unchanged.
 #[test]
-fn marked_memory_goes_and_nothing_else() {
-    let _turn = turn();
+fn only_marked_memory_is_purged() {
+    let _exclusive = exclusive_test();
     let (area, other) = (Area::plain(64, 1), Area::plain(64, 2));
     assert_eq!((area.mark(0, 64), area.unmark(0, 64)), (marked(64, false), marked(64, false)));
-    assert!(area.holds(1));
+    assert!(area.is_filled_with(1));
     area.mark(16, 16);
     assert_eq!(purge(usize::MAX), 16 * os_page_bytes());
     assert_eq!(purge(usize::MAX), 0, "it is gone already");
     let expected = |page| if (16..32).contains(&page) { 0 } else { 1 };
-    assert!((0..64).all(|page| area.read(page) == expected(page)) && other.holds(2));
+    assert!((0..64).all(|page| area.read(page) == expected(page)) && other.is_filled_with(2));
     assert_eq!(area.unmark(0, 20), marked(4, true), "a part of it");
     assert_eq!(area.unmark(0, 64), marked(12, true), "the rest");
     assert_eq!(area.unmark(0, 64), marked(0, false), "never marked is no error");
 }
 
-/// Marks overlap, split and merge. Marking twice equals marking once, and purges stay known.
+/// Marks may overlap, and are split and merged. Marking twice equals marking once, and earlier purges are still
+/// reported.
 #[test]
 fn marks_overlap_and_split() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let area = Area::plain(32, 1);
     assert_eq!(
         (area.mark(0, 16), area.mark(0, 16), area.mark(8, 16)),
@@ -54,10 +55,10 @@ fn marks_overlap_and_split() {
     assert_eq!((area.mark(0, 32), area.unmark(0, 32)), (marked(32, false), marked(32, false)));
 }
 
-/// The least recently marked range is purged first; partial ranges lose their ends in turn.
+/// Ranges are purged in the order of marking. Partial ranges lose their ends in turn.
 #[test]
-fn purges_go_in_order() {
-    let _turn = turn();
+fn ranges_are_purged_in_the_order_of_marking() {
+    let _exclusive = exclusive_test();
     let areas: Vec<Area> = (0..3).map(|_| Area::plain(16, 1)).collect();
     for index in [1, 2, 0] {
         areas[index].mark(0, 16);
@@ -70,7 +71,7 @@ fn purges_go_in_order() {
     let chunk = BLOCK_BYTES / 32 / os_page_bytes();
     let areas = [Area::huge(1, 1), Area::huge(1, 2)];
     for area in &areas {
-        area.call(0, area.pages(), Mode::Volatile, How::Partial).unwrap();
+        area.vrange(0, area.pages(), Mode::Volatile, How::Partial).unwrap();
     }
     for round in 1..4 {
         std::thread::sleep(EPOCH);
@@ -91,42 +92,42 @@ fn purges_go_in_order() {
     }
 }
 
-/// Large ranges are purged in steps and are one purged range afterwards.
+/// A large range is purged in steps, and is one purged range afterwards.
 #[test]
-fn large_ranges_go_as_a_whole() {
-    let _turn = turn();
+fn large_ranges_are_purged_completely() {
+    let _exclusive = exclusive_test();
     let area = Area::huge(40, 5);
     area.mark(0, area.pages());
     assert_eq!(purge(1), area.len);
-    assert!(area.holds(0));
+    assert!(area.is_filled_with(0));
     assert_eq!(pagemill().vranges.list().len(), 1);
     assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
 }
 
-/// Bad calls report the cause and change nothing.
+/// Invalid calls report the cause and change nothing.
 #[test]
-fn bad_ranges_are_refused() {
-    let _turn = turn();
+fn invalid_ranges_are_rejected() {
+    let _exclusive = exclusive_test();
     let page = os_page_bytes();
     let area = Area::plain(16, 1);
     let bad = |addr, len| matches!(vrange(addr, len, Mode::Volatile, How::Full), Err(Error::BadRange { .. }));
     assert!(bad(area.addr + 1, page) && bad(area.addr, page - 1) && bad(usize::MAX - page + 1, 2 * page));
     assert_eq!(vrange(area.addr, 0, Mode::Volatile, How::Full).unwrap(), marked(0, false));
-    // A hole in the middle.
-    // SAFETY: a page of our own mapping, not marked.
-    unsafe { libc::munmap(area.at(8).cast(), page) };
+    // Unmaps a page in the middle of the range.
+    unsafe { libc::munmap(area.page_ptr(8).cast(), page) };
     for mode in [Mode::Volatile, Mode::Nonvolatile] {
-        let error = area.call(0, 16, mode, How::Full).unwrap_err();
+        let error = area.vrange(0, 16, mode, How::Full).unwrap_err();
         assert!(matches!(error, Error::NotMapped { .. }) && error.errno() == libc::ENOMEM, "{error}");
     }
     assert!(pagemill().vranges.list().is_empty(), "nothing was marked");
     assert!(vrange(0usize.wrapping_sub(2 * page), page, Mode::Volatile, How::Full).is_err());
 }
 
-/// Memory that has no pages of its own to give back, or must not lose them, can be marked and is never purged.
+/// Shared, file-backed and similar memory can be marked but is never purged, because its pages are not private to the
+/// process.
 #[test]
-fn other_kinds_are_never_purged() {
-    let _turn = turn();
+fn shared_and_file_memory_is_never_purged() {
+    let _exclusive = exclusive_test();
     let (page, private) = (os_page_bytes(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     let file = tempfile::tempfile().unwrap();
     file.set_len(16 * page as u64).unwrap();
@@ -148,7 +149,7 @@ fn other_kinds_are_never_purged() {
         purge(usize::MAX);
         let unmarked = area.unmark(0, area.pages());
         // Anonymous memory that may grow is treated as plain: only the first stack is known to be one.
-        assert_eq!((unmarked.purged, area.holds(7)), (is_growing, !is_growing), "{name}");
+        assert_eq!((unmarked.purged, area.is_filled_with(7)), (is_growing, !is_growing), "{name}");
     }
     // The stack of the first thread, as the kernel names it.
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -159,31 +160,31 @@ fn other_kinds_are_never_purged() {
     assert!(!vrange(start, page, Mode::Nonvolatile, How::Full).unwrap().purged);
 }
 
-/// The kernel refuses to take locked pages, so they stay.
+/// Locked pages are never purged, because the kernel refuses to discard them.
 #[test]
 fn locked_memory_is_never_purged() {
-    let _turn = turn();
+    let _exclusive = exclusive_test();
     let area = Area::plain(16, 7);
-    // SAFETY: locks pages of our own mapping.
+    // SAFETY: locks pages of a mapping of this test.
     if unsafe { libc::mlock(area.addr as *const _, area.len) } != 0 {
         return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
     }
     area.mark(0, 16);
     assert_eq!(purge(usize::MAX), 0);
-    assert!(!area.unmark(0, 16).purged && area.holds(7));
+    assert!(!area.unmark(0, 16).purged && area.is_filled_with(7));
 }
 
-/// Where the kernel refuses a part (locked pages), or Pagemill does (a part of a huge page, before the limit), the rest
-/// may be purged. Unmarking reports any purge.
+/// If a part of a range cannot be purged (locked pages, or a part of a huge page before the limit), the rest may be
+/// purged. Unmarking reports any purge.
 #[test]
-fn what_went_of_partly_locked_memory_is_said() {
-    let _turn = turn();
+fn purges_of_partly_locked_memory_are_reported() {
+    let _exclusive = exclusive_test();
     let lost = |area: &Area| (0..area.pages()).any(|page| area.read(page) == 0);
     for locked in [0..4, 30..34, 60..64, 1..63] {
         for urgency in [Urgency::Request, Urgency::Limit] {
             let area = Area::plain(64, 7);
-            // SAFETY: locks pages of our own mapping.
-            if unsafe { libc::mlock(area.at(locked.start).cast(), locked.len() * os_page_bytes()) } != 0 {
+            // SAFETY: locks pages of a mapping of this test.
+            if unsafe { libc::mlock(area.page_ptr(locked.start).cast(), locked.len() * os_page_bytes()) } != 0 {
                 return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
             }
             area.mark(0, 64);
@@ -193,7 +194,7 @@ fn what_went_of_partly_locked_memory_is_said() {
             assert_eq!(area.unmark(0, 64).purged, is_lost, "locked: {locked:?}");
         }
     }
-    // Slots that share huge blocks, if there are any: the mark ends within one.
+    // Slots that share huge pages, if there are any: the mark ends inside a huge page.
     let fallbacks = stats::get(Counter::BlocksFallback);
     let slots: Vec<usize> = (0..6)
         .map(|_| pagemill().heap.allocate(BLOCK_BYTES / 2, os_page_bytes()).unwrap().addr.as_ptr() as usize)
@@ -220,26 +221,26 @@ fn what_went_of_partly_locked_memory_is_said() {
     }
 }
 
-/// A child keeps its parent's marks and may end them; its own marks are purged.
+/// A fork child keeps its parent's marks without purging them, and may end them. Its own marks are purged.
 #[test]
-fn a_child_keeps_what_it_inherited() {
-    let _turn = turn();
+fn a_fork_child_keeps_inherited_marks() {
+    let _exclusive = exclusive_test();
     let (inherited, own) = (Area::plain(16, 3), Area::plain(16, 4));
     inherited.mark(0, 16);
     assert_in_child(|| {
         own.mark(0, 16);
         let freed = purge(usize::MAX);
-        freed == own.len && inherited.holds(3) && own.unmark(0, 16).purged && !inherited.unmark(0, 16).purged
+        freed == own.len && inherited.is_filled_with(3) && own.unmark(0, 16).purged && !inherited.unmark(0, 16).purged
     });
-    assert!(own.holds(4) && inherited.holds(3));
+    assert!(own.is_filled_with(4) && inherited.is_filled_with(3));
     assert_eq!(purge(usize::MAX), inherited.len);
 }
 
-/// Pages that the kernel merged (KSM) or that are in flight in a pipe: the program's view is purged, the other reader's
-/// stays.
+/// Pages that the kernel has merged (KSM), or that a pipe refers to, are purged for the program. The pipe's reader
+/// still gets the old bytes.
 #[test]
-fn others_keep_what_they_have() {
-    let _turn = turn();
+fn other_users_of_purged_pages_keep_their_bytes() {
+    let _exclusive = exclusive_test();
     let area = Area::plain(4, 9);
     // SAFETY: a hint; contents stay.
     unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_MERGEABLE) };
@@ -263,31 +264,32 @@ fn others_keep_what_they_have() {
     assert!(area.unmark(0, 4).purged);
 }
 
-/// A range that was protected or unmapped while it was volatile is not purged, and nothing breaks.
+/// A range that was protected or unmapped while it was volatile is not purged, and no call fails because of it.
 #[test]
-fn ranges_that_changed_are_left_alone() {
-    let _turn = turn();
+fn protected_and_unmapped_ranges_are_not_purged() {
+    let _exclusive = exclusive_test();
     let (protected, unmapped) = (Area::plain(16, 3), Area::plain(16, 4));
-    // In a child with one thread: here another thread could map something at the address of the old mapping.
+    // Runs in a child with one thread: in this process another thread could map memory at the address that was
+    // unmapped.
     assert_in_child(|| {
         protected.mark(0, 16);
         unmapped.mark(0, 16);
-        // SAFETY: our own mappings. The second is unmapped without unmarking, which the contract forbids before a
-        // purge; no purge finds a mapping there, because no other thread exists.
+        // SAFETY: mappings of this test. The second is unmapped without unmarking, which the contract forbids before
+        // a purge. No purge finds a mapping there, because no other thread exists.
         unsafe {
             libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ);
             libc::munmap(unmapped.addr as *mut _, unmapped.len);
         }
         let has_gone = purge(usize::MAX) > 0 || protected.unmark(0, 16).purged;
         pagemill().vranges.forget(unmapped.addr..unmapped.addr + unmapped.len);
-        !has_gone && protected.holds(3) && purge(usize::MAX) == 0 && pagemill().vranges.list().is_empty()
+        !has_gone && protected.is_filled_with(3) && purge(usize::MAX) == 0 && pagemill().vranges.list().is_empty()
     });
 }
 
-/// Slots of the heap: their memory is discharged from the account.
+/// The memory of purged heap slots is discharged from the account.
 #[test]
-fn own_slots_are_purged_by_their_state() {
-    let _turn = turn();
+fn purged_heap_slots_are_discharged() {
+    let _exclusive = exclusive_test();
     for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr;
         // SAFETY: a live slot of that length, owned by this test.
@@ -306,10 +308,10 @@ fn own_slots_are_purged_by_their_state() {
     }
 }
 
-/// One thread marks and unmarks while another purges: bytes are whole, or reported as purged.
+/// One thread marks and unmarks memory while another purges: bytes are complete, or reported as purged.
 #[test]
-fn purges_race_marks() {
-    let _turn = turn();
+fn purges_race_with_marks() {
+    let _exclusive = exclusive_test();
     let is_over = AtomicBool::new(false);
     let mut purged = 0;
     std::thread::scope(|scope| {
@@ -342,12 +344,12 @@ fn purges_race_marks() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Any calls in any order, against a page-by-page model: what is marked, what may be purged, what must be there.
+    /// Random calls agree with a model of each page: whether it is marked, may be purged, or must keep its bytes.
     #[test]
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..6), 1..60)) {
-        let _turn = turn();
+        let _exclusive = exclusive_test();
         let area = Area::plain(64, 1);
-        // Of each page: marked, purged since.
+        // For each page: whether it is marked, and whether it was purged since.
         let mut model = [(false, false); 64];
         for (page, pages, act) in steps {
             let pages = pages.min(64 - page);
@@ -355,7 +357,7 @@ proptest! {
             match act {
                 0 | 1 => {
                     let how = if act == 0 { How::Full } else { How::Partial };
-                    let result = area.call(page, pages, Mode::Volatile, how).unwrap();
+                    let result = area.vrange(page, pages, Mode::Volatile, how).unwrap();
                     let purged = model[part.clone()].iter().any(|(is_marked, purged)| *is_marked && *purged);
                     prop_assert_eq!(result, marked(pages, purged));
                     model[part].iter_mut().for_each(|page| *page = (true, purged));

@@ -1,5 +1,5 @@
-//! Dirty pages of files with a store: what triggers writeback, which threads wait, and what happens if the store fails
-//! or hangs.
+//! Tests of dirty pages of files with a store: what triggers writeback, which threads wait, and what happens if the
+//! store fails or hangs.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Settings, Writeback};
@@ -17,21 +17,21 @@ const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 const ETIMEDOUT: i32 = 110;
 
-/// Upper bound of any wait here.
-const LONG: Duration = Duration::from_secs(600);
+/// Upper bound of every wait in these tests.
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 const NEVER: Duration = Duration::from_secs(1 << 20);
 
 type Faulty = FaultyStore<MemoryStore>;
 
-/// Nothing is written back except above a dirty share.
-fn shares(background_percent: u8, most_percent: u8) -> Writeback {
-    Writeback { age: NEVER, background_percent, most_percent, timeout: LONG }
+/// Returns settings with which pages are written back only above a share of dirty pages, never because of age.
+fn dirty_shares(background_percent: u8, most_percent: u8) -> Writeback {
+    Writeback { age: NEVER, background_percent, most_percent, timeout: WAIT_LIMIT }
 }
 
-/// A cache with small folios, with or without a background thread.
-fn cache(limit_bytes: usize, writeback: Writeback, is_by_hand: bool) -> Cache {
+/// Creates a cache with small folios. With `is_thread_disabled`, the test does the background work by calls.
+fn cache(limit_bytes: usize, writeback: Writeback, is_thread_disabled: bool) -> Cache {
     let caches = Pagemill::for_test().caches;
-    if is_by_hand {
+    if is_thread_disabled {
         caches.collapse_by_hand();
     }
     let page = PageSize::new(PAGE).unwrap();
@@ -45,10 +45,10 @@ fn open(cache: &Cache) -> (Faulty, Mapping) {
     (store, file)
 }
 
-fn until(what: &str, is_so: impl Fn() -> bool) {
+fn wait_until(failure: &str, condition: impl Fn() -> bool) {
     let begun = Instant::now();
-    while !is_so() {
-        assert!(begun.elapsed() < LONG, "{what}");
+    while !condition() {
+        assert!(begun.elapsed() < WAIT_LIMIT, "{failure}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -57,11 +57,11 @@ fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill::error::Result<
     file.write_at(&[byte; PAGE], (page * PAGE) as u64)
 }
 
-/// Data dirty for longer than the age is written back in the background; other data is not. The thread handles all
-/// files, and starts again after it had nothing to do.
+/// Pages that are dirty for longer than the age are written back in the background. The thread handles all files, and
+/// starts again after it had nothing to do.
 #[test]
 fn old_pages_are_written_back() {
-    let cache = cache(64 * MIB, Writeback { age: Duration::from_millis(30), ..shares(100, 100) }, false);
+    let cache = cache(64 * MIB, Writeback { age: Duration::from_millis(30), ..dirty_shares(100, 100) }, false);
     let files = [open(&cache), open(&cache)];
     let before = stats::get(Counter::CacheWrittenForAge);
     for round in 1..4 {
@@ -69,7 +69,7 @@ fn old_pages_are_written_back() {
             for page in [0, 1, 2, 7] {
                 write_page(file, page, round).unwrap();
             }
-            until("old pages stay in memory", || file.dirty_bytes() == 0);
+            wait_until("old pages stay in memory", || file.dirty_bytes() == 0);
             assert!(store.inner().bytes()[..3 * PAGE].iter().all(|byte| *byte == round));
         }
     }
@@ -78,14 +78,15 @@ fn old_pages_are_written_back() {
     files.iter().for_each(|(_, file)| file.sync().unwrap());
 }
 
-/// By explicit calls: nothing is written before it is due; then everything is, adjacent pages together.
+/// With explicit calls, nothing is written before it is due. Then everything is written, adjacent pages in one
+/// transfer.
 #[test]
-fn what_is_not_due_stays() {
-    let fresh = cache(64 * MIB, shares(100, 100), true);
+fn pages_are_written_back_only_when_due() {
+    let fresh = cache(64 * MIB, dirty_shares(100, 100), true);
     let (store, file) = open(&fresh);
     write_page(&file, 0, 1).unwrap();
     assert_eq!((fresh.write_back_due(), file.dirty_bytes(), store.calls().writes), (0, PAGE as u64, 0));
-    let old = cache(64 * MIB, Writeback { age: Duration::ZERO, ..shares(100, 100) }, true);
+    let old = cache(64 * MIB, Writeback { age: Duration::ZERO, ..dirty_shares(100, 100) }, true);
     let (store, file) = open(&old);
     for page in (0..100).chain(200..300).rev() {
         write_page(&file, page, 1).unwrap();
@@ -95,31 +96,31 @@ fn what_is_not_due_stays() {
     assert_eq!(old.write_back_due(), 0);
 }
 
-/// Data above the background share is written back, by the thread or by a call, in any file.
+/// Dirty pages above the background share are written back, by the thread or by a call, whatever file they belong to.
 #[test]
-fn what_is_too_much_is_written_back() {
-    for is_by_hand in [false, true] {
-        let cache = cache(8 * MIB, shares(10, 90), is_by_hand);
+fn pages_above_the_background_share_are_written_back() {
+    for is_thread_disabled in [false, true] {
+        let cache = cache(8 * MIB, dirty_shares(10, 90), is_thread_disabled);
         let files = [open(&cache), open(&cache)];
         let share = (8 * MIB / 10) as u64;
         for page in 0..150 {
             files.iter().for_each(|(_, file)| _ = write_page(file, page, 1).unwrap());
         }
-        if is_by_hand {
+        if is_thread_disabled {
             assert!(cache.dirty_bytes() > share);
             cache.write_back_due();
         }
-        until("too much stays dirty", || cache.dirty_bytes() <= share);
+        wait_until("more than the share stays dirty", || cache.dirty_bytes() <= share);
         assert!(files.iter().all(|(store, _)| store.calls().syncs == 0));
     }
 }
 
-/// A writer above the dirty limit waits for a store that hangs, and continues when it does; the limit is never
-/// exceeded.
+/// A writer at the maximum share waits while the store hangs, and continues when the store does. The maximum is never
+/// exceeded by more than a page.
 #[test]
-fn writers_wait_for_the_store() {
-    for is_by_hand in [false, true] {
-        let cache = cache(4 * MIB, shares(10, 25), is_by_hand);
+fn writers_wait_for_a_store_that_hangs() {
+    for is_thread_disabled in [false, true] {
+        let cache = cache(4 * MIB, dirty_shares(10, 25), is_thread_disabled);
         let (store, file) = open(&cache);
         store.hold();
         let before = stats::get(Counter::WritersThrottled);
@@ -132,9 +133,9 @@ fn writers_wait_for_the_store() {
                 }
                 is_over.store(true, SeqCst);
             });
-            until("no thread waits", || store.held() > 0 && cache.dirty_bytes() >= MIB as u64);
+            wait_until("no thread waits", || store.held() > 0 && cache.dirty_bytes() >= MIB as u64);
             assert!(!is_over.load(SeqCst));
-            // Rewriting a dirty page, and reading, never wait.
+            // Rewriting a dirty page and reading never wait.
             let mut byte = [0];
             file.read_at(&mut byte, 0).unwrap();
             assert_eq!(byte, [1]);
@@ -146,29 +147,30 @@ fn writers_wait_for_the_store() {
     }
 }
 
-/// A store that hangs longer than writers may wait: they get an error, nothing is lost, and other threads continue.
+/// A store hangs for longer than the timeout of writers: they get an error, no data is lost, and writers of other files
+/// continue.
 #[test]
-fn writers_do_not_wait_for_ever() {
-    for is_by_hand in [false, true] {
+fn writers_time_out_if_the_store_hangs() {
+    for is_thread_disabled in [false, true] {
         let timeout = Duration::from_millis(50);
-        let cache = cache(4 * MIB, Writeback { timeout, ..shares(10, 25) }, is_by_hand);
+        let cache = cache(4 * MIB, Writeback { timeout, ..dirty_shares(10, 25) }, is_thread_disabled);
         let ((store, file), (other_store, other)) = (open(&cache), open(&cache));
         store.hold();
         let (mut page, error) = (
             0,
             loop {
-                match write_page(&file, page_of(&file), 1) {
+                match write_page(&file, end_page(&file), 1) {
                     Ok(_) => {}
                     Err(error) => break error,
                 }
             },
         );
         assert_eq!(error.errno(), ETIMEDOUT, "{error}");
-        page += page_of(&file);
+        page += end_page(&file);
         assert!(page >= MIB / PAGE - 1);
         for at in 0..100 {
-            // It waits for its store no longer than the other thread, and continues nevertheless.
-            until("a file whose store works", || write_page(&other, at, 2).is_ok());
+            // A writer of another file may time out as well, but succeeds when it tries again.
+            wait_until("the writer of another file fails", || write_page(&other, at, 2).is_ok());
         }
         let mut bytes = vec![0; page * PAGE];
         assert_eq!(file.read_at(&mut bytes, 0).unwrap(), bytes.len());
@@ -181,47 +183,47 @@ fn writers_do_not_wait_for_ever() {
     }
 }
 
-/// Behind its end.
-fn page_of(file: &Mapping) -> usize {
+/// Returns the index of the page behind the end of the file.
+fn end_page(file: &Mapping) -> usize {
     file.size_bytes() as usize / PAGE
 }
 
-/// A store that fails: writers above the share get the cause, their data is there, and each handle gets the error once.
-/// Once the store works, everything is written back.
+/// A store fails: writers above the share get its error, their data stays in memory, and each handle reports the error
+/// once. Once the store works, everything is written back.
 #[test]
-fn a_store_that_fails_loses_nothing() {
-    let cache = cache(4 * MIB, shares(10, 25), false);
+fn no_data_is_lost_if_the_store_fails() {
+    let cache = cache(4 * MIB, dirty_shares(10, 25), false);
     let (store, file) = open(&cache);
     let others = [file.try_clone().unwrap(), file.try_clone().unwrap()];
     store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
     let error = loop {
-        if let Err(error) = write_page(&file, page_of(&file), 1) {
+        if let Err(error) = write_page(&file, end_page(&file), 1) {
             break error;
         }
     };
     assert!(matches!(error, Error::Store { .. }) && error.errno() == ENOSPC, "{error}");
-    let pages = page_of(&file);
+    let pages = end_page(&file);
     assert!(file.dirty_bytes() == (pages * PAGE) as u64 && pages >= MIB / PAGE - 1);
     let mut bytes = vec![0; pages * PAGE];
     assert!(file.read_at(&mut bytes, 0).is_ok() && bytes.iter().all(|byte| *byte == 1));
     assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);
     store.set_faults(Faults::default());
-    // Below the share nothing is due any more.
-    until("it is not tried again", || cache.dirty_bytes() <= 4 * MIB as u64 / 10);
+    // Dirty pages below the share need not be written back.
+    wait_until("writeback is not tried again", || cache.dirty_bytes() <= 4 * MIB as u64 / 10);
     for handle in &others {
         assert_eq!(handle.sync().unwrap_err().errno(), ENOSPC);
         handle.sync().unwrap();
     }
     assert!(store.inner().bytes() == bytes);
-    // It may have failed once more between its own sync and the end of the faults.
+    // The store may have failed once more between this handle's sync and the end of the faults.
     let _ = file.sync();
     file.sync().unwrap();
 }
 
-/// A page that cannot be written blocks no other page, and is tried again.
+/// A page that cannot be written does not prevent writeback of other pages, and is tried again.
 #[test]
-fn a_bad_page_keeps_no_other() {
-    let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..shares(100, 100) }, true);
+fn a_page_that_fails_does_not_block_other_pages() {
+    let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..dirty_shares(100, 100) }, true);
     let (store, file) = open(&cache);
     for page in (0..200).step_by(2) {
         write_page(&file, page, 1).unwrap();
@@ -230,22 +232,22 @@ fn a_bad_page_keeps_no_other() {
     cache.write_back_due();
     assert!(file.dirty_bytes() < (60 * PAGE) as u64, "{}", file.dirty_bytes());
     store.set_faults(Faults::default());
-    until("it rests for ever", || {
+    wait_until("the page is not tried again", || {
         cache.write_back_due();
         file.dirty_bytes() == 0
     });
     assert_eq!((file.sync().unwrap_err().errno(), file.sync().is_ok()), (EIO, true));
 }
 
-/// All pages of a cache are dirty: a thread that needs one writes some back, and is refused only if that fails.
+/// All pages of a cache are dirty: a thread that needs a page writes some back, and fails only if the store fails.
 #[test]
-fn dirty_pages_make_room() {
-    for is_by_hand in [false, true] {
-        let cache = cache(64 * PAGE, shares(100, 100), is_by_hand);
+fn dirty_pages_are_written_back_to_make_room() {
+    for is_thread_disabled in [false, true] {
+        let cache = cache(64 * PAGE, dirty_shares(100, 100), is_thread_disabled);
         let (store, file) = open(&cache);
         let memory = cache.create().unwrap();
         file.truncate((200 * PAGE) as u64).unwrap();
-        // Writers are throttled at 100 % only; writes through pins and holds are never throttled.
+        // Writers are throttled at 100 % only. Writes through pins and holds are never throttled.
         for page in 0..64 {
             file.pin((page * PAGE) as u64).unwrap().write_at(&[1], 0).unwrap();
         }
@@ -254,7 +256,11 @@ fn dirty_pages_make_room() {
         let mut byte = [9];
         assert_eq!(file.read_at(&mut byte, (100 * PAGE) as u64).unwrap(), 1);
         assert!(byte == [0] && stats::get(Counter::CacheWrittenForRoom) > before);
-        assert_eq!(memory.write_at(&vec![5; 60 * PAGE], 0).unwrap(), 60 * PAGE, "the others, too");
+        assert_eq!(
+            memory.write_at(&vec![5; 60 * PAGE], 0).unwrap(),
+            60 * PAGE,
+            "the other pages are written back, too"
+        );
         file.hold(0).unwrap()[0] = 7;
         for page in 1..4 {
             file.pin((page * PAGE) as u64).unwrap().set_dirty();
@@ -272,20 +278,20 @@ fn dirty_pages_make_room() {
     }
 }
 
-/// A thread that needs a page when all are dirty gets one, wherever the last pass over the file ended: the next pass
-/// starts there, finds nothing, and starts over.
+/// All pages are dirty, and the last slice of writeback ended behind them. A thread that needs a page gets one
+/// nevertheless: the next slice starts there, finds nothing, and continues at the begin of the file.
 #[test]
-fn room_is_made_wherever_the_last_turn_ended() {
-    let cache = cache(8 * MIB, shares(100, 100), true);
+fn room_is_made_wherever_the_last_slice_ended() {
+    let cache = cache(8 * MIB, dirty_shares(100, 100), true);
     let (_, file) = open(&cache);
     let pages = 8 * MIB / PAGE;
     (0..pages).for_each(|page| _ = write_page(&file, page, 1).unwrap());
-    // A pass that ends in the middle of the file.
+    // This write starts a slice that ends in the middle of the file.
     write_page(&file, pages, 1).unwrap();
-    assert!(file.dirty_bytes() > 0, "only a part was written");
+    assert!(file.dirty_bytes() > 0, "only a part of the file was written");
     file.sync().unwrap();
     file.dont_need(0, 16 * MIB as u64).unwrap();
-    // All dirty data lies before that, and there is nothing else.
+    // From here on all dirty pages lie before that position, and the cache is full.
     let other = cache.create().unwrap();
     other.write_at(&vec![1; 7 * MIB], 0).unwrap();
     (0..MIB / PAGE).for_each(|page| _ = write_page(&file, page, 2).unwrap());
@@ -293,12 +299,15 @@ fn room_is_made_wherever_the_last_turn_ended() {
     assert_eq!(other.write_at(&[1], 8 * MIB as u64).unwrap(), 1);
 }
 
-/// A huge folio that a truncation could not split, because it was pinned, is split later: its pages behind the end are
-/// not dirty.
+/// A truncation cannot split a pinned huge folio. The folio is split later, and a sync makes its pages behind the end
+/// of the file clean.
 #[test]
-fn what_is_behind_the_end_is_not_dirty_for_ever() {
-    let settings =
-        Settings { policy: Box::new(Always), writeback: shares(100, 100), ..Settings::new("end", 64 * MIB as u64) };
+fn pages_behind_the_end_become_clean() {
+    let settings = Settings {
+        policy: Box::new(Always),
+        writeback: dirty_shares(100, 100),
+        ..Settings::new("end", 64 * MIB as u64)
+    };
     let cache = Pagemill::for_test().caches.make(settings).unwrap();
     let (store, file) = open(&cache);
     file.write_at(&vec![1; 2 * MIB], 0).unwrap();
@@ -314,10 +323,10 @@ fn what_is_behind_the_end_is_not_dirty_for_ever() {
     assert!(bytes.iter().all(|byte| *byte == 0));
 }
 
-/// `write_back` writes a range to the store without durability; a sync then has nothing to write.
+/// `write_back` writes a range to the store but does not sync it. A sync then has nothing to write.
 #[test]
-fn writing_back_is_not_syncing() {
-    let cache = cache(64 * MIB, shares(100, 100), true);
+fn write_back_does_not_sync() {
+    let cache = cache(64 * MIB, dirty_shares(100, 100), true);
     let (store, file) = open(&cache);
     for page in 0..10 {
         write_page(&file, page, 1).unwrap();
@@ -335,17 +344,18 @@ fn writing_back_is_not_syncing() {
     cache.create().unwrap().write_back(0, 1).unwrap();
 }
 
-/// Impossible shares are refused; a background share of 0 and of 100 % are valid.
+/// Shares that are out of order or above 100 % are rejected. 0 and 100 % are valid.
 #[test]
-fn absurd_shares_are_refused() {
+fn invalid_shares_are_rejected() {
     let caches = Pagemill::for_test().caches;
-    for (background, most, is_fine) in
+    for (background, most, is_valid) in
         [(0, 0, true), (100, 100, true), (0, 100, true), (41, 40, false), (10, 101, false)]
     {
-        let made = caches.make(Settings { writeback: shares(background, most), ..Settings::new("odd", MIB as u64) });
+        let made =
+            caches.make(Settings { writeback: dirty_shares(background, most), ..Settings::new("odd", MIB as u64) });
         match made {
             Ok(cache) => {
-                assert!(is_fine);
+                assert!(is_valid);
                 let (store, file) = open(&cache);
                 for page in 0..4 {
                     write_page(&file, page, 3).unwrap();
@@ -353,15 +363,16 @@ fn absurd_shares_are_refused() {
                 file.sync().unwrap();
                 assert_eq!(store.inner().bytes(), vec![3; 4 * PAGE]);
             }
-            Err(error) => assert!(!is_fine && error.errno() == 22, "{error}"),
+            Err(error) => assert!(!is_valid && error.errno() == 22, "{error}"),
         }
     }
 }
 
-/// Writers, background, syncs and truncations of one file concurrently: the final contents are those written last.
+/// Writers, background writeback, syncs and truncations use one file concurrently. The final contents are those written
+/// last.
 #[test]
-fn writers_beside_everything_lose_nothing() {
-    let writeback = Writeback { age: Duration::from_millis(2), timeout: LONG, ..shares(5, 15) };
+fn concurrent_writers_lose_no_data() {
+    let writeback = Writeback { age: Duration::from_millis(2), timeout: WAIT_LIMIT, ..dirty_shares(5, 15) };
     let cache = cache(4 * MIB, writeback, false);
     let (store, file) = open(&cache);
     store.set_faults(Faults { seed: 9, delay_per_mille: 50, is_reordered: true, ..Faults::default() });
@@ -381,7 +392,7 @@ fn writers_beside_everything_lose_nothing() {
         scope.spawn(|| {
             while !is_over.load(SeqCst) {
                 file.sync().unwrap();
-                // Behind everything that is checked.
+                // These changes lie behind all pages that are checked.
                 file.write_at(&[9; 100], (1600 * PAGE) as u64).unwrap();
                 file.truncate((1550 * PAGE) as u64).unwrap();
             }
@@ -396,12 +407,12 @@ fn writers_beside_everything_lose_nothing() {
     assert!(bytes.iter().all(|byte| *byte == 6) && file.dirty_bytes() == 0);
 }
 
-/// Written data reaches the store when the last handle is dropped, with the file's length. A store that fails or hangs
-/// is waited for a limited time, and lost bytes are counted. `close` returns the handle on failure.
+/// Dropping the last handle writes dirty pages and the file's length to the store. It waits for a store that fails or
+/// hangs for a limited time, and counts lost bytes. `close` returns the handle on failure.
 #[test]
-fn the_last_handle_writes_back() {
-    let of_timeout = |timeout| cache(64 * MIB, Writeback { timeout, ..shares(100, 100) }, true);
-    let cache = of_timeout(LONG);
+fn dropping_the_last_handle_writes_back() {
+    let cache_with_timeout = |timeout| cache(64 * MIB, Writeback { timeout, ..dirty_shares(100, 100) }, true);
+    let cache = cache_with_timeout(WAIT_LIMIT);
     let (store, file) = open(&cache);
     let other = file.try_clone().unwrap();
     for page in [0, 5, 6] {
@@ -413,7 +424,7 @@ fn the_last_handle_writes_back() {
     drop(other);
     let bytes = store.inner().bytes();
     assert!(bytes.len() == 6 * PAGE + 10 && bytes[..PAGE] == [1; PAGE] && bytes[6 * PAGE..] == [1; 10]);
-    // Nothing has changed, so nothing is done.
+    // Nothing has changed, so the store is not called.
     let calls = store.calls();
     drop(cache.open(Arc::new(store.clone())).unwrap());
     assert_eq!(store.calls(), calls);
@@ -427,13 +438,13 @@ fn the_last_handle_writes_back() {
     drop(file);
     assert!(stats::get(Counter::CacheLost) - lost >= PAGE as u64);
     store.set_faults(Faults::default());
-    let hasty = of_timeout(Duration::from_millis(50));
-    let file = hasty.open(Arc::new(store.clone())).unwrap();
+    let impatient = cache_with_timeout(Duration::from_millis(50));
+    let file = impatient.open(Arc::new(store.clone())).unwrap();
     write_page(&file, 0, 3).unwrap();
     store.hold();
     drop(file);
     assert!(stats::get(Counter::CacheLost) - lost >= (2 * PAGE) as u64);
-    assert_eq!((cache.dirty_bytes(), hasty.dirty_bytes()), (0, 0));
+    assert_eq!((cache.dirty_bytes(), impatient.dirty_bytes()), (0, 0));
     store.release();
     let file = cache.open(Arc::new(store.clone())).unwrap();
     write_page(&file, 1, 4).unwrap();
@@ -442,14 +453,14 @@ fn the_last_handle_writes_back() {
     assert!(store.calls().syncs == syncs + 1 && store.inner().bytes()[PAGE..2 * PAGE] == [4; PAGE]);
 }
 
-/// Many concurrent transfers of a system file: all data is there, whatever the runs, and the file can be reopened
-/// immediately after close, although its threads have only just ended.
+/// A system file is written back by many concurrent transfers: all data arrives, and the file can be reopened
+/// immediately after it was closed.
 #[test]
-fn files_are_written_back_and_opened_again() {
+fn files_are_written_back_and_reopened() {
     let folder = std::env::temp_dir().join(format!("pagemill-writeback-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = folder.join("file");
-    let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..shares(5, 20) }, false);
+    let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..dirty_shares(5, 20) }, false);
     for round in 1..30_u8 {
         let file = cache.open(Arc::new(FileOptions::new().create().open(&path).unwrap())).unwrap();
         for step in 0..1500_usize {
@@ -470,11 +481,11 @@ fn files_are_written_back_and_opened_again() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Two pinned pages block no other page's writeback; a sync waits one second, not two, and reports that not everything
-/// is durable.
+/// Two pinned pages do not prevent writeback of other pages. A sync waits for one second in total, and reports that not
+/// everything is durable.
 #[test]
-fn a_pinned_page_keeps_no_other_back() {
-    let cache = cache(64 * MIB, shares(50, 90), true);
+fn pinned_pages_do_not_block_other_pages() {
+    let cache = cache(64 * MIB, dirty_shares(50, 90), true);
     let (store, file) = open(&cache);
     (0..64).for_each(|page| _ = write_page(&file, page, 7).unwrap());
     let pins = [5, 9].map(|page| file.pin(page * PAGE as u64).unwrap());
@@ -483,7 +494,7 @@ fn a_pinned_page_keeps_no_other_back() {
         assert_eq!(file.dirty_bytes(), 2 * PAGE as u64);
     }
     assert_eq!(store.inner().bytes().iter().filter(|byte| **byte == 7).count(), 62 * PAGE);
-    // An error of a store is reported before that.
+    // An error of the store takes precedence over the error for pinned pages.
     (0..64).for_each(|page| _ = write_page(&file, page, 8).unwrap());
     store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
     assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);

@@ -1,8 +1,8 @@
 //! Copies to and from memory that other threads may change meanwhile.
 //!
-//! The compiler must not reason about such bytes: an ordinary copy that races with another thread's write would be a
-//! data race. Here the C library's functions are called through assembly (elsewhere words are copied one by one), which
-//! acts like volatile accesses. A copy that raced mixes bytes from before and after; the caller checks whether it is
+//! An ordinary copy that races with another thread's write would be a data race, which is undefined behaviour. So the C
+//! library's functions are called through assembly, which the compiler treats like volatile accesses. On other
+//! processors words are copied one by one. A copy that raced mixes old and new bytes; the caller checks whether it is
 //! valid ([`super::word`]).
 #![allow(unsafe_code)] // copies that may race
 
@@ -20,8 +20,8 @@ unsafe extern "C" {
 ///
 /// # Safety
 ///
-/// Both are mapped, `dst` is writable, each for `len_bytes`, and they do not overlap. The caller may read or write what
-/// is not shared.
+/// Both ranges of `len_bytes` are mapped and do not overlap, and `dst` is writable. No reference to either range
+/// forbids the caller to read `src` or write `dst`.
 #[inline]
 pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -94,7 +94,7 @@ pub(crate) unsafe fn zero(dst: *mut u8, len_bytes: usize) {
     }
 }
 
-/// Reads eight bytes as a little-endian integer; atomically if `src` is aligned to eight.
+/// Reads eight bytes as a little-endian integer. The read is atomic if `src` is aligned to eight bytes.
 ///
 /// # Safety
 ///
@@ -105,22 +105,22 @@ pub(crate) unsafe fn read_u64(src: *const u8) -> u64 {
         // SAFETY: mapped as guaranteed by the caller, and aligned; volatile, since other threads may write meanwhile.
         return u64::from_le(unsafe { src.cast::<u64>().read_volatile() });
     }
-    // SAFETY: as above, byte by byte.
+    // SAFETY: mapped as guaranteed by the caller; an array of bytes needs no alignment.
     u64::from_le_bytes(unsafe { src.cast::<[u8; 8]>().read_volatile() })
 }
 
-/// Whether all of `len_bytes` at `src` read zero.
+/// Returns whether all of the `len_bytes` at `src` are zero.
 ///
 /// # Safety
 ///
 /// The bytes are mapped.
 pub(crate) unsafe fn is_zero(src: *const u8, len_bytes: usize) -> bool {
-    let mut part = [0; 512];
-    (0..len_bytes).step_by(part.len()).all(|at| {
-        let len = part.len().min(len_bytes - at);
+    let mut buffer = [0; 512];
+    (0..len_bytes).step_by(buffer.len()).all(|at| {
+        let len = buffer.len().min(len_bytes - at);
         // SAFETY: guaranteed by the caller; the buffer is local.
-        unsafe { copy(part.as_mut_ptr(), src.add(at), len) };
-        part[..len].iter().all(|byte| *byte == 0)
+        unsafe { copy(buffer.as_mut_ptr(), src.add(at), len) };
+        buffer[..len].iter().all(|byte| *byte == 0)
     })
 }
 
@@ -150,17 +150,18 @@ unsafe fn copy_words(dst: *mut u8, src: *const u8, len_bytes: usize) {
 mod tests {
     use super::*;
 
-    /// Every length and alignment up to some words, with both copy functions.
+    /// Copies and zeroes 0 to 39 bytes at every alignment, with both copy functions. Exactly the requested bytes
+    /// change.
     #[test]
-    fn copies_are_exact() {
+    fn copies_change_exactly_the_requested_bytes() {
         let source: Vec<u8> = (0..64).map(|at| at as u8 + 1).collect();
-        for way in [copy, copy_words] {
+        for copy_function in [copy, copy_words] {
             for (from, to, len) in
                 (0..9).flat_map(|from| (0..9).flat_map(move |to| (0..40).map(move |len| (from, to, len))))
             {
                 let mut target = vec![0xFF; 64];
                 // SAFETY: inside both vectors.
-                unsafe { way(target.as_mut_ptr().add(to), source.as_ptr().add(from), len) };
+                unsafe { copy_function(target.as_mut_ptr().add(to), source.as_ptr().add(from), len) };
                 assert_eq!(target[to..to + len], source[from..from + len]);
                 assert!(target[..to].iter().chain(&target[to + len..]).all(|byte| *byte == 0xFF));
                 // SAFETY: inside the vector.

@@ -1,9 +1,10 @@
-//! Tracks which chunks of a pool have memory, and which are leased: registered with rings, so that the kernel holds
-//! their pages.
+//! Leases of a pool's chunks to io_uring rings. A ring registers the memory of leased chunks, so the kernel pins their
+//! pages.
 //!
-//! Leased memory must not be given back: the kernel would continue to use the old pages, and data that it reads would
-//! be lost. The window is divided into slots of 64 MiB. At most one run of chunks per slot is leased, to any number of
-//! rings. Rings with different runs would disagree about what fork children inherit. Guarded by the pool's `state`.
+//! Leased memory must not be returned to the system: the kernel would continue to use the old pages, and data that it
+//! reads would be lost. The pool's address range is divided into slots of 64 MiB. At most one run of adjacent chunks
+//! per slot is leased, to any number of rings. Rings with different runs would disagree about what fork children
+//! inherit. The pool's `state` lock protects all leases.
 
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
@@ -11,19 +12,20 @@ use pagemill_core::sync::{AtomicU64, Relaxed};
 use pagemill_core::units::BLOCK_BYTES;
 use std::ops::Range;
 
-/// Registered at a time: more keeps memory longer than needed, less costs a system call more often.
+/// Bytes of a slot, the unit of registration. A larger slot would keep memory leased longer than needed; a smaller one
+/// would cost system calls more often.
 const SLOT_BYTES: usize = 32 * BLOCK_BYTES;
 
 const FIRST_SHIFT: u32 = 32;
 const COUNT_SHIFT: u32 = 40;
 const RINGS_SHIFT: u32 = 48;
 
-/// The state of a slot.
+/// The state of a slot, packed into one word.
 #[derive(Clone, Copy)]
 struct LeaseSlot {
-    /// One bit for each chunk with memory.
+    /// One bit for each chunk of the slot: whether it has memory.
     filled: u32,
-    /// The leased run: first chunk and length, and the number of rings.
+    /// First chunk and length of the leased run, and the number of rings that lease it.
     first: u8,
     count: u8,
     rings: u16,
@@ -50,7 +52,7 @@ impl LeaseSlot {
         self.rings > 0 && (u32::from(self.first)..u32::from(self.first + self.count)).contains(&at)
     }
 
-    /// The longest run with memory around a chunk; empty if the chunk has none.
+    /// Returns the longest run of chunks with memory that contains `at`. The run is empty if that chunk has no memory.
     fn run_around(self, at: u32) -> Range<u32> {
         let above = (self.filled >> at).trailing_ones();
         let below = (self.filled << (u32::BITS - 1 - at)).leading_ones();
@@ -58,10 +60,10 @@ impl LeaseSlot {
     }
 }
 
-/// The slots of one pool.
+/// The leases of one pool, by slot.
 pub(super) struct Leases {
     slots: Table<AtomicU64>,
-    /// Chunks per slot, up to 32.
+    /// Number of chunks per slot, up to 32.
     chunks: u32,
 }
 
@@ -72,18 +74,18 @@ impl Leases {
         Ok(Self { slots: Table::new(max_chunks.div_ceil(chunks))?, chunks: chunks as u32 })
     }
 
-    /// Chunks per slot; the first slot begins with chunk 0.
+    /// Returns the number of chunks per slot. The first slot begins with chunk 0.
     pub fn chunks(&self) -> u32 {
         self.chunks
     }
 
-    /// Opens the slot of a chunk that was never used.
+    /// Commits the state of the slot of a chunk that was never used.
     pub fn open(&self, chunk: u32) -> Result<()> {
         let slot = (chunk / self.chunks) as usize;
         if chunk.is_multiple_of(self.chunks) { self.slots.open(0, slot, slot + 1) } else { Ok(()) }
     }
 
-    /// Resident bytes of the slots of `chunks` chunks.
+    /// Returns the resident bytes of the states of the slots of `chunks` chunks.
     pub fn resident_bytes(&self, chunks: u32) -> u64 {
         self.slots.resident_bytes(0, chunks.div_ceil(self.chunks) as usize)
     }
@@ -99,7 +101,7 @@ impl Leases {
     /// Records whether a chunk has memory.
     pub fn note_filled(&self, chunk: u32, is_filled: bool) {
         self.change(chunk, |slot, at| {
-            debug_assert!(is_filled || !slot.is_leased(at), "leased memory goes");
+            debug_assert!(is_filled || !slot.is_leased(at), "a leased chunk loses its memory");
             slot.filled = slot.filled & !(1 << at) | u32::from(is_filled) << at;
         });
     }
@@ -109,8 +111,8 @@ impl Leases {
         slot.is_leased(chunk % self.chunks)
     }
 
-    /// Leases the run around a chunk once more; returns it, and whether it was not leased before. Returns `None` if it
-    /// has no memory, or another run of its slot is leased.
+    /// Leases the run of chunks with memory around a chunk to one more ring. Returns the run, and whether it was not
+    /// leased before. Returns `None` if the chunk has no memory, or if a different run of its slot is leased.
     pub fn lease(&self, chunk: u32) -> Option<(Range<u32>, bool)> {
         let begin = chunk - chunk % self.chunks;
         self.change(chunk, |slot, at| {
@@ -128,7 +130,7 @@ impl Leases {
         })
     }
 
-    /// Ends one ring's lease of the run that begins at a chunk. Returns the run if no ring has it any more.
+    /// Ends one ring's lease of the run that begins with `first`. Returns the run if no ring leases it any more.
     pub fn end(&self, first: u32) -> Option<Range<u32>> {
         self.change(first, |slot, at| {
             assert!(slot.rings > 0 && u32::from(slot.first) == at, "not leased");
@@ -149,10 +151,10 @@ mod tests {
         leases
     }
 
-    /// The longest run with memory is leased, up to the ends of its slot. Chunks filled next to it are not leased until
-    /// all leases end.
+    /// The longest run of chunks with memory is leased, within its slot. Chunks that get memory next to a leased run
+    /// are not leased until all leases of the slot end.
     #[test]
-    fn runs_end_where_memory_does() {
+    fn a_leased_run_ends_where_memory_ends() {
         let all: Vec<u32> = (0..96).filter(|chunk| ![3, 40, 62].contains(chunk)).collect();
         let leases = leases(&all);
         for (chunk, run) in [(0, 0..3), (31, 4..32), (32, 32..40), (63, 63..64), (64, 64..96)] {
@@ -162,19 +164,19 @@ mod tests {
             assert_eq!(leases.end(run.start), Some(run.clone()));
             assert!(!run.clone().any(|chunk| leases.is_leased(chunk)));
         }
-        assert_eq!(leases.lease(3), None, "it has no memory");
+        assert_eq!(leases.lease(3), None, "the chunk has no memory");
         assert_eq!(leases.lease(41), Some((41..62, true)));
         leases.note_filled(40, true);
         assert_eq!((leases.lease(40), leases.lease(35)), (None, None), "another run is leased");
-        assert_eq!(leases.lease(61), Some((41..62, false)), "to two");
+        assert_eq!(leases.lease(61), Some((41..62, false)), "the same run is leased to a second ring");
         assert_eq!((leases.end(41), leases.is_leased(50)), (None, true));
         assert_eq!(leases.end(41), Some(41..62));
         assert_eq!(leases.lease(61), Some((32..62, true)));
     }
 
-    /// Each chunk longer than a slot is a slot of its own.
+    /// A chunk larger than 64 MiB is a slot of its own.
     #[test]
-    fn long_chunks_are_leased_one_by_one() {
+    fn large_chunks_are_leased_separately() {
         let leases = Leases::new(4, 4 * SLOT_BYTES).unwrap();
         (0..4).for_each(|chunk| leases.open(chunk).unwrap());
         (0..2).for_each(|chunk| leases.note_filled(chunk, true));

@@ -1,20 +1,20 @@
 //! Pages and folios: the memory of a cache, in software pages of one size, and the protocol for accessing it.
 //!
 //! ```text
-//!   Pool ---- window of addresses in the arena's pool zone, in chunks: a block, or a page if that is larger
-//!     |         | chunk | chunk | chunk |          brought in as a whole, huge, faulted once, then recycled
-//!     |         `- pages: buddies of 1, 2, 4 .. pages, up to the chunk
-//!     `------ frames: 16 bytes for each page, out of line
+//!   Pool ---- address range in the arena's pool zone, in chunks: a block, or a page if that is larger
+//!     |         | chunk | chunk | chunk |          memory comes a chunk at a time, in huge pages, and is reused
+//!     |         `- pages: free runs of 1, 2, 4 .. pages (buddies), up to a chunk
+//!     `------ frames: 16 bytes for each page, in a separate table
 //!               word   state, order, pins, version        ([`word`])
 //!               owner  first page of a folio: its owner; free page: its neighbours in the free list
 //! ```
 //!
-//! A *folio* is 1, 2, 4 .. consecutive pages, handled as one: the word of its first page holds its state. Page and
-//! memory are found by arithmetic from the *frame number*, which is all that an index stores. A folio knows its owner
-//! as an opaque id and an index.
+//! A *folio* is a run of 1, 2, 4 .. consecutive pages that is handled as a unit; the word of its first page holds its
+//! state. An index stores only the *frame number* of that page; the addresses of the frame and of the memory follow
+//! from it by arithmetic. A folio records its owner as an opaque file id and a page index.
 //!
-//! Bytes are accessed by copies ([`bytes`]) under the word's protocol. Below: `arena`. Locks: `state` (free lists),
-//! never held while memory is brought in or given back.
+//! Bytes are accessed by copies ([`bytes`]) under the word's protocol. Uses `arena`. Locks: `state` (free lists), which
+//! is never held while memory is brought in or returned.
 
 mod buddy;
 pub(crate) mod bytes;
@@ -22,4 +22,4 @@ mod leases;
 mod pool;
 pub(crate) mod word;
 
-pub(crate) use pool::{Frame, Owner, Pool, Taken};
+pub(crate) use pool::{Frame, NewFolio, Owner, Pool};

@@ -5,81 +5,82 @@
 //!   Free ------------> Busy -------------> Live <=================> Busy   bytes change: readers wait
 //!     ^                  |                 | ^ \                thaw
 //!     |       free       |          freeze | | thaw
-//!     |<-----------------'                 v |   `---> Gone  left its file while pinned
-//!     |<---------------------------------- Still       |
+//!     |<-----------------'                 v |   `---> Gone  removed from its file while pinned
+//!     |<---------------------------------- Frozen      |
 //!     |                free                            | last unpin
 //!     `------------------------------------------------'
 //! ```
 //!
-//! A *pin* keeps a live folio in place: *Busy* and *Still* require 0 pins, so a pinned folio is never split, moved or
-//! freed. *Still* bytes do not change; readers may copy them. All pages of a folio except the first are *Tail*.
+//! A *pin* keeps a live folio in place: *Busy* and *Frozen* require 0 pins, so a pinned folio is never split, moved or
+//! freed. The bytes of a *Frozen* folio do not change; readers may copy them. All pages of a folio except the first are
+//! *Tail*.
 //!
-//! A reader without a pin checks the word before and after its copy. The *version* is incremented whenever the bytes
-//! may have gone to another owner or were changed under exclusive access (recycling, split, merge, exclusive use). A
-//! version repeats after 2^32 of these; a reader would have to sleep through exactly that many to miss it. Checked
-//! under loom.
+//! A reader without a pin checks the word before and after its copy. The *version* is incremented whenever another
+//! folio may own the bytes or exclusive access may have changed them (recycling, split, merge, hold). A version repeats
+//! after 2^32 increments. A reader misses a change only if exactly that many happen during its copy. Checked under
+//! loom.
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::AcqRel;
 
-/// How the bytes may be accessed.
+/// The kind of a page, which decides how its bytes may be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// No owner.
+    /// The page is on a free list.
     Free = 0,
-    /// Belongs to a file: read, written in place, pinned.
+    /// The page begins a folio of a file. Threads may read, write in place, and pin it.
     Live = 1,
-    /// Not the first page of its folio.
+    /// The page is not the first of its folio.
     Tail = 2,
-    /// One thread has exclusive access.
+    /// One thread has exclusive access to the folio.
     Busy = 3,
-    /// No thread changes the bytes or pins the folio.
-    Still = 4,
-    /// Removed from its file while pinned; the last unpin frees it.
+    /// The folio cannot be written or pinned; readers may copy its bytes.
+    Frozen = 4,
+    /// The folio was removed from its file while pinned. The last unpin frees it.
     Gone = 5,
 }
 
-const KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Still, Kind::Gone];
+const KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Frozen, Kind::Gone];
 
 const KIND_MASK: u64 = 7;
 const ORDER_SHIFT: u32 = 3;
 const ORDER_MASK: u64 = 0xF;
-/// Never split: one folio from birth to death.
-const WHOLE: u64 = 1 << 7;
+/// The folio is never split.
+const UNSPLITTABLE: u64 = 1 << 7;
 const DIRTY: u64 = 1 << 8;
-/// Number of uses since the last scan, up to [`MOST_USES`].
+/// Shift of the use count: uses since the last eviction scan, up to [`MOST_USES`].
 const USED_SHIFT: u32 = 9;
 const USED_MASK: u64 = 3;
 const MOST_USES: u64 = 2;
-/// For live folios, in place of [`ZERO`]: fetched and not used yet by the thread it was fetched for. The use bits then
-/// hold [`AHEAD`].
-const FETCHED: u64 = ZERO;
-const AHEAD: u64 = 1 << USED_SHIFT;
-/// Free pages: all bytes read zero.
+/// For live folios, in place of [`ZERO`]: the folio was prefetched, and the thread that needs it has not used it yet.
+/// The use count then holds [`READAHEAD`] or 0.
+const PREFETCHED: u64 = ZERO;
+const READAHEAD: u64 = 1 << USED_SHIFT;
+/// For free pages: all bytes are zero.
 const ZERO: u64 = 1 << 11;
 const PIN_SHIFT: u32 = 12;
 const PIN: u64 = 1 << PIN_SHIFT;
 const PIN_MASK: u64 = 0xF_FFFF;
 const VERSION_SHIFT: u32 = 32;
 
-/// For a busy or still folio, in place of the pin count: it was removed from its file, and the thread that holds it
-/// frees it.
-const LEFT: u32 = 1;
+/// Value of the pin count of a busy or frozen folio that was removed from its file. The thread that ends the hold or
+/// freeze then frees the folio.
+const REMOVED: u32 = 1;
 
 /// Maximum number of pins of a folio.
 pub(crate) const MAX_PINS: u32 = PIN_MASK as u32;
 
-/// Why a folio was fetched without a call that waits for it.
+/// Why a folio was fetched although no call waits for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fetched {
-    /// Explicitly requested.
-    Asked,
-    /// Read ahead.
-    Ahead,
+pub(crate) enum Prefetch {
+    /// The program requested the prefetch.
+    Requested,
+    /// Readahead fetched the folio.
+    Readahead,
 }
 
-/// A copy of the word.
+/// A snapshot of a state word.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State(u64);
 
@@ -90,7 +91,7 @@ impl State {
 
     #[inline]
     pub fn kind(self) -> Kind {
-        // The last two of eight values are never written.
+        // The last two of the eight values are never written.
         KINDS[(self.0 & KIND_MASK).min(KINDS.len() as u64 - 1) as usize]
     }
 
@@ -109,8 +110,8 @@ impl State {
         (self.0 >> PIN_SHIFT & PIN_MASK) as u32
     }
 
-    pub fn is_whole(self) -> bool {
-        self.0 & WHOLE != 0
+    pub fn is_unsplittable(self) -> bool {
+        self.0 & UNSPLITTABLE != 0
     }
 
     pub fn is_dirty(self) -> bool {
@@ -121,24 +122,25 @@ impl State {
         self.0 & ZERO != 0
     }
 
-    /// Whether it was fetched and not used yet. For live folios, and folios that were live.
-    pub fn is_fetched(self) -> bool {
-        self.0 & FETCHED != 0
+    /// Returns whether the folio was prefetched and not used yet. Valid for folios that are or were live.
+    pub fn is_prefetched(self) -> bool {
+        self.0 & PREFETCHED != 0
     }
 
-    /// Whether it was read ahead and not used yet.
-    pub fn is_ahead(self) -> bool {
-        self.0 & (FETCHED | USED_MASK << USED_SHIFT) == FETCHED | AHEAD
+    /// Returns whether readahead fetched the folio and it was not used yet.
+    pub fn is_readahead(self) -> bool {
+        self.0 & (PREFETCHED | USED_MASK << USED_SHIFT) == PREFETCHED | READAHEAD
     }
 
     fn has_uses(self) -> bool {
-        !self.is_fetched() && self.0 & (USED_MASK << USED_SHIFT) > 0
+        !self.is_prefetched() && self.0 & (USED_MASK << USED_SHIFT) > 0
     }
 
-    /// Whether its bytes may be copied now. The copy is valid if [`Word::is_unchanged`] afterwards.
+    /// Returns whether the folio's bytes may be copied now. The copy is valid if [`Word::is_unchanged`] holds
+    /// afterwards.
     #[inline]
     pub fn is_readable(self) -> bool {
-        self.is_live() || self.0 & KIND_MASK == Kind::Still as u64
+        self.is_live() || self.0 & KIND_MASK == Kind::Frozen as u64
     }
 
     #[inline]
@@ -162,17 +164,17 @@ impl std::fmt::Debug for State {
     }
 }
 
-/// The result of removing a folio from its file.
+/// Result of removing a folio from its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "the caller may have to free it"]
-pub(crate) struct Left {
-    /// The caller must free it: it was not pinned, held or kept still, and is busy from here on. Otherwise the current
-    /// holder frees it.
+pub(crate) struct Removal {
+    /// The caller must free the folio, which is *Busy* from here on: it was not pinned, held or frozen. If false, the
+    /// thread that pins, holds or froze the folio frees it.
     pub must_be_freed: bool,
     pub was_dirty: bool,
 }
 
-/// The state word. Zero bits: free, of order 0.
+/// The state word of a page. Zero bits mean a free page of order 0.
 #[repr(transparent)]
 pub(crate) struct Word(AtomicU64);
 
@@ -187,7 +189,8 @@ impl Word {
         State(self.0.load(Acquire))
     }
 
-    /// Whether bytes copied since the word was `seen` are valid: the folio was neither accessed exclusively nor freed.
+    /// Returns whether bytes that were copied since `seen` was loaded are valid: no thread held or freed the folio
+    /// since.
     #[inline]
     pub fn is_unchanged(&self, seen: State) -> bool {
         // Orders the copy before this load.
@@ -196,15 +199,15 @@ impl Word {
         now.version() == seen.version() && now.is_readable()
     }
 
-    fn swap_from(&self, seen: State, next: State) -> bool {
+    fn replace_if(&self, seen: State, next: State) -> bool {
         self.0.compare_exchange(seen.0, next.0, AcqRel, Relaxed).is_ok()
     }
 
-    /// Pins a live folio; returns its state.
+    /// Pins a live folio and returns its state.
     ///
     /// # Errors
     ///
-    /// The conflicting state: not live, or pinned [`MAX_PINS`] times.
+    /// The current state, if the folio is not live, or has [`MAX_PINS`] pins.
     #[inline]
     pub fn pin(&self) -> Result<State, State> {
         let mut seen = self.load();
@@ -219,7 +222,8 @@ impl Word {
         }
     }
 
-    /// Ends a pin. Returns whether the caller must free the folio: it is gone, and this was the last pin.
+    /// Ends a pin. Returns whether the caller must free the folio: it was removed from its file, and this was the last
+    /// pin.
     #[inline]
     #[must_use]
     pub fn unpin(&self) -> bool {
@@ -228,54 +232,54 @@ impl Word {
         debug_assert!(matches!(before.kind(), Kind::Live | Kind::Gone), "{before:?}");
         let is_last = before.0 & (KIND_MASK | PIN_MASK << PIN_SHIFT) == Kind::Gone as u64 | PIN;
         if is_last {
-            // Orders other threads' accesses to the bytes before their next use.
+            // Orders the accesses of other threads before the reuse of the bytes.
             fence(Acquire);
         }
         is_last
     }
 
-    /// Marks the folio dirty; the caller has it pinned. Returns whether it was clean before.
+    /// Makes the folio dirty, which the caller has pinned. Returns whether the folio was clean before.
     pub fn set_dirty(&self) -> bool {
-        // Release: a thread that sees the bit also sees what the first writer did to register the folio.
+        // Release: a thread that sees the dirty bit also sees how the first writer registered the folio.
         self.0.fetch_or(DIRTY, Release) & DIRTY == 0
     }
 
-    /// Clears the dirty mark if the word is still `seen`; returns whether it was.
-    pub fn forget_dirty(&self, seen: State) -> bool {
-        self.swap_from(seen, State(seen.0 & !DIRTY))
+    /// Clears the dirty bit if the word still equals `seen`. Returns whether it did.
+    pub fn clear_dirty_if_unchanged(&self, seen: State) -> bool {
+        self.replace_if(seen, State(seen.0 & !DIRTY))
     }
 
-    /// Counts a use, up to two; a use concurrent with another thread's change is lost. Mostly this is only a load, so
-    /// contended lines are not written. The first use of a fetched folio, by the thread it was fetched for, is not
-    /// counted. Returns whether this was the first use of a folio that was read ahead: true once for each.
+    /// Counts a use, up to two. A use that races with another change of the word is lost. Mostly this is only a load,
+    /// so that hot cache lines are not written. The first use of a prefetched folio is not counted, because the
+    /// prefetch was made for it. Returns true exactly once for each folio that readahead fetched: at its first use.
     #[inline]
     pub fn note_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
-        if seen.0 & (USED_MASK << USED_SHIFT | FETCHED | KIND_MASK) == MOST_USES << USED_SHIFT | Kind::Live as u64 {
+        if seen.0 & (USED_MASK << USED_SHIFT | PREFETCHED | KIND_MASK) == MOST_USES << USED_SHIFT | Kind::Live as u64 {
             return false;
         }
         if !seen.is_live() {
             return false;
         }
-        if seen.0 & FETCHED != 0 {
-            return self.forget_fetched(seen);
+        if seen.0 & PREFETCHED != 0 {
+            return self.clear_prefetched(seen);
         }
         let _ = self.0.compare_exchange(seen.0, seen.0 + (1 << USED_SHIFT), Relaxed, Relaxed);
         false
     }
 
     #[cold]
-    fn forget_fetched(&self, seen: State) -> bool {
-        let next = seen.0 & !(FETCHED | USED_MASK << USED_SHIFT);
-        self.0.compare_exchange(seen.0, next, Relaxed, Relaxed).is_ok() && seen.is_ahead()
+    fn clear_prefetched(&self, seen: State) -> bool {
+        let next = seen.0 & !(PREFETCHED | USED_MASK << USED_SHIFT);
+        self.0.compare_exchange(seen.0, next, Relaxed, Relaxed).is_ok() && seen.is_readahead()
     }
 
-    /// Marks a folio that was just made live as fetched and not used yet.
-    pub fn set_fetched(&self, fetched: Fetched) {
-        self.0.fetch_or(FETCHED | if fetched == Fetched::Ahead { AHEAD } else { 0 }, Relaxed);
+    /// Marks a folio that was just made live as prefetched and not used yet.
+    pub fn set_prefetched(&self, fetched: Prefetch) {
+        self.0.fetch_or(PREFETCHED | if fetched == Prefetch::Readahead { READAHEAD } else { 0 }, Relaxed);
     }
 
-    /// Subtracts one counted use; returns whether there was one.
+    /// Subtracts one counted use. Returns whether there was one.
     pub fn forget_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
         if seen.has_uses() {
@@ -284,133 +288,132 @@ impl Word {
         seen.has_uses()
     }
 
-    /// Clears the counted uses; returns whether there was one.
+    /// Clears the counted uses. Returns whether there was one.
     pub fn forget_uses(&self) -> bool {
         let is_used = State(self.0.load(Relaxed)).has_uses();
         if is_used {
-            // Another folio fetched to this place meanwhile may lose its AHEAD mark; its first use is then not
+            // Another folio prefetched into this page meanwhile may lose its READAHEAD bit. Its first use is then not
             // reported.
             self.0.fetch_and(!(USED_MASK << USED_SHIFT), Relaxed);
         }
         is_used
     }
 
-    fn claim(&self, kind: Kind) -> Result<State, State> {
+    fn claim_unpinned(&self, kind: Kind) -> Result<State, State> {
         let seen = self.load();
         if seen.kind() != Kind::Live || seen.pins() > 0 {
             return Err(seen);
         }
         let next = seen.with_kind(kind);
-        if !self.swap_from(seen, next) {
+        if !self.replace_if(seen, next) {
             return Err(self.load());
         }
-        // No byte changes before other threads can see that it may.
+        // Orders this change before later writes to the bytes.
         fence(Release);
         Ok(next)
     }
 
-    /// Takes exclusive access to a live, unpinned folio. Readers wait.
+    /// Takes exclusive access to a live, unpinned folio. Readers wait until [`Word::end_hold`].
     ///
     /// # Errors
     ///
-    /// The conflicting state.
+    /// The current state, if the folio is not live, is pinned, or changed meanwhile.
     pub fn hold(&self) -> Result<State, State> {
-        self.claim(Kind::Busy)
+        self.claim_unpinned(Kind::Busy)
     }
 
-    /// Freezes a live, unpinned folio: it cannot be written, pinned or freed. Readers continue.
+    /// Freezes a live, unpinned folio: it cannot be written, pinned or freed until [`Word::thaw`]. Readers continue.
     ///
     /// # Errors
     ///
-    /// The conflicting state.
+    /// See [`Word::hold`].
     pub fn freeze(&self) -> Result<State, State> {
-        self.claim(Kind::Still)
+        self.claim_unpinned(Kind::Frozen)
     }
 
-    /// Makes a folio of `order` live that was allocated, held or made from another. The caller must have exclusive
-    /// access.
-    pub fn publish(&self, order: u8, is_whole: bool, is_dirty: bool) {
+    /// Makes a new, held or collapsed folio of 2^`order` pages live. The caller must have exclusive access.
+    pub fn publish(&self, order: u8, is_unsplittable: bool, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
-        let (whole, dirty) = (if is_whole { WHOLE } else { 0 }, if is_dirty { DIRTY } else { 0 });
-        self.0.store(State::new(Kind::Live, order, version).0 | whole | dirty, Release);
+        let (unsplittable, dirty) = (if is_unsplittable { UNSPLITTABLE } else { 0 }, if is_dirty { DIRTY } else { 0 });
+        self.0.store(State::new(Kind::Live, order, version).0 | unsplittable | dirty, Release);
     }
 
-    /// Makes a held or frozen folio live again, with the state that `next` returns. Returns whether it is live;
-    /// otherwise it was removed from its file, and the caller must free it.
-    fn revive(&self, next: impl Fn(State) -> State) -> bool {
+    /// Makes a held or frozen folio live again, in the state that `next` returns. Returns false if the folio was
+    /// removed from its file meanwhile; the caller must then free it.
+    fn make_live(&self, next: impl Fn(State) -> State) -> bool {
         loop {
             let seen = self.load();
-            debug_assert!(matches!(seen.kind(), Kind::Busy | Kind::Still), "{seen:?}");
-            if seen.pins() == LEFT {
+            debug_assert!(matches!(seen.kind(), Kind::Busy | Kind::Frozen), "{seen:?}");
+            if seen.pins() == REMOVED {
                 return false;
             }
-            if self.swap_from(seen, next(seen)) {
+            if self.replace_if(seen, next(seen)) {
                 return true;
             }
         }
     }
 
-    /// Ends [`Word::hold`]. Returns whether the folio is live again; otherwise it was removed from its file, and the
+    /// Ends [`Word::hold`]. Returns whether the folio is live again. If not, it was removed from its file, and the
     /// caller must free it.
     #[must_use]
     pub fn end_hold(&self, is_dirty: bool) -> bool {
         let dirty = if is_dirty { DIRTY } else { 0 };
-        self.revive(|seen| State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty))
+        self.make_live(|seen| State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty))
     }
 
-    /// Ends [`Word::freeze`] without a change; returns as [`Word::end_hold`].
+    /// Ends [`Word::freeze`] without a change. Returns as [`Word::end_hold`].
     #[must_use]
     pub fn thaw(&self) -> bool {
-        self.revive(|seen| seen.with_kind(Kind::Live))
+        self.make_live(|seen| seen.with_kind(Kind::Live))
     }
 
-    /// As [`Word::thaw`], for a folio that was written back.
+    /// As [`Word::thaw`], for a folio that was written back: clears the dirty bit.
     #[must_use]
     pub fn thaw_clean(&self) -> bool {
-        self.revive(|seen| State(seen.with_kind(Kind::Live).0 & !DIRTY))
+        self.make_live(|seen| State(seen.with_kind(Kind::Live).0 & !DIRTY))
     }
 
-    /// As [`Word::thaw`], for a part of a split folio, which is a separate page from here on.
+    /// As [`Word::thaw`], for one page of a folio that was split: the page is a folio of its own from here on.
     #[must_use]
     pub fn thaw_as_page(&self, is_dirty: bool) -> bool {
         let dirty = if is_dirty { DIRTY } else { 0 };
-        self.revive(|seen| State(State::new(Kind::Live, 0, seen.next_version()).0 | dirty))
+        self.make_live(|seen| State(State::new(Kind::Live, 0, seen.next_version()).0 | dirty))
     }
 
-    /// Changes a free page, or a page of another folio, to `kind`. The caller must have exclusive access.
+    /// Sets the kind and order of a free page, or of a page of another folio. The caller must have exclusive access.
     pub fn assign(&self, kind: Kind, order: u8) {
         let version = State(self.0.load(Relaxed)).next_version();
         self.0.store(State::new(kind, order, version).0, Release);
         fence(Release);
     }
 
-    /// As [`Word::assign`] to *Still*: a page of a folio that is being split, as clean or dirty as that folio.
-    pub fn assign_still(&self, is_dirty: bool) {
+    /// Sets a page of a folio that is being split to *Frozen*, as clean or dirty as that folio.
+    pub fn assign_frozen(&self, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
         let dirty = if is_dirty { DIRTY } else { 0 };
-        self.0.store(State::new(Kind::Still, 0, version).0 | dirty, Release);
+        self.0.store(State::new(Kind::Frozen, 0, version).0 | dirty, Release);
     }
 
-    /// As [`Word::assign`] to *Free*; `is_zero`: its bytes read zero.
-    pub fn release(&self, order: u8, is_zero: bool) {
+    /// Sets a page to *Free*, as first page of a free run of 2^`order` pages. `is_zero`: all bytes of the run are zero.
+    pub fn set_free(&self, order: u8, is_zero: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
         self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO } else { 0 }, Release);
     }
 
-    /// Removes a folio from its file; it is no longer reachable there. It becomes clean, because its bytes are not
-    /// needed any more.
-    pub fn leave(&self) -> Left {
+    /// Removes a folio from its file, where it is no longer reachable. Clears the dirty bit, because the bytes need no
+    /// writeback any more.
+    pub fn remove_from_file(&self) -> Removal {
         loop {
             let seen = self.load();
             let (kind, left) = match seen.kind() {
                 Kind::Live if seen.pins() == 0 => (Kind::Busy, 0),
                 Kind::Live => (Kind::Gone, 0),
-                kind => (kind, u64::from(LEFT) << PIN_SHIFT),
+                kind => (kind, u64::from(REMOVED) << PIN_SHIFT),
             };
-            debug_assert!(left == 0 || (matches!(kind, Kind::Busy | Kind::Still) && seen.pins() == 0), "{seen:?}");
+            debug_assert!(left == 0 || (matches!(kind, Kind::Busy | Kind::Frozen) && seen.pins() == 0), "{seen:?}");
             let next = State((seen.with_kind(kind).0 & !DIRTY | left).wrapping_add(1 << VERSION_SHIFT));
-            if self.swap_from(seen, next) {
-                return Left { must_be_freed: kind == Kind::Busy && left == 0, was_dirty: seen.is_dirty() };
+            if self.replace_if(seen, next) {
+                return Removal { must_be_freed: kind == Kind::Busy && left == 0, was_dirty: seen.is_dirty() };
             }
         }
     }
@@ -424,27 +427,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folio_lives_and_is_recycled() {
+    fn a_folio_is_published_removed_and_freed() {
         let word = Word::new();
         assert_eq!(word.load().kind(), Kind::Free);
         word.assign(Kind::Busy, 3);
         assert!(word.pin().is_err() && word.hold().is_err() && !word.load().is_readable());
         word.publish(3, false, true);
         let seen = word.load();
-        assert_eq!((seen.kind(), seen.order(), seen.is_dirty(), seen.is_whole()), (Kind::Live, 3, true, false));
+        assert_eq!((seen.kind(), seen.order(), seen.is_dirty(), seen.is_unsplittable()), (Kind::Live, 3, true, false));
         assert_eq!(word.pin().unwrap().pins(), 1);
         assert!(word.is_unchanged(seen), "a pin changes no byte");
         assert!(word.hold().is_err() && word.freeze().is_err());
-        assert_eq!(word.leave(), Left { must_be_freed: false, was_dirty: true });
+        assert_eq!(word.remove_from_file(), Removal { must_be_freed: false, was_dirty: true });
         assert!(!word.is_unchanged(seen) && word.pin().is_err());
-        assert!(word.unpin(), "the last one frees");
-        word.release(0, false);
+        assert!(word.unpin(), "the last unpin must free the folio");
+        word.set_free(0, false);
         assert_eq!(word.load().kind(), Kind::Free);
     }
 
-    /// Still bytes may be read, busy ones not. A copy from before exclusive access is invalid after it.
+    /// A frozen folio may be read, a held one not. A copy that began before a hold is invalid after it.
     #[test]
-    fn versions_tell_what_a_copy_is_worth() {
+    fn versions_show_whether_a_copy_is_valid() {
         let word = Word::new();
         word.publish(0, false, false);
         let seen = word.load();
@@ -456,29 +459,32 @@ mod tests {
         assert!(word.end_hold(true));
         assert!(!word.is_unchanged(seen) && word.load().is_dirty());
         word.hold().unwrap();
-        assert!(!word.leave().must_be_freed, "its holder has it still");
+        assert!(!word.remove_from_file().must_be_freed, "the holder frees the folio");
         assert!(!word.end_hold(true));
         word.publish(0, false, false);
         word.freeze().unwrap();
-        assert!(!word.leave().must_be_freed && !word.thaw(), "the same while it is kept still");
+        assert!(!word.remove_from_file().must_be_freed && !word.thaw(), "the thread that froze the folio frees it");
     }
 
-    /// A dirty mark is cleared only by a thread that saw the latest change of the same folio.
+    /// The dirty bit is cleared only if no pin, hold or other change happened since the caller loaded the word.
     #[test]
-    fn a_change_is_forgotten_by_the_thread_that_saw_the_last() {
+    fn dirty_is_cleared_only_if_the_word_is_unchanged() {
         let word = Word::new();
         word.publish(3, false, true);
         let seen = word.load();
         word.pin().unwrap();
-        assert!(!word.forget_dirty(seen) && word.load().is_dirty(), "a thread may be writing");
-        assert!(!word.unpin() && word.forget_dirty(seen) && !word.load().is_dirty());
+        assert!(
+            !word.clear_dirty_if_unchanged(seen) && word.load().is_dirty(),
+            "a pinned folio may be written meanwhile"
+        );
+        assert!(!word.unpin() && word.clear_dirty_if_unchanged(seen) && !word.load().is_dirty());
         word.hold().unwrap();
         assert!(word.end_hold(true));
-        assert!(!word.forget_dirty(seen) && word.load().is_dirty(), "another version");
+        assert!(!word.clear_dirty_if_unchanged(seen) && word.load().is_dirty(), "the version has changed");
     }
 
     #[test]
-    fn uses_and_pins_are_bounded() {
+    fn use_and_pin_counts_have_a_maximum() {
         let word = Word::new();
         word.publish(0, true, false);
         assert!(!(0..10).any(|_| word.note_use()));
@@ -486,13 +492,13 @@ mod tests {
         assert_eq!(uses as u64, MOST_USES);
         assert!(!(0..10).any(|_| word.note_use()));
         assert!(word.forget_uses() && !word.forget_uses() && !word.forget_use());
-        word.set_fetched(Fetched::Asked);
-        assert!(word.load().is_fetched() && !word.load().is_ahead() && !word.note_use());
-        assert!(!word.forget_use(), "that is what it was fetched for");
+        word.set_prefetched(Prefetch::Requested);
+        assert!(word.load().is_prefetched() && !word.load().is_readahead() && !word.note_use());
+        assert!(!word.forget_use(), "the first use of a prefetched folio is not counted");
         assert!(!word.note_use() && word.forget_use());
-        word.set_fetched(Fetched::Ahead);
-        assert!(!word.forget_use() && !word.forget_uses() && word.load().is_ahead(), "no thread has used it");
-        assert!(word.note_use() && !word.note_use() && !word.load().is_fetched(), "the first use, once");
+        word.set_prefetched(Prefetch::Readahead);
+        assert!(!word.forget_use() && !word.forget_uses() && word.load().is_readahead(), "the folio is still unused");
+        assert!(word.note_use() && !word.note_use() && !word.load().is_prefetched(), "the first use is reported once");
         assert!(word.forget_use() && !word.forget_use());
         let seen = word.load();
         assert_eq!((seen.version(), seen.pins(), seen.order()), (1, 0, 0));
@@ -503,7 +509,7 @@ mod tests {
         for _ in 0..MAX_PINS {
             assert!(!word.unpin());
         }
-        assert!(word.load().is_whole());
+        assert!(word.load().is_unsplittable());
     }
 }
 
@@ -524,15 +530,15 @@ mod loom_tests {
         Arc::new(page)
     }
 
-    /// A valid copy has the folio's own bytes, never those of the next owner.
+    /// A valid copy has the bytes of the folio that the reader looked up, never those of the page's next owner.
     #[test]
-    fn a_reader_never_takes_the_next_owners_bytes() {
+    fn a_valid_copy_never_has_the_next_owners_bytes() {
         loom::model(|| {
             let page = page();
             let other = page.clone();
             let freeing = thread::spawn(move || {
-                if other.word.leave().must_be_freed {
-                    other.word.release(0, false);
+                if other.word.remove_from_file().must_be_freed {
+                    other.word.set_free(0, false);
                     other.word.assign(Kind::Busy, 0);
                     other.byte.store(2, Relaxed);
                     other.word.publish(0, false, false);
@@ -550,13 +556,13 @@ mod loom_tests {
         });
     }
 
-    /// A pinned folio keeps its bytes, and exactly one thread frees it.
+    /// While a folio is pinned its bytes do not change. The remover or the last unpin frees it, never both.
     #[test]
-    fn the_last_pin_frees() {
+    fn exactly_one_thread_frees_a_pinned_folio() {
         loom::model(|| {
             let page = page();
             let other = page.clone();
-            let freeing = thread::spawn(move || u32::from(other.word.leave().must_be_freed));
+            let freeing = thread::spawn(move || u32::from(other.word.remove_from_file().must_be_freed));
             let mut freed = 0;
             if page.word.pin().is_ok() {
                 assert_eq!(page.byte.load(Relaxed), 1);
@@ -566,9 +572,9 @@ mod loom_tests {
         });
     }
 
-    /// Holding and pinning exclude each other, and the holder's writes are seen.
+    /// Hold and pin exclude each other, and a thread that pins after a hold sees the holder's writes.
     #[test]
-    fn holding_excludes_pins() {
+    fn hold_and_pin_exclude_each_other() {
         loom::model(|| {
             let page = page();
             let other = page.clone();
@@ -589,13 +595,13 @@ mod loom_tests {
         });
     }
 
-    /// One thread freezes a folio, another removes it from the file: exactly one frees it.
+    /// One thread freezes a folio while another removes it from the file: exactly one of them frees it.
     #[test]
-    fn a_still_folio_that_leaves_is_freed_once() {
+    fn a_frozen_folio_that_is_removed_is_freed_once() {
         loom::model(|| {
             let page = page();
             let other = page.clone();
-            let freeing = thread::spawn(move || u32::from(other.word.leave().must_be_freed));
+            let freeing = thread::spawn(move || u32::from(other.word.remove_from_file().must_be_freed));
             let mut freed = 0;
             if page.word.freeze().is_ok() {
                 freed += u32::from(!page.word.thaw());
@@ -604,9 +610,9 @@ mod loom_tests {
         });
     }
 
-    /// Copies of a still folio are valid; copies of a busy one never are.
+    /// A copy from a frozen folio is valid. A copy from a held folio never is.
     #[test]
-    fn readers_go_on_while_it_is_still() {
+    fn copies_from_a_frozen_folio_are_valid() {
         loom::model(|| {
             let page = page();
             let other = page.clone();

@@ -13,7 +13,7 @@ use super::policy::Choice;
 use super::streams::{Rules, Streams};
 use super::{File, Mapping};
 use crate::folio::Frame;
-use crate::folio::word::Fetched;
+use crate::folio::word::Prefetch;
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
@@ -221,7 +221,7 @@ impl File {
             if at >= end {
                 return false;
             }
-            match Filling::begin_some(self, at..end, Kind::Behind, Fetched::Ahead) {
+            match Filling::begin_some(self, at..end, Kind::Behind, Prefetch::Readahead) {
                 Ok(Asked::Begun(filling)) => {
                     self.cache.ahead_bytes.fetch_add(filling.len_bytes() as u64, Relaxed);
                     at = filling.end();

@@ -15,7 +15,7 @@ use super::ahead::Reading;
 use super::fill::{Asked, DOING, Filling};
 use super::flights::{Kind, Landed, Ticket};
 use super::sync::failed;
-use crate::folio::word::Fetched;
+use crate::folio::word::Prefetch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, AtomicU32, EventCount, Guarded, Release};
 use pagemill_store::errno::{self, ETIMEDOUT};
@@ -114,7 +114,7 @@ impl File {
             };
         }
         let Some(file) = self.cache.file(self.id) else { return Ok(false) };
-        match Filling::begin_some(&file, pages, Kind::Firm, Fetched::Asked) {
+        match Filling::begin_some(&file, pages, Kind::Firm, Prefetch::Requested) {
             Ok(Asked::Present) => Ok(true),
             Ok(Asked::Underway(other)) => self.await_flight(other.ticket, self.deadline()).map(|()| true),
             Ok(Asked::Begun(mut filling)) => Ok(filling.read().and_then(|()| filling.enter()).is_ok()),
@@ -149,7 +149,7 @@ impl File {
 
     /// Starts the read of the first of some pages, and some behind it.
     fn start(self: &Arc<Self>, pages: Range<u64>) -> Result<Started> {
-        match Filling::begin_some(self, pages, Kind::Behind, Fetched::Asked)? {
+        match Filling::begin_some(self, pages, Kind::Behind, Prefetch::Requested)? {
             Asked::Present => Ok(Started::Present),
             Asked::Underway(other) => Ok(Started::Another(other.ticket)),
             Asked::Begun(filling) => {

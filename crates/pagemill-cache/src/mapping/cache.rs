@@ -8,7 +8,7 @@ use super::policy::{Auto, Policy};
 use super::source::Source;
 use super::worker::Worker;
 use super::{File, Mapping};
-use crate::folio::{Owner, Pool, Taken};
+use crate::folio::{NewFolio, Owner, Pool};
 use pagemill_core::arena::{Arena, place};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::reclaim::{Shrinker, Urgency};
@@ -22,8 +22,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-/// Most caches of a process. A dropped cache leaves its pool to a later one with the same page size and no larger
-/// limit.
+/// Maximum number of caches of a process. The pool of a dropped cache serves a later cache with the same page size and
+/// no larger limit.
 pub const MAX_CACHES: usize = 256;
 
 /// Settings of a cache.
@@ -48,25 +48,25 @@ pub const MAX_CACHES: usize = 256;
 pub struct Settings {
     /// Name of the cache in reports.
     pub name: String,
-    /// The software page: the smallest folio.
+    /// The software page, which is the smallest folio.
     pub page: PageSize,
-    /// Most bytes of folios at a time. The memory behind them may be half as much again, plus a huge folio: blocks are
-    /// partly used, and free ones stay until memory is needed.
+    /// Maximum bytes of folios at a time. The memory used may be half as much again, plus a huge folio: some blocks are
+    /// partly used, and free blocks stay until memory is needed.
     pub limit_bytes: u64,
-    /// Whether huge folios are allocated at all; [`Cache::set_huge`] changes it.
+    /// Whether huge folios are allocated. [`Cache::set_huge`] changes the setting.
     pub use_huge: bool,
-    /// Whether huge folios may be split, so that parts of them can be freed. Unsplittable ones need no check of their
-    /// neighbours. Those in reserved huge pages are never split.
+    /// Whether huge folios may be split, so that parts of them can be freed. Folios in reserved huge pages are never
+    /// split.
     pub may_split: bool,
     pub policy: Box<dyn Policy>,
     pub source: Source,
     /// When dirty pages of files with a store are written back.
     pub writeback: Writeback,
-    /// Time limit of waits for a store; a call that exceeds it fails ([`Error::Store`] with `ETIMEDOUT`). This covers
-    /// reads for the call and in-flight reads of other threads that it needs. The read itself continues, and a later
-    /// call finds its bytes. `None`: no limit. A store with blocking calls only ([`Store::is_asynchronous`]) has no
-    /// limit for reads on the calling thread. A sync fails with [`Error::Busy`] if no write of its file completes for
-    /// this time.
+    /// Time limit of waits for a store; `None` means no limit. A call that exceeds the limit fails ([`Error::Store`]
+    /// with `ETIMEDOUT`). The limit covers the call's own reads and in-flight reads of other threads that the call
+    /// needs. The read itself continues, and a later call finds its bytes. For a store with blocking calls only
+    /// ([`Store::is_asynchronous`]), reads on the calling thread have no limit. A sync fails with [`Error::Busy`] if no
+    /// write of its file completes for this time.
     pub timeout: Option<Duration>,
 }
 
@@ -94,20 +94,21 @@ pub struct Caches {
     pub(super) arena: &'static Arena,
     pub(super) forests: &'static dyn Forests,
     pub(super) pools: [OnceLock<&'static Pool>; MAX_CACHES],
-    /// Eviction order of each pool.
+    /// The eviction order of each pool, by the pool's index.
     orders: [OnceLock<&'static Order>; MAX_CACHES],
-    /// Pools, each with its current cache.
+    /// The pools, each with its current cache.
     pub(super) users: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
-    /// Number of pools inherited from a parent process. Their locks may be held forever, so they are never used.
+    /// Number of pools inherited from a parent process. They are never used, because threads of the parent may hold
+    /// their locks forever.
     pub(super) inherited: AtomicUsize,
     pub(super) worker: Worker,
     pub(super) flusher: Flusher,
-    /// Wakers of queues, each with the pool of which the queue may have registered memory.
+    /// Wakers of queues, each with the pool whose memory the queue may have registered.
     pub(super) wakers: Guarded<Vec<(&'static Pool, RingWaker)>>,
 }
 
 impl Caches {
-    /// Makes no memory resident. The first cache requests the forest for nodes of indices.
+    /// Creates an empty list of caches. The first cache requests memory for index nodes.
     pub fn new(arena: &'static Arena, forests: &'static dyn Forests) -> Self {
         Self {
             arena,
@@ -137,11 +138,11 @@ impl Caches {
         }
         let balance = Balance::new(&settings.writeback, settings.limit_bytes)?;
         let nodes = self.forests.forest()?;
-        // Under one lock, so that no other thread finds the pool without a cache.
+        // One lock for both steps, so that no other thread finds the new pool without a cache.
         self.users.with(|users| {
-            let at = self.pool(users, &settings)?;
+            let at = self.pool_index_for(users, &settings)?;
             let (pool, user) = &mut users[at];
-            let order = self.order(at, pool)?;
+            let order = self.order_of_pool(at, pool)?;
             pool.allow_huge(settings.use_huge);
             let inner = Arc::new(Inner {
                 caches: self,
@@ -160,10 +161,10 @@ impl Caches {
                 policy: settings.policy,
                 timeout: settings.timeout,
                 order,
-                is_ordered: Guarded::new(false),
+                is_order_started: Guarded::new(false),
                 stored_files: AtomicU32::new(0),
                 evict_after_ns: AtomicU64::new(0),
-                in_hand: AtomicU32::new(0),
+                evicting_threads: AtomicU32::new(0),
                 split_sparse_after_ns: AtomicU64::new(0),
                 files: Guarded::new(Files::default()),
                 flights: Flights::default(),
@@ -175,8 +176,8 @@ impl Caches {
         })
     }
 
-    /// Returns the eviction order of a pool's folios.
-    fn order(&self, at: usize, pool: &Pool) -> Result<&'static Order> {
+    /// Returns the eviction order of the pool with index `at`.
+    fn order_of_pool(&self, at: usize, pool: &Pool) -> Result<&'static Order> {
         if let Some(order) = self.orders[at].get() {
             return Ok(order);
         }
@@ -189,10 +190,11 @@ impl Caches {
         self.pools.iter().skip(self.inherited.load(Relaxed)).map_while(|pool| pool.get().copied())
     }
 
-    /// Starts no thread from here on. The program then collapses small folios with [`Cache::collapse_waiting`], splits
-    /// sparse huge ones with [`Cache::split_sparse_waiting`], and writes back with [`Cache::write_back_due`].
+    /// Makes Pagemill start no background thread from here on. The program then collapses small folios with
+    /// [`Cache::collapse_waiting`], splits sparse huge ones with [`Cache::split_sparse_waiting`], and writes back with
+    /// [`Cache::write_back_due`].
     pub fn collapse_by_hand(&self) {
-        self.worker.do_by_hand();
+        self.worker.disable_threads();
     }
 
     pub fn acquire_for_fork(&self) {
@@ -201,13 +203,13 @@ impl Caches {
         self.worker.acquire_for_fork();
     }
 
-    /// Updates the statistics that are measured.
+    /// Updates the statistics that are computed on request.
     pub fn measure(&self) {
         stats::set(Counter::CacheFrames, self.frames_bytes());
         stats::set(Counter::CacheIndex, self.forests.node_bytes() + self.files_bytes());
     }
 
-    /// Returns the resident bytes of metadata.
+    /// Returns the resident bytes of frames, eviction orders and index nodes.
     pub fn metadata_bytes(&self) -> u64 {
         self.frames_bytes() + self.forests.node_bytes()
     }
@@ -236,7 +238,7 @@ impl Shrinker for Caches {
         self.pools().map(Pool::giveable_bytes).sum()
     }
 
-    /// Frees unused chunks. At a limit, first frees unused parts of huge folios.
+    /// Returns free chunks to the system. At a limit, evicts or splits folios to get more free chunks.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let mut freed = self.shrink_free(want_bytes);
         if urgency == Urgency::Limit && freed < want_bytes {
@@ -244,21 +246,21 @@ impl Shrinker for Caches {
             while freed < want_bytes
                 && let Some(cache) = self.next_cache(&mut at)
             {
-                // Reserved huge pages are not given back, so they are skipped.
+                // Reserved huge pages are not returned to the system, so their caches are skipped.
                 if !cache.pool.is_hugetlb() && cache.make_room(want_bytes - freed) {
                     freed += self.shrink_free(want_bytes - freed);
                 }
             }
         }
         if freed < want_bytes {
-            self.pools().for_each(|pool| self.want_back(pool));
+            self.pools().for_each(|pool| self.request_lease_end(pool));
         }
         freed
     }
 }
 
 impl Caches {
-    /// Returns the next cache from `at` on, and moves `at` behind it.
+    /// Returns the first cache at index `at` or later, and sets `at` to the index behind it.
     pub(super) fn next_cache(&self, at: &mut usize) -> Option<Arc<Inner>> {
         self.users.with(|users| {
             loop {
@@ -271,11 +273,10 @@ impl Caches {
         })
     }
 
-    /// Registers the waker of a queue. It is called when memory of the pool is wanted back that the queue has
-    /// registered.
-    pub(super) fn hear_by(&self, pool: &'static Pool, waker: &RingWaker) {
+    /// Registers the waker of a queue that may register memory of the pool. Reclaim wakes it to get such memory back.
+    pub(super) fn add_waker(&self, pool: &'static Pool, waker: &RingWaker) {
         let (mut new, mut room) = (Some((pool, waker.clone())), Vec::new());
-        // The list grows outside of the lock, because an allocation may start reclaim.
+        // The list is enlarged outside of the lock, because an allocation may start reclaim.
         while new.is_some() {
             room.reserve(self.wakers.with(|wakers| wakers.len()) + 1);
             self.wakers.with(|wakers| {
@@ -290,7 +291,7 @@ impl Caches {
         }
     }
 
-    pub(super) fn hear_no_more_by(&self, waker: &RingWaker) {
+    pub(super) fn remove_waker(&self, waker: &RingWaker) {
         let own = self.wakers.with(|wakers| {
             let at = wakers.iter().position(|(_, known)| known.is(waker))?;
             Some(wakers.swap_remove(at))
@@ -298,9 +299,9 @@ impl Caches {
         drop(own);
     }
 
-    /// Requests free memory that queues have registered.
-    fn want_back(&self, pool: &'static Pool) {
-        if pool.want_back() {
+    /// Requests that queues release the free memory that they have registered, and wakes them.
+    fn request_lease_end(&self, pool: &'static Pool) {
+        if pool.request_lease_end() {
             self.wakers.with(|wakers| {
                 let own = wakers.iter().filter(|(known, _)| std::ptr::eq(*known, pool));
                 own.for_each(|(_, waker)| waker.wake());
@@ -308,7 +309,7 @@ impl Caches {
         }
     }
 
-    /// Frees unused chunks. Pools without a file go first, because nothing uses them.
+    /// Returns free chunks to the system. Pools without files go first, because nothing uses them.
     fn shrink_free(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for is_idle in [true, false] {
@@ -322,20 +323,20 @@ impl Caches {
     }
 }
 
-/// Files by id, and free ids.
+/// The files of a cache by id, and the free ids.
 #[derive(Default)]
 pub(super) struct Files {
     pub by_id: Vec<Weak<File>>,
     pub free: Vec<u32>,
 }
 
-/// The shared state of a cache and its files.
+/// The state that a cache, its files and its clones share.
 pub(crate) struct Inner {
     pub(super) caches: &'static Caches,
-    /// Nodes of its files' indices.
+    /// Allocator of the index nodes of the cache's files.
     pub(super) nodes: &'static Forest,
     pub(super) pool: &'static Pool,
-    /// Index of its pool: unique among caches that exist at the same time.
+    /// Index of the cache's pool. It is unique among the caches that exist at the same time.
     pub(super) number: u32,
     pub(super) generation: u16,
     pub(super) name: Arc<str>,
@@ -343,85 +344,86 @@ pub(crate) struct Inner {
     pub(super) charged_bytes: AtomicU64,
     /// The part of `charged_bytes` in huge folios.
     pub(super) huge_bytes: AtomicU64,
-    /// Bytes of dirty folios of files with a store.
+    /// Total bytes of dirty folios of files with a store.
     pub(super) dirty_bytes: AtomicU64,
     pub(super) balance: Balance,
     use_huge: AtomicBool,
     pub(super) may_split: bool,
     pub(super) policy: Box<dyn Policy>,
     pub(super) timeout: Option<Duration>,
-    /// The eviction order.
+    /// The eviction order of the cache's folios.
     pub(super) order: &'static Order,
-    /// Whether the order was started for this cache, which its first file with a store does.
-    is_ordered: Guarded<bool>,
-    /// Files with a store.
+    /// Whether the order was reset for this cache. The cache's first file with a store does that.
+    is_order_started: Guarded<bool>,
+    /// Number of files with a store.
     pub(super) stored_files: AtomicU32,
-    /// Time of the next attempt to evict, or to split sparse folios, after one that found nothing.
+    /// Time before which no eviction is attempted, because the last attempt found nothing to evict.
     pub(super) evict_after_ns: AtomicU64,
-    /// Threads that search for a folio to evict, or are evicting one.
-    pub(super) in_hand: AtomicU32,
+    /// Number of threads that are looking for a folio to evict, or evicting one.
+    pub(super) evicting_threads: AtomicU32,
+    /// The same for splits of sparse huge folios.
     pub(super) split_sparse_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
     pub(super) flights: Flights,
-    /// Bytes of in-flight reads ahead.
+    /// Bytes that in-flight readahead has requested.
     pub(super) ahead_bytes: AtomicU64,
 }
 
 impl Inner {
-    /// Fails in a child of the process that created the cache. The child has the locks and pins of the parent's
-    /// threads, but not the threads.
+    /// Fails in a fork child of the process that created the cache. The child has copies of the parent's locks and
+    /// pins, but not the threads that would release them.
     #[inline]
     pub fn check(&self) -> Result<()> {
-        if self.generation == self.caches.arena.generation() { Ok(()) } else { Err(Self::is_of_parent()) }
+        if self.generation == self.caches.arena.generation() { Ok(()) } else { Err(Self::parent_cache_error()) }
     }
 
     #[cold]
-    fn is_of_parent() -> Error {
+    fn parent_cache_error() -> Error {
         Error::WrongState { what: "a cache of the parent process: a fork child has to make its own" }
     }
 
-    /// Allocates and charges a folio. It is busy: the caller owns it.
+    /// Allocates and charges a folio of 2^`order` pages, which the caller owns exclusively.
     ///
     /// # Errors
     ///
     /// [`Error::NoMemory`].
-    pub fn take(&self, order: u8) -> Result<Taken> {
+    pub fn allocate(&self, order: u8) -> Result<NewFolio> {
         let bytes = self.folio_bytes(order);
         self.charge(bytes)?;
-        let taken = self.pool.take(order).inspect_err(|_| self.discharge(order))?;
-        self.count(order);
+        let taken = self.pool.allocate(order).inspect_err(|_| self.discharge(order))?;
+        self.count_allocated(order);
         Ok(taken)
     }
 
-    /// Allocates up to `most` more pages from free ones, within the limit.
-    pub fn take_more(&self, most: usize, taken: impl FnMut(Taken)) {
+    /// Allocates up to `most` pages that are free and have memory, within the limit.
+    pub fn allocate_more(&self, most: usize, taken: impl FnMut(NewFolio)) {
         let page_bytes = self.folio_bytes(0);
-        // Requests no more than there is room for: a larger temporary charge would make other threads fail at the
-        // limit.
+        // Charges no more than fits under the limit: a larger temporary charge would make allocations of other threads
+        // fail.
         let room = self.limit_bytes.saturating_sub(self.charged_bytes.load(Relaxed)) / page_bytes;
         let most = most.min(room as usize);
         let wanted = page_bytes * most as u64;
         if self.charge(wanted).is_ok() {
-            let bytes = page_bytes * self.pool.take_free_pages(most, taken) as u64;
+            let bytes = page_bytes * self.pool.allocate_free_pages(most, taken) as u64;
             self.charged_bytes.fetch_sub(wanted - bytes, Relaxed);
-            self.publish(0, bytes, stats::add);
+            self.update_counters(0, bytes, stats::add);
         }
     }
 
-    /// Allocates contiguous pages from free ones, within the limit. If the pool holds less memory than the limit,
-    /// splits a new chunk for it. Returns the first page.
-    pub fn take_row(&self, pages: u32) -> Option<u32> {
+    /// Allocates consecutive pages, within the limit. If no free pages fit and the pool has less memory than the limit,
+    /// brings in a new chunk for them. Returns the first page.
+    pub fn allocate_contiguous(&self, pages: u32) -> Option<u32> {
         let bytes = self.folio_bytes(0) * u64::from(pages);
         self.charge(bytes).ok()?;
-        let take = || self.pool.take_free_row(pages);
+        let take = || self.pool.allocate_free_contiguous(pages);
         let row = take().or_else(|| {
             let may_grow = self.pool.filled_bytes() < self.limit_bytes;
-            let taken = may_grow.then(|| self.pool.take(self.pool.chunk_order()).ok()).flatten()?;
-            self.pool.give(taken.number, taken.order);
+            let taken = may_grow.then(|| self.pool.allocate(self.pool.chunk_order()).ok()).flatten()?;
+            self.pool.free(taken.number, taken.order);
             take()
         });
         match row {
-            Some(_) => self.publish(0, bytes, stats::add),
+            Some(_) => self.update_counters(0, bytes, stats::add),
             None => _ = self.charged_bytes.fetch_sub(bytes, Relaxed),
         }
         row
@@ -444,65 +446,66 @@ impl Inner {
         self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
     }
 
-    /// Returns whether folios of an order are whole chunks.
+    /// Returns whether folios of 2^`order` pages are huge: a whole chunk, or a page of a block or more.
     pub(super) fn is_huge(&self, order: u8) -> bool {
         order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES
     }
 
-    /// Changes the statistics of the process. They exclude reserved huge pages, which are not charged to it.
-    fn publish(&self, order: u8, bytes: u64, change: fn(Counter, u64)) {
+    /// Adds to or subtracts from the statistics of the process. Reserved huge pages are excluded, since the process is
+    /// not charged for them.
+    fn update_counters(&self, order: u8, bytes: u64, change: fn(Counter, u64)) {
         if !self.pool.is_hugetlb() {
             change(if self.is_huge(order) { Counter::CacheHuge } else { Counter::CacheSmall }, bytes);
         }
     }
 
-    /// Allocates a folio that replaces smaller ones of `present_bytes`. Charges only the difference, so that concurrent
-    /// writers do not hit the limit.
+    /// Allocates a folio that replaces smaller ones of `present_bytes`. Charges only the difference, so that the limit
+    /// need not have room for both.
     ///
     /// # Errors
     ///
     /// [`Error::NoMemory`].
-    pub fn take_in_place(&self, order: u8, present_bytes: u64) -> Result<Taken> {
+    pub fn allocate_replacement(&self, order: u8, present_bytes: u64) -> Result<NewFolio> {
         let more = self.folio_bytes(order) - present_bytes;
         self.charge(more)?;
-        let taken = self.pool.take(order).inspect_err(|_| {
+        let taken = self.pool.allocate(order).inspect_err(|_| {
             self.charged_bytes.fetch_sub(more, Relaxed);
         })?;
-        self.count(order);
+        self.count_allocated(order);
         Ok(taken)
     }
 
-    /// Reverts [`Inner::take_in_place`].
-    pub fn give_in_place(&self, number: u32, order: u8, present_bytes: u64) {
-        self.discount(order);
+    /// Reverts [`Inner::allocate_replacement`]: frees the folio and the difference.
+    pub fn free_replacement(&self, number: u32, order: u8, present_bytes: u64) {
+        self.count_freed(order);
         self.charged_bytes.fetch_sub(self.folio_bytes(order) - present_bytes, Relaxed);
-        self.pool.give(number, order);
+        self.pool.free(number, order);
     }
 
-    /// Frees a page that another folio replaced. The other folio keeps its charge.
-    pub fn give_replaced(&self, number: u32) {
-        self.discount(0);
-        self.pool.give(number, 0);
+    /// Frees a page that a larger folio has replaced. The larger folio keeps the page's charge.
+    pub fn free_replaced(&self, number: u32) {
+        self.count_freed(0);
+        self.pool.free(number, 0);
     }
 
-    /// Frees and uncharges a folio that the caller owns.
-    pub fn give(&self, number: u32, order: u8) {
-        self.discount(order);
+    /// Frees a folio that the caller owns, and its charge.
+    pub fn free(&self, number: u32, order: u8) {
+        self.count_freed(order);
         self.discharge(order);
-        self.pool.give(number, order);
+        self.pool.free(number, order);
     }
 
-    fn count(&self, order: u8) {
+    fn count_allocated(&self, order: u8) {
         let bytes = self.folio_bytes(order);
-        self.publish(order, bytes, stats::add);
+        self.update_counters(order, bytes, stats::add);
         if self.is_huge(order) {
             self.huge_bytes.fetch_add(bytes, Relaxed);
         }
     }
 
-    fn discount(&self, order: u8) {
+    fn count_freed(&self, order: u8) {
         let bytes = self.folio_bytes(order);
-        self.publish(order, bytes, stats::sub);
+        self.update_counters(order, bytes, stats::sub);
         if self.is_huge(order) {
             self.huge_bytes.fetch_sub(bytes, Relaxed);
         }
@@ -511,8 +514,8 @@ impl Inner {
     /// Updates the statistics after a split of a huge folio.
     pub fn count_split(&self) {
         let bytes = self.folio_bytes(self.pool.chunk_order());
-        self.discount(self.pool.chunk_order());
-        self.publish(0, bytes, stats::add);
+        self.count_freed(self.pool.chunk_order());
+        self.update_counters(0, bytes, stats::add);
     }
 
     #[inline]
@@ -524,25 +527,25 @@ impl Inner {
         self.use_huge.load(Relaxed)
     }
 
-    /// Unpins a folio. Frees it if this was the last pin and it has left its file.
+    /// Unpins a folio. Frees it if this was the last pin of a folio that was removed from its file.
     #[inline]
     pub fn unpin(&self, number: u32) {
         if self.pool.word(number).unpin() {
-            self.give(number, self.pool.word(number).load().order());
+            self.free(number, self.pool.word(number).load().order());
         }
     }
 
-    /// Returns whether a huge folio fits within the limit.
-    pub fn has_room(&self) -> bool {
-        self.has_room_for(self.folio_bytes(self.pool.chunk_order()))
+    /// Returns whether a huge folio would fit within the limit.
+    pub fn fits_huge_folio(&self) -> bool {
+        self.fits_limit(self.folio_bytes(self.pool.chunk_order()))
     }
 
-    /// Returns whether this many more bytes fit within the limit.
-    pub fn has_room_for(&self, bytes: u64) -> bool {
+    /// Returns whether `bytes` more would fit within the limit.
+    pub fn fits_limit(&self, bytes: u64) -> bool {
         self.charged_bytes.load(Relaxed) + bytes <= self.limit_bytes
     }
 
-    /// Returns the next file from `id` on, and moves `id` behind it.
+    /// Returns the first file with an id of `id` or more, and sets `id` to the id behind it.
     pub(super) fn next_file(&self, id: &mut u32) -> Option<Arc<File>> {
         self.files.with(|files| {
             loop {
@@ -559,15 +562,15 @@ impl Inner {
         self.files.with(|files| files.by_id.get(id as usize)?.upgrade())
     }
 
-    fn begin_order(&self) {
-        self.is_ordered.with(|is_ordered| {
-            if !std::mem::replace(is_ordered, true) {
+    fn start_order_once(&self) {
+        self.is_order_started.with(|is_order_started| {
+            if !std::mem::replace(is_order_started, true) {
                 self.order.begin(self.limit_bytes >> self.pool.page_shift());
             }
         });
     }
 
-    fn enter(&self, make: impl FnOnce(u32) -> Arc<File>) -> Result<Arc<File>> {
+    fn add_file(&self, make: impl FnOnce(u32) -> Arc<File>) -> Result<Arc<File>> {
         self.files.with(|files| {
             let id = match files.free.pop() {
                 Some(id) => id,
@@ -585,7 +588,7 @@ impl Inner {
         })
     }
 
-    pub(super) fn leave(&self, id: u32, has_store: bool) {
+    pub(super) fn remove_file(&self, id: u32, has_store: bool) {
         self.stored_files.fetch_sub(u32::from(has_store), Relaxed);
         self.files.with(|files| {
             files.by_id[id as usize] = Weak::new();
@@ -593,7 +596,7 @@ impl Inner {
         });
     }
 
-    /// Evicts or splits sparse folios to free `want_bytes` of folios. Returns whether that succeeded.
+    /// Evicts folios, or else splits sparse ones, to free `want_bytes`. Returns whether that many were freed.
     pub fn make_room(&self, want_bytes: u64) -> bool {
         self.evict_some(want_bytes) || self.split_sparse_some(want_bytes)
     }
@@ -601,7 +604,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // A fork child has its own statistics.
+        // A fork child has statistics of its own, which do not count the parent's caches.
         if self.check().is_ok() {
             stats::sub(Counter::Caches, 1);
             if self.pool.is_hugetlb() {
@@ -611,7 +614,8 @@ impl Drop for Inner {
     }
 }
 
-/// A cache of files. Clones are handles of the same cache, which ends with the last handle and file.
+/// A cache of files. Clones are handles of the same cache. The cache ends when its last handle and its last file are
+/// dropped.
 ///
 /// ```
 /// use pagemill::mapping::Settings;
@@ -629,7 +633,7 @@ impl Drop for Inner {
 pub struct Cache(pub(super) Arc<Inner>);
 
 impl Cache {
-    /// Creates an empty file in memory.
+    /// Creates an empty file without a store.
     ///
     /// Cost: some 200 bytes.
     ///
@@ -637,13 +641,14 @@ impl Cache {
     ///
     /// [`Error::NoAddresses`] for more than 16 million files.
     pub fn create(&self) -> Result<Mapping> {
-        self.enter(None, 0)
+        self.open_file(None, 0)
     }
 
-    /// Opens a store as a file in memory. Reads bring in bytes as needed. Written bytes stay in memory until writeback
-    /// ([`Writeback`]) or [`Mapping::sync`].
+    /// Opens a store as a cached file. Reads bring its bytes into memory as needed. Written bytes stay in memory until
+    /// writeback ([`Writeback`]) or [`Mapping::sync`].
     ///
-    /// Cost: about 1 KiB. The cache's first such file adds 5 bytes for each page of the limit, as they are used.
+    /// Cost: about 1 KiB. The cache's first file with a store adds 5 bytes for each page of the limit, as pages come
+    /// into use.
     ///
     /// # Errors
     ///
@@ -655,16 +660,16 @@ impl Cache {
         if !store.block_bytes().is_power_of_two() || store.block_bytes() > self.page().bytes() {
             return Err(Error::Unsupported { what: "the store's block is not a power of two up to the cache's page" });
         }
-        self.enter(Some(store), size_bytes)
+        self.open_file(Some(store), size_bytes)
     }
 
-    fn enter(&self, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Result<Mapping> {
+    fn open_file(&self, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Result<Mapping> {
         self.0.check()?;
         let has_store = store.is_some();
         if has_store {
-            self.0.begin_order();
+            self.0.start_order_once();
         }
-        let file = self.0.enter(|id| File::new(self.0.clone(), id, store, size_bytes))?;
+        let file = self.0.add_file(|id| File::new(self.0.clone(), id, store, size_bytes))?;
         self.0.stored_files.fetch_add(u32::from(has_store), Relaxed);
         let file = Mapping::new(file);
         file.0.check_size(size_bytes)?;
@@ -681,48 +686,48 @@ impl Cache {
         self.0.pool.page()
     }
 
-    /// Returns the bytes of a huge folio: a block, or a larger page.
+    /// Returns the bytes of a huge folio: a block, or a page that is larger.
     pub fn huge_bytes(&self) -> usize {
         self.0.pool.chunk_bytes()
     }
 
-    /// Returns the bytes of the files' folios. The limit bounds them.
+    /// Returns the bytes of all folios of the cache's files, which the limit bounds.
     pub fn charged_bytes(&self) -> u64 {
         self.0.charged_bytes.load(Relaxed)
     }
 
-    /// Collapses small folios that should be huge: about `steps` blocks, some hundred microseconds each. The background
-    /// does this by itself where it runs. Returns the number of new huge folios.
+    /// Collapses ranges of small folios that were proposed for it: about `steps` ranges, some hundred microseconds
+    /// each. The background thread does the same unless it is disabled. Returns the number of new huge folios.
     pub fn collapse_waiting(&self, steps: usize) -> usize {
         self.0.caches.worker.step(steps)
     }
 
-    /// Checks up to `steps` huge folios of all caches, a fraction of a millisecond each, and splits sparse ones. Passes
-    /// each chunk at most once. Checks only folios that were not written since the previous round. The background does
-    /// this by itself where it runs. Returns the bytes freed.
+    /// Checks up to `steps` huge folios of all caches, a fraction of a millisecond each, and splits those that are
+    /// sparse. Visits each chunk at most once. Checks only folios that were not written since the previous round over
+    /// all chunks. The background thread does the same unless it is disabled. Returns the bytes freed.
     pub fn split_sparse_waiting(&self, steps: usize) -> u64 {
         super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
     }
 
-    /// Writes back pages that are dirty for too long, and those above the background share ([`Writeback`]). The
-    /// background does this by itself where it runs. Returns the bytes written.
+    /// Writes back pages that have been dirty for too long, and those above the background share ([`Writeback`]). The
+    /// background thread does the same unless it is disabled. Returns the bytes written.
     pub fn write_back_due(&self) -> u64 {
         self.0.flush().0
     }
 
-    /// Returns the bytes of dirty folios: in memory, but not yet in their stores.
+    /// Returns the bytes of dirty folios: changed in memory, and not yet in their stores.
     pub fn dirty_bytes(&self) -> u64 {
         self.0.dirty_bytes()
     }
 
-    /// Gives free memory back to the system and returns its bytes. Reclaim does the same when memory is needed. Memory
-    /// registered by a [`Queue`] is only requested here; the queue's thread releases it when it waits, asks for a page,
-    /// or drops the queue. Reserved huge pages are given back when the cache ends ([`Source::Hugetlb`]).
+    /// Returns free memory to the system, and its number of bytes to the caller. Reclaim does the same when memory is
+    /// needed. Memory that a [`Queue`] has registered is only requested: the queue's thread releases it when it waits,
+    /// asks for a page, or drops the queue. Reserved huge pages are returned when the cache ends ([`Source::Hugetlb`]).
     ///
     /// [`Queue`]: super::Queue
     pub fn give_back(&self) -> u64 {
         let freed = self.0.pool.shrink(u64::MAX);
-        self.0.caches.want_back(self.0.pool);
+        self.0.caches.request_lease_end(self.0.pool);
         freed
     }
 }
@@ -739,7 +744,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_small() {
+    fn a_file_structure_has_at_most_192_bytes() {
         assert!(size_of::<File>() <= 192, "{}", size_of::<File>());
     }
 }

@@ -1,42 +1,42 @@
-//! Collapsing: makes a huge folio of small ones. They are copied into a free block, and reads continue meanwhile.
+//! Collapsing: copies the small folios of a range into a new huge folio. Reads continue meanwhile.
 
 use super::{File, Mapping};
 use crate::folio::word::Kind;
-use crate::folio::{Owner, Taken};
+use crate::folio::{NewFolio, Owner};
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Acquire, Relaxed};
 use pagemill_core::trace::Event;
 
-/// Most pages of a huge folio.
+/// Maximum number of pages of a huge folio.
 const MOST_PAGES: usize = 512;
 
-/// No page.
+/// Marks a page without a folio, in place of a page number.
 const NONE: u32 = u32::MAX;
 
-/// The small folios of a range, frozen during the copy.
-struct Parts<'file> {
+/// The small folios of a range, which are frozen during the copy.
+struct SmallFolios<'file> {
     file: &'file File,
     first: u64,
     numbers: [u32; MOST_PAGES],
     pages: usize,
-    /// The number of frozen entries, from the first on.
+    /// Number of leading pages of the range whose folios are frozen.
     frozen: usize,
     dirty_bytes: u64,
-    /// Value of `File::left` before they were looked up.
-    left: u32,
+    /// Value of `File::removals` before the folios were looked up.
+    removals: u32,
 }
 
 impl Mapping {
-    /// Collapses the small folios around `offset` into one huge folio; holes among them become zeros. Returns whether
-    /// it did. It does not if there is a huge folio already, or no folio.
+    /// Collapses the small folios around `offset` into one huge folio. Holes among them become zeros. Returns `false`
+    /// if the range already has a huge folio, or no folio at all.
     ///
-    /// Cost: a copy of a huge folio, for which writers wait.
+    /// Cost: a copy of the huge folio, during which writers wait.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if one of them is in use. [`Error::NoMemory`] if no block is available.
+    /// [`Error::Busy`] if one of the folios is in use. [`Error::NoMemory`] if no block is available.
     pub fn collapse(&self, offset: u64) -> Result<bool> {
         self.0.check(offset, 1)?;
         self.0.collapse_at(self.0.index_of(offset), Counter::HugeCollapsedForCaller)
@@ -50,36 +50,36 @@ impl File {
         if order == 0 || self.offset_of(span.start) >= end {
             return Ok(false);
         }
-        // Taken because the collapse fills gaps of the index, too.
+        // An in-flight entry is registered for the range, because the collapse also fills missing pages.
         let flight = self.store.is_some().then(|| self.try_fly(span.start, span.end - 1));
         if matches!(flight, Some(None)) {
             return Err(Error::Busy { what: "a page of the range is being read in" });
         }
-        let Some(mut parts) = Parts::find(self, span.start, 1 << order) else { return Ok(false) };
-        // Bytes of a gap may be in the store.
+        let Some(mut folios) = SmallFolios::find(self, span.start, 1 << order) else { return Ok(false) };
+        // A missing page may have bytes in the store, which the huge folio would lack.
         let stored = self.index_of(self.stored_bytes.load(Relaxed).next_multiple_of(self.page_bytes() as u64));
-        if self.store.is_some() && parts.first_gap().is_some_and(|index| index < stored) {
+        if self.store.is_some() && folios.first_missing().is_some_and(|index| index < stored) {
             return Ok(false);
         }
         let failed = |error| {
             stats::add(Counter::HugeCollapseFailed, 1);
             Err(error)
         };
-        let taken = match self.cache.take_in_place(order, parts.present_bytes()) {
+        let taken = match self.cache.allocate_replacement(order, folios.present_bytes()) {
             Ok(taken) => taken,
             Err(error) => return failed(error),
         };
-        if !parts.freeze() {
-            self.cache.give_in_place(taken.number, order, parts.present_bytes());
+        if !folios.freeze() {
+            self.cache.free_replacement(taken.number, order, folios.present_bytes());
             return failed(Error::Busy { what: "a page of the range is in use" });
         }
-        parts.copy_to(&taken);
-        if !self.join(&parts, &taken)? {
-            self.cache.give_in_place(taken.number, order, parts.present_bytes());
+        folios.copy_to(&taken);
+        if !self.replace_in_index(&folios, &taken)? {
+            self.cache.free_replacement(taken.number, order, folios.present_bytes());
             return failed(Error::Busy { what: "the range was changed meanwhile" });
         }
-        parts.free();
-        if parts.first_gap().is_some() {
+        folios.free();
+        if folios.first_missing().is_some() {
             self.note_sparse(taken.number);
         }
         stats::add(counter, 1);
@@ -87,42 +87,42 @@ impl File {
         Ok(true)
     }
 
-    /// Replaces the parts by the huge folio in the index, if the parts are unchanged. Returns whether they were.
-    fn join(&self, parts: &Parts<'_>, taken: &Taken) -> Result<bool> {
-        let (number, order, first) = (taken.number, taken.order, parts.first);
+    /// Replaces the small folios by the huge one in the index, if they are unchanged. Returns whether it did.
+    fn replace_in_index(&self, folios: &SmallFolios<'_>, taken: &NewFolio) -> Result<bool> {
+        let (number, order, first) = (taken.number, taken.order, folios.first);
         let word = self.pool().word(number);
         self.pool().set_owner(number, Owner { id: self.id, index: first });
         let last = first + (1 << order) - 1;
         let reached = self.reach_order(number, order);
         let stock = reached.and_then(|()| self.tree.prepare(first, last, u32::from(order)));
-        let mut stock = stock.inspect_err(|_| self.cache.give_in_place(number, order, parts.present_bytes()))?;
+        let mut stock = stock.inspect_err(|_| self.cache.free_replacement(number, order, folios.present_bytes()))?;
         let mut writer = self.tree.lock();
-        let is_same = self.store.is_none() || self.left.load(Relaxed) == parts.left;
+        let is_same = self.store.is_none() || self.removals.load(Relaxed) == folios.removals;
         let is_same = is_same
-            && (first..).zip(&parts.numbers[..parts.pages]).all(|(index, number)| {
+            && (first..).zip(&folios.numbers[..folios.pages]).all(|(index, number)| {
                 writer.get(index).map(|found| found.value) == (*number != NONE).then_some(u64::from(*number))
             });
         if is_same {
-            // Once it is in the index, other threads may use it.
-            let is_dirty = parts.dirty_bytes > 0;
+            // Dirty bytes are counted first: once the folio is in the index, other threads may use it.
+            let is_dirty = folios.dirty_bytes > 0;
             if is_dirty {
-                self.count_dirty(self.cache.folio_bytes(order) - parts.dirty_bytes);
+                self.count_dirty(self.cache.folio_bytes(order) - folios.dirty_bytes);
             }
             word.publish(order, !self.cache.may_split, is_dirty);
             writer.join(first, u32::from(order), u64::from(number), &mut stock);
             if self.store.is_some() {
-                self.cache.order.join(parts.present().map(|(_, part)| part), number, order);
+                self.cache.order.join(folios.present().map(|(_, page)| page), number, order);
             }
         }
         Ok(is_same)
     }
 }
 
-impl<'file> Parts<'file> {
-    /// Finds the small folios from `first` on; `None` if there are none, or a huge one.
+impl<'file> SmallFolios<'file> {
+    /// Finds the small folios from page `first` on. Returns `None` if there are none, or if there is a huge folio.
     fn find(file: &'file File, first: u64, pages: usize) -> Option<Self> {
-        let left = file.left.load(Acquire);
-        let mut parts = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, dirty_bytes: 0, left };
+        let removals = file.removals.load(Acquire);
+        let mut folios = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, dirty_bytes: 0, removals };
         let guard = epoch::pin();
         let mut at = first;
         let last = first + pages as u64 - 1;
@@ -132,16 +132,16 @@ impl<'file> Parts<'file> {
             if found.order > 0 {
                 return None;
             }
-            parts.numbers[(found.first - first) as usize] = found.value as u32;
+            folios.numbers[(found.first - first) as usize] = found.value as u32;
             at = found.first + 1;
         }
-        (at > first).then_some(parts)
+        (at > first).then_some(folios)
     }
 
-    /// Returns the index of the first missing page.
-    fn first_gap(&self) -> Option<u64> {
-        let gap = self.numbers[..self.pages].iter().position(|number| *number == NONE);
-        gap.map(|at| self.first + at as u64)
+    /// Returns the index of the first page without a folio.
+    fn first_missing(&self) -> Option<u64> {
+        let missing = self.numbers[..self.pages].iter().position(|number| *number == NONE);
+        missing.map(|at| self.first + at as u64)
     }
 
     fn present_bytes(&self) -> u64 {
@@ -153,13 +153,14 @@ impl<'file> Parts<'file> {
         numbers.filter(|(_, number)| *number != NONE)
     }
 
-    /// Freezes all of them. Returns whether it could.
+    /// Freezes all folios. Returns false if one of them is in use.
     fn freeze(&mut self) -> bool {
         for at in 0..self.pages {
             let number = self.numbers[at];
             if number != NONE {
                 match self.file.pool().word(number).freeze() {
-                    // The page may belong to another file by now. The check of the index in `join` detects that.
+                    // The page may belong to another file by now. The check of the index in `replace_in_index` detects
+                    // that.
                     Ok(state) if state.order() == 0 => {
                         self.dirty_bytes += if state.is_dirty() { self.file.page_bytes() as u64 } else { 0 };
                     }
@@ -175,7 +176,7 @@ impl<'file> Parts<'file> {
         true
     }
 
-    fn copy_to(&self, taken: &Taken) {
+    fn copy_to(&self, taken: &NewFolio) {
         let pool = self.file.pool();
         for (at, number) in self.numbers[..self.pages].iter().enumerate() {
             let to = taken.number + at as u32;
@@ -187,17 +188,17 @@ impl<'file> Parts<'file> {
         }
     }
 
-    /// Frees the parts. They are in no index any more.
+    /// Frees the small folios, which are in no index any more.
     fn free(&mut self) {
         for (_, number) in self.present() {
-            debug_assert_eq!(self.file.pool().word(number).load().kind(), Kind::Still);
-            self.file.cache.give_replaced(number);
+            debug_assert_eq!(self.file.pool().word(number).load().kind(), Kind::Frozen);
+            self.file.cache.free_replaced(number);
         }
         self.frozen = 0;
     }
 }
 
-impl Drop for Parts<'_> {
+impl Drop for SmallFolios<'_> {
     fn drop(&mut self) {
         for number in self.numbers[..self.frozen].iter().filter(|number| **number != NONE) {
             self.file.thaw(*number);

@@ -1,13 +1,14 @@
-//! Dirty folios of files with a store: their count, and marks in the index, by which writeback finds them.
+//! Dirty folios of files with a store: the number of dirty bytes, and the marks in the index by which writeback finds
+//! the folios.
 //!
-//! A thread that is about to change a folio, pinned or held, first marks its entry, then makes its word dirty, then
-//! changes bytes. So a thread that finds the word dirty knows that writeback will find the folio. Writeback clears the
-//! mark under the index's lock while the folio is frozen, then makes the word clean. The thread that removes a folio
-//! from the file subtracts its bytes from the count. Files in memory only use none of this.
+//! A thread that is about to change a pinned or held folio first sets the mark of its index entry, then the dirty bit
+//! of its word, then changes bytes. So writeback finds each folio whose word is dirty. Writeback clears the mark under
+//! the index's lock while the folio is frozen, then clears the dirty bit. A thread that removes a dirty folio from the
+//! file subtracts its bytes from the count. Files without a store use none of this.
 
 use super::cache::Inner;
 use super::fetch::Place;
-use super::flush::FlushTurns;
+use super::flush::FileFlush;
 use super::{File, Mapping};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
@@ -16,20 +17,20 @@ use pagemill_xarray::Mark;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 
-/// Mark of an entry with a folio that is dirty, or about to be.
+/// Mark of an index entry whose folio is dirty, or about to be.
 pub(super) const DIRTY: Mark = Mark::A;
 
 /// State of the dirty folios of one file.
 pub(super) struct Dirty {
-    /// Bytes of dirty folios.
+    /// Total bytes of dirty folios.
     bytes: AtomicU64,
-    /// Time when the oldest of them became dirty, or earlier.
+    /// Time when the oldest dirty folio became dirty, or earlier.
     pub since_ns: AtomicU64,
-    /// In-flight runs: given to the store and not ended.
+    /// Number of write transfers that the store has received and not completed.
     pub in_flight: AtomicU32,
     /// Number of writeback failures in the lower half, and the last error number in the upper half.
     errors: AtomicU64,
-    pub turns: FlushTurns,
+    pub flush: FileFlush,
 }
 
 impl Dirty {
@@ -39,11 +40,11 @@ impl Dirty {
             since_ns: AtomicU64::new(0),
             in_flight: AtomicU32::new(0),
             errors: AtomicU64::new(0),
-            turns: FlushTurns::default(),
+            flush: FileFlush::default(),
         }
     }
 
-    /// Returns the bytes of dirty folios.
+    /// Returns the total bytes of dirty folios.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(SeqCst)
     }
@@ -72,9 +73,9 @@ impl Dirty {
 }
 
 impl Mapping {
-    /// Returns another handle of the same file, which stays until the last handle is dropped. Each handle reports each
-    /// writeback failure once ([`Mapping::sync`]). The new handle also reports those that this one has not reported
-    /// yet.
+    /// Returns another handle of the same file, which exists until its last handle is dropped. Each handle reports each
+    /// writeback failure once ([`Mapping::sync`]). The new handle also reports the failures that this one has not
+    /// reported yet.
     ///
     /// # Errors
     ///
@@ -85,18 +86,18 @@ impl Mapping {
         Ok(Self(self.0.clone(), AtomicU32::new(self.1.load(Relaxed))))
     }
 
-    /// Returns the bytes of the file's dirty folios: in memory, but not yet in its store.
+    /// Returns the bytes of the file's dirty folios: changed in memory, and not yet in the store.
     pub fn dirty_bytes(&self) -> u64 {
         self.0.dirty.as_ref().map_or(0, |dirty| dirty.bytes())
     }
 
-    /// Returns the result of a sync: its own failure, or else one since the last sync by this handle.
-    pub(super) fn tell(&self, done: Result<()>) -> Result<()> {
+    /// Returns the result of a sync: the sync's own failure, or else a failure since the last sync by this handle.
+    pub(super) fn report_failures(&self, done: Result<()>) -> Result<()> {
         let Some(dirty) = &self.0.dirty else { return done };
         let (count, errno) = dirty.errors();
-        let told = self.1.swap(count, AcqRel);
+        let reported = self.1.swap(count, AcqRel);
         done?;
-        if told == count {
+        if reported == count {
             return Ok(());
         }
         Err(Error::Store { doing: "writing a file back earlier", cause: io::Error::from_raw_os_error(errno) })
@@ -104,7 +105,7 @@ impl Mapping {
 }
 
 impl File {
-    /// Records a writeback failure for all handles.
+    /// Records a writeback failure, which each handle then reports once.
     pub(super) fn note_error(&self, error: &Error) {
         if let Some(dirty) = &self.dirty {
             dirty.note_error(error.errno());
@@ -112,7 +113,7 @@ impl File {
         }
     }
 
-    /// Marks a folio dirty that was clean and is about to change. The caller has pinned it, inside the gate.
+    /// Makes a folio dirty that was clean and is about to change. The caller has pinned the folio, and holds the gate.
     #[cold]
     pub(super) fn make_dirty(&self, place: &Place) {
         if self.dirty.is_some() {
@@ -123,7 +124,7 @@ impl File {
         }
     }
 
-    /// Adds to the count of dirty bytes. Not under the lock of the index: this may allocate.
+    /// Adds to the number of dirty bytes. Must not be called under the lock of the index, since it may allocate.
     pub(super) fn add_dirty(&self, bytes: u64) {
         let Some(dirty) = &self.dirty else { return };
         let was_clean = self.count_dirty(bytes);
@@ -133,7 +134,7 @@ impl File {
         self.cache.note_much_dirty();
     }
 
-    /// Adds to the count of dirty bytes. Returns whether the file had none before.
+    /// Adds to the number of dirty bytes. Returns whether it was 0 before for this file.
     pub(super) fn count_dirty(&self, bytes: u64) -> bool {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return false };
         let was_clean = dirty.bytes.fetch_add(bytes, SeqCst) == 0;
@@ -142,7 +143,7 @@ impl File {
         was_clean
     }
 
-    /// Subtracts bytes that are clean now, or have left the file.
+    /// Subtracts bytes of folios that are clean now, or were removed from the file.
     pub(super) fn sub_dirty(&self, bytes: u64) {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return };
         dirty.bytes.fetch_sub(bytes, SeqCst);
@@ -153,7 +154,7 @@ impl File {
 }
 
 impl Inner {
-    /// Returns the bytes of dirty folios of its files with a store.
+    /// Returns the bytes of dirty folios of the cache's files with a store.
     pub fn dirty_bytes(&self) -> u64 {
         self.dirty_bytes.load(SeqCst)
     }
@@ -174,15 +175,15 @@ mod tests {
     const PAGE: usize = PageSize::MIN_BYTES;
     const FILE_BYTES: usize = 3 * BLOCK_BYTES;
 
-    /// Returns the next number below `end` of a fixed sequence (splitmix64).
-    fn next(random: &mut u64, end: usize) -> usize {
+    /// Returns the next number below `end` of a fixed pseudo-random sequence (splitmix64).
+    fn random_below(random: &mut u64, end: usize) -> usize {
         *random = random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mixed = (*random ^ *random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         ((mixed ^ mixed >> 27) % end as u64) as usize
     }
 
-    /// The counts agree with the words of all pages, and with the marks.
-    fn check(cache: &Cache, files: &[Mapping]) {
+    /// Asserts that the numbers of dirty bytes agree with the words of all folios, and with the marks.
+    fn assert_counts_agree(cache: &Cache, files: &[Mapping]) {
         for file in files {
             let (mut dirty, mut marked) = (0, 0);
             let guard = epoch::pin();
@@ -201,10 +202,10 @@ mod tests {
         assert_eq!(cache.0.dirty_bytes(), files.iter().map(Mapping::dirty_bytes).sum::<u64>());
     }
 
-    fn act(random: &mut u64, file: &Mapping, store: &FaultyStore<MemoryStore>) {
-        let at = next(random, FILE_BYTES) as u64;
-        let len = [1, PAGE, 70 * PAGE, BLOCK_BYTES][next(random, 4)];
-        match next(random, 14) {
+    fn run_random_operation(random: &mut u64, file: &Mapping, store: &FaultyStore<MemoryStore>) {
+        let at = random_below(random, FILE_BYTES) as u64;
+        let len = [1, PAGE, 70 * PAGE, BLOCK_BYTES][random_below(random, 4)];
+        match random_below(random, 14) {
             0..=3 => _ = file.write_at(&vec![1; len], at).unwrap(),
             4 => _ = file.read_at(&mut vec![0; len], at).unwrap(),
             5 => file.truncate(at).unwrap(),
@@ -213,7 +214,7 @@ mod tests {
             8 => _ = file.collapse(at),
             9 => {
                 if let Ok(pin) = file.pin(at) {
-                    match next(random, 2) {
+                    match random_below(random, 2) {
                         0 => pin.set_dirty(),
                         _ => pin.write_at(&[3], 0).unwrap(),
                     }
@@ -235,10 +236,10 @@ mod tests {
         }
     }
 
-    /// Random operations on two files with a store and one without. After each one, counts, marks and words agree. In
-    /// the end nothing is dirty, also not after a dirty file was dropped.
+    /// Runs random operations on two files with a store and one without. After each operation, the numbers of dirty
+    /// bytes, the marks and the words agree. At the end nothing is dirty, even after a dirty file was dropped.
     #[test]
-    fn counts_marks_and_words_agree() {
+    fn dirty_counts_marks_and_words_agree() {
         let page = PageSize::new(PAGE).unwrap();
         for seed in 0..4 {
             let (mut random, caches) = (seed, TestProcess::for_test().caches);
@@ -250,9 +251,9 @@ mod tests {
             let mut files: Vec<_> = stores.iter().map(|store| cache.open(Arc::new(store.clone())).unwrap()).collect();
             files.push(cache.create().unwrap());
             for _ in 0..250 {
-                let which = next(&mut random, files.len());
-                act(&mut random, &files[which], &stores[which % 2]);
-                check(&cache, &files);
+                let which = random_below(&mut random, files.len());
+                run_random_operation(&mut random, &files[which], &stores[which % 2]);
+                assert_counts_agree(&cache, &files);
             }
             files[0].sync().unwrap();
             assert_eq!(files[0].dirty_bytes(), 0, "seed {seed}");
@@ -263,9 +264,9 @@ mod tests {
         }
     }
 
-    /// Each handle reports a failure once: a sync its own, other handles the failure of that sync.
+    /// Each handle reports a failure once: the failed sync its own, the other handles the failure of that sync.
     #[test]
-    fn every_handle_hears_of_a_failure_once() {
+    fn every_handle_reports_a_failure_once() {
         let cache = TestProcess::for_test().caches.make(Settings::new("told", 32 * BLOCK_BYTES as u64)).unwrap();
         let store = FaultyStore::new(MemoryStore::new(Vec::new(), PAGE));
         let first = cache.open(Arc::new(store.clone())).unwrap();
@@ -273,7 +274,7 @@ mod tests {
         first.write_at(&[7; 100], 0).unwrap();
         store.set_faults(Faults { fail_per_mille: 1000, errno: 28, ..Faults::default() });
         assert_eq!(second.write_back(0, 100).unwrap_err().errno(), 28);
-        assert_eq!(first.dirty_bytes(), cache.0.folio_bytes(0), "nothing is lost");
+        assert_eq!(first.dirty_bytes(), cache.0.folio_bytes(0), "the page stays dirty");
         store.set_faults(Faults::default());
         drop(third);
         let third = second.try_clone().unwrap();
@@ -282,7 +283,7 @@ mod tests {
             assert!(error.errno() == 28 && error.to_string().contains("earlier"), "{error}");
             handle.sync().unwrap();
         }
-        assert_eq!(store.inner().bytes(), [7; 100], "but it is there");
+        assert_eq!(store.inner().bytes(), [7; 100], "the store has the bytes");
         first.try_clone().unwrap().sync().unwrap();
         // A sync reports its own failure at once, and other handles report it once.
         first.write_at(&[8; 100], 0).unwrap();
@@ -291,7 +292,7 @@ mod tests {
         store.set_faults(Faults::default());
         first.sync().unwrap();
         assert_eq!((second.sync().unwrap_err().errno(), second.sync().is_ok()), (5, true));
-        // The file stays as long as a handle does.
+        // The file exists as long as one of its handles.
         drop((first, second));
         assert_eq!(third.size_bytes(), 100);
         drop(third);

@@ -1,4 +1,4 @@
-//! Eviction of clean folios of files with a store, in the [`order`](super::order) of their use.
+//! Eviction of clean folios of files with a store, in the eviction [`order`](super::order).
 
 use super::File;
 use super::cache::Inner;
@@ -10,24 +10,24 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed, coarse_ns};
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Pause after a scan that found nothing; a writeback ends it early.
-const FUTILE_NS: u64 = 100_000_000;
+/// Delay before the next scan after one that found nothing. A writeback ends the delay.
+const RETRY_NS: u64 = 100_000_000;
 
-/// Most scans while other threads are evicting or reading ahead.
-const HUNTS: usize = 64;
+/// Maximum number of scans of one eviction, while other threads evict or readahead is in flight.
+const MOST_SCANS: usize = 64;
 
 impl Folios for Pool {
     fn look(&self, number: u32) -> FolioState {
         let state = self.word(number).load();
         match state.kind() {
             Kind::Live if state.pins() == 0 && !state.is_dirty() => FolioState::Idle { order: state.order() },
-            Kind::Live | Kind::Busy | Kind::Still => FolioState::Kept,
+            Kind::Live | Kind::Busy | Kind::Frozen => FolioState::Kept,
             Kind::Free | Kind::Tail | Kind::Gone => FolioState::Gone,
         }
     }
 
     fn is_awaited(&self, number: u32) -> bool {
-        self.word(number).load().is_fetched()
+        self.word(number).load().is_prefetched()
     }
 
     fn forget_use(&self, number: u32) -> bool {
@@ -40,21 +40,21 @@ impl Folios for Pool {
 }
 
 impl Inner {
-    /// Evicts clean folios until `want_bytes` are freed. Returns whether they were.
+    /// Evicts clean folios until `want_bytes` are freed. Returns whether that many were freed.
     pub(super) fn evict_some(&self, want_bytes: u64) -> bool {
         if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
             return false;
         }
         let cleaned_bytes = self.balance.cleaned_bytes.load(SeqCst);
         let (mut backoff, mut was_quiet) = (None, false);
-        for _ in 0..HUNTS {
+        for _ in 0..MOST_SCANS {
             let freed = self.evict_scan(want_bytes);
             if freed > 0 {
                 return freed >= want_bytes;
             }
-            // Other threads may be evicting the last candidates, or the remaining folios are reads ahead in flight. So
-            // it scans again, and a last time once neither is the case.
-            let is_quiet = self.in_hand.load(SeqCst) == 0 && self.ahead_bytes.load(SeqCst) == 0;
+            // Other threads may be evicting the last candidates, or the remaining folios are in-flight readahead. So
+            // scan again, until one scan has found nothing while neither was the case.
+            let is_quiet = self.evicting_threads.load(SeqCst) == 0 && self.ahead_bytes.load(SeqCst) == 0;
             if is_quiet && was_quiet {
                 break;
             }
@@ -62,8 +62,8 @@ impl Inner {
             backoff.get_or_insert_with(Backoff::new).pause();
         }
         if self.ahead_bytes.load(SeqCst) == 0 {
-            self.evict_after_ns.store(coarse_ns() + FUTILE_NS, SeqCst);
-            // Folios that became clean during the scan must not wait. Their writeback may have reset the time before
+            self.evict_after_ns.store(coarse_ns() + RETRY_NS, SeqCst);
+            // Folios that became clean during the scan must not wait. Their writeback may have reset the delay before
             // the store above.
             if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
                 self.evict_after_ns.store(0, SeqCst);
@@ -73,18 +73,18 @@ impl Inner {
     }
 
     /// As [`Inner::evict_some`], for background work: scans once, and does not delay later scans.
-    pub(super) fn evict_idly(&self, want_bytes: u64) -> bool {
-        let may_look = self.stored_files.load(Relaxed) > 0 && coarse_ns() >= self.evict_after_ns.load(Relaxed);
-        may_look && self.evict_scan(want_bytes) >= want_bytes
+    pub(super) fn evict_in_background(&self, want_bytes: u64) -> bool {
+        let may_scan = self.stored_files.load(Relaxed) > 0 && coarse_ns() >= self.evict_after_ns.load(Relaxed);
+        may_scan && self.evict_scan(want_bytes) >= want_bytes
     }
 
     fn evict_scan(&self, want_bytes: u64) -> u64 {
         let (mut scan, mut freed) = (self.order.scan(), 0);
         while freed < want_bytes {
-            self.in_hand.fetch_add(1, SeqCst);
+            self.evicting_threads.fetch_add(1, SeqCst);
             let candidate = scan.next(self.pool);
             freed += candidate.as_ref().map_or(0, |candidate| self.evict(candidate));
-            self.in_hand.fetch_sub(1, SeqCst);
+            self.evicting_threads.fetch_sub(1, SeqCst);
             if candidate.is_none() {
                 break;
             }
@@ -92,10 +92,10 @@ impl Inner {
         freed
     }
 
-    /// Evicts one folio if its store has its bytes. Returns the bytes freed.
+    /// Evicts one folio if it is clean. Returns the bytes freed.
     fn evict(&self, candidate: &Candidate) -> u64 {
         let owner = self.pool.owner(candidate.number);
-        // The page may belong to a file in memory by now, which is in no order.
+        // The page may belong to a file without a store by now, whose folios are not in the order.
         let Some(file) = self.file(owner.id).filter(|file| file.store.is_some()) else { return 0 };
         let Some(order) = file.evict_at(owner.index, candidate.number) else {
             self.order.put_back(candidate);
@@ -116,7 +116,7 @@ impl Inner {
 }
 
 impl File {
-    /// Commits what a folio needs to enter the order, because entering must not fail.
+    /// Commits the memory that a folio needs to enter the eviction order, because entering must not fail.
     ///
     /// # Errors
     ///
@@ -128,8 +128,8 @@ impl File {
         self.cache.order.reach(number as usize + (1 << order))
     }
 
-    /// Enters a folio into the order. Under the lock of the index, so that it cannot be removed before. Does nothing
-    /// for files in memory.
+    /// Enters a folio into the eviction order. Called under the lock of the index, so that the folio cannot be removed
+    /// before. Does nothing for files without a store.
     pub(super) fn enter_order(&self, index: u64, number: u32, order: u8) {
         if self.store.is_none() {
             return;
@@ -144,24 +144,24 @@ impl File {
         }
     }
 
-    /// Evicts a folio if it is clean and unused; returns its order if it did.
+    /// Evicts a folio if it is clean and not in use. Returns its order if it was evicted.
     pub(super) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
         let state = self.pool().word(number).freeze().ok()?;
         // While frozen, the folio cannot become dirty or be freed, even if it belongs to another file by now.
         let is_ours = |value| value == u64::from(number) && !state.is_dirty();
         let mut writer = self.tree.lock();
-        self.note_left();
-        let is_out = writer.get(index).is_some_and(|found| is_ours(found.value)) && writer.erase(index).is_some();
+        self.note_removal();
+        let is_removed = writer.get(index).is_some_and(|found| is_ours(found.value)) && writer.erase(index).is_some();
         drop(writer);
-        if !is_out {
-            // The folio may belong to another file by now.
+        if !is_removed {
+            // The folio is dirty, or belongs to another file by now.
             self.thaw(number);
             return None;
         }
-        if state.is_ahead() {
+        if state.is_readahead() {
             stats::add(Counter::ReadAheadUnused, self.cache.folio_bytes(state.order()));
         }
-        self.cache.give(number, state.order());
+        self.cache.free(number, state.order());
         Some(state.order())
     }
 }

@@ -6,7 +6,7 @@ use super::flights::Flight;
 use super::policy::{Ask, Cause, Choice};
 use super::sync::failed;
 use super::{File, TimedWait};
-use crate::folio::{Frame, Owner, Taken};
+use crate::folio::{Frame, NewFolio, Owner};
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
@@ -59,19 +59,19 @@ struct Fresh<'file> {
 
 impl<'file> Fresh<'file> {
     /// One folio. It has to be filled.
-    fn new(file: &'file File, taken: &Taken, first: u64) -> Self {
+    fn new(file: &'file File, taken: &NewFolio, first: u64) -> Self {
         let fresh = Self { file, order: taken.order, first, number: taken.number, more: Vec::new() };
         fresh.own(taken, first);
         fresh
     }
 
     /// Puts the next page behind the others. It has to be filled.
-    fn push(&mut self, taken: &Taken) {
+    fn push(&mut self, taken: &NewFolio) {
         self.more.push(taken.number);
         self.own(taken, self.last());
     }
 
-    fn own(&self, taken: &Taken, index: u64) {
+    fn own(&self, taken: &NewFolio, index: u64) {
         self.file.pool.set_owner(taken.number, Owner { id: self.file.id, index });
     }
 
@@ -94,7 +94,7 @@ impl<'file> Fresh<'file> {
 
 impl Drop for Fresh<'_> {
     fn drop(&mut self) {
-        self.numbers().for_each(|number| self.file.cache.give(number, self.order));
+        self.numbers().for_each(|number| self.file.cache.free(number, self.order));
     }
 }
 
@@ -269,7 +269,7 @@ impl File {
     /// Takes pages behind those that were taken, as many as there are, and fills them.
     fn make_more(&self, fresh: &mut Fresh<'_>, wanted: usize, content: &Content<'_>) -> Result<()> {
         let (mut more, mut count) = ([const { None }; MOST_PAGES], 0);
-        self.cache.take_more(wanted, |taken| {
+        self.cache.allocate_more(wanted, |taken| {
             more[count] = Some(taken);
             count += 1;
         });
@@ -307,7 +307,7 @@ impl File {
     }
 
     /// Takes a folio for a page, huge if that is wanted and it can be had.
-    pub(super) fn take_for(&self, index: u64, is_huge: bool) -> Result<(Taken, u64)> {
+    pub(super) fn take_for(&self, index: u64, is_huge: bool) -> Result<(NewFolio, u64)> {
         if is_huge {
             if let Some(taken) = self.take_huge(self.pool().chunk_order()) {
                 return Ok((taken, self.span_of(index).start));
@@ -315,7 +315,7 @@ impl File {
             stats::add(Counter::HugeFallback, 1);
         }
         loop {
-            match self.cache.take(0) {
+            match self.cache.allocate(0) {
                 Ok(taken) => return Ok((taken, index)),
                 // Others may take what room was made: then once more.
                 Err(_) if self.cache.make_room(self.page_bytes() as u64) => {}
@@ -328,11 +328,11 @@ impl File {
 
     /// A huge folio; of a file with a store others make room for it. Once: what comes free in pieces makes no chunk, and to go on
     /// would drop all there is.
-    fn take_huge(&self, order: u8) -> Option<Taken> {
+    fn take_huge(&self, order: u8) -> Option<NewFolio> {
         let may_evict = self.store.is_some();
-        self.cache.take(order).ok().or_else(|| {
+        self.cache.allocate(order).ok().or_else(|| {
             let has_room = may_evict && self.cache.evict_some(self.cache.folio_bytes(order));
-            has_room.then(|| self.cache.take(order).ok()).flatten()
+            has_room.then(|| self.cache.allocate(order).ok()).flatten()
         })
     }
 
@@ -358,7 +358,7 @@ impl File {
     }
 
     /// Puts the first bytes into an unpublished folio.
-    fn fill(&self, mut taken: Taken, first: u64, content: &Content<'_>) -> Result<()> {
+    fn fill(&self, mut taken: NewFolio, first: u64, content: &Content<'_>) -> Result<()> {
         let (pool, len_bytes) = (self.pool(), self.cache.folio_bytes(taken.order));
         let begin = self.offset_of(first);
         let (from, bytes) = match content {
@@ -407,7 +407,7 @@ impl File {
     /// Frees a folio that could not be made live again: it left its file while another thread used it.
     pub(super) fn note_revived(&self, number: u32, is_live: bool) {
         if !is_live {
-            self.cache.give(number, self.pool().word(number).load().order());
+            self.cache.free(number, self.pool().word(number).load().order());
         }
     }
 
@@ -436,10 +436,10 @@ impl File {
             // What is split meanwhile has the order of the index here, and the word another yet.
             let mut dirty_bytes = 0;
             for (number, order) in numbers[..count].iter().copied() {
-                let left = self.pool().word(number).leave();
+                let left = self.pool().word(number).remove_from_file();
                 dirty_bytes += if left.was_dirty { self.cache.folio_bytes(order) } else { 0 };
                 if left.must_be_freed {
-                    self.cache.give(number, order);
+                    self.cache.free(number, order);
                     removed += self.cache.folio_bytes(order);
                 }
             }
@@ -451,7 +451,7 @@ impl File {
     }
 
     /// Reads the store's bytes of an unpublished folio.
-    fn load(&self, taken: &mut Taken, begin: u64, len_bytes: usize) -> Result<()> {
+    fn load(&self, taken: &mut NewFolio, begin: u64, len_bytes: usize) -> Result<()> {
         let Some(store) = &self.store else { return Ok(()) };
         // What was cut off once must not come back.
         let stored = (self.stored_bytes.load(Relaxed).saturating_sub(begin) as usize).min(len_bytes);

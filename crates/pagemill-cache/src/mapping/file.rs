@@ -1,5 +1,5 @@
-//! Creation of files.
-#![allow(unsafe_code)] // its index stays where it is
+//! Creates the structure of a file.
+#![allow(unsafe_code)] // the index must not move
 
 use super::behind::Behind;
 use super::dirty::Dirty;
@@ -13,8 +13,9 @@ use std::sync::atomic::AtomicBool;
 
 impl File {
     pub(super) fn new(cache: Arc<cache::Inner>, id: u32, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Arc<Self> {
-        // SAFETY: it is not used before it lies in the `Arc` that is created here. No code moves a file out of its
-        // `Arc` (files never use `Arc::try_unwrap`, `Arc::get_mut` and the like), so it is dropped there, or stays.
+        // SAFETY: the index is not used before it lies in the `Arc` that is created here. No code moves a file out of
+        // its `Arc` (files never use `Arc::try_unwrap`, `Arc::get_mut` and the like), so the index stays in place until
+        // it is dropped.
         let tree = unsafe { XArray::movable(cache.nodes) };
         Arc::new(Self {
             pool: cache.pool,
@@ -28,8 +29,8 @@ impl File {
             store,
             size_bytes: AtomicU64::new(size_bytes),
             stored_bytes: AtomicU64::new(size_bytes),
-            cut: AtomicU32::new(0),
-            left: AtomicU32::new(0),
+            length_version: AtomicU32::new(0),
+            removals: AtomicU32::new(0),
             revoked: AtomicU32::new(0),
             syncing: Lock::new(),
             gate: Gate::default(),

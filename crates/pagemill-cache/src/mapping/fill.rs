@@ -7,8 +7,8 @@ use super::fetch::Content;
 use super::flights::{Flight, Kind, Ticket, Underway};
 use super::policy::Cause;
 use super::sync::failed;
-use crate::folio::word::Fetched;
-use crate::folio::{Owner, Taken};
+use crate::folio::word::Prefetch;
+use crate::folio::{NewFolio, Owner};
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
@@ -82,7 +82,7 @@ pub(super) struct Filling {
     /// As of the beginning.
     revoked: u32,
     /// Purpose of the read.
-    fetched: Fetched,
+    fetched: Prefetch,
     /// The requested page, and the requester's token.
     pub index: u64,
     pub token: u64,
@@ -96,7 +96,7 @@ impl Filling {
     /// [`pagemill_core::Error::NoMemory`] if no room can be made.
     pub fn begin(file: &Arc<File>, index: u64, token: u64, overtakes: bool) -> Result<Asked> {
         let kind = if overtakes { Kind::LooseAtLast } else { Kind::Loose };
-        let mut asked = Self::begin_some(file, index..index + 1, kind, Fetched::Asked)?;
+        let mut asked = Self::begin_some(file, index..index + 1, kind, Prefetch::Requested)?;
         if let Asked::Begun(filling) = &mut asked {
             filling.token = token;
         }
@@ -109,7 +109,7 @@ impl Filling {
     /// # Errors
     ///
     /// [`pagemill_core::Error::NoMemory`] if no room can be made.
-    pub fn begin_some(file: &Arc<File>, pages: Range<u64>, kind: Kind, fetched: Fetched) -> Result<Asked> {
+    pub fn begin_some(file: &Arc<File>, pages: Range<u64>, kind: Kind, fetched: Prefetch) -> Result<Asked> {
         let index = pages.start;
         if file.has_page(index) {
             return Ok(Asked::Present);
@@ -170,7 +170,7 @@ impl Filling {
 
     /// Returns whether no call has requested it yet.
     pub fn is_ahead(&self) -> bool {
-        self.fetched == Fetched::Ahead
+        self.fetched == Prefetch::Readahead
     }
 
     pub fn ticket(&self) -> Ticket {
@@ -258,7 +258,7 @@ impl Filling {
                 let (index, number) = (self.index_at(at), self.memory.number(at));
                 let word = file.pool.word(number);
                 word.publish(self.order, !file.cache.may_split, false);
-                word.set_fetched(self.fetched);
+                word.set_prefetched(self.fetched);
                 writer.store(index, u32::from(self.order), u64::from(number), &mut stock);
                 file.enter_order(index, number, self.order);
                 self.entered += 1;
@@ -295,7 +295,7 @@ impl Filling {
 
 impl Drop for Filling {
     fn drop(&mut self) {
-        (self.entered..self.memory.count()).for_each(|at| self.file.cache.give(self.memory.number(at), self.order));
+        (self.entered..self.memory.count()).for_each(|at| self.file.cache.free(self.memory.number(at), self.order));
         self.file.cache.flights.end(self.ticket);
     }
 }
@@ -324,7 +324,13 @@ impl File {
 
     /// Takes what a filling is to hold: a huge folio over the page, or as many pages of the span as are to be had for little.
     /// Returns also the order, and the first index.
-    fn take_memory(&self, index: u64, span: &Range<u64>, is_huge: bool, fetched: Fetched) -> Result<(Memory, u8, u64)> {
+    fn take_memory(
+        &self,
+        index: u64,
+        span: &Range<u64>,
+        is_huge: bool,
+        fetched: Prefetch,
+    ) -> Result<(Memory, u8, u64)> {
         let wanted = if is_huge { 1 } else { (span.end - span.start) as usize };
         if wanted > 1
             && let Some(memory) = self.take_some(wanted)
@@ -332,16 +338,16 @@ impl File {
             return Ok((memory, 0, index));
         }
         let (taken, first) = match fetched {
-            Fetched::Ahead => self.take_ahead(index, is_huge)?,
-            Fetched::Asked => self.take_for(index, is_huge)?,
+            Prefetch::Readahead => self.take_ahead(index, is_huge)?,
+            Prefetch::Requested => self.take_for(index, is_huge)?,
         };
         Ok((Memory::Row { number: taken.number, count: 1 }, taken.order, first))
     }
 
     /// As [`File::take_for`], for a read without a waiting caller: evicts once, and fails if that frees too little.
-    fn take_ahead(&self, index: u64, is_huge: bool) -> Result<(Taken, u64)> {
-        let take = |order| match self.cache.take(order) {
-            Err(_) if self.cache.evict_idly(self.cache.folio_bytes(order)) => self.cache.take(order),
+    fn take_ahead(&self, index: u64, is_huge: bool) -> Result<(NewFolio, u64)> {
+        let take = |order| match self.cache.allocate(order) {
+            Err(_) if self.cache.evict_in_background(self.cache.folio_bytes(order)) => self.cache.allocate(order),
             taken => taken,
         };
         if is_huge {
@@ -356,15 +362,15 @@ impl File {
     /// Up to `wanted` pages at once: in a row, or if need be here and there.
     fn take_some(&self, wanted: usize) -> Option<Memory> {
         let wanted_bytes = (self.page_bytes() * wanted) as u64;
-        if !self.cache.has_room_for(wanted_bytes) {
-            self.cache.evict_idly(wanted_bytes);
+        if !self.cache.fits_limit(wanted_bytes) {
+            self.cache.evict_in_background(wanted_bytes);
         }
-        if let Some(number) = self.cache.take_row(wanted as u32) {
+        if let Some(number) = self.cache.allocate_contiguous(wanted as u32) {
             return Some(Memory::Row { number, count: wanted as u32 });
         }
         let most = wanted.min(MOST_SCATTERED_BYTES / self.page_bytes());
         let mut numbers = Vec::with_capacity(most);
-        self.cache.take_more(most, |taken| numbers.push(taken.number));
+        self.cache.allocate_more(most, |taken| numbers.push(taken.number));
         match numbers.len() {
             0 => None,
             1 => Some(Memory::Row { number: numbers[0], count: 1 }),

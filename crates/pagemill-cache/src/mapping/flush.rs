@@ -1,16 +1,19 @@
-//! Background writeback: one thread, present while pages are dirty, writes back old dirty pages, and excess ones.
+//! Background writeback: one thread writes back dirty pages that are old, or too many for their cache. The thread runs
+//! only while pages are dirty.
 //!
 //! ```text
-//!   dirty bytes of a cache     0 ---------- background ---------- half way ------------- most ---------- limit
-//!   a thread that writes        continues   continues, and wakes  pauses: the more,     writes back,
-//!                                           the thread            the longer            or waits
+//!   dirty bytes of a cache     0 ---------- background ---------- half way ------------- maximum ------- limit
+//!   a writer                    continues   continues, and wakes  pauses: the more      writes back,
+//!                                           the flusher thread    dirty, the longer     or waits
 //! ```
 //!
-//! A file is due when its oldest dirty page is, or when its cache has too many dirty pages. Files get turns, the oldest
-//! first. A turn writes a number of bytes in the order of the file, from where the last turn ended. After a failed turn
-//! a file rests, each time longer. A file is skipped while it is synced, or while its store makes no progress. After a
-//! panic of the store, the file rests until the program syncs it. The only lock held meanwhile is the file's sync lock.
-#![cfg_attr(shuttle, allow(dead_code))] // no thread there
+//! A file is due when its oldest dirty page is older than [`Writeback::age`], or when its cache has too many dirty
+//! pages. Files are written back in *slices*, the file with the oldest page first. A slice writes a number of bytes in
+//! the order of the file, from where the previous slice ended. After a slice failed the file is not retried for a
+//! while, each time longer. A file is skipped while it is synced, or while its store makes no progress. After a panic
+//! of the store, the file is not retried until the program syncs it. The only lock held during a slice is the file's
+//! sync lock.
+#![cfg_attr(shuttle, allow(dead_code))] // shuttle runs without the thread
 
 use super::File;
 use super::cache::{Caches, Inner};
@@ -26,22 +29,22 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Bytes of a file's turn.
-const TURN_BYTES: u64 = 16 * BLOCK_BYTES as u64;
+/// Bytes that one slice of a file writes.
+const SLICE_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// Rest of a file after a failure: the first, and the longest.
-const FIRST_REST_NS: u64 = 100_000_000;
-const LONGEST_REST_NS: u64 = 30_000_000_000;
+/// Delay before a file is retried after a failure: the first delay, and the longest.
+const FIRST_RETRY_NS: u64 = 100_000_000;
+const LONGEST_RETRY_NS: u64 = 30_000_000_000;
 const MOST_DOUBLINGS: u32 = 16;
 
-/// A file that is busy, or has writes in flight, is checked again after this time.
-const LOOK_NS: u64 = 100_000_000;
+/// Delay before a file that is busy, or has writes in flight, is checked again.
+const RECHECK_NS: u64 = 100_000_000;
 
-/// Time limit of a turn for a store without completions.
-const STUCK: Duration = Duration::from_secs(1);
+/// Time limit of a slice for a store that completes nothing.
+const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Shorter turns do not count for a store's speed.
-const TELLING_BYTES: u64 = BLOCK_BYTES as u64 / 8;
+/// Shorter slices are not used to measure a store's speed.
+const SPEED_SAMPLE_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 
 /// When dirty pages are written back in the background, and when writers are throttled. [`Writeback::default`] suits
 /// programs that call [`Mapping::sync`](super::Mapping::sync) where they need durability.
@@ -49,14 +52,14 @@ const TELLING_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 /// Example: [`Settings`](super::Settings).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writeback {
-    /// Pages that are dirty for this time are written back: 30 s.
+    /// Age at which dirty pages are written back: 30 s.
     pub age: Duration,
-    /// Dirty pages above this percentage of the cache's limit are written back: 10.
+    /// Percentage of the cache's limit above which dirty pages are written back: 10.
     pub background_percent: u8,
-    /// Writers do not exceed this percentage of the cache's limit in dirty pages, except for a folio at a time: 40.
-    /// Pins and holds are not limited. Writers are slowed from half way between this and the background's share on.
+    /// Percentage of the cache's limit that dirty pages do not exceed, except by a folio of each writer: 40. Pins and
+    /// holds are not limited. Writers are slowed from half way between `background_percent` and this percentage on.
     pub most_percent: u8,
-    /// A writer waits for a store without progress for this time: 5 s.
+    /// Time that a writer waits for a store without progress: 5 s.
     pub timeout: Duration,
 }
 
@@ -67,24 +70,24 @@ impl Default for Writeback {
     }
 }
 
-/// Limits of a cache's dirty bytes, and the state of its writeback.
+/// Limits of a cache's dirty bytes, and the state of its background writeback.
 pub(super) struct Balance {
     age_ns: u64,
     background_bytes: u64,
-    /// Writers are not slowed below this.
+    /// Number of dirty bytes below which writers are not slowed.
     pub free_bytes: u64,
     pub most_bytes: u64,
     pub timeout: Duration,
-    /// Dirty files, each once.
+    /// Files with dirty pages, each listed once.
     files: Guarded<Vec<Weak<File>>>,
     /// Serializes scans of the list, because a second scan would miss the files that the first one has taken off.
-    looking: Lock,
-    /// The thread was woken because too much is dirty.
-    is_told: AtomicBool,
-    /// Totals of bytes made dirty and made clean so far.
-    pub made_bytes: AtomicU64,
+    scan_lock: Lock,
+    /// The flusher thread was woken because more than `background_bytes` are dirty.
+    is_woken: AtomicBool,
+    /// Total bytes that writers made dirty or tried to, and total bytes that became clean.
+    pub dirtied_bytes: AtomicU64,
     pub cleaned_bytes: AtomicU64,
-    /// Recent time to write a MiB; 0 before the first.
+    /// Recent time to write back a MiB; 0 before the first measurement.
     pub ns_per_mib: AtomicU64,
 }
 
@@ -106,16 +109,16 @@ impl Balance {
             most_bytes: most_bytes.max(1),
             timeout: *timeout,
             files: Guarded::new(Vec::new()),
-            looking: Lock::new(),
-            is_told: AtomicBool::new(false),
-            made_bytes: AtomicU64::new(0),
+            scan_lock: Lock::new(),
+            is_woken: AtomicBool::new(false),
+            dirtied_bytes: AtomicU64::new(0),
             cleaned_bytes: AtomicU64::new(0),
             ns_per_mib: AtomicU64::new(0),
         })
     }
 
     fn note_speed(&self, bytes: u64, took_ns: u64) {
-        if bytes >= TELLING_BYTES {
+        if bytes >= SPEED_SAMPLE_BYTES {
             let now = (u128::from(took_ns) * (BLOCK_BYTES as u128 / 2) / u128::from(bytes)).max(1) as u64;
             let before = self.ns_per_mib.load(Relaxed);
             self.ns_per_mib.store(if before == 0 { now } else { before - before / 4 + now / 4 }, Relaxed);
@@ -123,57 +126,58 @@ impl Balance {
     }
 }
 
-/// Background state of a dirty file.
+/// State of the background writeback of one file.
 #[derive(Default)]
-pub(super) struct FlushTurns {
+pub(super) struct FileFlush {
     is_listed: AtomicBool,
-    /// Page at which the next turn begins.
+    /// Page at which the next slice begins.
     cursor: AtomicU64,
-    /// Time when the current walk through the file began.
-    lap_ns: AtomicU64,
-    /// Number of consecutive failed turns, and the end of the rest.
+    /// Time when the current walk over the whole file began.
+    walk_began_ns: AtomicU64,
+    /// Number of consecutive failed slices, and the time before which the file is not retried.
     failures: AtomicU32,
-    rests_until_ns: AtomicU64,
+    retry_at_ns: AtomicU64,
 }
 
-impl FlushTurns {
-    /// Returns whether its store failed recently.
+impl FileFlush {
+    /// Returns whether the file's store failed recently.
     pub fn is_failing(&self) -> bool {
-        self.failures.load(Relaxed) > 0 && self.rests_until_ns.load(Relaxed) > coarse_ns()
+        self.failures.load(Relaxed) > 0 && self.retry_at_ns.load(Relaxed) > coarse_ns()
     }
 
-    /// Returns whether the last turn ended before the end of the file.
+    /// Returns whether the last slice ended before the end of the file.
     pub fn is_midway(&self) -> bool {
         self.cursor.load(Relaxed) > 0
     }
 
-    /// Rests after a turn that wrote nothing because other threads use the folios.
-    fn rest(&self) {
-        self.rests_until_ns.store(coarse_ns() + LOOK_NS, Relaxed);
+    /// Delays the next slice, because this one wrote nothing: other threads use the folios.
+    fn delay(&self) {
+        self.retry_at_ns.store(coarse_ns() + RECHECK_NS, Relaxed);
     }
 
-    /// Rests after a failed turn, each time longer.
-    fn rest_longer(&self) {
+    /// Delays the next slice after a failure, each time longer.
+    fn delay_longer(&self) {
         let failures = self.failures.fetch_add(1, Relaxed);
-        let rest_ns = FIRST_REST_NS.saturating_mul(1 << failures.min(MOST_DOUBLINGS)).min(LONGEST_REST_NS);
-        self.rests_until_ns.store(coarse_ns() + rest_ns, Relaxed);
+        let delay_ns = FIRST_RETRY_NS.saturating_mul(1 << failures.min(MOST_DOUBLINGS)).min(LONGEST_RETRY_NS);
+        self.retry_at_ns.store(coarse_ns() + delay_ns, Relaxed);
     }
 
-    /// Rests forever: its store has panicked and is in an unknown state.
-    fn rest_for_good(&self) {
+    /// Ends background writeback of the file: its store has panicked and is in an unknown state.
+    fn stop(&self) {
         self.failures.fetch_add(1, Relaxed);
-        self.rests_until_ns.store(u64::MAX, Relaxed);
+        self.retry_at_ns.store(u64::MAX, Relaxed);
     }
 
-    /// Ends the pause that follows failures: a write succeeded.
-    pub fn go_on(&self) {
+    /// Ends the delay after failures, because a write succeeded.
+    pub fn reset_delay(&self) {
         self.failures.store(0, Relaxed);
-        self.rests_until_ns.store(0, Relaxed);
+        self.retry_at_ns.store(0, Relaxed);
     }
 }
 
 impl File {
-    /// Called when the file gets its first dirty page. Not under the lock of its index: this allocates.
+    /// Called when the file gets its first dirty page. Must not be called under the lock of the index, since it
+    /// allocates.
     #[cold]
     pub(super) fn note_first_dirty(&self, dirty: &Dirty) {
         dirty.since_ns.store(coarse_ns(), Relaxed);
@@ -183,87 +187,88 @@ impl File {
     }
 
     fn list(&self, dirty: &Dirty) {
-        if !dirty.turns.is_listed.swap(true, SeqCst)
+        if !dirty.flush.is_listed.swap(true, SeqCst)
             && let Some(file) = self.cache.file(self.id)
         {
             self.cache.balance.files.with(|files| files.push(Arc::downgrade(&file)));
         }
     }
 
-    /// Writes a part of the file back, unless another thread does, or its store failed recently. Returns the bytes, or
-    /// `None` if the file was skipped.
+    /// Writes one slice of the file back, unless another thread is doing so, or its store failed recently. Returns the
+    /// bytes written, or `None` if the file was skipped.
     ///
     /// # Errors
     ///
-    /// The store's error, if nothing could be written. [`Error::Busy`] if no write completes within `timeout`.
+    /// The store's error, if the slice wrote nothing. [`Error::Busy`] if no write completes within `timeout`.
     pub(super) fn write_some(self: &Arc<Self>, why: Why, most_bytes: u64, timeout: Duration) -> Result<Option<u64>> {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return Ok(None) };
-        let turns = &dirty.turns;
-        let is_free = !turns.is_failing() && !self.is_closed.load(Relaxed);
+        let flush = &dirty.flush;
+        let is_free = !flush.is_failing() && !self.is_closed.load(Relaxed);
         let Some(_alone) = is_free.then(|| self.syncing.try_lock()).flatten() else { return Ok(None) };
         if self.is_in_flight() {
             return Ok(None);
         }
-        let (began_ns, mut first) = (clock::fine_ns(), turns.cursor.load(Relaxed));
+        let (began_ns, mut first) = (clock::fine_ns(), flush.cursor.load(Relaxed));
         let walked = loop {
             if first == 0 {
-                turns.lap_ns.store(coarse_ns(), Relaxed);
+                flush.walk_began_ns.store(coarse_ns(), Relaxed);
             }
             let (pages, timeout) = (first..Owner::MAX_INDEX, Some(timeout));
             let walk = Walk { why, pages, most_bytes, timeout, waits_for_others: false };
             let walked = self.walk_once(&**store, &walk).inspect_err(|error| match error {
-                Error::Busy { .. } => turns.rest(),
-                _ => turns.rest_longer(),
+                Error::Busy { .. } => flush.delay(),
+                _ => flush.delay_longer(),
             })?;
             if first == 0 || walked.written_bytes > 0 || walked.next.is_some() {
                 break walked;
             }
-            // The rest of the file had nothing to write: start again at its begin.
+            // The rest of the file had nothing to write, so continue at its begin.
             first = 0;
         };
         self.cache.balance.note_speed(walked.written_bytes, clock::fine_ns() - began_ns);
-        turns.cursor.store(walked.next.unwrap_or(0), Relaxed);
+        flush.cursor.store(walked.next.unwrap_or(0), Relaxed);
         if first == 0 && walked.next.is_none() {
             // Pages that were dirty before this walk have been written, or were in use, or failed.
-            dirty.since_ns.store(turns.lap_ns.load(Relaxed), Relaxed);
+            dirty.since_ns.store(flush.walk_began_ns.load(Relaxed), Relaxed);
         }
         if walked.written_bytes > 0 {
-            turns.go_on();
+            flush.reset_delay();
             return Ok(Some(walked.written_bytes));
         }
         match walked.failure {
-            // Nothing could be written in the whole file.
+            // No page of the whole file could be written.
             Some(error) if first == 0 => {
-                turns.rest_longer();
+                flush.delay_longer();
                 Err(error)
             }
             _ if first == 0 => {
-                turns.rest();
+                flush.delay();
                 Ok(Some(0))
             }
-            // The next turn begins where this one ended.
+            // The next slice continues where this one ended.
             _ => Ok(Some(0)),
         }
     }
 }
 
-/// When and why a file is due.
+/// Whether a file is due now and why, or the time when it is due.
 enum Due {
     Now(Why),
     At(u64),
 }
 
 impl Inner {
-    /// Returns its dirty files, the longest dirty first.
+    /// Returns the cache's dirty files, the one that is dirty for longest first.
     pub(super) fn dirty_files(&self) -> Vec<Weak<File>> {
-        // Files are dropped only after the lock is released: the last reference drops the store, too.
+        // References to files are dropped only after the lock is released: dropping the last reference drops the store,
+        // too.
         let (mut held, mut files) = (Vec::new(), Vec::new());
-        let looking = self.balance.looking.lock();
+        let scan = self.balance.scan_lock.lock();
         for entry in self.balance.files.with(std::mem::take) {
             let Some(file) = entry.upgrade() else { continue };
             if let Some(dirty) = &file.dirty {
-                // Cleared before `bytes` is read: a thread that makes the file dirty afterwards lists it again.
-                dirty.turns.is_listed.store(false, SeqCst);
+                // Cleared before `bytes` is read, so that a thread that makes the file dirty afterwards lists it again.
+                dirty.flush.is_listed.store(false, SeqCst);
                 if dirty.bytes() > 0 {
                     file.list(dirty);
                     files.push((dirty.since_ns.load(Relaxed), entry));
@@ -271,20 +276,20 @@ impl Inner {
             }
             held.push(file);
         }
-        drop(looking);
+        drop(scan);
         drop(held);
         files.sort_by_key(|(since_ns, _)| *since_ns);
         files.into_iter().map(|(_, entry)| entry).collect()
     }
 
     fn due(&self, dirty: &Dirty, now_ns: u64) -> Due {
-        let (turns, balance) = (&dirty.turns, &self.balance);
-        let rests_until_ns = turns.rests_until_ns.load(Relaxed);
+        let (flush, balance) = (&dirty.flush, &self.balance);
+        let retry_at_ns = flush.retry_at_ns.load(Relaxed);
         let expires_ns = dirty.since_ns.load(Relaxed).saturating_add(balance.age_ns);
-        if rests_until_ns > now_ns {
-            Due::At(rests_until_ns)
+        if retry_at_ns > now_ns {
+            Due::At(retry_at_ns)
         } else if dirty.in_flight.load(SeqCst) > 0 {
-            Due::At(now_ns + LOOK_NS)
+            Due::At(now_ns + RECHECK_NS)
         } else if expires_ns <= now_ns {
             Due::Now(Why::Age)
         } else if self.dirty_bytes() > balance.background_bytes {
@@ -294,20 +299,20 @@ impl Inner {
         }
     }
 
-    /// Wakes the thread once if too much is dirty.
+    /// Wakes the flusher thread if more than `background_bytes` are dirty and it was not woken for that yet.
     pub(super) fn note_much_dirty(&self) {
         let balance = &self.balance;
         if self.dirty_bytes() > balance.background_bytes
-            && !balance.is_told.load(Relaxed)
-            && !balance.is_told.swap(true, SeqCst)
+            && !balance.is_woken.load(Relaxed)
+            && !balance.is_woken.swap(true, SeqCst)
         {
             self.caches.flusher.attend(self.caches, 0);
         }
     }
 
-    /// Gives one file a turn. Returns as [`Inner::flush`].
+    /// Writes one slice of a file back if the file is due. Returns as [`Inner::flush`].
     fn flush_file(&self, entry: &Weak<File>) -> (u64, Option<u64>) {
-        // Kept for this turn only, because it keeps the store alive.
+        // The reference lives for this slice only, because it keeps the store alive.
         let Some(file) = entry.upgrade() else { return (0, None) };
         let Some(dirty) = file.dirty.as_ref().filter(|dirty| dirty.bytes() > 0) else { return (0, None) };
         let now_ns = coarse_ns();
@@ -315,47 +320,47 @@ impl Inner {
             Due::Now(why) => why,
             Due::At(ns) => return (0, Some(ns)),
         };
-        match file.write_some(why, TURN_BYTES, STUCK) {
-            Ok(Some(bytes)) => (bytes, Some(dirty.turns.rests_until_ns.load(Relaxed).max(now_ns + 1))),
-            Ok(None) => (0, Some(now_ns + LOOK_NS)),
-            Err(_) => (0, Some(dirty.turns.rests_until_ns.load(Relaxed))),
+        match file.write_some(why, SLICE_BYTES, NO_PROGRESS_TIMEOUT) {
+            Ok(Some(bytes)) => (bytes, Some(dirty.flush.retry_at_ns.load(Relaxed).max(now_ns + 1))),
+            Ok(None) => (0, Some(now_ns + RECHECK_NS)),
+            Err(_) => (0, Some(dirty.flush.retry_at_ns.load(Relaxed))),
         }
     }
 
-    /// Writes back what is due. Returns the bytes, and the time of the next check on the coarse clock; `None` if
-    /// nothing is dirty.
+    /// Writes back all files that are due. Returns the bytes written, and the time of the next check on the coarse
+    /// clock; `None` if nothing is dirty.
     pub(super) fn flush(&self) -> (u64, Option<u64>) {
         let mut written_bytes = 0;
         loop {
-            self.balance.is_told.store(false, SeqCst);
-            let (mut turn_bytes, mut next_ns) = (0, None);
+            self.balance.is_woken.store(false, SeqCst);
+            let (mut slice_bytes, mut next_ns) = (0, None);
             let mut at = |ns: u64| next_ns = Some(next_ns.map_or(ns, |next: u64| next.min(ns)));
             for entry in self.dirty_files() {
-                let turn = callback::contain(|| self.flush_file(&entry)).unwrap_or_else(|| {
+                let slice = callback::catch_panic(|| self.flush_file(&entry)).unwrap_or_else(|| {
                     if let Some(file) = entry.upgrade() {
-                        file.dirty.iter().for_each(|dirty| dirty.turns.rest_for_good());
+                        file.dirty.iter().for_each(|dirty| dirty.flush.stop());
                     }
                     (0, Some(u64::MAX))
                 });
-                turn_bytes += turn.0;
-                turn.1.into_iter().for_each(&mut at);
+                slice_bytes += slice.0;
+                slice.1.into_iter().for_each(&mut at);
             }
-            written_bytes += turn_bytes;
-            if turn_bytes == 0 {
-                // If too much is still dirty, those files are checked when they are due. Waking the thread before would
-                // not help.
-                self.balance.is_told.store(self.dirty_bytes() > self.balance.background_bytes, SeqCst);
+            written_bytes += slice_bytes;
+            if slice_bytes == 0 {
+                // If too much is still dirty, those files are checked when they are due. Waking the thread earlier
+                // would not help.
+                self.balance.is_woken.store(self.dirty_bytes() > self.balance.background_bytes, SeqCst);
                 return (written_bytes, next_ns);
             }
         }
     }
 }
 
-/// The writeback thread and its wakeups.
+/// The flusher thread and its wakeups.
 #[derive(Default)]
 pub(crate) struct Flusher {
     caches: std::sync::OnceLock<&'static Caches>,
-    /// Futex on which the thread sleeps.
+    /// Counter of wakeups; the futex on which the thread sleeps.
     wakeups: AtomicU32,
     is_running: AtomicBool,
     /// Time of the next check on the coarse clock; 0 while the thread works.
@@ -363,13 +368,13 @@ pub(crate) struct Flusher {
 }
 
 impl Flusher {
-    /// Makes sure that the thread runs, and is awake at `due_ns`.
+    /// Starts the thread if it is not running, and makes it check the files at `due_ns` at the latest.
     #[cfg(shuttle)]
     pub fn attend(&'static self, _caches: &'static Caches, _due_ns: u64) {}
 
     #[cfg(not(shuttle))]
     pub fn attend(&'static self, caches: &'static Caches, due_ns: u64) {
-        if caches.worker.is_by_hand() {
+        if caches.worker.is_thread_disabled() {
             return;
         }
         if !self.is_running.swap(true, SeqCst) {
@@ -418,7 +423,7 @@ impl thread::Work for Flusher {
                 }
                 None if now_ns >= *idle_since_ns.get_or_insert(now_ns) + IDLE_NS => {
                     self.is_running.store(false, SeqCst);
-                    // A file that became dirty before this store relied on this thread.
+                    // A file that became dirty before this store relied on this thread, so the thread may not exit yet.
                     if caches.is_all_clean() || self.is_running.swap(true, SeqCst) {
                         return;
                     }

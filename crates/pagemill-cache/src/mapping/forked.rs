@@ -16,7 +16,7 @@ impl Caches {
         self.users.release();
     }
 
-    /// In a fork child: marks all caches as the parent's, and no thread as running.
+    /// In a fork child: marks all caches as inherited, and the background threads as not running.
     ///
     /// # Safety
     ///

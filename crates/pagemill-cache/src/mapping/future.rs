@@ -1,21 +1,21 @@
-//! Asynchronous calls: futures for any executor. A completed read wakes the tasks that wait for it.
+//! Asynchronous calls: futures that run in any executor. A completed read wakes the tasks that wait for it.
 //!
-//! Bytes go from the store into folios, never straight into a caller's buffer. So a future may be dropped at any time.
-//! The reads that it started continue, and later calls find their bytes.
+//! The store fills folios, never a caller's buffer directly. So a future may be dropped at any time. The reads that it
+//! started continue, and later calls find their bytes.
 
 use super::ahead::SHARE_DIVISOR;
 use super::{File, Mapping, Pin};
 use pagemill_core::error::{Error, Result};
 use std::sync::Arc;
 
-/// Most attempts: a page may be evicted before its task runs, and is then read again.
-const MOST_TRIES: usize = 16;
+/// Maximum number of attempts. A page may be evicted before its task runs, and is then read again.
+const MOST_ATTEMPTS: usize = 16;
 
-const GONE_AGAIN: Error = Error::Busy { what: "the page is evicted repeatedly before its task runs" };
+const EVICTED_REPEATEDLY: Error = Error::Busy { what: "the page is evicted repeatedly before its task runs" };
 
 impl Mapping {
     /// As [`Mapping::pin`], but other tasks can run while it waits for a store. Once the future has resolved, the bytes
-    /// stay until the pin is dropped. A pin may be kept across `await`s and sent to other threads.
+    /// stay in memory until the pin is dropped. A pin may be kept across `await`s and sent to other threads.
     ///
     /// ```
     /// # use pagemill::{Pagemill, Result, mapping::{Mapping, Settings}, store::MemoryStore};
@@ -32,19 +32,19 @@ impl Mapping {
     /// # Ok::<(), pagemill::Error>(())
     /// ```
     ///
-    /// For a store with blocking calls only ([`pagemill_store::Store::is_asynchronous`]) it blocks the executor's thread.
-    /// It also blocks briefly to make room, and while another thread holds the folio.
+    /// For a store with blocking calls only ([`pagemill_store::Store::is_asynchronous`]) the future blocks the executor's
+    /// thread. It also blocks briefly to make room, and while another thread holds the folio.
     ///
-    /// Cost: that of [`Mapping::pin`] for a page in memory. Else some allocations, and a switch to the store's thread
-    /// and back.
+    /// Cost: that of [`Mapping::pin`] for a page in memory. Otherwise some allocations, and a switch to the store's
+    /// thread and back.
     ///
     /// # Errors
     ///
-    /// See [`Mapping::pin`]. [`Error::NoMemory`] also if reads in flight take all the room: they cannot be evicted, so
+    /// See [`Mapping::pin`]. [`Error::NoMemory`] also if in-flight reads use up the limit: they cannot be evicted, so
     /// the program must limit its concurrent tasks. [`Error::Busy`] if the page is evicted repeatedly before the task
     /// runs.
     pub async fn pin_async(&self, offset: u64) -> Result<Pin<'_>> {
-        for _ in 0..MOST_TRIES {
+        for _ in 0..MOST_ATTEMPTS {
             if let Some(pin) = self.pin_present(offset)? {
                 return Ok(pin);
             }
@@ -55,10 +55,10 @@ impl Mapping {
             self.0.note_access(self.0.offset_of(index), 1);
             self.0.bring(index..index + 1).await?;
         }
-        Err(GONE_AGAIN)
+        Err(EVICTED_REPEATEDLY)
     }
 
-    /// As [`Mapping::read_at`], without waiting for a store.
+    /// As [`Mapping::read_at`], but other tasks can run while it waits for a store.
     ///
     /// ```
     /// # use pagemill::{Pagemill, Result, mapping::{Mapping, Settings}, store::MemoryStore};
@@ -77,7 +77,7 @@ impl Mapping {
     /// ```
     ///
     /// Missing pages of the range are read together, some hundred KiB at a time. If the future is dropped before it
-    /// resolves, the content of `to` is undefined.
+    /// resolves, the content of `to` is unspecified.
     ///
     /// # Errors
     ///
@@ -102,8 +102,8 @@ impl Mapping {
     }
 
     /// Reads a range into memory, up to the end of the file, and resolves once it is there. Blocking calls then find
-    /// it, until it is evicted. Use [`Mapping::pin_async`] for bytes that must stay. This is [`Mapping::will_need`]
-    /// with a wait.
+    /// the bytes until they are evicted; use [`Mapping::pin_async`] for bytes that must stay. Unlike
+    /// [`Mapping::will_need`], it waits for the reads.
     ///
     /// # Errors
     ///
@@ -120,7 +120,7 @@ impl Mapping {
             if at >= end {
                 return Ok(());
             }
-            // Read ahead, so that the store always has work.
+            // Start readahead, so that the store always has work.
             if at >= started && end - at > file.page_bytes() as u64 {
                 file.read_ahead(std::iter::once(at..end));
                 started = at + file.cache.limit_bytes / (2 * SHARE_DIVISOR);
@@ -135,14 +135,14 @@ impl Mapping {
 }
 
 impl File {
-    /// Copies from one folio, once it is in memory. Returns the number of bytes.
+    /// Copies from one folio, and waits for its read if it is not in memory. Returns the number of bytes.
     async fn read_piece_async(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
-        for _ in 0..MOST_TRIES {
+        for _ in 0..MOST_ATTEMPTS {
             if self.behind.is_none() {
                 return self.read_piece(to, offset);
             }
             if offset >= self.size_bytes() {
-                // Truncated meanwhile: no page behind the end may come in.
+                // The file was truncated meanwhile. No page behind its end may be read into memory.
                 return Ok(0);
             }
             let (index, last) = (self.index_of(offset), self.index_of(offset + to.len() as u64 - 1));
@@ -156,6 +156,6 @@ impl File {
             self.note_access(offset, to.len());
             self.bring(index..last + 1).await?;
         }
-        Err(GONE_AGAIN)
+        Err(EVICTED_REPEATEDLY)
     }
 }

@@ -1,20 +1,20 @@
-//! A gate of a file: shared for writers, exclusive for removing pages.
+//! The gate of a file: a lock that writers hold shared, and removals of pages exclusively.
 //!
-//! Held for one folio's copy at a time, never while a caller waits for anything else. A fault handler takes no gate:
-//! the caller's buffer may lie in a view of the same file.
+//! The gate is held for the copy of one folio, never while a thread waits for anything else. A page fault handler does
+//! not take it: the caller's buffer may lie in a view of the same file, and the copy would then deadlock.
 
 use pagemill_core::sync::{Acquire, AtomicU32, Backoff, Relaxed, Release};
 
-/// A thread holds the gate exclusively, or waits for that.
+/// Set while a thread holds the gate exclusively, or waits for that.
 const EXCLUSIVE: u32 = 1 << 31;
 
 #[derive(Default)]
 pub(super) struct Gate(AtomicU32);
 
-/// The gate, held shared.
+/// Guard of the gate, held shared.
 pub(super) struct SharedGate<'gate>(&'gate Gate);
 
-/// The gate, held exclusively.
+/// Guard of the gate, held exclusively.
 pub(super) struct ExclusiveGate<'gate>(&'gate Gate);
 
 impl Gate {
@@ -40,7 +40,7 @@ impl Gate {
         }
     }
 
-    /// Takes the gate exclusively. Waits for shared holders, which copy one folio at most.
+    /// Takes the gate exclusively. Waits for shared holders, each of which copies one folio at most.
     pub fn exclusive(&self) -> ExclusiveGate<'_> {
         let mut backoff = Backoff::new();
         loop {
@@ -66,7 +66,8 @@ impl Drop for SharedGate<'_> {
 
 impl Drop for ExclusiveGate<'_> {
     fn drop(&mut self) {
-        // Subtracts, because a thread that tries the gate shared adds and subtracts one meanwhile.
+        // Subtracts instead of storing 0, because threads that try to take the gate shared add and subtract one
+        // meanwhile.
         self.0.0.fetch_sub(EXCLUSIVE, Release);
     }
 }

@@ -5,25 +5,25 @@
 //!     Mapping   one file: read_at, write_at, pin, truncate ..           one file per verb
 //!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
 //!       Pool      folios: their words and bytes                           ../folio
-//!     Worker    background: makes huge folios of small ones             (worker, collapse)
-//!               and small folios of sparse huge ones                    (sweep, split_sparse)
+//!     Worker    background thread: collapses small folios into huge ones  (worker, collapse)
+//!               and splits huge folios that are mostly zeros            (sweep, split_sparse)
 //! ```
 //!
 //! **Reading** takes no lock and writes to no shared cache line. It looks up the index, loads the folio's word and
-//! owner, copies, and loads the word again. If the word shows that the folio may have changed its owner meanwhile, the
-//! read starts over. **Writing** pins the folio, copies and unpins. Where no folio exists, a new one is filled first
-//! and then entered into the index. **Removing** (truncate, punch_hole) takes the file's `gate` exclusively, takes
-//! entries out of the index, then frees the folios. A pinned folio is freed by its last unpin. Concurrent reads find
-//! old bytes or zeros, never another file's bytes.
+//! owner, copies the bytes, and loads the word again. If the word shows that the folio may have changed its owner
+//! meanwhile, the read starts over. **Writing** pins the folio, copies the bytes, and unpins it. Where no folio exists,
+//! a new one is filled first and then entered into the index. **Removing** (truncate, punch_hole) takes the file's
+//! `gate` exclusively, takes the entries out of the index, then frees the folios. A pinned folio is freed by its last
+//! unpin. Concurrent reads find old bytes or zeros, never another file's bytes.
 //!
-//! No caller's buffer is touched under a lock that a page fault would take: a fault in the buffer's memory may be
-//! handled here. (Writers hold the gate then, which no fault takes.) A thread that meets a folio that is held or
-//! frozen waits for a second at most, then gets [`Error::Busy`]. Policies and stores are called inside the gate, too,
-//! so they must not use the cache's files.
+//! A copy to or from a caller's buffer holds no lock that a page fault handler would take, because the buffer may lie
+//! in a view of a cached file. Writers hold the gate shared during the copy; no fault handler takes the gate. A thread
+//! that needs a held or frozen folio waits for a second at most, then gets [`Error::Busy`]. Policies and stores are
+//! called with the gate held, so they must not use the cache's files.
 //!
-//! Uses `folio` and `xarray`. Calls upwards through traits: [`Policy`], [`pagemill_store::Store`],
-//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
-//! Diagram and table: docs/states-and-locks.md.
+//! Uses `folio` and `xarray`. Calls upper layers through traits: [`Policy`], [`pagemill_store::Store`],
+//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state. Diagram
+//! and table: docs/states-and-locks.md.
 
 mod ahead;
 mod arrivals;
@@ -131,62 +131,63 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
-/// A wait for a held folio ends with an error after this time.
+/// Longest wait for a folio that another thread holds or has frozen; then the call fails.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
 
-/// When the last handle is dropped, waits this long for temporary references to the file, at most.
+/// Longest wait of the last handle's drop for temporary references of other threads to the file.
 const MOST_LINGER_NS: u64 = 20_000_000;
 
 /// Serial number of the next file.
 static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
-/// One file. It is created in an [`Arc`] and never moves out of it (`file`).
+/// A file of a cache. It is created in an [`Arc`] (`file.rs`) and never moves out of it.
 pub(crate) struct File {
-    /// The cache's pool, for fast access.
+    /// The cache's pool. A copy of `cache.pool`, which saves a load.
     pool: &'static Pool,
     cache: Arc<cache::Inner>,
     store: Option<Arc<dyn Store>>,
-    /// False if the store cannot be written; writes fail then.
+    /// False if the store cannot be written. Writes to the file fail then.
     is_writable: bool,
     tree: XArray<Forest>,
     size_bytes: AtomicU64,
-    /// Valid bytes of the store; those behind are not part of the file. Changed under the lock of the index.
+    /// Number of bytes of the store that belong to the file, from its begin on. Changed under the lock of the index.
     stored_bytes: AtomicU64,
-    /// Odd while the store may hold more than `stored_bytes`; advances whenever that changes. Changed under the lock of
-    /// the index.
-    cut: AtomicU32,
-    /// Advances whenever a page leaves the file, or `stored_bytes` shrinks. Changed under the lock of the index.
-    left: AtomicU32,
-    /// As `left`, but without evictions. If it advanced, bytes read from the store before may have been cut off since.
+    /// Version of the store's length: odd while the store may be longer than `stored_bytes`. Advances whenever that
+    /// changes. Changed under the lock of the index.
+    length_version: AtomicU32,
+    /// Counts removals of pages, and decreases of `stored_bytes`. Changed under the lock of the index.
+    removals: AtomicU32,
+    /// Counts as `removals`, but without evictions. If it advanced, bytes that were read from the store before may have
+    /// been cut off since.
     revoked: AtomicU32,
-    /// Background reads; only for files with a store.
+    /// State of asynchronous reads and readahead. Only for files with a store.
     behind: Option<Arc<Behind>>,
-    /// Held by the thread that writes the file back.
+    /// Serializes writeback and sync of the file.
     syncing: Lock,
-    /// Only for files with a store.
+    /// State of dirty folios and writeback. Only for files with a store.
     dirty: Option<Box<Dirty>>,
     handles: AtomicU32,
     gate: Gate,
     id: u32,
-    /// As `id`, but never reused.
+    /// Number of the file that is never reused, unlike `id`.
     serial: u64,
     /// The last handle was dropped. Set before the dropping thread takes the lock of the index for the last time.
     is_closed: AtomicBool,
-    /// Generation of the process that created it.
+    /// Fork generation of the process that created the file.
     generation: u16,
-    /// End of the last write that created pages, and begin of its sequential run.
+    /// End of the last write that created pages, and begin of the sequential run of writes that it belongs to.
     sequential_end: AtomicU64,
     sequential_begin: AtomicU64,
 }
 
-/// A handle of a file in memory. All threads may use it at once; dropping the last handle closes the file. Dirty bytes
-/// are then written back, if the store accepts them in time ([`Writeback::timeout`]). Errors of that are not reported;
-/// use [`Mapping::close`] for that. Reads ahead are cancelled; dropping waits for a store that does not end them, a
+/// A handle of a cached file. Several threads may use one handle at the same time. Dropping the last handle closes the
+/// file: dirty bytes are written back, if the store accepts them in time ([`Writeback::timeout`]). [`Mapping::close`]
+/// reports errors of that, dropping does not. Readahead is cancelled; the drop waits for the store's running reads, a
 /// second at most.
 ///
-/// A page is the cache's software page; offsets are bytes. Bytes that were never written read zero.
+/// A page is the cache's software page. Offsets are bytes. Bytes that were never written read zero.
 ///
-/// Beside the file: the number of writeback failures reported to this handle so far.
+/// The second field is the number of the file's writeback failures that this handle has reported so far.
 ///
 /// ```
 /// use pagemill::{Pagemill, mapping::Settings, store::MemoryStore};
@@ -224,17 +225,18 @@ impl std::fmt::Debug for Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // In a fork child, threads of the parent may hold the locks forever.
+        // A fork child must not close the file, because threads of the parent may hold its locks forever.
         if self.0.cache.check().is_ok() && self.0.handles.fetch_sub(1, AcqRel) == 1 {
-            // Other threads may keep the file for longer, for a collapse or for reads. Its pages are freed now, and no
-            // new ones come in. Only then may another file get its id, because folios name their owner by it.
+            // Other threads may still refer to the file, for a collapse or a read. Its pages are freed now, and
+            // `is_closed` keeps new ones out. Only afterwards may another file get the id, because folios name their
+            // owner by it.
             self.0.write_back_at_last();
             self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);
             self.0.end_behind();
-            self.0.cache.leave(self.0.id, self.0.store.is_some());
-            // A thread that has the file for a moment (the background, or a store's thread after a completion) also
-            // keeps its store. The caller may reopen the store's file at once, so wait for those threads.
+            self.0.cache.remove_file(self.0.id, self.0.store.is_some());
+            // A thread with a temporary reference (the background, or a store's thread after a completion) also keeps
+            // the store alive. The caller may reopen the store's file at once, so wait until these references are gone.
             let mut backoff = Backoff::new();
             while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && backoff.waited_ns() < MOST_LINGER_NS {
                 backoff.pause();
@@ -244,15 +246,15 @@ impl Drop for Mapping {
 }
 
 impl File {
-    /// Bytes of its index's nodes.
+    /// Returns the bytes of the nodes of the file's index.
     fn node_bytes(&self) -> u64 {
         u64::from(self.tree.node_count()) * size_of::<Node>() as u64
     }
 
-    /// Traces an event of a folio of several pages.
+    /// Records a trace event about a folio of 2^`order` pages at `index`.
     fn trace(&self, event: Event, index: u64, order: u8) {
         let cache = u64::from(self.cache.number);
-        trace::event_in_parts(event, [(index, u64::from(self.id)), (u64::from(order), cache)]);
+        trace::event_with_packed_values(event, [(index, u64::from(self.id)), (u64::from(order), cache)]);
     }
 
     #[inline]
@@ -270,7 +272,7 @@ impl File {
         1 << self.pool().page_shift()
     }
 
-    /// Index of the page that contains a byte.
+    /// Returns the index of the page that contains the byte at `offset`.
     #[inline]
     fn index_of(&self, offset: u64) -> u64 {
         offset >> self.pool().page_shift()
@@ -281,20 +283,20 @@ impl File {
         index << self.pool().page_shift()
     }
 
-    /// Indices that a huge folio over `index` would cover.
+    /// Returns the page indices of the huge folio that would contain `index`.
     fn span_of(&self, index: u64) -> Range<u64> {
         let pages = 1 << self.pool().chunk_order();
         let first = index & !(pages - 1);
         first..first + pages
     }
 
-    /// Largest length of a file.
+    /// Returns the largest possible length of a file.
     fn max_bytes(&self) -> u64 {
-        // The last index is unused, so that one past the end is still an index.
+        // The last index is unused, so that the index behind the last page is valid, too.
         (i64::MAX as u64).min(Owner::MAX_INDEX.saturating_mul(self.page_bytes() as u64))
     }
 
-    /// Rejects offsets beyond the range of a file.
+    /// Fails if the range exceeds the largest file offset, or in a fork child.
     #[inline]
     fn check(&self, offset: u64, len_bytes: u64) -> Result<()> {
         if self.pool.generation() != self.generation {
@@ -309,30 +311,30 @@ impl File {
         if self.is_writable { Ok(()) } else { Err(Error::ReadOnly) }
     }
 
-    /// As [`File::check`], for a range that may extend past the largest offset. Returns the length cut to that.
+    /// As [`File::check`], but cuts a range at the largest file offset. Returns the length that remains.
     fn check_up_to(&self, offset: u64, len_bytes: u64) -> Result<u64> {
         let len_bytes = len_bytes.min((i64::MAX as u64).saturating_sub(offset));
         self.check(offset, len_bytes).map(|()| len_bytes)
     }
 
-    /// Rejects lengths beyond the largest one.
+    /// Fails if `size_bytes` exceeds the largest possible length of a file.
     fn check_size(&self, size_bytes: u64) -> Result<()> {
         let most_bytes = self.max_bytes();
         if size_bytes > most_bytes { Err(Error::FileTooLarge { size_bytes, most_bytes }) } else { Ok(()) }
     }
 
-    /// Records that pages were removed, or a part of the store is not valid any more. Under the lock of the index.
+    /// Records that pages were removed, or that a part of the store is not valid any more. Under the lock of the index.
     fn note_revoked(&self) {
         self.revoked.store(self.revoked.load(Relaxed).wrapping_add(1), Release);
-        self.note_left();
+        self.note_removal();
     }
 
-    /// Records that a page leaves the file, perhaps to come back. Under the lock of the index.
-    fn note_left(&self) {
-        self.left.store(self.left.load(Relaxed).wrapping_add(1), Release);
+    /// Records that pages were removed or evicted. Under the lock of the index.
+    fn note_removal(&self) {
+        self.removals.store(self.removals.load(Relaxed).wrapping_add(1), Release);
     }
 
-    /// Makes the file at least this long.
+    /// Extends the file to `size_bytes` if it is shorter.
     fn grow(&self, size_bytes: u64) {
         let mut seen = self.size_bytes.load(Relaxed);
         while seen < size_bytes {
@@ -344,7 +346,8 @@ impl File {
     }
 }
 
-/// Calls `act` until `len` bytes are done. An error after the first part makes the result short.
+/// Calls `act` with the bytes done so far until `len` bytes are done. If `act` fails after the first call, returns the
+/// bytes done instead of the error.
 #[inline]
 fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<usize> {
     let mut done = 0;
@@ -358,8 +361,8 @@ fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<
     Ok(done)
 }
 
-/// Calls `act` for one buffer after the other, until one is not used completely. An error after the first part makes
-/// the result short.
+/// Calls `act` for each buffer in order, until one is not used completely. If `act` fails after the first call, returns
+/// the bytes done instead of the error.
 fn one_by_one<B: std::ops::Deref<Target = [u8]>>(
     buffers: impl Iterator<Item = B>,
     mut act: impl FnMut(B, u64) -> Result<usize>,
@@ -381,7 +384,7 @@ fn one_by_one<B: std::ops::Deref<Target = [u8]>>(
     Ok(done)
 }
 
-/// Waits for a folio that another thread holds for a moment.
+/// A wait with a time limit for a folio that another thread holds or has frozen.
 struct TimedWait(Option<Backoff>);
 
 impl TimedWait {
@@ -391,7 +394,7 @@ impl TimedWait {
 
     /// # Errors
     ///
-    /// [`Error::Busy`] after a second.
+    /// [`Error::Busy`] after a second of waits.
     #[cold]
     fn wait(&mut self) -> Result<()> {
         let backoff = self.0.get_or_insert_with(|| {

@@ -11,13 +11,13 @@ use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 use std::ops::{Deref, DerefMut};
 
-/// A pinned folio of a file: it stays in memory at its address until this is dropped. For I/O, or for many reads. A
-/// pinned folio is not split, collapsed or evicted. A `truncate` or `punch_hole` of the whole folio still removes it
-/// from the file; its memory stays until the unpin. One of a part of it zeroes that part, and the folio stays in the
-/// file.
+/// A pin on a folio of a file: the folio stays in memory at its address until the pin is dropped. For I/O, or for many
+/// reads. A pinned folio is not split, collapsed or evicted. A `truncate` or `punch_hole` of the whole folio still
+/// removes it from the file; its memory stays until the unpin. If they cover a part of the folio, that part is zeroed,
+/// and the folio stays in the file.
 ///
-/// Other threads may write to it at the same time, so its bytes are copied, never borrowed. A fork child must not use
-/// an inherited pin: the memory may not be mapped there (docs/files-behind.md).
+/// Other threads may write to the folio at the same time, so its bytes are copied, never borrowed. A fork child must
+/// not use an inherited pin: the memory may not be mapped there (docs/files-behind.md).
 ///
 /// Cost: one atomic operation to pin and one to unpin, for any part of a huge folio.
 ///
@@ -34,7 +34,7 @@ use std::ops::{Deref, DerefMut};
 /// assert_eq!((pins.len(), file.pin(0)?.as_ptr()), (1, pins.first().unwrap().as_ptr()));
 /// # Ok::<(), pagemill::Error>(())
 /// ```
-#[must_use = "it pins for as long as it is kept"]
+#[must_use = "the pin ends when this is dropped"]
 pub struct Pin<'file> {
     file: &'file File,
     frame: &'static Frame,
@@ -46,10 +46,11 @@ pub struct Pin<'file> {
     len_bytes: u32,
 }
 
-/// The pinned folios of a range, in order. A single one needs no allocation; a huge folio often covers the whole range.
+/// The pinned folios of a range, in the order of the file. A single folio, such as a huge one that covers the whole
+/// range, needs no allocation.
 ///
 /// Example: [`Pin`].
-#[must_use = "it pins for as long as it is kept"]
+#[must_use = "the pin ends when this is dropped"]
 pub struct Pins<'file> {
     first: Option<Pin<'file>>,
     others: Vec<Pin<'file>>,
@@ -76,8 +77,8 @@ impl<'file> Pins<'file> {
 }
 
 impl Mapping {
-    /// Pins the folio that contains the byte at `offset`, from there to its end. Allocates one if there is none, as a
-    /// write would.
+    /// Pins the folio that contains the byte at `offset`. The pin's bytes begin at `offset` and end with the folio.
+    /// Allocates a folio if there is none, as a write would.
     ///
     /// # Errors
     ///
@@ -86,11 +87,11 @@ impl Mapping {
     pub fn pin(&self, offset: u64) -> Result<Pin<'_>> {
         match self.0.try_pin(offset) {
             Some(pin) => Ok(pin),
-            None => Ok(self.0.guard_of(self.0.pin_made(offset, offset.saturating_add(1))?, offset)),
+            None => Ok(self.0.guard_of(self.0.pin_or_create(offset, offset.saturating_add(1))?, offset)),
         }
     }
 
-    /// As [`Mapping::pin`]; returns `None` if there is no folio in memory.
+    /// As [`Mapping::pin`], but returns `None` if the folio is not in memory.
     ///
     /// # Errors
     ///
@@ -99,7 +100,7 @@ impl Mapping {
     pub fn pin_present(&self, offset: u64) -> Result<Option<Pin<'_>>> {
         match self.0.try_pin(offset) {
             Some(pin) => Ok(Some(pin)),
-            None => Ok(self.0.pin_there(offset)?.map(|place| self.0.guard_of(place, offset))),
+            None => Ok(self.0.pin_in_memory(offset)?.map(|place| self.0.guard_of(place, offset))),
         }
     }
 
@@ -109,11 +110,11 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// See [`Mapping::pin`]; no folio stays pinned then.
+    /// See [`Mapping::pin`]. No folio stays pinned after an error.
     #[inline]
     pub fn pin_range(&self, offset: u64, len_bytes: usize) -> Result<Pins<'_>> {
         if let Some(first) = self.0.try_pin(offset) {
-            // A huge folio often covers the whole range.
+            // Fast path: one folio covers the whole range.
             if len_bytes.wrapping_sub(1) < first.len_bytes() {
                 return Ok(Pins { first: Some(first), others: Vec::new() });
             }
@@ -122,13 +123,13 @@ impl Mapping {
         Ok(Pins { first: first.map(|place| self.0.guard_of(place, offset)), others })
     }
 
-    /// Holds the folio that contains the byte at `offset` exclusively. Threads that read, write or pin it wait, a
-    /// second at most. Allocates one if there is none.
+    /// Holds the folio that contains the byte at `offset` exclusively. Other threads that read, write or pin it wait, a
+    /// second at most. Allocates a folio if there is none.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if it is pinned or held for a second. [`Error::ReadOnly`], because a hold counts as a write.
-    /// Else see [`Mapping::pin`].
+    /// [`Error::Busy`] if the folio is pinned or held for a second. [`Error::ReadOnly`] if the store is read-only,
+    /// because a hold counts as a write. Otherwise see [`Mapping::pin`].
     pub fn hold(&self, offset: u64) -> Result<Exclusive<'_>> {
         let file = &*self.0;
         file.check_inside(offset)?;
@@ -143,8 +144,8 @@ impl Mapping {
                 continue;
             };
             let number = hit.value() as u32;
-            // Taken because a truncation that holds the gate relies on no new holds.
-            let inside = file.gate.shared();
+            // The gate is held, because a truncation that holds it relies on no new holds.
+            let gate = file.gate.shared();
             match file.pool().word(number).hold() {
                 Ok(state) if hit.is_still() => {
                     let len_bytes = file.cache.folio_bytes(state.order()) as usize;
@@ -153,7 +154,7 @@ impl Mapping {
                 Ok(_) => file.end_hold(number),
                 Err(_) if !hit.is_still() => {}
                 Err(_) => {
-                    drop((inside, guard));
+                    drop((gate, guard));
                     timed_wait.wait()?;
                 }
             }
@@ -164,14 +165,14 @@ impl Mapping {
 impl File {
     /// # Errors
     ///
-    /// Fails past the end of the file, and in a fork child.
+    /// Fails at or past the end of the file, and in a fork child.
     pub(super) fn check_inside(&self, offset: u64) -> Result<()> {
         self.check(offset, 1)?;
         let size_bytes = self.size_bytes();
         if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(()) }
     }
 
-    /// Pins the folio that a lock-free lookup finds; `None` if the slow path is needed.
+    /// Pins the folio that a lock-free lookup finds. Returns `None` if the slow path is needed.
     #[inline]
     fn try_pin(&self, offset: u64) -> Option<Pin<'_>> {
         if offset >= self.size_bytes() || self.pool.generation() != self.generation {
@@ -183,17 +184,17 @@ impl File {
     }
 
     #[cold]
-    fn pin_there(&self, offset: u64) -> Result<Option<Place>> {
+    fn pin_in_memory(&self, offset: u64) -> Result<Option<Place>> {
         self.check_inside(offset)?;
         self.pin_page(self.index_of(offset))
     }
 
-    /// Pins the folio at `offset`; brings it in first if needed. In files with a store, reads all missing pages up to
-    /// `end` along with it.
+    /// Pins the folio at `offset`, and brings it into memory first if needed. In files with a store, reads all missing
+    /// pages up to `end` along with it.
     #[cold]
-    fn pin_made(&self, offset: u64, end: u64) -> Result<Place> {
+    fn pin_or_create(&self, offset: u64, end: u64) -> Result<Place> {
         loop {
-            if let Some(place) = self.pin_there(offset)? {
+            if let Some(place) = self.pin_in_memory(offset)? {
                 return Ok(place);
             }
             let index = self.index_of(offset);
@@ -207,7 +208,7 @@ impl File {
         }
     }
 
-    /// Pins a range: returns the first folio's place, and guards of the others.
+    /// Pins all folios of a range. Returns the place of the first one, and guards of the others.
     #[cold]
     fn pin_all(&self, offset: u64, len_bytes: usize) -> Result<(Option<Place>, Vec<Pin<'_>>)> {
         self.check(offset, len_bytes as u64)?;
@@ -215,11 +216,11 @@ impl File {
         if offset >= end {
             return Ok((None, Vec::new()));
         }
-        // Held as a guard from the start, because the following pins may fail.
-        let first = self.pin_made(offset, end).map(|place| self.guard_of(place, offset))?;
+        // A guard from the start, so that the folio is unpinned if a later pin fails.
+        let first = self.pin_or_create(offset, end).map(|place| self.guard_of(place, offset))?;
         let (mut others, mut at) = (Vec::new(), offset + u64::from(first.len_bytes));
         while at < end {
-            let pin = self.guard_of(self.pin_made(at, end)?, at);
+            let pin = self.guard_of(self.pin_or_create(at, end)?, at);
             at += u64::from(pin.len_bytes);
             others.push(pin);
         }
@@ -232,8 +233,8 @@ impl File {
         self.guard(place, frame, offset)
     }
 
-    /// Returns the guard of a pinned folio. Built from values in registers: storing the guard and loading it again
-    /// would cost as much as all the rest.
+    /// Returns the guard of a pinned folio. The guard is built from values in registers, because storing it and loading
+    /// it again would cost as much as the rest of a pin.
     #[inline]
     fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
         let page_shift = self.pool.page_shift();
@@ -242,12 +243,12 @@ impl File {
         Pin { file: self, frame, addr: self.pool.addr(place.number) + at as usize, at, len_bytes }
     }
 
-    /// Ends a hold without a change. Frees the folio if it left the file meanwhile.
+    /// Ends a hold without a change. Frees the folio if it was removed from the file meanwhile.
     pub(super) fn end_hold(&self, number: u32) {
         self.note_revived(number, self.pool().word(number).end_hold(false));
     }
 
-    /// As [`File::end_hold`], for a folio that may have been changed.
+    /// As [`File::end_hold`], for a folio that may have been changed: makes it dirty.
     fn end_hold_dirty(&self, number: u32, first: u64) {
         let word = self.pool().word(number);
         let state = word.load();
@@ -265,37 +266,37 @@ impl File {
 }
 
 impl Pin<'_> {
-    /// Returns the bytes from the requested one to the end of the folio.
+    /// Returns the number of bytes from the requested one to the end of the folio.
     pub fn len_bytes(&self) -> usize {
         self.len_bytes as usize
     }
 
-    /// Copies bytes out, from `at` bytes behind the requested one.
+    /// Copies bytes out, starting `at` bytes behind the requested byte.
     ///
     /// # Panics
     ///
-    /// Past [`Pin::len_bytes`].
+    /// If the range exceeds [`Pin::len_bytes`].
     pub fn read_at(&self, to: &mut [u8], at: usize) {
         self.check(at, to.len());
         self.file.pool().copy_out(self.number(), self.at as usize + at, to);
     }
 
-    /// Copies bytes in, up to the end of the file.
+    /// Copies bytes in, starting `at` bytes behind the requested byte. The range must not exceed the end of the file.
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] past the end of the file, which may have shrunk meanwhile. [`Error::WrongState`] if the page
-    /// has left the file (a hole, say). [`Error::ReadOnly`].
+    /// [`Error::PastEnd`] past the end of the file, which may have shrunk meanwhile. [`Error::WrongState`] if the folio
+    /// was removed from the file (a hole, say). [`Error::ReadOnly`].
     ///
     /// # Panics
     ///
-    /// Past [`Pin::len_bytes`].
+    /// If the range exceeds [`Pin::len_bytes`].
     pub fn write_at(&self, from: &[u8], at: usize) -> Result<()> {
         self.check(at, from.len());
         self.file.check_writable()?;
-        // Bytes behind the end must read zero when the file grows. So writes stop at the end, and the gate keeps the
-        // file from shrinking meanwhile.
-        let _inside = self.file.gate.shared();
+        // Bytes behind the end must read zero when the file grows, so writes stop at the end. The gate prevents that
+        // the file shrinks meanwhile.
+        let _gate = self.file.gate.shared();
         let begin = self.file.offset_of(self.frame.owner().index) + u64::from(self.at);
         let (end, size_bytes) = (begin + (at + from.len()) as u64, self.file.size_bytes());
         if end > size_bytes {
@@ -303,7 +304,7 @@ impl Pin<'_> {
         }
         let state = self.frame.word.load();
         if state.kind() == Kind::Gone {
-            return Err(Error::WrongState { what: "the page has left the file" });
+            return Err(Error::WrongState { what: "the page was removed from the file" });
         }
         if !state.is_dirty() {
             self.file.make_dirty(&self.place());
@@ -312,33 +313,33 @@ impl Pin<'_> {
         Ok(())
     }
 
-    /// Returns eight bytes as a little-endian number.
+    /// Returns the eight bytes that start `at` bytes behind the requested byte, as a little-endian number.
     ///
     /// # Panics
     ///
-    /// Past [`Pin::len_bytes`].
+    /// If the range exceeds [`Pin::len_bytes`].
     #[inline]
     pub fn read_u64(&self, at: usize) -> u64 {
         self.check(at, size_of::<u64>());
-        // SAFETY: inside of the folio, as just checked. The folio is mapped while it is pinned.
+        // SAFETY: inside the folio, as just checked. The folio is mapped while it is pinned.
         unsafe { bytes::read_u64((self.addr + at) as *const u8) }
     }
 
-    /// Returns the address of the bytes, for I/O. They stay mapped there until this is dropped; other threads may
-    /// change them. Bytes past the end of the file must stay zero. After changing others, the caller must call
+    /// Returns the address of the pinned bytes, for I/O. They stay mapped there until the pin is dropped; other threads
+    /// may change them. Bytes past the end of the file must stay zero. After changing bytes, the caller must call
     /// [`Pin::set_dirty`].
     pub fn as_ptr(&self) -> *mut u8 {
         self.addr as *mut u8
     }
 
-    /// Marks the folio dirty, for the store. In a read-only file this does nothing, and changes last only until the
-    /// folio is evicted.
+    /// Makes the folio dirty, so that writeback writes it to the store. Does nothing in a read-only file, whose changes
+    /// last only until the folio is evicted.
     pub fn set_dirty(&self) {
         if !self.file.is_writable {
             return;
         }
-        // The gate orders this before or after a removal of the folio.
-        let _inside = self.file.gate.shared();
+        // The gate orders this call before or after a removal of the folio.
+        let _gate = self.file.gate.shared();
         let state = self.frame.word.load();
         if !state.is_dirty() && state.kind() != Kind::Gone {
             self.file.make_dirty(&self.place());
@@ -349,7 +350,7 @@ impl Pin<'_> {
         Place { number: self.number(), first: self.frame.owner().index, order: self.frame.word.load().order() }
     }
 
-    /// Forgets the guard and keeps the pin.
+    /// Drops the guard without ending the pin.
     fn into_place(self) -> Place {
         std::mem::ManuallyDrop::new(self).place()
     }
@@ -366,7 +367,7 @@ impl Pin<'_> {
 
     #[cold]
     fn free(&self) {
-        self.file.cache.give(self.number(), self.frame.word.load().order());
+        self.file.cache.free(self.number(), self.frame.word.load().order());
     }
 }
 
@@ -379,8 +380,8 @@ impl Drop for Pin<'_> {
     }
 }
 
-/// A folio that this thread holds exclusively: its bytes are a slice. Other threads wait, a second at most, so it
-/// should not be kept long.
+/// A folio that this thread holds exclusively, with its bytes as a slice. Other threads that need the folio wait, a
+/// second at most, so it should not be held long.
 ///
 /// ```
 /// use pagemill::{Pagemill, mapping::Settings};
@@ -395,7 +396,7 @@ impl Drop for Pin<'_> {
 /// assert_eq!((file.read_at(&mut first, 0)?, first), (1, [9]));
 /// # Ok::<(), pagemill::Error>(())
 /// ```
-#[must_use = "others wait for as long as it is kept"]
+#[must_use = "other threads wait until this is dropped"]
 pub struct Exclusive<'file> {
     file: &'file File,
     number: u32,
@@ -404,7 +405,7 @@ pub struct Exclusive<'file> {
 }
 
 impl Exclusive<'_> {
-    /// Returns the offset of its first byte in the file.
+    /// Returns the offset of the folio's first byte in the file.
     pub fn offset(&self) -> u64 {
         self.file.offset_of(self.first)
     }
@@ -414,7 +415,7 @@ impl Deref for Exclusive<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: held since this guard was created, until it is dropped; the length is the folio's.
+        // SAFETY: the folio is held from the creation of this guard until its drop, and has `len_bytes` bytes.
         unsafe { self.file.pool().held_bytes(self, self.number, self.len_bytes) }
     }
 }
@@ -422,14 +423,14 @@ impl Deref for Exclusive<'_> {
 impl DerefMut for Exclusive<'_> {
     fn deref_mut(&mut self) -> &mut [u8] {
         let (pool, number, len_bytes) = (self.file.pool(), self.number, self.len_bytes);
-        // SAFETY: as above.
+        // SAFETY: as in `deref`, and the borrow is unique.
         unsafe { pool.held_bytes_mut(self, number, len_bytes) }
     }
 }
 
 impl Drop for Exclusive<'_> {
     fn drop(&mut self) {
-        // Bytes written past the end of the file are not part of it. They must be zeroed, or they would appear when the
+        // Bytes written past the end of the file are not part of it. Unless they are zeroed, they would appear when the
         // file grows.
         let end = self.file.size_bytes().saturating_sub(self.offset());
         if end < self.len_bytes as u64 {

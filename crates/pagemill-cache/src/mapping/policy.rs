@@ -1,53 +1,54 @@
-//! Policies: choose huge or small folios for each range of a file.
+//! Policies: choose between huge and small folios for each range of a file.
 
 /// Why a folio is about to be allocated.
 ///
 /// Example: [`Policy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// A write where there is no folio.
+    /// A write to a page without a folio.
     Write,
-    /// A read where there is no folio. In a file in memory: a hole.
+    /// A read of a page without a folio. In a file without a store the page is a hole.
     Read,
-    /// The background considers collapsing small folios into a huge one.
+    /// The background thread considers collapsing the small folios of a range into a huge one.
     Collapse,
 }
 
-/// Facts about a range that could be one huge folio.
+/// Facts about the range of a file that a huge folio would cover.
 ///
 /// Example: [`Policy`].
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
     pub cause: Cause,
-    /// First byte of the range in the file.
+    /// Offset of the range in the file.
     pub offset: u64,
-    /// Bytes of the range: those of a huge folio.
+    /// Length of the range: the bytes of a huge folio.
     pub span_bytes: u64,
-    /// Bytes of the range that this call wants, from its first byte on.
+    /// Number of bytes that the current call reads or writes in the range, from the first byte of the range on.
     pub wanted_bytes: u64,
-    /// Bytes of the range that are present; for [`Cause::Collapse`] only.
+    /// Bytes of the range that are in memory. Set for [`Cause::Collapse`] only.
     pub present_bytes: u64,
     /// Length of the file, including the current write.
     pub size_bytes: u64,
-    /// Length of the sequential run of writes right before this call.
+    /// Length of the sequential run of writes that ends right before this call.
     pub sequential_bytes: u64,
 }
 
-/// The decision.
+/// The decision of a policy.
 ///
 /// Example: [`Policy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
     Huge,
     Small,
-    /// For [`Cause::Read`]: allocate nothing, the read returns zeros. For [`Cause::Collapse`]: leave the range as it
-    /// is.
+    /// For [`Cause::Read`]: allocate nothing, so that the read returns zeros. For [`Cause::Collapse`]: leave the range
+    /// as it is.
     Nothing,
 }
 
-/// Decides for every range of every file of a cache. Called often, so it should be fast. A truncation of a file waits
-/// for it, so it must not use the cache's files. A panic unwinds through the call that needed the decision. In the
-/// background a panic is counted (`behind_panics`), and the range stays as it is.
+/// Chooses the folio size for every range of every file of a cache. `choose` is called often, so it should be fast. A
+/// truncation of the file waits for the call, so `choose` must not use the cache's files. A panic unwinds through the
+/// call that needed the decision. In the background thread a panic is counted (`behind_panics`), and the range stays as
+/// it is.
 ///
 /// ```
 /// use pagemill::{Pagemill, mapping::{Settings, policy::{Ask, Cause, Choice, Policy}}};
@@ -71,15 +72,16 @@ pub trait Policy: Send + Sync {
     fn choose(&self, ask: &Ask) -> Choice;
 }
 
-/// Sequential writes to a file of at least this many huge folios use huge ones: one more wastes a part of its length at
-/// most.
+/// Sequential writes use huge folios if the file has at least this many of them: the last huge folio then wastes less
+/// than the file's length.
 const LARGE_SPANS: u64 = 2;
 
-/// Small folios become a huge one if at least seven eighths of it are present.
+/// A range is collapsed if at least seven eighths of it are in memory.
 const DENSE: (u64, u64) = (7, 8);
 
-/// Decides by size, density and order of access. Uses a huge folio if a call wants half of the range, or if a large
-/// file is written sequentially. A small file, or one with scattered writes, stays in small folios until it is dense.
+/// The default policy, which decides by size, density and access order. Chooses a huge folio if a call writes more than
+/// half of the range, or if a large file is written sequentially. A small file, or one with scattered writes, gets
+/// small folios until its ranges are dense.
 ///
 /// Example: [`Settings`](super::Settings).
 #[derive(Clone, Copy, Debug, Default)]
@@ -92,9 +94,9 @@ impl Policy for Auto {
             Cause::Collapse if ask.present_bytes * DENSE.1 >= ask.span_bytes * DENSE.0 => Choice::Huge,
             Cause::Collapse => Choice::Nothing,
             Cause::Write => {
-                let is_in_order = ask.sequential_bytes >= ask.span_bytes / 2;
+                let is_sequential = ask.sequential_bytes >= ask.span_bytes / 2;
                 let is_large = ask.size_bytes >= LARGE_SPANS * ask.span_bytes;
-                if ask.wanted_bytes * 2 > ask.span_bytes || (is_in_order && is_large) {
+                if ask.wanted_bytes * 2 > ask.span_bytes || (is_sequential && is_large) {
                     Choice::Huge
                 } else {
                     Choice::Small
@@ -104,7 +106,7 @@ impl Policy for Auto {
     }
 }
 
-/// Always chooses huge, for writes and for reads of holes.
+/// Always chooses huge folios, for writes and for reads of holes.
 ///
 /// Example: [`Settings`](super::Settings).
 #[derive(Clone, Copy, Debug, Default)]
@@ -133,10 +135,10 @@ mod tests {
     use super::*;
     use pagemill_core::units::BLOCK_BYTES;
 
-    /// Small files and scattered writes stay small. Large writes, and sequential writes of large files, are huge. Dense
-    /// ranges are collapsed.
+    /// Small files and scattered writes get small folios. Large writes, and sequential writes of large files, get huge
+    /// ones. Dense ranges are collapsed.
     #[test]
-    fn auto_goes_by_size_density_and_order() {
+    fn auto_decides_by_size_density_and_access_order() {
         const SPAN: u64 = BLOCK_BYTES as u64;
         let ask = Ask {
             cause: Cause::Write,
@@ -149,10 +151,10 @@ mod tests {
         };
         assert_eq!(Auto.choose(&ask), Choice::Small);
         assert_eq!(Auto.choose(&Ask { wanted_bytes: SPAN, ..ask }), Choice::Huge);
-        assert_eq!(Auto.choose(&Ask { size_bytes: 100 * SPAN, ..ask }), Choice::Small, "here and there");
-        let in_order = Ask { sequential_bytes: 2 * SPAN, ..ask };
-        assert_eq!(Auto.choose(&in_order), Choice::Small);
-        assert_eq!(Auto.choose(&Ask { size_bytes: 2 * SPAN, ..in_order }), Choice::Huge);
+        assert_eq!(Auto.choose(&Ask { size_bytes: 100 * SPAN, ..ask }), Choice::Small, "a scattered write");
+        let sequential = Ask { sequential_bytes: 2 * SPAN, ..ask };
+        assert_eq!(Auto.choose(&sequential), Choice::Small);
+        assert_eq!(Auto.choose(&Ask { size_bytes: 2 * SPAN, ..sequential }), Choice::Huge);
         let collapse = Ask { cause: Cause::Collapse, present_bytes: SPAN, ..ask };
         assert_eq!(Auto.choose(&collapse), Choice::Huge);
         assert_eq!(Auto.choose(&Ask { present_bytes: SPAN / 2, ..collapse }), Choice::Nothing);

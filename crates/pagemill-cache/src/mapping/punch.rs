@@ -1,14 +1,15 @@
-//! Making holes.
+//! Hole punching: removes a range of pages from a file.
 
 use super::Mapping;
 use pagemill_core::error::{Error, Result};
 
 impl Mapping {
-    /// Removes a range from the file: it reads zero, and its whole pages use no memory. Returns the bytes of memory
-    /// freed, for other folios or for reclaim. Pinned folios are freed later and not counted.
+    /// Removes a range from the file: it reads zero afterwards, and pages completely inside it use no memory. Returns
+    /// the bytes of memory that became free, for other folios or for reclaim. Pinned folios are freed later and not
+    /// counted.
     ///
-    /// Pages that lie partly in the range are zeroed there. So are parts of a huge folio that is pinned, or that the
-    /// cache does not split. The file's length stays.
+    /// Pages that lie partly in the range are zeroed there. Parts of a huge folio are also zeroed if the folio is
+    /// pinned, or if the cache does not split it. The file's length does not change.
     ///
     /// # Errors
     ///
@@ -20,7 +21,7 @@ impl Mapping {
         if file.store.is_some() {
             return Err(Error::Unsupported { what: "a store keeps no holes" });
         }
-        let _exclusive = file.gate.exclusive();
+        let _gate = file.gate.exclusive();
         let end = (offset + len_bytes).min(file.size_bytes().next_multiple_of(file.page_bytes() as u64));
         if offset >= end {
             return Ok(0);
@@ -28,11 +29,11 @@ impl Mapping {
         let (first, last) = (file.index_of(offset.next_multiple_of(file.page_bytes() as u64)), file.index_of(end));
         let mut freed = 0;
         if first < last {
-            file.open_up(first);
-            file.open_up(last);
+            file.split_around(first);
+            file.split_around(last);
             freed = file.remove_pages(first, last - 1);
         }
-        // The edges, and folios that could not be removed.
+        // Zeroes the partial pages at both ends, and folios that could not be removed.
         file.zero_present(offset, end)?;
         Ok(freed)
     }

@@ -199,7 +199,7 @@ impl Queue {
             return Ok(bell.clone());
         }
         let bell = self.ring.waker().map_err(Error::system("making a queue's bell"))?;
-        self.cache.0.caches.hear_by(self.cache.0.pool, &bell);
+        self.cache.0.caches.add_waker(self.cache.0.pool, &bell);
         Ok(self.bell.insert(bell).clone())
     }
 
@@ -334,7 +334,7 @@ impl Drop for Queue {
         if self.cache.0.check().is_err() {
             std::mem::forget(self.arrivals.take());
         } else if let Some(bell) = &self.bell {
-            self.cache.0.caches.hear_no_more_by(bell);
+            self.cache.0.caches.remove_waker(bell);
         }
     }
 }

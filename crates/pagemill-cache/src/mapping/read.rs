@@ -1,4 +1,4 @@
-//! Reading: copies out of folios, without a lock or a pin.
+//! Reading: copies bytes out of folios, without a lock or a pin.
 
 use super::fetch::Content;
 use super::policy::{Ask, Cause, Choice};
@@ -11,17 +11,17 @@ impl Mapping {
     /// Copies bytes from `offset` on into `to`, up to the end of the file. Returns the number of bytes: 0 at or past
     /// the end, and for an empty buffer.
     ///
-    /// Holes read zero. A concurrent write may leave old and new bytes in one page, as in any file. Beside `truncate`
-    /// and `punch_hole`, a read finds old bytes or zeros.
+    /// Holes read zero. A read that runs concurrently with a write may find old and new bytes in one page, as in any
+    /// file. Concurrently with `truncate` or `punch_hole` it finds old bytes or zeros.
     ///
-    /// Cost: an index lookup for each folio (a huge one counts once), and the copy. Writes to no shared memory, except
-    /// that in files with a store it sometimes records the use of a folio.
+    /// Cost: an index lookup and a copy for each folio, small or huge. Writes to no shared memory, except that reads of
+    /// files with a store sometimes record the use of a folio.
     ///
     /// # Errors
     ///
-    /// [`Error::BadOffset`] past 2^63. [`Error::Busy`] if a folio is held for a second. [`Error::Store`].
-    /// [`Error::NoMemory`] if there is no room for bytes of the store (dirty pages stay until [`Mapping::sync`]). After
-    /// a part was read, returns its length instead of the error. The rest of `to` is then unchanged or zero.
+    /// [`Error::BadOffset`] past 2^63. [`Error::Busy`] if another thread holds a folio for a second. [`Error::Store`].
+    /// [`Error::NoMemory`] if there is no room for bytes of the store (dirty pages stay until [`Mapping::sync`]). If a
+    /// part was read before the error, returns the length of that part. The rest of `to` is then unchanged or zero.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
         file.check(offset, to.len() as u64)?;
@@ -41,30 +41,30 @@ impl Mapping {
     }
 }
 
-/// Outcome of a read where there was no folio.
+/// Result of a read where no folio was in memory.
 enum Hole {
     /// This many bytes were read as zeros.
     Zeros(usize),
     /// This call created a folio there.
     Filled,
-    /// Another thread created a folio, or it was read along with others. It is not marked as used.
+    /// Another thread created the folio, or it was read together with others. Its first use is not recorded yet.
     FilledByOther,
 }
 
 impl File {
-    /// Copies from one folio, or zeros from a hole. Returns the number of bytes.
+    /// Copies from one folio, or writes zeros for a hole. Returns the number of bytes.
     #[inline]
     pub(super) fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let index = self.index_of(offset);
         if let Some((found, frame)) = self.hint(index) {
             let (number, at) = (found.value as u32, (offset - self.offset_of(found.first)) as usize);
-            // Word and bytes are both likely cache misses, so their loads overlap.
+            // Prefetches the bytes, so that their cache miss overlaps with that of the word.
             self.pool.prefetch(number, at);
             let seen = frame.word.load();
             if seen.is_readable() && u32::from(seen.order()) == found.order && self.is_of(frame, found.first) {
                 let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);
                 self.pool.copy_out(number, at, &mut to[..len]);
-                // The folio had the same owner during the whole copy.
+                // Unchanged: the folio had the same owner during the whole copy.
                 if frame.word.is_unchanged(seen) {
                     if self.note_used(frame) {
                         self.note_first_use(frame, offset, to.len());
@@ -76,15 +76,16 @@ impl File {
         self.read_piece_slowly(to, offset).inspect_err(|_| self.wipe(to))
     }
 
-    /// A discarded copy may contain another file's bytes. The caller must not see them if no other copy replaced them.
+    /// Zeroes a buffer after a failed read. A discarded copy may have left another file's bytes there, which the caller
+    /// must not see.
     #[cold]
     fn wipe(&self, to: &mut [u8]) {
-        // A copy is at most one folio.
+        // A copy was at most one folio long.
         let most = to.len().min(self.pool.chunk_bytes());
         to[..most].fill(0);
     }
 
-    /// As [`File::read_piece`], with a checked index lookup: for holes, and for folios that change.
+    /// As [`File::read_piece`], but looks the index up under an epoch. Used for holes, and for folios that change.
     #[cold]
     fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let (pool, index) = (self.pool(), self.index_of(offset));
@@ -114,8 +115,8 @@ impl File {
                 continue;
             }
             let found = hit.found();
-            // The copy may be discarded, but the memory stays mapped. Without the guard, this reader delays no
-            // reclamation.
+            // The copy below needs no epoch: the memory stays mapped, and an invalid copy is discarded. Without the
+            // guard, this reader delays no reclamation.
             drop(guard);
             let at = (offset - self.offset_of(found.first)) as usize;
             let len = to.len().min(self.cache.folio_bytes(found.order as u8) as usize - at);
@@ -129,12 +130,12 @@ impl File {
         }
     }
 
-    /// Reads zeros up to the end of the page, or brings a folio in.
+    /// Brings a folio into memory, or reads zeros up to the end of the page.
     #[cold]
     fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Hole> {
         let index = self.index_of(offset);
         let end = self.offset_of(index + 1);
-        // The file was truncated meanwhile: no page behind its end may come in.
+        // The file was truncated meanwhile. No page behind its end may be read into memory.
         if self.store.is_some() && offset >= self.size_bytes() {
             let len = to.len().min((end - offset) as usize);
             to[..len].fill(0);
@@ -150,7 +151,7 @@ impl File {
             match self.create(index, Cause::Read, &Content::Stored) {
                 Ok(Some(_)) => return Ok(Hole::Filled),
                 Ok(None) => return Ok(Hole::FilledByOther),
-                // A hole reads zero without memory, too.
+                // Without memory for a folio, the hole reads zero as well.
                 Err(Error::NoMemory { .. }) if self.store.is_none() => {}
                 Err(error) => return Err(error),
             }
@@ -165,11 +166,11 @@ impl File {
         let is_wanted = match self.choose_for_hole(index) {
             Choice::Nothing => false,
             Choice::Small => true,
-            // Next to other folios it would become a small one.
+            // If the range has folios already, the new folio would be a small one.
             Choice::Huge => self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none(),
         };
-        // Without room, the hole reads zero without memory.
-        is_wanted && self.cache.has_room()
+        // If no huge folio fits within the limit, the hole reads zero without memory.
+        is_wanted && self.cache.fits_huge_folio()
     }
 
     pub(super) fn choose_for_hole(&self, index: u64) -> Choice {

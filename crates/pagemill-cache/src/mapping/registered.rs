@@ -2,7 +2,7 @@
 //!
 //! Of memory that reads go to time and again, 64 MiB at most at a time: once as much was read there as that has. What
 //! is registered is lent by the pool, and not given back to the system. A ring is its thread's alone, and no other
-//! thread can take memory out of it. So reclaim sets a flag ([`Pool::want_back`]) and rings the queue's bell; the
+//! thread can take memory out of it. So reclaim sets a flag ([`Pool::request_lease_end`]) and rings the queue's bell; the
 //! queue's thread gives all of it back with its next call. A thread that neither calls nor listens keeps it, until the
 //! queue is dropped.
 #![allow(unsafe_code)] // memory that it was lent
@@ -143,7 +143,7 @@ impl Registered {
     /// Gives all back that no read is in flight in, if the pool wants it back.
     #[inline]
     pub fn comply(&mut self, ring: &mut Ring<Filling>) {
-        if self.count > 0 && self.pool.is_wanted_back() {
+        if self.count > 0 && self.pool.is_lease_end_requested() {
             (0..self.places.len()).for_each(|at| _ = self.unregister(ring, at));
         }
     }

@@ -1,12 +1,12 @@
-//! Finding data and holes.
+//! Seeking: finds data and holes of a file (`SEEK_DATA`, `SEEK_HOLE`).
 
 use super::Mapping;
 use pagemill_core::epoch;
 use pagemill_core::error::{Error, Result};
 
 impl Mapping {
-    /// Returns the first byte at or after `offset` that may hold data; `None` if only a hole follows. Pages of zeros
-    /// count as data, and so do all bytes of a store.
+    /// Returns the offset of the first byte at or after `offset` that may hold data, or `None` if only a hole follows.
+    /// Pages of zeros count as data, and so do all bytes of a file with a store.
     ///
     /// # Errors
     ///
@@ -21,7 +21,8 @@ impl Mapping {
         Ok(found.map(|found| file.offset_of(found.first).max(offset)))
     }
 
-    /// Returns the first byte at or after `offset` that lies in a hole; the end of the file counts as one.
+    /// Returns the offset of the first byte at or after `offset` that lies in a hole. The end of the file counts as a
+    /// hole.
     ///
     /// # Errors
     ///
@@ -32,8 +33,8 @@ impl Mapping {
         if file.store.is_some() {
             return Ok(size);
         }
-        let gap = file.tree.next_gap(file.index_of(offset), file.index_of(size - 1), &epoch::pin());
-        Ok(gap.map_or(size, |index| file.offset_of(index).max(offset)))
+        let hole = file.tree.next_gap(file.index_of(offset), file.index_of(size - 1), &epoch::pin());
+        Ok(hole.map_or(size, |index| file.offset_of(index).max(offset)))
     }
 
     fn check_seek(&self, offset: u64) -> Result<u64> {

@@ -1,8 +1,8 @@
-//! Threads that truncate, read, write, split and collapse the same files, in randomly scheduled steps.
+//! Shuttle tests: threads read, write, truncate, split and collapse the same files, in randomly scheduled steps.
 //!
-//! Two files of one cache with huge folios of two pages, so that a few steps cover all transitions, and memory moves
-//! between the files. Bytes are checked at page boundaries. `SHUTTLE_RUNS` sets the runs of each model. A failure
-//! during other threads' work ends in an abort, so run them with `--nocapture`.
+//! Most tests use two files of one cache whose huge folios have two pages. So a few steps cover all transitions, and
+//! memory moves between the files. Bytes are checked at the begin and end of pages. `SHUTTLE_RUNS` sets the number of
+//! runs of each test. A failure while other threads work ends in an abort, so run these tests with `--nocapture`.
 
 mod stored;
 
@@ -24,39 +24,39 @@ use std::sync::{Mutex, OnceLock};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-/// Preemptions of a PCT schedule.
+/// Number of preemptions of a PCT schedule.
 const DEPTH: usize = 4;
 
-/// Most steps of a run; a longer one waits for an event that never comes.
+/// Maximum number of steps of a run. A longer run waits for an event that never comes.
 const MOST_STEPS: usize = 300_000;
 
-/// Factor for models with a small window for the race.
+/// Factor for the number of runs of tests whose race happens at few points only.
 const MANY: usize = 20;
 
 const PAGE: usize = BLOCK_BYTES / 2;
 const PAGES: u64 = 4;
 
-/// Bytes of a page that are written and checked.
+/// Number of bytes of a page that are written and checked.
 const SAMPLE: usize = 8;
 
-fn one_of(count: usize) -> usize {
+fn random_below(count: usize) -> usize {
     thread_rng().gen_range(0..count)
 }
 
-/// Chooses small for some writes, so that there is something to collapse.
-struct Either;
+/// A policy that chooses small folios for some writes, so that there is something to collapse.
+struct RandomSmall;
 
-impl Policy for Either {
+impl Policy for RandomSmall {
     fn choose(&self, ask: &Ask) -> Choice {
-        if ask.cause == Cause::Write && one_of(2) == 0 { Choice::Small } else { Always.choose(ask) }
+        if ask.cause == Cause::Write && random_below(2) == 0 { Choice::Small } else { Always.choose(ask) }
     }
 }
 
-fn cache() -> Cache {
-    cache_of(6 * BLOCK_BYTES as u64)
+fn cache_with_ample_room() -> Cache {
+    cache_of_limit(6 * BLOCK_BYTES as u64)
 }
 
-fn cache_of(limit_bytes: u64) -> Cache {
+fn cache_of_limit(limit_bytes: u64) -> Cache {
     cache_with(limit_bytes, Writeback::default(), None)
 }
 
@@ -70,78 +70,78 @@ fn cache_with(limit_bytes: u64, writeback: Writeback, timeout: Option<Duration>)
     });
     let page = PageSize::new(PAGE).unwrap();
     let settings = Settings::new("model", limit_bytes);
-    caches.make(Settings { page, policy: Box::new(Either), writeback, timeout, ..settings }).unwrap()
+    caches.make(Settings { page, policy: Box::new(RandomSmall), writeback, timeout, ..settings }).unwrap()
 }
 
-/// A file, and the byte written to all of its pages.
-struct Model {
+/// A test file, and the byte that is written to all of its pages.
+struct TestFile {
     file: Mapping,
     byte: u8,
     pages: u64,
-    /// Advances when a pin or hold begins, and before it ends: odd while there is one. Used by one thread only.
-    kept: std::sync::atomic::AtomicU32,
+    /// Counts begins and ends of a pin or hold, so it is odd while there is one. Used for one thread's pins only.
+    guard_count: std::sync::atomic::AtomicU32,
 }
 
-impl Model {
+impl TestFile {
     fn new(cache: &Cache, byte: u8, pages: u64) -> Self {
-        Self { file: cache.create().unwrap(), byte, pages, kept: std::sync::atomic::AtomicU32::new(0) }
+        Self { file: cache.create().unwrap(), byte, pages, guard_count: std::sync::atomic::AtomicU32::new(0) }
     }
 
-    fn a_page(&self) -> u64 {
-        one_of(self.pages as usize) as u64
+    fn random_page(&self) -> u64 {
+        random_below(self.pages as usize) as u64
     }
 
     fn write(&self) {
-        let page = self.a_page();
-        // A whole page, or its beginning, or its end.
-        let (at, len) = [(0, PAGE), (0, SAMPLE), (PAGE - SAMPLE, SAMPLE)][one_of(3)];
+        let page = self.random_page();
+        // A whole page, or its first bytes, or its last bytes.
+        let (at, len) = [(0, PAGE), (0, SAMPLE), (PAGE - SAMPLE, SAMPLE)][random_below(3)];
         let written = self.file.write_at(&vec![self.byte; len], page * PAGE as u64 + at as u64);
         assert!(written.is_ok_and(|bytes| bytes == len));
     }
 
-    /// Bytes are the file's own, or zero.
-    fn check(&self, bytes: &[u8]) {
+    /// Asserts that the bytes are the file's own, or zero.
+    fn assert_own_bytes(&self, bytes: &[u8]) {
         assert!(bytes.iter().all(|byte| *byte == 0 || *byte == self.byte), "{bytes:?} in the file of {}", self.byte);
     }
 
     fn read(&self) {
-        let page = self.a_page();
-        let at = page * PAGE as u64 + [0, PAGE - SAMPLE][one_of(2)] as u64;
+        let page = self.random_page();
+        let at = page * PAGE as u64 + [0, PAGE - SAMPLE][random_below(2)] as u64;
         let mut bytes = [0; SAMPLE];
         let len = self.file.read_at(&mut bytes, at).unwrap();
-        self.check(&bytes[..len]);
+        self.assert_own_bytes(&bytes[..len]);
     }
 
-    /// A pinned folio keeps its size and its place.
+    /// Pins a folio, and checks its bytes twice.
     fn pin(&self) {
-        if let Ok(Some(pin)) = self.file.pin_present(self.a_page() * PAGE as u64) {
-            self.kept.fetch_add(1, Relaxed);
+        if let Ok(Some(pin)) = self.file.pin_present(self.random_page() * PAGE as u64) {
+            self.guard_count.fetch_add(1, Relaxed);
             let mut bytes = [0; SAMPLE];
             for _ in 0..2 {
                 pin.read_at(&mut bytes, 0);
-                self.check(&bytes);
+                self.assert_own_bytes(&bytes);
                 shuttle::thread::yield_now();
             }
-            self.kept.fetch_add(1, Relaxed);
+            self.guard_count.fetch_add(1, Relaxed);
         }
     }
 
     fn hold(&self) {
-        if let Ok(mut held) = self.file.hold(self.a_page() * PAGE as u64) {
-            self.kept.fetch_add(1, Relaxed);
-            self.check(&held[..SAMPLE]);
+        if let Ok(mut held) = self.file.hold(self.random_page() * PAGE as u64) {
+            self.guard_count.fetch_add(1, Relaxed);
+            self.assert_own_bytes(&held[..SAMPLE]);
             held[..SAMPLE].fill(0);
             shuttle::thread::yield_now();
             assert!(held[..SAMPLE].iter().all(|byte| *byte == 0), "no other thread writes");
             held[..SAMPLE].fill(self.byte);
-            self.kept.fetch_add(1, Relaxed);
+            self.guard_count.fetch_add(1, Relaxed);
         }
     }
 
-    /// Splits or collapses folios; returns whether it did.
+    /// Splits or collapses folios. Returns whether it did.
     fn reshape(&self) -> bool {
-        let offset = self.a_page() * PAGE as u64;
-        let done = match one_of(4) {
+        let offset = self.random_page() * PAGE as u64;
+        let done = match random_below(4) {
             0 | 1 => self.file.split(offset),
             2 => self.file.collapse(offset),
             _ => self.file.split_sparse().map(|_| false),
@@ -152,9 +152,9 @@ impl Model {
 
     /// Removes pages, or zeroes them.
     fn remove(&self) {
-        let offset = self.a_page() * PAGE as u64 + one_of(2) as u64 * SAMPLE as u64;
-        let len = [SAMPLE, PAGE, 2 * PAGE][one_of(3)] as u64;
-        let done = match one_of(3) {
+        let offset = self.random_page() * PAGE as u64 + random_below(2) as u64 * SAMPLE as u64;
+        let len = [SAMPLE, PAGE, 2 * PAGE][random_below(3)] as u64;
+        let done = match random_below(3) {
             0 => self.file.truncate(offset),
             1 => self.file.punch_hole(offset, len).map(drop),
             _ => self.file.zero_range(offset, len),
@@ -162,20 +162,20 @@ impl Model {
         assert!(matches!(done, Ok(()) | Err(Error::Busy { .. })), "{done:?}");
     }
 
-    fn disturb(&self) {
-        if one_of(7) < 3 { self.remove() } else { _ = self.reshape() }
+    fn remove_or_reshape(&self) {
+        if random_below(7) < 3 { self.remove() } else { _ = self.reshape() }
     }
 
-    /// All bytes of the file are its own.
+    /// Asserts that all bytes of the file are its own, or zero.
     fn check_all(&self) {
         for page in 0..self.pages {
             let mut bytes = vec![0; PAGE];
             let len = self.file.read_at(&mut bytes, page * PAGE as u64).unwrap();
-            self.check(&bytes[..len]);
+            self.assert_own_bytes(&bytes[..len]);
         }
     }
 
-    fn act(&self, which: usize) {
+    fn run_operation(&self, which: usize) {
         match which {
             0 => self.write(),
             1 => self.read(),
@@ -183,32 +183,32 @@ impl Model {
             3 => self.hold(),
             RESHAPE => _ = self.reshape(),
             REMOVE => self.remove(),
-            _ => self.disturb(),
+            _ => self.remove_or_reshape(),
         }
     }
 }
 
-/// Runs threads over two files in many schedules; each thread does the acts in its list. At the end all pages are
-/// there, and all memory comes back.
-fn model(threads: &'static [&'static [usize]]) {
+/// Runs threads over two files in many schedules. Each thread runs the operations in its list. At the end the bytes of
+/// both files are checked, and all memory must have been freed.
+fn run_threads(threads: &'static [&'static [usize]]) {
     let awaited = stats::get(Counter::FoliosAwaited);
-    let runs = run_in_many_orders(1, move || {
-        let cache = cache();
-        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model::new(&cache, byte, PAGES)));
-        models.iter().for_each(Model::write);
+    let runs = run_in_many_schedules(1, move || {
+        let cache = cache_with_ample_room();
+        let files: Arc<[TestFile; 2]> = Arc::new([1, 2].map(|byte| TestFile::new(&cache, byte, PAGES)));
+        files.iter().for_each(TestFile::write);
         let threads: Vec<_> = threads
             .iter()
             .map(|acts| {
-                let models = models.clone();
-                shuttle::thread::spawn(move || acts.iter().for_each(|act| models[one_of(2)].act(*act)))
+                let files = files.clone();
+                shuttle::thread::spawn(move || acts.iter().for_each(|act| files[random_below(2)].run_operation(*act)))
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        models.iter().for_each(Model::check_all);
-        drop(models);
+        files.iter().for_each(TestFile::check_all);
+        drop(files);
         assert_is_empty(&cache);
     });
-    assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "no two threads met");
+    assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "no thread ever waited for another");
 }
 
 fn assert_is_empty(cache: &Cache) {
@@ -216,42 +216,42 @@ fn assert_is_empty(cache: &Cache) {
     assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
 }
 
-/// Two threads at one range of one file, each with one act: a cell of the table in docs/states-and-locks.md, and its
-/// mirror cell. A pinned or held folio is unchanged when its thread looks at it again.
-fn beside(first: usize, then: usize) {
-    run_in_many_orders(0, move || {
-        let cache = cache();
-        let model = Arc::new(Model::new(&cache, 1, 2));
-        (0..model.pages).for_each(|page| {
-            assert_eq!(model.file.write_at(&[1; SAMPLE], page * PAGE as u64).unwrap(), SAMPLE);
+/// Runs two threads on one range of one file, each with one kind of operation. This tests one entry of the table in
+/// docs/states-and-locks.md, and its mirror entry. A pinned or held folio must not be split or collapsed.
+fn run_two_threads(first: usize, then: usize) {
+    run_in_many_schedules(0, move || {
+        let cache = cache_with_ample_room();
+        let test_file = Arc::new(TestFile::new(&cache, 1, 2));
+        (0..test_file.pages).for_each(|page| {
+            assert_eq!(test_file.file.write_at(&[1; SAMPLE], page * PAGE as u64).unwrap(), SAMPLE);
         });
-        let other = model.clone();
+        let other = test_file.clone();
         let other = shuttle::thread::spawn(move || {
             for _ in 0..2 {
-                let kept = other.kept.load(Relaxed);
+                let count_before = other.guard_count.load(Relaxed);
                 if then == RESHAPE && first != then {
                     let is_done = other.reshape();
-                    let is_kept = kept % 2 == 1 && other.kept.load(Relaxed) == kept;
-                    assert!(!(is_done && is_kept), "a kept folio was made another");
+                    let was_guarded = count_before % 2 == 1 && other.guard_count.load(Relaxed) == count_before;
+                    assert!(!(is_done && was_guarded), "a pinned or held folio was split or collapsed");
                 } else {
-                    other.act(then);
+                    other.run_operation(then);
                 }
             }
         });
-        (0..2).for_each(|_| model.act(first));
+        (0..2).for_each(|_| test_file.run_operation(first));
         other.join().unwrap();
-        model.check_all();
-        drop(model);
+        test_file.check_all();
+        drop(test_file);
         assert_is_empty(&cache);
     });
 }
 
-/// Runs random schedules, and schedules with few preemptions (PCT). Returns the number of random ones. Runs `times` as
-/// many PCT schedules; 0: a quarter of both.
+/// Runs `run` in random schedules, and in `times` as many schedules with few preemptions (PCT). With `times` 0, runs a
+/// quarter of both. Returns the number of random schedules.
 ///
-/// One model at a time: all share one arena, and its locks do not see the threads of other models. A thread that waits
-/// for one that the system has preempted would make any number of steps.
-fn run_in_many_orders(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
+/// One test runs at a time: all tests share one arena, whose locks do not know the threads of other tests. A thread
+/// that waits for a thread that the system has preempted would make any number of steps.
+fn run_in_many_schedules(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
     static ALONE: Mutex<()> = Mutex::new(());
     let _exclusive = ALONE.lock();
     let runs: usize =
@@ -271,28 +271,30 @@ fn run_in_many_orders(times: usize, run: impl Fn() + Clone + Send + Sync + 'stat
     runs
 }
 
-/// A page moves from one file to the other while a thread reads or pins it in the first. The thread gets the first
-/// file's bytes, or none. Free pages are allocated last in, first out, so it is the same memory. The race needs all of
-/// the other thread's work at one of a few points, so there are many runs of few steps.
+/// A page moves from one file to another while a thread reads or pins it in the first file. That thread must find the
+/// first file's bytes, or none. Free pages are allocated last in, first out, so the second file gets the same page. The
+/// race happens only if the other thread does all of its work at one of a few points, so there are many runs of few
+/// steps.
 #[test]
-fn a_page_that_another_file_takes() {
-    run_in_many_orders(MANY, || {
-        let cache = cache();
-        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model::new(&cache, byte, PAGES)));
-        let write = |model: &Model| assert_eq!(model.file.write_at(&vec![model.byte; PAGE], 0).unwrap(), PAGE);
-        write(&models[0]);
-        let taker = models.clone();
+fn a_reader_of_a_reused_page_finds_only_its_own_files_bytes() {
+    run_in_many_schedules(MANY, || {
+        let cache = cache_with_ample_room();
+        let files: Arc<[TestFile; 2]> = Arc::new([1, 2].map(|byte| TestFile::new(&cache, byte, PAGES)));
+        let write =
+            |test_file: &TestFile| assert_eq!(test_file.file.write_at(&vec![test_file.byte; PAGE], 0).unwrap(), PAGE);
+        write(&files[0]);
+        let taker = files.clone();
         let taker = shuttle::thread::spawn(move || {
             taker[0].file.truncate(0).unwrap();
             write(&taker[1]);
         });
         let mut bytes = [0; SAMPLE];
-        if one_of(2) == 0 {
-            let len = models[0].file.read_at(&mut bytes, 0).unwrap();
-            models[0].check(&bytes[..len]);
-        } else if let Ok(Some(pin)) = models[0].file.pin_present(0) {
+        if random_below(2) == 0 {
+            let len = files[0].file.read_at(&mut bytes, 0).unwrap();
+            files[0].assert_own_bytes(&bytes[..len]);
+        } else if let Ok(Some(pin)) = files[0].file.pin_present(0) {
             pin.read_at(&mut bytes, 0);
-            models[0].check(&bytes);
+            files[0].assert_own_bytes(&bytes);
         }
         taker.join().unwrap();
     });
@@ -304,126 +306,138 @@ const PIN: usize = 2;
 const HOLD: usize = 3;
 const RESHAPE: usize = 4;
 const REMOVE: usize = 5;
-const DISTURB: usize = 6;
-/// An act of the background.
+const REMOVE_OR_RESHAPE: usize = 6;
+/// Operation of the flusher thread: writes back what is due.
 const FLUSH: usize = 7;
 
 #[test]
-fn readers_beside_one_that_truncates_splits_and_collapses() {
-    model(&[&[READ, READ, READ], &[READ, PIN, READ], &[DISTURB, WRITE, DISTURB, DISTURB]]);
+fn reads_during_truncations_splits_and_collapses() {
+    run_threads(&[
+        &[READ, READ, READ],
+        &[READ, PIN, READ],
+        &[REMOVE_OR_RESHAPE, WRITE, REMOVE_OR_RESHAPE, REMOVE_OR_RESHAPE],
+    ]);
 }
 
 #[test]
-fn writers_beside_one_that_truncates_splits_and_collapses() {
-    model(&[&[WRITE, WRITE, WRITE], &[WRITE, READ, WRITE], &[DISTURB, DISTURB, DISTURB]]);
+fn writes_during_truncations_splits_and_collapses() {
+    run_threads(&[
+        &[WRITE, WRITE, WRITE],
+        &[WRITE, READ, WRITE],
+        &[REMOVE_OR_RESHAPE, REMOVE_OR_RESHAPE, REMOVE_OR_RESHAPE],
+    ]);
 }
 
 #[test]
-fn holders_beside_pins_and_truncations() {
-    model(&[&[HOLD, HOLD], &[PIN, WRITE, PIN], &[DISTURB, DISTURB, DISTURB]]);
+fn holds_during_pins_and_truncations() {
+    run_threads(&[&[HOLD, HOLD], &[PIN, WRITE, PIN], &[REMOVE_OR_RESHAPE, REMOVE_OR_RESHAPE, REMOVE_OR_RESHAPE]]);
 }
 
 #[test]
-fn two_that_truncate_split_and_collapse() {
-    model(&[&[DISTURB, DISTURB, WRITE], &[DISTURB, WRITE, DISTURB], &[READ, WRITE, READ]]);
+fn two_threads_truncate_split_and_collapse() {
+    run_threads(&[
+        &[REMOVE_OR_RESHAPE, REMOVE_OR_RESHAPE, WRITE],
+        &[REMOVE_OR_RESHAPE, WRITE, REMOVE_OR_RESHAPE],
+        &[READ, WRITE, READ],
+    ]);
 }
 
-/// A write begins with a pin, so the table treats them as one.
+/// A write begins with a pin, so the table has one entry for both.
 #[test]
-fn pins_beside_splits() {
-    beside(PIN, RESHAPE);
-}
-
-#[test]
-fn pins_beside_removals() {
-    beside(PIN, REMOVE);
-}
-
-#[test]
-fn pins_beside_holders() {
-    beside(PIN, HOLD);
+fn pins_during_splits() {
+    run_two_threads(PIN, RESHAPE);
 }
 
 #[test]
-fn reads_beside_reads() {
-    beside(READ, READ);
+fn pins_during_removals() {
+    run_two_threads(PIN, REMOVE);
 }
 
 #[test]
-fn reads_beside_writes() {
-    beside(READ, WRITE);
+fn pins_during_holds() {
+    run_two_threads(PIN, HOLD);
 }
 
 #[test]
-fn reads_beside_holders() {
-    beside(READ, HOLD);
+fn reads_during_reads() {
+    run_two_threads(READ, READ);
 }
 
 #[test]
-fn reads_beside_splits() {
-    beside(READ, RESHAPE);
+fn reads_during_writes() {
+    run_two_threads(READ, WRITE);
 }
 
 #[test]
-fn reads_beside_removals() {
-    beside(READ, REMOVE);
+fn reads_during_holds() {
+    run_two_threads(READ, HOLD);
 }
 
 #[test]
-fn writes_beside_writes() {
-    beside(WRITE, WRITE);
+fn reads_during_splits() {
+    run_two_threads(READ, RESHAPE);
 }
 
 #[test]
-fn writes_beside_holders() {
-    beside(WRITE, HOLD);
+fn reads_during_removals() {
+    run_two_threads(READ, REMOVE);
 }
 
 #[test]
-fn writes_beside_splits() {
-    beside(WRITE, RESHAPE);
+fn writes_during_writes() {
+    run_two_threads(WRITE, WRITE);
 }
 
 #[test]
-fn writes_beside_removals() {
-    beside(WRITE, REMOVE);
+fn writes_during_holds() {
+    run_two_threads(WRITE, HOLD);
 }
 
 #[test]
-fn holders_beside_holders() {
-    beside(HOLD, HOLD);
+fn writes_during_splits() {
+    run_two_threads(WRITE, RESHAPE);
 }
 
 #[test]
-fn holders_beside_splits() {
-    beside(HOLD, RESHAPE);
+fn writes_during_removals() {
+    run_two_threads(WRITE, REMOVE);
 }
 
 #[test]
-fn holders_beside_removals() {
-    beside(HOLD, REMOVE);
+fn holders_during_holds() {
+    run_two_threads(HOLD, HOLD);
 }
 
 #[test]
-fn splits_beside_splits() {
-    beside(RESHAPE, RESHAPE);
+fn holds_during_splits() {
+    run_two_threads(HOLD, RESHAPE);
 }
 
 #[test]
-fn splits_beside_removals() {
-    beside(RESHAPE, REMOVE);
+fn holds_during_removals() {
+    run_two_threads(HOLD, REMOVE);
 }
 
 #[test]
-fn removals_beside_removals() {
-    beside(REMOVE, REMOVE);
+fn splits_during_splits() {
+    run_two_threads(RESHAPE, RESHAPE);
 }
 
-/// A read beside an append finds the old end, or the new bytes: never zeros that were not written.
 #[test]
-fn reads_beside_appends() {
-    run_in_many_orders(MANY, || {
-        let cache = cache();
+fn splits_during_removals() {
+    run_two_threads(RESHAPE, REMOVE);
+}
+
+#[test]
+fn removals_during_removals() {
+    run_two_threads(REMOVE, REMOVE);
+}
+
+/// A read concurrent with an append finds the old end, or the new bytes, but never zeros that were not written.
+#[test]
+fn reads_during_appends() {
+    run_in_many_schedules(MANY, || {
+        let cache = cache_with_ample_room();
         let file = Arc::new(cache.create().unwrap());
         let other = file.clone();
         let writer = shuttle::thread::spawn(move || {
@@ -436,10 +450,10 @@ fn reads_beside_appends() {
     });
 }
 
-/// A store of one byte value everywhere. It accepts only that byte and zeros.
-struct Same(u8);
+/// A store that has the same byte everywhere. It accepts only that byte and zeros.
+struct ConstantStore(u8);
 
-impl Store for Same {
+impl Store for ConstantStore {
     fn size_bytes(&self) -> std::io::Result<u64> {
         Ok(PAGES * PAGE as u64)
     }
@@ -467,10 +481,10 @@ impl Store for Same {
     }
 }
 
-impl Model {
-    /// As the other acts, in a cache that may have no room.
-    fn act_in_little_room(&self, act: usize) {
-        let at = one_of(PAGES as usize) as u64 * PAGE as u64;
+impl TestFile {
+    /// Runs an operation in a cache that may have no room for it.
+    fn run_operation_at_limit(&self, act: usize) {
+        let at = random_below(PAGES as usize) as u64 * PAGE as u64;
         let mut bytes = [0; SAMPLE];
         let done = match act {
             READ => self.file.read_at(&mut bytes, at),
@@ -478,92 +492,103 @@ impl Model {
             PIN => self.file.pin_present(at).map(|_| 0),
             HOLD => self.file.sync().map(|()| 0),
             FLUSH => Ok(self.file.0.cache.flush().0 as usize),
-            _ => match one_of(4) {
+            _ => match random_below(4) {
                 0 => self.file.truncate(at).map(|()| 0),
                 1 => self.file.collapse(at).map(|_| 0),
                 _ => self.file.split(at).map(|_| 0),
             },
         };
-        // Also after a failed read, which may have copied and discarded another file's bytes.
-        self.check(&bytes);
+        // Checked after a failed read, too: the read may have copied and discarded another file's bytes.
+        self.assert_own_bytes(&bytes);
         let is_fine = matches!(done, Ok(_) | Err(Error::Busy { .. } | Error::NoMemory { .. } | Error::PastEnd { .. }));
         assert!(is_fine, "{done:?}");
     }
 }
 
-/// Folios come in, leave, are split and collapsed, and evict each other, in a cache of three pages. Once all are clean,
-/// the order contains each of them, and nothing else.
+/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end all
+/// folios are clean, and evicting everything frees all of the cache's memory.
 #[test]
-fn folios_that_make_room_beside_such_as_leave() {
-    const THREADS: [&[usize]; 3] = [&[READ, READ, READ], &[READ, WRITE, HOLD, PIN], &[WRITE, DISTURB, READ, DISTURB]];
-    run_in_many_orders(1, || {
-        let cache = cache_of(3 * PAGE as u64);
-        let open = |byte| Model { file: cache.open(Arc::new(Same(byte))).unwrap(), ..Model::new(&cache, byte, PAGES) };
-        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(open));
+fn evictions_during_reads_writes_and_removals() {
+    const THREADS: [&[usize]; 3] =
+        [&[READ, READ, READ], &[READ, WRITE, HOLD, PIN], &[WRITE, REMOVE_OR_RESHAPE, READ, REMOVE_OR_RESHAPE]];
+    run_in_many_schedules(1, || {
+        let cache = cache_of_limit(3 * PAGE as u64);
+        let open = |byte| TestFile {
+            file: cache.open(Arc::new(ConstantStore(byte))).unwrap(),
+            ..TestFile::new(&cache, byte, PAGES)
+        };
+        let files: Arc<[TestFile; 2]> = Arc::new([1, 2].map(open));
         let threads = THREADS.map(|acts| {
-            let models = models.clone();
-            shuttle::thread::spawn(move || acts.iter().for_each(|act| models[one_of(2)].act_in_little_room(*act)))
+            let files = files.clone();
+            shuttle::thread::spawn(move || {
+                acts.iter().for_each(|act| files[random_below(2)].run_operation_at_limit(*act))
+            })
         });
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        models.iter().for_each(|model| model.file.sync().unwrap());
+        files.iter().for_each(|test_file| test_file.file.sync().unwrap());
         cache.0.evict_after_ns.store(0, Relaxed);
-        assert!(!cache.0.evict_some(u64::MAX), "all of it is no more than there is");
+        assert!(!cache.0.evict_some(u64::MAX), "more was evicted than the cache holds");
         assert_eq!((cache.charged_bytes(), cache.0.order.pages()), (0, [0, 0]));
     });
 }
 
-/// Writers, which must write back in so little room, beside background writeback, syncs, truncations, collapses and
-/// evictions. In the end nothing is dirty that a sync covered, and the counts are correct.
+/// Writers, which must write pages back to get room, run concurrently with background writeback, syncs, truncations,
+/// collapses and evictions. At the end the counts of dirty bytes are correct, and after a sync nothing is dirty.
 #[test]
-fn writing_back_beside_writers_truncations_and_such_as_make_room() {
+fn writeback_during_writes_truncations_and_evictions() {
     const THREADS: [&[usize]; 3] =
-        [&[WRITE, WRITE, READ, WRITE], &[FLUSH, HOLD, FLUSH, WRITE], &[DISTURB, WRITE, DISTURB]];
-    run_in_many_orders(1, || {
+        [&[WRITE, WRITE, READ, WRITE], &[FLUSH, HOLD, FLUSH, WRITE], &[REMOVE_OR_RESHAPE, WRITE, REMOVE_OR_RESHAPE]];
+    run_in_many_schedules(1, || {
         let writeback = Writeback { age: Duration::ZERO, ..Writeback::default() };
         let cache = cache_with(3 * PAGE as u64, writeback, None);
-        let open = |byte| Model { file: cache.open(Arc::new(Same(byte))).unwrap(), ..Model::new(&cache, byte, PAGES) };
-        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(open));
+        let open = |byte| TestFile {
+            file: cache.open(Arc::new(ConstantStore(byte))).unwrap(),
+            ..TestFile::new(&cache, byte, PAGES)
+        };
+        let files: Arc<[TestFile; 2]> = Arc::new([1, 2].map(open));
         let threads = THREADS.map(|acts| {
-            let models = models.clone();
-            shuttle::thread::spawn(move || acts.iter().for_each(|act| models[one_of(2)].act_in_little_room(*act)))
+            let files = files.clone();
+            shuttle::thread::spawn(move || {
+                acts.iter().for_each(|act| files[random_below(2)].run_operation_at_limit(*act))
+            })
         });
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        for model in models.iter() {
+        for test_file in files.iter() {
             let dirty = |file: &Mapping| {
                 let (mut at, mut bytes) = (0, 0);
                 while let Some(found) = { file.0.tree.next(at, PAGES, &pagemill_xarray::pin()) } {
                     let is_dirty = file.0.pool().word(found.value as u32).load().is_dirty();
                     let is_marked = file.0.tree.get_mark(found.first, dirty::DIRTY, &pagemill_xarray::pin());
-                    assert!(is_marked || !is_dirty, "no writeback would find it");
+                    assert!(is_marked || !is_dirty, "a dirty folio without a mark, which writeback would not find");
                     bytes += if is_dirty { (PAGE as u64) << found.order } else { 0 };
                     at = found.last() + 1;
                 }
                 bytes
             };
-            assert_eq!(model.file.dirty_bytes(), dirty(&model.file));
-            model.file.sync().unwrap();
-            assert_eq!((model.file.dirty_bytes(), dirty(&model.file)), (0, 0));
+            assert_eq!(test_file.file.dirty_bytes(), dirty(&test_file.file));
+            test_file.file.sync().unwrap();
+            assert_eq!((test_file.file.dirty_bytes(), dirty(&test_file.file)), (0, 0));
         }
         assert_eq!(cache.dirty_bytes(), 0);
         cache.0.evict_after_ns.store(0, Relaxed);
-        assert!(!cache.0.evict_some(u64::MAX), "all of it is no more than there is");
+        assert!(!cache.0.evict_some(u64::MAX), "more was evicted than the cache holds");
         assert_eq!((cache.charged_bytes(), cache.0.order.pages()), (0, [0, 0]));
     });
 }
 
-/// As [`Same`], but another thread ends its reads later, in any order; some fail.
-struct Late(Same, Mutex<Vec<Transfer>>);
+/// As [`ConstantStore`], but another thread completes its reads later, in any order, and some fail.
+struct LateStore(ConstantStore, Mutex<Vec<Transfer>>);
 
-impl Late {
-    /// Ends one read. Returns whether there was one.
-    fn end_one(&self) -> bool {
+impl LateStore {
+    /// Completes one read. Returns whether there was one.
+    fn complete_one_read(&self) -> bool {
         let mut reads = self.1.lock().unwrap();
         let count = reads.len();
-        let next = (count > 0).then(|| reads.swap_remove(one_of(count)));
+        let next = (count > 0).then(|| reads.swap_remove(random_below(count)));
         drop(reads);
         let is_there = next.is_some();
         match next {
-            Some(read) if one_of(8) == 0 => drop(read),
+            Some(read) if random_below(8) == 0 => drop(read),
             Some(read) => read.run(self),
             None => {}
         }
@@ -571,7 +596,7 @@ impl Late {
     }
 }
 
-impl Store for Late {
+impl Store for LateStore {
     fn size_bytes(&self) -> std::io::Result<u64> {
         self.0.size_bytes()
     }
@@ -601,7 +626,7 @@ impl Store for Late {
     }
 
     fn start(&self, batch: Vec<Transfer>) {
-        // Writes are done at once: writeback would wait for them outside of shuttle, which would stop all threads.
+        // Writes complete at once: writeback would wait for them outside of shuttle, which would stop all threads.
         let is_read = |transfer: &Transfer| transfer.direction() == Direction::Read;
         let (reads, writes): (Vec<_>, Vec<_>) = batch.into_iter().partition(is_read);
         writes.into_iter().for_each(|write| write.run(self));
@@ -609,13 +634,13 @@ impl Store for Late {
     }
 }
 
-impl Model {
-    /// Starts an asynchronous read, and perhaps drops it.
-    fn read_as_task(&self) {
+impl TestFile {
+    /// Starts an asynchronous read, polls it a few times, and drops it.
+    fn poll_and_drop_read(&self) {
         let mut bytes = [0; SAMPLE];
-        let at = self.a_page() * PAGE as u64;
+        let at = self.random_page() * PAGE as u64;
         let mut reading = Box::pin(self.file.read_async(&mut bytes, at));
-        for _ in 0..one_of(4) {
+        for _ in 0..random_below(4) {
             let polled = reading.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             if let std::task::Poll::Ready(done) = polled {
                 let is_fine =
@@ -626,17 +651,17 @@ impl Model {
             pause();
         }
         drop(reading);
-        self.check(&bytes);
+        self.assert_own_bytes(&bytes);
     }
 
-    /// As [`Model::act_in_little_room`], with a store that ends reads in the background, or never.
-    fn act_beside_reads(&self, act: usize) {
+    /// Runs an operation on a store whose reads another thread completes.
+    fn run_operation_with_late_reads(&self, act: usize) {
         let mut bytes = [0; SAMPLE];
-        let at = self.a_page() * PAGE as u64;
+        let at = self.random_page() * PAGE as u64;
         match act {
-            TASK => self.read_as_task(),
+            TASK => self.poll_and_drop_read(),
             READ => match self.file.read_at(&mut bytes, at) {
-                Ok(len) => self.check(&bytes[..len]),
+                Ok(len) => self.assert_own_bytes(&bytes[..len]),
                 Err(error) => {
                     assert!(matches!(error, Error::Busy { .. } | Error::NoMemory { .. } | Error::Store { .. }))
                 }
@@ -645,46 +670,47 @@ impl Model {
                 Ok(len) => assert_eq!(len, SAMPLE),
                 Err(error) => assert!(matches!(error, Error::NoMemory { .. } | Error::Store { .. })),
             },
-            other => self.act_in_little_room(other),
+            other => self.run_operation_at_limit(other),
         }
     }
 }
 
 const TASK: usize = 7;
 
-/// Reads end on another thread, some with errors, beside reads, writes, truncations, splits and evictions. Waiting
-/// threads continue, the file gets its own bytes, and no memory is lost.
+/// Another thread completes reads, some with errors, concurrently with reads, writes, truncations, splits and
+/// evictions. Waiting threads continue, the file has its own bytes only, and no memory is lost.
 #[test]
-fn reads_behind_beside_all_others() {
-    const THREADS: [&[usize]; 3] = [&[READ, TASK, READ], &[TASK, WRITE, HOLD, TASK], &[DISTURB, TASK, DISTURB, READ]];
+fn late_reads_during_all_other_operations() {
+    const THREADS: [&[usize]; 3] =
+        [&[READ, TASK, READ], &[TASK, WRITE, HOLD, TASK], &[REMOVE_OR_RESHAPE, TASK, REMOVE_OR_RESHAPE, READ]];
     const HOUR: Duration = Duration::from_secs(3600);
-    run_in_many_orders(1, || {
+    run_in_many_schedules(1, || {
         let cache = cache_with(3 * PAGE as u64, Writeback::default(), Some(HOUR));
-        let store = Arc::new(Late(Same(1), Mutex::default()));
-        let model = Model { file: cache.open(store.clone()).unwrap(), ..Model::new(&cache, 1, PAGES) };
-        let model = Arc::new(model);
+        let store = Arc::new(LateStore(ConstantStore(1), Mutex::default()));
+        let test_file = TestFile { file: cache.open(store.clone()).unwrap(), ..TestFile::new(&cache, 1, PAGES) };
+        let test_file = Arc::new(test_file);
         let is_over = Arc::new(AtomicBool::new(false));
-        let ender = {
+        let completer = {
             let (store, is_over) = (store.clone(), is_over.clone());
             shuttle::thread::spawn(move || {
-                while store.end_one() || !is_over.load(Relaxed) {
+                while store.complete_one_read() || !is_over.load(Relaxed) {
                     pause();
                 }
             })
         };
         let threads = THREADS.map(|acts| {
-            let model = model.clone();
-            shuttle::thread::spawn(move || acts.iter().for_each(|act| model.act_beside_reads(*act)))
+            let test_file = test_file.clone();
+            shuttle::thread::spawn(move || acts.iter().for_each(|act| test_file.run_operation_with_late_reads(*act)))
         });
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         is_over.store(true, Relaxed);
-        ender.join().unwrap();
-        // A part of a split huge folio may be dirty behind the end: it is written back once it is inside.
-        model.file.truncate(PAGES * PAGE as u64).unwrap();
-        model.file.sync().unwrap();
+        completer.join().unwrap();
+        // A page of a split huge folio may be dirty behind the end of the file. It is written back once it lies inside.
+        test_file.file.truncate(PAGES * PAGE as u64).unwrap();
+        test_file.file.sync().unwrap();
         cache.0.evict_after_ns.store(0, Relaxed);
-        assert!(!cache.0.evict_some(u64::MAX), "all of it is no more than there is");
+        assert!(!cache.0.evict_some(u64::MAX), "more was evicted than the cache holds");
         assert_eq!((cache.charged_bytes(), cache.0.order.pages()), (0, [0, 0]));
-        assert_eq!(Arc::strong_count(&store), 2, "the file and this");
+        assert_eq!(Arc::strong_count(&store), 2, "the file and this test");
     });
 }

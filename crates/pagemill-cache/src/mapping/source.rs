@@ -1,4 +1,4 @@
-//! Memory of caches: pools of ordinary memory, and pools of reserved huge pages.
+//! The memory that caches use: ordinary memory, or huge pages that the administrator reserved.
 
 use super::cache::{Caches, Inner, MAX_CACHES, Settings};
 use crate::folio::Pool;
@@ -9,31 +9,31 @@ use pagemill_core::sync::Relaxed;
 use pagemill_core::units::BLOCK_BYTES;
 use std::sync::Weak;
 
-/// The memory that a cache uses.
+/// The kind of memory that a cache uses.
 ///
 /// Example: [`Settings`](super::Settings).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Source {
-    /// Memory of the process, charged to its limit. Uses huge pages as far as the kernel has some.
+    /// Memory of the process, charged to its limit. Uses huge pages as far as the kernel provides them.
     #[default]
     Ordinary,
-    /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`). Takes pages for the
-    /// cache's limit, and one more that is needed to move folios, from its creation to its end. They are never split,
-    /// as if [`Settings::may_split`] were false. They count against no memory limit, and the cache gives none of them
-    /// back before it ends. Without enough of them the cache is not created ([`Error::NoHugetlb`]).
+    /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`). At its creation the cache
+    /// takes enough pages for its limit, and one more to move folios; it keeps them until it ends. Folios are never
+    /// split, as if [`Settings::may_split`] were false. The pages count against no memory limit. If too few are free,
+    /// the cache is not created ([`Error::NoHugetlb`]).
     Hugetlb,
-    /// As `Hugetlb` if enough pages are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] reports which.
+    /// As `Hugetlb` if enough pages are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] reports which one.
     ///
     /// [`Usage::is_hugetlb`]: super::Usage::is_hugetlb
     TryHugetlb,
 }
 
-/// Pools, each with its current cache.
+/// The pools, each with its current cache.
 type Pools = Vec<(&'static Pool, Weak<Inner>)>;
 
 impl Source {
-    /// Takes the reserved huge pages of a new cache, if its settings ask for them.
-    fn take(self, settings: &Settings) -> Result<Option<Reserve>> {
+    /// Takes the reserved huge pages for a new cache, if its settings ask for them.
+    fn take_reserve(self, settings: &Settings) -> Result<Option<Reserve>> {
         if self == Self::Ordinary {
             return Ok(None);
         }
@@ -54,13 +54,13 @@ impl Source {
 }
 
 impl Caches {
-    /// Returns the index of an idle pool, or of a new one.
-    pub(super) fn pool(&self, users: &mut Pools, settings: &Settings) -> Result<usize> {
+    /// Returns the index of a pool for a new cache: an unused one that fits, or a new one.
+    pub(super) fn pool_index_for(&self, users: &mut Pools, settings: &Settings) -> Result<usize> {
         if settings.source != Source::Ordinary {
-            // Reserved pages of ended caches that could not be freed earlier may be the missing ones.
+            // Returns reserved pages of ended caches that could not be returned earlier. The new cache may need them.
             self.end_reserves(users);
         }
-        let reserve = settings.source.take(settings)?;
+        let reserve = settings.source.take_reserve(settings)?;
         let max_bytes = match &reserve {
             Some(reserve) => reserve.len_bytes() as u64,
             None => ordinary_bytes(settings)?,
@@ -79,7 +79,7 @@ impl Caches {
             None => self.new_pool(users, settings, max_bytes, reserve.is_some())?,
         };
         if let Some(reserve) = reserve {
-            users[at].0.place_reserve(reserve)?;
+            users[at].0.place_hugetlb(reserve)?;
         }
         Ok(at)
     }
@@ -94,15 +94,15 @@ impl Caches {
         Ok(users.len() - 1)
     }
 
-    /// Gives back the reserved huge pages of caches that have ended.
+    /// Returns the reserved huge pages of caches that have ended to the system.
     pub(super) fn end_reserves(&self, users: &Pools) {
         let own = users.iter().skip(self.inherited.load(Relaxed));
-        own.filter(|(_, cache)| cache.strong_count() == 0).for_each(|(pool, _)| pool.end_reserve());
+        own.filter(|(_, cache)| cache.strong_count() == 0).for_each(|(pool, _)| pool.return_hugetlb());
     }
 }
 
 /// Returns the size of a pool of ordinary memory. It is a power of two, so that similar caches can reuse the addresses.
-/// It is at least 1.5 times the limit, because chunks fill unevenly.
+/// It is at least 1.5 times the limit, because not all chunks are filled completely.
 fn ordinary_bytes(settings: &Settings) -> Result<u64> {
     let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
     let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);

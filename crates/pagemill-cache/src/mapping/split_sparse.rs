@@ -1,4 +1,5 @@
-//! The reverse of collapsing: splits sparse huge folios, and frees pages that are zero or past the end.
+//! Sparse huge folios: splits huge folios whose pages are mostly zeros or past the end of the file, and frees these
+//! pages.
 
 use super::cache::Inner;
 use super::policy::Choice;
@@ -9,26 +10,26 @@ use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Relaxed, coarse_ns};
 
-/// Pause after an attempt that freed nothing.
-const FUTILE_NS: u64 = 100_000_000;
+/// Delay before the next attempt after one that freed nothing.
+const RETRY_NS: u64 = 100_000_000;
 
-/// A huge folio is split only if a quarter of it can be freed.
-const WORTH_DIVISOR: u64 = 4;
+/// A huge folio is split only if at least this fraction of it can be freed.
+const LEAST_FREED_DIVISOR: u64 = 4;
 
-/// Result of a check of a huge folio.
+/// Result of checking whether a huge folio is sparse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SparseCheck {
-    /// Not sparse enough.
+    /// The folio is not sparse enough.
     Dense,
-    /// The folio is in use.
+    /// The folio is in use, so it was not split.
     Refused,
-    /// This many bytes were freed.
+    /// The folio was split, and this many bytes were freed.
     Split(u64),
 }
 
 impl Mapping {
     /// Frees unused pages in huge folios of the file: pages past its end, and pages of zeros. Splits a huge folio only
-    /// if that frees a quarter of it at least. Returns the bytes freed.
+    /// if at least a quarter of it can be freed. Returns the bytes freed. Does nothing for a file with a store.
     ///
     /// Cost: a check of all bytes in huge folios.
     ///
@@ -63,35 +64,35 @@ impl File {
         freed
     }
 
-    /// Splits one sparse huge folio in the background. If the policy would allocate a huge folio again for the next
-    /// read of the hole, one page stays, which prevents that.
+    /// As [`File::split_sparse_at`], for the background scan. If all pages are zero and the policy would allocate a
+    /// huge folio again at the next read, keeps one page, which prevents that.
     pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseCheck {
         self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
 
-    /// Splits one sparse huge folio, if enough of it can be freed.
+    /// Splits a huge folio and frees its unused pages, if they are at least a quarter of it.
     fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseCheck {
-        // A first check without a pin or lock. Each page is checked again below.
+        // The first check takes no pin or lock, so each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
         let is_live = self.pool().word(number).load().kind() == Kind::Live;
         let is_empty = |page: u64| is_live && (first + page >= end || self.pool().is_page_zero(number + page as u32));
         let empty = (0..pages).filter(|page| is_empty(*page)).count() as u64;
-        if empty < pages / WORTH_DIVISOR {
+        if empty < pages / LEAST_FREED_DIVISOR {
             return SparseCheck::Dense;
         }
         if !matches!(self.split_at(first, counter), Ok(true)) {
             return SparseCheck::Refused;
         }
-        let would_come_again = || self.choose_for_hole(first) != Choice::Nothing;
-        let kept = u64::from(counter == Counter::HugeSplitBehind && empty == pages && would_come_again());
-        let freed = (first + kept..first + pages).filter(|index| self.drop_zero_page(*index)).count();
+        let would_be_allocated_again = || self.choose_for_hole(first) != Choice::Nothing;
+        let kept_pages = u64::from(counter == Counter::HugeSplitBehind && empty == pages && would_be_allocated_again());
+        let freed = (first + kept_pages..first + pages).filter(|index| self.free_zero_page(*index)).count();
         let bytes = freed as u64 * self.page_bytes() as u64;
         stats::add(Counter::CacheThinned, bytes);
         SparseCheck::Split(bytes)
     }
 
-    /// Frees a small folio if it holds zeros only; returns whether it did.
-    fn drop_zero_page(&self, index: u64) -> bool {
+    /// Frees a small folio if all its bytes are zero. Returns whether it did.
+    fn free_zero_page(&self, index: u64) -> bool {
         let number = {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else { return false };
@@ -103,28 +104,28 @@ impl File {
             }
             number
         };
-        // The hold keeps writers out. A later write allocates a new page once this one is out of the index.
+        // The hold keeps writers out. Once the page is out of the index, a later write allocates a new one.
         if !self.pool().is_page_zero(number) {
             self.end_hold(number);
             return false;
         }
         let mut writer = self.tree.lock();
-        let is_out =
+        let is_removed =
             writer.get(index).is_some_and(|found| found.value == u64::from(number)) && writer.erase(index).is_some();
         drop(writer);
-        if is_out {
-            self.cache.give(number, 0);
+        if is_removed {
+            self.cache.free(number, 0);
         } else {
             self.end_hold(number);
         }
-        is_out
+        is_removed
     }
 }
 
 impl Inner {
-    /// Splits sparse huge folios until `want_bytes` are freed. Returns whether they were.
+    /// Splits sparse huge folios until `want_bytes` are freed. Returns whether that many were freed.
     ///
-    /// After an attempt that freed nothing, waits before the next: otherwise each write would check all bytes.
+    /// After an attempt that freed nothing, the next one is delayed. Otherwise each write would check all bytes.
     pub(super) fn split_sparse_some(&self, want_bytes: u64) -> bool {
         if coarse_ns() < self.split_sparse_after_ns.load(Relaxed) {
             return false;
@@ -136,7 +137,7 @@ impl Inner {
             freed += file.split_sparse_all();
         }
         if freed == 0 {
-            self.split_sparse_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
+            self.split_sparse_after_ns.store(coarse_ns() + RETRY_NS, Relaxed);
         }
         freed >= want_bytes
     }

@@ -1,44 +1,46 @@
-//! Detection of read streams, and what to read ahead for each. Pure computation: no I/O, no lock.
+//! Detects streams of reads in the accesses to a file, and computes what to read ahead for each. Does no I/O and takes
+//! no lock.
 //!
 //! | stream | detected by | continues at |
 //! |---|---|---|
-//! | forward | three accesses, each on the page where the previous one ended, or the next page | the same, or up to 16 pages further within the proposed range |
-//! | backward | the same, in the other direction | the same |
-//! | strided | four accesses at the same distance in bytes, which is more than a page | that distance further, or a multiple of it within the proposed range |
+//! | forward | three accesses, each beginning on the page where the previous one ended, or on the next page | the same page, or up to 16 pages further within the range to read ahead |
+//! | backward | three accesses, each ending on the page where the previous one began, or on the page before | as forward |
+//! | strided | four accesses at the same distance in bytes, which is more than a page | that distance further, or a multiple of it within the range to read ahead |
 //!
-//! An access that continues no stream begins a new one. Its stride is the distance to the nearest other access. So
-//! concurrent streams are told apart from each other, and from random accesses between them. A stream makes proposals
-//! only as its accesses arrive, so it stops when they stop. The first proposal is small. Each time accesses reach the
-//! latest proposal, the next one follows, twice as large up to a bound.
+//! An access that continues no stream begins a new one. Its stride is assumed to be the distance to the nearest other
+//! access. So concurrent streams are distinguished from each other, and from random accesses between them. A *proposal*
+//! is a range to read ahead. A stream makes proposals only as its accesses arrive, so the proposals stop when the
+//! accesses stop. The first proposal is small. When accesses reach the latest proposal, the next one follows, twice as
+//! large up to a bound.
 //!
-//! Source: Linux, mm/readahead.c (windows that double, started when the one before is reached); stride detection as in
-//! J. Fu, J. Patel and B. Janssens, "Stride directed prefetching in scalar processors", MICRO 1992.
+//! Source: Linux, mm/readahead.c (readahead windows that double, each started when the previous one is reached); stride
+//! detection as in J. Fu, J. Patel and B. Janssens, "Stride directed prefetching in scalar processors", MICRO 1992.
 
 use std::ops::Range;
 
-/// Most detected streams, and entries including accesses that may become streams.
+/// Maximum number of detected streams; and of table entries, which include accesses that may become streams.
 const MOST_STREAMS: usize = 8;
-const PLACES: usize = MOST_STREAMS + 4;
+const TABLE_ENTRIES: usize = MOST_STREAMS + 4;
 
-/// Expected accesses before the first proposal.
-const CONFIRMED: u32 = 2;
+/// Number of accesses that must continue a stream before its first proposal.
+const CONFIRMING_ACCESSES: u32 = 2;
 
-/// Pages in memory may be read without a report here, so accesses may skip this much of the proposed range.
+/// Number of pages that an access may skip. Reads of pages that were in memory before are not reported here.
 const MOST_SKIPPED_PAGES: u64 = 16;
 
-/// A stream has ended after this many accesses of others.
-const MOST_SILENT: u64 = 512;
+/// A stream has ended after this many accesses that belong to other streams.
+const MOST_IDLE_ACCESSES: u64 = 512;
 
-/// Size of a strided proposal in records: initial, largest.
+/// Size of a strided proposal in records: the first, and the largest.
 const FIRST_RECORDS: u64 = 4;
 const MOST_RECORDS: u64 = 32;
 
-/// A proposal: ranges to read ahead.
+/// Ranges to read ahead for one stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Proposal {
     /// The first range, in bytes of the file.
     pub range: Range<u64>,
-    /// Distance between ranges, and their number.
+    /// Distance between the ranges, and their number.
     pub step: i64,
     pub count: u64,
 }
@@ -51,15 +53,15 @@ impl Proposal {
     }
 }
 
-/// Parameters of a file's cache.
+/// Parameters of the cache and of the caller's hints.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules {
-    /// Unit of reads: a page, or a huge folio.
+    /// Unit of reads in bytes: a page, or a huge folio.
     pub page_bytes: u64,
-    /// Size of the first and of the largest proposal: a page at least.
+    /// Size of the first and of the largest proposal, a page at least.
     pub first_bytes: u64,
     pub most_bytes: u64,
-    /// The caller declared sequential reads: the first access counts.
+    /// The caller declared sequential reads, so the first access is enough for a proposal.
     pub is_eager: bool,
 }
 
@@ -74,119 +76,120 @@ impl Rules {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum AccessWay {
+enum Direction {
     Forward,
     Backward,
-    /// At this distance, which is larger than a page.
+    /// Each access at this distance from the previous one, in bytes; larger than a page.
     Stride(i64),
-    /// Only one access so far.
+    /// The stream has only one access so far.
     Unknown,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Stream {
-    /// The last access.
+    /// Range of the last access.
     begin: u64,
     end: u64,
-    way: AccessWay,
-    /// Number of accesses that continued the stream; a stream with 0 may be replaced.
+    direction: Direction,
+    /// Number of accesses that continued the stream. A stream with 0 may be replaced.
     seen: u32,
-    /// End of the proposed range: a page boundary, or the begin of the next record.
+    /// End of the ranges that were proposed so far: a page boundary, or the begin of the next record.
     ahead: u64,
-    /// Size of the latest proposal and of the next one, in bytes or records.
+    /// Size of the latest proposal, and of the next one, in bytes or records.
     latest: u64,
     next: u64,
-    /// Time of the last access, in accesses.
+    /// Time of the last access, as a number of accesses to the file.
     at: u64,
 }
 
 /// How an access relates to a stream.
-enum Fit {
-    GoesOn(AccessWay),
-    /// Within the last access: no evidence.
+enum Match {
+    Continues(Direction),
+    /// The access lies within the stream's last access, so it says nothing about the direction.
     Inside,
 }
 
 impl Stream {
-    const NONE: Self = Self { begin: 0, end: 0, way: AccessWay::Unknown, seen: 0, ahead: 0, latest: 0, next: 0, at: 0 };
+    const NONE: Self =
+        Self { begin: 0, end: 0, direction: Direction::Unknown, seen: 0, ahead: 0, latest: 0, next: 0, at: 0 };
 
-    fn is_used(&self) -> bool {
+    fn is_present(&self) -> bool {
         self.at > 0
     }
 
     fn is_confirmed(&self) -> bool {
-        self.seen >= CONFIRMED
+        self.seen >= CONFIRMING_ACCESSES
     }
 
-    fn fit(&self, access: &Range<u64>, rules: &Rules) -> Option<Fit> {
+    fn match_access(&self, access: &Range<u64>, rules: &Rules) -> Option<Match> {
         let (first, last) = (rules.page_of(access.start), rules.page_behind(access.end));
         let (own_first, own_last) = (rules.page_of(self.begin), rules.page_behind(self.end));
         let is_inside = first >= own_first && last <= own_last;
         let skip = (MOST_SKIPPED_PAGES * rules.page_bytes).max(2 * (access.end - access.start));
-        match self.way {
-            AccessWay::Stride(step) if access.start != self.begin => {
+        match self.direction {
+            Direction::Stride(step) if access.start != self.begin => {
                 let distance = access.start.wrapping_sub(self.begin) as i64;
                 let steps = if distance % step == 0 { distance / step } else { 0 };
                 let most = if self.is_confirmed() { self.steps_ahead(step) } else { 1 };
                 if (1..=most).contains(&steps) {
-                    return Some(Fit::GoesOn(self.way));
+                    return Some(Match::Continues(self.direction));
                 }
             }
-            AccessWay::Forward if self.is_confirmed() => {
+            Direction::Forward if self.is_confirmed() => {
                 let end = own_last.max(self.ahead).min(own_last + skip);
-                return (own_first..=end).contains(&first).then_some(Fit::GoesOn(AccessWay::Forward));
+                return (own_first..=end).contains(&first).then_some(Match::Continues(Direction::Forward));
             }
-            AccessWay::Backward if self.is_confirmed() => {
+            Direction::Backward if self.is_confirmed() => {
                 let begin = own_first.min(self.ahead).max(own_first.saturating_sub(skip));
-                return (begin..=own_last).contains(&last).then_some(Fit::GoesOn(AccessWay::Backward));
+                return (begin..=own_last).contains(&last).then_some(Match::Continues(Direction::Backward));
             }
             _ => {}
         }
         if is_inside {
-            Some(Fit::Inside)
+            Some(Match::Inside)
         } else if self.is_confirmed() {
             None
         } else if (own_first..=own_last).contains(&first) {
-            Some(Fit::GoesOn(AccessWay::Forward))
+            Some(Match::Continues(Direction::Forward))
         } else if (own_first..=own_last).contains(&last) {
-            Some(Fit::GoesOn(AccessWay::Backward))
+            Some(Match::Continues(Direction::Backward))
         } else {
             None
         }
     }
 
-    /// Returns the number of strides from the last access to the next record not yet proposed.
+    /// Returns the number of strides from the last access to the next record that is not proposed yet.
     fn steps_ahead(&self, step: i64) -> i64 {
         ((self.ahead.wrapping_sub(self.begin) as i64) / step).max(1)
     }
 
-    fn go_on(&mut self, way: AccessWay, access: Range<u64>, at: u64) {
-        // The initial stride was a guess. Sequential pages are recognized from their second access on.
-        self.seen = if self.way == way { self.seen + 1 } else { 1 };
-        if self.seen <= CONFIRMED {
+    fn continue_with(&mut self, direction: Direction, access: Range<u64>, at: u64) {
+        // The stride of a new stream was a guess. Sequential pages are recognized from the second access on.
+        self.seen = if self.direction == direction { self.seen + 1 } else { 1 };
+        if self.seen <= CONFIRMING_ACCESSES {
             (self.ahead, self.latest, self.next) = (access.start, 0, 0);
         }
-        if self.way == AccessWay::Forward && way == AccessWay::Forward && self.is_confirmed() {
+        if self.direction == Direction::Forward && direction == Direction::Forward && self.is_confirmed() {
             self.begin = self.begin.max(access.start);
             self.end = self.end.max(access.end);
         } else {
             (self.begin, self.end) = (access.start, access.end);
         }
-        (self.way, self.at) = (way, at);
+        (self.direction, self.at) = (direction, at);
     }
 
-    /// Returns what to read now, if accesses have reached the latest proposal.
+    /// Returns what to read ahead now, if accesses have reached the latest proposal.
     fn propose(&mut self, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
-        match self.way {
-            AccessWay::Forward => self.propose_forward(size_bytes, rules),
-            AccessWay::Backward => self.propose_backward(rules),
-            AccessWay::Stride(step) => self.propose_records(step, size_bytes, rules),
-            AccessWay::Unknown => None,
+        match self.direction {
+            Direction::Forward => self.propose_forward(size_bytes, rules),
+            Direction::Backward => self.propose_backward(rules),
+            Direction::Stride(step) => self.propose_records(step, size_bytes, rules),
+            Direction::Unknown => None,
         }
     }
 
-    /// Returns the size of the next proposal in bytes.
-    fn grow(&mut self, rules: &Rules) -> u64 {
+    /// Returns the size of the next proposal in bytes, and doubles the one after it.
+    fn next_size_bytes(&mut self, rules: &Rules) -> u64 {
         if self.next == 0 {
             let wanted = if rules.is_eager { rules.most_bytes } else { 2 * (self.end - self.begin) };
             self.next = wanted.clamp(rules.first_bytes, rules.most_bytes);
@@ -202,7 +205,7 @@ impl Stream {
         if self.ahead - here > self.latest {
             return None;
         }
-        let end = (self.ahead + self.grow(rules)).next_multiple_of(rules.page_bytes);
+        let end = (self.ahead + self.next_size_bytes(rules)).next_multiple_of(rules.page_bytes);
         let range = self.ahead..end.min(rules.page_behind(size_bytes));
         self.ahead = end;
         (range.start < range.end).then_some(Proposal { range, step: 0, count: 1 })
@@ -214,7 +217,7 @@ impl Stream {
         if here - self.ahead > self.latest {
             return None;
         }
-        let begin = self.ahead.saturating_sub(self.grow(rules));
+        let begin = self.ahead.saturating_sub(self.next_size_bytes(rules));
         let range = rules.page_of(begin)..self.ahead;
         self.ahead = range.start;
         (range.start < range.end).then_some(Proposal { range, step: 0, count: 1 })
@@ -230,7 +233,7 @@ impl Stream {
         self.latest = if self.next == 0 { FIRST_RECORDS.min(most) } else { self.next };
         self.next = (2 * self.latest).min(most);
         let start = self.begin.checked_add_signed(step.checked_mul(steps)?)?;
-        // Limited to the records of the file.
+        // Limits the number of records to those inside the file.
         let room = if step > 0 {
             size_bytes.saturating_sub(start).div_ceil(step as u64)
         } else {
@@ -242,80 +245,82 @@ impl Stream {
     }
 }
 
-/// The streams of one file.
+/// The streams of reads of one file.
 #[derive(Debug)]
 pub(super) struct Streams {
-    places: [Stream; PLACES],
+    entries: [Stream; TABLE_ENTRIES],
     clock: u64,
 }
 
 impl Default for Streams {
     fn default() -> Self {
-        Self { places: [Stream::NONE; PLACES], clock: 0 }
+        Self { entries: [Stream::NONE; TABLE_ENTRIES], clock: 0 }
     }
 }
 
 impl Streams {
-    /// Records a read of bytes that were not in memory, or that were read ahead and are used for the first time.
+    /// Records a read of bytes that were not in memory, or the first use of bytes that were read ahead. Returns what to
+    /// read ahead now.
     pub fn note(&mut self, access: Range<u64>, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         self.clock += 1;
         let clock = self.clock;
-        let has_ended = |stream: &&mut Stream| clock - stream.at > MOST_SILENT;
-        self.places.iter_mut().filter(has_ended).for_each(|stream| *stream = Stream::NONE);
-        let fits = self.places.iter().enumerate().filter(|(_, stream)| stream.is_used());
-        let mut found: Option<(usize, Fit)> = None;
+        let has_ended = |stream: &&mut Stream| clock - stream.at > MOST_IDLE_ACCESSES;
+        self.entries.iter_mut().filter(has_ended).for_each(|stream| *stream = Stream::NONE);
+        let fits = self.entries.iter().enumerate().filter(|(_, stream)| stream.is_present());
+        let mut found: Option<(usize, Match)> = None;
         for (at, stream) in fits {
-            match stream.fit(&access, rules) {
+            match stream.match_access(&access, rules) {
                 Some(fit) if stream.is_confirmed() => {
                     found = Some((at, fit));
                     break;
                 }
-                // A stream that the access continues is stronger evidence than one that covers it.
-                Some(fit @ Fit::GoesOn(_)) => found = Some((at, fit)),
+                // An access that continues a stream is stronger evidence than one that lies within its last access.
+                Some(fit @ Match::Continues(_)) => found = Some((at, fit)),
                 Some(fit) if found.is_none() => found = Some((at, fit)),
                 _ => {}
             }
         }
         let at = match found {
-            Some((at, Fit::Inside)) => {
-                self.places[at].at = self.clock;
+            Some((at, Match::Inside)) => {
+                self.entries[at].at = self.clock;
                 return None;
             }
-            Some((at, Fit::GoesOn(way))) => {
-                self.places[at].go_on(way, access, self.clock);
+            Some((at, Match::Continues(direction))) => {
+                self.entries[at].continue_with(direction, access, self.clock);
                 at
             }
             None => self.begin(access, rules),
         };
-        if self.places[at].seen == CONFIRMED {
-            self.make_place_for(at);
+        if self.entries[at].seen == CONFIRMING_ACCESSES {
+            self.drop_excess_stream(at);
         }
-        let stream = &mut self.places[at];
+        let stream = &mut self.entries[at];
         if stream.is_confirmed() { stream.propose(size_bytes, rules) } else { None }
     }
 
-    /// Begins a stream with one access. Returns its entry.
+    /// Begins a stream with one access. Returns its index in the table.
     fn begin(&mut self, access: Range<u64>, rules: &Rules) -> usize {
-        let used = self.places.iter().filter(|stream| stream.is_used());
+        let used = self.entries.iter().filter(|stream| stream.is_present());
         let distances = used.map(|stream| access.start.wrapping_sub(stream.begin) as i64);
         let is_stride = |step: &i64| step.unsigned_abs() > rules.page_bytes;
         let nearest = distances.filter(is_stride).min_by_key(|step| step.unsigned_abs());
         let oldest = |stream: &(usize, &Stream)| (stream.1.is_confirmed(), stream.1.at);
-        let at = self.places.iter().enumerate().min_by_key(oldest).map_or(0, |(at, _)| at);
-        let way =
-            if rules.is_eager { AccessWay::Forward } else { nearest.map_or(AccessWay::Unknown, AccessWay::Stride) };
-        let seen = if rules.is_eager { CONFIRMED } else { 0 };
-        self.places[at] = Stream { begin: access.start, end: access.end, way, seen, at: self.clock, ..Stream::NONE };
+        let at = self.entries.iter().enumerate().min_by_key(oldest).map_or(0, |(at, _)| at);
+        let direction =
+            if rules.is_eager { Direction::Forward } else { nearest.map_or(Direction::Unknown, Direction::Stride) };
+        let seen = if rules.is_eager { CONFIRMING_ACCESSES } else { 0 };
+        self.entries[at] =
+            Stream { begin: access.start, end: access.end, direction, seen, at: self.clock, ..Stream::NONE };
         at
     }
 
-    /// Called when a stream is detected. If there are too many, drops the one that was silent for longest.
-    fn make_place_for(&mut self, newest: usize) {
-        let known = self.places.iter().enumerate().filter(|(_, stream)| stream.is_confirmed());
+    /// Called when a stream was detected. If there are too many, drops the one without an access for the longest time.
+    fn drop_excess_stream(&mut self, newest: usize) {
+        let known = self.entries.iter().enumerate().filter(|(_, stream)| stream.is_confirmed());
         if known.clone().count() > MOST_STREAMS {
             let silent = known.filter(|(at, _)| *at != newest).min_by_key(|(_, stream)| stream.at);
             if let Some((at, _)) = silent {
-                self.places[at] = Stream::NONE;
+                self.entries[at] = Stream::NONE;
             }
         }
     }
@@ -380,22 +385,22 @@ mod tests {
         }
     }
 
-    /// Forward, in pieces of any length: after three accesses no page is missed, proposals double, and few pages are
-    /// left over.
+    /// Sequential forward reads of any length: after three accesses no page is missed, proposals double, and few pages
+    /// are read ahead in vain.
     #[test]
-    fn forward_streams_are_followed() {
+    fn forward_streams_are_read_ahead() {
         for len in [100, PAGE, 5000, 64 << 10] {
             let mut reader = Reader::new(rules());
             (0..(16 << 20) / len).for_each(|step| reader.read((1 << 20) + step * len, len));
             assert!(reader.misses <= 3 * len.div_ceil(PAGE) + 1, "{len}: {} misses", reader.misses);
             let lens: Vec<_> = reader.proposals.iter().map(|p| (p.range.end - p.range.start) / PAGE).collect();
             assert!(lens.starts_with(&[32, 64, 128, 256, 512, 512]), "{len}: {lens:?}");
-            assert!(reader.ahead.len() <= 1024, "{} pages came for nothing", reader.ahead.len());
+            assert!(reader.ahead.len() <= 1024, "{} pages were read ahead in vain", reader.ahead.len());
         }
     }
 
     #[test]
-    fn backward_streams_are_followed_to_the_beginning() {
+    fn backward_streams_are_read_ahead_to_the_beginning() {
         for len in [100, PAGE, 64 << 10] {
             let mut reader = Reader::new(rules());
             (0..(16 << 20) / len).rev().for_each(|step| reader.read(step * len, len));
@@ -404,9 +409,10 @@ mod tests {
         }
     }
 
-    /// Records at one distance, in both directions: all but the first four are read ahead, and nothing between them is.
+    /// Reads at a fixed distance, forward and backward: all but the first four are read ahead, and no bytes between
+    /// them.
     #[test]
-    fn strided_streams_are_followed() {
+    fn strided_streams_are_read_ahead() {
         for (step, len) in [(10_000, 100), (40_000, 9000), (1 << 20, PAGE), (-123_456, 8)] {
             let mut reader = Reader::new(rules());
             let begin = if step > 0 { 77 } else { SIZE - 5000 };
@@ -417,9 +423,9 @@ mod tests {
         }
     }
 
-    /// Streams of all kinds alternate, with random accesses between them.
+    /// Streams of all kinds alternate, with random accesses between them. Each stream is still detected.
     #[test]
-    fn streams_are_told_apart() {
+    fn alternating_streams_are_distinguished() {
         let mut reader = Reader::new(rules());
         let mut random = random_offsets(1, 1 << 20);
         for nth in 0..400 {
@@ -438,9 +444,9 @@ mod tests {
             .map(move |bits| (bits >> 20) % below)
     }
 
-    /// Random accesses cause no proposals. After a stream has ended, they cause at most one more.
+    /// Random accesses cause no proposals. After the end of a stream they cause at most one more.
     #[test]
-    fn random_accesses_propose_nothing() {
+    fn random_accesses_cause_no_proposals() {
         for seed in 0..10 {
             let mut reader = Reader::new(rules());
             random_offsets(seed, SIZE).take(10_000).for_each(|offset| reader.read(offset, 4096 - offset % PAGE));
@@ -453,9 +459,10 @@ mod tests {
         assert!(reader.proposals.len() <= before + 1, "{} more", reader.proposals.len() - before);
     }
 
-    /// For declared sequential reads the first access causes a proposal. Huge folios are proposed as a whole.
+    /// If the caller declared sequential reads, the first access causes a proposal. Proposals of huge folios cover
+    /// whole folios.
     #[test]
-    fn rules_are_kept() {
+    fn eager_and_huge_rules_are_followed() {
         let mut reader = Reader::new(Rules { is_eager: true, ..rules() });
         reader.read(5 * PAGE, 10);
         assert_eq!(reader.proposals, [Proposal { range: 6 * PAGE..518 * PAGE, step: 0, count: 1 }]);
@@ -473,9 +480,9 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
-        /// For any accesses: proposals lie inside the file.
+        /// For any sequence of accesses, proposals lie inside the file.
         #[test]
-        fn proposals_lie_in_the_file(steps in prop::collection::vec((0..6u64, 0..SIZE, 1..100_000u64), 1..300)) {
+        fn proposals_lie_inside_the_file(steps in prop::collection::vec((0..6u64, 0..SIZE, 1..100_000u64), 1..300)) {
             let mut reader = Reader::new(rules());
             let mut at = 0;
             for (kind, offset, len) in steps {

@@ -1,8 +1,8 @@
-//! Sync: writes all dirty pages to the store, then syncs the store.
+//! Sync: writes all dirty pages of a file to its store, then syncs the store.
 //!
-//! Bytes that were cut off must not come back, and written bytes must not be cut off. So the store is truncated first,
-//! while no write of the file is in flight. A folio stays dirty if a truncation ran beside its write, or if the store
-//! was still too long. The next round truncates and writes again.
+//! Bytes that a truncation cut off must not come back, and bytes written later must not be cut off. So the store is
+//! truncated first, while the file has no write in flight. A folio stays dirty if a truncation ran concurrently with
+//! its write, or if the store was still too long. The next attempt truncates the store and writes the folio again.
 
 use super::dirty::DIRTY;
 use super::writeback::{Walk, Walked, Why};
@@ -19,44 +19,44 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Attempts before a sync gives up. An attempt is repeated if a truncation ran at the same time.
-const ROUNDS: usize = 16;
+/// Number of attempts of a sync. An attempt is repeated if the file was truncated at the same time.
+const MOST_ATTEMPTS: usize = 16;
 
 impl Mapping {
-    /// Writes all dirty pages to the store, in the order of the file, and returns when they are durable. Does nothing
-    /// for a file in memory only. One thread at a time syncs a file; others wait.
+    /// Writes all dirty pages to the store in the order of the file, and returns when they are durable. Does nothing
+    /// for a file without a store. One thread at a time syncs a file; others wait.
     ///
-    /// Cost: a check of each dirty folio, and the store's time. Many writes are in flight at a time; adjacent folios
-    /// are written as one, up to 1 MiB.
+    /// Cost: a check of each dirty folio, and the store's time. Many transfers are in flight at a time; adjacent folios
+    /// are written by one transfer, up to 1 MiB.
     ///
     /// # Errors
     ///
-    /// [`Error::Store`] with the store's error: the bytes stay dirty, and another call tries again. Also reported, once
-    /// to each handle ([`Mapping::try_clone`]), if a write has failed since the last sync by this handle, in the
-    /// background or by another handle, even if all is durable now. [`Error::Busy`] if a dirty folio is pinned or held
-    /// for a second, or the file is truncated all the time. The other dirty folios are then in the store, but not
+    /// [`Error::Store`] with the store's error: the bytes stay dirty, and another call tries again. A write that failed
+    /// since the last sync by this handle, in the background or by another handle, is reported, too, once to each
+    /// handle ([`Mapping::try_clone`]), even if all is durable now. [`Error::Busy`] if a dirty folio is pinned or held
+    /// for a second, or if the file is truncated continually. The other dirty folios are then in the store, but not
     /// durable. [`Error::Busy`] also if no write completes for as long as
     /// [`Settings::timeout`](super::Settings::timeout).
     pub fn sync(&self) -> Result<()> {
         self.0.check(0, 0)?;
-        self.tell(self.0.sync_pages(0..Owner::MAX_INDEX))
+        self.report_failures(self.0.sync_pages(0..Owner::MAX_INDEX))
     }
 
-    /// As [`Mapping::sync`], for `len_bytes` from `offset` on (`u64::MAX`: up to the end) and all folios that contain a
-    /// part of it. The file's length becomes durable, too.
+    /// As [`Mapping::sync`], for `len_bytes` from `offset` on (`u64::MAX`: up to the end), and for all of each folio
+    /// that lies partly in that range. The file's length becomes durable, too.
     ///
     /// # Errors
     ///
     /// See [`Mapping::sync`]; [`Error::BadOffset`].
     pub fn sync_range(&self, offset: u64, len_bytes: u64) -> Result<()> {
         match self.0.pages_of(offset, len_bytes)? {
-            Some(pages) => self.tell(self.0.sync_pages(pages)),
+            Some(pages) => self.report_failures(self.0.sync_pages(pages)),
             None => Ok(()),
         }
     }
 
     /// Writes dirty pages in `len_bytes` from `offset` on to the store, and returns when the store has them. They are
-    /// not durable yet: a following [`Mapping::sync`] is quick.
+    /// not durable yet: a later [`Mapping::sync`] makes them durable, and is quick.
     ///
     /// # Errors
     ///
@@ -74,24 +74,24 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// See [`Mapping::sync`]. Returns the handle, too: nothing is lost yet.
+    /// See [`Mapping::sync`]. The handle is returned with the error, so nothing is lost.
     pub fn close(self) -> std::result::Result<(), (Self, Error)> {
         self.sync().map_err(|error| (self, error))
     }
 }
 
-/// The index after a folio, and the folio if it is dirty and now frozen: index, number and state.
+/// The index behind a folio; and, if the folio is dirty and now frozen, its index, number and state.
 type Frozen = (u64, Option<(u64, u32, State)>);
 
-const STANDS_STILL: Error = Error::Busy { what: "the store makes no progress" };
+const NO_PROGRESS: Error = Error::Busy { what: "the store makes no progress" };
 
-/// For `map_err`: adds the operation during which the store failed.
+/// Returns a function for `map_err` that adds the operation during which the store failed.
 pub(super) fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     move |cause| Error::Store { doing, cause }
 }
 
 impl File {
-    /// Returns the pages of a range; `None` if it is empty.
+    /// Returns the page indices of a range of bytes, or `None` if the range is empty.
     fn pages_of(&self, offset: u64, len_bytes: u64) -> Result<Option<Range<u64>>> {
         let len_bytes = self.check_up_to(offset, len_bytes)?;
         let Some(last) = len_bytes.checked_sub(1) else { return Ok(None) };
@@ -103,51 +103,51 @@ impl File {
         let Some(store) = &self.store else { return Ok(()) };
         let _exclusive = self.syncing.lock();
         self.write_back_all(&**store, pages)?;
-        let done = self.lengthen(&**store);
+        let done = self.extend_store(&**store);
         let done = done.and_then(|()| store.sync().map_err(failed("syncing a file")));
         if done.is_ok() {
-            self.dirty.iter().for_each(|dirty| dirty.turns.go_on());
+            self.dirty.iter().for_each(|dirty| dirty.flush.reset_delay());
         }
         done.inspect_err(|error| self.note_error(error))
     }
 
-    /// Writes until each folio that was dirty has been clean once. The caller holds the file's sync lock.
+    /// Writes until each page that was dirty has been clean once. The caller holds the file's sync lock.
     fn write_back_all(self: &Arc<Self>, store: &dyn Store, pages: Range<u64>) -> Result<()> {
-        // Limited to the current length, so that concurrent appends cannot prolong it.
+        // Limited to the current length, so that concurrent appends cannot prolong the sync.
         let end = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64));
         let (pages_inside, timeout) = (pages.start..pages.end.min(end), self.cache.timeout);
         let walk = Walk { why: Why::Sync, pages: pages_inside, most_bytes: u64::MAX, timeout, waits_for_others: true };
         self.await_in_flight()?;
-        self.forget_needless(end, pages.end);
-        for _ in 0..ROUNDS {
+        self.clean_behind_end(end, pages.end);
+        for _ in 0..MOST_ATTEMPTS {
             let walked = self.walk_once(store, &walk)?;
             if let Some(error) = walked.failure {
                 return Err(error);
             }
-            // Bytes that a truncation removed meanwhile must not stay in the store.
-            if walked.is_clean && !self.is_cut() {
+            // Bytes that a truncation cut off meanwhile must not stay in the store.
+            if walked.is_clean && !self.is_store_too_long() {
                 return Ok(());
             }
         }
         Err(Error::Busy { what: "the file is truncated all the time" })
     }
 
-    /// Truncates the store, then walks the dirty folios. The caller holds the file's sync lock, and no write of the
-    /// file is in flight. Failures are recorded for all handles.
+    /// Truncates the store if needed, then writes the dirty folios. The caller holds the file's sync lock, and the file
+    /// has no write in flight. Failures are recorded for all handles.
     pub(super) fn walk_once(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
-        self.cut(store).inspect_err(|error| self.note_error(error))?;
+        self.truncate_store(store).inspect_err(|error| self.note_error(error))?;
         let walked = self.walk(store, walk)?;
         walked.failure.iter().for_each(|error| self.note_error(error));
         Ok(walked)
     }
 
-    /// Called when the last handle is dropped: writes dirty pages to the store, if it accepts them in time. Errors
-    /// cannot be reported.
+    /// Called when the last handle is dropped: writes dirty pages to the store, if it accepts them in time. Errors are
+    /// counted, not returned.
     pub(super) fn write_back_at_last(self: &Arc<Self>) {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return };
-        let is_cut = self.is_cut() || self.size_bytes() > self.stored_bytes.load(Relaxed);
-        if store.is_writable() && (is_cut || dirty.bytes() > 0) {
-            // A panic of the store must not end the program when a file is dropped.
+        let has_wrong_length = self.is_store_too_long() || self.size_bytes() > self.stored_bytes.load(Relaxed);
+        if store.is_writable() && (has_wrong_length || dirty.bytes() > 0) {
+            // A panic of the store must not end the program when it drops a file.
             let written = panic::catch_unwind(AssertUnwindSafe(|| self.write_back_in_time(&**store)));
             if !matches!(written, Ok(Ok(()))) {
                 stats::add(Counter::CacheWriteFailed, 1);
@@ -161,8 +161,8 @@ impl File {
         let is_late = |waits: &Backoff| u128::from(waits.waited_ns()) > timeout.as_nanos();
         let _exclusive = loop {
             match self.syncing.try_lock() {
-                Some(alone) => break alone,
-                None if is_late(&waits) => return Err(STANDS_STILL),
+                Some(locked) => break locked,
+                None if is_late(&waits) => return Err(NO_PROGRESS),
                 None => waits.pause(),
             }
         };
@@ -171,7 +171,7 @@ impl File {
         loop {
             if self.is_in_flight() {
                 if is_late(&waits) {
-                    return Err(STANDS_STILL);
+                    return Err(NO_PROGRESS);
                 }
                 waits.pause();
                 continue;
@@ -180,73 +180,73 @@ impl File {
             if let Some(error) = walked.failure {
                 return Err(error);
             }
-            if walked.is_clean && !self.is_cut() {
-                return self.lengthen(store);
+            if walked.is_clean && !self.is_store_too_long() {
+                return self.extend_store(store);
             }
             if is_late(&waits) {
-                return Err(STANDS_STILL);
+                return Err(NO_PROGRESS);
             }
-            // A concurrent collapse or split of the folio ends soon.
+            // A thread that collapses or splits the folio finishes soon.
             waits.pause();
         }
     }
 
-    /// Returns whether a write of the file is in flight.
+    /// Returns whether the file has a write in flight.
     pub(super) fn is_in_flight(&self) -> bool {
         self.dirty.as_ref().is_some_and(|dirty| dirty.in_flight.load(SeqCst) > 0)
     }
 
-    /// Waits for in-flight writes of other threads, within the cache's timeout.
+    /// Waits until no other thread's write of the file is in flight, within the cache's timeout.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`].
+    /// [`Error::Busy`] after the timeout.
     pub(super) fn await_in_flight(&self) -> Result<()> {
         let mut waits = Backoff::new();
         while self.is_in_flight() {
             if self.cache.timeout.is_some_and(|most| u128::from(waits.waited_ns()) > most.as_nanos()) {
-                return Err(STANDS_STILL);
+                return Err(NO_PROGRESS);
             }
             waits.pause();
         }
         Ok(())
     }
 
-    /// Marks the store as perhaps too long. Under the lock of the index.
-    pub(super) fn note_more_stored(&self) {
-        let cut = self.cut.load(Relaxed);
-        self.cut.store((cut | 1).wrapping_add(2 * (cut & 1)), Relaxed);
+    /// Records that the store may be longer than its valid part. Under the lock of the index.
+    pub(super) fn note_store_too_long(&self) {
+        let seen = self.length_version.load(Relaxed);
+        self.length_version.store((seen | 1).wrapping_add(2 * (seen & 1)), Relaxed);
     }
 
     /// Returns whether the store may be longer than its valid part.
-    pub(super) fn is_cut(&self) -> bool {
-        self.cut.load(Acquire) & 1 == 1
+    pub(super) fn is_store_too_long(&self) -> bool {
+        self.length_version.load(Acquire) & 1 == 1
     }
 
-    /// Truncates the store to its valid part.
-    fn cut(&self, store: &dyn Store) -> Result<()> {
+    /// Truncates the store to its valid part, if it may be longer.
+    fn truncate_store(&self, store: &dyn Store) -> Result<()> {
         let (before, stored) = {
             let _writer = self.tree.lock();
-            (self.cut.load(Relaxed), self.stored_bytes.load(Relaxed))
+            (self.length_version.load(Relaxed), self.stored_bytes.load(Relaxed))
         };
         if before & 1 == 1 {
             store.set_size(stored).map_err(failed("truncating a file"))?;
             let _writer = self.tree.lock();
-            if self.cut.load(Relaxed) == before {
-                self.cut.store(before.wrapping_add(1), Relaxed);
+            if self.length_version.load(Relaxed) == before {
+                self.length_version.store(before.wrapping_add(1), Relaxed);
             }
         }
         Ok(())
     }
 
-    /// Extends the store to the file's length. Leaves other processes' changes of its length alone.
-    fn lengthen(&self, store: &dyn Store) -> Result<()> {
+    /// Extends the store to the file's length, if the file is longer.
+    fn extend_store(&self, store: &dyn Store) -> Result<()> {
         let size_bytes = self.size_bytes();
         if size_bytes > self.stored_bytes.load(Relaxed) {
             store.set_size(size_bytes).map_err(failed("setting the size of a file"))?;
             let _writer = self.tree.lock();
-            // Otherwise the file was truncated meanwhile, and the store will be.
-            if !self.is_cut() {
+            // If the file was truncated meanwhile, the next attempt truncates the store.
+            if !self.is_store_too_long() {
                 self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(size_bytes), Relaxed);
             }
         }
@@ -263,8 +263,8 @@ impl File {
         }
     }
 
-    /// Freezes the folio at `index` if it is dirty: threads can read it but not write. Also returns the index after it.
-    /// `None` if another thread uses the folio.
+    /// Freezes the folio at `index` if it is dirty: threads can read it but not write to it. Returns the index behind
+    /// the folio, too. Returns `None` if another thread uses the folio.
     pub(super) fn try_freeze_dirty(&self, index: u64) -> Option<Frozen> {
         loop {
             let guard = epoch::pin();
@@ -283,9 +283,9 @@ impl File {
         }
     }
 
-    /// Marks folios behind the end of the file as clean, from `first` to before `end`. Stops at a folio that is inside
-    /// by now.
-    fn forget_needless(&self, first: u64, end: u64) {
+    /// Makes folios behind the end of the file clean, from page `first` to before `end`. Stops at a folio that lies
+    /// inside the file by now.
+    fn clean_behind_end(&self, first: u64, end: u64) {
         let mut at = first;
         while at < end
             && let Some(found) = { self.tree.next_marked(at, end - 1, DIRTY, &epoch::pin()) }
@@ -295,13 +295,13 @@ impl File {
                 if self.offset_of(index) < self.size_bytes() {
                     return self.thaw(number);
                 }
-                self.note_needless(index, number, state);
+                self.thaw_behind_end(index, number, state);
             }
         }
     }
 
-    /// Thaws a frozen folio behind the end of the file, as clean: the store needs none of it.
-    pub(super) fn note_needless(&self, index: u64, number: u32, state: State) {
+    /// Thaws a frozen folio that lies behind the end of the file, and makes it clean, because it needs no writeback.
+    pub(super) fn thaw_behind_end(&self, index: u64, number: u32, state: State) {
         self.tree.lock().clear_mark_of(index, u64::from(number), DIRTY);
         let is_live = self.pool().word(number).thaw_clean();
         if is_live {
@@ -310,24 +310,24 @@ impl File {
         self.note_revived(number, is_live);
     }
 
-    /// Thaws folios (index, number, order) that were written to the store up to `end`. `cut` is the value of
-    /// `File::cut` before the write. Returns whether they are clean.
+    /// Thaws folios (index, number, order) that were written to the store up to offset `end`. `length_version` is the value of
+    /// `File::length_version` before the write. Returns whether the folios are clean.
     pub(super) fn note_written(
         &self,
         folios: impl Iterator<Item = (u64, u32, u8)> + Clone,
         end: u64,
-        cut: u32,
+        length_version: u32,
     ) -> bool {
         let mut writer = self.tree.lock();
-        let is_clean = cut & 1 == 0 && self.cut.load(Relaxed) == cut;
+        let is_clean = length_version & 1 == 0 && self.length_version.load(Relaxed) == length_version;
         if is_clean {
             self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(end), Relaxed);
             for (index, number, _) in folios.clone() {
                 writer.clear_mark_of(index, u64::from(number), DIRTY);
             }
         } else {
-            // The bytes just written may lie behind the end by now.
-            self.note_more_stored();
+            // The bytes just written may lie behind the end of the file by now.
+            self.note_store_too_long();
         }
         drop(writer);
         let mut clean_bytes = 0;

@@ -1,8 +1,8 @@
-//! Throttling of writers: they wait, for a bounded time, before memory is full of dirty pages. Also writeback to make
-//! room where all pages are dirty.
+//! Throttling of writers: they wait, for a bounded time, before dirty pages fill the cache. Also writes pages back to
+//! make room when all pages are dirty.
 //!
-//! Called outside of the gate and of all locks. A thread that waits also writes its own file back, unless another
-//! thread does.
+//! Called without the gate and without locks. A writer that waits also writes its own file back, unless another thread
+//! does.
 
 use super::File;
 use super::cache::Inner;
@@ -15,21 +15,21 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_store::errno::{self, ETIMEDOUT};
 use std::time::Duration;
 
-/// Above the limit, a thread that waits writes back this much at a time.
-const HELP_BYTES: u64 = 2 * BLOCK_BYTES as u64;
+/// Bytes that a waiting writer writes back at a time.
+const WRITER_SLICE_BYTES: u64 = 2 * BLOCK_BYTES as u64;
 
-/// A writer is slowed once for each of these amounts that the cache makes dirty. Small enough that no pause is long,
-/// and large enough that a pause is a real sleep.
+/// A writer pauses once for each of these amounts that the cache makes dirty. The amount is small enough that no pause
+/// is long, and large enough that a pause is a real sleep.
 const PACED_BYTES: u64 = BLOCK_BYTES as u64 / 4;
 
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
-/// Interval of checks for progress by other threads.
-const STEP: Duration = Duration::from_millis(1);
+/// Interval of checks whether other threads made progress.
+const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 impl Balance {
-    /// Returns the pause of the writer that completes a `PACED_BYTES` amount. Half way from `free_bytes` to
-    /// `most_bytes` it is the time to write that amount, so dirty bytes settle there.
+    /// Returns the pause of the writer whose bytes complete another `PACED_BYTES`. Half way from `free_bytes` to
+    /// `most_bytes` the pause is the time to write that amount, so the number of dirty bytes settles there.
     fn pause(&self, dirty_bytes: u64) -> Duration {
         let (over, span) =
             (dirty_bytes.saturating_sub(self.free_bytes), self.most_bytes - self.free_bytes.min(self.most_bytes));
@@ -39,18 +39,18 @@ impl Balance {
     }
 }
 
-/// Measures the time without any writeback progress.
-struct Standstill {
+/// Measures the time without any progress of writeback.
+struct NoProgress {
     cleaned_bytes: u64,
     since: Backoff,
 }
 
-impl Standstill {
+impl NoProgress {
     fn new(balance: &Balance) -> Self {
         Self { cleaned_bytes: balance.cleaned_bytes.load(Relaxed), since: Backoff::new() }
     }
 
-    /// Returns whether it exceeds the time limit.
+    /// Returns whether the time without progress exceeds the limit ([`super::Writeback::timeout`]).
     fn is_too_long(&mut self, balance: &Balance) -> bool {
         let cleaned_bytes = balance.cleaned_bytes.load(Relaxed);
         if cleaned_bytes != self.cleaned_bytes {
@@ -60,7 +60,7 @@ impl Standstill {
     }
 }
 
-fn stuck() -> Error {
+fn no_progress_error() -> Error {
     Error::Store { doing: "waiting for the writeback of dirty pages", cause: errno::error(ETIMEDOUT) }
 }
 
@@ -75,16 +75,16 @@ impl File {
         if dirty_bytes < balance.free_bytes {
             return false;
         }
-        let made = balance.made_bytes.fetch_add(bytes, Relaxed);
+        let made = balance.dirtied_bytes.fetch_add(bytes, Relaxed);
         dirty_bytes >= balance.most_bytes || made / PACED_BYTES != (made + bytes) / PACED_BYTES
     }
 
-    /// Waits until this file may have another dirty folio. Must not be called under a lock or inside the gate.
+    /// Waits until this file may have another dirty folio. Must not be called under a lock or with the gate held.
     ///
     /// # Errors
     ///
-    /// [`Error::Store`] with the store's error if nothing can be written back; `ETIMEDOUT` if the store makes no
-    /// progress.
+    /// [`Error::Store`] with the store's error if nothing can be written back, or with `ETIMEDOUT` if the store makes
+    /// no progress.
     #[cold]
     pub(super) fn throttle(&self) -> Result<()> {
         let (cache, began) = (&self.cache, Backoff::new());
@@ -102,27 +102,27 @@ impl File {
 
     fn await_clean(&self) -> Result<()> {
         let (cache, balance) = (&self.cache, &self.cache.balance);
-        let mut standstill = Standstill::new(balance);
+        let mut no_progress = NoProgress::new(balance);
         while cache.dirty_bytes() >= balance.most_bytes {
             let Some((file, dirty)) = cache.file(self.id).zip(self.dirty.as_ref()) else { return Ok(()) };
-            let is_helped = match file.write_some(Why::Share, HELP_BYTES, balance.timeout) {
+            let has_written = match file.write_some(Why::Share, WRITER_SLICE_BYTES, balance.timeout) {
                 Ok(bytes) => bytes.is_some_and(|bytes| bytes > 0),
-                Err(Error::Busy { .. }) => return Err(stuck()),
+                Err(Error::Busy { .. }) => return Err(no_progress_error()),
                 Err(error) => return Err(error),
             };
-            // This file has few dirty pages: the stores of other files are slow, so its writer need not wait.
-            if dirty.bytes() < HELP_BYTES.min(balance.most_bytes / 4).max(1) {
+            // This file has few dirty pages, so the stores of other files are slow. Its writer need not wait for them.
+            if dirty.bytes() < WRITER_SLICE_BYTES.min(balance.most_bytes / 4).max(1) {
                 return Ok(());
             }
-            if dirty.turns.is_failing() {
+            if dirty.flush.is_failing() {
                 return Err(dirty.failure());
             }
-            if !is_helped {
+            if !has_written {
                 cache.note_much_dirty();
-                sleep(STEP);
+                sleep(CHECK_INTERVAL);
             }
-            if standstill.is_too_long(balance) {
-                return Err(stuck());
+            if no_progress.is_too_long(balance) {
+                return Err(no_progress_error());
             }
         }
         Ok(())
@@ -130,7 +130,7 @@ impl File {
 }
 
 impl Inner {
-    /// Writes dirty folios back so that they can be evicted. Called when no clean ones are left. Returns whether some
+    /// Writes dirty folios back so that they can be evicted. Called when no clean folio is left. Returns whether some
     /// became clean.
     ///
     /// # Errors
@@ -138,32 +138,32 @@ impl Inner {
     /// [`Error::Store`], see [`File::throttle`].
     pub(super) fn clean_some(&self, want_bytes: u64) -> Result<bool> {
         let balance = &self.balance;
-        let mut standstill = Standstill::new(balance);
-        let begun = standstill.cleaned_bytes;
+        let mut no_progress = NoProgress::new(balance);
+        let begun = no_progress.cleaned_bytes;
         while self.dirty_bytes() > 0 {
-            let (mut failure, mut may_go_on) = (None, false);
+            let (mut failure, mut may_continue) = (None, false);
             for entry in self.dirty_files() {
                 let Some(file) = entry.upgrade() else { continue };
                 let Some(dirty) = &file.dirty else { continue };
-                match file.write_some(Why::Room, want_bytes.max(HELP_BYTES), balance.timeout) {
-                    Ok(Some(bytes)) => may_go_on |= bytes > 0 || dirty.turns.is_midway(),
-                    Ok(None) if dirty.turns.is_failing() => failure = Some(dirty.failure()),
-                    // Another thread writes the file back, or did just now.
-                    Ok(None) => may_go_on = true,
-                    Err(Error::Busy { .. }) => failure = Some(stuck()),
+                match file.write_some(Why::Room, want_bytes.max(WRITER_SLICE_BYTES), balance.timeout) {
+                    Ok(Some(bytes)) => may_continue |= bytes > 0 || dirty.flush.is_midway(),
+                    Ok(None) if dirty.flush.is_failing() => failure = Some(dirty.failure()),
+                    // Another thread is writing the file back, or has just done so.
+                    Ok(None) => may_continue = true,
+                    Err(Error::Busy { .. }) => failure = Some(no_progress_error()),
                     Err(error) => failure = Some(error),
                 }
                 if balance.cleaned_bytes.load(Relaxed) != begun {
                     return Ok(true);
                 }
             }
-            if !may_go_on {
+            if !may_continue {
                 return failure.map_or(Ok(false), Err);
             }
-            if standstill.is_too_long(balance) {
-                return Err(stuck());
+            if no_progress.is_too_long(balance) {
+                return Err(no_progress_error());
             }
-            sleep(STEP);
+            sleep(CHECK_INTERVAL);
         }
         Ok(balance.cleaned_bytes.load(Relaxed) != begun)
     }

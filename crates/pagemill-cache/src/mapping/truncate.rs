@@ -1,4 +1,4 @@
-//! Truncation: sets the length of a file.
+//! Truncation: sets the length of a file, and removes or zeroes the bytes behind it.
 
 use super::{File, Mapping};
 use crate::folio::Owner;
@@ -11,64 +11,65 @@ impl Mapping {
     /// Sets the file's length to `size_bytes`. Bytes that are cut off are lost, and read zero if the file grows again.
     /// Bytes that are added are a hole.
     ///
-    /// A huge folio across the new end is split, so that the part behind it can be freed. If it is pinned, that part is
-    /// zeroed and stays.
+    /// A huge folio that contains the new end is split, so that the pages behind the end can be freed. If it is pinned,
+    /// these pages are zeroed instead and stay in memory.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::FileTooLarge`], [`pagemill_core::Error::BadOffset`]. [`pagemill_core::Error::Busy`] if the folio at the new end
-    /// is held for a second. [`pagemill_core::Error::ReadOnly`]. Nothing has changed then.
+    /// [`pagemill_core::Error::FileTooLarge`], [`pagemill_core::Error::BadOffset`], [`pagemill_core::Error::ReadOnly`]. [`pagemill_core::Error::Busy`]
+    /// if the folio at the new end is held for a second. The file is unchanged after an error.
     pub fn truncate(&self, size_bytes: u64) -> Result<()> {
         let file = &*self.0;
         file.check(size_bytes, 0)?;
         file.check_size(size_bytes)?;
         file.check_writable()?;
-        let _exclusive = file.gate.exclusive();
+        let _gate = file.gate.exclusive();
         if size_bytes >= file.size_bytes() {
             file.size_bytes.store(size_bytes, Release);
             return Ok(());
         }
-        // No thread can begin a hold from here on: holds need the gate.
-        file.check_free(size_bytes)?;
-        // Shortened first: readers then stop at the new end, and cannot see pages being removed.
-        file.shorten(size_bytes);
-        file.drop_behind(size_bytes);
+        // From here on no thread can begin a hold, because a hold needs the gate.
+        file.check_last_folio_free(size_bytes)?;
+        // The length is set first, so that readers stop at the new end and do not see pages being removed.
+        file.set_shorter_size(size_bytes);
+        file.remove_behind_end(size_bytes);
         Ok(())
     }
 }
 
 impl File {
-    /// Splits the huge folio in which `index` is an inner page, so that a removal can begin or end there. If that
+    /// Splits the huge folio that has `index` as an inner page, so that a removal can begin or end there. If that
     /// fails, the caller zeroes the pages instead.
-    pub(super) fn open_up(&self, index: u64) {
+    pub(super) fn split_around(&self, index: u64) {
         if index != self.span_of(index).start {
             let _ = self.split_at(index, Counter::HugeSplitForHole);
         }
     }
 
-    /// Sets the new end; bytes of the store behind it are not valid any more.
-    fn shorten(&self, size_bytes: u64) {
+    /// Sets the new length; bytes of the store behind it are not valid any more.
+    fn set_shorter_size(&self, size_bytes: u64) {
         let _writer = self.tree.lock();
-        // Also if nothing of it was stored yet: a writeback may be in flight.
+        // Done even if the store has no bytes behind the new end yet: a writeback of them may be in flight.
         self.stored_bytes.store(self.stored_bytes.load(Relaxed).min(size_bytes), Relaxed);
         self.note_revoked();
-        self.note_more_stored();
-        // Last: if writeback finds nothing dirty behind the end, it must already find that the store has to be
-        // truncated.
+        self.note_store_too_long();
+        // The size is set last: a writeback that finds nothing dirty behind the new end must already know that the
+        // store has to be truncated.
         self.size_bytes.store(size_bytes, Release);
     }
 
-    /// Removes pages behind a new end.
-    pub(super) fn drop_behind(&self, size_bytes: u64) {
+    /// Removes the pages behind the end of the file, and zeroes the rest of the last page.
+    pub(super) fn remove_behind_end(&self, size_bytes: u64) {
         let first = size_bytes.div_ceil(self.page_bytes() as u64);
-        self.open_up(first);
+        self.split_around(first);
         self.remove_pages(first, Owner::MAX_INDEX);
-        // Last: before, a collapse might have made a huge folio of the range again, with bytes behind the end.
-        self.zero_rest(size_bytes);
+        // Zeroed last: before the removal, a collapse could create a huge folio of the range again, with bytes behind
+        // the end.
+        self.zero_behind_end(size_bytes);
     }
 
-    /// Fails if the folio of the last byte is held.
-    pub(super) fn check_free(&self, size_bytes: u64) -> Result<()> {
+    /// Fails if the folio of the last byte before `size_bytes` is held.
+    pub(super) fn check_last_folio_free(&self, size_bytes: u64) -> Result<()> {
         let Some(last) = size_bytes.checked_sub(1) else { return Ok(()) };
         if let Some(place) = self.pin_page(self.index_of(last))? {
             self.cache.unpin(place.number);
@@ -76,9 +77,9 @@ impl File {
         Ok(())
     }
 
-    /// Zeroes the part behind the end of the last byte's folio. Waits while another thread has it frozen, at most for a
-    /// write to the store.
-    fn zero_rest(&self, size_bytes: u64) {
+    /// Zeroes the part behind the end in the folio of the last byte. Waits while another thread has the folio frozen,
+    /// which takes at most a write to the store.
+    fn zero_behind_end(&self, size_bytes: u64) {
         let Some(last) = size_bytes.checked_sub(1) else { return };
         let place = loop {
             match self.pin_page(self.index_of(last)) {
@@ -94,11 +95,11 @@ impl File {
         self.cache.unpin(place.number);
     }
 
-    /// Zeroes pages in memory from `from` to `to`, folio by folio.
+    /// Zeroes the bytes from offset `from` to `to` in all folios in memory.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if one is held.
+    /// [`pagemill_core::Error::Busy`] if a folio is held for a second.
     pub(super) fn zero_present(&self, from: u64, to: u64) -> Result<()> {
         let mut at = from;
         while at < to {
@@ -113,9 +114,9 @@ impl File {
                     self.cache.unpin(place.number);
                     end
                 }
-                // Bytes of the store must not come back.
+                // A missing page may have bytes in the store, so create a folio and zero it.
                 None if self.store.is_some() => {
-                    self.create_zeroed(index)?;
+                    self.create_stored(index)?;
                     continue;
                 }
                 None => match self.tree.next(index, self.index_of(to - 1), &epoch::pin()) {
@@ -131,7 +132,7 @@ impl File {
     /// # Errors
     ///
     /// See [`pagemill_core::Error::NoMemory`].
-    fn create_zeroed(&self, index: u64) -> Result<()> {
+    fn create_stored(&self, index: u64) -> Result<()> {
         self.create(index, super::policy::Cause::Write, &super::fetch::Content::Stored).map(drop)
     }
 }

@@ -1,7 +1,7 @@
-//! Memory use of caches, each by its name: for the program, and for other processes.
+//! Memory use of each cache, for the program itself and for other processes.
 //!
-//! Huge and charged bytes are counted as they change. Finding pinned and held folios takes a walk over all pages, as
-//! far as the time limit allows.
+//! Huge and charged bytes are counted as they change. Finding pinned and held folios requires a walk over all pages,
+//! which ends at a time limit.
 
 use super::File;
 use super::cache::{Cache, Caches, Inner};
@@ -12,20 +12,20 @@ use pagemill_core::sync::Relaxed;
 use pagemill_sys::clock;
 use std::sync::{Arc, Weak};
 
-/// The holder of the memory in a [`Usage`].
+/// The owner of the memory that a [`Usage`] describes.
 ///
 /// Example: [`Usage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holder {
     /// A cache.
     Cache,
-    /// The pool of a cache that has ended: free memory, kept for the next one.
+    /// The pool of a cache that has ended: free memory, kept for the next cache.
     IdlePool,
-    /// Nodes of indices that no file uses, kept for later ones. They belong to no particular NUMA node.
+    /// Index nodes that no file uses, kept for later files. They belong to no particular NUMA node.
     SpareNodes,
 }
 
-/// Memory of a cache in bytes. The rows from `huge` to `index` add up to its memory.
+/// Memory use of one cache in bytes. The fields from `huge` to `index` add up to its memory.
 ///
 /// ```
 /// use pagemill::{Pagemill, mapping::Settings};
@@ -40,37 +40,37 @@ pub enum Holder {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub name: Arc<str>,
-    /// Number of the cache in trace events. A later cache may reuse it.
+    /// Number of the cache in trace events. A later cache may get the same number.
     pub number: u32,
-    /// NUMA node of its memory.
+    /// NUMA node of the cache's memory.
     pub node: usize,
     pub page_bytes: usize,
-    /// In huge folios that are not pinned.
+    /// Bytes in huge folios that are not pinned.
     pub huge: u64,
-    /// In smaller folios that are not pinned.
+    /// Bytes in smaller folios that are not pinned.
     pub small: u64,
-    /// In folios that are pinned or held: they cannot be freed now.
+    /// Bytes in folios that are pinned or held, and so cannot be freed now.
     pub locked: u64,
-    /// In unused pages.
+    /// Bytes in unused pages.
     pub free: u64,
-    /// Metadata of the pages, including the eviction order.
+    /// Bytes of the pages' metadata, including the eviction order.
     pub frames: u64,
-    /// Nodes of the files' indices, and one structure for each file.
+    /// Bytes of the nodes of the files' indices, and of the file structures.
     pub index: u64,
-    /// Charged to the limit: folios of files.
+    /// Bytes of all folios of files, which the limit bounds.
     pub charged: u64,
     pub limit: u64,
-    /// In dirty folios of files with a store.
+    /// Bytes in dirty folios of files with a store.
     pub dirty: u64,
-    /// The cache lies in reserved huge pages: not resident, and in no published sum of the process except
-    /// `cache_hugetlb`.
+    /// The cache uses reserved huge pages. Its bytes are not resident memory of the process, and in no published sum
+    /// except `cache_hugetlb`.
     pub is_hugetlb: bool,
-    /// The walk ran out of time: `locked` and `index` may be too low.
+    /// The walk reached its time limit, so `locked` and `index` may be too low.
     pub is_partial: bool,
 }
 
 impl Usage {
-    /// Returns the sum of the rows.
+    /// Returns the sum of the fields from `huge` to `index`.
     pub fn total(&self) -> u64 {
         self.huge + self.small + self.locked + self.free + self.frames + self.index
     }
@@ -83,25 +83,25 @@ impl Usage {
     }
 }
 
-/// A time limit that checks the clock only now and then.
+/// A time limit that reads the clock at some of its checks only.
 struct Deadline {
     ns: Option<u64>,
-    asked: u32,
+    checks: u32,
     is_over: bool,
 }
 
 impl Deadline {
-    /// Calls between two readings of the clock: some microseconds.
-    const EVERY: u32 = 1 << 8;
+    /// Number of checks between two readings of the clock: some microseconds.
+    const CHECKS_PER_READING: u32 = 1 << 8;
 
-    fn within(ns: Option<u64>) -> Self {
-        Self { ns: ns.map(|ns| clock::fine_ns().saturating_add(ns)), asked: 0, is_over: false }
+    fn after(ns: Option<u64>) -> Self {
+        Self { ns: ns.map(|ns| clock::fine_ns().saturating_add(ns)), checks: 0, is_over: false }
     }
 
     fn is_over(&mut self) -> bool {
-        self.asked += 1;
+        self.checks += 1;
         if let Some(ns) = self.ns
-            && self.asked.is_multiple_of(Self::EVERY)
+            && self.checks.is_multiple_of(Self::CHECKS_PER_READING)
         {
             self.is_over |= clock::fine_ns() > ns;
         }
@@ -110,7 +110,7 @@ impl Deadline {
 }
 
 impl Inner {
-    /// Walks pages and files, for at most `most_ns` each.
+    /// Walks all pages and all files, each for at most `most_ns`.
     fn usage(&self, most_ns: Option<u64>) -> Usage {
         let pool = self.pool;
         let mut usage = Usage {
@@ -120,14 +120,14 @@ impl Inner {
             dirty: self.dirty_bytes(),
             ..Usage::of_pool(self.caches, pool, self.number as usize)
         };
-        let (nodes, are_all_known) = self.node_bytes(most_ns);
+        let (nodes, are_all_counted) = self.node_bytes(most_ns);
         usage.index = nodes + self.files_bytes();
         let (mut locked_huge, mut locked_small) = (0, 0);
-        let mut deadline = Deadline::within(most_ns);
+        let mut deadline = Deadline::after(most_ns);
         pool.walk(|_, state| {
             let is_locked = match state.kind() {
                 Kind::Live => state.pins() > 0,
-                Kind::Busy | Kind::Still | Kind::Gone => true,
+                Kind::Busy | Kind::Frozen | Kind::Gone => true,
                 Kind::Free | Kind::Tail => false,
             };
             let is_huge = self.is_huge(state.order());
@@ -135,20 +135,20 @@ impl Inner {
                 if is_locked { self.folio_bytes(state.order()) } else { 0 };
             !deadline.is_over()
         });
-        // The counters are read at different times, so differences must not underflow.
+        // The counters are read at different times, so the subtractions saturate.
         let huge = self.huge_bytes.load(Relaxed);
         usage.huge = huge.saturating_sub(locked_huge);
         usage.small = usage.charged.saturating_sub(huge).saturating_sub(locked_small);
         usage.locked = locked_huge + locked_small;
         usage.free = usage.free.saturating_sub(usage.huge + usage.small + usage.locked);
-        usage.is_partial = deadline.is_over || !are_all_known;
+        usage.is_partial = deadline.is_over || !are_all_counted;
         usage
     }
 
-    /// Returns the bytes of its files' index nodes, and whether all files were counted.
+    /// Returns the bytes of the index nodes of all files, and whether all files were counted.
     fn node_bytes(&self, most_ns: Option<u64>) -> (u64, bool) {
-        let (mut id, mut bytes, mut deadline) = (0, 0, Deadline::within(most_ns));
-        // One file at a time, without a lock: dropping the last reference to a file may drop its store.
+        let (mut id, mut bytes, mut deadline) = (0, 0, Deadline::after(most_ns));
+        // Takes one file at a time, without a lock: dropping the last reference to a file may drop its store.
         while let Some(file) = self.next_file(&mut id) {
             bytes += file.node_bytes();
             if deadline.is_over() {
@@ -158,9 +158,9 @@ impl Inner {
         (bytes, true)
     }
 
-    /// Returns the bytes of the file structures, and of the file list.
+    /// Returns the bytes of the file structures, and of the list of files.
     fn files_bytes(&self) -> u64 {
-        // An `Arc` has two counters.
+        // An `Arc` adds two counters to each file.
         let each = size_of::<File>() + 2 * size_of::<usize>();
         let dirty = self.stored_files.load(Relaxed) as usize * size_of::<Dirty>();
         let bytes = self.files.with(|files| {
@@ -172,29 +172,29 @@ impl Inner {
 }
 
 impl Cache {
-    /// Returns the current memory use. Walks all pages.
+    /// Returns the current memory use. Walks over all pages.
     pub fn usage(&self) -> Usage {
         self.0.usage(None)
     }
 }
 
 impl Caches {
-    /// Returns the memory use of each cache. Walks all pages: some milliseconds for a gigabyte in small folios.
+    /// Returns the memory use of each cache. Walks over all pages: some milliseconds for a gigabyte in small folios.
     pub fn usage(&self) -> Vec<Usage> {
         let mut at = self.inherited.load(Relaxed);
         std::iter::from_fn(|| self.next_cache(&mut at)).map(|cache| cache.usage(None)).collect()
     }
 
-    /// Passes the memory of all caches to `show`, holder by holder, in about `most_ns`. Holds no lock for longer than a
-    /// few stores. The values add up, except for concurrent changes.
+    /// Passes the memory use of each cache, of each idle pool and of spare index nodes to `show`, in about `most_ns`.
+    /// No lock is held for more than a few stores. The values add up, except for concurrent changes.
     ///
     /// # Errors
     ///
-    /// The first error of `show`; the remaining holders are skipped then.
+    /// The first error of `show`, after which `show` is not called again.
     pub(crate) fn show<E>(&self, most_ns: u64, mut show: impl FnMut(Holder, &Usage) -> Result<(), E>) -> Result<(), E> {
         let first = self.inherited.load(Relaxed);
         let count = self.users.with(|users| users.len()).saturating_sub(first);
-        // The time is divided among the pages and files of each cache, so that no cache uses up the others' time.
+        // The time is divided among the pages and files of each cache, so that no cache uses up the time of the others.
         let each_ns = most_ns / (2 * count.max(1)) as u64;
         let (mut nodes, mut is_partial) = (0, false);
         for at in first..first + count {
@@ -225,14 +225,14 @@ mod tests {
     use crate::mapping::Settings;
     use crate::test_process::TestProcess;
 
-    /// Without time only a part is walked, and the result is marked as partial. With time, the result equals that of
-    /// the program's own call.
+    /// Without time only a part of the pages is walked, and the result is marked as partial. With enough time, the
+    /// result equals that of `Cache::usage`.
     #[test]
-    fn looks_end_in_time() {
+    fn a_usage_walk_ends_at_its_time_limit() {
         let caches = TestProcess::for_test().caches;
         let cache = caches.make(Settings { use_huge: false, ..Settings::new("many", 64 << 20) }).unwrap();
         let file = cache.create().unwrap();
-        let pages = 4 * Deadline::EVERY as usize;
+        let pages = 4 * Deadline::CHECKS_PER_READING as usize;
         file.write_at(&vec![1; pages * cache.page().bytes()], 0).unwrap();
         let pin = file.pin((pages as u64 - 1) * cache.page().bytes() as u64).unwrap();
         let shown = |most_ns| {
@@ -243,13 +243,13 @@ mod tests {
             });
             all.map(|()| shown).unwrap()
         };
-        let in_part = shown(0);
-        let Usage { is_partial, locked, small, charged, .. } = in_part[0].1;
-        assert!(is_partial && locked == 0 && small == charged, "{in_part:?}");
-        let whole = shown(1 << 40);
-        assert_eq!(whole[0], (Holder::Cache, cache.usage()));
-        assert_eq!(whole[0].1.locked, cache.page().bytes() as u64);
-        assert_eq!((whole.len(), whole[1].0), (2, Holder::SpareNodes));
+        let partial = shown(0);
+        let Usage { is_partial, locked, small, charged, .. } = partial[0].1;
+        assert!(is_partial && locked == 0 && small == charged, "{partial:?}");
+        let complete = shown(1 << 40);
+        assert_eq!(complete[0], (Holder::Cache, cache.usage()));
+        assert_eq!(complete[0].1.locked, cache.page().bytes() as u64);
+        assert_eq!((complete.len(), complete[1].0), (2, Holder::SpareNodes));
         drop(pin);
     }
 }

@@ -1,4 +1,5 @@
-//! Background work: collapses small folios that became dense, and finds sparse huge ones ([`sweep`]).
+//! The background thread of caches: collapses ranges whose small folios became dense, and scans for sparse huge folios
+//! ([`sweep`]).
 
 use super::File;
 use super::cache::Caches;
@@ -15,32 +16,32 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::AcqRel};
 use std::sync::{Arc, Weak};
 
-/// Most ranges in the queue; later writes propose the others again.
-const MOST_WAITING: usize = 10_000;
+/// Maximum number of ranges in the queue. Further proposals are dropped; later writes propose the ranges again.
+const MOST_QUEUED: usize = 10_000;
 
-/// Attempts for a range with folios in use.
-const TRIES: u8 = 3;
+/// Number of attempts for a range with folios in use.
+const MOST_RETRIES: u8 = 3;
 
-struct Waiting {
+struct QueuedRange {
     file: Weak<File>,
     index: u64,
     tries: u8,
 }
 
-/// Queue of ranges, and the thread that works on them.
+/// The queue of ranges to collapse, and the thread that works on them.
 #[derive(Default)]
 pub(crate) struct Worker {
-    waiting: Guarded<VecDeque<Waiting>>,
-    /// Futex on which the thread sleeps.
+    queue: Guarded<VecDeque<QueuedRange>>,
+    /// Counter of wakeups; the futex on which the thread sleeps.
     wakeups: AtomicU32,
     is_started: AtomicBool,
-    /// The program does the work itself.
-    is_by_hand: AtomicBool,
+    /// The program does the thread's work by calls.
+    is_thread_disabled: AtomicBool,
     pub(super) sweep: Sweep,
 }
 
 impl File {
-    /// Proposes a collapse if the page created at `index` may have completed its range.
+    /// Queues a range for a collapse if the page created at `index` is its last one.
     pub(super) fn propose_collapse(&self, index: u64) {
         let order = self.pool().chunk_order();
         if order > 0 && index + 1 == self.span_of(index).end && self.cache.is_huge_allowed() {
@@ -48,9 +49,9 @@ impl File {
         }
     }
 
-    /// Collapses a range if the policy chooses a huge folio. Returns whether it did; `None` if a later attempt may
-    /// succeed.
-    fn collapse_if_dense(&self, index: u64) -> Option<bool> {
+    /// Collapses a range if the policy chooses a huge folio for it. Returns whether it did, or `None` if a later
+    /// attempt may succeed.
+    fn collapse_if_chosen(&self, index: u64) -> Option<bool> {
         let span = self.span_of(index);
         let (mut present, mut at) = (0, span.start);
         while at < span.end
@@ -82,28 +83,28 @@ impl File {
 impl Worker {
     fn propose(&self, caches: &'static Caches, file: &File, index: u64) {
         let Some(file) = file.cache.file(file.id) else { return };
-        let waiting = Waiting { file: Arc::downgrade(&file), index, tries: 0 };
-        self.waiting.with(|queue| {
-            if queue.len() < MOST_WAITING {
-                queue.push_back(waiting);
+        let range = QueuedRange { file: Arc::downgrade(&file), index, tries: 0 };
+        self.queue.with(|queue| {
+            if queue.len() < MOST_QUEUED {
+                queue.push_back(range);
             }
         });
         drop(file);
-        if !self.is_by_hand() {
-            self.ring(caches);
+        if !self.is_thread_disabled() {
+            self.wake(caches);
         }
     }
 
-    pub fn is_by_hand(&self) -> bool {
-        self.is_by_hand.load(Relaxed)
+    pub fn is_thread_disabled(&self) -> bool {
+        self.is_thread_disabled.load(Relaxed)
     }
 
-    /// Wakes the thread, or spawns it.
+    /// Wakes the thread, or starts it.
     #[cfg(shuttle)]
-    pub fn ring(&self, _caches: &'static Caches) {}
+    pub fn wake(&self, _caches: &'static Caches) {}
 
     #[cfg(not(shuttle))]
-    pub fn ring(&self, caches: &'static Caches) {
+    pub fn wake(&self, caches: &'static Caches) {
         self.wakeups.fetch_add(1, Relaxed);
         if !self.is_started.swap(true, AcqRel) {
             if thread::spawn(c"pagemill-pages", caches).is_err() {
@@ -114,16 +115,16 @@ impl Worker {
         }
     }
 
-    /// Checks up to `steps` ranges. Returns the number of new huge folios.
+    /// Checks up to `steps` queued ranges. Returns the number of new huge folios.
     pub fn step(&self, steps: usize) -> usize {
         let mut made = 0;
         for _ in 0..steps {
-            let Some(next) = self.waiting.with(VecDeque::pop_front) else { break };
-            let Some(file) = next.file.upgrade() else { continue };
-            match file.collapse_if_dense(next.index) {
+            let Some(range) = self.queue.with(VecDeque::pop_front) else { break };
+            let Some(file) = range.file.upgrade() else { continue };
+            match file.collapse_if_chosen(range.index) {
                 Some(is_huge) => made += usize::from(is_huge),
-                None if next.tries < TRIES => {
-                    self.waiting.with(|queue| queue.push_back(Waiting { tries: next.tries + 1, ..next }));
+                None if range.tries < MOST_RETRIES => {
+                    self.queue.with(|queue| queue.push_back(QueuedRange { tries: range.tries + 1, ..range }));
                 }
                 None => {}
             }
@@ -131,19 +132,19 @@ impl Worker {
         made
     }
 
-    /// Starts no thread from here on.
-    pub fn do_by_hand(&self) {
-        self.is_by_hand.store(true, Relaxed);
+    /// Makes the worker start no thread from here on.
+    pub fn disable_threads(&self) {
+        self.is_thread_disabled.store(true, Relaxed);
     }
 
     pub(super) fn acquire_for_fork(&self) {
-        self.waiting.acquire_when(|_| true);
+        self.queue.acquire_when(|_| true);
         self.sweep.acquire_for_fork();
     }
 
     pub(super) fn release_after_fork(&self) {
         self.sweep.release_after_fork();
-        self.waiting.release();
+        self.queue.release();
     }
 
     /// In a fork child: marks the thread as not running.
@@ -154,16 +155,16 @@ impl Worker {
 }
 
 impl thread::Work for Caches {
-    /// Sleeps until a range is proposed, or a sweep is due; has the lowest scheduling priority.
+    /// Sleeps until a range is proposed or a step of the scan is due. Runs at the lowest scheduling priority.
     fn work(&'static self) {
         thread::defer();
         loop {
             let wakeups = self.worker.wakeups.load(Relaxed);
-            while self.worker.waiting.with(|queue| !queue.is_empty()) {
-                // If the policy panics, the range is dropped; later writes propose it again.
-                callback::contain(|| self.worker.step(1));
+            while self.worker.queue.with(|queue| !queue.is_empty()) {
+                // If the policy panics, the range is dropped. Later writes propose it again.
+                callback::catch_panic(|| self.worker.step(1));
             }
-            let rest = callback::contain(|| sweep::go_on(self)).flatten();
+            let rest = callback::catch_panic(|| sweep::run_due_step(self)).flatten();
             futex::wait(&self.worker.wakeups, wakeups, rest, Scope::Private);
         }
     }

@@ -1,4 +1,5 @@
-//! Writing: in place into an existing folio, else into a new one, which is filled before it enters the index.
+//! Writing: copies bytes in place into an existing folio. Where none exists, fills a new folio, which then enters the
+//! index.
 
 use super::fetch::{Content, Place};
 use super::policy::Cause;
@@ -7,13 +8,13 @@ use pagemill_core::error::Result;
 use std::io::IoSlice;
 
 impl Mapping {
-    /// Copies `from` to `offset`, and extends the file if needed. Returns the number of bytes written: all of them, or
-    /// as many as memory was found for.
+    /// Copies `from` into the file at `offset`, and extends the file if needed. Returns the number of bytes written:
+    /// all of them, or as many as memory was found for.
     ///
-    /// Each folio's part is written before or after a concurrent `truncate` or `punch_hole`, never in the middle of it.
+    /// The part in each folio is written completely before or after a concurrent `truncate` or `punch_hole`.
     ///
-    /// Cost: an index lookup and four atomic operations for each folio, and the copy. New pages also cost their memory;
-    /// only the unwritten part is zeroed.
+    /// Cost: for each folio an index lookup, four atomic operations, and the copy. New pages also cost their memory;
+    /// only the part that is not written is zeroed.
     ///
     /// # Errors
     ///
@@ -52,11 +53,11 @@ impl File {
     #[inline]
     fn write_piece(&self, from: &[u8], offset: u64) -> Result<usize> {
         {
-            let _inside = self.gate.shared();
+            let _gate = self.gate.shared();
             let index = self.index_of(offset);
             loop {
                 if let Some(place) = self.pin_page(index)? {
-                    if !self.pool().word(place.number).load().is_dirty() && !self.may_make_dirty(place) {
+                    if !self.pool().word(place.number).load().is_dirty() && !self.try_make_dirty(place) {
                         break;
                     }
                     return Ok(self.write_pinned(place, from, offset));
@@ -69,25 +70,26 @@ impl File {
                 }
             }
         }
-        self.write_piece_later(from, offset)
+        self.write_piece_throttled(from, offset)
     }
 
     /// Writes into a folio that is pinned and dirty, and unpins it.
-    #[inline(always)] // called twice, once rarely: as a function of its own it would cost each write a tenth more
+    #[inline(always)] // a call would make each write a tenth slower; the second caller is rare
     fn write_pinned(&self, place: Place, from: &[u8], offset: u64) -> usize {
         let at = (offset - self.offset_of(place.first)) as usize;
         let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
         self.pool().copy_in(place.number, at, &from[..len]);
-        // Before the unpin: a thread that writes the folio back then must know how much of it is valid.
+        // Grows the file before the unpin, because a thread that writes the folio back must know how much of it is
+        // valid.
         self.grow(offset + len as u64);
         self.cache.unpin(place.number);
         self.continue_sequential(offset, offset + len as u64);
         len
     }
 
-    /// Makes a pinned folio dirty. If the writer must wait first, unpins it and returns `false`.
+    /// Makes a pinned folio dirty. If the writer must be throttled first, unpins the folio and returns `false`.
     #[cold]
-    fn may_make_dirty(&self, place: Place) -> bool {
+    fn try_make_dirty(&self, place: Place) -> bool {
         if self.must_wait(self.cache.folio_bytes(place.order)) {
             self.cache.unpin(place.number);
             return false;
@@ -96,11 +98,12 @@ impl File {
         true
     }
 
-    /// Called if there may be too many dirty folios: waits outside of the gate, then writes without a further check.
+    /// As [`File::write_piece`], for a writer that must be throttled: waits without the gate, then writes without
+    /// another check.
     #[cold]
-    fn write_piece_later(&self, from: &[u8], offset: u64) -> Result<usize> {
+    fn write_piece_throttled(&self, from: &[u8], offset: u64) -> Result<usize> {
         self.throttle()?;
-        let _inside = self.gate.shared();
+        let _gate = self.gate.shared();
         loop {
             if let Some(place) = self.pin_page(self.index_of(offset))? {
                 self.make_dirty(&place);
@@ -112,7 +115,7 @@ impl File {
         }
     }
 
-    /// Writes into a new folio; `None` if one exists by now.
+    /// Writes into a new folio. Returns `None` if the page has a folio by now.
     #[cold]
     fn write_new(&self, from: &[u8], offset: u64) -> Result<Option<usize>> {
         let Some(end) = self.create(self.index_of(offset), Cause::Write, &Content::Written(offset, from))? else {

@@ -1,14 +1,15 @@
-//! Writeback of dirty folios: a walk over those of one file, in order, with many transfers in flight.
+//! Writeback of dirty folios: a walk over the dirty folios of a file in order, with many transfers in flight.
 //!
 //! ```text
-//!   Pass    one walk: transfers in flight, and their results     the walk starts more as transfers complete
-//!     Run     adjacent folios, frozen                              written as one, from a copy if not contiguous in memory
+//!   Pass    one walk: its transfers in flight, and their results   starts more transfers as others complete
+//!     Run     adjacent frozen folios, written by one transfer      from a copy if they are not contiguous in memory
 //! ```
 //!
-//! A run has one owner: first the walk, then the store. Its folios are thawed when the store's thread finishes the run.
-//! So a walk can give up on a store that makes no progress. A thread that writes to a frozen folio waits for that one
+//! The walk owns a run until the store receives it; then the store owns it. The folios of a run are thawed when the
+//! store completes it. So a walk can give up on a store that makes no progress. A thread that wants to write to a
+//! frozen folio waits for its run only.
 //! run only.
-#![allow(unsafe_code)] // references to the bytes of folios that it keeps still
+#![allow(unsafe_code)] // references to the bytes of frozen folios
 
 use super::File;
 use super::dirty::DIRTY;
@@ -27,21 +28,21 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Most runs and bytes in flight: enough to keep a device busy. A folio larger than that is written, too.
+/// Maximum number of runs and bytes in flight: enough to keep a device busy. A folio larger than `MOST_BYTES` is
+/// written as well.
 const MOST_RUNS: usize = 128;
 const MOST_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// Runs are started in batches. Starting them one by one costs most; starting all at once leaves the device idle
-/// before.
-const STARTED_TOGETHER: usize = 8;
-const STARTED_BYTES: u64 = MOST_BYTES / 4;
+/// Runs are started in batches of this size. One call of the store for each run would cost most; one call for all runs
+/// would leave the device idle until then.
+const BATCH_RUNS: usize = 8;
+const BATCH_BYTES: u64 = MOST_BYTES / 4;
 
-/// Adjacent small folios are written as one transfer, up to this length. A few large transfers cost a device less than
-/// many small ones.
-const MERGED_BYTES: u64 = BLOCK_BYTES as u64 / 2;
+/// Maximum length of a run of small folios. A device writes a few large transfers faster than many small ones.
+const MOST_RUN_BYTES: u64 = BLOCK_BYTES as u64 / 2;
 
-/// Interval of wakeups in a wait without a time limit. The store keeps the folios until it reports the end.
-const LOOK: Duration = Duration::from_secs(60);
+/// Interval of wakeups in a wait without a time limit.
+const WAKE_INTERVAL: Duration = Duration::from_secs(60);
 
 const DOING: &str = "writing a file back";
 
@@ -74,11 +75,11 @@ impl Why {
 pub(super) struct Walk {
     pub why: Why,
     pub pages: Range<u64>,
-    /// The walk ends after this many bytes.
+    /// The walk ends after it has found this many bytes.
     pub most_bytes: u64,
-    /// Time limit for a store without completions. `None`: no limit.
+    /// Time limit for a store that completes nothing. `None`: no limit.
     pub timeout: Option<Duration>,
-    /// Whether the walk waits for users of a folio, a second at most. Otherwise it skips the folio.
+    /// Whether the walk waits for the users of a folio, a second at most. Otherwise it skips the folio.
     pub waits_for_others: bool,
 }
 
@@ -86,21 +87,21 @@ pub(super) struct Walk {
 #[derive(Debug, Default)]
 pub(super) struct Walked {
     pub written_bytes: u64,
-    /// All folios that were dirty when the walk reached them are clean.
+    /// All folios that were dirty when the walk reached them are clean now.
     pub is_clean: bool,
-    /// Where the next walk continues; `None` at the end.
+    /// Page at which the next walk continues; `None` if this walk reached the end.
     pub next: Option<u64>,
-    /// The store's first error. Failed folios stay dirty, and the others were written.
+    /// The store's first error. Folios that failed stay dirty; the others were written.
     pub failure: Option<Error>,
 }
 
-/// A folio of a run.
+/// A folio of a run: its first page and its order.
 struct RunFolio {
     number: u32,
     order: u8,
 }
 
-/// One walk over a file.
+/// One walk over the dirty folios of a file.
 struct Pass {
     file: Arc<File>,
     why: Why,
@@ -112,11 +113,11 @@ struct Pass {
 struct PassProgress {
     runs: usize,
     bytes: u64,
-    /// The waiting walk is woken when no more than this is in flight.
+    /// The walk sleeps until no more than these runs and bytes are in flight.
     awaited: (usize, u64),
     ended: u64,
     written_bytes: u64,
-    must_stay: bool,
+    has_dirty_folio: bool,
     failure: Option<io::Error>,
 }
 
@@ -127,7 +128,7 @@ impl PassProgress {
 }
 
 impl Pass {
-    /// Held for a few instructions, without callbacks.
+    /// Locks the progress. The lock is held for a few instructions only, without callbacks.
     fn state(&self) -> MutexGuard<'_, PassProgress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -152,7 +153,7 @@ impl Pass {
         match result {
             Ok(is_clean) => {
                 state.written_bytes += bytes;
-                state.must_stay |= !is_clean;
+                state.has_dirty_folio |= !is_clean;
             }
             Err(error) => _ = state.failure.get_or_insert(error),
         }
@@ -164,7 +165,8 @@ impl Pass {
         }
     }
 
-    /// Waits until at most `most` is in flight. Returns `false` if nothing completes for all of `timeout`.
+    /// Waits until at most `most` (runs, bytes) is in flight. Returns `false` if nothing completes for as long as
+    /// `timeout`.
     fn wait(&self, most: (usize, u64), timeout: Option<Duration>) -> bool {
         let (mut seen, mut since) = (u64::MAX, Instant::now());
         let mut state = self.state();
@@ -173,7 +175,7 @@ impl Pass {
             if state.ended != seen {
                 (seen, since) = (state.ended, Instant::now());
             }
-            let rest = timeout.map_or(LOOK, |timeout| timeout.saturating_sub(since.elapsed()));
+            let rest = timeout.map_or(WAKE_INTERVAL, |timeout| timeout.saturating_sub(since.elapsed()));
             if rest.is_zero() {
                 return false;
             }
@@ -183,23 +185,23 @@ impl Pass {
     }
 }
 
-/// Adjacent folios of a file, written as one.
+/// Adjacent folios of a file that are written by one transfer.
 ///
 /// # Invariants
 ///
-/// 1. Its folios are frozen until it is complete, so no thread writes to their bytes.
+/// 1. The folios are frozen until the run is complete, so no thread writes to their bytes.
 /// 2. `copy`, if there is one, is never changed.
 struct WriteRun {
     pass: Arc<Pass>,
     first: RunFolio,
     others: Vec<RunFolio>,
-    /// Its range in the file.
+    /// The bytes of the file that the run writes.
     bytes: Range<u64>,
-    /// Its folios are contiguous in memory, in the order of the file.
-    is_in_a_row: bool,
+    /// The folios are contiguous in memory, in the order of the file.
+    is_contiguous: bool,
     copy: Option<Aligned>,
-    /// Value of `File::cut` when the run was made.
-    cut: u32,
+    /// Value of `File::length_version` when the run was created.
+    length_version: u32,
     is_complete: AtomicBool,
 }
 
@@ -208,45 +210,45 @@ impl WriteRun {
         self.bytes.end - self.bytes.start
     }
 
-    fn parts(&self) -> impl Iterator<Item = &RunFolio> + Clone {
+    fn run_folios(&self) -> impl Iterator<Item = &RunFolio> + Clone {
         std::iter::once(&self.first).chain(&self.others)
     }
 
-    /// Index, number and order of each folio.
+    /// Returns index, number and order of each folio.
     fn folios(&self) -> impl Iterator<Item = (u64, u32, u8)> + Clone {
         let first = self.pass.file.index_of(self.bytes.start);
-        self.parts().scan(first, |index, part| {
+        self.run_folios().scan(first, |index, folio| {
             let at = *index;
-            *index += 1 << part.order;
-            Some((at, part.number, part.order))
+            *index += 1 << folio.order;
+            Some((at, folio.number, folio.order))
         })
     }
 
-    /// Adds a folio if it follows the others; returns whether it did.
-    fn join(&mut self, part: &RunFolio, bytes: &Range<u64>) -> bool {
-        let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MERGED_BYTES;
+    /// Adds a folio if it follows the last one in the file and the run is not too long. Returns whether it did.
+    fn append(&mut self, folio: &RunFolio, bytes: &Range<u64>) -> bool {
+        let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MOST_RUN_BYTES;
         if fits {
             let pool = self.pass.file.pool();
             let end = pool.addr(self.first.number) + self.len_bytes() as usize;
-            self.is_in_a_row &= end == pool.addr(part.number);
-            self.others.push(RunFolio { ..*part });
+            self.is_contiguous &= end == pool.addr(folio.number);
+            self.others.push(RunFolio { ..*folio });
             self.bytes.end = bytes.end;
         }
         fits
     }
 
-    /// Copies folios that are not contiguous.
+    /// Copies the folios into one buffer, unless they are contiguous in memory.
     fn gather(&mut self) {
-        if self.is_in_a_row {
+        if self.is_contiguous {
             return;
         }
         let file = &self.pass.file;
         let mut copy = Aligned::new(self.len_bytes() as usize, file.page_bytes());
         let mut rest = &mut copy[..];
-        for part in self.parts() {
-            let len = rest.len().min(file.cache.folio_bytes(part.order) as usize);
+        for folio in self.run_folios() {
+            let len = rest.len().min(file.cache.folio_bytes(folio.order) as usize);
             let (here, behind) = rest.split_at_mut(len);
-            file.pool().with_still_bytes(part.number, len, |bytes| here.copy_from_slice(bytes));
+            file.pool().with_frozen_bytes(folio.number, len, |bytes| here.copy_from_slice(bytes));
             rest = behind;
         }
         self.copy = Some(copy);
@@ -257,23 +259,23 @@ impl WriteRun {
         let (offset, len) = (self.bytes.start, self.len_bytes() as usize);
         let addr = match &self.copy {
             Some(copy) => copy.addr(),
-            // SAFETY: the first folio's bytes, which are never at address 0.
+            // SAFETY: the address of the first folio, which is never 0.
             None => unsafe { NonNull::new_unchecked(self.pass.file.pool().addr(self.first.number) as *mut u8) },
         };
         self.pass.begin(len as u64);
-        // SAFETY: a copy of its own, or contiguous folios. No thread writes to either (invariants) until the run is
-        // complete. It is complete when its end is reported at the earliest, and lives until then: the transfer owns
-        // it.
+        // SAFETY: the bytes are a copy owned by the run, or contiguous folios. No thread writes to either (invariants)
+        // until the run is complete, which is at the earliest when the store reports its end. The transfer owns the
+        // run, so the run lives until then.
         unsafe { Transfer::new(Direction::Write, offset, addr, len, Arc::new(self), 0) }
     }
 
-    /// Thaws its folios; returns whether they are clean.
+    /// Thaws the folios. Returns whether they are clean.
     fn complete(&self, is_written: bool) -> bool {
         let file = &self.pass.file;
         if is_written {
-            return file.note_written(self.folios(), self.bytes.end, self.cut);
+            return file.note_written(self.folios(), self.bytes.end, self.length_version);
         }
-        self.parts().for_each(|part| file.thaw(part.number));
+        self.run_folios().for_each(|folio| file.thaw(folio.number));
         false
     }
 }
@@ -295,39 +297,39 @@ impl Drop for WriteRun {
     }
 }
 
-/// Runs of a walk that the store has not got yet.
-struct Ready<'store> {
+/// Runs of a walk that the store has not received yet.
+struct PendingRuns<'store> {
     pass: Arc<Pass>,
     store: &'store dyn Store,
     runs: Vec<WriteRun>,
     bytes: u64,
 }
 
-impl Ready<'_> {
-    /// Adds a frozen folio that lies behind the others in the file.
+impl PendingRuns<'_> {
+    /// Adds a frozen folio that lies behind the folios added before. Returns the number of bytes to write.
     fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
         let file = &self.pass.file;
-        let (part, begin) = (RunFolio { number, order: state.order() }, file.offset_of(index));
-        let bytes = begin..(begin + file.cache.folio_bytes(part.order)).min(size_bytes);
+        let (folio, begin) = (RunFolio { number, order: state.order() }, file.offset_of(index));
+        let bytes = begin..(begin + file.cache.folio_bytes(folio.order)).min(size_bytes);
         if bytes.is_empty() {
-            // It lies behind the end: it is about to be removed, or is the zero rest of a folio that could not be
-            // split.
-            file.note_needless(index, number, state);
+            // The folio lies behind the end of the file: it is about to be removed, or is the zeroed rest of a folio
+            // that could not be split.
+            file.thaw_behind_end(index, number, state);
             return 0;
         }
         let len_bytes = bytes.end - bytes.start;
         self.bytes += len_bytes;
-        if !self.runs.last_mut().is_some_and(|run| run.join(&part, &bytes)) {
-            let (pass, cut) = (self.pass.clone(), file.cut.load(Relaxed));
+        if !self.runs.last_mut().is_some_and(|run| run.append(&folio, &bytes)) {
+            let (pass, length_version) = (self.pass.clone(), file.length_version.load(Relaxed));
             let is_complete = AtomicBool::new(false);
             let run = WriteRun {
                 pass,
-                first: part,
+                first: folio,
                 others: Vec::new(),
                 bytes,
-                is_in_a_row: true,
+                is_contiguous: true,
                 copy: None,
-                cut,
+                length_version,
                 is_complete,
             };
             self.runs.push(run);
@@ -335,10 +337,11 @@ impl Ready<'_> {
         len_bytes
     }
 
-    /// Whether the collected runs should be started. The last run does not count, since it may still grow.
+    /// Returns whether the runs should be passed to the store now. The last run is not counted, since it may still
+    /// grow.
     fn is_full(&self) -> bool {
-        let most = if self.store.is_asynchronous() { STARTED_TOGETHER } else { 1 };
-        self.runs.len() > most || self.bytes >= STARTED_BYTES
+        let most = if self.store.is_asynchronous() { BATCH_RUNS } else { 1 };
+        self.runs.len() > most || self.bytes >= BATCH_BYTES
     }
 
     fn start(&mut self) {
@@ -350,18 +353,18 @@ impl Ready<'_> {
 }
 
 impl File {
-    /// Writes dirty folios back, each once. The caller holds the file's sync lock, and no other write of the file is in
+    /// Writes dirty folios back, each once. The caller holds the file's sync lock, and the file has no other write in
     /// flight.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if a folio is in use for too long; the others were written. Also if the store makes no progress.
+    /// [`Error::Busy`] if a folio is in use for too long (the others were written), or if the store makes no progress.
     pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
         let (state, changed) = (Mutex::new(PassProgress::default()), Condvar::new());
         let pass = Arc::new(Pass { file: self.clone(), why: walk.why, state, changed });
-        let mut ready = Ready { pass: pass.clone(), store, runs: Vec::new(), bytes: 0 };
-        let found = self.find_and_start(&mut ready, walk);
-        ready.start();
+        let mut pending = PendingRuns { pass: pass.clone(), store, runs: Vec::new(), bytes: 0 };
+        let found = self.find_and_start(&mut pending, walk);
+        pending.start();
         let is_over = pass.wait((0, 0), walk.timeout);
         let mut state = pass.state();
         if !is_over {
@@ -372,11 +375,11 @@ impl File {
             Err(error) if failure.is_none() => return Err(error),
             found => found.unwrap_or((None, false)),
         };
-        Ok(Walked { written_bytes: state.written_bytes, is_clean: is_clean && !state.must_stay, next, failure })
+        Ok(Walked { written_bytes: state.written_bytes, is_clean: is_clean && !state.has_dirty_folio, next, failure })
     }
 
-    /// Returns where the walk ended, and whether it skipped no folio.
-    fn find_and_start(self: &Arc<Self>, ready: &mut Ready<'_>, walk: &Walk) -> Result<(Option<u64>, bool)> {
+    /// Finds dirty folios and starts their transfers. Returns where the walk ended, and whether it skipped no folio.
+    fn find_and_start(self: &Arc<Self>, pending: &mut PendingRuns<'_>, walk: &Walk) -> Result<(Option<u64>, bool)> {
         let (mut at, mut found_bytes, mut is_clean, mut busy) = (walk.pages.start, 0, true, None);
         while at < walk.pages.end
             && !self.is_closed.load(Relaxed)
@@ -385,13 +388,13 @@ impl File {
             if found_bytes >= walk.most_bytes {
                 return Ok((Some(found.first), is_clean));
             }
-            // The folio may be split meanwhile: the search continues where the frozen folio ends.
+            // The folio may be split meanwhile, so the search continues where the frozen folio ends.
             let (end, dirty) = match self.try_freeze_dirty(found.first) {
                 Some(frozen) => frozen,
                 None => {
-                    // The folio's user may wait for one of the runs found so far, so start them first.
-                    ready.start();
-                    // Waits for at most one folio in vain; later ones in use are skipped.
+                    // A thread that uses the folio may wait for one of the runs found so far, so start them first.
+                    pending.start();
+                    // The walk waits without success for one folio at most; later folios in use are skipped.
                     let is_awaited = walk.waits_for_others && busy.is_none();
                     match is_awaited.then(|| self.freeze_dirty(found.first)) {
                         Some(Ok(frozen)) => frozen,
@@ -404,18 +407,18 @@ impl File {
                 }
             };
             if let Some((index, number, state)) = dirty {
-                found_bytes += ready.push(index, number, state, self.size_bytes());
+                found_bytes += pending.push(index, number, state, self.size_bytes());
             }
             at = end;
-            if ready.is_full() {
-                ready.start();
-                let pass = &ready.pass;
-                let most = (MOST_RUNS - STARTED_TOGETHER, MOST_BYTES - STARTED_BYTES);
+            if pending.is_full() {
+                pending.start();
+                let pass = &pending.pass;
+                let most = (MOST_RUNS - BATCH_RUNS, MOST_BYTES - BATCH_BYTES);
                 if !pass.wait(most, walk.timeout) {
                     return Ok((Some(at), false));
                 }
                 if pass.state().failure.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::TimedOut) {
-                    // A store that times out for each transfer would otherwise cost that time for each of the rest.
+                    // Give up: if a store times out for each transfer, each remaining one would cost that time.
                     return Ok((Some(at), false));
                 }
             }

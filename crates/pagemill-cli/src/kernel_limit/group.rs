@@ -1,7 +1,7 @@
-//! A control group with a memory limit, of either version of the controller.
+//! A control group with a memory limit, of version 1 or 2.
 //!
-//! It is a child of the group that `run` is in. A process of that group may be
-//! moved there by the group's owner, and the limits above go on to bind it.
+//! The group is a child of the group that `run` is in. A process of the parent group may be moved to the child
+//! without further rights, and the limits of the ancestors still apply to it.
 
 use super::guard::Guard;
 use super::{LimitStatistics, PREFIX, owner_of};
@@ -14,23 +14,25 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-/// `rmdir` of a group fails with `EBUSY` until exited processes have left it: number of tries, and the pause between them.
-const TRIES: usize = 100;
-const TRY_EVERY: Duration = Duration::from_millis(10);
+/// Number of attempts to remove a group, and the pause between them. `rmdir` fails with `EBUSY` until exited
+/// processes have left the group.
+const REMOVE_ATTEMPTS: usize = 100;
+const REMOVE_PAUSE: Duration = Duration::from_millis(10);
 
-/// A group that is removed when this is dropped, or when this process is killed.
+/// A control group. Dropping this removes the group. If this process is killed, the [`Guard`] removes it.
 pub struct Group {
     folder: PathBuf,
-    /// `None` in a made-up tree.
+    /// `None` in the simulated file system of a test.
     guard: Option<Guard>,
 }
 
 impl Group {
-    /// Makes a group below this process's own. `root` stands before every path: empty, or a folder with a made-up tree.
+    /// Creates a group below this process's own. `root` precedes every path: empty, or the folder of a test's
+    /// simulated file system.
     ///
     /// # Errors
     ///
-    /// What is missing, and what would help.
+    /// A message that says what is missing, and what would help.
     pub fn new(root: &str, name: &str, limit_bytes: u64) -> Result<Self, String> {
         let (version, parent) = cgroup::own_group(root).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
@@ -40,10 +42,10 @@ impl Group {
         })?;
         let parent = Path::new(parent.as_str());
         if version == Version::V2 {
-            hand_down_memory(parent)?;
+            enable_memory_controller(parent)?;
         }
         let folder = parent.join(name);
-        fs::create_dir(&folder).map_err(|error| no_group(parent, &error))?;
+        fs::create_dir(&folder).map_err(|error| creation_error(parent, &error))?;
         let mut group = Self { folder, guard: None };
         let file = match version {
             Version::V1 => "memory.limit_in_bytes",
@@ -60,16 +62,18 @@ impl Group {
         Ok(group)
     }
 
+    /// Opens the file through which processes enter the group.
+    ///
     /// # Errors
     ///
     /// A message for the user if the file cannot be opened for writing.
-    pub fn entrance(&self) -> Result<File, String> {
+    pub fn open_procs_file(&self) -> Result<File, String> {
         let path = self.folder.join("cgroup.procs");
         let file = File::options().write(true).open(&path);
         file.map_err(|error| format!("no process can be moved to {}: {error}", path.display()))
     }
 
-    pub fn outcome(&self) -> LimitStatistics {
+    pub fn statistics(&self) -> LimitStatistics {
         let read = |name| fs::read_to_string(self.folder.join(name)).ok();
         let number = |name| read(name)?.trim().parse().ok();
         let kills = |name| read(name)?.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok());
@@ -95,8 +99,9 @@ impl Drop for Group {
     }
 }
 
-/// Enables the memory controller for the children of `parent`: writes `+memory` to `cgroup.subtree_control` (version 2).
-fn hand_down_memory(parent: &Path) -> Result<(), String> {
+/// Enables the memory controller for the children of `parent`: writes `+memory` to `cgroup.subtree_control`
+/// (version 2).
+fn enable_memory_controller(parent: &Path) -> Result<(), String> {
     let has_memory = |file: &str| {
         let names = fs::read_to_string(parent.join(file)).unwrap_or_default();
         names.split_ascii_whitespace().any(|name| name == "memory")
@@ -112,17 +117,18 @@ fn hand_down_memory(parent: &Path) -> Result<(), String> {
     }
     match fs::write(parent.join("cgroup.subtree_control"), "+memory") {
         Ok(()) => Ok(()),
-        // Only a group without processes of its own hands controllers down.
+        // The kernel refuses because a group with processes of its own cannot enable controllers for its
+        // children.
         Err(error) if error.kind() == ErrorKind::ResourceBusy => Err(format!(
             "{at} has processes of its own, so that no group inside it can have a limit: move them to one first, \
              `mkdir {at}/shell && for pid in $(cat {at}/cgroup.procs); do echo $pid > {at}/shell/cgroup.procs; done`, \
              `echo +memory > {at}/cgroup.subtree_control`, and run this there"
         )),
-        Err(error) => Err(no_group(parent, &error)),
+        Err(error) => Err(creation_error(parent, &error)),
     }
 }
 
-fn no_group(parent: &Path, error: &io::Error) -> String {
+fn creation_error(parent: &Path, error: &io::Error) -> String {
     let parent = parent.display();
     format!(
         "no control group can be made in {parent} ({error}): as root it works where the file system is writable, \
@@ -130,24 +136,25 @@ fn no_group(parent: &Path, error: &io::Error) -> String {
     )
 }
 
-/// Removes a group and those below it, once no process is left in them. `false` if processes stay.
+/// Removes a group and the groups below it, once no process is left in them. Returns `false` if processes
+/// remain.
 pub fn remove(folder: &Path) -> bool {
-    for _ in 0..TRIES {
+    for _ in 0..REMOVE_ATTEMPTS {
         match remove_empty(folder) {
             Err(error) if error.kind() == ErrorKind::ResourceBusy => {}
             _ => return true,
         }
-        let has_members = fs::read_to_string(folder.join("cgroup.procs")).is_ok_and(|members| has_living(&members));
+        let has_members =
+            fs::read_to_string(folder.join("cgroup.procs")).is_ok_and(|members| has_running_process(&members));
         if has_members {
             return false;
         }
-        thread::sleep(TRY_EVERY);
+        thread::sleep(REMOVE_PAUSE);
     }
     false
 }
 
-/// Whether one of these processes runs still.
-fn has_living(members: &str) -> bool {
+fn has_running_process(members: &str) -> bool {
     members.lines().filter_map(|pid| pid.parse().ok()).any(|pid| process::identity(pid).is_some())
 }
 
@@ -163,14 +170,15 @@ fn inner_groups(folder: &Path) -> Vec<PathBuf> {
     entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()).collect()
 }
 
-/// Removes groups whose `run` and processes have gone: children of this process's group, and of those above it.
+/// Removes groups that a `run` left behind, if they are empty: children of this process's group and of its
+/// ancestors.
 ///
-/// Nothing is killed: a `run` in another PID namespace looks as if it had ended.
-pub fn sweep() {
+/// Kills no process, since a `run` in another PID namespace looks as if it had ended.
+pub fn remove_dead_groups() {
     let Ok((_, own)) = cgroup::own_group("") else { return };
     let mut level = Some(Path::new(own.as_str()));
     while let Some(folder) = level.filter(|folder| is_group(folder)) {
-        sweep_children(folder);
+        remove_dead_children(folder);
         level = folder.parent();
     }
 }
@@ -179,13 +187,13 @@ fn is_group(folder: &Path) -> bool {
     folder.join("cgroup.procs").exists()
 }
 
-fn sweep_children(folder: &Path) {
+fn remove_dead_children(folder: &Path) {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {
         let name = entry.file_name();
         let run = name.to_str().filter(|name| name.starts_with(PREFIX)).and_then(owner_of);
         if run.is_some_and(|run| !process::is_alive(run)) {
-            // One with processes stays.
+            // The removal fails for a group that still has processes, and is tried again by a later command.
             let _ = remove_empty(&entry.path());
         }
     }
@@ -195,8 +203,9 @@ fn sweep_children(folder: &Path) {
 mod tests {
     use super::*;
 
-    /// A simulated machine with this process in `/app`, and the given files below it.
-    fn tree(version: Version, files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
+    /// Creates a simulated file system with this process in the group `/app`, and the given files in that
+    /// group's folder.
+    fn simulated_system(version: Version, files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().to_str().unwrap().to_owned();
         let (mount, own) = match version {
@@ -217,56 +226,58 @@ mod tests {
         fs::read_to_string(path).unwrap()
     }
 
-    /// The limit is written to the file of the version; figures are read from those of the version.
+    /// For a group of version 1 or 2, the limit and the statistics are in the files of that version.
     #[test]
     fn a_group_of_either_version_is_limited() {
         let v2 = [("cgroup.controllers", "cpu memory\n"), ("cgroup.subtree_control", "cpu\n")];
-        let (_folder, root) = tree(Version::V2, &v2);
+        let (_folder, root) = simulated_system(Version::V2, &v2);
         let group = Group::new(&root, "new", 5 << 20).unwrap();
         let at = format!("{root}/groups/app/new");
         assert_eq!(read(&format!("{at}/memory.max")), "5242880");
         assert_eq!(read(&format!("{root}/groups/app/cgroup.subtree_control")), "+memory");
-        assert!(group.entrance().is_err(), "there is no such file yet");
+        assert!(group.open_procs_file().is_err(), "cgroup.procs does not exist yet");
         for (name, text) in [("memory.peak", "77\n"), ("memory.events", "oom 3\noom_kill 2\n"), ("cgroup.procs", "")] {
             fs::write(format!("{at}/{name}"), text).unwrap();
         }
-        let outcome = group.outcome();
-        assert_eq!((outcome.peak_bytes, outcome.kills), (Some(77), Some(2)));
-        assert!(group.entrance().is_ok());
-        assert!(Group::new(&root, "new", 1).is_err(), "it is there");
+        let statistics = group.statistics();
+        assert_eq!((statistics.peak_bytes, statistics.kills), (Some(77), Some(2)));
+        assert!(group.open_procs_file().is_ok());
+        assert!(Group::new(&root, "new", 1).is_err(), "the group exists already");
         fs::remove_dir_all(&at).unwrap();
 
-        let (_folder, root) = tree(Version::V1, &[("memory.limit_in_bytes", "1")]);
+        let (_folder, root) = simulated_system(Version::V1, &[("memory.limit_in_bytes", "1")]);
         let group = Group::new(&root, "new", 5 << 20).unwrap();
         let at = format!("{root}/groups/app/new");
         assert_eq!(read(&format!("{at}/memory.limit_in_bytes")), "5242880");
         fs::write(format!("{at}/memory.max_usage_in_bytes"), "78\n").unwrap();
         fs::write(format!("{at}/memory.oom_control"), "under_oom 0\noom_kill 1\n").unwrap();
-        let outcome = group.outcome();
-        assert_eq!((outcome.peak_bytes, outcome.kills), (Some(78), Some(1)));
+        let statistics = group.statistics();
+        assert_eq!((statistics.peak_bytes, statistics.kills), (Some(78), Some(1)));
         fs::remove_dir_all(&at).unwrap();
     }
 
-    /// A controller that is handed down already is left alone; one that is not there is named.
+    /// A memory controller that is already enabled for children is not enabled again. The error names a missing
+    /// controller.
     #[test]
-    fn what_is_missing_is_told() {
-        let (_folder, root) = tree(Version::V2, &[("cgroup.controllers", "cpu\n")]);
+    fn errors_name_the_missing_controller() {
+        let (_folder, root) = simulated_system(Version::V2, &[("cgroup.controllers", "cpu\n")]);
         let message = Group::new(&root, "new", 1 << 20).err().unwrap();
         assert!(message.contains("/groups/app has no memory controller"), "{message}");
         let v2 = [("cgroup.controllers", "memory\n"), ("cgroup.subtree_control", "memory\n")];
-        let (_folder, root) = tree(Version::V2, &v2);
+        let (_folder, root) = simulated_system(Version::V2, &v2);
         let group = Group::new(&root, "new", 1 << 20).unwrap();
         assert_eq!(read(&format!("{root}/groups/app/cgroup.subtree_control")), "memory\n");
         fs::remove_dir_all(&group.folder).unwrap();
-        let (_folder, root) = tree(Version::V1, &[]);
+        let (_folder, root) = simulated_system(Version::V1, &[]);
         let message = Group::new(&root, "new", 1 << 20).err().unwrap();
         assert!(message.contains("no control group can be made in"), "{message}");
         assert!(Group::new("/nowhere/at/all", "new", 1).is_err());
     }
 
-    /// Empty groups of dead runs go, with those below them; others stay.
+    /// Empty groups of ended runs are removed with the groups below them; groups of running ones and other
+    /// folders remain.
     #[test]
-    fn groups_of_the_dead_are_swept() {
+    fn groups_of_ended_runs_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let own = process::own_identity();
         let make = |name: &str| {
@@ -278,7 +289,7 @@ mod tests {
         make("pagemill-run-1073741824-1/pagemill-run-1073741825-2");
         let living = make(&format!("pagemill-run-{}-{}", own.pid, own.start_ticks));
         let foreign = make("other");
-        sweep_children(folder.path());
+        remove_dead_children(folder.path());
         assert_eq!([dead, living, foreign].map(|path| path.exists()), [false, true, true]);
     }
 }

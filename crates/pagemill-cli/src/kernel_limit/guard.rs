@@ -1,8 +1,9 @@
-//! A process that ends the tree of a killed `run`: hidden command `run-guard`.
+//! A process that kills the processes of a control group if their `run` is killed: the hidden command
+//! `run-guard`.
 //!
-//! It reads its standard input. A byte dismisses it. The end of the input without a byte means that `run` was killed.
-//! Then it makes the kernel kill all processes of the group (`cgroup.kill`, version 2 since Linux 5.14) and removes
-//! the group.
+//! The guard reads its standard input, a pipe from `run`. A byte ends the guard without further effect. The end
+//! of the input without a byte means that `run` was killed. Then the guard makes the kernel kill all processes
+//! of the group (`cgroup.kill`, version 2 since Linux 5.14) and removes the group.
 
 use super::group;
 use std::ffi::OsStr;
@@ -15,26 +16,29 @@ use std::thread;
 use std::time::Duration;
 
 /// Number of attempts to remove the group, and the pause between them.
-const TRIES: usize = 200;
-const TRY_EVERY: Duration = Duration::from_millis(10);
+const REMOVE_ATTEMPTS: usize = 200;
+const REMOVE_PAUSE: Duration = Duration::from_millis(10);
 
-/// `run`'s handle of a group's guard.
+/// The handle that `run` has of a group's guard.
 pub struct Guard(Child);
 
 impl Guard {
+    /// Starts the guard of a group.
+    ///
     /// # Errors
     ///
-    /// Errors of starting it.
+    /// Errors of starting the process.
     pub fn start(folder: &Path) -> io::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.args([OsStr::new("run-guard"), folder.as_os_str()]);
-        // A separate process group: signals of the terminal are for `run`. The guard is no part of an outer run.
+        // The guard is a process group of its own, since the terminal's signals are meant for `run`. It does
+        // not belong to an outer `run`, so nothing is preloaded.
         command.env_remove("LD_PRELOAD").process_group(0).current_dir("/");
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().map(Self)
     }
 
-    /// Ends the guard without any effect.
+    /// Ends the guard; the group is not touched.
     pub fn dismiss(mut self) {
         if let Some(mut input) = self.0.stdin.take() {
             let _ = input.write_all(b"x");
@@ -43,13 +47,13 @@ impl Guard {
     }
 }
 
-/// Runs the guard.
+/// The main function of the guard's process.
 pub fn main(folder: &Path) -> ExitCode {
-    act(folder, &mut io::stdin());
+    wait_for_run(folder, &mut io::stdin());
     ExitCode::SUCCESS
 }
 
-fn act(folder: &Path, input: &mut impl Read) {
+fn wait_for_run(folder: &Path, input: &mut impl Read) {
     let is_dismissed = input.read(&mut [0]).is_ok_and(|count| count > 0);
     if is_dismissed {
         return;
@@ -58,12 +62,12 @@ fn act(folder: &Path, input: &mut impl Read) {
     if kill.exists() {
         let _ = fs::write(kill, "1");
     }
-    // Killed processes need some time to exit. A later command removes the group if they take longer.
-    for _ in 0..TRIES {
+    // Killed processes need some time to exit. If they take longer, a later command removes the group.
+    for _ in 0..REMOVE_ATTEMPTS {
         if group::remove(folder) {
             return;
         }
-        thread::sleep(TRY_EVERY);
+        thread::sleep(REMOVE_PAUSE);
     }
 }
 
@@ -71,19 +75,20 @@ fn act(folder: &Path, input: &mut impl Read) {
 mod tests {
     use super::*;
 
-    /// If the input ends without a byte, kills through the group's file, where it exists; otherwise does nothing.
+    /// A byte has no effect. The end of the input without a byte kills through the file `cgroup.kill`, if it
+    /// exists, and removes the group.
     #[test]
-    fn an_end_without_a_word_kills() {
+    fn the_end_of_input_without_a_byte_kills() {
         let folder = tempfile::tempdir().unwrap();
         let (group, kill) = (folder.path().join("group"), folder.path().join("group/cgroup.kill"));
         fs::create_dir(&group).unwrap();
         fs::write(&kill, "").unwrap();
-        act(&group, &mut &b"x"[..]);
+        wait_for_run(&group, &mut &b"x"[..]);
         assert_eq!(fs::read_to_string(&kill).unwrap(), "");
-        act(&group, &mut io::empty());
+        wait_for_run(&group, &mut io::empty());
         assert_eq!(fs::read_to_string(&kill).unwrap(), "1");
         fs::remove_file(&kill).unwrap();
-        act(&group, &mut io::empty());
-        assert!(!group.exists(), "removed once it is empty");
+        wait_for_run(&group, &mut io::empty());
+        assert!(!group.exists(), "the empty group is removed");
     }
 }

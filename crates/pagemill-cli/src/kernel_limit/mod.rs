@@ -1,14 +1,15 @@
 //! `pagemill run --limit-kernel`: a limit that the kernel enforces on a program and its children.
 //!
-//! Uses a transient scope where systemd runs; elsewhere, or if that fails, a child control group of this process's own
-//! group. The allocator in the program handles the limit like that of any control group: it returns memory before the
-//! limit is reached, and refuses allocations beyond it. If other memory exceeds it, the kernel kills.
+//! Where systemd runs, the limit is that of a transient scope. Elsewhere, or if that fails, the limit is that
+//! of a control group below this process's own. The allocator in the program handles the limit like that of any
+//! control group: it returns memory before the limit is reached, and refuses allocations beyond it. If memory
+//! of other kinds exceeds the limit, the kernel kills.
 
 mod group;
 mod guard;
 mod scope;
 
-pub use group::sweep;
+pub use group::remove_dead_groups;
 pub use guard::main as guard;
 
 use group::Group;
@@ -17,18 +18,18 @@ use scope::Scope;
 use std::ffi::OsString;
 use std::fs::File;
 
-/// Names of groups and scopes: this prefix, the process id of `run` and the tick at which it started.
+/// Prefix of the names of groups and scopes. The process id of `run` and its start time in ticks follow.
 const PREFIX: &str = "pagemill-run-";
 
-/// A limit on the process that is started next.
+/// A memory limit for a process that is not started yet.
 pub enum KernelLimit {
     Scope(Scope),
     Group(Group),
 }
 
-/// The kernel's statistics of a limit; `None` if unavailable.
+/// The kernel's statistics of a limit. Values are `None` if unavailable.
 pub struct LimitStatistics {
-    /// Peak usage of the group, file pages and kernel memory included.
+    /// Peak usage of the group, with file pages and kernel memory.
     pub peak_bytes: Option<u64>,
     /// Processes that were killed because the limit was reached.
     pub kills: Option<u64>,
@@ -39,9 +40,9 @@ impl KernelLimit {
     ///
     /// # Errors
     ///
-    /// Messages that name what is missing and how to provide it.
+    /// A message that names what is missing and how to provide it.
     pub fn new(limit_bytes: u64) -> Result<Self, String> {
-        sweep();
+        remove_dead_groups();
         let name = name_of(process::own_identity());
         let mut missing = Vec::new();
         if scope::is_systemd_running() {
@@ -67,29 +68,30 @@ impl KernelLimit {
         }
     }
 
-    /// Opens the file through which a process enters the limit's group.
+    /// Opens the file through which a process enters the limit's group. A scope has no such file, because its
+    /// launcher enters the scope.
     ///
     /// # Errors
     ///
-    /// A message.
-    pub fn entrance(&self) -> Result<Option<File>, String> {
+    /// A message for the user.
+    pub fn open_procs_file(&self) -> Result<Option<File>, String> {
         match self {
             Self::Scope(_) => Ok(None),
-            Self::Group(group) => group.entrance().map(Some),
+            Self::Group(group) => group.open_procs_file().map(Some),
         }
     }
 
-    pub fn outcome(&self) -> LimitStatistics {
+    pub fn statistics(&self) -> LimitStatistics {
         match self {
             // Systemd removes the scope, and its statistics, as soon as it is empty.
             Self::Scope(_) => LimitStatistics { peak_bytes: None, kills: None },
-            Self::Group(group) => group.outcome(),
+            Self::Group(group) => group.statistics(),
         }
     }
 }
 
-/// Returns whether this process is already inside such a limit.
-pub fn surrounds() -> bool {
+/// Returns whether this process is already inside the limit of a `run`.
+pub fn is_inside_limit() -> bool {
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     groups.lines().any(|line| line.split('/').any(|name| owner_of(name).is_some()))
 }
@@ -110,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_tell_their_owner() {
+    fn a_name_identifies_its_run() {
         let run = Identity { pid: 12, start_ticks: 345 };
         let name = name_of(run);
         assert_eq!((name.as_str(), owner_of(&name)), ("pagemill-run-12-345", Some(run)));

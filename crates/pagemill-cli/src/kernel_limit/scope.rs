@@ -1,7 +1,8 @@
 //! A transient scope of systemd with a memory limit.
 //!
-//! `systemd-run --scope` requests the scope, enters it and executes the program: same process, same streams. It is
-//! tried once with a program that only waits, so that errors are reported before the user's program starts.
+//! `systemd-run --scope` requests the scope, enters it and executes the program: the process and its streams
+//! stay the same. Before the user's program is started, a trial scope with a program that only waits shows
+//! whether that works.
 
 use pagemill_sys::cgroup::Hierarchy;
 use pagemill_sys::process;
@@ -15,17 +16,19 @@ pub fn is_systemd_running() -> bool {
     Path::new("/run/systemd/system").is_dir()
 }
 
-/// Starts a process inside a scope. The scope ends with its last process.
+/// A scope for a process that is not started yet. The scope ends with its last process.
 pub struct Scope {
     launcher: Vec<OsString>,
 }
 
 impl Scope {
+    /// Prepares a scope with this limit, and checks with a trial scope that systemd provides it.
+    ///
     /// # Errors
     ///
-    /// The error of systemd, and how to fix it.
+    /// A message with the error of systemd, and how to fix it.
     pub fn new(name: &str, limit_bytes: u64) -> Result<Self, String> {
-        try_out(&launcher(&format!("{name}-trial"), limit_bytes), limit_bytes)?;
+        check_trial_scope(&launcher(&format!("{name}-trial"), limit_bytes), limit_bytes)?;
         Ok(Self { launcher: launcher(name, limit_bytes) })
     }
 
@@ -44,8 +47,7 @@ fn launcher(name: &str, limit_bytes: u64) -> Vec<OsString> {
     words.map(OsString::from).to_vec()
 }
 
-/// Starts a shell in a scope and checks its limit.
-fn try_out(launcher: &[OsString], limit_bytes: u64) -> Result<(), String> {
+fn check_trial_scope(launcher: &[OsString], limit_bytes: u64) -> Result<(), String> {
     let mut command = Command::new(&launcher[0]);
     command.args(&launcher[1..]).args(["sh", "-c", "echo inside; read -r line"]);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -57,16 +59,16 @@ fn try_out(launcher: &[OsString], limit_bytes: u64) -> Result<(), String> {
     let found = Hierarchy::find_of("", &child.id().to_string());
     let limit = found.ok().and_then(|groups| Some(groups.limit(&groups.folder(0)?).hard_bytes));
     drop(child.stdin.take());
-    let mut said = String::new();
+    let mut error_output = String::new();
     if let Some(mut errors) = child.stderr.take() {
-        let _ = errors.read_to_string(&mut said);
+        let _ = errors.read_to_string(&mut error_output);
     }
     let _ = child.wait();
     let manager = manager();
     if line.trim() != "inside" {
         return Err(format!(
             "systemd refuses a scope (`systemd-run {manager} --scope true` prints: {})",
-            said.trim().replace('\n', "; ")
+            error_output.trim().replace('\n', "; ")
         ));
     }
     if limit.is_none_or(|limit| limit > limit_bytes) {

@@ -1,40 +1,43 @@
-//! Commands to a process, which shrinks its slab caches or changes their settings itself.
+//! Sends commands to a process, which then shrinks its slab caches or changes their settings.
 
 use super::table::{self, Style};
-use super::{Cache, Process, Slabinfo, unanswered, write};
-use crate::asking::Interrupt;
+use super::{Cache, Process, Slabinfo, unanswered_message, write};
 use crate::fail;
+use crate::requests::Interrupt;
 use pagemill::listing::{self, Action, ControlCommand, Outcome, Unanswered};
 use pagemill::units::Bytes;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Exit status if a command was refused or is still running.
+/// Exit status if the process refused a command or is still executing it.
 const NOT_DONE: u8 = 1;
 
-/// Result of a command for a cache, by its name.
-struct Told {
+struct CommandResult {
     name: String,
     outcome: Outcome,
 }
 
-/// Sends commands to caches one after the other, up to the first without an answer. Returns the results, and the error
-/// of that one.
-fn give(process: &Process, commands: &[(&Cache, Action)], interrupt: &Interrupt) -> (Vec<Told>, Option<Unanswered>) {
-    let mut told = Vec::new();
+/// Sends commands for caches one after the other, until one is not answered. Returns the results and, for an
+/// unanswered command, the error.
+fn send_commands(
+    process: &Process,
+    commands: &[(&Cache, Action)],
+    interrupt: &Interrupt,
+) -> (Vec<CommandResult>, Option<Unanswered>) {
+    let mut results = Vec::new();
     for (cache, action) in commands {
         let (path, snapshot) = &process.found[cache.at];
         let command = ControlCommand::Slab { action: *action, cache: cache.id };
-        match listing::command(path, snapshot.identity, command, || interrupt.has_come()) {
-            Ok(outcome) => told.push(Told { name: cache.info.name.to_string(), outcome }),
-            Err(error) => return (told, Some(error)),
+        match listing::command(path, snapshot.identity, command, || interrupt.has_signal()) {
+            Ok(outcome) => results.push(CommandResult { name: cache.info.name.to_string(), outcome }),
+            Err(error) => return (results, Some(error)),
         }
     }
-    (told, None)
+    (results, None)
 }
 
-/// Returns why a command was not carried out.
-fn why(errno: i32) -> Option<String> {
+/// Returns why a command was not carried out; `None` if it was.
+fn failure_text(errno: i32) -> Option<String> {
     Some(match errno {
         0 => return None,
         libc::ENOENT => "it does not exist any more".to_owned(),
@@ -46,58 +49,58 @@ fn why(errno: i32) -> Option<String> {
     })
 }
 
-/// Sends commands, writes their results as `text` formats them, and returns the exit status. Commands that are still
-/// running or were not started are reported on standard error instead.
-fn carry_out(
+/// Sends commands, writes their results as `text` formats them, and returns the exit status. Reports commands
+/// that are still running or were not sent on standard error.
+fn run_commands(
     process: &Process,
     commands: &[(&Cache, Action)],
-    text: impl FnOnce(&[Told]) -> String,
+    text: impl FnOnce(&[CommandResult]) -> String,
     interrupt: &Interrupt,
 ) -> ExitCode {
-    let (told, error) = give(process, commands, interrupt);
-    let has_results = !told.is_empty() || error.is_none();
-    let written = if has_results { write(&text(&told)) } else { ExitCode::SUCCESS };
+    let (results, error) = send_commands(process, commands, interrupt);
+    let has_results = !results.is_empty() || error.is_none();
+    let written = if has_results { write(&text(&results)) } else { ExitCode::SUCCESS };
     let Some(error) = error else {
-        let is_done = told.iter().all(|told| told.outcome.errno == 0);
+        let is_done = results.iter().all(|result| result.outcome.errno == 0);
         return if is_done { written } else { ExitCode::from(NOT_DONE) };
     };
     if matches!(error, Unanswered::Stopped) {
         return interrupt.end();
     }
-    let mut left = commands[told.len()..].iter().map(|(cache, _)| &*cache.info.name);
+    let mut left = commands[results.len()..].iter().map(|(cache, _)| &*cache.info.name);
     let at = left.next().unwrap_or_default();
     let left: Vec<&str> = left.collect();
     let left = if left.is_empty() { String::new() } else { format!("; not begun: {}", left.join(", ")) };
-    // A command that was started is not undone.
+    // A command that was sent is not undone.
     let status = if matches!(error, Unanswered::InProgress) { NOT_DONE } else { 2 };
-    fail(status, &format!("{at}: {}{left}", unanswered(&process.found, &error)))
+    fail(status, &format!("{at}: {}{left}", unanswered_message(&process.found, &error)))
 }
 
-/// Shrinks the caches with a name, or all selected ones.
+/// Shrinks the caches with this name, or all selected caches.
 pub fn shrink(options: &Slabinfo, process: &Process, name: Option<&str>, interrupt: &Interrupt) -> ExitCode {
     let named = match name.map(|name| process.named(name)).transpose() {
         Ok(named) => named.unwrap_or_else(|| process.caches.iter().collect()),
         Err(message) => return fail(2, &message),
     };
-    let wanted = named.into_iter().filter(|cache| options.is_wanted(&cache.info));
+    let wanted = named.into_iter().filter(|cache| options.is_selected(&cache.info));
     let commands: Vec<(&Cache, Action)> = wanted.map(|cache| (cache, Action::Shrink)).collect();
-    let text = |told: &[Told]| match options.json {
-        true => process.json(shrunk_json(told)),
-        false => process.title() + &shrunk_text(told, Style::of_output(options.verbose)),
+    let text = |results: &[CommandResult]| match options.json {
+        true => process.json(shrunk_json(results)),
+        false => process.title() + &shrunk_text(results, Style::of_output(options.verbose)),
     };
-    carry_out(process, &commands, text, interrupt)
+    run_commands(process, &commands, text, interrupt)
 }
 
-fn freed(told: &[Told]) -> u64 {
-    told.iter().fold(0, |sum, told| sum.saturating_add(told.outcome.shrunk.freed_bytes))
+fn total_freed_bytes(results: &[CommandResult]) -> u64 {
+    results.iter().fold(0, |sum, result| sum.saturating_add(result.outcome.shrunk.freed_bytes))
 }
 
-fn shrunk_text(told: &[Told], style: Style) -> String {
-    if told.is_empty() {
+fn shrunk_text(results: &[CommandResult], style: Style) -> String {
+    if results.is_empty() {
         return "  no slab caches\n".to_owned();
     }
     let mut rows = vec![["NAME", "FREED", "MOVED", "SLABS", "SPACE"].map(str::to_owned).to_vec()];
-    rows.extend(told.iter().map(|Told { name, outcome }| match why(outcome.errno) {
+    rows.extend(results.iter().map(|CommandResult { name, outcome }| match failure_text(outcome.errno) {
         Some(why) => vec![name.clone(), format!("not done: {why}")],
         None => {
             let shrunk = &outcome.shrunk;
@@ -110,32 +113,32 @@ fn shrunk_text(told: &[Told], style: Style) -> String {
             ]
         }
     }));
-    table::aligned(&rows, style, true) + &format!("  {} went back\n", Bytes(freed(told)))
+    table::aligned(&rows, style, true) + &format!("  {} went back\n", Bytes(total_freed_bytes(results)))
 }
 
-fn shrunk_json(told: &[Told]) -> Value {
-    let caches = told.iter().map(|Told { name, outcome }| {
+fn shrunk_json(results: &[CommandResult]) -> Value {
+    let caches = results.iter().map(|CommandResult { name, outcome }| {
         let shrunk = &outcome.shrunk;
         json!({
             "name": name, "freed_bytes": shrunk.freed_bytes, "moved": shrunk.moved, "slabs_before": shrunk.slabs_before,
             "slabs": shrunk.slabs_after, "resident_bytes_before": shrunk.resident_before,
-            "resident_bytes": shrunk.resident_after, "error": why(outcome.errno),
+            "resident_bytes": shrunk.resident_after, "error": failure_text(outcome.errno),
         })
     });
-    json!({"shrunk": caches.collect::<Vec<_>>(), "totals": {"freed_bytes": freed(told)}})
+    json!({"shrunk": caches.collect::<Vec<_>>(), "totals": {"freed_bytes": total_freed_bytes(results)}})
 }
 
-/// A ratio's name, its present value, and its command.
+/// A ratio's name, its current value, and the command that sets it.
 type Setting = (&'static str, fn(&Cache) -> u32, fn(u32) -> Action);
 
-const USED: Setting = ("defrag_used_ratio", |cache| cache.info.defrag_used_ratio, Action::SetUsedRatio);
-const REMOTE: Setting =
+const USED_RATIO: Setting = ("defrag_used_ratio", |cache| cache.info.defrag_used_ratio, Action::SetUsedRatio);
+const REMOTE_RATIO: Setting =
     ("remote_node_defrag_ratio", |cache| cache.info.remote_node_defrag_ratio, Action::SetRemoteRatio);
 
-/// Sets ratios; sets none if a name is wrong.
+/// Sets the ratios that the options give. If a cache name is unknown, sets none.
 pub fn set(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> ExitCode {
-    let used = options.set_ratio.iter().map(|wanted| (USED, wanted));
-    let wanted = used.chain(options.set_remote_ratio.iter().map(|wanted| (REMOTE, wanted)));
+    let used = options.set_ratio.iter().map(|wanted| (USED_RATIO, wanted));
+    let wanted = used.chain(options.set_remote_ratio.iter().map(|wanted| (REMOTE_RATIO, wanted)));
     let mut plan: Vec<(Setting, &Cache, u32)> = Vec::new();
     for (setting, (name, percent)) in wanted {
         match process.named(name) {
@@ -145,22 +148,23 @@ pub fn set(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> Exit
     }
     let commands: Vec<(&Cache, Action)> =
         plan.iter().map(|((_, _, action), cache, percent)| (*cache, action(*percent))).collect();
-    let text = |told: &[Told]| {
-        let rows = plan.iter().zip(told);
+    let text = |results: &[CommandResult]| {
+        let rows = plan.iter().zip(results);
         if options.json {
-            let set = rows.map(|(((name, before, _), cache, percent), told)| {
+            let set = rows.map(|(((name, before, _), cache, percent), result)| {
                 json!({
-                    "name": told.name, "setting": name, "before": before(cache), "percent": percent,
-                    "error": why(told.outcome.errno),
+                    "name": result.name, "setting": name, "before": before(cache), "percent": percent,
+                    "error": failure_text(result.outcome.errno),
                 })
             });
             return process.json(json!({"set": set.collect::<Vec<_>>()}));
         }
-        let lines = rows.map(|(((name, before, _), cache, percent), told)| match why(told.outcome.errno) {
-            Some(why) => format!("  {}: {name} stays {} %: {why}\n", told.name, before(cache)),
-            None => format!("  {}: {name} {percent} %, was {} %\n", told.name, before(cache)),
-        });
+        let lines =
+            rows.map(|(((name, before, _), cache, percent), result)| match failure_text(result.outcome.errno) {
+                Some(why) => format!("  {}: {name} stays {} %: {why}\n", result.name, before(cache)),
+                None => format!("  {}: {name} {percent} %, was {} %\n", result.name, before(cache)),
+            });
         process.title() + &lines.collect::<String>()
     };
-    carry_out(process, &commands, text, interrupt)
+    run_commands(process, &commands, text, interrupt)
 }

@@ -1,72 +1,75 @@
-//! Suggestions in error messages: names similar to an unknown one, and the process that has a cache.
+//! Suggestions in error messages: cache names similar to an unknown name, and processes that have a cache.
 
 use super::{Process, Slabinfo};
 use pagemill::listing;
 use std::collections::BTreeSet;
 
-/// Names with a higher similarity are suggested.
-const ALIKE: f64 = 0.8;
+/// Minimum similarity of a suggested name, from 0 to 1.
+const MIN_SIMILARITY: f64 = 0.8;
 
-/// Maximum number of names listed.
-const MOST_NAMES: usize = 8;
+/// Maximum number of existing names listed.
+const MAX_NAMES: usize = 8;
 
-/// Returns the suggestion for an unknown name: similar names, or else the existing ones.
-pub fn instead_of<'name>(name: &str, known: impl Iterator<Item = &'name str>) -> String {
+/// Returns the suggestion for an unknown name: similar names, or else a list of the existing ones.
+pub fn suggestion<'name>(name: &str, known: impl Iterator<Item = &'name str>) -> String {
     let wanted = name.to_lowercase();
     let known: BTreeSet<&str> = known.collect();
-    let likeness = |known: &str| {
+    let similarity = |known: &str| {
         let known = known.to_lowercase();
         let is_part = !wanted.is_empty() && (known.contains(&wanted) || wanted.contains(&known));
         if is_part { 1.0 } else { strsim::jaro_winkler(&known, &wanted) }
     };
-    let mut alike: Vec<(f64, &str)> =
-        known.iter().map(|known| (likeness(known), *known)).filter(|(likeness, _)| *likeness > ALIKE).collect();
-    alike.sort_by(|(one, _), (other, _)| other.total_cmp(one));
-    let words = |names: &[&str]| names.iter().map(|name| word(name)).collect::<Vec<_>>();
-    if !alike.is_empty() {
-        let names: Vec<&str> = alike.iter().map(|(_, name)| *name).take(3).collect();
+    let mut similar: Vec<(f64, &str)> = known
+        .iter()
+        .map(|known| (similarity(known), *known))
+        .filter(|(similarity, _)| *similarity > MIN_SIMILARITY)
+        .collect();
+    similar.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+    let words = |names: &[&str]| names.iter().map(|name| shell_word(name)).collect::<Vec<_>>();
+    if !similar.is_empty() {
+        let names: Vec<&str> = similar.iter().map(|(_, name)| *name).take(3).collect();
         return format!("; did you mean {}?", words(&names).join(" or "));
     }
     if known.is_empty() {
         return String::new();
     }
-    let more = known.len().saturating_sub(MOST_NAMES);
-    let known: Vec<&str> = known.into_iter().take(MOST_NAMES).collect();
+    let more = known.len().saturating_sub(MAX_NAMES);
+    let known: Vec<&str> = known.into_iter().take(MAX_NAMES).collect();
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!("; there are {}{more}", words(&known).join(", "))
 }
 
-/// Quotes a name so that a shell takes it as one word.
-fn word(name: &str) -> String {
+/// Returns a name as one word of a shell, quoted if necessary.
+fn shell_word(name: &str) -> String {
     let is_plain = |letter: char| letter.is_alphanumeric() || "_-.:/+@%".contains(letter);
     let is_word = !name.is_empty() && name.chars().all(is_plain);
     if is_word { name.to_owned() } else { format!("'{}'", name.replace('\'', r"'\''")) }
 }
 
 impl Slabinfo {
-    /// Returns the error for arguments that are not one process id.
-    pub fn misread(&self) -> Option<String> {
+    /// Returns the error message for arguments other than one process id.
+    pub fn argument_error(&self) -> Option<String> {
         if let (Some(pid), Some(other)) = (&self.pid, &self.other) {
-            let name = word(if pid.parse::<u32>().is_ok() { other } else { pid });
+            let name = shell_word(if pid.parse::<u32>().is_ok() { other } else { pid });
             return Some(format!(
                 "one process is wanted: {} or {}? A cache goes by an option: --shrink={name}, --report={name}",
-                word(pid),
-                word(other)
+                shell_word(pid),
+                shell_word(other)
             ));
         }
         let name = self.pid.as_ref().filter(|pid| pid.parse::<u32>().is_err())?;
         let how = match self.shrink {
-            Some(_) => format!("`pagemill slabinfo PID --shrink={}` shrinks a cache of that name", word(name)),
-            None => format!("`pagemill slabinfo --report={}` shows caches of that name", word(name)),
+            Some(_) => format!("`pagemill slabinfo PID --shrink={}` shrinks a cache of that name", shell_word(name)),
+            None => format!("`pagemill slabinfo --report={}` shows caches of that name", shell_word(name)),
         };
         Some(format!("{name} is no number of a process; {how}"))
     }
 }
 
-/// Returns the error for a shrink without a process: lists those that have such caches.
-pub fn of_which(name: Option<&str>, processes: &[Process]) -> String {
+/// Returns the error message for `--shrink` without a process id. Lists the processes that have such caches.
+pub fn missing_process_error(name: Option<&str>, processes: &[Process]) -> String {
     let name = name.map(listing::shown_name);
-    let option = name.as_ref().map_or_else(|| "--shrink".to_owned(), |name| format!("--shrink={}", word(name)));
+    let option = name.as_ref().map_or_else(|| "--shrink".to_owned(), |name| format!("--shrink={}", shell_word(name)));
     let is_it = |process: &&Process| name.as_ref().is_none_or(|name| process.named(name).is_ok());
     let found: Vec<String> =
         processes.iter().filter(is_it).map(|process| process.title().trim_end().to_owned()).collect();
@@ -74,7 +77,7 @@ pub fn of_which(name: Option<&str>, processes: &[Process]) -> String {
         (_, false) => format!("; PID can be that of {}", found.join(", ")),
         (Some(name), true) => {
             let names = processes.iter().flat_map(|process| process.names());
-            format!("; no process has a slab cache {}{}", word(name), instead_of(name, names))
+            format!("; no process has a slab cache {}{}", shell_word(name), suggestion(name, names))
         }
         (None, true) => "; no process of yours has slab caches".to_owned(),
     };
@@ -85,17 +88,17 @@ pub fn of_which(name: Option<&str>, processes: &[Process]) -> String {
 mod tests {
     use super::*;
 
-    /// Similar names are suggested first; other names only if there are none.
+    /// Similar names are suggested. If there are none, existing names are listed.
     #[test]
-    fn names_are_found_that_are_meant() {
-        let instead = |name: &str| instead_of(name, ["entries", "nodes", "boxes", "red line"].into_iter());
+    fn similar_names_are_suggested() {
+        let instead = |name: &str| suggestion(name, ["entries", "nodes", "boxes", "red line"].into_iter());
         assert_eq!(instead("ndoes"), "; did you mean nodes?");
         assert_eq!(instead("Entry"), "; did you mean entries?");
         assert_eq!(instead("line"), "; did you mean 'red line'?");
         assert_eq!(instead("xyz"), "; there are boxes, entries, nodes, 'red line'");
-        assert_eq!(instead_of("xyz", std::iter::empty()), "");
+        assert_eq!(suggestion("xyz", std::iter::empty()), "");
         let many: Vec<String> = (0..20).map(|number| format!("a{number:02}")).collect();
-        assert!(instead_of("xyz", many.iter().map(String::as_str)).ends_with("a07 and 12 more"));
-        assert_eq!([word("it's"), word("")], [r"'it'\''s'", "''"]);
+        assert!(suggestion("xyz", many.iter().map(String::as_str)).ends_with("a07 and 12 more"));
+        assert_eq!([shell_word("it's"), shell_word("")], [r"'it'\''s'", "''"]);
     }
 }

@@ -1,12 +1,13 @@
-//! `pagemill slabinfo [PID]`: the slab caches of one process or of all of the user's; commands to those of one.
+//! `pagemill slabinfo [PID]`: shows the slab caches of one process or of all of the user's, and sends commands
+//! to one process.
 
 mod control;
 mod hints;
 mod report;
 mod table;
 
-use crate::asking::{Interrupt, reason};
 use crate::fail;
+use crate::requests::{Interrupt, unanswered_reason};
 use pagemill::Error;
 use pagemill::listing::{self, Unanswered};
 use pagemill::published;
@@ -19,7 +20,7 @@ use std::process::ExitCode;
 use table::Style;
 
 /// Text of `--help` after the options.
-const MORE_HELP: &str = "\
+const AFTER_HELP: &str = "\
 Columns:
   OBJECTS           objects in use
   OBJSIZE           bytes per object (K, M, G: times 1024)
@@ -44,11 +45,11 @@ continues. -s and ratios call code of the program that owns objects, in a
 thread of the process. Only its user may do so; root uses `setpriv --reuid=USER`.";
 
 #[derive(clap::Args)]
-#[command(after_help = MORE_HELP)]
+#[command(after_help = AFTER_HELP)]
 pub struct Slabinfo {
     /// A running process that uses the crate. Default: all of yours that have slab caches.
     pid: Option<String>,
-    /// A second argument, which is an error.
+    /// A second argument, which is rejected with an error.
     #[arg(hide = true)]
     other: Option<String>,
     /// Only caches with a constructor.
@@ -65,10 +66,10 @@ pub struct Slabinfo {
     shrink: Option<Option<String>>,
     /// Set the ratio of a cache of PID: in the background, empty slabs that are used by less than this percentage. 0:
     /// none, 100: all that are not full.
-    #[arg(long, value_name = "NAME=PERCENT", value_parser = ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
+    #[arg(long, value_name = "NAME=PERCENT", value_parser = parse_ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_ratio: Vec<(String, u32)>,
     /// Set how often, in percent, free objects of other memory nodes are used before a new slab, for a cache of PID.
-    #[arg(long, value_name = "NAME=PERCENT", value_parser = ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
+    #[arg(long, value_name = "NAME=PERCENT", value_parser = parse_ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_remote_ratio: Vec<(String, u32)>,
     /// Show whole names, exact numbers and long units, however wide the table gets.
     #[arg(short, long, conflicts_with = "report")]
@@ -78,43 +79,46 @@ pub struct Slabinfo {
     json: bool,
 }
 
-/// Parses a name, which may contain any characters, and a percentage.
-fn ratio(text: &str) -> Result<(String, u32), String> {
+/// Parses `NAME=PERCENT`. The name may contain any characters.
+fn parse_ratio(text: &str) -> Result<(String, u32), String> {
     let (name, percent) = text.rsplit_once('=').ok_or("expected NAME=PERCENT")?;
     let percent = percent.parse().map_err(|_| format!("{percent} is not a percentage"))?;
     if percent > 100 { Err(Error::BadRatio { percent }.to_string()) } else { Ok((name.to_owned(), percent)) }
 }
 
-/// A slab cache of a process, and the index of its Pagemill instance.
+/// A slab cache of a process. `at` is the index of its Pagemill instance in [`Process::found`].
 struct Cache {
     at: usize,
     id: u64,
     info: SlabInfo,
 }
 
-/// A process's answer.
+/// A process's published files, and the slab caches that it reported.
 struct Process {
     found: Vec<(Path, Snapshot)>,
     caches: Vec<Cache>,
 }
 
-/// Requests the slab caches of these processes, all at once. Returns each process with its caches, and the error if it
-/// has not answered.
-fn ask(published: Vec<Vec<(Path, Snapshot)>>, interrupt: &Interrupt) -> Vec<(Process, Option<Unanswered>)> {
-    let unasked = |found| (Process { found, caches: Vec::new() }, None);
-    let mut processes: Vec<(Process, Option<Unanswered>)> = published.into_iter().map(unasked).collect();
+/// Requests the slab caches of all these processes at once. Returns each process with its caches, and the error
+/// if it did not answer.
+fn request_slab_caches(
+    published: Vec<Vec<(Path, Snapshot)>>,
+    interrupt: &Interrupt,
+) -> Vec<(Process, Option<Unanswered>)> {
+    let without_caches = |found| (Process { found, caches: Vec::new() }, None);
+    let mut processes: Vec<(Process, Option<Unanswered>)> = published.into_iter().map(without_caches).collect();
     let (mut parts, mut targets) = (Vec::new(), Vec::new());
     for (number, (process, _)) in processes.iter().enumerate() {
-        // A process without slab caches is not woken.
+        // A process without slab caches is not asked: a request would wake its helper thread.
         for (at, (path, snapshot)) in process.found.iter().enumerate().filter(|(_, (_, part))| has_caches(part)) {
             parts.push((number, at));
             targets.push((path, snapshot.identity));
         }
     }
-    let told = listing::ask_for_slabs(&targets, || interrupt.has_come());
-    for ((number, at), told) in parts.into_iter().zip(told) {
+    let answers = listing::ask_for_slabs(&targets, || interrupt.has_signal());
+    for ((number, at), answer) in parts.into_iter().zip(answers) {
         let (process, unanswered) = &mut processes[number];
-        match told {
+        match answer {
             Ok(caches) => process.caches.extend(caches.into_iter().map(|(id, info)| Cache { at, id, info })),
             Err(error) => *unanswered = unanswered.take().or(Some(error)),
         }
@@ -146,14 +150,15 @@ impl Process {
         format!("{object}\n")
     }
 
-    /// Returns all caches with a name as shown; the error message if there is none.
+    /// Returns all caches with this name. The names are compared as they are shown. Returns an error message if
+    /// there is none.
     fn named(&self, name: &str) -> Result<Vec<&Cache>, String> {
         let shown = listing::shown_name(name);
         let named: Vec<&Cache> = self.caches.iter().filter(|cache| *cache.info.name == *shown).collect();
         if !named.is_empty() {
             return Ok(named);
         }
-        let instead = hints::instead_of(&shown, self.names());
+        let instead = hints::suggestion(&shown, self.names());
         Err(format!("process {} has no slab cache {shown}{instead}", self.pid()))
     }
 
@@ -166,13 +171,12 @@ fn has_caches(snapshot: &Snapshot) -> bool {
     snapshot.get(Counter::SlabCaches) > 0
 }
 
-/// Returns the message for a process that has not answered.
-fn unanswered(found: &[(Path, Snapshot)], error: &Unanswered) -> String {
+fn unanswered_message(found: &[(Path, Snapshot)], error: &Unanswered) -> String {
     let snapshot = &found[0].1;
-    format!("process {}: {error}{}", snapshot.identity.pid, reason(error, snapshot))
+    format!("process {}: {error}{}", snapshot.identity.pid, unanswered_reason(error, snapshot))
 }
 
-/// Writes to standard output. A closed pipe (head, less) is no error.
+/// Writes to standard output. If the reader closed the pipe (head, less), that is no error.
 fn write(text: &str) -> ExitCode {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -181,25 +185,25 @@ fn write(text: &str) -> ExitCode {
     }
 }
 
-/// Returns all of the user's processes that have slab caches, and an exit status. Processes that have not answered are
-/// reported; those that have ended are skipped.
+/// Returns all of the user's processes that have slab caches, and an exit status. Reports processes that did
+/// not answer, and skips those that have ended.
 ///
 /// # Errors
 ///
 /// `Stopped` if a signal interrupted the request.
-fn all(interrupt: &Interrupt) -> Result<(Vec<Process>, ExitCode), Unanswered> {
+fn all_processes(interrupt: &Interrupt) -> Result<(Vec<Process>, ExitCode), Unanswered> {
     let mut pids: Vec<u32> = published::running().iter().map(|snapshot| snapshot.identity.pid).collect();
     pids.sort_unstable();
     pids.dedup();
     let mut published: Vec<_> = pids.into_iter().map(published::find_all).collect();
     published.retain(|found| found.iter().any(|(_, snapshot)| has_caches(snapshot)));
     let (mut processes, mut status) = (Vec::new(), ExitCode::SUCCESS);
-    for (process, error) in ask(published, interrupt) {
+    for (process, error) in request_slab_caches(published, interrupt) {
         match error {
             None => processes.push(process),
             Some(Unanswered::Stopped) => return Err(Unanswered::Stopped),
             Some(Unanswered::Ended) => {}
-            Some(error) => status = fail(2, &unanswered(&process.found, &error)),
+            Some(error) => status = fail(2, &unanswered_message(&process.found, &error)),
         }
     }
     Ok((processes, status))
@@ -207,30 +211,30 @@ fn all(interrupt: &Interrupt) -> Result<(Vec<Process>, ExitCode), Unanswered> {
 
 impl Slabinfo {
     pub fn main(&self) -> ExitCode {
-        if let Some(message) = self.misread() {
+        if let Some(message) = self.argument_error() {
             return fail(2, &message);
         }
         let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be handled") };
         if let Some(pid) = self.pid.as_ref().and_then(|pid| pid.parse().ok()) {
-            return self.one(pid, &interrupt);
+            return self.main_for_process(pid, &interrupt);
         }
-        match (all(&interrupt), &self.shrink) {
+        match (all_processes(&interrupt), &self.shrink) {
             (Err(_), _) => interrupt.end(),
-            (Ok((processes, _)), Some(name)) => fail(2, &hints::of_which(name.as_deref(), &processes)),
+            (Ok((processes, _)), Some(name)) => fail(2, &hints::missing_process_error(name.as_deref(), &processes)),
             (Ok((processes, status)), None) => self.show(&processes, status),
         }
     }
 
-    fn one(&self, pid: u32, interrupt: &Interrupt) -> ExitCode {
+    fn main_for_process(&self, pid: u32, interrupt: &Interrupt) -> ExitCode {
         let found = published::find_all(pid);
         if found.is_empty() {
             return fail(2, &published::missing(pid));
         }
-        let (process, error) = ask(vec![found], interrupt).remove(0);
+        let (process, error) = request_slab_caches(vec![found], interrupt).remove(0);
         match error {
             None => {}
             Some(Unanswered::Stopped) => return interrupt.end(),
-            Some(error) => return fail(2, &unanswered(&process.found, &error)),
+            Some(error) => return fail(2, &unanswered_message(&process.found, &error)),
         }
         if let Some(name) = &self.shrink {
             return control::shrink(self, &process, name.as_deref(), interrupt);
@@ -253,7 +257,7 @@ impl Slabinfo {
             }
             (Some(name), true) if texts.is_empty() => {
                 let names = processes.iter().flat_map(Process::names);
-                let instead = hints::instead_of(name, names);
+                let instead = hints::suggestion(name, names);
                 fail(2, &format!("no process has a slab cache {}{instead}", listing::shown_name(name)))
             }
             (None, true) if texts.is_empty() && !self.json => write("no process of yours has slab caches\n"),
@@ -261,14 +265,14 @@ impl Slabinfo {
         }
     }
 
-    fn is_wanted(&self, info: &SlabInfo) -> bool {
+    fn is_selected(&self, info: &SlabInfo) -> bool {
         (!self.ctor || info.has_constructor) && (!self.movable || info.kind != CacheKind::Fixed)
     }
 
     fn text_of(&self, process: &Process) -> Result<String, String> {
         let caches: Vec<&SlabInfo> = match &self.report {
             Some(name) => process.named(name)?.into_iter().map(|cache| &cache.info).collect(),
-            None => process.caches.iter().map(|cache| &cache.info).filter(|info| self.is_wanted(info)).collect(),
+            None => process.caches.iter().map(|cache| &cache.info).filter(|info| self.is_selected(info)).collect(),
         };
         Ok(match &self.report {
             _ if self.json => process.json(report::json_of(&caches)),
@@ -283,7 +287,7 @@ pub(super) mod tests {
     use super::*;
     use pagemill::slab::NodeInfo;
 
-    /// A cache with two nodes, one of them empty.
+    /// Returns a cache with two memory nodes, the second without slabs.
     pub fn info(name: &str, kind: CacheKind) -> SlabInfo {
         let node = NodeInfo {
             used: 1100,
@@ -325,11 +329,14 @@ pub(super) mod tests {
         }
     }
 
-    /// Names may contain any character; percentages are checked.
+    /// A name may contain any character. A percentage must be a number up to 100.
     #[test]
-    fn ratios_are_read() {
-        assert_eq!(ratio("a=b=30"), Ok(("a=b".to_owned(), 30)));
-        assert_eq!((ratio("a=100").is_ok(), ratio("a").is_err(), ratio("a=x").is_err()), (true, true, true));
-        assert_eq!(ratio("a=101"), Err("101 is not a percentage: expected 0 to 100".to_owned()));
+    fn ratios_are_parsed() {
+        assert_eq!(parse_ratio("a=b=30"), Ok(("a=b".to_owned(), 30)));
+        assert_eq!(
+            (parse_ratio("a=100").is_ok(), parse_ratio("a").is_err(), parse_ratio("a=x").is_err()),
+            (true, true, true)
+        );
+        assert_eq!(parse_ratio("a=101"), Err("101 is not a percentage: expected 0 to 100".to_owned()));
     }
 }

@@ -1,4 +1,4 @@
-//! Details of slab caches: one as text rows, any number as JSON.
+//! Details of slab caches, as text for one cache or as JSON for any number.
 
 use super::table::{self, Totals};
 use pagemill::slab::{CacheKind, NodeInfo, SlabInfo};
@@ -6,7 +6,7 @@ use pagemill::units::Bytes;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
-fn kind(info: &SlabInfo) -> (&'static str, &'static str) {
+fn kind_and_meaning(info: &SlabInfo) -> (&'static str, &'static str) {
     match info.kind {
         CacheKind::Fixed => ("fixed", "its objects stay where they are"),
         CacheKind::ByOwner => ("by owner", "its owner moves them"),
@@ -21,7 +21,7 @@ pub fn text_of(info: &SlabInfo) -> String {
     let mut row = |name: &str, value: String, meaning: &str| {
         let _ = writeln!(text, "    {name:<12} {value:>10}  {meaning}");
     };
-    let (kind, meaning) = kind(info);
+    let (kind, meaning) = kind_and_meaning(info);
     row("kind", kind.to_owned(), meaning);
     row("constructor", if info.has_constructor { "yes" } else { "no" }.to_owned(), "for each object of a new slab");
     row("watched", if info.is_debug { "yes" } else { "no" }.to_owned(), "debug mode: redzones, poison, owners");
@@ -35,14 +35,14 @@ pub fn text_of(info: &SlabInfo) -> String {
         amount(info.slab_bytes as u64),
         &format!("{} objects, order {}", info.objects_per_slab, table::order(info)),
     );
-    row("objects", info.active.to_string(), &format!("in use: {}", amount(table::in_use(info))));
+    row("objects", info.active.to_string(), &format!("in use: {}", amount(table::in_use_bytes(info))));
     row("waiting", info.waiting.to_string(), "of them for readers: removed, replaced, moved");
     row("cached", info.cached.to_string(), "free ones in magazines of threads and nodes");
     row("slabs", total.slabs.to_string(), "set up");
     row("partial", total.partial.to_string(), "of them partially used");
     row("empty", total.empty.to_string(), "of them without an object in use");
     row("lost", total.lost.to_string(), "of them out of use: a callback panicked");
-    let used = table::percent(table::in_use(info), total.resident_bytes);
+    let used = table::percent(table::in_use_bytes(info), total.resident_bytes);
     let used = used.map_or_else(String::new, |percent| format!("{percent} % of it in use"));
     row("blocks", total.blocks.to_string(), "of 2 MiB, for its slabs only");
     row("resident", amount(total.resident_bytes), &used);
@@ -90,38 +90,37 @@ fn nodes_of(info: &SlabInfo) -> String {
     text
 }
 
-/// Returns caches and their sums.
 pub fn json_of(caches: &[&SlabInfo]) -> Value {
     let totals = Totals::of(caches);
     json!({
-        "caches": caches.iter().map(|info| cache(info)).collect::<Vec<_>>(),
+        "caches": caches.iter().map(|info| cache_json(info)).collect::<Vec<_>>(),
         "totals": {
-            "caches": caches.len(), "objects": totals.objects, "in_use_bytes": totals.in_use,
+            "caches": caches.len(), "objects": totals.objects, "in_use_bytes": totals.in_use_bytes,
             "resident_bytes": totals.resident, "slabs": totals.slabs, "partial": totals.partial,
             "handle_bytes": totals.handles,
         },
     })
 }
 
-fn cache(info: &SlabInfo) -> Value {
+fn cache_json(info: &SlabInfo) -> Value {
     let total = &info.total;
     json!({
-        "name": &*info.name, "kind": kind(info).0, "movable": info.kind != CacheKind::Fixed,
+        "name": &*info.name, "kind": kind_and_meaning(info).0, "movable": info.kind != CacheKind::Fixed,
         "constructor": info.has_constructor, "debug": info.is_debug, "in_part": info.is_partial,
         "objects": info.active, "waiting": info.waiting, "cached": info.cached, "room": total.objects,
         "object_bytes": info.object_bytes, "stride_bytes": info.stride_bytes,
         "slab_bytes": info.slab_bytes, "objects_per_slab": info.objects_per_slab, "order": table::order(info),
         "slabs": total.slabs, "partial": total.partial, "empty": total.empty, "lost": total.lost,
-        "blocks": total.blocks, "resident_bytes": total.resident_bytes, "in_use_bytes": table::in_use(info),
+        "blocks": total.blocks, "resident_bytes": total.resident_bytes, "in_use_bytes": table::in_use_bytes(info),
         "handle_bytes": info.handle_bytes, "flags": table::flags(info), "given_up": info.is_given_up,
         "defrag_used_ratio": info.defrag_used_ratio, "remote_node_defrag_ratio": info.remote_node_defrag_ratio,
         "moved": info.moved, "freed": info.freed, "busy": info.busy, "refused": info.refused,
         "failed": info.failed, "emptied": info.emptied, "from_remote": info.from_remote,
-        "nodes": info.nodes.iter().map(node).collect::<Vec<_>>(),
+        "nodes": info.nodes.iter().map(node_json).collect::<Vec<_>>(),
     })
 }
 
-fn node(node: &NodeInfo) -> Value {
+fn node_json(node: &NodeInfo) -> Value {
     json!({
         "used": node.used, "cached": node.cached, "room": node.objects, "slabs": node.slabs,
         "partial": node.partial, "empty": node.empty, "lost": node.lost, "blocks": node.blocks,
@@ -134,9 +133,9 @@ mod tests {
     use super::super::tests::info;
     use super::*;
 
-    /// A report has settings, the reasons why objects stayed, and each node.
+    /// A report has the settings, the reasons why objects were not moved, and a row for each memory node.
     #[test]
-    fn a_report_tells_all() {
+    fn a_report_has_settings_reasons_and_nodes() {
         let info = info("entries", CacheKind::ByHandle);
         let text = text_of(&info);
         let row = |name: &str| text.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The table of slab caches: Linux's columns, one row each, sums below.
+//! The table of slab caches: one row each with the columns of Linux's `slabinfo`, and the sums below.
 
 use pagemill::slab::{CacheKind, SlabInfo};
 use pagemill::units::{Bytes, os_page_bytes};
@@ -9,8 +9,8 @@ use std::io::IsTerminal;
 #[derive(Default)]
 pub struct Totals {
     pub objects: u64,
-    /// Bytes of objects in use.
-    pub in_use: u64,
+    /// Bytes of the objects in use.
+    pub in_use_bytes: u64,
     pub resident: u64,
     pub slabs: u64,
     pub partial: u64,
@@ -22,7 +22,7 @@ impl Totals {
         let sum = |of: &dyn Fn(&SlabInfo) -> u64| caches.iter().fold(0_u64, |sum, info| sum.saturating_add(of(info)));
         Self {
             objects: sum(&|info| info.active),
-            in_use: sum(&in_use),
+            in_use_bytes: sum(&in_use_bytes),
             resident: sum(&|info| info.total.resident_bytes),
             slabs: sum(&|info| u64::from(info.total.slabs)),
             partial: sum(&|info| u64::from(info.total.partial)),
@@ -31,22 +31,21 @@ impl Totals {
     }
 }
 
-/// Bytes of objects in use.
-pub fn in_use(info: &SlabInfo) -> u64 {
+pub fn in_use_bytes(info: &SlabInfo) -> u64 {
     info.active.saturating_mul(info.object_bytes as u64)
 }
 
-/// Returns a share in percent; `None` if the whole is 0.
+/// Returns `part` in percent of `whole`; `None` if `whole` is 0.
 pub fn percent(part: u64, whole: u64) -> Option<u64> {
     let percent = u128::from(part) * 100 / u128::from(whole).max(1);
     (whole > 0).then(|| u64::try_from(percent).unwrap_or(u64::MAX))
 }
 
-fn shown(percent: Option<u64>) -> String {
+fn percent_text(percent: Option<u64>) -> String {
     percent.map_or_else(|| "-".to_owned(), |percent| percent.to_string())
 }
 
-/// Returns the order: a slab has two to the power of this pages.
+/// Returns the order of a cache's slabs: a slab has 2^order OS pages.
 pub fn order(info: &SlabInfo) -> u32 {
     (info.slab_bytes / os_page_bytes()).checked_ilog2().unwrap_or(0)
 }
@@ -63,28 +62,28 @@ pub fn flags(info: &SlabInfo) -> String {
     flags.into_iter().filter(|(_, is_set)| *is_set).map(|(flag, _)| flag).collect()
 }
 
-/// Formatting of a table.
+/// How a table is formatted.
 #[derive(Clone, Copy, Default)]
 pub struct Style {
-    /// Numbers to the last digit, units in full.
+    /// Numbers have all digits, and units are not abbreviated.
     pub is_exact: bool,
-    /// Maximum width of a row; longer names are truncated.
-    pub most_columns: Option<usize>,
+    /// Maximum width of a row; longer names are truncated. `None` for whole names.
+    pub max_columns: Option<usize>,
 }
 
 impl Style {
-    /// Returns the style for standard output: a file or a pipe gets whole names.
+    /// Returns the style for standard output. Names are truncated only on a terminal.
     pub fn of_output(is_exact: bool) -> Self {
         let is_terminal = std::io::stdout().is_terminal() && !is_exact;
-        let columns = || terminal_size::terminal_size().map_or(USUAL_COLUMNS, |(width, _)| width.0.into());
-        Self { is_exact, most_columns: is_terminal.then(columns) }
+        let columns = || terminal_size::terminal_size().map_or(DEFAULT_COLUMNS, |(width, _)| width.0.into());
+        Self { is_exact, max_columns: is_terminal.then(columns) }
     }
 
     fn bytes(self, bytes: u64) -> String {
         let exact = Bytes(bytes).to_string();
         match exact.split_once(' ') {
             Some((number, unit)) if !self.is_exact => {
-                // Three digits are enough.
+                // A number with more than four characters loses its decimals.
                 let number = if number.len() > 4 { number.split('.').next().unwrap_or(number) } else { number };
                 format!("{number}{}", unit.trim_end_matches(['i', 'B']))
             }
@@ -92,7 +91,7 @@ impl Style {
         }
     }
 
-    /// Formats a number with at most this many digits, in thousands, millions and so on.
+    /// Formats a number with at most `digits` digits, in thousands, millions and so on.
     fn count(self, count: u64, digits: usize) -> String {
         const UNITS: [&str; 6] = ["K", "M", "G", "T", "P", "E"];
         let exact = count.to_string();
@@ -104,11 +103,11 @@ impl Style {
     }
 }
 
-/// Width if the terminal does not report one.
-const USUAL_COLUMNS: usize = 80;
+/// Line width if the terminal does not report its width.
+const DEFAULT_COLUMNS: usize = 80;
 
-/// Minimum width of a truncated name.
-const SHORTEST_NAME: usize = 8;
+/// Minimum length of a truncated name.
+const MIN_NAME_LEN: usize = 8;
 
 const COLUMNS: [&str; 10] =
     ["NAME", "OBJECTS", "OBJSIZE", "SPACE", "SLABS/PART/EMPTY", "O/S", "O", "%FR", "%EF", "FLG"];
@@ -124,14 +123,13 @@ fn row(info: &SlabInfo, style: Style) -> [String; COLUMNS.len()] {
         slabs.join("/"),
         info.objects_per_slab.to_string(),
         order(info).to_string(),
-        shown(percent(u64::from(total.partial), u64::from(total.slabs))),
-        shown(percent(in_use(info), total.resident_bytes)),
+        percent_text(percent(u64::from(total.partial), u64::from(total.slabs))),
+        percent_text(percent(in_use_bytes(info), total.resident_bytes)),
         flags(info),
     ]
 }
 
-/// Truncates a name to `most` characters.
-fn cut(name: &str, most: usize) -> String {
+fn truncated(name: &str, most: usize) -> String {
     if name.chars().count() <= most { name.to_owned() } else { name.chars().take(most - 1).collect::<String>() + "…" }
 }
 
@@ -144,26 +142,27 @@ pub fn text_of(caches: &[&SlabInfo], style: Style) -> String {
     aligned(&rows, style, false) + &footer(caches)
 }
 
-/// Aligns rows, indented by two spaces. The first row has the names of all columns. The first column is aligned to the
-/// left, the others to the right, the last one only if `is_last_right`. The last cell of a shorter row is not aligned.
-pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right: bool) -> String {
+/// Aligns rows, indented by two spaces. The first row has the titles of all columns. The first column is
+/// aligned to the left and the others to the right, the last column only if `is_last_right_aligned`. In a row with
+/// fewer cells, the last cell is not aligned.
+pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right_aligned: bool) -> String {
     let count = rows.first().map_or(0, Vec::len);
     let width_of = |column: usize| {
         let is_aligned = |row: &&Vec<String>| row.len() == count || column == 0;
         rows.iter().filter(is_aligned).map(|row| row[column].chars().count()).max().unwrap_or(0)
     };
     let mut widths: Vec<usize> = (0..count).map(width_of).collect();
-    if let Some(most) = style.most_columns {
-        // Two spaces before the first column, one before each other.
+    if let Some(most) = style.max_columns {
+        // Two spaces precede the first column, and one each other column.
         let others = widths[1..].iter().map(|width| width + 1).sum::<usize>() + 2;
-        widths[0] = widths[0].min(most.saturating_sub(others).max(SHORTEST_NAME));
+        widths[0] = widths[0].min(most.saturating_sub(others).max(MIN_NAME_LEN));
     }
     let mut text = String::new();
     for row in rows {
-        let mut line = format!("  {:<width$}", cut(&row[0], widths[0]), width = widths[0]);
+        let mut line = format!("  {:<width$}", truncated(&row[0], widths[0]), width = widths[0]);
         for (column, cell) in row.iter().enumerate().skip(1) {
-            let is_free = column + 1 == row.len() && (row.len() < count || !is_last_right);
-            let width = if is_free { 0 } else { widths[column] };
+            let is_unaligned = column + 1 == row.len() && (row.len() < count || !is_last_right_aligned);
+            let width = if is_unaligned { 0 } else { widths[column] };
             let _ = write!(line, " {cell:>width$}");
         }
         text += line.trim_end();
@@ -178,9 +177,9 @@ fn footer(caches: &[&SlabInfo]) -> String {
     let mut text = format!(
         "  {count}: {} objects, {} in use of {} resident ({} %)\n  {} slabs, {} in part",
         totals.objects,
-        Bytes(totals.in_use),
+        Bytes(totals.in_use_bytes),
         Bytes(totals.resident),
-        shown(percent(totals.in_use, totals.resident)),
+        percent_text(percent(totals.in_use_bytes, totals.resident)),
         totals.slabs,
         totals.partial
     );
@@ -206,7 +205,8 @@ mod tests {
         text.lines().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")).collect()
     }
 
-    /// One row for each cache with Linux's columns, sums below; exact on request.
+    /// The table has a row for each cache with Linux's columns, and the sums below. The style `is_exact` shows
+    /// all digits.
     #[test]
     fn a_table_has_rows_and_sums() {
         let (owner, handle) = (info("nodes", CacheKind::ByOwner), info("entries", CacheKind::ByHandle));
@@ -230,9 +230,10 @@ mod tests {
         assert_eq!(super::tests::lines(&exact)[1], expected);
     }
 
-    /// Usual names and numbers fit 80 columns; long names are truncated to the width, but never to nothing.
+    /// Usual names and numbers fit into 80 columns. Long names are truncated to the width, but not below the
+    /// minimum.
     #[test]
-    fn a_table_is_as_wide_as_it_may_be() {
+    fn long_names_are_truncated_to_the_width() {
         let mut large = info("directory_entries", CacheKind::ByOwner);
         (large.active, large.object_bytes, large.objects_per_slab) = (12_345_678, 4096, 1024);
         large.total.resident_bytes = 123 << 30;
@@ -242,14 +243,14 @@ mod tests {
         let text = text_of(&[&large, &small], Style::default());
         assert!(widest(&text) <= 80 && lines(&text)[1].contains(" 12345678 4K 123G 98765/4321/10 "), "{text}");
         large.name = "n".repeat(64).into();
-        let text = text_of(&[&large, &small], Style { most_columns: Some(80), ..Style::default() });
+        let text = text_of(&[&large, &small], Style { max_columns: Some(80), ..Style::default() });
         assert!(widest(&text) == 80 && text.contains("nnn… "), "{text}");
-        let narrow = text_of(&[&large, &small], Style { most_columns: Some(10), ..Style::default() });
+        let narrow = text_of(&[&large, &small], Style { max_columns: Some(10), ..Style::default() });
         assert!(lines(&narrow)[1].starts_with("nnnnnnn… 12345678"), "{narrow}");
         assert!(text_of(&[&large], Style::default()).contains(&*large.name));
     }
 
-    /// Numbers have three or four digits and a unit.
+    /// Numbers have three or four digits, and a unit.
     #[test]
     fn numbers_are_short() {
         let short = Style::default();
@@ -259,24 +260,24 @@ mod tests {
         assert_eq!(counts, ["99999", "100K", "9999K", "10M", "18E"]);
     }
 
-    /// A shorter row ends with an unaligned cell, which does not widen a column.
+    /// A row with fewer cells ends with an unaligned cell, which widens no column.
     #[test]
-    fn short_rows_are_free() {
+    fn the_last_cell_of_a_short_row_is_unaligned() {
         let rows = [vec!["NAME", "A", "B"], vec!["long_name", "10", "20"], vec!["x", "a long sentence"]];
         let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect());
         let text = aligned(&rows, Style::default(), true);
         assert_eq!(text, "  NAME       A  B\n  long_name 10 20\n  x         a long sentence\n");
     }
 
-    /// Impossible figures do not overflow.
+    /// Impossible values do not overflow.
     #[test]
-    fn absurd_figures_are_survived() {
-        let mut absurd = info("x", CacheKind::Fixed);
-        (absurd.active, absurd.object_bytes, absurd.total.resident_bytes) = (u64::MAX, usize::MAX, 1);
-        absurd.slab_bytes = 1;
-        absurd.total.slabs = u32::MAX;
+    fn impossible_values_do_not_overflow() {
+        let mut impossible = info("x", CacheKind::Fixed);
+        (impossible.active, impossible.object_bytes, impossible.total.resident_bytes) = (u64::MAX, usize::MAX, 1);
+        impossible.slab_bytes = 1;
+        impossible.total.slabs = u32::MAX;
         for is_exact in [false, true] {
-            let text = text_of(&[&absurd, &absurd], Style { is_exact, most_columns: Some(0) });
+            let text = text_of(&[&impossible, &impossible], Style { is_exact, max_columns: Some(0) });
             assert!(text.contains("2 caches"), "{text}");
         }
     }

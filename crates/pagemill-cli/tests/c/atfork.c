@@ -1,8 +1,9 @@
-/* atfork CASE COUNT: forks, in a process with a library whose constructor registered handlers before anything was allocated.
+/* atfork CASE COUNT [PLUGIN]: forks COUNT times, with a library whose constructor registered fork handlers
+ * before the first allocation.
  *
- * `allocate`: its handlers allocate. `join`: its prepare handler joins threads that allocate. `order`: handlers of this
- * program, registered in `main`, run within those of the library, and all of them may allocate. `unload PLUGIN`: the handlers
- * of a plugin end with it. */
+ * `allocate`: the library's handlers allocate. `join`: its prepare handler joins threads that allocate.
+ * `order`: this program's handlers, registered in `main`, run in the right order, and all may allocate.
+ * `unload PLUGIN`: the handlers of an unloaded plugin are not called. */
 #include "check.h"
 #include <dlfcn.h>
 
@@ -12,27 +13,27 @@ static void *of_library(const char *name) {
     return found;
 }
 
-static char said[8];
+static char called_handlers[8];
 
-static void say(char letter) {
+static void record_call(char letter) {
     free(malloc(hidden(70000)));
     free(malloc(hidden(70)));
-    said[strlen(said)] = letter;
+    called_handlers[strlen(called_handlers)] = letter;
 }
 
-static void first_prepare(void) { say('a'); }
-static void second_prepare(void) { say('b'); }
-static void first_after(void) { say('c'); }
-static void second_after(void) { say('d'); }
+static void first_prepare(void) { record_call('a'); }
+static void second_prepare(void) { record_call('b'); }
+static void first_after(void) { record_call('c'); }
+static void second_after(void) { record_call('d'); }
 
 static void fork_once(const char *expected) {
-    memset(said, 0, sizeof said);
+    memset(called_handlers, 0, sizeof called_handlers);
     void *held = malloc(3 * MIB);
     CHECK(held);
     mark(held, 3 * MIB, 7);
     pid_t child = fork();
     CHECK(child >= 0);
-    CHECK(strcmp(said, expected) == 0);
+    CHECK(strcmp(called_handlers, expected) == 0);
     CHECK(is_marked(held, 3 * MIB, 3 * MIB, 7));
     free(held);
     if (child == 0)
@@ -48,7 +49,7 @@ static void unload(const char *plugin) {
     fork_once("");
     CHECK(*count == 2);
     CHECK(dlclose(loaded) == 0);
-    /* Its handlers are unmapped: one that is still registered would end this. */
+    /* The handlers of the plugin are unmapped, so a call of one would end this program. */
     fork_once("");
 }
 

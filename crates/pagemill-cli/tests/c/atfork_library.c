@@ -1,7 +1,7 @@
 /* A library whose constructor registers fork handlers before it allocates anything.
  *
- * ATFORK says what they do: `allocate`, all three of them; `join`, the first waits for threads that allocate until it tells
- * them to end, and the others start them anew (in the child: one that is joined at once). */
+ * All three handlers allocate. After `atfork_start_threads`, the prepare handler also ends and joins the
+ * threads that allocate, and the others start threads again (in the child: one, which is joined at once). */
 #include "check.h"
 
 static pthread_t threads[3];
@@ -35,7 +35,7 @@ void atfork_end_threads(void) {
     __atomic_store_n(&is_over, 0, __ATOMIC_RELAXED);
 }
 
-/* How often the handlers ran: before, in the parent, in the child. */
+/* Returns how often a handler ran: 0 the prepare handler, 1 the parent's, 2 the child's. */
 int atfork_ran(int moment) {
     return ran[moment];
 }

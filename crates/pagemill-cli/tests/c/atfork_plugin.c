@@ -1,4 +1,4 @@
-/* Registers fork handlers when it is loaded; they count. */
+/* Registers fork handlers when it is loaded. The handlers count their calls. */
 #include <pthread.h>
 
 int plugin_count;

@@ -1,4 +1,5 @@
-/* One allocation grows from 64 KiB to 512 MiB and shrinks again; every page holds its own number. */
+/* One allocation grows from 64 KiB to 512 MiB and shrinks again. Every page has a number that depends on its
+ * position. */
 #include "check.h"
 
 static void check(uint64_t *words, size_t size, uint64_t salt) {

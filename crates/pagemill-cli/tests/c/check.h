@@ -1,4 +1,4 @@
-/* Shared by the test programs: checks that print their line, and patterns that detect foreign writes. */
+/* Shared by the test programs: a check that prints its line, and patterns that show overwritten memory. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <malloc.h>
@@ -21,13 +21,13 @@
         }                                                                                 \
     } while (0)
 
-/* Hides a value from the optimizer. */
+/* Returns the value in a way that the compiler cannot predict. */
 static inline size_t hidden(size_t value) {
     volatile size_t copy = value;
     return copy;
 }
 
-/* Resident bytes of this process. */
+/* Returns the resident bytes of this process. */
 static inline size_t resident(void) {
     long pages = 0, all = 0;
     FILE *file = fopen("/proc/self/statm", "r");
@@ -36,7 +36,7 @@ static inline size_t resident(void) {
     return (size_t)pages * 4096;
 }
 
-/* Writes a word into the first and last bytes and every page between. */
+/* Writes a byte that depends on `word` to every page, to the middle and to the end of the memory. */
 static inline void mark(void *memory, size_t size, uint64_t word) {
     unsigned char *bytes = memory;
     unsigned char low = (unsigned char)(word ^ word >> 8 ^ word >> 16) | 1;
@@ -46,7 +46,7 @@ static inline void mark(void *memory, size_t size, uint64_t word) {
         bytes[size - 1] = bytes[size / 2] = low;
 }
 
-/* Whether the marks of the first `size` of `marked` bytes are still there. */
+/* Returns whether the first `size` bytes still have the pattern that `mark` wrote to `marked` bytes. */
 static inline int is_marked(void *memory, size_t size, size_t marked, uint64_t word) {
     unsigned char *bytes = memory;
     unsigned char low = (unsigned char)(word ^ word >> 8 ^ word >> 16) | 1;

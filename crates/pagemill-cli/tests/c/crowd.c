@@ -1,4 +1,5 @@
-/* crowd COUNT: more concurrent processes than the tree's page has entries; each allocates, all succeed. */
+/* crowd COUNT: runs more processes at once than the tree's page has places for. Each of them allocates
+ * successfully. */
 #include "check.h"
 
 int main(int argc, char **argv) {

@@ -1,4 +1,5 @@
-/* Allocates before main and after it: constructors, destructors, exit handlers, a thread that outlives main. */
+/* Allocates before and after main: in constructors, destructors, exit handlers, and a thread that runs until
+ * the end. */
 #include "check.h"
 
 static void *early[3];

@@ -1,4 +1,4 @@
-/* The behaviour of every function of the malloc family; the argument names the case. */
+/* family CASE: checks the behaviour of the functions of the malloc family. Each case is a function below. */
 #include "check.h"
 
 static void zero(void) {
@@ -103,7 +103,7 @@ static void alignment(void) {
     void *small = NULL;
     CHECK(posix_memalign(&small, 4, 100) == EINVAL && posix_memalign(&small, 2, 100) == EINVAL && !small);
     CHECK(posix_memalign(&small, 1, 100) == EINVAL && !small);
-    /* Rounded up, as the C library does. */
+    /* `memalign` rounds the alignment up to a power of two, as the C library's does. */
     for (size_t wish = 0; wish < 70000; wish = wish * 2 + 3) {
         size_t align = 1;
         while (align < wish)
@@ -177,7 +177,8 @@ static void keeps_errno(void) {
     CHECK(errno == 1234);
 }
 
-/* Freed memory is returned on request; a repeated request finds none. */
+/* malloc_trim returns freed memory to the system and returns 1; a second call has nothing to return and
+ * returns 0. */
 static void trim(void) {
     enum { COUNT = 128, SMALL = 20000 };
     static void *large[COUNT], *small[SMALL];
@@ -200,7 +201,7 @@ static void trim(void) {
         CHECK(is_zero(large[i] = calloc(1, MIB), MIB));
 }
 
-/* Memory is zero whatever happened to it before: written, freed, returned, moved, shrunk. */
+/* calloc returns zeros, even if the memory was written, freed, trimmed, moved or shrunk before. */
 static void zeroed(void) {
     size_t sizes[] = {1, 8, 100, 1000, 4096, 14000, 33000, 65535, 65536, 65537, 100000, 500000, MIB, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 3 * MIB, 5 * MIB, 20 * MIB, 33 * MIB, 70 * MIB};
     for (int round = 0; round < 3; round++)
@@ -231,7 +232,7 @@ static void zeroed(void) {
         }
 }
 
-/* Calls of malloc inside the C library are served, too. */
+/* Memory that functions of the C library allocate can be freed. */
 static void borrowed(void) {
     char *line = NULL;
     size_t room = 0;

@@ -1,5 +1,5 @@
-/* Allocates and frees in all sizes, forks, starts a thread, gives all back; what it holds must keep its bytes. `NULL` with ENOMEM is
- * an answer. What comes before getppid is its start. */
+/* Allocates and frees in all sizes, forks, starts a thread, and frees all, while single kernel calls fail.
+ * Allocated memory must keep its contents. NULL with ENOMEM is a valid result. The set-up ends with getppid. */
 #include "check.h"
 #include <fcntl.h>
 
@@ -22,7 +22,7 @@ static void check_all(void) {
         CHECK(is_marked(memory[slot], sizes[slot], sizes[slot], slot + 1));
 }
 
-/* Resident bytes; one of the calls may fail. */
+/* Returns the resident bytes. Tries twice, since one of its calls may be the failing one. */
 static size_t held(void) {
     for (int tries = 0; tries < 2; tries++) {
         long pages = 0, all = 0;

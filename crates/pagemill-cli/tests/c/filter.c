@@ -1,5 +1,7 @@
-/* filter refuse|kill PROGRAM...: starts a program that may make few system calls; others are refused (ENOSYS), or kill it.
-   filter deny|deny-kill PROGRAM...: refuses (EPERM), or kills for, the calls that the default profile of Docker forbids. */
+/* filter refuse|kill PROGRAM...: starts a program that may make only the system calls in `allowed`. Other
+ * calls return ENOSYS or kill the program.
+ * filter deny|deny-kill PROGRAM...: the calls in `forbidden`, which Docker's default profile forbids, return
+ * EPERM or kill the program. */
 #include "check.h"
 #include <linux/filter.h>
 #include <linux/seccomp.h>

@@ -1,4 +1,5 @@
-/* fork CHILDREN: forks while other threads allocate all the time; every child allocates, some fork again, some exec. */
+/* fork CHILDREN: forks while other threads allocate all the time. Every child allocates; some fork again or
+ * exec. */
 #include "check.h"
 
 static volatile int is_over;

@@ -1,5 +1,6 @@
-/* argv[1] MiB are allocated in pieces of argv[2] KiB, written and freed; then argv[3] children allocate and write as much as they get, up to
- * the same amount each, and hold it until all have ended allocating. Prints the MiB of all children together. */
+/* forked MIB KIB CHILDREN: allocates MIB in allocations of KIB, writes and frees them. Then each of CHILDREN
+ * children allocates and writes as much as it gets, at most MIB, and keeps it until all children have
+ * finished allocating. Prints the MiB of all children together. */
 #include "check.h"
 
 static size_t fill(size_t pieces, size_t size, char **held) {

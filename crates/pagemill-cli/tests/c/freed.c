@@ -1,4 +1,5 @@
-/* Holds MIB of pieces of SIZE bytes and frees them. Then works a fifth of the time, with small pieces, until it is killed. */
+/* freed SIZE MIB: allocates MIB in allocations of SIZE bytes and frees them. Then works a fifth of the time,
+ * with small allocations, until it is killed. */
 #include "check.h"
 
 int main(int count, char **words) {

@@ -1,5 +1,5 @@
-// Allocates blocks of one size until three allocations in a row fail, frees a hundredth, and goes on to use the rest. Every
-// block holds its number.
+// full [BYTES]: allocates blocks of BYTES until three calls in a row fail. Prints the MiB, checks that every
+// block has its number, and frees all.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

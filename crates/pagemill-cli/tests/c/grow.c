@@ -1,9 +1,9 @@
-/* Grows at an awkward moment, chosen by argv[1]:
-   handlers  the program's own fork handlers, registered on the libc fallback, allocate after it has grown
+/* grow CASE: the program grows (Pagemill replaces the C library's malloc) in a difficult situation:
+   handlers  the program's fork handlers, registered before it grows, allocate afterwards
    forks     one thread grows while others fork and register handlers; children allocate and end
    clearenv  the environment is cleared before it grows
-   stack     the thread that grows has hardly more stack than the minimum
-   keys      all thread keys are taken before: jemalloc cannot start, so the C library goes on serving */
+   stack     the thread that grows has little more stack than the minimum
+   keys      all thread keys are in use, so jemalloc cannot start, and the C library continues to serve */
 #include "check.h"
 #include <limits.h>
 
@@ -16,7 +16,7 @@ static void hold(size_t kib) {
 }
 
 static void allocate(void) {
-    /* Sizes that no thread cache has yet, of both allocators. */
+    /* These sizes are in no thread cache yet, neither of jemalloc nor of Pagemill. */
     for (size_t size = 1000; size < 200 * KIB; size += 3333) free(malloc(size));
 }
 
@@ -66,7 +66,7 @@ int main(int argc, char **argv) {
         pthread_attr_t attributes;
         pthread_t thread;
         pthread_attr_init(&attributes);
-        /* Unoptimised builds, of jemalloc above all, have larger frames. */
+        /* Unoptimised builds, above all of jemalloc, need more stack. */
         CHECK(pthread_attr_setstacksize(&attributes, PTHREAD_STACK_MIN + 48 * KIB) == 0);
         CHECK(pthread_create(&thread, &attributes, grower, NULL) == 0);
         pthread_join(thread, NULL);

@@ -1,4 +1,5 @@
-/* held MIB PIECE-KIB [free|exit|kill]: holds so much at its peak; prints how much of it is in huge pages. */
+/* held MIB KIB [free|exit|kill]: allocates MIB in allocations of KIB, prints how much is in huge pages, and
+ * then frees all, ends by _exit, or kills itself. */
 #include "check.h"
 #include <signal.h>
 

@@ -1,4 +1,4 @@
-/* Holds 100 MiB in pieces of 1 MiB, frees them, and sleeps for an hour. */
+/* Allocates 100 MiB in allocations of 1 MiB, frees them, and sleeps for an hour. */
 #include "check.h"
 
 int main(void) {

@@ -1,11 +1,11 @@
-/* The first process of a machine that lives for one test: runs what /cases lists, each line in a control group of its
-   own, writes the results to the second serial line, and turns the machine off. (The first line is the kernel's.)
+/* The first process in the emulator: runs the cases listed in /cases, each in a control group of its own, writes the
+   results to the second serial line (the first is the kernel's), and powers the emulator off.
 
        NAME MAX HIGH [VARIABLE=VALUE...] PROGRAM [ARGUMENT...]
-                                               a line of /cases; MAX and HIGH as memory.max and memory.high take them
+                                               a line of /cases; MAX and HIGH are written to memory.max and memory.high
 
-       @begin NAME WHAT                        the results: texts, then how the program ended; after the last case
-       a text                                  `@done`
+       @begin NAME WHAT                        the results of a case: its texts, then how it ended;
+       a text                                  `@done` follows the last case
        @end
        @case NAME exit STATUS                  or `signal NUMBER` */
 #include "check.h"
@@ -40,7 +40,7 @@ static void open_results(void) {
     CHECK(tcsetattr(fileno(results), TCSANOW, &raw) == 0);
 }
 
-/* Writes a text to an existing file; returns whether all of it was written. */
+/* Writes a text to an existing file. Returns whether the whole text was written. */
 static int put(const char *folder, const char *file, const char *text) {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", folder, file);
@@ -52,7 +52,7 @@ static int put(const char *folder, const char *file, const char *text) {
     return is_put;
 }
 
-/* Copies a file to the results, if it exists. */
+/* Copies a file to the results, if the file exists. */
 static void tell(const char *name, const char *what, const char *path) {
     FILE *from = fopen(path, "r");
     if (!from)
@@ -79,7 +79,7 @@ static void run_case(const char *name, const char *max, const char *high, char *
     snprintf(events, sizeof events, "%s/memory.events", group);
     CHECK(mkdir(group, 0755) == 0);
     CHECK(put(group, "memory.max", max) && put(group, "memory.high", high));
-    put(group, "memory.swap.max", "0"); /* missing without swap */
+    put(group, "memory.swap.max", "0"); /* the file is missing without swap */
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0)
@@ -120,5 +120,5 @@ int main(void) {
     tcdrain(fileno(results));
     sync();
     reboot(RB_POWER_OFF);
-    return 1; /* if the first process ends, the kernel panics, which ends the machine, too */
+    return 1; /* if the first process ends, the kernel panics, which ends the emulator, too */
 }

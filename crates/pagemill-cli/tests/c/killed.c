@@ -1,4 +1,5 @@
-/* Members of the tree are killed at random moments, also while they change the shared page; the others go on. */
+/* Members of the process tree are killed at random times, also while they change the tree's page. The others
+ * continue. */
 #include "check.h"
 #include <signal.h>
 
@@ -35,7 +36,7 @@ int main(void) {
             CHECK(waitpid(children[i], NULL, 0) == children[i]);
         }
     }
-    /* Everything that the killed processes held is free again. */
+    /* The memory of the killed processes can be allocated again. */
     for (int i = 0; i < 200; i++) {
         void *memory = malloc(MIB);
         if (!memory)

@@ -1,5 +1,5 @@
-// Holds argv[1] KiB in pieces of 10 KiB, then allocates and frees argv[2] times, and prints whether an arena of
-// terabytes is reserved. All live pieces keep their pattern.
+// libc_fallback KIB [CALLS]: allocates KIB in allocations of 10 KiB, calls malloc and free CALLS times, and
+// prints whether an arena of terabytes is reserved. All live memory keeps its contents.
 #include "check.h"
 
 static int has_arena(void) {

@@ -1,5 +1,6 @@
-/* limit BLOCK-KIB LEAST-MIB MOST-MIB [same]: allocates and touches until a call fails, then goes on with the memory
-   that it frees, in other sizes, too, unless the last argument is `same`. */
+/* limit KIB LEAST-MIB MOST-MIB [same]: allocates and writes blocks of KIB until a call fails, which must
+ * happen between the two amounts. Frees half and allocates again. Without `same`, frees all and allocates
+ * blocks of another size. */
 #include "check.h"
 
 enum { MOST = 1 << 20 };
@@ -27,7 +28,7 @@ int main(int argc, char **argv) {
     long count = fill(0, size);
     fprintf(stderr, "refused after %zu MiB\n", count * size / MIB);
     CHECK(count * size >= least && count * size <= most);
-    /* Further calls fail, or return untouched memory, and nothing breaks. */
+    /* Further calls fail or return memory that is not touched yet, and contents stay intact. */
     for (int i = 0; i < 10; i++) {
         errno = 0;
         void *more = malloc(size > MIB ? size : MIB);
@@ -44,7 +45,7 @@ int main(int argc, char **argv) {
     }
     for (long i = 0; i < count; i++)
         CHECK(is_marked(blocks[i], size, size, i));
-    /* After half of it is freed, as much can be allocated again, in other sizes, too. */
+    /* After half of the memory was freed, about as much can be allocated again. */
     long half = count / 2;
     for (long i = half; i < count; i++)
         free(blocks[i]);

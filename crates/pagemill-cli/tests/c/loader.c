@@ -1,4 +1,4 @@
-/* loader PLUGIN: loads and unloads a library that allocates, while other threads allocate. */
+/* loader PLUGIN: loads and unloads a library that allocates, while another thread allocates. */
 #include "check.h"
 #include <dlfcn.h>
 

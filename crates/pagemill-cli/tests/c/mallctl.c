@@ -1,5 +1,5 @@
-/* jemalloc's control call, by a program that may be linked to jemalloc (then it prints that). Purges return freed
-   memory, of sizes below and above 64 KiB, and the sums count live memory. */
+/* Calls jemalloc's `mallctl`, and prints the version. Purges must return freed memory, of sizes below and
+ * above 64 KiB, and the statistics must count live memory. The program may be linked to jemalloc. */
 #include "check.h"
 
 __attribute__((weak)) int mallctl(const char *name, void *old, size_t *old_len, void *new, size_t new_len);

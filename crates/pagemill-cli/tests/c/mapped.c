@@ -1,8 +1,9 @@
-/* mapped MIB RUN: maps so much itself, without malloc, and holds it until the process RUN (0: the parent) has sampled it. */
+/* mapped MIB RUN: maps and writes MIB without malloc, and keeps it until the process RUN (0: the parent) has
+ * sampled it. */
 #include "check.h"
 #include <sys/mman.h>
 
-/* Voluntary context switches of a process: one between two samples. */
+/* Returns the number of voluntary context switches of a process. `run` has one between two samples. */
 static long sleeps(long pid) {
     char path[64], line[256];
     long count = -1;

@@ -1,4 +1,5 @@
-/* mixed THREADS STEPS LARGEST-KIB [may-fail]: random calls in many threads, contents checked before each change. */
+/* mixed THREADS STEPS LARGEST-KIB [may-fail]: makes random calls in many threads, and checks the contents
+ * before each change. */
 #include "check.h"
 
 enum { SLOTS = 300 };
@@ -13,7 +14,7 @@ struct slot {
     uint64_t word;
 };
 
-/* Sizes spread evenly over the powers of two. */
+/* Returns a random size. Each power of two is equally likely. */
 static size_t random_size(uint64_t *state) {
     size_t size = (size_t)1 << next_random(state) % 26;
     size += next_random(state) % size;

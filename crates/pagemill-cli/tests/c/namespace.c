@@ -1,4 +1,5 @@
-/* namespace PLUGIN: loads a plugin into namespaces of its own (dlmopen), beside allocations of this one, and forks. */
+/* namespace PLUGIN: loads a plugin into new linker namespaces (dlmopen), where it allocates, while this
+ * program allocates and forks. */
 #include "check.h"
 #include <dlfcn.h>
 

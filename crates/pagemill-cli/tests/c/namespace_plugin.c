@@ -1,4 +1,4 @@
-/* Allocates on two threads of its own namespace; hands memory out and takes it back. */
+/* Allocates on two threads of its linker namespace. Allocates memory for the program, and frees it. */
 #include "check.h"
 
 static void *work(void *unused) {

@@ -1,4 +1,4 @@
-// C++ on top of malloc: new, aligned new, nothrow new, containers that grow, bad_alloc.
+// C++ operators on top of malloc: new, aligned new, nothrow new, containers that grow, bad_alloc.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -18,7 +18,7 @@
         }                                                                    \
     } while (0)
 
-// Prevents the compiler from removing an allocation.
+// The compiler cannot remove an allocation whose address is stored here.
 static char *volatile sink;
 
 struct alignas(4096) Page {

@@ -1,7 +1,9 @@
-/* On each CPU in turn allocates 48 MiB in pieces of 256 KiB, which the next CPU writes: pages come from the node of the
-   allocating CPU only if the allocator binds them. All is freed, and allocated once more from the last CPU to the first.
-   Prints for each CPU its node, and how many of the pages are there according to the kernel:
-   `cpu C node N pages P here H`. In the end runs `argv[1] meminfo --json` on this process. */
+/* nodes PAGEMILL: on each CPU in turn allocates 48 MiB in allocations of 256 KiB, which another CPU writes
+ * first. So the pages are on the allocating CPU's node only if the allocator binds them. Then frees all, and
+ * allocates again from the last CPU to the first.
+ *
+ * Prints for each CPU its node, and how many of the pages the kernel reports there: `cpu C node N pages P
+ * here H`. At the end, runs `PAGEMILL meminfo --json` on this process. */
 #include "check.h"
 #include <sched.h>
 #include <sys/syscall.h>
@@ -11,7 +13,7 @@ enum { PIECES = 192, PIECE_PAGES = 64, MOST_CPUS = 8 };
 static char *held[MOST_CPUS][PIECES];
 static int cpus;
 
-/* Moves this thread to a CPU; returns the node of that. */
+/* Moves this thread to a CPU, and returns the CPU's node. */
 static unsigned move_to(int cpu) {
     cpu_set_t only;
     unsigned cpu_now, node;
@@ -22,12 +24,12 @@ static unsigned move_to(int cpu) {
     return node;
 }
 
-/* Pages of a piece that lie on `node`. */
+/* Returns how many pages of an allocation are on `node`. */
 static int pages_on(char *piece, unsigned node) {
     void *pages[PIECE_PAGES];
     int nodes[PIECE_PAGES], here = 0;
     for (int i = 0; i < PIECE_PAGES; i++) pages[i] = (char *)((uintptr_t)piece & ~(uintptr_t)4095) + i * 4096;
-    /* Without target nodes, the call only reports where pages are. */
+    /* Without target nodes, the call only reports where the pages are. */
     CHECK(syscall(SYS_move_pages, 0, (long)PIECE_PAGES, pages, NULL, nodes, 0) == 0);
     for (int i = 0; i < PIECE_PAGES; i++) here += nodes[i] == (int)node;
     return here;
@@ -43,7 +45,7 @@ static void ask_on(int cpu) {
     printf("cpu %d node %u pages %d here %d\n", cpu, node, PIECES * PIECE_PAGES, here);
 }
 
-/* Starts `pagemill meminfo --json` on this process, and returns its status. */
+/* Runs `pagemill meminfo --json` on this process, and returns its status. */
 static int look(const char *pagemill) {
     char self[16];
     int status;

@@ -1,4 +1,4 @@
-/* Allocates 180 MiB as overcommitted memory, touches and frees them, and never calls the allocator again. */
+/* Allocates 180 MiB, which Pagemill overcommits, writes and frees them, and then makes no allocator call. */
 #include "check.h"
 
 int main(void) {

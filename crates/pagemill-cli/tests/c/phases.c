@@ -1,5 +1,6 @@
-/* argv[1] threads hold argv[2] MiB together, phase after phase in pieces of another size, for argv[3] ms and at least
-   argv[4] phases (or one); memory freed by a phase does not fit the next. All memory is written and checked. */
+/* phases THREADS MIB MS [PHASES]: the threads together allocate MIB in each phase, write, check and free
+ * them. Each phase uses another size, which memory freed by the phase before does not fit. Runs for MS and
+ * at least PHASES (1) phases. */
 #include "check.h"
 #include <time.h>
 

@@ -1,5 +1,5 @@
-/* Allocates so many MiB in pieces of a length, fills them, frees all but every so many of them (0: frees all), prints its
- * id, and waits until its input is closed. */
+/* pieces MIB LEN KEEP: writes MIB in allocations of LEN bytes, and frees all of them but every KEEP-th (0:
+ * all). Prints the process id, and waits until its input is closed. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

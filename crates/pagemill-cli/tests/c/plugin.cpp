@@ -1,4 +1,4 @@
-// A library that allocates when it is loaded and frees when it is unloaded.
+// A library that allocates when it is loaded, and frees when it is unloaded.
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -9,7 +9,7 @@ static std::vector<std::string> words(1000, std::string(100, 'x'));
 static std::map<int, std::vector<char>> blocks;
 static void *raw;
 
-// Constructed after the objects above.
+// The constructor runs after those of the objects above.
 static struct Loaded {
     Loaded() {
         raw = std::malloc(300000);
@@ -32,7 +32,7 @@ extern "C" size_t plugin_sum() {
     return sum;
 }
 
-// The loading program frees this block after it unloaded the library.
+// The program frees this block after it has unloaded the library.
 extern "C" void *plugin_gift(size_t size) {
     return std::malloc(size);
 }

@@ -1,12 +1,13 @@
-/* Writes more volatile files into a mount of Pagemill than the group may hold, and keeps one that is not: ram PAGEMILL.
-   No process is killed, a full file system has room again soon, and the newest file and the kept one are whole. */
+/* ram PAGEMILL: in a mount of Pagemill, writes more volatile files than the group's limit allows, and one
+ * other file. No process is killed, a full file system soon has room again, and the newest volatile file and
+ * the other file are intact. */
 #include "check.h"
 #include <fcntl.h>
 #include <sys/stat.h>
 
 static const char *pagemill;
 
-/* Runs the command to its end. */
+/* Runs the command, and checks that it succeeds. */
 static void run(char *const arguments[]) {
     pid_t child = fork();
     CHECK(child >= 0);
@@ -18,8 +19,8 @@ static void run(char *const arguments[]) {
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
-/* Writes a piece; repeats that while the file system is full. On an emulated machine the controller may be late by any
-   time, but it must make room. */
+/* Writes all bytes, and retries while the file system is full. In an emulator the controller may be late by
+ * any time, but it must make room. */
 static void write_all(int fd, const char *piece, size_t len) {
     for (int tries = 0; len > 0;) {
         ssize_t count = write(fd, piece, len);

@@ -1,4 +1,5 @@
-/* refused: at the limit, realloc to larger and smaller sizes; whether it fails or not, no byte of the block is lost. */
+/* At the limit, calls realloc with larger and smaller sizes. Whether a call fails or not, the contents stay
+ * intact. */
 #include "check.h"
 
 static char *filler[4096];

@@ -1,6 +1,7 @@
-/* sibling FREED-MIB FREED-KIB WANTED-MIB WANTED-KIB [keep|calm]: one child fills memory in pieces and frees it, stays idle;
- * another then needs room, which the first must return unless `calm`. With `keep` the first keeps all, and is killed
- * before the second starts. */
+/* sibling FREED-MIB FREED-KIB WANTED-MIB WANTED-KIB [keep|calm]: the first child allocates FREED-MIB, frees
+ * them, and stays idle. The second child then allocates WANTED-MIB, so the first must return its free
+ * memory, unless `calm` says that both fit. With `keep`, the first child frees nothing, and is killed before
+ * the second starts. */
 #include "check.h"
 #include <signal.h>
 
@@ -9,7 +10,7 @@ static long hold(size_t all, size_t piece, void ***held) {
     void **memory = calloc(count, sizeof *memory);
     CHECK(memory);
     for (long i = 0; i < count; i++) {
-        /* A sibling that a busy machine kept from answering in time is asked again. */
+        /* The call is repeated: on a busy machine, the sibling may be late to return memory. */
         for (int tries = 0; !(memory[i] = malloc(piece)) && tries < 5000; tries++)
             usleep(100000);
         if (!memory[i])

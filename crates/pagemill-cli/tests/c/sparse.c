@@ -1,4 +1,4 @@
-/* malloc grants as much as mmap would: 10 GB of zeros, touched in places. */
+/* malloc and calloc grant 10 GB, of which only a few pages are touched, as mmap would. */
 #include "check.h"
 
 int main(void) {

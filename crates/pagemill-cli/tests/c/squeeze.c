@@ -1,5 +1,5 @@
-/* Frees argv[1] MiB, then maps as much without malloc, a MiB every few milliseconds: an allocator can see that memory only
-   in the figures of its control group. */
+/* squeeze MIB: allocates and frees MIB, then maps as much without malloc, 1 MiB every few milliseconds. The
+ * allocator can see the mapped memory only in the usage of its control group. */
 #include "check.h"
 #include <sys/mman.h>
 

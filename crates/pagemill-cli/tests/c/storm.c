@@ -1,4 +1,5 @@
-/* Thousands of short threads, sixteen at a time; each frees blocks that another one allocated, and leaves some to the next. */
+/* Starts thousands of short threads, sixteen at a time. Each frees blocks that other threads allocated, and
+ * leaves some of its own. */
 #include "check.h"
 
 enum { ROUNDS = 250, AT_ONCE = 16, BOXES = 64 };
@@ -35,7 +36,7 @@ int main(void) {
         if (round == 50)
             early = resident();
     }
-    /* All memory of an ended thread is reused. */
+    /* The memory of ended threads is reused. */
     fprintf(stderr, "resident: %zu early, %zu at the end\n", early, resident());
     CHECK(resident() < early * 3 / 2 + 64 * MIB);
     return 0;

@@ -1,5 +1,5 @@
-/* Preloaded beside Pagemill into runtimes with handlers of their own: makes purged pages before the runtime starts, and
- * checks at its end that they still raise the right signal. */
+/* A preload library for language runtimes with signal handlers of their own. It has pages purged before the
+ * runtime starts, and checks at the end that access to them still raises the right signal. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -25,14 +25,14 @@ __attribute__((constructor)) static void begin(void)
 	ssize_t (*vrange)(void *, size_t, int, int, int *) = (void *)dlsym(RTLD_DEFAULT, "pagemill_vrange");
 	size_t len = 1 << 20;
 	if (!vrange)
-		return; /* a process without Pagemill, from which `pagemill run` starts the program */
+		return; /* in the process of `pagemill run`, which executes the program later */
 	area = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	memset(area, 7, len);
 	is_unsupported = vrange(area, len, 2, 0, NULL) < 0 && errno == EOPNOTSUPP;
 	malloc_trim(0);
 }
 
-/* The signal that a purged page raises now. */
+/* Returns the signal that access to a purged page raises now. */
 int strict_signal(void)
 {
 	if (is_unsupported)

@@ -1,5 +1,5 @@
-/* Strict ranges in a preloaded program: the signal for each fault, for every order of setting handlers, and how programs
- * end. */
+/* strict_preload CASE: strict volatile ranges in a preloaded program. `handlers` checks the signal of each
+ * fault, for every order of installing handlers. The other cases end the program by a signal. */
 #define _GNU_SOURCE
 #include <assert.h>
 #include <dlfcn.h>
@@ -31,7 +31,7 @@ static char *map(void)
 	return addr;
 }
 
-/* Pages that raise SIGBUS. */
+/* Returns the address of purged pages, which raise SIGBUS. */
 static char *purged(void)
 {
 	char *area = map();
@@ -62,7 +62,7 @@ static void set(int number, int flags)
 	assert(sigaction(number, &action, NULL) == 0);
 }
 
-/* The signal that reading at an address raises, or 0. */
+/* Returns the signal that a read of this address raises, or 0. */
 static int touch(volatile char *at)
 {
 	memset((void *)&last, 0, sizeof last);
@@ -87,7 +87,8 @@ static void *in_thread(void *area)
 	return NULL;
 }
 
-/* Handlers that a program sets before and after its first strict mark stay in effect, and sigaction returns them. */
+/* Handlers that the program installs before and after its first strict mark are called, and sigaction
+ * returns them. */
 static void handlers(void)
 {
 	struct sigaction action;
@@ -99,7 +100,7 @@ static void handlers(void)
 	assert(sigaction(SIGSEGV, NULL, &action) == 0);
 	assert(action.sa_sigaction == jump && (action.sa_flags & SA_SIGINFO) && !(action.sa_flags & SA_ONSTACK));
 
-	/* Set again, by each of the calls. */
+	/* Handlers are installed again, by sigaction and by signal. */
 	set(SIGSEGV, SA_NODEFER);
 	assert(touch(area) == SIGBUS && touch(none) == SIGSEGV && !nested_blocked);
 	assert(signal(SIGSEGV, (sighandler_t)jump) == (sighandler_t)jump);
@@ -110,7 +111,7 @@ static void handlers(void)
 	assert(sigaction(SIGSEGV, NULL, &action) == 0 && action.sa_handler == SIG_DFL);
 	assert(touch(area) == SIGBUS);
 
-	/* On the stack that the program chose. */
+	/* Handlers run on the alternate stack only if the program says so. */
 	stack_t stack = { .ss_sp = malloc(1 << 16), .ss_size = 1 << 16 };
 	assert(sigaltstack(&stack, NULL) == 0);
 	set(SIGSEGV, SA_ONSTACK);
@@ -121,7 +122,7 @@ static void handlers(void)
 	assert((size_t)(stack_top - (char *)stack.ss_sp) >= stack.ss_size);
 	assert(touch(area) == SIGBUS);
 
-	/* Sent, not raised. */
+	/* Signals that are sent by kill reach the handler, too. */
 	if (sigsetjmp(back, 1) == 0)
 		kill(getpid(), SIGSEGV);
 	assert(last.si_signo == SIGSEGV && last.si_code == SI_USER && last.si_pid == getpid());
@@ -129,7 +130,8 @@ static void handlers(void)
 	kill(getpid(), SIGSEGV);
 	set(SIGSEGV, 0);
 
-	/* In a thread, in a child, in a child of vfork that sets its own. */
+	/* Faults raise the right signals in a thread, in a forked child, and after a vfork whose child changes a
+	 * handler. */
 	pthread_t thread;
 	assert(pthread_create(&thread, NULL, in_thread, area) == 0 && pthread_join(thread, NULL) == 0);
 	int status;
@@ -150,7 +152,7 @@ static void handlers(void)
 	assert(munmap(area + 1, page) == -1 && madvise(area + 1, page, MADV_DONTNEED) == -1);
 	assert(mremap(area, len, 0, 0) == MAP_FAILED && touch(area) == SIGBUS);
 
-	/* Unmapped, discarded or freed memory has no guards; protected memory raises the signal of its protection. */
+	/* Unmapped, discarded or freed memory has no guards. Protected memory raises SIGSEGV. */
 	assert(madvise(area, page, MADV_DONTNEED) == 0 && touch(area) == 0 && touch(area + page) == SIGBUS);
 	assert(munmap(area, 4 * page) == 0 && touch(area + page) == SIGSEGV);
 	char *other = map();

@@ -1,4 +1,5 @@
-// A handler that throws through the signal's frame: no frame of Pagemill is in between.
+// A signal handler throws an exception. The exception can pass the signal frame, since no frame of Pagemill is
+// on the stack.
 #include <csignal>
 #include <cstdio>
 #include <dlfcn.h>

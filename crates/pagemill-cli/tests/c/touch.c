@@ -1,4 +1,5 @@
-/* A neighbour: touches MIB of memory as fast as it can, checks it, holds it for MS, and exits with 0. */
+/* touch MIB MS: maps MIB, writes and checks them as fast as it can, keeps them for MS milliseconds, and
+ * exits with 0. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>

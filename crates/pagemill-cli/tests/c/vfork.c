@@ -1,4 +1,5 @@
-/* vfork and posix_spawn while other threads allocate: the child shares the memory until it execs. */
+/* Calls vfork and posix_spawn while other threads allocate. The child shares the parent's memory until it
+ * execs. */
 #include "check.h"
 #include <spawn.h>
 

@@ -1,5 +1,5 @@
-/* Marks in a preloaded program: memory that is unmapped, replaced, moved or freed is no longer volatile. Then more volatile
- * memory than the program's group allows. */
+/* vrange_preload [MIB]: memory that is unmapped, replaced, moved or freed is no longer volatile. Then marks
+ * MIB, more than the limit of the program's group. */
 #define _GNU_SOURCE
 #include <assert.h>
 #include <dlfcn.h>

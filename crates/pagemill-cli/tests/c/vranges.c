@@ -1,4 +1,5 @@
-/* Marks memory, has some of it purged by a limit, and holds it until its input is closed. Then prints what unmarking reported. */
+/* Marks memory, of which a limit has some purged, and waits until its input is closed. Then prints what
+ * unmarking reported. */
 #include "check.h"
 
 #include <dlfcn.h>
@@ -33,12 +34,14 @@ static int unmark(char *addr, size_t len) {
     return purged;
 }
 
-/* `limited`: a range that is purged, one that is purged in part or not, and one that the limit does not cover. */
+/* Without arguments: marks a range that is purged as a whole, one that may be purged in part, and one that
+ * the limit does not cover. */
 static void limited(void) {
     size_t len = 16 * MIB;
     char *old = allocate(len), *new = allocate(len), *foreign = map(len);
     mark_volatile(old, len, 0);
-    /* The range marked first is purged first; the order is exact to some milliseconds. */
+    /* The range that was marked first is purged first. The order is exact to some milliseconds, so the
+     * program waits longer. */
     struct timespec moment = {0, 50000000};
     nanosleep(&moment, NULL);
     mark_volatile(new, len, 1);
@@ -52,7 +55,7 @@ static void limited(void) {
     free(more);
 }
 
-/* `many`: every other page of a mapping. */
+/* vranges COUNT: marks every other page of a mapping, COUNT pages in total. */
 static void many(size_t count) {
     size_t page = sysconf(_SC_PAGESIZE);
     char *area = map(2 * count * page);
@@ -63,7 +66,7 @@ static void many(size_t count) {
     getchar();
 }
 
-/* `child`: a process that marks, and its child, which marks a page of its own and prints that. */
+/* vranges child: marks memory, and forks a child, which marks a page and prints its address. */
 static void child(void) {
     size_t page = sysconf(_SC_PAGESIZE);
     mark_volatile(map(MIB), MIB, 0);

@@ -1,5 +1,5 @@
-/* Threads that write files of a size as fast as they can: writers FOLDER THREADS MIB FILES (in all).
-   Each file begins and ends with its own number. Prints how many were written, and how many writes failed. */
+/* writers FOLDER THREADS MIB FILES: the threads write FILES files of MIB in total, as fast as they can.
+ * Prints how many files were written, and how many writes failed. */
 #include "check.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -28,7 +28,7 @@ static void *write_files(void *argument) {
                 failed[thread]++;
         close(fd);
         written[thread]++;
-        /* The newest file is whole, since files are removed in order of their last use. */
+        /* The newest file has its full length, since files are purged in LRU order. */
         fd = open(name, O_RDONLY);
         CHECK(fd >= 0 && lseek(fd, 0, SEEK_END) == mib << 20);
         close(fd);

@@ -1,18 +1,18 @@
-//! Control groups with a limit, each made for one test.
+//! Control groups with a memory limit. Each test creates its own.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// A control group with a memory limit, removed on drop. Its members are processes of one test.
+/// A control group with a memory limit for the processes of one test. Dropping this removes the group.
 pub struct Group {
     pub folder: PathBuf,
     limit_file: &'static str,
 }
 
 impl Group {
-    /// Makes a group; prints the reason and returns `None` if that is impossible.
+    /// Creates a group below this process's own. If that is impossible, prints the reason and returns `None`.
     pub fn new(name: &str, limit_bytes: u64) -> Option<Self> {
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let path = |controller: &str| {
@@ -48,7 +48,7 @@ impl Group {
         fs::write(self.folder.join("cgroup.procs"), pid.to_string()).unwrap();
     }
 
-    /// The command, started inside the group.
+    /// Returns a command that enters the group and then executes `command`.
     pub fn enter(&self, command: &Command) -> Command {
         let mut inside = Command::new("sh");
         let script = format!("echo 0 > {}/cgroup.procs && exec \"$@\"", self.folder.display());
@@ -66,7 +66,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // A process leaves its group a moment after it has ended.
+        // An ended process leaves its group only some time later.
         for _ in 0..200 {
             if fs::remove_dir(&self.folder).is_ok() {
                 return;

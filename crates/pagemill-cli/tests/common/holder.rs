@@ -1,57 +1,60 @@
-//! Programs that hold memory while tests inspect them.
+//! Programs that keep memory allocated while tests inspect them.
 
-use super::{Guard, STUCK_AFTER, shell, stop};
+use super::{Guard, TIMEOUT, shell, stop};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 
-/// A program that prints numbers once it is ready, its process id first, and ends when its input is closed.
-pub struct Holder {
+/// A program that prints a line of numbers when it is ready, its process id first. It ends when its input is
+/// closed.
+pub struct ObservedProgram {
     guard: Guard,
     input: Option<ChildStdin>,
-    said: Lines<BufReader<ChildStdout>>,
+    output: Lines<BufReader<ChildStdout>>,
     pub numbers: Vec<u64>,
 }
 
-impl Holder {
+impl ObservedProgram {
     pub fn start(mut command: Command) -> Self {
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
         let input = guard.child().stdin.take();
-        let mut said = BufReader::new(guard.child().stdout.take().unwrap()).lines();
-        let numbers = next_numbers(&mut said);
-        Self { guard, input, said, numbers }
+        let mut output = BufReader::new(guard.child().stdout.take().unwrap()).lines();
+        let numbers = next_numbers(&mut output);
+        Self { guard, input, output, numbers }
     }
 
     pub fn pid(&self) -> u32 {
         self.numbers[0] as u32
     }
 
-    /// Makes it do its next step, and waits for its numbers.
+    /// Makes the program do its next step, and waits for its line of numbers.
     pub fn next(&mut self) {
         self.input.as_mut().unwrap().write_all(b"\n").unwrap();
-        self.numbers = next_numbers(&mut self.said);
+        self.numbers = next_numbers(&mut self.output);
     }
 
-    /// Closes its input and waits for its end; returns the numbers that it prints then.
+    /// Closes the program's input and waits for its end. Returns the numbers that the program prints at its
+    /// end.
     pub fn end(mut self) -> Vec<u64> {
         drop(self.input.take());
-        let numbers = next_numbers(&mut self.said);
-        assert!(self.guard.wait(STUCK_AFTER).success());
+        let numbers = next_numbers(&mut self.output);
+        assert!(self.guard.wait(TIMEOUT).success());
         numbers
     }
 
-    /// Stops the process, not its parents.
+    /// Stops the program's process, but not its parents.
     pub fn stop(&self) {
         stop(self.pid());
     }
 
-    pub fn go_on(&self) {
+    pub fn continue_process(&self) {
         assert!(shell(&format!("kill -s CONT {}", self.pid())).success());
     }
 }
 
-/// The next line that has only numbers; other lines come from a test harness. Empty at the end.
-fn next_numbers(said: &mut Lines<BufReader<ChildStdout>>) -> Vec<u64> {
+/// Returns the next line that has only numbers; a test harness may print other lines. Empty at the end of the
+/// output.
+fn next_numbers(output: &mut Lines<BufReader<ChildStdout>>) -> Vec<u64> {
     let numbers = |line: String| line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>().ok();
-    said.by_ref().find_map(|line| numbers(line.unwrap())).unwrap_or_default()
+    output.by_ref().find_map(|line| numbers(line.unwrap())).unwrap_or_default()
 }

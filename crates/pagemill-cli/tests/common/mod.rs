@@ -1,4 +1,5 @@
-//! Shared parts of the end-to-end tests: a private folder, programs compiled there, processes that always end.
+//! Shared helpers of the end-to-end tests: private folders, compiled C programs, and processes that are always
+//! ended.
 #![allow(dead_code)] // no test file uses all of it
 
 pub mod group;
@@ -21,20 +22,20 @@ use tempfile::TempDir;
 /// The command under test.
 pub const PAGEMILL: &str = env!("CARGO_BIN_EXE_pagemill");
 
-/// Far longer than any test program takes, so reaching it means that the program is stuck.
-pub const STUCK_AFTER: Duration = Duration::from_secs(600);
+/// Timeout of all waits. No test program takes nearly as long, so a program that does is stuck.
+pub const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// A folder for one test, with private runtime and cache folders; removed on drop.
-pub struct Place {
+/// A folder for one test, with private runtime, cache and home folders. Dropping this removes the folder.
+pub struct TestFolder {
     folder: TempDir,
 }
 
-impl Place {
+impl TestFolder {
     pub fn new() -> Self {
         Self::below(&std::env::temp_dir())
     }
 
-    /// Beside cargo's own files, for tests that hide `/tmp`.
+    /// Creates the folder in cargo's target folder, for tests that hide `/tmp`.
     pub fn beside_target() -> Self {
         Self::below(Path::new(env!("CARGO_TARGET_TMPDIR")))
     }
@@ -51,15 +52,16 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// As [`Place::command_as_it_comes`], with Pagemill from the first call on, since most tested programs are small.
+    /// Like [`TestFolder::command_with_libc_fallback`], but Pagemill serves the program from the first call on. Without
+    /// that, most test programs would be too small for Pagemill.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
-        let mut command = self.command_as_it_comes(program);
+        let mut command = self.command_with_libc_fallback(program);
         command.env("PAGEMILL_AFTER", "0");
         command
     }
 
-    /// A command with the folders of this place only, and without the settings of the tests' environment.
-    pub fn command_as_it_comes(&self, program: impl AsRef<OsStr>) -> Command {
+    /// Returns a command that uses this test's folders, and has no settings of Pagemill in its environment.
+    pub fn command_with_libc_fallback(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(program);
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("PAGEMILL_") {
@@ -72,21 +74,21 @@ impl Place {
         command
     }
 
-    /// `pagemill run OPTIONS -- PROGRAM`.
+    /// Returns the command `pagemill run OPTIONS -- PROGRAM`.
     pub fn pagemill_run(&self, options: &[&str], program: impl AsRef<OsStr>) -> Command {
         let mut command = self.command(PAGEMILL);
         command.arg("run").args(options).arg("--").arg(program);
         command
     }
 
-    /// `pagemill run OPTIONS -- sh -c SCRIPT`.
+    /// Returns the command `pagemill run OPTIONS -- sh -c SCRIPT`.
     pub fn shell(&self, options: &[&str], script: &str) -> Command {
         let mut command = self.pagemill_run(options, "sh");
         command.args(["-c", script]);
         command
     }
 
-    /// Compiles a source file of `tests/c`; prints the reason and returns `None` without a compiler.
+    /// Compiles a source file of `tests/c`. Without a compiler, prints a message and returns `None`.
     pub fn compile(&self, source: &str, flags: &[&str]) -> Option<PathBuf> {
         let compiler = if source.ends_with(".cpp") { "c++" } else { "cc" };
         if !is_installed(compiler) {
@@ -96,15 +98,15 @@ impl Place {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
         let to = self.path(&format!("{source}.out"));
         let mut command = self.command(compiler);
-        // Keeps the compiler from removing a malloc if its block is only freed.
+        // `-fno-builtin` keeps the compiler from removing a `malloc` whose memory is only freed.
         command.args(["-O1", "-g", "-w", "-fno-builtin", "-pthread"]).arg(from).arg("-o").arg(&to).args(flags);
-        let end = finish(command, STUCK_AFTER);
+        let end = finish(command, TIMEOUT);
         assert!(end.status.success(), "{source} does not compile: {}", end.err);
         Some(to)
     }
 
-    /// Checks that a run left nothing behind: no figures, no folders of trees.
-    pub fn assert_swept(&self) {
+    /// Checks that no published file and no folder of a process tree is left.
+    pub fn assert_no_files_left(&self) {
         let left: Vec<_> = walk(&self.path("runtime")).into_iter().filter(|path| !path.is_dir()).collect();
         assert!(left.is_empty(), "left behind: {left:?}");
         let trees: Vec<_> = walk(&self.path("runtime/pagemill")).into_iter().filter(|path| path.is_dir()).collect();
@@ -112,7 +114,6 @@ impl Place {
     }
 }
 
-/// Returns all paths below a folder.
 pub fn walk(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut found = Vec::new();
@@ -128,8 +129,8 @@ pub fn is_installed(program: &str) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
 }
 
-/// Whether a program is missing; prints that the test is skipped.
-pub fn lacks(program: &str) -> bool {
+/// Returns whether a program is missing, and then prints that the test is skipped.
+pub fn is_missing(program: &str) -> bool {
     let is_missing = !is_installed(program);
     if is_missing {
         println!("skipped: {program} is not installed");
@@ -137,7 +138,7 @@ pub fn lacks(program: &str) -> bool {
     is_missing
 }
 
-/// Whether this process has root's rights, including mounting; prints the reason if not.
+/// Returns whether this process may mount, which needs root's rights. If not, prints that the test is skipped.
 pub fn may_mount() -> bool {
     let mut command = Command::new("unshare");
     command.args(["-m", "true"]).stderr(Stdio::null());
@@ -161,7 +162,7 @@ pub struct End {
 }
 
 impl End {
-    /// The exit status; panics if a signal killed the process.
+    /// Returns the exit status. Panics if a signal ended the process.
     pub fn code(&self) -> i32 {
         self.status.code().unwrap_or_else(|| panic!("killed by signal {:?}\n{}", self.status.signal(), self.err))
     }
@@ -172,13 +173,12 @@ impl End {
     }
 }
 
-/// The last lines of a long text.
 pub fn tail(text: &str) -> String {
     let lines: Vec<_> = text.lines().collect();
     lines[lines.len().saturating_sub(60)..].join("\n")
 }
 
-/// A process with its own process group. Dropping this before the process has ended kills the whole group.
+/// A process in a process group of its own. Dropping this kills the whole group, unless the process has ended.
 pub struct Guard {
     child: Child,
     is_ended: bool,
@@ -202,7 +202,7 @@ impl Guard {
         self.wait_for(at_most).unwrap_or_else(|| panic!("still running after {at_most:?}"))
     }
 
-    /// As [`Guard::wait`]; `None` if it is still running after `at_most`.
+    /// Like [`Guard::wait`], but returns `None` if the process still runs after `at_most`.
     pub fn wait_for(&mut self, at_most: Duration) -> Option<ExitStatus> {
         let start = Instant::now();
         while start.elapsed() < at_most {
@@ -220,7 +220,7 @@ impl Guard {
         self.is_ended
     }
 
-    /// Sends a signal to the process alone, not to its group.
+    /// Sends a signal to the process, but not to the others of its process group.
     pub fn signal(&self, name: &str) {
         assert!(shell(&format!("kill -s {name} {}", self.id())).success());
     }
@@ -235,7 +235,7 @@ impl Drop for Guard {
     }
 }
 
-/// Stops a process. Its threads stop one after the other, some of them after the signal was sent.
+/// Stops a process. Returns when all its threads are stopped, since some stop only after the signal was sent.
 pub fn stop(pid: u32) {
     assert!(shell(&format!("kill -s STOP {pid}")).success());
     let stat_of = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
@@ -250,30 +250,31 @@ pub fn shell(script: &str) -> ExitStatus {
     Command::new("sh").args(["-c", script]).status().unwrap()
 }
 
-/// Runs a command to its end. After `at_most`, kills it with all its children, and panics.
+/// Runs a command and waits for its end. After `at_most`, kills the command's process group and panics.
 pub fn finish(command: Command, at_most: Duration) -> End {
     finish_with_input(command, Vec::new(), at_most)
 }
 
-/// As [`finish`], for a command that asks a process; repeats it if a busy machine kept the process from answering in
-/// time.
+/// Like [`finish`], for a command that sends a request to a process. Repeats the command if a busy machine kept
+/// the process from answering in time.
 pub fn finish_answered(command: impl Fn() -> Command) -> End {
     let begun = Instant::now();
     loop {
-        let end = finish(command(), STUCK_AFTER);
-        if !end.err.contains("does not answer within") || begun.elapsed() > STUCK_AFTER {
+        let end = finish(command(), TIMEOUT);
+        if !end.err.contains("does not answer within") || begun.elapsed() > TIMEOUT {
             return end;
         }
     }
 }
 
-/// As [`finish`], with bytes on standard input; without any, the command's own input is used.
+/// Like [`finish`], with these bytes as standard input. If `input` is empty, the command keeps its own standard
+/// input.
 pub fn finish_with_input(mut command: Command, input: Vec<u8>, at_most: Duration) -> End {
     let (end, out) = finish_bytes(&mut command, input, at_most);
     End { out: String::from_utf8_lossy(&out).into_owned(), ..end }
 }
 
-/// As [`finish_with_input`], with the output as bytes.
+/// Like [`finish_with_input`], with the output as bytes.
 pub fn finish_bytes(command: &mut Command, input: Vec<u8>, at_most: Duration) -> (End, Vec<u8>) {
     let start = Instant::now();
     command.stdout(Stdio::piped()).stderr(Stdio::piped());

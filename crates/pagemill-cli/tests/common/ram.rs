@@ -1,6 +1,6 @@
-//! A mount of one test, and its controller.
+//! A RAM file system for one test, and its controller.
 
-use super::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, may_mount};
+use super::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, may_mount};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 pub const MIB: usize = 1 << 20;
 
-/// A mount of one test; unmounted at its end, also if it is busy.
+/// A mounted RAM file system. Dropping this unmounts it, even if it is busy.
 pub struct Ram {
-    pub place: Place,
+    pub place: TestFolder,
     pub point: PathBuf,
     pub controller: Guard,
 }
@@ -22,7 +22,7 @@ impl Ram {
         if !may_mount() {
             return None;
         }
-        let place = Place::new();
+        let place = TestFolder::new();
         let point = place.path("ram");
         fs::create_dir(&point).unwrap();
         let controller = start(&place, &point, options);
@@ -36,10 +36,10 @@ impl Ram {
     pub fn command(&self, arguments: &[&str]) -> super::End {
         let mut command = self.place.command(PAGEMILL);
         command.args(arguments);
-        finish(command, STUCK_AFTER)
+        finish(command, TIMEOUT)
     }
 
-    /// A folder with a mark on all that is in it.
+    /// Creates a folder with a mark, which applies to all files below it.
     pub fn folder(&self, name: &str, mark: &[&str]) -> PathBuf {
         let path = self.at(name);
         fs::create_dir(&path).unwrap();
@@ -61,7 +61,7 @@ impl Ram {
         self.status()["counts"][name].as_u64().unwrap()
     }
 
-    /// Purges so many MiB; returns the bytes that went.
+    /// Purges this many MiB. Returns the bytes that were purged.
     pub fn purge(&self, mib: usize) -> u64 {
         let end = self.command(&["purge", "--json", self.point.to_str().unwrap(), &format!("{mib}M")]);
         end.assert_success();
@@ -72,7 +72,7 @@ impl Ram {
         fs::metadata(&self.point).unwrap().dev() != fs::metadata(self.place.path("home")).unwrap().dev()
     }
 
-    /// Waits until the controller has found this many volatile files.
+    /// Waits until the controller knows this many volatile files.
     pub fn wait_for_volatile(&self, files: u64) {
         wait_until("volatile files are known", || self.status()["volatile_files"] == files);
     }
@@ -82,7 +82,7 @@ impl Drop for Ram {
     fn drop(&mut self) {
         if !self.controller.has_ended() {
             self.controller.signal("KILL");
-            self.controller.wait(STUCK_AFTER);
+            self.controller.wait(TIMEOUT);
         }
         while self.is_mounted() && super::shell(&format!("umount -l {}", self.point.display())).success() {}
     }
@@ -92,13 +92,13 @@ impl Drop for Ram {
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !is_so() {
-        assert!(begun.elapsed() < STUCK_AFTER, "never so: {what}");
+        assert!(begun.elapsed() < TIMEOUT, "never so: {what}");
         thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// Starts a controller and waits until it has mounted.
-pub fn start(place: &Place, point: &Path, options: &[&str]) -> Guard {
+/// Starts a controller, and waits until the file system is mounted.
+pub fn start(place: &TestFolder, point: &Path, options: &[&str]) -> Guard {
     let mut command = place.command(PAGEMILL);
     command.arg("mount").arg(point).args(options);
     command.stdout(File::create(place.path("out")).unwrap()).stderr(File::create(place.path("err")).unwrap());
@@ -111,7 +111,7 @@ pub fn start(place: &Place, point: &Path, options: &[&str]) -> Guard {
     controller
 }
 
-/// Bytes that depend on the seed and on their position.
+/// Returns bytes that depend on the seed and on their position. No byte is zero.
 pub fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 64 + seed * 31 + 1) as u8 | 1).collect()
 }

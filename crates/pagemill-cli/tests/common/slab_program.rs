@@ -1,8 +1,9 @@
-//! A program with slab caches of all kinds and controllable callbacks, and helpers for tests that inspect it.
-#![allow(unsafe_code)] // an owner of objects
+//! A program with slab caches of all kinds, whose callbacks can be controlled, and helpers for tests that
+//! observe it.
+#![allow(unsafe_code)] // implements the owner of slab objects
 
-use super::holder::Holder;
-use super::{End, PAGEMILL, Place, finish_answered, walk};
+use super::holder::ObservedProgram;
+use super::{End, PAGEMILL, TestFolder, finish_answered, walk};
 use pagemill::Pagemill;
 use pagemill::slab::{self, ByOwner, Candidates, Done, Handle, Migrate, Moving, Settings, SlabInfo, Target};
 use serde_json::Value;
@@ -14,42 +15,43 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-/// The program is the test `program` of the file that includes this one. This variable names the folder of files that
-/// control it.
-const BE_PROGRAM: &str = "SLABINFO_TEST_PROGRAM";
+/// With this variable set, the test `program` of a file is the program to observe. The value is a folder with
+/// files that control its callbacks.
+const PROGRAM_VARIABLE: &str = "SLABINFO_TEST_PROGRAM";
 
-/// Values of each cache; one in ten is kept.
+/// Number of objects that are inserted into a cache.
 pub const COUNT: u64 = 20_000;
+
+/// Number of objects that are left in it: one in ten.
 pub const KEPT: u64 = COUNT / 10;
 
 pub const ODD_NAME: &str = "tab\tred \x1b[31m\nline=1";
 
-/// The name as it is displayed.
+/// `ODD_NAME` as it is displayed.
 pub const ODD_SHOWN: &str = "tab?red ?[31m?line=1";
 
 pub const NAMES: [&str; 4] = ["entries", "nodes", "boxes", ODD_SHOWN];
 
-/// Files in this folder control the callbacks.
-struct Book {
+/// The owner of the objects of the cache `nodes`. Files in the folder control its callbacks.
+struct NodeOwner {
     folder: PathBuf,
     objects: Vec<AtomicPtr<Object>>,
 }
 
-impl Book {
-    /// Waits while this file exists.
-    fn mind(&self, file: &str) {
+impl NodeOwner {
+    fn wait_while_exists(&self, file: &str) {
         while self.folder.join(file).exists() {
             thread::sleep(Duration::from_millis(1));
         }
     }
 }
 
-/// Its number plus one, while it is live.
+/// An object: its words have its number plus one while it is in use, and the first is zero while it is free.
 struct Object([AtomicU64; 24]);
 
-// SAFETY: except for helper threads, all calls of this program come from one thread, which waits while they run. So
-// live objects stay live while they are isolated and moved.
-unsafe impl Migrate for Book {
+// SAFETY: except for helper threads, one thread makes all calls, and waits while they run. So objects in use
+// stay in use while they are isolated and moved.
+unsafe impl Migrate for NodeOwner {
     type Object = Object;
     type Isolated = ();
 
@@ -58,8 +60,8 @@ unsafe impl Migrate for Book {
     }
 
     fn isolate(&self, objects: &mut Candidates<'_, Object>) {
-        self.mind("isolating");
-        // SAFETY: objects of the cache are constructed.
+        self.wait_while_exists("isolating");
+        // SAFETY: all objects of the cache are constructed.
         objects.retain(|object| unsafe { object.as_ref() }.0[0].load(Relaxed) != 0);
     }
 
@@ -69,10 +71,10 @@ unsafe impl Migrate for Book {
         to: &mut Target<'_, Object>,
         (): &mut (),
     ) -> Done<'object> {
-        self.mind("moving");
+        self.wait_while_exists("moving");
         assert!(!self.folder.join("panicking").exists(), "as it is told to");
         let Some(new) = to.take() else { return object.failed() };
-        // SAFETY: both are objects of the cache.
+        // SAFETY: both are constructed objects of the cache.
         let (from, to) = unsafe { (object.object().as_ref(), new.object().as_ref()) };
         from.0.iter().zip(&to.0).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
         self.objects[from.0[0].load(Relaxed) as usize - 1].store(new.object().as_ptr(), Relaxed);
@@ -81,20 +83,20 @@ unsafe impl Migrate for Book {
     }
 }
 
-fn stays(number: u64) -> bool {
+fn is_kept(number: u64) -> bool {
     number % 10 == 3
 }
 
-fn fill_nodes(cache: &ByOwner<Book>) {
+fn fill_nodes(cache: &ByOwner<NodeOwner>) {
     for (number, at) in cache.owner().objects.iter().enumerate() {
         let object = cache.allocate().unwrap();
-        // SAFETY: an object of the cache, constructed.
+        // SAFETY: a constructed object of the cache.
         unsafe { object.as_ref() }.0[0].store(number as u64 + 1, Relaxed);
         at.store(object.as_ptr(), Relaxed);
     }
-    for (_, at) in cache.owner().objects.iter().enumerate().filter(|(number, _)| !stays(*number as u64)) {
+    for (_, at) in cache.owner().objects.iter().enumerate().filter(|(number, _)| !is_kept(*number as u64)) {
         let object = NonNull::new(at.swap(std::ptr::null_mut(), Relaxed)).unwrap();
-        // SAFETY: its only reference was removed.
+        // SAFETY: the only reference to the object was removed.
         unsafe {
             object.as_ref().0[0].store(0, Relaxed);
             cache.free(object);
@@ -102,8 +104,9 @@ fn fill_nodes(cache: &ByOwner<Book>) {
     }
 }
 
-/// Prints its process id and, for each cache: objects in use, slabs, partial slabs, resident bytes, ratios.
-fn say(infos: &[SlabInfo]) {
+/// Prints the process id and, for each cache: objects in use, slabs, partial slabs, resident bytes, and both
+/// ratios.
+fn print_state(infos: &[SlabInfo]) {
     let words = |info: &SlabInfo| {
         let total = &info.total;
         let words = [
@@ -122,30 +125,30 @@ fn say(infos: &[SlabInfo]) {
     std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
 
-/// The program, as which the test `program` of a file runs for the other tests of that file.
+/// Runs the program, if the test `program` was started as the program.
 pub fn run() {
-    let Some(folder) = std::env::var_os(BE_PROGRAM) else { return };
-    // A ratio of 0: no object moves without a command.
+    let Some(folder) = std::env::var_os(PROGRAM_VARIABLE) else { return };
+    // With a ratio of 0, objects are moved only by commands.
     let settings = |name| Settings { defrag_used_ratio: 0, ..Settings::new(name) };
     let slabs = Pagemill::of_process().unwrap().slabs;
     let entries = slabs.by_handle::<[u64; 24]>(settings("entries")).unwrap();
-    let book = Book { folder: folder.into(), objects: (0..COUNT).map(|_| AtomicPtr::default()).collect() };
-    let nodes: ByOwner<Book> = slabs.by_owner(settings("nodes"), book).unwrap();
+    let owner = NodeOwner { folder: folder.into(), objects: (0..COUNT).map(|_| AtomicPtr::default()).collect() };
+    let nodes: ByOwner<NodeOwner> = slabs.by_owner(settings("nodes"), owner).unwrap();
     let boxes = slabs.fixed::<u64>(Settings { debug: true, ..Settings::new("boxes") }).unwrap();
     let odd = slabs.fixed::<u64>(Settings::new(ODD_NAME)).unwrap();
     let handles: Vec<Handle<[u64; 24]>> = (0..COUNT).map(|number| entries.insert([number; 24]).unwrap()).collect();
-    for (number, handle) in handles.iter().enumerate().filter(|(number, _)| !stays(*number as u64)) {
+    for (number, handle) in handles.iter().enumerate().filter(|(number, _)| !is_kept(*number as u64)) {
         assert!(entries.remove(*handle).unwrap(), "{number}");
     }
     fill_nodes(&nodes);
     let kept: Vec<_> = (0..100).map(|number| boxes.insert(number).unwrap()).collect();
-    // A child has only caches of its own.
+    // A forked child has only the caches that it creates itself.
     let folder = &nodes.owner().folder;
     loop {
         if folder.join("forking").exists() {
-            be_parent();
+            fork_child();
         }
-        say(&[entries.info().unwrap(), nodes.info().unwrap(), boxes.info().unwrap(), odd.info().unwrap()]);
+        print_state(&[entries.info().unwrap(), nodes.info().unwrap(), boxes.info().unwrap(), odd.info().unwrap()]);
         if std::io::stdin().read_line(&mut String::new()).unwrap() == 0 {
             break;
         }
@@ -153,63 +156,64 @@ pub fn run() {
     let guard = slab::pin();
     for (number, handle) in handles.iter().enumerate() {
         let number = number as u64;
-        assert_eq!(entries.get(*handle, &guard), stays(number).then_some(&[number; 24]));
+        assert_eq!(entries.get(*handle, &guard), is_kept(number).then_some(&[number; 24]));
     }
     drop(guard);
     for (number, at) in nodes.owner().objects.iter().enumerate() {
-        // SAFETY: the table holds live objects or null.
+        // SAFETY: the table has null and pointers to objects in use.
         let object = unsafe { at.load(Relaxed).as_ref() };
-        assert_eq!(object.map(|object| object.0[0].load(Relaxed)), stays(number as u64).then_some(number as u64 + 1));
+        assert_eq!(object.map(|object| object.0[0].load(Relaxed)), is_kept(number as u64).then_some(number as u64 + 1));
     }
     assert_eq!(kept.iter().map(|number| **number).sum::<u64>(), 4950);
     drop(odd);
-    // All contents are intact.
+    // The number 1 says that all contents are intact.
     std::io::stdout().write_all(b"1\n").unwrap();
 }
 
-/// Forks a child that makes a cache, prints a line, and ends after input; waits for its end.
-fn be_parent() {
-    // SAFETY: the child makes a cache, writes a line, reads one and ends.
+/// Forks a child that creates a cache, prints a line, waits for input and ends. Waits for the child's end.
+fn fork_child() {
+    // SAFETY: the child only creates a cache, writes a line, reads one and ends.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let own = Pagemill::of_process().unwrap().slabs.by_handle::<u64>(Settings::new("own")).unwrap();
         let handles: Vec<_> = (0..COUNT).map(|number| own.insert(number).unwrap()).collect();
         handles.iter().skip(1).for_each(|handle| assert!(own.remove(*handle).unwrap()));
-        say(&[own.info().unwrap()]);
+        print_state(&[own.info().unwrap()]);
         let _ = std::io::stdin().read_line(&mut String::new());
         assert_eq!(own.get(handles[0], &slab::pin()), Some(&0));
         std::process::exit(0);
     }
     let mut status = -1;
-    // SAFETY: writes `status`.
+    // SAFETY: `waitpid` writes `status`.
     let ended = unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((ended, status), (child, 0));
 }
 
-pub fn start(place: &Place) -> Holder {
-    Holder::start(program_of(place, place.command(std::env::current_exe().unwrap())))
+pub fn start(place: &TestFolder) -> ObservedProgram {
+    ObservedProgram::start(as_program(place, place.command(std::env::current_exe().unwrap())))
 }
 
-pub fn program_of(place: &Place, mut command: Command) -> Command {
+pub fn as_program(place: &TestFolder, mut command: Command) -> Command {
     command.args(["--exact", "program", "--ignored", "--nocapture", "--test-threads=1"]);
-    command.env(BE_PROGRAM, place.path("."));
+    command.env(PROGRAM_VARIABLE, place.path("."));
     command
 }
 
-/// The numbers that the program printed for a cache: objects, slabs, partial slabs, resident bytes, ratios.
-pub fn said<'holder>(holder: &'holder Holder, name: &str) -> &'holder [u64] {
+/// Returns the numbers that the program printed for a cache: objects, slabs, partial slabs, resident bytes,
+/// ratios.
+pub fn printed_numbers<'holder>(holder: &'holder ObservedProgram, name: &str) -> &'holder [u64] {
     let at = NAMES.iter().position(|known| *known == name).unwrap();
     holder.numbers[1..].chunks_exact(6).nth(at).unwrap()
 }
 
-pub fn slabinfo(place: &Place, options: &[&str]) -> Command {
+pub fn slabinfo(place: &TestFolder, options: &[&str]) -> Command {
     let mut command = place.command(PAGEMILL);
     command.arg("slabinfo").args(options);
     command
 }
 
-/// The output of the command for a program.
-pub fn show(place: &Place, holder: &Holder, options: &[&str]) -> String {
+/// Returns the output of `pagemill slabinfo` for the program.
+pub fn show(place: &TestFolder, holder: &ObservedProgram, options: &[&str]) -> String {
     let pid = holder.pid().to_string();
     let end = finish_answered(|| slabinfo(place, &[&[pid.as_str()], options].concat()));
     end.assert_success();
@@ -217,7 +221,7 @@ pub fn show(place: &Place, holder: &Holder, options: &[&str]) -> String {
     end.out
 }
 
-pub fn list(place: &Place, holder: &Holder, options: &[&str]) -> Value {
+pub fn list(place: &TestFolder, holder: &ObservedProgram, options: &[&str]) -> Value {
     serde_json::from_str(&show(place, holder, &[&["--json"], options].concat())).unwrap()
 }
 
@@ -230,12 +234,12 @@ pub fn number(row: &Value, name: &str) -> u64 {
     row[name].as_u64().unwrap_or_else(|| panic!("no {name} in {row}"))
 }
 
-pub fn names(list: &Value) -> Vec<&str> {
+pub fn cache_names(list: &Value) -> Vec<&str> {
     list["caches"].as_array().unwrap().iter().map(|cache| cache["name"].as_str().unwrap()).collect()
 }
 
-/// Requests that are left in the folder.
-pub fn requests(place: &Place) -> Vec<PathBuf> {
+/// Returns the request files that are left in the folder.
+pub fn requests(place: &TestFolder) -> Vec<PathBuf> {
     walk(&place.path("runtime"))
         .into_iter()
         .filter(|path| [".slabs-", ".order-"].iter().any(|word| path.to_string_lossy().contains(word)))

@@ -1,11 +1,12 @@
-//! Which kernel calls are made to fail, and how often each: for sweeps with strace.
+//! Helpers for tests that let kernel calls fail one after the other, by `strace`.
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 
-/// Says so and returns true where strace is missing or may not trace, as in most containers.
+/// Returns whether `strace` is missing or may not trace, as in most containers. Then prints that the test is
+/// skipped.
 pub fn cannot_inject() -> bool {
-    if super::lacks("strace") {
+    if super::is_missing("strace") {
         return true;
     }
     let mut command = Command::new("strace");
@@ -26,12 +27,12 @@ pub fn cannot_inject() -> bool {
     !can
 }
 
-/// Whether the calls are tried one by one (`FAULT_SWEEP=full`), or a sample of them.
+/// Returns whether all calls are to fail (`FAULT_SWEEP=full`), or a sample.
 pub fn is_full() -> bool {
     std::env::var_os("FAULT_SWEEP").is_some_and(|value| value == "full")
 }
 
-/// Calls of the first thread in a trace, by name: how many before the first call of `start`, and how many after.
+/// Counts the calls of the first thread in a trace, by name: before the first call of `start`, and from it on.
 pub fn counts(trace: &str, start: &str) -> BTreeMap<String, (usize, usize)> {
     let (mut found, mut has_started) = (BTreeMap::<String, (usize, usize)>::new(), false);
     for line in trace.lines() {
@@ -43,19 +44,21 @@ pub fn counts(trace: &str, start: &str) -> BTreeMap<String, (usize, usize)> {
     found
 }
 
-/// In a full sweep so many calls are tried one by one, then every second as often, and the last.
-const ONE_BY_ONE: usize = 40;
+/// In a full sweep this many first calls fail one by one. After them the numbers of the failing calls double,
+/// and the last call fails, too.
+const FIRST_CALLS: usize = 40;
 
-/// Which of so many calls are tried in a full sweep; else one, another for each `pair` of a call and an error.
-pub fn sample(calls: usize, pair: usize) -> Vec<usize> {
+/// Returns the numbers of the calls to fail, of `calls` in total. In a sample it is one call, which differs for
+/// each `pair` of a call and an error.
+pub fn failing_calls(calls: usize, pair: usize) -> Vec<usize> {
     if !is_full() {
         return vec![1 + pair * 7 % calls.max(1)];
     }
-    let rare = std::iter::successors(Some(2 * ONE_BY_ONE), |at| Some(at * 2)).take_while(|at| *at < calls);
-    (1..=calls.min(ONE_BY_ONE)).chain(rare).chain((calls > ONE_BY_ONE).then_some(calls)).collect()
+    let rare = std::iter::successors(Some(2 * FIRST_CALLS), |at| Some(at * 2)).take_while(|at| *at < calls);
+    (1..=calls.min(FIRST_CALLS)).chain(rare).chain((calls > FIRST_CALLS).then_some(calls)).collect()
 }
 
-/// What a sweep has done, and what it found.
+/// The totals of a sweep, and the problems that it found.
 #[derive(Default)]
 pub struct Outcome {
     pub runs: usize,
@@ -71,7 +74,7 @@ impl Outcome {
         self.injected += trace.matches("(INJECTED)").count();
     }
 
-    /// Prints the totals; panics if there are problems, or if strace made too few calls fail.
+    /// Prints the totals. Panics if there are problems, or if `strace` made too few calls fail.
     pub fn end(self, name: &str) {
         let Self { runs, injected, calls, pairs, problems } = self;
         let kind = if is_full() { "full" } else { "sampled" };

@@ -1,4 +1,4 @@
-/** Faults that the Java virtual machine handles: null references and stack overflows. */
+/** Causes faults that the Java virtual machine handles: null references and stack overflows. */
 public class Faults {
     int value;
     static int depth;

@@ -1,4 +1,4 @@
-// Faults that Go turns into panics, in a program that the C library starts.
+// Causes faults that Go turns into panics, in a program that is linked to the C library.
 package main
 
 /*

@@ -1,4 +1,4 @@
-//! A stack overflow, which Rust reports before it ends the program.
+//! A program whose stack overflows. Rust's runtime reports that and ends the program.
 #[inline(never)]
 fn recurse(depth: u64) -> u64 {
     let block = std::hint::black_box([depth; 64]);

@@ -1,8 +1,9 @@
-//! The initial root file system of a machine: a cpio archive in "newc" format, which the kernel unpacks into memory.
+//! The initial root file system of the emulator: a cpio archive in the "newc" format, which the kernel unpacks
+//! into memory.
 //!
-//! Format: Documentation/driver-api/early-userspace/buffer-format.rst in the kernel's source.
+//! The format is described in the kernel's source, Documentation/driver-api/early-userspace/buffer-format.rst.
 
-use crate::common::{STUCK_AFTER, finish};
+use crate::common::{TIMEOUT, finish};
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -12,7 +13,7 @@ use std::process::Command;
 const FOLDER: u32 = 0o040_755;
 const FILE: u32 = 0o100_755;
 
-/// An archive that records which paths it has.
+/// An archive under construction, and the paths that it has already.
 #[derive(Default)]
 pub struct Initramfs {
     bytes: Vec<u8>,
@@ -28,8 +29,8 @@ impl Initramfs {
         self.add(path.as_ref(), FILE, contents);
     }
 
-    /// Adds a program or library as `path`, and every library that it needs, at the path where the loader found it
-    /// here.
+    /// Adds a program or library as `path`, and every library that it needs, at the same path as on this
+    /// machine.
     pub fn add_program(&mut self, path: impl AsRef<Path>, from: &Path) {
         self.add_file(path, &fs::read(from).unwrap());
         for library in libraries(from) {
@@ -38,13 +39,13 @@ impl Initramfs {
         }
     }
 
-    /// Returns the whole archive.
     pub fn finish(mut self) -> Vec<u8> {
         self.write(Path::new("TRAILER!!!"), 0, &[]);
         self.bytes
     }
 
-    /// Adds a path once, and its folders before it: the kernel does not make missing folders.
+    /// Adds a path, unless the archive has it. Adds its parent folders first, since the kernel does not create
+    /// them.
     fn add(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         let path = path.strip_prefix("/").unwrap_or(path);
         if path.as_os_str().is_empty() || !self.names.insert(path.to_owned()) {
@@ -56,8 +57,8 @@ impl Initramfs {
 
     fn write(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         let name = path.as_os_str().as_bytes();
-        // Index, mode, user, group, links, time, length, device and its number (two each), length of the name,
-        // checksum.
+        // Inode, mode, user, group, links, time, length, device of the file (two fields), device number (two
+        // fields), length of the name, checksum.
         let (index, len) = (self.names.len(), contents.len());
         let fields = [index, mode as usize, 0, 0, 1, 0, len, 0, 0, 0, 0, name.len() + 1, 0];
         self.bytes.extend(b"070701");
@@ -76,11 +77,11 @@ impl Initramfs {
     }
 }
 
-/// Every path in the output of `ldd`: the libraries and the loader.
+/// Returns every path in the output of `ldd`: the libraries and the loader.
 fn libraries(program: &Path) -> Vec<PathBuf> {
     let mut ldd = Command::new("ldd");
     ldd.arg(program);
-    let end = finish(ldd, STUCK_AFTER);
+    let end = finish(ldd, TIMEOUT);
     end.assert_success();
     end.out.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect()
 }

@@ -1,6 +1,6 @@
-//! An emulated machine: Debian's kernel under qemu, with two fake memory nodes and no disk.
+//! The emulated machine: Debian's kernel in qemu, with two fake memory nodes and no disk.
 
-use crate::common::{Guard, Place, lacks, tail};
+use crate::common::{Guard, TestFolder, is_missing, tail};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,18 +11,20 @@ use std::time::Duration;
 
 const QEMU: &str = "qemu-system-x86_64";
 
-/// About ten times the usual duration: every instruction is translated, and the host may be busy.
-const STUCK_AFTER: Duration = Duration::from_secs(600);
+/// Maximum duration of a run: about ten times the usual one, since qemu translates every instruction and the
+/// host may be busy.
+const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// An Intel CPU model: on AMD's (including `max`) the kernel puts CPUs that share a cache on one fake node. String
-/// instructions (`erms`) are translated byte by byte, and Linux would use them to fill pages. Takes half of the time of
-/// `max`.
+/// An Intel CPU model, because on AMD's models (and `max`) the kernel puts CPUs that share a cache on the same
+/// fake node. String instructions (`erms`) are off: Linux would fill pages with them, and qemu translates them
+/// byte by byte. A run takes half the time of one with `max`.
 const PROCESSOR: &str = "Haswell-noTSX,erms=off";
 
-/// Panics end the machine (with `-no-reboot`) instead of halting it. Mitigations of CPU bugs are not needed.
+/// After a panic, the kernel reboots, which ends qemu with `-no-reboot`. Mitigations of CPU bugs are off to
+/// save time.
 const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 numa=fake=2 mitigations=off";
 
-/// Options that must be built into the kernel, since there are no modules to load. Debian's cloud kernel has no fake
+/// Options that must be built into the kernel, since no modules are loaded. Debian's cloud kernel lacks fake
 /// nodes.
 const BUILT_IN: &[&str] = &[
     "CONFIG_BLK_DEV_INITRD",
@@ -33,12 +35,12 @@ const BUILT_IN: &[&str] = &[
     "CONFIG_TMPFS",
 ];
 
-/// The result of a case.
+/// The result of a case in the emulator.
 #[derive(Debug, Default)]
 pub struct Case {
-    /// `exit STATUS` or `signal NUMBER`; empty if it never ended.
+    /// `exit STATUS` or `signal NUMBER`; empty if the case did not end.
     pub end: String,
-    /// Its texts, by kind: `output`, `report`, `events`.
+    /// The texts of the case, by kind: `output`, `report`, `events`.
     pub texts: BTreeMap<String, String>,
 }
 
@@ -47,19 +49,19 @@ impl Case {
         self.texts.get(what).map_or("", String::as_str)
     }
 
-    /// Whether `memory.events` of its group has this line.
+    /// Returns whether `memory.events` of the case's group has this line.
     pub fn has_event(&self, line: &str) -> bool {
         self.text("events").lines().any(|event| event == line)
     }
 }
 
-/// The kernel to boot; prints the reason and returns `None` if there is none that can be booted.
+/// Returns the kernel to boot. If no kernel is suitable, prints the reasons and returns `None`.
 pub fn kernel() -> Option<PathBuf> {
     if !cfg!(target_arch = "x86_64") {
         println!("skipped: the other kernel is one for x86-64");
         return None;
     }
-    if [QEMU, "ldd"].into_iter().any(lacks) {
+    if [QEMU, "ldd"].into_iter().any(is_missing) {
         return None;
     }
     let candidates = candidates();
@@ -75,8 +77,8 @@ pub fn kernel() -> Option<PathBuf> {
     })
 }
 
-/// Candidates for the kernel: only the one that the environment names, if any; else the one that .ci/run has fetched,
-/// then the installed ones.
+/// Returns the kernels to try. If the environment names a kernel, it is the only one; else the kernel that
+/// .ci/run downloaded is first, and the installed ones follow.
 fn candidates() -> Vec<PathBuf> {
     if let Some(path) = std::env::var_os("PAGEMILL_TEST_KERNEL") {
         return vec![path.into()];
@@ -85,7 +87,7 @@ fn candidates() -> Vec<PathBuf> {
     [target.join("kernel"), "/boot".into()].iter().flat_map(|folder| kernels_in(folder)).collect()
 }
 
-/// Every `vmlinuz-*`, the highest release first; numbers are compared as numbers.
+/// Returns every `vmlinuz-*` of a folder, the highest release first. Release numbers are compared as numbers.
 fn kernels_in(folder: &Path) -> Vec<PathBuf> {
     let release = |path: &PathBuf| -> Vec<u64> {
         path.to_string_lossy().split(|byte: char| !byte.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
@@ -98,7 +100,7 @@ fn kernels_in(folder: &Path) -> Vec<PathBuf> {
     kernels
 }
 
-/// Why a kernel is not suitable, according to its file and the `config-*` beside it.
+/// Returns why a kernel is not suitable, according to its file and the file `config-*` beside it.
 fn obstacle(kernel: &Path) -> Option<String> {
     if let Err(error) = fs::File::open(kernel) {
         return Some(error.to_string());
@@ -110,8 +112,8 @@ fn obstacle(kernel: &Path) -> Option<String> {
     Some(format!("{lacking} is not built in"))
 }
 
-/// Boots, waits until the machine turns itself off, and returns the results of every case.
-pub fn boot(place: &Place, kernel: &Path, initramfs: &[u8]) -> BTreeMap<String, Case> {
+/// Boots the kernel, waits until it powers off, and returns the results of every case.
+pub fn boot(place: &TestFolder, kernel: &Path, initramfs: &[u8]) -> BTreeMap<String, Case> {
     fs::write(place.path("initramfs"), initramfs).unwrap();
     let status = run(place, kernel);
     let read = |name: &str| String::from_utf8_lossy(&fs::read(place.path(name)).unwrap_or_default()).into_owned();
@@ -120,29 +122,30 @@ pub fn boot(place: &Place, kernel: &Path, initramfs: &[u8]) -> BTreeMap<String, 
     assert!(
         is_done && status.is_some_and(|status| status.success()),
         "the machine did not come to its end: {}\nqemu:\n{}\nconsole:\n{}\nresults:\n{}",
-        status.map_or(format!("stopped after {STUCK_AFTER:?}"), |status| status.to_string()),
+        status.map_or(format!("stopped after {TIMEOUT:?}"), |status| status.to_string()),
         tail(&read("qemu")),
         tail(&console),
         tail(&results),
     );
-    // If a case fails, this shows which processes were killed, and why.
+    // If a case fails, the console shows which processes were killed, and why.
     println!("console:\n{}", tail(&console));
     parse(&results)
 }
 
-/// How qemu ended; `None` if it had to be stopped. The kernel's console and the results go to separate files.
-fn run(place: &Place, kernel: &Path) -> Option<ExitStatus> {
+/// Runs qemu, and returns its status; `None` if it had to be killed. The kernel's console and the results are
+/// written to separate files.
+fn run(place: &TestFolder, kernel: &Path) -> Option<ExitStatus> {
     let mut qemu = place.command(QEMU);
     qemu.args(["-machine", "pc", "-cpu", PROCESSOR, "-accel", "tcg", "-m", "1G", "-smp", "2"]);
     qemu.args(["-nodefaults", "-display", "none", "-no-reboot"]);
     qemu.args(["-serial", "file:console", "-serial", "file:results"]);
     qemu.arg("-kernel").arg(kernel).args(["-initrd", "initramfs", "-append", COMMAND_LINE]);
-    let said = fs::File::create(place.path("qemu")).unwrap();
-    qemu.stdout(Stdio::null()).stderr(said);
-    Guard::new(qemu).wait_for(STUCK_AFTER)
+    let messages = fs::File::create(place.path("qemu")).unwrap();
+    qemu.stdout(Stdio::null()).stderr(messages);
+    Guard::new(qemu).wait_for(TIMEOUT)
 }
 
-/// Parses the output of `tests/c/init.c`.
+/// Parses the results that `tests/c/init.c` prints.
 fn parse(results: &str) -> BTreeMap<String, Case> {
     let mut cases = BTreeMap::<String, Case>::new();
     let mut lines = results.lines();

@@ -1,5 +1,5 @@
-//! A case in the machine: values of slab caches are on real nodes, and move to the requested node, according to the
-//! kernel.
+//! A case in the emulator: values of slab caches are on real memory nodes and move to the requested node,
+//! according to the kernel.
 #![allow(unsafe_code)] // queries the nodes of pages
 
 use pagemill::arena::Layout;
@@ -13,21 +13,22 @@ type Value = [u64; 24];
 
 const VALUES: u64 = 20_000;
 
-/// The number of these addresses on each of the two nodes.
+/// Returns how many of these addresses are on each of the two nodes.
 fn on_nodes(addresses: &[usize]) -> [u64; 2] {
     let mask = !(os_page_bytes() - 1);
     let pages: Vec<*mut c_void> = addresses.iter().map(|address| (address & mask) as *mut c_void).collect();
     let mut nodes: Vec<c_int> = vec![-1; pages.len()];
     let no_nodes = std::ptr::null::<c_int>();
-    // SAFETY: reads and writes as many entries as the vectors have. Without target nodes, the call only reports where
-    // pages are.
+    // SAFETY: the call reads and writes as many entries as the vectors have. Without target nodes it only
+    // reports where pages are.
     let result =
         unsafe { libc::syscall(libc::SYS_move_pages, 0, pages.len(), pages.as_ptr(), no_nodes, nodes.as_mut_ptr(), 0) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
     [0, 1].map(|node| nodes.iter().filter(|found| **found == node).count() as u64)
 }
 
-/// Checks the values by node: kernel and cache agree, and each value is intact.
+/// Checks that each value is intact, and that the kernel and the cache report the expected number of values on
+/// each node.
 fn check(step: &str, cache: &ByHandle<Value>, handles: &[Handle<Value>], expected: [u64; 2]) {
     let guard = slab::pin();
     let values: Vec<&Value> = handles.iter().map(|handle| cache.get(*handle, &guard).unwrap()).collect();
@@ -39,7 +40,7 @@ fn check(step: &str, cache: &ByHandle<Value>, handles: &[Handle<Value>], expecte
     assert_eq!((found, [info.nodes[0].used, info.nodes[1].used]), (expected, expected), "{step}: {info:?}");
 }
 
-/// With blocks as huge pages, and as small ones.
+/// Moves values between the nodes, in blocks that are huge pages, and in blocks of small pages.
 pub fn move_between_nodes() -> Result<()> {
     for use_huge in [true, false] {
         let slabs = Pagemill::new(Layout { use_huge, ..Layout::for_test() }, UNLIMITED)?.slabs;
@@ -52,7 +53,7 @@ pub fn move_between_nodes() -> Result<()> {
         }
         let cache = slabs.by_handle::<Value>(Settings::new("values"))?;
         let handles = (0..VALUES).map(|number| cache.insert([number; 24])).collect::<Result<Vec<_>>>()?;
-        // The scheduler decides on which node they were allocated.
+        // The scheduler decides on which nodes the values were allocated.
         cache.move_objects(1, 0, VALUES)?;
         cache.shrink()?;
         check("all on the first", &cache, &handles, [VALUES, 0]);

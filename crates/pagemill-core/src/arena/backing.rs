@@ -1,11 +1,11 @@
-//! Blocks of the heap zone and of the pool zone: brought in, measured, moved and emptied.
+//! Operations on blocks of the heap zone and of the pool zone: make resident, measure, move, discard.
 //!
-//! Callers own the bytes that they pass: a slot that is being allocated, a slot that a purge has claimed, or unused
-//! pages of a cache. That makes emptying safe.
+//! The callers own the blocks that they pass: those of a slot that is being allocated, of a slot that a purge has
+//! claimed, or of unused pages of a cache. So discarding their contents is safe.
 #![allow(unsafe_code)] // gives memory back to the kernel
 
 use super::block::{Backing, BlockState};
-use super::{Arena, Context, Filling};
+use super::{Arena, Context, ExpectedUse};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
@@ -13,43 +13,45 @@ use crate::units::{BLOCK_BYTES, os_page_bytes, os_pages_per_block};
 use pagemill_sys::{mem, moves};
 use std::ops::Range;
 
-/// Maximum number of blocks emptied by one system call; it bounds the wait of another thread.
+/// Maximum number of blocks that one system call discards or moves. It bounds the time that other threads wait.
 const BATCH_BLOCKS: usize = 32;
 
-pub(super) fn open(addr: usize, len_bytes: usize) -> Result<()> {
-    // SAFETY: fresh addresses of the arena's own reservation.
+/// Makes reserved addresses readable and writable.
+pub(super) fn make_accessible(addr: usize, len_bytes: usize) -> Result<()> {
+    // SAFETY: these are unused addresses of the arena's own reservation.
     unsafe { mem::open(addr, len_bytes) }.map_err(Error::system("opening reserved memory"))
 }
 
 impl Arena {
-    /// Makes one block resident (or overcommits it), if it is empty.
+    /// Makes an empty block usable: resident as a huge page if that is expected to pay, else overcommitted.
     ///
-    /// Does not wait for another thread that does the same for this block: the kernel serves the first touch.
+    /// Does not wait for another thread that does the same for this block, because the kernel provides the pages of an
+    /// overcommitted block when they are touched.
     ///
     /// # Errors
     ///
     /// [`Error::NoMemory`].
-    pub fn bring_in(&self, block: usize, filling: Filling) -> Result<()> {
-        if self.peek(block).backing != Backing::Empty {
+    pub fn back_block(&self, block: usize, expected_use: ExpectedUse) -> Result<()> {
+        if self.block_state(block).backing != Backing::Empty {
             return Ok(());
         }
-        if !self.may_take_huge(filling) {
+        if !self.may_take_huge(expected_use) {
             stats::add(Counter::BlocksSmall, 1);
             return self.overcommit(block, 1, Context::Outside);
         }
         // Admission may purge, so it comes before the lock. Check the state again afterwards.
         if self.budget.admit(BLOCK_BYTES as u64, Context::Outside).is_err() {
-            // A whole block does not fit. The part that is touched may.
+            // A whole block exceeds the limit, but the part that the program will touch may fit.
             return self.overcommit(block, 1, Context::Outside);
         }
         let mut locked = self.word(block).lock(&self.generation);
         if locked.state.backing == Backing::Empty {
-            locked.state = self.populate(block);
+            locked.state = self.populate_huge(block);
             if locked.state.backing == Backing::Huge {
-                Self::count(Counter::Heap, 0, locked.state.charged_pages);
+                Self::update_gauge(Counter::Heap, 0, locked.state.charged_pages);
                 return Ok(());
             }
-            // Use small pages, charged when measured: the block is overcommitted from here on.
+            // The block got no huge page and is overcommitted now. Its small pages are charged when measured.
             self.budget.reconciled(0, -(BLOCK_BYTES as i64));
         }
         drop(locked);
@@ -57,26 +59,24 @@ impl Arena {
         Ok(())
     }
 
-    /// Makes blocks of the pool zone resident as a whole: with huge pages as far as available. Returns how many are
-    /// huge.
-    ///
-    /// The caller must own these blocks. They are empty before, and read zero afterwards.
+    /// Makes all pages of empty blocks of the pool zone resident, with huge pages if wanted and available. The bytes
+    /// read zero. Returns the number of huge pages. The caller must own the blocks.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`]; [`Error::System`] if the kernel has no page. Nothing has changed then.
+    /// [`Error::NoMemory`]; [`Error::System`] if the kernel has no page. After an error all blocks are empty.
     ///
     /// # Safety
     ///
     /// The caller owns the blocks, and they hold nothing.
-    pub unsafe fn bring_in_whole(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
+    pub unsafe fn populate_blocks(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
         self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
         let mut huge = 0;
         for block in first..first + blocks {
-            match self.fill_whole(block, is_huge_wanted && self.use_huge) {
+            match self.populate_charged_block(block, is_huge_wanted && self.use_huge) {
                 Ok(is_huge) => huge += usize::from(is_huge),
                 Err(error) => {
-                    // SAFETY: these blocks are not known outside this function yet.
+                    // SAFETY: the caller owns these blocks, and no data has been stored in them yet.
                     unsafe { self.discard(first, block - first) };
                     self.budget.discharge(((first + blocks - block) * BLOCK_BYTES) as u64);
                     return Err(error);
@@ -86,27 +86,28 @@ impl Arena {
         Ok(huge)
     }
 
-    /// Populates an empty block that is charged already; returns whether it is a huge page.
-    fn fill_whole(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
+    /// Makes all pages of an empty, already charged block resident. Returns whether it is a huge page.
+    fn populate_charged_block(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
         let mut locked = self.word(block).lock(&self.generation);
         debug_assert_eq!(locked.state.backing, Backing::Empty);
         let addr = self.block_addr(block);
-        let state = if is_huge_wanted { self.populate(block) } else { BlockState::OVERCOMMITTED };
+        let state = if is_huge_wanted { self.populate_huge(block) } else { BlockState::OVERCOMMITTED };
         if state.backing != Backing::Huge {
             let populated = mem::populate(addr, BLOCK_BYTES).map_err(Error::system("bringing in pages"));
             if let Err(error) = populated {
-                // SAFETY: this block is not known outside this function yet.
+                // SAFETY: the caller owns this block, and no data has been stored in it yet.
                 let _ = unsafe { mem::discard(addr, BLOCK_BYTES) };
                 return Err(error);
             }
         }
         locked.state = BlockState { charged_pages: os_pages_per_block() as u32, ..state };
-        Self::count(self.counter_of(block), 0, locked.state.charged_pages);
+        Self::update_gauge(self.gauge_of_block(block), 0, locked.state.charged_pages);
         Ok(state.backing == Backing::Huge)
     }
 
-    /// Populates an empty block with a huge page. Without one the kernel's small pages serve on touch.
-    pub(super) fn populate(&self, block: usize) -> BlockState {
+    /// Populates an empty block with a huge page. If none is available, returns the state of an overcommitted block,
+    /// for which the kernel provides small pages on touch.
+    pub(super) fn populate_huge(&self, block: usize) -> BlockState {
         let resident = self.budget.room().0;
         match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
             Ok(mem::Backing::Huge) => {
@@ -122,13 +123,13 @@ impl Arena {
         }
     }
 
-    /// Overcommits whole blocks to a program; blocks that are not empty are left alone.
+    /// Overcommits those of the blocks that are empty.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if the limit is reached already.
+    /// [`Error::NoMemory`] if the limit has been reached.
     pub fn overcommit(&self, first: usize, blocks: usize, context: Context) -> Result<()> {
-        let empty = (first..first + blocks).filter(|block| self.peek(*block).backing == Backing::Empty).count();
+        let empty = (first..first + blocks).filter(|block| self.block_state(*block).backing == Backing::Empty).count();
         if empty == 0 {
             return Ok(());
         }
@@ -146,7 +147,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Overcommits blocks again that the program had before and that were just emptied. Cannot be refused.
+    /// Overcommits blocks of a live allocation again after [`Arena::discard`]. Cannot fail.
     fn reopen(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
@@ -157,29 +158,29 @@ impl Arena {
         }
     }
 
-    /// Empties whole blocks and overcommits them again. Returns the bytes that were resident; `None` if the kernel
-    /// refused, perhaps after a part.
+    /// Discards the memory of whole blocks and overcommits them again. Returns the bytes that were resident; `None` if
+    /// the kernel refused for some or all blocks.
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
-    pub unsafe fn renew(&self, first: usize, blocks: usize) -> Option<u64> {
+    pub unsafe fn discard_and_reopen(&self, first: usize, blocks: usize) -> Option<u64> {
         // SAFETY: guaranteed by the caller.
         let freed = unsafe { self.discard(first, blocks) };
-        let is_gone = (first..first + blocks).all(|block| self.peek(block).backing == Backing::Empty);
+        let is_gone = (first..first + blocks).all(|block| self.block_state(block).backing == Backing::Empty);
         self.reopen(first, blocks);
         is_gone.then_some(freed)
     }
 
-    /// As [`Arena::renew`] for a block that must be backed by small pages only.
+    /// As [`Arena::discard_and_reopen`] for one block, which the kernel may back with small pages only from now on.
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
-    pub unsafe fn make_small(&self, block: usize) {
+    pub unsafe fn reopen_with_small_pages(&self, block: usize) {
         mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
         // SAFETY: guaranteed by the caller.
-        unsafe { self.renew(block, 1) };
+        unsafe { self.discard_and_reopen(block, 1) };
     }
 
     /// Allows the kernel to use huge pages at these addresses.
@@ -189,7 +190,7 @@ impl Arena {
         }
     }
 
-    /// Populates the software pages of a range in overcommitted blocks, if they are larger than the OS page.
+    /// Makes a range of overcommitted blocks resident in whole software pages, if these are larger than the OS page.
     pub fn populate_pages(&self, addr: usize, len_bytes: usize) {
         let page = self.page.bytes().min(BLOCK_BYTES);
         if page > os_page_bytes() && mem::populate(addr, len_bytes).is_ok() {
@@ -197,11 +198,11 @@ impl Arena {
         }
     }
 
-    /// Measures how much of overcommitted blocks is resident, and charges it.
+    /// Measures how many pages of overcommitted blocks are resident, and charges them.
     pub fn reconcile(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let full = os_pages_per_block() as u32;
-            let state = self.peek(block);
+            let state = self.block_state(block);
             if state.backing != Backing::Lazy || state.is_inherited || state.charged_pages == full {
                 continue;
             }
@@ -212,7 +213,7 @@ impl Arena {
         }
     }
 
-    /// Charges the resident pages of a locked lazy block.
+    /// Measures the resident pages of a locked *Lazy* block and updates its charge.
     pub(super) fn measure(&self, block: usize, state: &mut BlockState) {
         if state.is_inherited {
             return;
@@ -222,47 +223,49 @@ impl Arena {
             Ok(()) => pages.iter().filter(|page| **page & 1 == 1).count() as u32,
             Err(_) => return,
         };
-        self.recharge(block, state, count);
+        self.set_charge(block, state, count);
     }
 
-    /// Changes the charge of a lazy block; the rest of it stays overcommitted.
-    fn recharge(&self, block: usize, state: &mut BlockState, pages: u32) {
+    /// Sets the charge of a *Lazy* block to `pages`. The rest of the block stays overcommitted.
+    fn set_charge(&self, block: usize, state: &mut BlockState, pages: u32) {
         let change = Self::charged_bytes(pages) as i64 - Self::charged_bytes(state.charged_pages) as i64;
         if change != 0 {
-            Self::count(self.counter_of(block), state.charged_pages, pages);
+            Self::update_gauge(self.gauge_of_block(block), state.charged_pages, pages);
             self.budget.reconciled(change, change);
             state.charged_pages = pages;
         }
     }
 
-    /// Gives whole blocks back to the kernel; returns the bytes that were resident.
+    /// Returns the memory of whole blocks to the kernel. Returns the bytes that were resident.
     ///
     /// # Safety
     ///
-    /// The caller owns every byte of these blocks and needs no contents.
+    /// The caller owns every byte of these blocks and does not need their contents.
     pub unsafe fn discard(&self, first: usize, blocks: usize) -> u64 {
         let mut freed = 0;
         let mut at = first;
         while at < first + blocks {
             let count = (first + blocks - at).min(BATCH_BLOCKS);
-            // SAFETY: guaranteed by the caller, for a part.
+            // SAFETY: guaranteed by the caller for all blocks.
             freed += unsafe { self.discard_batch(at, count) };
             at += count;
         }
         freed
     }
 
+    /// As [`Arena::discard`], with one system call.
+    ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
     unsafe fn discard_batch(&self, first: usize, blocks: usize) -> u64 {
         let mut range = first..first + blocks;
-        if range.all(|block| self.peek(block).backing == Backing::Empty) {
+        if range.all(|block| self.block_state(block).backing == Backing::Empty) {
             return 0;
         }
-        // Measure first, so that the count is the kernel's and not an estimate.
+        // Measure first: the charge, which is returned as the bytes freed, must equal the kernel's count.
         self.reconcile(first, blocks);
-        // SAFETY: the caller owns the bytes, and no reference to them exists.
+        // SAFETY: the caller owns these bytes, and no reference to them exists.
         if unsafe { mem::discard(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
             stats::add(Counter::PurgeFailed, 1);
             return 0;
@@ -270,28 +273,28 @@ impl Arena {
         let mut freed = 0;
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
-            freed += self.forget(block, &mut locked.state);
+            freed += self.mark_empty(block, &mut locked.state);
         }
         freed
     }
 
-    /// Offers whole blocks to the kernel, which takes them when it runs short. Returns their resident bytes; `None` if
-    /// the kernel refused (locked memory).
+    /// Offers whole blocks to the kernel (`MADV_FREE`), which takes their memory under pressure. Returns their charged
+    /// bytes; `None` if the kernel refused (locked memory).
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
     pub unsafe fn offer(&self, first: usize, blocks: usize) -> Option<u64> {
-        // SAFETY: the caller owns the bytes, and no reference to them exists.
+        // SAFETY: the caller owns these bytes, and no reference to them exists.
         if unsafe { mem::offer(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
             return None;
         }
-        Some((first..first + blocks).map(|block| Self::charged_bytes(self.peek(block).charged_pages)).sum())
+        Some((first..first + blocks).map(|block| Self::charged_bytes(self.block_state(block).charged_pages)).sum())
     }
 
-    /// Finds out what the kernel took of offered blocks, and ends the charge for it: such blocks are overcommitted from
-    /// here on. Returns the bytes.
-    pub fn note_taken(&self, first: usize, blocks: usize) -> u64 {
+    /// Ends the charge for memory that the kernel took from offered blocks, and returns these bytes. The blocks that
+    /// lost memory become *Lazy*.
+    pub fn discharge_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
@@ -308,10 +311,11 @@ impl Arena {
         taken
     }
 
-    /// Marks a locked block empty and ends its charge or loan.
-    fn forget(&self, block: usize, state: &mut BlockState) -> u64 {
+    /// Marks a locked block as empty. Ends its charge, and no longer counts it as overcommitted. Returns the bytes that
+    /// were charged.
+    fn mark_empty(&self, block: usize, state: &mut BlockState) -> u64 {
         let bytes = Self::charged_bytes(state.charged_pages);
-        Self::count(self.counter_of(block), state.charged_pages, 0);
+        Self::update_gauge(self.gauge_of_block(block), state.charged_pages, 0);
         if bytes > 0 {
             self.budget.discharge(bytes);
         }
@@ -322,12 +326,12 @@ impl Arena {
         bytes
     }
 
-    /// Gives back a part of a block of small pages; returns the bytes freed. `None` if the kernel refused. A block of
-    /// another kind is left alone.
+    /// Returns a part of a *Lazy* block to the kernel, and returns the bytes freed; `None` if the kernel refused. Does
+    /// nothing for a block with another backing.
     ///
     /// # Safety
     ///
-    /// The caller owns the bytes, whole OS pages of one block, and needs no contents.
+    /// The part consists of whole OS pages of one block. The caller owns them and does not need their contents.
     pub unsafe fn discard_part(&self, block: usize, addr: usize, len_bytes: usize) -> Option<u64> {
         let mut is_refused = false;
         let part = addr..addr + len_bytes;
@@ -336,10 +340,10 @@ impl Arena {
         (!is_refused).then_some(freed.unwrap_or(0))
     }
 
-    /// As [`Arena::discard_part`] for several parts, in the order of their addresses; empty ones are skipped. Calls
-    /// `refused` with the index of each part that the kernel refused.
+    /// As [`Arena::discard_part`] for several parts, which must be in the order of their addresses and may be empty.
+    /// Calls `refused` with the index of each part that the kernel refused. `None` if the block is not *Lazy*.
     ///
-    /// Cost: the block is measured twice, some 15 us; one system call for each run of adjacent parts.
+    /// Cost: two measurements of the block (some 15 us), and one system call for each run of adjacent parts.
     ///
     /// # Safety
     ///
@@ -366,7 +370,7 @@ impl Arena {
                 end = parts[next].end;
                 next += 1;
             }
-            // SAFETY: guaranteed by the caller; adjacent parts together.
+            // SAFETY: guaranteed by the caller for each of these adjacent parts.
             if start < end && unsafe { mem::discard(start, end - start) }.is_err() {
                 stats::add(Counter::PurgeFailed, 1);
                 (first..next).for_each(&mut refused);
@@ -377,7 +381,7 @@ impl Arena {
         Some(Self::charged_bytes(before.saturating_sub(locked.state.charged_pages)))
     }
 
-    /// Splits the huge page behind a block, so that parts of it can be given back.
+    /// Splits the huge page of a block into small pages, so that parts of the block can be returned.
     pub fn split(&self, block: usize) {
         let mut locked = self.word(block).lock(&self.generation);
         if locked.state.backing == Backing::Huge {
@@ -387,10 +391,10 @@ impl Arena {
         }
     }
 
-    /// Moves the memory of whole blocks to empty ones; returns how many bytes from the start were moved.
+    /// Moves the memory of whole blocks to blocks without memory. Returns the length of the moved part in bytes.
     ///
-    /// The kernel may stop anywhere (for example at a page that a fork child still shares), also inside a block. Source
-    /// bytes read zero as far as they were moved.
+    /// The kernel may stop early, also inside a block, for example at a page that a fork child shares. The moved part
+    /// of the source reads zero afterwards.
     ///
     /// # Errors
     ///
@@ -398,12 +402,12 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The caller owns both ranges; the target has no memory; no thread touches either meanwhile.
+    /// The caller owns both ranges, the target has no memory, and no thread accesses either range during the call.
     pub unsafe fn move_blocks(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
         let mut done = 0;
         while done < blocks {
             let count = (blocks - done).min(BATCH_BLOCKS);
-            // SAFETY: guaranteed by the caller, for a part.
+            // SAFETY: guaranteed by the caller for the whole ranges.
             let result = unsafe { self.move_batch(to + done, from + done, count) };
             match result {
                 Err(error) if done == 0 => return Err(error),
@@ -415,11 +419,13 @@ impl Arena {
         Ok(done * BLOCK_BYTES)
     }
 
+    /// As [`Arena::move_blocks`], with one system call.
+    ///
     /// # Safety
     ///
     /// As [`Arena::move_blocks`].
     unsafe fn move_batch(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
-        // Locked for the whole move, so that no page is measured at two places.
+        // All blocks are locked during the move, so that no page is measured both in its source and in its target.
         let lock = |first: usize| {
             std::array::from_fn::<_, BATCH_BLOCKS, _>(|index| {
                 (index < blocks).then(|| self.word(first + index).lock(&self.generation))
@@ -433,7 +439,7 @@ impl Arena {
             let (Some(source), Some(target)) = (source, target) else { continue };
             debug_assert_eq!(target.state.charged_pages, 0);
             if target.state.backing == Backing::Lazy && !target.state.is_inherited {
-                // What was overcommitted to the target is covered by the source's memory.
+                // The source's memory, which is charged, replaces the untouched bytes of the target.
                 self.budget.reconciled(0, BLOCK_BYTES as i64);
             }
             target.state = std::mem::replace(&mut source.state, BlockState::EMPTY);
@@ -441,20 +447,21 @@ impl Arena {
         Ok(moved)
     }
 
-    /// Records that a block will be needed soon. The helper brings it in.
-    pub fn want_soon(&self, block: usize) {
+    /// Requests that the helper makes a block resident, because it will be needed soon.
+    pub fn request_prefault(&self, block: usize) {
         self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);
     }
 
-    /// Brings in the recorded block, if there is room without reclaim. Returns whether it did.
+    /// Makes the block resident that was requested last, if there is room without reclaim. Returns whether it did.
     pub fn prefault(&self) -> bool {
         let wanted = self.prefault.swap(0, std::sync::atomic::Ordering::Relaxed);
         let has_room = self.budget.room().1 >= 2 * BLOCK_BYTES as u64;
-        let is_huge = self.may_take_huge(Filling::Soon);
-        if wanted == 0 || !has_room || self.peek(wanted - 1).backing != Backing::Empty || !is_huge {
+        let is_huge = self.may_take_huge(ExpectedUse::Full);
+        if wanted == 0 || !has_room || self.block_state(wanted - 1).backing != Backing::Empty || !is_huge {
             return false;
         }
-        let is_in = self.bring_in(wanted - 1, Filling::Soon).is_ok() && self.peek(wanted - 1).backing == Backing::Huge;
+        let is_in = self.back_block(wanted - 1, ExpectedUse::Full).is_ok()
+            && self.block_state(wanted - 1).backing == Backing::Huge;
         if is_in {
             stats::add(Counter::BlocksPrefaulted, 1);
         }

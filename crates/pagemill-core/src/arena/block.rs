@@ -1,39 +1,39 @@
-//! The state word of a block: its backing, the charge, and the fork generation.
+//! The state word of a block: its backing, its charge, its lock, and the fork generation.
 //!
-//! There is one word per block of reserved address space, found by arithmetic. One bit is the block's lock, held while
-//! pages come or go. A lock held by a thread that `fork` did not copy carries an older generation and is void; so are
-//! charges of the parent.
+//! A table has one word per block of the reservation. A thread holds the lock bit while it makes pages of the block
+//! resident or discards them. A word of an older generation was written before `fork`: its lock is void, because the
+//! child does not have the thread that held it, and its charge belongs to the parent.
 
 use super::Generation;
 use crate::sync;
 use crate::units::os_pages_per_block;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
-/// The backing of a block.
+/// The memory behind a block.
 ///
 /// Example: [`Arena`](super::Arena).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Backing {
-    /// No page: reads zero.
+    /// The block has no page and reads zero.
     Empty = 0,
-    /// Open to the program. The kernel brings pages in on touch; they are charged when measured.
+    /// The block may be touched. The kernel provides pages on touch, which are charged when they are measured.
     Lazy = 1,
-    /// Pages brought in unit by unit (extents of the small allocator).
+    /// The block has small pages, charged before they become resident (extents of the small allocator).
     Small = 2,
-    /// One huge page, or all OS pages of the block at once.
+    /// The block has one huge page, charged as a whole.
     Huge = 3,
 }
 
-/// The unpacked word.
+/// A state word, unpacked.
 ///
 /// Example: [`Arena`](super::Arena).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockState {
     pub backing: Backing,
-    /// OS pages charged to the account.
+    /// Number of OS pages charged to this process's account.
     pub charged_pages: u32,
-    /// Brought in before `fork`: shared with the parent, charged and overcommitted there, never measured here.
+    /// Whether the block got its memory before `fork`. The parent is charged for it; this process never measures it.
     pub is_inherited: bool,
 }
 
@@ -44,7 +44,7 @@ const CHARGED_SHIFT: u32 = 32;
 
 impl BlockState {
     pub const EMPTY: Self = Self { backing: Backing::Empty, charged_pages: 0, is_inherited: false };
-    /// Open to be touched, nothing known to be resident.
+    /// The state of a block that may be touched and of which no page is known to be resident.
     pub const OVERCOMMITTED: Self = Self { backing: Backing::Lazy, charged_pages: 0, is_inherited: false };
 
     pub fn huge() -> Self {
@@ -58,7 +58,7 @@ impl BlockState {
             | u64::from(self.charged_pages) << CHARGED_SHIFT
     }
 
-    /// For a word of another generation only the backing is valid.
+    /// Unpacks a word. Of a word of another generation only the backing is valid.
     fn unpack(word: u64, generation: u16) -> Self {
         let backing = match word & 3 {
             0 => Backing::Empty,
@@ -85,13 +85,13 @@ impl BlockWord {
         Self(AtomicU64::new(0))
     }
 
-    /// The current state; it may change at any time.
+    /// The current state. Other threads may change it at any time.
     #[inline]
-    pub fn peek(&self, generation: &Generation) -> BlockState {
+    pub fn state(&self, generation: &Generation) -> BlockState {
         BlockState::unpack(self.0.load(Acquire), generation.get())
     }
 
-    /// Takes the block's lock; returns `None` if another thread holds it.
+    /// Acquires the block's lock; returns `None` if another thread holds it.
     pub fn try_lock<'word>(&'word self, generation: &Generation) -> Option<Locked<'word>> {
         let generation = generation.get();
         let word = self.0.load(Relaxed);
@@ -101,15 +101,15 @@ impl BlockWord {
         self.claim(word, generation)
     }
 
-    /// Takes the lock of a word that was seen unlocked; `None` if it has changed since.
+    /// Acquires the lock of a word that was read as `seen`, unlocked; returns `None` if the word has changed since.
     fn claim(&self, seen: u64, generation: u16) -> Option<Locked<'_>> {
         let state = BlockState::unpack(seen, generation);
         self.0.compare_exchange(seen, state.pack(generation) | LOCKED, Acquire, Relaxed).ok()?;
-        // Create the guard only with the lock: dropping a guard releases the lock, whichever thread holds it.
+        // The guard is created after the lock was acquired, because dropping a guard always releases the lock.
         Some(Locked { word: self, generation, state })
     }
 
-    /// Takes the block's lock. It is held for at most some hundred microseconds, so waiters yield.
+    /// Acquires the block's lock. It is held for some hundred microseconds at most, so waiting threads yield in a loop.
     pub fn lock<'word>(&'word self, generation: &Generation) -> Locked<'word> {
         loop {
             if let Some(locked) = self.try_lock(generation) {
@@ -120,7 +120,7 @@ impl BlockWord {
     }
 }
 
-/// A locked block: changes of `state` are stored on drop.
+/// A locked block. Dropping it stores `state` and releases the lock.
 pub(crate) struct Locked<'word> {
     word: &'word BlockWord,
     generation: u16,
@@ -137,23 +137,25 @@ impl Drop for Locked<'_> {
 mod tests {
     use super::*;
 
+    /// Locks a block, advances the generation as in a fork child, and locks the block again, which must succeed.
     #[test]
-    fn a_lock_of_an_older_generation_is_void() {
+    fn lock_of_older_generation_is_void() {
         let (word, generation) = (BlockWord::new(), Generation::default());
         let mut locked = word.lock(&generation);
         locked.state = BlockState::huge();
         drop(locked);
         let held = word.lock(&generation);
         assert!(word.try_lock(&generation).is_none());
-        std::mem::forget(held); // the thread that held it was not copied by fork
+        std::mem::forget(held); // as if `fork` had not copied the thread that holds the lock
         generation.advance();
         let locked = word.try_lock(&generation).expect("void lock");
         assert_eq!(locked.state, BlockState { backing: Backing::Huge, charged_pages: 0, is_inherited: true });
     }
 
-    /// A thread that claims a word it saw unlocked too late does not release the lock of another thread.
+    /// Reads a word unlocked, locks the block, then claims the word as read. The claim must fail, and the lock must
+    /// stay.
     #[test]
-    fn a_late_claim_leaves_the_lock() {
+    fn failed_claim_keeps_lock_of_other_thread() {
         let (word, generation) = (BlockWord::new(), Generation::default());
         let seen = word.0.load(Relaxed);
         let held = word.lock(&generation);

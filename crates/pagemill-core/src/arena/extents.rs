@@ -1,13 +1,12 @@
-//! Extents for the allocator of small sizes: reserved, committed and decommitted in OS pages.
+//! Extents: addresses for the allocator of small sizes, which commits and decommits them in OS pages.
 //!
-//! The allocator commits the pages that it uses and decommits the others. Memory comes and goes in *units*: a whole
-//! block if it is a huge page, else a software page. A unit is resident while one of its pages is committed. A page
-//! decommitted inside a resident unit is *stale*: it is zeroed when it is committed again, not before. So giving back a
-//! whole unit costs one system call and no zeroing.
+//! Memory becomes resident and is returned in *units*: a whole block if it is a huge page, else a software page. A unit
+//! is resident while at least one of its pages is committed. A page that is decommitted in a resident unit becomes
+//! *stale*, and the next commit zeroes it. So returning a whole unit costs one system call and no zeroing.
 #![allow(unsafe_code)] // zeroes pages and gives memory back to the kernel
 
 use super::block::{Backing, BlockState, Locked};
-use super::{Arena, Context, Filling};
+use super::{Arena, Context, ExpectedUse};
 use crate::error::Result;
 use crate::stats::{self, Counter};
 use crate::units::{BLOCK_BYTES, MAX_OS_PAGES_PER_BLOCK, os_page_bytes, os_pages_per_block};
@@ -15,16 +14,16 @@ use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Which OS pages of a block are committed, and which are stale. Guarded by the block's lock.
+/// The sets of committed and of stale OS pages of one block. Protected by the block's lock.
 pub(crate) struct ExtentMaps {
-    committed: Bits,
-    stale: Bits,
+    committed: PageSet,
+    stale: PageSet,
 }
 
-/// One bit per OS page of a block.
-struct Bits([AtomicU64; MAX_OS_PAGES_PER_BLOCK / 64]);
+/// A set of OS pages of a block, one bit for each page.
+struct PageSet([AtomicU64; MAX_OS_PAGES_PER_BLOCK / 64]);
 
-impl Bits {
+impl PageSet {
     fn get(&self, page: usize) -> bool {
         self.0[page / 64].load(Relaxed) >> (page % 64) & 1 == 1
     }
@@ -37,7 +36,7 @@ impl Bits {
         }
     }
 
-    fn any(&self, pages: Range<usize>) -> bool {
+    fn contains_any(&self, pages: Range<usize>) -> bool {
         let mut page = pages.start;
         while page < pages.end {
             let word = self.0[page / 64].load(Relaxed) >> (page % 64);
@@ -55,7 +54,7 @@ impl Bits {
     }
 }
 
-/// A part of one block, in OS pages.
+/// A part of one block, as a range of OS pages.
 #[derive(Clone)]
 struct BlockPart {
     block: usize,
@@ -63,7 +62,7 @@ struct BlockPart {
 }
 
 impl Arena {
-    /// Carves address space for an extent: at least block aligned, without memory.
+    /// Carves address space for an extent, without memory. The address is aligned to `align_bytes` and to a block.
     ///
     /// # Errors
     ///
@@ -74,22 +73,22 @@ impl Arena {
         self.carve(&self.small, blocks, align, self.nodes.current(), |_, _| Ok(()))
     }
 
-    /// Overcommits an extent as a whole, charged when measured: for the allocator's own metadata, which is never given
-    /// back.
+    /// Overcommits a whole extent, for metadata of the allocator. Its pages are charged when measured, and no later
+    /// commit is needed.
     ///
     /// # Errors
     ///
-    /// `NoMemory` at the limit.
+    /// `NoMemory` if the limit has been reached.
     ///
     /// # Safety
     ///
-    /// The range begins an extent of the caller's, of which nothing is committed or overcommitted.
+    /// The range starts at the begin of an extent of the caller, of which nothing is committed or overcommitted.
     pub unsafe fn overcommit_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
         self.overcommit(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }
 
-    /// The parts of each block that a range covers.
-    fn parts(&self, addr: usize, len_bytes: usize) -> impl Iterator<Item = BlockPart> + use<'_> {
+    /// Splits a range at block boundaries.
+    fn split_at_blocks(&self, addr: usize, len_bytes: usize) -> impl Iterator<Item = BlockPart> + use<'_> {
         let page = os_page_bytes();
         let (first, last) = (self.block_of(addr), self.block_of(addr + len_bytes.max(1) - 1));
         (first..=last).map(move |block| {
@@ -100,7 +99,7 @@ impl Arena {
         })
     }
 
-    /// Commits pages of an extent: charges them and makes them zero. After an error nothing is committed.
+    /// Commits pages of an extent: charges them and ensures that they read zero. After an error nothing is committed.
     ///
     /// # Errors
     ///
@@ -108,15 +107,15 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The pages lie in an extent of the caller's, and none of them is committed.
+    /// The pages lie in an extent of the caller, and none of them is committed.
     pub unsafe fn commit(&self, addr: usize, len_bytes: usize) -> Result<()> {
         let mut done = 0;
-        for part in self.parts(addr, len_bytes) {
+        for part in self.split_at_blocks(addr, len_bytes) {
             let part_bytes = part.pages.len() * os_page_bytes();
             if let Err(error) = self.commit_part(&part) {
                 stats::add(Counter::ExtentsRefused, 1);
                 if done > 0 {
-                    // SAFETY: committed just now for this caller, which has not used it yet.
+                    // SAFETY: this call committed the pages, and the caller does not use them before it returns.
                     unsafe { self.decommit(addr, done) };
                 }
                 return Err(error);
@@ -131,12 +130,13 @@ impl Arena {
         loop {
             let mut locked = self.word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
-                // The allocator's metadata, or a block that was inherited and measured: open already.
+                // The pages of a *Lazy* block (allocator metadata, or inherited memory) need no commit.
                 drop(locked);
                 break;
             }
-            let take_huge = use_huge && locked.state.backing == Backing::Empty && self.may_take_huge(Filling::Unknown);
-            let needed = if take_huge { os_pages_per_block() as u32 } else { self.missing_pages(&locked, part) };
+            let take_huge =
+                use_huge && locked.state.backing == Backing::Empty && self.may_take_huge(ExpectedUse::Unknown);
+            let needed = if take_huge { os_pages_per_block() as u32 } else { self.nonresident_pages(&locked, part) };
             if needed > admitted {
                 // Admission may purge, so it is never called under the lock.
                 drop(locked);
@@ -144,14 +144,14 @@ impl Arena {
                     if !take_huge {
                         return Err(error);
                     }
-                    // A whole block does not fit; the requested pages may.
+                    // A whole block exceeds the limit, but the requested pages may fit.
                     use_huge = false;
                     continue;
                 }
                 admitted = needed;
                 continue;
             }
-            let used = self.fill(&mut locked, part, take_huge);
+            let used = self.commit_admitted(&mut locked, part, take_huge);
             drop(locked);
             if admitted > used {
                 self.budget.discharge(Self::charged_bytes(admitted - used));
@@ -164,7 +164,7 @@ impl Arena {
         Ok(())
     }
 
-    /// OS pages per unit of a block in this state.
+    /// Number of OS pages in a unit of a block with this state.
     fn unit_pages(&self, state: BlockState) -> usize {
         match state.backing {
             Backing::Huge => os_pages_per_block(),
@@ -172,62 +172,64 @@ impl Arena {
         }
     }
 
-    /// Pages of the units that this part would newly make resident.
-    fn missing_pages(&self, locked: &Locked<'_>, part: &BlockPart) -> u32 {
+    /// Number of OS pages in those units of a part that are not resident yet, and that a commit must charge.
+    fn nonresident_pages(&self, locked: &Locked<'_>, part: &BlockPart) -> u32 {
         if locked.state.backing == Backing::Huge {
             return 0;
         }
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         let units = part.pages.start / unit..part.pages.end.div_ceil(unit);
-        // A unit with a stale page is still resident: the kernel did not take it back.
-        let is_there = |pages: Range<usize>| maps.committed.any(pages.clone()) || maps.stale.any(pages);
-        let missing = units.filter(|index| !is_there(index * unit..(index + 1) * unit)).count();
+        // A unit that has only stale pages is still resident, because the kernel refused to take it.
+        let is_resident =
+            |pages: Range<usize>| maps.committed.contains_any(pages.clone()) || maps.stale.contains_any(pages);
+        let missing = units.filter(|index| !is_resident(index * unit..(index + 1) * unit)).count();
         (missing * unit) as u32
     }
 
-    /// Commits a part whose pages are admitted; returns how many pages of the admission it used.
-    fn fill(&self, locked: &mut Locked<'_>, part: &BlockPart, take_huge: bool) -> u32 {
+    /// Commits a part after the budget has admitted its pages. Returns the number of OS pages charged.
+    fn commit_admitted(&self, locked: &mut Locked<'_>, part: &BlockPart, take_huge: bool) -> u32 {
         let before = locked.state.charged_pages;
         if take_huge {
-            locked.state = self.populate(part.block);
+            locked.state = self.populate_huge(part.block);
             if locked.state.backing != Backing::Huge {
                 locked.state = BlockState { backing: Backing::Small, ..BlockState::EMPTY };
-                // Pages that the kernel adds by itself would not be counted.
+                // The kernel must not add huge pages on its own, because they would not be charged.
                 mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             }
         }
         if locked.state.backing == Backing::Empty {
             locked.state.backing = Backing::Small;
-            // It may have been huge before.
+            // Huge pages may still be allowed here, because the block may have been a huge page before.
             mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             stats::add(Counter::BlocksSmall, 1);
         }
         if locked.state.backing == Backing::Small {
-            locked.state.charged_pages += self.missing_pages(locked, part);
+            locked.state.charged_pages += self.nonresident_pages(locked, part);
             self.populate_units(locked, part);
         }
         let maps = self.maps.get(part.block);
         for page in part.pages.clone() {
             if maps.stale.get(page) {
                 let addr = self.block_addr(part.block) + page * os_page_bytes();
-                // SAFETY: a stale page has no owner until this commit returns it.
+                // SAFETY: a stale page is not committed, so no thread uses it.
                 unsafe { std::ptr::write_bytes(addr as *mut u8, 0, os_page_bytes()) };
             }
         }
         maps.stale.set(part.pages.clone(), false);
         maps.committed.set(part.pages.clone(), true);
-        Self::count(Counter::Small, before, locked.state.charged_pages);
+        Self::update_gauge(Counter::Small, before, locked.state.charged_pages);
         locked.state.charged_pages - before
     }
 
-    /// Populates software pages larger than the OS page as a whole; smaller ones come with their first touch.
+    /// Makes the units of a part resident if a software page is larger than the OS page. Otherwise the kernel provides
+    /// each page on its first touch.
     fn populate_units(&self, locked: &Locked<'_>, part: &BlockPart) {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         if unit == 1 {
             return;
         }
         for index in part.pages.start / unit..part.pages.end.div_ceil(unit) {
-            if !maps.committed.any(index * unit..(index + 1) * unit) {
+            if !maps.committed.contains_any(index * unit..(index + 1) * unit) {
                 let addr = self.block_addr(part.block) + index * unit * os_page_bytes();
                 if mem::populate(addr, unit * os_page_bytes()).is_ok() {
                     stats::add(Counter::PagesPopulated, 1);
@@ -236,61 +238,60 @@ impl Arena {
         }
     }
 
-    /// Decommits pages; returns the bytes given back to the kernel at once.
+    /// Decommits pages. Returns the bytes returned to the kernel at once: those of units without committed pages.
     ///
     /// # Safety
     ///
-    /// The range was committed, and its contents are not needed any more.
+    /// The caller has committed the range and no longer needs its contents.
     pub unsafe fn decommit(&self, addr: usize, len_bytes: usize) -> u64 {
         let mut freed = 0;
-        for part in self.parts(addr, len_bytes) {
+        for part in self.split_at_blocks(addr, len_bytes) {
             let mut locked = self.word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
-                freed += self.drop_overcommitted(&mut locked, &part);
+                freed += self.discard_overcommitted(&mut locked, &part);
             } else if locked.state.backing != Backing::Empty {
                 let maps = self.maps.get(part.block);
                 maps.committed.set(part.pages.clone(), false);
                 maps.stale.set(part.pages.clone(), true);
-                freed += self.drop_units(&mut locked, &part);
+                freed += self.discard_unused_units(&mut locked, &part);
             }
         }
         freed
     }
 
-    /// Gives back overcommitted pages (the allocator's first extents). They are zero afterwards, even if the kernel
-    /// refuses.
-    fn drop_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
+    /// Returns overcommitted pages to the kernel. They read zero afterwards, even if the kernel refuses.
+    fn discard_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();
         let before = locked.state.charged_pages;
-        // SAFETY: decommitted by the caller, which needs no contents.
+        // SAFETY: the pages are decommitted, so their contents are not needed.
         if unsafe { mem::discard(addr, len_bytes) }.is_err() {
             stats::add(Counter::PurgeFailed, 1);
-            // SAFETY: as above; open memory.
+            // SAFETY: as above, and the pages are writable.
             unsafe { std::ptr::write_bytes(addr as *mut u8, 0, len_bytes) };
         }
         self.measure(part.block, &mut locked.state);
         Self::charged_bytes(before.saturating_sub(locked.state.charged_pages))
     }
 
-    /// Gives back the units of a part that have no committed page left.
-    fn drop_units(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
+    /// Returns to the kernel the units of a part that have no committed page.
+    fn discard_unused_units(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         let before = locked.state.charged_pages;
         let mut run: Option<Range<usize>> = None;
         for index in part.pages.start / unit..part.pages.end.div_ceil(unit) {
             let pages = index * unit..(index + 1) * unit;
-            if maps.committed.any(pages.clone()) {
-                self.drop_run(locked, part.block, run.take());
+            if maps.committed.contains_any(pages.clone()) {
+                self.discard_run(locked, part.block, run.take());
             } else {
                 run = Some(run.map_or(pages.start, |run| run.start)..pages.end);
             }
         }
-        self.drop_run(locked, part.block, run);
+        self.discard_run(locked, part.block, run);
         if locked.state.charged_pages == 0 && maps.committed.count() == 0 && maps.stale.count() == 0 {
             locked.state = BlockState::EMPTY;
         }
-        Self::count(Counter::Small, before, locked.state.charged_pages);
+        Self::update_gauge(Counter::Small, before, locked.state.charged_pages);
         let freed = Self::charged_bytes(before - locked.state.charged_pages);
         if freed > 0 {
             self.budget.discharge(freed);
@@ -298,10 +299,11 @@ impl Arena {
         freed
     }
 
-    fn drop_run(&self, locked: &mut Locked<'_>, block: usize, run: Option<Range<usize>>) {
+    /// Returns a run of pages to the kernel, all of them in units without committed pages.
+    fn discard_run(&self, locked: &mut Locked<'_>, block: usize, run: Option<Range<usize>>) {
         let Some(run) = run else { return };
         let addr = self.block_addr(block) + run.start * os_page_bytes();
-        // SAFETY: none of these pages is committed, so no thread uses them (the block is locked).
+        // SAFETY: none of these pages is committed, and the lock on the block keeps it so. No thread uses them.
         if unsafe { mem::discard(addr, run.len() * os_page_bytes()) }.is_ok() {
             self.maps.get(block).stale.set(run.clone(), false);
             locked.state.charged_pages = locked.state.charged_pages.saturating_sub(run.len() as u32);
@@ -310,11 +312,11 @@ impl Arena {
         }
     }
 
-    /// Splits huge pages of which at least a quarter is stale and gives that part back, until `want_bytes` are freed:
-    /// 280 us a block.
+    /// Splits huge pages of which at least a quarter is stale, and returns their stale pages, until `want_bytes` are
+    /// freed. Returns the bytes freed. Cost: 280 us for each huge page.
     pub fn split_sparse_extents(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
-        for block in self.sparse_blocks() {
+        for block in self.sparse_huge_blocks() {
             if freed >= want_bytes {
                 break;
             }
@@ -323,29 +325,29 @@ impl Arena {
                 mem::split_huge(self.block_addr(block), BLOCK_BYTES);
                 stats::add(Counter::BlocksSplit, 1);
                 locked.state.backing = Backing::Small;
-                freed += self.drop_units(&mut locked, &BlockPart { block, pages: 0..os_pages_per_block() });
+                freed += self.discard_unused_units(&mut locked, &BlockPart { block, pages: 0..os_pages_per_block() });
             }
         }
         freed
     }
 
-    /// Bytes that [`Arena::split_sparse_extents`] would free.
+    /// Bytes that [`Arena::split_sparse_extents`] could free.
     pub fn sparse_extent_bytes(&self) -> u64 {
-        let pages = self.sparse_blocks().map(|block| self.maps.get(block).stale.count());
+        let pages = self.sparse_huge_blocks().map(|block| self.maps.get(block).stale.count());
         (pages.sum::<usize>() * os_page_bytes()) as u64
     }
 
-    /// Huge pages of extents of which at least a quarter is stale.
-    fn sparse_blocks(&self) -> impl Iterator<Item = usize> {
+    /// The blocks of extents that are huge pages of which at least a quarter is stale.
+    fn sparse_huge_blocks(&self) -> impl Iterator<Item = usize> {
         let is_sparse = |block: &usize| {
-            self.peek(*block).backing == Backing::Huge
+            self.block_state(*block).backing == Backing::Huge
                 && self.maps.get(*block).stale.count() * 4 >= os_pages_per_block()
         };
-        (0..self.small.used_bytes() / BLOCK_BYTES).filter(is_sparse)
+        (0..self.small.carved_bytes() / BLOCK_BYTES).filter(is_sparse)
     }
 
-    /// Measures the allocator's own metadata.
+    /// Measures and charges the overcommitted extents (metadata of the allocator).
     pub fn reconcile_extents(&self) {
-        self.reconcile(0, self.small.used_bytes() / BLOCK_BYTES);
+        self.reconcile(0, self.small.carved_bytes() / BLOCK_BYTES);
     }
 }

@@ -1,7 +1,7 @@
-//! Reserved huge pages (hugetlb) under blocks of the pool zone.
+//! Blocks of the pool zone that are backed by hugetlb pages, which the administrator reserved.
 //!
-//! They belong to the administrator: not charged, not part of `resident`, and given back only to the reserve. The words
-//! of their blocks stay *Empty*.
+//! Hugetlb pages are neither charged nor part of `resident`, because the reserve has taken them from the system before.
+//! They return to the reserve only. The state words of their blocks stay *Empty*.
 #![allow(unsafe_code)] // maps pages into a window and removes them
 
 use super::Arena;
@@ -10,7 +10,7 @@ use crate::stats::{self, Counter};
 use crate::units::BLOCK_BYTES;
 use pagemill_sys::{hugetlb, mem};
 
-/// Reserved pages that are not placed in the arena yet.
+/// Hugetlb pages that were taken from the reserve and are not placed in the arena yet.
 ///
 /// # Invariants
 ///
@@ -23,7 +23,8 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Takes pages for `len_bytes`, whole blocks, from the free part of the reserve. They become resident later.
+    /// Takes hugetlb pages for `len_bytes` (whole blocks) from the free part of the reserve. They become resident
+    /// later.
     ///
     /// # Errors
     ///
@@ -48,54 +49,55 @@ impl Reserve {
 
 impl Drop for Reserve {
     fn drop(&mut self) {
-        // SAFETY: owned by this value only (type invariant).
+        // SAFETY: only this value knows the mapping (type invariant).
         unsafe { mem::unreserve(self.addr, self.len_bytes) };
     }
 }
 
 impl Arena {
-    /// Places reserved pages at as many blocks from `addr` on.
+    /// Moves hugetlb pages to the blocks that start at `addr`.
     ///
     /// # Errors
     ///
-    /// [`Error::System`]: the addresses must not be used any more.
+    /// [`Error::System`] if the kernel refuses. The caller must not use the addresses any more then.
     ///
     /// # Safety
     ///
-    /// The blocks belong to the caller. They were carved closed and never opened, or closed again by
-    /// [`Arena::end_reserve`].
-    pub unsafe fn place_reserve(&self, reserve: Reserve, addr: usize, node: usize) -> Result<()> {
+    /// The caller owns the blocks, which are inaccessible: they were carved closed and never opened, or
+    /// [`Arena::return_hugetlb`] has closed them again.
+    pub unsafe fn place_hugetlb(&self, reserve: Reserve, addr: usize, node: usize) -> Result<()> {
         let len_bytes = reserve.len_bytes;
-        // SAFETY: a mapping known to this function only moves to blocks of the caller that have no memory.
+        // SAFETY: only this function knows the source mapping, and the target blocks of the caller have no memory.
         unsafe { hugetlb::place(reserve.addr, len_bytes, addr) }
             .map_err(Error::system("moving reserved huge pages into place"))?;
-        // The pages are no longer at the old address.
+        // The mapping at the old address is gone, so the destructor must not unmap it.
         std::mem::forget(reserve);
         self.nodes.bind(addr, len_bytes, node);
         stats::add(Counter::CacheHugetlb, len_bytes as u64);
         Ok(())
     }
 
-    /// Populates the reserved pages of blocks.
+    /// Makes the hugetlb pages of blocks resident.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if the kernel refuses nevertheless: a control group's limit of hugetlb pages.
-    pub fn bring_in_reserved(&self, first: usize, blocks: usize) -> Result<()> {
+    /// [`Error::System`] if the kernel refuses, for example because of a control group's limit of hugetlb pages.
+    pub fn populate_reserved(&self, first: usize, blocks: usize) -> Result<()> {
         mem::populate(self.block_addr(first), blocks * BLOCK_BYTES)
             .map_err(Error::system("bringing in reserved huge pages"))
     }
 
-    /// Gives back all pages that [`Arena::place_reserve`] placed there.
+    /// Returns all hugetlb pages that one call of [`Arena::place_hugetlb`] placed at `addr`.
     ///
     /// # Errors
     ///
-    /// [`Error::System`]: the addresses must not be used any more.
+    /// [`Error::System`] if the kernel refuses. The caller must not use the addresses any more then.
     ///
     /// # Safety
     ///
-    /// The blocks are exactly what was placed. Their contents are not needed, and the kernel transfers nothing there.
-    pub unsafe fn end_reserve(&self, addr: usize, len_bytes: usize) -> Result<()> {
+    /// The blocks are exactly those of that call. Their contents are not needed, and no I/O to or from them is in
+    /// flight.
+    pub unsafe fn return_hugetlb(&self, addr: usize, len_bytes: usize) -> Result<()> {
         stats::sub(Counter::CacheHugetlb, len_bytes as u64);
         // SAFETY: guaranteed by the caller.
         unsafe { hugetlb::give_back(addr, len_bytes) }.map_err(Error::system("giving reserved huge pages back"))?;

@@ -1,4 +1,4 @@
-//! Memory for metadata: out of line, sparse, indexed, never from the global allocator.
+//! Tables for metadata, in reserved address space of their own. They never use the global allocator.
 #![allow(unsafe_code)] // tables in memory mapped by hand
 
 use crate::error::{Error, Result};
@@ -7,10 +7,11 @@ use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::mem;
 use std::marker::PhantomData;
 
-/// A table of `T`, all zero bits at first, touched only where it is used.
+/// A sparse array of `T` in reserved address space. All entries are zero bits at first.
 ///
-/// It starts as reserved addresses and is opened as the blocks it describes are carved. Otherwise a program's
-/// `mlockall` would make gigabytes of unused table resident, and it would count against strict commit limits.
+/// Entries become accessible in [`Table::open`], when the blocks that they describe are carved. If all entries were
+/// accessible from the start, the program's `mlockall` would make gigabytes of unused entries resident, and the table
+/// would count against strict commit limits.
 ///
 /// # Invariants
 ///
@@ -41,9 +42,9 @@ pub struct Table<T> {
 /// Example: [`Table`].
 pub unsafe trait Zeroed: Sync {}
 
-// SAFETY: one atomic word.
+// SAFETY: the type is one atomic word.
 unsafe impl Zeroed for super::block::BlockWord {}
-// SAFETY: atomic words.
+// SAFETY: the type consists of atomic words.
 unsafe impl Zeroed for super::extents::ExtentMaps {}
 // SAFETY: an atomic integer.
 unsafe impl Zeroed for AtomicU32 {}
@@ -57,14 +58,14 @@ impl<T: Zeroed> Table<T> {
         Ok(Self { base, len, _entries: PhantomData })
     }
 
-    /// A table that is open as a whole.
+    /// Creates a table whose entries are all accessible.
     pub fn new_open(len: usize) -> Result<Self> {
         let table = Self::new(len)?;
         table.open(0, 0, len)?;
         Ok(table)
     }
 
-    /// A table that can be read as a whole at any time; entries that are not open read as zero bits.
+    /// Creates a table whose entries can all be read. Entries that are not open read as zero bits and are read-only.
     pub fn new_readable(len: usize) -> Result<Self> {
         let table = Self::new(len)?;
         let bytes = (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES);
@@ -73,9 +74,9 @@ impl<T: Zeroed> Table<T> {
         Ok(table)
     }
 
-    /// Opens the entries from `next` to `end`, of a run that begins at `first` and is open up to `next`.
+    /// Makes the entries from `next` to `end` accessible, in a run that starts at `first` and is open up to `next`.
     ///
-    /// Works in steps of 1 MiB, so mostly it does nothing.
+    /// Works in steps of 1 MiB, so most calls do nothing.
     pub fn open(&self, first: usize, next: usize, end: usize) -> Result<()> {
         const STEP_BYTES: usize = 1 << 20;
         assert!(end <= self.len);
@@ -83,7 +84,7 @@ impl<T: Zeroed> Table<T> {
         let from = if next == first { from & !(STEP_BYTES - 1) } else { from.next_multiple_of(STEP_BYTES) };
         let to = to.next_multiple_of(STEP_BYTES);
         if from < to {
-            // SAFETY: inside the reservation: its length is a multiple of the step.
+            // SAFETY: the range is inside the reservation, whose length is a multiple of the step.
             unsafe { mem::open(from, to - from) }.map_err(Error::system("opening metadata"))?;
         }
         Ok(())
@@ -92,20 +93,20 @@ impl<T: Zeroed> Table<T> {
     #[inline]
     pub fn get(&self, index: usize) -> &T {
         assert!(index < self.len);
-        // SAFETY: in range as asserted; the type invariant covers the rest.
+        // SAFETY: the index is in range, as asserted; the type invariant covers the rest.
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
-    /// Address of the first entry, open or not.
+    /// Address of the first entry, whether that is accessible or not.
     pub fn start(&self) -> *const T {
         self.base as *const T
     }
 
-    /// `N` consecutive entries.
+    /// Returns `N` consecutive entries, the first with index `first`.
     #[inline]
     pub fn row<const N: usize>(&self, first: usize) -> &[T; N] {
         assert!(first + N <= self.len);
-        // SAFETY: in range as asserted, and consecutive; the type invariant covers the rest.
+        // SAFETY: the entries are consecutive and in range, as asserted; the type invariant covers the rest.
         unsafe { &*((self.base + first * size_of::<T>()) as *const [T; N]) }
     }
 
@@ -117,16 +118,17 @@ impl<T: Zeroed> Table<T> {
     #[inline]
     pub unsafe fn get_unchecked(&self, index: usize) -> &T {
         debug_assert!(index < self.len);
-        // SAFETY: in range as guaranteed by the caller; the type invariant covers the rest.
+        // SAFETY: the caller guarantees that the index is in range; the type invariant covers the rest.
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
-    /// Allows huge pages for new parts of the table from here on.
+    /// Allows the kernel to use huge pages for the memory that the table gets from now on.
     pub fn allow_huge(&self) {
         mem::allow_huge(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES));
     }
 
-    /// Gives back the memory of entries, which read as zero bits afterwards. They must be whole OS pages.
+    /// Returns the memory of `count` entries to the kernel. They read as zero bits afterwards. The entries must occupy
+    /// whole OS pages.
     ///
     /// # Errors
     ///
@@ -134,12 +136,12 @@ impl<T: Zeroed> Table<T> {
     pub fn discard(&self, first: usize, count: usize) -> Result<()> {
         let (at, bytes) = (self.base + first * size_of::<T>(), count * size_of::<T>());
         assert!(first + count <= self.len && (at | bytes).is_multiple_of(os_page_bytes()));
-        // SAFETY: this table's own open entries, for which zero bits are valid. They are atomic, so other threads hold
-        // at most shared references to them.
+        // SAFETY: these are open entries of this table, for which zero bits are valid. Other threads have shared
+        // references to them only, because they are atomic.
         unsafe { mem::discard(at, bytes) }.map_err(Error::system("giving metadata back"))
     }
 
-    /// Resident bytes behind `count` entries from `first` on.
+    /// Resident bytes of the OS pages that contain `count` entries, the first with index `first`.
     pub fn resident_bytes(&self, first: usize, count: usize) -> u64 {
         let page = os_page_bytes();
         let start = (self.base + first * size_of::<T>()) & !(page - 1);
@@ -148,16 +150,16 @@ impl<T: Zeroed> Table<T> {
     }
 }
 
-/// Used by the model only: shuttle creates and drops thousands of tables.
+/// Unmaps a table in shuttle tests, which create thousands of tables. In other builds tables are never unmapped.
 #[cfg(shuttle)]
 impl<T> Drop for Table<T> {
     fn drop(&mut self) {
-        // SAFETY: the reservation of this table; no reference to an entry is left.
+        // SAFETY: this is the reservation of this table, and no reference to an entry is left.
         unsafe { mem::unreserve(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES)) };
     }
 }
 
-/// Places a value in memory that stays for the life of the process, without the global allocator.
+/// Moves a value into memory that exists until the process ends. Does not use the global allocator.
 ///
 /// # Errors
 ///
@@ -167,7 +169,7 @@ pub fn place<T: Sync>(value: T) -> Result<&'static T> {
     let addr =
         mem::map_sparse(bytes, align_of::<T>().max(os_page_bytes())).map_err(Error::system("mapping metadata"))?;
     let at = addr as *mut T;
-    // SAFETY: fresh memory, large and aligned enough, not shared yet; written once, then only shared.
+    // SAFETY: the mapping is new, large enough and aligned. It is written once, then only shared references exist.
     unsafe {
         at.write(value);
         Ok(&*at)

@@ -1,8 +1,9 @@
-//! The arena: reserved address space, carved in blocks of 2 MiB, backed and emptied block by block.
+//! The arena: reserved address space in blocks of 2 MiB, each of which gets and returns its memory on its own.
 //!
-//! One reservation has three zones. The *small* zone holds the extents of the linked allocator for small sizes
-//! (`extents`), the *heap* zone holds slots, the *pool* zone the pages of caches (both `backing`). Address space is
-//! never given back, memory is. The word of a block stores its backing (`block`).
+//! The reservation has three zones. The *small* zone has the extents of the linked allocator for small sizes
+//! (`extents`), the *heap* zone the slots, the *pool* zone the pages of caches (both `backing`). To *carve* blocks
+//! means to assign the next unused addresses of a zone. The memory of a block can be returned later, its addresses
+//! cannot. A state word for each block says how the block is backed (`block`).
 //!
 //! ```text
 //!   base                  heap                      pool                 end
@@ -11,8 +12,9 @@
 //!            ^ next block                  ^ next block      ^ next block
 //! ```
 //!
-//! Every byte is admitted by the [`Budget`] before it becomes resident. The exception is overcommitted memory, which
-//! the program may touch as if `mmap` had granted it: its resident part is measured (`Arena::reconcile`).
+//! The [`Budget`] admits every byte before it becomes resident. The exception is overcommitted memory, which the
+//! program may touch without a charge, like memory from `mmap`. `Arena::reconcile` measures and charges its resident
+//! part.
 //!
 //! Below: `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
 #![allow(unsafe_code)] // calls that only fork handlers may make, or only the owner of a block
@@ -36,18 +38,18 @@ use nodes::Nodes;
 use pagemill_sys::mem;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
 
-/// The context of a request for memory.
+/// The locks that the caller of a request for memory holds.
 ///
 /// Example: [`Budget`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Context {
-    /// Outside every lock.
+    /// The caller holds no lock, so the request may purge, wait and call all shrinkers.
     Outside,
-    /// Inside the small allocator, which holds its own locks.
+    /// The small allocator makes the request and holds its own locks.
     Nested,
 }
 
-/// Decides how much memory may become resident. Implemented by `reclaim`.
+/// Decides how much memory may become resident. The account in `reclaim` implements this.
 ///
 /// ```
 /// use pagemill::{Pagemill, arena::{Budget, Context}};
@@ -65,32 +67,32 @@ pub trait Budget: Sync {
     /// [`Error::NoMemory`] if there is no room after reclaim; nothing is charged then.
     fn admit(&self, bytes: u64, context: Context) -> Result<()>;
 
-    /// Ends the charge of bytes that the kernel took back.
+    /// Ends the charge of bytes that were returned to the kernel.
     fn discharge(&self, bytes: u64);
 
     /// Overcommits `bytes`: the program may touch them without another charge.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if the resident bytes are at the limit already, after reclaim.
+    /// [`Error::NoMemory`] if the resident bytes have reached the limit, even after reclaim.
     fn overcommit(&self, bytes: u64, context: Context) -> Result<()>;
 
-    /// Makes room for `bytes` that were overcommitted before and are about to be touched.
+    /// Makes room for `bytes` that were overcommitted earlier and are about to be touched. Charges nothing.
     ///
     /// # Errors
     ///
     /// [`Error::NoMemory`] if there is no room after reclaim.
     fn reserve(&self, bytes: u64) -> Result<()>;
 
-    /// Updates the charge of overcommitted bytes: `resident` more (or fewer) are resident, and `reconciled` are no
-    /// longer counted as untouched.
+    /// Updates the account after a measurement of overcommitted memory: adds `resident` to the charge, and subtracts
+    /// `reconciled` from the bytes that count as untouched. Both may be negative.
     fn reconciled(&self, resident: i64, reconciled: i64);
 
-    /// Resident bytes now, and how many more may become resident.
+    /// Returns the bytes that are resident now and the bytes that may still become resident.
     fn room(&self) -> (u64, u64);
 }
 
-/// Counts forks: charges and locks of an older generation are not this process's.
+/// Number of forks that led to this process. Locks and charges of an older generation belong to the parent.
 ///
 /// Example: [`Arena`].
 #[derive(Default)]
@@ -107,7 +109,7 @@ impl Generation {
     }
 }
 
-/// The layout of an arena.
+/// Sizes and policies of an arena that are fixed when it is created.
 ///
 /// ```
 /// use pagemill::arena::{Layout, nodes::Nodes};
@@ -126,37 +128,38 @@ pub struct Layout {
     pub heap_bytes: usize,
     /// Address space for the pages of caches.
     pub pool_bytes: usize,
-    /// Unit of population where no huge page is used.
+    /// The software page: the unit in which memory becomes resident where no huge page is used.
     pub page: PageSize,
+    /// The memory nodes that blocks are assigned to.
     pub nodes: Nodes,
     /// Whether huge pages are used at all.
     pub use_huge: bool,
-    /// Resident bytes from which a block may be huge before all of it is needed.
+    /// Resident size from which a block may get a huge page before all of it is needed.
     pub huge_from_bytes: u64,
 }
 
-/// A huge page may waste at most this share (1/16) of what is resident.
+/// The unused part of a huge page may be at most 1/16 of the resident bytes.
 pub const WASTE_DIVISOR: u64 = 16;
 
-/// How far a new block will be used.
+/// How much of a new block is expected to be used.
 ///
 /// Example: [`Arena`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Filling {
-    /// Completely, soon: its size class has filled a block before.
-    Soon,
-    /// Unknown: the first block of a class, or an extent, because each kind of small object fills its own.
+pub enum ExpectedUse {
+    /// All of the block, soon: its size class has filled a block before.
+    Full,
+    /// Unknown, for the first block of a size class and for extents, which the small allocator may use only in part.
     Unknown,
-    /// Not completely: its slots are larger than their contents.
-    Never,
+    /// Only a part of the block, because its slots are larger than the requested sizes.
+    Partial,
 }
 
-/// A block that may stay half empty is made huge only from this many times the resident bytes: there is one for each
-/// class.
+/// Factor on [`Layout::huge_from_bytes`] for blocks of [`ExpectedUse::Unknown`]. Each size class may leave such a block
+/// partly unused, so the process must be larger before they get huge pages.
 const SPARSE_FACTOR: u64 = 4;
 
 impl Layout {
-    /// The layout for a program: address space far beyond any limit, as far as `RLIMIT_AS` allows.
+    /// The layout for a program: more address space than a machine has memory, as far as `RLIMIT_AS` allows.
     pub fn for_program() -> Self {
         Self {
             small_bytes: 2 << 40,
@@ -181,13 +184,13 @@ impl Layout {
     }
 }
 
-/// A part of the reservation, carved from its start.
+/// A part of the reservation. Its blocks are carved in the order of their addresses.
 ///
 /// Example: [`Layout`].
 pub struct Zone {
     base: usize,
     len_bytes: usize,
-    /// Bytes carved so far. Guarded by `lock` for writing.
+    /// Bytes carved so far, written under `lock`.
     next: AtomicUsize,
     lock: Lock,
 }
@@ -208,14 +211,13 @@ impl Zone {
         self.len_bytes
     }
 
-    /// Bytes carved so far, from the base on.
-    #[inline]
-    pub fn used_bytes(&self) -> usize {
+    /// Bytes carved so far, counted from the base.
+    pub fn carved_bytes(&self) -> usize {
         self.next.load(Relaxed)
     }
 }
 
-/// The address space, its block words, and the rules for backing blocks.
+/// The reserved address space, the state words of its blocks, and the policy for backing them.
 ///
 /// Example: [`Layout`].
 pub struct Arena {
@@ -231,18 +233,18 @@ pub struct Arena {
     use_huge: bool,
     huge_from_bytes: u64,
     is_metadata_huge: AtomicBool,
-    /// Block that should be brought in ahead of need, plus one; 0 for none.
+    /// The block that the helper shall make resident ahead of need, plus one; 0 for none.
     pub(crate) prefault: AtomicUsize,
 }
 
 impl Arena {
     /// Reserves the address space and its metadata; no memory becomes resident.
     ///
-    /// If the address space is limited, it reserves less: at least 256 MiB.
+    /// If `RLIMIT_AS` limits the address space, the zones are smaller.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if not even that is available.
+    /// [`Error::System`] if less than 256 MiB of address space are available.
     pub fn new(layout: Layout, budget: &'static dyn Budget) -> Result<Self> {
         let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve(&layout)?;
         let blocks = (small_bytes + heap_bytes + pool_bytes) / BLOCK_BYTES;
@@ -264,13 +266,12 @@ impl Arena {
         })
     }
 
-    /// First address.
-    #[inline]
+    /// The first address of the arena.
     pub fn base(&self) -> usize {
         self.small.base
     }
 
-    /// First address, and one past the last.
+    /// The addresses of the arena.
     pub fn addresses(&self) -> std::ops::Range<usize> {
         self.small.base..self.pool.base + self.pool.len_bytes
     }
@@ -281,7 +282,7 @@ impl Arena {
         self.small.contains(addr) || self.heap.contains(addr) || self.pool.contains(addr)
     }
 
-    /// The number of the block that contains `addr`, counted from the arena's base.
+    /// The index of the block that contains `addr`, counted from the arena's base.
     #[inline]
     pub fn block_of(&self, addr: usize) -> usize {
         (addr - self.small.base) / BLOCK_BYTES
@@ -302,14 +303,15 @@ impl Arena {
         self.heap.len_bytes
     }
 
-    /// The current state of a block.
+    /// The current state of a block. Other threads may change it at any time.
     #[inline]
-    pub fn peek(&self, block: usize) -> BlockState {
-        self.word(block).peek(&self.generation)
+    pub fn block_state(&self, block: usize) -> BlockState {
+        self.word(block).state(&self.generation)
     }
 
-    /// Carves fresh blocks at the end of a zone: readable, writable, empty. Before the carved length becomes visible,
-    /// calls `prepare` with the zone's old and new length in bytes.
+    /// Carves the next blocks of a zone and returns their address. They are readable and writable and have no memory.
+    ///
+    /// Calls `prepare` with the carved bytes of the zone before and after, before other threads can see the new blocks.
     ///
     /// # Errors
     ///
@@ -323,31 +325,31 @@ impl Arena {
         prepare: impl FnOnce(usize, usize) -> Result<()>,
     ) -> Result<usize> {
         let _guard = zone.lock.lock();
-        let (start, len_bytes) = self.place_of(zone, blocks, align_blocks)?;
+        let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
         let end = start + len_bytes;
         self.open_metadata(zone, end)?;
-        prepare(zone.used_bytes(), end - zone.base)?;
-        backing::open(start, len_bytes)?;
+        prepare(zone.carved_bytes(), end - zone.base)?;
+        backing::make_accessible(start, len_bytes)?;
         self.nodes.bind(start, len_bytes, node);
         zone.next.store(end - zone.base, Relaxed);
         Ok(start)
     }
 
-    /// As [`Arena::carve`], for blocks that stay closed until [`Arena::open_blocks`].
+    /// As [`Arena::carve`], but the blocks stay inaccessible until [`Arena::open_blocks`].
     ///
     /// # Errors
     ///
     /// As [`Arena::carve`].
     pub fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
         let _guard = zone.lock.lock();
-        let (start, len_bytes) = self.place_of(zone, blocks, align_blocks)?;
+        let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
         self.open_metadata(zone, start + len_bytes)?;
         self.nodes.bind(start, len_bytes, node);
         zone.next.store(start + len_bytes - zone.base, Relaxed);
         Ok(start)
     }
 
-    /// Makes blocks readable and writable that were carved closed.
+    /// Makes blocks of [`Arena::carve_closed`] readable and writable.
     ///
     /// # Errors
     ///
@@ -357,30 +359,30 @@ impl Arena {
     ///
     /// The blocks belong to the caller, were carved closed, and hold nothing yet.
     pub unsafe fn open_blocks(&self, addr: usize, len_bytes: usize) -> Result<()> {
-        backing::open(addr, len_bytes)
+        backing::make_accessible(addr, len_bytes)
     }
 
-    /// Address and length of the next blocks of a zone. The caller holds its lock.
-    fn place_of(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
+    /// Address and length in bytes of the next blocks of a zone. The caller must hold the zone's lock.
+    fn next_addresses(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
         let no_addresses = || Error::NoAddresses { wanted_bytes: (blocks as u64).saturating_mul(BLOCK_BYTES as u64) };
         let align_bytes = align_blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
         let len_bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
-        let start = (zone.base + zone.used_bytes()).checked_next_multiple_of(align_bytes).ok_or_else(no_addresses)?;
+        let start = (zone.base + zone.carved_bytes()).checked_next_multiple_of(align_bytes).ok_or_else(no_addresses)?;
         let end = start.checked_add(len_bytes).ok_or_else(no_addresses)?;
         if end > zone.base + zone.len_bytes { Err(no_addresses()) } else { Ok((start, len_bytes)) }
     }
 
-    /// Opens the words and maps of the blocks that a zone is about to carve.
+    /// Makes the state words and extent maps of the blocks that a zone is about to carve accessible.
     fn open_metadata(&self, zone: &Zone, end: usize) -> Result<()> {
         let first = self.block_of(zone.base);
-        let (next, end) = (first + zone.used_bytes() / BLOCK_BYTES, first + (end - zone.base) / BLOCK_BYTES);
+        let (next, end) = (first + zone.carved_bytes() / BLOCK_BYTES, first + (end - zone.base) / BLOCK_BYTES);
         self.words.open(first, next, end)?;
         if first == 0 { self.maps.open(first, next, end) } else { Ok(()) }
     }
 
-    /// Whether a block may be made huge before all of it is needed, without wasting a large share of the resident
-    /// bytes.
-    pub fn may_take_huge(&self, filling: Filling) -> bool {
+    /// Whether a block may get a huge page before all of it is needed. It may if the part that is expected to stay
+    /// unused is small compared to the resident bytes.
+    pub fn may_take_huge(&self, expected_use: ExpectedUse) -> bool {
         if !self.use_huge {
             return false;
         }
@@ -391,26 +393,26 @@ impl Arena {
             self.words.allow_huge();
             self.maps.allow_huge();
         }
-        let is_filled = match filling {
-            Filling::Soon => true,
-            Filling::Unknown => resident >= SPARSE_FACTOR * self.huge_from_bytes,
-            Filling::Never => self.huge_from_bytes == 0,
+        let is_filled = match expected_use {
+            ExpectedUse::Full => true,
+            ExpectedUse::Unknown => resident >= SPARSE_FACTOR * self.huge_from_bytes,
+            ExpectedUse::Partial => self.huge_from_bytes == 0,
         };
         is_worth_it && is_filled
     }
 
-    /// Resident bytes of the metadata, as reported by the kernel. Walks what is in use.
+    /// Resident bytes of the metadata, as reported by the kernel. Queries the kernel about all metadata in use.
     pub fn metadata_bytes(&self) -> u64 {
-        let small = self.small.used_bytes() / BLOCK_BYTES;
-        let heap = self.heap.used_bytes() / BLOCK_BYTES;
-        let pool = self.pool.used_bytes() / BLOCK_BYTES;
+        let small = self.small.carved_bytes() / BLOCK_BYTES;
+        let heap = self.heap.carved_bytes() / BLOCK_BYTES;
+        let pool = self.pool.carved_bytes() / BLOCK_BYTES;
         self.words.resident_bytes(0, small)
             + self.words.resident_bytes(self.block_of(self.heap.base), heap)
             + self.words.resident_bytes(self.block_of(self.pool.base), pool)
             + self.maps.resident_bytes(0, small)
     }
 
-    /// Incremented with each fork that leads to this process.
+    /// The generation of this process: the number of forks since the arena was created.
     #[inline]
     pub fn generation(&self) -> u16 {
         self.generation.get()
@@ -422,7 +424,7 @@ impl Arena {
         self.nodes.current()
     }
 
-    /// Called in a fork child: charges and locks of the parent become void.
+    /// Advances the generation in a fork child. Locks and charges of the parent become void.
     ///
     /// # Safety
     ///
@@ -431,13 +433,13 @@ impl Arena {
         self.generation.advance()
     }
 
-    /// Whether this process is a fork child of one that had this arena.
+    /// Whether this process is a fork child of a process that had this arena.
     #[inline]
     pub fn is_forked(&self) -> bool {
         self.generation.get() != 0
     }
 
-    /// Takes the locks for `fork`; [`Arena::release_after_fork`] releases them in both processes.
+    /// Acquires the zones' locks before `fork`. [`Arena::release_after_fork`] releases them in both processes.
     pub fn acquire_for_fork(&self) {
         self.small.lock.acquire();
         self.heap.lock.acquire();
@@ -453,13 +455,14 @@ impl Arena {
         self.small.lock.release();
     }
 
+    /// Bytes of a number of charged OS pages.
     #[inline]
     pub fn charged_bytes(pages: u32) -> u64 {
         u64::from(pages) * (BLOCK_BYTES / os_pages_per_block()) as u64
     }
 
-    /// The gauge of the zone that contains a block.
-    pub(crate) fn counter_of(&self, block: usize) -> Counter {
+    /// The gauge that counts the charged bytes of a block's zone.
+    pub(crate) fn gauge_of_block(&self, block: usize) -> Counter {
         match self.block_addr(block) {
             addr if self.small.contains(addr) => Counter::Small,
             addr if self.heap.contains(addr) => Counter::Heap,
@@ -467,9 +470,8 @@ impl Arena {
         }
     }
 
-    /// Updates a zone's gauge after a change of a block's charge.
-    #[inline]
-    pub fn count(counter: Counter, pages_before: u32, pages_after: u32) {
+    /// Updates the gauge of a zone after the number of charged OS pages of a block has changed.
+    pub(crate) fn update_gauge(counter: Counter, pages_before: u32, pages_after: u32) {
         let (before, after) = (Self::charged_bytes(pages_before), Self::charged_bytes(pages_after));
         if after >= before {
             stats::add(counter, after - before);
@@ -479,13 +481,13 @@ impl Arena {
     }
 }
 
-/// Reserves all zones, smaller if address space is limited; returns base and lengths.
+/// Reserves address space for all zones, less if it is limited. Returns its base and the lengths of the zones.
 fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
     const LEAST_BYTES: usize = 256 << 20;
     let allowed = pagemill_sys::process::address_space_limit().unwrap_or(usize::MAX) / 2;
     let mut zones = [layout.small_bytes, layout.heap_bytes, layout.pool_bytes];
     if zones.iter().sum::<usize>() > allowed {
-        // Then use equal parts: which zone the program needs more is unknown.
+        // Divide the address space equally, because the zone that the program will need most is unknown.
         let parts = zones.iter().filter(|bytes| **bytes > 0).count().max(1);
         zones = zones.map(|bytes| bytes.min(allowed / parts) & !(BLOCK_BYTES - 1));
     }
@@ -506,10 +508,10 @@ fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
     }
 }
 
-/// A random address below everything else that a position-independent program maps.
+/// A random address below all libraries and stacks of a position-independent program.
 ///
-/// Then one comparison distinguishes the arena's addresses from those of libraries and stacks. If the place is taken
-/// the kernel chooses another; only the error message for a foreign address becomes less precise.
+/// With such a base, one comparison distinguishes addresses of the arena from addresses of libraries and stacks. If the
+/// address is in use, the kernel chooses another base. Then only the message about an invalid address is less precise.
 fn address_hint(len_bytes: usize) -> usize {
     if cfg!(target_pointer_width = "64") && len_bytes >= 1 << 40 {
         let random = pagemill_sys::process::random_u64() as usize;

@@ -1,8 +1,8 @@
-//! Memory nodes: real ones with a memory policy, or logical ones to test node code on one real node.
+//! NUMA nodes: those of the machine, or logical ones, with which code for several nodes can be tested on one node.
 
 use pagemill_sys::numa;
 
-/// The nodes that blocks are assigned to.
+/// The set of nodes to which blocks are assigned.
 ///
 /// Example: [`Layout`](super::Layout).
 #[derive(Clone, Copy, Debug)]
@@ -17,7 +17,7 @@ impl Nodes {
         Self { count: numa::node_count(), are_real: true }
     }
 
-    /// `count` nodes without own memory; a thread's node follows from its CPU.
+    /// A set of `count` logical nodes, which have no memory of their own. A thread's node follows from its CPU.
     pub fn logical(count: usize) -> Self {
         Self { count: count.clamp(1, numa::MAX_NODES), are_real: false }
     }
@@ -27,7 +27,7 @@ impl Nodes {
         self.count
     }
 
-    /// The preferred memory node of this thread.
+    /// The node of the CPU on which this thread runs.
     #[inline]
     pub fn current(self) -> usize {
         if self.count == 1 {
@@ -37,7 +37,7 @@ impl Nodes {
         if self.are_real { node.min(self.count - 1) } else { cpu % self.count }
     }
 
-    /// Prefers pages from `node` for the range, if nodes are real. If the kernel refuses, its default applies.
+    /// Sets `node` as the preferred memory node of a range. Does nothing for logical nodes, or if the kernel refuses.
     pub fn bind(self, addr: usize, len_bytes: usize, node: usize) {
         if self.count > 1 && self.are_real {
             let _ = numa::prefer(addr, len_bytes, node);

@@ -87,7 +87,7 @@ impl Answer for StatsResponder {
     fn answer(&self, number: u32) {
         let Some(own) = published::own_file() else { return };
         for subject in Subject::ALL {
-            let Some(path) = published::request_of(own.as_str(), subject, number) else { continue };
+            let Some(path) = published::request_file(own.as_str(), subject, number) else { continue };
             // A failure is not reported: the requester has ended, has made another request, or must not access this
             // process.
             match subject {

@@ -217,7 +217,7 @@ impl<'a, R: Record> PendingRequest<'a, R> {
         deadline: Instant,
     ) -> Result<Self, Unanswered> {
         let request = create_request(figures, R::SUBJECT, command).map_err(Unanswered::Refused)?;
-        let is_new = stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number))
+        let is_new = stats::with_page_of_process(figures.as_c_str(), |page| page.ask(request.number))
             .map_err(Unanswered::Refused)?;
         wake_in_tree(figures, identity);
         // If the number was used before, the helper may have searched for the file before it existed.
@@ -265,9 +265,9 @@ fn is_accepted(request: &Request) -> bool {
 
 /// Creates the file of a request, with the first free request number. Existing files, also links, are not touched.
 fn create_request(figures: &Path, subject: Subject, command: Option<ControlCommand>) -> io::Result<Request> {
-    let last = stats::with_page_of_asked(figures.as_c_str(), Figures::asked)?;
+    let last = stats::with_page_of_process(figures.as_c_str(), Figures::asked)?;
     for number in (1..=MAX_REQUESTS).filter_map(|more| last.checked_add(more)) {
-        let path = published::request_of(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
+        let path = published::request_file(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
         match options.open(path.as_str()) {

@@ -1,10 +1,9 @@
-//! Replacements for atomics, waiting and the clock under `--cfg shuttle`. Each access is a point at which shuttle may
-//! switch to another thread.
+//! Atomics, waits and the clock for builds with `--cfg shuttle`, the randomized concurrency tester.
 //!
-//! Shuttle's own atomics cannot lie in memory that is mapped manually. These are the standard atomics with a switch
-//! point before each access, so zero bits are a valid value and layouts stay the same. Shuttle's threads are coroutines
-//! of one thread: a wait switches to another coroutine and never sleeps. Outside a shuttle test everything behaves as
-//! usual.
+//! Shuttle's own atomics cannot lie in memory that is mapped manually. The types here wrap the standard atomics and let
+//! shuttle switch threads before each access. So zero bits stay a valid value, and layouts stay the same. Shuttle's
+//! threads are coroutines of one thread: a wait switches to another coroutine and never sleeps. Outside of a shuttle
+//! test all types and functions behave as in other builds.
 
 use pagemill_sys::{clock, thread};
 use shuttle::current::try_get_current_task;
@@ -13,28 +12,28 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Length of an epoch tick; the clock advances by one tick or by none.
+/// Step of the simulated clock: one tick of the time stamps in `volatile`.
 const TICK_NS: u64 = 1 << 22;
 
 fn is_modelled() -> bool {
     try_get_current_task().is_some()
 }
 
-/// A point at which another thread may run.
+/// Lets shuttle's scheduler switch to another thread.
 pub fn point() {
     if is_modelled() {
-        // A plain switch: unlike `yield_now` it gives the scheduler no hint.
+        // Unlike `yield_now`, a sleep of zero is no hint that this thread cannot progress.
         shuttle::thread::sleep(Duration::ZERO);
     }
 }
 
-/// Lets other threads run until the awaited change may have happened.
+/// Yields to other threads. A thread calls this in a loop while it waits for a change.
 pub fn pause() {
     if !is_modelled() {
         return thread::pause();
     }
     if std::thread::panicking() {
-        // The other threads no longer run; the failure has been printed.
+        // After a panic shuttle runs no other thread, so the wait would never end. The panic has been printed.
         std::process::abort();
     }
     shuttle::thread::yield_now();
@@ -46,7 +45,7 @@ thread_local! {
     static NOW_NS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The model's time: since the last read the next tick may have begun, or not.
+/// The simulated time. Each read advances the clock by one tick with a probability of 1/4.
 pub fn coarse_ns() -> u64 {
     if !is_modelled() {
         return clock::coarse_ns();
@@ -57,12 +56,12 @@ pub fn coarse_ns() -> u64 {
     NOW_NS.get()
 }
 
-/// Advances the clock.
+/// Advances the simulated clock.
 pub fn skip_ticks(ticks: u64) {
     NOW_NS.set(NOW_NS.get() + ticks * TICK_NS);
 }
 
-/// Resets the clock to the start value of each run of a model.
+/// Resets the simulated clock to its start value. Each execution of a shuttle test begins with this.
 pub fn reset_clock() {
     NOW_NS.set(TICK_NS);
 }

@@ -1,4 +1,4 @@
-/* 64 MiB are giveable while they are marked volatile, and not after they are unmarked. */
+/* Asserts that 64 MiB are giveable while they are marked volatile, and not after they were unmarked. */
 #include "pagemill.h"
 
 #include <assert.h>
@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-static struct pagemill_figures now(void)
+static struct pagemill_figures read_figures(void)
 {
 	struct pagemill_figures figures;
 	assert(pagemill_figures(&figures) == 0);
@@ -21,11 +21,11 @@ int main(void)
 	int purged = -1;
 	assert(addr != MAP_FAILED);
 	memset(addr, 7, len);
-	struct pagemill_figures before = now();
+	struct pagemill_figures before = read_figures();
 	assert(pagemill_vrange(addr, len, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL) == (ssize_t)len);
-	struct pagemill_figures marked = now();
+	struct pagemill_figures marked = read_figures();
 	assert(pagemill_vrange(addr, len, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, &purged) == (ssize_t)len);
-	struct pagemill_figures unmarked = now();
+	struct pagemill_figures unmarked = read_figures();
 	assert(purged == 0);
 	assert(marked.giveable - before.giveable == len);
 	assert(unmarked.giveable == before.giveable);

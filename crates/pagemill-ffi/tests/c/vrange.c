@@ -1,4 +1,5 @@
-/* Tests marks, unmarks and wrong arguments. With an argument it then marks that many MiB, which may exceed the group's limit. */
+/* Tests marking, unmarking and invalid arguments. With one argument, then marks that many MiB, which may exceed the
+ * limit of the program's control group. With two arguments, see hold_marked(). */
 #include "pagemill.h"
 
 #include <assert.h>
@@ -20,13 +21,13 @@ static char *map(size_t len)
 	return addr;
 }
 
-static void expect(ssize_t result, int error)
+static void expect_error(ssize_t result, int error)
 {
 	assert(result == -1);
 	assert(errno == error);
 }
 
-static void marks(void)
+static void test_marks(void)
 {
 	int purged = 5;
 	char *area = map(16 * page);
@@ -37,19 +38,19 @@ static void marks(void)
 	assert(pagemill_vrange(area, 16 * page, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, &purged) == (ssize_t)(12 * page));
 	assert(purged == 0 && area[15 * page] == 7);
 
-	expect(pagemill_vrange(area + 1, page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), EINVAL);
-	expect(pagemill_vrange(area, page + 1, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), EINVAL);
-	expect(pagemill_vrange(area, page, 3, PAGEMILL_FULL, NULL), EINVAL);
-	expect(pagemill_vrange(area, page, PAGEMILL_VOLATILE, -1, NULL), EINVAL);
-	expect(pagemill_vrange(area, page, PAGEMILL_VOLATILE, PAGEMILL_FULL, (int *)16), EFAULT);
+	expect_error(pagemill_vrange(area + 1, page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), EINVAL);
+	expect_error(pagemill_vrange(area, page + 1, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), EINVAL);
+	expect_error(pagemill_vrange(area, page, 3, PAGEMILL_FULL, NULL), EINVAL);
+	expect_error(pagemill_vrange(area, page, PAGEMILL_VOLATILE, -1, NULL), EINVAL);
+	expect_error(pagemill_vrange(area, page, PAGEMILL_VOLATILE, PAGEMILL_FULL, (int *)16), EFAULT);
 	munmap(area + 8 * page, page);
-	expect(pagemill_vrange(area, 16 * page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), ENOMEM);
+	expect_error(pagemill_vrange(area, 16 * page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), ENOMEM);
 	assert(pagemill_vrange(area, 16 * page, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, NULL) == -1);
 	munmap(area, 16 * page);
 }
 
-/* A child inherits the marks of its parent, and may end them. */
-static void forks(void)
+/* A child inherits the marks of its parent. Unmarking them in the child must not affect those of the parent. */
+static void test_fork(void)
 {
 	char *area = map(16 * page);
 	assert(pagemill_vrange(area, 16 * page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL) > 0);
@@ -63,7 +64,7 @@ static void forks(void)
 }
 
 /* Fills and marks pieces of 4 MiB, then unmarks all and counts those that were purged. */
-static void fill(size_t mib)
+static void mark_and_unmark(size_t mib)
 {
 	size_t len = 4 << 20, count = mib / 4, gone = 0;
 	char **pieces = calloc(count, sizeof *pieces);
@@ -80,8 +81,8 @@ static void fill(size_t mib)
 	printf("%zu of %zu gone\n", gone, count);
 }
 
-/* Marks memory, waits until its input ends, then prints how much was purged meanwhile. */
-static void hold(size_t mib)
+/* Marks memory, waits until standard input ends, then prints how many MiB were purged meanwhile. */
+static void hold_marked(size_t mib)
 {
 	size_t len = (size_t)mib << 20;
 	char *area = map(len);
@@ -103,11 +104,11 @@ static void hold(size_t mib)
 int main(int argc, char **argv)
 {
 	page = sysconf(_SC_PAGESIZE);
-	marks();
-	forks();
+	test_marks();
+	test_fork();
 	if (argc > 2)
-		hold(strtoul(argv[2], NULL, 10));
+		hold_marked(strtoul(argv[2], NULL, 10));
 	else if (argc > 1)
-		fill(strtoul(argv[1], NULL, 10));
+		mark_and_unmark(strtoul(argv[1], NULL, 10));
 	return 0;
 }

@@ -1,5 +1,6 @@
-/* Marks memory and prints three PIDs, which the test lists until the input ends: its own, a child that marks as well, and a
- * child that does not. With one argument it first marks memory and then executes itself. */
+/* Marks memory and prints three PIDs: its own, that of a child that also marks memory, and that of a child that does
+ * not. The test lists their ranges and then closes standard input. With one argument, first marks memory and then
+ * executes itself. */
 #include "pagemill.h"
 
 #include <assert.h>
@@ -10,7 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static void mark(size_t pages)
+static void mark_pages(size_t pages)
 {
 	size_t len = pages * sysconf(_SC_PAGESIZE);
 	char *addr = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -20,7 +21,7 @@ static void mark(size_t pages)
 }
 
 /* Forks a child that marks this many pages and stays until the other end of the pipe is closed. */
-static pid_t child(const int *ends, const int *ready, size_t pages)
+static pid_t fork_child(const int *ends, const int *ready, size_t pages)
 {
 	pid_t pid = fork();
 	assert(pid >= 0);
@@ -29,7 +30,7 @@ static pid_t child(const int *ends, const int *ready, size_t pages)
 	char byte = 1;
 	close(ends[1]);
 	if (pages)
-		mark(pages);
+		mark_pages(pages);
 	assert(write(ready[1], &byte, 1) == 1);
 	assert(read(ends[0], &byte, 1) == 0);
 	exit(0);
@@ -40,13 +41,13 @@ int main(int argc, char **argv)
 	int ends[2], ready[2], status;
 	char bytes[2];
 	if (argc == 2) {
-		mark(3);
+		mark_pages(3);
 		execl(argv[0], argv[0], "become", "it", (char *)NULL);
 		assert(0);
 	}
-	mark(16);
+	mark_pages(16);
 	assert(pipe(ends) == 0 && pipe(ready) == 0);
-	pid_t marks = child(ends, ready, 4), idle = child(ends, ready, 0);
+	pid_t marks = fork_child(ends, ready, 4), idle = fork_child(ends, ready, 0);
 	assert(read(ready[0], bytes, 1) == 1 && read(ready[0], bytes + 1, 1) == 1);
 	printf("%d %d %d\n", getpid(), marks, idle);
 	fflush(stdout);

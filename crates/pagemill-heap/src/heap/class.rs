@@ -2,37 +2,37 @@
 
 use pagemill_core::units::BLOCK_BYTES;
 
-/// Smallest slot. Smaller sizes belong to the small allocator.
+/// Size of the smallest slot. The small allocator serves smaller sizes.
 pub const MIN_BYTES: usize = 64 << 10;
 
-/// Each slot starts in a different granule, so a granule's number identifies a slot.
+/// Bytes of a granule. At most one slot starts in a granule, so the granule's number identifies the slot.
 pub(crate) const GRANULE_BYTES: usize = MIN_BYTES;
 
-/// Every class size is a multiple of this.
+/// The size of every class is a multiple of this many bytes.
 pub(crate) const STEP_BYTES: usize = MIN_BYTES / 4;
 
-/// Number of classes: the largest is 16 TiB.
+/// Number of classes. The largest class has slots of 16 TiB.
 pub(crate) const COUNT: usize = 4 * 28 + 1;
 
-/// A size class.
+/// A size class: all its slots have the same size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class(u8);
 
 impl Class {
-    /// The smallest class that holds `size` bytes; `None` beyond 16 TiB.
+    /// The smallest class whose slots have at least `size` bytes; `None` for more than 16 TiB.
     #[inline]
     pub fn of(size: usize) -> Option<Self> {
         if size <= MIN_BYTES {
             return Some(Self(0));
         }
-        let exponent = usize::BITS - 1 - (size - 1).leading_zeros(); // of the power of two below
+        let exponent = usize::BITS - 1 - (size - 1).leading_zeros(); // of the largest power of two below `size`
         let step = (size - 1) >> (exponent - 2) & 3;
         let index = (exponent as usize - 16) * 4 + step + 1;
         (index < COUNT).then_some(Self(index as u8))
     }
 
     /// The smallest class for `size` bytes whose slots all start at multiples of `align`.
-    pub fn aligned(size: usize, align: usize) -> Option<Self> {
+    pub fn with_align(size: usize, align: usize) -> Option<Self> {
         let class = Self::of(size)?;
         if class.align() >= align { Some(class) } else { Self::of(size.max(align).checked_next_power_of_two()?) }
     }
@@ -53,23 +53,23 @@ impl Class {
         (4 + step) << (exponent - 2)
     }
 
-    /// Whether a slot consists of whole blocks of its own.
+    /// Whether slots of this class are *big*: a big slot shares no block with other slots.
     #[inline]
     pub fn is_big(self) -> bool {
         self.bytes() >= BLOCK_BYTES
     }
 
-    /// Distance between slots in bytes: big slots do not share blocks.
+    /// Distance in bytes between the starts of neighbouring slots.
     pub fn stride(self) -> usize {
         if self.is_big() { self.bytes().next_multiple_of(BLOCK_BYTES) } else { self.bytes() }
     }
 
-    /// Blocks carved at once: the smallest number that holds a whole number of slots.
+    /// Number of blocks in a span: the fewest blocks that a whole number of slots fills.
     pub fn span_blocks(self) -> usize {
         if self.is_big() { self.stride() / BLOCK_BYTES } else { self.odd_part() }
     }
 
-    /// Slots of a span.
+    /// Number of slots in a span.
     pub fn span_slots(self) -> usize {
         self.span_blocks() * BLOCK_BYTES / self.stride()
     }
@@ -93,9 +93,10 @@ impl Class {
 mod tests {
     use super::*;
 
-    /// Every class holds the sizes above the one below it, wastes at most a fifth, and fills its span.
+    /// For every class: sizes above the next smaller class map to it, at most a fifth of a slot is unused, and slots
+    /// fill a span of at most 7 blocks completely.
     #[test]
-    fn classes_are_dense_and_spans_are_full() {
+    fn classes_waste_at_most_a_fifth_and_fill_spans() {
         let mut below = 0;
         for class in (0..COUNT).filter_map(Class::from_index) {
             assert_eq!(Class::of(class.bytes()), Some(class));
@@ -112,14 +113,16 @@ mod tests {
         assert_eq!(Class::of(usize::MAX), None);
     }
 
+    /// `Class::with_align` must return a class with at least the requested size and alignment, or `None` if there is
+    /// none.
     #[test]
-    fn alignment_is_natural() {
+    fn aligned_class_has_size_and_alignment() {
         for (size, align) in
             [(65 << 10, 4096), (65 << 10, 65536), (100 << 10, 1 << 20), (3 << 20, 1 << 30), (1, 2 << 20)]
         {
-            let class = Class::aligned(size, align).unwrap();
+            let class = Class::with_align(size, align).unwrap();
             assert!(class.bytes() >= size && class.align() >= align, "{size} {align}");
         }
-        assert_eq!(Class::aligned(1, 1 << 63), None);
+        assert_eq!(Class::with_align(1, 1 << 63), None);
     }
 }

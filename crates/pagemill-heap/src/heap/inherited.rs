@@ -1,33 +1,34 @@
-//! Slots in a fork child: memory of the parent's is discarded before a slot is allocated again.
+//! Slots in a fork child: inherited memory is discarded before a slot is allocated again.
 //!
-//! The child shares the parent's pages until it writes to them, and they are the parent's charge. A slot that was free at the
-//! fork gets new memory in the child, which is charged like any other: so limits hold there, and purges find it later.
-#![allow(unsafe_code)] // discards the memory of slots that were just taken
+//! The child shares the parent's pages until it writes to them, and they are charged to the parent. A slot that was
+//! free at the fork gets new memory in the child. That memory is charged as usual, so limits apply, and purges can free
+//! it.
+#![allow(unsafe_code)] // discards the memory of slots that were just allocated
 
 use super::slot::SlotBytes;
 use super::{Heap, LocatedSlot};
 
 impl Heap {
-    /// Discards what is inherited behind a slot that was just taken. Returns what is known of the slot then. Blocks that the slot
-    /// shares with slots in use stay as they are: their pages are copied as they are written, without a charge.
+    /// Discards the inherited memory of a slot that was just allocated. Returns the new attributes of the slot's bytes.
+    /// Blocks that the slot shares with live slots are left alone. Their pages are copied on write, without a charge.
     ///
-    /// Cost: a look at each block; in the first allocation from a block after the fork, a call of the kernel.
+    /// Cost: a read of each block's state word, and a system call for each block that is still inherited.
     #[cold]
     pub(super) fn discard_inherited(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
         let mut blocks = self.blocks_of(place);
-        if !blocks.any(|block| self.arena.peek(block).is_inherited) {
+        if !blocks.any(|block| self.arena.block_state(block).is_inherited) {
             return bytes;
         }
         if place.class.is_big() {
-            // SAFETY: the slot was just taken, its blocks are its own, and its contents are undefined.
+            // SAFETY: the slot was just allocated, shares no block, and has undefined contents.
             unsafe { self.arena.discard(self.arena.block_of(place.addr), place.class.span_blocks()) };
         } else if let Some(span) = self.span_of(place) {
-            for block in self.blocks_of(place).filter(|block| self.arena.peek(*block).is_inherited) {
-                if let Some(claims) = self.claim_others(span, block, Some(place.number), |_| true) {
-                    self.empty_block(span, block, &claims);
+            for block in self.blocks_of(place).filter(|block| self.arena.block_state(*block).is_inherited) {
+                if let Some(claims) = self.claim_block_except(span, block, Some(place.number), |_| true) {
+                    self.discard_claimed_block(span, block, &claims);
                 }
             }
         }
-        self.known_after(place.addr, place.class, bytes)
+        self.bytes_after_discard(place.addr, place.class, bytes)
     }
 }

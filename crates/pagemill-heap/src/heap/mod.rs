@@ -1,15 +1,17 @@
-//! The heap: slots of 64 KiB and up for a program. Free slots are volatile memory.
+//! The heap: allocations of 64 KiB and more. Each is a slot of one of the size classes (`class`).
 //!
-//! A free slot keeps its memory, so the next allocation of its class costs two compare-and-swaps and no page fault. The
-//! memory is given back when it is needed elsewhere (`purge`): the bytes of a free slot may vanish at any moment.
+//! A free slot keeps its memory, so the next allocation of its class costs two compare-and-swaps and no page fault.
+//! When memory is needed elsewhere, a purge returns the memory of free slots (`purge`).
+//!
+//! A *span* is a run of blocks with slots of one class. A *big* slot is a whole span; smaller slots share blocks.
 //!
 //! The free lists are sharded by CPU, so that threads seldom contend, and a recently freed slot is in the cache of the
-//! CPU that takes it. There is no per-thread state, hence nothing to do at thread exit. Shards belong to nodes; a slot
-//! returns to a shard of the node it came from.
+//! CPU that allocates it again. There is no per-thread state, hence nothing to do at thread exit. Each node has its
+//! shards, and a slot returns to a shard of its node.
 //!
-//! Below: `arena`. Above: the malloc front. Locks: carving, purging; an allocation that finds a free slot takes
+//! Uses `arena`; used by the malloc front. Locks: `carving`, `purging`. An allocation that finds a free slot acquires
 //! neither.
-#![allow(unsafe_code)] // zeroes and copies slots, gives their memory back
+#![allow(unsafe_code)] // zeroes and copies slots, returns their memory
 
 pub(crate) mod class;
 mod inherited;
@@ -23,7 +25,7 @@ pub use class::MIN_BYTES;
 
 use class::{Class, GRANULE_BYTES, STEP_BYTES};
 use pagemill_core::arena::block::Backing;
-use pagemill_core::arena::{Arena, Context, Filling, Table, WASTE_DIVISOR, Zeroed};
+use pagemill_core::arena::{Arena, Context, ExpectedUse, Table, WASTE_DIVISOR, Zeroed};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::reclaim::Account;
 use pagemill_core::reclaim::helper::Helper;
@@ -31,50 +33,50 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{self, AtomicU32, AtomicU64, Lock, Padded};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::{clock, numa, process};
-use slot::{Head, Info, Slot, SlotBytes, SlotClaim, SlotPhase, Slots};
+use slot::{FreeList, Slot, SlotBytes, SlotClaim, SlotInfo, SlotPhase, Slots};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed};
 
 /// Largest number of shards per node.
 const MAX_SHARDS: usize = 16;
 
-/// If more than this part of a slot is unused, its blocks are not made huge, because a huge page would make that part
-/// resident.
-const TAIL_DIVISOR: usize = 10;
+/// If the request leaves more than 1/10 of a slot unused, its blocks get no huge pages, because these would make the
+/// unused part resident.
+const UNUSED_DIVISOR: usize = 10;
 
-/// Words of a cursor.
+/// Number of words for each node and class in `Heap::carve_cursors`.
 const CURSOR_WORDS: usize = 3;
 
-/// Slots that an allocation sets aside because a purge holds them, before it waits.
+/// Maximum number of slots claimed by purges that an allocation skips in a free list. Then it waits.
 const MAX_SKIPPED: usize = 8;
 
-/// The free amount is published whenever it crosses a multiple of this.
-const PUBLISH_STEP: i64 = 8 << 20;
+/// The account publishes its figures whenever the free bytes of a shard cross a multiple of this.
+const PUBLISH_STEP_BYTES: i64 = 8 << 20;
 
-/// From this size, calloc of a used slot takes fresh pages instead of zeroing: they are zero, and resident only where
-/// touched.
-const REFRESH_FROM_BYTES: usize = 32 << 20;
+/// From this size, calloc of a slot that was used before discards its pages instead of zeroing them. The kernel's new
+/// pages are zero, and resident only where they are touched.
+const CALLOC_DISCARD_FROM_BYTES: usize = 32 << 20;
 
-/// An allocation from a slot.
+/// The result of an allocation.
 ///
 /// Example: [`Heap`].
 #[derive(Clone, Copy, Debug)]
 pub struct Allocation {
     pub addr: NonNull<u8>,
-    /// All bytes are known to be zero.
+    /// Whether all bytes are known to be zero.
     pub is_zero: bool,
-    /// The kernel may take bytes that were not written since.
+    /// Whether the slot was offered to the kernel before. The kernel may still take pages that are not written.
     pub(crate) was_offered: bool,
 }
 
-/// Required contents of an allocation.
+/// The contents that the caller requires of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum InitialContents {
     Any,
     Zero,
 }
 
-/// A slot and its location.
+/// A slot with its address, its class and its node.
 #[derive(Clone, Copy, Debug)]
 struct LocatedSlot {
     number: u32,
@@ -83,17 +85,19 @@ struct LocatedSlot {
     node: usize,
 }
 
+/// The heap of one Pagemill.
+///
 /// # Invariants
 ///
 /// The bytes of a slot belong exclusively to the thread that changed its state word to *Live* (until it is freed) or to
-/// *Purging* (until it is restored). A slot's bytes lie in the heap zone and overlap no other slot's.
+/// *Purging* (until it is restored). All slots lie in the heap zone, and no two overlap.
 ///
 /// ```
 /// let heap = pagemill::Pagemill::of_process()?.heap;
 /// let block = heap.allocate(3 << 20, 4096)?;
 /// let addr = block.addr.as_ptr() as usize;
 /// assert!(addr % 4096 == 0 && heap.usable_bytes(addr)? >= 3 << 20);
-/// // SAFETY: the block is not used any more. Its memory stays for the next one until reclaim wants it.
+/// // SAFETY: the block is not used any more. Its slot keeps its memory until reclaim needs it.
 /// unsafe { heap.free(addr)? };
 /// # Ok::<(), pagemill::Error>(())
 /// ```
@@ -102,27 +106,28 @@ pub struct Heap {
     account: &'static Account,
     helper: &'static Helper,
     slots: Table<Slot>,
-    /// Free lists, by shard and class.
-    heads: Table<AtomicU64>,
-    /// Next address to carve, end of the span, slots carved so far, by node and class. Written under `carving`.
-    cursors: Table<AtomicU64>,
-    /// For each block of the zone: the class plus one if a span starts there, else 0.
+    /// Heads of the free lists, by node, shard and class.
+    free_list_heads: Table<AtomicU64>,
+    /// For each node and class: the next address to carve, the end of the current span, and the number of slots carved
+    /// so far. Written under `carving`.
+    carve_cursors: Table<AtomicU64>,
+    /// For each block of the zone: the class index plus one if a span starts there, else 0.
     spans: Table<AtomicU32>,
     carving: Lock,
     purging: Lock,
-    /// Resident bytes of free slots, by shard. Only the sum is meaningful.
+    /// Resident bytes of free slots. Each shard counts the changes made on its CPUs, so only the sum is meaningful.
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
     shards_per_node: usize,
-    /// Whether pages can be moved between slots on this system; cleared at the first failure.
-    can_refill: AtomicBool,
-    /// Block of the zone where the last donor search stopped.
-    donor_at: AtomicUsize,
-    /// Time of the next donor search after one found none.
-    donors_after_ns: AtomicU64,
-    offers: offer::Offers,
+    /// Whether the kernel can move pages between slots; cleared when it turns out that it cannot.
+    can_move_pages: AtomicBool,
+    /// Block of the zone at which the last search for donors stopped (`recycle`).
+    donor_search_block: AtomicUsize,
+    /// Earliest time of the next search, after one that found no donor.
+    next_donor_search_ns: AtomicU64,
+    offers: offer::OfferSchedule,
 }
 
-// SAFETY: atomic words; zero bits mean: never allocated.
+// SAFETY: the type consists of atomic words; zero bits are a slot that was never allocated.
 unsafe impl Zeroed for Slot {}
 
 impl Slots for Heap {
@@ -132,11 +137,11 @@ impl Slots for Heap {
     }
 }
 
-/// A tick of [`stamp_now`] is 2^26 nanoseconds: 67 ms.
+/// The age of free slots is measured in ticks of 2^26 nanoseconds: 67 ms.
 const TICK_SHIFT: u32 = 26;
 
-/// Coarse time of freeing in ticks; wraps after 73 minutes.
-fn stamp_now() -> u16 {
+/// The current time in ticks, which a slot stores when it is freed. It wraps after 73 minutes.
+fn current_stamp() -> u16 {
     (clock::coarse_ns() >> TICK_SHIFT) as u16
 }
 
@@ -155,21 +160,21 @@ impl Heap {
             account,
             helper,
             slots: Table::new(zone_bytes / GRANULE_BYTES)?,
-            heads: Table::new_open(nodes * shards_per_node * class::COUNT)?,
-            cursors: Table::new_open(nodes * class::COUNT * CURSOR_WORDS)?,
+            free_list_heads: Table::new_open(nodes * shards_per_node * class::COUNT)?,
+            carve_cursors: Table::new_open(nodes * class::COUNT * CURSOR_WORDS)?,
             spans: Table::new(zone_bytes / BLOCK_BYTES)?,
             carving: Lock::new(),
             purging: Lock::new(),
             free_bytes: Default::default(),
             shards_per_node,
-            can_refill: AtomicBool::new(true),
-            donor_at: AtomicUsize::new(0),
-            donors_after_ns: AtomicU64::new(0),
-            offers: offer::Offers::default(),
+            can_move_pages: AtomicBool::new(true),
+            donor_search_block: AtomicUsize::new(0),
+            next_donor_search_ns: AtomicU64::new(0),
+            offers: offer::OfferSchedule::default(),
         })
     }
 
-    /// Notifies the account that an upper owner of memory may have something to give back from now on.
+    /// Notifies the account that another owner of memory, above the heap, may have giveable memory from now on.
     pub fn note_more(&self) {
         self.account.note_more();
     }
@@ -180,25 +185,25 @@ impl Heap {
         self.arena.heap.contains(addr)
     }
 
-    /// First address of the zone; no slot lies below.
+    /// The first address of the heap zone.
     pub fn base(&self) -> usize {
         self.arena.heap.base()
     }
 
     #[inline]
-    fn shard_here(&self) -> usize {
+    fn current_shard(&self) -> usize {
         numa::cpu() & (self.shards_per_node - 1)
     }
 
     #[inline]
-    fn head(&self, node: usize, shard: usize, class: Class) -> Head<'_> {
-        Head(self.heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
+    fn free_list(&self, node: usize, shard: usize, class: Class) -> FreeList<'_> {
+        FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
     }
 
-    /// Allocates at least `size` bytes at a multiple of `align`. The contents are unknown unless reported as zero.
+    /// Allocates at least `size` bytes at a multiple of `align`. The contents are undefined unless `is_zero` is set.
     ///
-    /// Cost: two compare-and-swaps if a free slot with memory exists. Otherwise a huge page fault per 2 MiB; for slots
-    /// of 2 MiB and up the faults come on touch.
+    /// Cost: two compare-and-swaps if a free slot with memory exists. Otherwise one huge page fault per 2 MiB, which
+    /// happens here for smaller slots and at the first touch for slots of 2 MiB and more.
     ///
     /// # Errors
     ///
@@ -211,24 +216,24 @@ impl Heap {
         if !align.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: align });
         }
-        let class = Class::aligned(size, align).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
+        let class = Class::with_align(size, align).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
         let node = self.arena.nodes.current();
-        let (place, bytes) = match self.take_free(node, class) {
+        let (place, bytes) = match self.pop_free_slot(node, class) {
             Some(found) => found,
             None => match self.carve(node, class, size) {
                 Err(Error::NoAddresses { wanted_bytes }) => {
-                    self.take_larger(node, class, align).ok_or(Error::NoAddresses { wanted_bytes })?
+                    self.pop_larger_slot(node, class, align).ok_or(Error::NoAddresses { wanted_bytes })?
                 }
                 carved => carved?,
             },
         };
         let bytes = if self.arena.is_forked() { self.discard_inherited(place, bytes) } else { bytes };
-        let is_recycled = self.make_usable(place, bytes, size, wanted)?;
+        let is_recycled = self.back_slot(place, bytes, size, wanted)?;
         let addr = NonNull::new(place.addr as *mut u8).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
         Ok(Allocation { addr, is_zero: bytes.is_zero && !is_recycled, was_offered: bytes.is_offered })
     }
 
-    /// As [`Heap::allocate`], all `size` bytes zero.
+    /// As [`Heap::allocate`], but all `size` bytes are zero.
     ///
     /// # Errors
     ///
@@ -239,63 +244,64 @@ impl Heap {
             stats::add(Counter::CallocSkipped, size as u64);
             return Ok(allocation.addr);
         }
-        if size >= REFRESH_FROM_BYTES {
+        if size >= CALLOC_DISCARD_FROM_BYTES {
             let blocks = size.div_ceil(BLOCK_BYTES);
             let first = self.arena.block_of(allocation.addr.as_ptr() as usize);
-            // SAFETY: a live slot of whole blocks, just allocated here.
-            if unsafe { self.arena.renew(first, blocks) }.is_some() {
+            // SAFETY: this call allocated the slot, which consists of whole blocks.
+            if unsafe { self.arena.discard_and_reopen(first, blocks) }.is_some() {
                 stats::add(Counter::CallocSkipped, size as u64);
                 return Ok(allocation.addr);
             }
         }
-        // SAFETY: a live slot of at least `size` bytes, just allocated here.
+        // SAFETY: this call allocated the slot, which has at least `size` bytes.
         unsafe { std::ptr::write_bytes(allocation.addr.as_ptr(), 0, size) };
         Ok(allocation.addr)
     }
 
-    /// Allocates whole blocks whose unwritten bytes stay. (The kernel may take bytes of an offered slot until they are
-    /// written, so such a slot gets fresh memory.)
+    /// Allocates whole blocks whose contents are stable even where they are not written. So a slot that was offered to
+    /// the kernel, which may still take unwritten pages, gets new memory.
     ///
     /// # Errors
     ///
     /// As [`Heap::allocate`].
-    pub fn allocate_own(&self, size: usize) -> Result<NonNull<u8>> {
+    pub fn allocate_stable_blocks(&self, size: usize) -> Result<NonNull<u8>> {
         let size = size.max(BLOCK_BYTES);
         let allocation = self.allocate_with(size, BLOCK_BYTES, InitialContents::Any)?;
         if allocation.was_offered {
             let (first, blocks) = (self.arena.block_of(allocation.addr.as_ptr() as usize), size.div_ceil(BLOCK_BYTES));
-            // SAFETY: a live slot of whole blocks, just allocated here.
-            unsafe { self.arena.renew(first, blocks) };
+            // SAFETY: this call allocated the slot, which consists of whole blocks.
+            unsafe { self.arena.discard_and_reopen(first, blocks) };
         }
         Ok(allocation.addr)
     }
 
-    /// Allocates a block backed by small pages, so that parts of it can be given back. Its bytes are zero, except where
-    /// the program locks its memory; there they may be anything.
+    /// Allocates a block backed by small pages, so that parts of it can be returned. Its bytes are zero, unless the
+    /// program has locked its memory (`mlockall`): then they are undefined.
     ///
     /// # Errors
     ///
     /// As [`Heap::allocate`].
-    pub fn allocate_pack(&self) -> Result<NonNull<u8>> {
+    pub fn allocate_small_page_block(&self) -> Result<NonNull<u8>> {
         let addr = self.allocate_with(BLOCK_BYTES, BLOCK_BYTES, InitialContents::Zero)?.addr;
-        // SAFETY: a live slot of one block, just allocated here.
-        unsafe { self.arena.make_small(self.arena.block_of(addr.as_ptr() as usize)) };
+        // SAFETY: this call allocated the slot, which is one block.
+        unsafe { self.arena.reopen_with_small_pages(self.arena.block_of(addr.as_ptr() as usize)) };
         Ok(addr)
     }
 
-    /// Takes a free slot of the class: from this CPU's shard, else from the others, this node's first.
-    fn take_free(&self, node: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
-        let own = self.shard_here();
+    /// Allocates a free slot of the class: from the shard of this CPU, else from other shards of the node, else from
+    /// other nodes.
+    fn pop_free_slot(&self, node: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
+        let own = self.current_shard();
         let shards = 0..self.shards_per_node;
         for distance in shards.clone() {
             let shard = (own + distance) & (self.shards_per_node - 1);
-            if let Some(found) = self.take_from(node, shard, own, class) {
+            if let Some(found) = self.pop_from_list(node, shard, own, class) {
                 return Some(found);
             }
         }
         for other in (0..self.arena.nodes.count()).filter(|other| *other != node) {
             for shard in shards.clone() {
-                if let Some(found) = self.take_from(other, shard, own, class) {
+                if let Some(found) = self.pop_from_list(other, shard, own, class) {
                     return Some(found);
                 }
             }
@@ -303,16 +309,16 @@ impl Heap {
         None
     }
 
-    /// When addresses have run out: takes a free slot of a larger class.
+    /// Allocates a free slot of a larger class, after the addresses of the zone have run out.
     #[cold]
-    fn take_larger(&self, node: usize, class: Class, align: usize) -> Option<(LocatedSlot, SlotBytes)> {
+    fn pop_larger_slot(&self, node: usize, class: Class, align: usize) -> Option<(LocatedSlot, SlotBytes)> {
         let larger = (class.index() + 1..class::COUNT).filter_map(Class::from_index);
-        larger.filter(|class| class.align() >= align).find_map(|class| self.take_free(node, class))
+        larger.filter(|class| class.align() >= align).find_map(|class| self.pop_free_slot(node, class))
     }
 
-    /// Takes a free slot of one list that no purge holds.
-    fn take_from(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
-        let head = self.head(node, shard, class);
+    /// Allocates a slot from one free list, skipping slots that a purge has claimed.
+    fn pop_from_list(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
+        let head = self.free_list(node, shard, class);
         if head.is_empty() {
             return None;
         }
@@ -328,7 +334,7 @@ impl Heap {
                     skipped_count += 1;
                 }
                 None => {
-                    // A purge step holds shared blocks for at most some hundred microseconds.
+                    // A purge claims the slots of a shared block for some hundred microseconds at most.
                     sync::pause();
                     head.push(self, number);
                 }
@@ -336,52 +342,53 @@ impl Heap {
         }
         skipped[..skipped_count].iter().rev().for_each(|number| head.push(self, *number));
         let (number, bytes) = found?;
-        let place = self.place(number)?;
-        self.count_free(own, -(bytes.counted_bytes() as i64));
+        let place = self.locate(number)?;
+        self.add_free_bytes(own, -(bytes.counted_bytes() as i64));
         Some((place, bytes))
     }
 
-    /// `bytes`, with the count of what is resident behind the slot now.
-    fn counted(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
+    /// Returns `bytes` with `counted` set to the slot's resident memory.
+    fn with_resident_count(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
         if !place.class.is_big() {
             return bytes.with_count(if bytes.is_resident { place.class.bytes() as u64 } else { 0 });
         }
         let first = self.arena.block_of(place.addr);
         let blocks = first..first + place.class.span_blocks();
-        bytes.with_count(blocks.map(|block| Arena::charged_bytes(self.arena.peek(block).charged_pages)).sum())
+        bytes.with_count(blocks.map(|block| Arena::charged_bytes(self.arena.block_state(block).charged_pages)).sum())
     }
 
-    /// Ends a claim, with updated knowledge of the slot's bytes.
+    /// Ends a purge's claim on a slot and stores the new attributes of its bytes.
     fn restore(&self, place: LocatedSlot, claim: SlotClaim, bytes: SlotBytes) {
-        let bytes = self.counted(place, bytes);
+        let bytes = self.with_resident_count(place, bytes);
         if claim.phase() == SlotPhase::Free {
-            self.count_free(0, bytes.counted_bytes() as i64 - claim.bytes().counted_bytes() as i64);
+            self.add_free_bytes(0, bytes.counted_bytes() as i64 - claim.bytes().counted_bytes() as i64);
         }
         self.slot(place.number).restore(claim, bytes);
     }
 
-    fn count_free(&self, shard: usize, bytes: i64) {
+    /// Adds to the count of resident bytes of free slots.
+    fn add_free_bytes(&self, shard: usize, bytes: i64) {
         if bytes != 0 {
             self.free_bytes[shard % MAX_SHARDS].0.fetch_add(bytes, Relaxed);
         }
     }
 
-    /// Resident bytes of free slots: what a reclaim request would give back at once.
+    /// Resident bytes of free slots, which a reclaim request could return at once.
     pub fn free_bytes(&self) -> u64 {
         self.free_bytes.iter().map(|shard| shard.0.load(Relaxed)).sum::<i64>().max(0) as u64
     }
 
     /// Allocates a slot for the first time.
     fn carve(&self, node: usize, class: Class, size: usize) -> Result<(LocatedSlot, SlotBytes)> {
-        let (addr, span_end) = self.next_carved(node, class)?;
+        let (addr, span_end) = self.carve_address(node, class)?;
         let granule = (addr - self.base()) / GRANULE_BYTES;
         let offset = ((addr - self.base()) % GRANULE_BYTES / STEP_BYTES) as u8;
         let slot = self.slot(granule as u32);
-        slot.describe(Info { class: class.index() as u8, node: node as u8, offset });
+        slot.set_info(SlotInfo { class: class.index() as u8, node: node as u8, offset });
         let bytes = loop {
             match slot.try_carve() {
                 Some(bytes) => break bytes,
-                None => sync::pause(), // a purge of the block holds it for a moment
+                None => sync::pause(), // a purge of the block has claimed the slot for a short time
             }
         };
         stats::add(Counter::SlotsFresh, 1);
@@ -389,14 +396,15 @@ impl Heap {
         if class.is_big() {
             self.allow_huge(place, size);
         } else {
-            self.want_next_block(place, size, span_end);
+            self.request_next_block(place, size, span_end);
         }
         Ok((place, bytes))
     }
 
-    /// The next address of the class's span, or of a new span, and the end of that span.
-    fn next_carved(&self, node: usize, class: Class) -> Result<(usize, usize)> {
-        let [next, end, carved] = self.cursor(node, class);
+    /// Carves the address of the next slot, from a new span if the current one is used up. Returns the address and the
+    /// end of the span.
+    fn carve_address(&self, node: usize, class: Class) -> Result<(usize, usize)> {
+        let [next, end, carved] = self.carve_cursor(node, class);
         let _guard = self.carving.lock();
         if next.load(Relaxed) >= end.load(Relaxed) {
             let open_metadata = |used: usize, end: usize| {
@@ -414,92 +422,98 @@ impl Heap {
         Ok((next.fetch_add(class.stride() as u64, Relaxed) as usize, end.load(Relaxed) as usize))
     }
 
-    fn cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
+    fn carve_cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
         let first = (node * class::COUNT + class.index()) * CURSOR_WORDS;
-        std::array::from_fn(|word| self.cursors.get(first + word))
+        std::array::from_fn(|word| self.carve_cursors.get(first + word))
     }
 
-    /// Whether blocks of the slot's class are likely to fill up: one has, and slots of the class are mostly used.
-    fn filling(&self, place: LocatedSlot, size: usize) -> Filling {
-        if (place.class.bytes() - size.min(place.class.bytes())) * TAIL_DIVISOR > place.class.bytes() {
-            return Filling::Never;
+    /// How much of a new block of the slot's class is expected to be used. All of it, if slots of the class have filled
+    /// a block before and requests use most of a slot.
+    fn expected_use(&self, place: LocatedSlot, size: usize) -> ExpectedUse {
+        if (place.class.bytes() - size.min(place.class.bytes())) * UNUSED_DIVISOR > place.class.bytes() {
+            return ExpectedUse::Partial;
         }
-        let [_, _, carved] = self.cursor(place.node, place.class);
+        let [_, _, carved] = self.carve_cursor(place.node, place.class);
         let is_full = carved.load(Relaxed) as usize * place.class.bytes() > BLOCK_BYTES;
-        if is_full { Filling::Soon } else { Filling::Unknown }
+        if is_full { ExpectedUse::Full } else { ExpectedUse::Unknown }
     }
 
-    /// Allows huge pages for a fresh big slot, in the last block only if that wastes little.
+    /// Allows huge pages for a new big slot. The last block may be huge only if little of it is unused.
     fn allow_huge(&self, place: LocatedSlot, size: usize) {
         let whole = size & !(BLOCK_BYTES - 1);
         let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
         let len_bytes = if waste * WASTE_DIVISOR as usize <= size { size.next_multiple_of(BLOCK_BYTES) } else { whole };
-        if self.arena.may_take_huge(Filling::Soon) || size >= 8 * BLOCK_BYTES {
+        if self.arena.may_take_huge(ExpectedUse::Full) || size >= 8 * BLOCK_BYTES {
             self.arena.allow_huge(place.addr, len_bytes);
         }
     }
 
-    /// Requests the next block of the same span ahead of need, when the first slot of a block is allocated.
-    fn want_next_block(&self, place: LocatedSlot, size: usize, span_end: usize) {
+    /// When the first slot of a block is carved, requests that the helper makes the next block of the span resident.
+    fn request_next_block(&self, place: LocatedSlot, size: usize, span_end: usize) {
         let next = (place.addr + BLOCK_BYTES) & !(BLOCK_BYTES - 1);
         let is_first = place.addr % BLOCK_BYTES < place.class.bytes();
-        let is_filling = self.filling(place, size) == Filling::Soon;
+        let is_filling = self.expected_use(place, size) == ExpectedUse::Full;
         if is_first && is_filling && next < span_end && self.helper.is_running() {
-            self.arena.want_soon(self.arena.block_of(next));
+            self.arena.request_prefault(self.arena.block_of(next));
             self.helper.wake(self.account);
         }
     }
 
-    /// Makes the missing memory of a slot available, by moving it from free slots if possible. Returns whether it moved
-    /// any; the bytes are not zero then. On error the slot is free again.
-    fn make_usable(&self, place: LocatedSlot, bytes: SlotBytes, size: usize, wanted: InitialContents) -> Result<bool> {
-        let taken = if bytes.is_offered { self.note_taken(place) } else { 0 };
+    /// Provides the memory that a slot lacks, if possible by moving pages from free slots. Returns whether pages were
+    /// moved: then the slot's bytes are not zero. After an error the slot is free again.
+    fn back_slot(&self, place: LocatedSlot, bytes: SlotBytes, size: usize, wanted: InitialContents) -> Result<bool> {
+        let taken = if bytes.is_offered { self.discharge_taken(place) } else { 0 };
         if bytes.is_resident && taken == 0 && !place.class.is_big() {
             return Ok(false);
         }
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         let part = (place.class.bytes() / (last + 1 - first)) as u64;
-        let filling = self.filling(place, size);
+        let expected_use = self.expected_use(place, size);
         let mut is_recycled = false;
         let result = if place.class.is_big() {
-            // Memory that the kernel took becomes resident again without another charge.
+            // The memory that the kernel took becomes resident again without a charge, so room is reserved for it.
             let room = if taken > 0 { self.arena.budget.reserve(taken) } else { Ok(()) };
             room.and_then(|()| self.arena.overcommit(first, place.class.span_blocks(), Context::Outside))
         } else {
             (first..=last).try_for_each(|block| {
-                if self.arena.peek(block).backing == Backing::Empty {
-                    is_recycled |= self.recycle_block(place, block, filling);
+                if self.arena.block_state(block).backing == Backing::Empty {
+                    is_recycled |= self.recycle_block(place, block, expected_use);
                 }
-                match self.arena.peek(block).backing {
+                match self.arena.block_state(block).backing {
                     Backing::Empty => self.account.make_up_for(BLOCK_BYTES as u64),
                     Backing::Lazy => self.account.make_up_for(part),
                     Backing::Huge | Backing::Small => {}
                 }
-                self.arena.bring_in(block, filling)?;
-                // The block is open but was emptied: its bytes become resident without another charge.
-                if self.arena.peek(block).backing == Backing::Lazy { self.arena.budget.reserve(part) } else { Ok(()) }
+                self.arena.back_block(block, expected_use)?;
+                // The bytes of a *Lazy* block become resident without a charge, so room is reserved for them.
+                if self.arena.block_state(block).backing == Backing::Lazy {
+                    self.arena.budget.reserve(part)
+                } else {
+                    Ok(())
+                }
             })
         };
         if result.is_err() {
-            // A part of it may have come from another slot.
+            // Pages of another slot may have been moved into a part of this slot.
             let bytes = SlotBytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
-            let (shard, bytes) = (self.shard_here(), self.counted(place, bytes));
-            let _ = self.slot(place.number).free(bytes, stamp_now());
-            self.count_free(shard, bytes.counted_bytes() as i64);
-            self.head(place.node, shard, place.class).push(self, place.number);
+            let (shard, bytes) = (self.current_shard(), self.with_resident_count(place, bytes));
+            let _ = self.slot(place.number).free(bytes, current_stamp());
+            self.add_free_bytes(shard, bytes.counted_bytes() as i64);
+            self.free_list(place.node, shard, place.class).push(self, place.number);
         } else if !place.class.is_big() {
             self.arena.populate_pages(place.addr, place.class.bytes());
         } else {
             let missing_bytes = size.saturating_sub(bytes.counted_bytes() as usize);
-            let refilled_bytes = if wanted == InitialContents::Any { self.refill(place, size) } else { 0 };
-            is_recycled = refilled_bytes > 0;
-            self.account.make_up_for(missing_bytes.saturating_sub(refilled_bytes) as u64);
+            let moved_bytes = if wanted == InitialContents::Any { self.move_free_pages_in(place, size) } else { 0 };
+            is_recycled = moved_bytes > 0;
+            self.account.make_up_for(missing_bytes.saturating_sub(moved_bytes) as u64);
         }
         result.map(|()| is_recycled)
     }
 
-    fn place(&self, number: u32) -> Option<LocatedSlot> {
+    /// Address, class and node of the slot with this number; `None` if it was never carved.
+    fn locate(&self, number: u32) -> Option<LocatedSlot> {
         let info = self.slot(number).info()?;
         let addr = self.base() + number as usize * GRANULE_BYTES + usize::from(info.offset) * STEP_BYTES;
         let class = Class::from_index(usize::from(info.class))?;
@@ -508,17 +522,17 @@ impl Heap {
 
     /// The slot that starts at `addr`.
     #[inline]
-    fn find(&self, addr: usize) -> Result<LocatedSlot> {
-        if !self.contains(addr) || addr - self.base() >= self.arena.heap.used_bytes() {
+    fn find_slot(&self, addr: usize) -> Result<LocatedSlot> {
+        if !self.contains(addr) || addr - self.base() >= self.arena.heap.carved_bytes() {
             return Err(Error::NotAllocated { addr });
         }
-        let place = self.place(((addr - self.base()) / GRANULE_BYTES) as u32);
+        let place = self.locate(((addr - self.base()) / GRANULE_BYTES) as u32);
         place.filter(|place| place.addr == addr).ok_or(Error::NotAllocated { addr })
     }
 
     /// The live slot that starts at `addr`.
     fn find_live(&self, addr: usize) -> Result<LocatedSlot> {
-        let place = self.find(addr)?;
+        let place = self.find_slot(addr)?;
         match self.slot(place.number).phase() {
             SlotPhase::Live => Ok(place),
             SlotPhase::None => Err(Error::NotAllocated { addr }),
@@ -535,52 +549,53 @@ impl Heap {
         Ok(self.find_live(addr)?.class.bytes())
     }
 
-    /// Frees the allocation at `addr`. Its memory stays until it is needed elsewhere.
+    /// Frees the allocation at `addr`. The slot keeps its memory until it is needed elsewhere.
     ///
     /// # Errors
     ///
     /// [`Error::NotAllocated`] for an address that was not allocated (or lies inside an allocation),
-    /// [`Error::FreedBefore`] for a second free. Nothing has changed then.
+    /// [`Error::FreedBefore`] for a second free. After an error nothing has changed.
     ///
     /// # Safety
     ///
     /// The program must not use the allocation any more.
     pub unsafe fn free(&self, addr: usize) -> Result<()> {
-        let place = self.find(addr)?;
-        self.free_place(place, SlotBytes::USED)
+        let place = self.find_slot(addr)?;
+        self.free_slot(place, SlotBytes::USED)
     }
 
-    fn free_place(&self, place: LocatedSlot, bytes: SlotBytes) -> Result<()> {
+    fn free_slot(&self, place: LocatedSlot, bytes: SlotBytes) -> Result<()> {
         if place.class.is_big() && self.slot(place.number).phase() == SlotPhase::Live {
             self.arena.reconcile(self.arena.block_of(place.addr), place.class.span_blocks());
         }
-        // Computed while the slot cannot be allocated again.
-        let shard = self.shard_here();
-        let bytes = self.counted(place, bytes);
+        // Computed before the slot becomes free, because another thread may allocate it at once afterwards.
+        let shard = self.current_shard();
+        let bytes = self.with_resident_count(place, bytes);
         let free_bytes = bytes.counted_bytes() as i64;
-        match self.slot(place.number).free(bytes, stamp_now()) {
+        match self.slot(place.number).free(bytes, current_stamp()) {
             Ok(()) => {}
             Err(SlotPhase::None) => return Err(Error::NotAllocated { addr: place.addr }),
             Err(_) => return Err(Error::FreedBefore { addr: place.addr, len_bytes: place.class.bytes() }),
         }
-        self.head(place.node, shard, place.class).push(self, place.number);
+        self.free_list(place.node, shard, place.class).push(self, place.number);
         let before = self.free_bytes[shard % MAX_SHARDS].0.fetch_add(free_bytes, Relaxed);
-        if before / PUBLISH_STEP != (before + free_bytes) / PUBLISH_STEP {
+        if before / PUBLISH_STEP_BYTES != (before + free_bytes) / PUBLISH_STEP_BYTES {
             self.account.publish();
         }
         Ok(())
     }
 
-    /// Called in a fork child: recomputes what is free and charged here. Inherited slots count for the parent.
+    /// Recomputes the resident bytes of free slots in a fork child. Inherited memory is charged to the parent and
+    /// counts as 0.
     pub fn recount_free(&self) {
         let mut bytes = 0;
-        self.walk(|span| {
-            for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
+        self.walk_spans(|span| {
+            for place in (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index)) {
                 let slot = self.slot(place.number);
                 if let Some(claim) = slot.try_claim() {
-                    // What the parent offered belongs to the parent.
+                    // The memory that the parent offered is charged to the parent.
                     let own = SlotBytes { is_offered: false, ..claim.bytes() };
-                    let counted = self.counted(place, own);
+                    let counted = self.with_resident_count(place, own);
                     if claim.phase() == SlotPhase::Free {
                         bytes += counted.counted_bytes() as i64;
                     }
@@ -608,9 +623,9 @@ impl Heap {
 
     /// Resident bytes of the metadata.
     pub fn metadata_bytes(&self) -> u64 {
-        let used = self.arena.heap.used_bytes();
+        let used = self.arena.heap.carved_bytes();
         self.slots.resident_bytes(0, used / GRANULE_BYTES)
             + self.spans.resident_bytes(0, used / BLOCK_BYTES)
-            + self.heads.resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::COUNT)
+            + self.free_list_heads.resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::COUNT)
     }
 }

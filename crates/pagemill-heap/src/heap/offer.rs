@@ -1,14 +1,14 @@
-//! Offers free slots to the kernel (`MADV_FREE`): the last line of defence.
+//! Offers the memory of free slots to the kernel with `MADV_FREE`.
 //!
-//! If a control group runs full before this process can react (it is stopped, or other processes are faster), the
-//! kernel takes offered memory instead of killing a process. Until then an offered slot can be allocated as usual: the
-//! program writes to it, and the kernel keeps what was written.
+//! A control group may run full before this process can react, for example while the process is stopped. Then the
+//! kernel takes offered memory instead of killing a process. An offered slot can still be allocated as usual: pages
+//! that the program writes are no longer offered.
 //!
-//! Only whole blocks are offered: a part of a huge page cannot be taken. A periodic walk finds out what the kernel
-//! took, and gives back the rest of such a block, so that it may become a huge page again.
-#![allow(unsafe_code)] // gives up the memory of claimed slots
+//! Only whole blocks are offered, because the kernel cannot take a part of a huge page. A periodic walk (*reap*) finds
+//! the blocks of which the kernel took pages and discards the rest of them, so that they can become huge pages again.
+#![allow(unsafe_code)] // offers and discards the memory of claimed slots
 
-use super::purge::{Span, age};
+use super::purge::{Span, age_group};
 use super::slot::{Slot, SlotBytes, SlotPhase, Slots};
 use super::{Heap, LocatedSlot};
 use pagemill_core::arena::block::Backing;
@@ -16,82 +16,83 @@ use pagemill_core::reclaim::Which;
 use pagemill_sys::{clock, process};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Minimum age of offered memory, as a power of two of ticks: a seventh of a second. Reusing offered memory costs a
-/// hundredth of that time each time.
-const OFFERED_AGE: usize = 2;
+/// Age group (see `purge`) from which free memory is offered: a seventh of a second. The cost of reusing offered memory
+/// is about 1/100 of that time.
+const MIN_OFFER_AGE_GROUP: usize = 2;
 
-/// Minimum distance of walks, and the largest share of a thread's time that they take. Urgent walks may come more
-/// often.
-const WALK_NS: u64 = 50_000_000;
-const WALK_SHARE: u64 = 100;
-const HURRIED_NS: u64 = 5_000_000;
+/// Minimum time between walks in nanoseconds; it is at least `WALK_TIME_FACTOR` times the duration of the last walk.
+/// Urgent walks have a shorter minimum.
+const MIN_WALK_DISTANCE_NS: u64 = 50_000_000;
+const WALK_TIME_FACTOR: u64 = 100;
+const URGENT_WALK_DISTANCE_NS: u64 = 5_000_000;
 
-/// After the kernel refused (locked memory) nothing is offered for this long.
-const REFUSED_NS: u64 = 10_000_000_000;
+/// Time without offers, in nanoseconds, after the kernel has refused one because the memory is locked.
+const REFUSED_PAUSE_NS: u64 = 10_000_000_000;
 
-/// Before this release the kernel may take offered memory into which a device is just reading. (Fixed by 6c8e2a256915,
-/// also in later releases of older series, which cannot be recognised by their number.)
-const SINCE: (u32, u32) = (5, 18);
+/// The first kernel release on which memory is offered. Older kernels may take offered memory while a device transfers
+/// data into it. Commit 6c8e2a256915 fixed that, also in stable updates, which the release number does not identify.
+const MIN_KERNEL_RELEASE: (u32, u32) = (5, 18);
 
-/// Times of the next walks.
+/// Earliest times of the next walks.
 #[derive(Default)]
-pub(super) struct Offers {
+pub(super) struct OfferSchedule {
     offer_after_ns: AtomicU64,
-    hurried_ns: AtomicU64,
+    last_urgent_walk_ns: AtomicU64,
     refused_until_ns: AtomicU64,
-    /// 0 while nothing is offered.
+    /// Earliest time of the next reaping walk; 0 while nothing is offered.
     reap_after_ns: AtomicU64,
 }
 
-/// Time of the next walk after one that began at `start_ns`.
-fn after_walk(start_ns: u64) -> u64 {
+/// Earliest time of the walk after one that began at `start_ns` and ends now.
+fn next_walk_ns(start_ns: u64) -> u64 {
     let end_ns = clock::fine_ns();
-    end_ns + WALK_NS.max((end_ns - start_ns) * WALK_SHARE)
+    end_ns + MIN_WALK_DISTANCE_NS.max((end_ns - start_ns) * WALK_TIME_FACTOR)
 }
 
 impl Heap {
-    /// Offers up to about `want_bytes` that were not offered yet; returns the bytes offered.
+    /// Offers up to about `want_bytes` of free memory that is not offered yet. Returns the bytes offered.
     pub(super) fn offer_free(&self, want_bytes: u64, which: Which) -> u64 {
-        if process::kernel_release() < SINCE {
+        if process::kernel_release() < MIN_KERNEL_RELEASE {
             return 0;
         }
         let now = clock::fine_ns();
         let (after, from_age) = match which {
-            Which::Cold => (self.offers.offer_after_ns.load(Relaxed), OFFERED_AGE),
-            Which::All => (self.offers.hurried_ns.load(Relaxed) + HURRIED_NS, 0),
+            Which::Cold => (self.offers.offer_after_ns.load(Relaxed), MIN_OFFER_AGE_GROUP),
+            Which::All => (self.offers.last_urgent_walk_ns.load(Relaxed) + URGENT_WALK_DISTANCE_NS, 0),
         };
         if now < after || now < self.offers.refused_until_ns.load(Relaxed) {
             return 0;
         }
         if which == Which::All {
-            self.offers.hurried_ns.store(now, Relaxed);
+            self.offers.last_urgent_walk_ns.store(now, Relaxed);
         }
         self.offer_from(want_bytes, from_age)
     }
 
-    /// As [`Heap::offer_free`], from the given age on.
+    /// As [`Heap::offer_free`], for memory of at least the age group `from_age`, without a limit on frequency.
     fn offer_from(&self, want_bytes: u64, from_age: usize) -> u64 {
         let _guard = self.purging.lock();
         let start = clock::fine_ns();
-        let now = super::stamp_now();
-        let is_cold = |slot: &Slot| slot.phase() != SlotPhase::Free || age(now, slot.stamp()) >= from_age;
-        let mut offer = Offer { is_cold: &is_cold, bytes: 0, is_refused: false };
-        self.walk(|span| {
+        let now = super::current_stamp();
+        let is_cold = |slot: &Slot| slot.phase() != SlotPhase::Free || age_group(now, slot.stamp()) >= from_age;
+        let mut offer = OfferWalk { is_cold: &is_cold, bytes: 0, is_refused: false };
+        self.walk_spans(|span| {
             self.offer_span(span, &mut offer);
             offer.bytes < want_bytes && !offer.is_refused
         });
         let is_all = offer.bytes < want_bytes;
-        self.offers.offer_after_ns.store(if is_all { after_walk(start) } else { 0 }, Relaxed);
+        self.offers.offer_after_ns.store(if is_all { next_walk_ns(start) } else { 0 }, Relaxed);
         if offer.is_refused {
-            self.offers.refused_until_ns.store(start + REFUSED_NS, Relaxed);
+            self.offers.refused_until_ns.store(start + REFUSED_PAUSE_NS, Relaxed);
         }
         if offer.bytes > 0 {
-            let _ = self.offers.reap_after_ns.compare_exchange(0, after_walk(start), Relaxed, Relaxed);
+            let _ = self.offers.reap_after_ns.compare_exchange(0, next_walk_ns(start), Relaxed, Relaxed);
         }
         offer.bytes
     }
 
-    fn offer_span(&self, span: Span, offer: &mut Offer<'_>) {
+    /// Offers the free memory of a span.
+    fn offer_span(&self, span: Span, offer: &mut OfferWalk<'_>) {
         if span.class.is_big() {
             return self.offer_slot(span, offer);
         }
@@ -101,9 +102,9 @@ impl Heap {
         }
     }
 
-    /// Offers a slot that owns its blocks.
-    fn offer_slot(&self, span: Span, offer: &mut Offer<'_>) {
-        let Some(place) = self.slot_at(span, 0) else { return };
+    /// Offers a big slot if it is free.
+    fn offer_slot(&self, span: Span, offer: &mut OfferWalk<'_>) {
+        let Some(place) = self.carved_slot_at(span, 0) else { return };
         let slot = self.slot(place.number);
         if slot.is_offered() || slot.bytes().counted == 0 || !(offer.is_cold)(slot) {
             return;
@@ -111,40 +112,40 @@ impl Heap {
         let Some(claim) = slot.try_claim() else { return };
         let mut is_offered = false;
         if claim.phase() == SlotPhase::Free {
-            // SAFETY: the slot is claimed and its blocks are its own.
+            // SAFETY: the slot is claimed and shares no block.
             let result = unsafe { self.arena.offer(self.arena.block_of(place.addr), span.class.span_blocks()) };
-            is_offered = offer.note(result);
+            is_offered = offer.record(result);
         }
         slot.restore(claim, SlotBytes { is_offered, ..claim.bytes() });
     }
 
-    /// Offers a block that several slots share, if all of them are free.
-    fn offer_block(&self, span: Span, block: usize, offer: &mut Offer<'_>) {
-        let state = self.arena.peek(block);
-        let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.place_at(span, index).number));
+    /// Offers a block that several slots share, if none of them is live.
+    fn offer_block(&self, span: Span, block: usize, offer: &mut OfferWalk<'_>) {
+        let state = self.arena.block_state(block);
+        let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.any_slot_at(span, index).number));
         let is_new = || slots().any(|slot| slot.phase() == SlotPhase::Free && !slot.is_offered());
         if state.backing == Backing::Empty || state.charged_pages == 0 || !is_new() {
             return;
         }
         let Some(claims) = self.claim_block(span, block, offer.is_cold) else { return };
         // SAFETY: every slot that reaches into the block is claimed.
-        let is_offered = offer.note(unsafe { self.arena.offer(block, 1) });
+        let is_offered = offer.record(unsafe { self.arena.offer(block, 1) });
         for (index, claim) in claims.indices() {
-            // It may reach into another block that was offered before.
+            // The slot may reach into another block that was offered earlier.
             let is_offered = is_offered || claim.bytes().is_offered;
-            self.restore(self.place_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
+            self.restore(self.any_slot_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
         }
     }
 
-    /// Called before an offered slot is used again: ends the charge for what the kernel took of its blocks, and returns those
-    /// bytes.
-    pub(super) fn note_taken(&self, place: LocatedSlot) -> u64 {
+    /// Ends the charge for memory that the kernel took from an offered slot, before the slot is used again. Returns
+    /// these bytes.
+    pub(super) fn discharge_taken(&self, place: LocatedSlot) -> u64 {
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
-        self.arena.note_taken(first, last + 1 - first)
+        self.arena.discharge_taken(first, last + 1 - first)
     }
 
-    /// Finds out what the kernel took, and gives back the rest of such blocks.
+    /// Finds the offered blocks of which the kernel took pages, and discards the rest of them.
     pub(super) fn reap_offered(&self) {
         let start = clock::fine_ns();
         let due = self.offers.reap_after_ns.load(Relaxed);
@@ -154,18 +155,18 @@ impl Heap {
         let mut is_any_left = false;
         {
             let _guard = self.purging.lock();
-            self.walk(|span| {
+            self.walk_spans(|span| {
                 is_any_left |= self.reap_span(span);
                 true
             });
         }
-        let next = if is_any_left { after_walk(start) } else { 0 };
+        let next = if is_any_left { next_walk_ns(start) } else { 0 };
         self.offers.reap_after_ns.store(next, Relaxed);
     }
 
-    /// Updates the slots of a span. Returns whether any of it is still offered.
+    /// Reaps the offered slots of a span. Returns whether any of its slots is still offered.
     fn reap_span(&self, span: Span) -> bool {
-        let slots = || (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index));
+        let slots = || (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index));
         let is_any_offered = || slots().any(|place| self.slot(place.number).is_offered());
         if !is_any_offered() {
             return false;
@@ -179,6 +180,7 @@ impl Heap {
         is_any_offered()
     }
 
+    /// Reaps a big slot.
     fn reap_slot(&self, place: LocatedSlot) {
         let slot = self.slot(place.number);
         let Some(claim) = slot.try_claim() else { return };
@@ -188,45 +190,47 @@ impl Heap {
         }
         let first = self.arena.block_of(place.addr);
         for block in first..first + place.class.span_blocks() {
-            if self.arena.note_taken(block, 1) > 0 {
-                // SAFETY: the slot is claimed and its blocks are its own.
+            if self.arena.discharge_taken(block, 1) > 0 {
+                // SAFETY: the slot is claimed and shares no block.
                 unsafe { self.arena.discard(block, 1) };
             }
         }
-        let is_left = self.counted(place, claim.bytes()).counted > 0;
+        let is_left = self.with_resident_count(place, claim.bytes()).counted > 0;
         self.restore(place, claim, SlotBytes { is_offered: is_left, ..claim.bytes() });
     }
 
+    /// Reaps a block that several slots share.
     fn reap_block(&self, span: Span, block: usize) {
-        let Some(claims) = self.claim_block(span, block, is_offered) else { return };
-        if self.arena.note_taken(block, 1) > 0 {
-            self.empty_block(span, block, &claims);
+        let Some(claims) = self.claim_block(span, block, has_only_offered_memory) else { return };
+        if self.arena.discharge_taken(block, 1) > 0 {
+            self.discard_claimed_block(span, block, &claims);
             return;
         }
         for (index, claim) in claims.indices() {
-            self.restore(self.place_at(span, index), claim, claim.bytes());
+            self.restore(self.any_slot_at(span, index), claim, claim.bytes());
         }
     }
 }
 
-/// The state of an offering walk.
-struct Offer<'walk> {
+/// The criteria and the results of one walk that offers memory.
+struct OfferWalk<'walk> {
     is_cold: &'walk dyn Fn(&Slot) -> bool,
     bytes: u64,
     is_refused: bool,
 }
 
-impl Offer<'_> {
-    /// Records the result for one slot or block; returns whether it is offered now.
-    fn note(&mut self, result: Option<u64>) -> bool {
+impl OfferWalk<'_> {
+    /// Records the result of [`Arena::offer`](pagemill_core::arena::Arena) for a slot or block. Returns whether it is offered
+    /// now.
+    fn record(&mut self, result: Option<u64>) -> bool {
         self.is_refused |= result.is_none();
         self.bytes += result.unwrap_or(0);
         result.is_some_and(|bytes| bytes > 0)
     }
 }
 
-/// Whether a slot does not prevent its block from being offered: it was never allocated, or it is offered.
-fn is_offered(slot: &Slot) -> bool {
+/// Whether a slot is not live and has no free memory besides offered memory: it is offered, or was never allocated.
+fn has_only_offered_memory(slot: &Slot) -> bool {
     slot.phase() != SlotPhase::Free || slot.is_offered()
 }
 
@@ -267,14 +271,15 @@ mod tests {
         unsafe { pagemill.heap.free(addr) }.unwrap();
     }
 
-    /// Makes the kernel reclaim the whole heap zone, as under memory pressure: it takes what was offered.
-    fn squeeze(pagemill: &TestProcess) {
-        mem::reclaim(pagemill.heap.base(), pagemill.arena.heap.used_bytes());
+    /// Makes the kernel reclaim the heap zone as under memory pressure, so that it takes offered memory.
+    fn make_kernel_reclaim(pagemill: &TestProcess) {
+        mem::reclaim(pagemill.heap.base(), pagemill.arena.heap.carved_bytes());
     }
 
-    /// Shared blocks and big slots: offered once, taken, noticed, and usable afterwards.
+    /// Frees slots in shared blocks and a big slot, offers them twice, and lets the kernel take them. They must be
+    /// offered once, their charge must end, and all slots must be usable afterwards.
     #[test]
-    fn what_was_offered_may_be_taken() {
+    fn offered_slots_can_be_taken_and_reused() {
         let pagemill = TestProcess::for_test();
         let shared: Vec<_> = (0..32).map(|tag| allocate(pagemill, 256 * KIB, tag)).collect();
         let big = allocate(pagemill, 8 * MIB, 99);
@@ -290,7 +295,7 @@ mod tests {
         assert_eq!(heap.free_bytes(), offered);
 
         let (resident, taken) = (pagemill.account.resident(), stats::get(Counter::Taken));
-        squeeze(pagemill);
+        make_kernel_reclaim(pagemill);
         heap.offers.reap_after_ns.store(1, Relaxed);
         heap.reap_offered();
         if stats::get(Counter::Taken) == taken {
@@ -306,9 +311,10 @@ mod tests {
         assert!(is_filled(zeroed, 8 * MIB, 0));
     }
 
-    /// Slots that reach into two blocks: what the kernel took is found for each block.
+    /// Offers free slots that reach into two blocks, and lets the kernel take them. No free bytes and no charge may
+    /// remain.
     #[test]
-    fn straddling_slots_are_found_out() {
+    fn straddling_slots_are_reaped() {
         let pagemill = TestProcess::for_test();
         let heap = pagemill.heap;
         let fallbacks = stats::get(Counter::BlocksFallback);
@@ -321,7 +327,7 @@ mod tests {
             let offered = heap.offer_from(u64::MAX, 0);
             assert!(offered >= 24 * len as u64, "{offered} of 24 x {len}");
             let taken = stats::get(Counter::Taken);
-            squeeze(pagemill);
+            make_kernel_reclaim(pagemill);
             heap.offers.reap_after_ns.store(1, Relaxed);
             heap.reap_offered();
             if stats::get(Counter::Taken) == taken {
@@ -332,9 +338,10 @@ mod tests {
         }
     }
 
-    /// Memory that was taken and is used before the next walk is charged like new memory.
+    /// The kernel takes offered slots, which are allocated again before the next walk. Their memory must be charged
+    /// once, and the limit must hold.
     #[test]
-    fn taken_memory_comes_in_by_admission() {
+    fn reused_taken_memory_is_charged_once() {
         let (small, big) = (256 * KIB, 8 * MIB);
         let pagemill = TestProcess::new(Layout::for_test(), 24 * MIB as u64).unwrap();
         let shared: Vec<_> = (0..32).map(|tag| allocate(pagemill, small, tag)).collect();
@@ -343,7 +350,7 @@ mod tests {
         free(pagemill, own);
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 16 * MIB as u64);
         let taken = stats::get(Counter::Taken);
-        squeeze(pagemill);
+        make_kernel_reclaim(pagemill);
         assert_eq!(allocate(pagemill, big, 2), own);
         if stats::get(Counter::Taken) == taken {
             return println!("skipped: this kernel takes nothing when asked to");
@@ -357,13 +364,13 @@ mod tests {
         assert!(pagemill.account.resident() <= 24 * MIB as u64);
     }
 
-    /// Locked memory cannot be offered: that is noticed once, and not retried for a while.
+    /// Offers a locked slot. The kernel must refuse, and the heap must not offer again for a while.
     #[test]
     fn locked_memory_is_not_offered() {
         let pagemill = TestProcess::for_test();
         let held: Vec<_> = (0..16).map(|tag| allocate(pagemill, 256 * KIB, tag)).collect();
-        // By the plain system call: the sanitizers' own mlock does nothing.
-        // SAFETY: locks pages of the test's own.
+        // A direct system call, because the `mlock` of sanitizers does nothing.
+        // SAFETY: the call locks pages that the test allocated.
         if unsafe { libc::syscall(libc::SYS_mlock, held[0], 256 * KIB) } != 0 {
             return println!("skipped: nothing may be locked here");
         }
@@ -373,24 +380,24 @@ mod tests {
         assert_eq!(pagemill.heap.offer_free(u64::MAX, Which::All), 0);
     }
 
-    /// An offered slot that is used again is kept, and may be offered again when it is free.
+    /// Allocates and writes an offered slot. The kernel must not take it; after it was freed it can be offered again.
     #[test]
-    fn use_ends_the_offer() {
+    fn reused_slot_is_not_taken() {
         let pagemill = TestProcess::for_test();
         let first = allocate(pagemill, 4 * MIB, 1);
         free(pagemill, first);
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
         assert_eq!(allocate(pagemill, 4 * MIB, 2), first);
-        squeeze(pagemill);
+        make_kernel_reclaim(pagemill);
         assert!(is_filled(first, 4 * MIB, 2));
         free(pagemill, first);
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
     }
 
-    /// Threads fill, check and free while everything free is constantly offered and taken. The counters agree at the
-    /// end.
+    /// Threads allocate, check and free slots while another thread constantly offers free memory and makes the kernel
+    /// take it. No live bytes may be lost, and the counters must agree at the end.
     #[test]
-    fn threads_never_lose_what_they_hold() {
+    fn threads_keep_live_slots_during_offers() {
         let layout = Layout { huge_from_bytes: 8 * MIB as u64, ..Layout::for_test() };
         let pagemill = TestProcess::new(layout, u64::MAX).unwrap();
         let is_over = AtomicBool::new(false);
@@ -417,7 +424,7 @@ mod tests {
             scope.spawn(|| {
                 while !is_over.load(Relaxed) {
                     pagemill.heap.offer_from(u64::MAX, 0);
-                    squeeze(pagemill);
+                    make_kernel_reclaim(pagemill);
                     pagemill.heap.offers.reap_after_ns.fetch_min(1, Relaxed);
                     pagemill.heap.reap_offered();
                 }
@@ -428,8 +435,8 @@ mod tests {
         });
         let (heap, free_bytes) = (pagemill.heap, pagemill.heap.free_bytes());
         let mut counted = 0;
-        heap.walk(|span| {
-            let slots = (0..span.class.span_slots()).filter_map(|index| heap.slot_at(span, index));
+        heap.walk_spans(|span| {
+            let slots = (0..span.class.span_slots()).filter_map(|index| heap.carved_slot_at(span, index));
             counted += slots.map(|place| heap.slot(place.number).bytes().counted_bytes()).sum::<u64>();
             true
         });

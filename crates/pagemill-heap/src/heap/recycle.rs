@@ -1,17 +1,17 @@
-//! Serves new allocations from the memory of free slots of other sizes, so that the resident size does not grow.
+//! Recycling: provides memory for new allocations by moving pages from free slots, also from those of other classes.
 //!
-//! A slot without memory gets the blocks of free slots. They are moved, not copied: some 5 us per 2 MiB in total, where
-//! a page fault costs 190. Where pages cannot be moved, or must be zero, the account gives back cold free memory
-//! instead, as much as becomes resident.
+//! So the resident size does not grow. Moving costs some 5 us per 2 MiB, a page fault 190 us. If pages cannot be moved
+//! or must be zero, the account instead returns as much cold free memory as becomes resident.
 //!
-//! Donors are searched round robin, a few spans at a time, on the same node. Moved memory is not zero: every slot that
-//! reaches into the block is claimed meanwhile and marked accordingly.
+//! The free slots that lose their pages are called *donors*. A search visits the spans of the same node round robin and
+//! examines a limited number of them. Moved pages are not zero. So every slot that reaches into the block is claimed
+//! during a move and recorded as not zero.
 #![allow(unsafe_code)] // moves pages between slots
 
 use super::purge::Span;
 use super::slot::{SlotBytes, SlotPhase, Slots};
 use super::{Heap, LocatedSlot};
-use pagemill_core::arena::Filling;
+use pagemill_core::arena::ExpectedUse;
 use pagemill_core::arena::block::Backing;
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
@@ -23,29 +23,31 @@ use std::sync::atomic::Ordering::Relaxed;
 const EPERM: i32 = 1;
 const ENOSYS: i32 = 38;
 
-/// Maximum number of spans examined for one recipient: some 50 us if all of them are in use.
-const MAX_LOOKS: usize = 256;
+/// Maximum number of spans that one search examines. If all of them are in use, that takes some 50 us.
+const MAX_EXAMINED_SPANS: usize = 256;
 
-/// After an unsuccessful search the next one waits this many times its duration: free memory may lie in pieces.
-const VAIN_FACTOR: u64 = 20;
+/// After a search without a donor, no search starts for this many times its duration. Free memory may exist only in
+/// blocks that live slots share.
+const FAILED_SEARCH_PAUSE_FACTOR: u64 = 20;
 
-/// The destination of moved memory.
+/// The blocks that get moved pages.
 struct Recipient {
     node: usize,
-    /// The next block, and how many more.
+    /// The next block to fill.
     to: usize,
+    /// Number of blocks left to fill.
     blocks: usize,
-    /// A move may stop inside a block, which is not zero then.
+    /// Bytes moved so far. A move may stop inside a block.
     done_bytes: usize,
 }
 
 impl Recipient {
-    /// Whether it can take more: after a move that stopped inside a block nothing can follow.
-    fn is_open(&self) -> bool {
+    /// Whether more pages can be moved here. After a move that stopped inside a block this is impossible.
+    fn can_take_more(&self) -> bool {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
 
-    fn note(&mut self, moved_bytes: usize) {
+    fn note_moved(&mut self, moved_bytes: usize) {
         self.done_bytes += moved_bytes;
         self.to += moved_bytes / BLOCK_BYTES;
         self.blocks -= moved_bytes / BLOCK_BYTES;
@@ -53,13 +55,13 @@ impl Recipient {
 }
 
 impl Heap {
-    /// Moves blocks of free slots into the unbacked blocks of a live big slot. Returns the bytes moved; the slot is not
-    /// zero then.
-    pub(super) fn refill(&self, place: LocatedSlot, size: usize) -> usize {
+    /// Moves pages of free slots into those blocks of a live big slot that have no memory. Returns the bytes moved. If
+    /// it moved any, the slot's bytes are not zero.
+    pub(super) fn move_free_pages_in(&self, place: LocatedSlot, size: usize) -> usize {
         let first = self.arena.block_of(place.addr);
         let (mut at, end) = (first, first + size / BLOCK_BYTES);
         let is_untouched = |block: &usize| {
-            let state = self.arena.peek(*block);
+            let state = self.arena.block_state(*block);
             state.backing == Backing::Lazy && state.charged_pages == 0
         };
         if !self.may_have_donors() || !(at..end).any(|block| is_untouched(&block)) {
@@ -70,7 +72,7 @@ impl Heap {
         while at < end {
             let blocks = (at..end).take_while(is_untouched).count();
             let mut recipient = Recipient { node: place.node, to: at, blocks, done_bytes: 0 };
-            self.collect(&mut recipient);
+            self.move_from_donors(&mut recipient);
             moved_bytes += recipient.done_bytes;
             if blocks > 0 && recipient.blocks > 0 {
                 break;
@@ -80,31 +82,32 @@ impl Heap {
         moved_bytes
     }
 
-    /// Moves a block of free slots into an empty block that several slots share. Returns whether anything was moved;
-    /// then none of these slots is zero. After a move that stopped in the middle the block still counts as empty.
-    pub(super) fn recycle_block(&self, place: LocatedSlot, block: usize, filling: Filling) -> bool {
-        if !self.may_have_donors() || !self.arena.may_take_huge(filling) {
+    /// Moves pages of free slots into an empty block that several slots share. Returns whether it moved any: then none
+    /// of these slots counts as zero. If the move stops inside the block, the block still counts as empty.
+    pub(super) fn recycle_block(&self, place: LocatedSlot, block: usize, expected_use: ExpectedUse) -> bool {
+        if !self.may_have_donors() || !self.arena.may_take_huge(expected_use) {
             return false;
         }
         let Some(_guard) = self.purging.try_lock() else { return false };
         let Some(span) = self.span_of(place) else { return false };
-        // Another thread may be about to use one of them and rely on zeros: give up then.
-        let Some(others) = self.claim_others(span, block, Some(place.number), |_| true) else { return false };
+        // If another thread is just allocating one of these slots, it may rely on zeros: move nothing.
+        let Some(others) = self.claim_block_except(span, block, Some(place.number), |_| true) else { return false };
         let mut recipient = Recipient { node: place.node, to: block, blocks: 1, done_bytes: 0 };
-        if self.arena.peek(block).backing == Backing::Empty {
-            self.collect(&mut recipient);
+        if self.arena.block_state(block).backing == Backing::Empty {
+            self.move_from_donors(&mut recipient);
         }
         for (index, claim) in others.indices() {
-            let claim = if recipient.done_bytes > 0 { claim.stale() } else { claim };
-            self.restore(self.place_at(span, index), claim, claim.bytes());
+            let claim = if recipient.done_bytes > 0 { claim.as_nonzero() } else { claim };
+            self.restore(self.any_slot_at(span, index), claim, claim.bytes());
         }
         recipient.done_bytes > 0
     }
 
+    /// Whether a search for donors may succeed now.
     fn may_have_donors(&self) -> bool {
-        self.can_refill.load(Relaxed)
+        self.can_move_pages.load(Relaxed)
             && self.free_bytes() >= BLOCK_BYTES as u64
-            && clock::fine_ns() >= self.donors_after_ns.load(Relaxed)
+            && clock::fine_ns() >= self.next_donor_search_ns.load(Relaxed)
     }
 
     /// The span that contains a slot.
@@ -116,34 +119,35 @@ impl Heap {
         Some(Span { start: self.base() + start * BLOCK_BYTES, class: place.class })
     }
 
-    /// Searches donors from where the last search stopped, at most one round. The caller holds `purging`.
-    fn collect(&self, recipient: &mut Recipient) {
+    /// Searches for donors, starting where the last search stopped, and moves their pages to the recipient. The caller
+    /// must hold `purging`.
+    fn move_from_donors(&self, recipient: &mut Recipient) {
         if recipient.blocks == 0 {
             return;
         }
-        let (begun_ns, end, mut looks) = (clock::fine_ns(), self.zone_blocks(), 0);
-        let start = self.donor_at.load(Relaxed).min(end);
-        let mut look = |span: Span| {
-            looks += 1;
-            self.donor_at.store((span.start - self.base()) / BLOCK_BYTES, Relaxed);
+        let (begun_ns, end, mut examined) = (clock::fine_ns(), self.carved_blocks(), 0);
+        let start = self.donor_search_block.load(Relaxed).min(end);
+        let mut examine = |span: Span| {
+            examined += 1;
+            self.donor_search_block.store((span.start - self.base()) / BLOCK_BYTES, Relaxed);
             if span.class.is_big() {
                 self.donate_slot(span, recipient);
             } else {
                 self.donate_blocks(span, recipient);
             }
-            recipient.is_open() && looks < MAX_LOOKS && self.can_refill.load(Relaxed)
+            recipient.can_take_more() && examined < MAX_EXAMINED_SPANS && self.can_move_pages.load(Relaxed)
         };
-        let _ = self.walk_in(start..end, &mut look) && self.walk_in(0..start, &mut look);
+        let _ = self.walk_spans_in(start..end, &mut examine) && self.walk_spans_in(0..start, &mut examine);
         if recipient.done_bytes == 0 {
             let now = clock::fine_ns();
-            self.donors_after_ns.store(now + (now - begun_ns) * VAIN_FACTOR, Relaxed);
+            self.next_donor_search_ns.store(now + (now - begun_ns) * FAILED_SEARCH_PAUSE_FACTOR, Relaxed);
         }
         stats::add(Counter::Refilled, recipient.done_bytes as u64);
     }
 
-    /// Moves whole blocks of a free big slot.
+    /// Moves the pages of whole blocks of a big slot to the recipient, if the slot is free.
     fn donate_slot(&self, span: Span, recipient: &mut Recipient) {
-        let Some(donor) = self.slot_at(span, 0).filter(|donor| donor.node == recipient.node) else { return };
+        let Some(donor) = self.carved_slot_at(span, 0).filter(|donor| donor.node == recipient.node) else { return };
         let slot = self.slot(donor.number);
         if slot.phase() != SlotPhase::Free {
             return;
@@ -154,21 +158,23 @@ impl Heap {
         }
         let blocks = self.arena.block_of(donor.addr)..self.arena.block_of(donor.addr) + donor.class.span_blocks();
         if claim.bytes().is_offered {
-            self.arena.note_taken(blocks.start, blocks.len());
+            self.arena.discharge_taken(blocks.start, blocks.len());
         }
         let has_moved = self.donate_runs(blocks.clone(), recipient);
-        let is_zero = blocks.clone().all(|block| self.arena.peek(block).backing == Backing::Empty);
+        let is_zero = blocks.clone().all(|block| self.arena.block_state(block).backing == Backing::Empty);
         let bytes = SlotBytes { is_resident: !is_zero, is_zero, ..SlotBytes::default() };
         self.restore(donor, claim, if has_moved { bytes } else { claim.bytes() });
     }
 
-    /// Moves runs of fully resident blocks. Returns whether anything was moved.
+    /// Moves the pages of fully resident blocks to the recipient, as many adjacent blocks at once as possible. Returns
+    /// whether it moved any.
     fn donate_runs(&self, blocks: Range<usize>, recipient: &mut Recipient) -> bool {
         let (before, mut at) = (recipient.done_bytes, blocks.start);
-        while at < blocks.end && recipient.is_open() {
-            let run = (at..blocks.end).take(recipient.blocks).take_while(|block| self.is_whole(*block)).count();
-            // SAFETY: the donor is claimed; the target is live or claimed, and no program knows its address yet.
-            if run > 0 && unsafe { !self.give_to(recipient, at, run) } {
+        while at < blocks.end && recipient.can_take_more() {
+            let run =
+                (at..blocks.end).take(recipient.blocks).take_while(|block| self.is_fully_resident(*block)).count();
+            // SAFETY: the donor is claimed. The recipient is live or claimed, and its address was not returned yet.
+            if run > 0 && unsafe { !self.move_to_recipient(recipient, at, run) } {
                 break;
             }
             at += run.max(1);
@@ -176,47 +182,48 @@ impl Heap {
         recipient.done_bytes > before
     }
 
-    /// Moves blocks shared by several slots, if all of them are free.
+    /// Moves the pages of the blocks of a span whose slots share blocks, as far as no live slot reaches into the block.
     fn donate_blocks(&self, span: Span, recipient: &mut Recipient) {
-        if self.slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {
+        if self.carved_slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {
             return;
         }
         let first = self.arena.block_of(span.start);
         for block in first..first + span.class.span_blocks() {
-            if !recipient.is_open() || !self.is_whole(block) {
+            if !recipient.can_take_more() || !self.is_fully_resident(block) {
                 continue;
             }
             let Some(claims) = self.claim_block(span, block, |_| true) else { continue };
             if claims.iter().any(|claim| claim.bytes().is_offered) {
-                self.arena.note_taken(block, 1);
+                self.arena.discharge_taken(block, 1);
             }
-            if self.is_whole(block) {
-                // SAFETY: every slot that reaches into the block is claimed; the target as above.
-                unsafe { self.give_to(recipient, block, 1) };
+            if self.is_fully_resident(block) {
+                // SAFETY: every slot that reaches into the block is claimed. The recipient is as above.
+                unsafe { self.move_to_recipient(recipient, block, 1) };
             }
             self.restore_all(span, block, &claims);
         }
     }
 
-    /// Moves whole blocks to the recipient. Returns whether all of them were moved.
+    /// Moves the pages of whole blocks to the recipient. Returns whether all pages were moved.
     ///
     /// # Safety
     ///
-    /// No thread uses the bytes of these blocks, nor of the recipient's.
-    unsafe fn give_to(&self, recipient: &mut Recipient, from: usize, blocks: usize) -> bool {
+    /// No thread uses the bytes of these blocks or of the recipient's blocks.
+    unsafe fn move_to_recipient(&self, recipient: &mut Recipient, from: usize, blocks: usize) -> bool {
         // SAFETY: guaranteed by the caller.
         let result: Result<usize> = unsafe { self.arena.move_blocks(recipient.to, from, blocks) };
         let moved = *result.as_ref().unwrap_or(&0);
-        recipient.note(moved);
-        // Missing system call or a seccomp filter: permanent. Busy or locked pages, several mappings: this donor only.
+        recipient.note_moved(moved);
+        // A missing system call or a seccomp filter is permanent. Other errors (busy or locked pages) concern this
+        // donor.
         let is_for_good = result.is_err_and(|error| [EPERM, ENOSYS].contains(&error.errno()));
-        self.can_refill.fetch_and(!is_for_good, Relaxed);
+        self.can_move_pages.fetch_and(!is_for_good, Relaxed);
         moved == blocks * BLOCK_BYTES
     }
 
     /// Whether all OS pages of a block are resident.
-    fn is_whole(&self, block: usize) -> bool {
-        self.arena.peek(block).charged_pages as usize == pagemill_core::units::os_pages_per_block()
+    fn is_fully_resident(&self, block: usize) -> bool {
+        self.arena.block_state(block).charged_pages as usize == pagemill_core::units::os_pages_per_block()
     }
 }
 
@@ -246,16 +253,17 @@ mod tests {
         unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.iter().all(|byte| *byte == 0)
     }
 
-    /// Bytes that were moved while `act` ran; tests that run concurrently may add to it.
+    /// Bytes moved while `act` ran, including those of tests that run concurrently.
     fn refilled(act: impl FnOnce()) -> u64 {
         let before = stats::get(Counter::Refilled);
         act();
         stats::get(Counter::Refilled) - before
     }
 
-    /// Free blocks of one class serve another, shared and big ones alike: the resident size does not grow.
+    /// Frees slots of one class and allocates slots of another, for shared and for big slots. Pages must be moved, and
+    /// the resident size must grow by 2 MiB at most.
     #[test]
-    fn free_memory_of_one_size_serves_others() {
+    fn free_memory_of_one_class_serves_another() {
         if pagemill_sys::moves::can_move().is_err() {
             return println!("skipped: this kernel moves no pages");
         }
@@ -265,7 +273,7 @@ mod tests {
             let pagemill = TestProcess::for_test();
             let held: Vec<_> = (0..(24 << 20) / from).map(|_| allocate(pagemill, from)).collect();
             held.into_iter().for_each(|addr| free(pagemill, addr));
-            // Small pages are charged only when measured.
+            // Small pages are charged only when they are measured.
             pagemill.account.reconcile();
             let resident = pagemill.account.resident();
             let moved = refilled(|| (0..(12 << 20) / to).for_each(|_| _ = allocate(pagemill, to)));
@@ -276,19 +284,19 @@ mod tests {
         }
     }
 
-    /// Slots in a block with moved memory are not treated as zero, whether never allocated or free and known zero
-    /// before.
+    /// Moves pages into blocks whose other slots were never allocated or were known to be zero. `allocate_zeroed` must
+    /// still return zeros from all of these slots.
     #[test]
-    fn recycled_memory_is_not_taken_for_zero() {
+    fn zeroed_allocations_after_recycling_are_zero() {
         let pagemill = TestProcess::for_test();
         let heap = pagemill.heap;
-        // Known to be zero: purged while free.
+        // A purge discards these slots, so they are known to be zero.
         let known: Vec<_> = (0..3).map(|_| allocate(pagemill, 512 * KIB)).collect();
         known.into_iter().for_each(|addr| free(pagemill, addr));
         heap.shrink(u64::MAX, Urgency::Limit);
         let donors: Vec<_> = (0..32).map(|_| allocate(pagemill, 256 * KIB)).collect();
         donors.into_iter().for_each(|addr| free(pagemill, addr));
-        // The first takes a block of the donors; some of the others were free, some never allocated.
+        // The first allocation gets pages of the donors. Its block has free slots and slots that were never allocated.
         for _ in 0..8 {
             let addr = heap.allocate_zeroed(512 * KIB, 16).unwrap().as_ptr() as usize;
             assert!(is_zero(addr, 512 * KIB));

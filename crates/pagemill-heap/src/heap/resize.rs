@@ -9,22 +9,24 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
 use std::ptr::NonNull;
 
-/// From this size pages are moved. Below, copying two blocks is as fast as the system calls.
+/// Size from which pages are moved. Copying less is as fast as the system calls.
 const MOVE_FROM_BYTES: usize = 2 * BLOCK_BYTES;
 
 impl Heap {
-    /// Resizes the allocation at `addr` to `size` bytes (at least 64 KiB). Contents up to the smaller size stay.
+    /// Resizes the allocation at `addr` to `size` bytes (at least 64 KiB). Contents up to the smaller size are
+    /// preserved.
     ///
-    /// Works in place if the slot is large enough and not far too large. Otherwise the bytes move to another slot: from
-    /// 4 MiB up as pages (1.8 us per 2 MiB) where the kernel can.
+    /// The allocation stays where it is if `size` fits and uses more than half of the slot, or if a big slot shrinks.
+    /// Otherwise its bytes go to a new slot: from 4 MiB by moving pages (1.8 us per 2 MiB) if the kernel can, else by
+    /// copying.
     ///
     /// # Errors
     ///
-    /// As [`Heap::allocate`] and [`Heap::free`]; the allocation is unchanged then.
+    /// As [`Heap::allocate`] and [`Heap::free`]. After an error the allocation is unchanged.
     ///
     /// # Safety
     ///
-    /// The program must not use the allocation meanwhile, nor the old address afterwards if another is returned.
+    /// No thread may use the allocation during the call, nor the old address afterwards if the returned one differs.
     pub unsafe fn resize(&self, addr: usize, size: usize) -> Result<NonNull<u8>> {
         let old = self.find_live(addr)?;
         let old_bytes = old.class.bytes();
@@ -37,40 +39,42 @@ impl Heap {
         }
         let new = match self.allocate_with(size, 1, InitialContents::Zero) {
             Ok(new) => new,
-            // A shrink never fails: it can stay where it is.
+            // Shrinking never fails, because the allocation can stay in its slot.
             Err(_) if size <= old_bytes => return here(),
             Err(error) => return Err(error),
         };
         let target = self.find_live(new.addr.as_ptr() as usize)?;
         let keep = size.min(old_bytes);
-        // SAFETY: both slots are live and not used by any thread meanwhile.
+        // SAFETY: both slots are live, and no thread uses them during the call.
         let moved = if new.is_zero { unsafe { self.move_blocks(old, target, keep) } } else { 0 };
         if moved < keep {
-            // SAFETY: as above; the slots do not overlap.
+            // SAFETY: as above, and the slots do not overlap.
             unsafe {
                 std::ptr::copy_nonoverlapping((addr + moved) as *const u8, new.addr.as_ptr().add(moved), keep - moved)
             };
             stats::add(Counter::ReallocCopied, (keep - moved) as u64);
         }
-        self.free_place(old, SlotBytes::USED)?;
+        self.free_slot(old, SlotBytes::USED)?;
         Ok(new.addr)
     }
 
-    /// Gives back whole blocks that a shrunken big slot does not need. They stay open: the program may use all of its slot.
+    /// Returns the memory of whole blocks that a big slot does not need after it shrank. The blocks stay accessible,
+    /// because the program may use all bytes of its slot.
     fn trim(&self, place: LocatedSlot, size: usize) {
         let kept = size.max(1).div_ceil(BLOCK_BYTES);
         let first = self.arena.block_of(place.addr);
         if kept < place.class.span_blocks() {
-            // SAFETY: the program gave up these bytes of its slot.
-            unsafe { self.arena.renew(first + kept, place.class.span_blocks() - kept) };
+            // SAFETY: the program no longer needs the contents of the slot beyond `size`.
+            unsafe { self.arena.discard_and_reopen(first + kept, place.class.span_blocks() - kept) };
         }
     }
 
-    /// Moves whole blocks from one slot to another without memory; returns the bytes moved.
+    /// Moves the pages of whole blocks from one big slot to another whose memory was never touched. Returns the bytes
+    /// moved, 0 if that is not possible.
     ///
     /// # Safety
     ///
-    /// Both slots are live and not used by any thread meanwhile.
+    /// Both slots are live, and no thread uses them during the call.
     unsafe fn move_blocks(&self, old: LocatedSlot, new: LocatedSlot, keep: usize) -> usize {
         let blocks = keep / BLOCK_BYTES;
         if keep < MOVE_FROM_BYTES || !old.class.is_big() || !new.class.is_big() {
@@ -78,13 +82,13 @@ impl Heap {
         }
         let (from, to) = (self.arena.block_of(old.addr), self.arena.block_of(new.addr));
         let is_untouched = |block| {
-            let state = self.arena.peek(block);
+            let state = self.arena.block_state(block);
             state.backing == Backing::Lazy && state.charged_pages == 0
         };
         if !(to..to + blocks).all(is_untouched) {
             return 0;
         }
-        // SAFETY: guaranteed by the caller; the target was never touched.
+        // SAFETY: guaranteed by the caller, and the target has no memory.
         let moved = unsafe { self.arena.move_blocks(to, from, blocks) }.unwrap_or(0);
         stats::add(Counter::ReallocMoved, moved as u64);
         moved

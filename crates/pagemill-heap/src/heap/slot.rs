@@ -1,4 +1,4 @@
-//! The state word of a slot, and the lists of free ones.
+//! The state word of a slot, and the free lists.
 //!
 //! ```text
 //!            carve                 free
@@ -9,9 +9,9 @@
 //!     `------ restore -'
 //! ```
 //!
-//! A free slot is volatile memory. An allocation changes *Free* to *Live* with one compare-and-swap. Only a purge that
-//! has set *Purging* may discard the slot's bytes. A slot stays in its list while it is purged. The lists are last in,
-//! first out; purges take the oldest slots first. Checked under loom (`cargo test` with `--cfg loom`).
+//! An allocation changes *Free* to *Live* with one compare-and-swap. Only a purge that has changed the state to
+//! *Purging* may discard the slot's bytes. A slot stays in its free list while it is purged. The lists are last in,
+//! first out, whereas purges start with the oldest slots. Loom tests check the word (`cargo test` with `--cfg loom`).
 
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Relaxed, Release};
 
@@ -22,32 +22,33 @@ pub(crate) enum SlotPhase {
     None = 0,
     /// Allocated to the program.
     Live = 1,
-    /// Free; its bytes may be discarded.
+    /// Free: a purge may claim the slot.
     Free = 2,
-    /// A purge is discarding its bytes.
+    /// A purge has claimed the slot and may discard its bytes.
     Purging = 3,
 }
 
-/// What is known of a slot's bytes.
+/// The attributes of a slot's bytes that its state word stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub(crate) struct SlotBytes {
-    /// The slot has memory, or the kernel provides it on touch.
+    /// Whether the slot has memory, or the kernel provides it on touch without an admission.
     pub is_resident: bool,
-    /// All bytes read zero.
+    /// Whether all bytes are known to read zero.
     pub is_zero: bool,
-    /// Free, and offered to the kernel, which takes it when it runs short. Ends with the next use.
+    /// Whether the slot is free and was offered to the kernel (`MADV_FREE`). The next allocation clears this.
     pub is_offered: bool,
-    /// Free: its share of the free bytes, in units of 4 KiB. A thread that takes the slot subtracts it again.
+    /// For a free slot: the part of `Heap::free_bytes` that it accounts for, in units of 4 KiB. The thread that
+    /// allocates the slot subtracts it again.
     pub counted: u32,
 }
 
 impl SlotBytes {
-    /// No memory is behind it.
+    /// A slot without memory.
     pub const UNTOUCHED: Self = Self { is_resident: false, is_zero: true, is_offered: false, counted: 0 };
-    /// The program has used it.
+    /// A slot that the program has used.
     pub const USED: Self = Self { is_resident: true, is_zero: false, is_offered: false, counted: 0 };
 
-    /// The same, with a count of `bytes`.
+    /// Returns a copy with `counted` set to `bytes`.
     pub fn with_count(self, bytes: u64) -> Self {
         Self { counted: u32::try_from(bytes / COUNT_UNIT_BYTES).unwrap_or(u32::MAX), ..self }
     }
@@ -63,9 +64,9 @@ const PHASE: u64 = 3;
 const RESIDENT: u64 = 1 << 2;
 const ZERO: u64 = 1 << 3;
 const OFFERED: u64 = 1 << 4;
-/// Never allocated, but with memory of another slot behind it: not zero.
-const STALE: u64 = 1 << 5;
-const AGE_SHIFT: u32 = 16;
+/// The slot was never allocated, but pages of another slot were moved into it, so it is not zero.
+const NONZERO: u64 = 1 << 5;
+const STAMP_SHIFT: u32 = 16;
 const COUNT_SHIFT: u32 = 32;
 
 fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
@@ -73,7 +74,7 @@ fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
         | if bytes.is_resident { RESIDENT } else { 0 }
         | if bytes.is_zero { ZERO } else { 0 }
         | if bytes.is_offered { OFFERED } else { 0 }
-        | u64::from(stamp) << AGE_SHIFT
+        | u64::from(stamp) << STAMP_SHIFT
         | u64::from(bytes.counted) << COUNT_SHIFT
 }
 
@@ -95,7 +96,7 @@ fn bytes(word: u64) -> SlotBytes {
     }
 }
 
-/// The phase and bytes of a claimed slot, for restoring it.
+/// A purge's claim on a slot: the state word before the claim, from which it is restored.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotClaim(u64);
 
@@ -108,31 +109,31 @@ impl SlotClaim {
         bytes(self.0)
     }
 
-    /// The same after memory of another slot was put behind it.
-    pub fn stale(self) -> Self {
+    /// Returns the claim with the slot recorded as not zero, after pages of another slot were moved into it.
+    pub fn as_nonzero(self) -> Self {
         match self.phase() {
-            SlotPhase::None => Self(self.0 | STALE),
+            SlotPhase::None => Self(self.0 | NONZERO),
             _ => Self(self.0 & !ZERO),
         }
     }
 }
 
-/// Out-of-line metadata of one slot: 16 bytes, indexed by the slot's granule number.
+/// Metadata of one slot: 16 bytes in a table that is indexed by the number of the slot's granule.
 #[repr(C)]
 pub(crate) struct Slot {
     state: AtomicU64,
-    /// Next in the free list: slot number plus one.
+    /// The next slot in the free list: its number plus one; 0 at the end.
     next: AtomicU32,
-    /// A packed [`Info`].
+    /// A packed [`SlotInfo`].
     info: AtomicU32,
 }
 
-/// The class of a slot, and its start within its granule.
+/// The class and node of a slot, and its start within its granule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Info {
+pub(crate) struct SlotInfo {
     pub class: u8,
     pub node: u8,
-    /// In steps of 16 KiB.
+    /// Distance from the start of the granule, in units of 16 KiB.
     pub offset: u8,
 }
 
@@ -142,13 +143,13 @@ impl Slot {
         Self { state: AtomicU64::new(0), next: AtomicU32::new(0), info: AtomicU32::new(0) }
     }
 
-    pub fn info(&self) -> Option<Info> {
+    pub fn info(&self) -> Option<SlotInfo> {
         let word = self.info.load(Acquire);
-        (word != 0).then_some(Info { class: word as u8, node: (word >> 8) as u8, offset: (word >> 16) as u8 })
+        (word != 0).then_some(SlotInfo { class: word as u8, node: (word >> 8) as u8, offset: (word >> 16) as u8 })
     }
 
-    /// Describes a slot before its first allocation.
-    pub fn describe(&self, info: Info) {
+    /// Stores the class, node and offset of a slot, before its first allocation.
+    pub fn set_info(&self, info: SlotInfo) {
         let word = u32::from(info.class) | u32::from(info.node) << 8 | u32::from(info.offset) << 16 | 1 << 31;
         self.info.store(word, Release);
     }
@@ -161,18 +162,18 @@ impl Slot {
         bytes(self.state.load(Acquire))
     }
 
-    /// Whether it is free, and the kernel may take its bytes.
+    /// Whether the slot is free and was offered to the kernel.
     pub fn is_offered(&self) -> bool {
         let word = self.state.load(Acquire);
         phase(word) == SlotPhase::Free && bytes(word).is_offered
     }
 
-    /// Takes a slot that was never allocated. `None` while a purge holds it.
+    /// Allocates a slot for the first time. Returns `None` while a purge has claimed it.
     #[inline]
     pub fn try_carve(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
         while phase(word) == SlotPhase::None {
-            let fresh = SlotBytes { is_zero: word & STALE == 0, ..SlotBytes::UNTOUCHED };
+            let fresh = SlotBytes { is_zero: word & NONZERO == 0, ..SlotBytes::UNTOUCHED };
             match self.state.compare_exchange(word, pack(SlotPhase::Live, fresh, 0), Acquire, Relaxed) {
                 Ok(_) => return Some(fresh),
                 Err(now) => word = now,
@@ -181,7 +182,7 @@ impl Slot {
         None
     }
 
-    /// Takes a free slot for the program. `None` while a purge holds it.
+    /// Allocates a free slot. Returns `None` while a purge has claimed it.
     #[inline]
     pub fn try_allocate(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
@@ -195,7 +196,8 @@ impl Slot {
         None
     }
 
-    /// Frees a live slot; `bytes` is what the caller knows of its bytes. Returns the phase as `Err` if it was not live.
+    /// Frees a live slot and stores the attributes of its bytes and the time. If the slot is not live, returns its
+    /// phase as `Err`.
     #[inline]
     pub fn free(&self, bytes: SlotBytes, stamp: u16) -> Result<(), SlotPhase> {
         let mut word = self.state.load(Relaxed);
@@ -208,7 +210,7 @@ impl Slot {
         Err(phase(word))
     }
 
-    /// Claims a slot that is free or was never allocated, so that its bytes may be discarded.
+    /// Claims a slot that is free or was never allocated. The caller may then discard its bytes.
     pub fn try_claim(&self) -> Option<SlotClaim> {
         let mut word = self.state.load(Relaxed);
         while matches!(phase(word), SlotPhase::Free | SlotPhase::None) {
@@ -220,37 +222,37 @@ impl Slot {
         None
     }
 
-    /// Ends a claim: restores the slot's phase, with `bytes` for a free slot.
+    /// Ends a claim: restores the slot's phase. For a free slot, also stores the new attributes of its bytes.
     pub fn restore(&self, claim: SlotClaim, bytes: SlotBytes) {
         let word = match claim.phase() {
             SlotPhase::None => claim.0,
-            _ => pack(SlotPhase::Free, bytes, (claim.0 >> AGE_SHIFT) as u16),
+            _ => pack(SlotPhase::Free, bytes, (claim.0 >> STAMP_SHIFT) as u16),
         };
         self.state.store(word, Release);
     }
 
-    /// The time stamp of freeing.
+    /// The time stamp that [`Slot::free`] stored.
     pub fn stamp(&self) -> u16 {
-        (self.state.load(Relaxed) >> AGE_SHIFT) as u16
+        (self.state.load(Relaxed) >> STAMP_SHIFT) as u16
     }
 }
 
-/// Looks slots up by number.
+/// A table of slots.
 pub(crate) trait Slots {
     fn slot(&self, number: u32) -> &Slot;
 }
 
-/// The head of a free list: slot number plus one, and a tag against ABA.
-pub(crate) struct Head<'head>(pub &'head AtomicU64);
+/// A free list. Its head word has the number of the first slot plus one, and a tag that prevents the ABA problem.
+pub(crate) struct FreeList<'head>(pub &'head AtomicU64);
 
-impl Head<'_> {
-    /// Pushes a slot. The caller must have popped or just freed it.
+impl FreeList<'_> {
+    /// Pushes a slot, which the caller has just freed or popped.
     #[inline]
     pub fn push(&self, slots: &impl Slots, number: u32) {
         let mut head = self.0.load(Relaxed);
         loop {
             slots.slot(number).next.store(head as u32, Relaxed);
-            let new = u64::from(number + 1) | tag(head);
+            let new = u64::from(number + 1) | next_tag(head);
             match self.0.compare_exchange_weak(head, new, Release, Relaxed) {
                 Ok(_) => return,
                 Err(now) => head = now,
@@ -265,7 +267,7 @@ impl Head<'_> {
         loop {
             let number = (head as u32).checked_sub(1)?;
             let next = slots.slot(number).next.load(Relaxed);
-            match self.0.compare_exchange_weak(head, u64::from(next) | tag(head), Acquire, Acquire) {
+            match self.0.compare_exchange_weak(head, u64::from(next) | next_tag(head), Acquire, Acquire) {
                 Ok(_) => return Some(number),
                 Err(now) => head = now,
             }
@@ -277,8 +279,8 @@ impl Head<'_> {
     }
 }
 
-/// The next tag, shifted into place. It wraps after 2^32 changes between two reads of one thread.
-fn tag(head: u64) -> u64 {
+/// The tag after that of `head`, in the upper half of the word. A tag recurs only after 2^32 changes of the list.
+fn next_tag(head: u64) -> u64 {
     ((head >> 32) + 1) << 32
 }
 
@@ -292,7 +294,7 @@ mod loom_tests {
     struct Fixture {
         slots: Vec<Slot>,
         head: AtomicU64,
-        /// Per slot: the current user of its bytes (1 program, 2 purge).
+        /// For each slot: the current user of its bytes (0 none, 1 program, 2 purge).
         users: Vec<AtomicUsize>,
     }
 
@@ -312,7 +314,7 @@ mod loom_tests {
             for number in 0..count {
                 assert!(fixture.slot(number).try_carve().is_some());
                 fixture.slot(number).free(SlotBytes::USED, 0).unwrap();
-                Head(&fixture.head).push(&fixture, number);
+                FreeList(&fixture.head).push(&fixture, number);
             }
             Arc::new(fixture)
         }
@@ -323,12 +325,12 @@ mod loom_tests {
         }
 
         fn allocate_and_free(&self) {
-            if let Some(number) = Head(&self.head).pop(self) {
+            if let Some(number) = FreeList(&self.head).pop(self) {
                 if self.slot(number).try_allocate().is_some() {
                     self.use_bytes(number, 1);
                     self.slot(number).free(SlotBytes::USED, 1).unwrap();
                 }
-                Head(&self.head).push(self, number);
+                FreeList(&self.head).push(self, number);
             }
         }
 
@@ -339,14 +341,15 @@ mod loom_tests {
             }
         }
 
-        fn numbers(&self) -> Vec<u32> {
-            let mut numbers: Vec<u32> = std::iter::from_fn(|| Head(&self.head).pop(self)).collect();
+        fn pop_all(&self) -> Vec<u32> {
+            let mut numbers: Vec<u32> = std::iter::from_fn(|| FreeList(&self.head).pop(self)).collect();
             numbers.sort_unstable();
             numbers
         }
     }
 
-    /// A purge and an allocation never use the same bytes, and no slot is lost.
+    /// A thread purges a slot while another allocates and frees it. They must not use its bytes at the same time, and
+    /// the slot must be in its free list at the end.
     #[test]
     fn allocation_and_purge_exclude_each_other() {
         loom::model(|| {
@@ -355,14 +358,15 @@ mod loom_tests {
             let purge = thread::spawn(move || other.purge(0));
             fixture.allocate_and_free();
             purge.join().unwrap();
-            assert_eq!(fixture.numbers(), [0]);
+            assert_eq!(fixture.pop_all(), [0]);
             assert_eq!(fixture.slot(0).phase(), SlotPhase::Free);
         });
     }
 
-    /// Two threads pop and push: each slot has one user, and all slots are there afterwards.
+    /// Two threads pop and push the slots of one free list. No slot may have two users, and each must be in the list
+    /// once at the end.
     #[test]
-    fn the_list_loses_and_doubles_nothing() {
+    fn free_list_has_each_slot_once() {
         loom::model(|| {
             let fixture = Fixture::new(2);
             let other = fixture.clone();
@@ -372,13 +376,13 @@ mod loom_tests {
             });
             fixture.allocate_and_free();
             thread.join().unwrap();
-            assert_eq!(fixture.numbers(), [0, 1]);
+            assert_eq!(fixture.pop_all(), [0, 1]);
         });
     }
 
-    /// Of two frees of one slot exactly one succeeds.
+    /// Two threads free the same slot. Exactly one of them must succeed.
     #[test]
-    fn a_double_free_is_noticed() {
+    fn one_of_two_frees_succeeds() {
         loom::model(|| {
             let slot = Arc::new(Slot::new());
             assert!(slot.try_carve().is_some());
@@ -389,7 +393,8 @@ mod loom_tests {
         });
     }
 
-    /// A slot that was never allocated: a purge of its block and its first use exclude each other.
+    /// A thread purges a slot that was never allocated while another carves it. They must not use its bytes at the same
+    /// time.
     #[test]
     fn carving_and_purge_exclude_each_other() {
         loom::model(|| {
@@ -420,7 +425,7 @@ mod tests {
         Slot { state: AtomicU64::new(word), next: AtomicU32::new(0), info: AtomicU32::new(0) }
     }
 
-    /// Everything that a slot's word may know.
+    /// All combinations of attributes, with some counts.
     fn all_bytes() -> impl Iterator<Item = SlotBytes> {
         let flags = |flags: u32| [flags & 1 != 0, flags & 2 != 0, flags & 4 != 0];
         (0..8).map(flags).flat_map(|[is_resident, is_zero, is_offered]| {
@@ -428,23 +433,24 @@ mod tests {
         })
     }
 
-    /// A word holds all its parts, whatever the others are.
+    /// Packs every combination of phase, attributes and stamp into a word. Unpacking must return the same values.
     #[test]
-    fn a_word_holds_all_its_parts() {
+    fn state_word_packs_all_fields() {
         for known in all_bytes() {
             for of in [SlotPhase::None, SlotPhase::Live, SlotPhase::Free, SlotPhase::Purging] {
                 for stamp in [0, 1, u16::MAX] {
                     let word = pack(of, known, stamp);
-                    assert_eq!((phase(word), bytes(word), (word >> AGE_SHIFT) as u16), (of, known, stamp));
+                    assert_eq!((phase(word), bytes(word), (word >> STAMP_SHIFT) as u16), (of, known, stamp));
                 }
             }
         }
         assert_eq!(bytes(pack(SlotPhase::Free, SlotBytes::USED.with_count(12 << 10), 0)).counted_bytes(), 12 << 10);
     }
 
-    /// An allocation returns what was known, and ends the offer and the count; residency and zeros stay known.
+    /// `try_allocate` must return the attributes of a free slot. In the word it must clear `is_offered` and `counted`
+    /// only.
     #[test]
-    fn an_allocation_ends_the_offer_and_the_count() {
+    fn allocation_clears_offer_and_count() {
         for known in all_bytes() {
             let slot = slot_of(pack(SlotPhase::Free, known, 7));
             assert_eq!((slot.try_allocate(), slot.phase()), (Some(known), SlotPhase::Live));
@@ -453,24 +459,25 @@ mod tests {
         }
     }
 
-    /// A description is read as written, and there is none before.
+    /// `info` must return the values of `set_info`, and `None` before it.
     #[test]
-    fn a_description_holds_all_its_parts() {
+    fn described_slot_returns_its_info() {
         for class in [0, 1, 0x5A, u8::MAX] {
             for node in [0, 1, 0x5A, u8::MAX] {
                 for offset in [0, 1, 0x5A, u8::MAX] {
-                    let (slot, info) = (slot_of(0), Info { class, node, offset });
+                    let (slot, info) = (slot_of(0), SlotInfo { class, node, offset });
                     assert_eq!(slot.info(), None);
-                    slot.describe(info);
+                    slot.set_info(info);
                     assert_eq!(slot.info(), Some(info));
                 }
             }
         }
     }
 
-    /// A claimed slot can be used by nothing else. Restoring it keeps phase and stamp; a free slot gets new bytes.
+    /// While a slot is claimed, all other operations must fail. Restoring a free slot must preserve phase and stamp and
+    /// store the new attributes.
     #[test]
-    fn a_claim_excludes_all_others_and_restores() {
+    fn claimed_slot_refuses_operations_until_restored() {
         for known in all_bytes() {
             let slot = slot_of(pack(SlotPhase::Free, known, 0xA5F1));
             assert_eq!(slot.is_offered(), known.is_offered);
@@ -478,7 +485,7 @@ mod tests {
             assert_eq!((claim.phase(), claim.bytes(), slot.phase()), (SlotPhase::Free, known, SlotPhase::Purging));
             assert!(slot.try_claim().is_none() && slot.try_allocate().is_none() && slot.try_carve().is_none());
             assert!(slot.free(SlotBytes::USED, 1) == Err(SlotPhase::Purging) && !slot.is_offered());
-            let stale = claim.stale();
+            let stale = claim.as_nonzero();
             assert_eq!((stale.phase(), stale.bytes()), (SlotPhase::Free, SlotBytes { is_zero: false, ..known }));
             for next in all_bytes() {
                 slot.restore(stale, next);
@@ -490,9 +497,9 @@ mod tests {
         assert_eq!((live.free(SlotBytes::USED, 9), live.phase(), live.stamp()), (Ok(()), SlotPhase::Free, 9));
     }
 
-    /// A slot that was never allocated reads zero, unless memory of another slot was put behind it since.
+    /// Carving a slot must report zeros, unless pages of another slot were moved into it before.
     #[test]
-    fn a_first_allocation_is_zero_unless_stale() {
+    fn carved_slot_is_zero_unless_pages_were_moved_in() {
         let slot = slot_of(0);
         let claim = slot.try_claim().unwrap();
         assert_eq!((claim.phase(), slot.phase()), (SlotPhase::None, SlotPhase::Purging));
@@ -501,30 +508,31 @@ mod tests {
         assert_eq!((slot.try_carve(), slot.phase()), (Some(SlotBytes::UNTOUCHED), SlotPhase::Live));
         assert_eq!((slot.bytes(), slot.try_carve()), (SlotBytes::UNTOUCHED, None));
         let slot = slot_of(0);
-        slot.restore(slot.try_claim().unwrap().stale(), SlotBytes::USED);
-        slot.restore(slot.try_claim().unwrap().stale(), SlotBytes::USED);
+        slot.restore(slot.try_claim().unwrap().as_nonzero(), SlotBytes::USED);
+        slot.restore(slot.try_claim().unwrap().as_nonzero(), SlotBytes::USED);
         assert_eq!(
             (slot.phase(), slot.try_carve()),
             (SlotPhase::None, Some(SlotBytes { is_zero: false, ..SlotBytes::UNTOUCHED }))
         );
     }
 
-    struct All(Vec<Slot>);
+    struct SlotTable(Vec<Slot>);
 
-    impl Slots for All {
+    impl Slots for SlotTable {
         fn slot(&self, number: u32) -> &Slot {
             &self.0[number as usize]
         }
     }
 
-    /// The list behaves as a stack, and each change has a tag of its own.
+    /// Compares random pushes and pops with a `Vec`. The list must be last in, first out, and each change must
+    /// increment its tag.
     #[test]
-    fn a_list_is_last_in_first_out() {
+    fn free_list_is_last_in_first_out() {
         const SLOTS: u32 = 5;
-        let all = All((0..SLOTS).map(|_| slot_of(0)).collect());
+        let all = SlotTable((0..SLOTS).map(|_| slot_of(0)).collect());
         let (word, mut model, mut changes) = (AtomicU64::new(0), Vec::new(), 0);
         for round in 0..400_u32 {
-            let (head, free) = (Head(&word), (0..SLOTS).find(|number| !model.contains(number)));
+            let (head, free) = (FreeList(&word), (0..SLOTS).find(|number| !model.contains(number)));
             assert_eq!(head.is_empty(), model.is_empty());
             match free {
                 Some(number) if round * 7 % 11 > 4 => {

@@ -12,7 +12,7 @@
 use super::meta::{BY_USE, Block, Slab};
 use super::shape::MAX_SLABS;
 use pagemill_core::arena::block::Backing as BlockBacking;
-use pagemill_core::arena::{Arena, Context, Filling, Table};
+use pagemill_core::arena::{Arena, Context, ExpectedUse, Table};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, Guarded, Relaxed};
@@ -170,7 +170,7 @@ impl Blocks {
     /// # Errors
     ///
     /// [`Error::NoMemory`], [`Error::NoAddresses`].
-    pub fn allocate(&self, node: usize, filling: Filling) -> Result<u32> {
+    pub fn allocate(&self, node: usize, filling: ExpectedUse) -> Result<u32> {
         let wants_whole = self.arena.may_take_huge(filling)
             && (self.is_charged || self.in_use.load(Relaxed) >= SPARSE_METADATA_BLOCKS);
         let found = self.free_lists.with(|free| self.find_free(&mut free[node], node))?;
@@ -193,7 +193,7 @@ impl Blocks {
 
     /// Whether the memory of a block was inherited by fork. Such memory is not charged to this process.
     fn is_inherited(&self, block: u32) -> bool {
-        self.is_charged && self.arena.peek(self.arena_index(block)).is_inherited
+        self.is_charged && self.arena.block_state(self.arena_index(block)).is_inherited
     }
 
     /// Frees the memory of an unused arena block. Returns the bytes that were charged, or `None` if the kernel keeps
@@ -201,7 +201,7 @@ impl Blocks {
     fn discard_block(&self, block: u32) -> Option<u64> {
         // SAFETY: no cache uses this block, and it is in no list: no reference to its contents exists.
         let bytes = unsafe { self.arena.discard(self.arena_index(block), 1) };
-        (self.arena.peek(self.arena_index(block)).backing == BlockBacking::Empty).then_some(bytes)
+        (self.arena.block_state(self.arena_index(block)).backing == BlockBacking::Empty).then_some(bytes)
     }
 
     /// Populates a block without memory as a whole, or prepares it to be populated slab by slab. Returns whether the
@@ -213,7 +213,7 @@ impl Blocks {
             let is_empty = self.discard_block(block).is_some();
             if is_empty && wants_whole {
                 // SAFETY: a block of this window that is in no list, and has no memory.
-                let filled = unsafe { self.arena.bring_in_whole(self.arena_index(block), 1, true) };
+                let filled = unsafe { self.arena.populate_blocks(self.arena_index(block), 1, true) };
                 if filled.is_ok() {
                     return Ok(true);
                 }
@@ -383,7 +383,7 @@ impl Blocks {
         if !self.is_charged {
             return mem::resident_bytes(self.addr(block), BLOCK_BYTES).unwrap() as u64;
         }
-        Arena::charged_bytes(self.arena.peek(self.arena_index(block)).charged_pages)
+        Arena::charged_bytes(self.arena.block_state(self.arena_index(block)).charged_pages)
     }
 
     /// Resident bytes of the metadata of all blocks.

@@ -5,7 +5,7 @@ use super::candidates::{Criteria, DefragCandidate, MAX_COMPARED};
 use super::node::{FULL_WITH_BARE, Node, NodeState, TargetSlabs};
 use super::shape::Shape;
 use super::tests::sparse_slabs;
-use pagemill_core::arena::Filling;
+use pagemill_core::arena::ExpectedUse;
 use pagemill_core::units::BLOCK_BYTES;
 
 /// Number of slabs in a block, and of objects in a slab.
@@ -40,7 +40,7 @@ fn with_blocks(kind: BlockKind, blocks: usize, last: usize, act: impl FnOnce(&mu
     let mut state = NodeState::new();
     let mut node = Node { shape: &shape, blocks: &shared.blocks, state: &mut state };
     for at in 0..blocks {
-        let block = shared.blocks.allocate(0, Filling::Unknown).unwrap();
+        let block = shared.blocks.allocate(0, ExpectedUse::Unknown).unwrap();
         shared.blocks.block(block).is_sparse.set(kind as u32);
         node.add_block(block);
         for _ in 0..if at + 1 < blocks { SLABS } else { last } {

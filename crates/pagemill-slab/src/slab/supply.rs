@@ -6,7 +6,7 @@
 use super::engine::Engine;
 use super::node::Keep;
 use super::poison;
-use pagemill_core::arena::Filling;
+use pagemill_core::arena::ExpectedUse;
 use pagemill_core::error::Result;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Relaxed;
@@ -24,7 +24,7 @@ impl Engine {
                 let block = self
                     .shared
                     .blocks
-                    .allocate(node, if has_filled_block { Filling::Soon } else { Filling::Unknown })?;
+                    .allocate(node, if has_filled_block { ExpectedUse::Full } else { ExpectedUse::Unknown })?;
                 self.with_node(node, |node| {
                     node.add_block(block);
                     node.claim_bare().expect("a block that is new has slabs to set up")
@@ -146,7 +146,7 @@ impl Engine {
 
     /// Returns whether the next block will be sparse, if it may stay partly unused.
     pub fn new_blocks_are_sparse(&self) -> bool {
-        !self.shared.blocks.arena.may_take_huge(Filling::Unknown)
+        !self.shared.blocks.arena.may_take_huge(ExpectedUse::Unknown)
     }
 
     /// Records that the next block of a node will not be filled soon, so it should be sparse.

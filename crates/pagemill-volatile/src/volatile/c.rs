@@ -1,4 +1,4 @@
-//! `pagemill_vrange`, as declared in include/pagemill.h: for the library and for the preload.
+//! `pagemill_vrange`, as declared in include/pagemill.h. The C library and the preload library export it.
 #![allow(unsafe_code)] // a C program's pointers
 
 use super::vrange::{How, Mode, Vranges};
@@ -24,7 +24,8 @@ fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
     Some((mode, how))
 }
 
-/// Executes one call. Returns bytes, or -1 with `errno` set. `vranges` is called only if the arguments are valid.
+/// Executes one call of `pagemill_vrange`. Returns the number of bytes, or -1 with `errno` set. Calls `vranges` only if
+/// the arguments are valid.
 ///
 /// # Safety
 ///
@@ -41,24 +42,24 @@ pub unsafe fn vrange(
         -1
     };
     let Some((mode, how)) = parse(mode, behaviour) else { return fail(EINVAL) };
-    // Write the result before anything changes.
-    let tell = |is_purged: bool| {
+    let write_purged = |is_purged: bool| {
         if !purged.is_null() {
-            // SAFETY: the kernel has just written there. The address may be unaligned.
+            // SAFETY: `can_write_int` has succeeded for this address, which may be unaligned.
             unsafe { purged.write_unaligned(c_int::from(is_purged)) };
         }
     };
     if !purged.is_null() && !mem::can_write_int(purged as usize) {
         return fail(EFAULT);
     }
-    tell(false);
+    // Written before anything changes, because `*purged` must be 0 after an error.
+    write_purged(false);
     let marked = vranges().and_then(|vranges| {
         // SAFETY: guaranteed by the caller.
         unsafe { vranges.vrange(addr as usize, len, mode, how) }
     });
     match marked {
         Ok(marked) => {
-            tell(marked.purged);
+            write_purged(marked.purged);
             marked.bytes as isize
         }
         Err(error) => fail(error.errno()),

@@ -1,10 +1,10 @@
-//! A map whose values may be purged.
+//! A map whose values may be purged under memory pressure.
 //!
-//! Values lie in volatile ranges. Under memory pressure the least recently used are purged; the map notices that at the
-//! next lookup. The first thread that misses a value makes it; other threads that look it up meanwhile wait for it. So
-//! the function that makes a value must not look up the same key.
+//! Values are stored in volatile ranges. The least recently used values are purged first, and the next lookup notices
+//! that. The first thread that misses a value computes it, while other threads that look it up wait. So the function
+//! that computes a value must not look up the same key.
 //!
-//! Above `range`; uses the global allocator for keys and the table.
+//! Uses `range`, and the global allocator for keys and the table.
 
 use super::range::{Behaviour, Range};
 use super::{Contents, Ranges};
@@ -16,12 +16,12 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
 /// Number of shards of the table, each with a lock.
-const PARTS: usize = 64;
+const SHARDS: usize = 64;
 
-/// Purged keys are dropped after this many new keys, plus half as many as there are keys.
-const SWEEP_AFTER: usize = 16;
+/// The keys of purged values are removed after this many new keys, plus half the number of keys.
+const SWEEP_AFTER_KEYS: usize = 16;
 
-/// A value that a cache can hold: converts to bytes and back.
+/// A type whose values a cache can store: it converts to bytes and back.
 ///
 /// ```
 /// use pagemill::{Pagemill, volatile::{VolatileCache, cache::Blob}};
@@ -101,31 +101,31 @@ impl<const LEN: usize> Blob for [u8; LEN] {
     }
 }
 
-/// The state of a value.
+/// The value of a key, as stored in the table.
 #[derive(Default)]
 enum Value {
-    /// Not made yet, or making it failed.
+    /// The value was not computed yet, or computing it failed.
     #[default]
     Absent,
-    /// A value of no bytes: nothing to purge.
+    /// A value with a length of zero bytes, which needs no range.
     Empty,
     Stored(Range),
 }
 
-/// The cell of one value. Its lock is held for writing while the value is made.
+/// The cell of one key. Its lock is held for writing while the value is computed.
 type ValueCell = Arc<RwLock<Value>>;
 
 /// A shard of the table.
 struct TableShard<K> {
     cells: HashMap<K, ValueCell>,
-    /// New keys until the next search for purged values.
+    /// Number of new keys until the next search for purged values.
     until_sweep: usize,
 }
 
 /// A map from keys to values that memory pressure may purge.
 ///
-/// Cost of a hit: the lock of one of 64 shards, a pin, and a copy of the value ([`VolatileCache::get`]) or none
-/// ([`VolatileCache::read`]).
+/// Cost of a hit: the lock of one of 64 shards, and a pin. [`VolatileCache::get`] also copies the value,
+/// [`VolatileCache::read`] does not.
 ///
 /// ```
 /// use pagemill::{Error, Pagemill, volatile::VolatileCache};
@@ -139,34 +139,39 @@ struct TableShard<K> {
 /// ```
 pub struct VolatileCache<K, V> {
     ranges: &'static Ranges,
-    parts: Box<[Mutex<TableShard<K>>]>,
+    shards: Box<[Mutex<TableShard<K>>]>,
     hasher: RandomState,
     _values: PhantomData<fn() -> V>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A thread that panicked held it for a table lookup only, so the table is consistent.
+    // The lock is held for table lookups only, so the table is consistent after a panic under it.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     pub fn new(ranges: &'static Ranges) -> Self {
-        let part = || Mutex::new(TableShard { cells: HashMap::new(), until_sweep: SWEEP_AFTER });
-        Self { ranges, parts: (0..PARTS).map(|_| part()).collect(), hasher: RandomState::new(), _values: PhantomData }
+        let shard = || Mutex::new(TableShard { cells: HashMap::new(), until_sweep: SWEEP_AFTER_KEYS });
+        Self {
+            ranges,
+            shards: (0..SHARDS).map(|_| shard()).collect(),
+            hasher: RandomState::new(),
+            _values: PhantomData,
+        }
     }
 
-    fn part<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, TableShard<K>> {
-        lock(&self.parts[self.hasher.hash_one(key) as usize % PARTS])
+    fn shard<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, TableShard<K>> {
+        lock(&self.shards[self.hasher.hash_one(key) as usize % SHARDS])
     }
 
     fn cell<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<ValueCell>
     where
         K: Borrow<Q>,
     {
-        self.part(key).cells.get(key).cloned()
+        self.shard(key).cells.get(key).cloned()
     }
 
-    /// Returns a copy of the value if it is present, and counts it as used now.
+    /// Returns a copy of the value if it is present, and makes it the most recently used one.
     pub fn get<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,
@@ -174,51 +179,51 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.read(key, V::load)
     }
 
-    /// Calls `read` with the value's bytes if they are present, and counts the value as used now. The bytes are pinned
-    /// during the call. `read` must not change the value of the same key.
+    /// Calls `read` with the value's bytes if they are present, and makes it the most recently used one. The bytes are
+    /// pinned during the call. `read` must not change the value of the same key.
     pub fn read<Q: Hash + Eq + ?Sized, T>(&self, key: &Q, read: impl FnOnce(&[u8]) -> T) -> Option<T>
     where
         K: Borrow<Q>,
     {
-        look(&self.cell(key)?, read)
+        read_value(&self.cell(key)?, read)
     }
 
-    /// Inserts a value, replacing an existing one. A concurrent `remove` may remove it, too.
+    /// Inserts a value, or replaces the existing one. A concurrent `remove` may remove either value.
     ///
     /// # Errors
     ///
-    /// As [`Ranges::allocate`]; the key then has no value.
+    /// As [`Ranges::allocate`]. After an error the key has no value.
     pub fn insert(&self, key: K, value: &V) -> Result<()> {
-        let cell = self.cell_of(key);
-        let mut place = cell.write().unwrap_or_else(PoisonError::into_inner);
-        *place = Value::Absent;
-        *place = self.stored(value)?;
+        let cell = self.cell_or_insert(key);
+        let mut value_guard = cell.write().unwrap_or_else(PoisonError::into_inner);
+        *value_guard = Value::Absent;
+        *value_guard = self.store_value(value)?;
         Ok(())
     }
 
-    /// Returns the value, making it with `make` if it is absent. Of several concurrent callers one makes it.
+    /// Returns the value; computes it with `make` if it is absent. Only one of several concurrent callers computes it.
+    /// If there is no memory to store it, the value is returned all the same.
     ///
     /// # Errors
     ///
-    /// The error of `make`. Nothing is stored then, and the next caller tries again. A value for which there is no
-    /// memory is returned but not stored.
+    /// The error of `make`. Nothing is stored then, and the next caller computes the value.
     pub fn get_or_try_insert<E>(
         &self,
         key: K,
         make: impl FnOnce() -> std::result::Result<V, E>,
     ) -> std::result::Result<V, E> {
-        let cell = self.cell_of(key);
-        if let Some(value) = look(&cell, V::load) {
+        let cell = self.cell_or_insert(key);
+        if let Some(value) = read_value(&cell, V::load) {
             return Ok(value);
         }
-        let mut place = cell.write().unwrap_or_else(PoisonError::into_inner);
-        // Another thread may have made it while this one waited.
-        if let Some(value) = place.look(V::load) {
+        let mut value_guard = cell.write().unwrap_or_else(PoisonError::into_inner);
+        // Another thread may have computed the value while this thread waited for the lock.
+        if let Some(value) = value_guard.read_value(V::load) {
             return Ok(value);
         }
-        *place = Value::Absent;
+        *value_guard = Value::Absent;
         let value = make()?;
-        *place = self.stored(&value).unwrap_or(Value::Absent);
+        *value_guard = self.store_value(&value).unwrap_or(Value::Absent);
         Ok(value)
     }
 
@@ -227,32 +232,32 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     where
         K: Borrow<Q>,
     {
-        // The key goes when the part is unlocked: its destructor may use the cache.
-        let removed = self.part(key).cells.remove_entry(key);
-        removed.is_some_and(|(_key, cell)| look(&cell, |_| ()).is_some())
+        // The key is dropped after the shard is unlocked, because its destructor may use the cache.
+        let removed = self.shard(key).cells.remove_entry(key);
+        removed.is_some_and(|(_key, cell)| read_value(&cell, |_| ()).is_some())
     }
 
-    /// Number of known keys; some of their values may have been purged. Walks the shards.
+    /// Number of keys in the table, including keys whose values were purged. Locks each shard in turn.
     pub fn len(&self) -> usize {
-        self.parts.iter().map(|part| lock(part).cells.len()).sum()
+        self.shards.iter().map(|shard| lock(shard).cells.len()).sum()
     }
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    fn cell_of(&self, key: K) -> ValueCell {
-        // Declared before the part is locked, so that it goes after that is unlocked, also where a key's `Eq` panics.
+    fn cell_or_insert(&self, key: K) -> ValueCell {
+        // Declared first, so that these keys are dropped after the shard is unlocked, even if a key's `Eq` panics.
         let _purged;
-        let mut part = self.part(&key);
-        if let Some(cell) = part.cells.get(&key) {
+        let mut shard = self.shard(&key);
+        if let Some(cell) = shard.cells.get(&key) {
             return cell.clone();
         }
-        _purged = part.take_purged_if_due();
-        part.cells.entry(key).or_default().clone()
+        _purged = shard.take_purged_if_due();
+        shard.cells.entry(key).or_default().clone()
     }
 
-    fn stored(&self, value: &V) -> Result<Value> {
+    fn store_value(&self, value: &V) -> Result<Value> {
         let len_bytes = value.len_bytes();
         if len_bytes == 0 {
             return Ok(Value::Empty);
@@ -265,7 +270,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
 }
 
 impl Value {
-    fn look<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+    fn read_value<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let range = match self {
             Self::Absent => return None,
             Self::Empty => return Some(read(&[])),
@@ -273,7 +278,7 @@ impl Value {
         };
         let pin = range.pin().ok()?;
         let whole = pin.whole()?;
-        // Counts as used now, so that others are purged first.
+        // Makes the range the most recently used one, so that others are purged first.
         let _ = range.refresh();
         Some(read(whole))
     }
@@ -287,18 +292,18 @@ impl Value {
     }
 }
 
-fn look<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
-    cell.read().unwrap_or_else(PoisonError::into_inner).look(read)
+fn read_value<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+    cell.read().unwrap_or_else(PoisonError::into_inner).read_value(read)
 }
 
 impl<K: Hash + Eq> TableShard<K> {
-    /// Takes out keys whose values were purged, now and then. They are dropped where the part is not locked: their destructors
-    /// may use the cache, or panic.
+    /// Removes the keys whose values were purged, if enough new keys were added since the last time. The caller must
+    /// drop the result after it has unlocked the shard, because the keys' destructors may use the cache or panic.
     fn take_purged_if_due(&mut self) -> Vec<(K, ValueCell)> {
         self.until_sweep -= 1;
         let mut purged = Vec::new();
         if self.until_sweep == 0 {
-            // No other thread has such a cell, and none can get it while the shard is locked.
+            // With a reference count of 1 no other thread has the cell, and none can get it while the shard is locked.
             let is_purged = |cell: &ValueCell| match cell.try_read() {
                 Ok(value) => value.is_purged(),
                 Err(TryLockError::Poisoned(value)) => value.into_inner().is_purged(),
@@ -306,7 +311,7 @@ impl<K: Hash + Eq> TableShard<K> {
             };
             let is_dead = |cell: &ValueCell| Arc::strong_count(cell) == 1 && is_purged(cell);
             purged.extend(self.cells.extract_if(|_, cell| is_dead(cell)));
-            self.until_sweep = SWEEP_AFTER + self.cells.len() / 2;
+            self.until_sweep = SWEEP_AFTER_KEYS + self.cells.len() / 2;
         }
         purged
     }

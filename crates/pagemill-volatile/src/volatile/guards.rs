@@ -1,13 +1,13 @@
-//! Guards on purged pages of strict ranges: which pages have one, and how a fault on them is resolved.
+//! Guard pages of strict volatile ranges: a table of the guarded pages, and the handling of faults on them.
 //!
-//! A purge removes access to a part, gives its pages back, installs guards in their place, and restores access. So the
-//! program never reads zeros where its bytes were: a touch waits for the short time that this takes, and then raises
-//! `SIGBUS`.
+//! A purge *closes* memory (`PROT_NONE`), discards its pages, installs guards (`MADV_GUARD_INSTALL`), and *opens* it
+//! again. So the program never reads zeros in place of purged bytes: an access waits until the memory is open again,
+//! and then raises `SIGBUS`.
 //!
-//! A bit per page is set from before its bytes are purged until after its guard is removed. The fault handler reads it
-//! without a lock, allocates nothing, and calls the kernel only if the guard was removed after the fault. The table
-//! belongs to the process, as addresses do, not to one Pagemill.
-#![allow(unsafe_code)] // closes and opens the program's memory, reads its table
+//! The table has a bit for each page, which is set from before the page is purged until after its guard is removed. The
+//! fault handler reads the bit without a lock and does not allocate. The table is shared by all Pagemills of the
+//! process.
+#![allow(unsafe_code)] // changes the protection of the program's memory, reads the table through pointers
 
 use pagemill_core::error::Error;
 use pagemill_core::stats::{self, Counter};
@@ -25,26 +25,26 @@ use std::sync::atomic::{
 
 /// Bytes of address space that a leaf of the table covers.
 const LEAF_SPAN: usize = 1 << 32;
-/// Programs have addresses below this unless they request higher ones.
-const END: usize = 1 << 48;
-const LEAVES: usize = END / LEAF_SPAN;
+/// End of the addresses that the table covers. Higher addresses are used only by programs that request them.
+const TABLE_END: usize = 1 << 48;
+const LEAVES: usize = TABLE_END / LEAF_SPAN;
 
-/// The kernel may lack memory for a page table while others give theirs back. Maximum number of retries, each after a
-/// pause.
-const TRIES: usize = 10_000;
+/// Maximum number of retries after `ENOMEM`. The kernel may lack memory for page tables until other processes free
+/// some.
+const MAX_RETRIES: usize = 10_000;
 
 static TABLE: [AtomicPtr<AtomicU64>; LEAVES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAVES];
-/// Number of parts that are closed at the moment.
-static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
+/// Number of threads that are changing guards and have closed memory.
+static CLOSING_THREADS: AtomicU32 = AtomicU32::new(0);
 
-/// The table was inherited from the parent: its contents do not justify discarding memory.
+/// Whether this process inherited the table in a fork. Then a set bit does not prove that the page may be discarded.
 static HAS_INHERITED: AtomicBool = AtomicBool::new(false);
 
-/// Whether the kernel supports guards, once known.
-static SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
+/// Whether the kernel supports guard pages; the first use finds out.
+static GUARD_SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
 const UNKNOWN: u32 = 0;
 const SUPPORTED: u32 = 1;
-const MISSING: u32 = 2;
+const UNSUPPORTED: u32 = 2;
 
 fn leaf_bytes() -> usize {
     LEAF_SPAN / os_page_bytes() / 8
@@ -53,57 +53,57 @@ fn leaf_bytes() -> usize {
 /// The table words of the leaf that contains `addr`, if it exists.
 fn leaf(addr: usize) -> Option<&'static [AtomicU64]> {
     let words = TABLE.get(addr / LEAF_SPAN)?.load(Acquire);
-    // SAFETY: not null means a mapping of `leaf_bytes`, made by `prepare`, zeroed, and never unmapped.
+    // SAFETY: a leaf that is not null is a zeroed mapping of `leaf_bytes` by `prepare`, which is never unmapped.
     (!words.is_null()).then(|| unsafe { std::slice::from_raw_parts(words, leaf_bytes() / 8) })
 }
 
-/// The word that contains the bit of a page, and the bit's number.
-fn place(addr: usize) -> Option<(&'static AtomicU64, u32)> {
+/// The table word with the bit of a page, and the number of the bit.
+fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u32)> {
     let page = addr % LEAF_SPAN / os_page_bytes();
     Some((&leaf(addr)?[page / 64], page as u32 % 64))
 }
 
-/// Calls `act` with each word of the pages in `range` and the bits of those pages.
-fn each_word(range: &Range<usize>, mut act: impl FnMut(&AtomicU64, u64)) {
+/// Calls `act` for each table word with bits of pages in `range`, with the word and a mask of these bits.
+fn for_each_word(range: &Range<usize>, mut act: impl FnMut(&AtomicU64, u64)) {
     let page = os_page_bytes();
     let mut at = range.start;
     while at < range.end {
         let word_end = (at & !(64 * page - 1)) + 64 * page;
         let bits = (range.end.min(word_end) - at) / page;
-        if let Some((word, first)) = place(at) {
+        if let Some((word, first)) = table_bit(at) {
             act(word, (!0 >> (64 - bits)) << first);
         }
         at = word_end;
     }
 }
 
-fn set(range: &Range<usize>) {
-    each_word(range, |word, bits| {
+fn set_bits(range: &Range<usize>) {
+    for_each_word(range, |word, bits| {
         word.fetch_or(bits, AcqRel);
     });
 }
 
-fn clear(range: &Range<usize>) {
-    each_word(range, |word, bits| {
+fn clear_bits(range: &Range<usize>) {
+    for_each_word(range, |word, bits| {
         word.fetch_and(!bits, AcqRel);
     });
 }
 
-fn is_set(addr: usize) -> bool {
-    place(addr).is_some_and(|(word, bit)| word.load(Acquire) & 1 << bit != 0)
+fn is_bit_set(addr: usize) -> bool {
+    table_bit(addr).is_some_and(|(word, bit)| word.load(Acquire) & 1 << bit != 0)
 }
 
-/// The first run of pages in `range` whose bits all equal `wanted`.
-fn next_run(range: &Range<usize>, wanted: bool) -> Option<Range<usize>> {
-    let first = next_page(range, wanted)?;
-    Some(first..next_page(&(first..range.end), !wanted).unwrap_or(range.end))
+/// The first run of pages in `range` whose bits all are `wanted`.
+fn next_run_with_bits(range: &Range<usize>, wanted: bool) -> Option<Range<usize>> {
+    let first = next_page_with_bit(range, wanted)?;
+    Some(first..next_page_with_bit(&(first..range.end), !wanted).unwrap_or(range.end))
 }
 
-fn next_page(range: &Range<usize>, wanted: bool) -> Option<usize> {
+fn next_page_with_bit(range: &Range<usize>, wanted: bool) -> Option<usize> {
     let page = os_page_bytes();
     let mut at = range.start;
     while at < range.end {
-        let (bits, first) = place(at).map_or((0, (at / page % 64) as u32), |(word, bit)| (word.load(Acquire), bit));
+        let (bits, first) = table_bit(at).map_or((0, (at / page % 64) as u32), |(word, bit)| (word.load(Acquire), bit));
         let found = (if wanted { bits } else { !bits }) >> first;
         let next = at + found.trailing_zeros() as usize * page;
         if found != 0 {
@@ -114,15 +114,15 @@ fn next_page(range: &Range<usize>, wanted: bool) -> Option<usize> {
     None
 }
 
-/// Prepares a range for guards: checks kernel support, allocates the table, installs the fault handler.
+/// Prepares a range for guards: checks that the kernel supports them, maps the table, installs the fault handler.
 ///
 /// # Errors
 ///
-/// On an error nothing has changed. [`Error::Unsupported`] before Linux 6.13; [`Error::BadRange`] for addresses beyond
-/// 2^48; [`Error::System`] without memory for the table.
+/// [`Error::Unsupported`] before Linux 6.13; [`Error::BadRange`] for addresses beyond 2^48; [`Error::System`] without
+/// memory for the table.
 pub(super) fn prepare(range: &Range<usize>) -> pagemill_core::error::Result<()> {
     check_support()?;
-    if range.end > END {
+    if range.end > TABLE_END {
         return Err(Error::BadRange { addr: range.start, len_bytes: range.len() });
     }
     for slot in &TABLE[range.start / LEAF_SPAN..=(range.end - 1) / LEAF_SPAN] {
@@ -132,83 +132,84 @@ pub(super) fn prepare(range: &Range<usize>) -> pagemill_core::error::Result<()> 
         let words =
             mem::map_sparse(leaf_bytes(), os_page_bytes()).map_err(Error::system("mapping the table of guards"))?;
         if slot.compare_exchange(std::ptr::null_mut(), words as *mut AtomicU64, AcqRel, Relaxed).is_err() {
-            // SAFETY: mapped above, and no other thread has seen it.
+            // SAFETY: this call mapped the leaf, and no other thread knows its address.
             unsafe { mem::unreserve(words, leaf_bytes()) };
         }
     }
-    fault::install(judge).map_err(Error::system("installing the fault handler"))
+    fault::install(resolve_fault).map_err(Error::system("installing the fault handler"))
 }
 
 fn check_support() -> pagemill_core::error::Result<()> {
-    if SUPPORT.load(Relaxed) == UNKNOWN {
+    if GUARD_SUPPORT.load(Relaxed) == UNKNOWN {
         let page = os_page_bytes();
         let scratch = mem::map_sparse(page, page).map_err(Error::system("testing guard pages"))?;
-        // SAFETY: mapped above, and no other thread has seen it.
+        // SAFETY: this call mapped the page, and no other thread knows its address.
         let result = unsafe { mem::install_guards(scratch, page) };
         let is_guarded = result.is_ok() && !fault::is_readable(scratch);
         // SAFETY: as above.
         unsafe { mem::unreserve(scratch, page) };
         match result {
-            // A temporary failure.
+            // Lack of memory is temporary, so the result is not recorded.
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
                 return Err(Error::System { doing: "testing guard pages", cause: error });
             }
-            _ => SUPPORT.store(if is_guarded { SUPPORTED } else { MISSING }, Relaxed),
+            _ => GUARD_SUPPORT.store(if is_guarded { SUPPORTED } else { UNSUPPORTED }, Relaxed),
         }
     }
-    match SUPPORT.load(Relaxed) {
+    match GUARD_SUPPORT.load(Relaxed) {
         SUPPORTED => Ok(()),
         _ => Err(Error::Unsupported { what: "strict ranges need guard pages (Linux 6.13)" }),
     }
 }
 
-/// Held while a part is closed. Blocks the program's signal handlers on this thread: a handler that touches the part
-/// would wait for itself.
-struct Passage {
+/// A critical section in which this thread closes memory. Blocks the program's signals on this thread, because a signal
+/// handler that accesses closed memory would wait for this thread forever.
+struct ClosedSection {
     _quiet: Quiet,
 }
 
-impl Passage {
+impl ClosedSection {
     fn begin() -> Self {
         let quiet = Quiet::begin();
-        UNDER_WAY.fetch_add(1, SeqCst);
+        CLOSING_THREADS.fetch_add(1, SeqCst);
         Self { _quiet: quiet }
     }
 }
 
-impl Drop for Passage {
+impl Drop for ClosedSection {
     fn drop(&mut self) {
-        UNDER_WAY.fetch_sub(1, SeqCst);
+        CLOSING_THREADS.fetch_sub(1, SeqCst);
     }
 }
 
-/// The kernel, or `discard`, refused a part. `freed`: what had been freed of the same part before, if anything.
+/// The error of [`purge_and_guard`]: the kernel, or `discard`, refused. `freed` is what was freed before that, if
+/// anything.
 pub(super) struct GuardsRefused {
     pub freed: Option<u64>,
 }
 
-/// Purges a part with `discard` and guards its pages. Pages that are guarded already stay guarded. Returns the bytes
-/// that the kernel took.
+/// Purges the pages of a part with `discard` and installs guards on them. Pages that have guards are skipped. Returns
+/// the bytes that the kernel took.
 ///
-/// If no guard can be installed (for example because the program just locked the memory), the purged pages stay closed.
-/// A touch then behaves the same.
+/// If a guard cannot be installed (for example because the program has just locked the memory), the purged pages stay
+/// closed. Accesses to them also raise `SIGBUS`.
 ///
 /// # Errors
 ///
-/// [`GuardsRefused`]: the rest is unchanged.
+/// [`GuardsRefused`] if a run of pages could not be purged. That run and the pages after it are unchanged.
 ///
 /// # Safety
 ///
-/// The part is claimed: private, readable and writable memory inside one mapping, whose contents the program can
-/// recreate.
-pub(super) unsafe fn replace(
+/// The caller has claimed the part. It is private, readable and writable memory inside one mapping, and the program
+/// does not need its contents.
+pub(super) unsafe fn purge_and_guard(
     part: Range<usize>,
     mut discard: impl FnMut(Range<usize>) -> Option<u64>,
 ) -> Result<u64, GuardsRefused> {
     let (mut freed, mut rest) = (None, part);
-    while let Some(run) = next_run(&rest, false) {
+    while let Some(run) = next_run_with_bits(&rest, false) {
         // SAFETY: guaranteed by the caller.
-        match unsafe { replace_run(&run, &mut discard) } {
+        match unsafe { purge_and_guard_run(&run, &mut discard) } {
             Some(bytes) => freed = Some(freed.unwrap_or(0) + bytes),
             None => return Err(GuardsRefused { freed }),
         }
@@ -217,40 +218,42 @@ pub(super) unsafe fn replace(
     Ok(freed.unwrap_or(0))
 }
 
+/// As [`purge_and_guard`], for a run of pages without guards. Returns `None` if the run was not purged.
+///
 /// # Safety
 ///
-/// As [`replace`]; none of the run has a guard.
-unsafe fn replace_run(run: &Range<usize>, discard: impl FnOnce(Range<usize>) -> Option<u64>) -> Option<u64> {
-    // Fail early for locked memory, which would be noticed only after closing.
+/// As [`purge_and_guard`].
+unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usize>) -> Option<u64>) -> Option<u64> {
+    // `MADV_COLD` fails for locked memory, so this detects locked memory before it is closed.
     mem::cool(run.start, run.len()).ok()?;
-    let _passage = Passage::begin();
-    set(run);
-    // SAFETY: a thread that touches it meanwhile faults and waits (`judge`).
+    let _section = ClosedSection::begin();
+    set_bits(run);
+    // SAFETY: a thread that accesses closed memory faults and waits in the fault handler (`resolve_fault`).
     if unsafe { mem::close(run.start, run.len()) }.is_err() {
-        clear(run);
+        clear_bits(run);
         return None;
     }
-    // SAFETY: it was open before.
+    // SAFETY: the run was open before this call.
     let open = || unsafe { mem::open(run.start, run.len()) };
     let Some(freed) = discard(run.clone()) else {
-        if let Err(error) = insist(open) {
+        if let Err(error) = retry_while_no_memory(open) {
             fatal(format_args!("pagemill: {} bytes at {:#x} cannot be opened again: {error}", run.len(), run.start));
         }
-        clear(run);
+        clear_bits(run);
         return None;
     };
     // SAFETY: guaranteed by the caller.
-    if insist(|| unsafe { mem::install_guards(run.start, run.len()) }).is_ok() {
-        // Without a guard it stays closed until it is unmarked.
-        let _ = insist(open);
+    if retry_while_no_memory(|| unsafe { mem::install_guards(run.start, run.len()) }).is_ok() {
+        // Only with guards: a run without guards stays closed until it is unmarked.
+        let _ = retry_while_no_memory(open);
     }
     Some(freed)
 }
 
-/// Retries while the kernel is short of memory.
-fn insist(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
+/// Calls `act` again, after a pause, while the kernel is short of memory.
+fn retry_while_no_memory(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
     let mut result = act();
-    for _ in 0..TRIES {
+    for _ in 0..MAX_RETRIES {
         match &result {
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => thread::pause(),
             _ => break,
@@ -260,23 +263,23 @@ fn insist(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
     result
 }
 
-/// Removes the guards in a range: its pages read zero, and huge pages become possible again.
+/// Removes the guards in a range. The pages read zero afterwards, and the kernel can use huge pages again.
 ///
 /// # Errors
 ///
-/// [`Error::System`] if closed memory cannot be opened again; the parts not reached are still guarded.
+/// [`Error::System`] if closed memory cannot be opened again. The rest of the range still has its guards then.
 ///
 /// # Safety
 ///
-/// No purge works on the range meanwhile.
+/// The caller has claimed the range, so no purge works on it.
 pub(super) unsafe fn remove(range: &Range<usize>) -> pagemill_core::error::Result<()> {
     let (maps, mut rest) = (Maps::open().ok(), range.clone());
-    while let Some(run) = next_run(&rest, true) {
+    while let Some(run) = next_run_with_bits(&rest, true) {
         let mut at = run.start;
         while at < run.end {
             let mapping = maps.as_ref().and_then(|maps| maps.find(at).ok().flatten());
             let end = mapping.as_ref().map_or(run.end, |mapping| mapping.addresses.end).min(run.end);
-            let access = mapping.map_or(Mapped::Otherwise, |mapping| Mapped::of(&mapping, at));
+            let access = mapping.map_or(MappingKind::Other, |mapping| MappingKind::of(&mapping, at));
             remove_from(&(at..end), access).map_err(Error::system("opening purged memory"))?;
             at = end;
         }
@@ -285,60 +288,61 @@ pub(super) unsafe fn remove(range: &Range<usize>) -> pagemill_core::error::Resul
     Ok(())
 }
 
-/// What the mapping allows, for private memory.
+/// The kind of mapping at an address.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Mapped {
-    /// Reading and writing.
+enum MappingKind {
+    /// Private memory that can be read and written.
     Open,
-    /// No access: it stayed closed, or was closed when this process was forked.
+    /// Private memory without access: a purge left it closed, or it was closed when this process was forked.
     Closed,
-    /// Access that the program chose, or a different kind of memory by now.
-    Otherwise,
+    /// Another kind of memory, or a protection that the program has set.
+    Other,
 }
 
-impl Mapped {
+impl MappingKind {
     fn of(mapping: &Mapping, addr: usize) -> Self {
         let is_ours = mapping.addresses.contains(&addr) && !mapping.is_shared && !mapping.has_file;
         match (mapping.is_readable, mapping.is_writable, mapping.is_executable) {
             (true, true, false) if is_ours => Self::Open,
             (false, false, false) if is_ours => Self::Closed,
-            _ => Self::Otherwise,
+            _ => Self::Other,
         }
     }
 }
 
 /// As [`remove`], inside one mapping.
-fn remove_from(part: &Range<usize>, mapped: Mapped) -> io::Result<()> {
+fn remove_from(part: &Range<usize>, mapped: MappingKind) -> io::Result<()> {
     let blocks = part.start.next_multiple_of(BLOCK_BYTES)..part.end & !(BLOCK_BYTES - 1);
     let may_discard = !HAS_INHERITED.load(Relaxed) && !blocks.is_empty();
-    let _passage = Passage::begin();
-    // A huge page is possible only without a page table, which the next discard removes. The part is closed, so that no
-    // thread writes there before the discard.
+    let _section = ClosedSection::begin();
+    // The kernel can use a huge page again only after a discard has removed the block's page table. The memory is
+    // closed first, so that no thread writes to it between the removal of the guards and the discard.
     let closed = match mapped {
-        Mapped::Closed => part.clone(),
-        // SAFETY: a thread that touches it meanwhile faults and waits (`judge`).
-        Mapped::Open if may_discard && unsafe { mem::close(blocks.start, blocks.len()) }.is_ok() => blocks.clone(),
+        MappingKind::Closed => part.clone(),
+        // SAFETY: a thread that accesses closed memory faults and waits in the fault handler (`resolve_fault`).
+        MappingKind::Open if may_discard && unsafe { mem::close(blocks.start, blocks.len()) }.is_ok() => blocks.clone(),
         _ => 0..0,
     };
-    // Refused only where nothing is mapped any more.
+    // The kernel refuses this only where the memory was unmapped.
     let _ = mem::remove_guards(part.start, part.len());
     if !closed.is_empty() {
         if may_discard {
-            // SAFETY: where the guards were there are no pages, and no thread could write since.
+            // SAFETY: guarded pages have no contents, and no thread could write to the closed memory.
             let _ = unsafe { mem::discard(blocks.start, blocks.len()) };
         }
-        // SAFETY: it was open before.
-        insist(|| unsafe { mem::open(closed.start, closed.len()) })?;
+        // SAFETY: the memory was open before it was closed by this call or by a purge.
+        retry_while_no_memory(|| unsafe { mem::open(closed.start, closed.len()) })?;
     }
-    clear(part);
+    clear_bits(part);
     Ok(())
 }
 
-/// Decides how a fault is resolved. Runs in a signal handler: neither allocates nor locks.
-fn judge(fault: &Fault) -> Verdict {
-    let was_under_way = UNDER_WAY.load(SeqCst) > 0;
-    if is_set(fault.addr) {
-        let is_closed = fault.is_protected && (was_under_way || UNDER_WAY.load(SeqCst) > 0);
+/// Decides what the fault handler does with a fault: repeat the access, raise `SIGBUS`, or call the program's handler.
+/// Runs in a signal handler, so it neither allocates nor locks.
+fn resolve_fault(fault: &Fault) -> Verdict {
+    let was_closing = CLOSING_THREADS.load(SeqCst) > 0;
+    if is_bit_set(fault.addr) {
+        let is_closed = fault.is_protected && (was_closing || CLOSING_THREADS.load(SeqCst) > 0);
         if is_closed {
             return Verdict::Again;
         }
@@ -354,15 +358,15 @@ fn judge(fault: &Fault) -> Verdict {
         Some(Access::Write) => fault::is_writable(fault.addr),
         Some(Access::Fetch) | None => false,
     };
-    // Or a new one may have been installed.
-    if can_be_done || is_set(fault.addr) { Verdict::Again } else { Verdict::Program }
+    // A new guard may have been installed since the first test.
+    if can_be_done || is_bit_set(fault.addr) { Verdict::Again } else { Verdict::Program }
 }
 
-/// For a program's own `SIGSEGV` handler (with `SA_SIGINFO`) that it installed after its first strict mark. The handler
-/// must call this first and return at once if it returns true. Then the access is repeated, or `SIGBUS` is raised at
-/// the fault.
+/// Handles a fault on a strict range. Returns whether the fault was on such a range.
 ///
-/// Neither allocates nor locks.
+/// A program that installs its own `SIGSEGV` handler (`SA_SIGINFO`) after its first strict mark must call this first in
+/// the handler, and return from the handler at once if the result is true. The access is then repeated, or `SIGBUS` is
+/// raised at the faulting instruction. Neither allocates nor locks.
 ///
 /// # Safety
 ///
@@ -372,9 +376,9 @@ pub unsafe fn handle_fault(signal: i32, info: *const c_void, context: *mut c_voi
     unsafe { fault::handle(signal, info, context) }
 }
 
-/// Called in a fork child: no thread closes parts here, and recorded pages may no longer be mapped (`MADV_DONTFORK`).
+/// Resets the state in a fork child: no thread changes guards, and guarded pages may be unmapped (`MADV_DONTFORK`).
 pub(super) fn begin_child() {
-    UNDER_WAY.store(0, Relaxed);
+    CLOSING_THREADS.store(0, Relaxed);
     HAS_INHERITED.store(true, Relaxed);
     fault::begin_child();
 }
@@ -387,35 +391,36 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
 
-        /// Bits and runs agree with a page-by-page model, also across words and leaves.
+        /// Sets and clears random ranges, also across words and leaves. Bits and runs must agree with an array of
+        /// `bool`.
         #[test]
-        fn bits_agree_with_a_model(steps in prop::collection::vec((0usize..600, 1usize..300, any::<bool>()), 1..20)) {
+        fn table_agrees_with_bool_array(steps in prop::collection::vec((0usize..600, 1usize..300, any::<bool>()), 1..20)) {
             static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
             let _turn = TURN.lock();
             let page = os_page_bytes();
-            // Far from all mappings: a table without memory behind it.
+            // Addresses without any mapping: the test uses their bits in the table only.
             let start = 5 * LEAF_SPAN - 300 * page;
             let all = start..start + 900 * page;
             if prepare(&all).is_err() {
                 println!("skipped: no guard pages here");
                 return Ok(());
             }
-            clear(&all);
+            clear_bits(&all);
             let mut model = [false; 900];
             for (first, pages, wanted) in steps {
                 let range = start + first * page..start + (first + pages) * page;
-                if wanted { set(&range) } else { clear(&range) }
+                if wanted { set_bits(&range) } else { clear_bits(&range) }
                 model[first..first + pages].fill(wanted);
                 for at in 0..900 {
-                    prop_assert_eq!(is_set(start + at * page), model[at]);
+                    prop_assert_eq!(is_bit_set(start + at * page), model[at]);
                     let rest = start + at * page..all.end;
-                    let run = next_run(&rest, true);
+                    let run = next_run_with_bits(&rest, true);
                     let begin = (at..900).find(|at| model[*at]);
                     let end = begin.map(|begin| (begin..900).find(|at| !model[*at]).unwrap_or(900));
                     prop_assert_eq!(run, begin.zip(end).map(|(begin, end)| start + begin * page..start + end * page));
                 }
             }
-            clear(&all);
+            clear_bits(&all);
         }
     }
 }

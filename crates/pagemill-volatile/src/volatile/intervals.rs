@@ -1,4 +1,4 @@
-//! Disjoint intervals of addresses in order, each with a small value.
+//! An ordered map from disjoint intervals of addresses to small values: a B-tree with two levels.
 //!
 //! ```text
 //!   directory   [ 0x1000, leaf 0 | 0x7000, leaf 2 | 0xf000, leaf 1 ]   by first start
@@ -6,10 +6,10 @@
 //!   leaves         [ entries ]     [ entries ]     [ entries ]         by start, 4 KiB each
 //! ```
 //!
-//! A lookup is two binary searches. A full leaf is split. Two neighbours that together fill less than half a leaf are
-//! merged, so churn leaves no sparse leaves. It is used inside `malloc`: nothing comes from the global allocator. It
-//! has no lock; its owner locks.
-#![allow(unsafe_code)] // nodes in memory mapped by hand
+//! A lookup is two binary searches. A full leaf is split. Two neighbouring leaves that together fill less than half a
+//! leaf are merged, so repeated insertions and removals leave no almost empty leaves. The map is used inside `malloc`,
+//! so it does not use the global allocator. It has no lock; its owner must protect it.
+#![allow(unsafe_code)] // leaves in memory mapped by hand
 
 use pagemill_core::error::{Error, Result};
 use pagemill_core::units::{PageSize, os_page_bytes};
@@ -22,24 +22,24 @@ use std::ptr;
 /// Maximum number of leaves: some 100 million intervals, in 4 GiB of addresses.
 const MAX_LEAVES: usize = 1 << 20;
 const LEAF_BYTES: usize = PageSize::MIN_BYTES;
-/// Memory is opened in steps of this.
+/// Memory is made accessible in steps of this many bytes.
 const STEP_BYTES: usize = 1 << 20;
 
-/// An ordered map from disjoint, half-open, non-empty intervals of addresses to small values (to 16 bytes).
+/// An ordered map from disjoint, half-open, non-empty intervals of addresses to small values (16 bytes at most).
 ///
 /// # Invariants
 ///
-/// 1. The directory's first `leaves` items are in use, ascending by `first`; from there to `numbered` they are free.
-///    Together they name every leaf below `numbered` once.
-/// 2. A leaf in use has at least one entry; its first `count` entries are written, ascending and disjoint, and `first`
-///    is the start of the first one.
-/// 3. Two neighbours have at least half a leaf of entries together.
+/// 1. The first `leaves` items of the directory are in use, ascending by `first`. The items from there to
+///    `leaf_numbers` are free leaves. Together these items contain every leaf number below `leaf_numbers` once.
+/// 2. A leaf in use has at least one entry. Its first `count` entries are written, ascending and disjoint, and `first`
+///    is the start of the first entry.
+/// 3. Two neighbouring leaves together have at least half a leaf of entries.
 pub(super) struct Intervals<T> {
-    directory: Sparse<Leaf>,
-    /// The entries of all leaves, `PER_LEAF` each, by the leaf's number.
-    entries: Sparse<MaybeUninit<IntervalEntry<T>>>,
+    directory: SparseArray<Leaf>,
+    /// The entries of all leaves, `PER_LEAF` for each leaf, in the order of the leaves' numbers.
+    entries: SparseArray<MaybeUninit<IntervalEntry<T>>>,
     leaves: usize,
-    numbered: usize,
+    leaf_numbers: usize,
     count: usize,
     bytes: u64,
 }
@@ -62,12 +62,11 @@ struct IntervalEntry<T> {
 impl<T: Copy> Intervals<T> {
     const PER_LEAF: usize = LEAF_BYTES / size_of::<IntervalEntry<T>>();
 
-    /// Creates an empty map without memory: no system call. Memory that it opens later stays for the life of the
-    /// process.
+    /// Creates an empty map, without a system call. Memory that the map uses later stays until the process ends.
     pub(super) const fn new() -> Self {
-        let directory = Sparse::new(MAX_LEAVES);
-        let entries = Sparse::new(MAX_LEAVES * Self::PER_LEAF);
-        Self { directory, entries, leaves: 0, numbered: 0, count: 0, bytes: 0 }
+        let directory = SparseArray::new(MAX_LEAVES);
+        let entries = SparseArray::new(MAX_LEAVES * Self::PER_LEAF);
+        Self { directory, entries, leaves: 0, leaf_numbers: 0, count: 0, bytes: 0 }
     }
 
     /// Number of intervals.
@@ -76,16 +75,15 @@ impl<T: Copy> Intervals<T> {
         self.count
     }
 
-    /// Sum of their lengths.
+    /// Sum of the lengths of all intervals.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Ensures that the next `insertions` insertions, and cuts that leave both ends of an interval, cannot fail.
+    /// Ensures that the next `insertions` insertions cannot fail. A cut out of the middle of an interval counts as one.
     ///
-    /// Cost: two comparisons, and a system call for each MiB of leaves; the first call reserves the addresses. Errors:
-    /// [`Error::NoAddresses`] if there would be too many leaves in case each insertion splits one, [`Error::System`] if
-    /// the kernel refuses memory.
+    /// Cost: two comparisons, and a system call for each MiB of leaves. The first call reserves the addresses. Errors:
+    /// [`Error::NoAddresses`] if the map could need too many leaves, [`Error::System`] if the kernel refuses memory.
     pub(super) fn prepare(&mut self, insertions: usize) -> Result<()> {
         let leaves = self.leaves.saturating_add(insertions);
         self.directory.open(leaves)?;
@@ -94,18 +92,18 @@ impl<T: Copy> Intervals<T> {
 
     /// Adds an interval, which must not be empty and must not overlap another. Adjacent intervals stay separate.
     ///
-    /// Cost: a search, and a move of up to 4 KiB. Errors as [`Self::prepare`]; nothing has changed then.
+    /// Cost: a search, and a move of up to 4 KiB. Errors as [`Self::prepare`]; after an error nothing has changed.
     pub(super) fn insert(&mut self, range: Range<usize>, value: T) -> Result<()> {
         assert!(!range.is_empty(), "an interval has bytes");
         debug_assert!(self.overlapping(range.clone()).next().is_none(), "intervals are disjoint");
-        self.put(IntervalEntry { start: range.start, end: range.end, value })
+        self.insert_entry(IntervalEntry { start: range.start, end: range.end, value })
     }
 
-    /// Removes the parts of intervals inside `range`; returns how many bytes were removed.
+    /// Removes the parts of intervals inside `range`. Returns the number of bytes removed.
     ///
-    /// Parts outside stay, with their values. `each` gets the removed parts in ascending order. Cost: a search, and the
-    /// parts. Errors as [`Self::prepare`], if one interval reaches beyond both ends; nothing has changed then, and
-    /// `each` was not called.
+    /// Parts outside stay, with their values. `each` is called with the removed parts in ascending order. Cost: a
+    /// search, and the removed parts. Errors as [`Self::prepare`], only if `range` is in the middle of an interval;
+    /// after an error nothing has changed, and `each` was not called.
     pub(super) fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, T)) -> Result<u64> {
         if range.is_empty() {
             return Ok(0);
@@ -113,7 +111,7 @@ impl<T: Copy> Intervals<T> {
         let (index, at) = self.seek(range.start);
         let entry = self.leaf(index).get(at).copied();
         if let Some(entry) = entry.filter(|entry| entry.start < range.start && range.end < entry.end) {
-            self.put(IntervalEntry { start: range.end, ..entry })?;
+            self.insert_entry(IntervalEntry { start: range.end, ..entry })?;
             let (index, at) = self.seek(range.start);
             self.leaf_mut(index)[at].end = range.start;
             self.bytes -= (entry.end - range.start) as u64;
@@ -125,12 +123,12 @@ impl<T: Copy> Intervals<T> {
             self.cut_leaf(end, &range, &mut each);
             end += 1;
         }
-        self.drop_empty(index..end);
+        self.free_empty_leaves(index..end);
         self.merge_around(index);
         Ok(before - self.bytes)
     }
 
-    /// All intervals that end after `addr`, ascending. Cost: a search, then close to nothing for each.
+    /// All intervals that end after `addr`, ascending. Cost: a search, then some nanoseconds for each interval.
     pub(super) fn from(&self, addr: usize) -> impl Iterator<Item = (Range<usize>, T)> {
         let (first, at) = self.seek(addr);
         let entries = (first..self.leaves).flat_map(move |index| self.leaf(index)).skip(at);
@@ -142,7 +140,7 @@ impl<T: Copy> Intervals<T> {
         self.from(range.start).take_while(move |(whole, _)| !range.is_empty() && whole.start < range.end)
     }
 
-    /// Calls `change` to update the values of the intervals of [`Self::overlapping`].
+    /// Calls `change` with each interval that overlaps `range` and a reference to its value.
     pub(super) fn update(&mut self, range: Range<usize>, mut change: impl FnMut(Range<usize>, &mut T)) {
         let (mut index, mut at) = self.seek(range.start);
         while !range.is_empty() && self.directory().get(index).is_some_and(|leaf| leaf.first < range.end) {
@@ -162,35 +160,36 @@ impl<T: Copy> Intervals<T> {
         self.directory().partition_point(|leaf| leaf.first <= start).saturating_sub(1)
     }
 
-    /// Position of the first interval that ends after `addr`; past the end of a leaf if the next leaf begins with it.
+    /// Leaf and index of the first interval that ends after `addr`. If that is the first entry of a leaf, the result
+    /// may be the end of the leaf before.
     fn seek(&self, addr: usize) -> (usize, usize) {
         let index = self.leaf_for(addr);
         (index, self.leaf(index).partition_point(|entry| entry.end <= addr))
     }
 
-    /// Positions of a leaf's entries from `at` on, in the array of all entries.
-    fn places(leaf: Leaf, at: usize) -> Range<usize> {
+    /// Indices of a leaf's entries from `at` on, in the array of all entries.
+    fn entry_indices(leaf: Leaf, at: usize) -> Range<usize> {
         let first = leaf.number as usize * Self::PER_LEAF;
         first + at..first + leaf.count as usize
     }
 
-    /// The entries of a leaf; empty if there is no such leaf.
+    /// The entries of a leaf; an empty slice if there is no such leaf.
     fn leaf(&self, index: usize) -> &[IntervalEntry<T>] {
         let Some(leaf) = self.directory().get(index) else { return &[] };
-        let entries = &self.entries.items()[Self::places(*leaf, 0)];
+        let entries = &self.entries.items()[Self::entry_indices(*leaf, 0)];
         // SAFETY: the first `count` entries of a leaf are written (type invariant 2).
         unsafe { &*(ptr::from_ref(entries) as *const [IntervalEntry<T>]) }
     }
 
     fn leaf_mut(&mut self, index: usize) -> &mut [IntervalEntry<T>] {
-        let places = Self::places(self.directory()[index], 0);
+        let places = Self::entry_indices(self.directory()[index], 0);
         let entries = &mut self.entries.items_mut()[places];
         // SAFETY: the first `count` entries of a leaf are written (type invariant 2).
         unsafe { &mut *(ptr::from_mut(entries) as *mut [IntervalEntry<T>]) }
     }
 
-    /// Inserts an entry at its sorted position. Fails before anything has changed.
-    fn put(&mut self, entry: IntervalEntry<T>) -> Result<()> {
+    /// Inserts an entry at its sorted position. After an error nothing has changed.
+    fn insert_entry(&mut self, entry: IntervalEntry<T>) -> Result<()> {
         let mut index = self.leaf_for(entry.start);
         let mut at = self.leaf(index).partition_point(|other| other.start < entry.start);
         if self.leaves == 0 {
@@ -199,8 +198,7 @@ impl<T: Copy> Intervals<T> {
         } else if self.leaf(index).len() == Self::PER_LEAF {
             self.prepare(1)?;
             let is_at_end = at == Self::PER_LEAF && index + 1 == self.leaves;
-            // With ascending insertions nothing is added to this leaf any more; a split in half would leave it half
-            // empty.
+            // Ascending insertions add nothing to this leaf any more. Splitting it in half would leave it half empty.
             let kept = if is_at_end { Self::PER_LEAF } else { Self::PER_LEAF / 2 };
             self.add_leaf(index + 1);
             self.move_entries(index, kept, index + 1);
@@ -209,7 +207,7 @@ impl<T: Copy> Intervals<T> {
             }
         }
         let leaf = &mut self.directory.items_mut()[index];
-        let places = Self::places(*leaf, at);
+        let places = Self::entry_indices(*leaf, at);
         leaf.count += 1;
         let entries = self.entries.items_mut();
         entries.copy_within(places.clone(), places.start + 1);
@@ -220,21 +218,21 @@ impl<T: Copy> Intervals<T> {
         Ok(())
     }
 
-    /// Brings a leaf without entries into use. One is available, because the caller called [`Self::prepare`].
+    /// Inserts a leaf without entries into the directory. The caller has called [`Self::prepare`], so this cannot fail.
     fn add_leaf(&mut self, index: usize) {
         let directory = self.directory.items_mut();
-        if self.leaves == self.numbered {
-            directory[self.numbered] = Leaf { first: 0, number: self.numbered as u32, count: 0 };
-            self.numbered += 1;
+        if self.leaves == self.leaf_numbers {
+            directory[self.leaf_numbers] = Leaf { first: 0, number: self.leaf_numbers as u32, count: 0 };
+            self.leaf_numbers += 1;
         }
         directory[index..=self.leaves].rotate_right(1);
         self.leaves += 1;
     }
 
-    /// Moves the entries of a leaf from `at` on behind those of another, which has room for them.
+    /// Moves the entries of leaf `from`, starting at index `at`, behind the entries of leaf `to`, where they must fit.
     fn move_entries(&mut self, from: usize, at: usize, to: usize) {
         let directory = self.directory.items_mut();
-        let (moved, target) = (Self::places(directory[from], at), Self::places(directory[to], 0).end);
+        let (moved, target) = (Self::entry_indices(directory[from], at), Self::entry_indices(directory[to], 0).end);
         directory[from].count = at as u32;
         directory[to].count += moved.len() as u32;
         self.entries.items_mut().copy_within(moved, target);
@@ -247,7 +245,8 @@ impl<T: Copy> Intervals<T> {
         }
     }
 
-    /// Removes the parts inside `range` from a leaf, which may be empty afterwards. No entry reaches beyond both ends.
+    /// Removes the parts inside `range` from the entries of a leaf, which may be empty afterwards. `range` must not be
+    /// in the middle of an entry.
     fn cut_leaf(&mut self, index: usize, range: &Range<usize>, each: &mut impl FnMut(Range<usize>, T)) {
         let entries = self.leaf_mut(index);
         let first = entries.partition_point(|entry| entry.end <= range.start);
@@ -272,46 +271,47 @@ impl<T: Copy> Intervals<T> {
         self.bytes -= removed;
     }
 
-    /// Frees the empty leaves among those that a cut touched.
-    fn drop_empty(&mut self, touched: Range<usize>) {
+    /// Frees the empty leaves among those that a cut has changed.
+    fn free_empty_leaves(&mut self, touched: Range<usize>) {
         let directory = &mut self.directory.items_mut()[..self.leaves];
         let empty = directory[touched.clone()].iter().filter(|leaf| leaf.count == 0).count();
-        // Only the outermost leaves can have entries left, so the empty ones are adjacent.
+        // A cut empties all leaves except the first and the last ones that it changes. So the empty leaves are
+        // adjacent.
         if let Some(first) = directory[touched.clone()].iter().position(|leaf| leaf.count == 0) {
             directory[touched.start + first..].rotate_left(empty);
         }
         self.leaves -= empty;
     }
 
-    /// Merges sparse neighbours after a cut, which left entries in two leaves at most: at `index`, and behind it.
+    /// Merges neighbouring leaves with few entries after a cut. The cut has changed at most two leaves that still have
+    /// entries: those at `index` and `index + 1`.
     fn merge_around(&mut self, index: usize) {
         for left in (index.saturating_sub(1)..=index + 1).rev() {
             let (here, next) = (self.leaf(left).len(), self.leaf(left + 1).len());
             if next > 0 && here + next < Self::PER_LEAF / 2 {
                 self.move_entries(left + 1, 0, left);
-                self.drop_empty(left + 1..left + 2);
+                self.free_empty_leaves(left + 1..left + 2);
             }
         }
     }
 }
 
-/// An array in reserved addresses, opened from its start as far as it is used.
+/// An array in reserved address space, of which only the used part is accessible.
 ///
-/// It is not mapped as a whole, because `mlockall` of the program would make gigabytes resident.
+/// If all of it were accessible, the program's `mlockall` would make gigabytes resident.
 ///
 /// # Invariants
 ///
-/// Zero bits are a `U`. Unless `base` is 0, addresses for `max_len` items from there on are reserved for good and
-/// belong to this array only. The first `open_bytes` of them are readable and writable, zero at first, and hold values
-/// of `U`.
-struct Sparse<U> {
+/// Zero bits are a valid `U`. If `base` is not 0, addresses for `max_len` items are reserved there and used by this
+/// array only. The first `open_bytes` of them are readable and writable, and contain values of `U` or zero bits.
+struct SparseArray<U> {
     base: usize,
     open_bytes: usize,
     max_len: usize,
     _items: PhantomData<U>,
 }
 
-impl<U> Sparse<U> {
+impl<U> SparseArray<U> {
     const fn new(max_len: usize) -> Self {
         Self { base: 0, open_bytes: 0, max_len, _items: PhantomData }
     }
@@ -330,39 +330,39 @@ impl<U> Sparse<U> {
                 mem::reserve(self.max_bytes(), os_page_bytes(), 0).map_err(Error::system("reserving metadata"))?;
         }
         let new_bytes = wanted_bytes.next_multiple_of(STEP_BYTES) - self.open_bytes;
-        // SAFETY: inside the reservation: its length is a multiple of the step, too.
+        // SAFETY: the range is inside the reservation, whose length is a multiple of the step.
         unsafe { mem::open(self.base + self.open_bytes, new_bytes) }.map_err(Error::system("opening metadata"))?;
         self.open_bytes += new_bytes;
         Ok(())
     }
 
-    /// Bytes of the reservation.
+    /// Length of the reservation in bytes.
     fn max_bytes(&self) -> usize {
         (self.max_len * size_of::<U>()).next_multiple_of(STEP_BYTES)
     }
 
-    /// The open items, aligned to pages; without any, an empty slice at an arbitrary address.
+    /// The accessible items. If there are none, an empty slice at an arbitrary address.
     fn slice(&self) -> *mut [U] {
         ptr::slice_from_raw_parts_mut(self.base.max(align_of::<U>()) as *mut U, self.open_bytes / size_of::<U>())
     }
 
     fn items(&self) -> &[U] {
-        // SAFETY: readable values that belong to this array only (type invariant).
+        // SAFETY: the items are readable, valid, and used by this array only (type invariant).
         unsafe { &*self.slice() }
     }
 
     fn items_mut(&mut self) -> &mut [U] {
-        // SAFETY: as above and writable; `&mut self` excludes other references.
+        // SAFETY: as above; the items are writable, and `&mut self` excludes other references.
         unsafe { &mut *self.slice() }
     }
 }
 
-/// Used by the model only: shuttle creates and drops thousands of arrays.
+/// Unmaps an array in shuttle tests, which create thousands of arrays. In other builds arrays are never unmapped.
 #[cfg(all(test, shuttle))]
-impl<U> Drop for Sparse<U> {
+impl<U> Drop for SparseArray<U> {
     fn drop(&mut self) {
         if self.base != 0 {
-            // SAFETY: the reservation of this array, which nothing uses any more.
+            // SAFETY: this is the reservation of this array, which is not used any more.
             unsafe { mem::unreserve(self.base, self.max_bytes()) };
         }
     }
@@ -377,11 +377,12 @@ mod tests {
     type Items = Vec<(Range<usize>, u32)>;
     const PER_LEAF: usize = Intervals::<u32>::PER_LEAF;
 
-    /// Checks the type's invariants and the sums.
-    fn check(tested: &Intervals<u32>) {
-        let mut numbers: Vec<_> = tested.directory.items()[..tested.numbered].iter().map(|leaf| leaf.number).collect();
+    /// Asserts the invariants of the type, and that its counters agree with its entries.
+    fn assert_invariants(tested: &Intervals<u32>) {
+        let mut numbers: Vec<_> =
+            tested.directory.items()[..tested.leaf_numbers].iter().map(|leaf| leaf.number).collect();
         numbers.sort_unstable();
-        assert!(numbers.into_iter().eq(0..tested.numbered as u32), "each leaf is there once");
+        assert!(numbers.into_iter().eq(0..tested.leaf_numbers as u32), "each leaf is there once");
         let counts: Vec<usize> = tested.directory().iter().map(|leaf| leaf.count as usize).collect();
         assert!(counts.iter().all(|count| (1..=PER_LEAF).contains(count)));
         assert!(counts.windows(2).all(|pair| pair[0] + pair[1] >= PER_LEAF / 2), "thin neighbours are merged");
@@ -393,7 +394,7 @@ mod tests {
         assert_eq!((tested.count(), tested.bytes()), (entries.len(), bytes as u64));
     }
 
-    /// The tested map, and a plain map that gets the same operations.
+    /// The tested map, and a `BTreeMap` with the same contents.
     struct Pair(Intervals<u32>, BTreeMap<usize, (usize, u32)>);
 
     impl Pair {
@@ -403,7 +404,7 @@ mod tests {
             all.filter(|(whole, _)| is_in(whole)).collect()
         }
 
-        /// Cuts `range`, then inserts a new interval there if `new` is given.
+        /// Cuts `range` in both maps, then inserts it as an interval if `new` is a value.
         fn replace(&mut self, range: Range<usize>, new: Option<u32>) {
             let (mut expected, mut parts) = (self.expected(&range), Items::new());
             for (whole, value) in &mut expected {
@@ -420,7 +421,7 @@ mod tests {
                 self.0.insert(range.clone(), new).unwrap();
                 self.1.insert(range.start, (range.end, new));
             }
-            check(&self.0);
+            assert_invariants(&self.0);
         }
 
         fn update(&mut self, range: Range<usize>, new: u32) {
@@ -430,7 +431,7 @@ mod tests {
             assert_eq!(seen, expected);
         }
 
-        fn look(&self, range: Range<usize>) {
+        fn check_queries(&self, range: Range<usize>) {
             assert_eq!(self.0.from(range.start).collect::<Items>(), self.expected(&(range.start..usize::MAX)));
             assert_eq!(self.0.overlapping(range.clone()).collect::<Items>(), self.expected(&range));
         }
@@ -439,9 +440,10 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// All operations match a plain map; with many leaves or none at first.
+        /// Applies random operations to a map with many leaves or none. Results and contents must equal those of the
+        /// `BTreeMap`.
         #[test]
-        fn it_is_an_ordered_map(
+        fn operations_match_btree_map(
             filled in 0usize..1000,
             steps in prop::collection::vec((0..8, 0usize..4000, 0usize..8, 0..40, any::<u32>()), 0..300),
         ) {
@@ -454,15 +456,15 @@ mod tests {
                     4..7 => pair.replace(range.clone(), None),
                     _ => pair.update(range.clone(), value),
                 }
-                pair.look(range);
+                pair.check_queries(range);
             }
         }
     }
 
-    /// Inserts thousands in random order and removes nine of ten, twice. Then long cuts leave sparse leaves next to
-    /// others.
+    /// Inserts thousands of intervals in random order and removes nine of ten, twice; then cuts long ranges. Leaves
+    /// must be merged, and freed leaves must be used again.
     #[test]
-    fn leaves_split_merge_and_serve_again() {
+    fn leaves_are_split_merged_and_reused() {
         let mix = |number: usize| (number ^ number >> 29).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let (mut pair, mut order) = (Pair(Intervals::new(), BTreeMap::new()), Vec::from_iter(0..3000));
         let mut most_leaves = 0;
@@ -474,9 +476,9 @@ mod tests {
             }
             assert!(pair.0.leaves > 3000 / PER_LEAF);
             order[300..].iter().for_each(|number| pair.replace(number * 8..number * 8 + 5, None));
-            pair.look(0..usize::MAX);
+            pair.check_queries(0..usize::MAX);
             assert!(pair.0.leaves <= 2 * 300 / (PER_LEAF / 2) + 1, "{} leaves", pair.0.leaves);
-            assert_eq!(pair.0.numbered, most_leaves, "no new leaf while one is free");
+            assert_eq!(pair.0.leaf_numbers, most_leaves, "no new leaf while one is free");
         }
         pair.replace(0..usize::MAX, None);
         assert_eq!((pair.0.leaves, pair.0.count(), pair.0.bytes()), (0, 0, 0));
@@ -485,9 +487,10 @@ mod tests {
         pair.replace(8 * 100..8 * (2 * PER_LEAF - 10), None);
     }
 
-    /// Ascending insertion fills leaves. Without a free leaf an operation that needs one fails and changes nothing.
+    /// Ascending insertions must fill all leaves of a small map. An operation that then needs another leaf must fail
+    /// and change nothing.
     #[test]
-    fn without_room_nothing_changes() {
+    fn full_map_refuses_and_stays_unchanged() {
         let mut tested: Intervals<u32> = Intervals::new();
         tested.directory.max_len = 10;
         let end = 80 * PER_LEAF;
@@ -500,12 +503,13 @@ mod tests {
         assert_eq!(tested.cut(14..24, |_, _| {}).unwrap(), 10);
         assert_eq!(tested.cut(9..10, |_, _| {}).unwrap(), 1);
         assert!(tested.overlapping(8..14).eq([(8..9, 8), (10..14, 8)]));
-        check(&tested);
+        assert_invariants(&tested);
     }
 
-    /// Prepared insertions need nothing from the kernel. A refusal or an impossible size is an error in advance.
+    /// After `prepare`, that many insertions must need no more memory. `prepare` itself must fail for too many leaves,
+    /// and `insert` if the kernel refuses the addresses.
     #[test]
-    fn preparation_opens_what_is_needed() {
+    fn prepared_insertions_need_no_memory() {
         let mut tested: Intervals<u32> = Intervals::new();
         assert!(matches!(tested.prepare(MAX_LEAVES + 1), Err(Error::NoAddresses { .. })));
         tested.prepare(1000).unwrap();
@@ -516,10 +520,10 @@ mod tests {
         let mut refused: Intervals<u32> = Intervals::new();
         refused.entries.max_len = 1 << 56;
         assert!(matches!(refused.insert(1..2, 3), Err(Error::System { .. })));
-        check(&refused);
+        assert_invariants(&refused);
     }
 
-    /// Memory is opened in steps, as far as it is needed. Each array has addresses for all of its items.
+    /// Fills three steps of memory. The arrays must open one step at a time, and only as far as it is needed.
     #[test]
     fn memory_grows_in_steps() {
         let mut tested: Intervals<u32> = Intervals::new();
@@ -537,7 +541,7 @@ mod tests {
         );
         assert_eq!(tested.directory.items().len(), STEP_BYTES / size_of::<Leaf>());
         assert!(tested.from(0).eq((0..items).map(|number| (number * 2..number * 2 + 1, number as u32))));
-        assert_eq!(Sparse::<u64>::new(3 * STEP_BYTES / 8).max_bytes(), 3 * STEP_BYTES);
-        assert_eq!(Sparse::<u64>::new(3 * STEP_BYTES / 8 + 1).max_bytes(), 4 * STEP_BYTES);
+        assert_eq!(SparseArray::<u64>::new(3 * STEP_BYTES / 8).max_bytes(), 3 * STEP_BYTES);
+        assert_eq!(SparseArray::<u64>::new(3 * STEP_BYTES / 8 + 1).max_bytes(), 4 * STEP_BYTES);
     }
 }

@@ -1,18 +1,18 @@
-//! Listings of volatile ranges: copied in parts, into memory of the caller.
+//! Lists volatile ranges: copies their descriptions, one part at a time, into an array of the caller.
 
-use super::vrange::{AT_A_TIME, How, Vranges};
+use super::vrange::{How, MAX_INTERVALS_PER_LOCK, Vranges};
 use super::word::{RangePhase, ticks_since};
-use super::{Ranges, now};
+use super::{Ranges, current_epoch};
 use std::sync::atomic::Ordering::Acquire;
 
-/// How a range was made.
+/// How a range was created.
 ///
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeKind {
-    /// Allocated by [`Ranges::allocate`].
+    /// The range has a handle: [`Ranges::allocate`] allocated it.
     Handle,
-    /// Memory of the program, marked by address.
+    /// The range was marked by address ([`Vranges::vrange`]).
     Marked,
 }
 
@@ -21,17 +21,17 @@ pub enum RangeKind {
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeState {
-    /// Not marked: its bytes stay.
+    /// The range is not marked: its bytes are preserved.
     Held,
-    /// Its bytes may be purged.
+    /// The range is marked: its bytes may be purged.
     Volatile,
-    /// Its bytes may be purged after the last pin ends.
+    /// The range is marked and pinned: its bytes may be purged after the last pin has ended.
     Pinned,
-    /// Its bytes are being purged.
+    /// The range is being purged.
     Purging,
 }
 
-/// A volatile range at one moment.
+/// A description of one volatile range, as it was when it was listed.
 ///
 /// ```
 /// use pagemill::volatile::listed::{RangeKind, RangeState};
@@ -52,11 +52,12 @@ pub struct Listed {
     pub kind: RangeKind,
     pub state: RangeState,
     pub how: How,
-    /// Purged pages raise `SIGBUS` when touched.
+    /// Whether accessing a purged page raises `SIGBUS`.
     pub is_strict: bool,
-    /// Bytes purged since it was marked; `None`: some, but the number is unknown.
+    /// Number of bytes purged since the range was marked; `None` if some were purged but their number is unknown.
     pub purged_bytes: Option<usize>,
-    /// Ticks of 4.2 ms since it was marked, or lost a chunk; they wrap after 19 hours. `None` while it is held.
+    /// Ticks of 4.2 ms since the range was marked or a chunk of it was purged. They wrap after 19 hours. `None` for a
+    /// held range.
     pub age_ticks: Option<u32>,
 }
 
@@ -74,18 +75,18 @@ impl Listed {
     };
 }
 
-/// The part of a listing that was copied.
+/// The result of copying one part of a list.
 ///
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListedPart {
     /// Number of ranges copied.
     pub count: usize,
-    /// Where to continue; `None` after the last.
+    /// The argument `from` for the next part; `None` after the last part.
     pub next: Option<usize>,
 }
 
-/// Fills `into` from `found` as far as there is room. Returns the count.
+/// Copies `found` to `into` as far as it fits. Returns the number copied.
 fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
     into.iter_mut().zip(found).fold(0, |count, (place, listed)| {
         *place = listed;
@@ -94,22 +95,23 @@ fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
 }
 
 impl Ranges {
-    /// Copies ranges with a handle, from number `from` on (0: the first). Ranges allocated or dropped meanwhile may be
-    /// missing or outdated. Cost: some nanoseconds each, no lock.
+    /// Copies descriptions of ranges with a handle, starting with the entry `from` (0 for the first). Ranges that are
+    /// allocated or dropped meanwhile may be missing or outdated. Cost: some nanoseconds for each range, no lock.
     pub fn list(&self, from: usize, into: &mut [Listed]) -> ListedPart {
-        // Visits at most as many entries as there is room for, so that the position to continue at is known.
+        // Visits at most `into.len()` entries, so all ranges found fit, and the next part starts at `to`.
         let end = (self.count.load(Acquire) as usize).max(from);
         let to = end.min(from.saturating_add(into.len()));
         let count = fill(into, (from..to).filter_map(|number| self.listed(number as u32)));
         ListedPart { count, next: (to < end).then_some(to) }
     }
 
+    /// The description of the range with this entry; `None` if the entry is free.
     fn listed(&self, number: u32) -> Option<Listed> {
-        const LOOKS: usize = 4;
+        const MAX_ATTEMPTS: usize = 4;
         let entry = self.entry(number);
         let mut found = None;
-        for _ in 0..LOOKS {
-            let seen = entry.word.look();
+        for _ in 0..MAX_ATTEMPTS {
+            let seen = entry.word.load();
             let len_bytes = entry.len_bytes.load(Acquire) as usize;
             if !seen.has_owner() || len_bytes == 0 {
                 return None;
@@ -130,28 +132,28 @@ impl Ranges {
                 how: if is_partial { How::Partial } else { How::Full },
                 is_strict: false,
                 purged_bytes: Some(if is_held || !seen.is_lost() { 0 } else { len_bytes.saturating_sub(kept_bytes) }),
-                age_ticks: (!is_held).then(|| ticks_since(now(), seen.epoch())),
+                age_ticks: (!is_held).then(|| ticks_since(current_epoch(), seen.epoch())),
             });
-            if entry.word.look() == seen {
+            if entry.word.load() == seen {
                 break;
             }
         }
         found
     }
 
-    /// Called in a fork child: publishes the ranges inherited from the parent.
+    /// Sets the figures of a fork child to the ranges that it inherited.
     pub fn begin_child(&self) {
-        self.tell_bytes();
+        self.publish_total_bytes();
     }
 }
 
 impl Vranges {
-    /// Copies marks that end after `from`, ascending by address. Cost: some nanoseconds each, under the lock of marks;
-    /// at most some thousand per call.
+    /// Copies descriptions of marked ranges that end after the address `from`, in ascending order; some thousand at
+    /// most. Cost: some nanoseconds for each, under the lock of the marks.
     pub fn list_from(&self, from: usize, into: &mut [Listed]) -> ListedPart {
-        let room = into.len().min(AT_A_TIME);
-        let count = self.book.with(|book| {
-            let found = book.marks.from(from).map(|(addresses, mark)| Listed {
+        let room = into.len().min(MAX_INTERVALS_PER_LOCK);
+        let count = self.table.with(|table| {
+            let found = table.marks.from(from).map(|(addresses, mark)| Listed {
                 addr: addresses.start,
                 len_bytes: addresses.len(),
                 kind: RangeKind::Marked,
@@ -163,7 +165,7 @@ impl Vranges {
                     (false, true) => None,
                     (false, false) => Some(0),
                 },
-                age_ticks: Some(ticks_since(now(), mark.epoch)),
+                age_ticks: Some(ticks_since(current_epoch(), mark.epoch)),
             });
             fill(&mut into[..room], found)
         });
@@ -171,9 +173,9 @@ impl Vranges {
         ListedPart { count, next }
     }
 
-    /// All marks, ascending by address. Allocates.
+    /// Returns descriptions of all marked ranges, in ascending order. Allocates from the global allocator.
     pub fn list(&self) -> Vec<Listed> {
-        let (mut listed, mut part) = (Vec::new(), vec![Listed::NONE; AT_A_TIME]);
+        let (mut listed, mut part) = (Vec::new(), vec![Listed::NONE; MAX_INTERVALS_PER_LOCK]);
         let mut from = Some(0);
         while let Some(start) = from {
             let ListedPart { count, next } = self.list_from(start, &mut part);

@@ -1,9 +1,9 @@
-//! Volatile ranges: memory whose contents may be purged under pressure, and that reports it.
+//! Volatile ranges: memory whose contents may be purged under pressure. The owner learns whether they were.
 //!
-//! A [`Range`] is *held* (its bytes stay) or *volatile* (a purge may take them). Marking and unmarking change one word,
-//! that of the range: no system call, no lock, no cache line that another range shares. Bytes are accessed through a
-//! [`Pin`], which excludes purges and reports what was kept. Only memory pressure purges, least recently marked first
-//! (`purge`).
+//! A [`Range`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and unmarking
+//! change one word of the range, without a system call, a lock, or a cache line shared with other ranges. Bytes are
+//! accessed through a [`Pin`], which excludes purges and reports which bytes were kept. Only memory pressure purges
+//! ranges, the least recently marked first (`purge`).
 //!
 //! ```
 //! use pagemill::Pagemill;
@@ -20,25 +20,25 @@
 //! ```
 //!
 //! ```text
-//!   Ranges  --- entries: 128 bytes each (word, address, length, what is kept)
+//!   Ranges  --- entries: 128 bytes each (state word, address, length, kept bytes)
 //!     |            |
-//!     |            +-- over 1 MiB: a slot of the heap, whole blocks, huge where they fill
-//!     |            `-- smaller: a part of a pack, a block of the heap in small pages, by class
+//!     |            +-- over 1 MiB: a slot of the heap, whole blocks, with huge pages where possible
+//!     |            `-- smaller: a part of a pack (a block of small pages, divided into ranges of one class)
 //!     `--- Shrinker: walks the entries
 //! ```
 //!
-//! Below: `heap`, `arena`. Above, by trait: `reclaim::Shrinker`. Locks: `free_lists_lock` (allocating and freeing
-//! entries), `purging`; a mark takes neither.
+//! Uses `heap`, `arena`. Implements `reclaim::Shrinker`. Locks: `free_lists_lock` (allocating and freeing entries),
+//! `purging`; marking acquires neither.
 #![allow(unsafe_code)] // entries in memory mapped by hand, frees slots
 
-mod book;
 pub mod c;
 pub mod cache;
 mod guards;
 mod intervals;
-mod line;
 pub mod listed;
+mod mark_table;
 mod purge;
+mod purge_queue;
 pub mod range;
 mod records;
 mod residents;
@@ -69,79 +69,84 @@ use word::{RangeWord, Refused, epoch_of};
 /// Maximum number of ranges in a process.
 pub const MAX_RANGES: usize = 1 << 24;
 
-/// Ranges up to this length share a pack with others of their class.
+/// Maximum length of a range in a pack. Longer ranges have a slot of the heap.
 const PACKED_BYTES: usize = BLOCK_BYTES / 2;
 
-/// Classes of packed ranges: powers of two from 4 KiB to 1 MiB.
+/// Number of classes of ranges in packs: powers of two from 4 KiB to 1 MiB.
 const CLASSES: usize = 9;
 const SMALLEST_BYTES: usize = PACKED_BYTES >> (CLASSES - 1);
 
-/// The class of ranges that have a slot of the heap.
+/// The class value of ranges that have a slot of the heap.
 const OWN_SLOT: u32 = CLASSES as u32;
 
-/// Number of free lists; threads use different ones. Words of different threads should lie far apart, because the
-/// hardware prefetches neighbouring lines and pages.
+/// Number of shards. Threads allocate entries from different shards, so that the state words of different threads are
+/// far apart: the hardware prefetches neighbouring cache lines and pages.
 const SHARDS: usize = 64;
 
-/// At most this much of a new or newly marked range is expected to be touched at once.
+/// Maximum number of bytes for which room is reserved when a range is allocated or marked. The program may not touch
+/// the rest of a longer range soon.
 const MOST_RESERVED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
-/// Entries that a shard takes at a time: 64 KiB. Few under shuttle, which explores each step of a walk.
-const RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
+/// Number of new entries that a shard gets at a time (64 KiB). Small under shuttle, where each step of a walk costs
+/// time.
+const RUN_ENTRIES: u32 = if cfg!(shuttle) { 4 } else { 512 };
 
-/// The shard of this thread: the thread that allocates a range mostly marks it, on whatever CPU.
-fn shard_here() -> usize {
-    // Thread pointers differ by the length of a stack, or by little.
+/// The shard of this thread. It depends on the thread, not on the CPU, because the thread that allocates a range
+/// usually marks it, too.
+fn current_shard() -> usize {
+    // The thread pointers of two threads may differ in few bits only, so they are hashed.
     (mem::thread_token().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - SHARDS.trailing_zeros())) % SHARDS
 }
 
-/// The current epoch.
+/// The current time in ticks of 4.2 ms (see [`epoch_of`]).
 #[inline]
-fn now() -> u32 {
+fn current_epoch() -> u32 {
     epoch_of(sync::coarse_ns())
 }
 
-/// Out-of-line metadata of one range, on two cache lines of its own (lines are fetched in pairs), so that marking one
-/// range does not slow down another.
+/// Metadata of one range, on two cache lines of its own. The hardware fetches lines in pairs, so marking one range does
+/// not slow down threads that mark others.
 #[repr(C, align(128))]
 struct RangeEntry {
     word: RangeWord,
-    /// Address of the bytes. An entry keeps its part of a pack for good; a slot is freed with the range.
+    /// Address of the bytes. A part of a pack belongs to its entry permanently, whereas a slot is freed with the range.
     addr: AtomicU64,
     len_bytes: AtomicU64,
-    /// Bytes from the start that no purge has taken. Valid while the word is marked lost.
+    /// Length of the first part of the range, which was not purged. Valid while the word has the bit `LOST`.
     kept_bytes: AtomicU64,
-    /// Bytes purged at a time: the whole range, or a chunk from its end.
+    /// Number of bytes purged at a time: the length of the range, or that of a chunk.
     chunk_bytes: AtomicU64,
     class: AtomicU32,
-    /// The shard whose free list it returns to.
+    /// The shard to whose free list the entry returns.
     shard: AtomicU32,
-    /// Next in the free list of its class: number plus one. Guarded by `free_lists_lock`.
+    /// The next entry in the free list: its number plus one; 0 at the end. Protected by `free_lists_lock`.
     next: AtomicU32,
 }
 
-// SAFETY: atomics only, for which zero bits are valid.
+// SAFETY: the type consists of atomics, for which zero bits are valid.
 unsafe impl Zeroed for RangeEntry {}
 
-/// All ranges of a process.
+/// All ranges of one Pagemill.
 ///
 /// Example: [`Range`].
 pub struct Ranges {
     arena: &'static Arena,
     heap: &'static Heap,
     entries: Table<RangeEntry>,
-    /// Entries allocated so far.
+    /// Number of entries created so far.
     count: AtomicU32,
-    /// Free lists by shard and class; last the class without own memory. Guarded by `free_lists_lock`.
+    /// Heads of the free lists, by shard and class. The last class is that of entries without memory. Protected by
+    /// `free_lists_lock`.
     free: [[AtomicU32; CLASSES + 1]; SHARDS],
-    /// By shard: the next entry that was never used, and the end of the run. Guarded by `free_lists_lock`.
+    /// For each shard: the entries that were never used, from the first number to the second. Protected by
+    /// `free_lists_lock`.
     runs: [[AtomicU32; 2]; SHARDS],
     free_lists_lock: Lock,
     purger: purge::Purger,
 }
 
 impl Ranges {
-    /// Creates the registry; no memory becomes resident.
+    /// Creates an empty set of ranges; no memory becomes resident.
     ///
     /// # Errors
     ///
@@ -159,16 +164,16 @@ impl Ranges {
         })
     }
 
-    /// Allocates a range of `len_bytes`, held. Its bytes are zero, or what memory of this process held before it was
-    /// freed. Once marked it is purged as `behaviour` defines.
+    /// Allocates a range of `len_bytes`, which is held at first. Its bytes are zero, or contents of memory that this
+    /// process has freed. `behaviour` defines how the range is purged after it was marked.
     ///
-    /// Cost: an entry of 128 bytes; over 1 MiB a slot of the heap, below that a power of two of address space; memory
-    /// when touched.
+    /// Cost: an entry of 128 bytes, and memory where it is touched. Up to 1 MiB the range has a power of two of address
+    /// space in a block that ranges share; a longer range has a slot of the heap.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if it is too long or there are [`MAX_RANGES`]
-    /// already, [`Error::BadLength`] for zero bytes, [`Error::BadChunk`] for chunks that are not a multiple of the OS
+    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if the range is too long or there are [`MAX_RANGES`]
+    /// ranges, [`Error::BadLength`] for zero bytes, [`Error::BadChunk`] for chunks that are not a multiple of the OS
     /// page, [`Error::System`] if the kernel refuses the memory.
     pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<Range> {
         let chunk_bytes = match behaviour {
@@ -182,11 +187,11 @@ impl Ranges {
         if chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
             return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
         }
-        // Much of a large range may never be touched.
+        // Reserve room for a part of a large range only, because the rest may never be touched.
         self.arena.budget.reserve((len_bytes as u64).min(MOST_RESERVED_BYTES))?;
         let (number, addr) = match class_of(len_bytes) {
-            Some(class) => self.take_packed(class)?,
-            None => self.take_slot(len_bytes, chunk_bytes)?,
+            Some(class) => self.allocate_in_pack(class)?,
+            None => self.allocate_in_slot(len_bytes, chunk_bytes)?,
         };
         let entry = self.entry(number);
         entry.addr.store(addr.as_ptr() as u64, Relaxed);
@@ -195,10 +200,10 @@ impl Ranges {
         entry.kept_bytes.store(len_bytes as u64, Relaxed);
         stats::add(Counter::RangesMade, 1);
         if self.purger.total_bytes.fetch_add(len_bytes as u64, SeqCst) == 0 {
-            // Marking notifies nothing, so the helper has to poll from here on.
+            // Marking does not notify the helper, so the helper must poll as long as there are ranges.
             self.heap.note_more();
         }
-        self.tell_bytes();
+        self.publish_total_bytes();
         Ok(Range::new(self, number, addr, len_bytes))
     }
 
@@ -206,49 +211,49 @@ impl Ranges {
         self.entries.get(number as usize)
     }
 
-    /// Allocates a free entry of the class, or a part of a new pack.
-    fn take_packed(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
-        let shard = shard_here();
-        if let Some(taken) = self.take_free(shard, class) {
+    /// Allocates an entry of the class with its part of a pack: a free entry, else one of a new pack.
+    fn allocate_in_pack(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
+        let shard = current_shard();
+        if let Some(taken) = self.pop_free_entry(shard, class) {
             return Ok(taken);
         }
-        let pack = match self.heap.allocate_pack() {
+        let pack = match self.heap.allocate_small_page_block() {
             Ok(pack) => pack,
-            // Fall back to free entries of other shards.
-            Err(error) => return (0..SHARDS).find_map(|other| self.take_free(other, class)).ok_or(error),
+            // Without memory for a pack, use a free entry of another shard.
+            Err(error) => return (0..SHARDS).find_map(|other| self.pop_free_entry(other, class)).ok_or(error),
         };
         let size = SMALLEST_BYTES << class;
-        let first = self.take_new(shard, class, BLOCK_BYTES / size).inspect_err(|_| self.leave_slot(pack))?;
+        let first = self.create_entries(shard, class, BLOCK_BYTES / size).inspect_err(|_| self.free_heap_slot(pack))?;
         for part in 0..BLOCK_BYTES / size {
             self.entry(first + part as u32).addr.store((pack.as_ptr() as usize + part * size) as u64, Relaxed);
         }
-        self.add_free(first + 1..first + (BLOCK_BYTES / size) as u32);
+        self.push_free_entries(first + 1..first + (BLOCK_BYTES / size) as u32);
         Ok((first, pack))
     }
 
-    /// Allocates an entry and a slot of the heap for it.
-    fn take_slot(&'static self, len_bytes: usize, chunk_bytes: usize) -> Result<(u32, NonNull<u8>)> {
-        let slot = self.heap.allocate_own(len_bytes)?;
+    /// Allocates an entry and a slot of the heap for its bytes.
+    fn allocate_in_slot(&'static self, len_bytes: usize, chunk_bytes: usize) -> Result<(u32, NonNull<u8>)> {
+        let slot = self.heap.allocate_stable_blocks(len_bytes)?;
         if len_bytes == chunk_bytes || chunk_bytes.is_multiple_of(BLOCK_BYTES) {
             self.arena.allow_huge(slot.as_ptr() as usize, len_bytes & !(BLOCK_BYTES - 1));
         } else {
-            // Discarding a part of a huge page frees nothing.
+            // Chunks smaller than a huge page need small pages, because discarding a part of a huge page frees nothing.
             let first = self.arena.block_of(slot.as_ptr() as usize);
             for block in first..first + len_bytes.div_ceil(BLOCK_BYTES) {
-                // SAFETY: a block of a slot that was just allocated here.
-                unsafe { self.arena.make_small(block) };
+                // SAFETY: this call allocated the slot to which the block belongs.
+                unsafe { self.arena.reopen_with_small_pages(block) };
             }
         }
-        let shard = shard_here();
-        if let Some((number, _)) = self.take_free(shard, CLASSES) {
+        let shard = current_shard();
+        if let Some((number, _)) = self.pop_free_entry(shard, CLASSES) {
             return Ok((number, slot));
         }
-        let number = self.take_new(shard, CLASSES, 1).inspect_err(|_| self.leave_slot(slot))?;
+        let number = self.create_entries(shard, CLASSES, 1).inspect_err(|_| self.free_heap_slot(slot))?;
         Ok((number, slot))
     }
 
-    /// Takes a free entry that no purge holds at the moment.
-    fn take_free(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
+    /// Removes a free entry from its list, skipping entries that a purge has claimed. The entry is held afterwards.
+    fn pop_free_entry(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
         let _guard = self.free_lists_lock.lock();
         let mut link = &self.free[shard][class];
         loop {
@@ -263,27 +268,28 @@ impl Ranges {
         }
     }
 
-    /// Adds an entry to its free list. The caller holds `free_lists_lock`.
-    fn put_free(&self, number: u32) {
+    /// Adds an entry to its free list. The caller must hold `free_lists_lock`.
+    fn push_free_entry(&self, number: u32) {
         let entry = self.entry(number);
         let head = &self.free[entry.shard.load(Relaxed) as usize][entry.class.load(Relaxed) as usize];
         entry.next.store(head.load(Relaxed), Relaxed);
         head.store(number + 1, Relaxed);
     }
 
-    /// Allocates consecutive new entries. The first is held; the others are in no list until [`Ranges::add_free`].
-    fn take_new(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
+    /// Creates consecutive entries and returns the number of the first, which is held. The caller must add the others
+    /// to the free list with [`Ranges::push_free_entries`].
+    fn create_entries(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
         let entries = entries as u32;
         let _guard = self.free_lists_lock.lock();
         let [next, end] = &self.runs[shard];
         if end.load(Relaxed) - next.load(Relaxed) < entries {
             let start = self.count.load(Relaxed);
-            let count = start + entries.max(RUN);
+            let count = start + entries.max(RUN_ENTRIES);
             if count as usize > MAX_RANGES {
                 return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<RangeEntry>() as u64 });
             }
             self.entries.open(0, start as usize, count as usize)?;
-            // From here on purges see these entries, too: free and without memory.
+            // Purges visit these entries from now on. They are free and have no memory.
             self.count.store(count, Release);
             next.store(start, Relaxed);
             end.store(count, Relaxed);
@@ -299,52 +305,53 @@ impl Ranges {
         Ok(first)
     }
 
-    /// Adds entries to their free lists.
-    fn add_free(&self, entries: std::ops::Range<u32>) {
+    /// Adds new entries to their free list.
+    fn push_free_entries(&self, entries: std::ops::Range<u32>) {
         let _guard = self.free_lists_lock.lock();
-        entries.rev().for_each(|number| self.put_free(number));
+        entries.rev().for_each(|number| self.push_free_entry(number));
     }
 
     /// Frees a range that its owner dropped.
-    fn leave(&self, number: u32) {
+    fn release_entry(&self, number: u32) {
         let entry = self.entry(number);
         let class = entry.class.load(Relaxed) as usize;
         let has_slot = class == CLASSES;
-        // The memory of a slot belongs to the heap from here on.
+        // Read before the release: another thread may reuse the entry afterwards.
         let slot = NonNull::new(entry.addr.load(Relaxed) as usize as *mut u8).filter(|_| has_slot);
-        let is_released = self.insist(number, || entry.word.release(!has_slot));
+        let is_released = self.retry_after_purge(number, || entry.word.release(!has_slot));
         debug_assert!(is_released.is_ok());
         self.purger.total_bytes.fetch_sub(entry.len_bytes.load(Relaxed), Relaxed);
-        self.tell_bytes();
+        self.publish_total_bytes();
         if let Some(slot) = slot {
-            self.leave_slot(slot);
+            self.free_heap_slot(slot);
         }
         let _guard = self.free_lists_lock.lock();
-        self.put_free(number);
+        self.push_free_entry(number);
     }
 
-    fn leave_slot(&self, slot: NonNull<u8>) {
-        // SAFETY: allocated by this module; its range is gone, so nothing uses it.
+    /// Frees the slot of a range.
+    fn free_heap_slot(&self, slot: NonNull<u8>) {
+        // SAFETY: this module allocated the slot, and its range was dropped, so nothing uses it.
         let result = unsafe { self.heap.free(slot.as_ptr() as usize) };
         debug_assert!(result.is_ok());
     }
 
-    /// Runs `act`, which may have to wait for a purge of the range. Such a purge is asked to stop, and does within
-    /// some hundred microseconds.
+    /// Runs `act`. If a purge has claimed the range, requests it to stop, waits for that (some hundred microseconds at
+    /// most), and runs `act` again.
     #[inline]
-    fn insist<T>(
+    fn retry_after_purge<T>(
         &self,
         number: u32,
         act: impl Fn() -> std::result::Result<T, Refused>,
     ) -> std::result::Result<T, Refused> {
         match act() {
-            Err(Refused::Purging) => self.insist_slowly(number, act),
+            Err(Refused::Purging) => self.wait_for_purge(number, act),
             result => result,
         }
     }
 
     #[cold]
-    fn insist_slowly<T>(
+    fn wait_for_purge<T>(
         &self,
         number: u32,
         act: impl Fn() -> std::result::Result<T, Refused>,
@@ -352,7 +359,7 @@ impl Ranges {
         stats::add(Counter::RangesAwaited, 1);
         let mut backoff = Backoff::new();
         loop {
-            if self.entry(number).word.await_end() {
+            if self.entry(number).word.request_stop() {
                 backoff.pause();
             }
             match act() {
@@ -362,8 +369,8 @@ impl Ranges {
         }
     }
 
-    /// Copies the sum of all lengths to the figures. Repeats if another thread changed it meanwhile.
-    fn tell_bytes(&self) {
+    /// Copies the sum of all lengths to the figures. Repeats this if another thread has changed the sum meanwhile.
+    fn publish_total_bytes(&self) {
         loop {
             let bytes = self.purger.total_bytes.load(Relaxed);
             stats::set(Counter::RangesBytes, bytes);
@@ -394,7 +401,7 @@ impl Ranges {
     }
 }
 
-/// The class of packed ranges for this length; `None` for a range that needs a slot.
+/// The class of a range of this length in a pack; `None` for a range that needs a slot of the heap.
 fn class_of(len_bytes: usize) -> Option<usize> {
     let size = len_bytes.max(SMALLEST_BYTES.max(os_page_bytes()));
     (size <= PACKED_BYTES).then(|| (size.next_power_of_two() / SMALLEST_BYTES).trailing_zeros() as usize)
@@ -404,6 +411,7 @@ fn class_of(len_bytes: usize) -> Option<usize> {
 mod tests {
     use super::*;
 
+    /// Lengths at the boundaries of classes must map to the smallest class that fits.
     #[test]
     fn classes_are_powers_of_two() {
         assert_eq!([1, SMALLEST_BYTES, SMALLEST_BYTES + 1].map(class_of), [Some(0), Some(0), Some(1)]);

@@ -1,18 +1,18 @@
-//! Purges ranges, least recently marked first, in bounded steps.
+//! Purges ranges, the least recently marked first, in bounded steps.
 //!
-//! A walk over the entries selects some hundred of the oldest marks. They are purged in order, and the walk is repeated
-//! when they are used up. A whole range is purged in its turn. Of a range with chunks the last chunk is purged and the
-//! range counts as marked anew, so that other ranges come before its next chunk. Memory left in free ranges of packs
-//! counts as oldest.
+//! A walk over the entries queues some hundred ranges with the oldest marks (`purge_queue`). They are purged in order,
+//! then the next walk follows. A range without chunks is purged as a whole. Of a range with chunks only the last chunk
+//! is purged. Then the range counts as marked at that time, so that other ranges are purged before its next chunk.
+//! Memory of free entries counts as oldest.
 //!
-//! The owner cannot access a claimed range. A thread that needs it sets a bit in the word, and the purge ends after its
-//! current step: the rest is kept.
-#![allow(unsafe_code)] // gives the memory of claimed ranges back
+//! A range that a purge has claimed cannot be accessed. A thread that needs the range sets a bit in its state word.
+//! Then the purge ends after its current step, and the rest of the range is kept.
+#![allow(unsafe_code)] // discards the memory of claimed ranges
 
-use super::line::{Line, Oldest};
-use super::residents::Residents;
-use super::word::{RangePhase, Seen, age};
-use super::{OWN_SLOT, RangeEntry, Ranges, SMALLEST_BYTES, now};
+use super::purge_queue::{Oldest, PurgeQueue};
+use super::residents::ResidentBytes;
+use super::word::{RangePhase, SeenWord, age};
+use super::{OWN_SLOT, RangeEntry, Ranges, SMALLEST_BYTES, current_epoch};
 use pagemill_core::reclaim::aging::LeastOver;
 use pagemill_core::reclaim::governor::WORTHWHILE_BYTES;
 use pagemill_core::reclaim::{Shrinker, Urgency};
@@ -23,31 +23,31 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::{clock, mem};
 use std::time::Duration;
 
-/// Bytes given back by one system call. It bounds the wait of another thread: some 40 us. Small under shuttle, so that
-/// small ranges have several steps.
+/// Maximum number of bytes that one step discards. It bounds the time that another thread waits: some 40 us. Small
+/// under shuttle, so that small ranges have several steps.
 pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
-/// Shortest pause between two walks that only measure, and the largest share of time that they take.
+/// Minimum time between two measuring walks: this many nanoseconds, and `MEASURE_SHARE` times the duration of the last.
 const MEASURE_PAUSE_NS: u64 = 100_000_000;
 const MEASURE_SHARE: u64 = 100;
 
-/// A measuring walk reads page states for this long; the remaining ranges are extrapolated from the average.
+/// Time limit of a measuring walk, in nanoseconds. The resident bytes of the remaining ranges are extrapolated.
 pub(super) const MEASURE_NS: u64 = 10_000_000;
 
-/// The purge queue and the known amounts.
+/// The purge queue, and sums over all ranges.
 #[derive(Default)]
 pub(super) struct Purger {
     pub lock: Lock,
     /// Length of all ranges.
     pub total_bytes: AtomicU64,
-    /// Bytes that were volatile (as far as kept) or free at the last walk.
+    /// Bytes that a purge of everything could free, as of the last walk.
     giveable_bytes: AtomicU64,
-    /// Earliest time of the next walk that only measures.
+    /// Earliest time of the next measuring walk.
     measure_after_ns: AtomicU64,
-    /// Least amount of free bytes that was not reused.
+    /// The minimum of the bytes in free entries over some time. So many bytes were not reused in that time.
     unused: LeastOver,
-    /// The ranges marked first, by number; guarded by `lock`.
-    line: Line,
+    /// The purge queue; its keys are numbers of entries. Protected by `lock`.
+    queue: PurgeQueue,
 }
 
 impl Shrinker for Ranges {
@@ -67,15 +67,15 @@ impl Shrinker for Ranges {
         self.purger.total_bytes.load(Relaxed) > 0
     }
 
-    /// Gives back memory of dropped ranges, which packs keep for reuse. Contents of marked ranges are purged under
-    /// pressure only.
+    /// Returns memory of free entries, which packs keep for reuse. Marked ranges are not purged here: only pressure
+    /// purges contents.
     fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
-        let now = now();
+        let now = current_epoch();
         let free = || {
             let numbers = 0..self.count.load(Acquire);
             numbers.filter_map(|number| {
-                let (entry, seen) = (self.entry(number), self.entry(number).word.look());
-                let bytes = self.giveable_of(entry, seen, now);
+                let (entry, seen) = (self.entry(number), self.entry(number).word.load());
+                let bytes = self.giveable_bytes_of(entry, seen, now);
                 (seen.phase() == RangePhase::Free && bytes > 0).then_some((number, seen.epoch(), bytes))
             })
         };
@@ -98,7 +98,7 @@ impl Shrinker for Ranges {
 
     fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
         let _guard = self.purger.lock.lock();
-        self.purger.line.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), || self.look_for_oldest())
+        self.purger.queue.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), || self.fill_queue())
     }
 
     fn measure(&self) {
@@ -109,14 +109,14 @@ impl Shrinker for Ranges {
 }
 
 impl Ranges {
-    /// Measures what a purge of everything would free: the resident pages of each range that may be purged.
+    /// Measures the bytes that a purge of everything would free: the resident pages of each range that may be purged.
     pub fn measure_now(&self) {
         let begun = clock::fine_ns();
         let _guard = self.purger.lock.lock();
-        let (now, mut residents) = (now(), Residents::new(begun + MEASURE_NS));
+        let (now, mut residents) = (current_epoch(), ResidentBytes::new(begun + MEASURE_NS));
         for number in 0..self.count.load(Acquire) {
             let entry = self.entry(number);
-            let bytes = self.giveable_of(entry, entry.word.look(), now);
+            let bytes = self.giveable_bytes_of(entry, entry.word.load(), now);
             if bytes > 0 {
                 residents.add(entry.addr.load(Relaxed) as usize, bytes);
             }
@@ -131,45 +131,45 @@ impl Ranges {
         stats::set(Counter::RangesGiveable, bytes);
     }
 
-    /// Walks all entries, some nanoseconds each, to fill the line and to sum up what is giveable. Returns the length of
-    /// the line.
-    fn look_for_oldest(&self) -> usize {
-        let (now, mut oldest, mut giveable) = (now(), Oldest::new(), 0);
+    /// Walks all entries (some nanoseconds for each) to fill the purge queue and to sum up the giveable bytes. Returns
+    /// the length of the queue.
+    fn fill_queue(&self) -> usize {
+        let (now, mut oldest, mut giveable) = (current_epoch(), Oldest::new(), 0);
         for number in 0..self.count.load(Acquire) {
             let entry = self.entry(number);
-            let seen = entry.word.look();
-            let bytes = self.giveable_of(entry, seen, now);
+            let seen = entry.word.load();
+            let bytes = self.giveable_bytes_of(entry, seen, now);
             if bytes > 0 {
                 giveable += bytes;
                 let age = if seen.phase() == RangePhase::Free { u32::MAX } else { age(now, seen.epoch()) };
-                oldest.offer(age, seen.epoch(), u64::from(number));
+                oldest.add(age, seen.epoch(), u64::from(number));
             }
         }
         self.set_giveable(giveable);
-        self.purger.line.set(&mut oldest)
+        self.purger.queue.set(&mut oldest)
     }
 
-    /// Purges a range or its last chunk, if it is free or still volatile since `epoch`. Returns the bytes that the
-    /// kernel took; `None` if nothing was purged.
+    /// Purges a range or its last chunk, unless the range was marked again or became held after `epoch`. Returns the
+    /// bytes that the kernel took; `None` if nothing was purged.
     fn purge(&self, number: u32, epoch: u32) -> Option<u64> {
         let entry = self.entry(number);
-        let (seen, begun) = (entry.word.look(), now());
-        if self.giveable_of(entry, seen, begun) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, begun) {
+        let (seen, begun) = (entry.word.load(), current_epoch());
+        if self.giveable_bytes_of(entry, seen, begun) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, begun) {
             return None;
         }
         let addr = entry.addr.load(Relaxed) as usize;
         if seen.phase() == RangePhase::Free {
-            let freed = self.discard(entry, addr, addr + entry.room_bytes());
-            // If the kernel refused, the range is not tried again before its next use.
+            let freed = self.discard(entry, addr, addr + entry.address_bytes());
+            // Even if the kernel refused, the entry counts as without memory until its next use.
             entry.word.finish(true, epoch);
             return freed;
         }
         let (kept, chunk) = (entry.kept(seen), entry.chunk_bytes.load(Relaxed) as usize);
         let (left, freed) = self.purge_down_to(entry, kept, (kept - 1) / chunk * chunk);
         entry.kept_bytes.store(left as u64, Relaxed);
-        // Only one of several chunks is purged, so that other ranges have their turn first. The same holds where the
-        // kernel refused.
-        entry.word.finish(seen.is_lost() || left < kept, now());
+        // The range counts as marked now, so that other ranges are purged before its next chunk, or before another
+        // attempt if the kernel refused.
+        entry.word.finish(seen.is_lost() || left < kept, current_epoch());
         if left == kept {
             return None;
         }
@@ -177,20 +177,20 @@ impl Ranges {
         Some(freed)
     }
 
-    /// Gives back the end of a claimed range step by step, last step first. Returns the bytes left and the bytes that
-    /// the kernel took.
+    /// Discards the bytes of a claimed range from `down_to` to `kept`, in steps from the end. Returns the length of the
+    /// remaining part and the bytes that the kernel took.
     fn purge_down_to(&self, entry: &RangeEntry, kept: usize, down_to: usize) -> (usize, u64) {
         let addr = entry.addr.load(Relaxed) as usize;
         let is_whole = kept == entry.len_bytes.load(Relaxed) as usize;
-        // All addresses behind the range's end are its own.
-        let mut to = addr + if is_whole { entry.room_bytes() } else { kept };
+        // If nothing was purged before, also discard the addresses behind the range's end, which no other range uses.
+        let mut to = addr + if is_whole { entry.address_bytes() } else { kept };
         let (mut left, mut freed) = (kept, 0);
         while left > down_to && !(left < kept && entry.word.is_awaited()) {
-            // Steps end on multiples of their length, so that huge pages are discarded as a whole.
+            // Steps start at multiples of their length, so that huge pages are discarded as a whole.
             let from = down_to.max((left - 1) / STEP_BYTES * STEP_BYTES);
             match self.discard(entry, addr + from, to) {
                 Some(bytes) => freed += bytes,
-                // The kernel may have refused after a part of it.
+                // The kernel refused. If all pages are still resident, it has discarded none of them.
                 None if mem::resident_bytes(addr + from, to - addr - from)
                     .is_ok_and(|bytes| bytes == to - addr - from) =>
                 {
@@ -203,18 +203,18 @@ impl Ranges {
         (left, freed)
     }
 
-    /// Upper bound of what a purge of a range could free. Memory inherited from a parent process counts as 0.
-    fn giveable_of(&self, entry: &RangeEntry, seen: Seen, now: u32) -> u64 {
+    /// Upper bound of the bytes that a purge of a range could free. Memory inherited from a parent process counts as 0.
+    fn giveable_bytes_of(&self, entry: &RangeEntry, seen: SeenWord, now: u32) -> u64 {
         let block = || self.arena.block_of(entry.addr.load(Relaxed) as usize);
         match seen.phase() {
-            _ if !seen.is_claimable(now) || self.arena.peek(block()).is_inherited => 0,
-            RangePhase::Free => entry.room_bytes() as u64,
+            _ if !seen.is_claimable(now) || self.arena.block_state(block()).is_inherited => 0,
+            RangePhase::Free => entry.address_bytes() as u64,
             _ => entry.kept(seen) as u64,
         }
     }
 
-    /// Gives back whole pages of a claimed range. Returns `None` if the kernel refused; then the caller must not
-    /// continue.
+    /// Discards whole pages of a claimed range. Returns the bytes that the kernel took; `None` if it refused, perhaps
+    /// after some of the pages.
     fn discard(&self, entry: &RangeEntry, from: usize, to: usize) -> Option<u64> {
         let has_slot = entry.class.load(Relaxed) == OWN_SLOT;
         let (mut at, mut freed) = (from, 0);
@@ -223,11 +223,11 @@ impl Ranges {
             let end = to.min(self.arena.block_addr(block) + BLOCK_BYTES);
             let blocks = (to - at) / BLOCK_BYTES;
             if has_slot && at == self.arena.block_addr(block) && blocks > 0 {
-                // SAFETY: whole blocks of a slot, claimed: no thread needs or accesses their contents.
-                freed += unsafe { self.arena.renew(block, blocks) }?;
+                // SAFETY: these are whole blocks of a claimed range, so no thread needs or accesses their contents.
+                freed += unsafe { self.arena.discard_and_reopen(block, blocks) }?;
                 at += blocks * BLOCK_BYTES;
             } else {
-                // SAFETY: as above, whole OS pages of one block.
+                // SAFETY: as above; these are whole OS pages of one block.
                 freed += unsafe { self.arena.discard_part(block, at, end - at) }?;
                 at = end;
             }
@@ -236,7 +236,7 @@ impl Ranges {
     }
 }
 
-/// Records that bytes of a range were purged, resident or not.
+/// Counts and traces a purge of `bytes` bytes of a range, whether they were resident or not.
 pub(super) fn note_purged(addr: usize, bytes: usize) {
     stats::add(Counter::RangesPurged, 1);
     stats::add(Counter::RangeBytesPurged, bytes as u64);
@@ -244,16 +244,16 @@ pub(super) fn note_purged(addr: usize, bytes: usize) {
 }
 
 impl RangeEntry {
-    /// Bytes of address space of the range: whole blocks, or its part of a pack.
-    fn room_bytes(&self) -> usize {
+    /// Bytes of address space of the entry: the whole blocks of its slot, or its part of a pack.
+    fn address_bytes(&self) -> usize {
         match self.class.load(Relaxed) {
             OWN_SLOT => (self.len_bytes.load(Relaxed) as usize).next_multiple_of(BLOCK_BYTES),
             class => SMALLEST_BYTES << class,
         }
     }
 
-    /// Bytes from the start that are present, of a volatile range.
-    fn kept(&self, seen: Seen) -> usize {
+    /// Length of the first part of a volatile range, which was not purged.
+    fn kept(&self, seen: SeenWord) -> usize {
         let bytes = if seen.is_lost() { &self.kept_bytes } else { &self.len_bytes };
         bytes.load(Relaxed) as usize
     }

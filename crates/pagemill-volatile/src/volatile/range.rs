@@ -1,8 +1,8 @@
-//! A range and its pins.
+//! [`Range`]: a volatile range with a handle, and [`Pin`], which gives access to its bytes.
 #![allow(unsafe_code)] // accesses a range's bytes
 
 use super::word::{RangePhase, Refused};
-use super::{Ranges, now};
+use super::{Ranges, current_epoch};
 use pagemill_core::error::{Error, Result};
 use std::fmt;
 use std::ops::Deref;
@@ -14,10 +14,10 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Example: [`Range`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behaviour {
-    /// As a whole.
+    /// The range is purged as a whole.
     Full,
-    /// From the end, a chunk at a time, in turn with the other ranges. Chunks are multiples of the OS page: 64 KiB, or
-    /// 2 MiB where huge pages are to stay whole.
+    /// The range is purged from the end, one chunk at a time, alternating with other ranges. `chunk_bytes` is a
+    /// multiple of the OS page: for example 64 KiB, or 2 MiB if the range should use huge pages.
     Partial { chunk_bytes: usize },
 }
 
@@ -28,15 +28,17 @@ pub enum Behaviour {
 pub enum Contents {
     /// All bytes survived.
     Kept,
-    /// The first `kept_bytes` bytes survived; each of the others is unchanged or zero.
+    /// The first `kept_bytes` bytes survived. Each of the other bytes is unchanged or zero.
     Purged { kept_bytes: usize },
 }
 
-/// Memory whose contents the program can recreate. Allocated by [`Ranges::allocate`], held at first; freed on drop.
+/// A volatile range: memory whose contents the program can recreate.
+///
+/// [`Ranges::allocate`] allocates it; it is held at first. Dropping it frees its memory.
 ///
 /// # Invariants
 ///
-/// `addr` starts `len_bytes` readable and writable bytes that belong to this range's entry and to no other. A purge
+/// The `len_bytes` bytes at `addr` are readable and writable and belong to the entry of this range only. A purge
 /// changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
 ///
 /// ```
@@ -60,7 +62,7 @@ pub struct Range {
 
 // SAFETY: the range owns its bytes, and all shared changes go through the atomic word.
 unsafe impl Send for Range {}
-// SAFETY: as above; bytes are written only through `&mut Range`.
+// SAFETY: as above, and bytes are written only through `&mut Range`.
 unsafe impl Sync for Range {}
 
 impl Range {
@@ -72,19 +74,20 @@ impl Range {
         self.len_bytes
     }
 
-    /// Address of its bytes, for use as a page-aligned buffer. Access still requires a pin.
+    /// Address of the bytes, for example for a system call. They may be accessed only while the range is pinned or
+    /// held.
     pub fn addr(&self) -> usize {
         self.addr.as_ptr() as usize
     }
 
-    /// Whether it is marked volatile.
+    /// Whether the range is marked volatile.
     pub fn is_volatile(&self) -> bool {
-        matches!(self.entry().word.look().phase(), RangePhase::Volatile | RangePhase::Purging)
+        matches!(self.entry().word.load().phase(), RangePhase::Volatile | RangePhase::Purging)
     }
 
-    /// Whether a purge is working on it at this moment.
+    /// Whether a purge is discarding bytes of the range at this moment.
     pub fn is_being_purged(&self) -> bool {
-        self.entry().word.look().phase() == RangePhase::Purging
+        self.entry().word.load().phase() == RangePhase::Purging
     }
 
     #[inline]
@@ -93,8 +96,8 @@ impl Range {
     }
 
     #[inline]
-    fn insist<T>(&self, act: impl Fn() -> std::result::Result<T, Refused>) -> Result<T> {
-        self.ranges.insist(self.number, act).map_err(|refused| Error::WrongState {
+    fn retry_after_purge<T>(&self, act: impl Fn() -> std::result::Result<T, Refused>) -> Result<T> {
+        self.ranges.retry_after_purge(self.number, act).map_err(|refused| Error::WrongState {
             what: match refused {
                 Refused::RangePhase(RangePhase::Held) => "the range is not volatile",
                 Refused::RangePhase(_) => "the range is volatile already",
@@ -103,41 +106,41 @@ impl Range {
         })
     }
 
-    /// Marks the range volatile: its bytes may be purged when memory is needed, as soon as it has no pins.
+    /// Marks the range volatile: its bytes may be purged when memory is needed, as soon as the range has no pins.
     ///
-    /// Cost: one compare-and-swap and a read of the clock, no system call. Of several ranges the one marked first is
-    /// purged first (accurate to 4 ms).
+    /// Ranges are purged in the order in which they were marked (accurate to 4 ms). Cost: one compare-and-swap and a
+    /// read of the clock, no system call.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongState`] if it is volatile already.
+    /// [`Error::WrongState`] if the range is volatile.
     ///
     /// Source: J. Stultz and M. Kim, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
     #[inline]
     pub fn mark(&self) -> Result<()> {
-        self.insist(|| self.entry().word.mark(now()))
+        self.retry_after_purge(|| self.entry().word.mark(current_epoch()))
     }
 
     /// Takes the range back from reclaim and reports whether its bytes survived.
     ///
-    /// Cost: one compare-and-swap; while it is being purged, at most some hundred microseconds.
+    /// Cost: one compare-and-swap. While the range is being purged, also a wait of some hundred microseconds at most.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongState`] if it is not volatile.
+    /// [`Error::WrongState`] if the range is not volatile.
     #[inline]
     pub fn unmark(&self) -> Result<Contents> {
-        let was_lost = self.insist(|| self.entry().word.unmark())?;
+        let was_lost = self.retry_after_purge(|| self.entry().word.unmark())?;
         Ok(if was_lost { self.note_loss() } else { Contents::Kept })
     }
 
-    /// Reports what was kept, and requests room for what will be rewritten.
+    /// Returns the length of the kept part, and reserves room for the bytes that the program will write again.
     #[cold]
     fn note_loss(&self) -> Contents {
         let kept_bytes = self.kept_bytes();
         self.entry().word.unpin();
-        // Reclaim now, so that the memory need not be found at the first touch. A failure is ignored: the range is
-        // touched all the same.
+        // Reserving reclaims now if memory is short, instead of at the first touch. An error is ignored, because the
+        // program may touch the range anyway.
         let _ = self.ranges.arena.budget.reserve((self.len_bytes - kept_bytes) as u64);
         Contents::Purged { kept_bytes }
     }
@@ -146,62 +149,63 @@ impl Range {
         (self.entry().kept_bytes.load(Relaxed) as usize).min(self.len_bytes)
     }
 
-    /// Counts a volatile range as marked now. For caches: purges recently used ranges last.
+    /// Makes a volatile range count as marked now. Caches call this at each use, so that recently used ranges are
+    /// purged last.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongState`] if it is not volatile.
+    /// [`Error::WrongState`] if the range is not volatile.
     #[inline]
     pub fn refresh(&self) -> Result<()> {
-        self.insist(|| self.entry().word.refresh(now()))
+        self.retry_after_purge(|| self.entry().word.refresh(current_epoch()))
     }
 
-    /// Pins the range and gives access to the bytes that were kept; none is purged while the pin lives. A held range is
-    /// kept as a whole.
+    /// Pins the range and gives access to the bytes that were kept. No byte is purged while the pin exists. Of a held
+    /// range all bytes are accessible.
     ///
     /// # Errors
     ///
     /// [`Error::WrongState`] beyond 65,535 pins.
     #[inline]
     pub fn pin(&self) -> Result<Pin<'_>> {
-        let seen = self.insist(|| self.entry().word.pin())?;
+        let seen = self.retry_after_purge(|| self.entry().word.pin())?;
         let is_whole = seen.phase() == RangePhase::Held || !seen.is_lost();
         let kept_bytes = if is_whole { self.len_bytes } else { self.kept_bytes() };
         let contents = if is_whole { Contents::Kept } else { Contents::Purged { kept_bytes } };
         Ok(Pin { range: self, kept_bytes, contents })
     }
 
-    /// Returns the bytes of a held range for writing. Purged bytes have their old value or read zero.
+    /// Returns the bytes of a held range for writing. Each purged byte has its old value or is zero.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongState`] if it is volatile.
+    /// [`Error::WrongState`] if the range is volatile.
     pub fn bytes_mut(&mut self) -> Result<&mut [u8]> {
         if self.is_volatile() {
             return Err(Error::WrongState { what: "the range is volatile: unmark it to write" });
         }
-        // SAFETY: the bytes belong to this range only (type invariant). It is held, and `&mut self` keeps it so and
-        // excludes pins.
+        // SAFETY: the bytes belong to this range only (type invariant). The range is held, and `&mut self` excludes
+        // pins and marking.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.addr.as_ptr(), self.len_bytes) })
     }
 }
 
 impl Drop for Range {
     fn drop(&mut self) {
-        self.ranges.leave(self.number);
+        self.ranges.release_entry(self.number);
     }
 }
 
 impl fmt::Debug for Range {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seen = self.entry().word.look();
+        let seen = self.entry().word.load();
         let mut text = f.debug_struct("Range");
         text.field("addr", &self.addr).field("len_bytes", &self.len_bytes);
         text.field("phase", &seen.phase()).field("pins", &seen.pins()).finish_non_exhaustive()
     }
 }
 
-/// A pin: keeps the bytes of a range while it lives. Dereferences to all bytes, or to those that were kept.
+/// A pin: while it exists, no byte of its range is purged. It dereferences to the bytes that were kept.
 ///
 /// ```
 /// use pagemill::{Pagemill, volatile::Behaviour};
@@ -209,8 +213,8 @@ impl fmt::Debug for Range {
 /// let mut range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
 /// range.bytes_mut()?[0] = 7;
 /// range.mark()?;
-/// let pin = range.pin()?; // still volatile, but not purged while pinned
-/// assert!(pin.whole().is_none_or(|bytes| bytes[0] == 7)); // `None`: purged before
+/// let pin = range.pin()?; // the range is still volatile, but is not purged while it is pinned
+/// assert!(pin.whole().is_none_or(|bytes| bytes[0] == 7)); // `None` if bytes were purged before
 /// # drop(pin);
 /// # Ok::<(), pagemill::Error>(())
 /// ```
@@ -222,12 +226,12 @@ pub struct Pin<'range> {
 }
 
 impl Pin<'_> {
-    /// Whether all bytes were kept.
+    /// Whether all bytes were kept until the range was pinned.
     pub fn contents(&self) -> Contents {
         self.contents
     }
 
-    /// All bytes, if all were kept.
+    /// All bytes of the range; `None` if some were purged.
     pub fn whole(&self) -> Option<&[u8]> {
         (self.contents == Contents::Kept).then_some(self)
     }
@@ -237,8 +241,8 @@ impl Deref for Pin<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: inside the range. No purge takes its bytes while this pin is counted, and no thread writes them while
-        // the range is borrowed.
+        // SAFETY: the bytes are inside the range. No purge discards them while this pin is counted, and no thread
+        // writes them while the range is borrowed.
         unsafe { std::slice::from_raw_parts(self.range.addr.as_ptr(), self.kept_bytes) }
     }
 }

@@ -1,30 +1,33 @@
-//! Measures how much of the memory of ranges is resident: one kernel query per block, shared by the ranges in it.
+//! Measures the resident memory of ranges. One system call (`mincore`) per block serves all ranges in the block.
 
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::{clock, mem};
 
-/// OS pages in a block at the smallest page size, 4 KiB.
+/// Maximum number of OS pages in a block, for the smallest page size of 4 KiB.
 const PAGES: usize = BLOCK_BYTES >> 12;
 
-/// Sums up the resident bytes of ranges. Ranges added after the deadline are not measured but extrapolated from the
-/// average.
-pub(super) struct Residents {
+/// The sum of the resident bytes of ranges. Ranges that are added after the time `until_ns` are not measured; their
+/// resident part is assumed to be the average of the others.
+pub(super) struct ResidentBytes {
     until_ns: u64,
-    /// The block that was queried last, and its pages; `None` if the kernel reported an error.
+    /// Address of the block that was queried last.
     block: usize,
+    /// The states of the pages of that block; `None` if the kernel reported an error.
     pages: Option<[u8; PAGES]>,
-    /// Length of the measured ranges, their resident bytes, and length of the other ranges.
-    seen: u64,
-    found: u64,
-    unseen: u64,
+    /// Length of the measured ranges in bytes.
+    measured_bytes: u64,
+    /// Resident bytes of the measured ranges.
+    resident_bytes: u64,
+    /// Length of the ranges that were not measured, in bytes.
+    unmeasured_bytes: u64,
 }
 
-impl Residents {
+impl ResidentBytes {
     pub fn new(until_ns: u64) -> Self {
-        Self { until_ns, block: usize::MAX, pages: None, seen: 0, found: 0, unseen: 0 }
+        Self { until_ns, block: usize::MAX, pages: None, measured_bytes: 0, resident_bytes: 0, unmeasured_bytes: 0 }
     }
 
-    /// Adds a range of this length that begins on an OS page.
+    /// Adds a range of `bytes` bytes, which must begin on an OS page.
     pub fn add(&mut self, addr: usize, bytes: u64) {
         let end = addr.saturating_add(bytes as usize);
         let mut at = addr;
@@ -32,16 +35,17 @@ impl Residents {
             let block = at & !(BLOCK_BYTES - 1);
             let to = end.min(block + BLOCK_BYTES);
             if block != self.block && clock::fine_ns() > self.until_ns {
-                self.unseen += (end - at) as u64;
+                self.unmeasured_bytes += (end - at) as u64;
                 return;
             }
             let found = self.resident(block, at, to);
-            self.seen += (to - at) as u64;
-            self.found += found.min(to - at) as u64;
+            self.measured_bytes += (to - at) as u64;
+            self.resident_bytes += found.min(to - at) as u64;
             at = to;
         }
     }
 
+    /// Resident bytes of the addresses `from..to`, which lie inside `block`.
     fn resident(&mut self, block: usize, from: usize, to: usize) -> usize {
         if block != self.block {
             let mut pages = [0; PAGES];
@@ -50,17 +54,18 @@ impl Residents {
         }
         let page = os_page_bytes();
         let Some(pages) = &self.pages else {
-            // Some of the block is not mapped: it is not a block of the arena, and the range is measured separately.
+            // A part of the block is not mapped, so it is not a block of the arena. Query the addresses separately.
             return mem::resident_bytes(from, (to - from).next_multiple_of(page)).unwrap_or(0);
         };
         let pages = &pages[(from - block) / page..(to - block).div_ceil(page)];
         pages.iter().filter(|page| **page & 1 == 1).count() * page
     }
 
-    /// Resident bytes of all ranges that were added.
+    /// Resident bytes of all ranges that were added, with the extrapolation.
     pub fn bytes(&self) -> u64 {
-        let rest = u128::from(self.unseen) * u128::from(self.found) / u128::from(self.seen.max(1));
-        self.found + u64::try_from(rest).unwrap_or(u64::MAX)
+        let rest = u128::from(self.unmeasured_bytes) * u128::from(self.resident_bytes)
+            / u128::from(self.measured_bytes.max(1));
+        self.resident_bytes + u64::try_from(rest).unwrap_or(u64::MAX)
     }
 }
 
@@ -68,17 +73,17 @@ impl Residents {
 mod tests {
     use super::*;
 
-    /// Touched pages count, of ranges inside a block and across blocks. Unmapped memory counts as 0. Ranges added too
-    /// late are extrapolated.
+    /// Adds the same memory as one range and as many small ranges, which must give the kernel's count. Unmapped memory
+    /// must count as 0, and a range added too late must be extrapolated.
     #[test]
-    fn touched_pages_count() {
+    fn resident_pages_are_counted_or_extrapolated() {
         let page = os_page_bytes();
         let room = vec![0u8; 8 * BLOCK_BYTES];
         let start = (room.as_ptr() as usize).next_multiple_of(BLOCK_BYTES);
         let far = clock::fine_ns() + 60_000_000_000;
-        let mut all = Residents::new(far);
+        let mut all = ResidentBytes::new(far);
         all.add(start, 6 * BLOCK_BYTES as u64);
-        let mut parts = Residents::new(far);
+        let mut parts = ResidentBytes::new(far);
         for part in 0..6 * BLOCK_BYTES / (16 * page) {
             parts.add(start + part * 16 * page, 16 * page as u64);
         }
@@ -89,7 +94,7 @@ mod tests {
         let mut own = vec![1u8; 4 * page];
         own.fill(2);
         let inside = (own.as_ptr() as usize).next_multiple_of(page);
-        let mut late = Residents::new(far);
+        let mut late = ResidentBytes::new(far);
         late.add(inside, 2 * page as u64);
         assert_eq!(late.bytes(), 2 * page as u64);
         late.until_ns = 0;

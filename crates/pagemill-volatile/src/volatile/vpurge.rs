@@ -1,17 +1,17 @@
-//! Purges the program's own memory that it marked volatile: least recently marked first, piece by piece.
+//! Purges memory that the program marked volatile by address, the least recently marked first, one piece at a time.
 //!
-//! A piece is claimed in the book, given back without the book's lock, and recorded as purged. Before any byte is
-//! discarded, all mappings of the piece are checked. If the kernel refuses a part nevertheless, the piece counts as
-//! purged if anything of it was discarded.
-#![allow(unsafe_code)] // gives marked memory back
+//! A purge claims a piece in the `mark_table`, discards it without the table's lock, and records it as purged. Before
+//! it discards any byte, it checks all mappings of the piece. If the kernel refuses a part nevertheless, the piece
+//! counts as purged if any of it was discarded.
+#![allow(unsafe_code)] // discards marked memory
 
-use super::book::Mark;
+use super::current_epoch;
 use super::guards::{self, GuardsRefused};
-use super::line::Oldest;
-use super::now;
+use super::mark_table::Mark;
 use super::purge::{MEASURE_NS, note_purged};
-use super::residents::Residents;
-use super::vrange::{AT_A_TIME, How, Vranges};
+use super::purge_queue::Oldest;
+use super::residents::ResidentBytes;
+use super::vrange::{How, MAX_INTERVALS_PER_LOCK, Vranges};
 use super::word::age;
 use pagemill_core::arena::block::Backing;
 use pagemill_core::reclaim::{Shrinker, Urgency};
@@ -23,8 +23,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-/// Intervals copied at a time; their pages are then examined without the lock.
-const MEASURED_AT_A_TIME: usize = 64;
+/// Number of intervals that a measurement copies under the lock at a time, to query their pages without the lock.
+const MEASURE_BATCH: usize = 64;
 
 impl Shrinker for Vranges {
     fn name(&self) -> &'static str {
@@ -36,14 +36,14 @@ impl Shrinker for Vranges {
     }
 
     fn giveable_bytes(&self) -> u64 {
-        self.giveable_bytes.load(Relaxed).saturating_sub(self.absent_bytes.load(Relaxed))
+        self.giveable_bytes.load(Relaxed).saturating_sub(self.unfreeable_bytes.load(Relaxed))
     }
 
     fn foreign_bytes(&self) -> u64 {
-        self.foreign_bytes.load(Relaxed).saturating_sub(self.absent_foreign_bytes.load(Relaxed))
+        self.foreign_bytes.load(Relaxed).saturating_sub(self.unfreeable_foreign_bytes.load(Relaxed))
     }
 
-    /// Contents are purged under pressure only.
+    /// Returns nothing: only pressure purges contents.
     fn shrink_aged(&self, _want_bytes: u64, _age: Duration) -> Option<u64> {
         Some(0)
     }
@@ -53,62 +53,59 @@ impl Shrinker for Vranges {
             return 0;
         }
         let _guard = self.purging.lock();
-        let Some(pass) = self.pass(urgency) else { return 0 };
-        let purge = |addr, epoch| self.purge(&pass, addr as usize, epoch);
-        self.line.purge(want_bytes, purge, || self.look_for_oldest(&pass))
+        let Some(request) = self.new_request(urgency) else { return 0 };
+        let purge = |addr, epoch| self.purge(&request, addr as usize, epoch);
+        self.queue.purge(want_bytes, purge, || self.fill_queue(&request))
     }
 
-    /// Marked memory may have been touched since the figures were read last.
+    /// Forgets the last measurement, because marked memory may have been touched since.
     fn measure(&self) {
-        self.set_absent(0, 0);
+        self.set_unfreeable(0, 0);
     }
 }
 
-/// Parameters of one reclaim request.
-struct PurgePass {
+/// The parameters of one purge of marked memory.
+struct PurgeRequest {
     maps: Maps,
     urgency: Urgency,
-    takes_foreign: bool,
+    may_purge_foreign: bool,
 }
 
-/// The result of purging a piece.
+/// The result of purging a piece. `bytes` is the number of resident bytes that were freed.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum TakenMarks {
-    /// All of it is still there.
+enum PieceResult {
+    /// Nothing was discarded.
     Nothing,
-    /// Some of it was discarded before the kernel refused the rest.
-    Some {
-        bytes: u64,
-    },
-    All {
-        bytes: u64,
-    },
+    /// A part was discarded before the kernel refused the rest.
+    Some { bytes: u64 },
+    /// All of the piece was discarded.
+    All { bytes: u64 },
 }
 
 impl Vranges {
-    fn pass(&self, urgency: Urgency) -> Option<PurgePass> {
-        // Without `/proc/self/maps` it is unknown which mappings may be purged: purge nothing.
+    fn new_request(&self, urgency: Urgency) -> Option<PurgeRequest> {
+        // Without `/proc/self/maps` the kinds of mappings are unknown. Then nothing is purged.
         let maps = Maps::open().ok()?;
-        // Memory that our own limit does not count does not help that limit.
-        let takes_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
-        Some(PurgePass { maps, urgency, takes_foreign })
+        // Purging foreign memory helps the kernel's limits, but not the limit of the account, which does not count it.
+        let may_purge_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
+        Some(PurgeRequest { maps, urgency, may_purge_foreign })
     }
 
-    /// Measures what a purge of everything would free: the resident pages of marked memory that can be purged. The
-    /// result is valid until something is marked or unmarked.
+    /// Measures the bytes that a purge of everything would free: the resident pages of marked memory that can be
+    /// purged. The next mark or unmark invalidates the result.
     pub fn measure_now(&self) {
-        self.set_absent(0, 0);
+        self.set_unfreeable(0, 0);
         if self.giveable_bytes.load(Relaxed) == 0 {
             return;
         }
-        let Some(pass) = self.pass(Urgency::Request) else { return };
+        let Some(request) = self.new_request(Urgency::Request) else { return };
         let until_ns = clock::fine_ns() + MEASURE_NS;
-        let (mut own, mut foreign) = (Residents::new(until_ns), Residents::new(until_ns));
-        let (mut from, mut intervals) = (0, [const { None }; MEASURED_AT_A_TIME]);
+        let (mut own, mut foreign) = (ResidentBytes::new(until_ns), ResidentBytes::new(until_ns));
+        let (mut from, mut intervals) = (0, [const { None }; MEASURE_BATCH]);
         loop {
-            let count = self.book.with(|book| {
-                let generation = book.generation;
-                let found = book.marks.from(from).map(|(range, mark)| (range, mark, mark.is_claimable(generation)));
+            let count = self.table.with(|table| {
+                let generation = table.generation;
+                let found = table.marks.from(from).map(|(range, mark)| (range, mark, mark.is_claimable(generation)));
                 intervals.iter_mut().zip(found).fold(0, |count, (place, found)| {
                     *place = Some(found);
                     count + 1
@@ -118,40 +115,43 @@ impl Vranges {
                 from = range.end;
                 let mut left = if is_claimable { range } else { 0..0 };
                 while !left.is_empty() {
-                    let piece = mark.next_piece(&left);
+                    let piece = mark.next_purged_piece(&left);
                     left.end = piece.start;
-                    // Before Linux 6.11 finding the mappings takes long.
-                    if clock::fine_ns() > until_ns || self.may_all_go(&pass, &piece, mark.is_strict) {
+                    // Before Linux 6.11 finding the mappings takes long, so it is skipped after the time limit.
+                    if clock::fine_ns() > until_ns || self.can_purge_all(&request, &piece, mark.is_strict) {
                         let of = if self.arena.contains(piece.start) { &mut own } else { &mut foreign };
                         of.add(piece.start, piece.len() as u64);
                     }
                 }
             }
-            if count < MEASURED_AT_A_TIME {
+            if count < MEASURE_BATCH {
                 break;
             }
         }
         let (all, of_others) = (self.giveable_bytes.load(Relaxed), self.foreign_bytes.load(Relaxed));
         let found = own.bytes().saturating_add(foreign.bytes());
-        self.set_absent(all.saturating_sub(found), of_others.saturating_sub(foreign.bytes()));
+        self.set_unfreeable(all.saturating_sub(found), of_others.saturating_sub(foreign.bytes()));
     }
 
-    pub(super) fn set_absent(&self, bytes: u64, foreign_bytes: u64) {
-        self.absent_bytes.store(bytes, Relaxed);
-        self.absent_foreign_bytes.store(foreign_bytes, Relaxed);
+    /// Stores the marked bytes that a purge would not free, all and foreign ones, and updates the figures.
+    pub(super) fn set_unfreeable(&self, bytes: u64, foreign_bytes: u64) {
+        self.unfreeable_bytes.store(bytes, Relaxed);
+        self.unfreeable_foreign_bytes.store(foreign_bytes, Relaxed);
         stats::set(Counter::MarkedGiveable, self.giveable_bytes());
         stats::set(Counter::MarkedForeign, Shrinker::foreign_bytes(self));
     }
 
-    /// Walks all marks to fill the line. Returns its length.
-    fn look_for_oldest(&self, pass: &PurgePass) -> usize {
-        let (now, mut oldest, mut from) = (now(), Oldest::new(), 0);
+    /// Walks all marks to fill the purge queue. Returns its length.
+    fn fill_queue(&self, request: &PurgeRequest) -> usize {
+        let (now, mut oldest, mut from) = (current_epoch(), Oldest::new(), 0);
         loop {
-            let last = self.book.with(|book| {
+            let last = self.table.with(|table| {
                 let mut last = None;
-                for (range, mark) in book.marks.from(from).take(AT_A_TIME) {
-                    if mark.is_claimable(book.generation) && (pass.takes_foreign || self.arena.contains(range.start)) {
-                        oldest.offer(age(now, mark.epoch), mark.epoch, range.start as u64);
+                for (range, mark) in table.marks.from(from).take(MAX_INTERVALS_PER_LOCK) {
+                    if mark.is_claimable(table.generation)
+                        && (request.may_purge_foreign || self.arena.contains(range.start))
+                    {
+                        oldest.add(age(now, mark.epoch), mark.epoch, range.start as u64);
                     }
                     last = Some(range.end);
                 }
@@ -162,94 +162,95 @@ impl Vranges {
                 None => break,
             }
         }
-        self.line.set(&mut oldest)
+        self.queue.set(&mut oldest)
     }
 
-    /// Purges the interval that begins at `addr`, or its last chunk, if it is still marked since `epoch`. Returns the
-    /// bytes that the kernel took; `None` if nothing was purged.
-    fn purge(&self, pass: &PurgePass, addr: usize, epoch: u32) -> Option<u64> {
+    /// Purges the interval that begins at `addr`, or its last chunk, unless it was marked again or unmarked after
+    /// `epoch`. Returns the bytes that the kernel took; `None` if nothing was purged.
+    fn purge(&self, request: &PurgeRequest, addr: usize, epoch: u32) -> Option<u64> {
         let mut freed = None;
         loop {
             let Some((piece, mark)) = self.claim(addr, epoch) else { return freed };
-            let taken = self.discard(pass, &piece, mark.is_strict);
+            let taken = self.discard(request, &piece, mark.is_strict);
             self.finish(addr, &piece, mark, taken);
             match taken {
-                TakenMarks::All { bytes } | TakenMarks::Some { bytes } => freed = Some(freed.unwrap_or(0) + bytes),
-                TakenMarks::Nothing => {}
+                PieceResult::All { bytes } | PieceResult::Some { bytes } => freed = Some(freed.unwrap_or(0) + bytes),
+                PieceResult::Nothing => {}
             }
             let is_done = mark.how == How::Partial || piece.start == addr;
-            if is_done || !matches!(taken, TakenMarks::All { .. }) {
+            if is_done || !matches!(taken, PieceResult::All { .. }) {
                 return freed;
             }
         }
     }
 
-    /// Claims a piece of an interval. Returns `None` while a thread waits for an earlier claim.
+    /// Claims the last piece of an interval. Returns `None` if that is not possible, also while a thread waits for the
+    /// end of another claim.
     fn claim(&self, addr: usize, epoch: u32) -> Option<(Range<usize>, Mark)> {
-        self.book.with(|book| {
-            let (range, mark) = book.marks.from(addr).next()?;
-            let is_claimable = book.waiting == 0 && mark.is_claimable(book.generation);
+        self.table.with(|table| {
+            let (range, mark) = table.marks.from(addr).next()?;
+            let is_claimable = table.waiting == 0 && mark.is_claimable(table.generation);
             if range.start != addr || mark.epoch != epoch || !is_claimable {
                 return None;
             }
-            let piece = mark.next_piece(&range);
-            book.claim(&range, &piece, mark).ok()?;
+            let piece = mark.next_purged_piece(&range);
+            table.claim(&range, &piece, mark).ok()?;
             Some((piece, mark))
         })
     }
 
-    /// Ends a claim on a piece of the interval that began at `addr`.
-    fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: TakenMarks) {
-        let is_all = matches!(taken, TakenMarks::All { .. });
+    /// Ends the claim on a piece of the interval that begins at `addr`, and records the result.
+    fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: PieceResult) {
+        let is_all = matches!(taken, PieceResult::All { .. });
         let after = Mark {
-            // After a refusal or after a chunk, other ranges have their turn first.
-            epoch: if is_all { mark.epoch } else { now() },
-            is_purged: mark.is_purged || taken != TakenMarks::Nothing,
+            // After a refusal the piece counts as marked now, so that other ranges are tried first.
+            epoch: if is_all { mark.epoch } else { current_epoch() },
+            is_purged: mark.is_purged || taken != PieceResult::Nothing,
             is_empty: is_all,
-            is_guarded: mark.is_guarded || mark.is_strict && taken != TakenMarks::Nothing,
+            is_guarded: mark.is_guarded || mark.is_strict && taken != PieceResult::Nothing,
             ..mark
         };
-        self.book.with(|book| {
-            book.claimed -= 1;
-            book.change(piece, after);
-            let before = book.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
-            // What the claim left of its interval, if it was not changed since.
+        self.table.with(|table| {
+            table.claimed -= 1;
+            table.change(piece, after);
+            let before = table.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
+            // The rest of the interval before the piece, if it was not marked or unmarked since.
             let head = before.filter(|(head, found)| (head.start, head.end) == (addr, piece.start) && *found == mark);
             match (head, taken) {
-                (Some((head, _)), TakenMarks::Nothing) => book.join(head.start..piece.end, after),
+                (Some((head, _)), PieceResult::Nothing) => table.join(head.start..piece.end, after),
                 (Some((head, _)), _) if mark.how == How::Partial || !is_all => {
-                    book.change(&head, Mark { epoch: now(), ..mark });
+                    table.change(&head, Mark { epoch: current_epoch(), ..mark });
                 }
                 _ => {}
             }
-            // Merge with the previous step, so that the steps of a purge leave one interval.
-            let next = book.marks.from(piece.end).next();
+            // Merge the piece with the next one, which was purged before, so that a purge leaves one interval.
+            let next = table.marks.from(piece.end).next();
             if let Some((next, _)) = next.filter(|(next, other)| next.start == piece.end && is_all && *other == after) {
-                book.join(piece.start..next.end, after);
+                table.join(piece.start..next.end, after);
             }
-            self.tell(book);
+            self.publish_sums(table);
         });
-        if taken != TakenMarks::Nothing {
+        if taken != PieceResult::Nothing {
             note_purged(piece.start, piece.len());
         }
     }
 
-    /// Gives the pages of a claimed piece back, and guards their addresses for a strict mark.
-    fn discard(&self, pass: &PurgePass, piece: &Range<usize>, is_strict: bool) -> TakenMarks {
-        if !self.may_all_go(pass, piece, is_strict) {
-            return TakenMarks::Nothing;
+    /// Discards the pages of a claimed piece. For a strict mark, also installs guards on them.
+    fn discard(&self, request: &PurgeRequest, piece: &Range<usize>, is_strict: bool) -> PieceResult {
+        if !self.can_purge_all(request, piece, is_strict) {
+            return PieceResult::Nothing;
         }
         let (mut at, mut freed, mut is_begun) = (piece.start, 0, false);
         while at < piece.end {
-            let part = self.next_part(pass, at, piece.end);
+            let part = self.next_part(request, at, piece.end);
             at = part.end;
             let discard = |part: Range<usize>| match self.arena.contains(part.start) {
-                true => self.discard_own(part, pass.urgency),
+                true => self.discard_arena_part(part, request.urgency),
                 false => discard_foreign(part),
             };
             let result = match is_strict {
-                // SAFETY: claimed, and all of the piece is private memory that can be read and written.
-                true => unsafe { guards::replace(part, discard) },
+                // SAFETY: the piece is claimed, and all of it is private memory that can be read and written.
+                true => unsafe { guards::purge_and_guard(part, discard) },
                 false => discard(part).ok_or(GuardsRefused { freed: None }),
             };
             let gone = match &result {
@@ -259,19 +260,19 @@ impl Vranges {
             (freed, is_begun) = (freed + gone.unwrap_or(0), is_begun || gone.is_some());
             match result {
                 Ok(_) => {}
-                Err(_) if is_begun => return TakenMarks::Some { bytes: freed },
-                Err(_) => return TakenMarks::Nothing,
+                Err(_) if is_begun => return PieceResult::Some { bytes: freed },
+                Err(_) => return PieceResult::Nothing,
             }
         }
-        TakenMarks::All { bytes: freed }
+        PieceResult::All { bytes: freed }
     }
 
-    /// Whether no known reason prevents purging the piece.
-    fn may_all_go(&self, pass: &PurgePass, piece: &Range<usize>, is_strict: bool) -> bool {
+    /// Whether all of the piece can be purged, as far as its mappings and the arena show.
+    fn can_purge_all(&self, request: &PurgeRequest, piece: &Range<usize>, is_strict: bool) -> bool {
         let mut at = piece.start;
         while at < piece.end {
-            let Ok(Some(mapping)) = pass.maps.find(at) else { return false };
-            // A strict purge closes memory and opens it again for reading and writing.
+            let Ok(Some(mapping)) = request.maps.find(at) else { return false };
+            // A strict purge closes memory and opens it again without the right to execute.
             let is_open = mapping.is_readable && mapping.is_writable && !(is_strict && mapping.is_executable);
             let is_plain = is_open && !mapping.is_shared && !mapping.has_file;
             if mapping.addresses.start > at || !is_plain || mapping.is_stack {
@@ -282,21 +283,21 @@ impl Vranges {
         let own = self.arena.addresses();
         let (from, to) = (piece.start.max(own.start), piece.end.min(own.end));
         if from >= to {
-            return pass.takes_foreign;
+            return request.may_purge_foreign;
         }
-        // Memory of the small allocator is accounted elsewhere. A part of a huge page frees nothing before the page is
-        // split.
-        let is_huge = |addr: usize| self.arena.peek(self.arena.block_of(addr)).backing == Backing::Huge;
+        // Of the arena only heap memory is purged. A part of a huge page is purged only when a limit is reached,
+        // because the page must be split first.
+        let is_huge = |addr: usize| self.arena.block_state(self.arena.block_of(addr)).backing == Backing::Huge;
         let is_part = |addr: usize| !addr.is_multiple_of(BLOCK_BYTES);
         let splits = is_part(from) && is_huge(from) || is_part(to) && is_huge(to - 1);
         let is_one = own.contains(&piece.start) && own.contains(&(piece.end - 1));
-        is_one && self.arena.heap.contains(from) && (!splits || pass.urgency == Urgency::Limit)
+        is_one && self.arena.heap.contains(from) && (!splits || request.urgency == Urgency::Limit)
     }
 
-    /// The next part of a piece to discard with one call: inside one mapping, of which the kernel refuses all or
-    /// nothing, and inside one block of the arena.
-    fn next_part(&self, pass: &PurgePass, at: usize, end: usize) -> Range<usize> {
-        let mapping_end = match pass.maps.find(at) {
+    /// The part of a piece from `at` that one system call discards. It lies inside one mapping, because the kernel
+    /// discards or refuses a mapping as a whole, and inside one block of the arena.
+    fn next_part(&self, request: &PurgeRequest, at: usize, end: usize) -> Range<usize> {
+        let mapping_end = match request.maps.find(at) {
             Ok(Some(mapping)) if mapping.addresses.contains(&at) => mapping.addresses.end,
             _ => at + os_page_bytes(),
         };
@@ -305,31 +306,33 @@ impl Vranges {
     }
 
     /// As [`Vranges::discard`], for a part of one block that Pagemill allocated.
-    fn discard_own(&self, part: Range<usize>, urgency: Urgency) -> Option<u64> {
+    fn discard_arena_part(&self, part: Range<usize>, urgency: Urgency) -> Option<u64> {
         let block = self.arena.block_of(part.start);
         if part.len() == BLOCK_BYTES {
-            // SAFETY: claimed: the program can do without the bytes of this block (contract of `vrange`).
-            return unsafe { self.arena.renew(block, 1) };
+            // SAFETY: the block is claimed, and the program does not need its contents (contract of `vrange`).
+            return unsafe { self.arena.discard_and_reopen(block, 1) };
         }
-        if self.arena.peek(block).backing == Backing::Huge {
+        if self.arena.block_state(block).backing == Backing::Huge {
             if urgency < Urgency::Limit {
                 return None;
             }
             self.arena.split(block);
         }
-        // SAFETY: as above, whole OS pages of one block.
+        // SAFETY: as above; these are whole OS pages of one block.
         unsafe { self.arena.discard_part(block, part.start, part.len()) }
     }
 }
 
-/// Gives back private anonymous pages; returns how many bytes were resident.
+/// Discards private anonymous pages outside the arena. Returns the bytes that were resident; `None` if the kernel
+/// refused.
 fn discard_foreign(part: Range<usize>) -> Option<u64> {
     let bytes = mem::resident_bytes(part.start, part.len()).ok()?;
     if !part.start.is_multiple_of(BLOCK_BYTES) || !part.end.is_multiple_of(BLOCK_BYTES) {
-        // Discarding a part of a huge page frees nothing before the page is split.
+        // `MADV_COLD` splits a huge page that is partly in the range. Otherwise discarding the part would free nothing.
         let _ = mem::cool(part.start, part.len());
     }
-    // SAFETY: claimed: the program can do without these bytes and has no reference to them (contract of `vrange`).
+    // SAFETY: the part is claimed. The program does not need its contents and has no reference to it (contract of
+    // `vrange`).
     unsafe { mem::discard(part.start, part.len()) }.ok()?;
     Some(bytes as u64)
 }

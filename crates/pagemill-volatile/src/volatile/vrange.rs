@@ -1,19 +1,19 @@
-//! Volatile ranges of the program's own memory, by address.
+//! Volatile ranges of any memory of the program, given by their addresses.
 //!
-//! Marks are kept outside the memory, in an ordered map under one lock. Marking calls the kernel only to check that the
-//! range is mapped. Bytes are purged as those of [`Range`](super::Range)s: when memory is needed, least recently marked
-//! first. A thread that needs a piece which is being purged waits for the current step.
+//! The marks are stored in an ordered map under one lock (`mark_table`). Marking calls the kernel only to check that
+//! the range is mapped. Marked memory is purged under pressure, the least recently marked first (`vpurge`). A thread
+//! that marks or unmarks memory that is being purged waits for the current step of the purge.
 //!
 //! Shared memory, files and hugetlbfs, memory that is not readable and writable, stacks and locked memory can be marked
-//! but are never purged. docs/volatile.md has a row for each kind. Purged pages of strict ranges are guarded
-//! (`guards`). Unmarking them claims the mark as a purge does, and removes the guards first.
+//! but are never purged; docs/volatile.md has a row for each kind. Purged pages of *strict* ranges have guards
+//! (`guards`): accessing them raises `SIGBUS`. Unmarking claims such pages, as a purge does, and removes their guards.
 //!
-//! Below: `book`, `guards`, `arena` (for memory that Pagemill allocated). Purging: `vpurge`.
-#![allow(unsafe_code)] // a contract that callers keep
+//! Uses `mark_table`, `guards`, and `arena` for memory that Pagemill allocated.
+#![allow(unsafe_code)] // functions whose callers must keep a contract
 
-use super::book::{Book, Mark, Sums};
-use super::line::Line;
-use super::{MOST_RESERVED_BYTES, guards, now};
+use super::mark_table::{Mark, MarkTable, Sums};
+use super::purge_queue::PurgeQueue;
+use super::{MOST_RESERVED_BYTES, current_epoch, guards};
 use pagemill_core::arena::Arena;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::reclaim::Account;
@@ -23,21 +23,22 @@ use pagemill_core::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;
 
-/// Intervals that a walk visits in one critical section: some 20 us.
-pub(super) const AT_A_TIME: usize = 4000;
+/// Maximum number of intervals that a walk visits while it holds the lock: some 20 us.
+pub(super) const MAX_INTERVALS_PER_LOCK: usize = 4000;
 
-/// The giveable amount is published whenever it crosses a multiple of this.
+/// The account publishes its figures whenever the giveable bytes cross a multiple of this.
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
-/// What a call does with a range.
+/// The state that a call sets for a range.
 ///
 /// Example: [`Vranges`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Purged bytes read zero.
+    /// The range is marked volatile. Purged bytes read zero.
     Volatile,
-    /// Purged pages raise `SIGBUS` when touched; system calls return `EFAULT`.
+    /// The range is marked volatile. Accessing a purged page raises `SIGBUS`; system calls return `EFAULT`.
     VolatileStrict,
+    /// The range is unmarked.
     Nonvolatile,
 }
 
@@ -46,40 +47,41 @@ pub enum Mode {
 /// Example: [`Vranges`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    /// As a whole.
+    /// The range is purged as a whole.
     Full,
-    /// From the end, a chunk at a time, in turn with others.
+    /// The range is purged from the end, one chunk at a time, alternating with other ranges.
     Partial,
 }
 
-/// The result of a call.
+/// The result of marking or unmarking a range.
 ///
 /// Example: [`Vranges`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Marked {
-    /// Bytes that are marked now; for unmarking, bytes that were marked.
+    /// Marking: the length of the range. Unmarking: the number of its bytes that were marked.
     pub bytes: u64,
-    /// Whether any of the range was purged since it was marked.
+    /// Whether any byte of the range was purged since it was marked.
     pub purged: bool,
 }
 
-/// Whether guards stay when the marks of a range change.
+/// Whether a change of marks removes the guards in the range.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Guards {
     Keep,
     Remove,
 }
 
-/// The state of the marks that a call needs.
-enum MarkLookup<T> {
+/// The result of one attempt to change the marks of a range.
+enum MarkAttempt<T> {
+    /// The marks were changed.
     Done(T),
-    /// Guards, now claimed, that must be removed first.
+    /// A part has guards that must be removed first. The attempt has claimed the part.
     Guarded(Range<usize>, Mark),
-    /// A purge, or another thread that removes guards, holds a part.
+    /// A purge, or another thread that removes guards, has claimed a part.
     Busy,
 }
 
-/// All marks of a process.
+/// All volatile ranges that are given by address.
 ///
 /// ```
 /// use pagemill::volatile::vrange::{How, Mode};
@@ -98,16 +100,18 @@ enum MarkLookup<T> {
 pub struct Vranges {
     pub(super) arena: &'static Arena,
     pub(super) account: &'static Account,
-    pub(super) book: Guarded<Book>,
+    pub(super) table: Guarded<MarkTable>,
     pub(super) purging: Lock,
-    pub(super) line: Line,
-    /// Copies of the book's sums.
+    pub(super) queue: PurgeQueue,
+    /// A copy of `Sums::all`, read without the lock.
     pub(super) giveable_bytes: AtomicU64,
+    /// A copy of `Sums::foreign`, read without the lock.
     pub(super) foreign_bytes: AtomicU64,
-    /// The parts of these sums that a purge would not free, as measured last: not resident, or not purgeable. 0 after a
-    /// new mark. First of all bytes, then of foreign ones.
-    pub(super) absent_bytes: AtomicU64,
-    pub(super) absent_foreign_bytes: AtomicU64,
+    /// The part of `giveable_bytes` that a purge would not free, as last measured: not resident, or not purgeable. Each
+    /// change of marks resets it to 0.
+    pub(super) unfreeable_bytes: AtomicU64,
+    /// As `unfreeable_bytes`, for `foreign_bytes`.
+    pub(super) unfreeable_foreign_bytes: AtomicU64,
     marked_bytes: AtomicU64,
 }
 
@@ -116,44 +120,44 @@ impl Vranges {
         Self {
             arena,
             account,
-            book: Guarded::new(Book::new(arena.addresses())),
+            table: Guarded::new(MarkTable::new(arena.addresses())),
             purging: Lock::new(),
-            line: Line::default(),
+            queue: PurgeQueue::default(),
             giveable_bytes: AtomicU64::new(0),
             foreign_bytes: AtomicU64::new(0),
-            absent_bytes: AtomicU64::new(0),
-            absent_foreign_bytes: AtomicU64::new(0),
+            unfreeable_bytes: AtomicU64::new(0),
+            unfreeable_foreign_bytes: AtomicU64::new(0),
             marked_bytes: AtomicU64::new(0),
         }
     }
 
     /// Marks `len_bytes` at `addr` volatile, or takes them back from reclaim and reports whether they survived.
     ///
-    /// Marking a marked range marks it anew, with the new behaviour; marks outside the range stay unchanged. Purged
-    /// bytes read zero, except those written since. Purged pages of a strict range raise `SIGBUS` until the range is
-    /// nonvolatile, and read zero after that. Unmarking an unmarked range does nothing.
+    /// Marking a marked range replaces its mark; marks outside the range stay unchanged. Purged bytes read zero until
+    /// the program writes them. Accessing purged pages of a strict range raises `SIGBUS` until the range is unmarked;
+    /// then they read zero. Unmarking an unmarked range does nothing.
     ///
-    /// The first strict mark of a process installs a `SIGSEGV` handler in front of the existing one. A program that
-    /// installs its own later must call [`handle_fault`](super::handle_fault) in it; under `pagemill run` that is not
-    /// needed.
+    /// The first strict mark of a process installs a `SIGSEGV` handler in front of the existing one. If the program
+    /// installs its own handler later, that handler must call [`handle_fault`](super::handle_fault), except under
+    /// `pagemill run`.
     ///
-    /// Cost of marking: some hundred nanoseconds, plus a system call of about the same. Unmarking needs no system call,
-    /// except some microseconds for each run of guards to remove. While a piece is being purged, at most some hundred
-    /// microseconds more.
+    /// Cost of marking: some hundred nanoseconds, and a system call of about the same cost. Unmarking needs no system
+    /// call, except some microseconds for each run of guards. Either waits some hundred microseconds at most while a
+    /// part of the range is being purged.
     ///
     /// # Errors
     ///
-    /// On an error nothing has changed, with one exception: guards of a strict range may be gone if there is no memory
-    /// for the rest; the range is still marked and purged. [`Error::BadRange`] if `addr` or `len_bytes` is not a
-    /// multiple of the OS page, or the end lies beyond the address space; [`Error::NotMapped`] if a part is not mapped;
+    /// After an error nothing has changed, with one exception: some guards of a strict range may have been removed. The
+    /// range is still marked and counts as purged. [`Error::BadRange`] if `addr` or `len_bytes` is not a multiple of
+    /// the OS page, or the end lies beyond the address space; [`Error::NotMapped`] if a part is not mapped;
     /// [`Error::System`] without memory for the mark; [`Error::Unsupported`] for a strict mark on a kernel without
     /// guard pages (before Linux 6.13).
     ///
     /// # Safety
     ///
-    /// While the range is volatile the program must be able to do without its bytes at any moment, and must hold no
-    /// reference to them. Before it unmaps, replaces, moves or frees a part, it must unmark that part. It must also do
-    /// so before it changes the protection of a part of a strict range.
+    /// While the range is volatile, the program must not depend on its contents and must hold no reference to them.
+    /// Before the program unmaps, replaces, moves or frees a part, it must unmark that part. It must also unmark a part
+    /// of a strict range before it changes the protection of that part.
     ///
     /// Source: M. Kim and J. Stultz, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
     pub unsafe fn vrange(&self, addr: usize, len_bytes: usize, mode: Mode, how: How) -> Result<Marked> {
@@ -179,11 +183,11 @@ impl Vranges {
             guards::prepare(&range)?;
         }
         let bytes = range.len() as u64;
-        // The range was filled without a charge, and more will be. Purge what is missing here, before the kernel runs
-        // short.
+        // The program may have filled the range, and may fill as much again, without a charge. Reserving that room
+        // reclaims now, before the kernel runs short.
         let _ = self.arena.budget.reserve(bytes.min(MOST_RESERVED_BYTES));
         let fresh = Mark {
-            epoch: now(),
+            epoch: current_epoch(),
             how,
             is_purged: false,
             is_empty: false,
@@ -195,30 +199,30 @@ impl Vranges {
         let before = self.giveable_bytes.load(Relaxed);
         // A strict mark keeps existing guards.
         let guards = if is_strict { Guards::Keep } else { Guards::Remove };
-        let marked = self.after_purges(&range, guards, |book| {
-            book.marks.prepare(3)?;
-            let mut mark = Mark { generation: book.generation, ..fresh };
+        let marked = self.change_marks(&range, guards, |table| {
+            table.marks.prepare(3)?;
+            let mut mark = Mark { generation: table.generation, ..fresh };
             let mut empty_bytes = 0;
-            book.cut(range.clone(), |part, old| {
+            table.cut(range.clone(), |part, old| {
                 mark.is_purged |= old.is_purged;
                 mark.is_guarded |= old.is_guarded;
                 empty_bytes += if old.is_empty && old.is_guarded { part.len() } else { 0 };
             })?;
             mark.is_empty = empty_bytes == range.len();
-            book.insert(range.clone(), mark)?;
+            table.insert(range.clone(), mark)?;
             Ok(Marked { bytes, purged: mark.is_purged })
         })?;
         if before / PUBLISH_STEP_BYTES != self.giveable_bytes.load(Relaxed) / PUBLISH_STEP_BYTES {
-            // The helper may sleep until there is something to give back.
+            // The helper may be sleeping because nothing was giveable.
             self.account.publish();
         }
         Ok(marked)
     }
 
     fn unmark(&self, range: Range<usize>) -> Result<Marked> {
-        let marked = self.after_purges(&range, Guards::Remove, |book| {
+        let marked = self.change_marks(&range, Guards::Remove, |table| {
             let mut purged = false;
-            let bytes = book.cut(range.clone(), |_, mark| purged |= mark.is_purged)?;
+            let bytes = table.cut(range.clone(), |_, mark| purged |= mark.is_purged)?;
             Ok(Marked { bytes, purged })
         })?;
         if marked.bytes == 0 {
@@ -227,54 +231,57 @@ impl Vranges {
         Ok(marked)
     }
 
-    /// Removes all marks of a range before it is unmapped or freed, after waiting for purges of it.
+    /// Waits for purges of a range and removes all its marks. Must be called before the range is unmapped or freed.
     pub fn forget(&self, range: Range<usize>) {
-        let forget =
-            |range: Range<usize>| self.after_purges(&range, Guards::Remove, |book| book.cut(range.clone(), |_, _| ()));
-        // Without memory to split a mark the whole mark is removed: unmarked memory is not purged.
+        let forget = |range: Range<usize>| {
+            self.change_marks(&range, Guards::Remove, |table| table.cut(range.clone(), |_, _| ()))
+        };
+        // If there is no memory to split an interval, the whole interval is unmarked. This is safe, because unmarked
+        // memory is never purged.
         let result = forget(range.clone()).or_else(|_| {
-            let all = |book: &mut Book| {
-                let all = book.marks.overlapping(range.clone());
+            let all = |table: &mut MarkTable| {
+                let all = table.marks.overlapping(range.clone());
                 all.fold(range.clone(), |all, (part, _)| all.start.min(part.start)..all.end.max(part.end))
             };
-            forget(self.book.with(all))
+            forget(self.table.with(all))
         });
         debug_assert!(result.is_ok(), "whole marks are removed without splitting any");
     }
 
-    /// Whether nothing is marked. Reads one number.
+    /// Whether no memory is marked. Cost: one load.
     pub fn is_empty(&self) -> bool {
         self.marked_bytes.load(Relaxed) == 0
     }
 
-    /// Runs `act` on the marks when no purge holds any part of the range, after removing the guards that have to go.
-    fn after_purges<T>(
+    /// Runs `act` on the marks once no part of the range is claimed. Before that, removes the guards in the range if
+    /// `guards` says so.
+    fn change_marks<T>(
         &self,
         range: &Range<usize>,
         guards: Guards,
-        mut act: impl FnMut(&mut Book) -> Result<T>,
+        mut act: impl FnMut(&mut MarkTable) -> Result<T>,
     ) -> Result<T> {
         let mut backoff = None;
         loop {
-            let found = self.book.with(|book| {
-                if book.is_busy(range) {
-                    book.waiting += usize::from(backoff.is_none());
-                    return MarkLookup::Busy;
+            let found = self.table.with(|table| {
+                if table.is_busy(range) {
+                    table.waiting += usize::from(backoff.is_none());
+                    return MarkAttempt::Busy;
                 }
-                book.waiting -= usize::from(backoff.take().is_some());
-                let guarded = if guards == Guards::Remove { book.claim_guarded(range) } else { Ok(None) };
+                table.waiting -= usize::from(backoff.take().is_some());
+                let guarded = if guards == Guards::Remove { table.claim_guarded(range) } else { Ok(None) };
                 let result = match guarded {
-                    Ok(Some((part, mark))) => return MarkLookup::Guarded(part, mark),
-                    Ok(None) => act(book),
+                    Ok(Some((part, mark))) => return MarkAttempt::Guarded(part, mark),
+                    Ok(None) => act(table),
                     Err(error) => Err(error),
                 };
-                self.tell(book);
-                MarkLookup::Done(result)
+                self.publish_sums(table);
+                MarkAttempt::Done(result)
             });
             match found {
-                MarkLookup::Done(result) => return result,
-                MarkLookup::Guarded(part, mark) => self.remove_guards(&part, mark)?,
-                MarkLookup::Busy => {
+                MarkAttempt::Done(result) => return result,
+                MarkAttempt::Guarded(part, mark) => self.remove_guards(&part, mark)?,
+                MarkAttempt::Busy => {
                     let backoff = backoff.get_or_insert_with(|| {
                         stats::add(Counter::RangesAwaited, 1);
                         Backoff::new()
@@ -285,57 +292,57 @@ impl Vranges {
         }
     }
 
-    /// Removes the guards of a part that was claimed for that.
+    /// Removes the guards of a claimed part, and ends the claim.
     fn remove_guards(&self, part: &Range<usize>, mark: Mark) -> Result<()> {
-        // SAFETY: claimed: no purge is there.
+        // SAFETY: the part is claimed, so no purge works on it.
         let result = unsafe { guards::remove(part) };
-        self.book.with(|book| {
-            book.claimed -= 1;
-            book.change(part, Mark { is_guarded: result.is_err(), is_purging: false, ..mark });
+        self.table.with(|table| {
+            table.claimed -= 1;
+            table.change(part, Mark { is_guarded: result.is_err(), is_purging: false, ..mark });
         });
         result
     }
 
-    /// Copies the sums to atomics that are read without the lock.
-    pub(super) fn tell(&self, book: &Book) {
-        self.giveable_bytes.store(book.sums.all, Relaxed);
-        self.foreign_bytes.store(book.sums.foreign, Relaxed);
-        self.set_absent(0, 0);
-        let marked_bytes = book.marks.bytes();
+    /// Copies the sums to the atomics that are read without the lock, and to the figures.
+    pub(super) fn publish_sums(&self, table: &MarkTable) {
+        self.giveable_bytes.store(table.sums.all, Relaxed);
+        self.foreign_bytes.store(table.sums.foreign, Relaxed);
+        self.set_unfreeable(0, 0);
+        let marked_bytes = table.marks.bytes();
         self.marked_bytes.store(marked_bytes, Relaxed);
         stats::set(Counter::MarkedBytes, marked_bytes);
     }
 
-    /// Called in a fork child: the parent's marks stay valid, but nothing is purged for them. No thread of the parent
-    /// waits here.
+    /// Resets the state in a fork child. Inherited marks stay valid, but this process does not purge them. Claims and
+    /// waiting threads of the parent do not exist here.
     ///
     /// # Safety
     ///
     /// The process is a child with one thread, made since the last call.
     pub unsafe fn begin_child(&self) {
         guards::begin_child();
-        // After a bare `clone` the lock may be held by a thread that does not exist here.
-        self.book.try_with(|book| {
-            book.generation = book.generation.wrapping_add(1);
-            if book.claimed > 0 {
-                // After a bare `clone` during a purge: memory that was closed then is opened when it is unmarked.
-                book.marks.update(0..usize::MAX, |_, mark| {
+        // After a bare `clone`, which runs no fork handlers, a thread of the parent may have held the lock.
+        self.table.try_with(|table| {
+            table.generation = table.generation.wrapping_add(1);
+            if table.claimed > 0 {
+                // A bare `clone` happened during a purge, which may have closed memory. Unmarking opens it again.
+                table.marks.update(0..usize::MAX, |_, mark| {
                     mark.is_guarded |= mark.is_purging && mark.is_strict;
                     mark.is_purging = false;
                 });
             }
-            (book.claimed, book.waiting, book.sums) = (0, 0, Sums::default());
+            (table.claimed, table.waiting, table.sums) = (0, 0, Sums::default());
         });
         self.giveable_bytes.store(0, Relaxed);
         self.foreign_bytes.store(0, Relaxed);
-        self.set_absent(0, 0);
+        self.set_unfreeable(0, 0);
         stats::set(Counter::MarkedBytes, self.marked_bytes.load(Relaxed));
     }
 
     pub fn acquire_for_fork(&self) {
         self.purging.acquire();
-        // A thread that removes guards has closed memory: wait until it is done. No purge begins meanwhile.
-        self.book.acquire_when(|book| book.claimed == 0);
+        // A claim means that a thread may have closed memory. Wait until all claims have ended; no purge can start.
+        self.table.acquire_when(|table| table.claimed == 0);
     }
 
     /// Releases the locks of [`Vranges::acquire_for_fork`].
@@ -344,7 +351,7 @@ impl Vranges {
     ///
     /// Follows one call of it, by the same thread.
     pub unsafe fn release_after_fork(&self) {
-        self.book.release();
+        self.table.release();
         self.purging.release();
     }
 }

@@ -10,68 +10,70 @@
 //!                        finish (of a free one)
 //! ```
 //!
-//! Marking and unmarking are one compare-and-swap each, on the range's own word. A purge moves a volatile, unpinned
-//! range to *Purging*, discards bytes, and records the result in the word. A thread that needs the range meanwhile
-//! waits and requests the purge to stop at the next step. A free range is claimed as well, for the memory it may have.
-//! The generation distinguishes a range from the one that used the same word before. Checked under loom.
+//! Marking and unmarking are one compare-and-swap each. A purge changes a volatile range without pins to *Purging*,
+//! discards bytes, and records the result in the word. A thread that needs the range meanwhile requests the purge to
+//! stop after its current step, and waits. A purge also claims free ranges, which may still have memory. The generation
+//! distinguishes the range from an earlier range with the same word. Loom tests check the word.
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release};
 
 /// The state of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RangePhase {
-    /// Has no owner.
+    /// The range has no owner.
     Free = 0,
-    /// Nonvolatile: its bytes stay.
+    /// The range is nonvolatile: its bytes are preserved.
     Held = 1,
-    /// Its bytes may be discarded.
+    /// The range is marked: a purge may discard its bytes.
     Volatile = 2,
-    /// A purge is discarding its bytes.
+    /// A purge has claimed the range and is discarding its bytes.
     Purging = 3,
 }
 
 const PHASE: u64 = 3;
-/// Volatile: bytes were discarded since it was marked.
+/// In *Volatile* and *Purging*: bytes were discarded since the range was marked.
 const LOST: u64 = 1 << 2;
-/// Purging: a thread waits for the end. Volatile: a thread waited and has not taken the range yet.
+/// In *Purging*: a thread waits for the end of the purge. In *Volatile*: that thread has not accessed the range yet.
 const AWAITED: u64 = 1 << 3;
-/// Purging: the purged range is free.
+/// In *Purging*: the range was free before the claim.
 const FROM_FREE: u64 = 1 << 4;
-/// Free: memory of the last owner may be behind it.
+/// In *Free*: the range may have memory of its last owner.
 const BACKED: u64 = 1 << 5;
+/// One pin, in the field [`PINS`].
 const PIN: u64 = 1 << 8;
+/// Mask of the number of pins.
 const PINS: u64 = 0xFFFF << 8;
 const GENERATION_SHIFT: u32 = 24;
 const GENERATION: u64 = 0xFFFF << GENERATION_SHIFT;
 const EPOCH_SHIFT: u32 = 40;
 
-/// A range is reserved this long for the thread that waited for it.
+/// After a purge that a thread waited for, the range cannot be claimed again for this many ticks.
 const GRACE_TICKS: u32 = 2;
 
-/// Bits of an epoch.
+/// Number of bits of an epoch.
 const EPOCH_BITS: u32 = u64::BITS - EPOCH_SHIFT;
 
-/// The coarse time of marking: ticks of 4.2 ms that wrap after 19 hours.
+/// The epoch of a time in nanoseconds: the number of ticks of 2^22 ns (4.2 ms), which wraps after 19 hours.
 pub(crate) fn epoch_of(ns: u64) -> u32 {
     (ns >> 22) as u32 & (u32::MAX >> (u32::BITS - EPOCH_BITS))
 }
 
-/// Ticks from `epoch` to `now`. An epoch later than `now` was set after `now` was read: age 0.
+/// Ticks from `epoch` to `now`; 0 if `epoch` is later, because it was set after `now` was read.
 pub(crate) fn age(now: u32, epoch: u32) -> u32 {
     let ticks = ticks_since(now, epoch);
     if ticks >> (EPOCH_BITS - 1) == 0 { ticks } else { 0 }
 }
 
-/// Ticks from `epoch` to a later `now`.
+/// Ticks from `epoch` to `now`, which must not be earlier.
 pub(crate) fn ticks_since(now: u32, epoch: u32) -> u32 {
     now.wrapping_sub(epoch) & (u32::MAX >> (u32::BITS - EPOCH_BITS))
 }
 
-/// A copy of the word; the word may have changed since.
+/// A copy of a state word. The word may have changed since it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Seen(u64);
+pub(crate) struct SeenWord(u64);
 
-impl Seen {
+impl SeenWord {
     pub fn phase(self) -> RangePhase {
         match self.0 & PHASE {
             0 => RangePhase::Free,
@@ -85,7 +87,7 @@ impl Seen {
         self.0 & LOST != 0
     }
 
-    /// Whether it has an owner: free ranges are purged, too.
+    /// Whether the range has an owner. A range in *Purging* has none if it was free before.
     pub fn has_owner(self) -> bool {
         let is_free =
             self.phase() == RangePhase::Free || (self.phase() == RangePhase::Purging && self.0 & FROM_FREE != 0);
@@ -100,8 +102,8 @@ impl Seen {
         (self.0 >> EPOCH_SHIFT) as u32
     }
 
-    /// Whether a purge may claim it at this epoch. For some milliseconds a thread that waited for the last purge has
-    /// priority.
+    /// Whether a purge may claim the range at this epoch. It may not for some milliseconds after a purge that a thread
+    /// waited for, so that this thread can access the range first.
     pub fn is_claimable(self, now: u32) -> bool {
         let is_wanted = || self.0 & AWAITED != 0 && age(now, self.epoch()) < GRACE_TICKS;
         match self.phase() {
@@ -120,18 +122,18 @@ impl Seen {
     }
 }
 
-/// Why a change was not made.
+/// The reason for which an operation was refused. The word is unchanged then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// A purge holds the range: wait, and try again.
+    /// A purge has claimed the range. The caller can wait and try again.
     Purging,
-    /// The range is in this phase.
+    /// The operation is not possible in this phase.
     RangePhase(RangePhase),
     /// The range has the maximum number of pins.
     Pins,
 }
 
-/// The state word. Zero bits mean: free, without memory.
+/// The state word of a range. Zero bits are a free range without memory.
 #[repr(transparent)]
 pub(crate) struct RangeWord(AtomicU64);
 
@@ -141,21 +143,21 @@ impl RangeWord {
         Self(AtomicU64::new(0))
     }
 
-    pub fn look(&self) -> Seen {
-        Seen(self.0.load(Acquire))
+    pub fn load(&self) -> SeenWord {
+        SeenWord(self.0.load(Acquire))
     }
 
-    /// Applies `change` to the word, unless a purge holds it or `change` refuses.
+    /// Replaces the word by the result of `change`, unless a purge has claimed the range or `change` refuses.
     #[inline]
-    fn update<T>(&self, change: impl Fn(Seen) -> Result<(u64, T), Refused>) -> Result<T, Refused> {
+    fn update<T>(&self, change: impl Fn(SeenWord) -> Result<(u64, T), Refused>) -> Result<T, Refused> {
         let mut word = self.0.load(Relaxed);
         loop {
-            if Seen(word).phase() == RangePhase::Purging {
+            if SeenWord(word).phase() == RangePhase::Purging {
                 return Err(Refused::Purging);
             }
-            let (new, result) = change(Seen(word))?;
-            // Clears AWAITED: the waiting thread has come. The ordering makes bytes written before a mark visible to a
-            // later unmark or pin.
+            let (new, result) = change(SeenWord(word))?;
+            // AWAITED is cleared, because the range was accessed. The ordering makes bytes that were written before a
+            // mark visible to a later unmark or pin.
             match self.0.compare_exchange_weak(word, new & !AWAITED, std::sync::atomic::Ordering::AcqRel, Relaxed) {
                 Ok(_) => return Ok(result),
                 Err(now) => word = now,
@@ -163,7 +165,7 @@ impl RangeWord {
         }
     }
 
-    /// Takes a free range for a new owner.
+    /// *Free* to *Held*, for a new owner.
     pub fn hold(&self) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED, ())),
@@ -171,13 +173,14 @@ impl RangeWord {
         })
     }
 
-    /// Ends the owner's use. `has_memory`: memory is still behind it. Leaked pins end with it.
+    /// Any other phase to *Free*, when the owner drops the range. `has_memory` tells whether the range keeps its
+    /// memory. Ends leaked pins.
     pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Err(Refused::RangePhase(RangePhase::Free)),
             _ => {
                 let generation = (seen.0 & GENERATION).wrapping_add(1 << GENERATION_SHIFT) & GENERATION;
-                let epoch = Seen::with_epoch(0, seen.epoch());
+                let epoch = SeenWord::with_epoch(0, seen.epoch());
                 Ok((epoch | generation | RangePhase::Free as u64 | if has_memory { BACKED } else { 0 }, ()))
             }
         })
@@ -187,13 +190,14 @@ impl RangeWord {
     #[inline]
     pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Held => Ok((Seen::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST, epoch), ())),
+            RangePhase::Held => Ok((SeenWord::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST, epoch), ())),
             other => Err(Refused::RangePhase(other)),
         })
     }
 
-    /// *Volatile* to *Held*. Returns whether bytes were lost. In that case the range is also pinned, so that the kept
-    /// part can be read before another thread marks it again. The caller ends that with [`RangeWord::unpin`].
+    /// *Volatile* to *Held*. Returns whether bytes were lost. In that case it also pins the range, so that the caller
+    /// can read `kept_bytes` before another thread marks the range again. The caller must then call
+    /// [`RangeWord::unpin`].
     #[inline]
     pub fn unmark(&self) -> Result<bool, Refused> {
         self.update(|seen| match seen.phase() {
@@ -204,18 +208,18 @@ impl RangeWord {
         })
     }
 
-    /// Counts a volatile range as marked now, because it was used.
+    /// Sets the epoch of a volatile range, so that it counts as marked then.
     #[inline]
     pub fn refresh(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            RangePhase::Volatile => Ok((Seen::with_epoch(seen.0, epoch), ())),
+            RangePhase::Volatile => Ok((SeenWord::with_epoch(seen.0, epoch), ())),
             other => Err(Refused::RangePhase(other)),
         })
     }
 
-    /// Excludes purges until [`RangeWord::unpin`]. Returns the state before.
+    /// Adds a pin, which excludes purges until [`RangeWord::unpin`]. Returns the word before.
     #[inline]
-    pub fn pin(&self) -> Result<Seen, Refused> {
+    pub fn pin(&self) -> Result<SeenWord, Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Held | RangePhase::Volatile if seen.pins() == u16::MAX => Err(Refused::Pins),
             RangePhase::Held | RangePhase::Volatile => Ok((seen.0 + PIN, seen)),
@@ -223,48 +227,48 @@ impl RangeWord {
         })
     }
 
-    /// Ends a pin.
+    /// Removes a pin.
     #[inline]
     pub fn unpin(&self) {
         let before = self.0.fetch_sub(PIN, Release);
-        debug_assert!(Seen(before).pins() > 0);
+        debug_assert!(SeenWord(before).pins() > 0);
     }
 
-    /// Claims the range for a purge, if the word is still `seen` and was claimable.
-    pub fn claim(&self, seen: Seen, now: u32) -> bool {
+    /// Claims the range for a purge, if the word is still `seen` and that is claimable. Returns whether it did.
+    pub fn claim(&self, seen: SeenWord, now: u32) -> bool {
         let from_free = if seen.phase() == RangePhase::Free { FROM_FREE } else { 0 };
         let new = seen.with_phase(RangePhase::Purging) & !AWAITED | from_free;
         seen.is_claimable(now) && self.0.compare_exchange(seen.0, new, Acquire, Relaxed).is_ok()
     }
 
-    /// Whether a thread waits for a claimed range.
+    /// Whether a thread waits for the end of the purge that has claimed the range.
     pub fn is_awaited(&self) -> bool {
         self.0.load(Relaxed) & AWAITED != 0
     }
 
-    /// Requests the purge that holds the range to stop. Returns whether there is one.
-    pub fn await_end(&self) -> bool {
+    /// Requests the purge that has claimed the range to stop early. Returns whether there is such a purge.
+    pub fn request_stop(&self) -> bool {
         let word = self.0.load(Relaxed);
-        let is_purging = Seen(word).phase() == RangePhase::Purging;
+        let is_purging = SeenWord(word).phase() == RangePhase::Purging;
         if is_purging && word & AWAITED == 0 {
-            // If the purge ended just now, there is nothing to request.
+            // This fails if the word has changed, for example because the purge has ended. The caller tries again.
             let _ = self.0.compare_exchange(word, word | AWAITED, Relaxed, Relaxed);
         }
         is_purging
     }
 
-    /// Ends a claim. `has_lost`: bytes were discarded. The range counts as marked at `epoch`. A free range has no
-    /// memory from here on, or none that the kernel gives back.
+    /// Ends a claim. `has_lost` tells whether bytes were discarded. The range counts as marked at `epoch`. A free range
+    /// counts as without memory afterwards, even if the kernel refused to take it.
     pub fn finish(&self, has_lost: bool, epoch: u32) {
         let mut word = self.0.load(Relaxed);
         loop {
-            debug_assert_eq!(Seen(word).phase(), RangePhase::Purging);
-            // Requests to stop may arrive until the last moment. They are kept, so that the requester has priority.
+            debug_assert_eq!(SeenWord(word).phase(), RangePhase::Purging);
+            // AWAITED stays set for a range with an owner, so that the waiting thread can access it first.
             let new = match word & FROM_FREE {
                 0 => word & !PHASE | RangePhase::Volatile as u64 | if has_lost { LOST } else { 0 },
                 _ => word & !(PHASE | AWAITED | FROM_FREE | BACKED) | RangePhase::Free as u64,
             };
-            match self.0.compare_exchange_weak(word, Seen::with_epoch(new, epoch), Release, Relaxed) {
+            match self.0.compare_exchange_weak(word, SeenWord::with_epoch(new, epoch), Release, Relaxed) {
                 Ok(_) => return,
                 Err(now) => word = now,
             }
@@ -279,53 +283,54 @@ mod model;
 mod tests {
     use super::*;
 
-    /// The life of a range: marked, purged, unmarked. Operations out of order are refused and change nothing.
+    /// Marks, purges and unmarks a range. Operations that its phase does not allow must be refused.
     #[test]
-    fn a_range_goes_its_way() {
+    fn operations_follow_phases() {
         let word = RangeWord::new();
         word.hold().unwrap();
         assert_eq!(word.unmark(), Err(Refused::RangePhase(RangePhase::Held)));
         word.mark(7).unwrap();
         assert_eq!(word.mark(8), Err(Refused::RangePhase(RangePhase::Volatile)));
-        let seen = word.look();
+        let seen = word.load();
         assert_eq!((seen.epoch(), seen.pins(), seen.is_lost()), (7, 0, false));
         assert!(word.claim(seen, 9) && !word.claim(seen, 9));
         assert_eq!((word.pin(), word.is_awaited()), (Err(Refused::Purging), false));
-        assert!(word.await_end() && word.is_awaited());
+        assert!(word.request_stop() && word.is_awaited());
         word.finish(true, 9);
-        assert!(!word.await_end());
-        let seen = word.look();
+        assert!(!word.request_stop());
+        let seen = word.load();
         assert!(
             !seen.is_claimable(9) && seen.is_claimable(9 + GRACE_TICKS),
             "a waiting thread comes first, for a while"
         );
-        assert_eq!((seen.epoch(), word.unmark(), word.look().pins()), (9, Ok(true), 1));
+        assert_eq!((seen.epoch(), word.unmark(), word.load().pins()), (9, Ok(true), 1));
         word.unpin();
         word.mark(10).unwrap();
         assert_eq!(word.unmark(), Ok(false), "a mark begins anew");
     }
 
-    /// Every pin is counted, and the range is claimable once the last one has ended.
+    /// Pins a range three times. It must become claimable when the last pin is removed.
     #[test]
-    fn the_last_unpin_ends_the_protection() {
+    fn range_is_claimable_after_last_unpin() {
         let word = RangeWord::new();
         word.hold().unwrap();
         word.mark(1).unwrap();
         for pins in 1..=3 {
             word.pin().unwrap();
-            assert_eq!(word.look().pins(), pins);
+            assert_eq!(word.load().pins(), pins);
         }
         for pins in (0..3).rev() {
-            assert!(!word.look().is_claimable(1));
+            assert!(!word.load().is_claimable(1));
             word.unpin();
-            assert_eq!(word.look().pins(), pins);
+            assert_eq!(word.load().pins(), pins);
         }
-        assert!(word.look().is_claimable(1));
+        assert!(word.load().is_claimable(1));
     }
 
-    /// Pinned ranges are not claimed; the number of pins is limited.
+    /// Adds the maximum number of pins. One more must be refused, and the range cannot be claimed. After its release
+    /// the free range can be claimed, but not with a word read before.
     #[test]
-    fn pins_protect() {
+    fn pins_prevent_claims() {
         let word = RangeWord::new();
         word.hold().unwrap();
         word.mark(1).unwrap();
@@ -333,17 +338,17 @@ mod tests {
             word.pin().unwrap();
         }
         assert_eq!(word.pin(), Err(Refused::Pins));
-        assert!(!word.claim(word.look(), 9));
+        assert!(!word.claim(word.load(), 9));
         (0..u16::MAX).for_each(|_| word.unpin());
-        let seen = word.look();
+        let seen = word.load();
         word.release(true).unwrap();
         assert!(!word.claim(seen, 9), "another generation");
-        assert!(word.claim(word.look(), 9), "what is free has memory to give");
+        assert!(word.claim(word.load(), 9), "what is free has memory to give");
         word.finish(true, 3);
-        assert!(word.look().phase() == RangePhase::Free && !word.look().is_claimable(4));
+        assert!(word.load().phase() == RangePhase::Free && !word.load().is_claimable(4));
     }
 
-    /// Ages are correct across the wrap.
+    /// Ages must be correct when the epoch wraps.
     #[test]
     fn ages_wrap() {
         assert_eq!(age(5, 3), 2);
@@ -361,7 +366,7 @@ mod loom_tests {
     use loom::sync::atomic::AtomicUsize;
     use loom::thread;
 
-    /// A range of one byte, 1 while kept.
+    /// A range of one byte, which is 1 until a purge sets it to 0.
     struct Fixture {
         word: RangeWord,
         byte: AtomicUsize,
@@ -376,18 +381,23 @@ mod loom_tests {
         }
 
         fn purge(&self) {
-            let seen = self.word.look();
+            let seen = self.word.load();
             if self.word.claim(seen, 9) {
                 self.byte.store(0, Relaxed);
                 self.word.finish(true, 2);
             }
         }
 
-        /// Acts as a waiting owner: requests the purge to stop, waits, and tries again.
-        fn insist<T>(&self, purge: &mut Purge, act: impl Fn() -> Result<T, Refused>) -> Result<T, Refused> {
+        /// Runs `act` as an owner does: if the range is being purged, requests the purge to stop, waits, and tries
+        /// again.
+        fn retry_after_purge<T>(
+            &self,
+            purge: &mut PurgeThread,
+            act: impl Fn() -> Result<T, Refused>,
+        ) -> Result<T, Refused> {
             match act() {
                 Err(Refused::Purging) => {
-                    self.word.await_end();
+                    self.word.request_stop();
                     purge.take().unwrap().join().unwrap();
                     act()
                 }
@@ -395,67 +405,69 @@ mod loom_tests {
             }
         }
 
-        fn start_purge(fixture: &Arc<Self>) -> Purge {
+        fn start_purge(fixture: &Arc<Self>) -> PurgeThread {
             let other = fixture.clone();
             Some(thread::spawn(move || other.purge()))
         }
     }
 
-    type Purge = Option<thread::JoinHandle<()>>;
+    type PurgeThread = Option<thread::JoinHandle<()>>;
 
-    fn join(purge: Purge) {
+    fn join(purge: PurgeThread) {
         purge.into_iter().for_each(|purge| purge.join().unwrap());
     }
 
-    /// The result of unmarking matches the bytes, and they do not change afterwards.
+    /// Unmarks a range while a purge runs. The result must match the byte, which must not change afterwards.
     #[test]
-    fn unmarking_tells_the_truth() {
+    fn unmark_result_matches_bytes() {
         loom::model(|| {
             let fixture = Fixture::marked();
             let mut purge = Fixture::start_purge(&fixture);
-            let was_lost = fixture.insist(&mut purge, || fixture.word.unmark()).unwrap();
+            let was_lost = fixture.retry_after_purge(&mut purge, || fixture.word.unmark()).unwrap();
             assert_eq!(fixture.byte.load(Relaxed), usize::from(!was_lost));
-            assert_eq!(fixture.word.look().pins(), u16::from(was_lost));
+            assert_eq!(fixture.word.load().pins(), u16::from(was_lost));
             join(purge);
             assert_eq!(fixture.byte.load(Relaxed), usize::from(!was_lost));
         });
     }
 
-    /// While it is pinned no byte is purged, and the pin reports whether bytes were lost before.
+    /// Pins a range while a purge runs. The pin must report whether the byte was lost, and the byte must not change
+    /// while it is pinned.
     #[test]
-    fn a_pin_keeps_bytes() {
+    fn pin_excludes_purge() {
         loom::model(|| {
             let fixture = Fixture::marked();
             let mut purge = Fixture::start_purge(&fixture);
-            let seen = fixture.insist(&mut purge, || fixture.word.pin()).unwrap();
+            let seen = fixture.retry_after_purge(&mut purge, || fixture.word.pin()).unwrap();
             assert_eq!(fixture.byte.load(Relaxed), usize::from(!seen.is_lost()));
             fixture.word.unpin();
             join(purge);
-            assert_eq!(fixture.word.look().pins(), 0);
+            assert_eq!(fixture.word.load().pins(), 0);
         });
     }
 
-    /// A range that is released and held anew is not purged by a thread that saw its previous state.
+    /// Releases a range, and holds and marks it for a new owner, while a purge runs. A purge that read the word before
+    /// must not discard the new owner's byte.
     #[test]
-    fn a_purge_never_meets_the_next_owner() {
+    fn purge_spares_next_owner() {
         loom::model(|| {
             let fixture = Fixture::marked();
             let mut purge = Fixture::start_purge(&fixture);
-            fixture.insist(&mut purge, || fixture.word.release(true)).unwrap();
-            if fixture.insist(&mut purge, || fixture.word.hold()).is_ok() {
+            fixture.retry_after_purge(&mut purge, || fixture.word.release(true)).unwrap();
+            if fixture.retry_after_purge(&mut purge, || fixture.word.hold()).is_ok() {
                 fixture.byte.store(2, Relaxed);
                 fixture.word.mark(1).unwrap();
-                // A purge of this mark is allowed. A purge of the former is not, and would leave no trace in the word.
-                let was_lost = fixture.insist(&mut purge, || fixture.word.unmark()).unwrap();
+                // A purge under the new mark is allowed. A purge under the old mark would not be recorded in the word.
+                let was_lost = fixture.retry_after_purge(&mut purge, || fixture.word.unmark()).unwrap();
                 assert_eq!(fixture.byte.load(Relaxed), if was_lost { 0 } else { 2 });
             }
             join(purge);
         });
     }
 
-    /// Of two marks exactly one succeeds.
+    /// Two threads mark the same range. Exactly one of them must succeed.
     #[test]
-    fn a_double_mark_is_noticed() {
+    fn one_of_two_marks_succeeds() {
         loom::model(|| {
             let word = Arc::new(RangeWord::new());
             word.hold().unwrap();

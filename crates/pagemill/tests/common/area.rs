@@ -1,12 +1,13 @@
-//! Memory of every kind, marked by address.
-#![allow(unsafe_code)] // maps memory of every kind and marks it
+//! Memory of the test, mapped from the kernel, that is marked volatile by address.
+#![allow(unsafe_code)] // maps memory, and marks it volatile
 
 use crate::common::pagemill;
 use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill::volatile::vrange::{How, Marked, Mode};
 
-/// A mapping of some kind, unmapped on drop. No references to its bytes exist: they are read and written one by one.
+/// A mapping of some kind, which is unmapped on drop. No references to its bytes exist; they are read and written one
+/// by one.
 pub struct Area {
     pub addr: usize,
     pub len: usize,
@@ -19,18 +20,19 @@ impl Area {
         (addr != libc::MAP_FAILED).then_some(Self { addr: addr as usize, len })
     }
 
-    /// Plain memory, every page written.
+    /// Maps private memory of some OS pages, and writes to each page.
     pub fn plain(pages: usize, byte: u8) -> Self {
         let area = Self::map(pages * os_page_bytes(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
         area.fill(byte);
         area
     }
 
-    /// Plain memory that begins with a block, in huge pages if available.
+    /// Maps private memory of some blocks, aligned to a block, in huge pages if the kernel has some, and writes to each
+    /// page.
     pub fn huge(blocks: usize, byte: u8) -> Self {
         let mut area = Self::map((blocks + 1) * BLOCK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
         let start = area.addr.next_multiple_of(BLOCK_BYTES);
-        // SAFETY: parts of the mapping made above.
+        // SAFETY: both ranges are parts of the mapping created above.
         unsafe {
             libc::munmap(area.addr as *mut _, start - area.addr);
             let end = start + blocks * BLOCK_BYTES;
@@ -42,7 +44,7 @@ impl Area {
         area
     }
 
-    pub fn at(&self, page: usize) -> *mut u8 {
+    pub fn page_ptr(&self, page: usize) -> *mut u8 {
         (self.addr + page * os_page_bytes()) as *mut u8
     }
 
@@ -52,31 +54,31 @@ impl Area {
 
     pub fn write(&self, page: usize, byte: u8) {
         // SAFETY: inside the mapping; a plain store.
-        unsafe { self.at(page).write_volatile(byte) };
+        unsafe { self.page_ptr(page).write_volatile(byte) };
     }
 
     pub fn read(&self, page: usize) -> u8 {
         // SAFETY: inside the mapping; a plain load.
-        unsafe { self.at(page).read_volatile() }
+        unsafe { self.page_ptr(page).read_volatile() }
     }
 
     pub fn fill(&self, byte: u8) {
         (0..self.pages()).for_each(|page| self.write(page, byte));
     }
 
-    pub fn call(&self, page: usize, pages: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
+    pub fn vrange(&self, page: usize, pages: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
         vrange(self.addr + page * os_page_bytes(), pages * os_page_bytes(), mode, how)
     }
 
     pub fn mark(&self, page: usize, pages: usize) -> Marked {
-        self.call(page, pages, Mode::Volatile, How::Full).unwrap()
+        self.vrange(page, pages, Mode::Volatile, How::Full).unwrap()
     }
 
     pub fn unmark(&self, page: usize, pages: usize) -> Marked {
-        self.call(page, pages, Mode::Nonvolatile, How::Full).unwrap()
+        self.vrange(page, pages, Mode::Nonvolatile, How::Full).unwrap()
     }
 
-    pub fn holds(&self, byte: u8) -> bool {
+    pub fn is_filled_with(&self, byte: u8) -> bool {
         (0..self.pages()).all(|page| self.read(page) == byte)
     }
 }
@@ -85,14 +87,14 @@ impl Drop for Area {
     fn drop(&mut self) {
         if self.len > 0 {
             let _ = vrange(self.addr, self.len, Mode::Nonvolatile, How::Full);
-            // SAFETY: our own mapping, unmarked.
+            // SAFETY: the mapping belongs to the area, and is not marked any more.
             unsafe { libc::munmap(self.addr as *mut _, self.len) };
         }
     }
 }
 
 pub fn vrange(addr: usize, len: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
-    // SAFETY: the tests mark their own areas, to whose bytes no references exist, and unmark before unmapping.
+    // SAFETY: the tests mark only their own areas, whose bytes have no references, and unmark them before unmapping.
     unsafe { pagemill().vranges.vrange(addr, len, mode, how) }
 }
 

@@ -1,41 +1,41 @@
-//! A store in memory that breaks its contract on request.
-#![allow(dead_code)] // no test file uses all of it
+//! A store in memory that panics or does not complete transfers, on request.
+#![allow(dead_code)] // each test file uses a part of this module
 
 use pagemill::store::{MemoryStore, Store, Transfer};
 use std::io;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-/// A [`MemoryStore`] that panics on writes or never completes transfers.
-pub struct Broken {
+/// A [`MemoryStore`] that panics on writes, or never completes transfers.
+pub struct BrokenStore {
     pub inner: MemoryStore,
     /// Whether a write panics.
     pub panics: AtomicBool,
-    /// The transfers that were started and never completed; `None` completes all.
-    pub kept: Option<Mutex<Vec<Transfer>>>,
+    /// Transfers that were started and not completed. `None`: every transfer completes at once.
+    pub started: Option<Mutex<Vec<Transfer>>>,
 }
 
-impl Broken {
+impl BrokenStore {
     /// Returns an empty store whose writes panic.
     #[must_use]
     pub fn that_panics(block_bytes: usize) -> Self {
-        Self { inner: MemoryStore::new(Vec::new(), block_bytes), panics: AtomicBool::new(true), kept: None }
+        Self { inner: MemoryStore::new(Vec::new(), block_bytes), panics: AtomicBool::new(true), started: None }
     }
 
     /// Returns an empty store that completes no transfer.
     #[must_use]
-    pub fn that_keeps(block_bytes: usize) -> Self {
+    pub fn that_completes_nothing(block_bytes: usize) -> Self {
         let inner = MemoryStore::new(Vec::new(), block_bytes);
-        Self { inner, panics: AtomicBool::new(false), kept: Some(Mutex::default()) }
+        Self { inner, panics: AtomicBool::new(false), started: Some(Mutex::default()) }
     }
 
-    /// Takes the transfers that were kept.
-    pub fn take_kept(&self) -> Vec<Transfer> {
-        self.kept.as_ref().map(|kept| std::mem::take(&mut *kept.lock().unwrap())).unwrap_or_default()
+    /// Returns the transfers that were started since the last call.
+    pub fn take_started(&self) -> Vec<Transfer> {
+        self.started.as_ref().map(|started| std::mem::take(&mut *started.lock().unwrap())).unwrap_or_default()
     }
 }
 
-impl Store for Broken {
+impl Store for BrokenStore {
     fn size_bytes(&self) -> io::Result<u64> {
         self.inner.size_bytes()
     }
@@ -62,13 +62,13 @@ impl Store for Broken {
     }
 
     fn start(&self, batch: Vec<Transfer>) {
-        match &self.kept {
-            Some(kept) => kept.lock().unwrap().extend(batch),
+        match &self.started {
+            Some(started) => started.lock().unwrap().extend(batch),
             None => batch.into_iter().for_each(|transfer| transfer.run(self)),
         }
     }
 
     fn is_asynchronous(&self) -> bool {
-        self.kept.is_some()
+        self.started.is_some()
     }
 }

@@ -1,115 +1,116 @@
-//! Ghosts: marks of recently evicted folios, in a table of fixed size.
+//! Ghosts: small records of recently evicted folios (*marks*), in a hash table of fixed size.
 //!
 //! ```text
-//!   key of a folio --hash--> set of 16 marks, one cache line        each: 15 bits of the hash, new or main, 16 bits of time
+//!   key of a folio --hash--> set of 16 marks, one cache line      mark: 15 bits of hash, part, 16 bits of time
 //! ```
 //!
-//! Each part has its own clock, which counts the pages evicted from it. A mark expires after as many pages as the cache
-//! has. A set then holds twelve marks of the new part on average, so that few are lost early. Reads take no lock: a
-//! read beside a change finds a whole mark or none. One lookup in two thousand gives a wrong answer, which puts a page
-//! into a better queue than it earned.
+//! Time is counted in pages evicted: each part (new, main) has a clock that counts the pages evicted from it. A mark
+//! expires after as many pages as the cache has. A set then holds twelve marks of the new part on average, so that few
+//! marks are replaced early. Lookups take no lock: a lookup concurrent with a change finds a mark completely or not at
+//! all. One lookup in two thousand finds the mark of another folio with the same hash, and then a page enters a better
+//! queue than it should.
 
 use super::{CachePart, GhostKey};
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU32, AtomicU64, Padded, Relaxed};
 
-/// Marks of a set: a cache line.
+/// Number of marks of a set, which is a cache line.
 const WAYS: usize = 16;
 
-/// Marks in use per set when the table is full of marks that have not expired.
-const MEANT_WAYS: u64 = 12;
+/// Average number of marks per set when the table is full of marks that have not expired.
+const TARGET_MARKS_PER_SET: u64 = 12;
 
-/// Ticks of a mark's life; up to twice as many, by rounding. A clock of 16 bits wraps around after 64 lives, and no
-/// mark lasts that long.
-const LIFE_TICKS: u64 = 512;
+/// Lifetime of a mark in ticks; up to twice as many, by rounding. A clock of 16 bits wraps around after 64 lifetimes,
+/// and no mark stays in the table that long.
+const LIFETIME_TICKS: u64 = 512;
 
-/// A clock's values in a mark: 1 to this. So no mark is zero.
-const CLOCK: u64 = u16::MAX as u64;
+/// Number of values of a clock in a mark: 1 to this number. So no mark is zero.
+const CLOCK_VALUES: u64 = u16::MAX as u64;
 
 const PART_BIT: u32 = 1 << 16;
 const HASH_SHIFT: u32 = 17;
 const HASH_MASK: u32 = u32::MAX >> HASH_SHIFT;
 
-/// Ranks of entries when a mark is stored: higher than any age.
+/// Ranks of entries when a mark is stored, higher than any age: an empty entry, and the same folio's mark.
 const EMPTY: u32 = u32::MAX - 1;
 const SAME: u32 = u32::MAX;
 
-/// An odd number, so that successive salts differ.
+/// Multiplier of the salt: an odd number, so that successive salts differ in the hash bits.
 const SALT: u32 = 0x9e37;
 
 /// The ghosts of a cache.
 pub(super) struct Ghosts {
     marks: Table<AtomicU32>,
-    /// Sets in use.
+    /// Number of sets in use.
     sets: AtomicU64,
-    /// Pages of a life.
-    life_pages: AtomicU64,
+    /// Lifetime of a mark, in evicted pages.
+    lifetime_pages: AtomicU64,
     /// Log2 of the pages of a tick.
     tick_shift: AtomicU32,
-    /// Advances with each cache that uses the table, which invalidates the marks of earlier caches.
+    /// Number of the cache that uses the table. It changes the hash, which invalidates the marks of earlier caches.
     salt: AtomicU32,
-    /// Pages evicted from each part.
-    gone: [Padded<AtomicU64>; 2],
+    /// Number of pages evicted from each part.
+    evicted_pages: [Padded<AtomicU64>; 2],
 }
 
 impl Ghosts {
-    /// Creates a table for a cache of up to `most_pages`; reserves addresses only.
+    /// Creates a table for a cache of up to `most_pages`. Reserves addresses, and commits no memory.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::System`] if addresses are exhausted.
+    /// [`pagemill_core::Error::System`] if the address space is exhausted.
     pub fn new(most_pages: u64) -> Result<Self> {
         Ok(Self {
             marks: Table::new(WAYS * sets_for(most_pages) as usize)?,
             sets: AtomicU64::new(0),
-            life_pages: AtomicU64::new(0),
+            lifetime_pages: AtomicU64::new(0),
             tick_shift: AtomicU32::new(0),
             salt: AtomicU32::new(0),
-            gone: Default::default(),
+            evicted_pages: Default::default(),
         })
     }
 
-    /// Starts the table for a cache of `pages`, without the marks of earlier caches. If the system cannot commit the
-    /// memory, the table stays empty.
+    /// Starts the table for a cache of up to `pages` pages, and invalidates the marks of earlier caches. If the system
+    /// cannot commit the memory, the table stays empty.
     pub fn open(&self, pages: u64) {
         let sets = sets_for(pages);
         let is_open = self.marks.open(0, 0, WAYS * sets as usize).is_ok();
-        let shift = (pages / LIFE_TICKS).checked_ilog2().unwrap_or(0);
+        let shift = (pages / LIFETIME_TICKS).checked_ilog2().unwrap_or(0);
         self.tick_shift.store(shift, Relaxed);
-        self.life_pages.store(pages, Relaxed);
+        self.lifetime_pages.store(pages, Relaxed);
         self.salt.fetch_add(1, Relaxed);
         self.sets.store(if is_open { sets } else { 0 }, Relaxed);
     }
 
-    /// Returns the resident bytes.
+    /// Returns the resident bytes of the table.
     pub fn resident_bytes(&self) -> u64 {
         self.marks.resident_bytes(0, WAYS * self.sets.load(Relaxed) as usize)
     }
 
-    /// Marks a folio of this many pages as evicted.
+    /// Stores a mark for a folio of `pages` pages that was evicted from `part`.
     pub fn note(&self, key: GhostKey, part: CachePart, pages: u64) {
         let Some(set) = self.set(key) else { return };
         let (hash, now) = (self.hash(key), self.now());
-        self.gone[part as usize].0.fetch_add(pages, Relaxed);
-        // Replaces the mark of the same folio; else an empty entry; else the oldest mark.
-        let worth = |mark: u32| match mark {
+        self.evicted_pages[part as usize].0.fetch_add(pages, Relaxed);
+        // Replaces the mark of the same folio, else an empty entry, else the oldest mark.
+        let rank = |mark: u32| match mark {
             0 => EMPTY,
             mark if mark >> HASH_SHIFT == hash => SAME,
             mark => age(mark, now),
         };
-        // The index in the lowest bits makes this a maximum of numbers, without a branch.
-        let worths = set.iter().zip(0..).map(|(mark, at)| u64::from(worth(mark.load(Relaxed))) * WAYS as u64 + at);
-        let found = worths.fold(0, u64::max) as usize % WAYS;
+        // With the entry's index in the lowest bits, the choice is a maximum of integers, without a branch.
+        let ranks = set.iter().zip(0..).map(|(mark, at)| u64::from(rank(mark.load(Relaxed))) * WAYS as u64 + at);
+        let found = ranks.fold(0, u64::max) as usize % WAYS;
         let part_bit = if part == CachePart::Main { PART_BIT } else { 0 };
         set[found].store(hash << HASH_SHIFT | part_bit | now[part as usize], Relaxed);
     }
 
-    /// Returns the part that a folio was evicted from, and the pages evicted from that part since. `None` if the mark
-    /// has expired or does not exist.
+    /// Returns the part that a folio was evicted from, and the number of pages evicted from that part since. Returns
+    /// `None` if the folio has no mark, or an expired one.
     pub fn recall(&self, key: GhostKey) -> Option<(CachePart, u64)> {
         let (set, hash) = (self.set(key)?, self.hash(key));
-        // Most lookups find no mark.
+        // Fast path: most lookups find no mark.
         let is_of_key = |mark: u32| mark != 0 && mark >> HASH_SHIFT == hash;
         if !set.iter().fold(false, |any, mark| any | is_of_key(mark.load(Relaxed))) {
             return None;
@@ -119,61 +120,61 @@ impl Ghosts {
         let (ticks, mark) = marks.map(|mark| (age(mark, now), mark)).min()?;
         let part = if mark & PART_BIT == 0 { CachePart::New } else { CachePart::Main };
         let age = u64::from(ticks) << self.tick_shift.load(Relaxed);
-        (age <= self.life_pages.load(Relaxed)).then_some((part, age))
+        (age <= self.lifetime_pages.load(Relaxed)).then_some((part, age))
     }
 
-    /// Returns the clocks of both parts.
+    /// Returns the current clock values of both parts.
     fn now(&self) -> [u32; 2] {
         let shift = self.tick_shift.load(Relaxed);
-        [0, 1].map(|part: usize| ((self.gone[part].0.load(Relaxed) >> shift) % CLOCK) as u32 + 1)
+        [0, 1].map(|part: usize| ((self.evicted_pages[part].0.load(Relaxed) >> shift) % CLOCK_VALUES) as u32 + 1)
     }
 
-    /// Returns the hash of a key that a mark stores.
+    /// Returns the bits of a key's hash that a mark stores.
     fn hash(&self, key: GhostKey) -> u32 {
-        (key.mark() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
+        (key.mark_bits() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
     }
 
-    /// Returns the set of a key.
+    /// Returns the set in which a key's mark is stored.
     fn set(&self, key: GhostKey) -> Option<&[AtomicU32; WAYS]> {
         let sets = self.sets.load(Relaxed);
         (sets > 0).then(|| self.marks.row(key.set_of(sets) as usize * WAYS))
     }
 }
 
-/// Returns the ticks since a mark was stored.
+/// Returns the age of a mark in ticks.
 fn age(mark: u32, now: [u32; 2]) -> u32 {
     let now = if mark & PART_BIT == 0 { now[0] } else { now[1] };
     let ticks = now.wrapping_sub(mark & u32::from(u16::MAX));
-    // The clock may have wrapped around.
-    ticks.min(ticks.wrapping_add(CLOCK as u32))
+    // Corrects the difference if the clock has wrapped around.
+    ticks.min(ticks.wrapping_add(CLOCK_VALUES as u32))
 }
 
 fn sets_for(pages: u64) -> u64 {
-    pages.div_ceil(MEANT_WAYS).max(1)
+    pages.div_ceil(TARGET_MARKS_PER_SET).max(1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn ghosts(pages: u64) -> Ghosts {
+    fn ghosts_for(pages: u64) -> Ghosts {
         let ghosts = Ghosts::new(pages).unwrap();
         ghosts.open(pages);
         ghosts
     }
 
-    /// Nearly all of the latest evictions, as many as the cache has pages, are known, with their part and age. Older
-    /// ones and others are not.
+    /// After three times as many evictions as the cache has pages, nearly all of the latest third are found, with their
+    /// part and age. Older ones, and pages that were never evicted, are not found.
     #[test]
-    fn the_latest_are_known_again() {
+    fn the_latest_evictions_are_found() {
         const PAGES: u64 = 10_000;
-        let ghosts = ghosts(PAGES);
+        let ghosts = ghosts_for(PAGES);
         let key = |page| GhostKey::of(7, page, 0);
         (0..3 * PAGES).for_each(|page| ghosts.note(key(page), CachePart::New, 1));
         let known = |pages: std::ops::Range<u64>| pages.filter(|page| ghosts.recall(key(*page)).is_some()).count();
         let (latest, older) = (known(2 * PAGES + 50..3 * PAGES), known(0..2 * PAGES - 50));
         assert!(latest > PAGES as usize * 93 / 100 && older < 30, "{latest} {older}");
-        assert!(known(5 * PAGES..6 * PAGES) < 30, "strangers");
+        assert!(known(5 * PAGES..6 * PAGES) < 30, "pages that were never evicted");
         for page in (2 * PAGES + 50..3 * PAGES).step_by(97) {
             if let Some((part, age)) = ghosts.recall(key(page)) {
                 assert!(part == CachePart::New && age.abs_diff(3 * PAGES - page) <= 32, "{page} {age}");
@@ -181,11 +182,11 @@ mod tests {
         }
     }
 
-    /// The clock of one part does not advance with the other's. A folio that is evicted again has one mark. A huge
-    /// folio counts all of its pages.
+    /// The clock of one part does not advance with the other's. A second eviction of a folio replaces its mark. A huge
+    /// folio advances the clock by all of its pages.
     #[test]
-    fn parts_have_clocks_of_their_own() {
-        let ghosts = ghosts(100);
+    fn each_part_has_its_own_clock() {
+        let ghosts = ghosts_for(100);
         let (key, other, huge) = (GhostKey::of(1, 5, 0), GhostKey::of(2, 5, 0), GhostKey::of(1, 0, 9));
         ghosts.note(key, CachePart::Main, 1);
         ghosts.note(other, CachePart::New, 1);
@@ -196,17 +197,18 @@ mod tests {
         assert_eq!(ghosts.recall(key), Some((CachePart::New, 1)));
         assert_eq!(ghosts.recall(GhostKey::of(1, 0, 0)), None, "a page is not the huge folio that began there");
         ghosts.open(100);
-        assert_eq!(ghosts.recall(key), None, "another cache's");
+        assert_eq!(ghosts.recall(key), None, "the mark of an earlier cache");
     }
 
     fn key(index: u64) -> GhostKey {
         GhostKey::of(3, index, 0)
     }
 
-    /// A set has room for 16 marks. A folio's new mark replaces its old one, else an empty entry, else the oldest mark.
+    /// A set has room for 16 marks. A new mark replaces the same folio's old one, else an empty entry, else the oldest
+    /// mark.
     #[test]
     fn the_oldest_mark_is_replaced() {
-        let ghosts = ghosts(12);
+        let ghosts = ghosts_for(12);
         let known = |range: std::ops::Range<u64>| range.filter(|index| ghosts.recall(key(*index)).is_some()).count();
         (0..2).for_each(|_| ghosts.note(key(0), CachePart::Main, 0));
         ghosts.note(key(1), CachePart::New, 1);
@@ -220,34 +222,35 @@ mod tests {
             (ghosts.recall(key(1)), ghosts.recall(key(2))),
             (Some((CachePart::New, 2)), Some((CachePart::New, 2)))
         );
-        // The others of the new part are two pages old, that of main is one.
+        // The other marks of the new part are two pages old, the mark of main is one page old, so the former are
+        // replaced.
         (16..29).for_each(|index| ghosts.note(key(index), CachePart::New, 0));
         assert_eq!((known(0..1), known(3..4), known(16..29)), (1, 1, 13));
         assert_eq!(ghosts.recall(key(0)), Some((CachePart::Main, 1)));
     }
 
-    /// A mark lasts as many pages as the cache has. Large caches count in ticks of several pages.
+    /// A mark lasts for as many evicted pages as the cache has. Large caches count in ticks of several pages.
     #[test]
-    fn a_mark_lasts_as_long_as_the_cache_is_large() {
-        let small = ghosts(100);
+    fn a_mark_lasts_for_as_many_evictions_as_the_cache_has_pages() {
+        let small = ghosts_for(100);
         small.note(key(1), CachePart::New, 1);
         small.note(key(2), CachePart::New, 99);
         assert_eq!(small.recall(key(1)), Some((CachePart::New, 100)));
         small.note(key(3), CachePart::New, 1);
         assert_eq!((small.recall(key(1)), small.recall(key(2))), (None, Some((CachePart::New, 100))));
         for (pages, tick) in [(1023, 1), (1024, 2), (2047, 2), (2048, 4)] {
-            let large = ghosts(pages);
+            let large = ghosts_for(pages);
             large.note(key(1), CachePart::Main, 1);
             large.note(key(2), CachePart::Main, 10);
             assert_eq!(large.recall(key(1)), Some((CachePart::Main, 11 / tick * tick)), "{pages}");
         }
     }
 
-    /// Ages are right where the clock wraps around, after 65,535 ticks.
+    /// Ages are correct when the clock wraps around, after 65,535 ticks.
     #[test]
-    fn ages_are_right_where_the_clock_wraps() {
+    fn ages_are_correct_when_the_clock_wraps() {
         for start in [0, 65_434, 65_435, 65_485, 65_534, 65_535, 65_536, 131_069, 131_070] {
-            let ghosts = ghosts(200);
+            let ghosts = ghosts_for(200);
             ghosts.note(key(7), CachePart::New, start);
             ghosts.note(key(start), CachePart::New, 1);
             ghosts.note(key(8), CachePart::New, 100);
@@ -258,22 +261,22 @@ mod tests {
     /// A mark is not taken for an empty entry, even if all bits of its hash are zero and the clock has just started.
     #[test]
     fn no_mark_is_zero() {
-        let ghosts = ghosts(100);
+        let ghosts = ghosts_for(100);
         let zero = (0..).map(key).find(|key| ghosts.hash(*key) == 0).unwrap();
         ghosts.note(zero, CachePart::New, 1);
         assert_eq!(ghosts.recall(zero), Some((CachePart::New, 1)));
     }
 
-    /// The table has memory for the cache that uses it.
+    /// The resident memory of the table matches the size of the cache that uses it, not the maximum.
     #[test]
-    fn the_table_is_as_large_as_its_cache() {
+    fn resident_memory_matches_the_size_of_the_cache() {
         let ghosts = Ghosts::new(1 << 20).unwrap();
         assert_eq!((ghosts.recall(key(1)), ghosts.resident_bytes()), (None, 0));
         ghosts.note(key(1), CachePart::New, 1);
         ghosts.open(1 << 20);
         assert_eq!(ghosts.recall(key(1)), None);
         (0..1 << 16).for_each(|index| ghosts.note(key(index), CachePart::New, 1));
-        let most = (1_u64 << 20).div_ceil(MEANT_WAYS) * 64;
+        let most = (1_u64 << 20).div_ceil(TARGET_MARKS_PER_SET) * 64;
         let resident = ghosts.resident_bytes();
         assert!(resident > most / 2 && resident <= most + (2 << 20), "{resident} of {most}");
     }

@@ -1,37 +1,39 @@
-//! Eviction order: which clean folio of a cache is evicted next.
+//! Eviction order: decides which clean folio of a cache is evicted next.
 //!
 //! ```text
-//!                        comes in                          comes back soon after eviction
+//!                        folio is read                  folio returns soon after its eviction
 //!                           |                                             |
 //!                           v          after 1/50 of the cache            v
 //!      new part          probation ------------------> small -- used --> main <--.
-//!      (1 to 50 % of all)   uses do not count            |                 |     | used: one use off
+//!      (1 to 50 % of all)   uses do not count            |                 |     | used: subtract one use
 //!                                                        | not used        |-----'
 //!                                                        v                 v not used
 //!                                                     evicted           evicted
 //!                                                        `--> ghosts <-----'
 //! ```
 //!
-//! S3-FIFO with four changes, chosen on traces (`pagemill bench traces`, docs/decisions.md):
+//! The algorithm is S3-FIFO with four changes, chosen on traces (`pagemill bench traces`, docs/decisions.md):
 //!
-//! 1. Uses in *probation* do not count: a page is mostly read in pieces soon after it came in, and then no more.
-//! 2. The share of the new part adapts; it is not fixed at a tenth. If a folio comes back right after its eviction from
-//!    a part, that part is too small.
-//! 3. A returning folio enters *main* only while the clock hand in main does not pass too many used folios per
-//!    returning one (`CLOCK_HAND_RATIO`). Otherwise a loop larger than the cache would evict all of itself.
-//! 4. A folio that was evicted from main and comes back starts in probation.
+//! 1. Uses in *probation* do not count, because a page is mostly read in several calls soon after it was brought in,
+//!    and then no more.
+//! 2. The share of the new part (probation and small) adapts; it is not fixed at a tenth. If a folio returns right
+//!    after its eviction from a part, that part is too small.
+//! 3. A returning folio enters *main* only while the clock hand in main does not pass too many used folios for each
+//!    returning one (`CLOCK_HAND_RATIO`). Otherwise a loop of reads larger than the cache would evict all of its own
+//!    pages.
+//! 4. A folio that was evicted from main and returns starts in probation.
 //!
-//! A hit does not touch the order: uses are recorded in the folio's word. Entering a folio, and one step of the evict
-//! scan, change a few words under one lock, the last in the lock order. They allocate nothing. A folio that left its
-//! file stays linked until the scan reaches it. A folio that is dirty or in use then is deferred (a *deferred* queue).
-//! Deferred folios are scanned again once an eighth of the cache was evicted, or when no other folio is left. Sizes are
-//! in pages, so a huge folio counts all of its pages.
+//! A hit does not touch the order: uses are recorded in the folio's word. Entering a folio, and one step of the
+//! eviction scan, change a few words under one lock, the last in the lock order, and allocate nothing. A folio that was
+//! removed from its file stays linked until the scan reaches it. A folio that is dirty or in use when the scan reaches
+//! it moves to a *deferred* queue. Deferred folios are scanned again once an eighth of the cache was evicted, or when
+//! no other folio is left. Sizes are in pages, so a huge folio counts all of its pages.
 //!
-//! Links and ghosts lie in tables of their own, not in the global allocator: 8 bytes for each page that was in use, and
-//! 5 bytes for each page of the limit. A limit may be far larger than the memory in use, and the next cache with this
-//! pool uses the order again.
+//! Links and ghosts lie in tables outside of the global allocator: 8 bytes for each page that was ever in use, and 5
+//! bytes for each page of the limit. The tables are reserved for the limit and committed as needed. The next cache with
+//! the same pool uses the order again.
 //!
-//! Source: J. Yang and others, "FIFO queues are all you need for cache eviction", SOSP 2023 (S3-FIFO); N. Megiddo and
+//! Sources: J. Yang and others, "FIFO queues are all you need for cache eviction", SOSP 2023 (S3-FIFO); N. Megiddo and
 //! D. Modha, "ARC", FAST 2003 (ghosts of two parts set their shares); T. Johnson and D. Shasha, "2Q", VLDB 1994 (uses
 //! close together count as one).
 
@@ -45,37 +47,39 @@ use pagemill_core::error::Result;
 use pagemill_core::sync::{Acquire, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use queues::{Links, Queue, Queues};
 
-/// The share of the new part, in units of 2^-32: initial, least, most.
+/// The share of the new part in units of 2^-32: initial, minimum, maximum.
 const FIRST_SHARE: u64 = ONE / 10;
 const LEAST_SHARE: u64 = ONE / 100;
 const MOST_SHARE: u64 = ONE / 2;
 const ONE: u64 = 1 << 32;
 
-/// Probation is this fraction of the cache, or half of the new part if that is less.
+/// Probation has at most this fraction of the cache, and at most half of the new part.
 const PROBATION_DIVISOR: u64 = 50;
 
-/// A returning folio shows that its part is too small if at most this fraction of the cache was evicted from there since.
+/// For each part: a returning folio shows that the part is too small if at most this fraction of the cache was evicted
+/// from the part since the folio's eviction.
 const NEAR_DIVISOR: [u64; 2] = [12, 5];
 
-/// Change of the share, in pages, for each page of such a folio.
+/// Pages by which each page of such a returning folio changes the share.
 const STEP_PAGES: u64 = 2;
 
-/// Used pages that the clock hand in main may pass for each page that comes back.
+/// Number of used pages that the clock hand in main may pass for each page that returns.
 const CLOCK_HAND_RATIO: u64 = 3;
 
-/// Scan steps under one hold of the lock.
+/// Number of scan steps while the lock is held once.
 const STEPS_PER_LOCK: u32 = 64;
 
 /// Deferred folios are scanned again after this fraction of the cache was evicted.
 const DEFERRED_DIVISOR: u64 = 8;
 
-/// Links are committed for this many pages at a time: a mebibyte of links, and whole chunks.
-const OPENED_PAGES: usize = 1 << 17;
+/// Number of pages whose links are committed at a time: a mebibyte of links.
+const OPEN_STEP_PAGES: usize = 1 << 17;
 
-/// Scan limit, in rounds of the queues: a folio counts two uses, and may move between queues.
-const ROUNDS: u64 = 5;
+/// A scan gives up after this many times the pages in all queues. Each folio can have two uses, and can move between
+/// queues.
+const SCAN_LIMIT_FACTOR: u64 = 5;
 
-/// The part of the cache that a folio was evicted from.
+/// The part of the cache from which a folio was evicted.
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -84,7 +88,7 @@ pub enum CachePart {
     Main = 1,
 }
 
-/// State of a folio, from its word.
+/// Whether a folio can be evicted, read from its word.
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,11 +97,12 @@ pub enum FolioState {
     Idle { order: u8 },
     /// The folio is dirty or in use.
     Kept,
-    /// The page is no folio of a file any more.
+    /// The page does not begin a folio of a file any more.
     Gone,
 }
 
-/// Access to folios by the number of their first page. Called under the order's lock; takes no lock itself.
+/// Access to the states and uses of folios, by the number of their first page. Called under the order's lock;
+/// implementations must not take locks.
 ///
 /// ```
 /// use pagemill::mapping::order::{FolioState, Folios, GhostKey, Order};
@@ -128,15 +133,15 @@ pub enum FolioState {
 pub trait Folios {
     fn look(&self, number: u32) -> FolioState;
 
-    /// Returns whether the folio was fetched and its first user has not used it yet. Never without reads ahead.
+    /// Returns whether the folio was prefetched and not used yet. Always false without readahead.
     fn is_awaited(&self, _number: u32) -> bool {
         false
     }
 
-    /// Removes one recorded use; returns whether there was one.
+    /// Subtracts one recorded use. Returns whether there was one.
     fn forget_use(&self, number: u32) -> bool;
 
-    /// Removes all recorded uses; returns whether there were any.
+    /// Clears all recorded uses. Returns whether there were any.
     fn forget_uses(&self, number: u32) -> bool;
 }
 
@@ -149,7 +154,7 @@ pub struct GhostKey(u64);
 impl GhostKey {
     /// Returns the key of a folio of 2^`order` pages that begins at `index` of a file.
     pub fn of(file: u32, index: u64, order: u8) -> Self {
-        // The last step of splitmix64: every bit of the key affects every bit of the hash.
+        // The last step of splitmix64: every bit of the input affects every bit of the hash.
         let mut bits = (u64::from(file) << 40 ^ index ^ u64::from(order) << 32).wrapping_add(0x9e37_79b9_7f4a_7c15);
         bits = (bits ^ bits >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         bits = (bits ^ bits >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -160,26 +165,26 @@ impl GhostKey {
         ((self.0 >> 32) * sets) >> 32
     }
 
-    fn mark(self) -> u32 {
+    fn mark_bits(self) -> u32 {
         self.0 as u32 >> 17
     }
 }
 
-/// Result of looking up the ghost of a folio that is read again: the part of the cache from which it was evicted, and
-/// about how many pages were evicted from that part since. `None`: no ghost, or an expired one.
+/// Result of looking up the ghost of a folio that is read again: the part from which it was evicted, and about how many
+/// pages were evicted from that part since. `None` means that there is no ghost, or an expired one.
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
 pub struct Recall(Option<(CachePart, u64)>);
 
 impl Recall {
-    /// Returns whether the folio was evicted not long ago.
+    /// Returns whether the folio has a ghost, because it was evicted recently.
     pub fn is_known(self) -> bool {
         self.0.is_some()
     }
 }
 
-/// A folio to evict. It is in no queue. The caller must then call [`Order::dropped`] or [`Order::put_back`].
+/// A folio to evict, which is in no queue. The caller must then call [`Order::dropped`] or [`Order::put_back`].
 ///
 /// Example: [`Folios`].
 #[derive(Debug, PartialEq, Eq)]
@@ -194,7 +199,7 @@ pub struct Candidate {
 /// Example: [`Folios`].
 pub struct Order {
     links: Links,
-    /// Pages with committed links; grows under `opening`.
+    /// Number of pages whose links are committed. Grows under `opening`.
     opened_pages: AtomicUsize,
     opening: Lock,
     most_pages: usize,
@@ -202,16 +207,17 @@ pub struct Order {
     state: Guarded<QueueState>,
 }
 
-/// State under the lock.
+/// State of the order that its lock protects.
 struct QueueState {
     queues: Queues,
-    /// Share of the new part.
+    /// Share of the new part in the cache, in units of 2^-32.
     share: u64,
-    /// Used pages that the hand passed in main beyond its allowance.
+    /// Used pages that the clock hand passed in main beyond what returning folios allow.
     debt: u64,
-    /// Pages that were picked since deferred folios were last scanned, and deferred pages to scan now.
-    picked: u64,
-    again: [u64; 2],
+    /// Pages chosen for eviction since deferred folios were last scanned; and deferred pages of each part that the
+    /// current scan still has to visit.
+    chosen_pages: u64,
+    rescan_pages: [u64; 2],
 }
 
 enum ScanStep {
@@ -221,11 +227,11 @@ enum ScanStep {
 }
 
 impl Order {
-    /// Creates the order of a cache of up to `most_pages`. Reserves addresses only.
+    /// Creates the order of a cache of up to `most_pages`. Reserves addresses, and commits no memory.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::System`] if addresses are exhausted.
+    /// [`pagemill_core::Error::System`] if the address space is exhausted.
     pub fn new(most_pages: usize) -> Result<Self> {
         Ok(Self {
             links: Links::new(most_pages)?,
@@ -237,7 +243,7 @@ impl Order {
         })
     }
 
-    /// Resets the order for a cache of up to `pages` pages. The folios of the previous cache are gone.
+    /// Resets the order for a cache of up to `pages` pages. All folios of the previous cache must have been freed.
     ///
     /// Cost: one step for each folio that is still linked.
     pub fn begin(&self, pages: u64) {
@@ -250,7 +256,8 @@ impl Order {
         });
     }
 
-    /// Commits links of all pages below `end`. Mostly a check: it commits for some hundred thousand pages at a time.
+    /// Commits the links of all pages below `end`. Mostly this is only a check, because links are committed for some
+    /// hundred thousand pages at a time.
     ///
     /// # Errors
     ///
@@ -261,7 +268,7 @@ impl Order {
         }
         let _exclusive = self.opening.lock();
         let next = self.opened_pages.load(Relaxed);
-        let end = end.next_multiple_of(OPENED_PAGES).min(self.most_pages);
+        let end = end.next_multiple_of(OPEN_STEP_PAGES).min(self.most_pages);
         if next < end {
             self.links.open(next, end)?;
             self.opened_pages.store(end, Release);
@@ -269,7 +276,7 @@ impl Order {
         Ok(())
     }
 
-    /// Returns the resident bytes, for a cache with page numbers below `pages`.
+    /// Returns the resident bytes, for a cache whose page numbers are below `pages`.
     pub fn resident_bytes(&self, pages: usize) -> u64 {
         self.links.resident_bytes(pages.min(self.opened_pages.load(Relaxed))) + self.ghosts.resident_bytes()
     }
@@ -279,35 +286,36 @@ impl Order {
         Recall(self.ghosts.recall(key))
     }
 
-    /// Enters a folio of a file with a store. The caller has called [`Order::reach`] for its pages.
+    /// Enters a folio of a file with a store. The caller must have called [`Order::reach`] for its pages.
     pub fn enter(&self, folios: &impl Folios, number: u32, order: u8, recall: Recall) {
         self.state.with(|state| {
-            let queue = state.place_for(recall, 1 << order);
+            let queue = state.choose_queue(recall, 1 << order);
             state.queues.push(&self.links, number, order, queue);
-            state.narrow_probation(&self.links, folios);
+            state.shrink_probation(&self.links, folios);
         });
     }
 
-    /// As [`Order::enter`], for a folio that is used once (noreuse): it is evicted before all others.
+    /// As [`Order::enter`], for a folio that is used once (noreuse), which is evicted before all others.
     pub fn enter_noreuse(&self, number: u32, order: u8) {
         self.state.with(|state| state.queues.push(&self.links, number, order, Queue::NoReuse));
     }
 
-    /// Splits a huge folio into pages. They take its place in the queue.
+    /// Replaces a huge folio by its pages. The first page gets its position, the others the end of the same queue.
     pub fn split(&self, number: u32, order: u8) {
         self.state.with(|state| {
-            let queue = state.queues.shrink(&self.links, number).unwrap_or(Queue::Small);
-            for part in number + 1..number + (1 << order) {
-                state.queues.push(&self.links, part, 0, queue);
+            let queue = state.queues.shrink_to_page(&self.links, number).unwrap_or(Queue::Small);
+            for page in number + 1..number + (1 << order) {
+                state.queues.push(&self.links, page, 0, queue);
             }
         });
     }
 
-    /// Enters a huge folio that replaces pages: into main if most of them were there.
-    pub fn join(&self, parts: impl Iterator<Item = u32>, number: u32, order: u8) {
+    /// Enters a huge folio that replaces pages: into main if more than half of the pages were there, otherwise into
+    /// small.
+    pub fn join(&self, pages: impl Iterator<Item = u32>, number: u32, order: u8) {
         self.state.with(|state| {
-            let is_main = |part: &u32| matches!(self.links.queue(*part), Some(Queue::Main | Queue::DeferredMain));
-            let is_mostly_main = parts.filter(is_main).count() > 1 << order >> 1;
+            let is_main = |page: &u32| matches!(self.links.queue(*page), Some(Queue::Main | Queue::DeferredMain));
+            let is_mostly_main = pages.filter(is_main).count() > 1 << order >> 1;
             let queue = if is_mostly_main { Queue::Main } else { Queue::Small };
             state.queues.push(&self.links, number, order, queue);
         });
@@ -318,23 +326,23 @@ impl Order {
         EvictScan { order: self, steps_left: None, is_last_round: false }
     }
 
-    /// Records the candidate as evicted.
+    /// Records that the candidate was evicted.
     pub fn dropped(&self, candidate: &Candidate, key: GhostKey) {
         self.ghosts.note(key, candidate.part, 1 << candidate.order);
     }
 
-    /// Defers a candidate that could not be evicted because another thread took it.
+    /// Defers a candidate that could not be evicted because another thread uses it.
     pub fn put_back(&self, candidate: &Candidate) {
         let queue = if candidate.part == CachePart::New { Queue::DeferredNew } else { Queue::DeferredMain };
         self.state.with(|state| {
-            // Unless it was entered again meanwhile.
+            // Unless the page was entered again meanwhile.
             if self.links.queue(candidate.number).is_none() {
                 state.queues.push(&self.links, candidate.number, candidate.order, queue);
             }
         });
     }
 
-    /// Returns the pages of the new part and of main.
+    /// Returns the number of pages in the new part, and in main.
     pub fn pages(&self) -> [u64; 2] {
         self.state.with(|state| [state.new_pages(), state.queues.total() - state.new_pages()])
     }
@@ -345,20 +353,21 @@ impl Order {
 /// Example: [`Folios`].
 pub struct EvictScan<'order> {
     order: &'order Order,
-    /// Steps until the scan gives up. Bounds a scan whose folios are used as fast as it clears their uses, or cannot
-    /// be evicted.
+    /// Number of steps until the scan gives up. Bounds a scan whose folios are used as fast as it clears their uses, or
+    /// cannot be evicted.
     steps_left: Option<u64>,
-    /// Deferred folios were scanned again, because no others were left.
+    /// The scan has started to scan deferred folios again, because no others were left.
     is_last_round: bool,
 }
 
 impl EvictScan<'_> {
-    /// Returns the next candidate; `None` if there is none.
+    /// Returns the next candidate, or `None` if there is none.
     pub fn next(&mut self, folios: &impl Folios) -> Option<Candidate> {
         loop {
             let links = &self.order.links;
             let step = self.order.state.with(|state| {
-                let left = self.steps_left.get_or_insert(ROUNDS * state.queues.total() + u64::from(STEPS_PER_LOCK));
+                let left =
+                    self.steps_left.get_or_insert(SCAN_LIMIT_FACTOR * state.queues.total() + u64::from(STEPS_PER_LOCK));
                 for _ in 0..STEPS_PER_LOCK {
                     if *left == 0 {
                         return ScanStep::Nothing;
@@ -386,7 +395,7 @@ impl EvictScan<'_> {
 
 impl QueueState {
     const fn new() -> Self {
-        Self { queues: Queues::new(), share: FIRST_SHARE, debt: 0, picked: 0, again: [0; 2] }
+        Self { queues: Queues::new(), share: FIRST_SHARE, debt: 0, chosen_pages: 0, rescan_pages: [0; 2] }
     }
 
     fn new_pages(&self) -> u64 {
@@ -396,13 +405,13 @@ impl QueueState {
             .sum()
     }
 
-    /// Target size of the new part, in pages.
+    /// Returns the target size of the new part, in pages.
     fn target(&self) -> u64 {
         (u128::from(self.queues.total()) * u128::from(self.share) / u128::from(ONE)) as u64
     }
 
-    /// Chooses the queue of a new folio. Its ghost, if there is one, adjusts the shares.
-    fn place_for(&mut self, recall: Recall, pages: u64) -> Queue {
+    /// Chooses the queue of a new folio of `pages` pages. If the folio has a ghost, adjusts the share of the new part.
+    fn choose_queue(&mut self, recall: Recall, pages: u64) -> Queue {
         let Some((part, age)) = recall.0 else { return Queue::Probation };
         let total = self.queues.total().max(1);
         if age <= total / NEAR_DIVISOR[part as usize] {
@@ -417,61 +426,61 @@ impl QueueState {
             return Queue::Probation;
         }
         let may_pass = CLOCK_HAND_RATIO * pages;
-        let is_welcome = self.debt <= may_pass;
+        let may_enter_main = self.debt <= may_pass;
         self.debt = self.debt.saturating_sub(may_pass);
-        if is_welcome { Queue::Main } else { Queue::Probation }
+        if may_enter_main { Queue::Main } else { Queue::Probation }
     }
 
-    /// Moves the oldest folios of probation on, at most two per call, to keep its length.
-    fn narrow_probation(&mut self, links: &Links, folios: &impl Folios) {
+    /// Moves the oldest folios from probation to small until probation has its target size, at most two per call.
+    fn shrink_probation(&mut self, links: &Links, folios: &impl Folios) {
         let width = (self.queues.total() / PROBATION_DIVISOR).min(self.target() / 2);
         for _ in 0..2 {
-            // The newest one stays: the thread that entered it reads it next.
+            // The newest folio stays, because the thread that entered it reads it next.
             if self.queues.pages(Queue::Probation) <= width || !self.queues.has_several(Queue::Probation) {
                 return;
             }
             if let Some(popped) = self.queues.pop(links, Queue::Probation) {
-                if popped.again.is_none() {
+                if popped.target.is_none() {
                     folios.forget_uses(popped.number);
                 }
-                self.queues.push(links, popped.number, popped.order, popped.again.unwrap_or(Queue::Small));
+                self.queues.push(links, popped.number, popped.order, popped.target.unwrap_or(Queue::Small));
             }
         }
     }
 
     /// Schedules a scan of the folios that are deferred now.
     fn rescan_deferred(&mut self) {
-        self.picked = 0;
-        self.again = [self.queues.pages(Queue::DeferredNew), self.queues.pages(Queue::DeferredMain)];
+        self.chosen_pages = 0;
+        self.rescan_pages = [self.queues.pages(Queue::DeferredNew), self.queues.pages(Queue::DeferredMain)];
     }
 
-    /// Returns the queue to scan next in a part.
-    fn first_of(&self, part: CachePart) -> Option<Queue> {
+    /// Returns the queue of a part to scan next, or `None` if the part has nothing to scan.
+    fn next_queue(&self, part: CachePart) -> Option<Queue> {
         let (deferred, queues) = match part {
             CachePart::New => (Queue::DeferredNew, &[Queue::Small, Queue::Probation][..]),
             CachePart::Main => (Queue::DeferredMain, &[Queue::Main][..]),
         };
-        if self.again[part as usize] > 0 && !self.queues.is_empty(deferred) {
+        if self.rescan_pages[part as usize] > 0 && !self.queues.is_empty(deferred) {
             return Some(deferred);
         }
         queues.iter().copied().find(|queue| !self.queues.is_empty(*queue))
     }
 
-    /// Scans one folio.
+    /// Scans one folio: returns it as candidate, or moves it to another queue.
     fn step(&mut self, links: &Links, folios: &impl Folios) -> ScanStep {
         let is_new_large = self.new_pages() >= self.target().max(1);
         let parts = if is_new_large { [CachePart::New, CachePart::Main] } else { [CachePart::Main, CachePart::New] };
         let noreuse = (!self.queues.is_empty(Queue::NoReuse)).then_some((CachePart::New, Queue::NoReuse));
-        let found = noreuse.or_else(|| parts.into_iter().find_map(|part| Some((part, self.first_of(part)?))));
+        let found = noreuse.or_else(|| parts.into_iter().find_map(|part| Some((part, self.next_queue(part)?))));
         let Some((part, queue)) = found else { return ScanStep::Nothing };
         let Some(popped) = self.queues.pop(links, queue) else { return ScanStep::Nothing };
         let number = popped.number;
         let deferred = [Queue::DeferredNew, Queue::DeferredMain][part as usize];
         if queue == deferred {
-            let again = &mut self.again[part as usize];
-            *again = again.saturating_sub(1 << popped.order);
+            let rescan_pages = &mut self.rescan_pages[part as usize];
+            *rescan_pages = rescan_pages.saturating_sub(1 << popped.order);
         }
-        if let Some(queue) = popped.again {
+        if let Some(queue) = popped.target {
             self.queues.push(links, number, popped.order, queue);
             return ScanStep::Next;
         }
@@ -484,7 +493,7 @@ impl QueueState {
             FolioState::Idle { order } => order,
         };
         let is_used = match part {
-            // A noreuse folio is evicted regardless of its uses, but not before its first one.
+            // A noreuse folio is evicted regardless of its uses, but not before its first use.
             CachePart::New if queue == Queue::NoReuse && folios.is_awaited(number) => {
                 self.queues.push(links, number, order, Queue::Small);
                 return ScanStep::Next;
@@ -499,8 +508,8 @@ impl QueueState {
             }
             return ScanStep::Next;
         }
-        self.picked += 1 << order;
-        if self.picked >= self.queues.total() / DEFERRED_DIVISOR {
+        self.chosen_pages += 1 << order;
+        if self.chosen_pages >= self.queues.total() / DEFERRED_DIVISOR {
             self.rescan_deferred();
         }
         ScanStep::Found(Candidate { number, order, part })

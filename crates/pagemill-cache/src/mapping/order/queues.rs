@@ -1,19 +1,20 @@
-//! The queues of an order. Links lie in a table of 8 bytes a page, and change only under the order's lock.
+//! The queues of an eviction order. Their links lie in a table of 8 bytes a page, and change only under the order's
+//! lock.
 //!
 //! Queues are singly linked from the oldest to the newest folio, so no folio is removed from the middle. A folio that
-//! left its file stays linked until the scan reaches it, and is then skipped. If another folio uses the page by then,
-//! the link holds that folio's target queue, and the scan moves it there.
+//! was removed from its file stays linked until the scan reaches it, and is then skipped. If a new folio uses the page
+//! before that, the link stores the new folio's target queue, and the scan moves the new folio there.
 
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU64, Relaxed};
 
-/// No page.
+/// Marks the end of a queue, in place of a page number.
 const NONE: u32 = u32::MAX;
 
 const ORDER_SHIFT: u32 = 32;
 const QUEUE_SHIFT: u32 = 36;
-const AGAIN_SHIFT: u32 = 39;
+const TARGET_SHIFT: u32 = 39;
 
 /// The queue of a folio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,22 +22,23 @@ const AGAIN_SHIFT: u32 = 39;
 pub(super) enum Queue {
     /// Entered recently; uses do not count yet.
     Probation,
-    /// Left the window, and was not scanned since.
+    /// Moved here from probation; the eviction scan has not reached the folio yet.
     Small,
-    /// Was used when it was scanned among the new ones, or came back soon after its eviction.
+    /// Was used when the scan reached it in `Probation` or `Small`, or returned soon after its eviction.
     Main,
-    /// Deferred: was dirty or in use when scanned in `Probation` or `Small`.
+    /// Deferred: was dirty or in use when the scan reached it in `Probation` or `Small`.
     DeferredNew,
-    /// Deferred: the same, in `Main`.
+    /// Deferred: was dirty or in use when the scan reached it in `Main`.
     DeferredMain,
-    /// Noreuse: the reader declared that it uses the folio once.
+    /// Noreuse: the reader declared that it uses the folio only once.
     NoReuse,
 }
 
 pub(super) const QUEUES: [Queue; 6] =
     [Queue::Probation, Queue::Small, Queue::Main, Queue::DeferredNew, Queue::DeferredMain, Queue::NoReuse];
 
-/// A page's link: 32 bits next page, 4 bits order, 3 bits queue, 3 bits target queue of a new folio there (0: none).
+/// A page's link: 32 bits next page, 4 bits order, 3 bits queue, and 3 bits target queue of a new folio in the page (0:
+/// none).
 #[derive(Clone, Copy)]
 struct Link(u64);
 
@@ -61,13 +63,13 @@ impl Link {
         queue_of(self.0 >> QUEUE_SHIFT & 7)
     }
 
-    fn again(self) -> Option<Queue> {
-        queue_of(self.0 >> AGAIN_SHIFT & 7)
+    fn target(self) -> Option<Queue> {
+        queue_of(self.0 >> TARGET_SHIFT & 7)
     }
 
-    /// Returns the link with a new folio in the same position.
-    fn renewed(self, order: u8, queue: Queue, again: Queue) -> Self {
-        Self(Self::new(self.next(), order, queue).0 | (again as u64 + 1) << AGAIN_SHIFT)
+    /// Returns the link with a new folio in the same position, whose target queue is `target`.
+    fn renewed(self, order: u8, queue: Queue, target: Queue) -> Self {
+        Self(Self::new(self.next(), order, queue).0 | (target as u64 + 1) << TARGET_SHIFT)
     }
 }
 
@@ -75,7 +77,7 @@ fn queue_of(bits: u64) -> Option<Queue> {
     QUEUES.get((bits as usize).wrapping_sub(1)).copied()
 }
 
-/// Ends of a queue.
+/// The ends of a queue, and its number of pages.
 #[derive(Clone, Copy)]
 struct Ends {
     oldest: u32,
@@ -87,24 +89,24 @@ struct Ends {
 pub(super) struct Popped {
     pub number: u32,
     pub order: u8,
-    /// Target queue, if another folio uses the page now.
-    pub again: Option<Queue>,
+    /// Target queue of the page's new folio. `None` if the page still has the folio that was linked.
+    pub target: Option<Queue>,
 }
 
-/// Links of all pages of a cache.
+/// The links of all pages of a cache.
 pub(super) struct Links(Table<AtomicU64>);
 
 impl Links {
-    /// Reserves addresses only.
+    /// Creates a table for up to `most_pages`. Reserves addresses, and commits no memory.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::System`] if addresses are exhausted.
+    /// [`pagemill_core::Error::System`] if the address space is exhausted.
     pub fn new(most_pages: usize) -> Result<Self> {
         Table::new(most_pages).map(Self)
     }
 
-    /// Commits the links of pages from `next` to `end`; those before are committed.
+    /// Commits the links of pages from `next` to `end`. The links before `next` must be committed.
     ///
     /// # Errors
     ///
@@ -113,7 +115,7 @@ impl Links {
         self.0.open(0, next, end)
     }
 
-    /// Returns the resident bytes of the links of the first `pages`.
+    /// Returns the resident bytes of the links of the first `pages` pages.
     pub fn resident_bytes(&self, pages: usize) -> u64 {
         self.0.resident_bytes(0, pages)
     }
@@ -126,14 +128,14 @@ impl Links {
         self.0.get(number as usize).store(link.0, Relaxed);
     }
 
-    /// Returns the queue of a page, or its target queue.
+    /// Returns the target queue of a page's new folio, or else the queue in which the page is linked.
     pub fn queue(&self, number: u32) -> Option<Queue> {
         let link = self.get(number);
-        link.again().or(link.queue())
+        link.target().or(link.queue())
     }
 }
 
-/// All queues, under the order's lock.
+/// All queues of an order. Changed under the order's lock.
 pub(super) struct Queues([Ends; QUEUES.len()]);
 
 impl Queues {
@@ -145,7 +147,7 @@ impl Queues {
         self.0[queue as usize].pages
     }
 
-    /// Returns the pages in all queues.
+    /// Returns the number of pages in all queues.
     pub fn total(&self) -> u64 {
         self.0.iter().map(|ends| ends.pages).sum()
     }
@@ -159,13 +161,13 @@ impl Queues {
         ends.oldest != ends.newest
     }
 
-    /// Appends a folio to a queue. If its page is still linked elsewhere, stores the queue as target instead.
+    /// Appends a folio to a queue. If its page is still linked in a queue, only stores the target queue.
     pub fn push(&mut self, links: &Links, number: u32, order: u8, queue: Queue) {
         let old = links.get(number);
-        if let Some(stands) = old.queue() {
-            let ends = &mut self.0[stands as usize];
+        if let Some(linked_queue) = old.queue() {
+            let ends = &mut self.0[linked_queue as usize];
             ends.pages = ends.pages - (1 << old.order()) + (1 << order);
-            return links.set(number, old.renewed(order, stands, queue));
+            return links.set(number, old.renewed(order, linked_queue, queue));
         }
         let ends = &mut self.0[queue as usize];
         links.set(number, Link::new(NONE, order, queue));
@@ -178,7 +180,7 @@ impl Queues {
         ends.pages += 1 << order;
     }
 
-    /// Removes the oldest folio.
+    /// Removes the oldest folio from a queue.
     pub fn pop(&mut self, links: &Links, queue: Queue) -> Option<Popped> {
         let ends = &mut self.0[queue as usize];
         let number = ends.oldest;
@@ -193,17 +195,17 @@ impl Queues {
         }
         ends.pages -= 1 << link.order();
         links.set(number, Link(0));
-        Some(Popped { number, order: link.order(), again: link.again() })
+        Some(Popped { number, order: link.order(), target: link.target() })
     }
 
-    /// Shrinks a linked folio to one page, in its position.
-    pub fn shrink(&mut self, links: &Links, number: u32) -> Option<Queue> {
+    /// Turns a linked huge folio into its first page, at the same position. Returns its queue.
+    pub fn shrink_to_page(&mut self, links: &Links, number: u32) -> Option<Queue> {
         let old = links.get(number);
-        let stands = old.queue()?;
-        self.0[stands as usize].pages -= (1 << old.order()) - 1;
-        let small = Link::new(old.next(), 0, stands);
-        links.set(number, old.again().map_or(small, |again| small.renewed(0, stands, again)));
-        Some(stands)
+        let queue = old.queue()?;
+        self.0[queue as usize].pages -= (1 << old.order()) - 1;
+        let small = Link::new(old.next(), 0, queue);
+        links.set(number, old.target().map_or(small, |target| small.renewed(0, queue, target)));
+        Some(queue)
     }
 }
 
@@ -212,7 +214,8 @@ mod tests {
     use super::*;
     use std::collections::VecDeque;
 
-    /// The queues behave as a model of `VecDeque`s: a page is in one position, first in, first out.
+    /// Random operations on the queues and on a model of `VecDeque`s have the same results: a page has one position,
+    /// and folios leave in the order in which they entered.
     #[test]
     fn queues_are_first_in_first_out() {
         const PAGES: u32 = 50;
@@ -229,12 +232,12 @@ mod tests {
             if below(2) == 0 {
                 let (number, order) = (below(u64::from(PAGES)) as u32, below(3) as u8 * 3);
                 queues.push(&links, number, order, queue);
-                match model.iter_mut().flatten().find(|(stands, ..)| *stands == number) {
-                    Some(place) => (place.1, place.2) = (order, Some(queue)),
+                match model.iter_mut().flatten().find(|(page, ..)| *page == number) {
+                    Some(entry) => (entry.1, entry.2) = (order, Some(queue)),
                     None => model[queue as usize].push_back((number, order, None)),
                 }
             } else {
-                let popped = queues.pop(&links, queue).map(|popped| (popped.number, popped.order, popped.again));
+                let popped = queues.pop(&links, queue).map(|popped| (popped.number, popped.order, popped.target));
                 assert_eq!(popped, model[queue as usize].pop_front());
             }
             for queue in QUEUES {

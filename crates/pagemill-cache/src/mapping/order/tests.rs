@@ -1,4 +1,4 @@
-//! Model test of the eviction order: random operations on simulated folios.
+//! Model tests of the eviction order: random operations, and access patterns, on simulated folios.
 
 mod bounds;
 
@@ -8,20 +8,20 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 const PAGES: u32 = 256;
-/// Order of a huge folio of the model; it begins at a multiple of its length.
+/// Order of a simulated huge folio, which begins at a multiple of its length.
 const HUGE: u8 = 3;
 
-/// A folio of the model.
+/// A simulated folio.
 #[derive(Clone, Copy, Debug)]
 struct Folio {
     order: u8,
     uses: u8,
     is_kept: bool,
-    /// In a file in memory, so never entered into the order.
-    is_alone: bool,
+    /// The folio belongs to a file without a store, so it is never entered into the order.
+    is_without_store: bool,
 }
 
-/// Folios by the number of their first page.
+/// The simulated folios, by the number of their first page.
 #[derive(Default)]
 struct Model(RefCell<BTreeMap<u32, Folio>>);
 
@@ -47,9 +47,9 @@ impl Folios for Model {
 }
 
 impl Model {
-    /// Pages of folios in the order.
+    /// Returns the number of pages of the folios in the order.
     fn pages(&self) -> u64 {
-        self.0.borrow().values().filter(|folio| !folio.is_alone).map(|folio| 1 << folio.order).sum()
+        self.0.borrow().values().filter(|folio| !folio.is_without_store).map(|folio| 1 << folio.order).sum()
     }
 
     fn is_free(&self, number: u32, order: u8) -> bool {
@@ -61,20 +61,20 @@ impl Model {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A folio comes in, if there is room; perhaps one of a file in memory.
+    /// A folio of this page is read into free pages: huge or not, of a file without a store or not.
     Enter(u32, bool, bool),
     Use(u32),
     Keep(u32, bool),
-    /// A folio leaves its file.
+    /// The folio of this page is removed from its file.
     Leave(u32),
     Split(u32),
     Join(u32),
     Evict(u64),
-    /// A candidate could not be evicted.
-    Miss,
+    /// A candidate cannot be evicted.
+    Refuse,
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn random_step() -> impl Strategy<Value = Step> {
     let page = 0..PAGES;
     prop_oneof![
         6 => (page.clone(), any::<bool>(), prop::bool::weighted(0.1)).prop_map(|(at, huge, alone)| Step::Enter(at, huge, alone)),
@@ -84,16 +84,16 @@ fn step() -> impl Strategy<Value = Step> {
         1 => page.clone().prop_map(Step::Split),
         1 => page.prop_map(Step::Join),
         3 => (1..20_u64).prop_map(Step::Evict),
-        1 => Just(Step::Miss),
+        1 => Just(Step::Refuse),
     ]
 }
 
-struct Run {
+struct Simulation {
     model: Model,
     order: Order,
 }
 
-impl Run {
+impl Simulation {
     fn new() -> Self {
         let order = Order::new(PAGES as usize).unwrap();
         order.begin(PAGES.into());
@@ -114,10 +114,10 @@ impl Run {
         }
     }
 
-    fn enter(&self, number: u32, order: u8, is_alone: bool) {
-        let folio = Folio { order, uses: 0, is_kept: false, is_alone };
+    fn enter(&self, number: u32, order: u8, is_without_store: bool) {
+        let folio = Folio { order, uses: 0, is_kept: false, is_without_store };
         self.model.0.borrow_mut().insert(number, folio);
-        if !is_alone {
+        if !is_without_store {
             let recall = self.order.recall(GhostKey::of(0, number.into(), order));
             self.order.enter(&self.model, number, order, recall);
         }
@@ -125,11 +125,11 @@ impl Run {
 
     fn act(&self, step: &Step) {
         match *step {
-            Step::Enter(at, is_huge, is_alone) => {
+            Step::Enter(at, is_huge, is_without_store) => {
                 let order = if is_huge { HUGE } else { 0 };
                 let number = at >> order << order;
                 if self.model.is_free(number, order) {
-                    self.enter(number, order, is_alone);
+                    self.enter(number, order, is_without_store);
                 }
             }
             Step::Use(at) => self.change(at, |folio| folio.uses = (folio.uses + 1).min(2)),
@@ -142,7 +142,7 @@ impl Run {
             Step::Split(at) => self.split(at),
             Step::Join(at) => self.join(at >> HUGE << HUGE),
             Step::Evict(pages) => self.evict(pages),
-            Step::Miss => {
+            Step::Refuse => {
                 if let Some(candidate) = self.order.scan().next(&self.model) {
                     self.order.put_back(&candidate);
                 }
@@ -151,7 +151,8 @@ impl Run {
     }
 
     fn split(&self, at: u32) {
-        let Some((number, folio)) = self.find(at).filter(|(_, folio)| folio.order > 0 && !folio.is_alone) else {
+        let Some((number, folio)) = self.find(at).filter(|(_, folio)| folio.order > 0 && !folio.is_without_store)
+        else {
             return;
         };
         let page = Folio { order: 0, uses: 0, ..folio };
@@ -159,13 +160,14 @@ impl Run {
         self.order.split(number, HUGE);
     }
 
-    /// Joins pages into free ones, as a cache does.
+    /// Collapses eight pages into a huge folio in free pages, as a cache does.
     fn join(&self, first: u32) {
-        let is_page = |number: &u32| self.find(*number).is_some_and(|(_, folio)| folio.order == 0 && !folio.is_alone);
+        let is_page =
+            |number: &u32| self.find(*number).is_some_and(|(_, folio)| folio.order == 0 && !folio.is_without_store);
         let to = (0..PAGES).step_by(1 << HUGE).find(|to| self.model.is_free(*to, HUGE));
         let parts = first..first + (1 << HUGE);
         let (Some(to), true) = (to, parts.clone().all(|number| is_page(&number))) else { return };
-        self.model.0.borrow_mut().insert(to, Folio { order: HUGE, uses: 0, is_kept: false, is_alone: false });
+        self.model.0.borrow_mut().insert(to, Folio { order: HUGE, uses: 0, is_kept: false, is_without_store: false });
         self.order.join(parts.clone(), to, HUGE);
         self.model.0.borrow_mut().retain(|number, _| !parts.contains(number));
     }
@@ -179,7 +181,7 @@ impl Run {
         }
     }
 
-    /// A candidate exists, may be evicted, and has the reported order.
+    /// Removes a candidate, which must exist, be evictable, and have the reported order. Returns its pages.
     fn drop_candidate(&self, candidate: &Candidate) -> u64 {
         let found = self.model.0.borrow_mut().remove(&candidate.number);
         assert!(found.is_some_and(|folio| !folio.is_kept && folio.order == candidate.order), "{candidate:?} {found:?}");
@@ -191,32 +193,33 @@ impl Run {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Random folios are entered, used, kept, split, joined, evicted and removed. At the end, with none kept, a scan
-    /// finds each folio once, and no other. Then the order is empty, by count and by pages.
+    /// Random folios are entered, used, made dirty, split, joined, evicted and removed. At the end, with none dirty, a
+    /// scan finds each folio in the order once, and no other. Then the order is empty.
     #[test]
-    fn all_are_found_once(steps in prop::collection::vec(step(), 1..600)) {
-        let run = Run::new();
+    fn a_scan_finds_each_folio_once(steps in prop::collection::vec(random_step(), 1..600)) {
+        let run = Simulation::new();
         steps.iter().for_each(|step| run.act(step));
         let [new, main] = run.order.pages();
         prop_assert!(new + main >= run.model.pages(), "removed folios may still be linked; no other is missing");
         run.model.0.borrow_mut().values_mut().for_each(|folio| folio.is_kept = false);
         let known: BTreeSet<u32> =
-            run.model.0.borrow().iter().filter(|(_, folio)| !folio.is_alone).map(|(number, _)| *number).collect();
+            run.model.0.borrow().iter().filter(|folio| !folio.1.is_without_store).map(|folio| *folio.0).collect();
         let mut found = BTreeSet::new();
         let mut scan = run.order.scan();
         while let Some(candidate) = scan.next(&run.model) {
-            // A folio in a page of one that had left is found, too. The cache checks the owner.
-            let is_alone = run.model.0.borrow()[&candidate.number].is_alone;
+            // The scan may also find a folio of a file without a store, in a page whose former folio was removed. The
+            // cache then checks the owner.
+            let is_without_store = run.model.0.borrow()[&candidate.number].is_without_store;
             run.drop_candidate(&candidate);
-            prop_assert!(is_alone || found.insert(candidate.number));
+            prop_assert!(is_without_store || found.insert(candidate.number));
         }
         prop_assert_eq!(found, known);
         prop_assert_eq!(run.order.pages(), [0, 0]);
     }
 }
 
-/// Reads `pages` through a cache of `size` pages; each miss enters a page.
-fn read(run: &Run, pages: std::ops::Range<u32>, size: u64) {
+/// Reads `pages` through a cache of `size` pages. Each miss enters a page.
+fn read(run: &Simulation, pages: std::ops::Range<u32>, size: u64) {
     for page in pages {
         if run.find(page).is_some() {
             run.act(&Step::Use(page));
@@ -229,12 +232,12 @@ fn read(run: &Run, pages: std::ops::Range<u32>, size: u64) {
     }
 }
 
-/// A set that is used twice survives a scan of four times its size; pages of the scan are evicted.
+/// A set of pages that is used twice survives a scan of four times its size. Pages of the scan are evicted.
 #[test]
-fn a_scan_passes_by() {
-    let run = Run::new();
+fn a_scan_does_not_evict_pages_that_were_used_twice() {
+    let run = Simulation::new();
     read(&run, 0..32, 64);
-    // Out of the window.
+    // These reads move the first pages out of probation.
     read(&run, 40..50, 64);
     read(&run, 0..32, 64);
     read(&run, 60..240, 64);
@@ -242,10 +245,10 @@ fn a_scan_passes_by() {
     assert!((40..50).all(|page| run.find(page).is_none()));
 }
 
-/// Uses soon after a page came in do not count: a scan that reads each page three times does not evict a set in use.
+/// Uses soon after a page was read do not count: a scan that reads each page three times does not evict the set in use.
 #[test]
-fn uses_close_together_are_one() {
-    let run = Run::new();
+fn uses_close_together_count_as_one() {
+    let run = Simulation::new();
     for _ in 0..4 {
         read(&run, 0..32, 64);
     }
@@ -261,8 +264,8 @@ fn uses_close_together_are_one() {
 
 /// Dirty folios are deferred while clean ones are evicted. They are found once they are clean, however long that takes.
 #[test]
-fn kept_folios_are_deferred() {
-    let run = Run::new();
+fn dirty_folios_are_deferred() {
+    let run = Simulation::new();
     read(&run, 0..64, 64);
     (0..48).for_each(|page| run.act(&Step::Keep(page, true)));
     read(&run, 64..192, 64);
@@ -275,10 +278,10 @@ fn kept_folios_are_deferred() {
     assert_eq!(run.order.scan().next(&run.model), None);
 }
 
-/// A page that comes back soon enters main, and a scan does not evict it again.
+/// A page that returns soon after its eviction enters main, and a scan does not evict it again.
 #[test]
-fn returning_folios_stay() {
-    let run = Run::new();
+fn a_folio_that_returns_soon_is_kept() {
+    let run = Simulation::new();
     read(&run, 0..64, 64);
     read(&run, 64..80, 64);
     let back = (0..16).find(|page| run.find(*page).is_none()).unwrap();
@@ -287,10 +290,10 @@ fn returning_folios_stay() {
     assert!(run.find(back).is_some());
 }
 
-/// A loop slightly larger than the cache: most of it stays.
+/// With a loop of reads slightly larger than the cache, most of the loop's pages stay.
 #[test]
-fn a_loop_does_not_push_itself_out() {
-    let run = Run::new();
+fn a_loop_larger_than_the_cache_keeps_most_pages() {
+    let run = Simulation::new();
     for _ in 0..20 {
         read(&run, 0..110, 100);
     }
@@ -301,17 +304,18 @@ fn a_loop_does_not_push_itself_out() {
     assert!(stayed >= 80, "{stayed}");
 }
 
-/// A scan ends even if none of its candidates can be evicted, as when another thread that does not run has them.
+/// A scan ends even if none of its candidates can be evicted, for instance because a thread that does not run uses
+/// them.
 #[test]
-fn a_search_in_vain_comes_to_an_end() {
-    let run = Run::new();
+fn a_scan_ends_if_no_candidate_can_be_evicted() {
+    let run = Simulation::new();
     read(&run, 0..16, 64);
     (1..16).for_each(|page| run.act(&Step::Keep(page, true)));
     let (mut scan, mut found) = (run.order.scan(), 0);
     while let Some(candidate) = scan.next(&run.model) {
         run.order.put_back(&candidate);
         found += 1;
-        assert!(found < 1000, "there is one");
+        assert!(found < 1000, "the scan does not end");
     }
     assert!(found > 0);
 }

@@ -1,8 +1,9 @@
-//! One file with a store: several threads read, write, truncate, write back, evict, read ahead and refresh it.
+//! Shuttle tests of one file with a store: threads read, write, truncate, write back, evict, prefetch and refresh the
+//! file.
 //!
-//! Each page has one value, its first eight bytes. No value except zero is written twice. All reads, and the store
-//! after a sync, must match an order in which each call happens at one moment: a value is stale if another was written
-//! after it and before the check began.
+//! The first eight bytes of a page are its value; no value except zero is written twice. Reads, and the store after a
+//! sync, must be linearizable: they may not find a value if another value was written completely after it, and before
+//! the read or sync began.
 
 use super::*;
 use crate::mapping::fill::{Asked, Filling};
@@ -15,20 +16,21 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// A value of a page, and the time of its write: never, while the write runs.
+/// A value that was written to a page, and the times when the write began and ended. The end is the maximum while the
+/// write runs.
 #[derive(Debug)]
-struct Written {
+struct PageWrite {
     page: u64,
     value: u64,
     begin: u64,
     end: u64,
 }
 
-/// All writes, by a clock that advances at each reading.
+/// All writes so far, and a logical clock that advances at each reading.
 #[derive(Default)]
 struct History {
     now: u64,
-    written: Vec<Written>,
+    writes: Vec<PageWrite>,
 }
 
 impl History {
@@ -37,37 +39,38 @@ impl History {
         self.now
     }
 
-    /// Returns whether a check that began at `since` may find a value in a page.
+    /// Returns whether a read or sync that began at time `since` may find `value` in a page.
     fn allows(&self, page: u64, value: u64, since: u64) -> bool {
-        let of_page = || self.written.iter().filter(|written| written.page == page);
-        let is_last = |one: &Written| !of_page().any(|other| other.begin > one.end && other.end < since);
+        let of_page = || self.writes.iter().filter(|written| written.page == page);
+        let is_last = |one: &PageWrite| !of_page().any(|other| other.begin > one.end && other.end < since);
         of_page().any(|written| written.value == value && is_last(written))
     }
 }
 
-/// A store of page values. It does one operation at a time on each page, and fails now and then if asked to.
-struct Pages {
+/// A store of page values. It asserts that a page has one write at a time. Half of its instances, or so, complete reads
+/// asynchronously, and some fail operations at random.
+struct PageStore {
     state: Mutex<(Vec<u64>, u64)>,
     /// Pages that are being written.
     writing: Mutex<Vec<u64>>,
-    fails: AtomicBool,
+    is_failing: AtomicBool,
     is_asynchronous: bool,
 }
 
-impl Pages {
+impl PageStore {
     fn new() -> Arc<Self> {
         let values = (1..=PAGES).collect();
         Arc::new(Self {
             state: Mutex::new((values, PAGES * PAGE as u64)),
             writing: Mutex::new(Vec::new()),
-            fails: AtomicBool::new(one_of(3) == 0),
-            is_asynchronous: one_of(2) == 0,
+            is_failing: AtomicBool::new(random_below(3) == 0),
+            is_asynchronous: random_below(2) == 0,
         })
     }
 
     fn may_fail(&self) -> io::Result<()> {
         point();
-        let fails = self.fails.load(Relaxed) && one_of(4) == 0;
+        let fails = self.is_failing.load(Relaxed) && random_below(4) == 0;
         if fails { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
     }
 
@@ -75,14 +78,14 @@ impl Pages {
         lock(&self.state).0[page as usize]
     }
 
-    /// Pages that begin in these bytes, and where.
+    /// Returns the pages that begin in a range of bytes, each with its offset in the range.
     fn pages(offset: u64, len: usize) -> impl Iterator<Item = (u64, usize)> {
-        assert_eq!(offset % PAGE as u64, 0, "no whole blocks");
+        assert_eq!(offset % PAGE as u64, 0, "the range does not begin at a page");
         (0..len).step_by(PAGE).map(move |at| ((offset + at as u64) / PAGE as u64, at))
     }
 }
 
-impl Store for Pages {
+impl Store for PageStore {
     fn size_bytes(&self) -> io::Result<u64> {
         Ok(lock(&self.state).1)
     }
@@ -104,7 +107,7 @@ impl Store for Pages {
         self.may_fail()?;
         for (page, at) in Self::pages(offset, from.len()) {
             let is_alone = !lock(&self.writing).contains(&page);
-            assert!(is_alone, "two write to one block at a time");
+            assert!(is_alone, "two threads write to one page at a time");
             lock(&self.writing).push(page);
             point();
             let value = u64::from_le_bytes(from[at..at + SAMPLE].try_into().unwrap());
@@ -137,15 +140,15 @@ impl Store for Pages {
     }
 }
 
-/// The file, its store, and another file that competes for memory.
+/// The file, its store, another file that competes for memory, and the history of writes.
 struct Stored {
-    store: Arc<Pages>,
+    store: Arc<PageStore>,
     file: Mapping,
     other: Mapping,
     history: Mutex<History>,
 }
 
-/// Whether the call succeeded. Allowed errors are those of a store, and of a cache without room.
+/// Returns whether a call succeeded. Panics on errors other than those of a store or of a cache without room.
 fn is_done<T>(result: Result<T>) -> bool {
     match result {
         Ok(_) => true,
@@ -156,12 +159,12 @@ fn is_done<T>(result: Result<T>) -> bool {
 
 impl Stored {
     fn new(cache: &Cache) -> Self {
-        let store = Pages::new();
-        let first = (0..PAGES).map(|page| Written { page, value: page + 1, begin: 0, end: 0 });
-        let history = History { now: 0, written: first.collect() };
+        let store = PageStore::new();
+        let first = (0..PAGES).map(|page| PageWrite { page, value: page + 1, begin: 0, end: 0 });
+        let history = History { now: 0, writes: first.collect() };
         Self {
             file: cache.open(store.clone()).unwrap(),
-            other: cache.open(Arc::new(Same(0xEE))).unwrap(),
+            other: cache.open(Arc::new(ConstantStore(0xEE))).unwrap(),
             store,
             history: Mutex::new(history),
         }
@@ -171,40 +174,41 @@ impl Stored {
         lock(&self.history).tick()
     }
 
-    /// Sets values of pages by an operation that may fail, and then has no effect.
+    /// Records writes of `value` to `pages`, and runs the operation `act` that makes them. If it fails, it must have
+    /// had no effect.
     fn change(&self, pages: std::ops::Range<u64>, value: impl Fn(u64) -> u64, act: impl FnOnce(&[u64]) -> bool) {
         let (begin, values) = {
             let mut history = lock(&self.history);
             let begin = history.tick();
             let values: Vec<u64> = pages.clone().map(|_| value(begin)).collect();
             let written = pages.clone().zip(&values);
-            let written = written.map(|(page, value)| Written { page, value: *value, begin, end: u64::MAX });
-            history.written.extend(written);
+            let written = written.map(|(page, value)| PageWrite { page, value: *value, begin, end: u64::MAX });
+            history.writes.extend(written);
             (begin, values)
         };
         let is_done = act(&values);
         let mut history = lock(&self.history);
         let end = history.tick();
         if is_done {
-            let own = history.written.iter_mut().filter(|written| written.begin == begin);
+            let own = history.writes.iter_mut().filter(|written| written.begin == begin);
             own.for_each(|written| written.end = end);
         } else {
-            history.written.retain(|written| written.begin != begin);
+            history.writes.retain(|written| written.begin != begin);
         }
     }
 
     fn check(&self, page: u64, value: u64, since: u64, what: &str) {
         let history = lock(&self.history);
-        let written = history.written.iter().filter(|written| written.page == page);
-        let said = || format!("{:?}", written.collect::<Vec<_>>());
-        assert!(history.allows(page, value, since), "{what} {value:x}, looked for since {since}: {}", said());
+        let written = history.writes.iter().filter(|written| written.page == page);
+        let written_values = || format!("{:?}", written.collect::<Vec<_>>());
+        assert!(history.allows(page, value, since), "{what} {value:x}, since {since}: {}", written_values());
     }
 
     fn read(&self, page: u64) {
         let (since, mut bytes) = (self.now(), [0xEE; SAMPLE]);
         let read = self.file.read_at(&mut bytes, page * PAGE as u64);
         match read {
-            // Bytes behind the end are zero.
+            // Bytes behind the end of the file are zero.
             Ok(0) => self.check(page, 0, since, "read"),
             Ok(len) => {
                 assert_eq!(len, SAMPLE);
@@ -218,7 +222,7 @@ impl Stored {
     }
 
     fn write(&self, page: u64) {
-        // Far from the pages at the beginning.
+        // A value with these bits differs from the initial values.
         self.change(
             page..page + 1,
             |begin| begin << 8 | 0xFF,
@@ -230,7 +234,7 @@ impl Stored {
         self.change(page..PAGES, |_| 0, |_| is_done(self.file.truncate(page * PAGE as u64)));
     }
 
-    /// Afterwards the store has all that was written before.
+    /// Syncs the file. Afterwards the store must have all values that were written before.
     fn sync(&self, range: Option<u64>) {
         let since = self.now();
         let result = match range {
@@ -243,13 +247,13 @@ impl Stored {
         }
     }
 
-    /// Fills a page as a queue does, which completes it now or never.
+    /// Fills a page as a queue does. The read completes now, or never.
     fn fill(&self, page: u64) {
-        match Filling::begin(&self.file.0, page, 0, one_of(2) == 0) {
+        match Filling::begin(&self.file.0, page, 0, random_below(2) == 0) {
             Ok(Asked::Begun(mut filling)) => {
                 let offset = filling.offset();
                 let is_read = !filling.needs_store() || self.store.read(offset, filling.bytes_mut()).is_ok();
-                if is_read && one_of(4) > 0 {
+                if is_read && random_below(4) > 0 {
                     filling.finish().unwrap();
                 }
             }
@@ -264,7 +268,7 @@ impl Stored {
         }
     }
 
-    /// The store has no other writers, so nothing changes. Fails if the file is not synced.
+    /// The store has no other writers, so a refresh changes nothing. It fails if the file is not synced.
     fn refresh(&self) {
         let result = self.file.refresh();
         if !matches!(result, Err(Error::WrongState { .. })) {
@@ -273,12 +277,12 @@ impl Stored {
     }
 
     fn act(&self, act: u8) {
-        let page = one_of(PAGES as usize) as u64;
+        let page = random_below(PAGES as usize) as u64;
         match act {
             b'r' => self.read(page),
             b'w' => self.write(page),
             b't' => self.truncate(page),
-            b's' => self.sync([None, Some(page)][one_of(2)]),
+            b's' => self.sync([None, Some(page)][random_below(2)]),
             b'e' => self.read_other(page),
             b'f' => self.fill(page),
             b'n' => self.refresh(),
@@ -289,81 +293,81 @@ impl Stored {
     }
 }
 
-/// Each thread does the acts of its letters (`Stored::act`), on random pages, in a cache of three. At the end the store
-/// works, has all bytes after a sync, and no memory is lost.
-fn model(threads: &'static [&'static str]) {
-    run_in_many_orders(1, move || {
-        let cache = cache_of(3 * PAGE as u64);
+/// Runs threads on one file in a cache of three pages. Each script is a thread, each letter one operation on a random
+/// page (`Stored::act`). At the end the store works again and has all values after a sync, and no memory is lost.
+fn run_threads(scripts: &'static [&'static str]) {
+    run_in_many_schedules(1, move || {
+        let cache = cache_of_limit(3 * PAGE as u64);
         let stored = Arc::new(Stored::new(&cache));
-        let threads: Vec<_> = threads
+        let threads: Vec<_> = scripts
             .iter()
-            .map(|acts| {
+            .map(|script| {
                 let stored = stored.clone();
-                shuttle::thread::spawn(move || acts.bytes().for_each(|act| stored.act(act)))
+                shuttle::thread::spawn(move || script.bytes().for_each(|act| stored.act(act)))
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        stored.store.fails.store(false, Relaxed);
-        // An earlier failure is reported once, although all is written now.
+        stored.store.is_failing.store(false, Relaxed);
+        // One sync may still report an earlier failure, although all is written now.
         is_done(stored.file.sync());
         stored.file.sync().unwrap();
         let now = stored.now();
         (0..PAGES).for_each(|page| stored.check(page, stored.store.value(page), now, "left"));
         (0..PAGES).for_each(|page| stored.read(page));
-        assert_eq!(lock(&stored.store.state).1, stored.file.size_bytes(), "bytes stored, and in the file");
+        assert_eq!(lock(&stored.store.state).1, stored.file.size_bytes(), "the store and the file differ in length");
         drop(stored);
         assert_is_empty(&cache);
     });
 }
 
 #[test]
-fn writebacks_beside_writes_and_truncations() {
-    model(&["wsw", "tst", "wrw"]);
+fn writebacks_during_writes_and_truncations() {
+    run_threads(&["wsw", "tst", "wrw"]);
 }
 
 #[test]
-fn evictions_beside_writes_and_writebacks() {
-    model(&["wswr", "eeer", "rwsr"]);
+fn evictions_during_writes_and_writebacks() {
+    run_threads(&["wswr", "eeer", "rwsr"]);
 }
 
 #[test]
-fn reads_and_writes_beside_evictions_and_truncations() {
-    model(&["rerw", "wser", "trte"]);
+fn reads_and_writes_during_evictions_and_truncations() {
+    run_threads(&["rerw", "wser", "trte"]);
 }
 
 #[test]
-fn fillings_beside_all_others() {
-    model(&["ffrf", "wsrt", "efre"]);
+fn fills_during_all_other_operations() {
+    run_threads(&["ffrf", "wsrt", "efre"]);
 }
 
 #[test]
-fn refreshes_beside_all_others() {
-    model(&["nsnr", "rwfr", "werr"]);
+fn refreshes_during_all_other_operations() {
+    run_threads(&["nsnr", "rwfr", "werr"]);
 }
 
 #[test]
-fn other_folios_beside_writebacks_and_evictions() {
-    model(&["cpcp", "wsrs", "retr"]);
+fn splits_and_collapses_during_writebacks_and_evictions() {
+    run_threads(&["cpcp", "wsrs", "retr"]);
 }
 
-/// Pairs of acts on a common page: more of their orders.
+/// Few operations of two kinds, so that more of their interleavings are covered.
 #[test]
-fn writebacks_beside_truncations() {
-    model(&["wws", "tws"]);
+fn writebacks_during_truncations() {
+    run_threads(&["wws", "tws"]);
 }
 
 #[test]
-fn reads_beside_evictions() {
-    model(&["rrr", "eee"]);
+fn reads_during_evictions() {
+    run_threads(&["rrr", "eee"]);
 }
 
-/// A page can be allocated where all are dirty, even if another thread is scanning the dirty files.
+/// A page can be allocated when all pages are dirty, even if another thread is scanning the list of dirty files.
 #[test]
-fn room_is_made_beside_an_allocation() {
-    run_in_many_orders(1, || {
-        let cache = cache_of(2 * PAGE as u64);
+fn a_page_is_allocated_during_a_scan_of_dirty_files() {
+    run_in_many_schedules(1, || {
+        let cache = cache_of_limit(2 * PAGE as u64);
         let stored = Stored::new(&cache);
-        stored.store.fails.store(false, Relaxed);
+        stored.store.is_failing.store(false, Relaxed);
         (0..2).for_each(|page| stored.write(page));
         let other = {
             let cache = cache.clone();

@@ -1,4 +1,4 @@
-//! Ranges by their handles.
+//! Shuttle tests of ranges with a handle.
 
 use super::super::range::{Behaviour, Contents, Pin, Range};
 use super::super::word::RangePhase;
@@ -8,11 +8,11 @@ use pagemill_core::sync::Relaxed;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-/// Two that share packs, and one with blocks of its own.
+/// Lengths of ranges: two that are in packs, and one that has a slot of the heap.
 const LENS: [usize; 3] = [BLOCK_BYTES / 4, BLOCK_BYTES / 2, BLOCK_BYTES / 2 + 4 * PIECE];
 
-fn some_behaviour() -> Behaviour {
-    match one_of(3) {
+fn random_behaviour() -> Behaviour {
+    match random_below(3) {
         0 => Behaviour::Partial { chunk_bytes: PIECE },
         1 => Behaviour::Partial { chunk_bytes: 5 * PIECE },
         _ => Behaviour::Full,
@@ -27,32 +27,32 @@ fn assert_all(bytes: &[u8], byte: u8, why: &str) {
     assert!(bytes.iter().step_by(PIECE).all(|found| *found == byte), "{why}");
 }
 
-/// A range that one thread owns, with the expected state.
-struct Mine {
+/// A range that one thread uses, with its expected contents and state.
+struct UserRange {
     range: Range,
     byte: u8,
     is_marked: bool,
 }
 
-impl Mine {
+impl UserRange {
     fn new(fixture: &Fixture, byte: u8) -> Self {
-        let mut range = fixture.ranges.allocate(LENS[one_of(LENS.len())], some_behaviour()).unwrap();
+        let mut range = fixture.ranges.allocate(LENS[random_below(LENS.len())], random_behaviour()).unwrap();
         fill(&mut range, byte);
         Self { range, byte, is_marked: false }
     }
 
-    fn turn(&mut self, fixture: &Fixture) {
-        match one_of(6) {
-            0 | 1 if self.is_marked => self.take_back(),
+    fn random_step(&mut self, fixture: &Fixture) {
+        match random_below(6) {
+            0 | 1 if self.is_marked => self.unmark_checked(),
             0 | 1 => {
                 self.check_held();
                 self.range.mark().unwrap();
                 self.is_marked = true;
             }
-            2 => self.look(),
+            2 => self.check_pinned(),
             3 => assert_eq!(self.range.refresh().is_ok(), self.is_marked),
             4 => *self = Self::new(fixture, self.byte ^ 0x80),
-            _ => linger(),
+            _ => yield_randomly(),
         }
     }
 
@@ -60,8 +60,8 @@ impl Mine {
         assert_all(self.range.bytes_mut().unwrap(), self.byte, "a held range changed");
     }
 
-    /// The reported result matches the bytes, and they do not change.
-    fn take_back(&mut self) {
+    /// Unmarks the range. The result must match the bytes, which must not change afterwards.
+    fn unmark_checked(&mut self) {
         let contents = self.range.unmark().unwrap();
         self.is_marked = false;
         let byte = self.byte;
@@ -73,34 +73,35 @@ impl Mine {
             fill(&mut self.range, self.byte);
         }
         self.check_held();
-        linger();
+        yield_randomly();
         self.check_held();
     }
 
-    /// While it is pinned no byte is purged.
-    fn look(&self) {
+    /// Pins the range. Its bytes must not change while it is pinned.
+    fn check_pinned(&self) {
         let pin = self.range.pin().unwrap();
         let is_whole = pin.contents() == Contents::Kept;
         assert!(is_whole || self.is_marked, "a held range was purged");
         assert_eq!(pin.len() == self.range.len_bytes(), is_whole);
         assert_all(&pin, self.byte, "a pin shows what is not there");
-        linger();
+        yield_randomly();
         assert_all(&pin, self.byte, "a pinned range changed");
     }
 }
 
-/// Everything is free, nothing leaks, and all records agree.
-fn check_end(ranges: &Ranges) {
+/// Purges everything after all ranges were dropped. All entries must be free, and each must be in a free list or
+/// unused.
+fn assert_all_free(ranges: &Ranges) {
     skip_ticks(5);
     ranges.shrink(u64::MAX, Urgency::Limit);
     assert_eq!(ranges.shrink(u64::MAX, Urgency::Limit), 0, "nothing is left to purge");
     assert_eq!((ranges.giveable_bytes(), ranges.purger.total_bytes.load(Relaxed)), (0, 0));
     let count = ranges.count.load(Relaxed);
     for number in 0..count {
-        let seen = ranges.entry(number).word.look();
+        let seen = ranges.entry(number).word.load();
         assert_eq!((seen.phase(), seen.pins(), seen.is_claimable(0)), (RangePhase::Free, 0, false));
     }
-    // Each entry is in one list, or was never allocated.
+    // Each entry must be in one free list, or be in the unused part of a shard's run.
     let mut found = vec![false; count as usize];
     let mut find =
         |number: u32| assert!(!std::mem::replace(&mut found[number as usize], true), "an entry is free twice");
@@ -115,34 +116,36 @@ fn check_end(ranges: &Ranges) {
             }
         }
     }
-    // The rest of a run in which the next request did not fit stays unused for good.
+    // The rest of a run that was too short for a request is never used. These entries have no address.
     let lost = (0..count).filter(|number| !found[*number as usize]);
     assert_eq!(lost.map(|number| ranges.entry(number).addr.load(Relaxed)).max().unwrap_or(0), 0, "an entry is lost");
 }
 
-/// Two users and a purge. Ranges are dropped in any state; their entries and memory go to the next owner.
+/// Two threads mark, unmark, pin, drop and allocate ranges of their own while purges run. Ranges are dropped in any
+/// state, and other threads reuse their memory.
 #[test]
 fn users_race_purges() {
-    model(|fixture| {
+    explore(|fixture| {
         let user = |byte: u8| {
             Box::new(move || {
-                let mut owned: Vec<Mine> = (0..2).map(|index| Mine::new(&fixture, byte + 2 * index)).collect();
+                let mut owned: Vec<UserRange> =
+                    (0..2).map(|index| UserRange::new(&fixture, byte + 2 * index)).collect();
                 owned[0].range.mark().unwrap();
                 owned[0].is_marked = true;
-                (0..8).for_each(|_| owned[one_of(2)].turn(&fixture));
-                owned.iter_mut().filter(|owned| owned.is_marked).for_each(Mine::take_back);
+                (0..8).for_each(|_| owned[random_below(2)].random_step(&fixture));
+                owned.iter_mut().filter(|owned| owned.is_marked).for_each(UserRange::unmark_checked);
             }) as Box<dyn FnOnce() + Send>
         };
         let others = move || (0..3).for_each(|_| fixture.purge_once());
-        together([user(0x10), user(0x20), Box::new(move || purge(fixture.ranges, 4)), Box::new(others)]);
-        check_end(fixture.ranges);
+        run_concurrently([user(0x10), user(0x20), Box::new(move || purge(fixture.ranges, 4)), Box::new(others)]);
+        assert_all_free(fixture.ranges);
     });
 }
 
-/// The shared expected state of a range that several threads use.
+/// A range that several threads use, with what they know of its contents.
 struct Shared {
     range: Range,
-    /// The least number of bytes that was reported as kept.
+    /// The smallest `kept_bytes` that was reported.
     least_kept: AtomicUsize,
 }
 
@@ -152,66 +155,66 @@ impl Shared {
     }
 
     fn unmark(&self) {
-        // Another thread may have been faster.
+        // This fails if another thread has unmarked the range before.
         if let Ok(Contents::Purged { kept_bytes }) = self.range.unmark() {
             self.least_kept.fetch_min(kept_bytes, Relaxed);
         }
     }
 
-    /// One of the first `kinds` kinds of turns.
-    fn turn(&self, kinds: usize) {
-        match one_of(kinds) {
+    /// Performs one random operation of the first `kinds` kinds.
+    fn random_step(&self, kinds: usize) {
+        match random_below(kinds) {
             0 => drop(self.range.mark()),
             1 => self.unmark(),
             2 => drop(self.range.refresh()),
             _ => {
                 let pin = self.range.pin().unwrap();
                 let before = Self::pieces(&pin);
-                linger();
+                yield_randomly();
                 assert_eq!(Self::pieces(&pin), before, "a pinned range changed");
             }
         }
     }
 }
 
-/// Several threads mark, unmark, refresh and pin one range while purges run. No byte changes under a pin, and lost
-/// bytes lie behind those reported as kept.
+/// Several threads mark, unmark, refresh and pin one range while purges run. No byte may change while the range is
+/// pinned, and no byte below the smallest reported `kept_bytes` may be lost.
 #[test]
 fn sharers_race_purges() {
-    model(|fixture| {
-        let mut range = fixture.ranges.allocate(LENS[one_of(LENS.len())], some_behaviour()).unwrap();
+    explore(|fixture| {
+        let mut range = fixture.ranges.allocate(LENS[random_below(LENS.len())], random_behaviour()).unwrap();
         fill(&mut range, 7);
         let least_kept = AtomicUsize::new(range.len_bytes());
         let shared = Arc::new(Shared { range, least_kept });
-        // With few kinds of turns marks and losses alternate closely.
-        let kinds = [2, 5][one_of(2)];
+        // With only the first two kinds, threads mark and unmark most of the time.
+        let kinds = [2, 5][random_below(2)];
         let user = || {
             let shared = shared.clone();
-            Box::new(move || (0..6).for_each(|_| shared.turn(kinds))) as Box<dyn FnOnce() + Send>
+            Box::new(move || (0..6).for_each(|_| shared.random_step(kinds))) as Box<dyn FnOnce() + Send>
         };
-        together([user(), user(), user(), Box::new(move || purge(fixture.ranges, 5))]);
-        let words = (0..fixture.ranges.count.load(Relaxed)).map(|number| fixture.ranges.entry(number).word.look());
+        run_concurrently([user(), user(), user(), Box::new(move || purge(fixture.ranges, 5))]);
+        let words = (0..fixture.ranges.count.load(Relaxed)).map(|number| fixture.ranges.entry(number).word.load());
         assert_eq!(words.map(|seen| u32::from(seen.pins())).sum::<u32>(), 0, "all pins have ended");
         shared.unmark();
         let kept = shared.least_kept.load(Relaxed);
         assert_all(&shared.range.pin().unwrap()[..kept], 7, "bytes went without a report");
         drop(shared);
-        check_end(fixture.ranges);
+        assert_all_free(fixture.ranges);
     });
 }
 
-/// An entry changes owners during a purge: the slot goes to another owner of the heap, and the entry returns with
-/// another slot, marked as before.
+/// Drops a marked range while purges run. Other threads allocate its slot from the heap, and its entry is used for a
+/// new range. The old mark must not cause a purge of the new owners' bytes.
 #[test]
-fn purges_never_meet_the_next_owner() {
-    model(|fixture| {
+fn purges_spare_next_owner() {
+    explore(|fixture| {
         let new = move || {
             let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
             fill(&mut range, 7);
             range
         };
         let own_slot = move || {
-            let slot = fixture.heap.allocate_own(LENS[2]).unwrap().as_ptr() as usize;
+            let slot = fixture.heap.allocate_stable_blocks(LENS[2]).unwrap().as_ptr() as usize;
             set_byte(slot, 9);
             slot
         };
@@ -222,28 +225,29 @@ fn purges_never_meet_the_next_owner() {
             let slot = own_slot();
             let after = new();
             after.mark().unwrap();
-            linger();
+            yield_randomly();
             assert_eq!(byte_at(slot), 9, "the next owner's bytes went");
             let is_kept = after.unmark().unwrap() == Contents::Kept;
             assert!(!is_kept || byte_at(after.addr()) == 7);
         };
-        // Takes what the heap has just now.
+        // Allocates slots that the heap has at this time, perhaps that of the dropped range.
         let other = move || {
             for slot in [own_slot(), own_slot()] {
-                linger();
+                yield_randomly();
                 assert_eq!(byte_at(slot), 9, "the next owner's bytes went");
             }
         };
-        together([Box::new(user), Box::new(other), Box::new(move || purge(fixture.ranges, 3))]);
-        check_end(fixture.ranges);
+        run_concurrently([Box::new(user), Box::new(other), Box::new(move || purge(fixture.ranges, 3))]);
+        assert_all_free(fixture.ranges);
     });
 }
 
-/// A purge that a thread waits for ends after its step: even a range purged as a whole keeps something then.
+/// Unmarks a range while it is purged. In some schedules the purge must end early, so that a part of the range is kept
+/// although its behaviour is `Full`.
 #[test]
-fn purges_end_early() {
+fn awaited_purges_end_early() {
     static KEPT_PARTS: AtomicUsize = AtomicUsize::new(0);
-    model(|fixture| {
+    explore(|fixture| {
         let mut range = fixture.ranges.allocate(LENS[2], Behaviour::Full).unwrap();
         fill(&mut range, 7);
         range.mark().unwrap();
@@ -254,16 +258,17 @@ fn purges_end_early() {
             }
             Contents::Kept => assert_all(range.bytes_mut().unwrap(), 7, "what was kept is damaged"),
         };
-        together([Box::new(user), Box::new(move || purge(fixture.ranges, 1))]);
-        check_end(fixture.ranges);
+        run_concurrently([Box::new(user), Box::new(move || purge(fixture.ranges, 1))]);
+        assert_all_free(fixture.ranges);
     });
     assert!(KEPT_PARTS.load(Relaxed) > 0, "no purge ended early");
 }
 
-/// A range that is used during a purge is purged after unused ones, although a line was made before.
+/// Refreshes or marks a range again while a purge runs. That range must be purged after the others, although the purge
+/// queue was filled before.
 #[test]
-fn what_was_used_since_goes_last() {
-    model(|fixture| {
+fn recently_used_range_is_purged_last() {
+    explore(|fixture| {
         let ranges: Vec<Range> = (0..4)
             .map(|_| {
                 let mut range = fixture.ranges.allocate(LENS[0], Behaviour::Full).unwrap();
@@ -271,17 +276,17 @@ fn what_was_used_since_goes_last() {
                 range
             })
             .collect();
-        // Allocating one may purge.
+        // The ranges are marked after all were allocated, because an allocation may purge.
         for range in &ranges {
             range.mark().unwrap();
             skip_ticks(2);
         }
-        let (ranges, used) = (Arc::new(ranges), one_of(3));
+        let (ranges, used) = (Arc::new(ranges), random_below(3));
         let user = {
             let ranges = ranges.clone();
             move || {
                 skip_ticks(2);
-                if one_of(2) == 0 {
+                if random_below(2) == 0 {
                     ranges[used].refresh().unwrap();
                 } else if ranges[used].unmark().unwrap() == Contents::Kept {
                     ranges[used].mark().unwrap();
@@ -289,8 +294,8 @@ fn what_was_used_since_goes_last() {
             }
         };
         let purge_one = move || assert!(fixture.ranges.shrink(1, Urgency::Limit) > 0);
-        together([Box::new(user), Box::new(purge_one)]);
-        // A range that a thread waited for is spared for a while.
+        run_concurrently([Box::new(user), Box::new(purge_one)]);
+        // Until these ticks have passed, a range that a thread waited for cannot be purged.
         skip_ticks(4);
         let is_kept = |range: &Range| range.is_volatile() && range.pin().unwrap().contents() == Contents::Kept;
         let mut kept: Vec<bool> = ranges.iter().map(is_kept).collect();
@@ -300,6 +305,6 @@ fn what_was_used_since_goes_last() {
             assert!(ranges.iter().map(is_kept).eq(kept.iter().copied()), "another went than {oldest}; used: {used}");
         }
         drop(ranges);
-        check_end(fixture.ranges);
+        assert_all_free(fixture.ranges);
     });
 }

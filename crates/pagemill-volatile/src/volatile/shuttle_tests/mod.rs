@@ -1,9 +1,9 @@
-//! Whole ranges under shuttle: users, purges and memory requests, step by step in random orders.
+//! Shuttle tests of whole ranges: threads use, purge and allocate them in random interleavings.
 //!
-//! Loom explores every order of a word's few steps, including weak ones. Here the orders of whole protocols are drawn
-//! at random, over real memory. `SHUTTLE_RUNS` sets the runs of each model, `SHUTTLE_RANDOM_SEED` repeats some. A
-//! failure while other threads are inside an operation ends in an abort, so run them with `--nocapture`.
-#![allow(unsafe_code)] // drops what a run has made, reads bytes
+//! Loom tests explore every interleaving of a state word's operations. The tests here run whole operations on real
+//! memory, in random interleavings. `SHUTTLE_RUNS` sets the number of executions of each test, and
+//! `SHUTTLE_RANDOM_SEED` repeats a sequence of them. A failure may end in an abort, so run them with `--nocapture`.
+#![allow(unsafe_code)] // drops the objects of an execution, reads bytes
 
 mod handles;
 mod vranges;
@@ -24,16 +24,16 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 use std::sync::OnceLock;
 
-/// Bytes are written and checked at this distance. Steps of purges, and chunks, are multiples of it.
+/// Tests write and check one byte in each piece of this length. Purge steps and chunks are multiples of it.
 const PIECE: usize = BLOCK_BYTES / 32;
 
-/// Preemptions in a PCT schedule.
-const DEPTH: usize = 4;
+/// Number of preemptions in a schedule of the PCT scheduler.
+const PREEMPTIONS: usize = 4;
 
-/// Upper bound of a run's length; a longer run waits for something that never happens.
-const MOST_STEPS: usize = 300_000;
+/// Maximum number of steps of an execution. A longer execution waits for an event that never happens.
+const MAX_STEPS: usize = 300_000;
 
-/// A part of a run that lives as long as the run.
+/// An object with a `'static` reference that is dropped at the end of an execution.
 struct Owned<T>(*mut T);
 
 impl<T> Owned<T> {
@@ -42,17 +42,17 @@ impl<T> Owned<T> {
     }
 
     fn get(&self) -> &'static T {
-        // SAFETY: it lives until `end`, when the run is over and no reference is left.
+        // SAFETY: the object exists until `end`, which is called when no reference is left.
         unsafe { &*self.0 }
     }
 
     fn end(self) {
-        // SAFETY: made by a box, ended once.
+        // SAFETY: the pointer is from `Box::into_raw`, and `end` consumes it.
         drop(unsafe { Box::from_raw(self.0) });
     }
 }
 
-/// Memory of one run, and its owners.
+/// The shrinkers of one execution.
 #[derive(Clone, Copy)]
 struct Fixture {
     heap: &'static Heap,
@@ -60,34 +60,34 @@ struct Fixture {
     vranges: &'static Vranges,
 }
 
-/// A budget that is mostly not short and purges when it is: any request for memory may purge.
+/// A budget that grants all requests. One in six requests also purges, as under pressure.
 #[derive(Default)]
-struct Tight {
+struct PurgingBudget {
     owners: OnceLock<Fixture>,
 }
 
-impl Tight {
-    fn press(&self) -> Result<()> {
-        if let Some(owners) = self.owners.get().filter(|_| one_of(6) == 0) {
+impl PurgingBudget {
+    fn maybe_purge(&self) -> Result<()> {
+        if let Some(owners) = self.owners.get().filter(|_| random_below(6) == 0) {
             owners.purge_once();
         }
         Ok(())
     }
 }
 
-impl Budget for Tight {
+impl Budget for PurgingBudget {
     fn admit(&self, _bytes: u64, _context: Context) -> Result<()> {
-        self.press()
+        self.maybe_purge()
     }
 
     fn discharge(&self, _bytes: u64) {}
 
     fn overcommit(&self, _bytes: u64, _context: Context) -> Result<()> {
-        self.press()
+        self.maybe_purge()
     }
 
     fn reserve(&self, _bytes: u64) -> Result<()> {
-        self.press()
+        self.maybe_purge()
     }
 
     fn reconciled(&self, _resident: i64, _reconciled: i64) {}
@@ -98,8 +98,8 @@ impl Budget for Tight {
 }
 
 impl Fixture {
-    /// Builds everything anew, so that a failed schedule fails again; runs it and drops it. After a failure it is
-    /// leaked.
+    /// Creates all objects, calls `run`, and drops the objects. Each execution starts with new objects, so that a
+    /// failed schedule can be repeated.
     fn run(run: impl Fn(Self)) {
         static ACCOUNT: OnceLock<(&'static Account, &'static Helper)> = OnceLock::new();
         let (account, helper) = ACCOUNT.get_or_init(|| {
@@ -113,7 +113,7 @@ impl Fixture {
             use_huge: false,
             ..Layout::for_test()
         };
-        let budget = Owned::new(Tight::default());
+        let budget = Owned::new(PurgingBudget::default());
         let arena = Owned::new(Arena::new(layout, budget.get()).unwrap());
         let heap = Owned::new(Heap::new(arena.get(), account, helper).unwrap());
         let ranges = Owned::new(Ranges::new(arena.get(), heap.get()).unwrap());
@@ -127,25 +127,25 @@ impl Fixture {
         heap.end();
         arena.end();
         budget.end();
-        // SAFETY: the reservation of the arena, which has ended.
+        // SAFETY: this is the reservation of the arena, which was dropped.
         unsafe { mem::unreserve(addresses.start, addresses.len()) };
     }
 
-    /// Sends one request to one of the owners.
+    /// Sends one purge request to a random shrinker.
     fn purge_once(&self) {
         let owners: [&dyn Shrinker; 3] = [self.heap, self.ranges, self.vranges];
-        purge(owners[one_of(owners.len())], 1);
+        purge(owners[random_below(owners.len())], 1);
     }
 }
 
-/// Sends `requests` requests, each for a little or for everything.
+/// Sends `requests` purge requests to a shrinker, each for one byte, one piece or everything.
 fn purge(owner: &dyn Shrinker, requests: usize) {
     for _ in 0..requests {
-        owner.shrink([1, PIECE as u64, u64::MAX][one_of(3)], Urgency::Limit);
+        owner.shrink([1, PIECE as u64, u64::MAX][random_below(3)], Urgency::Limit);
     }
 }
 
-/// A byte of the program's memory.
+/// Reads a byte of memory.
 fn byte_at(addr: usize) -> u8 {
     // SAFETY: tests pass mapped memory that is not a Rust object.
     unsafe { (addr as *const u8).read_volatile() }
@@ -156,21 +156,21 @@ fn set_byte(addr: usize, byte: u8) {
     unsafe { (addr as *mut u8).write_volatile(byte) }
 }
 
-fn one_of(count: usize) -> usize {
+fn random_below(count: usize) -> usize {
     thread_rng().gen_range(0..count)
 }
 
-/// Lets other threads run for some steps.
-fn linger() {
-    (0..one_of(4)).for_each(|_| shuttle::thread::yield_now());
+/// Yields a random number of times, so that other threads run.
+fn yield_randomly() {
+    (0..random_below(4)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Runs a model in many orders: random ones, and ones with few preemptions.
-fn model(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
+/// Executes a test with many schedules: random ones, and ones with few preemptions (PCT).
+fn explore(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();
-        (config.stack_size, config.max_steps) = (BLOCK_BYTES / 8, MaxSteps::FailAfter(MOST_STEPS));
+        (config.stack_size, config.max_steps) = (BLOCK_BYTES / 8, MaxSteps::FailAfter(MAX_STEPS));
         config
     };
     let begin = move || {
@@ -179,12 +179,12 @@ fn model(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     };
     let awaited = stats::get(Counter::RangesAwaited);
     Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
+    Runner::new(PctScheduler::new(PREEMPTIONS, runs), config()).run(begin);
     assert!(runs < 100 || stats::get(Counter::RangesAwaited) > awaited, "no thread met a purge");
 }
 
-/// Runs all of them concurrently.
-fn together<const COUNT: usize>(acts: [Box<dyn FnOnce() + Send>; COUNT]) {
+/// Runs all functions concurrently, each on a thread of its own.
+fn run_concurrently<const COUNT: usize>(acts: [Box<dyn FnOnce() + Send>; COUNT]) {
     let threads = acts.map(|act| shuttle::thread::spawn(act));
     for thread in threads {
         thread.join().unwrap();

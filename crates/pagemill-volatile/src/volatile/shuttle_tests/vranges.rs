@@ -1,4 +1,4 @@
-//! Ranges by address.
+//! Shuttle tests of ranges that are marked by address.
 #![allow(unsafe_code)] // marks memory
 
 use super::super::guards;
@@ -8,15 +8,15 @@ use pagemill_sys::fault;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// Pieces of an area; two areas are adjacent.
+/// Number of pieces in an area. Each test uses two adjacent areas.
 const PIECES: usize = 6;
 
 std::thread_local! {
-    /// Memory outside the arena, one for all runs of a test.
+    /// Memory outside the arena, which all executions of a test use.
     static MAPPED: usize = mem::map_sparse(2 * PIECES * PIECE, PIECE).unwrap();
 }
 
-/// Memory that belongs to one thread, or is shared.
+/// A part of memory in which threads mark ranges.
 #[derive(Clone, Copy)]
 struct Area {
     vranges: &'static Vranges,
@@ -24,10 +24,10 @@ struct Area {
 }
 
 impl Area {
-    /// Two adjacent areas: of a slot of the heap, or of other memory.
-    fn two(fixture: &Fixture) -> [Self; 2] {
+    /// Creates two adjacent areas, in a slot of the heap or in memory outside the arena.
+    fn two_adjacent(fixture: &Fixture) -> [Self; 2] {
         let len = 2 * PIECES * PIECE;
-        let addr = match one_of(2) {
+        let addr = match random_below(2) {
             0 => fixture.heap.allocate(len, PIECE).unwrap().addr.as_ptr() as usize,
             _ => MAPPED.with(|addr| *addr),
         };
@@ -35,17 +35,17 @@ impl Area {
     }
 
     fn call(self, part: &Range<usize>, mode: Mode, how: How) -> Marked {
-        // SAFETY: the memory stays mapped and nothing references it; its bytes are only compared.
+        // SAFETY: the memory stays mapped, no reference to it exists, and its bytes are only compared.
         unsafe { self.vranges.vrange(self.addr + part.start * PIECE, part.len() * PIECE, mode, how) }.unwrap()
     }
 
-    /// One of the two ways to mark, if the kernel supports both.
-    fn some_mode(self) -> Mode {
+    /// A random mode of marking. Strict marks are used only if the kernel supports guards.
+    fn random_mode(self) -> Mode {
         let has_guards = guards::prepare(&(self.addr..self.addr + PIECE)).is_ok();
-        if has_guards && one_of(2) == 0 { Mode::VolatileStrict } else { Mode::Volatile }
+        if has_guards && random_below(2) == 0 { Mode::VolatileStrict } else { Mode::Volatile }
     }
 
-    /// Whether a marked piece was purged: it reads zero, or cannot be read.
+    /// Whether a marked piece was purged: it reads zero or cannot be read.
     fn is_gone(self, piece: usize) -> bool {
         !fault::is_readable(self.addr + piece * PIECE) || self.read(piece) == 0
     }
@@ -63,30 +63,30 @@ impl Area {
     }
 }
 
-fn some_part() -> Range<usize> {
-    let start = one_of(PIECES);
-    start..start + 1 + one_of(PIECES - start)
+fn random_part() -> Range<usize> {
+    let start = random_below(PIECES);
+    start..start + 1 + random_below(PIECES - start)
 }
 
-fn some_how() -> How {
-    if one_of(2) == 0 { How::Full } else { How::Partial }
+fn random_how() -> How {
+    if random_below(2) == 0 { How::Full } else { How::Partial }
 }
 
-/// An area of one thread, with the expected state of each piece: its byte, and whether it is marked.
-struct Mine {
+/// An area that one thread uses, with the expected byte of each piece and whether the piece is marked.
+struct UserArea {
     area: Area,
     bytes: [u8; PIECES],
     is_marked: [bool; PIECES],
 }
 
-impl Mine {
+impl UserArea {
     fn new(area: Area, byte: u8) -> Self {
         let mut owned = Self { area, bytes: [byte; PIECES], is_marked: [false; PIECES] };
         owned.renew(0..PIECES);
         owned
     }
 
-    /// Writes a new value to a part that is nonvolatile now.
+    /// Writes new bytes to a part after it was unmarked.
     fn renew(&mut self, part: Range<usize>) {
         for piece in part {
             self.bytes[piece] = self.bytes[piece] % 0xFF + 1;
@@ -95,19 +95,19 @@ impl Mine {
         }
     }
 
-    /// Unmarked pieces never change.
+    /// Asserts that unmarked pieces have not changed.
     fn check(&self) {
         for piece in (0..PIECES).filter(|piece| !self.is_marked[*piece]) {
             assert_eq!(self.area.read(piece), self.bytes[piece], "nonvolatile memory changed");
         }
     }
 
-    fn turn(&mut self) {
+    fn random_step(&mut self) {
         self.check();
-        let part = some_part();
-        match one_of(8) {
+        let part = random_part();
+        match random_below(8) {
             0..3 => {
-                let marked = self.area.call(&part, self.area.some_mode(), some_how());
+                let marked = self.area.call(&part, self.area.random_mode(), random_how());
                 assert_eq!(marked.bytes as usize, part.len() * PIECE);
                 assert!(
                     !marked.purged || self.is_marked[part.clone()].contains(&true),
@@ -117,13 +117,13 @@ impl Mine {
             }
             3..6 => self.unmark(part),
             6 => {
-                // As if the memory went to another owner.
+                // Removes the marks and writes new contents, as if the memory was freed and allocated again.
                 self.area.forget(&part);
                 self.renew(part);
             }
-            _ => linger(),
+            _ => yield_randomly(),
         }
-        linger();
+        yield_randomly();
         self.check();
     }
 
@@ -141,24 +141,24 @@ impl Mine {
     }
 }
 
-/// The sums agree with the marks, and nothing is claimed or awaited.
+/// Asserts that the sums agree with the marks, and that no piece is claimed or awaited.
 fn check_state(vranges: &Vranges) {
-    vranges.book.with(|book| {
-        assert_eq!((book.claimed, book.waiting), (0, 0));
+    vranges.table.with(|table| {
+        assert_eq!((table.claimed, table.waiting), (0, 0));
         let (mut all, mut foreign) = (0, 0);
-        for (range, mark) in book.marks.from(0) {
+        for (range, mark) in table.marks.from(0) {
             assert!(!mark.is_purging);
             let bytes = if mark.is_empty { 0 } else { range.len() as u64 };
             all += bytes;
             foreign += if vranges.arena.contains(range.start) { 0 } else { bytes };
         }
-        assert_eq!((book.sums.all, book.sums.foreign), (all, foreign));
+        assert_eq!((table.sums.all, table.sums.foreign), (all, foreign));
         assert_eq!((vranges.giveable_bytes(), vranges.foreign_bytes()), (all, foreign));
-        assert_eq!(vranges.is_empty(), book.marks.bytes() == 0);
+        assert_eq!(vranges.is_empty(), table.marks.bytes() == 0);
     });
 }
 
-/// Without other threads everything marked can be purged.
+/// Purges all marked memory while no other thread runs, and asserts that nothing is left to purge.
 fn purge_all(vranges: &Vranges) {
     skip_ticks(5);
     vranges.shrink(u64::MAX, Urgency::Limit);
@@ -166,28 +166,28 @@ fn purge_all(vranges: &Vranges) {
     assert_eq!(vranges.giveable_bytes(), 0, "what is marked can go");
 }
 
-/// Two owners of adjacent areas mark, unmark and forget overlapping parts while purges run. Bytes not reported as
-/// purged are there, and unmarked bytes stay.
+/// Two threads mark, unmark and forget overlapping parts of their own areas, which are adjacent, while purges run.
+/// Unmarked bytes must not change, and every purge must be reported.
 #[test]
 fn marks_race_purges() {
-    model(|fixture| {
-        let areas = Area::two(&fixture);
+    explore(|fixture| {
+        let areas = Area::two_adjacent(&fixture);
         let left = Arc::new(Mutex::new(Vec::new()));
         let user = |area: Area, byte: u8| {
             let left = left.clone();
             Box::new(move || {
-                let mut owned = Mine::new(area, byte);
-                (0..8).for_each(|_| owned.turn());
-                if one_of(2) == 0 {
+                let mut owned = UserArea::new(area, byte);
+                (0..8).for_each(|_| owned.random_step());
+                if random_below(2) == 0 {
                     owned.unmark(0..PIECES);
-                    linger();
+                    yield_randomly();
                 }
                 owned.check();
                 left.lock().unwrap().push(owned);
             }) as Box<dyn FnOnce() + Send>
         };
         let others = move || (0..3).for_each(|_| fixture.purge_once());
-        together([
+        run_concurrently([
             user(areas[0], 1),
             user(areas[1], 100),
             Box::new(move || purge(fixture.vranges, 3)),
@@ -208,60 +208,62 @@ fn marks_race_purges() {
     });
 }
 
-/// Two threads mark and unmark the same memory: a purge is reported to one of them.
+/// Two threads mark and unmark the same memory while purges run. Each purge must be reported to at least one of them.
 #[test]
-fn one_of_several_is_told() {
-    model(|fixture| {
-        let [area, _] = Area::two(&fixture);
+fn purge_of_shared_memory_is_reported() {
+    explore(|fixture| {
+        let [area, _] = Area::two_adjacent(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
-        let told = Arc::new(Mutex::new([false; PIECES]));
+        let reported = Arc::new(Mutex::new([false; PIECES]));
         let user = || {
-            let told = told.clone();
+            let reported = reported.clone();
             move || {
                 for _ in 0..5 {
-                    let (part, mode) = (some_part(), [area.some_mode(), Mode::Nonvolatile][one_of(2)]);
-                    if area.call(&part, mode, some_how()).purged {
-                        told.lock().unwrap()[part].fill(true);
+                    let (part, mode) = (random_part(), [area.random_mode(), Mode::Nonvolatile][random_below(2)]);
+                    if area.call(&part, mode, random_how()).purged {
+                        reported.lock().unwrap()[part].fill(true);
                     }
-                    linger();
+                    yield_randomly();
                 }
             }
         };
-        together([Box::new(user()), Box::new(user()), Box::new(move || purge(fixture.vranges, 4))]);
+        run_concurrently([Box::new(user()), Box::new(user()), Box::new(move || purge(fixture.vranges, 4))]);
         check_state(fixture.vranges);
         for piece in 0..PIECES {
-            let was_told =
-                area.call(&(piece..piece + 1), Mode::Nonvolatile, How::Full).purged || told.lock().unwrap()[piece];
-            assert!(was_told || area.read(piece) == 7, "piece {piece} went without a report");
+            let was_reported =
+                area.call(&(piece..piece + 1), Mode::Nonvolatile, How::Full).purged || reported.lock().unwrap()[piece];
+            assert!(was_reported || area.read(piece) == 7, "piece {piece} went without a report");
         }
         assert!(fixture.vranges.is_empty());
     });
 }
 
-/// A piece marked anew during a purge is purged after the others, although a line was made before.
+/// Marks a piece again while a purge runs. That piece must be purged after the others, although the purge queue was
+/// filled before.
 #[test]
-fn what_was_marked_since_goes_last() {
-    model(|fixture| {
-        let [area, _] = Area::two(&fixture);
+fn recently_marked_piece_is_purged_last() {
+    explore(|fixture| {
+        let [area, _] = Area::two_adjacent(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
-        // Every other piece: adjacent marks are separate, too, but their pieces would be joined.
+        // The marked pieces are not adjacent, because a purge joins adjacent pieces into one interval.
         let parts = [0, 2, 4].map(|piece| piece..piece + 1);
         for part in &parts {
             area.call(part, Mode::Volatile, How::Full);
             skip_ticks(2);
         }
-        let used = one_of(2);
+        let used = random_below(2);
         let part = parts[used].clone();
         let user = move || {
             skip_ticks(2);
-            if one_of(2) == 0 {
+            if random_below(2) == 0 {
                 area.call(&part, Mode::Nonvolatile, How::Full);
             }
             area.call(&part, Mode::Volatile, How::Full);
         };
-        together([Box::new(user), Box::new(move || purge(fixture.vranges, 1))]);
+        run_concurrently([Box::new(user), Box::new(move || purge(fixture.vranges, 1))]);
         let mut kept = parts.each_ref().map(|part| area.read(part.start) == 7);
-        // A piece purged before it was unmarked is marked anew without content; it is purged as well, unnoticed.
+        // A piece that was purged before it was unmarked reads zero. Another purge of it after the new mark cannot be
+        // seen.
         while let Some(oldest) = (0..3).filter(|index| kept[*index]).min_by_key(|index| (*index == used, *index)) {
             fixture.vranges.shrink(1, Urgency::Limit);
             let after = parts.each_ref().map(|part| area.read(part.start) == 7);

@@ -1,16 +1,16 @@
-//! Model test of the state word: random operations against plain fields.
+//! Model test of the state word: compares random operations on the word with operations on separate fields.
 
 use super::*;
 
-/// The fields of the word, each on its own.
+/// The fields of the word, as separate variables.
 #[derive(Clone, Debug)]
 struct Model {
     phase: RangePhase,
     is_lost: bool,
     is_awaited: bool,
-    /// The purged range is free.
+    /// Whether the range in *Purging* was free before.
     is_from_free: bool,
-    /// Memory is behind a free range.
+    /// Whether a free range has memory.
     is_backed: bool,
     pins: u16,
     generation: u16,
@@ -23,7 +23,7 @@ impl Model {
     }
 
     fn is_claimable(&self, now: u32) -> bool {
-        // Half of the epochs are later than `now`: marked since.
+        // Epochs wrap: half of all values count as later than `now`, that is as set since `now` was read.
         let ticks = (u64::from(now) + (1 << 24) - u64::from(self.epoch)) % (1 << 24);
         let is_within_grace = ticks < u64::from(GRACE_TICKS) || ticks >= 1 << 23;
         match self.phase {
@@ -33,7 +33,7 @@ impl Model {
         }
     }
 
-    /// Applies a change unless a purge has the range. A change ends a waiting thread's priority.
+    /// Applies `change` unless a purge has claimed the range. A change that succeeds clears `is_awaited`.
     fn update<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T, Refused>) -> Result<T, Refused> {
         if self.phase == RangePhase::Purging {
             return Err(Refused::Purging);
@@ -95,11 +95,12 @@ impl Model {
     }
 }
 
+/// The tested word, the model with the same state, and a random number generator.
 struct Pair {
     word: RangeWord,
     model: Model,
-    /// A copy of the word, which may have changed since.
-    seen: Seen,
+    /// A copy of the word that was read earlier.
+    seen: SeenWord,
     seed: u64,
 }
 
@@ -113,7 +114,7 @@ impl Pair {
         self.below(1 << 24) as u32
     }
 
-    /// An epoch, mostly close to that of the range.
+    /// A random epoch, in most cases close to the boundaries that matter for the range's epoch.
     fn now(&mut self) -> u32 {
         match self.below(4) {
             0 => self.epoch(),
@@ -123,7 +124,7 @@ impl Pair {
     }
 
     fn check(&mut self) {
-        let (seen, model) = (self.word.look(), self.model.clone());
+        let (seen, model) = (self.word.load(), self.model.clone());
         assert_eq!((seen.phase(), seen.pins(), seen.epoch()), (model.phase, model.pins, model.epoch), "{model:?}");
         assert_eq!((seen.is_lost(), seen.has_owner()), (model.is_lost, model.has_owner()), "{model:?}");
         assert_eq!((self.word.is_awaited(), (seen.0 >> 24) as u16), (model.is_awaited, model.generation), "{model:?}");
@@ -134,7 +135,7 @@ impl Pair {
     fn step(&mut self) {
         let (flag, epoch) = (self.below(2) == 1, self.epoch());
         match self.below(12) {
-            0 => self.seen = self.word.look(),
+            0 => self.seen = self.word.load(),
             1 => assert_eq!(
                 self.word.hold(),
                 self.model.update(|model| {
@@ -162,7 +163,7 @@ impl Pair {
                 })
             ),
             6 => {
-                let before = self.word.look();
+                let before = self.word.load();
                 assert_eq!(self.word.pin(), self.model.pin().map(|()| before));
             }
             7 | 8 if self.model.pins > 0 && self.model.phase != RangePhase::Free => {
@@ -171,7 +172,7 @@ impl Pair {
             }
             9 => {
                 let is_purging = self.model.phase == RangePhase::Purging;
-                assert_eq!(self.word.await_end(), is_purging);
+                assert_eq!(self.word.request_stop(), is_purging);
                 self.model.is_awaited |= is_purging;
             }
             10 if self.model.phase == RangePhase::Purging => {
@@ -179,8 +180,8 @@ impl Pair {
                 self.model.finish(flag, epoch);
             }
             11 => {
-                let (now, seen) = (self.now(), if flag { self.seen } else { self.word.look() });
-                let is_claimed = seen == self.word.look() && self.model.is_claimable(now);
+                let (now, seen) = (self.now(), if flag { self.seen } else { self.word.load() });
+                let is_claimed = seen == self.word.load() && self.model.is_claimable(now);
                 assert_eq!(self.word.claim(seen, now), is_claimed);
                 if is_claimed {
                     self.model.is_from_free = self.model.phase == RangePhase::Free;
@@ -192,10 +193,10 @@ impl Pair {
     }
 }
 
-/// Every operation changes the fields that it names, and no other. 100,000 random operations from a word whose generation
-/// is about to wrap, and from one with nearly all pins.
+/// Applies 100,000 random operations to a word whose generation is about to wrap, and to a word with nearly all pins.
+/// All fields must equal those of the model after each operation.
 #[test]
-fn operations_change_what_they_name() {
+fn random_operations_match_model() {
     for pins in [0, u16::MAX - 2] {
         let (phase, generation) = (if pins == 0 { RangePhase::Free } else { RangePhase::Held }, u16::MAX - 20);
         let word = RangeWord(AtomicU64::new(phase as u64 | u64::from(pins) << 8 | u64::from(generation) << 24));
@@ -209,7 +210,7 @@ fn operations_change_what_they_name() {
             generation,
             epoch: 0,
         };
-        let mut pair = Pair { seen: word.look(), word, model, seed: 7 };
+        let mut pair = Pair { seen: word.load(), word, model, seed: 7 };
         for _ in 0..50_000 {
             pair.step();
             pair.check();
@@ -218,9 +219,9 @@ fn operations_change_what_they_name() {
     }
 }
 
-/// A range with all pins stays volatile when its bytes were lost, because unmarking it would pin it once more.
+/// A range with lost bytes and the maximum number of pins cannot be unmarked, because unmarking would add a pin.
 #[test]
-fn a_lost_range_with_all_pins_is_not_unmarked() {
+fn lost_range_with_all_pins_is_not_unmarked() {
     let of = |bits: u64| RangeWord(AtomicU64::new(bits | u64::from(u16::MAX) << 8));
     assert_eq!(of(RangePhase::Volatile as u64 | LOST).unmark(), Err(Refused::Pins));
     assert_eq!(of(RangePhase::Volatile as u64).unmark(), Ok(false));
@@ -228,7 +229,7 @@ fn a_lost_range_with_all_pins_is_not_unmarked() {
     assert_eq!(of(RangePhase::Held as u64).pin(), Err(Refused::Pins));
 }
 
-/// An epoch has 24 bits.
+/// An epoch must have 24 bits, and ages must be correct across its wrap.
 #[test]
 fn epochs_have_24_bits() {
     assert_eq!((epoch_of(u64::MAX), epoch_of(1 << 46), epoch_of((1 << 22) - 1)), ((1 << 24) - 1, 0, 0));

@@ -1,23 +1,23 @@
-//! Single decisions of the eviction order, at their bounds.
+//! Single decisions of the eviction order, tested at their limits.
 
 use super::*;
 use std::cell::Cell;
 
-/// Folios of one page or of [`HUGE`], by the number of their first page.
+/// Simulated folios of one page or of [`HUGE`] order, by the number of their first page.
 #[derive(Default)]
-struct Fake {
+struct FakeFolios {
     used: RefCell<BTreeSet<u32>>,
     kept: RefCell<BTreeSet<u32>>,
     awaited: RefCell<BTreeSet<u32>>,
     huge: BTreeSet<u32>,
     /// Uses come back as soon as they are removed.
     is_busy: bool,
-    looks: Cell<u64>,
+    look_calls: Cell<u64>,
 }
 
-impl Folios for Fake {
+impl Folios for FakeFolios {
     fn look(&self, number: u32) -> FolioState {
-        self.looks.set(self.looks.get() + 1);
+        self.look_calls.set(self.look_calls.get() + 1);
         match self.kept.borrow().contains(&number) {
             true => FolioState::Kept,
             false => FolioState::Idle { order: if self.huge.contains(&number) { HUGE } else { 0 } },
@@ -37,21 +37,21 @@ impl Folios for Fake {
     }
 }
 
-struct Bench {
+struct QueueFixture {
     links: Links,
     state: QueueState,
-    fake: Fake,
+    fake: FakeFolios,
     pushed: u32,
 }
 
-impl Bench {
-    /// Single pages, numbered from 0: so many in each queue.
+impl QueueFixture {
+    /// Creates queues with the given numbers of single pages. The pages are numbered from 0 in that order.
     fn new(queues: &[(Queue, u32)]) -> Self {
         let links = Links::new(PAGES as usize).unwrap();
         links.open(0, PAGES as usize).unwrap();
-        let mut bench = Self { links, state: QueueState::new(), fake: Fake::default(), pushed: 0 };
-        queues.iter().for_each(|(queue, count)| bench.push(*queue, *count));
-        bench
+        let mut fixture = Self { links, state: QueueState::new(), fake: FakeFolios::default(), pushed: 0 };
+        queues.iter().for_each(|(queue, count)| fixture.push(*queue, *count));
+        fixture
     }
 
     fn push(&mut self, queue: Queue, count: u32) {
@@ -61,11 +61,11 @@ impl Bench {
         }
     }
 
-    fn place(&mut self, part: CachePart, age: u64, pages: u64) -> Queue {
-        self.state.place_for(Recall(Some((part, age))), pages)
+    fn choose_returning(&mut self, part: CachePart, age: u64, pages: u64) -> Queue {
+        self.state.choose_queue(Recall(Some((part, age))), pages)
     }
 
-    /// The next candidate, or `None` if the step found none.
+    /// Runs one step of the scan. Returns the candidate's number, or `None` if the step found none.
     fn step(&mut self) -> Option<u32> {
         match self.state.step(&self.links, &self.fake) {
             ScanStep::Found(candidate) => Some(candidate.number),
@@ -73,7 +73,7 @@ impl Bench {
         }
     }
 
-    fn next(&mut self) -> Option<u32> {
+    fn next_candidate(&mut self) -> Option<u32> {
         (0..1000).find_map(|_| self.step())
     }
 
@@ -82,163 +82,172 @@ impl Bench {
     }
 }
 
-fn run_with(pages: u32) -> Run {
-    let run = Run::new();
+fn simulation_with(pages: u32) -> Simulation {
+    let run = Simulation::new();
     (0..pages).for_each(|page| run.enter(page, 0, false));
     run
 }
 
-/// The key is the first number of splitmix64 (S. Vigna) for its seed.
+/// The hash of index 0 is the first number of splitmix64 (S. Vigna) for seed 0, that of index 1 for seed 1. Each part
+/// of the key changes the hash.
 #[test]
-fn a_key_is_a_hash_of_all_its_parts() {
+fn a_ghost_key_hashes_file_index_and_order() {
     assert_eq!((GhostKey::of(0, 0, 0).0, GhostKey::of(0, 1, 0).0), (0xE220_A839_7B1D_CDAF, 0x910A_2DEC_8902_5CC1));
     let parts = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 0, 0), (0, 3, 0), (0, 0, 3), (1, 1, 1)];
     let keys: BTreeSet<u64> = parts.iter().map(|(file, index, order)| GhostKey::of(*file, *index, *order).0).collect();
     assert_eq!(keys.len(), parts.len());
 }
 
-/// A folio that comes back soon widens its part by two pages for each of its own; the share has bounds.
+/// A folio that returns soon after its eviction changes the share of its part by two pages for each of its own. The
+/// share has a minimum and a maximum.
 #[test]
-fn a_return_moves_the_share() {
+fn a_returning_folio_changes_the_share() {
     let step = |pages: u64| 2 * pages * (ONE / 100);
     for (part, near, sign) in [(CachePart::New, 8, 1), (CachePart::Main, 20, -1)] {
         for (age, is_near) in [(0, true), (near, true), (near + 1, false)] {
             for pages in [1, 2] {
-                let mut bench = Bench::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
-                bench.place(part, age, pages);
-                let moved = (i128::from(bench.state.share) - i128::from(FIRST_SHARE)) * sign;
+                let mut fixture = QueueFixture::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
+                fixture.choose_returning(part, age, pages);
+                let moved = (i128::from(fixture.state.share) - i128::from(FIRST_SHARE)) * sign;
                 let wanted = if is_near { i128::from(step(pages)) } else { 0 };
                 assert!((moved - wanted).abs() < 256, "{part:?} {age} {pages}: {moved} {wanted}");
             }
         }
     }
-    let mut bench = Bench::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
-    (0..100).for_each(|_| _ = bench.place(CachePart::New, 0, 1));
-    assert_eq!((bench.state.share, bench.state.target()), (1 << 31, 50), "half");
-    (0..100).for_each(|_| _ = bench.place(CachePart::Main, 0, 1));
-    assert_eq!((bench.state.share, bench.state.target()), (ONE / 100, 0), "a hundredth, rounded down");
-    bench.state.share = ONE / 4;
-    assert_eq!(bench.state.target(), 25);
+    let mut fixture = QueueFixture::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
+    (0..100).for_each(|_| _ = fixture.choose_returning(CachePart::New, 0, 1));
+    assert_eq!((fixture.state.share, fixture.state.target()), (1 << 31, 50), "half");
+    (0..100).for_each(|_| _ = fixture.choose_returning(CachePart::Main, 0, 1));
+    assert_eq!((fixture.state.share, fixture.state.target()), (ONE / 100, 0), "a hundredth, rounded down");
+    fixture.state.share = ONE / 4;
+    assert_eq!(fixture.state.target(), 25);
 }
 
-/// A folio that comes back enters main only from the new part, before as many pages were evicted as there are, and while the
-/// hand in main has not passed too many used pages.
+/// A returning folio enters main only if it was evicted from the new part, at most as many pages ago as the cache has,
+/// and only while the clock hand in main has not passed too many used pages.
 #[test]
-fn main_is_entered_from_the_new_part() {
-    let mut bench = Bench::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
-    assert_eq!(bench.state.place_for(Recall(None), 1), Queue::Probation);
-    assert_eq!(bench.place(CachePart::New, 100, 1), Queue::Main);
-    assert_eq!(bench.place(CachePart::New, 101, 1), Queue::Probation);
-    assert_eq!(bench.place(CachePart::Main, 0, 1), Queue::Probation);
+fn a_returning_folio_enters_main_only_from_the_new_part() {
+    let mut fixture = QueueFixture::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
+    assert_eq!(fixture.state.choose_queue(Recall(None), 1), Queue::Probation);
+    assert_eq!(fixture.choose_returning(CachePart::New, 100, 1), Queue::Main);
+    assert_eq!(fixture.choose_returning(CachePart::New, 101, 1), Queue::Probation);
+    assert_eq!(fixture.choose_returning(CachePart::Main, 0, 1), Queue::Probation);
     for (pages, debt, queue, left) in
         [(1, 3, Queue::Main, 0), (1, 4, Queue::Probation, 1), (2, 6, Queue::Main, 0), (2, 7, Queue::Probation, 1)]
     {
-        bench.state.debt = debt;
-        assert_eq!((bench.place(CachePart::New, 100, pages), bench.state.debt), (queue, left));
+        fixture.state.debt = debt;
+        assert_eq!((fixture.choose_returning(CachePart::New, 100, pages), fixture.state.debt), (queue, left));
     }
 }
 
-/// Used pages that the hand passes in main are counted, up to half of the cache. Each loses one use.
+/// The clock hand counts the used pages that it passes in main, up to half of the cache. Each loses one use.
 #[test]
-fn the_hand_counts_what_it_passes() {
-    let mut bench = Bench::new(&[(Queue::Main, 20)]);
-    bench.fake.is_busy = true;
+fn the_clock_hand_counts_used_pages() {
+    let mut fixture = QueueFixture::new(&[(Queue::Main, 20)]);
+    fixture.fake.is_busy = true;
     for passed in 1..30 {
-        assert_eq!(bench.step(), None);
-        assert_eq!((bench.state.debt, bench.pages(Queue::Main)), (passed.min(10), 20), "half of them at most");
+        assert_eq!(fixture.step(), None);
+        assert_eq!((fixture.state.debt, fixture.pages(Queue::Main)), (passed.min(10), 20), "half of them at most");
     }
-    bench.fake.is_busy = false;
-    assert_eq!((bench.step(), bench.state.debt), (Some(9), 10));
+    fixture.fake.is_busy = false;
+    assert_eq!((fixture.step(), fixture.state.debt), (Some(9), 10));
 }
 
-/// Probation keeps a fiftieth of the cache, or half of the new part. At most two folios leave it at a time, without their
-/// uses; the newest stays.
+/// Probation keeps a fiftieth of the cache, or half of the new part if that is less. Each call moves at most two folios
+/// out of it and clears their uses. The newest folio stays.
 #[test]
-fn probation_is_narrowed() {
+fn probation_shrinks_to_its_target() {
     for (share, width) in [(ONE / 4, 4), (ONE / 50, 2)] {
-        let mut bench = Bench::new(&[(Queue::Main, 192), (Queue::Probation, 8)]);
-        bench.state.share = share + 1;
-        bench.fake.used.borrow_mut().extend(192..200);
+        let mut fixture = QueueFixture::new(&[(Queue::Main, 192), (Queue::Probation, 8)]);
+        fixture.state.share = share + 1;
+        fixture.fake.used.borrow_mut().extend(192..200);
         for left in [6, 4, 2, 2] {
-            bench.state.narrow_probation(&bench.links, &bench.fake);
-            assert_eq!(bench.pages(Queue::Probation), left.max(width));
-            assert_eq!(bench.fake.used.borrow().len() as u64, bench.pages(Queue::Probation));
+            fixture.state.shrink_probation(&fixture.links, &fixture.fake);
+            assert_eq!(fixture.pages(Queue::Probation), left.max(width));
+            assert_eq!(fixture.fake.used.borrow().len() as u64, fixture.pages(Queue::Probation));
         }
     }
-    let mut bench = Bench::new(&[(Queue::Main, 10), (Queue::Probation, 2)]);
-    bench.state.narrow_probation(&bench.links, &bench.fake);
-    assert_eq!((bench.pages(Queue::Probation), bench.pages(Queue::Small)), (1, 1), "the newest stays");
+    let mut fixture = QueueFixture::new(&[(Queue::Main, 10), (Queue::Probation, 2)]);
+    fixture.state.shrink_probation(&fixture.links, &fixture.fake);
+    assert_eq!((fixture.pages(Queue::Probation), fixture.pages(Queue::Small)), (1, 1), "the newest stays");
 }
 
-/// Candidates come from the new part while it is larger than its share, then from main; small goes before probation.
+/// Candidates come from the new part while it is larger than its share, then from main. Small is scanned before
+/// probation.
 #[test]
-fn the_larger_part_is_scanned() {
-    let mut bench = Bench::new(&[(Queue::Probation, 1), (Queue::Small, 3), (Queue::Main, 4)]);
-    bench.state.share = ONE / 2;
-    let found: Vec<_> = std::iter::from_fn(|| bench.next()).collect();
-    // The new part has 4 of 8 pages, 3 of 7, 2 of 6 (less than half), 2 of 5, 1 of 4 (less than half), 1 of 3, none.
+fn the_part_above_its_share_is_scanned() {
+    let mut fixture = QueueFixture::new(&[(Queue::Probation, 1), (Queue::Small, 3), (Queue::Main, 4)]);
+    fixture.state.share = ONE / 2;
+    let found: Vec<_> = std::iter::from_fn(|| fixture.next_candidate()).collect();
+    // Pages of the new part at each step: 4 of 8, 3 of 7, 2 of 6 (less than half), 2 of 5, 1 of 4 (less than half), 1
+    // of 3, none.
     assert_eq!(found, [1, 2, 4, 3, 5, 0, 6, 7]);
-    let mut bench = Bench::new(&[(Queue::Small, 1), (Queue::Main, 2)]);
-    bench.state.share = ONE / 100;
-    assert_eq!(bench.next(), Some(0), "a target of less than a page counts as one");
-    let mut bench = Bench::new(&[(Queue::Small, 2), (Queue::Main, 2)]);
-    bench.fake.used.borrow_mut().insert(0);
-    assert_eq!((bench.step(), bench.pages(Queue::Main), bench.step()), (None, 3, Some(1)), "used ones go to main");
+    let mut fixture = QueueFixture::new(&[(Queue::Small, 1), (Queue::Main, 2)]);
+    fixture.state.share = ONE / 100;
+    assert_eq!(fixture.next_candidate(), Some(0), "a target of less than a page counts as one");
+    let mut fixture = QueueFixture::new(&[(Queue::Small, 2), (Queue::Main, 2)]);
+    fixture.fake.used.borrow_mut().insert(0);
+    assert_eq!(
+        (fixture.step(), fixture.pages(Queue::Main), fixture.step()),
+        (None, 3, Some(1)),
+        "used ones go to main"
+    );
 }
 
-/// A folio that is kept is deferred. It is scanned again once an eighth of the cache was picked, and then once.
+/// A dirty folio is deferred when the scan reaches it. It is scanned again, once, after an eighth of the cache was
+/// chosen for eviction.
 #[test]
-fn deferred_folios_wait_for_an_eighth() {
-    let mut bench = Bench::new(&[(Queue::Small, 80)]);
-    bench.fake.kept.borrow_mut().insert(0);
-    assert_eq!((bench.step(), bench.pages(Queue::DeferredNew)), (None, 1));
-    bench.fake.kept.borrow_mut().clear();
-    // Nine of 71 are an eighth, rounded down; eight of 72 are not.
+fn deferred_folios_are_rescanned_after_an_eighth() {
+    let mut fixture = QueueFixture::new(&[(Queue::Small, 80)]);
+    fixture.fake.kept.borrow_mut().insert(0);
+    assert_eq!((fixture.step(), fixture.pages(Queue::DeferredNew)), (None, 1));
+    fixture.fake.kept.borrow_mut().clear();
+    // The tenth candidate follows a rescan: nine of 71 pages are an eighth, rounded down; eight of 72 are not.
     assert_eq!(
-        (0..10).map(|_| bench.next()).collect::<Option<Vec<_>>>(),
+        (0..10).map(|_| fixture.next_candidate()).collect::<Option<Vec<_>>>(),
         Some([1, 2, 3, 4, 5, 6, 7, 8, 9, 0].to_vec())
     );
-    let mut bench = Bench::new(&[(Queue::DeferredNew, 2), (Queue::Small, 60), (Queue::DeferredMain, 1)]);
-    bench.fake.kept.borrow_mut().extend([0, 1, 62]);
-    bench.state.rescan_deferred();
-    assert_eq!((bench.state.again, bench.state.picked), ([2, 1], 0));
-    assert_eq!([(); 3].map(|()| bench.step()), [None, None, Some(2)]);
-    assert_eq!((bench.state.again, bench.pages(Queue::DeferredNew)), ([0, 1], 2));
-    bench.state.again = [0, 1];
-    assert_eq!(bench.state.first_of(CachePart::Main), Some(Queue::DeferredMain));
-    bench.state.again = [1, 0];
+    let mut fixture = QueueFixture::new(&[(Queue::DeferredNew, 2), (Queue::Small, 60), (Queue::DeferredMain, 1)]);
+    fixture.fake.kept.borrow_mut().extend([0, 1, 62]);
+    fixture.state.rescan_deferred();
+    assert_eq!((fixture.state.rescan_pages, fixture.state.chosen_pages), ([2, 1], 0));
+    assert_eq!([(); 3].map(|()| fixture.step()), [None, None, Some(2)]);
+    assert_eq!((fixture.state.rescan_pages, fixture.pages(Queue::DeferredNew)), ([0, 1], 2));
+    fixture.state.rescan_pages = [0, 1];
+    assert_eq!(fixture.state.next_queue(CachePart::Main), Some(Queue::DeferredMain));
+    fixture.state.rescan_pages = [1, 0];
     assert_eq!(
-        (bench.state.first_of(CachePart::New), bench.state.first_of(CachePart::Main)),
+        (fixture.state.next_queue(CachePart::New), fixture.state.next_queue(CachePart::Main)),
         (Some(Queue::DeferredNew), None)
     );
 }
 
-/// A huge folio counts all of its pages: when picked, passed in main, deferred, and as a ghost.
+/// A huge folio counts all of its pages when it is chosen, passed in main, deferred, and stored as a ghost.
 #[test]
 fn a_huge_folio_counts_its_pages() {
-    let mut bench = Bench::new(&[]);
+    let mut fixture = QueueFixture::new(&[]);
     for number in [0, 8, 16] {
-        bench.state.queues.push(&bench.links, number, HUGE, Queue::Main);
-        bench.fake.huge.insert(number);
+        fixture.state.queues.push(&fixture.links, number, HUGE, Queue::Main);
+        fixture.fake.huge.insert(number);
     }
-    bench.pushed = 24;
-    bench.push(Queue::Main, 56);
-    bench.fake.used.borrow_mut().insert(0);
-    assert_eq!((bench.step(), bench.state.debt), (None, 8));
-    assert_eq!((bench.step(), bench.state.picked), (Some(8), 8));
-    assert_eq!((bench.step(), bench.state.picked), (Some(16), 0), "16 of 64 are an eighth");
+    fixture.pushed = 24;
+    fixture.push(Queue::Main, 56);
+    fixture.fake.used.borrow_mut().insert(0);
+    assert_eq!((fixture.step(), fixture.state.debt), (None, 8));
+    assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(8), 8));
+    assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(16), 0), "16 of 64 are an eighth");
 
-    let mut bench = Bench::new(&[]);
-    bench.state.queues.push(&bench.links, 0, HUGE, Queue::DeferredNew);
-    bench.fake.kept.borrow_mut().insert(0);
-    bench.state.rescan_deferred();
-    assert_eq!((bench.state.again, bench.step(), bench.state.again), ([8, 0], None, [0, 0]));
+    let mut fixture = QueueFixture::new(&[]);
+    fixture.state.queues.push(&fixture.links, 0, HUGE, Queue::DeferredNew);
+    fixture.fake.kept.borrow_mut().insert(0);
+    fixture.state.rescan_deferred();
+    assert_eq!((fixture.state.rescan_pages, fixture.step(), fixture.state.rescan_pages), ([8, 0], None, [0, 0]));
 
-    let run = run_with(100);
+    let run = simulation_with(100);
     run.order.enter(&run.model, 120, HUGE, Recall(Some((CachePart::New, 0))));
     assert_eq!(run.order.state.with(|state| state.share) * 100 / ONE, 10 + 16 - 1, "16 % more, rounded down");
 
-    let run = run_with(10);
+    let run = simulation_with(10);
     let ghost = GhostKey::of(9, 9, 0);
     run.order.dropped(&Candidate { number: 0, order: 0, part: CachePart::New }, ghost);
     assert!(run.order.recall(ghost).is_known() && !run.order.recall(GhostKey::of(9, 8, 0)).is_known());
@@ -246,11 +255,11 @@ fn a_huge_folio_counts_its_pages() {
     assert_eq!(run.order.recall(ghost).0, Some((CachePart::New, 9)));
 }
 
-/// A huge folio takes the queue of most of its pages; exactly half of them in main are not most.
+/// A huge folio enters main if more than half of its pages were there; exactly half is not enough.
 #[test]
-fn a_joined_folio_goes_where_most_of_it_was() {
+fn a_collapsed_folio_enters_the_queue_of_most_pages() {
     for (mains, is_main) in [(0, false), (4, false), (5, true), (8, true)] {
-        let run = Run::new();
+        let run = Simulation::new();
         run.order.state.with(|state| {
             for part in 0..8 {
                 let queue = if part < mains { Queue::Main } else { Queue::Small };
@@ -265,10 +274,11 @@ fn a_joined_folio_goes_where_most_of_it_was() {
     }
 }
 
-/// The pages of a split folio take its place, its first page first. A refused candidate is deferred in its own part.
+/// The pages of a split folio keep its queue, and the first page its position. A candidate that cannot be evicted is
+/// deferred in its own part.
 #[test]
-fn parts_and_refused_candidates_keep_their_place() {
-    let run = Run::new();
+fn split_pages_and_refused_candidates_keep_their_queue() {
+    let run = Simulation::new();
     run.enter(16, HUGE, false);
     run.enter(40, 0, false);
     run.enter(41, 0, false);
@@ -283,13 +293,13 @@ fn parts_and_refused_candidates_keep_their_place() {
     }
 }
 
-/// A folio that is used once goes first, used or not, but not before its first use.
+/// A noreuse folio is evicted first, used or not, but not before its first use.
 #[test]
-fn what_is_used_once_goes_first() {
-    let run = run_with(20);
+fn noreuse_folios_are_evicted_first() {
+    let run = simulation_with(20);
     run.order.enter_noreuse(30, 0);
     run.order.enter_noreuse(31, 0);
-    let fake = Fake::default();
+    let fake = FakeFolios::default();
     fake.used.borrow_mut().insert(31);
     fake.awaited.borrow_mut().insert(30);
     assert_eq!(run.order.pages(), [22, 0]);
@@ -301,19 +311,19 @@ fn what_is_used_once_goes_first() {
     assert_eq!(scan.next(&run.model).map(|found| found.number), Some(40), "without reads ahead none is awaited");
 }
 
-/// A scan ends after five rounds if uses come back as fast as it removes them.
+/// A scan ends after five times the number of pages if uses come back as fast as it removes them.
 #[test]
-fn a_scan_ends_after_five_rounds() {
-    let run = run_with(100);
-    let fake = Fake { is_busy: true, ..Fake::default() };
+fn a_scan_has_a_step_limit() {
+    let run = simulation_with(100);
+    let fake = FakeFolios { is_busy: true, ..FakeFolios::default() };
     assert_eq!(run.order.scan().next(&fake), None);
-    assert_eq!(fake.looks.get(), 5 * 100 + 64);
+    assert_eq!(fake.look_calls.get(), 5 * 100 + 64);
 }
 
-/// The memory of an order is that of its links and ghosts, as far as they are in use.
+/// The resident memory of an order is that of its links and ghosts in use.
 #[test]
-fn the_memory_is_that_of_links_and_ghosts() {
-    let run = run_with(PAGES);
+fn resident_memory_is_that_of_links_and_ghosts() {
+    let run = simulation_with(PAGES);
     run.order.dropped(&Candidate { number: 0, order: 0, part: CachePart::New }, GhostKey::of(1, 1, 0));
     let (links, ghosts) = (run.order.links.resident_bytes(PAGES as usize), run.order.ghosts.resident_bytes());
     assert!(links >= u64::from(PAGES) * 8 && ghosts > 1);

@@ -1,6 +1,7 @@
-//! Figures of running processes. Each process measures them on request; otherwise they are shown with their age.
+//! The published statistics (counters) of running processes. Each process measures them on request; if it does
+//! not answer, the commands show the last published values with their age.
 
-use crate::asking::Interrupt;
+use crate::requests::Interrupt;
 use pagemill::listing::{self, Unanswered};
 use pagemill::published;
 use pagemill::stats::{Counter, Snapshot};
@@ -9,52 +10,54 @@ use pagemill_sys::file::Path;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-/// Parts that add up to resident memory.
-const PARTS: [Counter; 4] = [Counter::Heap, Counter::Small, Counter::CLibrary, Counter::Cache];
+/// The counters that add up to resident memory.
+const RESIDENT_PARTS: [Counter; 4] = [Counter::Heap, Counter::Small, Counter::CLibrary, Counter::Cache];
 
-/// A process and its figures.
 pub struct Process {
     pub published: published::Process,
-    /// Sum of the figures of all Pagemill instances in the process.
+    /// Sum of the statistics of all Pagemill instances in the process.
     pub sum: Snapshot,
-    /// Why the figures are not current.
+    /// Why the statistics are not current; `None` if they are.
     pub stale: Option<&'static str>,
 }
 
-/// The meaning of a process id on the command line.
+/// What a process id on the command line denotes.
 pub enum Target {
     One(Box<Process>),
-    /// The members of a `pagemill run`'s tree.
+    /// A `pagemill run`: the members of its process tree.
     Tree(Vec<Process>),
 }
 
-/// Why there are no figures.
-pub enum Trouble {
+/// Why there are no statistics.
+pub enum StatisticsError {
     /// The process does not exist or cannot be read.
     Missing(String),
     Interrupted,
 }
 
-/// Returns the figures of a process, or of the members of a tree.
-pub fn of(pid: u32, interrupt: &Interrupt) -> Result<Target, Trouble> {
+/// Returns the statistics of a process, or of the members of a process tree.
+pub fn read_target(pid: u32, interrupt: &Interrupt) -> Result<Target, StatisticsError> {
     if let Some(process) = published::read(pid) {
-        return Ok(Target::One(Box::new(measured(vec![process], interrupt)?.remove(0))));
+        return Ok(Target::One(Box::new(request_statistics(vec![process], interrupt)?.remove(0))));
     }
     match published::read_tree(pid) {
-        Some(members) => Ok(Target::Tree(measured(members, interrupt)?)),
-        None => Err(Trouble::Missing(published::unreadable(pid))),
+        Some(members) => Ok(Target::Tree(request_statistics(members, interrupt)?)),
+        None => Err(StatisticsError::Missing(published::unreadable(pid))),
     }
 }
 
-/// Returns the figures of all processes that this user may read.
-pub fn of_all(interrupt: &Interrupt) -> Result<Vec<Process>, Trouble> {
-    measured(published::read_all(), interrupt)
+/// Returns the statistics of all processes that this user may read.
+pub fn read_all(interrupt: &Interrupt) -> Result<Vec<Process>, StatisticsError> {
+    request_statistics(published::read_all(), interrupt)
 }
 
-/// Requests measurements from all processes at once, so that one without an answer does not delay the others.
-/// Processes that end meanwhile keep their last figures.
-pub fn measured(published: Vec<published::Process>, interrupt: &Interrupt) -> Result<Vec<Process>, Trouble> {
-    let mut processes: Vec<Process> = published.into_iter().map(Process::unasked).collect();
+/// Requests measurements from all processes at once, so that a process that does not answer does not delay the
+/// others. For a process that ends meanwhile, returns its last published values.
+pub fn request_statistics(
+    published: Vec<published::Process>,
+    interrupt: &Interrupt,
+) -> Result<Vec<Process>, StatisticsError> {
+    let mut processes: Vec<Process> = published.into_iter().map(Process::published_only).collect();
     let mut asked = Vec::new();
     for (at, process) in processes.iter().enumerate().filter(|(_, process)| process.stale.is_none()) {
         asked.extend((0..process.published.found.len()).map(|part| (at, part)));
@@ -64,12 +67,12 @@ pub fn measured(published: Vec<published::Process>, interrupt: &Interrupt) -> Re
         (path, snapshot)
     };
     let targets: Vec<_> = asked.iter().map(found).collect();
-    let answers = listing::ask_for_figures(&targets, || interrupt.has_come());
+    let answers = listing::ask_for_figures(&targets, || interrupt.has_signal());
     for ((at, part), answer) in asked.into_iter().zip(answers) {
         let process = &mut processes[at];
         match answer {
             Ok(snapshot) => process.published.found[part].1 = snapshot,
-            Err(Unanswered::Stopped) => return Err(Trouble::Interrupted),
+            Err(Unanswered::Stopped) => return Err(StatisticsError::Interrupted),
             Err(Unanswered::Late) => {
                 process.stale = Some("it does not answer: it may be stopped, or see other folders")
             }
@@ -77,12 +80,12 @@ pub fn measured(published: Vec<published::Process>, interrupt: &Interrupt) -> Re
             Err(_) => process.stale = Some("it could not answer"),
         }
     }
-    processes.iter_mut().for_each(Process::add_up);
+    processes.iter_mut().for_each(Process::sum_instances);
     Ok(processes)
 }
 
 impl Process {
-    fn unasked(published: published::Process) -> Self {
+    fn published_only(published: published::Process) -> Self {
         let can_measure = published.found.iter().all(|(_, snapshot)| snapshot.get(Counter::Helpers) > 0);
         let stale = match (published.is_own(), can_measure) {
             (false, _) => Some("another user's process: only that user can request figures"),
@@ -90,11 +93,11 @@ impl Process {
             (true, true) => None,
         };
         let mut process = Self { published, sum: Snapshot::default(), stale };
-        process.add_up();
+        process.sum_instances();
         process
     }
 
-    fn add_up(&mut self) {
+    fn sum_instances(&mut self) {
         let mut parts = self.published.found.iter().map(|(_, snapshot)| snapshot);
         self.sum = parts.next().cloned().unwrap_or_default();
         parts.for_each(|part| self.sum.add(part));
@@ -104,12 +107,13 @@ impl Process {
         self.published.identity.pid
     }
 
-    /// Returns the age of the figures, if they are not current.
+    /// Returns the age of the statistics in words, if they are not current.
     pub fn age(&self) -> Option<String> {
-        self.stale.map(|_| self.sum.age().map_or_else(|| "never measured".to_owned(), ago))
+        self.stale.map(|_| self.sum.age().map_or_else(|| "never measured".to_owned(), age_text))
     }
 
-    /// Returns the title: id, name, and the age of the figures with its reason.
+    /// Returns the title line: process id, name, and if the statistics are not current, their age and the
+    /// reason.
     pub fn title(&self) -> String {
         let note = match (self.age(), self.stale) {
             (Some(age), Some(why)) => format!("  ({age}: {why})"),
@@ -119,7 +123,7 @@ impl Process {
     }
 }
 
-fn ago(age: Duration) -> String {
+fn age_text(age: Duration) -> String {
     match age.as_secs() {
         0 => format!("as of {} ms ago", age.as_millis()),
         seconds @ 1..120 => format!("as of {seconds} s ago"),
@@ -128,28 +132,28 @@ fn ago(age: Duration) -> String {
     }
 }
 
-/// Returns the sum of the parts. The counter `resident` may be slightly older than they are.
-pub fn resident(snapshot: &Snapshot) -> u64 {
-    PARTS.iter().fold(0u64, |sum, counter| sum.saturating_add(snapshot.get(*counter)))
+/// Returns the resident memory as the sum of its parts. The counter `resident` can be slightly older than the
+/// parts.
+pub fn resident_bytes(snapshot: &Snapshot) -> u64 {
+    RESIDENT_PARTS.iter().fold(0u64, |sum, counter| sum.saturating_add(snapshot.get(*counter)))
 }
 
-/// A number of processes, in words.
-pub fn processes(count: usize) -> String {
+pub fn process_count_text(count: usize) -> String {
     if count == 1 { "1 process".to_owned() } else { format!("{count} processes") }
 }
 
-/// Returns what could be given back at once, and the part of it that is not in `resident`.
-pub fn giveable(snapshot: &Snapshot) -> (u64, u64) {
+/// Returns the bytes that could be returned to the system at once, and how many of them are not part of
+/// `resident`.
+pub fn giveable_bytes(snapshot: &Snapshot) -> (u64, u64) {
     let foreign = snapshot.get(Counter::MarkedForeign);
-    (snapshot.giveable_of_resident().min(resident(snapshot)).saturating_add(foreign), foreign)
+    (snapshot.giveable_of_resident().min(resident_bytes(snapshot)).saturating_add(foreign), foreign)
 }
 
-/// Returns the bytes that the program needs.
-pub fn net(snapshot: &Snapshot) -> u64 {
-    resident(snapshot) - snapshot.giveable_of_resident().min(resident(snapshot))
+/// Returns the resident bytes that could not be returned to the system at once.
+pub fn needed_bytes(snapshot: &Snapshot) -> u64 {
+    resident_bytes(snapshot) - snapshot.giveable_of_resident().min(resident_bytes(snapshot))
 }
 
-/// The sum over processes.
 pub fn sum_of(processes: &[Process]) -> Snapshot {
     let mut snapshots = processes.iter().map(|process| &process.sum);
     let mut sum = snapshots.next().cloned().unwrap_or_default();
@@ -157,11 +161,11 @@ pub fn sum_of(processes: &[Process]) -> Snapshot {
     sum
 }
 
-/// A column of a table of processes.
+/// A column of a table of processes: its title, and its value for a process.
 pub type Column = (&'static str, fn(&Snapshot) -> u64);
 
-/// Returns one line for each process, and the sum.
-pub fn table(processes: &[Process], columns: &[Column]) -> String {
+/// Returns a table with one line for each process, and a line with the sum.
+pub fn process_table(processes: &[Process], columns: &[Column]) -> String {
     let sum = sum_of(processes);
     let all = format!("all {}", processes.len());
     let width = processes.iter().map(|process| process.sum.name().len()).max().unwrap_or(0).max(all.len());
@@ -186,9 +190,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ages_are_told_in_words() {
-        let told = [0, 12, 119, 120, 7199, 7200].map(|seconds| ago(Duration::from_secs(seconds)));
+    fn an_age_is_shown_in_words() {
+        let texts = [0, 12, 119, 120, 7199, 7200].map(|seconds| age_text(Duration::from_secs(seconds)));
         let words = ["0 ms", "12 s", "119 s", "2 min", "119 min", "2 h"].map(|age| format!("as of {age} ago"));
-        assert_eq!(told, words);
+        assert_eq!(texts, words);
     }
 }

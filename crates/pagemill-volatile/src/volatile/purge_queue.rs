@@ -1,43 +1,48 @@
-//! The purge queue: the ranges that were marked first, some hundred at a time.
+//! The purge queue: some hundred ranges that were marked first, in the order in which they are purged.
+//!
+//! A walk over all ranges fills the queue. When it is used up, the next walk fills it again.
 
 use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed};
 
-/// Maximum number of walks per request: others may mark and unmark as fast as this purges.
-const MOST_WALKS: usize = 64;
+/// Maximum number of walks for one request. Without a limit it might never end, because other threads mark meanwhile.
+const MAX_WALKS: usize = 64;
 
-/// Maximum number of ranges that one walk selects.
-pub(super) const LENGTH: usize = 512;
+/// Capacity of the queue: the maximum number of ranges that one walk selects.
+pub(super) const QUEUE_LENGTH: usize = 512;
 
-/// The next ranges to purge, in order. Used under a lock of its owner.
-pub(super) struct Line {
-    /// Keys and epochs.
-    places: [(AtomicU64, AtomicU32); LENGTH],
-    /// The part of `places` that is left.
+/// The purge queue. Its owner protects it with a lock.
+pub(super) struct PurgeQueue {
+    /// Key and epoch of each range.
+    entries: [(AtomicU64, AtomicU32); QUEUE_LENGTH],
+    /// `entries[next..end]` is not purged yet.
     next: AtomicUsize,
     end: AtomicUsize,
 }
 
-impl Default for Line {
+impl Default for PurgeQueue {
     fn default() -> Self {
-        let places = std::array::from_fn(|_| Default::default());
-        Self { places, next: AtomicUsize::new(0), end: AtomicUsize::new(0) }
+        let entries = std::array::from_fn(|_| Default::default());
+        Self { entries, next: AtomicUsize::new(0), end: AtomicUsize::new(0) }
     }
 }
 
-impl Line {
-    /// Key and epoch of the next range. It may have been marked anew since.
+impl PurgeQueue {
+    /// Removes the next range from the queue. Returns its key and the epoch at which it was queued. The range may have
+    /// been marked again since.
     fn next(&self) -> Option<(u64, u32)> {
         let at = self.next.load(Relaxed);
         if at >= self.end.load(Relaxed) {
             return None;
         }
         self.next.store(at + 1, Relaxed);
-        let (key, epoch) = &self.places[at];
+        let (key, epoch) = &self.entries[at];
         Some((key.load(Relaxed), epoch.load(Relaxed)))
     }
 
-    /// Purges from the line, refilling it with `walk`, until `want_bytes` are freed. `purge` returns the bytes that the
-    /// kernel took, `None` if nothing was purged. `walk` returns the new length of the line.
+    /// Purges the ranges of the queue until `want_bytes` are freed. Returns the bytes freed.
+    ///
+    /// `purge` gets key and epoch of a range and returns the bytes that the kernel took, or `None` if it purged
+    /// nothing. `walk` fills the queue again and returns its new length.
     pub fn purge(
         &self,
         want_bytes: u64,
@@ -45,7 +50,7 @@ impl Line {
         mut walk: impl FnMut() -> usize,
     ) -> u64 {
         let (mut freed, mut is_fresh) = (0, false);
-        for _ in 0..MOST_WALKS {
+        for _ in 0..MAX_WALKS {
             let mut has_gone = false;
             while freed < want_bytes
                 && let Some((key, epoch)) = self.next()
@@ -54,7 +59,7 @@ impl Line {
                 has_gone |= gone.is_some();
                 freed += gone.unwrap_or(0);
             }
-            // Nothing of a whole line was purged: the rest is in use or locked.
+            // If no range of a complete queue could be purged, the rest is in use or locked, too.
             let is_futile = is_fresh && !has_gone;
             if freed >= want_bytes || is_futile || walk() == 0 {
                 break;
@@ -64,10 +69,10 @@ impl Line {
         freed
     }
 
-    /// Replaces the line by the result of a walk. Returns its length.
+    /// Replaces the contents of the queue by the result of a walk. Returns the new length.
     pub fn set(&self, oldest: &mut Oldest) -> usize {
         let sorted = oldest.sorted();
-        for (place, found) in self.places.iter().zip(sorted) {
+        for (place, found) in self.entries.iter().zip(sorted) {
             place.0.store(found.key, Relaxed);
             place.1.store(found.epoch, Relaxed);
         }
@@ -78,44 +83,44 @@ impl Line {
 }
 
 #[derive(Clone, Copy)]
-struct LineEntry {
+struct QueueEntry {
     age: u32,
     epoch: u32,
     key: u64,
 }
 
-/// Keeps the oldest of the offered items: a heap with the youngest on top, which is replaced when an older one is
-/// offered.
+/// Selects the oldest ranges of a walk: a binary heap of limited size with the youngest range on top, which an older
+/// range replaces.
 pub(super) struct Oldest {
-    found: [LineEntry; LENGTH],
+    found: [QueueEntry; QUEUE_LENGTH],
     count: usize,
 }
 
 impl Oldest {
     pub const fn new() -> Self {
-        Self { found: [LineEntry { age: 0, epoch: 0, key: 0 }; LENGTH], count: 0 }
+        Self { found: [QueueEntry { age: 0, epoch: 0, key: 0 }; QUEUE_LENGTH], count: 0 }
     }
 
-    pub fn offer(&mut self, age: u32, epoch: u32, key: u64) {
-        let found = LineEntry { age, epoch, key };
-        if self.count < LENGTH {
+    pub fn add(&mut self, age: u32, epoch: u32, key: u64) {
+        let found = QueueEntry { age, epoch, key };
+        if self.count < QUEUE_LENGTH {
             self.found[self.count] = found;
             self.count += 1;
-            self.rise(self.count - 1);
+            self.sift_up(self.count - 1);
         } else if age > self.found[0].age {
             self.found[0] = found;
-            self.sink();
+            self.sift_down();
         }
     }
 
-    fn rise(&mut self, mut at: usize) {
+    fn sift_up(&mut self, mut at: usize) {
         while at > 0 && self.found[at].age < self.found[(at - 1) / 2].age {
             self.found.swap(at, (at - 1) / 2);
             at = (at - 1) / 2;
         }
     }
 
-    fn sink(&mut self) {
+    fn sift_down(&mut self) {
         let mut at = 0;
         loop {
             let children = [2 * at + 1, 2 * at + 2].into_iter().filter(|child| *child < self.count);
@@ -128,8 +133,8 @@ impl Oldest {
         }
     }
 
-    /// Oldest first; equal ages in the order of their keys.
-    fn sorted(&mut self) -> &[LineEntry] {
+    /// The selected ranges, oldest first. Ranges of equal age are in the order of their keys.
+    fn sorted(&mut self) -> &[QueueEntry] {
         let found = &mut self.found[..self.count];
         found.sort_unstable_by_key(|found| (u32::MAX - found.age, found.key));
         found
@@ -142,15 +147,15 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Of any number of ages the oldest are found, in order.
+        /// Offers up to three times as many random ages as fit. The oldest must be selected, in order.
         #[test]
-        fn the_oldest_are_found(ages in prop::collection::vec(0u32..1000, 0..3 * LENGTH)) {
+        fn oldest_ages_are_selected(ages in prop::collection::vec(0u32..1000, 0..3 * QUEUE_LENGTH)) {
             let mut oldest = Oldest::new();
-            ages.iter().zip(0..).for_each(|(age, key)| oldest.offer(*age, 7, key));
+            ages.iter().zip(0..).for_each(|(age, key)| oldest.add(*age, 7, key));
             let found: Vec<u32> = oldest.sorted().iter().map(|found| found.age).collect();
             let mut expected = ages.clone();
             expected.sort_unstable_by_key(|age| u32::MAX - age);
-            expected.truncate(LENGTH);
+            expected.truncate(QUEUE_LENGTH);
             prop_assert_eq!(found, expected);
         }
     }

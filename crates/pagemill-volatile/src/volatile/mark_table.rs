@@ -1,4 +1,6 @@
-//! The marks on the program's own memory, and sums over them. Used under a lock.
+//! The table of volatile marks on the program's own memory, and sums over them. Protected by the lock in `vrange`.
+//!
+//! A purge *claims* a *piece* of a marked interval: the addresses that it discards before it releases the claim.
 
 use super::intervals::Intervals;
 use super::purge::STEP_BYTES;
@@ -7,26 +9,27 @@ use pagemill_core::error::Result;
 use pagemill_core::units::BLOCK_BYTES;
 use std::ops::Range;
 
-/// Bytes that a partial range loses at a time: a huge page, or a part of one if the range is smaller.
+/// Bytes of a partial range that are purged at a time: a huge page, or a part of one if the range is smaller.
 const CHUNK_BYTES: usize = BLOCK_BYTES;
 const SMALL_CHUNK_BYTES: usize = BLOCK_BYTES / 32;
 
-/// The state of a marked interval.
+/// The state of a marked interval of addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Mark {
+    /// Time of marking, or of the last purge of a chunk (see `word::epoch_of`).
     pub epoch: u32,
     pub how: How,
-    /// Part of it was purged, or part of a mark that it replaced.
+    /// Whether bytes were purged, under this mark or under an older mark that it replaced.
     pub is_purged: bool,
-    /// All of it was purged.
+    /// Whether all of the interval was purged.
     pub is_empty: bool,
-    /// A purge, or a thread that removes its guards, works on it.
+    /// Whether the interval is claimed by a purge or by a thread that removes its guards.
     pub is_purging: bool,
-    /// Purged pages are guarded.
+    /// Whether purged pages get guards.
     pub is_strict: bool,
-    /// Some of its pages are guarded.
+    /// Whether some pages have guards.
     pub is_guarded: bool,
-    /// The process generation that made it: in a fork child an inherited mark frees nothing.
+    /// The process generation in which the interval was marked. A fork child does not purge inherited marks.
     pub generation: u16,
 }
 
@@ -35,45 +38,45 @@ impl Mark {
         !self.is_empty && !self.is_purging && self.generation == generation
     }
 
-    /// The part of an interval that is purged next.
-    pub fn next_piece(&self, range: &Range<usize>) -> Range<usize> {
+    /// The piece of the interval `range` that is purged next: the last one.
+    pub fn next_purged_piece(&self, range: &Range<usize>) -> Range<usize> {
         let step = match self.how {
             How::Full => STEP_BYTES,
             How::Partial if range.len() > CHUNK_BYTES => CHUNK_BYTES,
             How::Partial => SMALL_CHUNK_BYTES,
         };
-        // Pieces end where huge pages end.
+        // Pieces start at multiples of their length, so that huge pages are not divided.
         let start = (range.end - 1) & !(step - 1);
         start.max(range.start)..range.end
     }
 }
 
-/// The data that the lock guards.
-pub(super) struct Book {
+/// All marks of a process, with sums and claims.
+pub(super) struct MarkTable {
     pub marks: Intervals<Mark>,
-    /// Number of claimed pieces: mostly 0, and then no search for a busy piece is needed.
+    /// Number of claimed pieces. If it is 0, no search for claimed pieces is needed.
     pub claimed: usize,
-    /// A strict mark was purged at some time.
+    /// Whether a piece of a strict mark was ever claimed.
     may_have_guards: bool,
-    /// Number of threads that wait for a claimed piece. Nothing more is claimed until they have proceeded.
+    /// Number of threads that wait for claimed pieces. Purges claim no more pieces until these threads have proceeded.
     pub waiting: usize,
     pub sums: Sums,
-    /// Addresses of the arena: all other memory is foreign.
+    /// Addresses of the arena. All other memory is *foreign*: Pagemill did not allocate it.
     own: Range<usize>,
     /// The generation of this process: see [`Mark::generation`].
     pub generation: u16,
 }
 
-/// Bytes that are marked and were not purged.
+/// Sums of the bytes that are marked and not purged.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Sums {
     pub all: u64,
-    /// The part outside the arena.
+    /// The part of `all` that is outside the arena.
     pub foreign: u64,
 }
 
 impl Sums {
-    /// The contribution of an interval, for a process of this generation with the arena at `own`.
+    /// The sums for a single interval, in a process of this generation whose arena has the addresses `own`.
     fn of(own: &Range<usize>, generation: u16, range: &Range<usize>, mark: &Mark) -> Self {
         let counts = !mark.is_empty && mark.generation == generation;
         let all = if counts { range.len() as u64 } else { 0 };
@@ -84,12 +87,12 @@ impl Sums {
         (self.all, self.foreign) = (self.all + other.all, self.foreign + other.foreign);
     }
 
-    fn take(&mut self, other: Self) {
+    fn subtract(&mut self, other: Self) {
         (self.all, self.foreign) = (self.all - other.all, self.foreign - other.foreign);
     }
 }
 
-impl Book {
+impl MarkTable {
     pub fn new(own: Range<usize>) -> Self {
         Self {
             marks: Intervals::new(),
@@ -102,18 +105,18 @@ impl Book {
         }
     }
 
-    /// As [`Intervals::cut`].
+    /// As [`Intervals::cut`]; also updates the sums.
     pub fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, Mark)) -> Result<u64> {
-        let mut gone = Sums::default();
+        let mut removed_sums = Sums::default();
         let bytes = self.marks.cut(range, |part, mark| {
-            gone.add(Sums::of(&self.own, self.generation, &part, &mark));
+            removed_sums.add(Sums::of(&self.own, self.generation, &part, &mark));
             each(part, mark);
         })?;
-        self.sums.take(gone);
+        self.sums.subtract(removed_sums);
         Ok(bytes)
     }
 
-    /// Whether a purge, or a thread that removes guards, works on any of the range.
+    /// Whether any part of the range is claimed.
     pub fn is_busy(&mut self, range: &Range<usize>) -> bool {
         let mut is_busy = false;
         if self.claimed > 0 {
@@ -122,11 +125,11 @@ impl Book {
         is_busy
     }
 
-    /// Claims the first guarded part of the range as a separate mark; returns it with its previous mark.
+    /// Claims the first guarded part of the range. Returns the part and its mark before the claim.
     ///
     /// # Errors
     ///
-    /// Without memory to split the mark nothing is claimed.
+    /// An error if there is no memory to split an interval. Nothing is claimed then.
     pub fn claim_guarded(&mut self, range: &Range<usize>) -> Result<Option<(Range<usize>, Mark)>> {
         if !self.may_have_guards {
             return Ok(None);
@@ -139,14 +142,15 @@ impl Book {
         Ok(Some((part, mark)))
     }
 
-    /// Marks a part of an interval as claimed, for a purge or for removing its guards.
+    /// Claims `part` of the interval `whole`, for a purge or for removing its guards. The part becomes an interval of
+    /// its own.
     ///
     /// # Errors
     ///
-    /// As [`Book::claim_guarded`].
+    /// As [`MarkTable::claim_guarded`].
     pub fn claim(&mut self, whole: &Range<usize>, part: &Range<usize>, mark: Mark) -> Result<()> {
         let claimed = Mark { is_purging: true, ..mark };
-        // Memory for this split and for the changes afterwards.
+        // Reserve memory for this split and for the changes when the claim ends.
         self.marks.prepare(6)?;
         if part == whole {
             self.change(part, claimed);
@@ -159,25 +163,25 @@ impl Book {
         Ok(())
     }
 
-    /// As [`Intervals::insert`].
+    /// As [`Intervals::insert`]; also updates the sums.
     pub fn insert(&mut self, range: Range<usize>, mark: Mark) -> Result<()> {
         self.marks.insert(range.clone(), mark)?;
         self.sums.add(Sums::of(&self.own, self.generation, &range, &mark));
         Ok(())
     }
 
-    /// Changes the mark of exactly this interval.
+    /// Replaces the mark of the interval that has exactly these addresses. Does nothing if there is none.
     pub fn change(&mut self, interval: &Range<usize>, mark: Mark) {
         self.marks.update(interval.clone(), |range, found| {
             if range == *interval {
-                self.sums.take(Sums::of(&self.own, self.generation, &range, found));
+                self.sums.subtract(Sums::of(&self.own, self.generation, &range, found));
                 *found = mark;
                 self.sums.add(Sums::of(&self.own, self.generation, &range, found));
             }
         });
     }
 
-    /// Joins two adjacent intervals into one, if there is memory to do it.
+    /// Replaces the adjacent intervals in `whole` by one interval with `mark`, if there is memory for that.
     pub fn join(&mut self, whole: Range<usize>, mark: Mark) {
         if self.marks.prepare(1).is_ok() {
             let is_done = self.cut(whole.clone(), |_, _| ()).and_then(|_| self.insert(whole, mark));

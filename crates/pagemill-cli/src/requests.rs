@@ -1,5 +1,5 @@
-//! Shared by the commands that send a request to a process: a signal ends them without leaving a request behind, and
-//! they report why there is no answer.
+//! Helpers of the commands that send a request to a process. A signal ends such a command without leaving the
+//! request's file behind. If the process does not answer, the command reports the likely reason.
 
 use pagemill::listing::Unanswered;
 use pagemill::stats::{Counter, Snapshot};
@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// The signal that arrived, if any. The request's file is removed before the command ends.
+/// Records the signal that arrived, if any. The command removes the request's file before it ends.
 pub struct Interrupt(Arc<AtomicUsize>);
 
 impl Interrupt {
@@ -20,11 +20,11 @@ impl Interrupt {
         Ok(Self(signal))
     }
 
-    pub fn has_come(&self) -> bool {
+    pub fn has_signal(&self) -> bool {
         self.0.load(Relaxed) != 0
     }
 
-    /// Ends the command as the signal would have.
+    /// Ends this process as the signal would have ended it.
     pub fn end(&self) -> ExitCode {
         let signal = self.0.load(Relaxed);
         let _ = signal_hook::low_level::emulate_default_handler(signal as i32);
@@ -33,7 +33,7 @@ impl Interrupt {
 }
 
 /// Returns the likely reason why a process does not answer.
-pub fn reason(error: &Unanswered, snapshot: &Snapshot) -> &'static str {
+pub fn unanswered_reason(error: &Unanswered, snapshot: &Snapshot) -> &'static str {
     match error {
         Unanswered::Late if snapshot.get(Counter::Helpers) == 0 => {
             " (it has no helper thread: it is a fork child without marks of its own, or PAGEMILL_HELPER is off)"
