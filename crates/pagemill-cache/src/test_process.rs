@@ -5,6 +5,9 @@ use crate::mapping::Caches;
 use pagemill_core::arena::{Arena, Layout, place};
 use pagemill_core::reclaim::{Account, tree::UNLIMITED};
 
+/// The parts that tests use.
+///
+/// Example: [`TestProcess::for_test`].
 pub struct TestProcess {
     pub caches: &'static Caches,
 }

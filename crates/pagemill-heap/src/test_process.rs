@@ -6,6 +6,9 @@ use pagemill_core::error::Result;
 use pagemill_core::reclaim::helper::Helper;
 use pagemill_core::reclaim::{Account, tree::UNLIMITED};
 
+/// The parts that tests use.
+///
+/// Example: [`TestProcess::for_test`].
 pub struct TestProcess {
     pub account: &'static Account,
     pub arena: &'static Arena,

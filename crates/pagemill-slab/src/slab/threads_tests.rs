@@ -161,10 +161,12 @@ fn threads_keep_their_values_while_others_drain() {
     }
 }
 
-/// Runs the tests of `alone` in a process of their own, because thread slots belong to the whole process.
+/// Runs each test of `alone` in a process of its own, because thread slots and address space belong to the whole process.
 #[test]
 fn run_tests_alone_in_their_process() {
-    assert_passes(own_tests(&["slab::threads_tests::alone", "--ignored", "--test-threads=1"]).env(ALONE, "1"));
+    for test in ["thousands_of_threads_have_magazines", "few_addresses_limit_the_magazines"] {
+        assert_passes(own_tests(&[&format!("slab::threads_tests::alone::{test}"), "--ignored"]).env(ALONE, "1"));
+    }
 }
 
 mod alone {

@@ -75,6 +75,8 @@ pub(super) fn forest() -> &'static Forest {
 }
 
 /// The forest of a test process without slabs.
+///
+/// Example: [`XArray`](super::XArray).
 #[derive(Default)]
 pub struct OneForest(OnceLock<&'static Forest>);
 
