@@ -2,7 +2,7 @@
 
 use crate::fail;
 use pagemill_mount::control_loop::say;
-use pagemill_mount::file_access::{self, Seen};
+use pagemill_mount::file_access::{self, FileAttributes};
 use pagemill_mount::mounting;
 use pagemill_mount::policy::{self, Ancestor, HUGE, Huge, Marks, VOLATILE, Volatile};
 use serde_json::json;
@@ -100,7 +100,7 @@ impl Mark {
         Ok(())
     }
 
-    fn set(&self, fd: &OwnedFd, seen: &Seen) -> Result<(), String> {
+    fn set(&self, fd: &OwnedFd, seen: &FileAttributes) -> Result<(), String> {
         let changes_marks = self.volatile.is_some() || self.huge.is_some() || self.refilled;
         let user = rustix::process::geteuid().as_raw();
         if changes_marks && user != 0 && user != seen.owner {
@@ -128,12 +128,12 @@ impl Mark {
 
 /// Returns whether the controller ignores a volatile mark on this file, because other users may write to the
 /// file.
-fn is_mark_ignored(seen: &Seen) -> bool {
+fn is_mark_ignored(seen: &FileAttributes) -> bool {
     seen.is_file() && seen.is_writable_by_others()
 }
 
 /// Opens a file or folder. Refuses links.
-fn open(path: &Path) -> Result<(OwnedFd, Seen), String> {
+fn open(path: &Path) -> Result<(OwnedFd, FileAttributes), String> {
     use rustix::fs::{Mode, OFlags};
     let kind = fs::symlink_metadata(path).map_err(|error| error.to_string())?.file_type();
     if !kind.is_file() && !kind.is_dir() {
@@ -143,7 +143,7 @@ fn open(path: &Path) -> Result<(OwnedFd, Seen), String> {
     }
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| io::Error::from(error).to_string())?;
-    let seen = file_access::look(&fd).map_err(|error| error.to_string())?;
+    let seen = file_access::attributes(&fd).map_err(|error| error.to_string())?;
     Ok((fd, seen))
 }
 
@@ -156,7 +156,7 @@ fn ancestors(path: &Path, device: u64) -> io::Result<Vec<Ancestor>> {
             break;
         }
         let fd = fs::File::open(folder)?;
-        let seen = file_access::look(&fd)?;
+        let seen = file_access::attributes(&fd)?;
         let marks: Marks = file_access::marks(&fd, |_| ())?;
         found.push(Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() });
     }

@@ -4,7 +4,7 @@
 //! The *size* of the file system is set so that it cannot grow beyond the limit: a writer gets ENOSPC, and the kernel
 //! kills no process.
 
-use crate::file_access::Fill;
+use crate::file_access::FileSystemUsage;
 use crate::groups::{Sample, guard_bytes};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::Machine;
@@ -80,7 +80,7 @@ impl Budget {
     /// `size_bytes` is the requested size. `held` returns the memory of volatile files that count for a limit.
     pub fn new(
         size_bytes: u64,
-        fill: Fill,
+        fill: FileSystemUsage,
         groups: &[Sample],
         machine: Option<Machine>,
         margins: Margins,
@@ -142,7 +142,7 @@ impl Budget {
 
     /// Returns whether to change the current size. At once if it is too large. If it is too small, when the file
     /// system is nearly full or the gain is large.
-    pub fn wants_size(&self, fill: Fill) -> bool {
+    pub fn wants_size(&self, fill: FileSystemUsage) -> bool {
         let (now, right) = (fill.size_bytes, self.size_bytes);
         let near_bytes = 16 * BLOCK_BYTES as u64;
         if right < now {
@@ -194,8 +194,8 @@ mod tests {
 
     const PREFERRED: Margins = Margins { is_preferred: true, foreseen_bytes: 0 };
 
-    fn fill(size: u64, used: u64) -> Fill {
-        Fill { size_bytes: size * MIB, used_bytes: used * MIB, inodes: 0 }
+    fn fill(size: u64, used: u64) -> FileSystemUsage {
+        FileSystemUsage { size_bytes: size * MIB, used_bytes: used * MIB, inodes: 0 }
     }
 
     fn group(limit: u64, used: u64) -> Sample {
@@ -292,7 +292,7 @@ mod tests {
         /// Never less than is used, never more than requested unless that much is used, and no overflow.
         #[test]
         fn sizes_are_possible(size in 1u64.., used in 0u64.., limit in 1u64.., working in 0u64.., hard in 0u64.., total in 0u64.., available in 0u64..) {
-            let fill = Fill { size_bytes: size, used_bytes: used, inodes: 0 };
+            let fill = FileSystemUsage { size_bytes: size, used_bytes: used, inodes: 0 };
             let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, here_bytes: working };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
             let budget = Budget::new(size, fill, &[group], Some(machine), PREFERRED, NOTHING);

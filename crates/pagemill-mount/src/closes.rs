@@ -26,18 +26,18 @@ const SCAN_DELAY: Duration = Duration::from_secs(1);
 /// ...and at the latest this long after the end of the first.
 const MAX_SCAN_DELAY: Duration = Duration::from_secs(5);
 
-/// Whether to turn the kernel's close events on (`Tell`) or off (`DoNotTell`).
+/// Whether to turn the kernel's close events on (`Enable`) or off (`Disable`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
-    Tell,
-    DoNotTell,
+pub enum CloseEventsChange {
+    Enable,
+    Disable,
 }
 
 /// Recent closes, and whether the kernel reports closes now.
 #[derive(Debug)]
 pub struct Closes {
-    is_told: bool,
-    /// Start of the period of `is_told`, and of the counts `events` and `held_bytes`.
+    is_enabled: bool,
+    /// Start of the period of `is_enabled`, and of the counts `events` and `held_bytes`.
     since: Instant,
     events: u64,
     held_bytes: u64,
@@ -47,11 +47,11 @@ pub struct Closes {
 
 impl Closes {
     pub fn new(now: Instant) -> Self {
-        Self { is_told: true, since: now, events: 0, held_bytes: 0, missed_between: None }
+        Self { is_enabled: true, since: now, events: 0, held_bytes: 0, missed_between: None }
     }
 
-    pub fn is_told(&self) -> bool {
-        self.is_told
+    pub fn is_enabled(&self) -> bool {
+        self.is_enabled
     }
 
     /// Adds reported closes, and the memory of the closed files.
@@ -61,26 +61,26 @@ impl Closes {
     }
 
     /// Returns the change to make now. `has_room` states that unreported files cannot reach a limit.
-    pub fn decide(&mut self, now: Instant, has_room: bool) -> Option<Change> {
+    pub fn next_change(&mut self, now: Instant, has_room: bool) -> Option<CloseEventsChange> {
         let took = now.saturating_duration_since(self.since);
-        if !self.is_told {
-            return (!has_room || took >= QUIET_PERIOD).then(|| self.change(Change::Tell, now));
+        if !self.is_enabled {
+            return (!has_room || took >= QUIET_PERIOD).then(|| self.change(CloseEventsChange::Enable, now));
         }
         if took < MEASURE_PERIOD {
             return None;
         }
         let is_many = u128::from(self.events) * 1_000_000_000 >= MIN_CLOSES_PER_SECOND * took.as_nanos();
         if is_many && has_room && self.held_bytes < self.events * SMALL_FILE_BYTES {
-            return Some(self.change(Change::DoNotTell, now));
+            return Some(self.change(CloseEventsChange::Disable, now));
         }
         (self.since, self.events, self.held_bytes) = (now, 0, 0);
         None
     }
 
-    fn change(&mut self, change: Change, now: Instant) -> Change {
+    fn change(&mut self, change: CloseEventsChange, now: Instant) -> CloseEventsChange {
         (self.since, self.events, self.held_bytes) = (now, 0, 0);
-        self.is_told = change == Change::Tell;
-        if self.is_told {
+        self.is_enabled = change == CloseEventsChange::Enable;
+        if self.is_enabled {
             self.missed_between = Some((self.missed_between.map_or(now, |(first, _)| first), now));
         }
         change
@@ -88,10 +88,10 @@ impl Closes {
 
     /// Returns whether the scan for missed files is due; true once after a series of quiet times. If `has_room`
     /// is false, the scan is due as soon as events are on.
-    pub fn is_look_due(&mut self, now: Instant, has_room: bool) -> bool {
+    pub fn is_scan_due(&mut self, now: Instant, has_room: bool) -> bool {
         let is_over =
             |(first, last): (Instant, Instant)| now >= last + SCAN_DELAY || now >= first + MAX_SCAN_DELAY || !has_room;
-        let is_due = self.is_told && self.missed_between.is_some_and(is_over);
+        let is_due = self.is_enabled && self.missed_between.is_some_and(is_over);
         if is_due {
             self.missed_between = None;
         }
@@ -113,17 +113,17 @@ mod tests {
         let mut closes = Closes::new(now);
         for _ in 0..3 {
             closes.count(100, 100 * 4096);
-            assert_eq!(closes.decide(now + 5 * MS, true), None, "the measurement is not over");
+            assert_eq!(closes.next_change(now + 5 * MS, true), None, "the measurement is not over");
             now += MEASURE_PERIOD;
-            assert_eq!(closes.decide(now, true), Some(Change::DoNotTell));
-            assert!(!closes.is_told() && closes.decide(now + 100 * MS, true).is_none());
+            assert_eq!(closes.next_change(now, true), Some(CloseEventsChange::Disable));
+            assert!(!closes.is_enabled() && closes.next_change(now + 100 * MS, true).is_none());
             now += QUIET_PERIOD;
-            assert!(!closes.is_look_due(now, true));
-            assert_eq!(closes.decide(now, true), Some(Change::Tell));
+            assert!(!closes.is_scan_due(now, true));
+            assert_eq!(closes.next_change(now, true), Some(CloseEventsChange::Enable));
         }
         now += SCAN_DELAY;
-        assert_eq!(closes.decide(now, true), None, "no closes were reported");
-        assert!(closes.is_look_due(now, true) && !closes.is_look_due(now, true), "one scan is enough");
+        assert_eq!(closes.next_change(now, true), None, "no closes were reported");
+        assert!(closes.is_scan_due(now, true) && !closes.is_scan_due(now, true), "one scan is enough");
     }
 
     /// Few closes and closes of large files stay reported. When the file system gets near a limit, a quiet time
@@ -137,12 +137,12 @@ mod tests {
         {
             closes.count(events, held_bytes);
             now += MEASURE_PERIOD;
-            assert_eq!(closes.decide(now, has_room), None);
+            assert_eq!(closes.next_change(now, has_room), None);
         }
         closes.count(1000, 0);
         now += MEASURE_PERIOD;
-        assert_eq!(closes.decide(now, true), Some(Change::DoNotTell));
-        assert_eq!(closes.decide(now + MS, false), Some(Change::Tell));
-        assert!(closes.is_look_due(now + MS, false));
+        assert_eq!(closes.next_change(now, true), Some(CloseEventsChange::Disable));
+        assert_eq!(closes.next_change(now + MS, false), Some(CloseEventsChange::Enable));
+        assert!(closes.is_scan_due(now + MS, false));
     }
 }

@@ -3,9 +3,9 @@
 //! It shares no state, so it holds no lock while it works. Other threads reach it through the [`SubmissionQueue`].
 
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, Line, Margins};
-use crate::closes::{Change, Closes};
+use crate::closes::{CloseEventsChange, Closes};
 use crate::duty::Duty;
-use crate::file_access::{FileAccess, Fill};
+use crate::file_access::{FileAccess, FileSystemUsage};
 use crate::file_table::{FileTable, now_ns};
 use crate::groups::Groups;
 use crate::open_throttle::OpenThrottle;
@@ -13,7 +13,7 @@ use crate::openfiles;
 use crate::rate_limiter::RateLimiter;
 use crate::scan::{self, Scanning};
 use crate::status::{Counts, LineStatus, Status};
-use crate::submissions::{LoopRequest, Message, SubmissionQueue};
+use crate::submissions::{LoopRequest, ScanMessage, SubmissionQueue};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
 use pagemill_sys::fanotify::{Event, Listener};
@@ -112,7 +112,7 @@ pub struct ControlLoop {
     table: FileTable,
     started: Instant,
     budget: Budget,
-    fill: Fill,
+    fill: FileSystemUsage,
     rate_limiter: RateLimiter,
     duty: Duty,
     throttle: Option<OpenThrottle>,
@@ -123,7 +123,7 @@ pub struct ControlLoop {
     /// Number of known groups at the last check.
     learned: u32,
     purges: Vec<PendingPurge>,
-    backlog: VecDeque<Message>,
+    backlog: VecDeque<ScanMessage>,
     scanning: Scanning,
     closes: Closes,
     /// The last check had to purge, and found no volatile file.
@@ -155,7 +155,7 @@ impl ControlLoop {
         // Many folders may be open at a time. Without a free descriptor the limits could not be read.
         pagemill_sys::process::raise_descriptor_limit();
         let now = Instant::now();
-        let fill = access.fill()?;
+        let fill = access.usage()?;
         let mut groups = Groups::new("");
         for folder in &settings.groups {
             groups.add_folder(folder).map_err(|error| {
@@ -192,7 +192,7 @@ impl ControlLoop {
             settings,
             access,
         };
-        scan::scan(&control_loop.access, &AtomicBool::new(true), |found| control_loop.table.found(found))?;
+        scan::scan(&control_loop.access, &AtomicBool::new(true), |found| control_loop.table.record_scan_item(found))?;
         control_loop.table.counts.scans = 1;
         control_loop.look();
         Ok(control_loop)
@@ -211,7 +211,7 @@ impl ControlLoop {
         loop {
             self.drain();
             self.listen();
-            self.take_found();
+            self.take_scan_messages();
             for request in self.submissions.take_requests() {
                 match request {
                     LoopRequest::Stop => return,
@@ -243,16 +243,16 @@ impl ControlLoop {
     }
 
     /// Records some of the scan results: a few at a time, because limits come first.
-    fn take_found(&mut self) {
+    fn take_scan_messages(&mut self) {
         const AT_A_TIME: usize = 256;
         if self.backlog.len() < AT_A_TIME {
-            self.backlog.extend(self.submissions.take_found());
+            self.backlog.extend(self.submissions.take_scan_messages());
         }
         let count = self.backlog.len().min(AT_A_TIME);
         for message in self.backlog.drain(..count).collect::<Vec<_>>() {
             match message {
-                Message::ScanItem(found) => self.table.found(found),
-                Message::ScanEnded => {
+                ScanMessage::ScanItem(found) => self.table.record_scan_item(found),
+                ScanMessage::ScanEnded => {
                     self.table.forget_unseen(self.scanning.began_ns());
                     self.scanning.end(self.fill);
                 }
@@ -295,7 +295,7 @@ impl ControlLoop {
         let is_ready = |at: usize| polled.get(at).is_some_and(|fd| !fd.revents().is_empty());
         let (is_woken, has_events, is_alarmed) = (is_ready(0), listener.is_some() && is_ready(1), is_ready(alarms_at));
         if is_woken {
-            self.submissions.calm();
+            self.submissions.reset_waker();
         }
         if is_alarmed {
             self.table.groups.take_alarms();
@@ -319,7 +319,7 @@ impl ControlLoop {
         while Instant::now() < until {
             let result = listener.drain(&mut buffer, |event| match event {
                 Event::Lost => self.table.lost_events(),
-                Event::Written { folder, name, pid } => self.table.written(folder, name, pid),
+                Event::Written { folder, name, pid } => self.table.record_written(folder, name, pid),
                 Event::FolderMoved { folder, name } => self.table.folder_moved(folder, name),
             });
             match result {
@@ -354,16 +354,17 @@ impl ControlLoop {
         let room = self.budget.room_bytes();
         let has_room = room >= QUIET_ROOM.max(self.rate_limiter.lately_foreseen_bytes().saturating_mul(QUIET_TIMES))
             && !self.has_suspects;
-        if let (Some(listener), Some(change)) = (&self.listener, self.closes.decide(now, has_room)) {
+        if let (Some(listener), Some(change)) = (&self.listener, self.closes.next_change(now, has_room)) {
             // If events cannot be turned off, they still arrive. If they cannot be turned on, scans find the
             // files.
-            if listener.listen_to_closes(self.access.root(), change == Change::Tell).is_err() && change == Change::Tell
+            if listener.listen_to_closes(self.access.root(), change == CloseEventsChange::Enable).is_err()
+                && change == CloseEventsChange::Enable
             {
                 say("the kernel no longer reports closes: only periodic scans find new files");
             }
-            self.table.counts.quiet_times += u64::from(change == Change::DoNotTell);
+            self.table.counts.quiet_times += u64::from(change == CloseEventsChange::Disable);
         }
-        self.table.wants_scan |= self.closes.is_look_due(now, has_room);
+        self.table.wants_scan |= self.closes.is_scan_due(now, has_room);
     }
 
     /// Checks every limit, sets the size, purges above marks, and decides when to look again.
@@ -371,7 +372,7 @@ impl ControlLoop {
         let (begun, worked) = (Instant::now(), processor_time());
         // Usage has been stable for long and no limit is near: only check whether the file system has changed.
         let is_still = self.still_looks >= STILL_LOOKS && self.budget.room_bytes() >= ROOM_FOR_EASE;
-        if is_still && begun < self.sampled + SAMPLE_LASTS && self.access.fill().is_ok_and(|fill| fill == self.fill) {
+        if is_still && begun < self.sampled + SAMPLE_LASTS && self.access.usage().is_ok_and(|fill| fill == self.fill) {
             self.look_at = begun + LONGEST_PAUSE;
             self.allow_opens_until(self.look_at + LATE);
             return;
@@ -463,10 +464,10 @@ impl ControlLoop {
     /// Reads usage and limits from the kernel, and sets the resulting size.
     fn sample(&mut self) {
         self.sampled = Instant::now();
-        self.fill = self.access.fill().unwrap_or(self.fill);
+        self.fill = self.access.usage().unwrap_or(self.fill);
         if self.table.groups.list_suspects_if_due() {
             let device = self.access.device();
-            self.table.groups.renew_writers(|folders, from| openfiles::charged(device, folders, from));
+            self.table.groups.renew_writers(|folders, from| openfiles::charged_memory(device, folders, from));
         }
         self.find_writers();
         self.learned = self.table.groups.learned();
@@ -496,7 +497,7 @@ impl ControlLoop {
         let (used, at) = self.grown;
         if self.fill.used_bytes >= used.saturating_add(GROWN_BYTES) && at.elapsed() >= GROWN_PAUSE {
             let device = self.access.device();
-            let charged = |folders: &[String], from| openfiles::charged(device, folders, from);
+            let charged = |folders: &[String], from| openfiles::charged_memory(device, folders, from);
             self.has_suspects = self.table.groups.find_writers(charged);
             self.grown = (self.fill.used_bytes, Instant::now());
         }
@@ -533,7 +534,7 @@ impl ControlLoop {
                         purge.left_bytes = purge.left_bytes.saturating_sub(bytes);
                         purge.freed_bytes += bytes;
                     }
-                    None if std::mem::take(&mut self.table.met_worker) => {
+                    None if std::mem::take(&mut self.table.skipped_for_worker) => {
                         (purge.began_ns, purge.next) = (now_ns(), begun + WORKER_PAUSE);
                         return true;
                     }
@@ -561,7 +562,7 @@ impl ControlLoop {
     }
 
     fn status(&mut self) -> Status {
-        let is_fresh = self.table.look_again_at_volatile();
+        let is_fresh = self.table.recheck_volatile_files();
         let volatile_age = if is_fresh { Duration::ZERO } else { self.scanning.age() };
         let line = |line: &Line| LineStatus {
             kind: match line.bound {
@@ -575,7 +576,7 @@ impl ControlLoop {
             used_bytes: line.used_bytes,
             mark_bytes: line.mark_bytes,
         };
-        let fill = self.access.fill().unwrap_or(self.fill);
+        let fill = self.access.usage().unwrap_or(self.fill);
         Status {
             mount_point: self.settings.mount_point.to_string_lossy().into_owned(),
             controller_pid: Some(std::process::id()),

@@ -26,7 +26,7 @@ const CLONE: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags:
 
 /// Attributes of a file or folder, from one `stat` call.
 #[derive(Clone, Copy, Debug)]
-pub struct Seen {
+pub struct FileAttributes {
     pub inode: u64,
     pub kind: FileType,
     pub owner: u32,
@@ -42,7 +42,7 @@ pub struct Seen {
     pub changed_ns: i64,
 }
 
-impl From<fs::Stat> for Seen {
+impl From<fs::Stat> for FileAttributes {
     #[allow(clippy::unnecessary_cast, reason = "widths differ between processors")]
     fn from(stat: fs::Stat) -> Self {
         let time = |seconds: i64, nanoseconds: i64| seconds.saturating_mul(1_000_000_000).saturating_add(nanoseconds);
@@ -61,7 +61,7 @@ impl From<fs::Stat> for Seen {
     }
 }
 
-impl Seen {
+impl FileAttributes {
     pub fn is_file(&self) -> bool {
         self.kind == FileType::RegularFile
     }
@@ -87,7 +87,7 @@ impl Seen {
 
 /// Size and usage of the file system.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Fill {
+pub struct FileSystemUsage {
     pub size_bytes: u64,
     pub used_bytes: u64,
     pub inodes: u64,
@@ -159,12 +159,12 @@ impl FileAccess {
     /// # Errors
     ///
     /// Errors of `fstatvfs`.
-    pub fn fill(&self) -> io::Result<Fill> {
+    pub fn usage(&self) -> io::Result<FileSystemUsage> {
         let stat = fs::fstatvfs(&self.root)?;
         let size_bytes = stat.f_blocks.saturating_mul(stat.f_frsize);
         let free_bytes = stat.f_bfree.saturating_mul(stat.f_frsize);
         let used_bytes = size_bytes.saturating_sub(free_bytes);
-        Ok(Fill { size_bytes, used_bytes, inodes: stat.f_files.saturating_sub(stat.f_ffree) })
+        Ok(FileSystemUsage { size_bytes, used_bytes, inodes: stat.f_files.saturating_sub(stat.f_ffree) })
     }
 
     /// Changes the size of the file system. Writes beyond it fail with `ENOSPC`. Takes some 30 us.
@@ -222,7 +222,7 @@ impl FileAccess {
 /// # Errors
 ///
 /// Errors of `fstat`.
-pub fn look(fd: impl AsFd) -> io::Result<Seen> {
+pub fn attributes(fd: impl AsFd) -> io::Result<FileAttributes> {
     Ok(fs::fstat(fd)?.into())
 }
 
@@ -231,7 +231,7 @@ pub fn look(fd: impl AsFd) -> io::Result<Seen> {
 /// # Errors
 ///
 /// Errors of `fstatat`.
-pub fn look_at(folder: impl AsFd, name: &OsStr) -> io::Result<Seen> {
+pub fn attributes_at(folder: impl AsFd, name: &OsStr) -> io::Result<FileAttributes> {
     Ok(fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW)?.into())
 }
 
@@ -410,7 +410,7 @@ mod tests {
     /// A folder is open to other users if they may write to it and it has no sticky bit.
     #[test]
     fn a_sticky_folder_is_not_open_to_others() {
-        let seen = |mode| Seen {
+        let seen = |mode| FileAttributes {
             inode: 1,
             kind: FileType::Directory,
             owner: 0,

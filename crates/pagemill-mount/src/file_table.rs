@@ -2,7 +2,7 @@
 //! time.
 
 use crate::control_loop::say;
-use crate::file_access::{self, FileAccess, Seen};
+use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::index::{Index, PurgePart, VolatileFile};
@@ -60,7 +60,7 @@ pub struct FileTable {
     /// Events were lost or a folder was not found, so a full scan is needed.
     pub wants_scan: bool,
     /// A purge skipped a file because the worker had it open. A retry shortly later can succeed.
-    pub met_worker: bool,
+    pub skipped_for_worker: bool,
     /// Total memory of the files that were closed.
     pub closed_bytes: u64,
     /// Files that the current scan has found.
@@ -96,7 +96,7 @@ impl FileTable {
             pages: PageWork::new(worker),
             counts: Counts::default(),
             wants_scan: false,
-            met_worker: false,
+            skipped_for_worker: false,
             closed_bytes: 0,
             seen: HashSet::new(),
             batch_began: Instant::now(),
@@ -131,7 +131,7 @@ impl FileTable {
     }
 
     /// Handles a file that a process closed after writing, or renamed to `name`.
-    pub fn written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
+    pub fn record_written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
         let is_own = pid != 0 && (pid == self.own_pid || pid == self.pages.worker_pid());
         if is_own {
             return;
@@ -166,7 +166,7 @@ impl FileTable {
 
     /// Records a closed file.
     fn observe(&mut self, folder: &BatchFolder, name: &OsStr, pid: u32) {
-        let Ok(seen) = file_access::look_at(&folder.fd, name) else { return };
+        let Ok(seen) = file_access::attributes_at(&folder.fd, name) else { return };
         if !seen.is_file() {
             return;
         }
@@ -217,7 +217,7 @@ impl FileTable {
     }
 
     /// Records an item that a scan found.
-    pub fn found(&mut self, found: ScanItem) {
+    pub fn record_scan_item(&mut self, found: ScanItem) {
         match found {
             ScanItem::Folder { inode, parent, name, above, read_at } => {
                 self.folders.record(inode, parent, &name, above, read_at);
@@ -252,7 +252,7 @@ impl FileTable {
 
     fn is_file_present(&mut self, folder: u64, name: &OsStr, inode: u64) -> bool {
         let folder = self.folders.open(&self.access, folder);
-        folder.and_then(|folder| file_access::look_at(folder, name)).is_ok_and(|seen| seen.inode == inode)
+        folder.and_then(|folder| file_access::attributes_at(folder, name)).is_ok_and(|seen| seen.inode == inode)
     }
 
     /// Completes a purge that was interrupted because the controller was killed.
@@ -280,7 +280,15 @@ impl FileTable {
     }
 
     /// Records a file in the index of volatile files and in the worker's queue.
-    fn record_file(&mut self, folder: u64, name: &OsStr, seen: &Seen, marks: Marks, group: GroupId, used_ns: i64) {
+    fn record_file(
+        &mut self,
+        folder: u64,
+        name: &OsStr,
+        seen: &FileAttributes,
+        marks: Marks,
+        group: GroupId,
+        used_ns: i64,
+    ) {
         let known = self.index.get(seen.inode).map(|file| file.group).filter(|group| *group != UNKNOWN);
         let group = known.unwrap_or(group);
         let part = match marks.volatile.unwrap_or_default() {
@@ -302,7 +310,7 @@ impl FileTable {
 
     /// Reads the attributes of all volatile files again, unless they are too many: some may have been removed
     /// or have shrunk. Returns whether it did.
-    pub fn look_again_at_volatile(&mut self) -> bool {
+    pub fn recheck_volatile_files(&mut self) -> bool {
         if self.index.count() > MAX_RECHECKED_FILES {
             return false;
         }
@@ -316,7 +324,8 @@ impl FileTable {
                 self.wants_scan = true;
                 continue;
             };
-            let seen = file_access::look_at(fd, &name).ok().filter(|seen| seen.inode == inode && seen.held_bytes > 0);
+            let seen =
+                file_access::attributes_at(fd, &name).ok().filter(|seen| seen.inode == inode && seen.held_bytes > 0);
             let Some(file) = self.index.remove(inode) else { continue };
             if let Some(seen) = seen {
                 self.index.insert(inode, VolatileFile { held_bytes: seen.held_bytes, ..file });
@@ -328,7 +337,7 @@ impl FileTable {
     /// Returns the memory of the volatile files: of those whose purge lowers the usage of the limited group
     /// `watch`, or of all.
     pub fn held_bytes(&self, watch: Option<usize>) -> u64 {
-        self.index.held_bytes(|group| watch.is_none_or(|watch| self.groups.helps(group, watch)))
+        self.index.held_bytes(|group| watch.is_none_or(|watch| self.groups.lowers_usage_of(group, watch)))
     }
 
     /// Purges the least recently used file. Returns the bytes freed; 0 if the file was in use.
@@ -337,7 +346,7 @@ impl FileTable {
     /// no such file was last used before `began_ns`.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
-        let inode = self.index.oldest(|group| watch.is_none_or(|watch| groups.helps(group, watch)))?;
+        let inode = self.index.oldest(|group| watch.is_none_or(|watch| groups.lowers_usage_of(group, watch)))?;
         // The order is that of use, so all other files were used after `began_ns`, too.
         self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
         let file = self.index.remove(inode)?;
@@ -356,7 +365,8 @@ impl FileTable {
         }
         let target = Target { folder: folder.as_fd(), name: &file.name, inode, part: file.part, used_ns: file.used_ns };
         let folders = RefCell::new(&mut self.folders);
-        let may_go = |fd: &OwnedFd, seen: &Seen| is_still_volatile(&folders, &self.access, file.folder, fd, seen);
+        let may_go =
+            |fd: &OwnedFd, seen: &FileAttributes| is_still_volatile(&folders, &self.access, file.folder, fd, seen);
         match purge::purge(&target, want_bytes, may_go) {
             PurgeOutcome::Freed { bytes, left_bytes } => {
                 let counts = &mut self.counts;
@@ -377,7 +387,7 @@ impl FileTable {
             PurgeOutcome::Open => {
                 let is_worker = self.pages.is_given(inode);
                 self.counts.spared_open += u64::from(!is_worker);
-                self.met_worker |= is_worker;
+                self.skipped_for_worker |= is_worker;
                 // The file is in use, so it moves to the end of the order. A file that the worker has open
                 // moves only so far that the current purge does not retry it.
                 let used_ns = if is_worker { began_ns.max(file.used_ns) } else { now_ns() };
@@ -407,7 +417,7 @@ fn is_still_volatile(
     access: &FileAccess,
     folder: u64,
     fd: &OwnedFd,
-    seen: &Seen,
+    seen: &FileAttributes,
 ) -> bool {
     let Ok(own) = file_access::marks(fd, |_| ()) else { return false };
     let Some(ancestors) = folders.borrow_mut().ancestors(access, folder, Instant::now()) else { return false };

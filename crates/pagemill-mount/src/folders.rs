@@ -3,7 +3,7 @@
 //! The kernel's events identify folders by inode. A path becomes stale when a folder is moved, so
 //! [`Folders::open`] checks the inode of what it opened.
 
-use crate::file_access::{self, FileAccess, Seen};
+use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::policy::Ancestor;
 use pagemill_sys::fanotify::Handle;
 use std::collections::HashMap;
@@ -32,7 +32,7 @@ pub struct Folders {
     root: u64,
 }
 
-fn read_ancestor(fd: &OwnedFd, seen: &Seen) -> io::Result<Ancestor> {
+fn read_ancestor(fd: &OwnedFd, seen: &FileAttributes) -> io::Result<Ancestor> {
     // Bad values are ignored here: the next scan reports them.
     Ok(Ancestor {
         marks: file_access::marks(fd, |_| ())?,
@@ -85,7 +85,7 @@ impl Folders {
     pub fn open(&mut self, access: &FileAccess, inode: u64) -> io::Result<OwnedFd> {
         let path = self.path(inode).ok_or(io::ErrorKind::NotFound)?;
         let fd = access.open_folder(&path).inspect_err(|_| self.forget(inode))?;
-        if file_access::look(&fd)?.inode == inode {
+        if file_access::attributes(&fd)?.inode == inode {
             return Ok(fd);
         }
         self.forget(inode);
@@ -112,7 +112,7 @@ impl Folders {
             let Component::Normal(name) = part else { continue };
             so_far.push(name);
             let fd = access.open_folder(&so_far).ok()?;
-            let seen = file_access::look(&fd).ok()?;
+            let seen = file_access::attributes(&fd).ok()?;
             self.record(seen.inode, parent, name, read_ancestor(&fd, &seen).ok()?, Instant::now()).then_some(())?;
             parent = seen.inode;
         }
@@ -123,7 +123,7 @@ impl Folders {
     pub fn record_subfolder(&mut self, access: &FileAccess, parent: u64, name: &OsStr) -> bool {
         let Some(path) = self.path(parent) else { return false };
         let Ok(fd) = access.open_folder(&path.join(name)) else { return false };
-        let Ok(seen) = file_access::look(&fd) else { return false };
+        let Ok(seen) = file_access::attributes(&fd) else { return false };
         read_ancestor(&fd, &seen).is_ok_and(|above| self.record(seen.inode, parent, name, above, Instant::now()))
     }
 
@@ -144,7 +144,7 @@ impl Folders {
     fn refresh(&mut self, access: &FileAccess, inode: u64) -> io::Result<()> {
         let read_at = Instant::now();
         let fd = if inode == self.root { access.open_folder(Path::new(""))? } else { self.open(access, inode)? };
-        let above = read_ancestor(&fd, &file_access::look(&fd)?)?;
+        let above = read_ancestor(&fd, &file_access::attributes(&fd)?)?;
         let root = || Folder { parent: inode, name: OsString::new(), above, read_at };
         let folder = self.known.entry(inode).or_insert_with(root);
         (folder.above, folder.read_at) = (above, read_at);

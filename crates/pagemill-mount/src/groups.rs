@@ -5,7 +5,7 @@
 //! files proves nothing: it may belong to another file system. A group limits this file system only by what it is
 //! known to have written here.
 
-use crate::openfiles::Charged;
+use crate::openfiles::ChargedMemory;
 use pagemill_core::reclaim::limits::Room;
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{Held, Hierarchy, Limit, MAX_LEVELS, Version};
@@ -239,7 +239,7 @@ impl Groups {
     /// group of the machine, plus `charged`.
     ///
     /// Returns whether any suspect remains of which it is unknown whether it writes here.
-    pub fn find_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> Charged) -> bool {
+    pub fn find_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) -> bool {
         if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_SHARE) {
             self.list_suspects();
         }
@@ -276,13 +276,13 @@ impl Groups {
         &mut self,
         at: usize,
         shared_bytes: u64,
-        charged: &mut impl FnMut(&[String], usize) -> Charged,
+        charged: &mut impl FnMut(&[String], usize) -> ChargedMemory,
     ) -> bool {
         let suspect = &mut self.suspects[at];
         let mut folders = Vec::new();
         find_folders(&(&suspect.folder).into(), 0, &mut folders);
         let found = charged(&folders, suspect.next_process);
-        if found.is_whole {
+        if found.is_complete {
             // Skips it until it has grown by the same amount again.
             (suspect.shared_bytes, suspect.next_process) = (shared_bytes, 0);
         } else {
@@ -300,7 +300,7 @@ impl Groups {
     }
 
     /// Keeps groups that are about to be forgotten but still have files open here.
-    pub fn renew_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> Charged) {
+    pub fn renew_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) {
         let is_due = |group: &&mut Group| group.brought_bytes > 0 && group.wrote_at.elapsed() > WRITERS_LAST / 2;
         for group in self.groups.values_mut().filter(is_due) {
             let folder = group.hierarchy.folder(0).map(|folder| folder.as_str().to_owned());
@@ -397,7 +397,7 @@ impl Groups {
 
     /// Returns whether freeing memory charged to `group` lowers the usage of `watch`. True for an unknown
     /// group, which may be below it.
-    pub fn helps(&self, group: GroupId, watch: usize) -> bool {
+    pub fn lowers_usage_of(&self, group: GroupId, watch: usize) -> bool {
         self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
     }
 
@@ -597,8 +597,13 @@ mod tests {
         let named: Vec<_> = samples.iter().map(|sample| (sample.name.as_str(), sample.limit_bytes)).collect();
         assert_eq!(named, [("/app", 1000), ("/app/two", 500)]);
         assert_eq!((samples[0].working_set_bytes, samples[0].hard_room_bytes), (390, 1000 - 390 + 5));
-        assert!(groups.helps(one, 0) && groups.helps(two, 0) && groups.helps(two, 1) && groups.helps(UNKNOWN, 1));
-        assert!(!groups.helps(one, 1));
+        assert!(
+            groups.lowers_usage_of(one, 0)
+                && groups.lowers_usage_of(two, 0)
+                && groups.lowers_usage_of(two, 1)
+                && groups.lowers_usage_of(UNKNOWN, 1)
+        );
+        assert!(!groups.lowers_usage_of(one, 1));
         assert!(groups.folder(two).unwrap().ends_with("/cg/app/two"));
         assert!(!groups.set_alarm(0, 900), "version 2 has no thresholds");
     }
@@ -643,7 +648,7 @@ mod tests {
             asked.set(0);
             groups.find_writers(|_, _| {
                 asked.set(asked.get() + 1);
-                Charged { bytes: open.clone(), is_whole: true, processes: 1 }
+                ChargedMemory { bytes: open.clone(), is_complete: true, processes: 1 }
             })
         };
         assert!(!find(&mut groups, &open) && groups.learned() == 1 && asked.get() == 0);
@@ -673,7 +678,7 @@ mod tests {
             groups.limits_read_at = None;
         };
         age(&mut groups, WRITERS_LAST * 3 / 4);
-        groups.renew_writers(|_, _| Charged { bytes: open.clone(), is_whole: true, processes: 1 });
+        groups.renew_writers(|_, _| ChargedMemory { bytes: open.clone(), is_complete: true, processes: 1 });
         let id = groups.by_inode[&inode("b")];
         assert!(groups.groups[&id].wrote_at.elapsed() < WRITERS_LAST / 2);
         age(&mut groups, 2 * WRITERS_LAST);
@@ -694,7 +699,7 @@ mod tests {
         std::fs::remove_dir_all(format!("{}/cg/app/one", tree.root())).unwrap();
         groups.limits_read_at = None;
         assert!(groups.sample().is_empty(), "no process is left below /app");
-        assert!(groups.helps(one, 0) && groups.folder(one).is_none());
+        assert!(groups.lowers_usage_of(one, 0) && groups.folder(one).is_none());
         let app = groups.add_folder(&format!("{}/cg/app", tree.root())).unwrap();
         assert_eq!(groups.sample()[0].name, "/app");
         assert!(groups.folder(app).is_some());

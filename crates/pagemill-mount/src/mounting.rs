@@ -243,7 +243,7 @@ impl MountRequest {
         if is_controlled(access.device()) {
             return Err(Refusal::Running(point));
         }
-        let now = access.fill().map_err(refusal_for("the mount cannot be read"))?.size_bytes;
+        let now = access.usage().map_err(refusal_for("the mount cannot be read"))?.size_bytes;
         let size_bytes = self.size_bytes.or_else(|| access.asked_size()).unwrap_or(now);
         Ok(Self::with_recorded_size(Mounted { point, access, size_bytes, was_taken_over: true, has_no_huge: false }))
     }

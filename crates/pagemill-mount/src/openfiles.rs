@@ -12,36 +12,36 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time limit of one call of [`charged`]. Each call examines at least one process, and the next call continues
+/// Time limit of one call of [`charged_memory`]. Each call examines at least one process, and the next call continues
 /// after it.
 const TIME_LIMIT: Duration = Duration::from_millis(3);
 
 /// Maximum number of files examined per process.
 const MAX_FILES: usize = 1024;
 
-/// Result of [`charged`].
+/// Result of [`charged_memory`].
 #[derive(Clone, Debug, Default)]
-pub struct Charged {
+pub struct ChargedMemory {
     /// Memory of the open files, by the inode of the charged group's cgroup folder.
     pub bytes: HashMap<u64, u64>,
     /// Whether every process was examined.
-    pub is_whole: bool,
+    pub is_complete: bool,
     /// Number of processes examined.
     pub processes: usize,
 }
 
 /// Examines the processes of the groups with these cgroup folders, starting with the process at index `from`.
-pub fn charged(device: u64, folders: &[String], from: usize) -> Charged {
+pub fn charged_memory(device: u64, folders: &[String], from: usize) -> ChargedMemory {
     charged_within(TIME_LIMIT, device, folders, from)
 }
 
-fn charged_within(time_limit: Duration, device: u64, folders: &[String], from: usize) -> Charged {
+fn charged_within(time_limit: Duration, device: u64, folders: &[String], from: usize) -> ChargedMemory {
     let begun = Instant::now();
     let procs = folders.iter().filter_map(|folder| std::fs::read_to_string(format!("{folder}/cgroup.procs")).ok());
     let mut pids: Vec<u32> = procs.flat_map(|text| text.lines().flat_map(str::parse).collect::<Vec<_>>()).collect();
     let from = if pids.is_empty() { 0 } else { from % pids.len() };
     pids.rotate_left(from);
-    let (mut found, mut seen) = (Charged::default(), HashSet::new());
+    let (mut found, mut seen) = (ChargedMemory::default(), HashSet::new());
     for pid in &pids {
         // On a busy machine the time may be over before the first process was examined.
         if found.processes > 0 && begun.elapsed() > time_limit {
@@ -52,7 +52,7 @@ fn charged_within(time_limit: Duration, device: u64, folders: &[String], from: u
         }
         found.processes += 1;
     }
-    found.is_whole = true;
+    found.is_complete = true;
     found
 }
 
@@ -107,7 +107,7 @@ fn mapped_range(line: &[u8], device: &[u8]) -> Option<String> {
 fn add_file_memory(path: &PathBuf, device: u64, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME | OFlags::NOCTTY | OFlags::CLOEXEC;
     let Ok(file) = fs::openat(CWD, path, flags, Mode::empty()) else { return };
-    let Ok(seen_file) = crate::file_access::look(&file) else { return };
+    let Ok(seen_file) = crate::file_access::attributes(&file) else { return };
     let is_of_device = fs::fstat(&file).is_ok_and(|stat| stat.st_dev == device);
     if !is_of_device || !seen_file.is_file() || seen_file.held_bytes == 0 || !seen.insert(seen_file.inode) {
         return;
@@ -154,7 +154,7 @@ mod tests {
         // Parallel tests may have files open there, too, so the sum can be larger.
         assert!(of(metadata.dev()).bytes[&groups[0]] >= metadata.blocks() * 512);
         let other = of(std::fs::metadata("/proc/self").unwrap().dev());
-        assert!(other.bytes.is_empty() && other.is_whole && other.processes == 1);
+        assert!(other.bytes.is_empty() && other.is_complete && other.processes == 1);
         std::fs::write(group.join("cgroup.procs"), "").unwrap();
         assert!(of(metadata.dev()).bytes.is_empty());
     }

@@ -11,7 +11,7 @@
 //! thread of its own starts it.
 
 use crate::control_loop::say;
-use crate::file_access::{FileAccess, Seen};
+use crate::file_access::{FileAccess, FileAttributes};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::policy::{Huge, Marks};
@@ -125,8 +125,16 @@ impl PageWork {
     }
 
     /// Queues a file as it was seen; it is due after `delay`.
-    pub fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, huge: Huge, group: GroupId, delay: Duration) {
-        let is_large = !Marks { volatile: None, huge: Some(huge) }.leave_alone(seen.held_bytes);
+    pub fn note(
+        &mut self,
+        folder: u64,
+        name: &OsStr,
+        seen: &FileAttributes,
+        huge: Huge,
+        group: GroupId,
+        delay: Duration,
+    ) {
+        let is_large = !Marks { volatile: None, huge: Some(huge) }.needs_no_action(seen.held_bytes);
         let is_known = self.known.get(&seen.inode) == Some(&(seen.changed_ns, huge));
         if self.program.is_empty() || !is_large || is_known || self.waiting.len() >= MAX_WAITING {
             return;
@@ -195,7 +203,7 @@ impl PageWork {
             }
             let entered = waiting.entered.as_ref().map(|(group, _)| group.clone());
             let job = WorkerJob::new(inode, &folder, &waiting.name, waiting.huge, entered);
-            let is_given = self.worker.as_mut().is_some_and(|worker| worker.give(&job).is_ok());
+            let is_given = self.worker.as_mut().is_some_and(|worker| worker.send_job(&job).is_ok());
             if is_given {
                 self.given.insert(inode, waiting);
             } else {
@@ -230,7 +238,7 @@ impl PageWork {
                 Err(error) => self.note_failure(&error),
             }
         }
-        self.worker.as_ref().is_some_and(Worker::is_free)
+        self.worker.as_ref().is_some_and(Worker::can_accept_job)
     }
 
     /// Takes the worker that was started meanwhile.
@@ -255,7 +263,7 @@ impl PageWork {
 
     /// Drops a lost worker and queues its files again.
     fn lose(&mut self, now: Instant, counts: &mut Counts) {
-        let current = self.worker.take().and_then(|worker| worker.current());
+        let current = self.worker.take().and_then(|worker| worker.current_inode());
         self.retry_at = Some(now + doubled(&RESTART, self.lost_in_a_row));
         self.lost_in_a_row += 1;
         counts.worker_restarts += 1;
@@ -277,7 +285,7 @@ impl PageWork {
     fn take_done(&mut self, counts: &mut Counts) {
         let Some(worker) = &mut self.worker else { return };
         let mut done = Vec::new();
-        let taken = worker.take(&mut done);
+        let taken = worker.take_replies(&mut done);
         if !done.is_empty() {
             self.lost_in_a_row = 0;
         }
@@ -322,7 +330,7 @@ impl PageWork {
     pub fn due(&self) -> Option<Instant> {
         let first = self.order.first_key_value().map(|((due, _), ())| *due);
         let next = match &self.worker {
-            Some(worker) if !worker.is_free() => None,
+            Some(worker) if !worker.can_accept_job() => None,
             Some(_) => first,
             // The control loop looks often enough.
             None if self.starting.is_some() => None,
@@ -374,9 +382,9 @@ mod tests {
         echo "{\"inode\":$inode,\"huge_blocks\":1,\"split_blocks\":0,\"freed_bytes\":0,\"is_busy\":false,\"is_postponed\":false,\"has_no_memory\":false}" >&0
     done"#;
 
-    fn seen(inode: u64) -> Seen {
+    fn seen(inode: u64) -> FileAttributes {
         let bytes = 8 << 20;
-        Seen {
+        FileAttributes {
             inode,
             kind: FileType::RegularFile,
             owner: 0,
@@ -441,7 +449,7 @@ mod tests {
         fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).unwrap();
         fs::write(place.path().join("file"), vec![1; BLOCK_BYTES]).unwrap();
         let root: OwnedFd = File::open(place.path()).unwrap().into();
-        let seen = file_access::look_at(&root, OsStr::new("file")).unwrap();
+        let seen = file_access::attributes_at(&root, OsStr::new("file")).unwrap();
         let access = Arc::new(FileAccess::of_root(root).unwrap());
         let folders = Folders::new(access.root_inode());
         let (mut groups, mut counts) = (Groups::new(""), Counts::default());

@@ -111,7 +111,7 @@ impl Marks {
 
     /// Returns whether a file with these marks and this much memory needs no action: the file is neither volatile
     /// nor large enough for huge pages.
-    pub fn leave_alone(self, held_bytes: u64) -> bool {
+    pub fn needs_no_action(self, held_bytes: u64) -> bool {
         let is_small = match self.huge.unwrap_or_default() {
             Huge::Auto | Huge::Never => held_bytes < BLOCK_BYTES as u64,
             Huge::Always => held_bytes == 0,
@@ -179,8 +179,8 @@ mod tests {
     fn small_plain_files_are_left_alone() {
         let (small, block) = (100, BLOCK_BYTES as u64);
         let huge = |huge| Marks { volatile: None, huge: Some(huge) };
-        assert!(NO_MARKS.leave_alone(small) && !NO_MARKS.leave_alone(block) && !FULL.leave_alone(small));
-        assert!(huge(Huge::Never).leave_alone(small) && !huge(Huge::Always).leave_alone(small));
+        assert!(NO_MARKS.needs_no_action(small) && !NO_MARKS.needs_no_action(block) && !FULL.needs_no_action(small));
+        assert!(huge(Huge::Never).needs_no_action(small) && !huge(Huge::Always).needs_no_action(small));
         assert_eq!((FULL.trusted(false), FULL.trusted(true)), (FULL, NO_MARKS));
         assert_eq!(huge(Huge::Always).trusted(true), huge(Huge::Always));
     }

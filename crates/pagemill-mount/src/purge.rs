@@ -9,7 +9,7 @@
 //! finish or undo the purge if this one is killed.
 
 use crate::control_loop::say;
-use crate::file_access::{self, Seen};
+use crate::file_access::{self, FileAttributes};
 use crate::index::PurgePart;
 use crate::policy::PURGED;
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
@@ -60,9 +60,9 @@ fn outcome_of(error: io::Error) -> PurgeOutcome {
 }
 
 /// Decides whether a file may be purged. Called under the lease, with the open file and its attributes.
-pub trait MayGo: Fn(&OwnedFd, &Seen) -> bool {}
+pub trait MayGo: Fn(&OwnedFd, &FileAttributes) -> bool {}
 
-impl<T: Fn(&OwnedFd, &Seen) -> bool> MayGo for T {}
+impl<T: Fn(&OwnedFd, &FileAttributes) -> bool> MayGo for T {}
 
 /// Frees about `want_bytes` of a file, or the whole file.
 pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> PurgeOutcome {
@@ -74,9 +74,9 @@ pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> PurgeO
 }
 
 /// Opens the file and takes the lease, if it is the expected file and has not been used since.
-fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen), PurgeOutcome>> {
+fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, FileAttributes), PurgeOutcome>> {
     let fd = file_access::open_file(target.folder, target.name, flags)?;
-    let seen = file_access::look(&fd)?;
+    let seen = file_access::attributes(&fd)?;
     if seen.inode != target.inode || !seen.is_file() || seen.links != 1 {
         return Ok(Err(PurgeOutcome::Gone));
     }
@@ -102,10 +102,16 @@ fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<PurgeOutco
 }
 
 /// Completes a purge after the rename to `ours`. From here on the file cannot be found by its name.
-fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, may_go: impl MayGo) -> PurgeOutcome {
+fn finish_whole(
+    target: &Target<'_>,
+    fd: &OwnedFd,
+    seen: &FileAttributes,
+    ours: &OsStr,
+    may_go: impl MayGo,
+) -> PurgeOutcome {
     let is_right = || {
-        let now =
-            file_access::look_at(target.folder, ours).is_ok_and(|now| now.inode == target.inode && now.links == 1);
+        let now = file_access::attributes_at(target.folder, ours)
+            .is_ok_and(|now| now.inode == target.inode && now.links == 1);
         now && may_go(fd, seen)
     };
     // A process that opened it before the rename waits for the lease: it must get a file with a name.
@@ -144,7 +150,7 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
     while len_bytes > 0 && seen.held_bytes - left_bytes < want_bytes {
         // Repeats the checks: the file may have been moved to a place where it must stay, or a process may wait for
         // it.
-        let is_there = file_access::look_at(target.folder, target.name)
+        let is_there = file_access::attributes_at(target.folder, target.name)
             .is_ok_and(|now| now.inode == target.inode && now.links == 1);
         if !is_there || !may_go(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
             return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(PurgeOutcome::Gone) };
@@ -158,7 +164,7 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
         let from = file_access::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
         file_access::set_attribute(&fd, PURGED, &from.to_string())?;
         fs::ftruncate(&fd, len_bytes)?;
-        left_bytes = file_access::look(&fd)?.held_bytes.min(left_bytes);
+        left_bytes = file_access::attributes(&fd)?.held_bytes.min(left_bytes);
     }
     freed(left_bytes)
 }
@@ -199,7 +205,7 @@ pub fn is_ours(name: &OsStr) -> bool {
 pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool {
     let Some((inode, old)) = parse_taken(name) else { return false };
     let Ok(fd) = file_access::open_file(folder, name, OFlags::RDONLY) else { return true };
-    let Ok(seen) = file_access::look(&fd) else { return true };
+    let Ok(seen) = file_access::attributes(&fd) else { return true };
     let target = Target { folder, name: old, inode, part: PurgePart::Whole, used_ns: i64::MAX };
     if seen.inode == inode && seen.is_file() && seen.links == 1 && may_go(&fd, &seen) {
         // If the file is still open, the next scan removes it.
@@ -232,7 +238,7 @@ mod tests {
 
         fn write(&self, name: &str, len: usize) -> u64 {
             std::fs::write(self.at(name), vec![1u8; len]).unwrap();
-            file_access::look_at(&self.fd, OsStr::new(name)).unwrap().inode
+            file_access::attributes_at(&self.fd, OsStr::new(name)).unwrap().inode
         }
 
         fn at(&self, name: &str) -> std::path::PathBuf {
@@ -293,7 +299,7 @@ mod tests {
         file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names(), ["a"]);
-        assert_eq!(file_access::look_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
+        assert_eq!(file_access::attributes_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
         // Killed after the rename of the right file: it is removed, unless `may_go` forbids it.
         let ours = taken_name(new, OsStr::new("a")).unwrap();
         file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();

@@ -1,11 +1,11 @@
 //! A full scan of the file system. It finds files that existed before the controller started, files whose close
 //! events were lost, and marks that were set on closed files.
 
-use crate::file_access::{self, BadMark, FileAccess, Fill, Seen};
+use crate::file_access::{self, BadMark, FileAccess, FileAttributes, FileSystemUsage};
 use crate::file_table::now_ns;
 use crate::policy::{self, Ancestor, Marks};
 use crate::purge;
-use crate::submissions::{Message, SubmissionQueue};
+use crate::submissions::{ScanMessage, SubmissionQueue};
 use pagemill_sys::task;
 use rustix::fs::Dir;
 use std::ffi::{OsStr, OsString};
@@ -41,7 +41,7 @@ const MAX_DEPTH: usize = 256;
 #[derive(Debug)]
 pub enum ScanItem {
     Folder { inode: u64, parent: u64, name: OsString, above: Ancestor, read_at: Instant },
-    File { folder: u64, name: OsString, seen: Seen, marks: Marks },
+    File { folder: u64, name: OsString, seen: FileAttributes, marks: Marks },
     Bad { path: PathBuf, mark: BadMark },
 }
 
@@ -56,10 +56,10 @@ struct PendingFolder {
 
 impl PendingFolder {
     /// Returns whether a file in this folder needs no action, by its current marks. This holds for most files.
-    fn is_irrelevant(&self, name: &OsStr, seen: &Seen, own: Marks) -> bool {
+    fn is_irrelevant(&self, name: &OsStr, seen: &FileAttributes, own: Marks) -> bool {
         let above = std::iter::successors(Some(self), |folder| folder.parent.as_deref()).map(|folder| folder.above);
         let marks = policy::effective_marks(own.trusted(seen.is_writable_by_others()), seen.owner, above);
-        marks.leave_alone(seen.held_bytes) && !purge::is_ours(name)
+        marks.needs_no_action(seen.held_bytes) && !purge::is_ours(name)
     }
 
     fn path(&self) -> PathBuf {
@@ -89,7 +89,7 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(S
         }
     };
     let root = access.open_folder(Path::new(""))?;
-    let seen = file_access::look(&root)?;
+    let seen = file_access::attributes(&root)?;
     let marks = file_access::marks(&root, |mark| tell(ScanItem::Bad { path: PathBuf::new(), mark }))?;
     let above = Ancestor { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
     let inode = access.root_inode();
@@ -104,7 +104,7 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(S
                 continue;
             }
             rest_now_and_then();
-            let (read_at, Ok(seen)) = (Instant::now(), file_access::look_at(&fd, name)) else { continue };
+            let (read_at, Ok(seen)) = (Instant::now(), file_access::attributes_at(&fd, name)) else { continue };
             if !seen.is_file() && !seen.is_folder() {
                 continue;
             }
@@ -147,11 +147,11 @@ pub struct Scanning {
     results_began: Instant,
     scan_duration: Duration,
     /// Usage at the end of the last scan.
-    fill: Fill,
+    fill: FileSystemUsage,
 }
 
 impl Scanning {
-    pub fn new(fill: Fill) -> Self {
+    pub fn new(fill: FileSystemUsage) -> Self {
         let now = Instant::now();
         Self {
             is_running: false,
@@ -209,13 +209,13 @@ impl Scanning {
             const BATCH: usize = 512;
             let mut batch = Vec::new();
             let _ = scan(&access, &is_hurried, |found| {
-                batch.push(Message::ScanItem(found));
+                batch.push(ScanMessage::ScanItem(found));
                 if batch.len() == BATCH {
-                    submissions.send_found(&mut batch);
+                    submissions.send_scan_messages(&mut batch);
                 }
             });
-            batch.push(Message::ScanEnded);
-            submissions.send_found(&mut batch);
+            batch.push(ScanMessage::ScanEnded);
+            submissions.send_scan_messages(&mut batch);
         };
         if task::spawn(c"scan", work).is_err() {
             self.is_running = false;
@@ -224,7 +224,7 @@ impl Scanning {
     }
 
     /// Records the end of the current scan and schedules the next.
-    pub fn end(&mut self, fill: Fill) {
+    pub fn end(&mut self, fill: FileSystemUsage) {
         self.is_running = false;
         (self.results_began, self.scan_duration) = (self.began, self.began.elapsed());
         let interval = if self.fill == fill { self.interval * 2 } else { SCAN_EVERY.start };

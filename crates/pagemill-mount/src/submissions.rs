@@ -29,12 +29,12 @@ pub enum LoopRequest {
 /// The queue of the control loop, and the eventfd that wakes it.
 pub struct SubmissionQueue {
     requests: Mutex<Vec<LoopRequest>>,
-    scan_messages: Mutex<Vec<Message>>,
+    scan_messages: Mutex<Vec<ScanMessage>>,
     wake: OwnedFd,
 }
 
 /// A message from a scan: an item, or the end of the scan.
-pub enum Message {
+pub enum ScanMessage {
     ScanItem(ScanItem),
     ScanEnded,
 }
@@ -57,7 +57,7 @@ impl SubmissionQueue {
     }
 
     /// Queues messages of a scan and empties `messages`. While the queue is full, blocks for up to 10 s.
-    pub fn send_found(&self, messages: &mut Vec<Message>) {
+    pub fn send_scan_messages(&self, messages: &mut Vec<ScanMessage>) {
         let lock = || self.scan_messages.lock().unwrap_or_else(PoisonError::into_inner);
         let begun = Instant::now();
         while lock().len() >= MAX_SCAN_MESSAGES && begun.elapsed() < TIMEOUT {
@@ -71,13 +71,13 @@ impl SubmissionQueue {
         try_take_all(&self.requests)
     }
 
-    pub fn take_found(&self) -> Vec<Message> {
+    pub fn take_scan_messages(&self) -> Vec<ScanMessage> {
         try_take_all(&self.scan_messages)
     }
 
     /// Resets the waker. The control loop misses a message whose lock was busy, and takes it at its next
     /// periodic check, at most ten milliseconds later.
-    pub fn calm(&self) {
+    pub fn reset_waker(&self) {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }
 

@@ -11,7 +11,7 @@
 //! Standard output is the mount's root folder (the worker prints nothing). Standard input is a socket, which
 //! carries one request per file as a line of JSON, and the answers back.
 
-use crate::file_access::{self, FileAccess, Seen};
+use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::policy::Huge;
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Hierarchy;
@@ -249,7 +249,7 @@ fn examine_file(
     let folder = access.open_folder(Path::new(OsStr::from_bytes(&job.folder)))?;
     let name = OsStr::from_bytes(&job.name);
     let fd = file_access::open_file(&folder, name, OFlags::RDONLY)?;
-    let seen = file_access::look(&fd)?;
+    let seen = file_access::attributes(&fd)?;
     let mut reply = WorkerReply::default();
     if seen.inode != job.inode || !seen.is_file() {
         return Ok(reply);
@@ -270,7 +270,7 @@ fn examine_file(
         let Some(_slice) = TimeSlice::begin(share, &mut reply) else { return Ok(reply) };
         // The worker's descriptor would keep a deleted file's memory, and a process that uses the file must not
         // be delayed.
-        if file_access::look(&file)?.links == 0 {
+        if file_access::attributes(&file)?.links == 0 {
             return Ok(reply);
         }
         if !pages::is_alone(file.as_fd()) {
@@ -312,7 +312,7 @@ fn collapse(share: &mut CpuShare, file: &File, blocks: &[u64], reply: &mut Worke
     for at in blocks {
         let Some(_slice) = TimeSlice::begin(share, reply) else { return };
         // The worker's descriptor would keep the memory of a deleted file.
-        if file_access::look(file).map_or(0, |seen| seen.links) == 0 {
+        if file_access::attributes(file).map_or(0, |seen| seen.links) == 0 {
             return;
         }
         // A process that uses the file must not be delayed; the controller retries the file later.
@@ -343,7 +343,7 @@ struct Block {
 
 /// Returns the blocks of a file that have memory. Searches for each hole only once, since the kernel walks page
 /// by page while writers wait.
-fn blocks(file: &File, seen: &Seen) -> io::Result<Vec<Block>> {
+fn blocks(file: &File, seen: &FileAttributes) -> io::Result<Vec<Block>> {
     let (mut found, mut at): (Vec<Block>, u64) = (Vec::new(), 0);
     while at < seen.len_bytes {
         let start = match fs::seek(file, SeekFrom::Data(at)) {
@@ -439,7 +439,7 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
 fn free_zero_pages(
     folder: &OwnedFd,
     name: &OsStr,
-    seen: &Seen,
+    seen: &FileAttributes,
     block: &Range<u64>,
     reply: &mut WorkerReply,
 ) -> io::Result<()> {
@@ -455,7 +455,7 @@ fn free_zero_pages(
         return Ok(());
     }
     let file = File::from(fd);
-    let before = file_access::look(&file)?;
+    let before = file_access::attributes(&file)?;
     if before.inode != seen.inode || before.links == 0 || before.len_bytes < block.end {
         return Ok(());
     }
@@ -471,7 +471,7 @@ fn free_zero_pages(
         // be freed.
         fs::fallocate(&file, flags, run.start, run.end.next_multiple_of(page) - run.start)?;
     }
-    reply.freed_bytes += before.held_bytes.saturating_sub(file_access::look(&file)?.held_bytes);
+    reply.freed_bytes += before.held_bytes.saturating_sub(file_access::attributes(&file)?.held_bytes);
     // The contents have not changed, so the modification time is restored.
     let last_modification = Timespec { tv_sec: modified.st_mtime as _, tv_nsec: modified.st_mtime_nsec as _ };
     let last_access = Timespec { tv_sec: 0, tv_nsec: fs::UTIME_OMIT };
@@ -514,12 +514,12 @@ impl Worker {
         self.process.as_ref().map_or(0, Child::id)
     }
 
-    pub fn is_free(&self) -> bool {
+    pub fn can_accept_job(&self) -> bool {
         self.waiting.len() < MAX_WAITING
     }
 
     /// Returns the inode of the file that the worker is examining.
-    pub fn current(&self) -> Option<u64> {
+    pub fn current_inode(&self) -> Option<u64> {
         self.waiting.front().map(|(inode, _)| *inode)
     }
 
@@ -533,7 +533,7 @@ impl Worker {
     /// # Errors
     ///
     /// Errors of writing: the worker has ended.
-    pub fn give(&mut self, job: &WorkerJob) -> io::Result<()> {
+    pub fn send_job(&mut self, job: &WorkerJob) -> io::Result<()> {
         let mut line = serde_json::to_string(job).map_err(io::Error::other)?;
         line.push('\n');
         // A few short lines always fit into a socket's buffer.
@@ -547,7 +547,7 @@ impl Worker {
     /// # Errors
     ///
     /// `UnexpectedEof` if the worker has ended.
-    pub fn take(&mut self, done: &mut Vec<WorkerReply>) -> io::Result<()> {
+    pub fn take_replies(&mut self, done: &mut Vec<WorkerReply>) -> io::Result<()> {
         let mut bytes = [0; 4096];
         let end = loop {
             match self.socket.read(&mut bytes) {
@@ -611,12 +611,12 @@ mod tests {
         );
     }
 
-    fn file(write: impl Fn(&File)) -> Option<(tempfile::TempDir, File, Seen)> {
+    fn file(write: impl Fn(&File)) -> Option<(tempfile::TempDir, File, FileAttributes)> {
         let folder = tempfile::tempdir_in("/dev/shm").ok()?;
         let path = folder.path().join("file");
         let file = File::options().read(true).write(true).create_new(true).open(path).unwrap();
         write(&file);
-        let seen = file_access::look(&file).unwrap();
+        let seen = file_access::attributes(&file).unwrap();
         Some((folder, file, seen))
     }
 

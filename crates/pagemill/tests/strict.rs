@@ -66,10 +66,10 @@ extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc:
     match set_load_result(context, value) {
         Some(addr) if addr == told && info.si_signo == signal && info.si_code == code => {}
         Some(_) => drop(set_load_result(context, WRONG)),
-        // The fault was elsewhere: restores the default action, so that the next fault ends the process.
-        None => unsafe {
-            libc::signal(signal, libc::SIG_DFL);
-        },
+        None => {
+            // SAFETY: the fault was elsewhere: restores the default action, so that the next fault ends the process.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
     }
 }
 

@@ -113,7 +113,7 @@ fn invalid_ranges_are_rejected() {
     let bad = |addr, len| matches!(vrange(addr, len, Mode::Volatile, How::Full), Err(Error::BadRange { .. }));
     assert!(bad(area.addr + 1, page) && bad(area.addr, page - 1) && bad(usize::MAX - page + 1, 2 * page));
     assert_eq!(vrange(area.addr, 0, Mode::Volatile, How::Full).unwrap(), marked(0, false));
-    // Unmaps a page in the middle of the range.
+    // SAFETY: unmaps a page in the middle of the range, which nothing uses.
     unsafe { libc::munmap(area.page_ptr(8).cast(), page) };
     for mode in [Mode::Volatile, Mode::Nonvolatile] {
         let error = area.vrange(0, 16, mode, How::Full).unwrap_err();

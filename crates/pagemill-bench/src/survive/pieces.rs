@@ -247,7 +247,7 @@ fn run_newcomer(group: &Cgroup) -> Result<Outcome> {
     let own = child::own_executable()?.display().to_string();
     let mut line = vec![own, "__newcomer".to_owned()];
     line.extend(child::numeric_options(&[("--mib", NEWCOMER_MIB), ("--threads", NEWCOMER_THREADS)]));
-    let finished = start_in_group(&group, &line)?.finish(Duration::from_secs(60))?;
+    let finished = start_in_group(group, &line)?.finish(Duration::from_secs(60))?;
     child::classify("the newcomer's glibc", &finished)
 }
 

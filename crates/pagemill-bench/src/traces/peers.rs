@@ -2,11 +2,11 @@
 //!
 //! - LRU: evicts the least recently used page.
 //! - CLOCK: a ring of pages with reference bits. The clock hand clears set bits and evicts the first page without one.
-//! F. Corbato, 1968.
+//!   F. Corbato, 1968.
 //! - S3-FIFO: a small queue for a tenth of the pages, a main queue, and a ghost queue with as many entries as the main
-//! queue has room for. J. Yang and others, SOSP 2023, algorithm 1.
+//!   queue has room for. J. Yang and others, SOSP 2023, algorithm 1.
 //! - SIEVE: one queue. The hand moves from the oldest to the newest page, clears set bits, and evicts the first page
-//! without one. Pages that stay are not moved. Y. Zhang and others, NSDI 2024, algorithm 1.
+//!   without one. Pages that stay are not moved. Y. Zhang and others, NSDI 2024, algorithm 1.
 
 use std::collections::VecDeque;
 
