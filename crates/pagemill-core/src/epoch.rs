@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquir
 ///
 /// Only [`pin`] creates guards, because a guard of another collector would not protect the objects of this crate.
 ///
-/// Example: [`XArray`](crate::xarray::XArray).
+/// Example: `XArray` of `pagemill-xarray`.
 pub struct Guard(crossbeam_epoch::Guard);
 
 impl Guard {

@@ -6,7 +6,7 @@
 //! close to a limit, and while the last reading of usage is old. So a late control loop is outrun only by files that are
 //! already open.
 //!
-//! An open waits at most [`MAX_WAIT`]. It does not wait if purging cannot help. Other mounts, folders and files that are
+//! An open waits at most `MAX_WAIT`. It does not wait if purging cannot help. Other mounts, folders and files that are
 //! already open are not affected. Needs root; without it writers are not delayed.
 
 use pagemill_sys::open_permission::{DelayedOpen, OpenPermissions};

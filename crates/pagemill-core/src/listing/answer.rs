@@ -15,7 +15,7 @@ const EIO: i32 = 5;
 
 /// Writes lists of ranges, caches and slab caches of one Pagemill, and forwards commands.
 ///
-/// Example: [`List`](super::List).
+/// Example: [`Lister`].
 pub struct StatsResponder {
     listers: [OnceLock<&'static dyn Lister>; Subject::ALL.len()],
     control: &'static ControlEndpoint,

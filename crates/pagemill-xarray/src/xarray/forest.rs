@@ -52,7 +52,7 @@ pub unsafe trait Source: Sync {
     ///
     /// # Errors
     ///
-    /// As [`Nodes::take`].
+    /// [`NoAddresses`](pagemill_core::Error::NoAddresses), [`System`](pagemill_core::Error::System).
     fn take(&self) -> Result<usize>;
 
     /// Frees a node.
