@@ -53,6 +53,8 @@ pub struct Line {
     pub name: String,
     pub limit_bytes: u64,
     pub used_bytes: u64,
+    /// The part of the usage that cannot be purged.
+    pub fixed_bytes: u64,
     pub mark_bytes: u64,
 }
 
@@ -87,8 +89,9 @@ impl Budget {
         held: impl Fn(Bound) -> u64,
     ) -> Self {
         let line = |bound, name: &str, limit_bytes: u64, used_bytes: u64| {
-            let mark_bytes = margins.mark_bytes(bound, limit_bytes, used_bytes.saturating_sub(held(bound)));
-            Line { bound, name: name.to_owned(), limit_bytes, used_bytes, mark_bytes }
+            let fixed_bytes = used_bytes.saturating_sub(held(bound));
+            let mark_bytes = margins.mark_bytes(bound, limit_bytes, fixed_bytes);
+            Line { bound, name: name.to_owned(), limit_bytes, used_bytes, fixed_bytes, mark_bytes }
         };
         let mut lines = vec![line(Bound::Size, "size", size_bytes, fill.used_bytes)];
         let mut headroom = u64::MAX;
@@ -108,6 +111,7 @@ impl Budget {
                 name: "machine".into(),
                 limit_bytes: total_bytes,
                 used_bytes,
+                fixed_bytes: used_bytes.saturating_sub(held(Bound::Machine)),
                 mark_bytes,
             });
             headroom = headroom.min(available_bytes.saturating_sub(kept_bytes / 2));
@@ -123,15 +127,20 @@ impl Budget {
         self.lines.iter().map(Line::room_bytes).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns the smallest distance between usage and a limit.
-    pub fn room_to_limit_bytes(&self) -> u64 {
-        self.lines.iter().map(|line| line.limit_bytes.saturating_sub(line.used_bytes)).min().unwrap_or(u64::MAX)
+    /// Returns the smallest distance between usage and a limit, except these limits.
+    pub fn room_to_limit_bytes(&self, except: &[Bound]) -> u64 {
+        let lines = self.lines.iter().filter(|line| !except.contains(&line.bound));
+        lines.map(|line| line.limit_bytes.saturating_sub(line.used_bytes)).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns whether usage has consumed a quarter of the distance between a mark and its limit, so that opens must
-    /// wait if writers are fast.
-    pub fn is_far_above_marks(&self) -> bool {
-        self.lines.iter().any(|line| line.excess_bytes() > line.limit_bytes.saturating_sub(line.mark_bytes) / 4)
+    /// Returns whether usage is so far above a mark that opens must wait if writers are fast: by a quarter of the distance
+    /// between the mark and the limit. Ignores these limits, and those where the memory that cannot be purged alone is as
+    /// much.
+    pub fn is_close_to_limit(&self, except: &[Bound]) -> bool {
+        self.lines.iter().filter(|line| !except.contains(&line.bound)).any(|line| {
+            let threshold_bytes = line.mark_bytes + line.limit_bytes.saturating_sub(line.mark_bytes) / 4;
+            line.used_bytes > threshold_bytes && line.fixed_bytes <= threshold_bytes
+        })
     }
 
     /// Returns how long the room lasts at the fastest rate.
@@ -222,12 +231,18 @@ mod tests {
         assert_eq!((budget.room_bytes(), budget.pause()), (0, SHORTEST_PAUSE));
     }
 
-    /// Opens wait from a quarter of the way between the mark and the limit: 384 + 32 MiB of 512.
+    /// Opens wait from a quarter of the way between the mark and the limit (384 + 32 MiB of 512), but not if nothing can be
+    /// purged for that limit.
     #[test]
     fn opens_wait_close_to_a_limit() {
-        let budget = |used| Budget::new(8192 * MIB, fill(8192, 400), &[group(512, used)], None, PREFERRED, NOTHING);
-        assert_eq!([300, 416, 417].map(|used| budget(used).is_far_above_marks()), [false, false, true]);
-        assert_eq!([300, 500, 520].map(|used| budget(used).room_to_limit_bytes() / MIB), [212, 12, 0]);
+        let budget = |used: u64, held: u64| {
+            Budget::new(8192 * MIB, fill(8192, 400), &[group(512, used)], None, PREFERRED, |_| held * MIB)
+        };
+        let is_close = |used, held, except: &[Bound]| budget(used, held).is_close_to_limit(except);
+        assert_eq!([300, 416, 417].map(|used| is_close(used, 100, &[])), [false, false, true]);
+        assert!(!is_close(417, 100, &[Bound::Group(3)]) && !is_close(450, 10, &[]) && is_close(450, 40, &[]));
+        assert_eq!([300, 500, 520].map(|used| budget(used, 0).room_to_limit_bytes(&[]) / MIB), [212, 12, 0]);
+        assert_eq!(budget(500, 0).room_to_limit_bytes(&[Bound::Group(3)]) / MIB, 7792);
     }
 
     /// A group with next to nothing here does not limit the size; its volatile files are purged nevertheless.

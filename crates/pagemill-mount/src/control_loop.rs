@@ -17,6 +17,7 @@ use crate::submissions::{LoopRequest, ScanMessage, SubmissionQueue};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
 use pagemill_sys::fanotify::{Event, Listener};
+use pagemill_sys::open_permission::OpenPermissions;
 use pagemill_sys::thread;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::time::{ClockId, clock_gettime};
@@ -24,6 +25,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -115,6 +117,7 @@ pub struct ControlLoop {
     fill: FileSystemUsage,
     rate_limiter: RateLimiter,
     duty: Duty,
+    /// `None` where the kernel cannot delay opens.
     throttle: Option<OpenThrottle>,
     machine: Option<(Machine, Instant)>,
     is_preferred: bool,
@@ -126,8 +129,8 @@ pub struct ControlLoop {
     backlog: VecDeque<ScanMessage>,
     scanning: Scanning,
     closes: Closes,
-    /// The last check had to purge, and found no volatile file.
-    is_blocked: bool,
+    /// The limits for which the last look had to purge and found nothing.
+    blocked: Vec<Bound>,
     /// A group that has not been identified may be writing.
     has_suspects: bool,
     drained: Instant,
@@ -170,7 +173,7 @@ impl ControlLoop {
             fill,
             rate_limiter: RateLimiter::new(fill.used_bytes, now),
             duty: Duty::default(),
-            throttle: OpenThrottle::new().ok(),
+            throttle: None,
             machine: None,
             is_preferred: false,
             grown: (fill.used_bytes, now),
@@ -179,7 +182,7 @@ impl ControlLoop {
             backlog: VecDeque::new(),
             scanning: Scanning::new(fill),
             closes: Closes::new(now),
-            is_blocked: false,
+            blocked: Vec::new(),
             has_suspects: false,
             drained: now,
             has_events: false,
@@ -194,8 +197,17 @@ impl ControlLoop {
         };
         scan::scan(&control_loop.access, &AtomicBool::new(true), |found| control_loop.table.record_scan_item(found))?;
         control_loop.table.counts.scans = 1;
+        control_loop.throttle = control_loop.can_delay_opens().then(OpenThrottle::default);
         control_loop.look();
         Ok(control_loop)
+    }
+
+    /// Returns whether opens may be delayed. Only root can, and not if the worker's program is a file of this mount: the
+    /// new process would wait for a controller that may have been killed.
+    fn can_delay_opens(&self) -> bool {
+        let program = self.settings.worker.first().and_then(|program| std::fs::metadata(program).ok());
+        let is_elsewhere = program.is_none_or(|program| program.dev() != self.access.device());
+        is_elsewhere && OpenPermissions::new().is_ok()
     }
 
     /// Returns the queue through which other threads reach the control loop.
@@ -214,7 +226,12 @@ impl ControlLoop {
             self.take_scan_messages();
             for request in self.submissions.take_requests() {
                 match request {
-                    LoopRequest::Stop => return,
+                    LoopRequest::Stop => {
+                        if let Some(mut throttle) = self.throttle.take() {
+                            throttle.end(self.access.root());
+                        }
+                        return;
+                    }
                     LoopRequest::Status(reply) => drop(reply.send(self.status())),
                     LoopRequest::Purge(left_bytes, reply) => {
                         let (now, began_ns) = (Instant::now(), now_ns());
@@ -235,7 +252,7 @@ impl ControlLoop {
             self.work_on_purges();
             let is_asked = self.purges.iter().any(|purge| purge.scans.is_some());
             let is_wanted = std::mem::take(&mut self.table.wants_scan);
-            self.scanning.hurry(is_asked || self.is_blocked);
+            self.scanning.hurry(is_asked || !self.blocked.is_empty());
             self.scanning.start_if_due(&self.access, &self.submissions, is_wanted, is_asked);
             self.table.work_on_pages();
             self.wait();
@@ -387,48 +404,49 @@ impl ControlLoop {
                 self.budget.lines.iter().filter(|line| line.excess_bytes() > 0 && !blocked.contains(&line.bound));
             let Some(line) = over.max_by_key(|line| line.excess_bytes()).cloned() else { break };
             let freed = self.purge_for(&line);
-            if freed == 0 {
+            if freed.is_none() {
                 blocked.push(line.bound);
                 // A scan may find new marks, or a name that had no folder.
                 self.table.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
-                is_behind = freed > 0;
+                is_behind = freed.is_some_and(|bytes| bytes > 0);
                 break;
             }
         }
-        self.table.counts.nothing_to_purge += u64::from(!blocked.is_empty() && !self.is_blocked);
-        self.is_blocked = !blocked.is_empty();
+        self.table.counts.nothing_to_purge += u64::from(!blocked.is_empty() && self.blocked.is_empty());
+        let is_blocked = !blocked.is_empty();
+        self.blocked = blocked;
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
         // At most half of a CPU, however many limits there are. Only CPU time counts: a wait for a lock or for the CPU
         // has already delayed this thread.
         let worked = processor_time().saturating_sub(worked);
-        let pause = self.pause(!blocked.is_empty());
+        let pause = self.pause(is_blocked);
         let next = self.duty.next_look(self.sampled, Instant::now(), pause, worked);
         // A purge that is not finished does not pause, because a writer on another CPU does not either.
         self.look_at = if is_behind { Instant::now() } else { next };
         self.allow_opens_until(self.look_at + LATE);
     }
 
-    /// Turns delays of opens on while writers are fast and something can be purged.
+    /// Delays opens while writers are fast, if something can be purged for a limit that they may reach.
     fn throttle_opens(&mut self) {
         let fast_bytes = self.rate_limiter.lately_foreseen_bytes().saturating_mul(FAST_TIMES);
-        let can_purge = !self.is_blocked && self.table.index.count() > 0;
-        let has_fast_writers = can_purge && fast_bytes >= self.budget.room_to_limit_bytes();
+        let room_bytes = self.budget.room_to_limit_bytes(&self.blocked);
+        let has_fast_writers = self.table.index.count() > 0 && fast_bytes > 0 && fast_bytes >= room_bytes;
         let Some(throttle) = &mut self.throttle else { return };
-        if let Err(error) = throttle.set_active(self.access.root(), has_fast_writers, self.sampled) {
+        if let Err(error) = throttle.update(self.access.root(), has_fast_writers, self.sampled) {
             say(&format!("the kernel does not delay opens ({error}): a fast writer may find the file system full"));
+            throttle.end(self.access.root());
             self.throttle = None;
         }
         self.allow_opens_until(self.sampled + READING_LASTS);
     }
 
-    /// Allows opens until this time, unless usage is close to a limit and purging helps.
+    /// Allows opens until this time, unless usage is close to a limit for which files can be purged.
     fn allow_opens_until(&self, until: Instant) {
-        let Some(throttle) = self.throttle.as_ref().filter(|throttle| throttle.is_active()) else { return };
-        let must_wait = self.budget.is_far_above_marks() && !self.is_blocked;
-        throttle.allow_until(if must_wait { self.started } else { until });
+        let Some(throttle) = &self.throttle else { return };
+        throttle.allow_until(if self.budget.is_close_to_limit(&self.blocked) { self.started } else { until });
     }
 
     fn used_of_groups(&self) -> u64 {
@@ -466,8 +484,8 @@ impl ControlLoop {
         self.sampled = Instant::now();
         self.fill = self.access.usage().unwrap_or(self.fill);
         if self.table.groups.list_suspects_if_due() {
-            let device = self.access.device();
-            self.table.groups.renew_writers(|folders, from| openfiles::charged_memory(device, folders, from));
+            let access = self.access.clone();
+            self.table.groups.renew_writers(|folders, from| openfiles::charged_memory(&access, folders, from));
         }
         self.find_writers();
         self.learned = self.table.groups.learned();
@@ -496,16 +514,16 @@ impl ControlLoop {
     fn find_writers(&mut self) {
         let (used, at) = self.grown;
         if self.fill.used_bytes >= used.saturating_add(GROWN_BYTES) && at.elapsed() >= GROWN_PAUSE {
-            let device = self.access.device();
-            let charged = |folders: &[String], from| openfiles::charged_memory(device, folders, from);
+            let access = self.access.clone();
+            let charged = |folders: &[String], from| openfiles::charged_memory(&access, folders, from);
             self.has_suspects = self.table.groups.find_writers(charged);
             self.grown = (self.fill.used_bytes, Instant::now());
         }
         self.grown.0 = self.grown.0.min(self.fill.used_bytes);
     }
 
-    /// Purges for a limit within one slice. Returns the bytes freed.
-    fn purge_for(&mut self, line: &Line) -> u64 {
+    /// Purges for a limit within one slice. Returns the bytes freed; `None` if no file that may be purged is left.
+    fn purge_for(&mut self, line: &Line) -> Option<u64> {
         let (begun, began_ns, mut freed) = (Instant::now(), now_ns(), 0);
         while freed < line.excess_bytes() && begun.elapsed() < SLICE {
             match self.table.purge_one(line.bound.group(), line.excess_bytes() - freed, began_ns) {
@@ -513,10 +531,10 @@ impl ControlLoop {
                     self.rate_limiter.freed(bytes);
                     freed += bytes;
                 }
-                None => break,
+                None => return (freed > 0).then_some(freed),
             }
         }
-        freed
+        Some(freed)
     }
 
     /// Continues the purges that [`LoopRequest::Purge`] requested, for one time slice.

@@ -2,109 +2,111 @@
 //!
 //! A writer at full speed fills the distance between a mark and its limit in some ten milliseconds. The control loop can
 //! be late by more than that, for example when a hypervisor runs other guests on its CPU. The writer would then get
-//! ENOSPC. While such writers are active, the kernel asks this module before each open. An open waits while usage is
-//! close to a limit, and while the last reading of usage is old. So a late control loop is outrun only by files that are
-//! already open.
+//! `ENOSPC`. While such writers are active, the kernel asks this module before each open of a file. An open waits while
+//! usage is close to a limit, and while the last reading of usage is old. So a late control loop is outrun only by files
+//! that are already open.
 //!
-//! An open waits at most `MAX_WAIT`. It does not wait if purging cannot help. Other mounts, folders and files that are
-//! already open are not affected. Needs root; without it writers are not delayed.
+//! An open waits at most `MAX_WAIT`, and not if purging cannot help. Folders, other file systems and files that are
+//! already open are not affected. The throttle needs root; without it opens are not delayed.
+//!
+//! The kernel opens each file for the listener too, which can block: a process may hold a lease on it. The listener is
+//! then ended, which allows all opens, and a new one starts later.
 
 use pagemill_sys::open_permission::{DelayedOpen, OpenPermissions};
-use pagemill_sys::{task, thread};
+use pagemill_sys::task;
+use pagemill_sys::thread::{self, Interrupter};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Maximum delay of one open, and maximum number of delayed opens. Each holds a descriptor.
+/// Maximum delay of one open.
 const MAX_WAIT: Duration = Duration::from_millis(500);
+
+/// Maximum number of delayed opens. Each holds a descriptor.
 const MAX_DELAYED: usize = 256;
 
 /// The throttle stays active this long after writers were last fast enough.
 const ACTIVE_LASTS: Duration = Duration::from_secs(1);
 
-/// The kernel opens each file for the listener, too, which breaks a lease that another process holds on it. That can take
-/// as long as `fs.lease-break-time`, and all other delayed opens wait meanwhile. So after `STUCK` of it the throttle turns
-/// off for a while.
-const STUCK: Duration = Duration::from_secs(1);
-const OFF_AFTER_STUCK: Duration = Duration::from_secs(60);
+/// A listener is ended after it has blocked this long in one open, or in several since the throttle became active. The
+/// next one starts after `RESTART_PAUSE`.
+const MAX_BLOCKED: Duration = Duration::from_millis(50);
+const MAX_BLOCKED_IN_ALL: Duration = Duration::from_millis(200);
+const RESTART_PAUSE: Duration = Duration::from_secs(10);
 
-/// Delays opens of one file system. Dropping it allows all.
+/// Reading an event takes microseconds. Longer reads count as blocked.
+const BLOCKED_READ: Duration = Duration::from_millis(2);
+
+/// The listener's thread has real-time priority, so it pauses as long after each such time of work.
+const WORK_SLICE: Duration = Duration::from_millis(1);
+
+/// Delays opens of one file system. Dropping the value allows all.
 pub struct OpenThrottle {
-    shared: Arc<Shared>,
+    /// `None` until the first fast writer, and for a while after a listener was ended.
+    listener: Option<Listener>,
+    start_at: Option<Instant>,
+    max_wait: Duration,
     active_until: Option<Instant>,
-    /// The thread was stuck: no delays before this time.
-    off_until: Option<Instant>,
+    /// Delayed opens of listeners that have ended.
+    delayed_before: u64,
 }
 
-const NOT_READING: u64 = u64::MAX;
-
-struct Shared {
-    permissions: Arc<OpenPermissions>,
-    created: Instant,
-    /// Opens are allowed until this time, in nanoseconds since `created`.
-    allowed_until_ns: AtomicU64,
-    /// Number of opens that wait now, and of all that waited.
-    waiting: AtomicUsize,
-    /// When the thread began to read events, in nanoseconds since `created`; `NOT_READING` at other times.
-    reading_since_ns: AtomicU64,
-    total: AtomicU64,
-    is_stopped: AtomicBool,
-    wake: OwnedFd,
+impl Default for OpenThrottle {
+    fn default() -> Self {
+        Self { listener: None, start_at: None, max_wait: MAX_WAIT, active_until: None, delayed_before: 0 }
+    }
 }
 
 impl OpenThrottle {
-    /// Starts the thread that answers the kernel. Delays nothing yet.
+    /// Activates the throttle while writers are fast, and deactivates it a second later. `root` is open in the
+    /// controller's private mount, whose opens are never delayed.
     ///
     /// # Errors
     ///
-    /// `EPERM` without CAP_SYS_ADMIN; `EINVAL` without support in the kernel; errors of starting a thread.
-    pub fn new() -> io::Result<Self> {
-        let shared = Arc::new(Shared {
-            permissions: OpenPermissions::new()?,
-            created: Instant::now(),
-            allowed_until_ns: AtomicU64::new(0),
-            waiting: AtomicUsize::new(0),
-            reading_since_ns: AtomicU64::new(NOT_READING),
-            total: AtomicU64::new(0),
-            is_stopped: AtomicBool::new(false),
-            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-        });
-        let for_thread = shared.clone();
-        task::spawn(c"opens", move || for_thread.answer_opens())?;
-        Ok(Self { shared, active_until: None, off_until: None })
-    }
-
-    /// Turns the throttle on if writers are fast, and off a second after they were. `root` is the controller's private
-    /// mount, whose opens are never delayed.
-    ///
-    /// # Errors
-    ///
-    /// Errors of `fanotify_mark`. Then nothing is delayed.
-    pub fn set_active(&mut self, root: BorrowedFd<'_>, has_fast_writers: bool, now: Instant) -> io::Result<()> {
-        if self.shared.is_stuck() {
-            self.off_until = Some(now + OFF_AFTER_STUCK);
+    /// `EPERM` without CAP_SYS_ADMIN; `EINVAL` without support in the kernel; other errors of `fanotify_mark` and of
+    /// starting a thread. Nothing is delayed then.
+    pub fn update(&mut self, root: BorrowedFd<'_>, has_fast_writers: bool, now: Instant) -> io::Result<()> {
+        if self.listener.as_ref().is_some_and(|listener| listener.shared.has_failed()) {
+            self.end(root);
+            self.start_at = Some(now + RESTART_PAUSE);
         }
-        if self.off_until.is_some_and(|until| now < until) {
-            self.deactivate(root, now);
-        } else if has_fast_writers {
+        if has_fast_writers && self.start_at.is_none_or(|start_at| start_at <= now) {
+            let listener = match &mut self.listener {
+                Some(listener) => listener,
+                None => self.listener.insert(Listener::start(self.max_wait)?),
+            };
             if self.active_until.is_none() {
-                self.shared.permissions.start(root)?;
+                listener.shared.blocked_ns.store(0, Relaxed);
+                listener.shared.permissions.start(root)?;
             }
             self.active_until = Some(now + ACTIVE_LASTS);
         } else if self.active_until.is_some_and(|until| until <= now) {
-            self.deactivate(root, now);
+            self.active_until = None;
+            if let Some(Listener { shared }) = &self.listener {
+                shared.permissions.stop(root);
+                shared.allow_until(now + self.max_wait);
+            }
         }
         Ok(())
     }
 
-    fn deactivate(&mut self, root: BorrowedFd<'_>, now: Instant) {
-        if self.active_until.take().is_some() {
-            self.shared.permissions.stop(root);
-            self.shared.allow_until(now + MAX_WAIT);
+    /// Ends the listener: allows all opens, until the next [`Self::update`].
+    pub fn end(&mut self, root: BorrowedFd<'_>) {
+        if let Some(listener) = self.listener.take() {
+            listener.shared.permissions.stop(root);
+            self.delayed_before += listener.shared.delayed.load(Relaxed);
+        }
+        self.active_until = None;
+    }
+
+    /// Allows opens until this time. A time in the past delays them from now on.
+    pub fn allow_until(&self, until: Instant) {
+        if let Some(Listener { shared }) = self.listener.as_ref().filter(|_| self.is_active()) {
+            shared.allow_until(until);
         }
     }
 
@@ -112,90 +114,171 @@ impl OpenThrottle {
         self.active_until.is_some()
     }
 
-    /// Allows opens until this time; a time in the past delays them from now on.
-    pub fn allow_until(&self, until: Instant) {
-        self.shared.allow_until(until);
-    }
-
     /// Returns how many opens have waited.
     pub fn delayed_opens(&self) -> u64 {
-        self.shared.total.load(Relaxed)
+        self.delayed_before + self.listener.as_ref().map_or(0, |listener| listener.shared.delayed.load(Relaxed))
     }
 }
 
-impl Drop for OpenThrottle {
+/// The thread that answers the kernel. Dropping the value ends it.
+struct Listener {
+    shared: Arc<Shared>,
+}
+
+impl Listener {
+    fn start(max_wait: Duration) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            permissions: OpenPermissions::new()?,
+            max_wait,
+            created: Instant::now(),
+            allowed_until_ns: AtomicU64::new(0),
+            waiting: AtomicUsize::new(0),
+            delayed: AtomicU64::new(0),
+            reading_since_ns: AtomicU64::new(NOT_READING),
+            blocked_ns: AtomicU64::new(0),
+            has_read_error: AtomicBool::new(false),
+            is_stopped: AtomicBool::new(false),
+            has_ended: AtomicBool::new(false),
+            interrupter: OnceLock::new(),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        });
+        let for_thread = shared.clone();
+        task::spawn(c"opens", move || {
+            for_thread.answer_opens();
+            for_thread.has_ended.store(true, SeqCst);
+        })?;
+        Ok(Self { shared })
+    }
+}
+
+impl Drop for Listener {
+    /// Waits a short time until the thread has ended, since only then the kernel allows the opens in its queue.
     fn drop(&mut self) {
         self.shared.is_stopped.store(true, SeqCst);
         self.shared.wake();
+        // A signal that arrives just before a blocking call is lost, so it is sent again.
+        for _ in 0..50 {
+            if self.shared.has_ended.load(SeqCst) {
+                return;
+            }
+            if let Some(interrupter) = self.shared.interrupter.get() {
+                interrupter.interrupt();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
+/// Value of `reading_since_ns` while no read is in progress.
+const NOT_READING: u64 = u64::MAX;
+
+/// State of a listener, shared by its thread and the control loop. Times are in nanoseconds since `created`.
+struct Shared {
+    permissions: Arc<OpenPermissions>,
+    max_wait: Duration,
+    created: Instant,
+    /// Opens are allowed until this time.
+    allowed_until_ns: AtomicU64,
+    /// Number of opens that wait now.
+    waiting: AtomicUsize,
+    /// Number of opens that have waited.
+    delayed: AtomicU64,
+    /// When the thread began to read an event.
+    reading_since_ns: AtomicU64,
+    /// Total time of the reads that blocked.
+    blocked_ns: AtomicU64,
+    has_read_error: AtomicBool,
+    is_stopped: AtomicBool,
+    has_ended: AtomicBool,
+    interrupter: OnceLock<Interrupter>,
+    wake: OwnedFd,
+}
+
 impl Shared {
+    fn now_ns(&self) -> u64 {
+        self.created.elapsed().as_nanos() as u64
+    }
+
     fn allow_until(&self, until: Instant) {
         let until_ns = until.saturating_duration_since(self.created).as_nanos() as u64;
         self.allowed_until_ns.store(until_ns, SeqCst);
-        // The thread stores the number and then checks the time again, so one of the two sees the other's store.
+        // The thread stores `waiting` and then reads the time again, so at least one of the two sees the other's store.
         if self.waiting.load(SeqCst) > 0 && self.is_allowed() {
             self.wake();
         }
     }
 
     fn is_allowed(&self) -> bool {
-        let now_ns = self.created.elapsed().as_nanos() as u64;
-        self.allowed_until_ns.load(SeqCst) > now_ns || self.is_stopped.load(SeqCst)
+        self.allowed_until_ns.load(SeqCst) > self.now_ns()
     }
 
-    fn is_stuck(&self) -> bool {
-        let since_ns = self.reading_since_ns.load(Relaxed);
-        self.created.elapsed().saturating_sub(Duration::from_nanos(since_ns)) > STUCK
+    /// Returns whether the listener must be ended, because it blocks or fails to read.
+    fn has_failed(&self) -> bool {
+        let reading_ns = self.now_ns().saturating_sub(self.reading_since_ns.load(Relaxed));
+        Duration::from_nanos(reading_ns) > MAX_BLOCKED
+            || Duration::from_nanos(self.blocked_ns.load(Relaxed)) > MAX_BLOCKED_IN_ALL
+            || self.has_read_error.load(Relaxed)
     }
 
-    fn read(&self) -> io::Result<Vec<DelayedOpen>> {
-        self.reading_since_ns.store(self.created.elapsed().as_nanos() as u64, Relaxed);
-        let opens = self.permissions.read();
+    /// Reads the next event. On an error the kernel has refused an open, so the control loop must end the listener.
+    fn read(&self) -> Option<DelayedOpen> {
+        let begun_ns = self.now_ns();
+        self.reading_since_ns.store(begun_ns, Relaxed);
+        let open = self.permissions.read();
         self.reading_since_ns.store(NOT_READING, Relaxed);
-        opens
+        let took_ns = self.now_ns() - begun_ns;
+        if Duration::from_nanos(took_ns) > BLOCKED_READ {
+            self.blocked_ns.fetch_add(took_ns, Relaxed);
+        }
+        self.has_read_error.fetch_or(open.is_err(), Relaxed);
+        open.ok().flatten()
     }
 
     fn wake(&self) {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Answers opens until the throttle is dropped. Must open no file itself: that open would wait for this thread.
+    /// Answers opens until the listener is stopped or fails. Must open no file itself: that open would wait for this
+    /// thread.
     fn answer_opens(&self) {
         thread::prefer();
+        let _ = self.interrupter.set(Interrupter::of_this_thread());
+        // Each open and the time at which it is allowed at the latest.
         let mut waiting: VecDeque<(Instant, DelayedOpen)> = VecDeque::new();
-        while !self.is_stopped.load(SeqCst) {
-            let Ok(new) = self.read() else {
-                // Without descriptors the kernel refuses opens, so none may be delayed.
-                waiting.clear();
-                std::thread::sleep(Duration::from_millis(1));
-                continue;
-            };
+        let mut working_since = Instant::now();
+        while !self.is_stopped.load(SeqCst) && !self.has_read_error.load(Relaxed) {
+            let open = self.read();
             let now = Instant::now();
-            let (is_idle, is_allowed) = (new.is_empty(), self.is_allowed());
-            let before = waiting.len();
-            waiting.extend(new.into_iter().filter(|_| !is_allowed).map(|open| (now, open)));
-            self.total.fetch_add((waiting.len() - before) as u64, Relaxed);
+            let is_idle = open.is_none();
+            if let Some(open) = open
+                && !self.is_allowed()
+            {
+                waiting.push_back((now + self.max_wait, open));
+                self.delayed.fetch_add(1, Relaxed);
+            }
             self.waiting.store(waiting.len(), SeqCst);
             if self.is_allowed() {
                 waiting.clear();
             }
-            while waiting.front().is_some_and(|(since, _)| waiting.len() > MAX_DELAYED || *since + MAX_WAIT <= now) {
+            while waiting.front().is_some_and(|(until, _)| waiting.len() > MAX_DELAYED || *until <= now) {
                 waiting.pop_front();
             }
             self.waiting.store(waiting.len(), SeqCst);
             if is_idle {
-                self.wait(waiting.front().map(|(since, _)| *since + MAX_WAIT));
+                self.wait(waiting.front().map(|(until, _)| *until));
+                working_since = Instant::now();
+            } else if working_since.elapsed() > WORK_SLICE {
+                std::thread::sleep(WORK_SLICE);
+                working_since = Instant::now();
             }
         }
     }
 
-    /// Sleeps until an open arrives, the control loop allows opens, or the time has come.
+    /// Sleeps until an open arrives, the control loop wakes this thread, or the time is over.
     fn wait(&self, until: Option<Instant>) {
         let timeout = until.map(|until| {
-            let left = until.saturating_duration_since(Instant::now());
-            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+            let pause = until.saturating_duration_since(Instant::now());
+            Timespec { tv_sec: pause.as_secs() as i64, tv_nsec: i64::from(pause.subsec_nanos()) }
         });
         let mut polled = [
             PollFd::from_borrowed_fd(self.permissions.as_fd(), PollFlags::IN),
@@ -249,28 +332,49 @@ mod tests {
         }
     }
 
-    /// While a lease that another process holds keeps the thread from reading, the throttle is off.
+    /// A throttle that never allows an open by its own time limit, active on a new tmpfs; or the reason why there is none.
+    fn active_throttle(max_wait: Duration) -> Result<(OpenThrottle, Ram, FileAccess), String> {
+        let ram = Ram::new().ok_or("no right to mount")?;
+        let access = FileAccess::open(ram.0.path()).map_err(|error| error.to_string())?;
+        let mut throttle = OpenThrottle { max_wait, ..OpenThrottle::default() };
+        throttle.update(access.root(), true, Instant::now()).map_err(|error| error.to_string())?;
+        Ok((throttle, ram, access))
+    }
+
+    /// Another process holds a lease on a file while it is opened, so the listener blocks. The opens of all other files
+    /// must go on, those that are queued behind it too, and the throttle must start again later.
     #[test]
     fn a_lease_does_not_stop_other_opens() {
-        let Ok(mut throttle) = OpenThrottle::new() else { return println!("skipped: no permission events") };
-        let Some(ram) = Ram::new() else { return println!("skipped: no right to mount") };
-        let access = FileAccess::open(ram.0.path()).unwrap();
+        let (mut throttle, ram, access) = match active_throttle(LONG) {
+            Ok(parts) => parts,
+            Err(why) => return println!("skipped: {why}"),
+        };
+        throttle.allow_until(Instant::now() + 10 * LONG);
+        let other = ram.0.path().join("other");
+        std::fs::write(&other, b"x").unwrap();
         let holder = File::options().read(true).write(true).open(ram.path()).unwrap();
         if pagemill_sys::pages::take_lease(holder.as_fd()).is_err() {
             return println!("skipped: no lease");
         }
-        if let Err(error) = throttle.set_active(access.root(), true, Instant::now()) {
-            return println!("skipped: {error}");
-        }
-        let delayed = ram.open();
+        let path = ram.path();
+        let leased = spawn(move || drop(File::open(path)));
+        let shared = throttle.listener.as_ref().unwrap().shared.clone();
+        wait_until(|| shared.has_failed());
+        assert!(!leased.is_finished());
+        // It waits in the listener's queue.
+        let queued = spawn(move || File::open(other).map(drop));
+        let begun = Instant::now();
         wait_until(|| {
-            throttle.set_active(access.root(), true, Instant::now()).unwrap();
+            throttle.update(access.root(), true, begun).unwrap();
             !throttle.is_active()
         });
-        assert!(!delayed.is_finished(), "the lease is held");
-        std::fs::write(ram.0.path().join("other"), b"x").unwrap();
+        queued.join().unwrap().unwrap();
         drop(holder);
-        delayed.join().unwrap();
+        leased.join().unwrap();
+        throttle.update(access.root(), true, begun).unwrap();
+        assert!(!throttle.is_active());
+        throttle.update(access.root(), true, begun + RESTART_PAUSE).unwrap();
+        assert!(throttle.is_active());
     }
 
     fn wait_until(mut is_so: impl FnMut() -> bool) {
@@ -281,42 +385,51 @@ mod tests {
         }
     }
 
-    /// While the throttle is active, an open waits until opens are allowed, until its time limit, or until the throttle
-    /// is dropped. Otherwise it does not wait.
+    /// While the throttle is active, an open waits until opens are allowed, or the throttle ends. Otherwise it does not
+    /// wait. Opens have no time limit here, so a lost wake-up would be noticed.
     #[test]
     fn opens_wait_for_the_control_loop() {
-        let Ok(mut throttle) = OpenThrottle::new() else { return println!("skipped: no permission events") };
-        let Some(ram) = Ram::new() else { return println!("skipped: no right to mount") };
-        let access = FileAccess::open(ram.0.path()).unwrap();
+        let (mut throttle, ram, access) = match active_throttle(10 * LONG) {
+            Ok(parts) => parts,
+            Err(why) => return println!("skipped: {why}"),
+        };
         let start = Instant::now();
-        if let Err(error) = throttle.set_active(access.root(), true, start) {
-            return println!("skipped: {error}");
-        }
-        assert!(throttle.is_active());
-        throttle.allow_until(start + 2 * LONG);
+        throttle.allow_until(start + 10 * LONG);
         ram.open().join().unwrap();
         assert_eq!(throttle.delayed_opens(), 0);
-        throttle.allow_until(start);
-        let delayed = ram.open();
-        wait_until(|| throttle.delayed_opens() == 1);
-        throttle.allow_until(start + 2 * LONG);
-        delayed.join().unwrap();
-        throttle.allow_until(start);
-        let took = ram.open().join().unwrap();
-        assert!(took >= MAX_WAIT / 2 && throttle.delayed_opens() == 2, "the time limit: {took:?}");
-        // Still active, since writers were fast a moment ago; later not.
-        throttle.set_active(access.root(), false, start).unwrap();
+        for round in 1..=20 {
+            throttle.allow_until(start);
+            let delayed = ram.open();
+            wait_until(|| throttle.delayed_opens() == round);
+            assert!(!delayed.is_finished());
+            throttle.allow_until(start + 10 * LONG);
+            delayed.join().unwrap();
+        }
+        // Writers were fast a moment ago: the throttle stays active until a second later.
+        throttle.update(access.root(), false, start).unwrap();
         assert!(throttle.is_active());
-        throttle.set_active(access.root(), false, start + ACTIVE_LASTS).unwrap();
+        throttle.update(access.root(), false, start + 2 * ACTIVE_LASTS + LONG).unwrap();
         assert!(!throttle.is_active());
-        throttle.allow_until(start);
         ram.open().join().unwrap();
-        assert_eq!(throttle.delayed_opens(), 2);
-        throttle.set_active(access.root(), true, Instant::now()).unwrap();
+        assert_eq!(throttle.delayed_opens(), 20);
+        throttle.update(access.root(), true, Instant::now()).unwrap();
         throttle.allow_until(start);
         let delayed = [(); 8].map(|()| ram.open());
-        wait_until(|| throttle.delayed_opens() > 2);
-        drop(throttle);
+        wait_until(|| throttle.delayed_opens() == 28);
+        throttle.end(access.root());
         delayed.into_iter().for_each(|open| _ = open.join().unwrap());
+        assert!(!throttle.is_active() && throttle.delayed_opens() == 28);
+    }
+
+    /// No open waits longer than the time limit, though the control loop never allows it.
+    #[test]
+    fn an_open_waits_for_a_limited_time() {
+        let max_wait = Duration::from_millis(50);
+        let (throttle, ram, _) = match active_throttle(max_wait) {
+            Ok(parts) => parts,
+            Err(why) => return println!("skipped: {why}"),
+        };
+        assert!(ram.open().join().unwrap() >= max_wait / 2);
+        assert_eq!(throttle.delayed_opens(), 1);
     }
 }

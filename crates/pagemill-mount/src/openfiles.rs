@@ -5,10 +5,11 @@
 //! to inspect other processes and pages. Opens only files of this file system, which never wait for a device or
 //! a network.
 
+use crate::file_access::FileAccess;
 use pagemill_sys::pages;
 use rustix::fs::{self, CWD, Mode, OFlags};
 use std::collections::{HashMap, HashSet};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -31,11 +32,14 @@ pub struct ChargedMemory {
 }
 
 /// Examines the processes of the groups with these cgroup folders, starting with the process at index `from`.
-pub fn charged_memory(device: u64, folders: &[String], from: usize) -> ChargedMemory {
-    charged_within(TIME_LIMIT, device, folders, from)
+pub fn charged_memory(access: &FileAccess, folders: &[String], from: usize) -> ChargedMemory {
+    charged_within(TIME_LIMIT, (access.root(), access.device()), folders, from)
 }
 
-fn charged_within(time_limit: Duration, device: u64, folders: &[String], from: usize) -> ChargedMemory {
+/// A descriptor of the root folder of the examined file system, and its device number.
+type FileSystem<'a> = (BorrowedFd<'a>, u64);
+
+fn charged_within(time_limit: Duration, of: FileSystem<'_>, folders: &[String], from: usize) -> ChargedMemory {
     let begun = Instant::now();
     let procs = folders.iter().filter_map(|folder| std::fs::read_to_string(format!("{folder}/cgroup.procs")).ok());
     let mut pids: Vec<u32> = procs.flat_map(|text| text.lines().flat_map(str::parse).collect::<Vec<_>>()).collect();
@@ -47,8 +51,8 @@ fn charged_within(time_limit: Duration, device: u64, folders: &[String], from: u
         if found.processes > 0 && begun.elapsed() > time_limit {
             return found;
         }
-        for file in open_paths(*pid, device) {
-            add_file_memory(&file, device, &mut seen, &mut found.bytes);
+        for file in open_paths(*pid, of.1) {
+            add_file_memory(&file, of, &mut seen, &mut found.bytes);
         }
         found.processes += 1;
     }
@@ -104,11 +108,12 @@ fn mapped_range(line: &[u8], device: &[u8]) -> Option<String> {
 
 /// Adds a file's memory to the groups charged for it. Each group counts in proportion to its part of the
 /// sampled pages.
-fn add_file_memory(path: &PathBuf, device: u64, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let Ok(file) = fs::openat(CWD, path, flags, Mode::empty()) else { return };
+fn add_file_memory(path: &PathBuf, of: FileSystem<'_>, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
+    let Ok(file) = fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) else { return };
+    let is_of_device = fs::fstat(&file).is_ok_and(|stat| stat.st_dev == of.1);
+    // The path below `/proc` leads to the users' mount, where an open may wait for this very thread (`open_throttle`).
+    let Ok(file) = pages::open_through(of.0, file.as_fd()) else { return };
     let Ok(seen_file) = crate::file_access::attributes(&file) else { return };
-    let is_of_device = fs::fstat(&file).is_ok_and(|stat| stat.st_dev == device);
     if !is_of_device || !seen_file.is_file() || seen_file.held_bytes == 0 || !seen.insert(seen_file.inode) {
         return;
     }
@@ -150,7 +155,9 @@ mod tests {
         std::fs::create_dir(&group).unwrap();
         std::fs::write(group.join("cgroup.procs"), format!("{}\n", std::process::id())).unwrap();
         // With a time limit of zero one process is examined all the same.
-        let of = |device: u64| charged_within(Duration::ZERO, device, &[group.to_string_lossy().into_owned()], 5);
+        let root = std::fs::File::open(folder.path()).unwrap();
+        let folders = [group.to_string_lossy().into_owned()];
+        let of = |device: u64| charged_within(Duration::ZERO, (root.as_fd(), device), &folders, 5);
         // Parallel tests may have files open there, too, so the sum can be larger.
         assert!(of(metadata.dev()).bytes[&groups[0]] >= metadata.blocks() * 512);
         let other = of(std::fs::metadata("/proc/self").unwrap().dev());

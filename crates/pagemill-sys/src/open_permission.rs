@@ -10,9 +10,6 @@ use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// Most events of one read call.
-const EVENTS: usize = 32;
-
 /// A listener for the opens of one file system.
 pub struct OpenPermissions(OwnedFd);
 
@@ -20,12 +17,16 @@ pub struct OpenPermissions(OwnedFd);
 pub struct DelayedOpen {
     listener: Arc<OpenPermissions>,
     /// The file, opened by the kernel for the listener. Its descriptor number identifies the event in the answer.
-    file: OwnedFd,
+    file: Option<OwnedFd>,
 }
 
 impl Drop for DelayedOpen {
     fn drop(&mut self) {
-        let answer = libc::fanotify_response { fd: self.file.as_raw_fd(), response: libc::FAN_ALLOW };
+        let Some(file) = self.file.take() else { return };
+        let answer = libc::fanotify_response { fd: file.as_raw_fd(), response: libc::FAN_ALLOW };
+        // Closed before the answer: afterwards the program may need that no other descriptor of the file is open. The
+        // kernel compares only the number, and no other event can have it, since one thread reads and answers.
+        drop(file);
         let bytes = (&raw const answer).cast();
         // SAFETY: the call only reads `answer`.
         unsafe { libc::write(self.listener.0.as_raw_fd(), bytes, size_of::<libc::fanotify_response>()) };
@@ -63,8 +64,10 @@ impl OpenPermissions {
 
     /// Stops delaying opens. Opens that are already delayed still wait for their answer.
     pub fn stop(&self, root: BorrowedFd<'_>) {
-        // The call fails only if there is no mark.
+        // The calls fail only if there is no mark. The second mark alone would slow down opens.
         let _ = self.mark(root, libc::FAN_MARK_REMOVE | libc::FAN_MARK_FILESYSTEM);
+        let ignore = libc::FAN_MARK_MOUNT | libc::FAN_MARK_IGNORED_MASK;
+        let _ = self.mark(root, libc::FAN_MARK_REMOVE | ignore);
     }
 
     fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint) -> io::Result<()> {
@@ -74,35 +77,30 @@ impl OpenPermissions {
         if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Reads some of the opens that wait; an empty list if none waits.
+    /// Reads the next open that waits; `None` if none waits, or if a signal interrupted the call. Only one thread may
+    /// read and answer.
+    ///
+    /// Blocks while another process holds a lease on the file, since the kernel opens the file for the listener too.
     ///
     /// # Errors
     ///
-    /// Errors of `read`; `EMFILE` without a free descriptor, and then the kernel has refused one open.
-    pub fn read(self: &Arc<Self>) -> io::Result<Vec<DelayedOpen>> {
-        const BYTES: usize = size_of::<libc::fanotify_event_metadata>();
-        let mut buffer = [0u8; BYTES * EVENTS];
-        // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
-        let count = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
+    /// Errors of `read` and of the kernel's open (`EMFILE`, `EACCES`). The kernel has refused the program's open then.
+    pub fn read(self: &Arc<Self>) -> io::Result<Option<DelayedOpen>> {
+        let mut event = [0u8; size_of::<libc::fanotify_event_metadata>()];
+        // SAFETY: the call writes at most `event.len()` bytes.
+        let count = unsafe { libc::read(self.0.as_raw_fd(), event.as_mut_ptr().cast(), event.len()) };
         if count < 0 {
             let error = io::Error::last_os_error();
             return match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(Vec::new()),
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(None),
                 _ => Err(error),
             };
         }
-        let events = buffer[..count as usize].chunks_exact(BYTES);
-        Ok(events.filter_map(|event| self.delayed(event)).collect())
-    }
-
-    fn delayed(self: &Arc<Self>, event: &[u8]) -> Option<DelayedOpen> {
-        let fd = i32::from_ne_bytes(event.get(16..20)?.try_into().ok()?);
+        let fd = event[16..20].try_into().map_or(-1, i32::from_ne_bytes);
+        // SAFETY: the kernel created this descriptor for the event, and no other value owns it.
+        let file = (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) });
         // An event that reports lost events has no descriptor.
-        (fd >= 0).then(|| {
-            // SAFETY: the kernel created the descriptor for this event, and no other value owns it.
-            let file = unsafe { OwnedFd::from_raw_fd(fd) };
-            DelayedOpen { listener: self.clone(), file }
-        })
+        Ok(file.map(|file| DelayedOpen { listener: self.clone(), file: Some(file) }))
     }
 }
 
@@ -144,16 +142,15 @@ mod tests {
             result => result.unwrap(),
         }
         drop(openat(&root, "file", OFlags::RDONLY, Mode::empty()).unwrap());
-        assert!(listener.read().unwrap().is_empty(), "an open through the listener's own mount");
+        assert!(listener.read().unwrap().is_none(), "an open through the listener's own mount");
         let opener = thread::spawn({
             let path = path.clone();
             move || File::open(path).map(drop)
         });
         assert!(is_readable(&listener));
-        let mut delayed = listener.read().unwrap();
-        assert_eq!(delayed.len(), 1);
-        assert!(!opener.is_finished(), "it waits");
-        delayed.clear();
+        let delayed = listener.read().unwrap();
+        assert!(delayed.is_some() && !opener.is_finished(), "it waits");
+        drop(delayed);
         opener.join().unwrap().unwrap();
         listener.stop(root.as_fd());
         drop(File::open(&path).unwrap());

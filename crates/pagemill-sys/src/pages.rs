@@ -5,7 +5,7 @@
 use crate::mem::os_page_bytes;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Once;
 
@@ -199,6 +199,37 @@ impl ChargedGroupReader {
         }
         Err(io::ErrorKind::NotFound.into())
     }
+}
+
+/// Opens a file again, for reading, through the mount that `root` is open in. `file` may be open with `O_PATH`.
+///
+/// # Errors
+///
+/// `EPERM` without CAP_DAC_READ_SEARCH in the initial user namespace; `EOPNOTSUPP` if the file system has no handles;
+/// `ESTALE` if `root` is on another file system.
+pub fn open_through(root: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    /// `struct file_handle` with room for every handle.
+    #[repr(C)]
+    struct Handle {
+        len_bytes: libc::c_uint,
+        kind: libc::c_int,
+        bytes: [u8; 128],
+    }
+    let mut handle = Handle { len_bytes: 128, kind: 0, bytes: [0; 128] };
+    let (mut mount_id, file) = (0 as libc::c_int, file.as_raw_fd());
+    let (to, path, flag) = (&raw mut handle, c"".as_ptr(), libc::AT_EMPTY_PATH);
+    // SAFETY: the call writes at most `len_bytes` bytes of the handle, and the mount's id.
+    if unsafe { libc::syscall(libc::SYS_name_to_handle_at, file, path, to, &raw mut mount_id, flag) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let flags = libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOATIME | libc::O_NOCTTY | libc::O_CLOEXEC;
+    // SAFETY: the call reads the handle only.
+    let fd = unsafe { libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const handle, flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: no other value owns the new descriptor.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
 /// Takes a write lease on a file (`F_SETLEASE`). Fails if any other descriptor or mapping of the file exists.

@@ -76,6 +76,39 @@ pub(crate) unsafe fn create(
     Ok(())
 }
 
+/// Interrupts blocking system calls of one thread, with a signal whose handler does nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Interrupter {
+    thread: libc::pid_t,
+    signal: libc::c_int,
+}
+
+extern "C" fn return_from_call(_: libc::c_int) {}
+
+impl Interrupter {
+    /// Lets the calling thread be interrupted: installs the handler for the last real-time signal and unblocks it in this
+    /// thread. The process must not use that signal otherwise.
+    pub fn of_this_thread() -> Self {
+        let signal = libc::SIGRTMAX();
+        // SAFETY: the structures are plain data, and the handler accesses nothing.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = return_from_call as extern "C" fn(libc::c_int) as usize;
+            libc::sigaction(signal, &raw const action, ptr::null_mut());
+            let mut signals: libc::sigset_t = std::mem::zeroed();
+            libc::sigaddset(&raw mut signals, signal);
+            libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const signals, ptr::null_mut());
+            Self { thread: libc::gettid(), signal }
+        }
+    }
+
+    /// Interrupts the system call that the thread executes. Does nothing if it executes none, or has ended.
+    pub fn interrupt(self) {
+        // SAFETY: the call takes numbers only, and the process id is that of this process.
+        unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.thread, self.signal) };
+    }
+}
+
 /// Gives this thread a private, empty table of file descriptors (since Linux 5.9). Returns whether it succeeded.
 ///
 /// Files that the thread opens then take no descriptor number that the program may rely on, and the thread keeps none

@@ -404,7 +404,7 @@ fn writes_during_removals() {
 }
 
 #[test]
-fn holders_during_holds() {
+fn holds_during_holds() {
     run_two_threads(HOLD, HOLD);
 }
 
