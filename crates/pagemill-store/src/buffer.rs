@@ -11,8 +11,8 @@ use std::ptr::NonNull;
 ///
 /// 1. `len_bytes` bytes from `addr` on can be read and written until the value is dropped, also when it was moved or
 ///    forgotten.
-/// 2. While another owner has the value (a ring does, during a transfer), no other code reads the bytes of a read or
-///    changes the bytes of a write.
+/// 2. While a ring owns the value for a transfer, no other code reads the memory of a read or changes the memory of a
+///    write.
 ///
 /// Example: [`Aligned`], the usual buffer.
 pub unsafe trait Buffer: 'static {
@@ -20,8 +20,8 @@ pub unsafe trait Buffer: 'static {
 
     fn len_bytes(&self) -> usize;
 
-    /// Returns whether fork children never inherit the memory, registered or not. If true, registering does not change
-    /// the setting of the range (`MADV_DONTFORK`).
+    /// Returns whether fork children never inherit the memory, even while it is not registered with a ring. If true,
+    /// registration leaves the memory's `MADV_DONTFORK` setting unchanged.
     fn is_kept_from_children(&self) -> bool {
         false
     }

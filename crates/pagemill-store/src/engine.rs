@@ -17,7 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
-/// Most transfers that wait for room in the ring. A caller does further transfers itself, with blocking calls.
+/// Maximum number of transfers that wait for a free entry of the ring. The calling thread does any further transfers
+/// itself, with blocking calls.
 const MAX_WAITING_JOBS: usize = 16 << 10;
 
 const DEPTH: u32 = 128;
@@ -39,7 +40,7 @@ struct TransferEngine {
     waker: OnceLock<Waker>,
 }
 
-/// Jobs that are not in the ring yet.
+/// Transfers (jobs) that are not in the ring yet.
 #[derive(Default)]
 struct SubmissionQueue {
     jobs: VecDeque<EngineJob>,
@@ -57,7 +58,7 @@ impl Wake for EngineWaker {
     }
 }
 
-/// Starts transfers on the engine, or does them here if none is available.
+/// Starts transfers on the engine. Without an engine, does them on the calling thread with blocking calls.
 pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
     let Some(engine) = TransferEngine::of_process() else {
         return batch.into_iter().for_each(|transfer| run_blocking(handle, transfer));
@@ -76,7 +77,7 @@ fn run_blocking(handle: &Handle, mut transfer: Transfer) {
     transfer.finish(result);
 }
 
-/// Reports the end of a transfer, and contains panics of its callback.
+/// Reports the end of a transfer, and catches panics of its callback.
 fn report_end(transfer: Transfer, result: io::Result<()>) {
     callback::catch_panic(|| transfer.finish(result));
 }
@@ -117,7 +118,8 @@ impl TransferEngine {
         self.submissions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does all queued jobs on the calling thread, with blocking calls. Used when no thread or no ring is available.
+    /// Does all queued transfers on the calling thread, with blocking calls. Used when no thread or no ring is
+    /// available.
     fn run_jobs_here(&self) {
         loop {
             let mut submissions = self.submissions();
@@ -169,7 +171,7 @@ impl TransferEngine {
         is_idle
     }
 
-    /// Moves jobs to the ring, as many as have room there.
+    /// Moves queued transfers to the ring until the ring is full or the queue is empty.
     fn queue_jobs(&self, ring: &mut Ring<Transfer>, waker: &Waker) {
         while !ring.is_full() {
             let Some(EngineJob { handle, transfer }) = self.submissions().jobs.pop_front() else { return };

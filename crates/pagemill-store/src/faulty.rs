@@ -21,8 +21,8 @@ pub struct Faults {
     pub seed: u64,
     /// Calls that fail without any effect.
     pub fail_per_mille: u32,
-    /// Reads and writes that are interrupted halfway, at a block boundary. Half of them then do the remaining bytes;
-    /// the others fail.
+    /// Reads and writes that are interrupted halfway, at a block boundary. Half of them then transfer the remaining
+    /// bytes; the others fail.
     pub short_per_mille: u32,
     /// Calls that take up to `longest_delay` longer. A delayed transfer of a batch may end after later ones.
     pub delay_per_mille: u32,
@@ -60,7 +60,7 @@ pub struct Calls {
     pub writes: u64,
     pub set_sizes: u64,
     pub syncs: u64,
-    /// Calls that failed, which the numbers above include.
+    /// Number of failed calls. The counts above include these calls.
     pub failed: u64,
     pub shortened: u64,
     pub delayed: u64,
@@ -73,7 +73,8 @@ impl Calls {
     }
 }
 
-/// A store that injects [`Faults`]. Clones share one store: one goes to a cache, the other stays with the test.
+/// A store that injects [`Faults`]. Clones share one store: a test passes one clone to a cache and sets the faults
+/// through another.
 ///
 /// ```
 /// use pagemill::store::{Faults, FaultyStore, MemoryStore, Store};
@@ -101,7 +102,7 @@ struct Shared<S> {
 struct FaultyState {
     faults: Faults,
     random: u64,
-    /// Calls that remain until all calls fail.
+    /// Number of calls that may still succeed before every call fails; `None`: no such limit.
     calls_left: Option<u64>,
     /// Whether [`FaultyStore::hold`] blocks calls.
     is_held: bool,
@@ -116,7 +117,7 @@ struct CallFaults {
     fails: bool,
     /// The call is interrupted halfway.
     is_short: bool,
-    /// An interrupted call then does the remaining bytes.
+    /// After the interruption the call transfers the remaining bytes and succeeds.
     is_repaired: bool,
     delay: Option<Duration>,
     errno: i32,
@@ -188,8 +189,8 @@ impl<S> Shared<S> {
 }
 
 impl<S: Store> Shared<S> {
-    /// Counts an interrupted transfer. Returns the bytes that are done before the interruption: half of them, in whole
-    /// blocks.
+    /// Counts an interrupted transfer. Returns how many bytes the transfer completes before the interruption: half of
+    /// them, in whole blocks.
     fn bytes_before_interruption(&self, len_bytes: usize) -> usize {
         self.state().calls.shortened += 1;
         let half = len_bytes / 2;
@@ -335,8 +336,8 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
         true
     }
 
-    /// Does delayed transfers on a new thread, and all of them while calls are held. Does the others at once on the
-    /// calling thread.
+    /// Runs delayed transfers on a new thread, and all transfers while calls are held. Runs the other transfers at once
+    /// on the calling thread.
     fn start(&self, mut batch: Vec<Transfer>) {
         let is_reordered = self.0.state().faults.is_reordered;
         for last in (1..batch.len()).rev().filter(|_| is_reordered) {

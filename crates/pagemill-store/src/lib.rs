@@ -39,8 +39,8 @@ use std::io;
 /// The backing storage of a mapping.
 ///
 /// A mapping calls its store from any thread, and makes several calls at a time. A call may take long (100 ms for a
-/// remote object). A truncation of the file waits for such a call, and so does a write to a folio under writeback. A
-/// store must not use files of the cache that calls it. Calls cover whole folios at offsets that are multiples of
+/// remote object). A truncation of the file waits for the call, and so does a write to a folio under writeback. A store
+/// must not use files of the cache that calls it. Calls cover whole folios at offsets that are multiples of
 /// [`Store::block_bytes`], so a store never has to overwrite a part of a block. A call that ends beyond the end of the
 /// file includes the last, partial block.
 ///
@@ -48,8 +48,8 @@ use std::io;
 /// the second. Two writes to the same block never run at the same time. A read of a block may run during a write to it
 /// only if the caller ignores what the read returns.
 ///
-/// A panic of a store unwinds through the call that needed it. A thread of this crate catches and counts it
-/// (`behind_panics`); the file then has no background writeback until a sync succeeds.
+/// A panic of a store unwinds through the call that needed the store. A thread of this crate catches and counts the
+/// panic (`behind_panics`); the file then has no background writeback until a sync succeeds.
 ///
 /// ```
 /// use pagemill::store::{MemoryStore, Store};
@@ -101,7 +101,7 @@ pub trait Store: Any + Send + Sync {
     /// Returns the unit of transfers: a power of two, at most the software page.
     fn block_bytes(&self) -> usize;
 
-    /// Reads from `offset` into all of `to`. Bytes beyond the end of the file read zero.
+    /// Fills `to` with the file's bytes from `offset` on. Bytes beyond the end of the file read zero.
     ///
     /// # Errors
     ///
@@ -135,18 +135,18 @@ pub trait Store: Any + Send + Sync {
         true
     }
 
-    /// Starts transfers, in any order. The store ends each of them once, on any thread, perhaps before this call
-    /// returns: with the guarantees of [`Store::read`] and [`Store::write`], or with an error. A transfer that is
-    /// dropped ends as cancelled. A store checks [`Transfer::is_cancelled`] before it begins a transfer, and may check
-    /// it again during the transfer.
+    /// Starts transfers, in any order. The store ends each transfer exactly once, on any thread, perhaps before this
+    /// call returns. The transfer ends either as [`Store::read`] or [`Store::write`] describes, or with an error. A
+    /// transfer that the store drops ends as cancelled. A store checks [`Transfer::is_cancelled`] before it begins a
+    /// transfer, and may check again during the transfer.
     ///
     /// The default does the transfers one after the other on the calling thread, with blocking calls.
     fn start(&self, batch: Vec<Transfer>) {
         batch.into_iter().for_each(|transfer| transfer.run(self));
     }
 
-    /// Returns whether [`Store::start`] returns before the transfers are done and runs many at a time. If so, writeback
-    /// starts its transfers in batches.
+    /// Returns whether [`Store::start`] returns before the transfers are done, and many transfers run at a time. If
+    /// true, writeback starts its transfers in batches.
     fn is_asynchronous(&self) -> bool {
         false
     }

@@ -30,8 +30,8 @@ pub enum Direction {
 ///
 /// Example: [`Gather`].
 pub trait Finish: Send + Sync {
-    /// Reports the end of the transfer with that token: its creator owns the memory again. Called once for each
-    /// transfer, on any thread.
+    /// Reports the end of the transfer with that token. The transfer's creator owns the memory again. Called once for
+    /// each transfer, on any thread.
     fn finish(&self, token: u64, result: io::Result<()>);
 
     /// Reports that the transfer exceeds its time limit and is being cancelled. Its memory stays in use until
@@ -268,8 +268,9 @@ impl Cancel {
         self.0.is_cancelled.load(SeqCst)
     }
 
-    /// Registers a waker, which is woken on cancellation, or at once after one. It is stored for as long as this object
-    /// lives, perhaps as long as a file exists, so callers should not create one per transfer.
+    /// Registers a waker. Wakes it on cancellation, or at once if the transfers were cancelled before. The waker stays
+    /// stored as long as this object or a clone exists, perhaps as long as a file, so callers should not register one
+    /// per transfer.
     pub fn wake_when_cancelled(&self, waker: &Waker) {
         let mut wakers = lock(&self.0.wakers);
         if !wakers.iter().any(|known| known.will_wake(waker)) {

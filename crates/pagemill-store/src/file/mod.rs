@@ -103,9 +103,9 @@ impl Handle {
         Ok(())
     }
 
-    /// Does a transfer of `len_bytes` from `addr` on, piece by piece: each piece is one system call. `act` does one
-    /// piece and returns the bytes done. Returns the total; a read that reaches the end of the file returns less than
-    /// `len_bytes`.
+    /// Transfers `len_bytes` from `addr` on, piece by piece: each piece is one system call. `act` transfers one piece
+    /// and returns its number of bytes. Returns the total, which is less than `len_bytes` if a read reaches the end of
+    /// the file.
     fn transfer_in_pieces(
         &self,
         direction: Direction,
@@ -128,11 +128,11 @@ impl Handle {
 
 /// A file or a block device, with direct I/O where its file system supports it.
 ///
-/// Other processes may change the file, but not other stores of this process. A range that is cut off reads zero, and
-/// [`Store::size_bytes`] queries the file each time. If another file gets the same name, the store keeps using the file
-/// that it opened. One store at a time writes to a file: within this process (by device and inode), and among processes
-/// that respect advisory locks (`flock`). Any number of stores may read a file; a read beside a write returns old or
-/// new blocks.
+/// Other processes may change the file, but not other stores of this process. Bytes that another process cuts off read
+/// zero, and [`Store::size_bytes`] queries the file each time. If another file gets the same name, the store continues
+/// to use the file that it opened. One store at a time writes to a file: within this process (by device and inode), and
+/// among processes that respect advisory locks (`flock`). Any number of stores may read a file; a read concurrent with
+/// a write returns old or new blocks.
 ///
 /// The memory of a transfer may lie anywhere. If memory, offset and length are multiples of [`FileStore::alignment`],
 /// the kernel copies nothing.
@@ -152,7 +152,8 @@ impl Handle {
 /// ```
 pub struct FileStore {
     handle: Arc<Handle>,
-    /// The right to write; `None` for a read-only store. The last field, so that it is released last.
+    /// The right to write; `None` for a read-only store. Must be the last field: fields are dropped in order, so
+    /// another store can claim the file only after this store has dropped its handle.
     claim: Option<claims::FileClaim>,
 }
 

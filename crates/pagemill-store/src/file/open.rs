@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// Most attempts to open a file, if the path names another file each time.
+/// Maximum number of attempts to open a file, if another file replaces it at the path each time.
 const MAX_ATTEMPTS: usize = 8;
 
 /// What to do if the file is missing or exists.
@@ -112,7 +112,7 @@ impl FileOptions {
         Err(Error::Busy { what: "the file is replaced all the time" })
     }
 
-    /// Returns `None` if the path came to name another file meanwhile.
+    /// Returns `None` if another file replaced the one at the path during the call.
     fn try_open(&self, path: &CStr) -> Result<Option<FileStore>> {
         let Some((buffered, is_new)) = self.open_buffered(path).map_err(open_error)? else { return Ok(None) };
         let facts = buffered.facts().map_err(open_error)?;
@@ -171,8 +171,8 @@ impl FileOptions {
         }
     }
 
-    /// Reopens a writable device exclusively, which fails while the system uses it. Other files are returned as they
-    /// are: for them `O_EXCL` means something else.
+    /// Reopens a writable device with `O_EXCL`, which fails while the system uses the device. Returns other files
+    /// unchanged, because `O_EXCL` has another meaning for them.
     fn claim_device(&self, path: &CStr, disk: Disk) -> io::Result<Option<Disk>> {
         let facts = disk.facts()?;
         if facts.kind != FileKind::Device || !self.is_writable {
@@ -233,7 +233,7 @@ fn lock_for_writing(file: &Disk) -> Result<()> {
 enum DirectOpen {
     Open(Disk, Alignment),
     Refused,
-    /// The path names another file by now.
+    /// Another file has replaced the one at the path.
     Replaced,
 }
 

@@ -32,15 +32,15 @@ pub(crate) struct Piece {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TransferStep {
     More,
-    /// The end of the file was reached.
+    /// The transfer has reached the end of the file.
     End,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TransferProgress {
-    /// Bytes done so far, from the start of the transfer.
+    /// Number of bytes transferred so far, from the start of the transfer.
     pub done_bytes: usize,
-    /// The file refused a direct piece of this transfer.
+    /// The file system refused a direct piece of this transfer, so further pieces use the kernel's page cache.
     is_refused: bool,
     retries: u32,
 }
@@ -63,7 +63,7 @@ impl TransferProgress {
         Piece { way: TransferWay::Buffered, len_bytes: left }
     }
 
-    /// Records the result of a piece, and returns whether the transfer continues.
+    /// Records the result of a piece. Returns whether the transfer needs another piece.
     ///
     /// # Errors
     ///

@@ -22,8 +22,8 @@ const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 pub(super) struct WakeHandle {
     is_woken: AtomicBool,
     pub waker: Waker,
-    /// The eventfd that event loops poll, if one was requested. It is written directly: the kernel (Linux 6.18) does
-    /// not reliably forward a wake-up from the waker's eventfd to another eventfd through the ring.
+    /// The eventfd that event loops poll, if one was requested. A wake-up writes to it directly: the kernel (Linux
+    /// 6.18) does not reliably forward a wake-up from the waker's eventfd to another eventfd through the ring.
     watch: OnceLock<Arc<Waker>>,
 }
 
@@ -44,7 +44,7 @@ impl WakeHandle {
 /// The waker of an io_uring, and the queued read of its eventfd.
 pub(super) struct WakerRead {
     handle: Arc<WakeHandle>,
-    /// Buffer of that read. The kernel writes to it until the ring is closed.
+    /// Buffer of the queued read. The kernel may write to the buffer until the ring is closed.
     count: Aligned,
     is_queued: bool,
 }
@@ -126,8 +126,8 @@ impl Backend {
         }
     }
 
-    /// Starts the queued transfers. Waits for `least` completions, the waker, a signal, or the timeout. With `least` 0
-    /// only collects completions that have arrived.
+    /// Starts the queued transfers. Returns when `least` completions have arrived, the waker was woken, a signal has
+    /// arrived, or the timeout has passed. With `least` 0, does not wait.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
         match self {
             Self::Kernel { ring, waker_read, watch } => {
@@ -161,8 +161,8 @@ impl Backend {
         }
     }
 
-    /// Returns the object with which other threads end waits of this ring. Its read uses one entry of the kernel's
-    /// queue.
+    /// Returns the object with which other threads end waits of this ring. The read of the object's eventfd uses one
+    /// entry of the kernel's queue.
     pub fn waker(&mut self) -> io::Result<Arc<WakeHandle>> {
         match self {
             Self::Kernel { waker_read: Some(waker_read), .. } => Ok(waker_read.handle.clone()),

@@ -9,11 +9,12 @@
 //!     regions   memory registered with the kernel
 //! ```
 //!
-//! A transfer keeps the contract of [`super::Store`]: it does all of its bytes or fails, and reads past the end of the
-//! file return zeros. The ring may need several *pieces* for a transfer: one request to the kernel each. The ring owns
-//! the buffer until the kernel has finished with it. A transfer that takes longer than [`Settings::timeout`] is
-//! reported ([`Event::Late`]) and cancelled; its buffer is returned when the device releases it. Dropping a ring
-//! cancels all transfers and waits for them. Buffers that a device does not release in time are never freed.
+//! A transfer keeps the contract of [`super::Store`]: all of its bytes are transferred or it fails, and reads past the
+//! end of the file return zeros. The ring may divide a transfer into several *pieces*: one request to the kernel each.
+//! The ring owns the buffer until the kernel has finished with it. A transfer that takes longer than
+//! [`Settings::timeout`] is reported ([`Event::Late`]) and cancelled; the ring returns its buffer when the device
+//! releases the memory. Dropping a ring cancels all transfers and waits for them. Buffers that a device does not
+//! release in time are never freed.
 //!
 //! Uses `uring` and `file`. Locks: only those of `regions` and `threads`. In a fork child the parent's rings do
 //! nothing.
@@ -67,7 +68,7 @@ pub enum Engine {
 /// Example: [`Ring`].
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Most transfers that are in flight, or ended with an event that the caller has not taken: 1 to 4096.
+    /// Maximum number of transfers for which the caller has not taken [`Event::Done`], in flight or ended: 1 to 4096.
     pub depth: u32,
     /// Time limit of a transfer. A transfer that takes longer is reported and cancelled.
     pub timeout: Duration,
@@ -80,7 +81,7 @@ impl Default for Settings {
     }
 }
 
-/// Id of a transfer of a ring. A ring reuses an id only after 2^31 transfers in the same slot.
+/// Id of a transfer of a ring. An id repeats after 2^31 transfers at the earliest.
 ///
 /// Example: [`Ring`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -99,14 +100,14 @@ pub enum Event<B> {
     Late { id: RequestId },
 }
 
-/// An in-flight transfer, of which the backend has one piece.
+/// A transfer in flight. The backend transfers one piece of it at a time.
 struct InFlight<B> {
     buffer: B,
     file: FileId,
     direction: Direction,
     offset: u64,
     progress: TransferProgress,
-    /// The piece that the backend has.
+    /// The piece that the backend transfers now.
     piece: Piece,
     began_ns: u64,
     is_late: bool,
@@ -124,8 +125,8 @@ struct RequestSlot<B> {
 ///
 /// # Invariants
 ///
-/// 1. A transfer that the backend got and has not completed is in a slot. Until it completes, its buffer is neither
-///    moved out nor dropped, and its file is not detached.
+/// 1. Every transfer with a piece in the backend is in a slot. Until that piece completes, the transfer's buffer is
+///    neither moved out nor dropped, and its file is not detached.
 /// 2. Every entry of the kernel's memory table refers to memory of a region in `regions`, which keeps the memory alive.
 ///
 /// ```
@@ -225,7 +226,7 @@ impl<B: Buffer> Ring<B> {
         if self.is_ours() { Ok(()) } else { Err(errno::error(EBADF)) }
     }
 
-    /// Returns the most transfers that are in flight, or ended with an event that the caller has not taken.
+    /// Returns the maximum number of transfers for which the caller has not taken [`Event::Done`], in flight or ended.
     pub fn depth(&self) -> usize {
         self.slots.len()
     }
@@ -302,7 +303,7 @@ impl<B: Buffer> Ring<B> {
         Ok(id)
     }
 
-    /// Queues the next piece of a transfer. The backend must have no piece of it.
+    /// Queues the next piece of a transfer. The backend must have no other piece of that transfer.
     fn queue_next_piece(&mut self, at: u32) {
         let slot = &mut self.slots[at as usize];
         let Some(request) = &mut slot.request else { return };
@@ -330,7 +331,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// Ends a transfer and queues its event. The backend must have no piece of it.
+    /// Ends a transfer and queues its event. The backend must have no piece of that transfer.
     fn end_transfer(&mut self, at: u32, result: io::Result<()>) {
         let slot = &mut self.slots[at as usize];
         let id = RequestId(u64::from(slot.use_count) << u32::BITS | u64::from(at));

@@ -1,9 +1,9 @@
 //! Regions: memory that is registered with a ring. The kernel has pinned its pages.
 //!
-//! Fork children do not inherit registered memory (`MADV_DONTFORK`). Otherwise the first write after a fork would leave
-//! the pinned pages to the child, and the fork would copy all of the memory (0.9 s for 512 MiB). Several rings may
-//! register the same range; when the last of them unregisters it, children inherit it again. Memory that children never
-//! inherit ([`Buffer::is_kept_from_children`]) keeps its setting.
+//! Fork children do not inherit registered memory (`MADV_DONTFORK`). Otherwise, after a fork, the parent's first write
+//! to a page would leave the pinned page to the child, and the fork would copy all of the memory (0.9 s for 512 MiB).
+//! Several rings may register the same range; when the last of these rings unregisters the range, children inherit it
+//! again. Memory that children never inherit ([`Buffer::is_kept_from_children`]) keeps its setting.
 
 use crate::buffer::Buffer;
 use crate::errno::{self, EBUSY, EINVAL, ENOSPC};
@@ -25,7 +25,7 @@ pub(super) struct Region {
     is_retired: bool,
     addr: usize,
     len_bytes: usize,
-    /// `None` if this region did not set `MADV_DONTFORK`.
+    /// Keeps fork children from inheriting the region. `None` if this region did not set `MADV_DONTFORK`.
     kept: Option<InheritanceGuard>,
     memory: Box<dyn Buffer>,
 }
@@ -54,7 +54,7 @@ impl Regions {
         self.regions.iter_mut().filter(|region| region.table_index == id.0).for_each(|region| region.is_retired = true);
     }
 
-    /// Adds a region. `register` registers the memory with the kernel, at the table index that it gets.
+    /// Adds a region. `register` gets a free index of the kernel's table and registers the memory there.
     pub fn add(
         &mut self,
         memory: Box<dyn Buffer>,

@@ -88,8 +88,8 @@ impl<B: Buffer> Ring<B> {
         Ok(())
     }
 
-    /// Detaches every file whose `FileStore` was dropped, unless it has transfers in flight. Until then the ring keeps
-    /// such files open.
+    /// Detaches every file whose `FileStore` was dropped, unless the file has transfers in flight. The ring leaves such
+    /// files open until this call.
     pub fn sweep(&mut self) {
         for at in 0..self.files.len() {
             if self.files[at].as_ref().is_some_and(|handle| Arc::strong_count(handle) == 1) {

@@ -115,8 +115,8 @@ impl ThreadPool {
         }
     }
 
-    /// Called when a thread exits or could not be spawned. If no thread remains, runs the queued jobs on the calling
-    /// thread.
+    /// Called when a thread exits or could not be spawned. If the pool has no thread any more, runs the queued jobs on
+    /// the calling thread.
     fn thread_ended(&self) {
         let mut state = lock(&self.state);
         state.threads -= 1;
