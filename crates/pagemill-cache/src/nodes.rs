@@ -1,7 +1,8 @@
 //! Index nodes in a slab cache: they are moved under the locks of their arrays.
 //!
-//! The slab caches own the memory and choose what is moved; the index moves a node while it is read. Neither knows the
-//! other: this module is the [`Source`] of the one and the [`NodeIndex`] of the other.
+//! The slab caches own the memory and choose what is moved; the index moves a node while other threads read it. Neither
+//! crate uses the other: this module implements the index's [`Source`] of memory by a slab cache, and the slab cache's
+//! [`NodeIndex`] by the index.
 #![allow(unsafe_code)] // the contracts of both sides
 
 use pagemill_core::arena::{Arena, place};
@@ -32,7 +33,7 @@ impl Deref for Slabs {
 }
 
 impl Slabs {
-    /// Reserves neither memory nor addresses before the first cache.
+    /// Creates an empty list of slab caches. The first cache reserves memory and addresses.
     pub fn new(arena: &'static Arena) -> Self {
         Self(pagemill_slab::Slabs::new(arena))
     }

@@ -1,8 +1,9 @@
 //! The buddy allocator of one pool: free lists of runs of 1, 2, 4 .. pages.
 //!
-//! The first frame of a free run describes it: the word stores that the run is free, its order, and whether its bytes
-//! are zero; the owner word stores its neighbours in the free list. All other frames are *Tail*. Free chunks that are
-//! leased to rings ([`super::leases`]) have a list of their own. The pool's `state` lock protects all of it.
+//! The first frame of a free run describes the run. The frame's state word stores that the run is free, its order, and
+//! whether all its bytes are zero. The frame's owner word stores the previous and the next run of the free list. All
+//! other frames of the run are *Tail*. Free chunks that are leased to rings ([`super::leases`]) have a list of their
+//! own. The pool's `state` lock protects the lists and the words of free runs.
 
 use super::leases::Leases;
 use super::pool::Frame;
@@ -17,8 +18,8 @@ pub(super) const ORDERS: usize = 10;
 /// Marks the end of a list, in place of a frame number.
 const NONE: u32 = u32::MAX;
 
-/// Index of the list of free chunks that are leased to rings. They are allocated first, and never returned to the
-/// system.
+/// Index of the list of free chunks that are leased to rings. These chunks are allocated first, and are not returned to
+/// the system while they are leased.
 const LEASED: usize = ORDERS;
 
 /// The free lists of a pool.
@@ -115,8 +116,8 @@ impl Buddies {
         self.first[LEASED] != NONE
     }
 
-    /// Leases the chunk, and the chunks with memory beside it, to one more ring. None of them is returned to the system
-    /// until the ring ends its lease.
+    /// Leases the chunk, and the chunks with memory beside it, to one more ring. These chunks are not returned to the
+    /// system until the ring ends its lease.
     pub fn lease(&mut self, frames: &Table<Frame>, chunk: u32) -> Option<Range<u32>> {
         let (run, is_new) = self.leases.lease(chunk)?;
         if is_new {
@@ -132,8 +133,8 @@ impl Buddies {
         }
     }
 
-    /// Moves the completely free chunks of `run` from the list `from` to the list for leased or unleased chunks, as
-    /// they are now.
+    /// Moves the completely free chunks of `run` from the list `from` to the list of leased chunks if they are leased
+    /// now, else to that of unleased ones.
     fn move_free_chunks(&mut self, frames: &Table<Frame>, run: Range<u32>, from: usize) {
         for chunk in run {
             let number = chunk << self.max_order;
@@ -189,8 +190,8 @@ mod tests {
         leases
     }
 
-    /// Leased free chunks are not returned to the system, and are allocated first. A chunk that becomes free during its
-    /// lease is treated the same. After the lease it is like any other chunk.
+    /// Leased free chunks are not returned to the system, and are allocated first. The same holds for a chunk that is
+    /// freed during its lease. After the lease a free chunk can be returned again.
     #[test]
     fn leased_chunks_are_not_returned() {
         let frames = frames();

@@ -98,7 +98,7 @@ pub(crate) unsafe fn zero(dst: *mut u8, len_bytes: usize) {
 ///
 /// # Safety
 ///
-/// The bytes are mapped.
+/// The eight bytes from `src` on are mapped.
 #[inline]
 pub(crate) unsafe fn read_u64(src: *const u8) -> u64 {
     if src.addr().is_multiple_of(align_of::<u64>()) {
@@ -113,7 +113,7 @@ pub(crate) unsafe fn read_u64(src: *const u8) -> u64 {
 ///
 /// # Safety
 ///
-/// The bytes are mapped.
+/// The `len_bytes` from `src` on are mapped.
 pub(crate) unsafe fn is_zero(src: *const u8, len_bytes: usize) -> bool {
     let mut buffer = [0; 512];
     (0..len_bytes).step_by(buffer.len()).all(|at| {

@@ -52,7 +52,8 @@ impl LeaseSlot {
         self.rings > 0 && (u32::from(self.first)..u32::from(self.first + self.count)).contains(&at)
     }
 
-    /// Returns the longest run of chunks with memory that contains `at`. The run is empty if that chunk has no memory.
+    /// Returns the longest run of chunks with memory that contains chunk `at`. The run is empty if chunk `at` has no
+    /// memory.
     fn run_around(self, at: u32) -> Range<u32> {
         let above = (self.filled >> at).trailing_ones();
         let below = (self.filled << (u32::BITS - 1 - at)).leading_ones();
@@ -79,7 +80,7 @@ impl Leases {
         self.chunks
     }
 
-    /// Commits the state of the slot of a chunk that was never used.
+    /// Commits the state of the slot that begins with `chunk`. Does nothing if `chunk` is not the first of its slot.
     pub fn open(&self, chunk: u32) -> Result<()> {
         let slot = (chunk / self.chunks) as usize;
         if chunk.is_multiple_of(self.chunks) { self.slots.open(0, slot, slot + 1) } else { Ok(()) }
@@ -151,8 +152,8 @@ mod tests {
         leases
     }
 
-    /// The longest run of chunks with memory is leased, within its slot. Chunks that get memory next to a leased run
-    /// are not leased until all leases of the slot end.
+    /// A lease covers the longest run of chunks with memory, within one slot. Chunks that get memory next to a leased
+    /// run are not leased until all leases of the slot end.
     #[test]
     fn a_leased_run_ends_where_memory_ends() {
         let all: Vec<u32> = (0..96).filter(|chunk| ![3, 40, 62].contains(chunk)).collect();

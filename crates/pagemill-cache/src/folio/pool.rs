@@ -56,7 +56,7 @@ impl Owner {
 }
 
 impl Frame {
-    /// Returns the owner of the folio that begins at this frame. Valid for a live folio only.
+    /// Returns the owner of the folio that begins at this frame. Valid only if that folio is live.
     #[inline]
     pub fn owner(&self) -> Owner {
         let word = self.owner.load(Relaxed);
@@ -79,14 +79,15 @@ pub(crate) struct NewFolio {
     pub is_zero: bool,
 }
 
-/// State of the pool that its lock protects.
+/// The part of the pool's state that the lock `state` protects.
 struct PoolState {
     buddies: Buddies,
     /// Number of chunks that ever had memory. They are the first ones of the address range.
     chunks: u32,
     /// Number of chunks that are being brought in or returned to the system. They are on no list.
     chunks_in_transit: u32,
-    /// First chunk of the list of chunks without memory. The owner word of a chunk's first frame holds the next chunk.
+    /// The first chunk in the list of chunks without memory. The owner word of a chunk's first frame holds the next
+    /// chunk of that list.
     empty: Option<u32>,
 }
 
@@ -95,8 +96,8 @@ struct PoolState {
 /// # Invariants
 ///
 /// 1. Chunks from 0 to `PoolState::chunks` that are not in the list of empty chunks are mapped, writable, and belong to
-///    this pool alone. They are resident as far as the process allows; leased chunks stay resident. For a pool over
-///    reserved huge pages this holds while the pages are placed.
+///    this pool alone. They are resident as far as the process allows; leased chunks stay resident. In a pool over
+///    reserved huge pages this holds only while the pages are placed.
 /// 2. A thread that allocated a page may change its bytes until the page's word is *Live*. From then on the word's
 ///    protocol applies.
 pub(crate) struct Pool {
@@ -110,7 +111,8 @@ pub(crate) struct Pool {
     max_chunks: u32,
     use_huge: AtomicBool,
     frames: Table<Frame>,
-    /// One word per chunk for the scan that looks for sparse huge folios (`mapping::sweep`).
+    /// The scan word of each chunk: the version of the chunk's huge folio, and the folio's state in the background scan
+    /// for sparse huge folios (`mapping::sweep`).
     scan_words: Table<AtomicU64>,
     state: Guarded<PoolState>,
     has_huge_frames: AtomicBool,
@@ -123,7 +125,7 @@ pub(crate) struct Pool {
     /// Bytes of a chunk.
     chunk_bytes: usize,
     node: usize,
-    /// Reclaim wants free memory back that is leased to rings. Set until no free chunk is leased.
+    /// Reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
     /// For a pool over reserved huge pages: [`CLOSED`] (initially), [`PLACED`] or [`LOST`]. Changed under `Caches::users` only.
     reserve: Option<AtomicU8>,
@@ -193,7 +195,7 @@ impl Pool {
         self.reserve.is_some()
     }
 
-    /// Returns whether this is a pool over reserved huge pages that are not placed, and can be.
+    /// Returns whether this is a pool over reserved huge pages in which no pages are placed, and none were lost.
     pub fn is_closed(&self) -> bool {
         self.reserve.as_ref().is_some_and(|reserve| reserve.load(Relaxed) == CLOSED)
     }
@@ -328,11 +330,12 @@ impl Pool {
         self.use_huge.store(is_allowed, Relaxed);
     }
 
-    /// Allocates 2^`order` pages, bringing in a new chunk if needed. The pages are *Busy* and owned by the caller.
+    /// Allocates 2^`order` pages, and makes a new chunk resident if needed. The pages are *Busy* and owned by the
+    /// caller.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if the pool has reached its maximum, or the process may not have another chunk.
+    /// [`Error::NoMemory`] if the pool has reached its maximum, or if the process gets no memory for another chunk.
     pub fn allocate(&self, order: u8) -> Result<NewFolio> {
         match self.allocate_free(order) {
             Some(taken) => Ok(taken),
@@ -340,7 +343,7 @@ impl Pool {
         }
     }
 
-    /// As [`Pool::allocate`], but only from pages that are free and have memory.
+    /// As [`Pool::allocate`], but only from free pages that have memory.
     pub fn allocate_free(&self, order: u8) -> Option<NewFolio> {
         let taken = self.state.with(|state| {
             let taken = state.buddies.allocate(&self.frames, order);
@@ -360,8 +363,8 @@ impl Pool {
         })
     }
 
-    /// Allocates `pages` consecutive pages that are free and have memory, and returns the first. Each page is *Busy*,
-    /// and is freed separately.
+    /// Allocates `pages` consecutive free pages that have memory, and returns the number of the first. Each page is
+    /// *Busy*, and is freed separately.
     pub fn allocate_free_contiguous(&self, pages: u32) -> Option<u32> {
         let order = pages.next_power_of_two().trailing_zeros() as u8;
         if order > self.chunk_order {
@@ -423,7 +426,7 @@ impl Pool {
         Error::NoMemory { wanted_bytes: self.chunk_bytes() as u64, used_bytes: used, limit_bytes: self.max_bytes() }
     }
 
-    /// Claims a chunk without memory; the caller brings its memory in.
+    /// Claims a chunk without memory; the caller then makes the chunk resident.
     fn claim_empty_chunk(&self) -> Result<u32> {
         self.state.with(|state| {
             if let Some(chunk) = state.empty {
@@ -496,9 +499,9 @@ impl Pool {
         });
     }
 
-    /// Leases the chunk of page `number`, and the chunks with memory beside it, to a ring: up to 64 MiB. The pool
-    /// returns none of them to the system until [`Pool::end_lease`]. Returns the range of chunks. Returns `None` if
-    /// other chunks of the same 64 MiB are leased already, or if reclaim wants memory back.
+    /// Leases the chunk of page `number`, and the chunks with memory beside it, to a ring: up to 64 MiB. The pool does
+    /// not return these chunks to the system until [`Pool::end_lease`]. Returns the range of chunks. Returns `None` if
+    /// other chunks of the same 64 MiB are leased already, or if reclaim has requested that rings end their leases.
     pub fn lease(&self, number: u32) -> Option<Range<u32>> {
         if self.is_lease_end_requested() {
             return None;
@@ -524,13 +527,14 @@ impl Pool {
         self.state.with(|state| state.buddies.leases.chunks() as usize) * self.chunk_bytes
     }
 
-    /// Returns whether rings should end their leases, because reclaim wants free memory back.
+    /// Returns whether reclaim has requested that rings end their leases of free chunks.
     #[inline]
     pub fn is_lease_end_requested(&self) -> bool {
         self.is_lease_end_requested.load(Relaxed)
     }
 
-    /// Requests that rings end their leases, if a free chunk is leased. Returns whether this request is new.
+    /// Requests that rings end their leases, unless no free chunk is leased or the pool uses reserved huge pages.
+    /// Returns whether this request is new.
     pub fn request_lease_end(&self) -> bool {
         !self.is_hugetlb()
             && self.state.with(|state| state.buddies.has_leased() && !self.is_lease_end_requested.swap(true, Relaxed))
@@ -549,8 +553,9 @@ impl Pool {
         u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64
     }
 
-    /// Returns free chunks that are not leased to the system, up to about `want_bytes`. Returns the bytes that the
-    /// kernel took. Does nothing for reserved huge pages: while they are reserved for this pool they have no other use.
+    /// Returns unleased free chunks to the system, up to about `want_bytes`. Returns the number of bytes that the
+    /// kernel freed. Does nothing for reserved huge pages: while they are reserved for this pool they have no other
+    /// use.
     pub fn shrink(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         while freed < want_bytes && !self.is_hugetlb() {
@@ -595,8 +600,9 @@ impl Pool {
             + self.state.with(|state| state.buddies.leases.resident_bytes(chunks))
     }
 
-    /// Returns the scan word of the chunk that contains a page. It is 0 at first, and survives when the chunk is
-    /// emptied.
+    /// Returns the scan word of the chunk that contains page `number`: the version of the chunk's huge folio, and the
+    /// folio's state in the scan for sparse huge folios (`mapping::sweep`). The word is 0 at first, and keeps its value
+    /// when the chunk is emptied.
     pub fn scan_word(&self, number: u32) -> &AtomicU64 {
         self.scan_words.get((number >> self.chunk_order) as usize)
     }
@@ -606,8 +612,8 @@ impl Pool {
         self.state.with(|state| state.chunks) << self.chunk_order
     }
 
-    /// Visits all folios, used and free, until `see` returns false. A folio that changes concurrently is visited in its
-    /// old or new state.
+    /// Calls `see` with the first page and the state of each folio and of each free run, in the order of their
+    /// addresses, until `see` returns false. `see` gets the old or the new state of a folio that changes concurrently.
     pub fn walk(&self, mut see: impl FnMut(u32, State) -> bool) {
         let (mut number, end) = (0, self.pages());
         while number < end {
@@ -719,8 +725,8 @@ impl Pool {
         unsafe { std::slice::from_raw_parts_mut(self.addr(number) as *mut u8, len_bytes) }
     }
 
-    /// Publishes the number of free chunks to readers without the lock, and to the statistics. The caller holds the
-    /// lock.
+    /// Publishes the number of free chunks for threads that read it without the lock, and in the statistics. The caller
+    /// holds the lock.
     fn publish_free_chunks(&self, state: &PoolState) {
         if self.is_lease_end_requested() && !state.buddies.has_leased() {
             self.is_lease_end_requested.store(false, Relaxed);

@@ -49,12 +49,12 @@ const ORDER_MASK: u64 = 0xF;
 /// The folio is never split.
 const UNSPLITTABLE: u64 = 1 << 7;
 const DIRTY: u64 = 1 << 8;
-/// Shift of the use count: uses since the last eviction scan, up to [`MOST_USES`].
+/// Shift of the use count: uses that the eviction scan has not subtracted yet, at most [`MOST_USES`].
 const USED_SHIFT: u32 = 9;
 const USED_MASK: u64 = 3;
 const MOST_USES: u64 = 2;
-/// For live folios, in place of [`ZERO`]: the folio was prefetched, and the thread that needs it has not used it yet.
-/// The use count then holds [`READAHEAD`] or 0.
+/// For live folios, in place of [`ZERO`]: the folio was prefetched, and the thread that needs the folio has not used it
+/// yet. While this bit is set, the bits of the use count hold [`READAHEAD`] or 0.
 const PREFETCHED: u64 = ZERO;
 const READAHEAD: u64 = 1 << USED_SHIFT;
 /// For free pages: all bytes are zero.
@@ -189,8 +189,8 @@ impl Word {
         State(self.0.load(Acquire))
     }
 
-    /// Returns whether bytes that were copied since `seen` was loaded are valid: no thread held or freed the folio
-    /// since.
+    /// Returns whether bytes that were copied after `seen` was loaded are valid: the folio was neither held nor freed
+    /// since that load.
     #[inline]
     pub fn is_unchanged(&self, seen: State) -> bool {
         // Orders the copy before this load.
@@ -238,20 +238,21 @@ impl Word {
         is_last
     }
 
-    /// Makes the folio dirty, which the caller has pinned. Returns whether the folio was clean before.
+    /// Makes a folio dirty that the caller has pinned. Returns whether the folio was clean before.
     pub fn set_dirty(&self) -> bool {
         // Release: a thread that sees the dirty bit also sees how the first writer registered the folio.
         self.0.fetch_or(DIRTY, Release) & DIRTY == 0
     }
 
-    /// Clears the dirty bit if the word still equals `seen`. Returns whether it did.
+    /// Clears the dirty bit if the word still equals `seen`. Returns whether the bit was cleared.
     pub fn clear_dirty_if_unchanged(&self, seen: State) -> bool {
         self.replace_if(seen, State(seen.0 & !DIRTY))
     }
 
-    /// Counts a use, up to two. A use that races with another change of the word is lost. Mostly this is only a load,
-    /// so that hot cache lines are not written. The first use of a prefetched folio is not counted, because the
-    /// prefetch was made for it. Returns true exactly once for each folio that readahead fetched: at its first use.
+    /// Counts a use, up to two. A use that races with another change of the word is not counted. At two uses the call
+    /// only loads the word, so that hot cache lines are not written. The first use of a prefetched folio is not
+    /// counted, because the prefetch was made for it. Returns true if this is the first use of a folio that readahead
+    /// fetched.
     #[inline]
     pub fn note_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
@@ -279,7 +280,7 @@ impl Word {
         self.0.fetch_or(PREFETCHED | if fetched == Prefetch::Readahead { READAHEAD } else { 0 }, Relaxed);
     }
 
-    /// Subtracts one counted use. Returns whether there was one.
+    /// Subtracts one counted use. Returns whether any use was counted.
     pub fn forget_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
         if seen.has_uses() {
@@ -288,7 +289,7 @@ impl Word {
         seen.has_uses()
     }
 
-    /// Clears the counted uses. Returns whether there was one.
+    /// Clears the counted uses. Returns whether any use was counted.
     pub fn forget_uses(&self) -> bool {
         let is_used = State(self.0.load(Relaxed)).has_uses();
         if is_used {
@@ -387,7 +388,7 @@ impl Word {
         fence(Release);
     }
 
-    /// Sets a page of a folio that is being split to *Frozen*, as clean or dirty as that folio.
+    /// Sets a page of a folio that is being split to *Frozen*. `is_dirty`: whether that folio is dirty.
     pub fn assign_frozen(&self, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
         let dirty = if is_dirty { DIRTY } else { 0 };

@@ -50,8 +50,8 @@ pub struct Settings {
     pub name: String,
     /// The software page, which is the smallest folio.
     pub page: PageSize,
-    /// Maximum bytes of folios at a time. The memory used may be half as much again, plus a huge folio: some blocks are
-    /// partly used, and free blocks stay until memory is needed.
+    /// Maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half and a huge
+    /// folio: some blocks are only partly used, and free blocks are not returned before memory is needed.
     pub limit_bytes: u64,
     /// Whether huge folios are allocated. [`Cache::set_huge`] changes the setting.
     pub use_huge: bool,
@@ -238,7 +238,8 @@ impl Shrinker for Caches {
         self.pools().map(Pool::giveable_bytes).sum()
     }
 
-    /// Returns free chunks to the system. At a limit, evicts or splits folios to get more free chunks.
+    /// Returns free chunks to the system. With [`Urgency::Limit`], first evicts or splits folios if there are too few
+    /// free chunks. Requests leased chunks back if too little was freed.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let mut freed = self.shrink_free(want_bytes);
         if urgency == Urgency::Limit && freed < want_bytes {
@@ -260,7 +261,7 @@ impl Shrinker for Caches {
 }
 
 impl Caches {
-    /// Returns the first cache at index `at` or later, and sets `at` to the index behind it.
+    /// Returns the first cache at index `at` or later, and sets `at` to the index after that cache.
     pub(super) fn next_cache(&self, at: &mut usize) -> Option<Arc<Inner>> {
         self.users.with(|users| {
             loop {
@@ -273,7 +274,8 @@ impl Caches {
         })
     }
 
-    /// Registers the waker of a queue that may register memory of the pool. Reclaim wakes it to get such memory back.
+    /// Registers the waker of a queue that may register memory of the pool. To get that memory back, reclaim wakes the
+    /// queue.
     pub(super) fn add_waker(&self, pool: &'static Pool, waker: &RingWaker) {
         let (mut new, mut room) = (Some((pool, waker.clone())), Vec::new());
         // The list is enlarged outside of the lock, because an allocation may start reclaim.
@@ -309,7 +311,7 @@ impl Caches {
         }
     }
 
-    /// Returns free chunks to the system. Pools without files go first, because nothing uses them.
+    /// Returns free chunks to the system, first those of pools without files, because nothing uses these pools.
     fn shrink_free(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for is_idle in [true, false] {
@@ -353,7 +355,7 @@ pub(crate) struct Inner {
     pub(super) timeout: Option<Duration>,
     /// The eviction order of the cache's folios.
     pub(super) order: &'static Order,
-    /// Whether the order was reset for this cache. The cache's first file with a store does that.
+    /// Whether the order was reset for this cache. Creating the cache's first file with a store resets the order.
     is_order_started: Guarded<bool>,
     /// Number of files with a store.
     pub(super) stored_files: AtomicU32,
@@ -361,7 +363,7 @@ pub(crate) struct Inner {
     pub(super) evict_after_ns: AtomicU64,
     /// Number of threads that are looking for a folio to evict, or evicting one.
     pub(super) evicting_threads: AtomicU32,
-    /// The same for splits of sparse huge folios.
+    /// Time before which no sparse huge folio is split to free memory, because the last attempt freed nothing.
     pub(super) split_sparse_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
     pub(super) flights: Flights,
@@ -451,8 +453,8 @@ impl Inner {
         order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES
     }
 
-    /// Adds to or subtracts from the statistics of the process. Reserved huge pages are excluded, since the process is
-    /// not charged for them.
+    /// Adds bytes to the statistics of the process, or subtracts them, as `change` does. Excludes reserved huge pages,
+    /// for which the process is not charged.
     fn update_counters(&self, order: u8, bytes: u64, change: fn(Counter, u64)) {
         if !self.pool.is_hugetlb() {
             change(if self.is_huge(order) { Counter::CacheHuge } else { Counter::CacheSmall }, bytes);
@@ -475,20 +477,20 @@ impl Inner {
         Ok(taken)
     }
 
-    /// Reverts [`Inner::allocate_replacement`]: frees the folio and the difference.
+    /// Reverts [`Inner::allocate_replacement`]: frees the folio and ends the charge of the difference.
     pub fn free_replacement(&self, number: u32, order: u8, present_bytes: u64) {
         self.count_freed(order);
         self.charged_bytes.fetch_sub(self.folio_bytes(order) - present_bytes, Relaxed);
         self.pool.free(number, order);
     }
 
-    /// Frees a page that a larger folio has replaced. The larger folio keeps the page's charge.
+    /// Frees a page that a larger folio has replaced. The page's charge now counts for the larger folio.
     pub fn free_replaced(&self, number: u32) {
         self.count_freed(0);
         self.pool.free(number, 0);
     }
 
-    /// Frees a folio that the caller owns, and its charge.
+    /// Frees a folio that the caller owns, and ends its charge.
     pub fn free(&self, number: u32, order: u8) {
         self.count_freed(order);
         self.discharge(order);
@@ -545,7 +547,7 @@ impl Inner {
         self.charged_bytes.load(Relaxed) + bytes <= self.limit_bytes
     }
 
-    /// Returns the first file with an id of `id` or more, and sets `id` to the id behind it.
+    /// Returns the first file with an id of `id` or more, and sets `id` to the next id after that file.
     pub(super) fn next_file(&self, id: &mut u32) -> Option<Arc<File>> {
         self.files.with(|files| {
             loop {
@@ -596,7 +598,8 @@ impl Inner {
         });
     }
 
-    /// Evicts folios, or else splits sparse ones, to free `want_bytes`. Returns whether that many were freed.
+    /// Evicts folios until `want_bytes` are freed; if eviction frees too little, splits sparse folios until
+    /// `want_bytes` are freed. Returns whether either succeeded.
     pub fn make_room(&self, want_bytes: u64) -> bool {
         self.evict_some(want_bytes) || self.split_sparse_some(want_bytes)
     }
@@ -696,7 +699,7 @@ impl Cache {
         self.0.charged_bytes.load(Relaxed)
     }
 
-    /// Collapses ranges of small folios that were proposed for it: about `steps` ranges, some hundred microseconds
+    /// Collapses queued ranges of small folios: checks about `steps` ranges, which takes some hundred microseconds
     /// each. The background thread does the same unless it is disabled. Returns the number of new huge folios.
     pub fn collapse_waiting(&self, steps: usize) -> usize {
         self.0.caches.worker.step(steps)
@@ -720,9 +723,9 @@ impl Cache {
         self.0.dirty_bytes()
     }
 
-    /// Returns free memory to the system, and its number of bytes to the caller. Reclaim does the same when memory is
-    /// needed. Memory that a [`Queue`] has registered is only requested: the queue's thread releases it when it waits,
-    /// asks for a page, or drops the queue. Reserved huge pages are returned when the cache ends ([`Source::Hugetlb`]).
+    /// Returns free memory to the system. Returns the number of bytes. Reclaim does the same when memory is needed.
+    /// Memory that a [`Queue`] has registered is only requested: the queue's thread releases it when it waits, asks for
+    /// a page, or drops the queue. Reserved huge pages are returned when the cache ends ([`Source::Hugetlb`]).
     ///
     /// [`Queue`]: super::Queue
     pub fn give_back(&self) -> u64 {

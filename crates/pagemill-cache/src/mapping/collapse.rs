@@ -29,8 +29,8 @@ struct SmallFolios<'file> {
 }
 
 impl Mapping {
-    /// Collapses the small folios around `offset` into one huge folio. Holes among them become zeros. Returns `false`
-    /// if the range already has a huge folio, or no folio at all.
+    /// Collapses the small folios around `offset` into one huge folio. Holes between these folios become zeros. Returns
+    /// `false` if the range already has a huge folio, or no folio at all.
     ///
     /// Cost: a copy of the huge folio, during which writers wait.
     ///
@@ -87,7 +87,8 @@ impl File {
         Ok(true)
     }
 
-    /// Replaces the small folios by the huge one in the index, if they are unchanged. Returns whether it did.
+    /// Replaces the small folios in the index by the huge one, if the range's index entries are unchanged. Returns
+    /// whether the folios were replaced.
     fn replace_in_index(&self, folios: &SmallFolios<'_>, taken: &NewFolio) -> Result<bool> {
         let (number, order, first) = (taken.number, taken.order, folios.first);
         let word = self.pool().word(number);
@@ -188,7 +189,7 @@ impl<'file> SmallFolios<'file> {
         }
     }
 
-    /// Frees the small folios, which are in no index any more.
+    /// Frees the small folios after they were removed from the index.
     fn free(&mut self) {
         for (_, number) in self.present() {
             debug_assert_eq!(self.file.pool().word(number).load().kind(), Kind::Frozen);

@@ -1,10 +1,11 @@
 //! Dirty folios of files with a store: the number of dirty bytes, and the marks in the index by which writeback finds
 //! the folios.
 //!
-//! A thread that is about to change a pinned or held folio first sets the mark of its index entry, then the dirty bit
-//! of its word, then changes bytes. So writeback finds each folio whose word is dirty. Writeback clears the mark under
-//! the index's lock while the folio is frozen, then clears the dirty bit. A thread that removes a dirty folio from the
-//! file subtracts its bytes from the count. Files without a store use none of this.
+//! A thread that is about to change a pinned or held folio first sets the mark of the folio's index entry, then the
+//! dirty bit of the folio's word, and then changes bytes. So writeback finds each folio whose word is dirty. Writeback
+//! clears the mark under the index's lock while the folio is frozen, then clears the dirty bit. A thread that removes a
+//! dirty folio from the file subtracts the folio's bytes from the number of dirty bytes. In files without a store,
+//! dirty folios are neither marked nor counted.
 
 use super::cache::Inner;
 use super::fetch::Place;
@@ -134,7 +135,7 @@ impl File {
         self.cache.note_much_dirty();
     }
 
-    /// Adds to the number of dirty bytes. Returns whether it was 0 before for this file.
+    /// Adds to the number of dirty bytes. Returns whether the file had no dirty bytes before.
     pub(super) fn count_dirty(&self, bytes: u64) -> bool {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return false };
         let was_clean = dirty.bytes.fetch_add(bytes, SeqCst) == 0;
@@ -264,7 +265,8 @@ mod tests {
         }
     }
 
-    /// Each handle reports a failure once: the failed sync its own, the other handles the failure of that sync.
+    /// A failed writeback or sync is reported once by each handle: by the call that failed, and by the next sync of
+    /// each other handle.
     #[test]
     fn every_handle_reports_a_failure_once() {
         let cache = TestProcess::for_test().caches.make(Settings::new("told", 32 * BLOCK_BYTES as u64)).unwrap();

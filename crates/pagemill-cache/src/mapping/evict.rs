@@ -128,8 +128,8 @@ impl File {
         self.cache.order.reach(number as usize + (1 << order))
     }
 
-    /// Enters a folio into the eviction order. Called under the lock of the index, so that the folio cannot be removed
-    /// before. Does nothing for files without a store.
+    /// Enters a folio into the eviction order. Called under the lock of the index, so that no thread can remove the
+    /// folio before it is entered. Does nothing for files without a store.
     pub(super) fn enter_order(&self, index: u64, number: u32, order: u8) {
         if self.store.is_none() {
             return;

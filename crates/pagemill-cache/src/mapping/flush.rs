@@ -43,7 +43,7 @@ const RECHECK_NS: u64 = 100_000_000;
 /// Time limit of a slice for a store that completes nothing.
 const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Shorter slices are not used to measure a store's speed.
+/// Slices with fewer bytes than this are not used to measure the speed of a store.
 const SPEED_SAMPLE_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 
 /// When dirty pages are written back in the background, and when writers are throttled. [`Writeback::default`] suits
@@ -52,14 +52,15 @@ const SPEED_SAMPLE_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 /// Example: [`Settings`](super::Settings).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writeback {
-    /// Age at which dirty pages are written back: 30 s.
+    /// Age at which dirty pages are written back. Default: 30 s.
     pub age: Duration,
-    /// Percentage of the cache's limit above which dirty pages are written back: 10.
+    /// Percentage of the cache's limit above which dirty pages are written back. Default: 10.
     pub background_percent: u8,
-    /// Percentage of the cache's limit that dirty pages do not exceed, except by a folio of each writer: 40. Pins and
-    /// holds are not limited. Writers are slowed from half way between `background_percent` and this percentage on.
+    /// Percentage of the cache's limit that dirty pages do not exceed, except by a folio of each writer. Default: 40.
+    /// Pins and holds are not limited. Writers are slowed from half way between `background_percent` and this
+    /// percentage on.
     pub most_percent: u8,
-    /// Time that a writer waits for a store without progress: 5 s.
+    /// Time that a writer waits for a store without progress. Default: 5 s.
     pub timeout: Duration,
 }
 
@@ -80,9 +81,10 @@ pub(super) struct Balance {
     pub timeout: Duration,
     /// Files with dirty pages, each listed once.
     files: Guarded<Vec<Weak<File>>>,
-    /// Serializes scans of the list, because a second scan would miss the files that the first one has taken off.
+    /// Serializes scans of the list. A scan takes the files off the list and puts them back, so a concurrent scan would
+    /// miss files.
     scan_lock: Lock,
-    /// The flusher thread was woken because more than `background_bytes` are dirty.
+    /// The flusher thread knows that more than `background_bytes` are dirty, so writers need not wake the thread again.
     is_woken: AtomicBool,
     /// Total bytes that writers made dirty or tried to, and total bytes that became clean.
     pub dirtied_bytes: AtomicU64,
@@ -258,7 +260,7 @@ enum Due {
 }
 
 impl Inner {
-    /// Returns the cache's dirty files, the one that is dirty for longest first.
+    /// Returns the cache's dirty files, ordered by the time when they became dirty, oldest first.
     pub(super) fn dirty_files(&self) -> Vec<Weak<File>> {
         // References to files are dropped only after the lock is released: dropping the last reference drops the store,
         // too.
@@ -299,7 +301,8 @@ impl Inner {
         }
     }
 
-    /// Wakes the flusher thread if more than `background_bytes` are dirty and it was not woken for that yet.
+    /// Wakes the flusher thread if more than `background_bytes` are dirty, unless the thread was already woken for this
+    /// reason.
     pub(super) fn note_much_dirty(&self) {
         let balance = &self.balance;
         if self.dirty_bytes() > balance.background_bytes

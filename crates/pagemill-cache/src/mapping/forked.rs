@@ -9,7 +9,7 @@ impl Caches {
     ///
     /// # Safety
     ///
-    /// Follows one call of it, by the same thread.
+    /// The same thread has called [`Caches::acquire_for_fork`] before, once for each call of this function.
     pub unsafe fn release_after_fork(&self) {
         self.worker.release_after_fork();
         self.wakers.release();
@@ -20,7 +20,8 @@ impl Caches {
     ///
     /// # Safety
     ///
-    /// The process is a child with one thread, made since the last call, and holds no lock of these caches.
+    /// The process is a fork child with one thread, which calls this once after the fork and holds no lock of these
+    /// caches.
     pub unsafe fn begin_child(&self) {
         self.inherited.store(self.users.with(|users| users.len()), Relaxed);
         self.worker.begin_child();

@@ -135,7 +135,7 @@ impl Mapping {
 }
 
 impl File {
-    /// Copies from one folio, and waits for its read if it is not in memory. Returns the number of bytes.
+    /// Copies from one folio; if the folio is not in memory, waits until it has been read. Returns the number of bytes.
     async fn read_piece_async(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
         for _ in 0..MOST_ATTEMPTS {
             if self.behind.is_none() {

@@ -134,7 +134,8 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 /// Longest wait for a folio that another thread holds or has frozen; then the call fails.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
 
-/// Longest wait of the last handle's drop for temporary references of other threads to the file.
+/// Longest time that the drop of the last handle waits for other threads to drop their temporary references to the
+/// file.
 const MOST_LINGER_NS: u64 = 20_000_000;
 
 /// Serial number of the next file.
@@ -152,13 +153,13 @@ pub(crate) struct File {
     size_bytes: AtomicU64,
     /// Number of bytes of the store that belong to the file, from its begin on. Changed under the lock of the index.
     stored_bytes: AtomicU64,
-    /// Version of the store's length: odd while the store may be longer than `stored_bytes`. Advances whenever that
-    /// changes. Changed under the lock of the index.
+    /// Version of the store's length: odd while the store may be longer than `stored_bytes`. Increases each time the
+    /// store may have become longer, and each time the store was truncated. Changed under the lock of the index.
     length_version: AtomicU32,
     /// Counts removals of pages, and decreases of `stored_bytes`. Changed under the lock of the index.
     removals: AtomicU32,
-    /// Counts as `removals`, but without evictions. If it advanced, bytes that were read from the store before may have
-    /// been cut off since.
+    /// Counts as `removals`, but without evictions. If the count has changed since bytes were read from the store, a
+    /// truncation may have cut these bytes off.
     revoked: AtomicU32,
     /// State of asynchronous reads and readahead. Only for files with a store.
     behind: Option<Arc<Behind>>,
@@ -175,15 +176,15 @@ pub(crate) struct File {
     is_closed: AtomicBool,
     /// Fork generation of the process that created the file.
     generation: u16,
-    /// End of the last write that created pages, and begin of the sequential run of writes that it belongs to.
+    /// End of the last write that created pages, and begin of the sequential run of writes to which that write belongs.
     sequential_end: AtomicU64,
     sequential_begin: AtomicU64,
 }
 
 /// A handle of a cached file. Several threads may use one handle at the same time. Dropping the last handle closes the
 /// file: dirty bytes are written back, if the store accepts them in time ([`Writeback::timeout`]). [`Mapping::close`]
-/// reports errors of that, dropping does not. Readahead is cancelled; the drop waits for the store's running reads, a
-/// second at most.
+/// reports errors of this writeback; a drop ignores them. The drop cancels readahead, and waits for the store's running
+/// reads, a second at most.
 ///
 /// A page is the cache's software page. Offsets are bytes. Bytes that were never written read zero.
 ///
@@ -346,8 +347,8 @@ impl File {
     }
 }
 
-/// Calls `act` with the bytes done so far until `len` bytes are done. If `act` fails after the first call, returns the
-/// bytes done instead of the error.
+/// Calls `act` with the number of bytes done so far, until `len` bytes are done. If `act` fails after the first call,
+/// returns the bytes done instead of the error.
 #[inline]
 fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<usize> {
     let mut done = 0;

@@ -13,8 +13,8 @@ use std::ops::{Deref, DerefMut};
 
 /// A pin on a folio of a file: the folio stays in memory at its address until the pin is dropped. For I/O, or for many
 /// reads. A pinned folio is not split, collapsed or evicted. A `truncate` or `punch_hole` of the whole folio still
-/// removes it from the file; its memory stays until the unpin. If they cover a part of the folio, that part is zeroed,
-/// and the folio stays in the file.
+/// removes it from the file; its memory stays until the unpin. If the call covers only a part of the folio, that part
+/// is zeroed, and the folio stays in the file.
 ///
 /// Other threads may write to the folio at the same time, so its bytes are copied, never borrowed. A fork child must
 /// not use an inherited pin: the memory may not be mapped there (docs/files-behind.md).
@@ -325,9 +325,9 @@ impl Pin<'_> {
         unsafe { bytes::read_u64((self.addr + at) as *const u8) }
     }
 
-    /// Returns the address of the pinned bytes, for I/O. They stay mapped there until the pin is dropped; other threads
-    /// may change them. Bytes past the end of the file must stay zero. After changing bytes, the caller must call
-    /// [`Pin::set_dirty`].
+    /// Returns the address of the pinned bytes, for I/O. The bytes stay mapped there until the pin is dropped; other
+    /// threads may change them. Bytes past the end of the file must stay zero. After changing bytes, the caller must
+    /// call [`Pin::set_dirty`].
     pub fn as_ptr(&self) -> *mut u8 {
         self.addr as *mut u8
     }
@@ -350,7 +350,7 @@ impl Pin<'_> {
         Place { number: self.number(), first: self.frame.owner().index, order: self.frame.word.load().order() }
     }
 
-    /// Drops the guard without ending the pin.
+    /// Drops the guard without ending the pin. The returned place owns the pin.
     fn into_place(self) -> Place {
         std::mem::ManuallyDrop::new(self).place()
     }

@@ -72,8 +72,8 @@ pub trait Policy: Send + Sync {
     fn choose(&self, ask: &Ask) -> Choice;
 }
 
-/// Sequential writes use huge folios if the file has at least this many of them: the last huge folio then wastes less
-/// than the file's length.
+/// A file of at least this many huge folios gets huge folios for sequential writes. The unused part of the last huge
+/// folio is then smaller than the file's length.
 const LARGE_SPANS: u64 = 2;
 
 /// A range is collapsed if at least seven eighths of it are in memory.

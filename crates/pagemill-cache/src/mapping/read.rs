@@ -47,7 +47,7 @@ enum Hole {
     Zeros(usize),
     /// This call created a folio there.
     Filled,
-    /// Another thread created the folio, or it was read together with others. Its first use is not recorded yet.
+    /// Another thread created the folio, or the folio was read together with others. Its first use is not recorded yet.
     FilledByOther,
 }
 
@@ -85,7 +85,8 @@ impl File {
         to[..most].fill(0);
     }
 
-    /// As [`File::read_piece`], but looks the index up under an epoch. Used for holes, and for folios that change.
+    /// As [`File::read_piece`], but holds an epoch guard during the index lookup. Used for holes, and for folios that
+    /// change.
     #[cold]
     fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let (pool, index) = (self.pool(), self.index_of(offset));

@@ -40,11 +40,11 @@ fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     bytes
 }
 
-/// Asks a process for the usage of its caches, as [`ask_for`] does.
+/// Requests the usage of its caches from a process, as [`ask_for`] does.
 ///
 /// # Errors
 ///
-/// As there.
+/// See [`ask_for`].
 pub fn ask_for_caches(
     figures: &Path,
     identity: Identity,

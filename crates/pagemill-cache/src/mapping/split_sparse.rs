@@ -65,7 +65,7 @@ impl File {
     }
 
     /// As [`File::split_sparse_at`], for the background scan. If all pages are zero and the policy would allocate a
-    /// huge folio again at the next read, keeps one page, which prevents that.
+    /// huge folio again at the next read, one page is not freed, so that the next read finds a folio.
     pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseCheck {
         self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
@@ -91,7 +91,7 @@ impl File {
         SparseCheck::Split(bytes)
     }
 
-    /// Frees a small folio if all its bytes are zero. Returns whether it did.
+    /// Frees a small folio if all its bytes are zero. Returns whether it was freed.
     fn free_zero_page(&self, index: u64) -> bool {
         let number = {
             let guard = epoch::pin();
@@ -125,7 +125,8 @@ impl File {
 impl Inner {
     /// Splits sparse huge folios until `want_bytes` are freed. Returns whether that many were freed.
     ///
-    /// After an attempt that freed nothing, the next one is delayed. Otherwise each write would check all bytes.
+    /// After an attempt that freed nothing, the next attempt is delayed. Without the delay, each write at the limit
+    /// would check all bytes of all huge folios.
     pub(super) fn split_sparse_some(&self, want_bytes: u64) -> bool {
         if coarse_ns() < self.split_sparse_after_ns.load(Relaxed) {
             return false;

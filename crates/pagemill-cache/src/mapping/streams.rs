@@ -91,7 +91,7 @@ struct Stream {
     begin: u64,
     end: u64,
     direction: Direction,
-    /// Number of accesses that continued the stream. A stream with 0 may be replaced.
+    /// Number of accesses that continued the stream. A stream with 0 may be replaced by a new one.
     seen: u32,
     /// End of the ranges that were proposed so far: a page boundary, or the begin of the next record.
     ahead: u64,
@@ -188,7 +188,7 @@ impl Stream {
         }
     }
 
-    /// Returns the size of the next proposal in bytes, and doubles the one after it.
+    /// Returns the size of the next proposal in bytes, and doubles the size for the proposal after that.
     fn next_size_bytes(&mut self, rules: &Rules) -> u64 {
         if self.next == 0 {
             let wanted = if rules.is_eager { rules.most_bytes } else { 2 * (self.end - self.begin) };
@@ -314,7 +314,8 @@ impl Streams {
         at
     }
 
-    /// Called when a stream was detected. If there are too many, drops the one without an access for the longest time.
+    /// Called when a stream was detected. If there are too many streams, drops the one that was not accessed for the
+    /// longest time.
     fn drop_excess_stream(&mut self, newest: usize) {
         let known = self.entries.iter().enumerate().filter(|(_, stream)| stream.is_confirmed());
         if known.clone().count() > MOST_STREAMS {

@@ -29,7 +29,7 @@ use std::time::Duration;
 /// Folios checked in a background step: 8 MiB. With a step each 125 ms, 64 MiB a second.
 const STEP_CHECKS: usize = 4;
 
-/// Chunks visited in a background step. A visit that checks no bytes costs a cache line.
+/// Chunks visited in a background step. A visit that checks no bytes reads one cache line.
 const STEP_VISITS: usize = 1 << 12;
 
 const STEP_NS: u64 = 125_000_000;

@@ -80,7 +80,7 @@ impl Mapping {
     }
 }
 
-/// The index behind a folio; and, if the folio is dirty and now frozen, its index, number and state.
+/// The page index behind a folio; and, if the folio is dirty and now frozen, its index, number and state.
 type Frozen = (u64, Option<(u64, u32, State)>);
 
 const NO_PROGRESS: Error = Error::Busy { what: "the store makes no progress" };

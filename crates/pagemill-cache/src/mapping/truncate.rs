@@ -38,8 +38,8 @@ impl Mapping {
 }
 
 impl File {
-    /// Splits the huge folio that has `index` as an inner page, so that a removal can begin or end there. If that
-    /// fails, the caller zeroes the pages instead.
+    /// Splits the huge folio that has `index` as an inner page, so that a removal can begin or end at `index`. If the
+    /// split fails, the caller zeroes the pages instead.
     pub(super) fn split_around(&self, index: u64) {
         if index != self.span_of(index).start {
             let _ = self.split_at(index, Counter::HugeSplitForHole);

@@ -35,7 +35,8 @@ pub(crate) struct Worker {
     /// Counter of wakeups; the futex on which the thread sleeps.
     wakeups: AtomicU32,
     is_started: AtomicBool,
-    /// The program does the thread's work by calls.
+    /// The program does the thread's work itself, by calls such as
+    /// [`Cache::collapse_waiting`](super::Cache::collapse_waiting).
     is_thread_disabled: AtomicBool,
     pub(super) sweep: Sweep,
 }
@@ -49,8 +50,8 @@ impl File {
         }
     }
 
-    /// Collapses a range if the policy chooses a huge folio for it. Returns whether it did, or `None` if a later
-    /// attempt may succeed.
+    /// Collapses a range if the policy chooses a huge folio for it. Returns whether a huge folio was made, or `None` if
+    /// a later attempt may succeed.
     fn collapse_if_chosen(&self, index: u64) -> Option<bool> {
         let span = self.span_of(index);
         let (mut present, mut at) = (0, span.start);
@@ -115,7 +116,8 @@ impl Worker {
         }
     }
 
-    /// Checks up to `steps` queued ranges. Returns the number of new huge folios.
+    /// Takes up to `steps` ranges from the queue, and collapses those for which the policy chooses a huge folio.
+    /// Returns the number of new huge folios.
     pub fn step(&self, steps: usize) -> usize {
         let mut made = 0;
         for _ in 0..steps {

@@ -54,7 +54,7 @@ pub(super) enum Why {
     Share,
     /// The program syncs, writes back, or drops the file.
     Sync,
-    /// All pages are dirty, and room is needed.
+    /// All pages are dirty, and a thread needs a page.
     Room,
 }
 
@@ -88,7 +88,7 @@ pub(super) struct Walked {
     pub written_bytes: u64,
     /// All folios that were dirty when the walk reached them are clean now.
     pub is_clean: bool,
-    /// Page at which the next walk continues; `None` if this walk reached the end.
+    /// Page at which the next walk continues; `None` if this walk reached the end of its range.
     pub next: Option<u64>,
     /// The store's first error. Folios that failed stay dirty; the others were written.
     pub failure: Option<Error>,
@@ -112,7 +112,7 @@ struct Pass {
 struct PassProgress {
     runs: usize,
     bytes: u64,
-    /// The walk sleeps until no more than these runs and bytes are in flight.
+    /// The walk sleeps until at most this many runs and bytes are in flight.
     awaited: (usize, u64),
     ended: u64,
     written_bytes: u64,
@@ -223,7 +223,7 @@ impl WriteRun {
         })
     }
 
-    /// Adds a folio if it follows the last one in the file and the run is not too long. Returns whether it did.
+    /// Adds a folio if it follows the last one in the file and the run is not too long. Returns whether it was added.
     fn append(&mut self, folio: &RunFolio, bytes: &Range<u64>) -> bool {
         let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MOST_RUN_BYTES;
         if fits {

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Preemptions in a PCT schedule.
 const DEPTH: usize = 4;
 
-/// Bound on the steps of a run; a longer run waits for an event that never comes.
+/// Maximum number of steps of a run; a longer run waits for an event that never comes.
 const MOST_STEPS: usize = 300_000;
 
 fn new_slabs() -> &'static Slabs {

@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 type Array = XArray<pagemill_xarray::Forest>;
 
-/// Far longer than anything here takes, even on an overloaded machine.
+/// Time limit of every wait: far longer than a wait takes, even on an overloaded machine.
 const STUCK_AFTER: Duration = Duration::from_secs(600);
 
-/// With background defragmentation.
+/// Returns slab caches with background defragmentation.
 fn slabs_behind(layout: arena::Layout) -> &'static Slabs {
     let account = Account::make(UNLIMITED).unwrap();
     let arena = place(Arena::new(layout, account).unwrap()).unwrap();
@@ -26,19 +26,19 @@ fn slabs_behind(layout: arena::Layout) -> &'static Slabs {
     slabs
 }
 
-/// Without background defragmentation.
+/// Returns slab caches without background defragmentation.
 fn slabs_with(layout: arena::Layout) -> &'static Slabs {
     let slabs = slabs_behind(layout);
     slabs.defrag_by_hand();
     slabs
 }
 
-/// With whole blocks from the start.
+/// Returns slab caches that use whole blocks from the start.
 fn slabs() -> &'static Slabs {
     slabs_with(arena::Layout::for_test())
 }
 
-/// With sparse blocks: memory comes and goes slab by slab.
+/// Returns slab caches with sparse blocks, whose memory is committed and returned slab by slab.
 fn sparse_slabs() -> &'static Slabs {
     slabs_with(arena::Layout { use_huge: false, ..arena::Layout::for_test() })
 }
@@ -47,7 +47,7 @@ fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
     slabs_with(arena::Layout { nodes: Nodes::logical(nodes), ..arena::Layout::for_test() })
 }
 
-/// Waits for an event that comes without a call.
+/// Waits until `is_so` returns true, at most for [`STUCK_AFTER`].
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -92,7 +92,7 @@ fn assert_one_of_six(array: &Array) {
     assert_eq!(all(array), kept);
 }
 
-/// Shrinks until everything that was moved is freed. Readers of concurrent tests may delay this.
+/// Shrinks the cache until the memory of all moved nodes is freed. Readers in concurrent tests may delay that.
 fn shrink(nodes: &NodeCache) {
     nodes.shrink().unwrap();
     nodes.finish_retired();
@@ -123,8 +123,8 @@ fn memory_of_former_nodes_reads_zero() {
     }
 }
 
-/// Five of six entries are erased and the cache is shrunk. The others are found in order, and at most one slab per
-/// memory node is partial.
+/// Sets up an index with five of six entries erased, and shrinks the cache. The remaining entries must be found in
+/// order, and at most one slab per memory node may be partial.
 #[test]
 fn an_index_that_became_sparse_is_packed() {
     for slabs in [slabs(), sparse_slabs(), slabs_on_nodes(2)] {

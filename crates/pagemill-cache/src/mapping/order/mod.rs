@@ -23,11 +23,11 @@
 //!    pages.
 //! 4. A folio that was evicted from main and returns starts in probation.
 //!
-//! A hit does not touch the order: uses are recorded in the folio's word. Entering a folio, and one step of the
+//! A hit does not change the order: uses are recorded in the folio's word. Entering a folio, and one step of the
 //! eviction scan, change a few words under one lock, the last in the lock order, and allocate nothing. A folio that was
-//! removed from its file stays linked until the scan reaches it. A folio that is dirty or in use when the scan reaches
-//! it moves to a *deferred* queue. Deferred folios are scanned again once an eighth of the cache was evicted, or when
-//! no other folio is left. Sizes are in pages, so a huge folio counts all of its pages.
+//! removed from its file stays linked until the scan reaches it. If a folio is dirty or in use when the scan reaches
+//! it, the scan moves the folio to a *deferred* queue. Deferred folios are scanned again once an eighth of the cache
+//! was evicted, or when no other folio is left. Sizes are in pages, so a huge folio counts all of its pages.
 //!
 //! Links and ghosts lie in tables outside of the global allocator: 8 bytes for each page that was ever in use, and 5
 //! bytes for each page of the limit. The tables are reserved for the limit and committed as needed. The next cache with
@@ -75,7 +75,7 @@ const DEFERRED_DIVISOR: u64 = 8;
 /// Number of pages whose links are committed at a time: a mebibyte of links.
 const OPEN_STEP_PAGES: usize = 1 << 17;
 
-/// A scan gives up after this many times the pages in all queues. Each folio can have two uses, and can move between
+/// A scan ends after this many times the pages in all queues. Each folio can have two uses, and can move between
 /// queues.
 const SCAN_LIMIT_FACTOR: u64 = 5;
 
@@ -207,7 +207,7 @@ pub struct Order {
     state: Guarded<QueueState>,
 }
 
-/// State of the order that its lock protects.
+/// The part of the order's state that the lock protects.
 struct QueueState {
     queues: Queues,
     /// Share of the new part in the cache, in units of 2^-32.
@@ -300,7 +300,8 @@ impl Order {
         self.state.with(|state| state.queues.push(&self.links, number, order, Queue::NoReuse));
     }
 
-    /// Replaces a huge folio by its pages. The first page gets its position, the others the end of the same queue.
+    /// Replaces a huge folio by its pages. The first page gets the folio's position; the others are appended to the
+    /// same queue.
     pub fn split(&self, number: u32, order: u8) {
         self.state.with(|state| {
             let queue = state.queues.shrink_to_page(&self.links, number).unwrap_or(Queue::Small);
@@ -353,10 +354,10 @@ impl Order {
 /// Example: [`Folios`].
 pub struct EvictScan<'order> {
     order: &'order Order,
-    /// Number of steps until the scan gives up. Bounds a scan whose folios are used as fast as it clears their uses, or
-    /// cannot be evicted.
+    /// Number of steps until the scan ends without a candidate. Bounds the scan when folios are used as fast as it
+    /// clears their uses, or cannot be evicted.
     steps_left: Option<u64>,
-    /// The scan has started to scan deferred folios again, because no others were left.
+    /// No other folios were left, so the scan has started to scan deferred folios again.
     is_last_round: bool,
 }
 

@@ -2,8 +2,9 @@
 //! lock.
 //!
 //! Queues are singly linked from the oldest to the newest folio, so no folio is removed from the middle. A folio that
-//! was removed from its file stays linked until the scan reaches it, and is then skipped. If a new folio uses the page
-//! before that, the link stores the new folio's target queue, and the scan moves the new folio there.
+//! was removed from its file stays linked until the scan reaches its page, and is then skipped. If a new folio uses the
+//! page before that, the link stores the new folio's target queue. When the scan reaches the page, it moves the new
+//! folio to that queue.
 
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;

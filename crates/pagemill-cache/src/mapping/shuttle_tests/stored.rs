@@ -247,7 +247,7 @@ impl Stored {
         }
     }
 
-    /// Fills a page as a queue does. The read completes now, or never.
+    /// Fills a page as a queue does. The read completes during this call, or is dropped.
     fn fill(&self, page: u64) {
         match Filling::begin(&self.file.0, page, 0, random_below(2) == 0) {
             Ok(Asked::Begun(mut filling)) => {
@@ -268,7 +268,8 @@ impl Stored {
         }
     }
 
-    /// The store has no other writers, so a refresh changes nothing. It fails if the file is not synced.
+    /// Refreshes the file. The refresh fails if the file is not synced. Otherwise it changes nothing, because the store
+    /// has no other writers.
     fn refresh(&self) {
         let result = self.file.refresh();
         if !matches!(result, Err(Error::WrongState { .. })) {
@@ -350,7 +351,7 @@ fn splits_and_collapses_during_writebacks_and_evictions() {
     run_threads(&["cpcp", "wsrs", "retr"]);
 }
 
-/// Few operations of two kinds, so that more of their interleavings are covered.
+/// Runs few operations of two kinds, so that more of their interleavings are covered.
 #[test]
 fn writebacks_during_truncations() {
     run_threads(&["wws", "tws"]);

@@ -10,7 +10,7 @@ struct FakeFolios {
     kept: RefCell<BTreeSet<u32>>,
     awaited: RefCell<BTreeSet<u32>>,
     huge: BTreeSet<u32>,
-    /// Uses come back as soon as they are removed.
+    /// Folios are used again as soon as their uses are removed.
     is_busy: bool,
     look_calls: Cell<u64>,
 }
@@ -140,7 +140,8 @@ fn a_returning_folio_enters_main_only_from_the_new_part() {
     }
 }
 
-/// The clock hand counts the used pages that it passes in main, up to half of the cache. Each loses one use.
+/// The clock hand counts the used pages that it passes in main, up to half of the cache. Each page that it passes loses
+/// one use.
 #[test]
 fn the_clock_hand_counts_used_pages() {
     let mut fixture = QueueFixture::new(&[(Queue::Main, 20)]);
@@ -311,7 +312,7 @@ fn noreuse_folios_are_evicted_first() {
     assert_eq!(scan.next(&run.model).map(|found| found.number), Some(40), "without reads ahead none is awaited");
 }
 
-/// A scan ends after five times the number of pages if uses come back as fast as it removes them.
+/// A scan ends after five times the number of pages if folios are used again as fast as the scan removes their uses.
 #[test]
 fn a_scan_has_a_step_limit() {
     let run = simulation_with(100);
