@@ -43,7 +43,8 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 /// Id of the process that created the current collector; 0 while there is no collector.
 static OWNER_PID: AtomicU32 = AtomicU32::new(0);
 
-/// The collector of the current generation if that is not 0. Null before the first [`pin`] in it. Never freed.
+/// The collector of the current generation, if that generation is not 0. Null before the generation's first [`pin`].
+/// Never freed.
 static LATER_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
 
 fn first_collector() -> &'static Collector {
@@ -110,8 +111,8 @@ fn pin_later(generation: u32) -> Guard {
 
 /// Starts a new collector in a fork child, unless its only thread is pinned. Allocates nothing.
 ///
-/// Each Pagemill of the process calls this. Only the first call has an effect, because other threads may exist and be
-/// pinned by the second one.
+/// Each Pagemill of the process calls this. Only the first call has an effect: by the time of a second call, other
+/// threads may exist and be pinned.
 pub fn begin_child() {
     let (owner, own) = (OWNER_PID.load(Relaxed), process::id());
     if owner == 0 || owner == own {

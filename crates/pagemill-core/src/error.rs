@@ -34,7 +34,7 @@ pub enum Error {
     NotAllocated { addr: usize },
     /// The allocation at this address has been freed already.
     FreedBefore { addr: usize, len_bytes: usize },
-    /// The length is not valid here.
+    /// The length is not valid for the operation.
     BadLength { len_bytes: u64 },
     /// The chunk size of a partial volatile range is not a multiple of the OS page.
     BadChunk { chunk_bytes: u64 },

@@ -31,7 +31,7 @@ pub const TREE_FILE: &str = "tree";
 pub enum Subject {
     /// List its volatile ranges.
     Ranges,
-    /// List what its caches hold.
+    /// List the memory use of its caches.
     Caches,
     /// List its slab caches.
     Slabs,
@@ -70,7 +70,8 @@ enum Home {
 
 static HOME: OnceLock<Home> = OnceLock::new();
 
-/// The [`publisher_key`] of the process that published; 0 for none. A fork child inherits a key that is not its own.
+/// The [`publisher_key`] of the process that published; 0 for none. In a fork child, the inherited key is that of the
+/// parent.
 static PUBLISHED_BY: AtomicU64 = AtomicU64::new(0);
 
 /// Maximum number of Pagemills of one process that publish into one folder.

@@ -219,13 +219,13 @@ counters! {
     cache_index: CacheIndex, Gauge, Bytes;
     /// Huge folios allocated when a file was written or read.
     huge_allocated: HugeAllocated, Sum, Count;
-    /// Huge folios replaced by small ones because no block was free and none could be allocated.
+    /// Times that small folios were allocated in place of a huge one, because no block was available.
     huge_fallback: HugeFallback, Sum, Count;
     /// Huge folios split because a part of them was removed (truncate, punch_hole).
     huge_split_for_hole: HugeSplitForHole, Sum, Count;
     /// Huge folios split because the caller requested it.
     huge_split_for_caller: HugeSplitForCaller, Sum, Count;
-    /// Huge folios split under memory pressure because they held little data.
+    /// Huge folios split under memory pressure, because at least a quarter was zeros or beyond the end of the file.
     huge_split_for_reclaim: HugeSplitForReclaim, Sum, Count;
     /// Huge folios made of small ones because the caller requested it.
     huge_collapsed_for_caller: HugeCollapsedForCaller, Sum, Count;
@@ -233,7 +233,7 @@ counters! {
     huge_collapsed_behind: HugeCollapsedBehind, Sum, Count;
     /// Collapses abandoned because a folio was in use or no block was available.
     huge_collapse_failed: HugeCollapseFailed, Sum, Count;
-    /// File pages given back because they held only zeros, or lay beyond the end of the file.
+    /// Bytes of file pages given back because the pages contained only zeros, or lay beyond the end of the file.
     cache_thinned: CacheThinned, Sum, Bytes;
     /// Bytes of clean folios that were evicted.
     cache_evicted: CacheEvicted, Sum, Bytes;
@@ -265,7 +265,7 @@ counters! {
     transfers_stuck: TransfersStuck, Sum, Count;
     /// Caches of files in memory.
     caches: Caches, Gauge, Count;
-    /// Huge folios split in the background because they held little data.
+    /// Huge folios split in the background, because at least a quarter was zeros or beyond the end of the file.
     huge_split_behind: HugeSplitBehind, Sum, Count;
     /// Bytes of evicted folios that were not used again after their first use.
     cache_evicted_new: CacheEvictedNew, Sum, Bytes;
@@ -439,7 +439,7 @@ impl Figures {
         before < number
     }
 
-    /// Copies the page's counters. Returns `None` if it is not a page of this version.
+    /// Copies the page's counters. Returns `None` if the page does not have this version.
     fn snapshot(&self) -> Option<Snapshot> {
         let version_pid = self.version_pid.load(Relaxed);
         if self.magic.load(Relaxed) != MAGIC || version_pid as u32 != VERSION {
@@ -509,7 +509,7 @@ pub fn set(counter: Counter, amount: u64) {
     current().counters[counter as usize].store(amount, Relaxed);
 }
 
-/// Raises a peak to `amount` if that is larger; returns whether it was.
+/// Raises a peak to `amount` if that is larger; returns whether the peak was raised.
 #[inline]
 pub fn raise(counter: Counter, amount: u64) -> bool {
     current().counters[counter as usize].fetch_max(amount, Relaxed) < amount
@@ -598,7 +598,7 @@ impl Snapshot {
         Self { values, ..self.clone() }
     }
 
-    /// Adds the counters of another Pagemill of the same process. The sum of the peaks is an upper bound of the
+    /// Adds the counters of another Pagemill of the same process. The sum of two peaks is an upper bound of the
     /// process's peak.
     pub fn add(&mut self, other: &Self) {
         for row in TABLE {
@@ -710,7 +710,7 @@ pub fn read(path: &CStr) -> io::Result<Snapshot> {
     read_of(path, None)
 }
 
-/// As [`read`], but fails with `EACCES` unless `owner` owns the file; `None` skips the check. Root uses it to read
+/// As [`read`], but fails with `EACCES` unless `owner` owns the file; `None` skips the check. Root calls this to read
 /// files in other users' folders.
 ///
 /// # Errors

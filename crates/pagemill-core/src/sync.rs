@@ -38,8 +38,8 @@ use std::sync::atomic::AtomicU32 as Word;
 
 /// A mutual exclusion lock that may be taken inside `malloc`: one word, no allocation, no thread state.
 ///
-/// The lock contains no data; the comment of each field that it protects names it. A lock that the forking thread holds
-/// during `fork` must be released in both processes.
+/// The lock contains no data. The comment of a field that a lock protects names that lock. A lock that the forking
+/// thread holds during `fork` must be released in both processes.
 ///
 /// ```
 /// use pagemill::sync::Lock;
@@ -68,14 +68,14 @@ impl Lock {
         LockGuard(self)
     }
 
-    /// Acquires the lock without a guard, for `fork` handlers. The caller must call [`Lock::release`].
+    /// Acquires the lock without a guard, for `fork` handlers. The caller must call [`Lock::release`] later.
     pub fn acquire(&self) {
         if self.word.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
             self.acquire_slow();
         }
     }
 
-    /// Acquires the lock if it is unlocked; returns whether it did.
+    /// Acquires the lock if it is unlocked; returns whether the lock was acquired.
     pub fn try_acquire(&self) -> bool {
         self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok()
     }
@@ -224,7 +224,7 @@ impl<T> Guarded<T> {
     ///
     /// # Panics
     ///
-    /// If the lock is not held by it.
+    /// If [`Guarded::acquire_when`] has not acquired the lock.
     #[inline]
     pub fn release(&self) {
         assert!(self.is_acquired.swap(false, Relaxed));

@@ -23,9 +23,9 @@ pub(super) fn make_accessible(addr: usize, len_bytes: usize) -> Result<()> {
 }
 
 impl Arena {
-    /// Makes an empty block usable: resident as a huge page if that is expected to pay, else overcommitted.
+    /// Makes an empty block usable: resident as a huge page if [`Arena::may_take_huge`] allows one, else overcommitted.
     ///
-    /// Does not wait for another thread that does the same for this block, because the kernel provides the pages of an
+    /// Does not wait for another thread that backs the same block, because the kernel provides the pages of an
     /// overcommitted block when they are touched.
     ///
     /// # Errors
@@ -68,7 +68,7 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The caller owns the blocks, and they hold nothing.
+    /// The caller owns the blocks, and they contain no data.
     pub unsafe fn populate_blocks(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
         self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
         let mut huge = 0;
@@ -278,8 +278,8 @@ impl Arena {
         freed
     }
 
-    /// Offers whole blocks to the kernel (`MADV_FREE`), which takes their memory under pressure. Returns their charged
-    /// bytes; `None` if the kernel refused (locked memory).
+    /// Offers whole blocks to the kernel (`MADV_FREE`), which takes their memory under pressure. Returns the charged
+    /// bytes of the blocks; `None` if the kernel refused (locked memory).
     ///
     /// # Safety
     ///
@@ -292,8 +292,8 @@ impl Arena {
         Some((first..first + blocks).map(|block| Self::charged_bytes(self.block_state(block).charged_pages)).sum())
     }
 
-    /// Ends the charge for memory that the kernel took from offered blocks, and returns these bytes. The blocks that
-    /// lost memory become *Lazy*.
+    /// Ends the charge for memory that the kernel took from offered blocks, and returns the number of these bytes. The
+    /// blocks that lost memory become *Lazy*.
     pub fn discharge_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
@@ -326,8 +326,8 @@ impl Arena {
         bytes
     }
 
-    /// Returns a part of a *Lazy* block to the kernel, and returns the bytes freed; `None` if the kernel refused. Does
-    /// nothing for a block with another backing.
+    /// Returns a part of a *Lazy* block to the kernel. Returns the number of bytes freed; `None` if the kernel refused.
+    /// Does nothing for a block with another backing.
     ///
     /// # Safety
     ///
@@ -452,7 +452,8 @@ impl Arena {
         self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);
     }
 
-    /// Makes the block resident that was requested last, if there is room without reclaim. Returns whether it did.
+    /// Makes the block of the last [`Arena::request_prefault`] resident, if there is room without reclaim. Returns
+    /// whether the block was made resident.
     pub fn prefault(&self) -> bool {
         let wanted = self.prefault.swap(0, std::sync::atomic::Ordering::Relaxed);
         let has_room = self.budget.room().1 >= 2 * BLOCK_BYTES as u64;

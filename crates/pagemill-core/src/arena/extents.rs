@@ -62,7 +62,7 @@ struct BlockPart {
 }
 
 impl Arena {
-    /// Carves address space for an extent, without memory. The address is aligned to `align_bytes` and to a block.
+    /// Carves address space for an extent, without memory. The address is a multiple of `align_bytes` and of a block.
     ///
     /// # Errors
     ///
@@ -73,8 +73,8 @@ impl Arena {
         self.carve(&self.small, blocks, align, self.nodes.current(), |_, _| Ok(()))
     }
 
-    /// Overcommits a whole extent, for metadata of the allocator. Its pages are charged when measured, and no later
-    /// commit is needed.
+    /// Overcommits a whole extent, for metadata of the small allocator. Its pages are charged when measured, and need
+    /// no later commit.
     ///
     /// # Errors
     ///
@@ -82,7 +82,7 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The range starts at the begin of an extent of the caller, of which nothing is committed or overcommitted.
+    /// The range starts at the begin of an extent of the caller. No page of that extent is committed or overcommitted.
     pub unsafe fn overcommit_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
         self.overcommit(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }

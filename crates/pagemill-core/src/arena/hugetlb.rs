@@ -1,7 +1,7 @@
 //! Blocks of the pool zone that are backed by hugetlb pages, which the administrator reserved.
 //!
-//! Hugetlb pages are neither charged nor part of `resident`, because the reserve has taken them from the system before.
-//! They return to the reserve only. The state words of their blocks stay *Empty*.
+//! Hugetlb pages are neither charged nor part of `resident`, because the reserve took them from the system before. They
+//! return only to the reserve. The state words of their blocks stay *Empty*.
 #![allow(unsafe_code)] // maps pages into a window and removes them
 
 use super::Arena;
@@ -59,7 +59,7 @@ impl Arena {
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if the kernel refuses. The caller must not use the addresses any more then.
+    /// [`Error::System`] if the kernel refuses. After that error the caller must not use the addresses any more.
     ///
     /// # Safety
     ///
@@ -91,7 +91,7 @@ impl Arena {
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if the kernel refuses. The caller must not use the addresses any more then.
+    /// [`Error::System`] if the kernel refuses. After that error the caller must not use the addresses any more.
     ///
     /// # Safety
     ///

@@ -65,7 +65,8 @@ impl<T: Zeroed> Table<T> {
         Ok(table)
     }
 
-    /// Creates a table whose entries can all be read. Entries that are not open read as zero bits and are read-only.
+    /// Creates a table whose entries can all be read. Before [`Table::open`] an entry reads as zero bits and is
+    /// read-only.
     pub fn new_readable(len: usize) -> Result<Self> {
         let table = Self::new(len)?;
         let bytes = (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES);
@@ -74,7 +75,8 @@ impl<T: Zeroed> Table<T> {
         Ok(table)
     }
 
-    /// Makes the entries from `next` to `end` accessible, in a run that starts at `first` and is open up to `next`.
+    /// Makes the entries from `next` to `end` accessible. Entries from `first` to `next`, if any, are accessible
+    /// already.
     ///
     /// Works in steps of 1 MiB, so most calls do nothing.
     pub fn open(&self, first: usize, next: usize, end: usize) -> Result<()> {
@@ -97,7 +99,7 @@ impl<T: Zeroed> Table<T> {
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
-    /// Address of the first entry, whether that is accessible or not.
+    /// Address of the first entry, whether or not that entry is accessible.
     pub fn start(&self) -> *const T {
         self.base as *const T
     }

@@ -60,7 +60,7 @@ pub enum Context {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Budget: Sync {
-    /// Charges `bytes` if there is room, reclaiming if there is not.
+    /// Charges `bytes`. If there is not enough room, reclaims first.
     ///
     /// # Errors
     ///
@@ -77,7 +77,8 @@ pub trait Budget: Sync {
     /// [`Error::NoMemory`] if the resident bytes have reached the limit, even after reclaim.
     fn overcommit(&self, bytes: u64, context: Context) -> Result<()>;
 
-    /// Makes room for `bytes` that were overcommitted earlier and are about to be touched. Charges nothing.
+    /// Reclaims until there is room for `bytes` that were overcommitted earlier and are about to be touched. Charges
+    /// nothing.
     ///
     /// # Errors
     ///
@@ -134,7 +135,7 @@ pub struct Layout {
     pub nodes: Nodes,
     /// Whether huge pages are used at all.
     pub use_huge: bool,
-    /// Resident size from which a block may get a huge page before all of it is needed.
+    /// Resident bytes of the process from which a block may get a huge page before all of the block is needed.
     pub huge_from_bytes: u64,
 }
 
@@ -154,8 +155,8 @@ pub enum ExpectedUse {
     Partial,
 }
 
-/// Factor on [`Layout::huge_from_bytes`] for blocks of [`ExpectedUse::Unknown`]. Each size class may leave such a block
-/// partly unused, so the process must be larger before they get huge pages.
+/// Factor on [`Layout::huge_from_bytes`] for blocks of [`ExpectedUse::Unknown`]. Each size class may leave one of these
+/// blocks partly unused, so huge pages for them need a larger process.
 const SPARSE_FACTOR: u64 = 4;
 
 impl Layout {
@@ -233,7 +234,7 @@ pub struct Arena {
     use_huge: bool,
     huge_from_bytes: u64,
     is_metadata_huge: AtomicBool,
-    /// The block that the helper shall make resident ahead of need, plus one; 0 for none.
+    /// Number of the block that the helper will make resident ahead of need, plus one; 0 for none.
     pub(crate) prefault: AtomicUsize,
 }
 
@@ -357,7 +358,7 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The blocks belong to the caller, were carved closed, and hold nothing yet.
+    /// The blocks belong to the caller, were carved by [`Arena::carve_closed`], and contain no data yet.
     pub unsafe fn open_blocks(&self, addr: usize, len_bytes: usize) -> Result<()> {
         backing::make_accessible(addr, len_bytes)
     }
@@ -380,7 +381,7 @@ impl Arena {
         if first == 0 { self.maps.open(first, next, end) } else { Ok(()) }
     }
 
-    /// Whether a block may get a huge page before all of it is needed. It may if the part that is expected to stay
+    /// Whether a block may get a huge page before all of the block is needed. True if the part that is expected to stay
     /// unused is small compared to the resident bytes.
     pub fn may_take_huge(&self, expected_use: ExpectedUse) -> bool {
         if !self.use_huge {
@@ -428,7 +429,8 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The process is a child with one thread, made since the last call, and holds no lock of this arena.
+    /// The process is a fork child with one thread, which calls this once after the fork and holds no lock of this
+    /// arena.
     pub unsafe fn forked(&self) -> u16 {
         self.generation.advance()
     }
@@ -448,7 +450,7 @@ impl Arena {
 
     /// # Safety
     ///
-    /// Follows one [`Arena::acquire_for_fork`] of the same thread.
+    /// The same thread has called [`Arena::acquire_for_fork`] before, once for each call of this function.
     pub unsafe fn release_after_fork(&self) {
         self.pool.lock.release();
         self.heap.lock.release();
@@ -510,7 +512,7 @@ fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
 
 /// A random address below all libraries and stacks of a position-independent program.
 ///
-/// With such a base, one comparison distinguishes addresses of the arena from addresses of libraries and stacks. If the
+/// With this base, one comparison distinguishes addresses of the arena from addresses of libraries and stacks. If the
 /// address is in use, the kernel chooses another base. Then only the message about an invalid address is less precise.
 fn address_hint(len_bytes: usize) -> usize {
     if cfg!(target_pointer_width = "64") && len_bytes >= 1 << 40 {

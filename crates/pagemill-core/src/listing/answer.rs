@@ -27,7 +27,8 @@ impl StatsResponder {
         Self { listers: [const { OnceLock::new() }; Subject::ALL.len()], control, measured: OnceLock::new() }
     }
 
-    /// Adds the list of its subject. A subject without a lister is answered with an empty list.
+    /// Adds a lister, which writes the list of its subject. A request for a subject without a lister gets an empty
+    /// list.
     pub fn add(&self, lister: &'static dyn Lister) {
         let is_first = self.listers[lister.subject() as usize].set(lister).is_ok();
         assert!(is_first, "one list for each subject");
@@ -38,7 +39,8 @@ impl StatsResponder {
         let _ = self.measured.set(measured);
     }
 
-    /// Writes all ranges into an empty file, and then the head. A reader that finds the head finds a complete list.
+    /// Writes the records of all ranges into an empty file, and the head last. So a file with a head has a complete
+    /// list.
     ///
     /// # Errors
     ///
@@ -135,7 +137,7 @@ impl<'file> Response<'file> {
         Ok(())
     }
 
-    /// Writes bytes after the existing records.
+    /// Writes bytes after the existing records. `bytes` are whole records of `record_len` bytes.
     fn write(&self, bytes: &[u8], record_len: usize) -> io::Result<()> {
         self.file.write_at(bytes, self.from + Head::LEN as u64 + self.records * record_len as u64)
     }

@@ -92,9 +92,9 @@ pub fn ask_for<R: Record>(
     ask_with(figures, identity, None, should_stop)
 }
 
-/// As [`ask_for`], but of several processes. All requests are sent before the first wait, so a process that does not
-/// answer does not delay the others. The result is [`Unanswered::Stopped`] for processes that had not answered when
-/// `should_stop` returned true.
+/// As [`ask_for`], but requests the list of several processes. All requests are sent before the first wait, so a
+/// process that does not answer does not delay the others. The result is [`Unanswered::Stopped`] for processes that had
+/// not answered when `should_stop` returned true.
 pub fn ask_all_for<R: Record>(
     targets: &[(&Path, Identity)],
     should_stop: impl Fn() -> bool,
@@ -202,7 +202,7 @@ struct PendingRequest<'a, R> {
     identity: Identity,
     command: Option<ControlCommand>,
     request: Request,
-    /// Deadlines of the answer, and of this request. A process that may not have seen this request gets another one at
+    /// Deadlines of the answer, and of this request. A process may not have seen this request; it gets another one at
     /// the second deadline.
     deadline: Instant,
     repeat_deadline: Instant,
@@ -286,7 +286,7 @@ fn create_request(figures: &Path, subject: Subject, command: Option<ControlComma
     Err(io::Error::other("too many requests to it wait already"))
 }
 
-/// Wakes a helper in a tree, which sleeps on the tree's page.
+/// Wakes the helper of a process in a tree. That helper sleeps on the tree's page.
 fn wake_in_tree(figures: &Path, identity: Identity) {
     let folder = figures.as_str().rsplit_once('/').map_or("", |(folder, _)| folder);
     if let Some(path) = Path::format(format_args!("{folder}/{TREE_FILE}"))

@@ -59,7 +59,7 @@ impl ControlEndpoint {
         Self { account, slabs: OnceLock::new(), queue: Guarded::new(queue) }
     }
 
-    /// Sets the slab caches that commands act on. Without it, no number of a cache is known.
+    /// Sets the slab caches that commands act on. Before this call, commands find no slab cache.
     pub fn set_slabs(&self, slabs: &'static dyn SlabCommands) {
         let is_first = self.slabs.set(slabs).is_ok();
         assert!(is_first, "the slab caches of one process");
@@ -157,8 +157,8 @@ impl ControlEndpoint {
         self.queue.release();
     }
 
-    /// Called in a fork child, which has neither the thread nor its files: their descriptor numbers may belong to other
-    /// files.
+    /// Called in a fork child. The child has neither the thread nor the thread's open files; in the child, the
+    /// descriptor numbers of these files may belong to other files.
     pub fn begin_child(&self) {
         self.queue.with(|queue| {
             queue.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));

@@ -93,10 +93,11 @@ pub trait Measured: Sync {
     fn measure(&self);
 }
 
-/// Time limit for inspecting what is listed. The helper has other work, and siblings wait for it for at most 25 ms.
+/// Time limit for inspecting the listed objects. The helper has other work, and siblings wait for it for at most 25 ms.
 pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 
-/// Lists one kind of things for other processes. Each product implements it and adds it to the [`StatsResponder`].
+/// Writes one kind of list for other processes, such as that of slab caches. The crate of the listed objects implements
+/// this trait; `pagemill` adds the implementation to the [`StatsResponder`].
 ///
 /// ```
 /// use pagemill_core::listing::{Lister, Record, Response};
@@ -128,14 +129,14 @@ pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 /// assert_eq!(Caches::from_bytes(&7_u64.to_le_bytes()).map(|caches| caches.0), Some(7));
 /// ```
 pub trait Lister: Sync {
-    /// The list that it writes.
+    /// The subject of the list that [`Lister::list`] writes.
     fn subject(&self) -> Subject;
 
     /// Writes all records. Must not allocate, and end soon after [`MAX_INSPECTION_NS`].
     ///
     /// # Errors
     ///
-    /// Those of `response`, which end the list.
+    /// Errors of writing to `response`. The list ends at the first error.
     fn list(&self, response: &mut Response<'_>) -> io::Result<()>;
 }
 
@@ -158,12 +159,12 @@ pub trait Record: Sized {
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
 }
 
-/// The little-endian number at this offset.
+/// Reads the little-endian number at this offset.
 pub fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].iter().take(8).rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// As [`u64_at`], of 32 bits.
+/// As [`u64_at`], for a number of 32 bits.
 pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes[at..].iter().take(4).rev().fold(0, |number, byte| number << 8 | u32::from(*byte))
 }

@@ -28,24 +28,24 @@ use std::time::Duration;
 /// Shortest time between two measurements of overcommitted memory.
 const RECONCILE_NS: u64 = 2_000_000;
 
-/// The overcommitted memory is measured before the known resident bytes are used, if it is larger than the resident
-/// bytes divided by this.
+/// If the overcommitted memory exceeds the resident bytes divided by this, it is measured before the number of resident
+/// bytes is used.
 const OVERCOMMIT_DIVISOR: u64 = 8;
 
-/// Up to this much is measured whenever the room is queried. That takes some 20 us.
+/// Up to this much overcommitted memory is measured whenever the room is queried. That takes some 20 us.
 const QUICK_RECONCILE_BYTES: u64 = 64 << 20;
 
-/// Up to this much is measured whenever a limit is near. That takes some 0.4 ms.
+/// Up to this much overcommitted memory is measured whenever a limit is near. That takes some 0.4 ms.
 const QUICK_RECONCILE_AT_LIMIT_BYTES: u64 = 1 << 30;
 
 /// After a measurement, the next one waits for this many times its duration: measuring costs at most 2 %.
 const RECONCILE_PAUSE_FACTOR: u64 = 50;
 
-/// The most of an overcommitted range that is expected to be touched at once.
+/// Largest part of an overcommitted range that is expected to be touched at once.
 const MAX_TOUCHED_AT_ONCE_BYTES: u64 = 16 << 20;
 
-/// New memory is offset in steps of this size, or of the resident bytes divided by `OFFSET_STEP_DIVISOR` if that is
-/// more: each step scans all free slots.
+/// Amount of new memory after which free memory is returned to offset it, or the resident bytes divided by
+/// `OFFSET_STEP_DIVISOR` if that is more. Each step scans all free slots.
 const OFFSET_STEP_BYTES: u64 = 1 << 20;
 const OFFSET_STEP_DIVISOR: u64 = 128;
 
@@ -95,10 +95,10 @@ pub struct Account {
     /// freed nothing. `reclaim_pause_ns` is the length of that pause.
     pub(super) reclaim_paused_until_ns: AtomicU64,
     pub(super) reclaim_pause_ns: AtomicU64,
-    /// Until this time this process reclaims its own memory before it asks siblings, because asking them first did not
-    /// help.
+    /// Until this time this process reclaims its own memory before it sends requests to siblings, because requests to
+    /// siblings did not help when they were sent first.
     pub(super) siblings_first_after_ns: AtomicU64,
-    /// The helper thread, woken when there is memory to give back.
+    /// The helper thread. Woken when there is memory to give back.
     helper: OnceLock<&'static Helper>,
     /// Bytes of new memory for which no free memory was returned yet.
     not_offset_bytes: AtomicU64,
@@ -299,7 +299,8 @@ impl Account {
         self.owners.giveable(Context::Outside)
     }
 
-    /// The bytes of `giveable` that this account is charged for. Only these help siblings and limits.
+    /// The bytes of `giveable` that this account is charged for. Returning other bytes lowers neither this charge nor
+    /// the tree's.
     fn charged_giveable(&self, giveable: u64) -> u64 {
         giveable.saturating_sub(self.owners.foreign())
     }
@@ -309,7 +310,7 @@ impl Account {
         self.owners.may_have_more()
     }
 
-    /// Wakes the helper if it is parked: there may be something to give back from now on.
+    /// Wakes the helper if it is parked. Called when there may be memory to give back from now on.
     pub fn note_more(&self) {
         if let Some(helper) = self.helper.get() {
             helper.unpark(self);
@@ -384,9 +385,9 @@ impl Account {
         self.owners.reap();
     }
 
-    /// Returns free memory to offset `bytes` of new memory, so that free memory of unused size classes does not
-    /// accumulate. Returns nothing while little memory is free, as many cold bytes while more is free, and up to twice
-    /// as many bytes, cold or not, while very much is free.
+    /// Counts `bytes` of new memory. Once a step of new memory was counted, returns free memory to offset it, so that
+    /// free memory of unused size classes does not accumulate. Returns nothing if little memory is free, as many cold
+    /// bytes if more is free, and up to twice as many bytes, cold or not, if very much is free.
     pub fn make_up_for(&self, bytes: u64) {
         let due = self.not_offset_bytes.fetch_add(bytes, Relaxed).saturating_add(bytes);
         if due < OFFSET_STEP_BYTES.max(self.resident() / OFFSET_STEP_DIVISOR) {
@@ -468,8 +469,8 @@ impl Account {
         }
     }
 
-    /// Requests `bytes` from the siblings. Returns by how much their charge fell. The wait for their answers is
-    /// bounded.
+    /// Requests `bytes` from the siblings. Returns the number of bytes by which the siblings' charge fell. The wait for
+    /// their answers is bounded.
     pub(super) fn request_from_siblings(&self, bytes: u64, is_enough: impl Fn() -> bool) -> u64 {
         let Some(page) = self.membership.page() else { return 0 };
         let given = page.ask(bytes, self.membership.place(), is_enough);
@@ -548,8 +549,8 @@ impl Account {
 }
 
 impl Account {
-    /// Records the peak of a process that ends and allocated from the C library only. If the process never published
-    /// its statistics, the page of the tree records the peak instead.
+    /// Records the peak of a process that ends and allocated from the C library only: on the page of the tree if the
+    /// process never charged memory, else in its statistics.
     pub fn note_small(&self, peak_bytes: u64) {
         if self.has_charged.load(Relaxed) {
             stats::raise(Counter::ResidentPeak, peak_bytes);

@@ -51,7 +51,8 @@ impl LeastOver {
         }
     }
 
-    /// Subtracts bytes that were returned on request from all minima. The remaining bytes were free over the same time.
+    /// Subtracts bytes that were returned on request from all minima. The remaining bytes were still free for the same
+    /// time.
     pub fn take(&self, amount: u64) {
         self.short.take(amount);
         self.long.take(amount);
@@ -67,7 +68,7 @@ impl LeastOver {
 /// How a time without records is treated.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
-    /// The amount is taken as unchanged.
+    /// The amount counts as unchanged.
     IsUnchanged,
     DiscardsRecords,
 }

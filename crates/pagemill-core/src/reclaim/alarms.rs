@@ -44,7 +44,7 @@ pub struct Plan {
 /// Example: [`Alarms`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Covered {
-    /// A group that reaches three quarters of its limit wakes the helper, so it need not poll before.
+    /// A group that reaches three quarters of its limit wakes the helper, so the helper need not poll before that.
     pub has_thresholds: bool,
     /// A group that meets its limit wakes the helper.
     pub has_limits: bool,
@@ -88,7 +88,7 @@ impl Alarms {
         self.events.number()
     }
 
-    /// Version number of the limits that the alarms are set for. `None`: they must be set again.
+    /// Version number of the limits that the alarms are set for. `None`: the alarms must be set again.
     pub fn set_for(&self) -> Option<u32> {
         self.set_for.filter(|_| self.retry_ns.is_none_or(|retry| clock::fine_ns() < retry))
     }

@@ -39,8 +39,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// Longest pause where the kernel reports that a group gets near its limit. Limits may change.
 const LONGEST_PAUSE_WITH_EVENTS: Duration = Duration::from_secs(1);
 
-/// Near a limit that nothing uses up, the pause doubles up to this, as far as the room allows. The room is assumed to
-/// last this factor longer than at the fastest rate.
+/// Near a limit, while no process uses up the room, the pause doubles up to this, as far as the room allows. The room
+/// is assumed to last this factor longer than at the fastest rate.
 const LONGEST_CALM_PAUSE: Duration = Duration::from_millis(64);
 const CALM_PAUSE_FACTOR: u64 = 4;
 
@@ -65,8 +65,8 @@ const LONGEST_IDLE_PAUSE_WITHOUT_EVENTS: Duration = Duration::from_secs(5);
 /// memory first.
 const MACHINE_PAUSE_FACTOR: u64 = 4;
 
-/// Bytes given back, coldest first, when a thread stalls on memory and a limit is near. If more, it is the giveable
-/// bytes divided by `STALL_DIVISOR`.
+/// Bytes given back, coldest first, when a thread stalls on memory and a limit is near: this amount, or the giveable
+/// bytes divided by `STALL_DIVISOR` if that is more.
 const STALL_BYTES: u64 = 64 << 20;
 const STALL_DIVISOR: u64 = 8;
 
@@ -139,7 +139,7 @@ pub struct Signs {
 #[derive(Debug)]
 pub struct Governor<C> {
     clock: C,
-    /// CPU time of the process when it was last seen running.
+    /// CPU time of the process when it last counted as busy.
     busy_cpu_ns: u64,
     /// The process has run since its giveable memory was last measured.
     is_unmeasured: bool,
@@ -208,8 +208,8 @@ impl<C: Clock> Governor<C> {
         watch.into_iter().chain(aged).min().map_or(Next::WhenAsked, Next::After)
     }
 
-    /// Runs a step for a process that reports too little giveable memory. Returns `None` if the limits must be watched
-    /// all the same.
+    /// Runs a step for a process that reports less than [`WORTHWHILE_BYTES`] of giveable memory. Returns `None` if this
+    /// step must watch the limits nevertheless.
     fn step_without_giveable(&mut self, account: &Account, signs: Signs) -> Option<Next> {
         let has_used_cpu = self.has_used_cpu();
         if !account.may_have_more() {
@@ -301,8 +301,8 @@ impl<C: Clock> Governor<C> {
         Some(time_until_used_up(room.bytes, factor).clamp(shortest, LONGEST_PAUSE).max(calm))
     }
 
-    /// Returns one step of memory that has been free for `age`, if a search is due. Returns the pause until the next
-    /// search.
+    /// Returns at most [`AGED_STEP_BYTES`] of memory that has been free for `age` to the system, if a search is due.
+    /// Returns the pause until the next search.
     fn give_aged(&mut self, account: &Account, age: Duration) -> Duration {
         let now_ns = self.clock.now_ns();
         let period = (age / SEARCHES_PER_AGE).max(SHORTEST_SEARCH_PAUSE);
@@ -347,7 +347,7 @@ fn time_until_used_up(bytes: i64, factor: u64) -> Duration {
     Duration::from_nanos((bytes.max(0) as u64 / FASTEST_BYTES_PER_NS).saturating_mul(factor))
 }
 
-/// Near a limit, offers memory to the kernel. If threads stall on memory because of that same limit, also gives some
+/// Near a limit, offers memory to the kernel. If threads stall on memory because of that same limit, also gives memory
 /// back; for stalls at another limit that would not help.
 fn offer_near_limit(account: &Account, room: &Room, signs: Signs, which: Which) {
     if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {

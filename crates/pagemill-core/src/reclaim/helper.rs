@@ -36,7 +36,7 @@ const EVENT_PAUSE: Duration = Duration::from_millis(5);
 /// A helper that wakes this much later than planned is counted as late: it got no CPU.
 const LATE_AFTER: Duration = Duration::from_millis(20);
 
-/// Of requests that arrived together, at most this many are answered: the latest ones.
+/// Maximum number of requests that are answered if several arrived together: the latest ones.
 const MAX_ANSWERED: u32 = 8;
 
 /// Answers requests of other processes, which have ascending numbers.
@@ -83,7 +83,7 @@ impl Helper {
         }
     }
 
-    /// Sets when free memory returns to the system. Takes effect at once: the helper is woken for it.
+    /// Sets when free memory returns to the system. Wakes the helper, so that the new policy applies at once.
     pub fn set_return(&self, policy: Return) {
         self.return_after_s.store(return_after_seconds(policy), Relaxed);
         self.wake(self.account);
@@ -119,8 +119,8 @@ impl Helper {
         !self.is_started.swap(true, AcqRel)
     }
 
-    /// Undoes [`Helper::claim`] after the thread could not be started or was not copied by `fork`. Another thread may
-    /// claim then.
+    /// Undoes [`Helper::claim`] after the thread could not be started or was not copied by `fork`. Then another thread
+    /// may claim the right.
     pub fn unclaim(&self) {
         self.is_started.store(false, Relaxed);
     }
@@ -207,7 +207,7 @@ impl Helper {
         }
     }
 
-    /// Takes the kernel events that happened since the last step.
+    /// Reads and clears the kernel events that happened since the last step.
     fn take_events(&self, account: &Account, alarms: &mut Option<Alarms>) -> Signs {
         let mut signs = self.signs.swap(0, AcqRel);
         if let Some(alarms) = alarms {

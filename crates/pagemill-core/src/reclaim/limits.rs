@@ -42,8 +42,8 @@ pub struct Kill {
 impl Kill {
     pub const NONE: Self = Self { limit_bytes: u64::MAX, used_bytes: 0 };
 
-    /// Bytes that may still become resident before charges are refused. Below the limit a reserve is kept, so that page
-    /// tables, stacks, the C library and executed code still get memory.
+    /// Bytes that may still become resident before charges are refused. Charges may not use a reserve below the limit,
+    /// so that page tables, stacks, the C library and executed code still get memory.
     pub fn room_bytes(&self) -> u64 {
         self.room_above_reserve(self.reserve_bytes())
     }
@@ -78,14 +78,14 @@ impl Kill {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     pub bound: Bound,
-    /// Bytes left before the margin, from which on free memory is given back. Negative inside the margin.
+    /// Bytes left before usage enters the margin, in which free memory is given back. Negative inside the margin.
     pub bytes: i64,
     /// The nearest limit beyond which processes are killed. It may be another one than `limit_bytes`.
     pub kill: Kill,
     /// The limit with the least room; `u64::MAX` for none.
     pub limit_bytes: u64,
-    /// No group has used three quarters of its limit, including file pages. Until then it suffices to wait for an
-    /// alarm.
+    /// No group has used three quarters of its limit, including file pages. Until a group has, an alarm suffices to
+    /// wake the helper.
     pub is_far: bool,
     /// Bytes left before the machine's margin; `i64::MAX` if unknown.
     pub machine_bytes: i64,
@@ -166,8 +166,8 @@ const RESERVE_DIVISOR: u64 = 64;
 const RESERVE_BYTES: std::ops::Range<u64> = 1 << 20..16 << 20;
 const MAX_RESERVE_DIVISOR: u64 = 8;
 
-/// A group is near its limit if less than `1/NEAR_DIVISOR` of it is left. From there on samples also read the
-/// reclaimable bytes.
+/// A group is near its limit if less than `1/NEAR_DIVISOR` of the limit is left. Then samples also read the reclaimable
+/// bytes.
 pub(super) const NEAR_DIVISOR: u64 = 4;
 
 const MACHINE_MARGIN_DIVISOR: u64 = 16;

@@ -87,7 +87,7 @@ impl RegisteredOwner {
         context == Context::Outside || self.query(|shrinker| shrinker.may_nest()).unwrap_or(false)
     }
 
-    /// Requests memory that was not reused for `age`. Returns the bytes freed.
+    /// Makes the owner give back memory that was not reused for `age`. Returns the bytes freed.
     fn give_aged(&self, want_bytes: u64, age: Duration) -> u64 {
         if let Some(freed) = self.call(|shrinker| shrinker.shrink_aged(want_bytes, age)).flatten() {
             return freed;
@@ -102,7 +102,8 @@ impl RegisteredOwner {
         freed
     }
 
-    /// Requests `want_bytes` in steps, until a step frees less than requested. Returns the bytes freed.
+    /// Makes the owner give back `want_bytes` in steps, until a step frees less than requested. Returns the bytes
+    /// freed.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
         // The last attempt before a refusal waits: the thread inside may only be stopped, or wait for a fork.

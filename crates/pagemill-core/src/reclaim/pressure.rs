@@ -19,7 +19,7 @@ const MIN_STEP_BYTES: u64 = 4 << 20;
 /// While nothing can be given back, this fraction of the room before a kill may become resident without a sample.
 const GRANT_DIVISOR: u64 = 16;
 
-/// For this long, siblings are not asked before this process reclaims, after asking them first did not help.
+/// For this long after requests to siblings did not help, this process reclaims its own memory first.
 const SIBLINGS_FIRST_PAUSE_NS: u64 = 100_000_000;
 
 /// Pause after an attempt that could give nothing back. Each such attempt doubles the pause, up to the end of the
@@ -27,7 +27,7 @@ const SIBLINGS_FIRST_PAUSE_NS: u64 = 100_000_000;
 pub(super) const RECLAIM_PAUSE_NS: std::ops::RangeInclusive<u64> = 1_000_000..=256_000_000;
 
 impl Account {
-    /// Gives memory back until `bytes` fit below the limits of groups and of the machine, as far as there is any to
+    /// Gives memory back until `bytes` fit below the limits of groups and of the machine, or until nothing is left to
     /// give back.
     ///
     /// # Errors
@@ -103,8 +103,8 @@ impl Account {
         room
     }
 
-    /// Whether the siblings could give back more than twice as much as this process, which will need its own free
-    /// memory sooner.
+    /// Whether the siblings could give back more than twice as much as this process. Then they are asked first, because
+    /// this process will need its own free memory sooner.
     fn siblings_have_more_giveable(&self) -> bool {
         let Some(place) = self.place() else { return false };
         if clock::fine_ns() < self.siblings_first_after_ns.load(Relaxed) {
@@ -123,7 +123,7 @@ impl Account {
         self.give_for_system(room, 1, Context::Outside).kill.room_bytes() > 0
     }
 
-    /// Records whether giving back helped. If it did not, the next attempt waits for a pause that doubles each time.
+    /// Records whether giving memory back helped. If not, the next attempt waits for a pause that doubles each time.
     fn update_reclaim_pause(&self, was_useful: bool, room: &Room) {
         let pause_ns = self.reclaim_pause_ns.load(Relaxed);
         if was_useful {

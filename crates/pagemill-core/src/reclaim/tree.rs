@@ -84,7 +84,8 @@ pub struct TreePage {
     wanted: AtomicU64,
     /// Largest sum of the members' resident bytes so far.
     peak: AtomicU64,
-    /// Largest sum of the members' resident bytes, without what they could have given back at once.
+    /// Largest sum so far of the members' resident bytes, less the bytes that the members could have given back at
+    /// once.
     net_peak: AtomicU64,
     /// Number of processes that found no free slot.
     unlisted: AtomicU64,
@@ -250,7 +251,8 @@ impl TreePage {
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
 
-    /// The largest sum so far, and the largest sum without what could have been given back.
+    /// The largest sum of resident bytes so far, and the largest sum less the bytes that could have been given back at
+    /// once.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
     }
@@ -438,7 +440,7 @@ impl Membership {
         self.page.store(std::ptr::from_ref(page).cast_mut(), Release);
     }
 
-    /// Forgets the slot. The page, and with it the tree's limit, stays.
+    /// Removes the link to the slot. The page, and with it the tree's limit, stays.
     pub fn forget_slot(&self) {
         self.index.store(0, Relaxed);
     }
@@ -458,7 +460,7 @@ fn pack_identity(identity: Identity) -> u64 {
     u64::from(identity.pid) | identity.start_ticks << 32
 }
 
-/// Without `/proc` every process counts as running.
+/// Whether the process with this key is running. Without `/proc` every process counts as running.
 fn is_alive(id: u64) -> bool {
     match process::identity(id as u32) {
         Some(now) => (id >> 32) == (now.start_ticks & 0xFFFF_FFFF) || id >> 32 == 0,
