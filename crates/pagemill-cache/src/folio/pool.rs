@@ -157,7 +157,8 @@ impl Pool {
         let pages =
             chunks.checked_mul(chunk_pages).filter(|pages| *pages < u32::MAX as usize).ok_or_else(no_addresses)?;
         let align_blocks = chunk_bytes / BLOCK_BYTES;
-        let base = arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node)?;
+        // SAFETY: a pool looks only at its own blocks of the zone, so it needs no tables for the whole zone.
+        let base = unsafe { arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node) }?;
         let frames = Table::new(pages)?;
         let chunk_order = chunk_pages.trailing_zeros() as u8;
         place(Self {

@@ -151,11 +151,11 @@ impl Forest {
         }
         self.lists.0.waiting.fetch_add(1, Relaxed);
         let guard = super::pin();
-        guard.defer(move || {
+        pagemill_core::epoch::defer(&guard, move || {
             self.add_ripe(list);
             self.lists.0.waiting.fetch_sub(1, Release);
         });
-        guard.flush();
+        pagemill_core::epoch::flush(&guard);
     }
 
     /// Whether any batch is in its grace period. When it has ended, [`Forest::free_retired`] returns the nodes.
