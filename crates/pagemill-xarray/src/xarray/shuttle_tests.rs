@@ -52,7 +52,8 @@ impl FewNodes {
             }));
         }
         let few = FEW.with(|few| *few);
-        few.nodes.iter().for_each(Node::clear);
+        // SAFETY: in no tree and in no list yet.
+        few.nodes.iter().for_each(|node| unsafe { node.clear() });
         *few.state.lock().unwrap() = NodesState { free: (1..=NODES).collect(), ..NodesState::default() };
         few
     }
