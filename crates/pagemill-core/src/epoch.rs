@@ -24,17 +24,15 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquir
 /// Example: `XArray` of `pagemill-xarray`.
 pub struct Guard(crossbeam_epoch::Guard);
 
-impl Guard {
-    /// Runs `act` once all guards that exist now are dropped. `act` may run on any thread and under any lock of this
-    /// crate, so it must not call functions of the program.
-    pub fn defer<R>(&self, act: impl FnOnce() -> R + Send + 'static) {
-        self.0.defer(act);
-    }
+/// Runs `act` once all guards that exist now are dropped. `act` may run on any thread and under any lock of Pagemill's
+/// crates, so it must not call functions of the program. The facade does not export this.
+pub fn defer<R>(guard: &Guard, act: impl FnOnce() -> R + Send + 'static) {
+    guard.0.defer(act);
+}
 
-    /// Advances the epoch if possible, and runs the deferred functions that are due.
-    pub fn flush(&self) {
-        self.0.flush();
-    }
+/// Advances the epoch if possible, and runs the deferred functions that are due.
+pub fn flush(guard: &Guard) {
+    guard.0.flush();
 }
 
 /// Number of forks since the first collector was created after which the child started a new collector.

@@ -45,7 +45,7 @@
 //! let array = XArray::new(pagemill.slabs.nodes().unwrap().forest());
 //! array.load(0, &crossbeam_epoch::pin());
 //! ```
-//! ```compile_fail,E0624
+//! ```compile_fail,E0599
 //! pagemill::epoch::pin().defer(|| println!("under a lock"));
 //! ```
 //!
