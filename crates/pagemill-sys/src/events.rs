@@ -28,9 +28,9 @@ pub struct Source {
     stalls: Option<Stalls>,
 }
 
-/// Total stall time, as the pressure file counts it.
-/// Total at the last notification, or when the trigger was set.
+/// Stall times of a trigger, as its pressure file counts them.
 struct Stalls {
+    /// Total at the last notification, or when the trigger was set.
     seen_us: u64,
     /// Growth of the total at which the trigger fires.
     trigger_us: u64,

@@ -102,9 +102,9 @@ unsafe fn protect(addr: usize, len_bytes: usize, protection: i32) -> i32 {
 }
 
 /// Reserves `len_bytes` of address space at a multiple of `align_bytes`, without access or pages.
+///
 /// The reservation counts only against `RLIMIT_AS`. `hint` is the preferred address (0 for any); the kernel may choose
 /// another.
-/// kernel may choose another.
 ///
 /// # Errors
 ///

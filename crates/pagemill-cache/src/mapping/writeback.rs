@@ -8,7 +8,6 @@
 //! The walk owns a run until the store receives it; then the store owns it. The folios of a run are thawed when the
 //! store completes it. So a walk can give up on a store that makes no progress. A thread that wants to write to a
 //! frozen folio waits for its run only.
-//! run only.
 #![allow(unsafe_code)] // references to the bytes of frozen folios
 
 use super::File;
