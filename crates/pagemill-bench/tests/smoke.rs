@@ -424,9 +424,10 @@ fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
     rows(&[arguments, &place].concat())
 }
 
-/// iozone's seven operations run mapped and by processes. Every record is found, and each operation has a speed.
+/// iozone's seven operations run on mapped files, in worker processes, and both together. Every record that is read is
+/// the one that was written, and each operation has a speed.
 #[test]
-fn records_are_found_by_every_operation() {
+fn records_are_read_back_by_every_operation() {
     for flags in [&["--mapped"][..], &["--processes"], &["--mapped", "--processes"]] {
         let numbers = ["--workers", "3", "--total-bytes", "6000000", "--cell-ms", "1", "--pause-ms", "0"];
         let line = rows_on_files(&[&["__iozone"], &numbers[..], flags].concat());

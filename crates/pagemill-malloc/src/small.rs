@@ -295,8 +295,8 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
 /// Minimum number of bytes not reused for the given age for which `shrink_aged` purges an arena or splits huge pages.
 const WORTHWHILE_BYTES: u64 = 256 << 10;
 
-/// From this size of the small zone, limits are observed even if no free memory is known, because jemalloc reports its
-/// free bytes only on request.
+/// Once this much memory is charged for jemalloc, limits are watched even if no free memory is known, because jemalloc
+/// reports its free bytes only on request.
 const OBSERVE_FROM_BYTES: u64 = 8 << 20;
 
 /// The shrinker of jemalloc's memory: free pages that jemalloc caches, and stale pages inside huge pages.

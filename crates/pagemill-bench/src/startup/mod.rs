@@ -21,6 +21,7 @@ const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 const BASELINE: &str = "none";
 const MILLISECONDS: &str = "ms";
 const MS_MORE: &str = "ms_more";
+/// The only case, named after the program that is started: `true`, which does nothing.
 const CASE: &str = "true";
 
 #[derive(Clone, Debug, clap::Args)]
