@@ -680,7 +680,7 @@ impl Pool {
     /// Calls `act` with the bytes of pages that belong to no file yet.
     pub fn with_bytes<R>(&self, taken: &mut NewFolio, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
         assert!(len_bytes <= self.page.bytes() << taken.order);
-        // SAFETY: mapped by invariant 1. By invariant 2 the bytes belong to the caller, which has lent them to this
+        // SAFETY: mapped by invariant 1. By invariant 2 the bytes belong to the caller, which holds them during this
         // call.
         act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
     }

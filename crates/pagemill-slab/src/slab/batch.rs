@@ -71,8 +71,8 @@ impl Grace {
         let is_over = Arc::new(AtomicBool::new(false));
         let grace = Self { epoch: Some(is_over.clone()), ..Self::of_handles() };
         let guard = epoch::pin();
-        pagemill_core::epoch::defer(&guard, move || is_over.store(true, Release));
-        pagemill_core::epoch::flush(&guard);
+        epoch::defer(&guard, move || is_over.store(true, Release));
+        epoch::flush(&guard);
         grace
     }
 
