@@ -26,7 +26,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Written data stays within the limit; a hole gives its memory back.
+/// Writes to a file, whose data stays within the limit, and punches a hole, which frees its memory.
 fn in_memory(cache: &Cache) -> Result<()> {
     let file = cache.create()?;
     let mut bytes = [7; 1000];
@@ -40,7 +40,8 @@ fn in_memory(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
-/// Reads a whole file in order: readahead fetches the next part while this counts, and read pages are evicted first.
+/// Reads a whole file in order. Readahead fetches the next part during the count, and pages that were read are evicted
+/// first.
 fn count_in_order(file: &Mapping) -> Result<usize> {
     file.advise(Advice::Sequential);
     file.advise_reuse(Reuse::Once);

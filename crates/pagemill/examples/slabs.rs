@@ -1,5 +1,5 @@
-//! A cache of values that defragments itself: many are inserted, nine of ten removed at random, and little more memory
-//! is used than the rest needs.
+//! A cache of values that defragments itself: inserts many values, removes nine of ten at random, and prints the
+//! resident memory. It should be little more than the remaining values need.
 //!
 //! `cargo run --release -p pagemill --example slabs -- [VALUES]`
 #![allow(unsafe_code)] // an owner of objects
@@ -23,7 +23,7 @@ fn resident() -> u64 {
     line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
-/// Whether a number is among the tenth that stays.
+/// Whether the value with this number is in the tenth that is not removed.
 fn stays(number: u64) -> bool {
     let mixed = (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 32 & 1023 < 102
@@ -81,7 +81,7 @@ fn by_handle<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Re
     Ok(Outcome { live, before, after, beside: cache.handle_bytes(), moved: cache.info()?.moved, took })
 }
 
-/// Refers to objects by their number; the only references.
+/// Stores the only references to the objects, by the objects' numbers.
 struct Book<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
 /// An object: its number, and the number plus one while it is live.
@@ -149,7 +149,7 @@ fn by_owner<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Res
     Ok(Outcome { live, before, after, beside: 0, moved: cache.info()?.moved, took })
 }
 
-/// Each case in a separate process, so that its resident bytes are its own.
+/// The cases. Each runs in a separate process, so that its resident bytes are its own.
 const CASES: [&str; 4] = ["owner-192", "owner-576", "handle-192", "handle-576"];
 
 fn main() -> Result<(), Box<dyn Error>> {

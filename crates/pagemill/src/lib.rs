@@ -1,13 +1,13 @@
 //! A memory manager in user space for data-heavy Linux programs: huge pages, and free memory that returns to the
 //! system.
 //!
-//! It consists of the basics ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of 2 MiB blocks, memory limits
-//! and [`reclaim`], the [`heap`] that serves whole programs under `pagemill run`, [`volatile`] ranges, [`slab`] caches,
-//! the page cache ([`mapping`]) with its index ([`xarray`]), and the [`store`]s behind its files.
+//! The crate consists of the basics ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of 2 MiB blocks, memory
+//! limits and [`reclaim`], the [`heap`] that serves whole programs under `pagemill run`, [`volatile`] ranges, [`slab`]
+//! caches, the page cache ([`mapping`]) with its index ([`xarray`]), and the [`store`]s behind its files.
 //!
-//! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`, `error`, `trace`, `stats`, `sync`,
-//! `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses lower ones
-//! only. Where lower code calls upper code, it declares a trait ([`arena::Budget`], [`reclaim::Shrinker`]).
+//! [`Pagemill`] builds and owns all of these parts. Layers, from bottom to top: `units`, `error`, `trace`, `stats`,
+//! `sync`, `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses only
+//! lower modules. Where lower code calls upper code, it declares a trait ([`arena::Budget`], [`reclaim::Shrinker`]).
 
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]

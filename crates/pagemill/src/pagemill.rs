@@ -97,7 +97,7 @@ impl Pagemill {
         stats::snapshot()
     }
 
-    /// Updates the counters that are not kept current by each operation but need a measurement.
+    /// Updates the counters that need a measurement, because no operation updates them.
     pub fn measure(&self) {
         self.caches.measure();
         self.base.measure_with(self.caches.metadata_bytes() + self.slabs.metadata_bytes());

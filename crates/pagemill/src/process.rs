@@ -1,7 +1,7 @@
 //! [`Pagemill::of_process`]: the Pagemill that all code of a process shares.
 //!
-//! The first use creates it. It respects the kernel's limits, handles `fork`, and publishes its figures for `pagemill`
-//! commands.
+//! The first call creates the Pagemill, which respects the kernel's limits, handles `fork`, and publishes its figures
+//! for `pagemill` commands.
 #![allow(unsafe_code)] // fork handlers
 
 use crate::pagemill::Pagemill;
@@ -27,7 +27,7 @@ impl Pagemill {
     /// consistent. Its figures are published in the user's folder until the process ends, for `pagemill meminfo` and
     /// other commands.
     ///
-    /// In a fork child, the helper thread starts and the figures are published at the child's first call of this.
+    /// In a fork child, the first call of this function starts the helper thread and publishes the figures.
     ///
     /// Cost: two atomic loads. The first call reserves address space, starts a thread, and creates a file of 64 KiB.
     ///

@@ -74,8 +74,8 @@ impl CountersBefore {
     }
 }
 
-/// All folios of the cache are dirty, and their store hangs. Readahead of another file does not wait for that store,
-/// and reads nothing ahead.
+/// All folios of the cache are dirty, and their store hangs. Readahead of a file on another store must not wait for the
+/// store that hangs, and must read nothing ahead.
 #[test]
 fn readahead_waits_for_no_other_store() {
     let _exclusive = exclusive_test();
@@ -97,7 +97,8 @@ fn readahead_waits_for_no_other_store() {
     }
 }
 
-/// Sequential reads, forward and backward, small and large: nearly everything is read ahead in few transfers, and used.
+/// Reads a file sequentially, forward and backward, in small and large reads. Nearly all bytes must be read ahead in
+/// few transfers, and used.
 #[test]
 fn sequential_reads_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -121,7 +122,7 @@ fn sequential_reads_are_read_ahead() {
     }
 }
 
-/// Reads of records at regular distances, forward and backward: the records are read ahead, the bytes between them are
+/// Reads records at regular distances, forward and backward. The records must be read ahead, the bytes between them
 /// not.
 #[test]
 fn strided_reads_are_read_ahead() {
@@ -194,7 +195,7 @@ impl Store for ZeroStore {
     }
 }
 
-/// A file larger than the cache is read twice: pages are used before they are evicted, and the limit holds.
+/// Reads a file larger than the cache twice. Pages must be used before they are evicted, and the limit must hold.
 #[test]
 fn readahead_continues_when_the_cache_is_full() {
     let _exclusive = exclusive_test();
@@ -211,7 +212,7 @@ fn readahead_continues_when_the_cache_is_full() {
     assert!(transfers <= 2 * 64 * 16, "{transfers} transfers for 128 MiB by 128 KiB at most");
 }
 
-/// Huge folios are read ahead as a whole.
+/// Reads a file of huge folios. Each must be read ahead as a whole.
 #[test]
 fn huge_folios_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -226,7 +227,7 @@ fn huge_folios_are_read_ahead() {
     assert!(ahead == used && used == (LEN - 3 * cache.huge_bytes()) as u64, "{ahead} {used}");
 }
 
-/// Three threads read a system file in different orders. All bytes are right, and pages are read ahead.
+/// Three threads read a system file in different orders. All bytes must be right, and pages must be read ahead.
 #[test]
 fn system_files_are_read_ahead() {
     let _exclusive = exclusive_test();
@@ -288,7 +289,7 @@ fn a_reader_of_an_in_flight_page_waits_for_it() {
     assert!((1..=256).contains(&good));
 }
 
-/// A file is truncated or closed with many reads in flight: no old bytes appear, and no memory leaks.
+/// A file is truncated or closed with many reads in flight. No old bytes may appear, and no memory may leak.
 #[test]
 fn truncation_during_readahead_leaks_nothing() {
     let _exclusive = exclusive_test();
@@ -314,7 +315,8 @@ fn truncation_during_readahead_leaks_nothing() {
     }
 }
 
-/// Readahead is limited to a share of the cache and to free room. Pinned pages stay, and readers find room.
+/// Readahead must stay within its share of the cache and within free room. Pinned pages must stay, and other readers
+/// must find room.
 #[test]
 fn readahead_is_limited() {
     let _exclusive = exclusive_test();

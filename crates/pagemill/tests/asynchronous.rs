@@ -109,8 +109,8 @@ fn futures_can_be_sent_between_threads() {
     kept::<Pin<'static>>();
 }
 
-/// A future is polled by two threads with different wakers: only the latest waker is called, when the bytes are in
-/// memory.
+/// Two threads poll one future with different wakers. When the bytes are in memory, only the latest waker must be
+/// called.
 #[test]
 fn the_latest_waker_is_called() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -135,7 +135,8 @@ fn the_latest_waker_is_called() {
     assert_eq!((first.get(), store.calls().reads), (0, 1), "one transfer for all three pages");
 }
 
-/// Many tasks run in an executor of two threads that creates a waker for each poll and moves tasks between threads.
+/// Many tasks run in an executor of two threads, which creates a waker for each poll and moves tasks between its
+/// threads. Every task must complete.
 #[test]
 fn many_tasks_run_on_two_threads() {
     const TASKS: usize = 200;
@@ -202,7 +203,7 @@ fn many_tasks_run_on_two_threads() {
     assert_eq!(cache.usage().locked, 0);
 }
 
-/// Two tasks and a thread need one page: the store is read once. Other pages can be read meanwhile.
+/// Two tasks and a thread need one page. The store must be read once for all three. Other pages can be read meanwhile.
 #[test]
 fn a_page_is_read_once() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -226,7 +227,8 @@ fn a_page_is_read_once() {
     assert_eq!(store.calls().reads, 2);
 }
 
-/// A fetch starts reads of the whole range, as far as the cache's share allows. A pin of a range needs one transfer.
+/// A fetch must start reads of the whole range, as far as the cache's share allows. A pin of a range must need one
+/// transfer.
 #[test]
 fn ranges_are_read_by_few_transfers() {
     let (cache, store) = (cache(16 * MIB), slow(8 * MIB));
@@ -247,7 +249,7 @@ fn ranges_are_read_by_few_transfers() {
     assert_eq!(store.calls().reads, reads + 1);
 }
 
-/// A read that a dropped future started continues, and the next reader finds its bytes.
+/// A future is dropped after it started a read. The read must continue, and the next reader must find its bytes.
 #[test]
 fn reads_of_dropped_futures_continue() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -266,8 +268,8 @@ fn reads_of_dropped_futures_continue() {
     assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE, 1));
 }
 
-/// The task that started a read gets its error. A task that only waited for the read tries again itself. The cache
-/// stays empty after the error.
+/// A failed read must leave no page in the cache. Two tasks then wait for one read that fails: the task that started
+/// the read must get the error, and the other task must read the page itself.
 #[test]
 fn only_the_task_that_started_a_read_gets_its_error() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -291,8 +293,8 @@ fn only_the_task_that_started_a_read_gets_its_error() {
     assert_eq!(block_on(file.read_async(&mut [0; 8], MIB as u64)).unwrap(), 0);
 }
 
-/// A file is truncated or dropped with a read in flight: no old bytes appear, no memory leaks, and the store is
-/// released.
+/// A file is truncated or dropped with a read in flight. No old bytes may appear, no memory may leak, and the store
+/// must be released.
 #[test]
 fn truncation_and_drop_during_a_read_leak_nothing() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -362,7 +364,7 @@ fn system_files_are_read_by_futures() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// The store hangs: calls fail when their timeout ends, the reads continue, and later calls find the bytes.
+/// The store hangs. Calls must fail when their timeout ends. Their reads continue, and later calls must find the bytes.
 #[test]
 fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));

@@ -89,7 +89,8 @@ impl Drop for KilledChild {
     }
 }
 
-/// The allowed values of each byte (0 behind the end of the file), the current length, and the allowed lengths.
+/// The allowed values of each byte, the current length, and the allowed lengths. A byte behind the end of the file
+/// counts as 0.
 struct Expected {
     bytes: Vec<Vec<u8>>,
     size: usize,

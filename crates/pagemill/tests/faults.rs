@@ -1,5 +1,5 @@
-//! Tests of invalid input and failures: each has its error and changes nothing, and requests that failed can succeed
-//! later.
+//! Tests of invalid input and of failures. Each must be reported with its own error and change nothing. Requests that
+//! failed can succeed later.
 //!
 //! The tests run one after the other, because some read the process's counters or fork.
 #![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
@@ -237,7 +237,7 @@ fn exhausted_address_space_recovers() {
     assert!(matches!(error, Error::NoAddresses { .. }), "{error}");
 }
 
-/// Without huge pages small ones are used, charged when measured, and counted.
+/// Without huge pages, small pages must be used, charged when measured, and counted.
 #[test]
 fn small_pages_are_used_and_counted() {
     let _exclusive = exclusive_test();
@@ -254,7 +254,7 @@ fn small_pages_are_used_and_counted() {
     assert_eq!(reconciled(pagemill), 0);
 }
 
-/// A slot that was never touched is purged like any other, and brought in and charged when it is used again.
+/// A slot that was never touched is purged. It must be made resident and charged when it is used again.
 #[test]
 fn an_untouched_slot_is_charged_later() {
     let _exclusive = exclusive_test();
@@ -388,7 +388,7 @@ fn a_failed_allocation_reports_the_numbers() {
     assert!(reconciled(pagemill) <= 16 << 20);
 }
 
-/// With a limit of zero every request fails, and none ends the process.
+/// With a limit of zero every request must fail, and no request may end the process.
 #[test]
 fn a_limit_of_zero_refuses_everything() {
     let _exclusive = exclusive_test();
@@ -401,8 +401,8 @@ fn a_limit_of_zero_refuses_everything() {
     assert_eq!(pagemill.account.resident(), 0);
 }
 
-/// Calloc of a free slot with fresh pages, at the limit: refused or granted untouched, it leaks no slot. 32 MiB slot,
-/// used once; a second allocation fills the limit; calloc of the slot; without the second the same slot is returned.
+/// A free 32 MiB slot was used once, and other allocations fill the limit. A calloc for the slot may fail or be granted
+/// untouched, but must not leak the slot: without the others, an allocation must return the same slot.
 #[test]
 fn a_calloc_at_the_limit_loses_no_slot() {
     let _exclusive = exclusive_test();
@@ -421,8 +421,8 @@ fn a_calloc_at_the_limit_loses_no_slot() {
     assert_eq!(allocate(pagemill, 32 * MIB), slot, "the slot is lost");
 }
 
-/// A resize to a smaller size at the limit succeeds, or all bytes are still there. Both allocations were overcommitted
-/// and touched later.
+/// Resizes an allocation to a smaller size at the limit. The resize must succeed, or all bytes must still be there.
+/// Both allocations were overcommitted, and touched later.
 #[test]
 fn a_refused_shrink_loses_no_byte() {
     let _exclusive = exclusive_test();
@@ -462,7 +462,7 @@ fn locked_memory_is_not_treated_as_zero() {
     }
 }
 
-/// An allocation is shrunk to one block, and grown again by moving pages. What the program then writes is charged.
+/// An allocation is shrunk to one block, and grown again by moving pages. Bytes written then must be charged.
 #[test]
 fn a_moved_allocation_is_charged() {
     let _exclusive = exclusive_test();
@@ -497,8 +497,8 @@ fn a_moved_allocation_is_purged_completely() {
     assert_eq!(resident(addr, 512 * MIB) / os_page_bytes() as u64 % 256, 0);
 }
 
-/// Bytes of the usable size beyond the requested size belong to the program, too: written, freed and purged, they are
-/// gone.
+/// The bytes of a slot beyond the requested size belong to the program, too. The test writes them, then frees and
+/// purges the slot. These bytes must then be gone.
 #[test]
 fn the_tail_of_a_slot_is_purged_with_it() {
     let _exclusive = exclusive_test();
@@ -547,8 +547,8 @@ fn a_slot_across_blocks_is_purged_completely() {
     assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A block that was once a huge page and is overcommitted later may become resident as a whole with one touch; it is
-/// also given back as a whole.
+/// A block that was once a huge page and was overcommitted later may become resident as a whole with one touch. A purge
+/// must then return the whole block.
 #[test]
 fn a_block_populated_by_a_touch_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -567,8 +567,8 @@ fn a_block_populated_by_a_touch_is_purged_completely() {
     assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// Memory that a slot gave back because of the limit is charged again before the slot is reused. Half of each block is
-/// given back, other blocks take the room: nothing is left for the halves.
+/// A slot that was purged because of the limit must be charged again before it is reused. Set up: half of each block is
+/// purged, and other blocks use up the room, so that no room is left for the purged halves.
 #[test]
 fn a_purged_part_is_admitted_again() {
     let _exclusive = exclusive_test();
@@ -594,7 +594,8 @@ fn a_purged_part_is_admitted_again() {
     assert!(more == 0 && over == 0, "{more} more allocations, {over} bytes over the limit");
 }
 
-/// A block brought in ahead of need belongs to the span that needs it: an adjacent free big slot is left alone.
+/// A block made resident ahead of need belongs to the span that needs it. An adjacent free big slot must not be
+/// changed.
 #[test]
 fn prefaulted_blocks_belong_to_their_span() {
     let _exclusive = exclusive_test();
@@ -686,7 +687,8 @@ fn a_fork_child_leaves_the_parent_alone() {
     }
 }
 
-/// A fork child's account starts at zero and stays plausible while it gives inherited memory back.
+/// A fork child frees inherited memory, purges, and allocates again. Its account must charge nothing at first and after
+/// the purge, and then all that was written.
 #[test]
 fn a_fork_child_counts_for_itself() {
     let _exclusive = exclusive_test();
@@ -744,7 +746,8 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
     }
 }
 
-/// Overcommitted memory exceeds the limit only by touching: measured, it is charged, and the next request is refused.
+/// Overcommitted memory can exceed the limit only by being touched. Once a measurement has charged it, the next request
+/// must be refused.
 #[test]
 fn touched_overcommitted_memory_is_charged() {
     let _exclusive = exclusive_test();
@@ -760,7 +763,8 @@ fn touched_overcommitted_memory_is_charged() {
     filled(pagemill, MIB, 1);
 }
 
-/// A slot that got only the first pages of another (the rest is shared with a fork child) is not treated as zero.
+/// A slot got only the first pages of another slot, because a fork child shares the rest. The slot must not be treated
+/// as zero.
 #[test]
 fn partly_moved_pages_are_not_treated_as_zero() {
     let _exclusive = exclusive_test();

@@ -83,8 +83,8 @@ fn assert_no_secret(file: &Mapping, access: &str) {
     assert!(len == bytes.len() && !bytes.contains(&SECRET), "{access}: bytes of a dropped file");
 }
 
-/// A store that fills nothing is opened in memory that a dropped file left behind. Whichever call brings its pages into
-/// memory, huge or small, its file reads zeros.
+/// Opens a store that fills no bytes, in a cache whose free memory has the bytes of a dropped file. The store's file
+/// must read zeros, whichever call brings its pages into memory, huge or small.
 #[test]
 fn a_store_that_fills_nothing_reads_as_zeros() {
     let folder = tempfile::tempdir().unwrap();

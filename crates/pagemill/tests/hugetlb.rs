@@ -31,7 +31,7 @@ fn free() -> u64 {
     number("free_hugepages").unwrap().saturating_sub(number("resv_hugepages").unwrap())
 }
 
-/// Waits until `pages` are free. The kernel releases a ring's registered memory a moment after the ring is closed.
+/// Waits until `pages` are free. The kernel releases a ring's registered memory shortly after the ring is closed.
 fn assert_becomes_free(pages: u64) {
     let begun = Instant::now();
     while free() != pages && begun.elapsed() < Duration::from_secs(600) {
@@ -47,7 +47,7 @@ fn first_number() -> Result<u64, String> {
     FIRST.get_or_init(|| number("nr_hugepages")).clone()
 }
 
-/// Reserves additional huge pages until it is dropped. The field is the number before.
+/// Reserves additional huge pages, and restores the previous number on drop. The field is that number.
 struct MoreReserved(u64);
 
 impl MoreReserved {
@@ -99,9 +99,9 @@ fn own_bytes() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// A cache has its pages from its creation to its end, which is tested twice. The pages are not charged. Huge and small
-/// folios can use the whole limit, and nothing is returned in between. The second cache does not see the contents of
-/// the first one.
+/// Creates two caches, one after the other. Each must have its pages from its creation to its end, without a charge.
+/// Huge and small folios can use the whole limit, and no page is returned before the end. The second cache must not see
+/// the contents of the first one.
 #[test]
 fn caches_take_reserved_pages_and_return_them() {
     let _exclusive = exclusive_test();
@@ -196,8 +196,8 @@ fn too_few_reserved_pages_are_reported() {
     assert!(matches!(pagemill().caches.make(endless), Err(Error::NoAddresses { .. })));
 }
 
-/// A fork child does not map the pages, so no additional ones are needed. Calls fail in the child and continue in the
-/// parent.
+/// A fork child does not map the pages, so it must need no additional ones. Calls must fail in the child and continue
+/// to work in the parent.
 #[test]
 fn children_have_no_reserved_pages() {
     let _exclusive = exclusive_test();
@@ -281,8 +281,8 @@ impl Policy for EveryOtherHuge {
     }
 }
 
-/// The cache has one block more than its limit. Two threads write and read files twice as long, in huge and in small
-/// folios, find room, and read what they wrote.
+/// Two threads write and read files twice as long as the cache, in huge and in small folios. The cache has one block
+/// more than its limit. Both threads must find room, and read what they wrote.
 #[test]
 fn threads_find_room_in_reserved_pages() {
     let _exclusive = exclusive_test();

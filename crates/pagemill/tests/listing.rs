@@ -77,7 +77,8 @@ fn strict_marks_are_listed_as_strict() {
     }
 }
 
-/// There are more marks than a list can hold: the file is limited, and reports how many marks are missing.
+/// Marks more ranges than a list can contain. The length of the file must be limited, and the list must report the
+/// number of missing marks.
 #[test]
 fn the_length_of_a_list_is_limited() {
     let _exclusive = exclusive_test();
@@ -103,8 +104,8 @@ fn the_length_of_a_list_is_limited() {
     unsafe { libc::munmap(area, len) };
 }
 
-/// Ranges are allocated, marked, pinned and dropped while they are listed. Each list has every range that stays exactly
-/// once, and no range that never existed.
+/// Ranges are allocated, marked, pinned and dropped while they are listed. Each list must have every range that exists
+/// throughout exactly once, and no range that never existed.
 #[test]
 fn handles_are_listed_while_they_change() {
     let _exclusive = exclusive_test();

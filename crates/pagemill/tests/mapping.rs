@@ -54,7 +54,7 @@ enum Step {
     Pin { at: Offset, byte: u8 },
 }
 
-/// Offsets near borders of pages and blocks, mostly.
+/// An offset, mostly near the border of a page or a block.
 #[derive(Clone, Debug)]
 struct Offset(Index, i8);
 
@@ -314,7 +314,7 @@ fn huge_folios_fall_back_to_small_ones() {
     assert_eq!(cache.usage().huge, 0, "switched off");
 }
 
-/// Unused parts of huge folios are freed before a write is refused.
+/// A cache is full of huge folios with unused parts. A write must free those parts before it can be refused.
 #[test]
 fn unused_pages_of_huge_folios_make_room() {
     let pagemill = pagemill_without_threads();
@@ -378,7 +378,7 @@ fn the_last_possible_pages_are_freed() {
     assert_eq!((file.read_at(&mut byte, most - 5).unwrap(), byte), (1, [0]));
 }
 
-/// Holes read zero without memory, even if the policy prefers a folio there.
+/// Holes must read zero and use no memory, even if the policy prefers a folio for a hole.
 #[test]
 fn holes_need_no_memory() {
     let pagemill = Pagemill::new(Layout::for_test(), MIB as u64).unwrap();
@@ -401,7 +401,8 @@ fn writes_to_a_removed_page_fail() {
     assert_eq!(read(&file, 0, 1), [0]);
 }
 
-/// A cache far larger than the machine's memory can be created: addresses are opened as they are used.
+/// A cache far larger than the machine's memory can be created, because its addresses are opened only when they are
+/// used.
 #[test]
 fn large_limits_cost_nothing() {
     let layout = Layout { pool_bytes: 4 << 40, ..Layout::for_test() };
@@ -412,7 +413,7 @@ fn large_limits_cost_nothing() {
     assert_eq!(cache.charged_bytes(), 64 * KIB as u64);
 }
 
-/// A page is truncated while it is pinned: the pin's bytes stay, and the memory is freed with the pin.
+/// A page is truncated while it is pinned. The pin's bytes must stay, and the memory must be freed with the pin.
 #[test]
 fn pinned_bytes_survive_truncation() {
     let pagemill = pagemill_without_threads();
@@ -441,8 +442,8 @@ fn pinned_bytes_survive_truncation() {
     }
 }
 
-/// While a folio is held, other accesses fail after a while, and so does a truncation inside it. A truncation of the
-/// whole folio succeeds.
+/// While a folio is held, other accesses fail after a second, and so does a truncation inside the folio. A truncation
+/// of the whole folio succeeds.
 #[test]
 fn held_folios_are_exclusive() {
     let cache = cache(4 * KIB, 8 * MIB);
@@ -463,7 +464,7 @@ fn held_folios_are_exclusive() {
     assert_eq!(read(&file, 4096, 4096), [0; 4096], "what its holder wrote after that is gone");
 }
 
-/// A range has one pin per folio, from its first byte on.
+/// A pin of a range must have one pin for each folio, from the first byte of the range on.
 #[test]
 fn ranges_are_pinned_folio_by_folio() {
     let pagemill = pagemill_without_threads();
@@ -481,7 +482,7 @@ fn ranges_are_pinned_folio_by_folio() {
     assert_eq!(file.pin_range(100, 64 * KIB).unwrap().len(), 17);
 }
 
-/// Several buffers are one write, and one read.
+/// Several buffers must be written by one call, and read by one call, like a single buffer.
 #[test]
 fn vectored_calls_are_as_plain_ones() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
@@ -521,7 +522,7 @@ fn has_a_cache_of_its_own() -> bool {
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
 }
 
-/// A collapse takes no room from a writer: each page of a file as long as the limit is written, with collapses in
+/// Collapses must not use up a writer's room. Each page of a file as long as the limit is written, with collapses in
 /// between.
 #[test]
 fn collapsing_leaves_room_for_writers() {

@@ -67,7 +67,7 @@ fn info(pagemill: &Pagemill) -> SlabInfo {
     pagemill.slabs.nodes().unwrap().info().unwrap()
 }
 
-/// Shrinks the slab cache of nodes until memory that readers delayed is freed, too.
+/// Shrinks the slab cache of nodes until at most one slab is partial. Readers of other tests may delay that.
 fn shrink(pagemill: &Pagemill) -> NodeInfo {
     let is_packed = |info: &NodeInfo| info.partial <= 1;
     for _ in 0..20 {
@@ -79,8 +79,8 @@ fn shrink(pagemill: &Pagemill) -> NodeInfo {
     info(pagemill).total
 }
 
-/// Five of six index nodes become empty: after a shrink five of six slabs are free, all bytes are right, and the
-/// counters of the index add up.
+/// Five of six index nodes become empty. After a shrink, five of six slabs must be free, all bytes right, and the
+/// counters of the index must add up.
 #[test]
 fn the_index_of_a_sparse_file_is_packed() {
     const PAGES: u64 = 6000;
@@ -105,7 +105,7 @@ fn the_index_of_a_sparse_file_is_packed() {
     assert_eq!(shrink(pagemill), NodeInfo::default());
 }
 
-/// Stops the other threads on drop, so also if this thread has failed.
+/// Stops the other threads on drop, also if this thread has failed.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -165,7 +165,7 @@ fn threads_use_files_while_their_index_is_packed() {
 }
 
 /// A fork child creates files with an index of its own, drops its parent's files without effect, and defragments its
-/// index. It does not wait for a thread of its parent that was reading.
+/// own index. The child must not wait for a thread of its parent that was reading at the fork.
 #[test]
 fn a_fork_child_has_nodes_of_its_own() {
     let _exclusive = exclusive_test();

@@ -1,5 +1,5 @@
-//! Tests that sparse huge folios are split in the background if they are not written for a while, and other folios are
-//! not.
+//! Tests that sparse huge folios are split in the background if they were not written for a while, and that other
+//! folios are not split.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn settings() -> Settings {
     Settings { page, policy: Box::new(Always), ..Settings::new("thin", 64 << 20) }
 }
 
-/// Creates a cache that uses huge folios wherever possible, and whose background work the test does by calls.
+/// Creates a cache that uses huge folios wherever possible. The test does the cache's background work by calls.
 fn cache() -> Cache {
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
@@ -81,8 +81,8 @@ fn a_step_checks_the_requested_number_of_folios() {
     assert_contents(&file, &full);
 }
 
-/// A folio that is written between two rounds is not split, however sparse, until it is not written any more. Neither
-/// is a pinned folio.
+/// A folio that is written between two rounds must not be split, even if sparse, until a round without a write. A
+/// pinned folio must not be split either.
 #[test]
 fn folios_in_use_are_not_split() {
     let cache = cache();

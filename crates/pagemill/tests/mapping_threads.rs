@@ -69,8 +69,8 @@ fn disturb(file: &Mapping, seed: &mut u64) {
     }
 }
 
-/// Uses two files of one cache, so that memory moves between them. Threads write, read and pin pages, while another
-/// truncates, punches holes, splits and collapses. All words found must be right.
+/// Two files of one cache share its memory. Threads write, read and pin pages, while another thread truncates, punches
+/// holes, splits and collapses. All words found must be right.
 fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
     let files = [cache.create().unwrap(), cache.create().unwrap()];
     let (files, is_over, reads) = (&files, &AtomicBool::new(false), &AtomicU64::new(0));
@@ -147,7 +147,7 @@ fn threads_see_their_own_bytes_in_huge_folios() {
     all_comes_back(&cache);
 }
 
-/// The same test with too little memory: huge folios become small, writes are short, and unused pages are freed.
+/// As the test above, with too little memory: huge folios become small, writes are short, and unused pages are freed.
 #[test]
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);

@@ -37,7 +37,8 @@ fn mix(mut value: u64) -> u64 {
 struct Random(u64);
 
 impl Random {
-    /// Returns a generator with a new seed for each run and salt, which is printed, or with the seed to be repeated.
+    /// Returns a generator and prints its seed: a new seed for each run and salt, or the seed that `PAGEMILL_TEST_SEED`
+    /// sets.
     fn seeded(what: &str, salt: u64) -> Self {
         let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
         let seed = named.unwrap_or_else(|| mix(clock::fine_ns() ^ salt));
@@ -123,7 +124,7 @@ impl Contents {
         }
     }
 
-    /// Returns the number of bytes that must be resident to hold these contents.
+    /// Returns the minimum number of bytes that must be resident for these contents.
     fn least_resident_bytes(self, addr: usize) -> usize {
         let page = os_page_bytes();
         if self.size <= FILLED_BYTES {
@@ -458,8 +459,8 @@ fn only_overcommitted_memory_exceeds_the_limit() {
     model.free_all();
 }
 
-/// Returns whether the kernel has collapsed small pages into huge ones since the first call, anywhere. That makes
-/// untouched pages resident.
+/// Returns whether the kernel has collapsed small pages of any process into huge ones since the first call. A collapse
+/// makes untouched pages resident.
 fn has_collapsed() -> bool {
     let count = || std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/khugepaged/pages_collapsed").ok();
     static FIRST_COUNT: OnceLock<Option<String>> = OnceLock::new();
@@ -547,8 +548,8 @@ impl ExtentModel {
         assert!(there <= charged + spare || has_collapsed(), "step {step}: {there} resident, {charged} charged");
     }
 
-    /// Returns the bytes that may be resident without a charge: a huge page that could not be allocated may leave its
-    /// first small page.
+    /// Returns the bytes that may be resident without a charge: a failed allocation of a huge page may leave the
+    /// block's first small page resident.
     fn spare_bytes(&self) -> u64 {
         let is_possible = stats::get(Counter::BlocksFallback) > 0;
         if is_possible { (self.pages.len() * 16) as u64 } else { 0 }
@@ -578,7 +579,7 @@ impl ExtentModel {
     }
 }
 
-/// In huge pages, committed pages keep their contents, and recommitted pages read zero.
+/// In huge pages, committed pages must keep their contents, and recommitted pages must read zero.
 #[test]
 fn extents_in_huge_pages() {
     ExtentModel::new("extents, huge", Layout::for_test()).run(400);

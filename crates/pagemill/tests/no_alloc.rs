@@ -338,7 +338,7 @@ fn the_tree_allocates_nothing_elsewhere() {
     });
 }
 
-/// Counters and events are published, and a starting program looks its files up.
+/// Counters and events are published, and a starting program looks for its figures files.
 #[test]
 fn counters_and_events_allocate_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -409,7 +409,7 @@ fn fork_handlers_allocate_nothing() {
     assert_eq!(status, 0);
 }
 
-/// The check works: a child process that allocates in a forbidden section is aborted.
+/// Tests the check itself: a child process that allocates in a forbidden section must be aborted.
 #[test]
 fn a_forbidden_allocation_aborts() {
     // SAFETY: the child allocates once and ends in either case.

@@ -121,8 +121,8 @@ fn fetches_beyond_the_limit_evict_pages() {
     }
 }
 
-/// A thread that reads a page directly does not wait for the queue that is reading it, even if it owns the queue. The
-/// queue still reports the page, and does not undo concurrent writes.
+/// A thread reads directly a page that a queue is reading. The thread must not wait for the queue, even if it owns the
+/// queue. The queue must still report the page, and must not undo concurrent writes.
 #[test]
 fn reads_do_not_wait_for_a_queue() {
     let len = 64 * PAGE;
@@ -145,7 +145,7 @@ fn reads_do_not_wait_for_a_queue() {
     assert!(fs::read(&scratch.0).unwrap() == expected);
 }
 
-/// Two queues fetch the same pages: each page is read once, and both queues report it.
+/// Two queues fetch the same pages. Each page must be read once, and both queues must report it.
 #[test]
 fn two_queues_share_pages() {
     let len = 16 * PAGE;

@@ -54,7 +54,7 @@ fn open(cache: &Cache, path: &Path) -> Mapping {
     cache.open(Arc::new(FileStore::open_read_only(path).unwrap())).unwrap()
 }
 
-/// Waits for at least one page, and checks each page that was read. Its request id is its offset.
+/// Waits for at least one page, and checks each page that was read. The request id of a page is its offset.
 fn check_completed(queue: &mut Queue, file: &Mapping, seed: u8) {
     queue.wait(1, WAIT_LIMIT).unwrap();
     while let Some(fetched) = queue.next() {
@@ -111,8 +111,9 @@ fn is_readable(queue: &mut Queue, timeout: Duration) -> bool {
     unsafe { libc::poll(&raw mut poll, 1, timeout.as_millis() as i32) == 1 }
 }
 
-/// Registered memory is not returned to the system before its queue has noticed the request. Afterwards data is read
-/// into new pages, also after they were registered again. Tested with huge folios and with small ones.
+/// Reclaim requests registered memory. The memory must not be returned to the system before its queue has noticed the
+/// request. Data is then read into new pages, also after these were registered. Tested with huge folios and with small
+/// ones.
 #[test]
 fn registered_memory_is_returned_after_its_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -178,8 +179,8 @@ fn a_busy_queue_releases_memory_on_request() {
     }
 }
 
-/// Two queues have the same memory registered. It is returned after both have released it. Dropping a queue releases
-/// its registration.
+/// Two queues have registered the same memory. It must be returned only after both have released it. Dropping a queue
+/// releases the queue's registration.
 #[test]
 fn memory_is_returned_after_the_last_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -231,8 +232,8 @@ fn an_idle_event_loop_is_woken_to_release_memory() {
     }
 }
 
-/// A fork child does not have the registered memory. Its calls fail before any access, and it can drop what it
-/// inherited. The parent continues.
+/// A fork child does not have the registered memory. Calls in the child must fail before any access, and the child can
+/// drop what it inherited. Calls of the parent continue to work.
 #[test]
 fn calls_of_a_fork_child_fail() {
     let folder = tempfile::tempdir().unwrap();
@@ -277,7 +278,8 @@ fn calls_of_a_fork_child_fail() {
     assert_eq!(cache.give_back(), registered as u64);
 }
 
-/// If the system does not allow locked memory, a queue tries the registration once, and reads without it.
+/// If the system does not allow locked memory, a queue must try the registration only once, and read without registered
+/// memory.
 #[test]
 fn a_queue_reads_without_registered_memory() {
     const TEST: &str = "a_queue_reads_without_registered_memory";

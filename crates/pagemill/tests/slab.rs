@@ -45,8 +45,8 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
     status == 0
 }
 
-/// A child reads what it inherited. Operations on caches of its parent fail, its own caches work, and nothing of the
-/// parent changes.
+/// A fork child can read the objects that it inherited. Operations on caches of its parent must fail, the child's own
+/// caches must work, and nothing of the parent may change.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
     let _alone = ALONE.lock();
@@ -80,8 +80,8 @@ fn a_fork_child_has_caches_of_its_own() {
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
 }
 
-/// A thread of the parent is reading during the fork. The child does not wait for it, but does wait for a guard that
-/// its own thread has kept.
+/// A thread of the parent is reading during the fork. The child must not wait for that thread, but must wait for a
+/// guard that the child's own thread has kept.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
     let _alone = ALONE.lock();
@@ -158,7 +158,7 @@ struct Flags {
     may_go: AtomicBool,
 }
 
-/// An owner whose `isolate` waits, under the lock of a node, until the test lets it go on.
+/// An owner whose `isolate` waits, under the lock of a node, until the test releases it.
 #[derive(Default)]
 struct SlowOwner {
     flags: Arc<Flags>,
@@ -217,13 +217,14 @@ fn remove_most<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
     }
 }
 
-/// Settings with ratio 0, at which the background does nothing.
+/// Returns settings with ratio 0, at which the background thread moves nothing.
 fn without_background(name: &str) -> Settings {
     Settings { defrag_used_ratio: 0, ..Settings::new(name) }
 }
 
-/// A cache is dropped while the background thread is in its callback. The drop waits at most a second, so the owner is
-/// dropped on the background thread later, and its destructor panics. The process and the thread continue.
+/// A cache is dropped while the background thread is in its callback. The drop waits at most a second. So the
+/// background thread drops the owner later, and the owner's destructor panics. The process and the thread must
+/// continue.
 #[test]
 fn panic_of_an_owners_destructor_does_not_end_the_process() {
     let _alone = ALONE.lock();
@@ -468,8 +469,8 @@ fn a_program_with_files() {
     }
 }
 
-/// 32 threads use a cache by handle, so each has a slot. Drops the cache, and returns the size of its handle table and
-/// a function that ends the threads.
+/// Makes 32 threads use a cache by handle, so that each has a thread slot. Drops the cache. Returns the size of its
+/// handle table, and a function that ends the threads.
 fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     const THREADS: usize = 32;
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
@@ -500,8 +501,8 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     (cache.handle_bytes(), end)
 }
 
-/// Threads of a child take the slots of the parent's threads, which it does not have, and their stocks. Runs a process
-/// without threads of other tests.
+/// Threads of a fork child must reuse the thread slots and stocks of the parent's threads, which do not exist in the
+/// child. Runs in a process without threads of other tests.
 #[test]
 fn fork_child_reuses_slots_of_its_parents_threads() {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -540,7 +541,8 @@ fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 2
     (cache, handles)
 }
 
-/// Waits until three of six blocks are freed without a call. Of the rest, two are used above the ratio and one is idle.
+/// Waits until three of six blocks are freed without a call. Of the remaining three blocks, two are used above the
+/// ratio and one is idle.
 fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>)) {
     let (began, most) = (Instant::now(), 3 * BLOCK_BYTES as u64);
     while cache.info().unwrap().total.resident_bytes > most {

@@ -12,8 +12,9 @@ fn named(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
 
-/// Runs with two neighbouring seeds, one with whole and one with sparse blocks, and then with further seeds until
-/// enough objects have moved. The thread that moves them is one of several, so on a small machine it may rarely run.
+/// Runs the calls with two neighbouring seeds, one with whole and one with sparse blocks, and then with further seeds
+/// until enough objects have moved. The thread that moves objects is one of several, so on a small machine it may
+/// rarely run.
 fn torture(run: fn(Plan) -> pagemill::Result<Found>, least_moved: u64) -> u64 {
     let (began, mut moved) = (Instant::now(), 0);
     let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);

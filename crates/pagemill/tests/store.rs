@@ -16,9 +16,9 @@ const MIB: usize = 1 << 20;
 struct Memory {
     bytes: Mutex<Vec<u8>>,
     reads: AtomicU64,
-    /// Calls until one fails; 0 for none.
+    /// Number of calls until one fails; 0: no call fails.
     fails_in: AtomicU64,
-    /// The next read at this offset waits, with old bytes, until it is released.
+    /// A read at this offset waits, with old bytes, until the test releases it.
     stops_at: AtomicU64,
     is_stopped: AtomicBool,
 }
@@ -127,7 +127,7 @@ fn read(file: &Mapping) -> Vec<u8> {
     bytes
 }
 
-/// Bytes are read from the store once. Changes are visible at once, and in the store after a sync.
+/// Bytes must be read from the store once. Changes must be visible at once, and be in the store after a sync.
 #[test]
 fn reads_fill_and_syncs_write_back() {
     let store = Memory::new(5 * MIB + 100);
@@ -184,8 +184,8 @@ fn clean_folios_make_room() {
     }
 }
 
-/// One file, a quarter of the cache, is read repeatedly; another, four times the cache, is scanned once in small reads.
-/// The first file stays in memory, for small and huge folios. Dirty pages of the second stay, too.
+/// Reads one file, a quarter of the cache, repeatedly, and scans another, four times the cache, once in small reads.
+/// The first file must stay in memory, for small and huge folios. Dirty pages of the second file must stay, too.
 #[test]
 fn a_scan_does_not_evict_pages_in_use() {
     for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {
@@ -237,7 +237,7 @@ fn pages_that_return_soon_are_kept() {
     }
 }
 
-/// After errors of the store the cache has no wrong bytes, and loses no written ones.
+/// After errors of the store, the cache must have no wrong bytes, and no written bytes may be lost.
 #[test]
 fn errors_of_the_store_lose_no_data() {
     let store = Memory::new(MIB);
@@ -272,7 +272,7 @@ fn errors_of_the_store_lose_no_data() {
     }
 }
 
-/// A collapse of pages of which some are only in the store must not replace these by zeros.
+/// Collapses a range of which some pages are only in the store. The collapse must not replace those pages by zeros.
 #[test]
 fn a_collapse_keeps_bytes_of_the_store() {
     let store = Memory::new(2 * MIB);
@@ -449,7 +449,8 @@ fn data_written_through_pins_is_written_back() {
     assert_eq!(store.bytes.lock().unwrap()[0], 99);
 }
 
-/// Many threads read in a full cache. No read fails because another thread used the room that it made.
+/// Many threads read in a full cache. Each evicts pages to get room for its read. No read may fail because another
+/// thread has used that room.
 #[test]
 fn threads_that_make_room_are_not_refused() {
     let store = Memory::new(2 * MIB);

@@ -131,7 +131,8 @@ fn bytes_appended_by_another_process_stay() {
     }
 }
 
-/// A refresh fails if there are changes that are not synced, or a pinned page, and loses neither.
+/// A refresh must fail if there are changes that are not synced, or a pinned page. Neither the changes nor the pinned
+/// page may be lost.
 #[test]
 fn a_refresh_keeps_local_changes() {
     let (cache, folder) = (cache(), folder());
@@ -160,8 +161,8 @@ fn a_refresh_keeps_local_changes() {
     assert_eq!(cache.create().unwrap().refresh().ok(), Some(()), "a file in memory");
 }
 
-/// Readers run concurrently with truncations, appends and refreshes. They find bytes that the file had at some time, or
-/// zeros, never those of another file.
+/// Readers run concurrently with truncations, appends and refreshes. They must find bytes that their file had at some
+/// time, or zeros, never those of another file.
 #[test]
 fn reads_during_refreshes_find_the_files_bytes() {
     let (cache, folder) = (cache(), folder());
@@ -239,8 +240,8 @@ fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     queue.next().unwrap().result
 }
 
-/// A read error reaches the thread that needs the page, by a read, a partial write, a pin or a queue. Nothing is
-/// cached, and the next access tries again.
+/// A read error must reach the thread that needs the page: by a read, a partial write, a pin or a queue. The page must
+/// not be cached, and the next access must read it again.
 #[test]
 fn read_errors_are_reported_and_not_cached() {
     for cache in caches() {
@@ -296,8 +297,8 @@ fn write_errors_lose_no_data() {
     }
 }
 
-/// A store hangs: only threads that need it wait. A write to a folio under writeback fails after a second. After the
-/// hang all bytes are right.
+/// A store hangs. Only threads that need that store may wait. A write to a folio under writeback fails after a second.
+/// When the store continues, all bytes must be right.
 #[test]
 fn a_store_that_hangs_blocks_only_its_callers() {
     let cache = cache();
@@ -364,7 +365,8 @@ fn read_only_files_reject_changes() {
     }
 }
 
-/// One cache writes a file, another reads it: a second writer fails, and the reader sees synced data after a refresh.
+/// One cache writes a file, another reads it. A second writer must fail, and the reader must see synced data after a
+/// refresh.
 #[test]
 fn two_caches_share_a_file() {
     let folder = folder();

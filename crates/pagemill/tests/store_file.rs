@@ -28,7 +28,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Returns bytes of which neighbours differ.
+/// Returns bytes of which any two neighbours differ.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| (at / 7 % 251) as u8 ^ seed | 1).collect()
 }
@@ -250,8 +250,8 @@ fn read_only_stores_reject_writes() {
     assert_eq!(fs::read(&path).unwrap(), b"bytes");
 }
 
-/// Only one store may write to a file at a time, whatever name opened it. Any number may read. Once the writer is
-/// dropped, another may write.
+/// Only one store may write to a file at a time, whatever path it was opened by. Any number may read. Once the writer
+/// is dropped, another may write.
 #[test]
 fn a_second_writer_is_refused() {
     let folder = folder();

@@ -204,8 +204,8 @@ fn stores_work_without_threads() {
     run_in_child("stores_work_without_threads", true, || forbid_rings(libc::EPERM));
 }
 
-/// The process may not open file descriptors. Opening a file reports that, and a file that is open is read, written and
-/// synced without a ring.
+/// The process may not open file descriptors. Opening a file must report that; a file that is open already must be
+/// read, written and synced without a ring.
 #[test]
 fn open_files_work_without_new_descriptors() {
     let Some(path) = file_for_child() else {
@@ -226,8 +226,8 @@ fn open_files_work_without_new_descriptors() {
     file.sync().unwrap();
 }
 
-/// Files may not grow. A sync reports that, instead of the deadly signal of a plain write, and writes the bytes that
-/// fit.
+/// Files may not grow. A sync must report that, where a plain write would raise a deadly signal, and must write the
+/// bytes that fit.
 #[test]
 fn a_sync_reports_that_files_may_not_grow() {
     let Some(path) = file_for_child() else {

@@ -98,7 +98,7 @@ fn bytes_truncated_during_writeback_do_not_come_back() {
 static FAULTING: AtomicBool = AtomicBool::new(false);
 static OPEN_IT: AtomicBool = AtomicBool::new(false);
 static CLOSED_AT: AtomicUsize = AtomicUsize::new(0);
-/// Only one test at a time uses the handler.
+/// Lets one test at a time use the signal handler.
 static ONE: Mutex<()> = Mutex::new(());
 
 extern "C" fn on_fault(_: i32) {
@@ -177,8 +177,8 @@ fn a_collapse_during_a_write_loses_no_data() {
     assert_eq!(bytes, [9; 8], "written, synced, and lost");
 }
 
-/// A page fault of the caller's buffer is served by a read of the page that the caller is writing. The read must not
-/// wait for the caller.
+/// A write copies from a buffer whose page fault is served by a read of the same page that is being written. The read
+/// must not wait for the writer.
 #[test]
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     let _one = ONE.lock();
@@ -263,7 +263,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A page that is in flight in a queue which nothing polls is delivered to another queue.
+/// A queue that no thread polls has a read of a page in flight. The page must be delivered to another queue.
 #[test]
 fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     let cache = cache(4 * MIB);
@@ -275,8 +275,8 @@ fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     assert_eq!(queue.wait(1, LONG).unwrap(), 1);
 }
 
-/// A page of a file that reused the id of a dropped file is delivered, although a queue which nothing polls has a read
-/// of the dropped file in flight.
+/// A queue that no thread polls has a read of a dropped file in flight. A page of a file that reuses the dropped file's
+/// id must be delivered.
 #[test]
 fn a_dropped_file_blocks_no_later_file() {
     let cache = cache(4 * MIB);
@@ -290,7 +290,8 @@ fn a_dropped_file_blocks_no_later_file() {
     assert_eq!(queue.wait(1, LONG).unwrap(), 1);
 }
 
-/// An event loop waits for the descriptor, then calls `wait` with 0: it gets a page whose read was overtaken.
+/// A queue reads a page, and the thread reads the same page directly meanwhile. The queue's descriptor must then become
+/// readable, and `wait` with 0 must deliver the page.
 #[test]
 fn an_event_loop_is_notified_of_every_page() {
     use std::os::fd::AsRawFd;

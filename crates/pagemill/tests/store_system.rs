@@ -22,7 +22,7 @@ fn aligned(len: usize, fill: u8) -> Aligned {
     memory
 }
 
-/// Lets one test at a time run, because the children of a test also have the files of other tests open for a moment.
+/// Lets one test at a time run, because a child of one test briefly has the open files of other tests.
 fn exclusive_test() -> MutexGuard<'static, ()> {
     static RUNNING_TEST: Mutex<()> = Mutex::new(());
     RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)

@@ -38,7 +38,8 @@ unsafe extern "C" fn load(addr: usize) -> i32 {
     core::arch::naked_asm!("ldrb w0, [x0]", "ret")
 }
 
-/// Skips the instruction of [`load`] and sets its result, if the fault was there. Returns the address that was read.
+/// Skips the instruction of [`load`] and sets its result, if that instruction caused the fault. Returns the address
+/// that was read.
 fn set_load_result(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
     let start = load as *const () as usize;
     #[cfg(target_arch = "x86_64")]
@@ -96,7 +97,8 @@ fn install(signal: i32, handler: Handler) -> libc::sigaction {
     }
 }
 
-/// Sets the stack for signal handlers of this thread, which must exist as long. Returns the previous stack.
+/// Sets the stack for signal handlers of this thread. The stack must exist as long as the thread uses it. Returns the
+/// previous stack.
 fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     // SAFETY: plain data.
     unsafe {
@@ -171,7 +173,8 @@ fn purged_pages_raise_sigbus() {
     assert!(area.is_filled_with(2));
 }
 
-/// A second strict mark keeps the guards of purged pages. A plain mark removes them, and so does `forget`.
+/// Purged pages are marked strictly again: their guard pages must stay. A plain mark must remove them, and so must
+/// `forget`.
 #[test]
 fn guards_stay_until_a_plain_mark_or_unmark() {
     let _exclusive = exclusive_test();
@@ -443,8 +446,8 @@ fn heap_slots_can_be_marked_strictly() {
     }
 }
 
-/// Two threads read pages while a third purges: a page has its byte, or raises `SIGBUS` from then on, and never reads
-/// zero. Unmarked memory raises nothing. A million reads in total.
+/// Two threads read pages while a third purges. A page must have its byte, or raise `SIGBUS` from then on, and never
+/// read zero. Unmarked memory must not raise a signal. The test makes a million reads in total.
 #[test]
 fn purges_race_with_reads() {
     const PROBES: usize = 1_000_000;
@@ -501,8 +504,8 @@ fn purges_race_with_reads() {
     assert!(signals.load(Relaxed) >= 1000, "only {signals:?} signals");
 }
 
-/// As above, but both readers also mark and unmark the same memory. A thread that faults while a guard is removed
-/// continues.
+/// As the test above, but both readers also mark and unmark the same memory. A thread that faults while a guard page is
+/// removed must continue.
 #[test]
 fn marks_race_with_reads() {
     let _exclusive = exclusive_test();

@@ -160,7 +160,8 @@ impl Member {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Stops the member, and waits until every thread is stopped. Otherwise its helper might still answer for a moment.
+    /// Stops the member, and waits until all its threads are stopped. Otherwise its helper might still answer a
+    /// request.
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
         let is_stopped = |task: std::fs::DirEntry| {
@@ -208,8 +209,8 @@ impl Tree {
     }
 }
 
-/// Member A has 48 of 64 MiB, all free, and B needs 48 MiB. A's helper returns the missing memory, but not all of its
-/// memory.
+/// Member A has 48 of 64 MiB, all free, and B needs 48 MiB. A's helper must return the missing memory, but not all of
+/// A's memory.
 #[test]
 fn a_sibling_returns_its_free_memory() {
     let tree = Tree::new(64 * MIB);
@@ -233,7 +234,7 @@ fn a_sibling_returns_its_free_memory() {
     assert_eq!(tree.page.totals().resident, 0);
 }
 
-/// Memory in use is not reclaimed: B's allocations fail, B keeps its memory, and gets more after A has freed some.
+/// Member A uses its memory, so B's allocations fail. B must keep its own memory, and get more after A has freed some.
 #[test]
 fn a_sibling_keeps_what_it_uses() {
     let tree = Tree::new(64 * MIB);
@@ -262,7 +263,7 @@ fn siblings_return_memory_together() {
     members.into_iter().for_each(Member::end);
 }
 
-/// The charge of a killed member ends with the next sweep, which a request over the limit makes by itself.
+/// The charge of a killed member must end with the next sweep. A request over the limit starts the sweep.
 #[test]
 fn the_charge_of_a_killed_member_ends() {
     let tree = Tree::new(64 * MIB);
@@ -286,8 +287,8 @@ fn the_charge_of_a_killed_member_ends() {
     c.end();
 }
 
-/// A stopped member cannot answer: another member that needs its memory waits for a bounded time, and gets the memory
-/// after the member continues.
+/// A stopped member cannot answer. Another member that needs its memory must wait for a bounded time only, and must get
+/// the memory after the stopped member continues.
 #[test]
 fn a_stopped_member_costs_a_bounded_wait() {
     let tree = Tree::new(64 * MIB);

@@ -54,7 +54,7 @@ fn resident_bytes(range: &Range) -> usize {
     pagemill_sys::mem::resident_bytes(range.addr(), range.len_bytes().next_multiple_of(os_page_bytes())).unwrap()
 }
 
-/// Without memory pressure nothing is purged: all bytes are there after marking and unmarking.
+/// Without memory pressure nothing may be purged: after marking and unmarking, all bytes must be there.
 #[test]
 fn nothing_is_purged_without_pressure() {
     let _exclusive = exclusive_test();
@@ -134,7 +134,8 @@ fn a_purged_range_can_be_reused() {
     }
 }
 
-/// Ranges are purged in the order in which they were marked, not allocated. A refreshed range counts as marked then.
+/// Ranges must be purged in the order in which they were marked, not allocated. A range that is refreshed counts as
+/// marked at that time.
 #[test]
 fn the_least_recently_marked_range_is_purged_first() {
     let _exclusive = exclusive_test();
@@ -154,7 +155,8 @@ fn the_least_recently_marked_range_is_purged_first() {
     assert_eq!(order, [2, 3, 1, 0]);
 }
 
-/// Partial ranges lose chunks from their ends, one chunk of each range in turn, and keep the bytes before.
+/// Partial ranges must lose chunks from their ends, one chunk of each range in turn, and keep the bytes before the
+/// purged chunks.
 #[test]
 fn partial_ranges_lose_chunks_in_turn() {
     let _exclusive = exclusive_test();
@@ -306,8 +308,8 @@ fn locked_pages_are_kept_and_reported() {
     }
 }
 
-/// A range may reuse memory that the heap has offered to the kernel. The kernel must not take it from the range, even
-/// if its bytes were not written.
+/// A range may reuse memory that the heap has offered to the kernel. The kernel must not take that memory from the
+/// range, even if no byte of the range was written.
 #[test]
 fn ranges_reuse_memory_that_was_offered_to_the_kernel() {
     let _exclusive = exclusive_test();
@@ -393,7 +395,7 @@ fn volatile_ranges_are_purged_over_a_limit() {
     assert!(matches!(error, Error::NoMemory { .. }), "{error}");
 }
 
-/// However many threads look a value up, it is created once, and again after a purge.
+/// However many threads look up a value, it must be created once, and once again after a purge.
 #[test]
 fn a_volatile_cache_creates_each_value_once() {
     let _exclusive = exclusive_test();
@@ -419,7 +421,8 @@ fn a_volatile_cache_creates_each_value_once() {
     }
 }
 
-/// If creating a value fails or panics, nothing is stored, and the next lookup creates it. Values may be empty.
+/// If creating a value fails or panics, no value may be stored, and the next lookup must create the value. Values may
+/// be empty.
 #[test]
 fn a_failed_creation_is_retried() {
     let _exclusive = exclusive_test();

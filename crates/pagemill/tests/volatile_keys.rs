@@ -26,13 +26,13 @@ impl Drop for Key {
     }
 }
 
-/// Looks a value up whose creation fails, which leaves a key without a value in the cache.
+/// Looks up a value whose creation fails. The failure leaves a key without a value in the cache.
 fn look_up_without_value(number: u32) -> Result<Vec<u8>, ()> {
     cache().get_or_try_insert(Key(number), || Err(()))
 }
 
-/// Keys are dropped without a locked part of the cache, by removals and when keys without values are swept. A key that
-/// panics does not prevent later sweeps.
+/// Keys must be dropped while no part of the cache is locked, by removals and when keys without values are swept. A
+/// panic of a key's destructor must not prevent later sweeps.
 #[test]
 fn destructors_of_keys_may_use_the_cache_and_panic() {
     for number in 0..100 {

@@ -17,8 +17,8 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Without memory pressure nothing changes. Under pressure marked memory is purged, unmarking reports that, and other
-/// memory is unchanged.
+/// Without memory pressure nothing may change. Under pressure, marked memory must be purged, and unmarking must report
+/// the purge; other memory must not change.
 #[test]
 fn only_marked_memory_is_purged() {
     let _exclusive = exclusive_test();
@@ -55,7 +55,7 @@ fn marks_overlap_and_split() {
     assert_eq!((area.mark(0, 32), area.unmark(0, 32)), (marked(32, false), marked(32, false)));
 }
 
-/// Ranges are purged in the order of marking. Partial ranges lose their ends in turn.
+/// Ranges must be purged in the order of marking. Partial ranges must lose their ends in turn.
 #[test]
 fn ranges_are_purged_in_the_order_of_marking() {
     let _exclusive = exclusive_test();
@@ -92,7 +92,7 @@ fn ranges_are_purged_in_the_order_of_marking() {
     }
 }
 
-/// A large range is purged in steps, and is one purged range afterwards.
+/// A large range is purged in steps. Afterwards it must be one range that is purged completely.
 #[test]
 fn large_ranges_are_purged_completely() {
     let _exclusive = exclusive_test();
@@ -221,7 +221,8 @@ fn purges_of_partly_locked_memory_are_reported() {
     }
 }
 
-/// A fork child keeps its parent's marks without purging them, and may end them. Its own marks are purged.
+/// A fork child must not purge memory that its parent marked, and may end those marks. Memory that the child marks is
+/// purged.
 #[test]
 fn a_fork_child_keeps_inherited_marks() {
     let _exclusive = exclusive_test();

@@ -57,8 +57,8 @@ fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill::error::Result<
     file.write_at(&[byte; PAGE], (page * PAGE) as u64)
 }
 
-/// Pages that are dirty for longer than the age are written back in the background. The thread handles all files, and
-/// starts again after it had nothing to do.
+/// Pages that are dirty for longer than the age must be written back in the background. One thread handles all files,
+/// and must continue after a time without dirty pages.
 #[test]
 fn old_pages_are_written_back() {
     let cache = cache(64 * MIB, Writeback { age: Duration::from_millis(30), ..dirty_shares(100, 100) }, false);
@@ -115,8 +115,8 @@ fn pages_above_the_background_share_are_written_back() {
     }
 }
 
-/// A writer at the maximum share waits while the store hangs, and continues when the store does. The maximum is never
-/// exceeded by more than a page.
+/// The store hangs while dirty pages have reached the maximum share. A writer must wait until the store continues. The
+/// maximum may be exceeded by at most a page.
 #[test]
 fn writers_wait_for_a_store_that_hangs() {
     for is_thread_disabled in [false, true] {
@@ -147,8 +147,8 @@ fn writers_wait_for_a_store_that_hangs() {
     }
 }
 
-/// A store hangs for longer than the timeout of writers: they get an error, no data is lost, and writers of other files
-/// continue.
+/// A store hangs for longer than the timeout of writers. These writers must get an error, no data may be lost, and
+/// writers of other files must continue.
 #[test]
 fn writers_time_out_if_the_store_hangs() {
     for is_thread_disabled in [false, true] {
@@ -188,8 +188,8 @@ fn end_page(file: &Mapping) -> usize {
     file.size_bytes() as usize / PAGE
 }
 
-/// A store fails: writers above the share get its error, their data stays in memory, and each handle reports the error
-/// once. Once the store works, everything is written back.
+/// A store fails. Writers above the share must get the store's error, their data must stay in memory, and each handle
+/// must report the error once. Once the store works, all data must be written back.
 #[test]
 fn no_data_is_lost_if_the_store_fails() {
     let cache = cache(4 * MIB, dirty_shares(10, 25), false);
@@ -220,7 +220,7 @@ fn no_data_is_lost_if_the_store_fails() {
     file.sync().unwrap();
 }
 
-/// A page that cannot be written does not prevent writeback of other pages, and is tried again.
+/// One page cannot be written. Other pages must be written back nevertheless, and the page must be tried again.
 #[test]
 fn a_page_that_fails_does_not_block_other_pages() {
     let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..dirty_shares(100, 100) }, true);
@@ -278,8 +278,8 @@ fn dirty_pages_are_written_back_to_make_room() {
     }
 }
 
-/// All pages are dirty, and the last slice of writeback ended behind them. A thread that needs a page gets one
-/// nevertheless: the next slice starts there, finds nothing, and continues at the begin of the file.
+/// All pages are dirty, and the last slice of writeback ended behind them. A thread that needs a page must get one: the
+/// next slice starts at that end, finds nothing, and continues at the begin of the file.
 #[test]
 fn room_is_made_wherever_the_last_slice_ended() {
     let cache = cache(8 * MIB, dirty_shares(100, 100), true);
@@ -407,8 +407,8 @@ fn concurrent_writers_lose_no_data() {
     assert!(bytes.iter().all(|byte| *byte == 6) && file.dirty_bytes() == 0);
 }
 
-/// Dropping the last handle writes dirty pages and the file's length to the store. It waits for a store that fails or
-/// hangs for a limited time, and counts lost bytes. `close` returns the handle on failure.
+/// Dropping the last handle must write dirty pages and the file's length to the store. If the store fails or hangs, the
+/// drop waits for a limited time and counts lost bytes. `close` returns the handle on failure.
 #[test]
 fn dropping_the_last_handle_writes_back() {
     let cache_with_timeout = |timeout| cache(64 * MIB, Writeback { timeout, ..dirty_shares(100, 100) }, true);

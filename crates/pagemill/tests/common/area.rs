@@ -6,8 +6,8 @@ use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill::volatile::vrange::{How, Marked, Mode};
 
-/// A mapping of some kind, which is unmapped on drop. No references to its bytes exist; they are read and written one
-/// by one.
+/// A mapping of some kind, which is unmapped on drop. Its bytes are read and written one by one, because no references
+/// to them may exist.
 pub struct Area {
     pub addr: usize,
     pub len: usize,

@@ -15,8 +15,8 @@ pub fn pagemill() -> &'static Pagemill {
     PAGEMILL.get_or_init(Pagemill::for_test)
 }
 
-/// Forks as a program with this Pagemill does, and asserts that `is_right` returns true in the child. It must neither
-/// allocate nor panic there.
+/// Forks as a program with this Pagemill does, and asserts that `is_right` returns true in the child. `is_right` must
+/// neither allocate nor panic.
 #[track_caller]
 pub fn assert_in_child(is_right: impl FnOnce() -> bool) {
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
