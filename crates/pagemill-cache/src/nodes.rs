@@ -1,4 +1,4 @@
-//! Index nodes in a slab cache: they are moved under the locks of their arrays.
+//! Index nodes in a slab cache, which moves them under the locks of their arrays.
 //!
 //! The slab caches own the memory and choose what is moved; the index moves a node while other threads read it. Neither
 //! crate uses the other: this module implements the index's [`Source`] of memory by a slab cache, and the slab cache's

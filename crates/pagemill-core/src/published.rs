@@ -177,7 +177,7 @@ pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
 const SHARED_FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
 
 /// The possible paths of a user's folder, best first. With `sudo -E`, `XDG_RUNTIME_DIR` may name another user's folder.
-/// That folder is left out, because that user could not remove the files.
+/// Such a folder is left out, because its user could not remove the files.
 fn candidate_folders(runtime: &str, user: u32) -> impl Iterator<Item = Path> {
     let is_own = |path: &Path| file::owner(path.as_c_str()) == Some(user);
     let runtime = Path::format(format_args!("{runtime}")).filter(|path| path.as_str().starts_with('/') && is_own(path));

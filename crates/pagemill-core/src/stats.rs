@@ -575,8 +575,8 @@ impl Snapshot {
         self.giveable_of_resident().saturating_add(self.get(Counter::MarkedForeign))
     }
 
-    /// The part of [`Snapshot::giveable_bytes`] that `resident` includes. It excludes volatile memory that Pagemill did
-    /// not allocate.
+    /// The part of [`Snapshot::giveable_bytes`] that `resident` includes: all but volatile memory that Pagemill did not
+    /// allocate.
     pub fn giveable_of_resident(&self) -> u64 {
         let sum = GIVEABLE.iter().fold(0u64, |sum, counter| sum.saturating_add(self.get(*counter)));
         sum.saturating_sub(self.get(Counter::MarkedForeign)).min(self.get(Counter::Resident))
@@ -720,8 +720,8 @@ pub fn read_of(path: &CStr, owner: Option<u32>) -> io::Result<Snapshot> {
     with_copy(path, owner, Figures::snapshot)?.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// Calls `act` with a copy of the page at `path`. The file is copied because its user could truncate it: accessing a
-/// mapping of it would then raise `SIGBUS`. The copy takes 34 KiB of stack.
+/// Calls `act` with a copy of the page at `path`. `act` gets no mapping of the file, because accessing it would raise
+/// `SIGBUS` if the file's user truncates the file. The copy takes 34 KiB of stack.
 pub(crate) fn with_copy<T>(path: &CStr, owner: Option<u32>, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
     let mut copy = Figures::new();
     let start = (&raw mut copy).cast::<u8>();

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Orderin
 /// Number of events in the ring; a new event overwrites the oldest.
 const CAPACITY: usize = 1024;
 
-/// The format of one of the two 64-bit numbers of an event: it has one named value, or two that are packed.
+/// The format of one of the two 64-bit numbers of an event. A number has one named value, or two packed ones.
 struct NumberFormat {
     name: &'static str,
     /// If two values are packed: the width of the lower value in bits, and the name of the upper value.

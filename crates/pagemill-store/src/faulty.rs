@@ -403,7 +403,7 @@ mod tests {
         assert!(run(1).contains(&true) && run(1).contains(&false));
     }
 
-    /// Every write is interrupted. It either writes all bytes, or reports an error after half of them.
+    /// Every write is interrupted. A write must either transfer all bytes, or report an error after half of them.
     #[test]
     fn short_writes_are_reported_or_repaired() {
         let store = store();

@@ -1,5 +1,5 @@
 //! A cache of values that defragments itself: inserts many values, removes nine of ten at random, and prints the
-//! resident memory. It should be little more than the remaining values need.
+//! resident memory. The memory should be little more than the remaining values need.
 //!
 //! `cargo run --release -p pagemill --example slabs -- [VALUES]`
 #![allow(unsafe_code)] // an owner of objects

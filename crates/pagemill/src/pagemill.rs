@@ -13,7 +13,7 @@ use pagemill_core::stats::{self, Snapshot};
 use pagemill_heap::Heap;
 use pagemill_volatile::{Base, Ranges, Vranges};
 
-/// All parts of one memory manager. They are built once and exist until the process ends.
+/// All parts of one memory manager. The parts are built once and exist until the process ends.
 ///
 /// ```
 /// use pagemill::{Pagemill, stats::Counter};

@@ -254,7 +254,7 @@ fn small_pages_are_used_and_counted() {
     assert_eq!(reconciled(pagemill), 0);
 }
 
-/// A slot that was never touched is purged. It must be made resident and charged when it is used again.
+/// A slot that was never touched is purged. When the slot is used again, it must be made resident and charged.
 #[test]
 fn an_untouched_slot_is_charged_later() {
     let _exclusive = exclusive_test();
@@ -359,8 +359,8 @@ fn slots_return_to_their_node() {
     .unwrap();
 }
 
-/// Over the limit an allocation fails with the numbers and charges nothing. Freeing makes room for the same number of
-/// allocations.
+/// An allocation over the limit must fail with the numbers and charge nothing. After all allocations are freed, a
+/// larger allocation must succeed within the limit.
 #[test]
 fn a_failed_allocation_reports_the_numbers() {
     let _exclusive = exclusive_test();

@@ -238,8 +238,8 @@ fn register(queue: &mut Queue, file: &Mapping, len: usize) -> bool {
     false
 }
 
-/// A ring has registered reserved pages: reclaim does not request them, a fork child does not map them, and they are
-/// returned when the queue, their last user, is dropped.
+/// A ring has registered reserved pages. Reclaim must not request them, and a fork child must not map them. The pages
+/// must be returned when their last user, the queue, is dropped.
 #[test]
 fn registered_reserved_pages_are_returned() {
     let _exclusive = exclusive_test();

@@ -594,7 +594,7 @@ fn extents_in_small_and_software_pages() {
     }
 }
 
-/// An extent over the limit is refused as a whole. It can be committed once there is room.
+/// A commit over the limit must be refused as a whole. After a decommit, pages can be committed again.
 #[test]
 fn extents_over_the_limit_are_refused() {
     let pagemill = Pagemill::new(Layout::for_test(), 8 << 20).unwrap();

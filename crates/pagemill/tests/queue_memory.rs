@@ -179,8 +179,8 @@ fn a_busy_queue_releases_memory_on_request() {
     }
 }
 
-/// Two queues have registered the same memory. It must be returned only after both have released it. Dropping a queue
-/// releases the queue's registration.
+/// Two queues have registered the same memory. That memory must be returned only after both queues have released it.
+/// Dropping a queue releases the queue's registration.
 #[test]
 fn memory_is_returned_after_the_last_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();

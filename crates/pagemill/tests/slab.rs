@@ -119,8 +119,8 @@ fn a_fork_child_waits_for_its_own_readers() {
     });
 }
 
-/// Free blocks of the parent count neither as charged nor as giveable in a child. The child is charged for them when it
-/// uses them, and can free them afterwards.
+/// A fork child must not count free blocks of the parent as charged or as giveable. The child is charged for such a
+/// block when it uses the block, and can free the block afterwards.
 #[test]
 fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
@@ -404,8 +404,8 @@ fn no_callback_runs_during_exit_handlers() {
     assert_eq!(status, 0, "7 << 8: a callback ran; see the child's message above");
 }
 
-/// The fork handler of a second Pagemill runs on another thread of this process. It must not end guards of this
-/// process.
+/// The fork handler of a second Pagemill runs on another thread of this process. That handler must not end guards of
+/// this process.
 #[test]
 fn second_pagemill_keeps_the_guards_of_the_process() {
     let _alone = ALONE.lock();

@@ -161,8 +161,8 @@ fn a_refresh_keeps_local_changes() {
     assert_eq!(cache.create().unwrap().refresh().ok(), Some(()), "a file in memory");
 }
 
-/// Readers run concurrently with truncations, appends and refreshes. They must find bytes that their file had at some
-/// time, or zeros, never those of another file.
+/// Readers run concurrently with truncations, appends and refreshes. Each read must find bytes that the file had at
+/// some time, or zeros, never those of another file.
 #[test]
 fn reads_during_refreshes_find_the_files_bytes() {
     let (cache, folder) = (cache(), folder());
@@ -389,8 +389,8 @@ fn two_caches_share_a_file() {
     write(&open(&readers, &path), b"now", 0);
 }
 
-/// A huge folio reaches behind the end of a file, and is split: a sync does not write its pages behind the end, but
-/// makes them clean, so that they can be evicted.
+/// A huge folio that extends behind the end of a file is split. A sync must not write the pages behind the end, but
+/// must make them clean, so that they can be evicted.
 #[test]
 fn pages_behind_the_end_become_clean() {
     let [_, cache] = caches();

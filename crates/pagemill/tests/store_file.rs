@@ -509,7 +509,8 @@ fn cancelled_transfers_complete_once() {
     }
 }
 
-/// Rings are dropped with transfers in flight. The drop waits for them or cancels them before it frees their memory.
+/// Rings are dropped with transfers in flight. The drop must wait for the transfers or cancel them before it frees
+/// their memory.
 #[test]
 fn rings_are_dropped_with_transfers_in_flight() {
     let folder = folder();

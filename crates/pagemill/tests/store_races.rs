@@ -141,8 +141,8 @@ fn until(what: &AtomicBool) {
     }
 }
 
-/// A collapse fills missing pages while a write to one of them is in progress. It does not overwrite data that is
-/// written, written back and evicted meanwhile.
+/// A collapse fills missing pages while a write to one of them is in progress. The collapse must not overwrite data
+/// that is written, written back and evicted meanwhile.
 #[test]
 fn a_collapse_during_a_write_loses_no_data() {
     let _one = ONE.lock();

@@ -222,7 +222,7 @@ fn unmarked_memory_gets_huge_pages_again() {
     assert!((0..per_block / 2).all(|index| page(&area, index) == 1), "beside it nothing changed");
 }
 
-/// Locked pages cannot be purged: they keep their bytes and raise no signal, and are never seen as zeros.
+/// Locked pages cannot be purged. They must keep their bytes, raise no signal, and never read as zeros.
 #[test]
 fn locked_pages_raise_no_signal() {
     let _exclusive = exclusive_test();

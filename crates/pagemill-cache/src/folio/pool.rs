@@ -82,9 +82,9 @@ pub(crate) struct NewFolio {
 /// The part of the pool's state that the lock `state` protects.
 struct PoolState {
     buddies: Buddies,
-    /// Number of chunks that ever had memory. They are the first ones of the address range.
+    /// Number of chunks that ever had memory: the first chunks of the address range.
     chunks: u32,
-    /// Number of chunks that are being brought in or returned to the system. They are on no list.
+    /// Number of chunks that are being made resident or returned to the system. These chunks are in no list.
     chunks_in_transit: u32,
     /// The first chunk in the list of chunks without memory. The owner word of a chunk's first frame holds the next
     /// chunk of that list.
@@ -127,7 +127,8 @@ pub(crate) struct Pool {
     node: usize,
     /// Reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
-    /// For a pool over reserved huge pages: [`CLOSED`] (initially), [`PLACED`] or [`LOST`]. Changed under `Caches::users` only.
+    /// State of a pool over reserved huge pages: [`CLOSED`] (initially), [`PLACED`] or [`LOST`]. Changed only under
+    /// `Caches::users`.
     reserve: Option<AtomicU8>,
 }
 

@@ -168,8 +168,8 @@ impl std::fmt::Debug for State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "the caller may have to free it"]
 pub(crate) struct Removal {
-    /// The caller must free the folio, which is *Busy* from here on: it was not pinned, held or frozen. If false, the
-    /// thread that pins, holds or froze the folio frees it.
+    /// The caller must free the folio, which is *Busy* from here on: the folio was not pinned, held or frozen. If
+    /// false, the thread that has pinned, held or frozen the folio frees it.
     pub must_be_freed: bool,
     pub was_dirty: bool,
 }
@@ -222,8 +222,8 @@ impl Word {
         }
     }
 
-    /// Ends a pin. Returns whether the caller must free the folio: it was removed from its file, and this was the last
-    /// pin.
+    /// Ends a pin. Returns whether the caller must free the folio, because this was the last pin of a folio that was
+    /// removed from its file.
     #[inline]
     #[must_use]
     pub fn unpin(&self) -> bool {
@@ -354,8 +354,8 @@ impl Word {
         }
     }
 
-    /// Ends [`Word::hold`]. Returns whether the folio is live again. If not, it was removed from its file, and the
-    /// caller must free it.
+    /// Ends [`Word::hold`]. Returns whether the folio is live again. If not, the folio was removed from its file, and
+    /// the caller must free it.
     #[must_use]
     pub fn end_hold(&self, is_dirty: bool) -> bool {
         let dirty = if is_dirty { DIRTY } else { 0 };

@@ -98,8 +98,8 @@ pub struct Caches {
     orders: [OnceLock<&'static Order>; MAX_CACHES],
     /// The pools, each with its current cache.
     pub(super) users: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
-    /// Number of pools inherited from a parent process. They are never used, because threads of the parent may hold
-    /// their locks forever.
+    /// Number of pools inherited from a parent process. Such a pool is never used, because threads of the parent may
+    /// hold its locks forever.
     pub(super) inherited: AtomicUsize,
     pub(super) worker: Worker,
     pub(super) flusher: Flusher,
@@ -338,7 +338,7 @@ pub(crate) struct Inner {
     /// Allocator of the index nodes of the cache's files.
     pub(super) nodes: &'static Forest,
     pub(super) pool: &'static Pool,
-    /// Index of the cache's pool. It is unique among the caches that exist at the same time.
+    /// Index of the cache's pool. No two caches that exist at the same time have the same number.
     pub(super) number: u32,
     pub(super) generation: u16,
     pub(super) name: Arc<str>,

@@ -32,8 +32,8 @@ impl Mapping {
     /// # Ok::<(), pagemill::Error>(())
     /// ```
     ///
-    /// For a store with blocking calls only ([`pagemill_store::Store::is_asynchronous`]) the future blocks the executor's
-    /// thread. It also blocks briefly to make room, and while another thread holds the folio.
+    /// For a store with blocking calls only ([`pagemill_store::Store::is_asynchronous`]) the future blocks the
+    /// executor's thread. The future also blocks briefly to evict folios, and while another thread holds the folio.
     ///
     /// Cost: that of [`Mapping::pin`] for a page in memory. Otherwise some allocations, and a switch to the store's
     /// thread and back.

@@ -138,7 +138,7 @@ impl TestFile {
         }
     }
 
-    /// Splits or collapses folios. Returns whether it did.
+    /// Splits or collapses folios. Returns whether any folio was split or made.
     fn reshape(&self) -> bool {
         let offset = self.random_page() * PAGE as u64;
         let done = match random_below(4) {
@@ -450,7 +450,7 @@ fn reads_during_appends() {
     });
 }
 
-/// A store that has the same byte everywhere. It accepts only that byte and zeros.
+/// A store that has the same byte everywhere. Writes must contain only that byte and zeros.
 struct ConstantStore(u8);
 
 impl Store for ConstantStore {

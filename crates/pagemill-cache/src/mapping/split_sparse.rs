@@ -70,7 +70,7 @@ impl File {
         self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
 
-    /// Splits a huge folio and frees its unused pages, if they are at least a quarter of it.
+    /// Splits a huge folio and frees its unused pages, if at least a quarter of the pages are unused.
     fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseCheck {
         // The first check takes no pin or lock, so each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);

@@ -310,8 +310,8 @@ impl File {
         self.note_revived(number, is_live);
     }
 
-    /// Thaws folios (index, number, order) that were written to the store up to offset `end`. `length_version` is the value of
-    /// `File::length_version` before the write. Returns whether the folios are clean.
+    /// Thaws folios (index, number, order) that were written to the store up to offset `end`. `length_version` is the
+    /// value of `File::length_version` before the write. Returns whether the folios are clean.
     pub(super) fn note_written(
         &self,
         folios: impl Iterator<Item = (u64, u32, u8)> + Clone,

@@ -16,8 +16,9 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::FileTooLarge`], [`pagemill_core::Error::BadOffset`], [`pagemill_core::Error::ReadOnly`]. [`pagemill_core::Error::Busy`]
-    /// if the folio at the new end is held for a second. The file is unchanged after an error.
+    /// [`pagemill_core::Error::FileTooLarge`], [`pagemill_core::Error::BadOffset`], [`pagemill_core::Error::ReadOnly`].
+    /// [`pagemill_core::Error::Busy`] if the folio at the new end is held for a second. The file is unchanged after an
+    /// error.
     pub fn truncate(&self, size_bytes: u64) -> Result<()> {
         let file = &*self.0;
         file.check(size_bytes, 0)?;

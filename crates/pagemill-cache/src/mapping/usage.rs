@@ -21,7 +21,7 @@ pub enum Holder {
     Cache,
     /// The pool of a cache that has ended: free memory, kept for the next cache.
     IdlePool,
-    /// Index nodes that no file uses, kept for later files. They belong to no particular NUMA node.
+    /// Index nodes that no file uses, available to later files. These nodes belong to no particular NUMA node.
     SpareNodes,
 }
 

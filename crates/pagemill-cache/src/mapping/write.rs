@@ -18,10 +18,11 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// If nothing was written: [`pagemill_core::Error::NoMemory`] over the limit, with the numbers. [`pagemill_core::Error::BadOffset`]
-    /// past 2^63, [`pagemill_core::Error::FileTooLarge`]. [`pagemill_core::Error::Busy`] if a folio is held for a second.
-    /// [`pagemill_core::Error::Store`], also if too much is dirty and the store fails or does not complete writes
-    /// ([`super::Writeback`]). [`pagemill_core::Error::ReadOnly`] if the store is read-only.
+    /// If nothing was written: [`pagemill_core::Error::NoMemory`] over the limit, with the numbers.
+    /// [`pagemill_core::Error::BadOffset`] past 2^63, [`pagemill_core::Error::FileTooLarge`].
+    /// [`pagemill_core::Error::Busy`] if a folio is held for a second. [`pagemill_core::Error::Store`], also if too
+    /// much is dirty and the store fails or does not complete writes ([`super::Writeback`]).
+    /// [`pagemill_core::Error::ReadOnly`] if the store is read-only.
     pub fn write_at(&self, from: &[u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
         file.check(offset, from.len() as u64)?;

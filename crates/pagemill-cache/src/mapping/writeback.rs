@@ -27,8 +27,8 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum number of runs and bytes in flight: enough to keep a device busy. A folio larger than `MOST_BYTES` is
-/// written as well.
+/// Maximum number of runs and bytes in flight: enough to keep a device busy. A folio larger than `MOST_BYTES` is also
+/// written.
 const MOST_RUNS: usize = 128;
 const MOST_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 

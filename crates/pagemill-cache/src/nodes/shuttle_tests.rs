@@ -36,8 +36,9 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
 }
 
-/// A thread visits all caches while two others use index nodes for the first time. It finds the cache of nodes complete
-/// or not at all, and only one is created. Reserved addresses are never freed, so there are few runs.
+/// A thread visits all caches while two others use index nodes for the first time. The thread must find the cache of
+/// nodes complete or not at all, and only one such cache may be created. Reserved addresses are never freed, so there
+/// are few runs.
 #[test]
 fn node_cache_is_complete_when_published() {
     run_in_orders(30, || {

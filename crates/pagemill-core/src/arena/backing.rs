@@ -13,7 +13,8 @@ use crate::units::{BLOCK_BYTES, os_page_bytes, os_pages_per_block};
 use pagemill_sys::{mem, moves};
 use std::ops::Range;
 
-/// Maximum number of blocks that one system call discards or moves. It bounds the time that other threads wait.
+/// Maximum number of blocks that one system call discards or moves. The maximum bounds the time that other threads
+/// wait.
 const BATCH_BLOCKS: usize = 32;
 
 /// Makes reserved addresses readable and writable.

@@ -260,7 +260,7 @@ impl Arena {
         freed
     }
 
-    /// Returns overcommitted pages to the kernel. They read zero afterwards, even if the kernel refuses.
+    /// Returns overcommitted pages to the kernel. The pages read zero afterwards, even if the kernel refuses.
     fn discard_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();

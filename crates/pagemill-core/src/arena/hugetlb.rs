@@ -23,7 +23,7 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Takes hugetlb pages for `len_bytes` (whole blocks) from the free part of the reserve. They become resident
+    /// Takes hugetlb pages for `len_bytes` (whole blocks) from the free part of the reserve. The pages become resident
     /// later.
     ///
     /// # Errors

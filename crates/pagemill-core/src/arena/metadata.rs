@@ -1,4 +1,4 @@
-//! Tables for metadata, in reserved address space of their own. They never use the global allocator.
+//! Tables for metadata, in reserved address space of their own. A table never uses the global allocator.
 #![allow(unsafe_code)] // tables in memory mapped by hand
 
 use crate::error::{Error, Result};

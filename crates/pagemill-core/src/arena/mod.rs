@@ -311,7 +311,8 @@ impl Arena {
         self.word(block).state(&self.generation)
     }
 
-    /// Carves the next blocks of a zone and returns their address. They are readable and writable and have no memory.
+    /// Carves the next blocks of a zone and returns their address. The blocks are readable and writable and have no
+    /// memory.
     ///
     /// Calls `prepare` with the carved bytes of the zone before and after, before other threads can see the new blocks.
     ///

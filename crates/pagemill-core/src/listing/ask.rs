@@ -43,7 +43,7 @@ pub enum Unanswered {
     Failed(io::Error),
     /// The answer is malformed.
     Damaged,
-    /// The process has accepted the command but not finished it in time. It continues with the command.
+    /// The process has accepted the command but not finished it in time. The process continues with the command.
     InProgress,
 }
 
@@ -202,8 +202,8 @@ struct PendingRequest<'a, R> {
     identity: Identity,
     command: Option<ControlCommand>,
     request: Request,
-    /// Deadlines of the answer, and of this request. A process may not have seen this request; it gets another one at
-    /// the second deadline.
+    /// Deadlines of the answer, and of this request. At the second deadline, a process that may not have seen this
+    /// request gets another one.
     deadline: Instant,
     repeat_deadline: Instant,
     records: PhantomData<R>,

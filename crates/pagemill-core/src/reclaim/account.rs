@@ -95,8 +95,8 @@ pub struct Account {
     /// freed nothing. `reclaim_pause_ns` is the length of that pause.
     pub(super) reclaim_paused_until_ns: AtomicU64,
     pub(super) reclaim_pause_ns: AtomicU64,
-    /// Until this time this process reclaims its own memory before it sends requests to siblings, because requests to
-    /// siblings did not help when they were sent first.
+    /// Until this time, this process reclaims its own memory before it sends requests to siblings, because requests
+    /// that were sent first freed too little.
     pub(super) siblings_first_after_ns: AtomicU64,
     /// The helper thread. Woken when there is memory to give back.
     helper: OnceLock<&'static Helper>,
@@ -660,7 +660,7 @@ mod tests {
     use super::*;
     use crate::arena::place;
 
-    /// A shrinker with a fixed stock of bytes, which discharges what it gives back.
+    /// A shrinker with a fixed stock of bytes. It discharges the bytes that it gives back.
     struct FixedStock {
         account: &'static Account,
         stock_bytes: AtomicU64,

@@ -51,8 +51,8 @@ impl LeastOver {
         }
     }
 
-    /// Subtracts bytes that were returned on request from all minima. The remaining bytes were still free for the same
-    /// time.
+    /// Subtracts bytes that were returned on request from all minima. The free time of the remaining bytes does not
+    /// change.
     pub fn take(&self, amount: u64) {
         self.short.take(amount);
         self.long.take(amount);

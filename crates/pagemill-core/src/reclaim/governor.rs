@@ -48,8 +48,8 @@ const CALM_PAUSE_FACTOR: u64 = 4;
 const EXTRAPOLATED_TIME: Duration = Duration::from_millis(20);
 const EXTRAPOLATED_DIVISOR: u64 = 16;
 
-/// Other processes *rush* if their extrapolated usage exceeds this. They are *calm* if the room shrank by at most
-/// `MAX_CALM_LOSS_BYTES`.
+/// Other processes *rush* if their extrapolated usage exceeds this. Other processes are *calm* if the room shrank by at
+/// most `MAX_CALM_LOSS_BYTES`.
 const RUSH_BYTES: u64 = 4 << 20;
 const MAX_CALM_LOSS_BYTES: i64 = 1 << 20;
 
@@ -529,7 +529,8 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
     }
 
-    /// The pauses of an idle process whose memory cannot be given back grow. They become short again once it uses CPU.
+    /// The pauses grow while a process is idle and its memory cannot be given back. The pauses must become short again
+    /// once the process uses CPU.
     #[test]
     fn pauses_grow_while_the_process_is_idle() {
         let (_, account) = fake_group(100 * MIB, None);

@@ -227,8 +227,8 @@ impl Helper {
         }
     }
 
-    /// Sets alarms if the limits have changed. The first call starts the thread that waits for them. Returns whether
-    /// alarms can be set here.
+    /// Sets alarms if the limits have changed. The first call starts the thread that waits for alarms. Returns whether
+    /// this process can set alarms.
     fn update_alarms(&'static self, alarms: &mut Option<Alarms>) -> bool {
         let headroom = &self.account.headroom;
         if headroom.known().bound == Bound::None {

@@ -80,7 +80,7 @@ pub struct Room {
     pub bound: Bound,
     /// Bytes left before usage enters the margin, in which free memory is given back. Negative inside the margin.
     pub bytes: i64,
-    /// The nearest limit beyond which processes are killed. It may be another one than `limit_bytes`.
+    /// The nearest limit beyond which processes are killed. May differ from `limit_bytes`.
     pub kill: Kill,
     /// The limit with the least room; `u64::MAX` for none.
     pub limit_bytes: u64,
@@ -155,8 +155,8 @@ fn as_signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// The margin below a group's limit is a sixteenth of the limit, within bounds. It covers page tables, stacks, and
-/// memory that several threads bring in between two samples.
+/// The margin below a group's limit is a sixteenth of the limit, within bounds. The margin covers page tables, stacks,
+/// and memory that several threads bring in between two samples.
 const GROUP_MARGIN_DIVISOR: u64 = 16;
 const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
 
@@ -209,7 +209,7 @@ pub struct Headroom {
     credit: AtomicI64,
     /// Time at which the credit expires.
     valid_until_ns: AtomicU64,
-    /// The latest sample: this and the next two fields.
+    /// The latest sample: this field and the next two.
     bytes: AtomicI64,
     limit_bytes: AtomicU64,
     is_group: AtomicBool,
@@ -256,7 +256,8 @@ impl Headroom {
         Room { bound, bytes: self.bytes.load(Relaxed), limit_bytes, ..Room::ENDLESS }
     }
 
-    /// Returns the alarms for the limits ([`Limits::plan`]). They are set outside of the lock, because that takes long.
+    /// Returns the alarms for the limits ([`Limits::plan`]). The caller sets the alarms outside of the lock, because
+    /// setting takes long.
     pub(super) fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
         let limits = self.limits.get()?;
         // The lock keeps the source of limits consistent in a fork child.

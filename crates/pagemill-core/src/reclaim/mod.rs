@@ -176,6 +176,7 @@ pub trait Shrinker: Sync {
     /// Measures how much of the overcommitted memory has become resident, and charges it.
     fn reconcile(&self) {}
 
-    /// Measures what the owner could give back, if that takes more than reading a counter. The caller holds no lock.
+    /// Measures the bytes that the owner could give back, if determining them takes more than reading a counter. The
+    /// caller holds no lock.
     fn measure(&self) {}
 }

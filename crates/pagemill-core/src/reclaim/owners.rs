@@ -203,7 +203,7 @@ impl Owners {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reconcile()));
     }
 
-    /// Makes the owners measure what they could give back.
+    /// Makes the owners measure the bytes that they could give back.
     pub fn measure(&self) {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
     }

@@ -48,7 +48,8 @@ pub(super) struct Ghosts {
     lifetime_pages: AtomicU64,
     /// Log2 of the pages of a tick.
     tick_shift: AtomicU32,
-    /// Number of the cache that uses the table. It changes the hash, which invalidates the marks of earlier caches.
+    /// Number of the cache that uses the table. The salt changes the hash, which invalidates the marks of earlier
+    /// caches.
     salt: AtomicU32,
     /// Number of pages evicted from each part.
     evicted_pages: [Padded<AtomicU64>; 2],

@@ -262,7 +262,8 @@ fn uses_close_together_count_as_one() {
     assert!(left >= 30, "{left}");
 }
 
-/// Dirty folios are deferred while clean ones are evicted. They are found once they are clean, however long that takes.
+/// Dirty folios are deferred while clean folios are evicted. A scan must find the deferred folios once they are clean,
+/// however long that takes.
 #[test]
 fn dirty_folios_are_deferred() {
     let run = Simulation::new();

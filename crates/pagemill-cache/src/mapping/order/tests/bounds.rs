@@ -98,8 +98,8 @@ fn a_ghost_key_hashes_file_index_and_order() {
     assert_eq!(keys.len(), parts.len());
 }
 
-/// A folio that returns soon after its eviction changes the share of its part by two pages for each of its own. The
-/// share has a minimum and a maximum.
+/// A folio that returns soon after its eviction changes the share of the part from which it was evicted, by two pages
+/// for each page of the folio. The share has a minimum and a maximum.
 #[test]
 fn a_returning_folio_changes_the_share() {
     let step = |pages: u64| 2 * pages * (ONE / 100);

@@ -192,7 +192,7 @@ fn the_pause_follows_from_the_room() {
     assert_eq!(pause(&governor, Bound::Machine, 200 * MIB), Some(64_000_000));
 }
 
-/// A shrinker that discharges what it gives back.
+/// A shrinker that discharges the bytes that it gives back.
 struct DischargingShrinker(&'static FakeGroup, &'static Account);
 
 impl Shrinker for DischargingShrinker {
