@@ -17,7 +17,7 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
 
-/// A guard: while it exists, objects that its thread reaches are not freed or reused.
+/// A guard. While a guard exists, objects that its thread reaches are not freed or reused.
 ///
 /// Only [`pin`] creates guards, because a guard of another collector would not protect the objects of this crate.
 ///

@@ -117,7 +117,7 @@ counters! {
     pages_populated: PagesPopulated, Sum, Count;
     /// Slots allocated for the first time.
     slots_fresh: SlotsFresh, Sum, Count;
-    /// Requests to give memory back: from the program, a sibling, or the limit.
+    /// Requests to give memory back: from the program, a sibling, a limit near or reached, or a stall.
     purge_requests: PurgeRequests, Sum, Count;
     /// Bytes that purges examined.
     purge_scanned: PurgeScanned, Sum, Bytes;

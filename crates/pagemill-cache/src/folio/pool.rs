@@ -524,7 +524,8 @@ impl Pool {
         (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes())
     }
 
-    /// Returns the length of the slots in which memory is leased. The first slot begins with the address range.
+    /// Returns the length of the slots in which memory is leased. The first slot begins where the pool's address range
+    /// begins.
     pub fn lease_bytes(&self) -> usize {
         self.state.with(|state| state.buddies.leases.chunks() as usize) * self.chunk_bytes
     }

@@ -25,7 +25,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Shortest time between two measurements of overcommitted memory.
+/// Shortest time between two measurements of overcommitted memory. Small amounts are measured at any time.
 const RECONCILE_NS: u64 = 2_000_000;
 
 /// If the overcommitted memory exceeds the resident bytes divided by this, it is measured before the number of resident

@@ -76,7 +76,7 @@ enum Gap {
 /// The minimum over one age. A different age discards the records.
 #[derive(Default)]
 struct SingleAgeMinimum {
-    /// The minimum of each part, at its number modulo [`STORED_PARTS`].
+    /// The minimum of each part. Index: the part's number modulo [`STORED_PARTS`].
     least: [AtomicU64; STORED_PARTS],
     /// Number of the current part plus one; 0 before the first record.
     current_part: AtomicU64,
