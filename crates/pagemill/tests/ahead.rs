@@ -142,7 +142,8 @@ fn strided_reads_are_read_ahead() {
     }
 }
 
-/// Random reads in a large file start no readahead, and with `Advice::Random` sequential reads do not either.
+/// Random reads in a large file must start no readahead. With `Advice::Random`, sequential reads must not start any
+/// either.
 #[test]
 fn random_reads_start_no_readahead() {
     let _exclusive = exclusive_test();
@@ -340,7 +341,7 @@ fn readahead_is_limited() {
     assert_eq!(cache.create().unwrap().will_need(0, 1).unwrap(), 0);
 }
 
-/// A file with `Reuse::Once` is scanned. Its pages are evicted first, so another file stays in memory.
+/// Scans a file with `Reuse::Once`. The file's pages must be evicted first, so that another file stays in memory.
 #[test]
 fn pages_used_once_are_evicted_first() {
     let _exclusive = exclusive_test();

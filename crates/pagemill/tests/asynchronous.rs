@@ -343,7 +343,7 @@ fn futures_work_with_every_kind_of_file() {
     assert_eq!(block_on(in_memory.pin_async(5)).unwrap().len_bytes(), PAGE - 5);
 }
 
-/// System files are read correctly by futures, in small and huge folios.
+/// Futures read a system file, in small and huge folios. All bytes must be right.
 #[test]
 fn system_files_are_read_by_futures() {
     let len = 8 * MIB + 5000;

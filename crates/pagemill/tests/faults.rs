@@ -160,7 +160,7 @@ fn a_double_free_is_reported() {
     }
 }
 
-/// The inside of an allocation, an address between slots, and foreign addresses are not allocations.
+/// The inside of an allocation, an address between slots, and foreign addresses must not count as allocations.
 #[test]
 fn foreign_and_interior_frees_are_reported() {
     let _exclusive = exclusive_test();
@@ -203,7 +203,7 @@ fn foreign_and_interior_frees_are_reported() {
     free(pagemill, big);
 }
 
-/// A heap with 128 MiB of addresses is filled: further allocations fail, and freed memory can be allocated again.
+/// Fills a heap with 128 MiB of addresses. Further allocations must fail, and freed memory must be allocated again.
 #[test]
 fn exhausted_address_space_recovers() {
     let _exclusive = exclusive_test();
@@ -269,7 +269,7 @@ fn an_untouched_slot_is_charged_later() {
     }
 }
 
-/// If the kernel refuses huge pages to this process, small ones are used, and counted as a fallback.
+/// If the kernel refuses huge pages to this process, small pages must be used, and counted as a fallback.
 #[test]
 fn refused_huge_pages_fall_back_to_small_ones() {
     let _exclusive = exclusive_test();
@@ -476,7 +476,7 @@ fn a_moved_allocation_is_charged() {
     assert_eq!(reconciled(pagemill), 32 << 20);
 }
 
-/// An allocation that was moved is purged in several steps, and is completely zero afterwards.
+/// An allocation that was moved is freed and purged. A calloc must then return the slot with all bytes zero.
 #[test]
 fn a_moved_allocation_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -513,8 +513,8 @@ fn the_tail_of_a_slot_is_purged_with_it() {
     assert_eq!(first_other(again + usable - 8, 8, 0), None, "calloc handed out old bytes");
 }
 
-/// A huge page is split to purge a part of it. Once the rest is free, all of it is purged, also bytes that were never
-/// allocated.
+/// A huge page is split to purge a part of it. Once the rest of the block is free, a purge must return the whole block,
+/// also bytes that were never allocated.
 #[test]
 fn a_split_block_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -712,8 +712,8 @@ fn a_fork_child_counts_for_itself() {
     }
 }
 
-/// While a fork child lives the kernel moves only pages that are not shared with it: realloc keeps every byte. 16 MiB
-/// in small pages; the parent has rewritten the first page, so that one is not shared.
+/// While a fork child lives, the kernel moves only pages that the child does not share. The parent has 16 MiB in small
+/// pages and has rewritten the first page, so that page is not shared. A realloc must keep every byte.
 #[test]
 fn realloc_beside_a_fork_child_keeps_every_byte() {
     let _exclusive = exclusive_test();

@@ -124,8 +124,8 @@ fn a_store_that_fills_nothing_reads_as_zeros() {
     }
 }
 
-/// A store panics in background writeback. The panic is counted, and other files are written back. Its own file is
-/// written back again once a sync has succeeded.
+/// A store panics in background writeback. The panic must be counted, and other files must be written back. The file of
+/// that store must be written back again once a sync has succeeded.
 #[test]
 fn a_panic_of_a_store_in_the_background_is_counted() {
     let writeback = Writeback { age: Duration::from_millis(1), ..Writeback::default() };
@@ -197,7 +197,8 @@ fn transfers_continue_after_a_callback_panics() {
     assert_eq!(ends.recv().unwrap(), (true, 7));
 }
 
-/// A store does not complete its writes. With a timeout, syncs fail, and succeed once the writes have completed.
+/// A store does not complete its writes. With a timeout, syncs must fail, and must succeed once the writes have
+/// completed.
 #[test]
 fn a_sync_times_out_if_the_store_completes_nothing() {
     let timeout = Some(Duration::from_millis(30));
@@ -218,7 +219,7 @@ fn a_sync_times_out_if_the_store_completes_nothing() {
     assert_eq!(store.inner.bytes(), [8; 3 * PAGE]);
 }
 
-/// No offset and no length, however large, makes a call panic. The call fails, or ends with the file.
+/// No offset and no length, however large, may make a call panic. The call must fail, or end at the end of the file.
 #[test]
 fn extreme_offsets_and_lengths_do_not_panic() {
     let page = PAGE as u64;

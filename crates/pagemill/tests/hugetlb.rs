@@ -143,7 +143,7 @@ fn caches_take_reserved_pages_and_return_them() {
     }
 }
 
-/// A huge folio in reserved pages is not split: a file that ends inside it keeps all of it.
+/// A huge folio in reserved pages must not be split: a file that ends inside the folio keeps all of its memory.
 #[test]
 fn reserved_pages_are_not_split() {
     let _exclusive = exclusive_test();
@@ -163,7 +163,7 @@ fn reserved_pages_are_not_split() {
     assert!(end.iter().all(|byte| *byte == 0));
 }
 
-/// If too few pages are free, the cache fails with the reason, or uses ordinary memory. No page leaks.
+/// Too few pages are free. Creating a cache must fail with the reason, or use ordinary memory. No page may leak.
 #[test]
 fn too_few_reserved_pages_are_reported() {
     let _exclusive = exclusive_test();

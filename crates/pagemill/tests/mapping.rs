@@ -277,8 +277,8 @@ fn invalid_requests_fail() {
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
-/// At the limit a write is short, and the next one fails with the numbers. Existing data stays, and freed pages can be
-/// used.
+/// Writes until the limit is reached. The last write must be short, and the next one must fail with the numbers.
+/// Existing data must stay, and freed pages must be usable.
 #[test]
 fn writes_end_at_the_limit() {
     let cache = cache(4 * KIB, 40 * KIB);
@@ -295,7 +295,7 @@ fn writes_end_at_the_limit() {
     assert_eq!(file.write_at(&bytes, 50 * KIB as u64).unwrap(), 6 * KIB, "two pages, the first from its middle on");
 }
 
-/// Without room for a huge folio small pages are used, which a counter reports. The write succeeds.
+/// If no huge folio fits, small folios must be used, and a counter must report that. The write must succeed.
 #[test]
 fn huge_folios_fall_back_to_small_ones() {
     let pagemill = pagemill_without_threads();
@@ -363,7 +363,7 @@ fn a_limit_of_the_process_splits_sparse_huge_folios() {
     }
 }
 
-/// The last possible pages of a file are freed like all others.
+/// The last possible pages of a file must be freed like all other pages.
 #[test]
 fn the_last_possible_pages_are_freed() {
     let pagemill = pagemill_without_threads();
@@ -494,7 +494,7 @@ fn vectored_calls_are_as_plain_ones() {
     assert_eq!((first[49], first[50], second[2949], second[2950]), (1, 2, 2, 9));
 }
 
-/// Small folios that were written in order are collapsed, and keep their bytes.
+/// Small folios that were written in order must be collapsed into a huge one with the same bytes.
 #[test]
 fn dense_ranges_become_huge() {
     let pagemill = pagemill_without_threads();
@@ -546,7 +546,7 @@ fn collapsing_leaves_room_for_writers() {
     assert_eq!((cache.usage().free, cache.charged_bytes()), (0, 0));
 }
 
-/// A fork child gets errors for its parent's cache, and can create its own.
+/// Calls on the parent's cache must fail in a fork child. The child can create a cache of its own.
 #[test]
 fn calls_of_a_fork_child_fail() {
     let cache = common::pagemill().caches.make(settings(4 * KIB, 8 * MIB)).unwrap();

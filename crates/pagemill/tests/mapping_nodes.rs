@@ -115,7 +115,7 @@ impl Drop for Done<'_> {
 }
 
 /// Threads read, write and punch holes, and create and drop files, while another thread defragments the index
-/// continually.
+/// continually. Pages that no thread removes must have their bytes at any time.
 #[test]
 fn threads_use_files_while_their_index_is_packed() {
     const PAGES: u64 = 300;

@@ -49,8 +49,8 @@ fn assert_contents(file: &Mapping, full_pages: &[usize]) {
     }
 }
 
-/// Sparse folios are split and dense ones are not, in the second round over the chunks. Later rounds check nothing
-/// again.
+/// The second round over the chunks must split sparse folios, and no dense ones. Later rounds must not check the dense
+/// folios again.
 #[test]
 fn sparse_folios_are_split_and_dense_ones_stay() {
     let cache = cache();
@@ -68,7 +68,7 @@ fn sparse_folios_are_split_and_dense_ones_stay() {
     assert_contents(&file, &full);
 }
 
-/// A step checks no more folios than requested, and successive steps check each folio once.
+/// A step must check no more folios than requested, and successive steps must check each folio once.
 #[test]
 fn a_step_checks_the_requested_number_of_folios() {
     let cache = cache();
@@ -101,7 +101,7 @@ fn folios_in_use_are_not_split() {
     assert_contents(&file, &[1, 1]);
 }
 
-/// Folios that were found dense are checked again after they were zeroed or truncated.
+/// Folios that were found dense are zeroed or truncated. Then they must be checked again.
 #[test]
 fn zeroed_folios_are_checked_again() {
     let cache = cache();

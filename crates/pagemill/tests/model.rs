@@ -375,13 +375,14 @@ impl HeapModel {
     }
 }
 
-/// Random operations on a heap in huge pages.
+/// Random operations on a heap in huge pages. After each, contents and charges must be right.
 #[test]
 fn random_operations_on_huge_pages() {
     HeapModel::new("huge", Layout::for_test(), UNLIMITED, 64 << 20).run(350);
 }
 
-/// Random operations on a heap in small pages, so that slots are purged page by page.
+/// Random operations on a heap in small pages, so that slots are purged page by page. Contents and charges must be
+/// right.
 #[test]
 fn random_operations_on_small_pages() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };
@@ -400,7 +401,7 @@ fn random_operations_on_both_kinds_of_pages() {
     HeapModel::new("mixed, three nodes", layout, UNLIMITED, 64 << 20).run(300);
 }
 
-/// Random operations on a heap with software pages of 64 KiB.
+/// Random operations on a heap with software pages of 64 KiB. Contents and charges must be right.
 #[test]
 fn random_operations_on_software_pages() {
     let layout = Layout { use_huge: false, page: PageSize::new(64 << 10).unwrap(), ..Layout::for_test() };
@@ -585,7 +586,7 @@ fn extents_in_huge_pages() {
     ExtentModel::new("extents, huge", Layout::for_test()).run(400);
 }
 
-/// The same with small pages, and with software pages of three sizes.
+/// As the test above, with small pages, and with software pages of three sizes.
 #[test]
 fn extents_in_small_and_software_pages() {
     for bytes in [os_page_bytes(), 64 << 10, 2 << 20, 8 << 20] {

@@ -133,7 +133,8 @@ fn use_whole_heap_api(pagemill: &Pagemill) {
     require(unsafe { pagemill.heap.free(7) }.is_err(), "foreign free");
 }
 
-/// Creates Pagemills, and makes every call of the heap, including calls that fail.
+/// Creates Pagemills, and makes every call of the heap, including calls that fail. No call may use the global
+/// allocator.
 #[test]
 fn the_heap_allocates_nothing_elsewhere() {
     let layouts = layouts();
@@ -145,7 +146,8 @@ fn the_heap_allocates_nothing_elsewhere() {
     });
 }
 
-/// Volatile ranges are allocated, marked, purged and dropped, by handle and by address, including calls that fail.
+/// Volatile ranges are allocated, marked, purged and dropped, by handle and by address, including calls that fail. No
+/// call may use the global allocator.
 #[test]
 fn volatile_ranges_allocate_nothing_elsewhere() {
     without_allocations(|| {
@@ -180,7 +182,7 @@ fn volatile_ranges_allocate_nothing_elsewhere() {
     });
 }
 
-/// The helper writes a list that another process has requested.
+/// The helper writes a list that another process has requested. Writing must not use the global allocator.
 #[test]
 fn listing_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -206,7 +208,7 @@ fn listing_allocates_nothing_elsewhere() {
     assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
 }
 
-/// The helper lists the memory of page caches.
+/// The helper lists the memory of page caches, without using the global allocator.
 #[test]
 fn listing_page_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -228,7 +230,7 @@ fn listing_page_caches_allocates_nothing() {
     assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
-/// The helper lists slab caches.
+/// The helper lists slab caches, without using the global allocator.
 #[test]
 fn listing_slab_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -248,7 +250,8 @@ fn listing_slab_caches_allocates_nothing() {
     assert_eq!((&bytes[32..40], &bytes[288..294]), (&b"entries\0"[..], &b"boxes\0"[..]));
 }
 
-/// Allocations over the limit cause reclaim, errors, and debts of nested charges.
+/// Allocations over the limit cause reclaim, errors, and debts of nested charges. Nothing of that may use the global
+/// allocator.
 #[test]
 fn reclaim_allocates_nothing_elsewhere() {
     let layouts = layouts();
@@ -284,7 +287,7 @@ fn reclaim_allocates_nothing_elsewhere() {
     });
 }
 
-/// Extents are committed, decommitted, overcommitted, split and measured.
+/// Extents are committed, decommitted, overcommitted, split and measured, without using the global allocator.
 #[test]
 fn extents_allocate_nothing_elsewhere() {
     let layouts = layouts();
@@ -310,7 +313,8 @@ fn extents_allocate_nothing_elsewhere() {
     });
 }
 
-/// A process joins a tree, sends a request, answers, sweeps and leaves.
+/// A process joins a tree, sends a request, answers, sweeps and ends its membership, without using the global
+/// allocator.
 #[test]
 fn the_tree_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -338,7 +342,8 @@ fn the_tree_allocates_nothing_elsewhere() {
     });
 }
 
-/// Counters and events are published, and a starting program looks for its figures files.
+/// Counters and events are published, and a starting program looks for its figures files. Neither may use the global
+/// allocator.
 #[test]
 fn counters_and_events_allocate_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -375,7 +380,8 @@ fn limits_are_sampled_without_allocating() {
     });
 }
 
-/// The handlers around `fork` run in both processes, with the heap in use and in a tree.
+/// The handlers around `fork` run in both processes, with the heap in use and in a tree. They must not use the global
+/// allocator.
 #[test]
 fn fork_handlers_allocate_nothing() {
     let folder = tempfile::tempdir().unwrap();

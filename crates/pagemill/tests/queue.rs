@@ -95,7 +95,7 @@ fn every_page_is_reported_once() {
     }
 }
 
-/// Fetches more pages than the cache holds, so that others are evicted. Huge folios are read as a whole.
+/// Fetches more pages than the cache can contain, so that others must be evicted. Huge folios must be read as a whole.
 #[test]
 fn fetches_beyond_the_limit_evict_pages() {
     let len = 16 * MIB;
@@ -166,7 +166,8 @@ fn two_queues_share_pages() {
     assert_eq!(cache.charged_bytes(), len as u64);
 }
 
-/// A page that the queue is already reading is reported with that read, once for each request.
+/// A page is requested again while the queue is reading it. The page must be read once, and reported once for each
+/// request.
 #[test]
 fn repeated_requests_share_a_read() {
     let scratch = TempFile::new("twice", 8 * PAGE);

@@ -143,8 +143,8 @@ fn registered_memory_is_returned_after_its_queue_released_it() {
     }
 }
 
-/// Memory is requested while a queue reads: all bytes are right, and all memory is returned between two calls of the
-/// queue.
+/// Memory is requested while a queue reads. All bytes must be right, and all memory must be returned between two calls
+/// of the queue.
 #[test]
 fn a_busy_queue_releases_memory_on_request() {
     let folder = tempfile::tempdir().unwrap();
@@ -203,7 +203,8 @@ fn memory_is_returned_after_the_last_queue_released_it() {
     assert_eq!(cache.give_back(), registered as u64);
 }
 
-/// An event loop without in-flight reads is woken, so that its queue can release its memory.
+/// An event loop has no reads in flight. A request for memory must wake the loop, so that its queue can release the
+/// memory.
 #[test]
 fn an_idle_event_loop_is_woken_to_release_memory() {
     let folder = tempfile::tempdir().unwrap();
@@ -366,8 +367,8 @@ fn reads_of_a_delayed_store_overlap() {
     }
 }
 
-/// A failed read is reported and not cached. Truncated data does not come back. Reads that are in flight when their
-/// queue is dropped are cancelled, and their memory is freed.
+/// A failed read must be reported and not cached, and truncated data must not come back. Reads that are in flight when
+/// their queue is dropped must be cancelled, and their memory freed.
 #[test]
 fn delayed_reads_may_fail_or_be_cancelled() {
     let cache = cache(Box::new(Always), 16 * MIB);

@@ -429,8 +429,8 @@ fn second_pagemill_keeps_the_guards_of_the_process() {
 /// Environment variable that makes this process the program of a test below.
 const BE_PROGRAM: &str = "PAGEMILL_TEST_ORDERS";
 
-/// Another process requests a shrink, which drops a removed value with an open file. The file is closed, so the
-/// destructor ran on a thread that shares the program's files.
+/// Another process requests a shrink, which drops a removed value with an open file. The file must be closed, which
+/// shows that the destructor ran on a thread that shares the program's files.
 #[test]
 fn shrink_command_closes_files_of_removed_values() {
     let folder = tempfile::tempdir().unwrap();
@@ -614,7 +614,7 @@ fn read_after_free(case: &str) {
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// A process reads freed memory, and AddressSanitizer reports it.
+/// Runs a child process that reads freed memory. AddressSanitizer must report the read.
 #[test]
 fn asan_reports_uses_of_free_objects() {
     const CASE: &str = "PAGEMILL_USE_AFTER_FREE";

@@ -217,7 +217,7 @@ fn a_scan_does_not_evict_pages_in_use() {
     }
 }
 
-/// A page that was evicted and is soon read again counts as used: a scan does not evict it again.
+/// A page that was evicted and is soon read again must count as used: a scan must not evict it again.
 #[test]
 fn pages_that_return_soon_are_kept() {
     let cache = cache(Box::new(Never), 4 * MIB);
@@ -297,8 +297,8 @@ fn reads_from_before_a_truncation_are_discarded() {
     assert_eq!(byte_at(&file, 5000), 0);
 }
 
-/// A thread that reads or writes a page which is being read waits for that read. The store is read once, even if other
-/// pages of the file are evicted meanwhile.
+/// A thread reads or writes a page while another thread reads it from the store. The first thread must wait for that
+/// read. The store must be read once, even if other pages of the file are evicted meanwhile.
 #[test]
 fn a_page_is_read_once() {
     let store = Memory::new(64 * KIB);
@@ -352,7 +352,8 @@ fn folios_are_written_back_together() {
     }
 }
 
-/// After the last sync the store has everything that was appended, or written before a split, during concurrent syncs.
+/// Syncs run concurrently with appends and splits. After the last sync the store must have everything that was
+/// appended, or written before a split.
 #[test]
 fn syncs_during_appends_and_splits_lose_no_data() {
     for _ in 0..20 {

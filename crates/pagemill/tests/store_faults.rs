@@ -68,8 +68,8 @@ fn errno(error: &Error) -> Option<i32> {
     }
 }
 
-/// Another process truncates the file: bytes in memory stay, other bytes read zero, and a sync without changes does not
-/// extend the file again. A refresh adopts the new length.
+/// Another process truncates the file. Bytes in memory must stay, other bytes must read zero, and a sync without
+/// changes must not extend the file again. A refresh must adopt the new length.
 #[test]
 fn bytes_cut_off_by_another_process_read_zero() {
     for cache in caches() {
@@ -101,7 +101,7 @@ fn bytes_cut_off_by_another_process_read_zero() {
     }
 }
 
-/// Another process appends to the file: a sync does not cut the bytes off, and a refresh shows them, also in a page
+/// Another process appends to the file. A sync must not cut the new bytes off. A refresh must show them, also in a page
 /// shared with earlier bytes.
 #[test]
 fn bytes_appended_by_another_process_stay() {

@@ -186,8 +186,8 @@ fn a_store_keeps_the_file_that_it_opened() {
     assert_eq!(read(&second, 0, 6), b"second");
 }
 
-/// If direct transfers are refused, files are read through the page cache of the kernel, which the store and a counter
-/// report.
+/// If direct transfers are refused, files must be read through the kernel's page cache. The store and a counter must
+/// report that.
 #[test]
 fn refused_direct_transfers_become_buffered() {
     let path = "/proc/version";
@@ -294,7 +294,7 @@ fn assert_passes(mut command: Command) -> String {
     stdout
 }
 
-/// With two processes, a second writer is refused, and a reader is not.
+/// Two processes open a file. A second writer must be refused, a reader must not.
 #[test]
 fn a_writer_of_another_process_is_refused() {
     if let Some(path) = child_argument() {
@@ -394,7 +394,7 @@ fn threads_and_rings_produce_the_same_file() {
     assert!(files[0] == files[1]);
 }
 
-/// An environment variable selects threads instead of a ring.
+/// An environment variable must select threads instead of io_uring.
 #[test]
 fn an_environment_variable_selects_threads() {
     const TEST: &str = "an_environment_variable_selects_threads";

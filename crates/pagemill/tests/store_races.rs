@@ -206,7 +206,7 @@ fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     assert!(in_time, "the server of the fault waits for the faulting thread");
 }
 
-/// A store that reads less than it reports exposes no other file's bytes.
+/// A store reads less than it reports. A queue must not expose another file's bytes in place of the missing ones.
 #[test]
 fn a_queue_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
@@ -313,7 +313,7 @@ fn an_event_loop_is_notified_of_every_page() {
     }
 }
 
-/// An event loop is notified of a page that another thread is reading, if the loop polls when due.
+/// Another thread reads the page that an event loop needs. The loop must get the page if it polls when due.
 #[test]
 fn an_event_loop_is_notified_of_reads_by_other_threads() {
     use std::os::fd::AsRawFd;

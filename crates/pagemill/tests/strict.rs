@@ -419,7 +419,7 @@ fn purges_race_with_locking() {
     });
 }
 
-/// Slots of the heap can be marked strictly like other memory, and the account stays correct.
+/// Slots of the heap are marked strictly like other memory. The account must stay correct.
 #[test]
 fn heap_slots_can_be_marked_strictly() {
     let _exclusive = exclusive_test();

@@ -351,7 +351,8 @@ fn a_fork_child_keeps_inherited_ranges() {
     assert_eq!(purge_all(), 4 * MIB);
 }
 
-/// A helper thread that sleeps when the first range is created wakes up and measures what ranges could give back.
+/// A helper thread sleeps when the first range is created. It must wake up and measure the bytes that ranges could give
+/// back.
 #[test]
 fn the_helper_thread_wakes_for_the_first_range() {
     let own = Pagemill::for_test();
@@ -368,8 +369,8 @@ fn the_helper_thread_wakes_for_the_first_range() {
     }
 }
 
-/// The account reclaims memory from volatile ranges as from all owners: over a limit they are purged, and the
-/// allocation succeeds.
+/// An allocation exceeds the limit while ranges are volatile. The account must purge ranges, and the allocation must
+/// succeed.
 #[test]
 fn volatile_ranges_are_purged_over_a_limit() {
     let limited = Pagemill::new(pagemill::arena::Layout::for_test(), 64 << 20).unwrap();

@@ -237,8 +237,8 @@ fn a_fork_child_keeps_inherited_marks() {
     assert_eq!(purge(usize::MAX), inherited.len);
 }
 
-/// Pages that the kernel has merged (KSM), or that a pipe refers to, are purged for the program. The pipe's reader
-/// still gets the old bytes.
+/// The kernel has merged some pages (KSM), and a pipe refers to others. The pages must be purged for the program, and
+/// the pipe's reader must still get the old bytes.
 #[test]
 fn other_users_of_purged_pages_keep_their_bytes() {
     let _exclusive = exclusive_test();

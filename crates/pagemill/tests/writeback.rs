@@ -239,7 +239,8 @@ fn a_page_that_fails_does_not_block_other_pages() {
     assert_eq!((file.sync().unwrap_err().errno(), file.sync().is_ok()), (EIO, true));
 }
 
-/// All pages of a cache are dirty: a thread that needs a page writes some back, and fails only if the store fails.
+/// All pages of a cache are dirty. A thread that needs a page must write some back, and may fail only if the store
+/// fails.
 #[test]
 fn dirty_pages_are_written_back_to_make_room() {
     for is_thread_disabled in [false, true] {
@@ -368,8 +369,8 @@ fn invalid_shares_are_rejected() {
     }
 }
 
-/// Writers, background writeback, syncs and truncations use one file concurrently. The final contents are those written
-/// last.
+/// Writers, background writeback, syncs and truncations use one file concurrently. At the end the store must have the
+/// contents that were written last.
 #[test]
 fn concurrent_writers_lose_no_data() {
     let writeback = Writeback { age: Duration::from_millis(2), timeout: WAIT_LIMIT, ..dirty_shares(5, 15) };
@@ -481,8 +482,8 @@ fn files_are_written_back_and_reopened() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Two pinned pages do not prevent writeback of other pages. A sync waits for one second in total, and reports that not
-/// everything is durable.
+/// Two pages are pinned. Other pages must be written back nevertheless. A sync must wait for one second in total, and
+/// report that not everything is durable.
 #[test]
 fn pinned_pages_do_not_block_other_pages() {
     let cache = cache(64 * MIB, dirty_shares(50, 90), true);
