@@ -560,13 +560,13 @@ fn invalid_answers_are_refused() {
     };
     let list = b"pm-slab2";
     let answers = [
-        (vec![0xFF; 100], "no list"),
-        (head(list, 1, 0, 1), "no list"),
-        (head(list, 1, 0, u64::MAX), "no list"),
-        (head(list, 2, 0, 0), "no list"),
-        (head(b"pm-cach2", 1, 0, 0), "no list"),
-        ([head(list, 1, 0, 1), vec![0xFF; 256]].concat(), "no list"),
-        ([head(list, 1, 0, 1), vec![0; 256]].concat(), "no list"),
+        (vec![0xFF; 100], "not a valid list"),
+        (head(list, 1, 0, 1), "not a valid list"),
+        (head(list, 1, 0, u64::MAX), "not a valid list"),
+        (head(list, 2, 0, 0), "not a valid list"),
+        (head(b"pm-cach2", 1, 0, 0), "not a valid list"),
+        ([head(list, 1, 0, 1), vec![0xFF; 256]].concat(), "not a valid list"),
+        ([head(list, 1, 0, 1), vec![0; 256]].concat(), "not a valid list"),
         (head(list, 1, libc::ENOSPC as u32, 0), "could not write its list"),
         (Vec::new(), "no helper thread"),
     ];
@@ -597,11 +597,11 @@ fn invalid_answers_are_refused() {
     let told = b"pm-answ1";
     let outcome = |cache: u64| [cache.to_le_bytes().to_vec(), vec![0; 56]].concat();
     let commands = [
-        (vec![0xFF; 100], "no list"),
-        (head(list, 1, 0, 0), "no list"),
-        (head(told, 1, 0, 0), "no list"),
-        ([head(told, 1, 0, 1), outcome(6)].concat(), "no list"),
-        ([head(told, 1, 0, 1), vec![0xFF; 64]].concat(), "no list"),
+        (vec![0xFF; 100], "not a valid list"),
+        (head(list, 1, 0, 0), "not a valid list"),
+        (head(told, 1, 0, 0), "not a valid list"),
+        ([head(told, 1, 0, 1), outcome(6)].concat(), "not a valid list"),
+        ([head(told, 1, 0, 1), vec![0xFF; 64]].concat(), "not a valid list"),
         ([head(told, 1, 0, 1), outcome(5)].concat(), "done"),
     ];
     for (answer, words) in &commands {

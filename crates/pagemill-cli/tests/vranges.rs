@@ -352,11 +352,11 @@ fn invalid_lists_are_refused() {
         bytes
     };
     let answers = [
-        (vec![0xFF; 100], "no list"),
-        (head(1, 0, 1), "no list"),
-        (head(1, 0, u64::MAX), "no list"),
-        (head(2, 0, 0), "no list"),
-        ([head(1, 0, 1), vec![0xFF; 32]].concat(), "no list"),
+        (vec![0xFF; 100], "not a valid list"),
+        (head(1, 0, 1), "not a valid list"),
+        (head(1, 0, u64::MAX), "not a valid list"),
+        (head(2, 0, 0), "not a valid list"),
+        ([head(1, 0, 1), vec![0xFF; 32]].concat(), "not a valid list"),
         (head(1, libc::ENOSPC as u32, 0), "could not write its list"),
         (Vec::new(), "no helper thread"),
     ];

@@ -24,17 +24,16 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquir
 /// Example: `XArray` of `pagemill-xarray`.
 pub struct Guard(crossbeam_epoch::Guard);
 
-impl Guard {
-    /// Runs `act` once all guards that exist now are dropped. `act` may run on any thread and under any lock of this
-    /// crate, so it must not call functions of the program.
-    pub fn defer<R>(&self, act: impl FnOnce() -> R + Send + 'static) {
-        self.0.defer(act);
-    }
+/// Runs `act` once all guards that exist now are dropped. `act` may run on any thread and under any lock of Pagemill, so
+/// it must not call functions of the program. A function of this module, and no method, so that the crate `pagemill`
+/// can leave it out.
+pub fn defer<R>(guard: &Guard, act: impl FnOnce() -> R + Send + 'static) {
+    guard.0.defer(act);
+}
 
-    /// Advances the epoch if possible, and runs the deferred functions that are due.
-    pub fn flush(&self) {
-        self.0.flush();
-    }
+/// Advances the epoch if possible, and runs the deferred functions that are due.
+pub fn flush(guard: &Guard) {
+    guard.0.flush();
 }
 
 /// Number of forks since the first collector was created after which the child started a new collector.
@@ -112,7 +111,11 @@ fn pin_later(generation: u32) -> Guard {
 ///
 /// Each Pagemill of the process calls this. Only the first call has an effect, because other threads may exist and be
 /// pinned by the second one.
-pub fn begin_child() {
+///
+/// # Safety
+///
+/// Called in a fork child, while no other thread of it exists.
+pub unsafe fn begin_child() {
     let (owner, own) = (OWNER_PID.load(Relaxed), process::id());
     if owner == 0 || owner == own {
         return;

@@ -3,7 +3,7 @@
 //! From bottom to top: [`units`], [`error`], [`trace`], [`stats`], [`sync`], [`epoch`]; the [`arena`] of 2 MiB blocks;
 //! memory limits and [`reclaim`]; files with statistics ([`published`]) and answers to other processes ([`listing`]). A
 //! module uses lower ones only. Where it calls upper code, it declares a trait: [`arena::Budget`],
-//! [`reclaim::Shrinker`], [`listing::Lister`].
+//! [`reclaim::Shrinker`], [`listing::ListWriter`].
 //!
 //! The crate `pagemill` re-exports what programs use.
 

@@ -26,7 +26,7 @@ pub const TREE_FILE: &str = "tree";
 
 /// What a request file asks of a process. The kind is part of the file's name.
 ///
-/// Example: [`Lister`](crate::listing::Lister).
+/// Example: [`ListWriter`](crate::listing::ListWriter).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// List its volatile ranges.

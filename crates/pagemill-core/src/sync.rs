@@ -69,6 +69,7 @@ impl Lock {
     }
 
     /// Acquires the lock without a guard, for `fork` handlers. The caller must call [`Lock::release`].
+    #[inline]
     pub fn acquire(&self) {
         if self.word.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
             self.acquire_slow();

@@ -1,4 +1,5 @@
 //! A process with a heap, for tests.
+#![allow(unsafe_code)] // the only heap of an arena
 
 use crate::Heap;
 use pagemill_core::arena::{Arena, Layout, place};
@@ -20,7 +21,8 @@ impl TestProcess {
         let account = Account::make(limit_bytes)?;
         let arena: &'static Arena = place(Arena::new(layout, account)?)?;
         let helper: &'static Helper = place(Helper::new(account))?;
-        let heap: &'static Heap = place(Heap::new(arena, account, helper)?)?;
+        // SAFETY: the arena was created above and gets no other heap.
+        let heap: &'static Heap = place(unsafe { Heap::new(arena, account, helper) }?)?;
         account.register(heap);
         account.set_helper(helper);
         place(Self { account, arena, heap })

@@ -23,7 +23,8 @@ const MAX_WAITING_JOBS: usize = 16 << 10;
 const DEPTH: u32 = 128;
 
 /// The thread exits after this time without work.
-const IDLE_TIMEOUT: Duration = if cfg!(test) { Duration::from_millis(50) } else { Duration::from_secs(10) };
+const IDLE_TIMEOUT: Duration =
+    if cfg!(any(test, feature = "test-util")) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
 struct EngineJob {
     handle: Arc<Handle>,

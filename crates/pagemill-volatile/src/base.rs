@@ -51,7 +51,8 @@ impl Base {
     pub fn new(layout: Layout, account: &'static Account) -> Result<&'static Self> {
         let arena: &'static Arena = place(Arena::new(layout, account)?)?;
         let helper: &'static Helper = place(Helper::new(account))?;
-        let heap: &'static Heap = place(Heap::new(arena, account, helper)?)?;
+        // SAFETY: the arena was created above and gets no other heap.
+        let heap: &'static Heap = place(unsafe { Heap::new(arena, account, helper) }?)?;
         let ranges: &'static Ranges = place(Ranges::new(arena, heap)?)?;
         let vranges: &'static Vranges = place(Vranges::new(arena, account))?;
         let control: &'static ControlEndpoint = place(ControlEndpoint::new(account))?;

@@ -140,8 +140,9 @@ impl Pagemill {
     /// The process is a fork child with one thread that has not called this yet, and no lock of this Pagemill is held.
     pub unsafe fn begin_child(&self) {
         let begin_others = || {
-            epoch::begin_child();
             // SAFETY: the caller's promise, for each.
+            unsafe { epoch::begin_child() };
+            // SAFETY: as above.
             unsafe { self.caches.begin_child() };
             // SAFETY: as above.
             unsafe { self.slabs.begin_child() };

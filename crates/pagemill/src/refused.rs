@@ -21,18 +21,13 @@
 //! # let pagemill = pagemill::Pagemill::for_test();
 //! pagemill.slabs.nodes().unwrap().forest().retire(1);
 //! ```
-//! ```compile_fail,E0603
+//! ```compile_fail,E0133
 //! # let pagemill = pagemill::Pagemill::for_test();
-//! pagemill::xarray::relocate(pagemill.slabs.nodes().unwrap().forest(), 1, 2);
+//! pagemill.slabs.nodes().unwrap().forest().relocate(1, 2);
 //! ```
-//! ```compile_fail,E0603
-//! fn empty(node: &pagemill::xarray::Node) {
+//! ```compile_fail,E0133
+//! fn empty(node: &pagemill_xarray::Node) {
 //!     node.clear();
-//! }
-//! ```
-//! ```compile_fail,E0603
-//! fn give<N: pagemill::xarray::Nodes>(nodes: &N) {
-//!     nodes.give(1);
 //! }
 //! ```
 //!
@@ -45,7 +40,7 @@
 //! let array = XArray::new(pagemill.slabs.nodes().unwrap().forest());
 //! array.load(0, &crossbeam_epoch::pin());
 //! ```
-//! ```compile_fail,E0624
+//! ```compile_fail,E0599
 //! pagemill::epoch::pin().defer(|| println!("under a lock"));
 //! ```
 //!

@@ -157,7 +157,8 @@ impl Pool {
         let pages =
             chunks.checked_mul(chunk_pages).filter(|pages| *pages < u32::MAX as usize).ok_or_else(no_addresses)?;
         let align_blocks = chunk_bytes / BLOCK_BYTES;
-        let base = arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node)?;
+        // SAFETY: a pool looks only at its own blocks of the zone, so it needs no tables for the whole zone.
+        let base = unsafe { arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node) }?;
         let frames = Table::new(pages)?;
         let chunk_order = chunk_pages.trailing_zeros() as u8;
         place(Self {
@@ -679,7 +680,7 @@ impl Pool {
     /// Calls `act` with the bytes of pages that belong to no file yet.
     pub fn with_bytes<R>(&self, taken: &mut NewFolio, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
         assert!(len_bytes <= self.page.bytes() << taken.order);
-        // SAFETY: mapped by invariant 1. By invariant 2 the bytes belong to the caller, which has lent them to this
+        // SAFETY: mapped by invariant 1. By invariant 2 the bytes belong to the caller, which holds them during this
         // call.
         act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
     }

@@ -1,4 +1,5 @@
 //! Pages that one thread wants from stores, many at a time: what a loop of events uses instead of a thread for each read.
+#![allow(unsafe_code)] // looks at requests whose bytes a device writes
 
 use super::arrivals::Arrivals;
 use super::fill::{Asked, DOING, Filling};
@@ -215,7 +216,8 @@ impl Queue {
         match Filling::begin(&wanted.file, wanted.index, wanted.token, overtakes)? {
             Asked::Present => Ok(true),
             Asked::Underway(other) => {
-                let is_own = self.ring.any_in_flight(|filling| filling.ticket() == other.ticket);
+                // SAFETY: only the number of the request is read.
+                let is_own = unsafe { self.ring.any_in_flight(|filling| filling.ticket() == other.ticket) };
                 wanted.behind = is_own.then_some(other.ticket);
                 self.wanted.push_back(wanted);
                 Ok(false)

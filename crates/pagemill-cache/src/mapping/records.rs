@@ -4,7 +4,7 @@
 //! charged; 120 limit; 128 dirty.
 
 use super::{Caches, Holder, Usage};
-use pagemill_core::listing::{Lister, MAX_INSPECTION_NS, Record, Response, Unanswered, ask_for, u32_at, u64_at};
+use pagemill_core::listing::{ListWriter, MAX_INSPECTION_NS, Record, Response, Unanswered, ask_for, u32_at, u64_at};
 use pagemill_core::published::Subject;
 use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
@@ -54,7 +54,7 @@ pub fn ask_for_caches(
         .map(|(rows, _)| rows.into_iter().map(|Row(holder, usage)| (holder, usage)).collect())
 }
 
-impl Lister for Caches {
+impl ListWriter for Caches {
     fn subject(&self) -> Subject {
         Subject::Caches
     }

@@ -211,7 +211,7 @@ fn limit_packs_nodes() {
     let mut freed = 0;
     while nodes.info().unwrap().total.resident_bytes * 2 > before.total.resident_bytes {
         freed += slabs.shrink(u64::MAX, Urgency::Limit);
-        pin().flush();
+        pagemill_core::epoch::flush(&pin());
     }
     assert_eq!(freed, 0);
     assert!(nodes.info().unwrap().moved > 0);

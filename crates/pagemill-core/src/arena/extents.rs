@@ -70,7 +70,8 @@ impl Arena {
     pub fn extent(&self, len_bytes: usize, align_bytes: usize) -> Result<usize> {
         let blocks = len_bytes.div_ceil(BLOCK_BYTES);
         let align = align_bytes.div_ceil(BLOCK_BYTES).max(1);
-        self.carve(&self.small, blocks, align, self.nodes.current(), |_, _| Ok(()))
+        // SAFETY: the zone of extents belongs to the arena, which needs no other tables.
+        unsafe { self.carve(&self.small, blocks, align, self.nodes.current(), |_, _| Ok(())) }
     }
 
     /// Overcommits a whole extent, for metadata of the allocator. Its pages are charged when measured, and no later

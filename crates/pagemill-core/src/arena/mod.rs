@@ -104,7 +104,7 @@ impl Generation {
         self.0.load(Relaxed) as u16
     }
 
-    pub fn advance(&self) -> u16 {
+    pub(crate) fn advance(&self) -> u16 {
         (self.0.fetch_add(1, Relaxed) + 1) as u16
     }
 }
@@ -212,6 +212,7 @@ impl Zone {
     }
 
     /// Bytes carved so far, counted from the base.
+    #[inline]
     pub fn carved_bytes(&self) -> usize {
         self.next.load(Relaxed)
     }
@@ -226,7 +227,7 @@ pub struct Arena {
     pub pool: Zone,
     words: Table<BlockWord>,
     maps: Table<extents::ExtentMaps>,
-    pub generation: Generation,
+    pub(crate) generation: Generation,
     pub budget: &'static dyn Budget,
     pub nodes: Nodes,
     pub page: PageSize,
@@ -316,7 +317,11 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoAddresses`], or [`Error::System`] if the kernel refuses the memory.
-    pub fn carve(
+    ///
+    /// # Safety
+    ///
+    /// The zone belongs to the caller, whose tables must cover all that is carved of it.
+    pub unsafe fn carve(
         &self,
         zone: &Zone,
         blocks: usize,
@@ -340,7 +345,11 @@ impl Arena {
     /// # Errors
     ///
     /// As [`Arena::carve`].
-    pub fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
+    ///
+    /// # Safety
+    ///
+    /// As [`Arena::carve`].
+    pub unsafe fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
         let _guard = zone.lock.lock();
         let (start, len_bytes) = self.next_addresses(zone, blocks, align_blocks)?;
         self.open_metadata(zone, start + len_bytes)?;

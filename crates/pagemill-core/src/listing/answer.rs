@@ -2,7 +2,7 @@
 
 use super::control::ControlEndpoint;
 use super::figures::CounterValues;
-use super::{Head, Lister, MOST_RECORDS, Measured};
+use super::{Head, ListWriter, MOST_RECORDS, Measured};
 use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
 use crate::stats;
@@ -15,21 +15,21 @@ const EIO: i32 = 5;
 
 /// Writes lists of ranges, caches and slab caches of one Pagemill, and forwards commands.
 ///
-/// Example: [`Lister`].
+/// Example: [`ListWriter`].
 pub struct StatsResponder {
-    listers: [OnceLock<&'static dyn Lister>; Subject::ALL.len()],
+    list_writers: [OnceLock<&'static dyn ListWriter>; Subject::ALL.len()],
     control: &'static ControlEndpoint,
     measured: OnceLock<&'static dyn Measured>,
 }
 
 impl StatsResponder {
     pub fn new(control: &'static ControlEndpoint) -> Self {
-        Self { listers: [const { OnceLock::new() }; Subject::ALL.len()], control, measured: OnceLock::new() }
+        Self { list_writers: [const { OnceLock::new() }; Subject::ALL.len()], control, measured: OnceLock::new() }
     }
 
-    /// Adds the list of its subject. A subject without a lister is answered with an empty list.
-    pub fn add(&self, lister: &'static dyn Lister) {
-        let is_first = self.listers[lister.subject() as usize].set(lister).is_ok();
+    /// Adds the list of its subject. A subject without a list writer is answered with an empty list.
+    pub fn add(&self, writer: &'static dyn ListWriter) {
+        let is_first = self.list_writers[writer.subject() as usize].set(writer).is_ok();
         assert!(is_first, "one list for each subject");
     }
 
@@ -67,9 +67,9 @@ impl StatsResponder {
 
     fn write_list(&self, file: &Blank, number: u32, subject: Subject) -> io::Result<()> {
         let mut response = Response::after_request(file, 0);
-        let result = match (subject, self.listers[subject as usize].get()) {
+        let result = match (subject, self.list_writers[subject as usize].get()) {
             (Subject::Figures, _) => self.write_figures(&mut response),
-            (_, Some(lister)) => lister.list(&mut response),
+            (_, Some(writer)) => writer.list(&mut response),
             (_, None) => Ok(()),
         };
         response.write_head(number, subject, result)
@@ -104,7 +104,7 @@ impl Answer for StatsResponder {
 
 /// The file of an answer. The head is written at offset `from`, and the records follow it.
 ///
-/// Example: [`Lister`].
+/// Example: [`ListWriter`].
 pub struct Response<'file> {
     file: &'file Blank,
     from: u64,

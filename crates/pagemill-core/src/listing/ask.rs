@@ -28,7 +28,7 @@ const MAX_REQUESTS: u32 = 64;
 
 /// Why a request has no result.
 ///
-/// Example: [`Lister`](super::Lister).
+/// Example: [`ListWriter`](super::ListWriter).
 #[derive(Debug)]
 pub enum Unanswered {
     /// The request could not be made.

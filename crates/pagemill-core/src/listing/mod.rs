@@ -15,7 +15,7 @@
 //! All numbers are little-endian. The head has 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
 //! caches, `pm-figr1` statistics, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
 //! failure, or 0 (u32); 16 count of records; 24 count of records left out. The modules `figures` and
-//! `commands`, and the modules `records` of the crates that add a [`Lister`], define the records.
+//! `commands`, and the modules `records` of the crates that add a [`ListWriter`], define the records.
 //!
 //! The file of a command ([`ControlCommand`]) contains the command from the start, and the answer follows it. Commands
 //! that may call code of the program are executed by a thread that runs only while there are commands (`control`). The
@@ -87,7 +87,7 @@ impl Head {
 
 /// Measures statistics when another process requests them.
 ///
-/// Example: [`Lister`].
+/// Example: [`ListWriter`].
 pub trait Measured: Sync {
     /// Updates the counters. Must neither allocate nor take long.
     fn measure(&self);
@@ -99,7 +99,7 @@ pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 /// Lists one kind of things for other processes. Each product implements it and adds it to the [`StatsResponder`].
 ///
 /// ```
-/// use pagemill_core::listing::{Lister, Record, Response};
+/// use pagemill_core::listing::{ListWriter, Record, Response};
 /// use pagemill_core::published::Subject;
 /// use std::io;
 ///
@@ -115,7 +115,7 @@ pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 ///     }
 /// }
 ///
-/// impl Lister for Caches {
+/// impl ListWriter for Caches {
 ///     fn subject(&self) -> Subject {
 ///         Self::SUBJECT
 ///     }
@@ -127,7 +127,7 @@ pub const MAX_INSPECTION_NS: u64 = 15_000_000;
 ///
 /// assert_eq!(Caches::from_bytes(&7_u64.to_le_bytes()).map(|caches| caches.0), Some(7));
 /// ```
-pub trait Lister: Sync {
+pub trait ListWriter: Sync {
     /// The list that it writes.
     fn subject(&self) -> Subject;
 
@@ -149,7 +149,7 @@ pub trait SlabCommands: Sync {
 
 /// A record of a list; each subject has a format of its own.
 ///
-/// Example: [`Lister`].
+/// Example: [`ListWriter`].
 pub trait Record: Sized {
     const SUBJECT: Subject;
     const LEN: usize;

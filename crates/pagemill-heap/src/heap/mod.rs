@@ -151,7 +151,11 @@ impl Heap {
     /// # Errors
     ///
     /// [`Error::System`] if its metadata cannot be mapped.
-    pub fn new(arena: &'static Arena, account: &'static Account, helper: &'static Helper) -> Result<Self> {
+    ///
+    /// # Safety
+    ///
+    /// The arena has no other heap, since a heap's tables cover what that heap carves.
+    pub unsafe fn new(arena: &'static Arena, account: &'static Account, helper: &'static Helper) -> Result<Self> {
         let zone_bytes = arena.heap_len_bytes();
         let shards_per_node = process::cpu_count().next_power_of_two().min(MAX_SHARDS);
         let nodes = arena.nodes.count();
@@ -412,7 +416,8 @@ impl Heap {
                 self.spans.open(0, used / BLOCK_BYTES, end / BLOCK_BYTES)
             };
             let (blocks, align_blocks) = (class.span_blocks(), class.span_align_blocks());
-            let start = self.arena.carve(&self.arena.heap, blocks, align_blocks, node, open_metadata)?;
+            // SAFETY: this is the only heap of the arena (`Heap::new`), and `open_metadata` opens its tables.
+            let start = unsafe { self.arena.carve(&self.arena.heap, blocks, align_blocks, node, open_metadata) }?;
             let span_block = (start - self.base()) / BLOCK_BYTES;
             self.spans.get(span_block).store(class.index() as u32 + 1, Relaxed);
             next.store(start as u64, Relaxed);

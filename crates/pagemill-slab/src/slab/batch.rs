@@ -38,7 +38,7 @@ pub(super) fn wait_for_readers(timeout_ns: u64, mut have_finished: impl FnMut() 
             return false;
         }
         // A flush advances the epoch if no participant is behind.
-        epoch::pin().flush();
+        epoch::flush(&epoch::pin());
         backoff.pause();
     }
 }
@@ -71,8 +71,8 @@ impl Grace {
         let is_over = Arc::new(AtomicBool::new(false));
         let grace = Self { epoch: Some(is_over.clone()), ..Self::of_handles() };
         let guard = epoch::pin();
-        guard.defer(move || is_over.store(true, Release));
-        guard.flush();
+        epoch::defer(&guard, move || is_over.store(true, Release));
+        epoch::flush(&guard);
         grace
     }
 
@@ -157,7 +157,7 @@ impl Engine {
     /// whether something still waits.
     pub fn finish_retired_in_background(&self) -> bool {
         if self.has_batches() {
-            epoch::pin().flush();
+            epoch::flush(&epoch::pin());
             self.finish_retired();
             self.trim_all(Keep::Reserve);
         }

@@ -73,7 +73,8 @@ impl Blocks {
     pub fn new(arena: &'static Arena) -> Result<Self> {
         let most = (arena.pool.len_bytes() / BLOCK_BYTES / WINDOW_DIVISOR).min(MAX_BLOCKS);
         let blocks_per_node = Self::blocks_for_each_node(arena, most)?;
-        let base = arena.carve_closed(&arena.pool, blocks_per_node * arena.nodes.count(), 1, 0)?;
+        // SAFETY: slab caches look only at their own blocks of the zone, so they need no tables for the whole zone.
+        let base = unsafe { arena.carve_closed(&arena.pool, blocks_per_node * arena.nodes.count(), 1, 0) }?;
         Self::with_window(arena, base, blocks_per_node, true)
     }
 

@@ -10,8 +10,8 @@
 
 use super::{CacheKind, NodeInfo, SlabInfo, Slabs};
 use pagemill_core::listing::{
-    Action, Lister, MAX_INSPECTION_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered, ask_all_for,
-    u32_at, u64_at,
+    Action, ListWriter, MAX_INSPECTION_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered,
+    ask_all_for, u32_at, u64_at,
 };
 use pagemill_core::published::Subject;
 use pagemill_sys::file::Path;
@@ -145,7 +145,7 @@ pub fn ask_for_slabs(
     ask_all_for(targets, should_stop).into_iter().map(|result| result.and_then(combined)).collect()
 }
 
-impl Lister for Slabs {
+impl ListWriter for Slabs {
     fn subject(&self) -> Subject {
         Subject::Slabs
     }

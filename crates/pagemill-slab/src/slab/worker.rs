@@ -58,7 +58,7 @@ const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
 /// Maximum time that other threads wait for the end of a visit. A fork waits less, because a callback may wait for the
 /// forking thread.
-const TIMEOUT_NS: u64 = if cfg!(test) { 100_000_000_000 } else { 1_000_000_000 };
+const TIMEOUT_NS: u64 = if cfg!(any(test, feature = "test-util")) { 100_000_000_000 } else { 1_000_000_000 };
 const FORK_TIMEOUT_NS: u64 = 20_000_000;
 
 /// Size of the thread's stack. Callbacks may need as much as on a thread of the program.

@@ -156,7 +156,7 @@ impl Cache for NodeInner {
         index.seal();
         if index.is_waiting() {
             // A flush advances the epoch if no participant is behind.
-            epoch::pin().flush();
+            epoch::flush(&epoch::pin());
         }
         // Read before nodes are freed. If a grace period ends in between, the next call frees those nodes.
         let is_waiting = index.is_waiting();

@@ -379,12 +379,16 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Returns whether the buffer of any in-flight transfer matches.
-    pub fn any_in_flight(&self, matches: impl Fn(&B) -> bool) -> bool {
+    ///
+    /// # Safety
+    ///
+    /// `matches` accesses no byte that the device may read or write.
+    pub unsafe fn any_in_flight(&self, matches: impl Fn(&B) -> bool) -> bool {
         self.in_flight_requests().any(|(_, request)| matches(&request.buffer))
     }
 
     /// Returns the buffer of an in-flight transfer. The device may change its bytes.
-    pub fn buffer(&self, id: RequestId) -> Option<&B> {
+    pub(crate) fn buffer(&self, id: RequestId) -> Option<&B> {
         let slot = self.slots.get(id.0 as u32 as usize)?;
         let is_same = u64::from(slot.use_count) == id.0 >> u32::BITS;
         slot.request.as_ref().filter(|_| is_same).map(|request| &request.buffer)

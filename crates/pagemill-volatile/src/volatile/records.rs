@@ -5,7 +5,7 @@
 use super::listed::{Listed, ListedPart, RangeKind, RangeState};
 use super::vrange::How;
 use super::{Ranges, Vranges};
-use pagemill_core::listing::{Lister, Record, Response, Unanswered, ask_for, u32_at, u64_at};
+use pagemill_core::listing::{ListWriter, Record, Response, Unanswered, ask_for, u32_at, u64_at};
 use pagemill_core::published::Subject;
 use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
@@ -78,13 +78,13 @@ pub fn ask(figures: &Path, identity: Identity, should_stop: impl Fn() -> bool) -
 
 /// Lists the ranges of a process: those with a handle, then those marked by address.
 ///
-/// Example: [`Lister`].
+/// Example: [`ListWriter`].
 pub struct RangeLists {
     pub ranges: &'static Ranges,
     pub vranges: &'static Vranges,
 }
 
-impl Lister for RangeLists {
+impl ListWriter for RangeLists {
     fn subject(&self) -> Subject {
         Subject::Ranges
     }

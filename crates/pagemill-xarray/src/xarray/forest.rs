@@ -19,6 +19,7 @@ use super::arrays::Arrays;
 use super::node::Node;
 use super::nodes::Nodes;
 use super::relocate::relocate;
+use pagemill_core::epoch;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Padded, Relaxed, Release};
 use std::ops::Range;
@@ -151,11 +152,11 @@ impl Forest {
         }
         self.lists.0.waiting.fetch_add(1, Relaxed);
         let guard = super::pin();
-        guard.defer(move || {
+        epoch::defer(&guard, move || {
             self.add_ripe(list);
             self.lists.0.waiting.fetch_sub(1, Release);
         });
-        guard.flush();
+        epoch::flush(&guard);
     }
 
     /// Whether any batch is in its grace period. When it has ended, [`Forest::free_retired`] returns the nodes.

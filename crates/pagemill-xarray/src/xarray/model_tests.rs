@@ -82,7 +82,7 @@ pub(super) fn await_none_in_use(nodes: &'static Forest) {
     let start = Instant::now();
     while nodes.in_use() > 0 {
         nodes.seal();
-        pin().flush();
+        pagemill_core::epoch::flush(&pin());
         nodes.free_retired();
         assert!(start.elapsed() < Duration::from_secs(600), "{} nodes do not come back", nodes.in_use());
         std::thread::yield_now();

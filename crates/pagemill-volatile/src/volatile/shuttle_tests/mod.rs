@@ -115,7 +115,8 @@ impl Fixture {
         };
         let budget = Owned::new(PurgingBudget::default());
         let arena = Owned::new(Arena::new(layout, budget.get()).unwrap());
-        let heap = Owned::new(Heap::new(arena.get(), account, helper).unwrap());
+        // SAFETY: the arena gets no other heap.
+        let heap = Owned::new(unsafe { Heap::new(arena.get(), account, helper) }.unwrap());
         let ranges = Owned::new(Ranges::new(arena.get(), heap.get()).unwrap());
         let vranges = Owned::new(Vranges::new(arena.get(), account));
         let fixture = Self { heap: heap.get(), ranges: ranges.get(), vranges: vranges.get() };
