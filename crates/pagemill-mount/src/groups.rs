@@ -160,7 +160,8 @@ impl Groups {
         }
     }
 
-    /// Adds the group with this cgroup folder as [`GroupKind::Trusted`].
+    /// Adds the group with this cgroup folder. The group is never removed while its folder exists, and counts as in
+    /// [`Self::trust`].
     ///
     /// # Errors
     ///
@@ -207,7 +208,7 @@ impl Groups {
         group
     }
 
-    /// Returns the group of this process, and makes that group [`GroupKind::Kept`].
+    /// Returns the group of this process. The group is never removed while its folder exists.
     pub fn of_self(&mut self) -> GroupId {
         let group = Hierarchy::find(&self.root).map_or(UNKNOWN, |hierarchy| self.add(hierarchy));
         if let Some(group) = self.groups.get_mut(&group) {
