@@ -6,7 +6,7 @@ use crate::mem;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Identifies a process: its id, and the clock tick at which it started. Ids are reused, but pairs are not.
+/// Identifies a process by its id and the clock tick at which it started. Ids are reused, but not with the same tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Identity {
     pub pid: u32,
