@@ -250,7 +250,7 @@ mod tests {
         assert!(text_of(&[&large], Style::default()).contains(&*large.name));
     }
 
-    /// Numbers have three or four digits, and a unit.
+    /// Numbers of all magnitudes must be printed with three or four digits and a unit.
     #[test]
     fn numbers_are_short() {
         let short = Style::default();
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(text, "  NAME       A  B\n  long_name 10 20\n  x         a long sentence\n");
     }
 
-    /// Impossible values do not overflow.
+    /// The caches report values that cannot be real. The table must be printed without overflow.
     #[test]
     fn impossible_values_do_not_overflow() {
         let mut impossible = info("x", CacheKind::Fixed);
