@@ -170,7 +170,7 @@ impl Hierarchy {
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Returns the hierarchy in one mount, if it has the controller.
+    /// Returns the process's groups in one mount; `None` if no group there has the memory controller.
     fn in_mount(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
         let mut hierarchy = Self {
             version: mount.version,

@@ -21,7 +21,7 @@ pub struct Handle<'event> {
 }
 
 impl Handle<'_> {
-    /// Returns the inode number of the folder, if it is on tmpfs.
+    /// Returns the inode number of the folder; `None` if the folder is not on tmpfs.
     pub fn inode(&self) -> Option<u64> {
         let word = |at: usize| Some(u32::from_ne_bytes(self.bytes.get(at..at + 4)?.try_into().ok()?));
         (self.kind == SHMEM_HANDLE_TYPE).then_some(())?;

@@ -353,7 +353,7 @@ extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut
     next
 }
 
-/// Handles a fault that is not the program's own. Returns `false` if the fault is the program's own.
+/// Asks the judge about a fault and handles it, unless it is the program's own. Returns whether the fault was handled.
 ///
 /// # Safety
 ///

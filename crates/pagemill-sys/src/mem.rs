@@ -272,7 +272,8 @@ pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
     Ok(count * page)
 }
 
-/// Returns whether four bytes at `addr` can be written. To find out, the kernel overwrites them with a CPU number.
+/// Returns whether four bytes at `addr` can be written. The test overwrites the bytes: the kernel writes a CPU number
+/// there.
 pub fn can_write_int(addr: usize) -> bool {
     let nothing = std::ptr::null_mut::<u32>();
     // SAFETY: the kernel checks the address itself (`EFAULT`).
