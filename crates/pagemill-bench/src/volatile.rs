@@ -1,4 +1,4 @@
-//! Cost to mark memory volatile, to take it back, and to purge it, compared with `MADV_FREE` and `MADV_DONTNEED`.
+//! Cost to mark memory volatile, to unmark it, and to purge it, compared with `MADV_FREE` and `MADV_DONTNEED`.
 
 use std::time::Duration;
 

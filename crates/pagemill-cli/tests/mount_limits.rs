@@ -142,8 +142,8 @@ time.sleep(100000)";
     }
 }
 
-/// The controller is stopped while it delays opens, so the writer's open waits. After the controller was killed, opens must
-/// succeed again.
+/// A controller is stopped while it delays opens, so the writer's open waits. After the controller is killed, opens
+/// must succeed again.
 #[test]
 fn opens_do_not_wait_for_a_killed_controller() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };

@@ -183,8 +183,8 @@ impl Margins {
     /// most a quarter. For the size, where a write only fails, it is 128 MiB, but at most an eighth. Without real-time
     /// priority it is 200 MiB instead of 128, and at most twice that part.
     ///
-    /// The second is the predicted growth. It lowers the threshold only so far that a quarter of the limit is left to
-    /// the newest volatile files.
+    /// The second is the predicted growth, at most five eighths of a group's limit and three eighths of the size. It
+    /// lowers the threshold only so far that a quarter of the limit is left to the newest volatile files.
     fn mark_bytes(self, bound: Bound, limit_bytes: u64, fixed_bytes: u64) -> u64 {
         let least = if self.is_preferred { MARGIN_BYTES } else { WIDE_MARGIN_BYTES };
         let part = if self.is_preferred { 1 } else { 2 };

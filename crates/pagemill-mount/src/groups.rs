@@ -334,7 +334,7 @@ impl Groups {
     /// as written since then.
     fn list_suspects(&mut self) {
         let begun = Instant::now();
-        // Removed groups must go first: a group that was created again under the old name is a different group.
+        // Drops removed groups first, because a group that was created again under the old name is a different group.
         self.drop_gone();
         let mut folders = Vec::new();
         if let Some(top) = self.top() {

@@ -2,7 +2,7 @@
 //!
 //! Even with real-time priority a check can be late by tens of milliseconds: a hypervisor runs other guests on the CPU,
 //! or a purge waits for the lock of a folder whose holder does not run. So purges start farther below a limit while
-//! writers are fast ([`crate::budget`]).
+//! writers are fast (`budget`).
 
 use std::time::{Duration, Instant};
 

@@ -60,7 +60,7 @@ enum Origin {
     /// The user mounted it beforehand. Only the bench's folder in it is removed.
     Given,
     Mounted,
-    /// A `pagemill mount` process mounted it, and unmounts it when it is asked to end.
+    /// A `pagemill mount` process mounted it, and unmounts it when that process receives SIGTERM.
     PagemillMount(RunningGroup),
 }
 

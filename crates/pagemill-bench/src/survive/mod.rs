@@ -125,7 +125,8 @@ mod tests {
         options: Options,
     }
 
-    /// Without options, the three parts run that leave the machine usable. With options, only the named parts run.
+    /// Without options, exactly the three parts that leave the machine usable must run. With options, only the named
+    /// parts.
     #[test]
     fn options_choose_parts() {
         let wanted = |line: &[&str]| {

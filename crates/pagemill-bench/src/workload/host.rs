@@ -50,7 +50,7 @@ pub struct Filler {
     pub mib: usize,
     #[arg(long)]
     pub mib_per_second: u64,
-    /// The filler takes no memory that would leave less than this available on the machine.
+    /// The filler stops before less than this memory is available on the machine.
     #[arg(long)]
     pub floor_mib: u64,
     /// The folder of sign files.
