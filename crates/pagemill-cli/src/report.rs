@@ -73,7 +73,7 @@ pub struct Report {
     peak: u64,
     net_peak: u64,
     unlisted: u64,
-    /// Number of all processes, with those too small to publish statistics.
+    /// Number of all processes, including those too small to publish statistics.
     processes: usize,
     running: Vec<Published>,
     collected: CollectedStatistics,

@@ -1,8 +1,8 @@
 //! The controller's access to the file system: a private mount, and calls that follow no links.
 //!
-//! The private mount is a clone of the users' mount that appears at no path. The controller's open files
-//! therefore do not keep the users' mount busy, and mounts or renames at the users' path cannot redirect the
-//! controller. Every path starts at the clone's root and stays below it.
+//! The private mount is a clone of the users' mount that appears at no path. The controller's open files therefore do
+//! not keep the users' mount busy, and mounts or renames at the users' path cannot redirect the controller. Every path
+//! starts at the clone's root and cannot lead out of the clone.
 
 use crate::policy::{HUGE, Marks, PURGED, SIZE, VOLATILE};
 use rustix::fs::{self, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, XattrFlags};

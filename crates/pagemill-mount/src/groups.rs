@@ -187,7 +187,8 @@ impl Groups {
         }
     }
 
-    /// Returns the group of a process; [`UNKNOWN`] if it has ended or no memory group is visible.
+    /// Returns the group of a process, or its last known group if the process has ended; [`UNKNOWN`] if neither is
+    /// known.
     pub fn of_process(&mut self, pid: u32) -> GroupId {
         if let Some((group, at)) = self.by_process.get(&pid)
             && at.elapsed() < PROCESSES_LAST

@@ -258,8 +258,8 @@ mod tests {
         }
     }
 
-    /// A file that is open, replaced, used, hard-linked, a link, or no longer volatile must stay. The same file without
-    /// these obstacles must be removed.
+    /// A file is purged while it is open, replaced, used, hard-linked or no longer volatile, and through a symbolic
+    /// link. It must stay each time. Without an obstacle the file must be removed.
     #[test]
     fn only_what_was_meant_goes() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };

@@ -47,8 +47,8 @@ pub struct Counts {
     pub huge_blocks: u64,
     pub split_blocks: u64,
     pub sparse_bytes: u64,
-    /// Files whose blocks could not be made huge, because: pages were in use; other processes needed the CPU;
-    /// no memory.
+    /// Number of times that the worker could not finish a file, because the file's pages were in use; because other
+    /// processes needed the CPUs; because there was no memory for huge pages.
     pub collapse_busy: u64,
     pub collapse_postponed: u64,
     pub collapse_no_memory: u64,

@@ -89,10 +89,10 @@ pub struct WorkerReply {
 /// While other processes need the CPUs, the worker may run for 1/50 of the time.
 const CPU_SHARE_DIVISOR: u32 = 50;
 
-/// Maximum wait for CPU time while a file is open; then the file is queued again.
+/// Maximum wait for CPU time while a file is open. After that, the file is closed and queued again.
 const MAX_WAIT_WITH_FILE_OPEN: Duration = Duration::from_millis(300);
 
-/// Maximum time that one file stays open; then the file is queued again.
+/// Maximum time for which one file is open. After that, the file is closed and queued again.
 const MAX_TIME_WITH_FILE_OPEN: Duration = Duration::from_secs(2);
 
 /// Maximum pause after a time slice, however long the slice was.

@@ -337,7 +337,7 @@ mod tests {
         assert!(second.try_lock().unwrap());
     }
 
-    /// Opening a pipe does not wait for a writer. The kinds of a pipe and of a folder are reported.
+    /// A pipe and a folder are opened. Opening the pipe must not wait for a writer, and both kinds must be reported.
     #[test]
     fn a_pipe_opens_without_waiting() {
         let folder = tempfile::tempdir().unwrap();

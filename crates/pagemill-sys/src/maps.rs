@@ -57,7 +57,7 @@ const COVERING_OR_NEXT: u64 = 1 << 4;
 /// Buffer for the name of a mapping. Longer names are paths of files.
 const NAME_BYTES: usize = 32;
 
-/// The mappings of the process that opened this value. A fork child must not use it.
+/// The mappings of the process that opened this value. A fork child must not use its parent's value.
 pub struct Maps {
     file: Fd,
 }

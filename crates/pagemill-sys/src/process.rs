@@ -257,7 +257,7 @@ pub fn at_exit(act: extern "C" fn()) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The kernel release agrees with `/proc/sys/kernel/osrelease`.
+    /// The kernel release must be that of `/proc/sys/kernel/osrelease`.
     #[test]
     fn the_release_is_read() {
         let text = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();

@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(counts, ["99999", "100K", "9999K", "10M", "18E"]);
     }
 
-    /// A row with fewer cells ends with an unaligned cell, which widens no column.
+    /// A row has fewer cells than the others. Its last cell must be unaligned, and must not widen a column.
     #[test]
     fn the_last_cell_of_a_short_row_is_unaligned() {
         let rows = [vec!["NAME", "A", "B"], vec!["long_name", "10", "20"], vec!["x", "a long sentence"]];
