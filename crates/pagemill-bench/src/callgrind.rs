@@ -13,7 +13,8 @@ const COUNTED_OPERATIONS: u64 = 100_000;
 /// Returns the instructions per operation. The inner error is a sentence for the list of gaps. `add_arguments` adds the
 /// arguments and the environment for a run of the given number of operations.
 ///
-/// It runs the workload twice, the second time with twice the operations. The difference excludes startup and exit.
+/// Runs the workload twice, the second time with twice the operations. The difference of both counts excludes startup
+/// and exit.
 ///
 /// # Errors
 ///

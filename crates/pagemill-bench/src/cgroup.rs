@@ -1,7 +1,8 @@
-//! A cgroup around a workload, with or without a memory limit. Dropping it kills the processes in it and removes it.
+//! A cgroup around a workload, with or without a memory limit. Dropping the value kills the processes in the cgroup and
+//! removes the cgroup.
 //!
 //! Both cgroup v1 and v2 are supported. The version is read from `/proc/self/cgroup`. If the bench may not make a
-//! cgroup, it reports a gap and goes on.
+//! cgroup, it reports a gap and continues.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -138,7 +139,7 @@ fn make_group(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<C
         write(limit_file, &limit_bytes.to_string())?;
     }
     if parent.version == Version::V2 {
-        // With swap, a workload would not need free memory to be returned, and that is what the bench measures.
+        // The bench measures whether free memory is returned in time. With swap, that would not be necessary.
         let _ = write("memory.swap.max", "0");
     }
     Ok(group)

@@ -23,7 +23,8 @@ pub const MIN_BYTES: usize = size_of::<Link>();
 /// # Invariants
 ///
 /// `first` is the head of a null-terminated list of allocations that `malloc` returned for `size` bytes. This chain
-/// alone owns them, and every byte of them is initialized. `last` is the tail, or null if the list is empty.
+/// alone owns these allocations, and every byte of them is initialized. `last` is the tail, or null if the list is
+/// empty.
 pub struct Chain {
     first: *mut Link,
     last: *mut Link,

@@ -23,7 +23,7 @@ use crate::subject::AvailableSubject;
 /// Exit status of a workload that found wrong bytes in its memory.
 pub const WRONG_ANSWER: i32 = 70;
 
-/// The first signal that asked the bench to end; 0 if there was none.
+/// The first signal that requested the end of the bench; 0 if none has arrived.
 static FIRST_SIGNAL: AtomicI32 = AtomicI32::new(0);
 static RUNNING_GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
@@ -31,7 +31,7 @@ fn running_groups() -> MutexGuard<'static, BTreeSet<u32>> {
     RUNNING_GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Installs handling of Ctrl-C, SIGTERM and SIGHUP: they kill the workloads and let the bench clean up.
+/// Installs handlers for Ctrl-C, SIGTERM and SIGHUP, which kill the workloads. The bench then cleans up and ends.
 pub fn handle_interrupts() -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(doing("watching for signals"))?;
     thread::spawn(move || {
@@ -45,13 +45,14 @@ pub fn handle_interrupts() -> Result<()> {
     Ok(())
 }
 
-/// Ends the bench by the signal's default action, so that the parent process sees the signal. Call it after cleanup.
+/// Ends the bench by the signal's default action, so that the parent process sees the signal. The caller must have
+/// cleaned up.
 pub fn end_by_signal(signal: i32) {
-    // If that fails, the bench goes on to exit with a status that reports the signal.
+    // If the call fails, the bench exits with a status that reports the signal.
     let _ = emulate_default_handler(signal);
 }
 
-/// Returns [`Error::Interrupted`] if a signal has asked the bench to end.
+/// Returns [`Error::Interrupted`] if a signal has requested the end of the bench.
 pub fn check_interrupt() -> Result<()> {
     match FIRST_SIGNAL.load(Ordering::SeqCst) {
         0 => Ok(()),
@@ -88,7 +89,7 @@ pub fn own_executable() -> Result<std::path::PathBuf> {
     std::env::current_exe().map_err(doing("finding the own executable"))
 }
 
-/// A process group that the bench started, with its output. Dropping it kills the group.
+/// A process group that the bench started, with its output. Dropping the value kills the group.
 #[derive(Debug)]
 pub struct RunningGroup {
     child: Child,
@@ -115,7 +116,7 @@ impl RunningGroup {
         command.process_group(0).stdin(Stdio::null());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let name = command.get_program().to_string_lossy().into_owned();
-        // The lock is held across the spawn. A signal therefore finds either no child or a registered group.
+        // The lock is held during the spawn. So when a signal arrives, there is either no child or a registered group.
         let mut groups = running_groups();
         let mut child = command.spawn().map_err(doing(format!("starting {name}")))?;
         groups.insert(child.id());
@@ -130,7 +131,7 @@ impl RunningGroup {
         self.child.id()
     }
 
-    /// Whether the leader has ended. It stays a zombie, so that its process id cannot be reused.
+    /// Returns whether the leader has ended. The leader stays a zombie, so that its process id cannot be reused.
     pub fn has_ended(&self) -> bool {
         native::has_ended(self.child.id())
     }
@@ -141,7 +142,7 @@ impl RunningGroup {
         }
     }
 
-    /// Waits until the leader ends, then kills the rest of the group. Fails if that takes longer than `limit`.
+    /// Waits until the leader ends, then kills the rest of the group. Fails if the leader runs longer than `limit`.
     pub fn finish(mut self, limit: Duration) -> Result<FinishedProcess> {
         let started = Instant::now();
         while !self.has_ended() {
@@ -205,7 +206,7 @@ pub enum Outcome {
     Measured(serde_json::Value),
     /// SIGKILL ended the workload, which mostly means out of memory.
     Killed,
-    /// The workload failed otherwise, with this message.
+    /// The workload failed for another reason, with this message.
     Failed(String),
 }
 
@@ -245,7 +246,7 @@ pub fn classify(subject: &str, finished: &FinishedProcess) -> Result<Outcome> {
 /// Touches and frees this much memory in a separate process, before anything is measured.
 ///
 /// In a virtual machine, the first touch of memory that the host has not backed yet is 5 to 30 times slower than later
-/// ones. Without this step the first subject would pay for all subjects.
+/// ones. Without this step the first subject would be measured as slower than the others.
 pub fn touch_beforehand(mib: u64) -> Result<()> {
     let mut command = workload_command(&["__touch", "--mib", &mib.to_string()])?;
     crate::subject::clear_foreign_settings(&mut command);

@@ -1,4 +1,4 @@
-//! ebizzy with its copies in memory that the program gives up between records. Part of `bench volatile`.
+//! ebizzy with its copies in memory that the kernel or Pagemill may take between records. Part of `bench volatile`.
 //!
 //! The copies are in volatile ranges, or in mappings that are freed with `MADV_FREE` or `MADV_DONTNEED`, or in malloc.
 //! All variants run the same [workload](crate::workload::ebizzy). Targets: volatile ranges are no slower than malloc,

@@ -17,8 +17,8 @@ use crate::subject::{self, AvailableSubject, PAGEMILL, UNWATCHED};
 /// MiB that are touched beforehand: more memory than either variant uses.
 const WARM_MIB: u64 = 256;
 const THREADS: [u16; 2] = [2, 8];
-/// Number of samples (quick, full). To detect a difference of 1 % it takes more and shorter samples than other
-/// experiments.
+/// Number of samples (quick, full). There are more and shorter samples than in other experiments, so that a difference
+/// of 1 % is detected.
 const SAMPLES: (usize, usize) = (3, 15);
 
 /// MiB that the idle process allocates and frees.

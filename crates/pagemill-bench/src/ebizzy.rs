@@ -22,8 +22,8 @@ const QUICK_BUDGET_MS: u64 = 22_000;
 /// Time to start and end a workload, in addition to its measured time.
 const OVERHEAD_MS: u64 = 25;
 
-/// Page faults per record from which a subject counts as returning memory. A record has 64 pages or more; a subject
-/// with fewer faults keeps its memory despite its settings, so it is no baseline for those that return it.
+/// Page faults per record from which a subject counts as returning memory. A record has 64 pages or more. A subject
+/// with fewer faults retains its memory despite its settings, so it is no baseline for subjects that return memory.
 pub const MIN_FAULTS_IF_RETURNING: f64 = 1.0;
 
 /// The case in which all copies have 256 KiB; the targets are about this case.
@@ -176,7 +176,8 @@ fn add_gap_for_refusals(report: &mut Report, samples: &SampleTable<Case>, case: 
     }
 }
 
-/// Adds a gap if a subject with settings to return memory at once keeps it nevertheless. It is then no baseline.
+/// Adds a gap if a subject with settings to return memory at once retains the memory nevertheless. The subject is then
+/// no baseline.
 fn add_gap_for_retaining(report: &mut Report, samples: &SampleTable<Case>, case: &Case, ready: &AvailableSubject) {
     let faults = samples.get(case, ready.name(), FAULTS).and_then(Series::median);
     let is_eager = ready.subject.role == Role::ReturningAtOnce;
@@ -223,7 +224,8 @@ fn baseline_name(role: Role) -> &'static str {
 
 /// Returns the best peer with default settings: the fastest over all numbers of threads, by geometric mean.
 ///
-/// Choosing anew for each number of threads would compare with the luckiest of several nearly equal peers each time.
+/// A choice for each number of threads would be biased: each time it would select the luckiest of several nearly equal
+/// peers.
 fn default_best(samples: &SampleTable<Case>, ready: &[AvailableSubject]) -> Option<&'static str> {
     let mean = |ready: &&AvailableSubject| {
         let cases = samples.cases().into_iter().filter(|case| case.sizes == FIXED);

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::io;
 
-/// The reason why an experiment stopped early. A killed workload is a result, and a missing peer is reported as a gap;
-/// neither is an error.
+/// The reason why an experiment stopped early. A killed workload is no error but a result, and a missing peer is
+/// reported as a gap.
 #[derive(Debug)]
 pub enum Error {
     /// The bench received this signal, for example by Ctrl-C. It has ended all processes that it had started.

@@ -40,7 +40,7 @@ impl CommonOptions {
         self.samples.map_or(usual, usize::from)
     }
 
-    /// Whether this subject is to be run: `--only` names it, or is absent.
+    /// Returns whether this subject is to be run: `--only` names the subject, or is absent.
     pub fn is_wanted(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| only == name)
     }
@@ -103,7 +103,7 @@ impl<Case: Ord + Clone> SampleTable<Case> {
         self.series.keys().map(|(case, _, _)| case).collect()
     }
 
-    /// Returns the series of one case, subject and metric; none if it was not measured.
+    /// Returns the series of one case, subject and metric; none if that series was not measured.
     pub fn get(&self, case: &Case, subject: &'static str, metric: &'static str) -> Option<&Series> {
         self.series.get(&(case.clone(), subject, metric))
     }
@@ -249,7 +249,8 @@ mod tests {
     use super::*;
     use crate::report::VerdictState;
 
-    /// The verdict passes at 2 % slower than the other variant and fails at 4 %. Without any case there is no verdict.
+    /// Pagemill that returns memory by age is 2 % slower than the other variant, then 4 %. The verdict must pass and
+    /// fail. Without any case there must be no verdict.
     #[test]
     fn aging_cost_is_judged_over_all_cases() {
         let state =

@@ -81,8 +81,8 @@ fn add_rows(report: &mut Report, samples: &SampleTable<usize>, ready: &[Availabl
     for subject in ready {
         for (metric, unit, better, column) in metrics {
             let cell = TableCell { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
-            // A subject that has nothing to return is quick, so its time is no baseline. Only the delay of other
-            // threads is comparable.
+            // A subject that has nothing to return needs little time, so its time is no baseline. Only the delay of
+            // other threads is comparable.
             let baseline = (metric == LONGEST).then_some(BASELINE);
             let metric = Metric { name: metric, unit, better, baseline };
             report_row(report, samples, (&piece, &name), subject.name(), metric, Some(cell));
@@ -104,8 +104,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<usize>, piece: usize,
                 let (returned, held) = (returned.median().unwrap_or(0.0), held.median().unwrap_or(0.0));
                 Verdict {
                     estimate: stats::estimate_median(&series.values()),
-                    // The verdict fails if Pagemill did not return its free memory. Memory that it did not retain need
-                    // not be returned.
+                    // The verdict fails if Pagemill did not return the free memory that it retained.
                     has_lost_round: !series.survived() || held - returned > 0.1 * mib as f64,
                     note: format!("{returned:.0} of {held:.0} MiB returned"),
                     ..verdict

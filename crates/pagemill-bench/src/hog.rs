@@ -19,9 +19,9 @@ use crate::stats::{self, Better};
 use crate::subject::{self, AvailableSubject, PAGEMILL, Role};
 use crate::workload::hog::LOCK;
 
-/// The memory limit around both processes together.
+/// The memory limit of the cgroup with both processes.
 const LIMIT_MIB: u64 = 512;
-/// Memory that each process uses when it is its turn. The limit has room for it once, but not twice.
+/// Memory that each process uses in its turn. The limit has room for the memory of one process, but not of both.
 const TURN_MIB: u64 = 300;
 const THREADS: u16 = 2;
 const CASE: &str = "hog, 512 MiB, 2 threads";

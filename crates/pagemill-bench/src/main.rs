@@ -1,7 +1,8 @@
 //! Pagemill's experiments: every claim as a ratio against its peers, measured in one run.
 //!
-//! Workloads are hidden subcommands of this executable. Each runs as a process of its own under the allocator to be
-//! measured. The main process starts them, waits, and collects their numbers; it measures nothing in its own process.
+//! Workloads are hidden subcommands of this executable. Each workload runs as a process of its own under the allocator
+//! to be measured. The main process starts the workloads, waits, and collects their numbers; nothing is measured in the
+//! main process.
 
 mod callgrind;
 mod cgroup;

@@ -45,8 +45,8 @@ impl WordAllocation {
         // 2. A fresh block overlaps no borrowed memory.
         unsafe { ptr::copy_nonoverlapping(words.as_ptr(), start.as_ptr(), words.len()) };
         Some(Self {
-            // The optimizer knows what malloc does. Without `black_box` it may read the source instead and drop the
-            // copy.
+            // The optimizer assumes that memory from malloc is not accessed elsewhere. Without `black_box` it may read
+            // the source instead and remove the copy.
             start: black_box(start),
             len_words: words.len(),
         })
@@ -99,8 +99,7 @@ impl TaggedAllocation {
         Some(Self { start: black_box(start) })
     }
 
-    /// Does the same as [`TaggedAllocation::new`], and also writes a byte to each 4 KiB, so that all pages become
-    /// resident.
+    /// Like [`TaggedAllocation::new`], but also writes a byte to each 4 KiB, so that all pages become resident.
     pub fn touched(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         for offset in (size_of::<u64>()..size).step_by(4096) {
@@ -110,7 +109,7 @@ impl TaggedAllocation {
         Some(tagged)
     }
 
-    /// Does the same as [`TaggedAllocation::new`], and also writes every byte after the tag.
+    /// Like [`TaggedAllocation::new`], but also writes every byte after the tag.
     pub fn filled(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         let rest = tagged.start.as_ptr().wrapping_add(1).cast::<u8>();
@@ -249,7 +248,7 @@ pub fn die_with_parent() {
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
-/// Whether a child of this process has ended, without reaping it.
+/// Returns whether a child of this process has ended, without reaping the child.
 pub fn has_ended(child: u32) -> bool {
     // SAFETY: all zeroes is a valid siginfo_t.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
@@ -455,7 +454,7 @@ impl Pages {
         self.advise(0, self.len_bytes, libc::MADV_HUGEPAGE)
     }
 
-    /// Marks a range volatile or nonvolatile. Returns whether any of it was purged.
+    /// Marks a range volatile or nonvolatile. Returns whether any byte of the range was purged.
     pub fn mark(
         &self,
         pagemill: &pagemill::Pagemill,
@@ -471,7 +470,7 @@ impl Pages {
         marked.map(|marked| marked.purged)
     }
 
-    /// Marks a range volatile or nonvolatile. Fails if any of it was purged.
+    /// Marks a range volatile or nonvolatile. Fails if any byte of the range was purged.
     pub fn vrange(
         &self,
         pagemill: &pagemill::Pagemill,
@@ -488,7 +487,7 @@ impl Pages {
         }
     }
 
-    /// Whether the page at this offset can be read without a signal.
+    /// Returns whether the page at this offset can be read without a signal.
     pub fn is_readable(&self, at: usize) -> bool {
         pagemill_sys::fault::is_readable(self.address_at(at, 1) as usize)
     }
@@ -542,7 +541,7 @@ impl SharedCounters {
 mod tests {
     use super::*;
 
-    /// Words are read back as written, from copied and from filled allocations; so is the tag.
+    /// Copied, filled and tagged allocations are made. Their words and tags must be read as they were written.
     #[test]
     fn allocations_keep_their_words() {
         let words: Vec<u64> = (0..4096).collect();

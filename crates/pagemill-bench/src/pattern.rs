@@ -24,14 +24,14 @@ pub fn stamp(record: &mut [u8], file: u64, offset: u64, generation: u64) {
     record[..8].copy_from_slice(&stamp_word(file, offset, generation).to_le_bytes());
 }
 
-/// Whether a record starts with its expected stamp.
+/// Returns whether a record starts with its expected stamp.
 #[inline]
 pub fn is_stamped(record: &[u8], file: u64, offset: u64, generation: u64) -> bool {
     record[..8] == stamp_word(file, offset, generation).to_le_bytes()
 }
 
 impl Records {
-    /// Makes records of this many bytes in all. Their stamps are not written yet.
+    /// Makes records with `len_bytes` in total. Their stamps are not written yet.
     pub fn filled(len_bytes: usize) -> Self {
         assert!(len_bytes.is_multiple_of(RECORD_BYTES));
         Self(vec![FILL_BYTE; len_bytes])
@@ -46,13 +46,13 @@ impl Records {
     }
 }
 
-/// Whether every byte is as [`Records::stamped_at`] writes it for this file and offset.
+/// Returns whether every byte is as [`Records::stamped_at`] writes it for this file and offset.
 pub fn is_intact(bytes: &[u8], file: u64, offset: u64) -> bool {
     let mut records = bytes.chunks(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES));
     records.all(|(record, record_offset)| is_intact_record(record, file, record_offset, 0))
 }
 
-/// Whether one record has its stamp of this generation and the fill byte everywhere else.
+/// Returns whether one record has its stamp of this generation and the fill byte everywhere else.
 pub fn is_intact_record(record: &[u8], file: u64, offset: u64, generation: u64) -> bool {
     record.len() == RECORD_BYTES
         && is_stamped(record, file, offset, generation)

@@ -33,7 +33,7 @@ pub fn resident_memory(pid: u32) -> Option<ResidentMemory> {
     parse_status(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
 
-/// Returns the resident bytes of this process as the kernel counts them; 0 if they cannot be read. It allocates
+/// Returns the resident bytes of this process as the kernel counts them; 0 if the value cannot be read. Allocates
 /// nothing.
 pub fn own_resident_bytes() -> u64 {
     let mut bytes = [0; 128];
@@ -69,7 +69,7 @@ pub fn process_tree(root: u32) -> Vec<ProcessStat> {
     family
 }
 
-/// Whether a process has mapped a file whose path contains `path`. This tells whether a preload took effect.
+/// Returns whether a process has mapped a file whose path contains `path`, and so whether a preload took effect.
 pub fn has_mapped(pid: u32, path: &str) -> bool {
     fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains(path))
 }

@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use crate::stats::{self, Better, Estimate};
 
-/// One result line: the median of a metric over the rounds of a run. `ratio` tells how many times better than
-/// `baseline` the subject is in the same run, so larger is better.
+/// One result line: the median of a metric over the rounds of a run. `ratio` is how many times better than `baseline`
+/// the subject is in the same run, so larger is better.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     pub experiment: &'static str,
@@ -31,7 +31,7 @@ pub struct Row {
     pub cell: Option<TableCell>,
 }
 
-/// A cell of a table: the titles of its table and its column. The line of the cell is that of the subject.
+/// The position of a cell: the titles of its table and its column. The cell is in the line of the row's subject.
 #[derive(Clone, Debug)]
 pub struct TableCell {
     pub table: String,
@@ -55,7 +55,7 @@ impl Series {
         stats::median(&self.values())
     }
 
-    /// Whether every round was measured: none was killed, none failed.
+    /// Returns whether every round was measured: none was killed, none failed.
     pub fn survived(&self) -> bool {
         !self.rounds.is_empty() && self.rounds.iter().all(Option::is_some)
     }
@@ -85,7 +85,7 @@ pub struct Verdict {
     pub baseline: String,
     pub bound: Bound,
     pub unit: &'static str,
-    /// The measured estimate; none if it could not be measured, and then `note` has the reason.
+    /// The measured estimate; none if nothing could be measured, and then `note` has the reason.
     pub estimate: Option<Estimate>,
     /// Set if a round was killed or failed. The target then falls short, whatever the estimate is.
     pub has_lost_round: bool,
@@ -204,8 +204,8 @@ impl Report {
     fn add_lost_rounds(&mut self, entry: &RowLabels<'_>, series: &Series) {
         let lost = [(KILLED, series.killed), (FAILED, series.failures.len())];
         for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
-            // A lost round has no value for any metric. It is reported only with the first metric of the subject and
-            // case.
+            // A lost round has no value for any metric. The loss is reported only with the first metric of the subject
+            // and case.
             let is_it = |row: &Row| row.metric == metric && row.subject == entry.subject && row.case == entry.case;
             if self.rows.iter().any(is_it) {
                 continue;
@@ -256,7 +256,7 @@ impl Report {
         self.transposed.push(table.into());
     }
 
-    /// Adds a verdict; in JSON mode, also prints a row that tells whether the target was kept.
+    /// Adds a verdict; in JSON mode, also prints a row with the result, whether the target was reached.
     pub fn add_verdict(&mut self, verdict: Verdict) {
         if self.is_json
             && let Some(estimate) = verdict.estimate
@@ -288,7 +288,7 @@ impl Report {
         self.verdicts.iter().any(|verdict| verdict.state() == VerdictState::FallsShort)
     }
 
-    /// Whether anything was measured. A killed workload counts as a result, a failed one does not.
+    /// Returns whether anything was measured. A killed workload counts as a result, a failed one does not.
     pub fn has_results(&self) -> bool {
         self.rows.iter().any(|row| row.metric != FAILED)
     }
@@ -452,8 +452,8 @@ mod tests {
         );
     }
 
-    /// A target falls short if the whole interval misses the bound, and never by a single sample. A lost round always
-    /// makes it fall short.
+    /// Verdicts with several intervals. A target must fall short if the whole interval misses the bound or a round was
+    /// lost, but not because of a single sample.
     #[test]
     fn target_falls_short_only_if_whole_interval_misses_bound() {
         let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();

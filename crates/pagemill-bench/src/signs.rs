@@ -66,7 +66,7 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// A file that the process creates ends the wait. So does the end of the process, and then the time limit.
+    /// A wait must end when the process creates the file, when the process ends, and at the time limit.
     #[test]
     fn wait_ends_with_sign_or_process() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -199,7 +199,8 @@ fn instructions_per_pair(
         command.args(["__small", "--pattern", pattern]);
         command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
         ready.apply(command);
-        // With this setting Pagemill serves from the first call. Otherwise the C library would serve so few calls.
+        // With this setting Pagemill serves the program from the first call on. Otherwise the C library would serve it,
+        // because it makes few calls.
         command.env("PAGEMILL_AFTER", "0");
     })
 }

@@ -47,8 +47,8 @@ impl Random {
         bits ^ (bits >> 31)
     }
 
-    /// Returns a random number below `bound`. It multiplies, because a division would be too slow for the measured
-    /// loops.
+    /// Returns a random number below `bound`. Uses a multiplication, because a division would be too slow for the
+    /// measured loops.
     pub fn next_below(&mut self, bound: usize) -> usize {
         ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
     }

@@ -20,9 +20,9 @@ pub enum Role {
     ReturningAtOnce,
     /// Pagemill with default settings: the subject of the verdicts.
     Pagemill,
-    /// Pagemill that does not watch memory limits. The comparison with Pagemill shows the cost of watching them.
+    /// Pagemill that does not watch memory limits. The comparison with `Pagemill` shows the cost of watching limits.
     Unwatched,
-    /// Pagemill that returns free memory only on request and under pressure. The comparison with Pagemill shows the
+    /// Pagemill that returns free memory only on request and under pressure. The comparison with `Pagemill` shows the
     /// cost of returning memory by age.
     Keeping,
 }
@@ -169,7 +169,7 @@ pub const SUBJECTS: &[Subject] = &[
 ];
 
 /// Mesh, an allocator that compacts by meshing: it maps two virtual pages to one physical page if their allocations do
-/// not overlap. It takes part only in measurements of compaction.
+/// not overlap. Only measurements of compaction include Mesh.
 pub const MESH: Subject = Subject {
     name: "mesh",
     role: Role::Default,
@@ -190,7 +190,7 @@ pub const UNWATCHED: &str = "pagemill-unwatched";
 pub const KEEPING: &str = "pagemill-keep";
 
 impl Role {
-    /// Whether a subject with this role runs only if `--only` names it.
+    /// Returns whether a subject with this role runs only if `--only` names the subject.
     fn is_on_request(self) -> bool {
         matches!(self, Self::Unwatched | Self::Keeping)
     }
@@ -200,8 +200,8 @@ impl Role {
 /// only warns if a preload fails.
 pub const EXPECTED_LIBRARY: &str = "BENCH_EXPECTED_LIBRARY";
 
-/// Prefixes of environment variables that affect an allocator. They are removed, so that no value from the caller's
-/// environment reaches a workload.
+/// Prefixes of environment variables that affect an allocator. Variables with these prefixes are removed, so that no
+/// value from the caller's environment reaches a workload.
 const FOREIGN_SETTINGS: &[&str] =
     &["LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "_RJEM_", "MIMALLOC_", "TCMALLOC_", "PAGEMILL_"];
 
@@ -222,7 +222,7 @@ impl AvailableSubject {
         self.preload.as_deref()
     }
 
-    /// Whether the allocator publishes how much memory it could return.
+    /// Returns whether the allocator publishes how much memory it could return.
     pub fn publishes(&self) -> bool {
         self.is_pagemill()
     }

@@ -1,4 +1,4 @@
-//! Cost to mark memory volatile, to take it back, and to purge it, compared with `MADV_FREE` and `MADV_DONTNEED`.
+//! Cost to mark memory volatile, to unmark it, and to purge it, compared with `MADV_FREE` and `MADV_DONTNEED`.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::experiment::{
 use crate::report::{Bound, Report, TableCell};
 use crate::stats::Better;
 
-/// Each way to give memory up: its name in the report, and its name on the workload's command line.
+/// Each way to make memory volatile or free: its name in the report, and its name on the workload's command line.
 const HANDLES: &str = "handle-mark-unmark";
 const PIN: &str = "handle-pin-unpin";
 const VRANGE: &str = "vrange-among-100000";
@@ -25,7 +25,7 @@ const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
 const THREADS: [u64; 2] = [1, 2];
 /// The range size, in KiB, to which the targets apply.
 const TARGET_KIB: u64 = 64;
-/// MiB that one purge takes.
+/// MiB that one purge frees.
 const PURGED_MIB: u64 = 1024;
 
 const NS: &str = "ns";

@@ -1,4 +1,4 @@
-//! Runs every experiment in its smallest form, and checks that its workloads run, find their answers right, and report.
+//! Runs every experiment in its smallest form. Its workloads must run, find no wrong answer, and report their metrics.
 //!
 //! A test that needs a library that is not built or installed is skipped, and prints that.
 
@@ -69,7 +69,8 @@ fn returning_memory_at_once_causes_page_faults() {
     assert_eq!(eager["baseline"], "glibc");
 }
 
-/// The writers run for a tenth of a second, in one process and in two. They write, no call fails, and no tag is wrong.
+/// The writers run for a tenth of a second, in one process and in two. They must write, no call may fail, and no tag
+/// may be wrong.
 #[test]
 fn writers_write_and_check() {
     for processes in ["1", "2"] {
@@ -560,8 +561,8 @@ fn arguments_without_effect_are_refused() {
     }
 }
 
-/// References are taken and dropped on both kinds of folio, and on a count per page. Folios are split and collapsed,
-/// and keep their bytes.
+/// Ranges of both kinds of folio are pinned and unpinned, and a count per page is incremented and decremented. Folios
+/// are split and collapsed, and their bytes must not change.
 #[test]
 fn references_are_dropped_again() {
     let rows = rows(&["refs", "--quick", "--json", "--samples", "1"]);

@@ -13,14 +13,14 @@ use std::fmt::Write as _;
 pub enum CachesReport {
     /// One row for each cache. Empty if the process has no cache.
     Rows(Vec<(Holder, Usage)>),
-    /// There is no report, for this reason.
+    /// The process has caches but sent no report, for this reason.
     None(String),
 }
 
 /// Requests reports from all Pagemill instances of the process. Returns `None` if a signal interrupts.
 pub fn request_caches(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<CachesReport> {
     let mut rows = Vec::new();
-    // An instance without caches is not asked: a request would wake its helper thread.
+    // An instance without caches gets no request, which would only wake its helper thread.
     let has_caches = |snapshot: &Snapshot| snapshot.get(Counter::Caches) > 0 || snapshot.get(Counter::Cache) > 0;
     for (path, snapshot) in found.iter().filter(|(_, snapshot)| has_caches(snapshot)) {
         // Without a helper thread the request would get no answer.
@@ -66,8 +66,7 @@ fn sums_of(rows: &[(Holder, Usage)]) -> ColumnSums {
     sums
 }
 
-/// Returns the sums for each memory node. Unused index nodes of xarrays belong to no memory node and are left
-/// out.
+/// Returns the sums for each memory node. Unused index nodes of xarrays belong to no memory node and are not counted.
 fn nodes_of(rows: &[(Holder, Usage)]) -> BTreeMap<usize, ColumnSums> {
     let mut nodes: BTreeMap<usize, ColumnSums> = BTreeMap::new();
     for (_, usage) in rows.iter().filter(|(holder, _)| *holder != Holder::SpareNodes) {
@@ -203,8 +202,8 @@ mod tests {
         Usage { name: name.into(), node, frames: bytes, index: bytes, charged: bytes, limit: bytes, ..parts }
     }
 
-    /// The table has a row for each cache, for each memory node, and for the sum. Unused index nodes count for
-    /// no memory node.
+    /// Caches on two memory nodes: the table must have a row for each cache, for each node, and for the sum. Unused
+    /// index nodes must count for no memory node.
     #[test]
     fn rows_add_up_by_node_and_in_total() {
         const KIB: u64 = 1 << 10;
@@ -237,8 +236,8 @@ mod tests {
         assert_eq!(object["cache_nodes"]["1"]["free"], 6 * KIB);
     }
 
-    /// ColumnSums that exceed 64 bits saturate. Without caches the text is empty, and without an answer it gives the
-    /// reason.
+    /// Sums that exceed 64 bits must saturate. The text must be empty for a process without caches, and have the reason
+    /// for a process that did not answer.
     #[test]
     fn impossible_values_do_not_overflow() {
         let absurd = CachesReport::Rows(vec![(Holder::Cache, usage("x", usize::MAX, u64::MAX)); 3]);

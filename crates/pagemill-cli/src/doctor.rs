@@ -137,7 +137,7 @@ fn render_line(text: &mut String, row: &ReportLine<'_>, name_columns: usize, sty
     if row.state == Availability::Available {
         return;
     }
-    // The effect of a feature that could not be probed is unknown, so the line says what the feature is for.
+    // If a feature could not be probed, its absence is not certain, so the line says what the feature is for.
     let (label, text_below) = match row.state {
         Availability::Unknown => ("    for", row.needed_for),
         _ => ("   lost", row.lost),

@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Why a program would run without Pagemill's allocator, or not at all.
+/// Why a program would run without Pagemill's allocator, or could not run with it.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Obstacle {
     /// The program has no dynamic loader, which would load the library.
@@ -32,7 +32,7 @@ pub enum Obstacle {
 }
 
 impl Obstacle {
-    /// Returns why the allocator cannot reach the program.
+    /// Returns the sentence that explains why the program cannot use the allocator.
     fn reason(&self, program: &Path) -> String {
         let program = program.display();
         match self {
@@ -112,8 +112,7 @@ pub fn find_program(name: &OsStr) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|folder| folder.join(name)).find(is_program)
 }
 
-/// Returns why the allocator cannot reach this program; `None` if it can. For a script, the interpreter
-/// decides.
+/// Returns why this program cannot use the allocator; `None` if it can. For a script, examines the interpreter.
 pub fn obstacle(program: &Path) -> Option<Obstacle> {
     let mut path = program.to_owned();
     for _ in 0..4 {
@@ -358,7 +357,7 @@ mod tests {
         assert_eq!(elf_obstacle(&b"no program"[..]), None);
     }
 
-    /// Program headers far behind the start of the file are read, and give the same result.
+    /// The program headers are moved far behind the start of the file. They must be read, with the same result.
     #[test]
     fn program_headers_far_behind_the_start_are_found() {
         let own = if cfg!(target_arch = "aarch64") { 183 } else { 62 };
@@ -374,7 +373,7 @@ mod tests {
         }
     }
 
-    /// Files without a sanitizer, programs or not, do not count as built with one.
+    /// For programs without a sanitizer, and for files that are no programs, no sanitizer may be reported.
     #[test]
     fn ordinary_files_have_no_sanitizer() {
         for bytes in [&b""[..], b"#!/bin/sh\n", b"\x7fELF", &[0xff; 200], &[0; 200]] {

@@ -84,8 +84,8 @@ mod tests {
         }
     }
 
-    /// A percentage refers to the smallest limit of the group and its ancestors, or without any limit to the
-    /// machine's memory.
+    /// Percentages are resolved with and without limits. A percentage must refer to the smallest limit of the group and
+    /// its ancestors, or without any limit to the machine's memory.
     #[test]
     fn a_percentage_refers_to_the_smallest_limit() {
         let folder = tempfile::tempdir().unwrap();

@@ -101,7 +101,7 @@ impl Meminfo {
                 Err(StatisticsError::Missing(_)) if first.is_some() => return ExitCode::SUCCESS,
                 Err(StatisticsError::Missing(why)) => return fail(2, &why),
             };
-            // The process is looked up again each time, since its id may have been reused.
+            // The identity of the process is checked each time, since its id may have been reused.
             if *first.get_or_insert(start) != start {
                 return ExitCode::SUCCESS;
             }

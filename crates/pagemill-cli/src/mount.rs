@@ -194,7 +194,7 @@ impl Mount {
         }
     }
 
-    /// Redirects messages to a log file beside the socket, and standard output to nothing.
+    /// Redirects standard error to a log file beside the socket, and standard output to `/dev/null`.
     fn redirect_output_to_log(&self, device: u64) {
         let log = log_path(device).and_then(|log| File::options().create(true).append(true).open(log));
         if let Ok(log) = log {
@@ -239,7 +239,7 @@ pub fn report_error(status: u8, is_json: bool, why: &str) -> ExitCode {
     fail(status, why)
 }
 
-/// Writes a line to standard output. If the reader closed the pipe, that is no error.
+/// Writes a line to standard output. A pipe that the reader has closed is no error.
 fn print_line(line: &str) -> Result<(), String> {
     match writeln!(std::io::stdout(), "{line}") {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(format!("this cannot be written: {error}")),

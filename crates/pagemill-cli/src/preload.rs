@@ -129,7 +129,8 @@ mod tests {
             + NOTE.len()
     }
 
-    /// Extracting twice gives one file. A file that is truncated, or of another build, is replaced.
+    /// The library is extracted twice: there must be one file. A file that is truncated, or of another build, must be
+    /// replaced.
     #[test]
     fn a_damaged_or_foreign_library_is_replaced() {
         let folder = tempfile::tempdir().unwrap();

@@ -55,8 +55,8 @@ impl Ram {
         if has_no_huge {
             say("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
-        // If the current folder is the mount point, it still refers to the folder below the mount, so it is
-        // entered again.
+        // If the current folder is the mount point, the process is still in the folder that the mount covers, so it
+        // enters the path again.
         if std::env::current_dir().is_ok_and(|here| here == point) {
             std::env::set_current_dir(&point).map_err(|error| error.to_string())?;
         }

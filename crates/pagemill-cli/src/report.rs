@@ -73,13 +73,13 @@ pub struct Report {
     peak: u64,
     net_peak: u64,
     unlisted: u64,
-    /// Number of all processes, with those too small to publish statistics.
+    /// Number of all processes, including those too small to publish statistics.
     processes: usize,
     running: Vec<Published>,
     collected: CollectedStatistics,
 }
 
-/// A process with its peaks in both counts. A peak is `None` if that count has missed the process.
+/// A process with its peaks in both counts. A peak is `None` if the process is missing in that count.
 struct Row {
     pid: u32,
     name: String,
@@ -145,7 +145,7 @@ impl Report {
         }
     }
 
-    /// Returns how much of the peak could have been returned.
+    /// Returns how much of the tree's peak was memory that could have been returned then.
     fn giveable_at_peak(&self) -> u64 {
         self.peak - self.net_peak
     }

@@ -1,5 +1,5 @@
-//! Helpers of the commands that send a request to a process. A signal ends such a command without leaving the
-//! request's file behind. If the process does not answer, the command reports the likely reason.
+//! Helpers of the commands that send a request to a process. If a signal arrives, the command removes the request's
+//! file before it ends. If the process does not answer, the command reports the likely reason.
 
 use pagemill::listing::Unanswered;
 use pagemill::stats::{Counter, Snapshot};
@@ -24,7 +24,7 @@ impl Interrupt {
         self.0.load(Relaxed) != 0
     }
 
-    /// Ends this process as the signal would have ended it.
+    /// Ends this process by the default action of the signal that arrived.
     pub fn end(&self) -> ExitCode {
         let signal = self.0.load(Relaxed);
         let _ = signal_hook::low_level::emulate_default_handler(signal as i32);

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const KEYWORD_VARIABLES: [(&str, [&str; 2]); 3] =
     [("PAGEMILL_HELPER", ["on", "off"]), ("PAGEMILL_WATCH", ["on", "off"]), ("PAGEMILL_HUGE", ["never", "always"])];
 
-/// How often the statistics of ended processes are added up.
+/// Interval at which the statistics of ended processes are added to the totals.
 const ABSORB_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The exit status is the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it
@@ -123,7 +123,7 @@ fn say(message: &str) {
     let _ = writeln!(std::io::stderr(), "pagemill: {message}");
 }
 
-/// A process tree's folder and shared page. Dropping this removes the folder if no process of the tree runs any
+/// A process tree's folder and shared page. Dropping the value removes the folder if no process of the tree runs any
 /// more.
 struct Tree {
     folder: String,
@@ -231,8 +231,8 @@ fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimit
     }
 }
 
-/// Returns whether an excess is to be reported. Stacks and library data are outside the allocator, too, so a
-/// small excess is usual.
+/// Returns whether an excess is to be reported. A small excess is usual and not reported, because stacks and library
+/// data are outside the allocator.
 fn is_notable(excess: &Excess) -> bool {
     let usual = (excess.limit_bytes / 16).max(8 << 20);
     excess.over_bytes().min(excess.outside_bytes()) > usual
@@ -259,7 +259,7 @@ impl Run {
         let path = elf::find_program(name).ok_or_else(|| fail(127, &format!("{}: no such program", name.display())))?;
         let mut limits = self.limits().map_err(|message| fail(2, &message))?;
         let obstacle = self.check_obstacle(&path, &limits).map_err(|message| fail(126, &message))?;
-        // Signals are held before any thread starts, so that all threads block them.
+        // Signals are blocked before any thread starts, so that all threads block them.
         let held = HeldSignals::begin();
         let ram_size = || self.ram_size.unwrap_or_else(pagemill_mount::mounting::default_size);
         let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
@@ -341,8 +341,8 @@ impl Run {
         self.after = self.after.or(value("PAGEMILL_AFTER", parse_bytes)?);
         let parse_return = |text: &str| Return::parse(text).map_err(|error| error.to_string());
         self.return_after = self.return_after.or(value("PAGEMILL_RETURN", parse_return)?);
-        // The allocator reads these variables. In a process tree it does not report wrong values, since each
-        // process would.
+        // The allocator reads these variables in each process, but in a process tree it does not report invalid values,
+        // since every process would. So invalid values are reported here.
         value("PAGEMILL_IDLE", |text| if text == "off" { Ok(0) } else { parse_bytes(text) })?;
         value("PAGEMILL_NODES", |text| text.parse::<usize>().map_err(|error| error.to_string()))?;
         for (name, words) in KEYWORD_VARIABLES {
@@ -361,9 +361,9 @@ impl Run {
         file.map(Some).map_err(|error| format!("the report cannot be written to {}: {error}", path.display()))
     }
 
-    /// Creates the process tree. Inside another run the result is `None`, and the outer tree is used, unless
-    /// this run has a lower limit or a report. If the tree cannot be created, the result is `None` without a
-    /// limit and a report, else an error.
+    /// Creates the process tree. Inside another `run`, returns `None` and uses the outer tree, unless this `run` has a
+    /// lower limit or a report. If the tree cannot be created, the result is `None` without a limit and a report, else
+    /// an error.
     fn tree(&self, limits: &mut Limits) -> Result<Option<Tree>, String> {
         if let Some(outer) = outer_limit() {
             let limit = limits.own.unwrap_or(outer);

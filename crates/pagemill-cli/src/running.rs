@@ -139,8 +139,7 @@ fn rows_of(running: &[Snapshot]) -> Vec<GovernorRow> {
 mod tests {
     use super::*;
 
-    /// Without running processes there are no rows. For processes that count no failure, every row is
-    /// available.
+    /// Without running processes there must be no rows. If processes count no failure, every row must be available.
     #[test]
     fn only_counted_failures_are_reported() {
         assert!(rows_of(&[]).is_empty());

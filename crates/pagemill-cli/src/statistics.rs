@@ -1,5 +1,5 @@
-//! The published statistics (counters) of running processes. Each process measures them on request; if it does
-//! not answer, the commands show the last published values with their age.
+//! The published statistics (counters) of running processes. Each process measures its statistics on request. If a
+//! process does not answer, the commands show its last published values with their age.
 
 use crate::requests::Interrupt;
 use pagemill::listing::{self, Unanswered};
@@ -17,7 +17,7 @@ pub struct Process {
     pub published: published::Process,
     /// Sum of the statistics of all Pagemill instances in the process.
     pub sum: Snapshot,
-    /// Why the statistics are not current; `None` if they are.
+    /// Why the statistics are not current; `None` for current statistics.
     pub stale: Option<&'static str>,
 }
 

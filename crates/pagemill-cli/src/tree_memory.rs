@@ -1,11 +1,11 @@
 //! The memory of a run's processes as the kernel counts it, sampled from `/proc`.
 //!
-//! A sample finds the program's descendants by parent links. It adds the members of the tree's page and
-//! processes that earlier samples found, so a daemon that was adopted by another process still counts.
+//! A sample includes the program's descendants (found by parent links), the members of the tree's page, and processes
+//! that earlier samples found. So a daemon that was adopted by another process still counts.
 //!
-//! A page that processes share (library code, memory after a fork) counts in each of them, as in `ps`. If that
-//! sum exceeds a limit, each process's proportional share (`Pss`) is read. The shares count such a page once,
-//! but cost far more to read.
+//! A page that processes share (library code, memory after a fork) counts in each of them, as in `ps`. If that sum
+//! exceeds a limit, each process's proportional share (`Pss`) is read. The sum of the shares counts a shared page once,
+//! but the shares cost far more to read.
 //!
 //! Processes that start and end between two samples are missed. The pause after a sample depends on the
 //! sample's cost, so that sampling takes less than 1 % of a CPU.
@@ -29,7 +29,7 @@ const PAUSE_FACTOR: u32 = 120;
 #[derive(Clone, Debug)]
 pub struct Process {
     pub identity: Identity,
-    /// The name of its program when it had most memory.
+    /// The name of the program that it executed when it had the most memory.
     pub name: String,
     pub bytes: u64,
 }
@@ -184,11 +184,11 @@ impl TreeMemory {
         }
     }
 
-    /// Records a value that the kernel reports at the program's end: the largest peak of any process that was
-    /// waited for.
+    /// Records the value that the kernel reports at the program's end: the largest peak of the program and of the
+    /// descendants that were waited for.
     pub fn record_program_end(&mut self, max_resident_bytes: u64) {
         self.peak.resident_bytes = self.peak.resident_bytes.max(max_resident_bytes);
-        // If there was only one process, the value is that process's peak.
+        // If only one process was found, the value is that process's peak.
         if self.ended_count + self.seen.len() == 1
             && let Some(process) = self.seen.get_mut(&self.program)
         {
@@ -267,7 +267,8 @@ mod tests {
         child
     }
 
-    /// Descendants are found by parent links and counted. Orphans of a killed shell still count until they end.
+    /// A shell with two children is sampled, and then killed. All three must be counted, and the orphans until they
+    /// end.
     #[test]
     fn descendants_are_found() {
         let (_folder, page) = page(UNLIMITED);
@@ -292,8 +293,8 @@ mod tests {
         assert!(memory.count() >= 4 && !memory.largest().is_empty());
     }
 
-    /// A process that grows between the sample and the reading of its proportional share counts as in the
-    /// sample.
+    /// A process grows between the sample and the reading of its proportional share. It must count with at most its
+    /// memory in the sample.
     #[test]
     fn a_share_is_at_most_what_the_sample_counted() {
         assert_eq!(bounded_share(4096, Some(1024)), 1024);
@@ -301,7 +302,7 @@ mod tests {
         assert_eq!(bounded_share(4096, None), 4096);
     }
 
-    /// With a limit below a shell's memory, a sample records the excess and the processes.
+    /// A shell runs under a limit below its memory. A sample must record the excess and the processes.
     #[test]
     fn an_excess_is_recorded_with_its_processes() {
         let (_folder, page) = page(4 << 10);

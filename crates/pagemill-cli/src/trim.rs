@@ -14,7 +14,7 @@ use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
-/// Maximum size of one request. It takes some ten milliseconds, so Ctrl-C stops the command soon.
+/// Maximum size of one request. A request of this size takes some ten milliseconds, so Ctrl-C stops the command soon.
 const MAX_REQUEST_BYTES: u64 = 256 << 20;
 
 /// Without SIZE, the requests exceed the memory that was giveable at first by at most this much. Otherwise a

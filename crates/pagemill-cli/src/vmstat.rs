@@ -92,7 +92,7 @@ impl Vmstat {
             if interrupt.has_signal() {
                 return Err(StatisticsError::Interrupted);
             }
-            // The process is looked up again each time, since its id may have been reused.
+            // The identity of the process is checked each time, since its id may have been reused.
             let now = match View::of(pid, interrupt) {
                 Ok(now) if now.start_ticks == last.start_ticks => now,
                 Err(StatisticsError::Interrupted) => return Err(StatisticsError::Interrupted),

@@ -65,8 +65,8 @@ impl Vranges {
     }
 }
 
-/// Requests the ranges of one Pagemill instance of the process. An instance without ranges is not asked, which
-/// would wake its helper thread.
+/// Requests the ranges of one Pagemill instance of the process. An instance without ranges gets no request, which would
+/// only wake its helper thread.
 fn request_ranges(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Result<List, Unanswered> {
     let bytes = [Counter::RangesBytes, Counter::MarkedBytes].map(|counter| snapshot.get(counter));
     if bytes == [0, 0] {

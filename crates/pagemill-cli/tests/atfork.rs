@@ -81,7 +81,8 @@ fn handlers_end_with_their_library() {
     end.assert_success();
 }
 
-/// The same programs succeed without Pagemill, so they test what they should.
+/// Without Pagemill the same programs must succeed. Otherwise the other tests of this file would show nothing about
+/// Pagemill.
 #[test]
 fn the_programs_hold_without_pagemill() {
     let place = TestFolder::new();

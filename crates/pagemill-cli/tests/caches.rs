@@ -20,7 +20,8 @@ const MIB: u64 = 1 << 20;
 
 const SUMMED_COLUMNS: [&str; 6] = ["huge", "small", "locked", "free", "frames", "index"];
 
-/// The tests start this test binary with this variable set: then the test `program` is the program to observe.
+/// The tests run this test binary as a child with this variable set. In the child the test `program` is the program to
+/// observe.
 const PROGRAM_VARIABLE: &str = "CACHES_TEST_PROGRAM";
 
 /// Prints the process id and, for each cache, its usage as the program reads it: the memory by kind, the

@@ -1,5 +1,5 @@
-//! Programs with other allocators, in linker namespaces, and under system-call filters. They work, or are
-//! refused with an explanation. docs/compatibility.md lists all that was tried.
+//! Programs with other allocators, in linker namespaces, and under system-call filters. Each program must work, or be
+//! refused with an explanation. docs/compatibility.md lists all programs that were tried.
 
 mod common;
 

@@ -197,7 +197,7 @@ impl Mount {
         }
         match (status.code(), self.is_mounted()) {
             (Some(0), false) if self.pid.is_some() => None,
-            // The controller reported that it could not unmount.
+            // The controller may end with status 1 if it reported that it could not unmount.
             (Some(1), true) if err.contains("stays mounted without a controller") => None,
             (Some(2), false) => {
                 let text = err.lines().next().and_then(|line| line.strip_prefix("pagemill: "));

@@ -25,11 +25,11 @@ const MIB: u64 = 1 << 20;
 /// Tolerance for metadata, stacks, and memory that a command itself makes a process touch.
 const TOLERANCE_BYTES: u64 = 2 * MIB;
 
-/// The tests start this test binary with this variable set to a kind of memory: then the test `program` holds
-/// such memory.
+/// The tests run this test binary as a child with this variable set to a kind of memory. In the child the test
+/// `program` allocates memory of that kind.
 const PROGRAM_VARIABLE: &str = "FIGURES_TEST_PROGRAM";
 
-/// Amount of memory that the program holds.
+/// Amount of memory that the program allocates.
 const HELD_BYTES: u64 = 96 * MIB;
 
 fn print_pid_and_wait() {

@@ -69,7 +69,7 @@ fn child_of(pid: u32) -> Option<u32> {
     fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.split_whitespace().next()?.parse().ok()
 }
 
-/// Starts `command`, a program that frees 100 MiB and sleeps, and waits until `meminfo` shows that. Returns
+/// Starts `command`, a program that frees 100 MiB and sleeps, and waits until `meminfo` shows these free bytes. Returns
 /// also the program's process id.
 fn start_idle(place: &TestFolder, command: Command) -> (Guard, u32) {
     let mut command = command;
@@ -163,8 +163,8 @@ fn thresholds_wake_the_helper() {
     command.env("PAGEMILL_IDLE", "off");
     let (mut guard, pid) = start_idle(&place, group.enter(&command));
     wait_for(&place, pid, "helpers_warned", 1);
-    // Other events wake the process, too: memory shortage of the machine, and page faults that wait for a disk.
-    // They end soon, so the measurement is repeated.
+    // A memory shortage of the machine, and page faults that wait for a disk, wake the process, too. Both end soon, so
+    // the measurement is repeated.
     let start = Instant::now();
     loop {
         let (begun, before) = (Instant::now(), context_switches(pid));
@@ -322,8 +322,8 @@ fn figures_add_up() {
     }
 }
 
-/// Starts a program that frees `mib` MiB of small allocations and goes on working, and waits until `meminfo`
-/// shows that. Returns also its process id.
+/// Starts a program that frees `mib` MiB of small allocations and continues to work, and waits until `meminfo` shows
+/// these free bytes. Returns also the program's process id.
 fn start_freed(place: &TestFolder, command: Command, mib: u64) -> (Guard, u32) {
     let mut command = command;
     command.stdout(Stdio::null()).stderr(Stdio::null());

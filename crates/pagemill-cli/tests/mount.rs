@@ -226,7 +226,7 @@ fn pages_follow_contents_and_marks() {
     drop(sparse);
     let held = |path: PathBuf| fs::metadata(path).unwrap().blocks() as usize * 512;
     wait_until("the sparse file is small", || held(ram.at("sparse")) <= 64 << 10);
-    // The counters would not do: on a busy machine, the other file's blocks may be made huge before its mark is read.
+    // The counters do not suffice: on a busy machine, the other file's blocks may be made huge before its mark is read.
     let is_huge = || huge_bytes(&ram.at("dense")) == 8 * BLOCK;
     wait_until("the dense file is huge", || is_huge() || ram.count("collapse_no_memory") > 0);
     if !is_huge() {
@@ -570,8 +570,8 @@ fn lost_events_are_replaced_by_a_scan() {
     assert!(ram.count("events_lost") > 0);
 }
 
-/// For many small files in a row, close events are turned off. In the end all files are indexed, and no folder is open
-/// for them, which would keep a deleted one.
+/// Many small files are closed in a row, so close events are turned off. In the end all files must be indexed, and no
+/// folder may be open, since an open descriptor would keep a deleted folder.
 #[test]
 fn many_small_files_are_indexed_in_the_end() {
     const FILES: usize = 60_000;

@@ -37,7 +37,7 @@ fn fill_memory_of(group: &Group, ram: &Ram, script: &str) -> Guard {
 fn assert_size_is_available(ram: &Ram, beside: &str) {
     let file = ram.at("file");
     for round in 0..5 {
-        // The growth makes the controller look for the writer, which it does in small steps.
+        // The growth makes the controller search for the writer, in small steps.
         let end = finish(allocate(&file, GIB), TIMEOUT);
         assert!(end.status.success(), "{beside}, round {round}: {}", end.err);
         for _ in 0..20 {
@@ -142,8 +142,8 @@ time.sleep(100000)";
     }
 }
 
-/// The controller is stopped while it delays opens, so the writer's open waits. After the controller was killed, opens must
-/// succeed again.
+/// A controller is stopped while it delays opens, so the writer's open waits. After the controller is killed, opens
+/// must succeed again.
 #[test]
 fn opens_do_not_wait_for_a_killed_controller() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -176,7 +176,7 @@ fn opens_do_not_wait_for_a_killed_controller() {
             assert!(begun.elapsed() < TIMEOUT, "no open waits");
             wait_until("an open waits", || ram.count("delayed_opens") > 0);
             stop();
-            // The throttle may have ended meanwhile, on a slow machine.
+            // On a slow machine, the throttle may have ended before the controller was stopped.
             let before = opened.load(Relaxed);
             thread::sleep(Duration::from_millis(300));
             if opened.load(Relaxed) <= before + 1 {

@@ -534,7 +534,7 @@ mod lacking {
         }
     }
 
-    /// Without a helper thread, everything else works.
+    /// The helper thread is disabled. All other functions must work.
     #[test]
     fn the_helper_thread_is_not_needed() {
         let place = TestFolder::new();

@@ -33,7 +33,8 @@ const LAYERS: &[(&str, usize)] = &[
     ("listing", 7),
 ];
 
-/// Exceptions to the layers: a module, a module of the same or a higher layer that it may name, and the reason.
+/// Exceptions to the layers: a module, another one of the same or a higher layer that the first may name, and the
+/// reason.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[("trace", "stats", "the ring of events is on the page of the counters")];
 
 /// Pronouns for people, which CONVENTIONS.md rejects: the thread, the caller or the function is named instead.
@@ -87,7 +88,7 @@ impl File {
         self.is_rust() && self.is_in_crates() && !self.path.contains("/tests/")
     }
 
-    /// Whether the file belongs to a crate of the library, in its folder `inside`.
+    /// Returns whether the file belongs to a crate of the library and is in the crate's folder `inside`.
     fn is_in_library(&self, inside: &str) -> bool {
         let Some(rest) = self.path.strip_prefix("crates/pagemill") else { return false };
         let name = rest.split('/').next().unwrap_or("");

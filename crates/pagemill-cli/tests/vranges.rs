@@ -74,8 +74,8 @@ fn a_child_that_only_marks_is_listed() {
     holder.end();
 }
 
-/// For a preloaded program above its limit, in a process tree, the list shows the same purged bytes as the
-/// program finds when it unmarks.
+/// A preloaded program in a process tree exceeds its limit. The list must show as many purged bytes as the program gets
+/// when it unmarks the ranges.
 #[test]
 fn a_preloaded_program_is_listed() {
     const LEN: u64 = 16 * MIB;
@@ -152,8 +152,8 @@ fn many_ranges_are_listed_to_many_commands() {
     holder.end();
 }
 
-/// The next tests start this test binary with this variable set: then the test `program` is the program to
-/// observe.
+/// The next tests run this test binary as a child with this variable set. In the child the test `program` is the
+/// program to observe.
 const PROGRAM_VARIABLE: &str = "VRANGES_TEST_PROGRAM";
 
 /// State, behaviour, and purged bytes of the program's ranges: five handles, and one range that is also marked
@@ -367,7 +367,7 @@ fn invalid_lists_are_refused() {
                 thread::sleep(Duration::from_millis(1));
             }
             if let Some(path) = requests(&place).first() {
-                // Opened without `create`: the command may have removed the file.
+                // The file is opened without `create`, since the command may have removed it.
                 let file = fs::OpenOptions::new().write(true).open(path);
                 let _ = file.and_then(|mut file| file.write_all(&answer));
             }

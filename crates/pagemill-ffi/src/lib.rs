@@ -1,4 +1,4 @@
-//! The C interface of Pagemill. Each function calls the crate `pagemill`; `include/pagemill.h` documents them.
+//! The C interface of Pagemill. Each function calls the crate `pagemill`; `include/pagemill.h` documents the functions.
 #![allow(unsafe_code)] // the C ABI
 
 use pagemill::Pagemill;

@@ -118,7 +118,7 @@ fn purged_strict_memory_raises_sigbus() {
     assert!((64..=118).contains(&gone), "{said}");
 }
 
-/// Requests the list of ranges of a process that publishes in this folder; `None` if it does not publish.
+/// Requests the list of ranges of a process that publishes in this folder; `None` if the process does not publish.
 fn request_list(folder: &Path, pid: u32) -> Option<List> {
     let identity = process::identity(pid).unwrap();
     let figures = published::file_of(folder.to_str().unwrap(), identity).unwrap();

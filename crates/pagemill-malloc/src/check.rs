@@ -1,8 +1,9 @@
-//! `PAGEMILL_CHECK`: detects invalid frees of small allocations with a bit for every address where one can start.
+//! `PAGEMILL_CHECK`: detects invalid frees of small allocations, with a bit for every address at which an allocation
+//! can start.
 //!
-//! It detects a double free, a free inside an allocation, and a free of memory that was never allocated. Large
-//! allocations are always checked, by their state words. For small ones the check costs a table lookup in each call, so
-//! it is intended for testing.
+//! Invalid are a double free, a free of an address inside an allocation, and a free of memory that was never allocated.
+//! Large allocations are always checked, by their state words. For small allocations the check costs a table lookup in
+//! each call, so it is intended for testing.
 #![allow(unsafe_code)] // the table of bits is accessed by address
 
 use pagemill_core::Error;
@@ -35,7 +36,7 @@ pub fn start(pagemill: &'static Base) -> bool {
     true
 }
 
-/// The table word of an address, and a mask with the address's bit.
+/// Returns the table word of an address, and a mask with the address's bit.
 fn table_bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
     let (base, bits) = (FIRST_ADDR.load(Relaxed), BIT_TABLE.load(Relaxed));
     if bits == 0 || !(base..END_ADDR.load(Relaxed)).contains(&addr) {
@@ -62,7 +63,8 @@ pub fn assert_live(function: &str, pointer: *mut c_void) {
     }
 }
 
-/// Records that a small allocation is freed. Ends the process with a message if there is none at this address.
+/// Records that a small allocation is freed. Ends the process with a message if there is no small allocation at this
+/// address.
 pub fn record_free(function: &str, pointer: *mut c_void) {
     let addr = pointer as usize;
     if !is_on() {

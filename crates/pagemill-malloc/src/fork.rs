@@ -151,7 +151,7 @@ extern "C" fn in_child() {
     begin_child();
 }
 
-/// A page that the kernel zeroes in every child process, also in one that ran no fork handlers (`MADV_WIPEONFORK`).
+/// A page that the kernel zeroes in every child process (`MADV_WIPEONFORK`), also if no fork handlers ran.
 static WIPED_PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
 /// Stores 1 in the page of `WIPED_PAGE`, so that a child made by a bare `clone` can be recognised: there it reads 0.

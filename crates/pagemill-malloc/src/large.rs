@@ -73,7 +73,8 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
                 let take = || small::allocate(size, align, zeroing == Zeroing::Zeroed);
                 let mut pointer = take();
                 if pointer.is_null() && pagemill.account.has_debt() {
-                    // The charge was refused inside jemalloc's locks, where little can be reclaimed. Reclaim and retry.
+                    // The charge was refused while jemalloc held its locks, when little can be reclaimed. Reclaim now
+                    // and retry.
                     do_deferred_work(pagemill);
                     pointer = take();
                 }
@@ -171,7 +172,8 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
                 misuse("free", &error);
             }
-            // Freeing has measured overcommitted memory, so the charge may have risen. The next call may be far away.
+            // The free may have measured overcommitted memory and raised the charge. The program may make no further
+            // call for a long time, so the helper is started now.
             start_helper_if_due(pagemill);
         }
     }
@@ -200,7 +202,7 @@ pub fn grown_pagemill() -> Option<&'static Base> {
     }
 }
 
-/// Whether the C library would serve an allocation of this size now.
+/// Returns whether the C library would serve an allocation of this size now.
 fn is_served_by_c_library(size: usize) -> bool {
     match start::state() {
         State::Starting | State::Unmanaged => true,
@@ -268,8 +270,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         // The copy below reads this memory, so guards must be removed first.
         remove_marks(pagemill, pointer);
     }
-    // The new size belongs to another allocator, so the bytes are copied.
-    // SAFETY: guaranteed by the caller.
+    // Another allocator serves the new size, so the bytes are copied. SAFETY: guaranteed by the caller.
     let old_size = unsafe { usable_bytes(pointer) };
     let new = crate::malloc(size);
     if !new.is_null() {

@@ -1,8 +1,8 @@
 //! The malloc family on Pagemill, for `LD_PRELOAD`.
 //!
 //! jemalloc serves sizes below 64 KiB, with extents from the arena ([`small`]); [`pagemill_heap`] serves larger sizes.
-//! The exported functions [`malloc`] and [`free`] add one comparison and two jumps to those of jemalloc. All other
-//! cases are in [`large`].
+//! For sizes below 64 KiB, the exported functions [`malloc`] and [`free`] add one comparison and two jumps to
+//! jemalloc's functions. All other cases are in [`large`].
 //!
 //! | file | contents |
 //! |---|---|
@@ -20,8 +20,9 @@
 //!
 //! The program has *grown* when Pagemill serves it instead of the C library ([`libc_fallback`]).
 //!
-//! The crate allocates through its own functions only, and prints only warnings and messages that end the process. It
-//! has no per-thread state, so nothing is cleaned up at thread exit. It has no policy: the heap and the account decide.
+//! The crate allocates through its own functions only, and prints only warnings and messages that end the process.
+//! There is no per-thread state, so nothing is cleaned up at thread exit. The crate makes no policy decisions: the heap
+//! and the account do.
 #![allow(unsafe_code)] // the C ABI of malloc
 
 mod check;
@@ -39,18 +40,18 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
 use tikv_jemalloc_sys as je;
 
-/// [`malloc`] passes sizes below this directly to jemalloc. It is 0 until the program has grown, while deferred work is
-/// pending ([`large::take_slow_path_next`]), and with `PAGEMILL_CHECK`.
+/// [`malloc`] passes sizes below this limit directly to jemalloc. The limit is 0 until the program has grown, while
+/// deferred work is pending ([`large::take_slow_path_next`]), and with `PAGEMILL_CHECK`.
 static SMALL_LIMIT: AtomicUsize = AtomicUsize::new(0);
 
 /// Start of the small zone of the arena. [`free`] passes the addresses of this zone directly to jemalloc. Until the
-/// program has grown, this is an address that no program has.
+/// program has grown, the value is an address that no program can have.
 static SMALL_START: AtomicUsize = AtomicUsize::new(1 << 63);
 
 /// Length of the small zone; 0 until the program has grown, and with `PAGEMILL_CHECK`. Stored after [`SMALL_START`].
 static SMALL_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether an address may be passed directly to jemalloc.
+/// Returns whether an address may be passed directly to jemalloc.
 #[inline]
 fn is_small(pointer: *mut c_void) -> bool {
     let bytes = SMALL_BYTES.load(Acquire);
@@ -175,7 +176,7 @@ pub extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
     large::aligned(align, size)
 }
 
-/// Allocates at a multiple of `align`, rounded up to a power of two.
+/// Allocates at a multiple of the smallest power of two that is at least `align`.
 #[unsafe(no_mangle)]
 pub extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
     large::aligned(align.checked_next_power_of_two().unwrap_or(0), size)
@@ -219,7 +220,7 @@ pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
     }
 }
 
-/// Usable bytes of an allocation; 0 for null.
+/// Returns the usable bytes of an allocation; 0 for null.
 ///
 /// # Safety
 ///

@@ -1,10 +1,10 @@
 //! The libc fallback: the C library's own malloc serves a program while it is small.
 //!
 //! Most programs of a build, a test suite or a shell script allocate a few hundred KiB and end after milliseconds. For
-//! them another allocator only costs time: to start it, and to load code and data that no other process shares. So
-//! nothing is reserved, mapped or started until the program has *grown*: it has allocated more than `PAGEMILL_AFTER`
-//! bytes, or made many calls. Then Pagemill serves new allocations. Older ones are returned to the C library when they
-//! are freed.
+//! such a program another allocator only costs time: the allocator must be started, and its code and data loaded. So
+//! nothing is reserved, mapped or started until the program has *grown*: it has more than `PAGEMILL_AFTER` live bytes,
+//! or has made many calls. Then Pagemill serves new allocations. Older allocations are returned to the C library when
+//! they are freed.
 //!
 //! Under a limit and with `PAGEMILL_CHECK`, Pagemill serves all calls. If address space is limited (`ulimit -v`, `-d`),
 //! the C library serves all calls, because an arena reserves several times the addresses that it uses.
@@ -19,7 +19,7 @@ use std::sync::atomic::{
     AtomicBool, AtomicIsize, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 
-/// Default of `PAGEMILL_AFTER`: a program that has allocated no more bytes than this is small.
+/// Default of `PAGEMILL_AFTER`: a program with no more live bytes than this is small.
 pub const DEFAULT_AFTER_BYTES: usize = 4 << 20;
 
 /// If the program's address space is limited to less than this, the C library's malloc serves all its calls.
@@ -27,13 +27,13 @@ const NARROW_BYTES: usize = 64 << 30;
 
 /// Number of calls after which a program counts as grown, however little it has allocated.
 const MAX_WEIGHTED_CALLS: usize = 1 << 17;
-/// A call counts once more for each of these bytes, because the C library may map and unmap large allocations each
-/// time.
+/// A call counts as one call more for each multiple of this size that it requests, because the C library may map and
+/// unmap large allocations each time.
 const BYTES_PER_EXTRA_CALL: usize = 64 << 10;
 
 const CACHE_LINE_BYTES: usize = 64;
 
-/// The account of a process tree is updated when the memory of the C library has changed by more than this.
+/// In a process tree, the account is updated when the bytes to charge for the C library have changed by more than this.
 const CHARGE_STEP_BYTES: usize = 1 << 20;
 
 /// Whether a thread is updating the account now.
@@ -86,14 +86,15 @@ static GROWTH_BYTES: AtomicUsize = AtomicUsize::new(0);
 static LIVE_BYTES: AtomicIsize = AtomicIsize::new(0);
 /// Maximum of `LIVE_BYTES` so far.
 static PEAK_BYTES: AtomicUsize = AtomicUsize::new(0);
-/// Number of calls so far, in which large sizes count for more (see [`MAX_WEIGHTED_CALLS`]).
+/// Number of calls so far, in which a call for a large size counts as several ([`BYTES_PER_EXTRA_CALL`]).
 static WEIGHTED_CALLS: AtomicUsize = AtomicUsize::new(0);
 /// The part of `LIVE_BYTES` that a fork child inherited. The parent is charged for it.
 static INHERITED_BYTES: AtomicIsize = AtomicIsize::new(0);
 /// The part of `LIVE_BYTES` that is charged to the account.
 static CHARGED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Starts the libc fallback if possible; returns whether it did. Does not if `after_bytes` is 0.
+/// Makes the C library serve the program until it has grown, if the C library's functions were found and `after_bytes`
+/// is not 0. Returns whether the C library serves the program.
 pub fn enable(after_bytes: usize) -> bool {
     let has_all = FUNCTIONS.iter().all(|function| function.load(Relaxed) != 0);
     let is_narrow = process::address_space_limit().is_some_and(|limit| limit < NARROW_BYTES);
@@ -103,7 +104,7 @@ pub fn enable(after_bytes: usize) -> bool {
     may_be
 }
 
-/// Counts a call, and returns whether the program is still small after allocating `size` bytes.
+/// Counts a call, and returns whether the program is still small with `size` more live bytes.
 pub fn is_small_with(size: usize) -> bool {
     let live = LIVE_BYTES.load(Relaxed).max(0) as usize;
     let weighted_calls = WEIGHTED_CALLS.fetch_add(1 + size / BYTES_PER_EXTRA_CALL, Relaxed);
@@ -111,7 +112,7 @@ pub fn is_small_with(size: usize) -> bool {
     after == usize::MAX || weighted_calls < MAX_WEIGHTED_CALLS && live.saturating_add(size) <= after
 }
 
-/// Usable bytes of the C library's live allocations.
+/// Returns the usable bytes of the C library's live allocations.
 pub fn live_bytes() -> usize {
     LIVE_BYTES.load(Relaxed).max(0) as usize
 }
@@ -148,7 +149,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
     count_allocation(pointer)
 }
 
-/// Resizes an allocation of the C library; returns null and leaves it unchanged on failure.
+/// Resizes an allocation of the C library. On failure returns null, and the allocation is unchanged.
 ///
 /// # Safety
 ///
@@ -179,7 +180,7 @@ pub unsafe fn free(pointer: *mut c_void) {
     unsafe { transmute::<usize, unsafe extern "C" fn(*mut c_void)>(address)(pointer) };
 }
 
-/// Usable bytes of an allocation of the C library.
+/// Returns the usable bytes of an allocation of the C library.
 ///
 /// # Safety
 ///
@@ -190,14 +191,15 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     unsafe { transmute::<usize, unsafe extern "C" fn(*mut c_void) -> usize>(address)(pointer) }
 }
 
-/// Makes the C library return its free memory to the system, if it ever allocated. Returns whether it returned any.
+/// Makes the C library return its free memory to the system, if it has ever served an allocation. Returns whether any
+/// memory was returned.
 pub fn trim() -> bool {
     let Some(address) = address(Function::Trim).filter(|_| PEAK_BYTES.load(Relaxed) > 0) else { return false };
     // SAFETY: the address of a function of this type.
     unsafe { transmute::<usize, extern "C" fn(usize) -> c_int>(address)(0) == 1 }
 }
 
-/// Whether [`charge_roughly`] would update the account.
+/// Returns whether [`charge_roughly`] would update the account.
 pub fn owes_charge() -> bool {
     chargeable_bytes().abs_diff(CHARGED_BYTES.load(Relaxed)) > CHARGE_STEP_BYTES
 }
@@ -218,13 +220,13 @@ pub fn record_peak(account: &Account) {
     account.note_small(peak_bytes());
 }
 
-/// The peak of the live bytes, without those that the program inherited from its parent.
+/// Returns the peak of the live bytes, without those that the program inherited from its parent.
 pub fn peak_bytes() -> u64 {
     let inherited = INHERITED_BYTES.load(Relaxed).max(0) as usize;
     PEAK_BYTES.load(Relaxed).saturating_sub(inherited) as u64
 }
 
-/// Bytes to charge to this process: the live bytes without the inherited ones.
+/// Returns the bytes to charge to this process: the live bytes without the inherited ones.
 fn chargeable_bytes() -> usize {
     let live = LIVE_BYTES.load(Relaxed);
     // Inherited bytes can only become fewer: the program frees some of them.

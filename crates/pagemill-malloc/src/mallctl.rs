@@ -1,8 +1,8 @@
 //! `mallctl`, jemalloc's control call, for programs that are linked to jemalloc (for example Debian's Redis).
 //!
-//! Under `pagemill run` Pagemill's malloc serves such a program. The program's jemalloc is empty: its purge would
-//! return nothing, and its statistics would be 0. So purges and the sums under `stats` are handled here. All other
-//! names are forwarded to the program's jemalloc.
+//! Under `pagemill run` Pagemill's malloc serves such a program, and the program's own jemalloc has no memory: a purge
+//! would return nothing, and all statistics would be 0. So purges and the sums under `stats` are handled here. All
+//! other names are forwarded to the program's jemalloc.
 #![allow(unsafe_code)] // the C ABI of mallctl
 
 use crate::start::{self, State};
@@ -55,7 +55,7 @@ impl ControlName {
     }
 }
 
-/// Bytes in use in jemalloc, the heap and the C library. Overcommitted memory is not measured for this, because
+/// Returns the bytes in use in jemalloc, the heap and the C library. Does not measure overcommitted memory, because
 /// programs read the value several times a second.
 fn used_bytes() -> usize {
     let small = match start::state() {
@@ -73,8 +73,8 @@ fn resident_bytes() -> usize {
 /// Address of `mallctl` in the program's jemalloc; 0 before the first search, 1 if there is none.
 static JEMALLOC_MALLCTL: AtomicUsize = AtomicUsize::new(0);
 
-/// The function `mallctl` of the program's jemalloc. Searched only once, because a failed search changes the result of
-/// `dlerror`.
+/// Returns the function `mallctl` of the program's jemalloc. Searches for the function only once, because a failed
+/// search changes the result of `dlerror`.
 fn jemalloc_mallctl() -> Option<Control> {
     let mut address = JEMALLOC_MALLCTL.load(Relaxed);
     if address == 0 {
@@ -98,7 +98,7 @@ fn update_statistics() {
     RESIDENT_BYTES.store(resident_bytes().max(used) + 1, Relaxed);
 }
 
-/// The value of [`USED_BYTES`] or [`RESIDENT_BYTES`]; the first read updates the statistics.
+/// Returns the value of [`USED_BYTES`] or [`RESIDENT_BYTES`]; the first call updates the statistics.
 fn statistic(sum: &AtomicUsize) -> usize {
     if sum.load(Relaxed) == 0 {
         update_statistics();

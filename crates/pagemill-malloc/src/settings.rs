@@ -1,7 +1,7 @@
 //! Settings from environment variables, which are read once, when the library starts.
 //!
-//! Reading them later would be unsafe, because another thread may change the environment at the same time. The program
-//! may also have cleared it.
+//! Reading the environment later would be unsafe, because another thread may change it at the same time. The program
+//! may also have cleared the environment.
 #![allow(unsafe_code)] // a static written once
 
 use pagemill_core::arena::Layout;
@@ -24,9 +24,9 @@ pub struct Settings {
     pub is_checking: bool,
     /// Whether the helper thread may start (`PAGEMILL_HELPER`).
     pub may_have_helper: bool,
-    /// Whether the limits of control groups and of the machine are observed (`PAGEMILL_WATCH`).
+    /// Whether the limits of control groups and of the machine are taken into account (`PAGEMILL_WATCH`).
     pub observes_limits: bool,
-    /// After which time free memory returns to the system (`PAGEMILL_RETURN`).
+    /// When free memory is returned to the system (`PAGEMILL_RETURN`).
     pub policy: Return,
     /// Folder of the process tree; empty for none.
     pub tree: Path,
@@ -40,7 +40,7 @@ pub struct Settings {
 /// Policy for huge pages (`PAGEMILL_HUGE`).
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum HugePolicy {
-    /// Only where little of a huge page would stay unused.
+    /// Huge pages only where little of a huge page would stay unused.
     IfMostlyUsed,
     Always,
     Never,
@@ -53,7 +53,7 @@ unsafe impl Sync for Cell {}
 
 static SETTINGS: Cell = Cell(UnsafeCell::new(Settings::none()));
 
-/// The settings; valid after [`read`].
+/// Returns the settings; valid after [`read`].
 pub fn settings() -> &'static Settings {
     // SAFETY: after `read` the value is not written any more.
     unsafe { &*SETTINGS.0.get() }
@@ -80,7 +80,7 @@ pub fn read() {
     settings.runtime = path(c"XDG_RUNTIME_DIR").unwrap_or_default();
 }
 
-/// The policy of `PAGEMILL_RETURN`, else that of the older variable `PAGEMILL_IDLE` (seconds or `off`).
+/// Returns the policy of `PAGEMILL_RETURN`, else that of the older variable `PAGEMILL_IDLE` (seconds or `off`).
 fn policy() -> Option<Return> {
     if let Some(text) = variable(c"PAGEMILL_RETURN") {
         let policy = Return::parse(text);
@@ -112,7 +112,7 @@ impl Settings {
         }
     }
 
-    /// The layout of the arena that these settings require.
+    /// Returns the layout of the arena that these settings require.
     pub fn layout(&self) -> Layout {
         // No pool zone, because only programs that use the crate have page caches.
         let mut layout = Layout { pool_bytes: 0, ..Layout::for_program() };

@@ -106,7 +106,7 @@ unsafe extern "C" fn commit(
     result.is_err()
 }
 
-/// Extent hook: returns pages that jemalloc no longer uses.
+/// Extent hook: decommits pages that jemalloc no longer uses.
 unsafe extern "C" fn decommit(
     _hooks: *mut je::extent_hooks_t,
     addr: *mut c_void,
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn __wrap_mmap(
     unsafe { __real_mmap(addr, len, prot, flags, fd, offset) }
 }
 
-/// Calls `mallctl` of jemalloc; returns whether it succeeded.
+/// Calls `mallctl` of jemalloc; returns whether the call succeeded.
 fn control(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_void, write_len: usize) -> bool {
     // SAFETY: the callers pass values of the type that jemalloc documents for the name.
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
@@ -295,8 +295,8 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
 /// Minimum number of bytes not reused for the given age for which `shrink_aged` purges an arena or splits huge pages.
 const WORTHWHILE_BYTES: u64 = 256 << 10;
 
-/// Once this much memory is charged for jemalloc, limits are watched even if no free memory is known, because jemalloc
-/// reports its free bytes only on request.
+/// Once this much memory is charged for jemalloc, the governor watches the limits even if no free memory is known,
+/// because jemalloc reports its free bytes only on request.
 const OBSERVE_FROM_BYTES: u64 = 8 << 20;
 
 /// The shrinker of jemalloc's memory: free pages that jemalloc caches, and stale pages inside huge pages.
@@ -314,18 +314,19 @@ pub struct ExtentShrinker {
 /// The free pages of one arena, and how long they were not reused.
 #[derive(Default)]
 struct UnusedPages {
-    /// Minimum of the free bytes over some time. So many bytes were not reused in that time.
+    /// The minimum of the free bytes over some time: that many bytes were not reused in this time.
     least: LeastOver,
-    /// Number of consecutive calls of [`UnusedPages::is_due`] in which many bytes were old, but as many others were
-    /// young.
+    /// Number of consecutive calls of [`UnusedPages::is_due`] in which at least half of the free bytes were old, but
+    /// not most of them.
     postponed: AtomicU32,
 }
 
 impl UnusedPages {
-    /// Number of such calls after which the arena is purged nevertheless.
+    /// Value of `postponed` at which the arena is purged nevertheless.
     const MAX_POSTPONED: u32 = 20;
 
-    /// Whether to purge the arena, which has `free_bytes` of free pages: most of them were not reused for `age`.
+    /// Returns whether to purge the arena, which has `free_bytes` of free pages: whether most of the free bytes are old
+    /// (not reused for `age`), or half of them were old in many consecutive calls.
     fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
         let old_bytes = self.least.least(free_bytes, clock::fine_ns(), age);
         if old_bytes < WORTHWHILE_BYTES {
@@ -443,13 +444,13 @@ fn update_statistics() {
     control(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
 }
 
-/// Charged bytes of extents, without the free pages that jemalloc caches.
+/// Returns the charged bytes of extents, without the free pages that jemalloc caches.
 pub fn used_bytes() -> u64 {
     update_statistics();
     stats::get(Counter::Small).saturating_sub(free_bytes_of(ALL_ARENAS))
 }
 
-/// Bytes of free pages that an arena caches, as of the last [`update_statistics`].
+/// Returns the bytes of free pages that an arena caches, as of the last [`update_statistics`].
 fn free_bytes_of(arena: usize) -> u64 {
     let (mut pages, mut len) = (0usize, size_of::<usize>());
     let Some(name) = Text::<64>::format(format_args!("stats.arenas.{arena}.pdirty")) else { return 0 };

@@ -37,8 +37,8 @@ static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
 /// The shared page of the process tree; null if this process is in none.
 static TREE_PAGE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
 
-/// Lock that is held while the arena is created and during forks. An allocation does not wait for this lock: the C
-/// library serves it instead.
+/// Lock that is held while the arena is created and during forks. An allocation does not wait for this lock: if the
+/// lock is held, the C library serves the allocation.
 pub static GROWTH: Lock = Lock::new();
 
 /// The state of the library.
@@ -54,7 +54,7 @@ pub enum State {
     Unmanaged,
 }
 
-/// The Pagemill of this process; `None` until the program has grown.
+/// Returns the Pagemill of this process; `None` until the program has grown.
 pub fn pagemill() -> Option<&'static Base> {
     // SAFETY: the pointer is null or refers to a Base, which is never freed.
     unsafe { PAGEMILL.load(Acquire).as_ref() }
@@ -65,7 +65,7 @@ pub fn pagemill_of_process() -> Option<&'static Base> {
     pagemill().inspect(|_| fork::detect_raw_clone())
 }
 
-/// The account of this process, if it was created.
+/// Returns the account of this process, if it was created.
 pub fn account() -> Option<&'static Account> {
     // SAFETY: the pointer is null or refers to an account, which is never freed.
     unsafe { ACCOUNT.load(Acquire).as_ref() }
@@ -96,9 +96,10 @@ pub fn state() -> State {
     }
 }
 
-/// Creates the arena and lets Pagemill serve the program, because it has grown. Returns whether Pagemill serves it now.
+/// Creates the arena, and makes Pagemill serve the program, which has grown. Returns whether Pagemill serves the
+/// program now.
 ///
-/// Does nothing during a fork or while another thread does this. Then the C library serves a little longer.
+/// Does nothing during a fork, or while another thread creates the arena; the C library then serves the current call.
 #[cold]
 pub fn grow() -> bool {
     if !GROWTH.try_acquire() {
@@ -137,8 +138,8 @@ fn start_library() -> usize {
     LIBC_FALLBACK
 }
 
-/// The account to which memory of the libc fallback is charged. In a process tree it is created when the program has
-/// enough memory to be charged; most programs end before.
+/// Returns the account to which memory of the libc fallback is charged. In a process tree the account is created when
+/// the program has enough memory to be charged; most programs end before.
 pub fn account_of_libc_fallback() -> Option<&'static Account> {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = make_account();
@@ -170,13 +171,13 @@ fn make_account() -> pagemill_core::Result<&'static Account> {
     if let Some(page) = tree() {
         account.join(page, process::own_identity());
     }
-    // Stored last, because other threads charge memory to the account as soon as they see it.
+    // Stored last, because other threads charge memory to the account as soon as they read its address.
     ACCOUNT.store(ptr::from_ref(account).cast_mut(), Release);
     Ok(account)
 }
 
-/// Creates the arena and starts jemalloc in it, on a separate stack, because the caller's thread may have a small one.
-/// Returns the phase to enter.
+/// Creates the arena and starts jemalloc in it. Uses a separate stack, because the caller's stack may be small. Returns
+/// the phase to enter.
 fn start_arena() -> usize {
     extern "C" fn on_new_stack(phase: *mut c_void) {
         let began = try_start_arena().unwrap_or_else(|error| {
@@ -222,7 +223,7 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
     Ok(READY)
 }
 
-/// The shared page of the process tree; `None` if this process is in none.
+/// Returns the shared page of the process tree; `None` if this process is in no tree.
 fn tree() -> Option<&'static TreePage> {
     // SAFETY: the pointer is null or refers to a page that `TreePage::join` mapped and that is never unmapped.
     unsafe { TREE_PAGE.load(Acquire).as_ref() }

@@ -1,8 +1,9 @@
 //! Volatile ranges in a preloaded program: `pagemill_vrange`, and the calls that unmap or discard memory.
 //!
 //! A purge must never discard memory that was mapped after the mark. So `munmap`, `mmap` with `MAP_FIXED`, `mremap` and
-//! the `madvise` values that discard contents are intercepted: they first wait for purges of the range and remove its
-//! marks. Without marks this costs one load. Raw system calls, and calls inside the C library, are not intercepted.
+//! the `madvise` values that discard contents are intercepted: each call first waits for purges of its range and
+//! removes the range's marks. If the program has no marks, the interception costs one load. Raw system calls, and calls
+//! inside the C library, are not intercepted.
 #![allow(unsafe_code)] // the C ABI of the mapping calls
 
 use crate::{large, start};
@@ -39,11 +40,12 @@ pub unsafe extern "C" fn pagemill_vrange(
     behaviour: c_int,
     purged: *mut c_int,
 ) -> isize {
-    // A mark makes a small program grow. If it cannot, there is no arena and no helper that could purge.
+    // Marking memory makes a small program grow. If the arena cannot be created, the mark is refused, because no helper
+    // could purge the memory.
     let vranges = || match large::grown_pagemill() {
         Some(pagemill) => {
             start::start_helper(pagemill);
-            // A mark publishes the figures, because a fork child may mark memory without ever being charged.
+            // The figures are published now, because a fork child may mark memory without ever being charged.
             pagemill.account.note_use();
             Ok(pagemill.vranges)
         }

@@ -1,8 +1,8 @@
-//! Computes how much must be purged, and the size of the file system. No system calls.
+//! Computes how much must be purged, and the size of the file system. Makes no system calls.
 //!
-//! Each limit has two lines below it. Usage above the *mark* purges volatile files, as fast as possible: best effort.
-//! The *size* of the file system is set so that it cannot grow beyond the limit: a writer gets ENOSPC, and the kernel
-//! kills no process.
+//! For each limit there is a *purge threshold* (`mark_bytes`): while usage is above it, volatile files are purged as
+//! fast as possible. Purges can be too slow, so the file system also gets a *size* with which it cannot grow beyond any
+//! limit: a writer then gets `ENOSPC`, and the kernel kills no process.
 
 use crate::file_access::FileSystemUsage;
 use crate::groups::{Sample, guard_bytes};
@@ -10,25 +10,28 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::Machine;
 use std::time::Duration;
 
-/// Distance of a mark from its limit before anything was measured; for a group also at least this part of its limit.
+/// Distance of a purge threshold from its limit while no growth was measured. For a group it is at least the limit
+/// divided by `MARGIN_DIVISOR`.
 const MARGIN_BYTES: u64 = 64 * BLOCK_BYTES as u64;
 const MARGIN_DIVISOR: u64 = 5;
 
-/// The same without real-time priority: 200 MiB were enough in a test where 64 MiB were not.
+/// This distance for a controller without real-time priority. 200 MiB were enough in a test where 64 MiB were not.
 const WIDE_MARGIN_BYTES: u64 = 100 * BLOCK_BYTES as u64;
 
-/// A sixteenth of the machine's memory is left to other programs; the size ends at half of that.
+/// Files are purged while less than this part of the machine's memory is available. The size leaves half of this part
+/// free.
 const MACHINE_DIVISOR: u64 = 16;
 
 /// Upper bound for how fast memory can be filled, in bytes per second.
 const FASTEST: u64 = 32 << 30;
 
-/// Bounds of the pause between two looks. A group that is not known may fill its memory between two of them. At most a
-/// hundred wake-ups per second, half a percent of a CPU.
+/// Bounds of the pause between two checks of the limits. The longest is short because an unknown group can fill its
+/// memory during a pause. It means a hundred wake-ups per second, half a percent of a CPU.
 pub const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
 pub const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
-/// The limit that a line belongs to.
+/// Identifies a limit: the file system's requested size, the limit of a group (its index in [`crate::groups`]), or the
+/// machine's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
     Size,
@@ -37,7 +40,7 @@ pub enum Bound {
 }
 
 impl Bound {
-    /// Returns the limited group, if it is one.
+    /// Returns the index of the limited group; `None` for the size and the machine.
     pub fn group(self) -> Option<usize> {
         match self {
             Self::Group(watch) => Some(watch),
@@ -59,18 +62,18 @@ pub struct Line {
 }
 
 impl Line {
-    /// Returns the bytes to purge.
+    /// Returns the bytes to purge: the usage above the purge threshold.
     pub fn excess_bytes(&self) -> u64 {
         self.used_bytes.saturating_sub(self.mark_bytes)
     }
 
-    /// Returns the bytes that fit below the mark.
+    /// Returns the distance of the usage from the purge threshold; 0 above the threshold.
     pub fn room_bytes(&self) -> u64 {
         self.mark_bytes.saturating_sub(self.used_bytes)
     }
 }
 
-/// The result of one look at the limits.
+/// The result of one check of the limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub lines: Vec<Line>,
@@ -79,7 +82,8 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// `size_bytes` is the requested size. `held` returns the memory of volatile files that count for a limit.
+    /// Computes thresholds and size. `size_bytes` is the requested size, `fill` the usage of the file system. `held`
+    /// returns the memory of the volatile files that count for a limit.
     pub fn new(
         size_bytes: u64,
         fill: FileSystemUsage,
@@ -97,7 +101,7 @@ impl Budget {
         let mut headroom = u64::MAX;
         for group in groups {
             lines.push(line(Bound::Group(group.watch), &group.name, group.limit_bytes, group.working_set_bytes));
-            // A group that has brought next to nothing here does not determine the size for all.
+            // A group that has written next to nothing here does not limit the size for all users.
             let guard_bytes = guard_bytes(group.limit_bytes);
             if group.here_bytes >= guard_bytes {
                 headroom = headroom.min(group.hard_room_bytes.saturating_sub(guard_bytes));
@@ -116,26 +120,26 @@ impl Budget {
             });
             headroom = headroom.min(available_bytes.saturating_sub(kept_bytes / 2));
         }
-        // Never less than is used, which tmpfs refuses, and never 0, which means unlimited.
+        // The size is never below the usage, which tmpfs refuses, and never 0, which means unlimited.
         let size_bytes =
             size_bytes.min(fill.used_bytes.saturating_add(headroom)).max(fill.used_bytes).max(BLOCK_BYTES as u64);
         Self { lines, size_bytes }
     }
 
-    /// Returns the smallest room below any mark.
+    /// Returns the smallest distance between usage and a purge threshold.
     pub fn room_bytes(&self) -> u64 {
         self.lines.iter().map(Line::room_bytes).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns the smallest distance between usage and a limit, except these limits.
+    /// Returns the smallest distance between usage and a limit. Ignores the limits in `except`.
     pub fn room_to_limit_bytes(&self, except: &[Bound]) -> u64 {
         let lines = self.lines.iter().filter(|line| !except.contains(&line.bound));
         lines.map(|line| line.limit_bytes.saturating_sub(line.used_bytes)).min().unwrap_or(u64::MAX)
     }
 
-    /// Returns whether usage is so far above a mark that opens must wait if writers are fast: by a quarter of the distance
-    /// between the mark and the limit. Ignores these limits, and those where the memory that cannot be purged alone is as
-    /// much.
+    /// Returns whether usage is so far above a purge threshold that opens must wait if writers are fast: above by more
+    /// than a quarter of the distance between the threshold and its limit. Ignores the limits in `except`, and limits
+    /// for which the memory that cannot be purged alone is that much.
     pub fn is_close_to_limit(&self, except: &[Bound]) -> bool {
         self.lines.iter().filter(|line| !except.contains(&line.bound)).any(|line| {
             let threshold_bytes = line.mark_bytes + line.limit_bytes.saturating_sub(line.mark_bytes) / 4;
@@ -143,14 +147,14 @@ impl Budget {
         })
     }
 
-    /// Returns how long the room lasts at the fastest rate.
+    /// Returns how long a writer at the rate `FASTEST` needs to reach a purge threshold, between 1 and 10 ms.
     pub fn pause(&self) -> Duration {
         Duration::from_nanos((u128::from(self.room_bytes()) * 1_000_000_000 / u128::from(FASTEST)) as u64)
             .clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
     }
 
-    /// Returns whether to change the current size. At once if it is too large. If it is too small, when the file
-    /// system is nearly full or the gain is large.
+    /// Returns whether the current size must be changed. A size that is too large by a block or more is changed at
+    /// once, one that is too small when the file system is nearly full or the difference is large.
     pub fn wants_size(&self, fill: FileSystemUsage) -> bool {
         let (now, right) = (fill.size_bytes, self.size_bytes);
         let near_bytes = 16 * BLOCK_BYTES as u64;
@@ -162,22 +166,25 @@ impl Budget {
     }
 }
 
-/// Determines the distance of marks from their limits.
+/// What determines the distance of purge thresholds from their limits.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Margins {
     /// The controller has real-time priority.
     pub is_preferred: bool,
-    /// Predicted growth before the next look.
+    /// Predicted growth before the next check ([`crate::rate_limiter`]).
     pub foreseen_bytes: u64,
 }
 
 impl Margins {
-    /// Returns the mark, given that `fixed_bytes` of the usage cannot be purged.
+    /// Returns the purge threshold, given that `fixed_bytes` of the usage cannot be purged.
     ///
-    /// The mark is as far below the limit as the measured writers need. But for them alone it leaves a quarter of the
-    /// limit to the newest volatile files. Before anything was measured the distance of a group's mark is the larger of
-    /// 128 MiB and a fifth of the limit, at most a quarter (half without priority), because the kernel kills beyond that
-    /// limit. For the size, where a write only fails, it is at most an eighth (a quarter).
+    /// The distance between threshold and limit is the larger of two values. The first does not depend on writers. For
+    /// a group, beyond whose limit the kernel kills, it is 128 MiB or a fifth of the limit, whichever is more, but at
+    /// most a quarter. For the size, where a write only fails, it is 128 MiB, but at most an eighth. Without real-time
+    /// priority it is 200 MiB instead of 128, and at most twice that part.
+    ///
+    /// The second is the predicted growth, at most five eighths of a group's limit and three eighths of the size. It
+    /// lowers the threshold only so far that a quarter of the limit is left to the newest volatile files.
     fn mark_bytes(self, bound: Bound, limit_bytes: u64, fixed_bytes: u64) -> u64 {
         let least = if self.is_preferred { MARGIN_BYTES } else { WIDE_MARGIN_BYTES };
         let part = if self.is_preferred { 1 } else { 2 };
@@ -219,7 +226,8 @@ mod tests {
         }
     }
 
-    /// Files of a limited group are purged from 128 MiB below the limit, and the size ends 8 MiB before it.
+    /// A group uses 420 of 512 MiB. The purge threshold must be 128 MiB below the limit, and the size 8 MiB smaller
+    /// than what fits below the limit.
     #[test]
     fn a_group_bounds_the_size() {
         let budget = Budget::new(8192 * MIB, fill(8192, 400), &[group(512, 420)], None, PREFERRED, NOTHING);
@@ -231,8 +239,8 @@ mod tests {
         assert_eq!((budget.room_bytes(), budget.pause()), (0, SHORTEST_PAUSE));
     }
 
-    /// Opens wait from a quarter of the way between the mark and the limit (384 + 32 MiB of 512), but not if nothing can be
-    /// purged for that limit.
+    /// Opens must wait while usage is above the purge threshold by more than a quarter of the distance to the limit
+    /// (384 + 32 MiB of 512), but not if nothing can be purged for that limit.
     #[test]
     fn opens_wait_close_to_a_limit() {
         let budget = |used: u64, held: u64| {
@@ -245,7 +253,7 @@ mod tests {
         assert_eq!(budget(500, 0).room_to_limit_bytes(&[Bound::Group(3)]) / MIB, 7792);
     }
 
-    /// A group with next to nothing here does not limit the size; its volatile files are purged nevertheless.
+    /// A group near its limit has written only 1 MiB here. It must not limit the size, but its files must be purged.
     #[test]
     fn strangers_limits_do_not_bound_the_size() {
         let stranger = Sample { here_bytes: MIB, ..group(64, 60) };
@@ -254,7 +262,8 @@ mod tests {
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 12);
     }
 
-    /// Without real-time priority margins are wider; small limits keep a quarter; fast writers get a wider margin.
+    /// Purge thresholds of several limits. They must be lower without real-time priority and for fast writers, and
+    /// below small limits by a quarter of the limit (a half without priority).
     #[test]
     fn margins_fit_the_limit() {
         let mark = |margins: Margins, limit: u64, fixed: u64| {
@@ -266,11 +275,13 @@ mod tests {
         assert_eq!(mark(PREFERRED, 10_000, 0), 8000);
         let fast = Margins { foreseen_bytes: 300 * MIB, ..PREFERRED };
         assert_eq!((mark(fast, 1000, 0), mark(fast, 512, 0), mark(fast, 400, 0)), (700, 212, 150));
-        // Memory that cannot be purged and the newest files stay, up to the usual mark.
+        // The prediction leaves room for the memory that cannot be purged and the newest files, up to the usual
+        // threshold.
         assert_eq!((mark(fast, 512, 100), mark(fast, 512, 300)), (228, 384));
     }
 
-    /// Small file systems use seven eighths of their size, and less only for fast writers.
+    /// The purge threshold of small file systems must be seven eighths of the size (three quarters without priority),
+    /// and lower only for fast writers.
     #[test]
     fn small_sizes_are_used() {
         let mark = |margins: Margins, size: u64| margins.mark_bytes(Bound::Size, size * MIB, 0) / MIB;
@@ -280,7 +291,8 @@ mod tests {
         assert_eq!([10, 40, 60, 1000].map(faster), [175, 160, 140, 125]);
     }
 
-    /// Far from every limit the size is the requested one and the pause is the longest.
+    /// Far from every limit the size must be the requested one and the pause the longest. If the machine has little
+    /// memory, both the size and the purge threshold must follow.
     #[test]
     fn far_from_limits_there_is_time() {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
@@ -293,7 +305,8 @@ mod tests {
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 500);
     }
 
-    /// A size that has become too small is raised before a writer reaches it.
+    /// The set size is smaller than the computed one. It must be raised when usage comes near it or the difference is
+    /// large, and not for a few MiB.
     #[test]
     fn a_small_size_is_raised_in_time() {
         let budget = Budget::new(8192 * MIB, fill(1000, 900), &[group(4096, 1000)], None, PREFERRED, NOTHING);
@@ -304,7 +317,8 @@ mod tests {
     }
 
     proptest! {
-        /// Never less than is used, never more than requested unless that much is used, and no overflow.
+        /// For any usage and limits: the size must be at least the usage and a block, at most the requested size unless
+        /// usage is above it, and no computation may overflow.
         #[test]
         fn sizes_are_possible(size in 1u64.., used in 0u64.., limit in 1u64.., working in 0u64.., hard in 0u64.., total in 0u64.., available in 0u64..) {
             let fill = FileSystemUsage { size_bytes: size, used_bytes: used, inodes: 0 };

@@ -1,23 +1,23 @@
 //! Decides whether the kernel reports closes of files. Each close event costs the closing process about a
 //! microsecond.
 //!
-//! When processes close many small files in a row, the events cost more than they are worth. While such closes
-//! continue and the file system is far from its limits, close events are off: a *quiet time*. Every quarter of
-//! a second the events are turned on briefly to measure whether the closes continue. A full scan at the end
-//! finds the files that were missed.
+//! When processes close many small files in a row, the events cost more than they are worth. While processes continue
+//! to do so and the file system is far from its limits, close events are off: a *quiet time*. Every quarter of a second
+//! the events are turned on for 10 ms to measure the rate of closes. A full scan afterwards finds the files that were
+//! closed during quiet times (the *missed* files).
 
 use std::time::{Duration, Instant};
 
-/// Close events are turned off from this rate on...
+/// Close events are turned off if the rate is at least this...
 const MIN_CLOSES_PER_SECOND: u128 = 10_000;
 
-/// ...if the closed files hold less memory than this on average.
+/// ...and the closed files occupy less memory than this on average.
 const SMALL_FILE_BYTES: u64 = 64 << 10;
 
 /// How long the rate of closes is measured.
 const MEASURE_PERIOD: Duration = Duration::from_millis(10);
 
-/// How long close events then stay off.
+/// How long close events stay off before the next measurement.
 const QUIET_PERIOD: Duration = Duration::from_millis(250);
 
 /// The scan for missed files starts this long after the end of the last quiet time...
@@ -33,11 +33,11 @@ pub enum CloseEventsChange {
     Disable,
 }
 
-/// Recent closes, and whether the kernel reports closes now.
+/// Number of recent closes, memory of the closed files, and whether the kernel reports closes now.
 #[derive(Debug)]
 pub struct Closes {
     is_enabled: bool,
-    /// Start of the period of `is_enabled`, and of the counts `events` and `held_bytes`.
+    /// When `is_enabled` last changed or the counts `events` and `held_bytes` were reset.
     since: Instant,
     events: u64,
     held_bytes: u64,
@@ -105,8 +105,8 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// While many small files are closed, close events are on only to measure. One scan follows after the
-    /// closes end.
+    /// Many small files are closed. Close events must be off except during measurements. After the last close, one scan
+    /// must be due.
     #[test]
     fn close_events_are_off_while_many_small_files_are_closed() {
         let mut now = Instant::now();
@@ -126,8 +126,8 @@ mod tests {
         assert!(closes.is_scan_due(now, true) && !closes.is_scan_due(now, true), "one scan is enough");
     }
 
-    /// Few closes and closes of large files stay reported. When the file system gets near a limit, a quiet time
-    /// ends at once.
+    /// Few closes, closes of large files, and closes near a limit must stay reported. When the file system gets near a
+    /// limit, a quiet time must end at once and a scan must be due.
     #[test]
     fn few_or_large_files_stay_reported() {
         let mut now = Instant::now();

@@ -1,7 +1,7 @@
 //! Runs a controller: a thread for the control loop, and a socket for commands.
 //!
-//! The socket is in the user's own folder, so only the mounting user and root can connect. A request is one
-//! line of JSON, and its answer is another.
+//! The socket is in the user's own folder, so only the mounting user and root can connect. A request is one line of
+//! JSON, and the answer is also one line.
 
 use crate::control_loop::{ControlLoop, Settings, say};
 use crate::file_access::FileAccess;
@@ -21,7 +21,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Timeout for slow clients, and for the control loop's answer.
+/// Timeout of reads from and writes to a client, and of waiting for the status from the control loop.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of concurrent clients.
@@ -47,7 +47,7 @@ enum Answer {
     Refused { why: String },
 }
 
-/// A running control loop. Dropping this stops the loop and joins its thread.
+/// A running control loop. Dropping the value stops the loop and joins its thread.
 pub struct ControlLoopThread {
     submissions: Arc<SubmissionQueue>,
     thread: Option<JoinHandle<()>>,
@@ -90,7 +90,7 @@ pub enum EndReason {
     Signal(i32),
     /// The file system is no longer mounted anywhere.
     Unmounted,
-    /// No other process can reach the file system ([`mounting::is_abandoned`]). Sent only with
+    /// No other process can reach the file system ([`mounting::is_abandoned`]). Reported only with
     /// [`Until::Abandoned`].
     Abandoned,
 }
@@ -102,8 +102,8 @@ pub enum Until {
     Abandoned,
 }
 
-/// A controller's socket and its thread. Dropping this removes the socket, and waits up to a second until
-/// clients have their answers.
+/// A controller's socket and the thread that serves it. Dropping the value removes the socket, and waits up to a second
+/// until clients have their answers.
 pub struct Server {
     path: PathBuf,
     state: Arc<ServerState>,
@@ -211,7 +211,7 @@ impl ServerState {
     }
 }
 
-/// Unmounts a file system. While it is busy, retries for the duration `retry_time`.
+/// Unmounts a file system. While the file system is busy, retries for the duration `retry_time`.
 ///
 /// # Errors
 ///
@@ -226,8 +226,8 @@ pub fn unmount(point: &Path, device: u64, controller: u32, retry_time: Duration)
     }
 }
 
-/// Waits until the file system is no longer mounted, and reports that to `ends`. With [`Until::Abandoned`] also
-/// reports when no process can reach it.
+/// Waits until the file system is no longer mounted, and sends [`EndReason::Unmounted`] to `ends`. With
+/// [`Until::Abandoned`] also sends [`EndReason::Abandoned`] while no other process can reach the file system.
 fn watch_mounts(device: u64, until: Until, ends: &Sender<EndReason>) {
     // The kernel reports changes of mounts at once, but the end of a process must be polled for.
     const NOW_AND_THEN: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };

@@ -1,6 +1,9 @@
-//! The control loop: one thread that records writes, checks limits, purges, and sets the size.
+//! The control loop: one thread that records writes, checks all limits, purges volatile files, and sets the file
+//! system's size. A *check* reads usage and limits, and purges while usage is above a purge threshold
+//! ([`crate::budget`]).
 //!
-//! It shares no state, so it holds no lock while it works. Other threads reach it through the [`SubmissionQueue`].
+//! The loop shares no state, so it holds no lock while it works. Other threads send it requests through the
+//! [`SubmissionQueue`].
 
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, Line, Margins};
 use crate::closes::{CloseEventsChange, Closes};
@@ -32,24 +35,28 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-/// Pause between reads of events: waking a reader for each event would cost the writer three times as much.
+/// Pause between two reads of the event queue. If each event woke the control loop, the writer's close would cost three
+/// times as much.
 const DRAIN_PAUSE: Duration = Duration::from_millis(5);
 
-/// Bytes of one read of events, some fifty of them, and the time limit of draining. Any user can close files at any rate,
-/// and this thread runs at high priority. Events beyond that are lost, and a scan finds the files.
+/// Bytes of one read of the event queue (some fifty events), and time limit of all reads after one pause. The limit is
+/// needed because any user can close files at any rate, and this thread runs at high priority. If the kernel's queue
+/// overflows, a scan finds the files.
 const EVENT_BYTES: usize = 4 << 10;
 const DRAIN_SLICE: Duration = Duration::from_millis(1);
 
-/// Number of failed reads in a row after which events are given up. Before that each counts as lost events.
+/// Number of consecutive failed reads after which the control loop works without events. Each earlier failure counts as
+/// lost events.
 const MAX_FAILED_READS: u32 = 100;
 
-/// Purging pauses after this time to check limits and to drain events.
+/// Time limit of purging before the control loop reads the limits again or does its other work.
 const SLICE: Duration = Duration::from_millis(2);
 
-/// Without an alarm the room below a limit must be at least this large.
+/// If the room below every purge threshold is at least this large and usage is stable, checks read only the file
+/// system's usage. With less room below a group's threshold, the kernel must watch that group's usage (an alarm).
 const ROOM_FOR_EASE: u64 = 512 * BLOCK_BYTES as u64;
 
-/// Pause while usage is stable but no alarm is set, and while nothing can be purged.
+/// Pause between checks while usage is stable but an alarm cannot be set, and while nothing can be purged.
 const STILL_PAUSE: Duration = Duration::from_millis(4);
 const NOTHING_PAUSE: Duration = Duration::from_millis(16);
 
@@ -61,8 +68,8 @@ const GROWN_PAUSE: Duration = Duration::from_millis(20);
 const WORKER_PAUSE: Duration = Duration::from_millis(5);
 const SCAN_PAUSE: Duration = Duration::from_millis(2);
 
-/// Close events may be off while this many times the predicted growth (some two seconds of it), and at least this much,
-/// fits below every mark.
+/// Close events may be off while the room below every purge threshold is at least `QUIET_TIMES` times the predicted
+/// growth (some two seconds of growth) and at least `QUIET_ROOM`.
 const QUIET_TIMES: u64 = 50;
 const QUIET_ROOM: u64 = 128 * BLOCK_BYTES as u64;
 
@@ -72,18 +79,19 @@ const SAMPLE_LASTS: Duration = Duration::from_millis(200);
 /// Number of checks without a change after which usage counts as stable.
 const STILL_LOOKS: u32 = 16;
 
-/// Interval at which the machine's memory is read while there is much of it.
+/// Interval at which the machine's available memory is read while at least an eighth of all memory is available.
 const MACHINE_LASTS: Duration = Duration::from_millis(10);
 
-/// Opens are delayed while writers can fill what is left below a limit in this many times the predicted growth, some 160 ms
-/// of it.
+/// Opens are delayed while the room below a limit is at most this many times the predicted growth (some 160 ms of
+/// growth).
 const FAST_TIMES: u64 = 4;
 
-/// A reading of usage is old after this time, while the control loop purges, and this long after the next look was due.
+/// How long opens are allowed without a new reading of the usage: `READING_LASTS` while the control loop purges,
+/// otherwise until the next check is late by `LATE`.
 const READING_LASTS: Duration = Duration::from_millis(8);
 const LATE: Duration = Duration::from_millis(4);
 
-/// Settings of a mount.
+/// Settings of a mounted file system.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub mount_point: PathBuf,
@@ -100,7 +108,7 @@ struct PendingPurge {
     began_ns: i64,
     /// Earliest time to continue.
     next: Instant,
-    /// Number of the scan that the purge waits for. `None` until no more candidates are known.
+    /// The purge waits until this many scans have ended. `None` while files to purge are known.
     scans: Option<u64>,
     reply: Sender<u64>,
 }
@@ -129,9 +137,9 @@ pub struct ControlLoop {
     backlog: VecDeque<ScanMessage>,
     scanning: Scanning,
     closes: Closes,
-    /// The limits for which the last look had to purge and found nothing.
+    /// The limits whose purge threshold was exceeded at the last check, though no file could be purged.
     blocked: Vec<Bound>,
-    /// A group that has not been identified may be writing.
+    /// There is a group of which it is unknown whether it writes here ([`Groups::find_writers`]).
     has_suspects: bool,
     drained: Instant,
     has_events: bool,
@@ -144,11 +152,12 @@ pub struct ControlLoop {
 }
 
 impl ControlLoop {
-    /// Takes over the file system: scans it and sets the size.
+    /// Creates a control loop for the file system: scans all files, and checks the limits once.
     ///
     /// # Errors
     ///
-    /// Errors of the scan. Without events the control loop runs nevertheless.
+    /// Errors of the scan, and of a folder in `settings.groups`. If the kernel reports no events, the control loop
+    /// works without them.
     pub fn new(settings: Settings, access: FileAccess) -> io::Result<Self> {
         let access = Arc::new(access);
         let listener = Listener::new(access.root());
@@ -202,8 +211,8 @@ impl ControlLoop {
         Ok(control_loop)
     }
 
-    /// Returns whether opens may be delayed. Only root can, and not if the worker's program is a file of this mount: the
-    /// new process would wait for a controller that may have been killed.
+    /// Returns whether opens may be delayed. Only root can delay opens. If the worker's program is a file of this
+    /// mount, opens must not be delayed: a new worker would wait for a controller that may have been killed.
     fn can_delay_opens(&self) -> bool {
         let program = self.settings.worker.first().and_then(|program| std::fs::metadata(program).ok());
         let is_elsewhere = program.is_none_or(|program| program.dev() != self.access.device());
@@ -217,8 +226,8 @@ impl ControlLoop {
 
     /// Runs until a stop request arrives.
     pub fn run(mut self) {
-        // Writers at full speed leave other threads no CPU time. This thread works in bounded steps and sleeps when
-        // idle.
+        // Writers at full speed can use all CPU time, so this thread needs priority. It works in bounded steps and
+        // sleeps when idle.
         self.is_preferred = thread::prefer_by_deadline();
         loop {
             self.drain();
@@ -259,7 +268,7 @@ impl ControlLoop {
         }
     }
 
-    /// Records some of the scan results: a few at a time, because limits come first.
+    /// Records at most 256 scan results, so that the next check is not delayed.
     fn take_scan_messages(&mut self) {
         const AT_A_TIME: usize = 256;
         if self.backlog.len() < AT_A_TIME {
@@ -321,7 +330,7 @@ impl ControlLoop {
         self.has_events |= has_events;
     }
 
-    /// Reads the queued events, unless it did so just now.
+    /// Reads the queued events, unless they were read less than `DRAIN_PAUSE` ago.
     fn drain(&mut self) {
         if !self.has_events || self.drained.elapsed() < DRAIN_PAUSE {
             return;
@@ -358,14 +367,14 @@ impl ControlLoop {
         self.closes.count(self.table.counts.events - before.0, self.table.closed_bytes - before.1);
         self.has_events = Instant::now() >= until;
         self.listener = Some(listener);
-        // Usage changes again: stable intervals no longer apply. The limit of a new group is not known yet.
+        // Usage changes again, or the limit of a new group must be read: check at once.
         if self.still_looks > STILL_LOOKS || self.table.groups.learned() != self.learned {
             self.still_looks = 0;
             self.look_at = Instant::now();
         }
     }
 
-    /// Turns close events on or off, and requests a scan for files that were missed.
+    /// Turns close events on or off, and requests a scan for files that were closed while the events were off.
     fn listen(&mut self) {
         let now = Instant::now();
         let room = self.budget.room_bytes();
@@ -384,10 +393,11 @@ impl ControlLoop {
         self.table.wants_scan |= self.closes.is_scan_due(now, has_room);
     }
 
-    /// Checks every limit, sets the size, purges above marks, and decides when to look again.
+    /// Checks every limit, sets the size, purges while usage is above a purge threshold, and sets the time of the next
+    /// check.
     fn look(&mut self) {
         let (begun, worked) = (Instant::now(), processor_time());
-        // Usage has been stable for long and no limit is near: only check whether the file system has changed.
+        // Usage has been stable for long and no limit is near: read only the file system's usage.
         let is_still = self.still_looks >= STILL_LOOKS && self.budget.room_bytes() >= ROOM_FOR_EASE;
         if is_still && begun < self.sampled + SAMPLE_LASTS && self.access.usage().is_ok_and(|fill| fill == self.fill) {
             self.look_at = begun + LONGEST_PAUSE;
@@ -406,7 +416,7 @@ impl ControlLoop {
             let freed = self.purge_for(&line);
             if freed.is_none() {
                 blocked.push(line.bound);
-                // A scan may find new marks, or a name that had no folder.
+                // A scan may find new marks, or files whose folder was unknown.
                 self.table.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
@@ -419,17 +429,17 @@ impl ControlLoop {
         self.blocked = blocked;
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
-        // At most half of a CPU, however many limits there are. Only CPU time counts: a wait for a lock or for the CPU
-        // has already delayed this thread.
+        // The loop uses at most half of a CPU, however many limits there are. Only CPU time counts: after a wait for a
+        // lock or for the CPU no further pause is needed.
         let worked = processor_time().saturating_sub(worked);
         let pause = self.pause(is_blocked);
         let next = self.duty.next_look(self.sampled, Instant::now(), pause, worked);
-        // A purge that is not finished does not pause, because a writer on another CPU does not either.
+        // After an unfinished purge there is no pause, because writers on other CPUs do not pause either.
         self.look_at = if is_behind { Instant::now() } else { next };
         self.allow_opens_until(self.look_at + LATE);
     }
 
-    /// Delays opens while writers are fast, if something can be purged for a limit that they may reach.
+    /// Delays opens while writers are fast, if a file can be purged for a limit that the writers may reach.
     fn throttle_opens(&mut self) {
         let fast_bytes = self.rate_limiter.lately_foreseen_bytes().saturating_mul(FAST_TIMES);
         let room_bytes = self.budget.room_to_limit_bytes(&self.blocked);
@@ -462,7 +472,7 @@ impl ControlLoop {
         if is_blocked {
             return pause.max(NOTHING_PAUSE);
         }
-        // Near a group's limit the kernel can watch the usage.
+        // Near a group's purge threshold the kernel can watch the usage (an alarm).
         let groups = &mut self.table.groups;
         let is_alarmed = |line: &Line| match line.bound {
             Bound::Group(watch) => {
@@ -504,13 +514,14 @@ impl ControlLoop {
         if self.budget.wants_size(self.fill) {
             match self.access.set_size(self.budget.size_bytes) {
                 Ok(()) => self.table.counts.size_changes += 1,
-                // Another process wrote meanwhile, so usage has grown. The next check tries again.
+                // Another process wrote meanwhile, so usage is above the new size. The next check tries again.
                 Err(_) => self.table.counts.size_refused += 1,
             }
         }
     }
 
-    /// Searches for writers if the file system has grown: before a file is closed no event identifies its writer.
+    /// Searches for writers if the file system has grown, since no event identifies a file's writer before the file is
+    /// closed.
     fn find_writers(&mut self) {
         let (used, at) = self.grown;
         if self.fill.used_bytes >= used.saturating_add(GROWN_BYTES) && at.elapsed() >= GROWN_PAUSE {
@@ -556,7 +567,7 @@ impl ControlLoop {
                         (purge.began_ns, purge.next) = (now_ns(), begun + WORKER_PAUSE);
                         return true;
                     }
-                    // Tries once more after a scan that begins now. Then the purge ends.
+                    // Tries once more after a scan that starts from now on. Then the purge ends.
                     None => match purge.scans {
                         None => {
                             purge.scans = Some(self.table.counts.scans + 1 + u64::from(self.scanning.is_running()));

@@ -1,15 +1,17 @@
-//! Limits the control loop's share of a CPU, without delaying it after a stall.
+//! Limits the part of a CPU that the control loop uses (its duty cycle), without delaying the loop after a stall.
 //!
-//! A thread's CPU time includes time in which a hypervisor ran other guests on the CPU. Such a stall of tens of
-//! milliseconds is no work, and resting as long again lets writers reach the limit. Work repeats and stalls do not, so
-//! the mean of the last few looks without the longest is the work of one.
+//! The control loop checks all limits periodically and sleeps in between. The sleep should be at least as long as a
+//! check works. The CPU time of the last check is no good measure: it includes time in which a hypervisor ran other
+//! guests on the CPU. If the loop slept as long after such a stall of tens of milliseconds, writers could reach a
+//! limit. Long work repeats and stalls do not, so the estimate is the mean of the last four checks without the longest
+//! one.
 
 use std::time::{Duration, Instant};
 
-/// Number of looks of which all but the longest count.
+/// Number of recent checks in the estimate. The longest of them does not count.
 const LOOKS: usize = 4;
 
-/// CPU time of the last looks.
+/// CPU times of the last checks, which determine how long the control loop sleeps.
 #[derive(Clone, Debug, Default)]
 pub struct Duty {
     worked: [Duration; LOOKS],
@@ -17,10 +19,11 @@ pub struct Duty {
 }
 
 impl Duty {
-    /// Returns when to look again, after a look that ended `now` and took `worked` of CPU time.
+    /// Returns the time of the next check, after a check that ended at `now` and used the CPU for `worked`.
     ///
-    /// The pause counts from `sampled`, when usage was read: after a stall the next look follows soon. But the loop
-    /// rests at least as long as a look usually works, so that it takes half of a CPU at most.
+    /// The next check is due `pause` after `sampled`, the time at which the last one read the usage. So a check that
+    /// was delayed by a stall is soon followed by the next. But at least the estimated CPU time of a check passes after
+    /// `now`, so that the loop uses at most half of a CPU.
     pub fn next_look(&mut self, sampled: Instant, now: Instant, pause: Duration, worked: Duration) -> Instant {
         self.worked[self.next] = worked;
         self.next = (self.next + 1) % LOOKS;
@@ -36,7 +39,8 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// Feeds looks of this CPU time, each sampled when it begins. Returns the rests after their ends.
+    /// Simulates checks with these CPU times, each of which reads the usage when it begins. Returns the sleeps after
+    /// them.
     fn rests(pause: Duration, worked: &[Duration]) -> Vec<Duration> {
         let (mut duty, mut now) = (Duty::default(), Instant::now());
         let look = |worked: &Duration| {
@@ -50,7 +54,8 @@ mod tests {
         worked.iter().map(look).collect()
     }
 
-    /// After a stall the next look follows at once: what it sampled is old.
+    /// Among short checks, one takes 65 ms of CPU time, a stall. The usage that it read is old, so the next check must
+    /// follow without the usual pause.
     #[test]
     fn a_stall_is_not_followed_by_a_pause() {
         let quick = MS / 10;
@@ -58,14 +63,16 @@ mod tests {
         assert_eq!(rests, [MS - quick, MS - quick, MS - quick, MS - quick, quick, MS - quick]);
     }
 
-    /// Not every look is as long as the others, and the long ones count.
+    /// Three of four checks are long. After each check the sleep must be more than two thirds of the CPU time of a long
+    /// one.
     #[test]
     fn uneven_work_is_followed_by_a_rest() {
         let rests = rests(MS, &[15 * MS, 15 * MS, 15 * MS, MS / 10].repeat(4));
         assert!(rests[LOOKS..].iter().all(|rest| *rest > 10 * MS), "{rests:?}");
     }
 
-    /// Many limits take long to read, each time: half of a CPU is left.
+    /// Every check needs 15 ms of CPU time. Each sleep must be at least 15 ms, or the rest of the pause if that is
+    /// longer.
     #[test]
     fn long_work_is_followed_by_a_rest() {
         assert_eq!(rests(MS, &[15 * MS; 6])[LOOKS - 1..], [15 * MS; 3]);

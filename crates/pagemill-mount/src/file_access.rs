@@ -1,8 +1,8 @@
 //! The controller's access to the file system: a private mount, and calls that follow no links.
 //!
-//! The private mount is a clone of the users' mount that appears at no path. The controller's open files
-//! therefore do not keep the users' mount busy, and mounts or renames at the users' path cannot redirect the
-//! controller. Every path starts at the clone's root and stays below it.
+//! The private mount is a clone of the users' mount that appears at no path. The controller's open files therefore do
+//! not keep the users' mount busy, and mounts or renames at the users' path cannot redirect the controller. Every path
+//! starts at the clone's root and cannot lead out of the clone.
 
 use crate::policy::{HUGE, Marks, PURGED, SIZE, VOLATILE};
 use rustix::fs::{self, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, XattrFlags};
@@ -35,8 +35,8 @@ pub struct FileAttributes {
     pub len_bytes: u64,
     /// Memory that the file occupies.
     pub held_bytes: u64,
-    /// Time of the last access or of the last change, whichever is later. Users can set back the former, but
-    /// not the latter.
+    /// Time of the last access (`atime`) or of the last change (`ctime`), whichever is later. Users can set `atime`
+    /// back, but not `ctime`.
     pub used_ns: i64,
     /// Last change of contents or attributes.
     pub changed_ns: i64,
@@ -72,8 +72,8 @@ impl FileAttributes {
 
     /// Returns whether users other than the owner may write to this file and set its attributes.
     ///
-    /// For a file with an access control list, the mode's group bits are the list's mask. So the result is also
-    /// right if the list lets another user write.
+    /// For a file with an access control list, the mode's group bits are the list's mask. So the result is also true if
+    /// the list lets another user write.
     pub fn is_writable_by_others(&self) -> bool {
         Mode::from_raw_mode(self.mode).intersects(Mode::WGRP | Mode::WOTH)
     }
@@ -167,11 +167,12 @@ impl FileAccess {
         Ok(FileSystemUsage { size_bytes, used_bytes, inodes: stat.f_files.saturating_sub(stat.f_ffree) })
     }
 
-    /// Changes the size of the file system. Writes beyond it fail with `ENOSPC`. Takes some 30 us.
+    /// Changes the size of the file system. Writes that would need more memory than `bytes` fail with `ENOSPC`. Takes
+    /// some 30 us.
     ///
     /// # Errors
     ///
-    /// `EINVAL` if more bytes than that are used, `EPERM` without permission.
+    /// `EINVAL` if more than `bytes` are in use, `EPERM` without permission.
     pub fn set_size(&self, bytes: u64) -> io::Result<()> {
         let context = mount::fspick(&self.root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)?;
         mount::fsconfig_set_string(&context, "size", bytes.to_string())?;
@@ -269,7 +270,7 @@ fn path_of(folder: impl AsFd, name: &OsStr) -> OsString {
 ///
 /// # Errors
 ///
-/// Errors of reading. The file may have marks then.
+/// Errors of reading. The caller must not treat the file as unmarked then.
 pub fn marks(fd: impl AsFd, bad: impl FnMut(BadMark)) -> io::Result<Marks> {
     let mut names = [0; 1024];
     let listed = fs::flistxattr(&fd, &mut names[..]);
@@ -288,8 +289,8 @@ pub fn marks_at(folder: impl AsFd, name: &OsStr, bad: impl FnMut(BadMark)) -> io
     read_listed_marks(fitting_names(&names, listed)?, |name, value| fs::lgetxattr(&path, name, value), bad)
 }
 
-/// Returns the attribute names that a list call stored. `None` if they did not fit; the caller then queries
-/// each attribute.
+/// Returns the attribute names that a list call stored. `None` if the names did not fit; the caller then queries each
+/// attribute.
 fn fitting_names(names: &[u8], listed: rustix::io::Result<usize>) -> io::Result<Option<&[u8]>> {
     match listed {
         Ok(len) => Ok(Some(&names[..len])),
@@ -305,7 +306,7 @@ fn read_listed_marks(
     get: impl Fn(&str, &mut [u8]) -> rustix::io::Result<usize>,
     mut bad: impl FnMut(BadMark),
 ) -> io::Result<Marks> {
-    // Most files have no attributes, so no value is queried.
+    // Most files have no attributes. Their values need not be queried.
     if names.is_some_and(<[u8]>::is_empty) {
         return Ok(Marks::default());
     }
@@ -377,8 +378,8 @@ mod tests {
     use super::*;
     use crate::policy::{Huge, Volatile};
 
-    /// Marks are found among other attributes, in both families. Invalid values are reported and ignored. A
-    /// failed read is an error, and does not count as a missing mark.
+    /// Marks of both families must be found among other attributes. Invalid values must be reported and ignored. A
+    /// failed read must be an error, not a missing mark.
     #[test]
     fn marks_are_read() {
         let names = b"security.x\0user.pagemill.volatile\0trusted.pagemill.huge\0";

@@ -1,5 +1,5 @@
-//! The table of all files: records what the kernel's events and the scans report, and purges one file at a
-//! time.
+//! The controller's record of the file system: the folders, the volatile files, the memory groups and the worker's
+//! queue. Events and scans update the record, and purges take files from it one at a time.
 
 use crate::control_loop::say;
 use crate::file_access::{self, FileAccess, FileAttributes};
@@ -22,24 +22,25 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-/// How long the worker leaves a closed file alone. Many files are reopened soon after their close. A volatile
-/// file may also be purged soon, and a purge fails while the worker has the file open.
+/// Delay between a file's close and its examination by the worker. Many files are reopened soon after their close. A
+/// volatile file may also be purged soon, and a purge fails while the worker has the file open.
 const EXAMINE_DELAY: Duration = Duration::from_millis(200);
 const VOLATILE_EXAMINE_DELAY: Duration = Duration::from_millis(500);
 
-/// Maximum age of the folder marks that are applied to a file found by a scan.
+/// Maximum age of recorded folder marks that are used for a file that a scan found. Older ones are read again.
 const MAX_MARKS_AGE: Duration = Duration::from_millis(100);
 
-/// Maximum number of folders that are open at a time.
+/// Maximum number of folders that are open at a time during a batch of events.
 const MAX_OPEN: usize = 32;
 
-/// Maximum number of volatile files that are checked again for a status request.
+/// Maximum number of volatile files whose attributes are read again for a status request.
 const MAX_RECHECKED_FILES: usize = 1024;
 
 /// Maximum number of paths for which a bad mark is reported.
 const MAX_REPORTED_PATHS: usize = 100;
 
-/// From this size on a closed file's own marks are read at once. There are too many smaller files for that.
+/// If a closed file has at least this much memory, its own marks are read at once. There are too many smaller files to
+/// do so.
 const OWN_MARKS_FROM_BYTES: u64 = 64 << 10;
 
 /// An open folder of the current batch of events, and the marks of its ancestors.
@@ -49,7 +50,7 @@ struct BatchFolder {
     ancestors: Vec<Ancestor>,
 }
 
-/// All that the controller knows about files, folders, groups and pages to work on.
+/// The controller's record of files, folders, groups and files queued for the worker.
 pub struct FileTable {
     access: Arc<FileAccess>,
     folders: Folders,
@@ -59,11 +60,11 @@ pub struct FileTable {
     pub counts: Counts,
     /// Events were lost or a folder was not found, so a full scan is needed.
     pub wants_scan: bool,
-    /// A purge skipped a file because the worker had it open. A retry shortly later can succeed.
+    /// A purge skipped a file because the worker had the file open. A retry some milliseconds later can succeed.
     pub skipped_for_worker: bool,
-    /// Total memory of the files that were closed.
+    /// Total memory of the files in all recorded close events.
     pub closed_bytes: u64,
-    /// Files that the current scan has found.
+    /// Inodes of the volatile files that the current scan has found.
     seen: HashSet<u64>,
     batch_began: Instant,
     /// Open folders of the current batch of events, by inode.
@@ -75,7 +76,7 @@ pub struct FileTable {
     reported_paths: HashSet<PathBuf>,
 }
 
-/// Returns the current time as a file time: nanoseconds since 1970.
+/// Returns the current time in nanoseconds since 1970, like the times of files.
 pub fn now_ns() -> i64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
@@ -85,8 +86,8 @@ impl FileTable {
     /// Creates an empty table. `worker` is the command line of the worker process.
     pub fn new(access: Arc<FileAccess>, mut groups: Groups, worker: Vec<OsString>) -> Self {
         let own_group = groups.of_self();
-        // Without permission to read page charges, events carry no process id either. All files then count as
-        // written by this process's group.
+        // Without permission to read page charges, the controller also gets no process ids in events. All files then
+        // count as written by this process's group.
         if !pages::may_ask_for_group() {
             groups.trust(own_group);
         }
@@ -122,7 +123,7 @@ impl FileTable {
         self.batch_began = Instant::now();
     }
 
-    /// Handles a renamed folder: every path below it changes.
+    /// Handles an event of a renamed folder. The paths of all files in the folder change.
     pub fn folder_moved(&mut self, folder: Handle<'_>, name: &OsStr) {
         self.open_folders.clear();
         let parent = self.folders.find(&self.access, folder);
@@ -130,7 +131,7 @@ impl FileTable {
         self.wants_scan |= !is_learned;
     }
 
-    /// Handles a file that a process closed after writing, or renamed to `name`.
+    /// Handles an event of a file `name` that a process closed after writing, or renamed to `name`.
     pub fn record_written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
         let is_own = pid != 0 && (pid == self.own_pid || pid == self.pages.worker_pid());
         if is_own {
@@ -150,8 +151,8 @@ impl FileTable {
         self.open_folders.insert(opened.inode, opened);
     }
 
-    /// Ends the batch and closes its folders. While a deleted folder is open, its handle still opens it, as if
-    /// it existed.
+    /// Ends the batch and closes its folders. They must not stay open: the handle of a deleted folder can be opened, as
+    /// if the folder existed, until the last descriptor is closed.
     pub fn end_batch(&mut self) {
         self.open_folders.clear();
     }
@@ -171,7 +172,8 @@ impl FileTable {
             return;
         }
         let mut own = Marks::default();
-        // The own marks of small files are read by a scan and again by a purge: such files are too many.
+        // There are too many small files to read their own marks here. A scan reads the marks, and a purge reads them
+        // again.
         if seen.held_bytes >= OWN_MARKS_FROM_BYTES {
             let mut bad = Vec::new();
             let Ok(marks) = file_access::marks_at(&folder.fd, name, |mark| bad.push(mark)) else { return };
@@ -192,8 +194,8 @@ impl FileTable {
         self.record_file(folder.inode, name, &seen, marks, group, now_ns());
     }
 
-    /// Returns the group of the process that closed a file. In a user namespace events carry no process id; the
-    /// result is then this process's group.
+    /// Returns the group of the process that closed a file. In a user namespace events carry no process id; the result
+    /// is then the controller's group.
     fn group_of_writer(&mut self, pid: u32) -> GroupId {
         if pid == 0 {
             return self.own_group;
@@ -230,7 +232,7 @@ impl FileTable {
                 }
                 let since = Instant::now().checked_sub(MAX_MARKS_AGE).unwrap_or(self.batch_began);
                 let Some(ancestors) = self.folders.ancestors(&self.access, folder, since) else {
-                    // The marks are unknown for now. The file is not purged until they are known.
+                    // The marks of an ancestor are unknown. Without its marks the file must not be purged.
                     self.index.remove(seen.inode);
                     return;
                 };
@@ -262,8 +264,8 @@ impl FileTable {
         purge::finish(fd.as_fd(), name, |fd, seen| is_still_volatile(&folders, &self.access, folder, fd, seen));
     }
 
-    /// Removes the files that the completed scan did not find, unless they were used since it began at
-    /// `began_ns`.
+    /// Removes the volatile files that the completed scan did not find, unless they were used since `began_ns`, when
+    /// the scan began.
     pub fn forget_unseen(&mut self, began_ns: i64) {
         let seen = std::mem::take(&mut self.seen);
         self.index.retain(|inode, file| seen.contains(&inode) || file.used_ns >= began_ns);
@@ -308,8 +310,8 @@ impl FileTable {
         self.pages.note(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
     }
 
-    /// Reads the attributes of all volatile files again, unless they are too many: some may have been removed
-    /// or have shrunk. Returns whether it did.
+    /// Reads the attributes of all volatile files again, since some may have been removed or have shrunk. Returns
+    /// `false` if the files are too many to do so.
     pub fn recheck_volatile_files(&mut self) -> bool {
         if self.index.count() > MAX_RECHECKED_FILES {
             return false;
@@ -334,20 +336,21 @@ impl FileTable {
         true
     }
 
-    /// Returns the memory of the volatile files: of those whose purge lowers the usage of the limited group
-    /// `watch`, or of all.
+    /// Returns the memory of the volatile files. With `watch`, counts only files whose purge lowers the usage of that
+    /// limited group.
     pub fn held_bytes(&self, watch: Option<usize>) -> u64 {
         self.index.held_bytes(|group| watch.is_none_or(|watch| self.groups.lowers_usage_of(group, watch)))
     }
 
-    /// Purges the least recently used file. Returns the bytes freed; 0 if the file was in use.
+    /// Purges the least recently used volatile file, or its end. Returns the bytes freed: 0 if this file could not be
+    /// purged, so that the caller tries the next.
     ///
-    /// With `watch`, considers only files whose purge lowers the usage of that limited group. Returns `None` if
-    /// no such file was last used before `began_ns`.
+    /// With `watch`, considers only files whose purge lowers the usage of that limited group. Returns `None` if none of
+    /// the considered files was last used before `began_ns`.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let inode = self.index.oldest(|group| watch.is_none_or(|watch| groups.lowers_usage_of(group, watch)))?;
-        // The order is that of use, so all other files were used after `began_ns`, too.
+        // The files are in order of last use, so all other files were used after `began_ns`, too.
         self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
         let file = self.index.remove(inode)?;
         self.pages.forget(inode);
@@ -388,8 +391,8 @@ impl FileTable {
                 let is_worker = self.pages.is_given(inode);
                 self.counts.spared_open += u64::from(!is_worker);
                 self.skipped_for_worker |= is_worker;
-                // The file is in use, so it moves to the end of the order. A file that the worker has open
-                // moves only so far that the current purge does not retry it.
+                // A file that a user has open counts as used now. A file that the worker has open counts as used at
+                // `began_ns`, so that only the current purge skips it.
                 let used_ns = if is_worker { began_ns.max(file.used_ns) } else { now_ns() };
                 self.index.insert(inode, VolatileFile { used_ns, ..file });
                 Some(0)
@@ -399,8 +402,8 @@ impl FileTable {
     }
 }
 
-/// Returns the group charged for a file's first page, if that can be determined. `None` if another process has
-/// the file open.
+/// Returns the group charged for a file's first page. `None` if the group is unknown or another process has the file
+/// open.
 fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<GroupId> {
     let fd = file_access::open_file(folder, name, OFlags::RDONLY).ok()?;
     // The search for data takes the file's lock, which a slow writer can hold for long. A lease is granted only
@@ -429,8 +432,8 @@ fn is_still_volatile(
 mod tests {
     use super::*;
 
-    /// `charged_group` returns nothing while a writer has the file open, because the writer may hold the file's
-    /// lock for long.
+    /// A writer has a file open. `charged_group` must return `None`, because the writer may hold the file's lock for
+    /// long; after the close it must return the group.
     #[test]
     fn the_group_of_an_open_file_is_not_read() {
         let Ok(path) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };

@@ -1,7 +1,7 @@
 //! The folders of the file system by inode number: their paths and marks.
 //!
-//! The kernel's events identify folders by inode. A path becomes stale when a folder is moved, so
-//! [`Folders::open`] checks the inode of what it opened.
+//! The kernel's events identify folders by inode. A recorded path becomes wrong when a folder is moved, so
+//! [`Folders::open`] checks that the opened folder has the expected inode.
 
 use crate::file_access::{self, FileAccess, FileAttributes};
 use crate::policy::Ancestor;
@@ -59,7 +59,7 @@ impl Folders {
         self.known.remove(&inode);
     }
 
-    /// Returns the folder and its ancestors up to the root; `None` if one of them is unknown.
+    /// Returns the inodes of the folder and its ancestors up to the root; `None` if one of the folders is unknown.
     fn chain(&self, inode: u64) -> Option<Vec<u64>> {
         let mut chain = vec![inode];
         while *chain.last()? != self.root {
@@ -77,11 +77,11 @@ impl Folders {
         Some(chain.iter().rev().skip(1).filter_map(|inode| self.known.get(inode)).map(|folder| &folder.name).collect())
     }
 
-    /// Opens a folder; `NotFound` if it is unknown or has been moved.
+    /// Opens a folder by its recorded path.
     ///
     /// # Errors
     ///
-    /// Errors of opening.
+    /// `NotFound` if the folder is unknown or was moved; errors of opening.
     pub fn open(&mut self, access: &FileAccess, inode: u64) -> io::Result<OwnedFd> {
         let path = self.path(inode).ok_or(io::ErrorKind::NotFound)?;
         let fd = access.open_folder(&path).inspect_err(|_| self.forget(inode))?;
@@ -92,8 +92,8 @@ impl Folders {
         Err(io::ErrorKind::NotFound.into())
     }
 
-    /// Returns the inode of an event's folder, and looks up its path if that is unknown. The look-up needs
-    /// privileges; `None` means that a scan is needed.
+    /// Returns the inode of an event's folder. If the folder's path is unknown, asks the kernel for the path and
+    /// records it; that needs privileges. `None` means that the path is still unknown and a scan is needed.
     pub fn find(&mut self, access: &FileAccess, handle: Handle<'_>) -> Option<u64> {
         let inode = handle.inode()?;
         if self.chain(inode).is_some() {
@@ -119,7 +119,8 @@ impl Folders {
         Some(())
     }
 
-    /// Records the subfolder `name` of `parent`. Returns whether it exists.
+    /// Records the subfolder `name` of `parent`. Returns `false` if the subfolder cannot be opened or the table is
+    /// full.
     pub fn record_subfolder(&mut self, access: &FileAccess, parent: u64, name: &OsStr) -> bool {
         let Some(path) = self.path(parent) else { return false };
         let Ok(fd) = access.open_folder(&path.join(name)) else { return false };
@@ -127,8 +128,8 @@ impl Folders {
         read_ancestor(&fd, &seen).is_ok_and(|above| self.record(seen.inode, parent, name, above, Instant::now()))
     }
 
-    /// Returns the marks of a folder and its ancestors, nearest first. Marks that were read before `since` are
-    /// read again. Returns `None` if that fails.
+    /// Returns the marks of a folder and its ancestors, nearest first. Marks that were read before `since` are read
+    /// again. Returns `None` if a folder is unknown or cannot be read.
     pub fn ancestors(&mut self, access: &FileAccess, folder: u64, since: Instant) -> Option<Vec<Ancestor>> {
         let chain = self.chain(folder)?;
         for inode in &chain {

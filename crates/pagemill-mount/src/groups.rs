@@ -1,9 +1,9 @@
 //! The memory groups charged for files, their limits and usage.
 //!
-//! The kernel charges a file's page to the group of the process that first wrote it. Groups are learned from the
-//! processes that events name, from page charges where root can read them, and from `--cgroup`. A group's memory in
-//! files proves nothing: it may belong to another file system. A group limits this file system only by what it is
-//! known to have written here.
+//! The kernel charges a file's page to the group of the process that first wrote the page. Pagemill learns of a group
+//! when an event names one of its processes, when a page is charged to the group (only root can read page charges), or
+//! from `--cgroup`. The kernel reports how much memory a group has in tmpfs files, but not in which file system. So a
+//! group's limit bounds the size of this file system only if the group is known to have written here.
 
 use crate::openfiles::ChargedMemory;
 use pagemill_core::reclaim::limits::Room;
@@ -16,73 +16,77 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
-/// Id of a group in this table. 0: unknown.
+/// Id of a group in [`Groups`]; [`UNKNOWN`] is 0.
 pub type GroupId = u32;
 
 pub const UNKNOWN: GroupId = 0;
 
-/// Maximum number of watched groups. Writers of further groups count as unknown.
+/// Maximum number of known groups. Files written by further groups count as written by an unknown group.
 const MAX_GROUPS: usize = 512;
 
 /// Interval at which limits are read again.
 const LIMITS_LAST: Duration = Duration::from_millis(500);
 
-/// Interval at which a process's group is looked up again, because processes can move.
+/// How long the group of a process is cached. Processes can move to another group.
 const PROCESSES_LAST: Duration = Duration::from_secs(1);
 
-/// Limited groups that do not write here are listed at this interval, more often while the file system grows. Listing
-/// takes at most 1/`LIST_SHARE` of the time and includes at most `MAX_SUSPECTS` groups.
+/// Interval at which the limited groups of the machine are listed (more often while the file system grows). Listing
+/// takes at most 1/`LIST_SHARE` of the time. The list has at most `MAX_SUSPECTS` groups.
 const SUSPECTS_LAST: Duration = Duration::from_secs(5);
 const LIST_SHARE: u32 = 20;
 const MAX_SUSPECTS: usize = 256;
 
-/// Growth of a suspect's memory in files from which its open files are examined.
+/// If a suspect's memory in tmpfs files grows by more than this, the open files of its processes are examined.
 const WRITTEN_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 
-/// Room for writes during a change of the size, for page tables, and for memory that is not in files.
+/// Memory below a group's limit for writes during a change of the size, for page tables, and for other memory that is
+/// not in files.
 const GUARD_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 const GUARD_DIVISOR: u64 = 64;
 
-/// Returns the distance kept from a limit. A group must also have written this much here for its limit to count.
+/// Returns the memory below a group's limit that files may not fill. The limit bounds the size only if the group has
+/// also written at least this much here.
 pub fn guard_bytes(limit_bytes: u64) -> u64 {
     GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
 }
 
-/// A group that has not written for this long is forgotten and no longer limits the file system.
+/// A [`GroupKind::Writer`] that has not written for this long is removed from the table, and its limit no longer
+/// counts.
 const WRITERS_LAST: Duration = Duration::from_secs(60);
 
-/// How long a group's peak usage counts.
+/// How long a peak of a group's memory in tmpfs files counts.
 const MOST_LASTS: Duration = Duration::from_secs(10);
 
-/// Maximum number of processes in the cache.
+/// Maximum number of processes whose group is cached.
 const MAX_PROCESSES: usize = 4096;
 
 struct Group {
     hierarchy: Hierarchy,
-    /// Indexes of the limited groups among this one and its ancestors.
+    /// Indexes in `Groups::watches` of those among this group and its ancestors that have a limit.
     watches: Vec<usize>,
     inode: u64,
     kind: GroupKind,
-    /// When it last wrote.
+    /// When a process of the group was last seen to write here.
     wrote_at: Instant,
-    /// Bytes that it is known to have written here: in files that it closed or has open.
+    /// Bytes that the group is known to have written here: in files that its processes closed or have open.
     brought_bytes: u64,
 }
 
-/// How long a group is watched, and what counts as its memory here.
+/// How long a group stays in the table, and how much of its memory counts as memory of this file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum GroupKind {
-    /// Watched while it writes.
+    /// Stays while it writes. Counts with the bytes that it is known to have written here.
     Writer,
-    /// Always watched; counts with what it wrote here.
+    /// Always stays. Counts with the bytes that it is known to have written here.
     Kept,
-    /// Always watched; all its memory in files counts. The user named it, or only it can write here.
+    /// Always stays. All its memory in tmpfs files counts: the user named the group, or no other group can be
+    /// distinguished.
     Trusted,
 }
 
-/// A limited group that may write here (a *suspect*). No event identifies it before it closes its first file,
-/// which may be too late. So when the file system grows, the group's memory in files is compared with its last
-/// value, and the open files of its processes are examined.
+/// A limited group that may write here (a *suspect*). No event names a process of the group before that process closes
+/// its first file, which may be too late. So when the file system grows, the group's memory in tmpfs files is compared
+/// with its last value. If that has grown, the open files of the group's processes are examined.
 struct Suspect {
     folder: String,
     inode: u64,
@@ -92,36 +96,36 @@ struct Suspect {
     next_process: usize,
 }
 
-/// A group with a limit.
+/// A limited group: a known group or an ancestor of one.
 struct Watch {
     folder: Path,
     name: String,
     version: Version,
     limit: Limit,
-    /// Peak of memory in files that exist in memory only, and its time.
+    /// Recent peak of the group's memory in tmpfs files, and the time of the peak.
     most_shared: Option<(u64, Instant)>,
     /// The last sample, used until the next successful read.
     last: Option<Sample>,
-    /// Usage at which the kernel wakes the controller, and the source that does (version 1).
+    /// Usage above which the kernel wakes the controller, and the event source for it (cgroup version 1 only).
     alarm: Option<(u64, Source)>,
 }
 
-/// State of a limited group.
+/// Limit and usage of a limited group. `watch` is its index among the limited groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
     pub watch: usize,
     pub name: String,
     pub limit_bytes: u64,
-    /// Usage less what the kernel would reclaim on its own.
+    /// Usage less inactive file pages, which the kernel reclaims by itself.
     pub working_set_bytes: u64,
-    /// Bytes until the kernel kills.
+    /// Bytes that the group can still use until the kernel kills one of its processes.
     pub hard_room_bytes: u64,
-    /// Proved memory in this file system: bytes brought here, at most the group's recent peak of such memory. The peak
-    /// counts, because a group that has filled memory once may do so again.
+    /// Memory known to be in this file system: the bytes that the group wrote here, but at most the recent peak of its
+    /// memory in tmpfs files. The peak counts because a group that has filled memory once may fill it again.
     pub here_bytes: u64,
 }
 
-/// The groups and the limits above them.
+/// The table of memory groups that write to this file system, and of the limits on them and their ancestors.
 pub struct Groups {
     groups: BTreeMap<GroupId, Group>,
     last_id: GroupId,
@@ -131,14 +135,15 @@ pub struct Groups {
     watches: Vec<Watch>,
     limits_read_at: Option<Instant>,
     suspects: Vec<Suspect>,
-    /// When suspects were last listed, and how long that took.
+    /// When suspects were last listed, and how long the listing took.
     listed: Option<(Instant, Duration)>,
     events: Option<Events>,
     root: String,
 }
 
 impl Groups {
-    /// `root` is prepended to every kernel path: empty, or the folder of a test tree.
+    /// Creates an empty table. `root` is prepended to every kernel path: empty, or the root of a test's copy of `/proc`
+    /// and cgroup folders.
     pub fn new(root: &str) -> Self {
         Self {
             groups: BTreeMap::new(),
@@ -155,18 +160,19 @@ impl Groups {
         }
     }
 
-    /// Watches the group with this folder.
+    /// Adds the group with this cgroup folder. The group is never removed while its folder exists, and counts as in
+    /// [`Self::trust`].
     ///
     /// # Errors
     ///
-    /// `NotFound` if it is not the folder of a memory group.
+    /// `NotFound` if `folder` is not the folder of a memory group.
     pub fn add_folder(&mut self, folder: &str) -> io::Result<GroupId> {
         let group = Hierarchy::find_at(&self.root, folder).map(|hierarchy| self.add(hierarchy))?;
         self.trust(group);
         Ok(group)
     }
 
-    /// Counts all memory that the group has in files as this file system's.
+    /// Counts all memory that the group has in tmpfs files as memory of this file system.
     pub fn trust(&mut self, group: GroupId) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.kind = GroupKind::Trusted;
@@ -181,7 +187,8 @@ impl Groups {
         }
     }
 
-    /// Returns the group of a process; [`UNKNOWN`] if it has ended or no memory group is visible.
+    /// Returns the group of a process, or its last known group if the process has ended; [`UNKNOWN`] if neither is
+    /// known.
     pub fn of_process(&mut self, pid: u32) -> GroupId {
         if let Some((group, at)) = self.by_process.get(&pid)
             && at.elapsed() < PROCESSES_LAST
@@ -191,7 +198,7 @@ impl Groups {
             return *group;
         }
         let Ok(hierarchy) = Hierarchy::find_of(&self.root, &pid.to_string()) else {
-            // The process has ended: the last known group is the best guess.
+            // The process has ended: use its last known group.
             return self.by_process.get(&pid).map_or(UNKNOWN, |(group, _)| *group);
         };
         let group = self.add(hierarchy);
@@ -202,7 +209,7 @@ impl Groups {
         group
     }
 
-    /// Returns the group of this process.
+    /// Returns the group of this process. The group is never removed while its folder exists.
     pub fn of_self(&mut self) -> GroupId {
         let group = Hierarchy::find(&self.root).map_or(UNKNOWN, |hierarchy| self.add(hierarchy));
         if let Some(group) = self.groups.get_mut(&group) {
@@ -211,7 +218,8 @@ impl Groups {
         group
     }
 
-    /// Returns the group with a folder of this inode number, searched below the mount of the known groups.
+    /// Returns the group whose cgroup folder has this inode number; [`UNKNOWN`] if none is found. Searches the whole
+    /// visible hierarchy.
     pub fn of_inode(&mut self, inode: u64) -> GroupId {
         if let Some(group) = self.by_inode.get(&inode) {
             return *group;
@@ -232,13 +240,14 @@ impl Groups {
         folders.last().map(|path| path.as_str().to_owned())
     }
 
-    /// Finds limited groups that write here before any closed file shows it.
+    /// Finds limited groups that write here before their processes close a file.
     ///
-    /// For groups with more memory in files than before, `charged` examines the open files of their processes (arguments:
-    /// folders, index of the first process). Call it when the file system has grown. Takes some 40 us per limited
-    /// group of the machine, plus `charged`.
+    /// The caller calls this when the file system has grown. For each suspect with more memory in tmpfs files than
+    /// before, `charged` examines the open files of its processes (arguments: cgroup folders, index of the first
+    /// process). Takes some 40 us per limited group of the machine, plus the time of `charged`.
     ///
-    /// Returns whether any suspect remains of which it is unknown whether it writes here.
+    /// Returns whether the memory of a suspect has grown that is not known to have written enough here for its limit to
+    /// count.
     pub fn find_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) -> bool {
         if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_SHARE) {
             self.list_suspects();
@@ -253,7 +262,7 @@ impl Groups {
             if shared_bytes > suspect.shared_bytes.saturating_add(WRITTEN_BYTES) {
                 grown.push((at, shared_bytes));
             }
-            // Slow writers are found by a later call.
+            // The stored value never rises here, so the growth of a slow writer adds up over several calls.
             suspect.shared_bytes = suspect.shared_bytes.min(shared_bytes);
         }
         let mut is_open = false;
@@ -263,7 +272,7 @@ impl Groups {
         is_open
     }
 
-    /// Returns the bytes that groups at or below a folder have brought here.
+    /// Returns the bytes that groups at or below a cgroup folder are known to have written here.
     fn brought_below(&self, folder: &str) -> u64 {
         let is_below =
             |path: &str| path.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
@@ -271,7 +280,8 @@ impl Groups {
         below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.brought_bytes).fold(0, u64::saturating_add)
     }
 
-    /// Examines the open files of a suspect's processes. Returns whether that proved enough for its limit to count.
+    /// Examines the open files of a suspect's processes. Returns whether its groups are now known to have written
+    /// enough here for the suspect's limit to count.
     fn look_for_proof(
         &mut self,
         at: usize,
@@ -283,7 +293,7 @@ impl Groups {
         find_folders(&(&suspect.folder).into(), 0, &mut folders);
         let found = charged(&folders, suspect.next_process);
         if found.is_complete {
-            // Skips it until it has grown by the same amount again.
+            // Skips the suspect until its memory has grown by `WRITTEN_BYTES` again.
             (suspect.shared_bytes, suspect.next_process) = (shared_bytes, 0);
         } else {
             suspect.next_process += found.processes;
@@ -299,7 +309,8 @@ impl Groups {
         self.brought_below(&folder) >= guard
     }
 
-    /// Keeps groups that are about to be forgotten but still have files open here.
+    /// Finds groups that have not written for half of `WRITERS_LAST` but still have files open here, and records them
+    /// as writing now.
     pub fn renew_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> ChargedMemory) {
         let is_due = |group: &&mut Group| group.brought_bytes > 0 && group.wrote_at.elapsed() > WRITERS_LAST / 2;
         for group in self.groups.values_mut().filter(is_due) {
@@ -310,7 +321,8 @@ impl Groups {
         }
     }
 
-    /// Lists limited groups periodically, so that their memory is known before they write. Returns whether it did.
+    /// Lists the limited groups if the last list is 5 s old, so that their memory is known before they write here.
+    /// Returns whether they were listed.
     pub fn list_suspects_if_due(&mut self) -> bool {
         let is_due = self.listed.is_none_or(|(at, _)| at.elapsed() >= SUSPECTS_LAST);
         if is_due {
@@ -319,10 +331,11 @@ impl Groups {
         is_due
     }
 
-    /// Lists the limited groups of the machine. All memory of a new one was written since the last list.
+    /// Lists the limited groups of the machine as suspects. All memory of a group that was not in the last list counts
+    /// as written since then.
     fn list_suspects(&mut self) {
         let begun = Instant::now();
-        // A group that was removed and created again is a different one.
+        // Drops removed groups first, because a group that was created again under the old name is a different group.
         self.drop_gone();
         let mut folders = Vec::new();
         if let Some(top) = self.top() {
@@ -373,8 +386,8 @@ impl Groups {
         id
     }
 
-    /// Forgets groups that were removed, and groups known only by their writes that have not written for long. Ids are
-    /// not reused: files charged to them count as unknown.
+    /// Removes groups that no longer exist, and those of kind [`GroupKind::Writer`] that have not written for long.
+    /// Their ids are not reused: files charged to them count as charged to an unknown group.
     fn drop_gone(&mut self) {
         let is_there = |group: &mut Group| {
             let folder = group.hierarchy.folder(0);
@@ -390,18 +403,18 @@ impl Groups {
         self.by_inode.retain(|_, id| groups.contains_key(id));
     }
 
-    /// Returns the folder of a group, while it exists.
+    /// Returns the cgroup folder of a group; `None` if the group is not in the table.
     pub fn folder(&self, group: GroupId) -> Option<String> {
         self.groups.get(&group)?.hierarchy.folder(0).map(|folder| folder.as_str().to_owned())
     }
 
-    /// Returns whether freeing memory charged to `group` lowers the usage of `watch`. True for an unknown
-    /// group, which may be below it.
+    /// Returns whether freeing memory charged to `group` lowers the usage of the limited group `watch`. True for an
+    /// unknown group, which may be a descendant of `watch`.
     pub fn lowers_usage_of(&self, group: GroupId, watch: usize) -> bool {
         self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
     }
 
-    /// Reads the limits of all groups and their ancestors, unless that was done recently.
+    /// Reads the limits of all groups and their ancestors, unless they were read less than `LIMITS_LAST` ago.
     fn read_limits(&mut self) {
         if self.limits_read_at.is_some_and(|at| at.elapsed() < LIMITS_LAST) {
             return;
@@ -444,12 +457,12 @@ impl Groups {
         }
     }
 
-    /// Returns how many groups were learned so far, forgotten ones included.
+    /// Returns how many groups were added so far, including those that were removed again.
     pub fn learned(&self) -> u32 {
         self.last_id
     }
 
-    /// Returns the usage of each limit. Some 30 us per limit.
+    /// Returns limit and usage of every limited group. Takes some 30 us per limited group.
     pub fn sample(&mut self) -> Vec<Sample> {
         self.read_limits();
         let proved = self.proved_bytes();
@@ -483,7 +496,7 @@ impl Groups {
         samples.filter_map(|(watch, known)| Some(Sample { watch, ..known.last.clone()? })).collect()
     }
 
-    /// Returns for each limit the bytes that groups below it are known to have brought here.
+    /// Returns for each limited group the bytes that the group and its descendants are known to have written here.
     fn proved_bytes(&self) -> Vec<u64> {
         let mut proved = vec![0u64; self.watches.len()];
         for group in self.groups.values() {
@@ -495,7 +508,8 @@ impl Groups {
         proved
     }
 
-    /// Sets an alarm: the kernel wakes the controller when the group's usage passes `bytes`. Returns whether it works.
+    /// Sets an alarm: the kernel wakes the controller when the usage of the limited group `watch` passes `bytes`.
+    /// Returns whether the alarm is set.
     pub fn set_alarm(&mut self, watch: usize, bytes: u64) -> bool {
         let (Some(events), Some(watch)) = (&self.events, self.watches.get_mut(watch)) else { return false };
         if watch.version != Version::V1 {
@@ -513,7 +527,7 @@ impl Groups {
         self.events.as_ref()
     }
 
-    /// Takes the alarms that have fired. Blocks if there are none.
+    /// Consumes the alarms that have fired. Blocks until an alarm fires if none has.
     pub fn take_alarms(&self) {
         if let Some(events) = &self.events {
             let _ = events::wait(events.number());
@@ -521,7 +535,7 @@ impl Groups {
     }
 }
 
-/// Collects all folders at or below `at`.
+/// Adds the folder `at` and the folders below it to `found`, some 1024 at most.
 fn find_folders(at: &std::path::PathBuf, depth: usize, found: &mut Vec<String>) {
     const MOST: usize = 1024;
     if depth == MAX_LEVELS || found.len() >= MOST {
@@ -580,8 +594,8 @@ mod tests {
         }
     }
 
-    /// Writers' groups are learned once, the limits above them are watched, and freeing helps where the memory is
-    /// charged.
+    /// Two processes in groups below a limit write. Each group must be added once, the limits on the groups and their
+    /// parent must be read, and freeing must count only for limits above the charged group.
     #[test]
     fn limits_above_writers_are_watched() {
         let tree = Tree::new();
@@ -608,8 +622,8 @@ mod tests {
         assert!(!groups.set_alarm(0, 900), "version 2 has no thresholds");
     }
 
-    /// A group counts with what it brought here, at most what it holds; one that the user names, with all that it
-    /// holds.
+    /// A group must count with the bytes that it wrote here, at most its memory in tmpfs files. A group that the user
+    /// named must count with all its memory in tmpfs files.
     #[test]
     fn what_was_brought_is_what_counts() {
         let tree = Tree::new();
@@ -627,8 +641,8 @@ mod tests {
         assert_eq!(here(&mut groups), [60, 60], "it has deleted some of it");
     }
 
-    /// Among groups that fill memory before closing a file, those with open files here are found. A group that fills
-    /// other memory is examined once, and again only after it has grown.
+    /// Groups fill memory before they close a file. A group with open files here must be found. A group without must be
+    /// examined once, and again only after its memory has grown.
     #[test]
     fn writers_are_found_by_what_they_have_open() {
         let tree = Tree::new();
@@ -662,7 +676,7 @@ mod tests {
         assert!(!find(&mut groups, &open), "it does");
         let samples = groups.sample();
         assert!(samples.iter().any(|sample| sample.name == "/b" && sample.here_bytes == 101 * WRITTEN_BYTES));
-        // All memory of a group that is new, or was created again, counts as written since.
+        // All memory of a group that is new, or was created again, counts as written since the last list.
         std::fs::remove_dir_all(format!("{}/cg/a", tree.root())).unwrap();
         tree.group("/other", "max", 0);
         for name in ["new", "a"] {
@@ -671,7 +685,7 @@ mod tests {
         }
         groups.list_suspects();
         assert!(find(&mut groups, &HashMap::new()) && asked.get() == 2);
-        // It is forgotten when it stops writing, unless it still has files open.
+        // A group that no longer writes is removed, unless it still has files open.
         let age = |groups: &mut Groups, by: Duration| {
             let id = groups.by_inode[&inode("b")];
             groups.groups.get_mut(&id).unwrap().wrote_at = Instant::now().checked_sub(by).unwrap();
@@ -685,7 +699,8 @@ mod tests {
         assert!(groups.sample().iter().all(|sample| sample.name != "/b"));
     }
 
-    /// A removed group counts for every limit: its pages were passed to its parent.
+    /// A group with charged files is removed. Its files must count for every limit, because the kernel passes the pages
+    /// to the parent group.
     #[test]
     fn removed_groups_are_unknown() {
         let tree = Tree::new();

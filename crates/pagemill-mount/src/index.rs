@@ -4,8 +4,8 @@ use crate::groups::GroupId;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
 
-/// Maximum number of indexed files (some 200 bytes each). A file beyond this limit is not purged until another
-/// leaves the index.
+/// Maximum number of indexed files (some 200 bytes each). While the index is full, further files are not added and so
+/// not purged. A later scan may add them.
 pub const MAX_FILES: usize = 1 << 20;
 
 /// What a purge of a file frees: the whole file, or its end.
@@ -15,7 +15,7 @@ pub enum PurgePart {
     Tail,
 }
 
-/// A volatile file, with its attributes at the last examination.
+/// A volatile file, with its attributes when they were last read. `folder` is the inode of its folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolatileFile {
     pub folder: u64,
@@ -33,7 +33,7 @@ pub struct Index {
     groups: HashMap<GroupId, GroupFiles>,
 }
 
-/// The volatile files charged to one group: last use and inode of each, and their memory.
+/// The volatile files charged to one group: time of last use and inode of each, and the sum of their memory.
 #[derive(Default)]
 struct GroupFiles {
     order: BTreeSet<(i64, u64)>,
@@ -88,7 +88,7 @@ impl Index {
         self.files.len()
     }
 
-    /// Returns the memory, at the last examination, of the files in groups for which `is_selected` returns
+    /// Returns the sum of the memory, when it was last read, of the files in groups for which `is_selected` returns
     /// true.
     pub fn held_bytes(&self, is_selected: impl Fn(GroupId) -> bool) -> u64 {
         let selected = self.groups.iter().filter(|(group, _)| is_selected(**group));

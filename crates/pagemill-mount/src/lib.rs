@@ -1,8 +1,8 @@
 //! The controller of `pagemill mount`: manages a tmpfs so that its memory can be reclaimed.
 //!
-//! The kernel executes every file operation at its own speed. The controller runs outside that path. It purges
-//! files that users marked as volatile before a limit is reached, keeps the file system's size within the
-//! limits, and creates huge pages where they pay.
+//! The kernel executes all file operations without the controller, at their usual speed (except delayed opens, see
+//! [`open_throttle`]). The controller purges files that users marked as volatile before a limit is reached, sets the
+//! file system's size according to the limits, and creates huge pages for dense files.
 //!
 //! Modules, from bottom to top:
 //!
@@ -10,7 +10,8 @@
 //! - [`folders`]: paths of folders. [`index`]: volatile files in LRU order. [`openfiles`]: files that processes
 //!   have open.
 //! - [`groups`]: the memory groups (cgroups) that are charged for files.
-//! - [`budget`], [`rate_limiter`], [`duty`], [`closes`]: decisions as pure computations.
+//! - [`budget`]: how much to purge, and the size. [`rate_limiter`]: predicted growth. [`duty`]: pauses of the control
+//!   loop. [`closes`]: when close events are off. None of these makes system calls.
 //! - [`purge`]: the purge of one file. [`scan`]: the walk over all files.
 //! - [`worker`]: the separate process that creates huge pages. [`pagework`]: the queue of its jobs.
 //! - [`file_table`]: the state of all files.

@@ -16,7 +16,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-/// Source of our tmpfs mounts in `mountinfo`, which tells them from other mounts.
+/// Source of Pagemill's tmpfs mounts in `mountinfo`, which distinguishes them from other mounts.
 const SOURCE: &str = "pagemill";
 
 /// A line of `/proc/self/mountinfo`.
@@ -86,7 +86,7 @@ pub fn is_mounted(device: u64) -> bool {
     mounts().map_or(true, |mounts| mounts.iter().any(|line| line.device == numbers))
 }
 
-/// Root's folder for sockets and locks. The path does not depend on the environment, because one lock must
+/// Folder for sockets and locks of mounts by root. The path does not depend on the environment, because one lock must
 /// serialize all of root's sessions.
 const ROOT_FOLDER: &std::ffi::CStr = c"/run/pagemill";
 
@@ -94,7 +94,7 @@ const ROOT_FOLDER: &std::ffi::CStr = c"/run/pagemill";
 ///
 /// # Errors
 ///
-/// Errors of creating it.
+/// Errors of creating the folder.
 pub fn folder() -> io::Result<PathBuf> {
     if rustix::process::geteuid().is_root() && pagemill_sys::file::make_private_dir(ROOT_FOLDER).is_ok() {
         return Ok(PathBuf::from(ROOT_FOLDER.to_string_lossy().into_owned()));
@@ -206,7 +206,7 @@ pub struct Mounted {
 }
 
 impl MountRequest {
-    /// Mounts the file system, or takes over one that is mounted there without a controller.
+    /// Mounts a file system, or takes over one of Pagemill's that is mounted there without a controller.
     ///
     /// # Errors
     ///
@@ -214,8 +214,8 @@ impl MountRequest {
     pub fn mount(&self) -> Result<Mounted, Refusal> {
         self.check_size()?;
         let point = canonical(&self.point)?;
-        // The lock makes sure that of two processes that mount here at the same time, the second one sees the
-        // first one's mount.
+        // Two processes may mount here at the same time. The lock ensures that the second one finds the mount of the
+        // first.
         let no_folder = "no folder for its socket can be created in XDG_RUNTIME_DIR, /run, /dev/shm or /tmp";
         let folder = folder().map_err(refusal_for(no_folder))?;
         let _lock = lock(&folder).map_err(|error| Refusal::NoLock { path: folder.join("mount.lock"), error })?;
@@ -248,8 +248,8 @@ impl MountRequest {
         Ok(Self::with_recorded_size(Mounted { point, access, size_bytes, was_taken_over: true, has_no_huge: false }))
     }
 
-    /// Records the requested size in the file system. If that fails, a later controller uses the size at its
-    /// start.
+    /// Records the requested size in the file system. If recording fails, a later controller uses the size that the
+    /// file system has at its start.
     fn with_recorded_size(mounted: Mounted) -> Mounted {
         let _ = mounted.access.note_asked_size(mounted.size_bytes);
         mounted
@@ -329,8 +329,9 @@ fn remove_dead_sockets(folder: &Path) {
 
 /// Listens on a socket at `path`, and replaces the socket of a controller that has ended.
 ///
-/// Locks the folder meanwhile. Between `bind` and `listen` a socket refuses connections, as a dead controller's
-/// does, so the sweep of another mount would remove it.
+/// Locks the folder meanwhile. Between `bind` and `listen` a socket refuses connections, like the socket of a dead
+/// controller. Without the lock, another process that removes dead sockets (`remove_dead_sockets`) could remove the
+/// new socket.
 ///
 /// # Errors
 ///
@@ -345,7 +346,7 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
 ///
 /// # Errors
 ///
-/// Errors of connecting. They mean that no controller listens.
+/// Errors of connecting, which mean that no controller listens.
 pub fn connect(device: u64) -> io::Result<UnixStream> {
     let path = socket_path(device)?;
     UnixStream::connect(&path).or_else(|error| {
@@ -377,8 +378,8 @@ pub fn find_own_mount(point: &Path) -> Result<(PathBuf, u64), Refusal> {
     }
 }
 
-/// Unmounts the file system with this device from `point`, if it is mounted there. If another process mounts a
-/// file system on it between the check and the call, that one is unmounted instead.
+/// Unmounts the file system with this device from `point`, if it is mounted there. If another process mounts a second
+/// file system at `point` between the check and the call, the second one is unmounted instead.
 ///
 /// # Errors
 ///
@@ -501,7 +502,7 @@ fn user(pid: u32, device: u64) -> Option<FileSystemUser> {
 mod tests {
     use super::*;
 
-    /// Optional fields and escaped blanks are parsed, and `is_ours` tells Pagemill's mounts from others.
+    /// Lines with optional fields and escaped blanks must be parsed. `is_ours` must be true only for Pagemill's mounts.
     #[test]
     fn mount_lines_are_read() {
         let line = b"36 35 0:79 / /mnt/a\\040b rw,nosuid shared:9 master:1 - tmpfs pagemill rw,size=8k";
@@ -512,7 +513,7 @@ mod tests {
         assert_eq!(unescape(b"a\\134b\\9"), b"a\\b\\9");
     }
 
-    /// The error names the obstacle, and nothing was changed.
+    /// A mount is refused for several reasons. Each error must name the obstacle, and nothing may have changed.
     #[test]
     fn a_refusal_names_the_obstacle() {
         let folder = tempfile::tempdir().unwrap();
@@ -531,7 +532,7 @@ mod tests {
         assert!(matches!(unmount(Path::new("/proc"), 1, 0), Err(Refusal::NotOurs(_))));
     }
 
-    /// Sockets are created while another thread sweeps dead ones all the time. Each new socket exists
+    /// Sockets are created while another thread continuously removes dead sockets. Each new socket must exist
     /// afterwards.
     #[test]
     fn a_sweep_keeps_new_sockets() {

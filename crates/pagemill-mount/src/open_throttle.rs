@@ -1,13 +1,14 @@
-//! Delays opens of files while writers outrun purging.
+//! Delays opens of files while writers are so fast that a late check of the control loop would let them reach a limit.
 //!
-//! A writer at full speed fills the distance between a mark and its limit in some ten milliseconds. The control loop can
-//! be late by more than that, for example when a hypervisor runs other guests on its CPU. The writer would then get
-//! `ENOSPC`. While such writers are active, the kernel asks this module before each open of a file. An open waits while
-//! usage is close to a limit, and while the last reading of usage is old. So a late control loop is outrun only by files
-//! that are already open.
+//! A writer at full speed fills the distance between a purge threshold and its limit in some ten milliseconds. The
+//! control loop can be late by more than that, for example when a hypervisor runs other guests on its CPU. The writer
+//! would then get `ENOSPC`. While fast writers are active, the kernel asks this module before each open of a file (the
+//! throttle is *active*). An open waits while usage is close to a limit, and while the last reading of usage is old. So
+//! if the control loop is late, only files that are already open can fill the file system.
 //!
-//! An open waits at most `MAX_WAIT`, and not if purging cannot help. Folders, other file systems and files that are
-//! already open are not affected. The throttle needs root; without it opens are not delayed.
+//! An open waits at most `MAX_WAIT`. Opens do not wait because of limits for which nothing can be purged. Folders,
+//! other file systems and files that are already open are not affected. The throttle needs root; without it opens are
+//! not delayed.
 //!
 //! The kernel opens each file for the listener too, which can block: a process may hold a lease on it. The listener is
 //! then ended, which allows all opens, and a new one starts later.
@@ -26,14 +27,14 @@ use std::time::{Duration, Instant};
 /// Maximum delay of one open.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 
-/// Maximum number of delayed opens. Each holds a descriptor.
+/// Maximum number of delayed opens, each of which uses a descriptor. Beyond that, the oldest is allowed.
 const MAX_DELAYED: usize = 256;
 
 /// The throttle stays active this long after writers were last fast enough.
 const ACTIVE_LASTS: Duration = Duration::from_secs(1);
 
-/// A listener is ended after it has blocked this long in one open, or in several since the throttle became active. The
-/// next one starts after `RESTART_PAUSE`.
+/// A listener is ended after it has blocked for `MAX_BLOCKED` in one open, or for `MAX_BLOCKED_IN_ALL` in all opens
+/// since the throttle became active. The next listener starts after `RESTART_PAUSE`.
 const MAX_BLOCKED: Duration = Duration::from_millis(50);
 const MAX_BLOCKED_IN_ALL: Duration = Duration::from_millis(200);
 const RESTART_PAUSE: Duration = Duration::from_secs(10);
@@ -41,17 +42,18 @@ const RESTART_PAUSE: Duration = Duration::from_secs(10);
 /// Reading an event takes microseconds. Longer reads count as blocked.
 const BLOCKED_READ: Duration = Duration::from_millis(2);
 
-/// The listener's thread has real-time priority, so it pauses as long after each such time of work.
+/// The listener's thread has real-time priority. After each such time of uninterrupted work it sleeps for the same
+/// time.
 const WORK_SLICE: Duration = Duration::from_millis(1);
 
-/// Delays opens of one file system. Dropping the value allows all.
+/// Delays opens of one file system. Dropping the value allows all opens.
 pub struct OpenThrottle {
     /// `None` until the first fast writer, and for a while after a listener was ended.
     listener: Option<Listener>,
     start_at: Option<Instant>,
     max_wait: Duration,
     active_until: Option<Instant>,
-    /// Delayed opens of listeners that have ended.
+    /// Number of opens that were delayed by listeners that have ended.
     delayed_before: u64,
 }
 
@@ -103,7 +105,7 @@ impl OpenThrottle {
         self.active_until = None;
     }
 
-    /// Allows opens until this time. A time in the past delays them from now on.
+    /// Allows opens until this time. If the time is in the past, opens are delayed from now on.
     pub fn allow_until(&self, until: Instant) {
         if let Some(Listener { shared }) = self.listener.as_ref().filter(|_| self.is_active()) {
             shared.allow_until(until);
@@ -152,7 +154,8 @@ impl Listener {
 }
 
 impl Drop for Listener {
-    /// Waits a short time until the thread has ended, since only then the kernel allows the opens in its queue.
+    /// Ends the thread and waits for it, some 50 ms at most. The kernel allows the queued opens once the thread has
+    /// ended.
     fn drop(&mut self) {
         self.shared.is_stopped.store(true, SeqCst);
         self.shared.wake();
@@ -183,7 +186,7 @@ struct Shared {
     waiting: AtomicUsize,
     /// Number of opens that have waited.
     delayed: AtomicU64,
-    /// When the thread began to read an event.
+    /// When the thread began to read an event; `NOT_READING` while it reads none.
     reading_since_ns: AtomicU64,
     /// Total time of the reads that blocked.
     blocked_ns: AtomicU64,
@@ -332,7 +335,7 @@ mod tests {
         }
     }
 
-    /// A throttle that never allows an open by its own time limit, active on a new tmpfs; or the reason why there is none.
+    /// Returns an active throttle with this time limit on a new tmpfs, or the reason why there is none.
     fn active_throttle(max_wait: Duration) -> Result<(OpenThrottle, Ram, FileAccess), String> {
         let ram = Ram::new().ok_or("no right to mount")?;
         let access = FileAccess::open(ram.0.path()).map_err(|error| error.to_string())?;
@@ -341,8 +344,8 @@ mod tests {
         Ok((throttle, ram, access))
     }
 
-    /// Another process holds a lease on a file while it is opened, so the listener blocks. The opens of all other files
-    /// must go on, those that are queued behind it too, and the throttle must start again later.
+    /// A file is opened while another process has a lease on it, so the listener blocks. The opens of all other files
+    /// must continue, including those queued behind the blocked open, and the throttle must start again later.
     #[test]
     fn a_lease_does_not_stop_other_opens() {
         let (mut throttle, ram, access) = match active_throttle(LONG) {
@@ -361,7 +364,7 @@ mod tests {
         let shared = throttle.listener.as_ref().unwrap().shared.clone();
         wait_until(|| shared.has_failed());
         assert!(!leased.is_finished());
-        // It waits in the listener's queue.
+        // This open waits in the listener's queue.
         let queued = spawn(move || File::open(other).map(drop));
         let begun = Instant::now();
         wait_until(|| {
@@ -385,8 +388,9 @@ mod tests {
         }
     }
 
-    /// While the throttle is active, an open waits until opens are allowed, or the throttle ends. Otherwise it does not
-    /// wait. Opens have no time limit here, so a lost wake-up would be noticed.
+    /// Files are opened while the throttle is active. Each open must wait until opens are allowed or the throttle ends.
+    /// Without an active throttle no open may wait. Opens have a long time limit here, so that a lost wake-up would be
+    /// noticed.
     #[test]
     fn opens_wait_for_the_control_loop() {
         let (mut throttle, ram, access) = match active_throttle(10 * LONG) {
@@ -421,7 +425,7 @@ mod tests {
         assert!(!throttle.is_active() && throttle.delayed_opens() == 28);
     }
 
-    /// No open waits longer than the time limit, though the control loop never allows it.
+    /// The control loop never allows an open. The open must end after the time limit.
     #[test]
     fn an_open_waits_for_a_limited_time() {
         let max_wait = Duration::from_millis(50);

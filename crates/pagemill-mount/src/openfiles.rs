@@ -1,9 +1,8 @@
 //! Finds the files of one file system that processes of given memory groups have open or mapped, and the groups
 //! that are charged for the pages.
 //!
-//! The result shows that a group writes to the file system before the group has closed a file. Requires root,
-//! to inspect other processes and pages. Opens only files of this file system, which never wait for a device or
-//! a network.
+//! The result shows which groups write to the file system, even before their processes close a file. Requires root, to
+//! inspect other processes and pages. Opens only files of this file system, which never wait for a device or a network.
 
 use crate::file_access::FileAccess;
 use pagemill_sys::pages;
@@ -13,8 +12,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time limit of one call of [`charged_memory`]. Each call examines at least one process, and the next call continues
-/// after it.
+/// Time limit of one call of [`charged_memory`]. Each call examines at least one process, and the caller can let the
+/// next call start after the last examined process.
 const TIME_LIMIT: Duration = Duration::from_millis(3);
 
 /// Maximum number of files examined per process.
@@ -23,7 +22,7 @@ const MAX_FILES: usize = 1024;
 /// Result of [`charged_memory`].
 #[derive(Clone, Debug, Default)]
 pub struct ChargedMemory {
-    /// Memory of the open files, by the inode of the charged group's cgroup folder.
+    /// Memory of the open files in bytes, by the inode of the charged group's cgroup folder.
     pub bytes: HashMap<u64, u64>,
     /// Whether every process was examined.
     pub is_complete: bool,
@@ -47,7 +46,7 @@ fn charged_within(time_limit: Duration, of: FileSystem<'_>, folders: &[String], 
     pids.rotate_left(from);
     let (mut found, mut seen) = (ChargedMemory::default(), HashSet::new());
     for pid in &pids {
-        // On a busy machine the time may be over before the first process was examined.
+        // On a busy machine the time limit may pass before the first process was examined.
         if found.processes > 0 && begun.elapsed() > time_limit {
             return found;
         }

@@ -1,14 +1,14 @@
 //! Queue of files for the [`worker`](crate::worker).
 //!
-//! A worker can end at any time, since the owner of the group that it is in can kill it. The files that it had
-//! not begun are queued again at once. The file that it was examining is queued again a limited number of
-//! times. The pause before the next start grows with each worker that ends without a result. The group in which
-//! it ended is avoided for a time that grows with each such loss. All groups of a user are avoided together,
-//! because a user can create any number of them.
+//! A worker can end at any time, because it enters groups whose owner can kill it (a *lost* worker). The files that the
+//! worker had not begun are queued again at once. The file that it was examining is queued again a limited number of
+//! times. The pause before the next start grows with each worker that is lost before it has answered a job. The group
+//! in which a worker was lost is *avoided*: files charged to the group wait for a time that grows with each loss there.
+//! All groups of a user are avoided together, because a user can create any number of groups.
 //!
-//! The control loop never waits for the worker. Starting the process takes tens of milliseconds on a busy machine,
-//! because the new process runs at normal priority until it executes its program, and its parent sleeps until then. A
-//! thread of its own starts it.
+//! The control loop never waits for the worker. A separate thread starts the process, because a start takes tens of
+//! milliseconds on a busy machine: the new process runs at normal priority until it executes its program, and the
+//! thread that starts it sleeps until then.
 
 use crate::control_loop::say;
 use crate::file_access::{FileAccess, FileAttributes};
@@ -29,24 +29,25 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-/// A busy file is retried with growing delays, this many times. A job postponed for lack of CPU time is retried at
-/// once.
+/// First delay of the retry of a busy file, which doubles with each try, and number of tries. A job postponed for lack
+/// of CPU time is always retried after `RETRY`.
 const RETRY: Duration = Duration::from_millis(250);
 const MAX_TRIES: u32 = 6;
 
 /// Maximum number of waiting files; a later scan finds the others again.
 const MAX_WAITING: usize = 1 << 16;
 
-/// Maximum number of finished files that are remembered.
+/// Maximum number of finished files in the table `known`, which keeps unchanged files from being examined again.
 const MAX_KNOWN: usize = 1 << 18;
 
-/// Pause before another worker is started; doubles with each that ends without a result.
+/// Minimum and maximum pause before another worker is started. The pause doubles with each lost worker until a worker
+/// answers a job.
 const RESTART: Range<Duration> = Duration::from_secs(1)..Duration::from_secs(60);
 
-/// How long the end of the controller waits for a worker that is being started.
+/// How long a controller that ends waits for a worker that is being started.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long the group in which a worker was lost is avoided; doubles with each loss.
+/// Minimum and maximum time for which the group in which a worker was lost is avoided. The time doubles with each loss.
 const AVOID: Range<Duration> = Duration::from_secs(60)..Duration::from_secs(3600);
 
 /// Returns the start of the range, doubled `times` times, at most its end.
@@ -63,7 +64,7 @@ enum Domain {
 }
 
 impl Domain {
-    /// `None`: the group is gone.
+    /// Returns the domain of the group with this cgroup folder; `None` if the folder does not exist.
     fn of(group: &str) -> Option<Self> {
         match std::fs::metadata(group).ok()?.uid() {
             0 => Some(Self::Group(group.to_owned())),
@@ -83,22 +84,22 @@ struct Waiting {
     name: OsString,
     huge: Huge,
     group: GroupId,
-    /// The group that the worker was told to enter, and the groups that are avoided together with it.
+    /// The group that the worker's job names, and the groups that are avoided together with this group.
     entered: Option<(String, Domain)>,
     changed_ns: i64,
     tries: u32,
     due: Instant,
 }
 
-/// Files that wait, files that the worker has, and files that are done.
+/// The queue: files that wait, files sent to the worker and not answered, and files that are done.
 pub struct PageWork {
     program: Vec<OsString>,
     worker: Option<Worker>,
-    /// Receives the worker that a thread starts.
+    /// Receives the worker that a separate thread is starting.
     starting: Option<Receiver<io::Result<Worker>>>,
     /// Earliest time to start a worker again.
     retry_at: Option<Instant>,
-    /// Workers lost since the last result.
+    /// Number of workers lost since a worker last answered a job.
     lost_in_a_row: u32,
     avoided: HashMap<Domain, Avoided>,
     waiting: HashMap<u64, Waiting>,
@@ -108,7 +109,7 @@ pub struct PageWork {
 }
 
 impl PageWork {
-    /// Creates the queue. Without a program it does nothing.
+    /// Creates the queue. If `program` is empty, no file is ever queued.
     pub fn new(program: Vec<OsString>) -> Self {
         Self {
             program,
@@ -124,7 +125,8 @@ impl PageWork {
         }
     }
 
-    /// Queues a file as it was seen; it is due after `delay`.
+    /// Queues a file with the attributes `seen`, to be examined after `delay`. Ignores files that need no huge page
+    /// work, and files that were examined and have not changed since.
     pub fn note(
         &mut self,
         folder: u64,
@@ -145,14 +147,14 @@ impl PageWork {
         self.put(seen.inode, Waiting { folder, name, huge, group, entered: None, changed_ns, tries: 0, due });
     }
 
-    /// Removes a file that is about to be purged.
+    /// Removes a waiting file from the queue, because the file is about to be purged.
     pub fn forget(&mut self, inode: u64) {
         if let Some(waiting) = self.waiting.remove(&inode) {
             self.order.remove(&(waiting.due, inode));
         }
     }
 
-    /// Returns whether the worker has this file.
+    /// Returns whether this file was sent to the worker and not answered yet.
     pub fn is_given(&self, inode: u64) -> bool {
         self.given.contains_key(&inode)
     }
@@ -165,7 +167,8 @@ impl PageWork {
         self.order.insert((due, inode), ());
     }
 
-    /// Takes the worker's results and gives it the jobs that are due. `charged` finds the group charged for a file.
+    /// Processes the worker's answers and sends the worker the jobs that are due. `charged` returns the group charged
+    /// for a file.
     pub fn work(
         &mut self,
         access: &Arc<FileAccess>,
@@ -193,7 +196,7 @@ impl PageWork {
                 UNKNOWN => charged(groups, &folder, &waiting.name),
                 group => group,
             };
-            // The folder's owner is read before the worker enters the group, since the owner can remove the
+            // The owner of the cgroup folder is read before the worker enters the group, since the owner can remove the
             // folder afterwards.
             waiting.entered = groups.folder(group).and_then(|group| Domain::of(&group).map(|domain| (group, domain)));
             if let Some(until) = waiting.entered.as_ref().and_then(|(_, domain)| self.avoided_until(domain, now)) {
@@ -219,7 +222,7 @@ impl PageWork {
 
     /// Avoids a group in which a worker was lost.
     fn avoid(&mut self, group: &str, domain: &Domain, now: Instant) {
-        // Only a loss soon after the group was entered again counts as one more.
+        // Losses in a domain add up, unless the domain was not avoided for an hour.
         self.avoided.retain(|_, avoided| now < avoided.until + AVOID.end);
         let losses = self.avoided.get(domain).map_or(0, |avoided| avoided.losses + 1);
         let pause = doubled(&AVOID, losses);
@@ -227,12 +230,12 @@ impl PageWork {
         self.avoided.insert(domain.clone(), Avoided { until: now + pause, losses });
     }
 
-    /// Returns whether a worker is free. Begins to start one if there is none.
+    /// Returns whether a worker can accept a job. If there is no worker, begins to start one.
     fn is_ready(&mut self, access: &Arc<FileAccess>, now: Instant) -> bool {
         if self.worker.is_none() && self.starting.is_none() && self.retry_at.is_none_or(|at| at <= now) {
             let (program, access) = (self.program.clone(), access.clone());
             let (sender, starting) = mpsc::channel();
-            // If nothing receives the worker any more, it ends with its socket.
+            // If the receiver was dropped, the worker is dropped too, which closes its socket and ends the process.
             match task::spawn(c"starter", move || _ = sender.send(Worker::start(&program, &access))) {
                 Ok(()) => self.starting = Some(starting),
                 Err(error) => self.note_failure(&error),
@@ -241,7 +244,7 @@ impl PageWork {
         self.worker.as_ref().is_some_and(Worker::can_accept_job)
     }
 
-    /// Takes the worker that was started meanwhile.
+    /// Uses the worker that was started meanwhile, if the start has ended.
     fn take_started(&mut self) {
         let Some(starting) = &self.starting else { return };
         let result = match starting.try_recv() {
@@ -261,7 +264,7 @@ impl PageWork {
         self.retry_at = Some(Instant::now() + Duration::from_secs(60));
     }
 
-    /// Drops a lost worker and queues its files again.
+    /// Drops a lost or stuck worker and queues its files again.
     fn lose(&mut self, now: Instant, counts: &mut Counts) {
         let current = self.worker.take().and_then(|worker| worker.current_inode());
         self.retry_at = Some(now + doubled(&RESTART, self.lost_in_a_row));
@@ -275,7 +278,8 @@ impl PageWork {
                 waiting.due = now + RETRY * (1 << waiting.tries);
                 waiting.tries += 1;
             }
-            // A later scan finds the file again. If it was written meanwhile, it waits already.
+            // After too many tries the file waits for a later scan. A file that was written meanwhile is already
+            // queued.
             if waiting.tries <= MAX_TRIES && !self.waiting.contains_key(&inode) {
                 self.put(inode, waiting);
             }
@@ -315,24 +319,26 @@ impl PageWork {
             self.put(done.inode, waiting);
             return;
         }
-        // The next scan queues it again.
+        // The next scan queues the file again.
         if is_unfinished {
             return;
         }
         if self.known.len() >= MAX_KNOWN {
             self.known.clear();
         }
-        // The worker's own change queues the file once more, and finds nothing left to do.
+        // If the worker has changed the file, a scan queues the file once more, and the worker then finds nothing to
+        // change.
         self.known.insert(done.inode, (waiting.changed_ns, waiting.huge));
     }
 
-    /// Returns when the next job is due, if the worker is free, or when the worker counts as stuck.
+    /// Returns the earlier of two times: when the next job can be sent or the next worker started, and when the worker
+    /// counts as stuck.
     pub fn due(&self) -> Option<Instant> {
         let first = self.order.first_key_value().map(|((due, _), ())| *due);
         let next = match &self.worker {
             Some(worker) if !worker.can_accept_job() => None,
             Some(_) => first,
-            // The control loop looks often enough.
+            // The control loop's periodic checks are frequent enough to find the started worker.
             None if self.starting.is_some() => None,
             None => first.map(|first| self.retry_at.map_or(first, |at| at.max(first))),
         };
@@ -343,20 +349,21 @@ impl PageWork {
         self.worker.as_ref().map(AsFd::as_fd)
     }
 
-    /// Process id of the worker; 0 if there is none.
+    /// Returns the process id of the worker; 0 if there is none.
     pub fn worker_pid(&self) -> u32 {
         self.worker.as_ref().map_or(0, Worker::pid)
     }
 
-    /// Number of files that wait or that the worker has.
+    /// Returns the number of files that wait or were sent to the worker.
     pub fn count(&self) -> usize {
         self.waiting.len() + self.given.len()
     }
 }
 
 impl Drop for PageWork {
-    /// Waits for a worker that is being started, so that dropping it ends the process, which holds the mount's
-    /// root open. Gives up on a worker whose program is on a file system that does not answer.
+    /// Waits for a worker that is being started, and drops it. Otherwise the process would start later and keep the
+    /// mount's root folder open. The wait has a timeout, because the worker's program may be on a file system that does
+    /// not answer.
     fn drop(&mut self) {
         if let Some(starting) = self.starting.take() {
             let _ = starting.recv_timeout(START_TIMEOUT);
@@ -375,7 +382,7 @@ mod tests {
     use std::os::fd::OwnedFd;
     use std::os::unix::fs::PermissionsExt;
 
-    /// A worker that dies on the file with inode 7 and has done any other at once.
+    /// Shell program of a worker that kills itself on the file with inode 7 and answers every other job at once.
     const DEADLY: &str = r#"while read -r line; do
         inode=${line#*:}; inode=${inode%%,*}
         [ "$inode" = 7 ] && kill -s KILL $$
@@ -397,7 +404,8 @@ mod tests {
         }
     }
 
-    /// A worker that dies takes no other file with it: all that it had are done by the next one. Its group is avoided.
+    /// A worker dies on the first of several files. The next worker must examine the other files. The group in which
+    /// the first worker died must be avoided.
     #[test]
     fn a_lost_worker_loses_no_other_file() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -409,7 +417,7 @@ mod tests {
         }
         let mut work = PageWork::new(["sh", "-c", DEADLY].map(OsString::from).to_vec());
         let mut counts = Counts::default();
-        // All are given to one worker, the deadly file first.
+        // All files are sent to one worker, the file with inode 7 first.
         work.note(access.root_inode(), OsStr::new("7"), &seen(7), Huge::Auto, own, Duration::ZERO);
         for inode in 8..13 {
             work.note(access.root_inode(), OsStr::new("other"), &seen(inode), Huge::Auto, UNKNOWN, Duration::ZERO);
@@ -430,19 +438,20 @@ mod tests {
         assert!(file.due >= begun + RETRY);
     }
 
-    /// Pauses grow to their maximum.
+    /// Pauses must double up to their maximum.
     #[test]
     fn pauses_double() {
         assert_eq!([0, 1, 5, 6, 99].map(|times| doubled(&RESTART, times).as_secs()), [1, 2, 32, 60, 60]);
         assert_eq!([0, 1, 6].map(|times| doubled(&AVOID, times).as_secs()), [60, 120, 3600]);
     }
 
-    /// A worker that takes long to start does not hold up the control loop. The test holds a lease on its program, so
-    /// that executing it blocks until the test has seen the loop go on.
+    /// A worker takes long to start. The control loop's calls must return meanwhile. The test has a lease on the
+    /// worker's program, so that its execution blocks until the test closes the file.
     #[test]
     fn starting_a_worker_does_not_wait_for_it() {
         let Ok(place) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
-        // The name matters to a binary of many programs. `/dev/shm` may not allow programs.
+        // The file keeps the name `sleep`, because one binary may contain many programs. `/dev/shm` may forbid
+        // execution.
         let programs = tempfile::tempdir().unwrap();
         let program = programs.path().join("sleep");
         fs::copy("/bin/sleep", &program).unwrap();
@@ -459,7 +468,7 @@ mod tests {
             if error.kind() != io::ErrorKind::WouldBlock {
                 return println!("skipped: no lease on a program: {error}");
             }
-            // A process that another test starts has inherited the descriptor that wrote the program.
+            // The descriptor that wrote the program may be open in a process that a parallel test started.
             assert!(begun.elapsed().as_secs() < 600, "the program stays open");
             std::thread::yield_now();
         }

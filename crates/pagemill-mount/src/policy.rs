@@ -173,8 +173,8 @@ mod tests {
         assert_eq!(error, "`Full\\n` is no value of user.pagemill.volatile: none, partial, full");
     }
 
-    /// Small files without a mark need no action. A volatile mark on a file that other users may
-    /// write is ignored.
+    /// Small files without a mark must need no action. A volatile mark on a file that other users may write must be
+    /// ignored.
     #[test]
     fn small_plain_files_are_left_alone() {
         let (small, block) = (100, BLOCK_BYTES as u64);
@@ -185,7 +185,8 @@ mod tests {
         assert_eq!(huge(Huge::Always).trusted(true), huge(Huge::Always));
     }
 
-    /// The nearest ancestor's mark applies, for each attribute separately.
+    /// Several ancestors have marks. For each attribute the mark of the file or of the nearest ancestor that has one
+    /// must apply.
     #[test]
     fn the_nearest_mark_wins() {
         let huge = Marks { volatile: None, huge: Some(Huge::Never) };
@@ -196,8 +197,8 @@ mod tests {
         assert_eq!(effective_marks(NO_MARKS, 5, []), NO_MARKS);
     }
 
-    /// Another user's mark on a folder applies to the files directly in it, which that user could delete, but
-    /// not further down.
+    /// A mark that another user set on a folder must apply to the files directly in the folder, which that user could
+    /// delete, but not to files in subfolders.
     #[test]
     fn a_mark_reaches_no_further_than_its_users_rights() {
         let plain = ancestor(NO_MARKS, 5, false);

@@ -1,12 +1,12 @@
 //! Frees one file's memory: the whole file, or its end.
 //!
-//! Takes a lease first. The kernel refuses it while the file is open or mapped, and blocks later openers until the
-//! descriptor is closed here. So no mapping loses its pages.
+//! Requests a write lease on the file first. The kernel refuses the lease while another process has the file open or
+//! mapped, and delays later opens until this process closes its descriptor. So no mapping loses its pages.
 //!
-//! Names can change meanwhile. So a whole file is first renamed to a temporary name, then checked, and only
-//! then unlinked. If the renamed file is not the expected one, or if a process waits to open it, it gets its
-//! old name back. The temporary name contains the old name and the inode, so that the next controller can
-//! finish or undo the purge if this one is killed.
+//! Other processes can rename files meanwhile. So a file that is purged as a whole is first renamed to a temporary name
+//! (its *private name*), then checked, and only then unlinked. If the renamed file is not the expected one, or if a
+//! process waits to open the file, its old name is restored. The private name contains the old name and the inode, so
+//! that the next controller can finish or undo the purge if this controller is killed.
 
 use crate::control_loop::say;
 use crate::file_access::{self, FileAttributes};
@@ -21,10 +21,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-/// Prefix of temporary names. The inode number and the old name follow.
+/// Prefix of private names. The inode number and the old name follow.
 const TAKEN: &str = ".pagemill-purge-";
 
-/// Infix for a file that lost its name to a new file while renamed: its name, this and its inode number.
+/// Infix of the new name of a file whose old name was used for a new file meanwhile: old name, infix, inode number.
 const RESCUED: &str = ".pagemill-rescued-";
 
 /// Maximum length of a name.
@@ -33,13 +33,13 @@ const MAX_NAME: usize = 255;
 /// Result of a purge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PurgeOutcome {
-    /// The file, or its end, was removed. `left_bytes` of a tail's file remain.
+    /// The file, or its end, was freed. `left_bytes` of the file's memory remain.
     Freed { bytes: u64, left_bytes: u64 },
-    /// The file was used later than expected, at this time.
+    /// The file was used later than its `Target` says, at this time in nanoseconds since 1970.
     Used(i64),
-    /// The file is open or mapped elsewhere.
+    /// Another process has the file open or mapped.
     Open,
-    /// The file is missing, is not volatile, or cannot be opened.
+    /// The file is missing, is another one, is not volatile, has several names, or cannot be opened.
     Gone,
 }
 
@@ -59,12 +59,12 @@ fn outcome_of(error: io::Error) -> PurgeOutcome {
     }
 }
 
-/// Decides whether a file may be purged. Called under the lease, with the open file and its attributes.
+/// Decides whether a file may be purged. Called with the open file and its attributes, and usually under the lease.
 pub trait MayGo: Fn(&OwnedFd, &FileAttributes) -> bool {}
 
 impl<T: Fn(&OwnedFd, &FileAttributes) -> bool> MayGo for T {}
 
-/// Frees about `want_bytes` of a file, or the whole file.
+/// Frees the whole file, or some `want_bytes` from its end, according to `target.part`.
 pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> PurgeOutcome {
     let result = match target.part {
         PurgePart::Whole => purge_whole(target, may_go),
@@ -73,7 +73,7 @@ pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> PurgeO
     result.unwrap_or_else(outcome_of)
 }
 
-/// Opens the file and takes the lease, if it is the expected file and has not been used since.
+/// Opens the file and obtains the lease, if the file is the expected one and was not used since `target.used_ns`.
 fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, FileAttributes), PurgeOutcome>> {
     let fd = file_access::open_file(target.folder, target.name, flags)?;
     let seen = file_access::attributes(&fd)?;
@@ -88,7 +88,7 @@ fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, FileA
 }
 
 fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<PurgeOutcome> {
-    // A file whose temporary name would be too long is left alone: the purge could not be undone.
+    // A file whose private name would be too long is not purged, because the purge could not be undone.
     let Some(ours) = taken_name(target.inode, target.name) else { return Ok(PurgeOutcome::Gone) };
     let (fd, seen) = match take(target, OFlags::RDONLY)? {
         Ok(taken) => taken,
@@ -101,7 +101,7 @@ fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<PurgeOutco
     Ok(finish_whole(target, &fd, &seen, &ours, may_go))
 }
 
-/// Completes a purge after the rename to `ours`. From here on the file cannot be found by its name.
+/// Completes a purge after the file was renamed to the private name `ours`.
 fn finish_whole(
     target: &Target<'_>,
     fd: &OwnedFd,
@@ -114,7 +114,8 @@ fn finish_whole(
             .is_ok_and(|now| now.inode == target.inode && now.links == 1);
         now && may_go(fd, seen)
     };
-    // A process that opened it before the rename waits for the lease: it must get a file with a name.
+    // A process that opens the file by its old name may already wait for the lease. It must get a file that is not
+    // unlinked.
     let is_awaited = !pages::has_lease(fd.as_fd());
     if is_awaited || !is_right() {
         give_back(target.folder, ours, target.name, target.inode);
@@ -126,7 +127,7 @@ fn finish_whole(
     }
 }
 
-/// Restores a file's name. If a new file has that name, keeps both and reports the new name.
+/// Restores a file's old name. If a new file has that name, gives the old file a third name and prints it.
 fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
     let Err(error) = file_access::rename(folder, ours, name) else { return };
     if error.kind() == io::ErrorKind::AlreadyExists {
@@ -148,8 +149,8 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
     let (mut len_bytes, mut left_bytes) = (seen.len_bytes, seen.held_bytes);
     let freed = |left_bytes| Ok(PurgeOutcome::Freed { bytes: seen.held_bytes - left_bytes, left_bytes });
     while len_bytes > 0 && seen.held_bytes - left_bytes < want_bytes {
-        // Repeats the checks: the file may have been moved to a place where it must stay, or a process may wait for
-        // it.
+        // Repeats the checks: the file may have been moved to a folder whose marks forbid a purge, or a process may
+        // wait to open the file.
         let is_there = file_access::attributes_at(target.folder, target.name)
             .is_ok_and(|now| now.inode == target.inode && now.links == 1);
         if !is_there || !may_go(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
@@ -159,8 +160,8 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
         // A cut inside a hole at the end frees no memory. So each cut removes at least an eighth of the file,
         // and the loop ends.
         len_bytes = cut(len_bytes, missing.max(len_bytes / 8));
-        // Records the new length before truncating: a crash in between loses nothing, and no reader trusts missing
-        // bytes.
+        // Records the new length before truncating. After a crash in between no bytes are missing, and a reader only
+        // trusts fewer bytes than there are.
         let from = file_access::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
         file_access::set_attribute(&fd, PURGED, &from.to_string())?;
         fs::ftruncate(&fd, len_bytes)?;
@@ -176,14 +177,14 @@ fn cut(len_bytes: u64, bytes: u64) -> u64 {
     rest - rest % unit
 }
 
-/// Returns the temporary name for a file; `None` if it would be too long.
+/// Returns the private name for a file; `None` if that name would be too long.
 fn taken_name(inode: u64, name: &OsStr) -> Option<OsString> {
     let mut ours = format!("{TAKEN}{inode:x}-").into_bytes();
     ours.extend_from_slice(name.as_bytes());
     (ours.len() <= MAX_NAME).then(|| OsString::from_vec(ours))
 }
 
-/// Parses a temporary name. Returns the inode and the old name.
+/// Parses a private name. Returns the inode and the old name.
 fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
     let rest = name.as_bytes().strip_prefix(TAKEN.as_bytes())?;
     let at = rest.iter().position(|byte| *byte == b'-')?;
@@ -191,17 +192,16 @@ fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
     Some((inode, OsStr::from_bytes(&rest[at + 1..]))).filter(|(_, name)| !name.is_empty())
 }
 
-/// Returns whether this is a temporary name.
+/// Returns whether `name` is a private name.
 pub fn is_ours(name: &OsStr) -> bool {
     parse_taken(name).is_some()
 }
 
-/// Finishes or undoes the purge of a killed controller, if `name` is a temporary one
-/// (`.pagemill-purge-INODE-NAME`).
+/// Finishes or undoes the purge of a killed controller, if `name` is a private name (`.pagemill-purge-INODE-NAME`).
 ///
-/// Unlinks the file if it has that inode and no other name, and `may_go` agrees. Otherwise gives the file its
-/// old name back. An open file keeps the temporary name until the next scan. Returns whether the name was a
-/// temporary one.
+/// Unlinks the file if it has that inode and no other name, and `may_go` returns true. Otherwise restores the file's
+/// old name. A file to unlink that another process has open keeps the private name until the next scan. Returns whether
+/// `name` is a private name.
 pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool {
     let Some((inode, old)) = parse_taken(name) else { return false };
     let Ok(fd) = file_access::open_file(folder, name, OFlags::RDONLY) else { return true };
@@ -229,7 +229,7 @@ mod tests {
     }
 
     impl Folder {
-        /// On tmpfs; `None` if there is none to write to.
+        /// Creates a folder on tmpfs; `None` if `/dev/shm` is missing or not writable.
         fn new() -> Option<Self> {
             let path = tempfile::tempdir_in("/dev/shm").ok()?;
             let fd = File::open(path.path()).unwrap().into();
@@ -258,7 +258,8 @@ mod tests {
         }
     }
 
-    /// A file is removed whole. One that is open, replaced, used, hard-linked or no longer volatile stays.
+    /// A file is purged while it is open, replaced, used, hard-linked or no longer volatile, and through a symbolic
+    /// link. It must stay each time. Without an obstacle the file must be removed.
     #[test]
     fn only_what_was_meant_goes() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
@@ -288,19 +289,20 @@ mod tests {
         assert_eq!(folder.names(), ["link", &long]);
     }
 
-    /// A file that takes the name between check and rename keeps its contents and gets the name back.
+    /// Another file is renamed to the target's name between check and rename. It must keep its contents and get the
+    /// name back. The same holds if `may_go` forbids the purge, or if a new file has the name.
     #[test]
     fn a_replaced_file_gets_its_name_back() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
         let (old, new) = (folder.write("a", 10), folder.write("other", 20));
         let ours = taken_name(old, OsStr::new("a")).unwrap();
-        // As in `purge_whole` when another process was faster.
+        // The state in `purge_whole` if another process renames its file just before.
         std::fs::rename(folder.at("other"), folder.at("a")).unwrap();
         file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names(), ["a"]);
         assert_eq!(file_access::attributes_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
-        // Killed after the rename of the right file: it is removed, unless `may_go` forbids it.
+        // The controller was killed after it renamed the right file: the file is removed, unless `may_go` forbids that.
         let ours = taken_name(new, OsStr::new("a")).unwrap();
         file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
@@ -318,7 +320,8 @@ mod tests {
         assert!(!finish(folder.fd.as_fd(), OsStr::new(".pagemill-purge-zz"), |_, _| true));
     }
 
-    /// A process that waits for the lease gets the file with its name.
+    /// Another process opens the file during the check, and waits for the lease. The purge must stop, and the process
+    /// must get the file with its name.
     #[test]
     fn a_waiting_open_gets_the_file() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
@@ -349,7 +352,8 @@ mod tests {
         opener.into_inner().unwrap().join().unwrap().unwrap();
     }
 
-    /// Tails are cut by whole pages, and the new length is recorded first; the remaining bytes are unchanged.
+    /// The end of a file is purged twice. Each purge must cut whole pages and record the offset in the attribute; the
+    /// file must remain. A purge of a file with a hole at its end must end, too.
     #[test]
     fn tails_go_and_say_so() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
@@ -370,7 +374,7 @@ mod tests {
         assert!(matches!(folder.purge("b", sparse, PurgePart::Tail, 1), PurgeOutcome::Freed { left_bytes: 0, .. }));
     }
 
-    /// Cuts end on pages or blocks, and always cut something.
+    /// The new length must be a multiple of a page or block, and always shorter than the old one.
     #[test]
     fn cuts_end_on_pages() {
         let (page, block) = (os_page_bytes() as u64, BLOCK_BYTES as u64);

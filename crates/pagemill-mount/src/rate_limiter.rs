@@ -1,34 +1,35 @@
-//! Predicts the growth before the controller looks again, from the rate of writers and its own delays.
+//! Predicts how much the usage grows before the control loop's next check, from the measured growth.
 //!
-//! Even with real-time priority the controller may be late by tens of milliseconds: a virtual machine's CPUs are taken
-//! away, or a purge waits for a folder's lock whose holder does not run. So marks are further from their limits while
-//! writers are fast.
+//! Even with real-time priority a check can be late by tens of milliseconds: a hypervisor runs other guests on the CPU,
+//! or a purge waits for the lock of a folder whose holder does not run. So purges start farther below a limit while
+//! writers are fast (`budget`).
 
 use std::time::{Duration, Instant};
 
-/// Delay of the controller that occurs now and then. Writers must not reach the limit within it.
+/// Delay of a check that occurs now and then. Writers must not reach a limit within this time.
 const LATENESS: Duration = Duration::from_millis(40);
 
-/// Duration of one measurement, number of measurements whose maximum counts, and number that count as recent.
+/// Duration of one measurement (a *window*); number of windows whose maximum counts; number of windows that count as
+/// recent.
 const WINDOW: Duration = Duration::from_millis(100);
 const WINDOWS: usize = 300;
 const LATELY: usize = 20;
 
-/// A shorter measurement gives no rate.
+/// A rate is growth divided by at least this time, because growth within a shorter time says little about the rate.
 const SHORTEST: Duration = Duration::from_millis(10);
 
-/// Recent growth.
+/// The growth of the file system's usage in the last windows.
 #[derive(Clone, Debug)]
 pub struct RateLimiter {
     used_bytes: u64,
     /// Growth since the window began.
     came_bytes: u64,
     began: Instant,
-    /// Growth in each of the last windows, and the largest growth between two looks in it.
+    /// For each of the last windows: the growth, and the largest growth between two checks.
     windows: [(u64, u64); WINDOWS],
     next: usize,
     worst_step_bytes: u64,
-    /// Rate in the current window, so that new writers count at once.
+    /// Growth per window, measured in the current window so far. With it new writers count at once.
     present_rate: u64,
 }
 
@@ -45,7 +46,7 @@ impl RateLimiter {
         }
     }
 
-    /// Records that purging freed `bytes`.
+    /// Records that a purge freed `bytes`, so that writes that fill them again count as growth.
     pub fn freed(&mut self, bytes: u64) {
         self.used_bytes = self.used_bytes.saturating_sub(bytes);
     }
@@ -66,12 +67,12 @@ impl RateLimiter {
         }
     }
 
-    /// Predicts the growth before the next look if that is late, from the last half minute.
+    /// Predicts the growth before the next check if the check is late, from the windows of the last half minute.
     pub fn foreseen_bytes(&self) -> u64 {
         self.foreseen_by(WINDOWS)
     }
 
-    /// The same, from the last two seconds only.
+    /// Like [`Self::foreseen_bytes`], but from the windows of the last two seconds.
     pub fn lately_foreseen_bytes(&self) -> u64 {
         self.foreseen_by(LATELY)
     }
@@ -92,7 +93,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A fast writer and a late look count for half a minute; memory purged in between counts as room, not as a pause.
+    /// A writer adds 10 MiB a millisecond, all of which is purged; then a check is late. The writer must count at once,
+    /// and the prediction must stay the same for half a minute, but the recent one only for two seconds.
     #[test]
     fn fast_writers_are_foreseen() {
         let mut now = Instant::now();
@@ -121,7 +123,7 @@ mod tests {
         assert_eq!((rest(30), rest(WINDOWS)), ((0, 500 * MIB), (0, 0)));
     }
 
-    /// Deleted files do not count as negative growth.
+    /// Files are deleted, so usage falls. The prediction must be 0 then, and later growth must count in full.
     #[test]
     fn deleting_is_no_growth() {
         let now = Instant::now();

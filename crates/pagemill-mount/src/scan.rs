@@ -1,4 +1,4 @@
-//! A full scan of the file system. It finds files that existed before the controller started, files whose close
+//! Full scans of the file system. A scan finds files that existed before the controller started, files whose close
 //! events were lost, and marks that were set on closed files.
 
 use crate::file_access::{self, BadMark, FileAccess, FileAttributes, FileSystemUsage};
@@ -23,14 +23,15 @@ const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(30)..Duration:
 /// Periodic scans may run for 1/`SCAN_SHARE` of the time.
 const SCAN_SHARE: u32 = 100;
 
-/// Minimum interval between the starts of two scans that the control loop wants because its state is incomplete.
+/// Minimum interval between the starts of two scans that the control loop requests because events were lost or a folder
+/// is unknown (`is_wanted`).
 const WANTED_PAUSE: Duration = Duration::from_millis(500);
 
-/// Such scans may run for 1/`WANTED_SHARE` of the time.
+/// These requested scans may run for 1/`WANTED_SHARE` of the time.
 const WANTED_SHARE: u32 = 4;
 
-/// After each `REST_AFTER` entries, a scan sleeps `REST_TIMES` as long as it took for them, unless a request
-/// waits for its end. Users' own walks over the files need the same locks and CPUs.
+/// After each `REST_AFTER` entries, a scan sleeps `REST_TIMES` as long as these entries took, unless a purge waits for
+/// the scan. Users' own walks over the files need the same locks and CPUs.
 const REST_AFTER: u32 = 256;
 const REST_TIMES: u32 = 3;
 
@@ -45,7 +46,7 @@ pub enum ScanItem {
     Bad { path: PathBuf, mark: BadMark },
 }
 
-/// A folder that is still to be scanned. The parent is shared with the other folders in it.
+/// A folder that is still to be scanned. `parent` is shared with the other subfolders of the parent.
 struct PendingFolder {
     parent: Option<Rc<PendingFolder>>,
     above: Ancestor,
@@ -55,7 +56,8 @@ struct PendingFolder {
 }
 
 impl PendingFolder {
-    /// Returns whether a file in this folder needs no action, by its current marks. This holds for most files.
+    /// Returns whether a file in this folder needs no action according to its current marks and size. Most files need
+    /// none.
     fn is_irrelevant(&self, name: &OsStr, seen: &FileAttributes, own: Marks) -> bool {
         let above = std::iter::successors(Some(self), |folder| folder.parent.as_deref()).map(|folder| folder.above);
         let marks = policy::effective_marks(own.trusted(seen.is_writable_by_others()), seen.owner, above);
@@ -73,8 +75,8 @@ impl PendingFolder {
     }
 }
 
-/// Walks all files and folders and passes them to `tell`, a folder before its contents. Skips entries that
-/// vanish meanwhile, files that need no action, and folders that are too deep.
+/// Walks the file system and passes its files and folders to `tell`, each folder before its contents. Skips entries
+/// that are removed meanwhile, files that need no action, and the contents of folders deeper than `MAX_DEPTH`.
 ///
 /// # Errors
 ///
@@ -133,10 +135,11 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(S
     Ok(())
 }
 
-/// Schedules scans, which run in a thread of their own. The interval doubles while the usage does not change.
+/// Schedules scans, each of which runs in a thread of its own. While the usage does not change, the interval of
+/// periodic scans doubles, up to ten minutes.
 pub struct Scanning {
     is_running: bool,
-    /// A request waits for the current scan, so the scan does not sleep.
+    /// A purge waits for the current scan, so the scan does not sleep.
     is_hurried: Arc<AtomicBool>,
     is_wanted: bool,
     began: Instant,
@@ -176,7 +179,7 @@ impl Scanning {
         self.results_began.elapsed()
     }
 
-    /// Returns when the current scan began, as a file time.
+    /// Returns when the current or last scan began, in nanoseconds since 1970.
     pub fn began_ns(&self) -> i64 {
         self.began_ns
     }
@@ -186,8 +189,8 @@ impl Scanning {
         self.is_hurried.store(is_hurried, Relaxed);
     }
 
-    /// Starts a scan if the periodic one is due, if a request waits for a scan, or if one `is_wanted` and the
-    /// last began long enough ago.
+    /// Starts a scan if none is running and one is due: the periodic one, one for which a purge waits
+    /// (`is_waited_for`), or a requested one (`is_wanted`) if the last scan began long enough ago.
     pub fn start_if_due(
         &mut self,
         access: &Arc<FileAccess>,

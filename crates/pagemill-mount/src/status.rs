@@ -10,7 +10,7 @@ pub struct LineStatus {
     pub name: String,
     pub limit_bytes: u64,
     pub used_bytes: u64,
-    /// Volatile files are purged while the usage is above this threshold.
+    /// Purge threshold: volatile files are purged while the usage is above it.
     pub mark_bytes: u64,
 }
 
@@ -20,12 +20,12 @@ pub struct Counts {
     /// Volatile files that were purged as a whole, and the memory freed.
     pub purged_files: u64,
     pub purged_bytes: u64,
-    /// Times that the end of a partially volatile file was purged, and the memory freed.
+    /// Number of times that the end of a partially volatile file was purged, and the memory freed.
     pub cut_files: u64,
     pub cut_bytes: u64,
-    /// Volatile files that were due for a purge but open, and therefore skipped.
+    /// Number of times that a volatile file was due for a purge but open, and therefore skipped.
     pub spared_open: u64,
-    /// Periods in which memory had to be freed and no volatile file could be purged.
+    /// Number of periods in which usage was above a purge threshold and no volatile file could be purged.
     pub nothing_to_purge: u64,
     /// Changes of the size by remount; changes that the kernel refused.
     pub size_changes: u64,
@@ -36,19 +36,19 @@ pub struct Counts {
     pub scans: u64,
     /// Opens that were delayed because files were written faster than purges freed memory.
     pub delayed_opens: u64,
-    /// Times that close events were turned off while many small files were closed.
+    /// Number of times that close events were turned off while many small files were closed.
     pub quiet_times: u64,
-    /// Marks with unknown values, which were ignored.
+    /// Number of marks with invalid values, which were ignored.
     pub bad_marks: u64,
-    /// Volatile files that did not fit in the index.
+    /// Number of times that a volatile file did not fit in the index.
     pub not_indexed: u64,
-    /// Blocks made huge; blocks split because the user's mark says so; memory of zero pages freed in sparse
-    /// blocks.
+    /// Blocks that are huge after the worker examined them; blocks split because of the file's mark `never`; memory of
+    /// zero pages freed in sparse blocks.
     pub huge_blocks: u64,
     pub split_blocks: u64,
     pub sparse_bytes: u64,
-    /// Files whose blocks could not be made huge, because: pages were in use; other processes needed the CPU;
-    /// no memory.
+    /// Number of times that the worker could not finish a file, because the file's pages were in use; because other
+    /// processes needed the CPUs; because there was no memory for huge pages.
     pub collapse_busy: u64,
     pub collapse_postponed: u64,
     pub collapse_no_memory: u64,
@@ -74,7 +74,8 @@ pub struct Status {
     pub volatile_age_seconds: f64,
     pub lines: Vec<LineStatus>,
     pub counts: Counts,
-    /// The controller has real-time priority. Without it the controller starts purges farther from a limit.
+    /// The controller has real-time priority. A controller without real-time priority starts purges farther below a
+    /// limit.
     pub is_preferred: bool,
     /// The kernel reports closes of files; otherwise the controller scans periodically.
     pub is_notified: bool,

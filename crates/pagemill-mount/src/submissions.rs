@@ -1,7 +1,7 @@
-//! Queue of requests and scan results for the control loop.
+//! Queues of requests and of scan results for the control loop.
 //!
-//! The control loop only tries to lock the queue: a thread that holds the lock may have lower priority and be
-//! off the CPU.
+//! The control loop never waits for the lock of a queue: the thread that holds it may have lower priority and wait for
+//! a CPU.
 
 use crate::scan::ScanItem;
 use crate::status::Status;
@@ -15,18 +15,20 @@ use std::time::{Duration, Instant};
 /// Maximum number of queued scan messages.
 const MAX_SCAN_MESSAGES: usize = 4096;
 
-/// How long a scan waits for room in the queue before it adds its messages anyway: the control loop may have ended.
+/// How long a scan waits while the queue is full. Then it adds its messages anyway, since the control loop may have
+/// ended.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request to the control loop.
 pub enum LoopRequest {
     Status(Sender<Status>),
-    /// Purges this many bytes, if that many can be purged. The answer is the number of bytes freed.
+    /// Purges volatile files until this many bytes are freed or no file can be purged. Answers with the number of bytes
+    /// freed.
     Purge(u64, Sender<u64>),
     Stop,
 }
 
-/// The queue of the control loop, and the eventfd that wakes it.
+/// The queues of the control loop, and the eventfd that wakes the loop.
 pub struct SubmissionQueue {
     requests: Mutex<Vec<LoopRequest>>,
     scan_messages: Mutex<Vec<ScanMessage>>,
@@ -40,7 +42,7 @@ pub enum ScanMessage {
 }
 
 impl SubmissionQueue {
-    /// Creates an empty queue.
+    /// Creates empty queues.
     ///
     /// # Errors
     ///
@@ -75,8 +77,8 @@ impl SubmissionQueue {
         try_take_all(&self.scan_messages)
     }
 
-    /// Resets the waker. The control loop misses a message whose lock was busy, and takes it at its next
-    /// periodic check, at most ten milliseconds later.
+    /// Resets the eventfd. If another thread held the lock of a queue, the control loop processes that queue at its
+    /// next periodic check, some ten milliseconds later.
     pub fn reset_waker(&self) {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }
@@ -93,7 +95,7 @@ impl AsFd for SubmissionQueue {
     }
 }
 
-/// Takes all messages. Returns none while another thread holds the lock.
+/// Removes and returns all messages. Returns none while another thread holds the lock.
 fn try_take_all<T>(queue: &Mutex<Vec<T>>) -> Vec<T> {
     let guard: Option<MutexGuard<'_, Vec<T>>> = queue.try_lock().ok();
     guard.map_or_else(Vec::new, |mut guard| std::mem::take(&mut *guard))

@@ -1,12 +1,12 @@
-//! The worker: makes dense blocks huge and frees the zero pages of sparse ones, in a separate process of low
-//! priority.
+//! The worker: a separate process of low priority that makes dense blocks huge and frees the zero pages of sparse
+//! blocks.
 //!
-//! The worker is a process because the kernel charges a huge page to the cgroup of the process that collapses
-//! it. So the worker moves into the group that wrote the file, and back. While it is there, the owner of that
-//! group can kill it (`cgroup.kill`, a limit that makes the OOM killer choose it), freeze it, or leave it no
-//! CPU time. That is harmless: the worker then holds no more than an open file. `MADV_COLLAPSE` replaces a
-//! block as a whole or not at all, and the worker changes contents only in its own group. The controller starts
-//! another worker, and avoids that group ([`crate::pagework`]).
+//! The worker is a process because the kernel charges a huge page to the cgroup of the process that collapses it. So
+//! the worker moves into the group that wrote the file, collapses, and moves back. While the worker is in another
+//! group, the owner of that group can kill the worker (`cgroup.kill`, a limit that makes the OOM killer choose it),
+//! freeze it, or deprive it of CPU time. That harms no file: `MADV_COLLAPSE` replaces a block as a whole or not at all,
+//! and the worker changes contents only in its own group. The controller starts another worker, and avoids that group
+//! for some time ([`crate::pagework`]).
 //!
 //! Standard output is the mount's root folder (the worker prints nothing). Standard input is a socket, which
 //! carries one request per file as a line of JSON, and the answers back.
@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// At least this fraction of a block's pages, in eighths, must contain nonzero bytes before the block is made
+/// A block is dense if at least this fraction of its pages, in eighths, contains nonzero bytes. Dense blocks are made
 /// huge.
 const DENSE_EIGHTHS: u64 = 7;
 
@@ -44,8 +44,8 @@ const DENSE_EIGHTHS: u64 = 7;
 /// are freed.
 const SPARSE_EIGHTHS: u64 = 4;
 
-/// Number of pages sampled first. If more than half of them contain nonzero bytes, the block counts as dense
-/// and is not read whole.
+/// Number of pages that are sampled in a block with few holes. If more than half of them begin with nonzero bytes, the
+/// block counts as dense and is not read whole.
 const SAMPLES: u64 = 8;
 
 /// A request: a file whose blocks the worker examines.
@@ -56,8 +56,8 @@ pub struct WorkerJob {
     pub folder: Vec<u8>,
     pub name: Vec<u8>,
     huge: String,
-    /// Cgroup folder of the group that is charged for the file. If it is unknown, no block is collapsed, since
-    /// that would move the charge.
+    /// Cgroup folder of the group that is charged for the file. If the group is unknown, no block is collapsed, since a
+    /// collapse would move the charge to the worker's group.
     group: Option<String>,
 }
 
@@ -74,8 +74,8 @@ pub struct WorkerReply {
     pub inode: u64,
     /// Blocks that are huge now, including those that were huge before.
     pub huge_blocks: u64,
-    /// Blocks that the kernel was asked to split, because the file's mark is `never`. Blocks that were not huge
-    /// count, too, since the kernel does not tell.
+    /// Blocks that the kernel was asked to split, because the file's mark is `never`. Blocks that were not huge count,
+    /// too, since the kernel does not report whether it split a page.
     pub split_blocks: u64,
     /// Memory of zero pages that was freed.
     pub freed_bytes: u64,
@@ -89,20 +89,21 @@ pub struct WorkerReply {
 /// While other processes need the CPUs, the worker may run for 1/50 of the time.
 const CPU_SHARE_DIVISOR: u32 = 50;
 
-/// Maximum wait for CPU time while a file is open; then the file is queued again.
+/// Maximum wait for CPU time while a file is open. After that, the file is closed and queued again.
 const MAX_WAIT_WITH_FILE_OPEN: Duration = Duration::from_millis(300);
 
-/// Maximum time that one file stays open; then the file is queued again.
+/// Maximum time for which one file is open. After that, the file is closed and queued again.
 const MAX_TIME_WITH_FILE_OPEN: Duration = Duration::from_secs(2);
 
-/// Maximum pause that a time slice causes, however long the slice was.
+/// Maximum pause after a time slice, however long the slice was.
 const MAX_PAUSE: Duration = Duration::from_millis(500);
 
-/// Limits how much CPU time the worker uses while other processes need the CPUs.
+/// Limits the CPU time of the worker while other processes need the CPUs: after each time slice the worker pauses for a
+/// multiple of the slice.
 struct CpuShare {
     /// Time from which the worker may run even without an idle CPU.
     due: Instant,
-    /// No wait with the current file open lasts longer than until this time.
+    /// End of the time limit of the open file. The worker does not wait longer than until then.
     until: Instant,
 }
 
@@ -111,13 +112,14 @@ impl CpuShare {
         Self { due: now, until: now }
     }
 
-    /// Waits, with no file open, until the worker may run; then starts the time limit of a file.
+    /// Waits, with no file open, until the worker may run, but at most `MAX_PAUSE`. Then starts the time limit of the
+    /// next file.
     fn begin_file(&mut self) {
         self.wait(MAX_PAUSE, has_idle_processor);
         self.until = Instant::now() + MAX_TIME_WITH_FILE_OPEN;
     }
 
-    /// Waits until the worker's CPU time is due or a CPU is idle. Returns `false` if neither happens in time.
+    /// Waits until the pause is over or a CPU is idle. Returns `false` if neither happens within `at_most`.
     fn wait(&self, at_most: Duration, is_idle: impl Fn() -> bool) -> bool {
         const PAUSE: Duration = Duration::from_millis(5);
         let until = Instant::now() + at_most;
@@ -140,9 +142,10 @@ impl CpuShare {
 
 /// Permission to examine or change one block.
 ///
-/// Other processes that open the file or touch the block wait meanwhile. So a time slice starts only while a
-/// CPU is idle or the worker's CPU time is due. Then it runs at raised priority: at the lowest priority the
-/// worker would hold the file's lock without running as soon as other processes need the CPUs.
+/// During a time slice, processes that open the file or touch the block may have to wait for the worker. So a slice
+/// starts only if a CPU is idle or the worker's pause is over, and the worker has real-time priority during the slice.
+/// At the lowest priority the worker would hold the file's lock without running as soon as other processes need the
+/// CPUs.
 struct TimeSlice<'share> {
     share: &'share mut CpuShare,
     began: Instant,
@@ -163,7 +166,7 @@ impl Drop for TimeSlice<'_> {
     }
 }
 
-/// Returns whether at most as many threads are runnable as there are CPUs, this thread included.
+/// Returns whether the number of runnable threads, including this one, is at most the number of CPUs.
 fn has_idle_processor() -> bool {
     // The format is "0.20 0.18 0.12 3/80 11206". The fourth word has the numbers of runnable threads and of all
     // threads.
@@ -180,7 +183,8 @@ struct WorkerGroup {
 }
 
 impl WorkerGroup {
-    /// Moves the worker into the file's group. Returns whether the worker is in that group.
+    /// Moves the worker into `group`, the one that is charged for the file. Returns whether the worker is in that
+    /// group.
     fn move_to(&mut self, group: Option<&String>) -> bool {
         match group {
             // On a machine without groups no charge can move.
@@ -193,8 +197,8 @@ impl WorkerGroup {
         }
     }
 
-    /// Moves the worker back to its own group, since the other group may be removed, frozen or killed. Returns
-    /// whether the worker is in its own group.
+    /// Moves the worker back to its own group, since another group can be removed, frozen or killed. Returns whether
+    /// the worker is in its own group.
     fn return_home(&mut self) -> bool {
         if let Some(home) = self.home.as_ref().filter(|_| self.is_away) {
             self.is_away = std::fs::write(format!("{home}/cgroup.procs"), "0").is_err();
@@ -375,7 +379,8 @@ enum Density {
     Between,
 }
 
-/// Classifies a block by its fraction of nonzero pages.
+/// Classifies a block by the fraction of its pages that contain nonzero bytes. `data` is the number of its bytes that
+/// are not in holes.
 fn classify_block(file: &File, block: &Range<u64>, data: u64) -> io::Result<Density> {
     let page = os_page_bytes() as u64;
     let count = (block.end - block.start).div_ceil(page);
@@ -430,12 +435,13 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(runs)
 }
 
-/// Frees the zero pages of a block by punching holes, which read as zeros, too. Checks before each hole that
-/// its lease is unbroken, so that no process writes meanwhile and none waits long to open the file.
+/// Frees the zero pages of a block by punching holes, which read as zeros, too. Takes a lease on the file, and checks
+/// before each hole that no process waits for the end of the lease. So no process writes meanwhile, and none waits long
+/// to open the file.
 ///
-/// If the worker does not run for the whole of `lease-break-time` (45 seconds by default) between the check and
-/// the hole, data written meanwhile is lost. A frozen group could cause that, so the worker must be in its own
-/// group.
+/// If the worker is stopped for more than `lease-break-time` (45 seconds by default) between check and hole, the kernel
+/// breaks the lease, and data that another process writes then is lost. A frozen group could stop the worker for so
+/// long, so the worker must be in its own group.
 fn free_zero_pages(
     folder: &OwnedFd,
     name: &OsStr,
@@ -467,8 +473,7 @@ fn free_zero_pages(
             break;
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // The range ends at a page boundary even if the file ends before it; otherwise the last page would not
-        // be freed.
+        // The range ends at a page boundary even if the file ends earlier; otherwise the last page would not be freed.
         fs::fallocate(&file, flags, run.start, run.end.next_multiple_of(page) - run.start)?;
     }
     reply.freed_bytes += before.held_bytes.saturating_sub(file_access::attributes(&file)?.held_bytes);
@@ -479,7 +484,7 @@ fn free_zero_pages(
     Ok(())
 }
 
-/// The controller's side of a worker: the process, its socket, and the jobs that it has not answered.
+/// The controller's view of a worker: the process, its socket, and the jobs that the worker has not answered.
 pub struct Worker {
     /// `None` only during drop.
     process: Option<Child>,
@@ -491,7 +496,7 @@ pub struct Worker {
 /// Maximum number of files sent to the worker and not answered.
 const MAX_WAITING: usize = 8;
 
-/// A worker that does not answer a job for this long is restarted: it may be in a frozen group.
+/// A worker that does not answer a job for this long is replaced by a new one: it may be in a frozen group.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Worker {
@@ -523,7 +528,8 @@ impl Worker {
         self.waiting.front().map(|(inode, _)| *inode)
     }
 
-    /// Returns the time at which the worker will have examined its file for too long.
+    /// Returns the time at which the worker counts as stuck if it has not answered the current job; `None` without a
+    /// job.
     pub fn stuck_at(&self) -> Option<Instant> {
         self.waiting.front().map(|(_, since)| *since + TIMEOUT)
     }
@@ -592,8 +598,8 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    /// Under load the worker waits 50 times as long as it ran, and at most `MAX_PAUSE`. With an idle CPU it
-    /// does not wait.
+    /// The worker ran for a short and for a long time. While no CPU is idle, it must wait 50 times as long, at most
+    /// `MAX_PAUSE`. With an idle CPU it must not wait.
     #[test]
     fn cpu_time_is_limited_under_load_and_guaranteed() {
         let mut share = CpuShare::new(Instant::now());
@@ -620,8 +626,8 @@ mod tests {
         Some((folder, file, seen))
     }
 
-    /// A full block is dense. A block with few nonzero pages is sparse if it has zero pages in memory, and in
-    /// between if it has holes instead.
+    /// A full block must be dense. A block with few nonzero pages must be sparse if it has zero pages in memory, and
+    /// neither dense nor sparse if it has holes instead.
     #[test]
     fn blocks_are_classified_by_density() {
         let block = |index: u64| index * BLOCK..(index + 1) * BLOCK;
@@ -646,8 +652,8 @@ mod tests {
         assert_eq!(zero_pages(&file, &block(1)).unwrap().len(), 2);
     }
 
-    /// Freeing zero pages keeps contents, length and modification time. A file that is open elsewhere is
-    /// skipped.
+    /// The zero pages of a file are freed. Contents, length and modification time must be unchanged. A file that is
+    /// open elsewhere must be skipped.
     #[test]
     fn zero_pages_are_freed() {
         let fill = |file: &File| {

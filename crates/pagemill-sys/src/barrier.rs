@@ -10,14 +10,15 @@ fn membarrier(command: libc::c_int) -> bool {
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 
-/// Registers this process for [`all_threads`]. Returns whether the call is available (since Linux 4.14, unless a system
-/// call filter forbids it).
+/// Registers this process for [`all_threads`]. Returns whether the kernel supports the barrier (since Linux 4.14,
+/// unless a system call filter forbids the call).
 pub fn register() -> bool {
     membarrier(REGISTER_PRIVATE_EXPEDITED) && membarrier(PRIVATE_EXPEDITED)
 }
 
 /// Executes a full memory barrier on every thread of the process before it returns. Running threads are interrupted;
-/// the others executed a barrier when they were switched out. Takes some microseconds. Returns whether it succeeded.
+/// the others executed a barrier when they were switched out. Takes some microseconds. Returns whether the barrier was
+/// executed.
 pub fn all_threads() -> bool {
     // A fork child may have to register again.
     membarrier(PRIVATE_EXPEDITED) || register()

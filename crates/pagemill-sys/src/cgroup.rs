@@ -10,7 +10,7 @@ use std::io;
 /// Most levels of groups that are examined, innermost first.
 pub const MAX_LEVELS: usize = 12;
 
-/// Version 1 reports a missing limit as a number above this.
+/// If a group has no limit, version 1 reports a number above this value.
 const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 16);
 
 /// Version of the control group interface, which determines the file names.
@@ -68,7 +68,7 @@ pub fn own_group(root: &str) -> io::Result<(Version, Path)> {
     find_mount(root, "self", |mount, path| Some((mount.version, mount.folder(root, path)?)))
 }
 
-/// Returns the first result of `act` for a mount of a hierarchy with the process.
+/// Calls `act` for the mounts of the hierarchies that the process is in, and returns the first result.
 fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option<T>) -> io::Result<T> {
     for version in [Version::V1, Version::V2] {
         let Some(path) = path_of(root, pid, version)? else { continue };
@@ -120,9 +120,9 @@ pub struct Limit {
 pub struct Held {
     /// Inactive file pages.
     pub idle_bytes: u64,
-    /// Other file pages that can be read again, and reclaimable kernel caches.
+    /// Other file pages that the kernel can read from storage again, and reclaimable kernel caches.
     pub other_bytes: u64,
-    /// Files that exist in memory only, and shared memory.
+    /// Files in memory-only file systems, and shared memory.
     pub shared_bytes: u64,
 }
 
@@ -170,7 +170,7 @@ impl Hierarchy {
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Returns the hierarchy in one mount, if it has the controller.
+    /// Returns the process's groups in one mount; `None` if no group there has the memory controller.
     fn in_mount(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
         let mut hierarchy = Self {
             version: mount.version,

@@ -99,8 +99,8 @@ impl Program {
     }
 }
 
-/// Blocks the signals that [`RunningChild::wait`] receives, in this thread and in threads that it starts, until this is
-/// dropped.
+/// Blocks the signals that [`RunningChild::wait`] receives, in this thread and in threads that it starts. Dropping the
+/// value restores the signal mask.
 pub struct HeldSignals {
     /// This thread's previous signal mask, which the child gets.
     before: libc::sigset_t,
@@ -127,13 +127,13 @@ impl Drop for HeldSignals {
     }
 }
 
-/// A running child. The signals for it stay blocked in this thread.
+/// A running child. The signals that are forwarded to the child stay blocked in this thread.
 pub struct RunningChild {
     pid: libc::pid_t,
     _held: HeldSignals,
 }
 
-/// The data that a new child reads, and the error that it stores, in memory that it shares with its parent.
+/// Memory that a new child shares with its parent: the child reads its arguments there, and stores an error.
 struct Start<'a> {
     parent: libc::pid_t,
     path: &'a CStr,
@@ -150,8 +150,8 @@ struct Start<'a> {
 impl Start<'_> {
     /// Runs in the child. Returns only the error of a call that failed.
     ///
-    /// The parent is suspended meanwhile and shares all memory with the child. So this must not allocate, lock or
-    /// panic.
+    /// The parent is suspended meanwhile and shares all memory with the child. So this function must not allocate, lock
+    /// or panic.
     fn execute(&self) -> io::Error {
         // SAFETY: these are system calls with valid arguments, and the arrays of texts end with null pointers.
         unsafe {

@@ -1,7 +1,7 @@
 //! Files and block devices: opened direct or buffered, read and written at given offsets.
 //!
-//! A [`Disk`] is one open file description. Alignment and sizes are those that the kernel reports. Callers must
-//! continue short transfers. Opening does not block if the path has become a pipe or a terminal.
+//! A [`Disk`] is one open file description. The kernel may transfer fewer bytes than requested; callers must then
+//! transfer the rest. Opening does not block, even if the path has become a pipe or a terminal.
 #![allow(unsafe_code)] // open, pread, pwrite, statx
 
 use crate::file::{self, Fd};
@@ -215,8 +215,9 @@ impl Disk {
         retry_interrupted(|| unsafe { libc::syscall(libc::SYS_fsync, self.number()) }).map(drop)
     }
 
-    /// Tries to take the file's advisory lock (`flock`). Of all processes, one open file description can have it.
-    /// Returns whether this one got it. A fork child that keeps the descriptor open keeps the lock.
+    /// Tries to acquire the file's advisory lock (`flock`), which only one open file description of all processes can
+    /// have. Returns whether this open file description has the lock now. A fork child that inherited the descriptor
+    /// shares the lock.
     ///
     /// # Errors
     ///
@@ -336,7 +337,7 @@ mod tests {
         assert!(second.try_lock().unwrap());
     }
 
-    /// Opening a pipe does not wait for a writer. The kinds of a pipe and of a folder are reported.
+    /// A pipe and a folder are opened. Opening the pipe must not wait for a writer, and both kinds must be reported.
     #[test]
     fn a_pipe_opens_without_waiting() {
         let folder = tempfile::tempdir().unwrap();

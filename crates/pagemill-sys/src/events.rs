@@ -28,7 +28,7 @@ pub struct Source {
     stalls: Option<Stalls>,
 }
 
-/// Stall times of a trigger, as its pressure file counts them.
+/// Stall times of a trigger, in the unit and from the counter of its pressure file.
 struct Stalls {
     /// Total at the last notification, or when the trigger was set.
     seen_us: u64,
@@ -146,8 +146,8 @@ impl Events {
         self.add(pressure, sign, libc::EPOLLPRI, Some(stalls))
     }
 
-    /// Adds a descriptor, edge-triggered, so that a source notifies again although nothing was read. `when` is the poll
-    /// event that means a notification. For the kernel's own files it is not `EPOLLIN`, because they are always
+    /// Adds a descriptor, edge-triggered, so that a source notifies again although nothing was read from it. `when` is
+    /// the poll event that means a notification: not `EPOLLIN` for the kernel's own files, because those are always
     /// readable.
     fn add(&self, fd: Fd, sign: Sign, when: libc::c_int, stalls: Option<Stalls>) -> io::Result<Source> {
         let mut event = libc::epoll_event { events: (when | libc::EPOLLET) as u32, u64: sign as u64 };

@@ -1,7 +1,7 @@
 //! Write events of one file system (fanotify): files closed after writing, files and folders renamed.
 //!
 //! The kernel queues at most 16384 events; after that it reports that events were lost. Unprivileged processes may use
-//! it in the user namespace that mounted the file system.
+//! these events in the user namespace that mounted the file system.
 #![allow(unsafe_code)] // fanotify, open_by_handle_at
 
 use std::ffi::{CStr, OsStr};
@@ -21,7 +21,7 @@ pub struct Handle<'event> {
 }
 
 impl Handle<'_> {
-    /// Returns the inode number of the folder, if it is on tmpfs.
+    /// Returns the inode number of the folder; `None` if the folder is not on tmpfs.
     pub fn inode(&self) -> Option<u64> {
         let word = |at: usize| Some(u32::from_ne_bytes(self.bytes.get(at..at + 4)?.try_into().ok()?));
         (self.kind == SHMEM_HANDLE_TYPE).then_some(())?;
@@ -111,7 +111,7 @@ impl Listener {
         std::os::fd::AsFd::as_fd(&self.0)
     }
 
-    /// Reads the events that fit into `buffer` and calls `report` for each. Returns whether there were any.
+    /// Reads the events that fit into `buffer` and calls `report` for each. Returns whether any event was read.
     ///
     /// # Errors
     ///
@@ -152,7 +152,7 @@ const INFO_HEAD: usize = 4;
 const FILE_SYSTEM_ID: usize = 8;
 const HANDLE_HEAD: usize = 8;
 
-/// Returns `None` for an event without folder and name.
+/// Parses an event. Returns `None` for an event without folder and name.
 fn parse(event: &[u8]) -> Option<Event<'_>> {
     let mask = u64::from_ne_bytes(event.get(8..16)?.try_into().ok()?);
     if mask & libc::FAN_Q_OVERFLOW != 0 {

@@ -1,9 +1,10 @@
-//! Handles faults in memory of the program, before the program's own handler gets them.
+//! Handles faults in memory of the program, before the program's own `SIGSEGV` handler runs.
 //!
-//! [`install`] sets a `SIGSEGV` handler in place of the program's handler, and remembers the latter. For each fault a
-//! [`Judge`] decides. A fault that is the program's own is passed to the program's handler, with its mask and flags;
-//! the jump to it leaves no stack frame of this handler. A fault on a purged page becomes a `SIGBUS` of this thread at
-//! the faulting instruction: it runs the program's `SIGBUS` handler, or ends the process.
+//! [`install`] replaces the program's `SIGSEGV` handler by that of this module, and stores the program's handler. For
+//! each fault a [`Judge`] decides. A fault that is the program's own is passed to the program's handler, with the mask
+//! and flags that the program set; the jump to the program's handler leaves no stack frame of this module's handler.
+//! For a fault on a purged page, this thread gets a `SIGBUS` at the faulting instruction, which runs the program's
+//! `SIGBUS` handler or ends the process.
 //!
 //! Nothing here allocates. The handler takes no lock that the interrupted thread could hold, because a thread that
 //! holds the lock has blocked all signals.
@@ -37,7 +38,7 @@ pub struct Action {
 
 const DEFAULT: Action = Action { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
 
-/// What the kernel reports about a fault, from which a [`Judge`] decides.
+/// A fault, as the kernel reports it. A [`Judge`] decides from these values.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
     pub addr: usize,
@@ -63,7 +64,7 @@ pub enum Verdict {
     Program,
     /// The fault is on a purged page.
     Purged,
-    /// Retry: the page is accessible by now, or its state will be known soon.
+    /// The access is retried: the page is accessible by now, or its state will be known soon.
     Again,
 }
 
@@ -124,7 +125,8 @@ pub fn program_action(new: Option<Action>) -> io::Result<Action> {
     })
 }
 
-/// Called in a fork child: the thread that had the lock does not exist there.
+/// Releases the lock in a fork child, in which the thread that held the lock does not exist. Records the child's
+/// process id.
 pub fn begin_child() {
     LOCK.store(0, Relaxed);
     if PROCESS.load(Relaxed) != 0 {
@@ -132,14 +134,14 @@ pub fn begin_child() {
     }
 }
 
-/// For a program's own handler, installed after [`install`]. If this returns true, the fault was handled, and the
-/// program's handler must return.
+/// Handles a fault that is not the program's own. A `SIGSEGV` handler that a program installed after [`install`] calls
+/// this function first. If the result is true, the program's handler must return.
 ///
-/// After that the access is retried, or a `SIGBUS` arrives.
+/// After the return the access is retried, or a `SIGBUS` arrives.
 ///
 /// # Safety
 ///
-/// The arguments must be those of a handler with `SA_SIGINFO`, and that handler must make the call.
+/// The arguments must be those of a handler with `SA_SIGINFO`, which must make the call itself.
 pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -> bool {
     let is_known = JUDGE.load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
     if !is_known {
@@ -249,7 +251,7 @@ fn under_lock<T>(act: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Blocks all signals of this thread until it is dropped, so that no handler of the program runs. Costs two system
+/// Blocks all signals of this thread while the value lives, so that no handler of the program runs. Costs two system
 /// calls.
 pub struct Quiet {
     before: u64,
@@ -279,8 +281,8 @@ const fn signal_bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
 
-/// Returns whether the page at `addr` can be read. Passes it as a signal set: the kernel reads the set before it
-/// rejects the invalid operation.
+/// Returns whether the page at `addr` can be read. Passes `addr` to the kernel as the address of a signal set: the
+/// kernel reads the set before it rejects the invalid operation.
 pub fn is_readable(addr: usize) -> bool {
     const INVALID_OPERATION: c_int = -1;
     let set = (addr & !(size_of::<u64>() - 1)) as *const u64;
@@ -351,7 +353,7 @@ extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut
     next
 }
 
-/// Handles a fault that is not the program's. Returns whether it did.
+/// Asks the judge about a fault and handles it, unless it is the program's own. Returns whether the fault was handled.
 ///
 /// # Safety
 ///
@@ -473,7 +475,8 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     let is_blocked = unsafe { *mask } & signal_bit(libc::SIGBUS) != 0;
     let handler = raw_action(libc::SIGBUS, None).map_or(libc::SIG_DFL, |action| action.handler);
     if is_blocked || [libc::SIG_DFL, libc::SIG_IGN].contains(&handler) {
-        // The default action ends the process, except the init process of a PID namespace, which takes the `SIGSEGV`.
+        // With the default action `SIGBUS` ends the process. The init process of a PID namespace would ignore this
+        // signal, so the fault remains a `SIGSEGV` there.
         if process::id() == 1 {
             return false;
         }
@@ -494,7 +497,8 @@ fn queue_signal(signal: c_int, info: *const c_void) -> bool {
     }
 }
 
-/// Does what the kernel would do for the program's action: sets the mask and returns the handler to call, or 0.
+/// Prepares a call of the program's handler as the kernel would: sets the signal mask of the program's action, and
+/// returns the handler's address; 0 if no handler is to be called.
 ///
 /// # Safety
 ///

@@ -20,7 +20,7 @@ impl<const N: usize> Text<N> {
         Self { bytes: [0; N], len: 0, is_cut: false }
     }
 
-    /// Formats into a new text. Returns `None` if it does not fit.
+    /// Formats into a new text. Returns `None` if the result does not fit.
     pub fn format(arguments: fmt::Arguments<'_>) -> Option<Self> {
         let mut text = Self::new();
         let _ = fmt::Write::write_fmt(&mut text, arguments);
@@ -113,7 +113,7 @@ pub(crate) fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::R
     }
 }
 
-/// Reads a file from its start into `buffer`. Ignores what does not fit.
+/// Reads a file from its start into `buffer`. Bytes beyond the buffer's length are not read.
 ///
 /// # Errors
 ///
@@ -205,7 +205,8 @@ pub enum Access {
     Inspect,
 }
 
-/// Maps a file that processes share. If `fixed` is not 0, maps it at that address and replaces what is mapped there.
+/// Maps a file that processes share. If `fixed` is not 0, maps the file at that address and replaces the existing
+/// mapping.
 ///
 /// # Errors
 ///
@@ -300,7 +301,7 @@ fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
     if unsafe { libc::fstat(fd.0, &raw mut stat) } == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Rejects files that another user could have placed there, and short files.
+/// Rejects a file that another user could have placed at the path, and a file shorter than `len_bytes`.
 fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
     let stat = stat_of(fd)?;
     // SAFETY: the call takes no arguments.
@@ -314,7 +315,7 @@ fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Maps zeroed private memory at `fixed`, in place of what is mapped there.
+/// Maps zeroed private memory at `fixed`, in place of the existing mapping.
 ///
 /// # Errors
 ///
@@ -360,7 +361,7 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     }
 }
 
-/// A file that another process created so that this process writes an answer to it.
+/// An empty file that another process created, to which this process writes an answer.
 pub struct Blank(Fd);
 
 impl Blank {

@@ -22,7 +22,8 @@ impl Scope {
     }
 }
 
-/// Blocks while `*word == expected`, at most for `timeout`; with `None` until it is woken. May return early.
+/// Blocks while `*word == expected`, until the thread is woken or `timeout` has passed (`None`: no timeout). May return
+/// early.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>, scope: Scope) {
     let time = timeout
         .map(|limit| libc::timespec { tv_sec: limit.as_secs() as libc::time_t, tv_nsec: limit.subsec_nanos() as _ });

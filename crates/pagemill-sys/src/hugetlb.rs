@@ -41,8 +41,8 @@ pub fn map(len_bytes: usize, page_bytes: usize) -> io::Result<usize> {
     moved
 }
 
-/// Moves a mapping that [`map`] created to `to`, and replaces what is mapped there. A concurrent reader sees either the
-/// old or the new memory.
+/// Moves a mapping that [`map`] created to the address `to`, and replaces the existing mapping there. A concurrent
+/// reader of `to` reads either the old or the new memory.
 ///
 /// # Errors
 ///

@@ -1,9 +1,9 @@
 //! Linux system calls and kernel files for Pagemill. This crate contains no policy.
 //!
-//! Each file covers one kernel feature. Each call returns what really happened (how many bytes, whether a huge page),
-//! so that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, [`task`], [`child`],
-//! [`fanotify`], [`open_permission`], [`pages`] and [`namespace`] use the global allocator. Everything else may run
-//! inside `malloc`.
+//! Each file covers one kernel feature. Each call returns its actual effect (how many bytes, whether a huge page), so
+//! that callers count actual effects. Only [`probe`] (for `pagemill doctor`), [`task`], [`child`], [`fanotify`],
+//! [`open_permission`], [`pages`] and [`namespace`] use the global allocator. All other modules may be used inside
+//! `malloc`.
 //!
 //! | file | kernel feature |
 //! |---|---|

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 const PATH: &CStr = c"/proc/self/maps";
 
-/// A mapping, and the properties that decide what may be done with its pages.
+/// A mapping of this process: its addresses, access rights and kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
     pub addresses: Range<usize>,
@@ -51,13 +51,13 @@ const READABLE: u64 = 1;
 const WRITABLE: u64 = 1 << 1;
 const EXECUTABLE: u64 = 1 << 2;
 const SHARED: u64 = 1 << 3;
-/// Without a mapping at the address, returns the next one.
+/// Flag of the query: if no mapping contains the address, the kernel returns the next mapping above it.
 const COVERING_OR_NEXT: u64 = 1 << 4;
 
 /// Buffer for the name of a mapping. Longer names are paths of files.
 const NAME_BYTES: usize = 32;
 
-/// The mappings of the process that opened this value. A fork child must not use it.
+/// The mappings of the process that opened this value. A fork child must not use its parent's value.
 pub struct Maps {
     file: Fd,
 }

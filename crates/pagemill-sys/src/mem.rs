@@ -13,7 +13,7 @@ const POPULATE_WRITE: i32 = 23;
 /// `MADV_COLD`, since Linux 5.4.
 const COLD: i32 = 20;
 
-/// The kind of pages that the kernel allocated for a block that should become one huge page.
+/// The kind of pages that the kernel allocated for a block for which a huge page was requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     /// One huge page.
@@ -45,7 +45,7 @@ fn kernel_page_bytes() -> usize {
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// Makes this process act as if OS pages were larger than they are. Tests call it before any other function.
+/// Makes this process act as if OS pages had `bytes` bytes, at least their actual size. Tests call this function first.
 ///
 /// # Panics
 ///
@@ -157,7 +157,7 @@ pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { protect(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE) })
 }
 
-/// As [`open`], but for reading only. Commits and allocates no memory.
+/// As [`open`], but makes the range only readable. Charges and allocates no memory.
 ///
 /// # Errors
 ///
@@ -213,9 +213,10 @@ pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Allocates the pages of one block, as a huge page if the kernel has one. Returns which kind it got.
+/// Allocates pages for one block, as a huge page if one is available. Returns which kind the kernel allocated.
 ///
-/// Touches the first OS page. If the last one is then resident, too, the page is huge; otherwise touches nothing more.
+/// Populates the first OS page of the block. If the last OS page is then resident, too, the kernel has allocated a huge
+/// page. Otherwise the rest of the block is not touched.
 ///
 /// # Errors
 ///
@@ -271,7 +272,8 @@ pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
     Ok(count * page)
 }
 
-/// Returns whether four bytes at `addr` can be written. To find out, the kernel overwrites them with a CPU number.
+/// Returns whether four bytes at `addr` can be written. The test overwrites the bytes: the kernel writes a CPU number
+/// there.
 pub fn can_write_int(addr: usize) -> bool {
     let nothing = std::ptr::null_mut::<u32>();
     // SAFETY: the kernel checks the address itself (`EFAULT`).
@@ -302,9 +304,9 @@ pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { advise(addr, len_bytes, libc::MADV_DONTNEED) })
 }
 
-/// Offers the pages of the range to the kernel, which may take them when memory runs short (`MADV_FREE`).
+/// Offers the pages of the range to the kernel, which may free them when memory runs short (`MADV_FREE`).
 ///
-/// A page keeps its bytes until the kernel takes it. A write to a page ends its offer. A taken page reads zero.
+/// A page has its old bytes until the kernel frees it, and reads zero afterwards. A write to a page ends its offer.
 ///
 /// # Errors
 ///
@@ -318,22 +320,22 @@ pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { advise(addr, len_bytes, libc::MADV_FREE) })
 }
 
-/// Makes the kernel reclaim the range, as it does when memory runs short. Without swap it takes only offered pages. For
-/// tests.
+/// Makes the kernel reclaim the range, as it does when memory runs short. Without swap, the kernel takes only offered
+/// pages. For tests.
 pub fn reclaim(addr: usize, len_bytes: usize) {
     const PAGEOUT: i32 = 21;
     // SAFETY: contents do not change, except those that were offered.
     unsafe { advise(addr, len_bytes, PAGEOUT) };
 }
 
-/// Splits the huge page of a block into OS pages, if the kernel does so for `MADV_COLD`.
+/// Splits the huge page of a block into OS pages, if the kernel splits pages for `MADV_COLD`.
 ///
 /// Until the page is split, `MADV_DONTNEED` of a range inside it frees nothing. Takes some 280 us.
 pub fn split_huge(block: usize, block_bytes: usize) {
     // For a range inside a huge page, `MADV_COLD` makes the kernel split the page. For a whole huge page it would only
     // deactivate the page.
     let _ = cool(block, block_bytes / 2);
-    // Without this the kernel may rebuild the huge page, with zeros for freed OS pages.
+    // Otherwise the kernel may collapse the block into a huge page again, with zeros for freed OS pages.
     forbid_huge(block, block_bytes);
 }
 

@@ -92,7 +92,7 @@ pub fn can_move() -> io::Result<()> {
 
 /// Moves the pages of `src` to `dst`. Returns the bytes moved, counted from the start of the ranges.
 ///
-/// Addresses without a page in `src` get none in `dst`. The moved range of `src` reads zero afterwards.
+/// Where `src` has no page, `dst` gets no page either. The moved range of `src` reads zero afterwards.
 ///
 /// # Errors
 ///

@@ -24,7 +24,8 @@ pub fn enter_mounts() -> io::Result<()> {
     if is_allowed.is_err() {
         // SAFETY: as for the previous call.
         check(unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) })?;
-        // The kernel accepts the group mapping only after this: a process must not leave groups that deny it access.
+        // The kernel accepts the group mapping only after this write, because a process must not be able to drop a
+        // group that denies access to a file.
         fs::write("/proc/self/setgroups", "deny")?;
         fs::write("/proc/self/uid_map", format!("{user} {user} 1"))?;
         fs::write("/proc/self/gid_map", format!("{group} {group} 1"))?;

@@ -37,7 +37,7 @@ pub fn cpu() -> usize {
     (unsafe { libc::sched_getcpu() }).max(0) as usize
 }
 
-/// Requests that pages of the range be allocated on `node` while it has free pages.
+/// Requests that pages of the range be allocated on `node` while the node has free pages.
 ///
 /// # Errors
 ///

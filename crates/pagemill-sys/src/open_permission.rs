@@ -51,7 +51,8 @@ impl OpenPermissions {
         Ok(Arc::new(Self(unsafe { OwnedFd::from_raw_fd(fd as i32) })))
     }
 
-    /// Delays opens of the file system that contains `root`, except those through the mount that `root` is open in.
+    /// Delays opens of files in the file system that contains `root`, except opens through the mount that `root` is
+    /// open in.
     ///
     /// # Errors
     ///

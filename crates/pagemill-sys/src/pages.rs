@@ -15,13 +15,13 @@ const MADV_COLLAPSE: libc::c_int = 25;
 /// Result of making a huge page of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collapse {
-    /// The block is one huge page: it became one now, or was one before.
+    /// The block is one huge page, now or already before the call.
     Huge,
     /// Other code has a reference to a page of the block. A retry may succeed.
     Busy,
     /// No huge page is available, or the group's limit leaves no room for one.
     NoMemory,
-    /// This file, or this kernel (before 6.1), does not support it.
+    /// The file or the kernel (before Linux 6.1) does not support huge pages on request.
     Refused,
 }
 
@@ -92,8 +92,8 @@ impl Drop for Window {
 
 /// Makes one huge page of the block of `file` at `offset`, a multiple of `block_bytes`.
 ///
-/// The bytes and other mappings of the file stay. The huge page is charged to this process's memory group. Takes some
-/// 0.25 ms. Needs Linux 6.1.
+/// The bytes and other mappings of the file do not change. The huge page is charged to this process's memory group.
+/// Takes some 0.25 ms. Needs Linux 6.1.
 pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collapse {
     let Ok(window) = Window::new(file, offset, block_bytes) else { return Collapse::NoMemory };
     match window.advise(block_bytes, MADV_COLLAPSE) {
@@ -106,9 +106,9 @@ pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collap
     }
 }
 
-/// Splits the huge page at `offset` of `file`, unless another process has mapped it. The bytes stay.
+/// Splits the huge page at `offset` of `file`, unless another process has mapped the page. The bytes do not change.
 ///
-/// `MADV_COLD` for one OS page of it makes the kernel split it first.
+/// Marks one OS page of the huge page as cold (`MADV_COLD`), for which the kernel splits the huge page.
 ///
 /// # Errors
 ///
@@ -124,7 +124,8 @@ pub fn split(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> io::Resul
 ///
 /// # Errors
 ///
-/// Errors of mapping and of reading kernel files; `EFAULT` past the end of the file; `NotFound` if there is no page.
+/// Errors of mapping and of reading kernel files; `EFAULT` past the end of the file; `NotFound` if the kernel reports
+/// no page or no group.
 pub fn charged_group(file: BorrowedFd<'_>, offset: u64) -> io::Result<u64> {
     let window = Window::new(file, offset, os_page_bytes())?;
     window.populate()?;
@@ -165,7 +166,7 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64) -> io::Result<Vec<u6
     Ok(groups)
 }
 
-/// The kernel files that say which control group is charged for a page.
+/// The kernel files from which the charged control group of a page is read.
 struct ChargedGroupReader {
     pagemap: File,
     groups: File,
@@ -249,7 +250,7 @@ pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Returns whether the lease is held, and no process waits to open the file.
+/// Returns whether this process has the lease and no process waits to open the file.
 pub fn has_lease(file: BorrowedFd<'_>) -> bool {
     // SAFETY: the call takes numbers only. While an opener waits, it returns the future type.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }

@@ -6,7 +6,7 @@ use crate::mem;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Identifies a process: its id, and the clock tick at which it started. Ids are reused, but pairs are not.
+/// Identifies a process by its id and the clock tick at which it started. Ids are reused, but not with the same tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Identity {
     pub pid: u32,
@@ -257,7 +257,7 @@ pub fn at_exit(act: extern "C" fn()) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The kernel release agrees with `/proc/sys/kernel/osrelease`.
+    /// The kernel release must be that of `/proc/sys/kernel/osrelease`.
     #[test]
     fn the_release_is_read() {
         let text = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();

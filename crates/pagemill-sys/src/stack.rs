@@ -4,11 +4,12 @@
 use crate::mem;
 use std::ffi::c_void;
 
-/// Calls `function` with `argument` on a new stack. If no stack can be mapped, uses the caller's stack.
+/// Calls `function` with `argument` on a new stack of `stack_bytes`. If no stack can be mapped, uses the caller's
+/// stack.
 ///
 /// # Safety
 ///
-/// `function` must return (it must neither unwind nor jump out), and must accept `argument`.
+/// `function` must return normally, without unwinding or jumping out, and must accept `argument`.
 pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
     let page = mem::os_page_bytes();
     let len_bytes = stack_bytes.next_multiple_of(page);

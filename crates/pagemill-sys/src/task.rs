@@ -1,5 +1,5 @@
-//! Threads that run one closure. Threads of the standard library need memory for a signal stack, and without it the
-//! library ends the process; these threads do not.
+//! Threads that run one closure. Unlike threads of the standard library, these threads have no signal stack: if memory
+//! for the signal stack is missing, the standard library ends the process.
 #![allow(unsafe_code)] // passes a closure through a pointer
 
 use crate::thread;
@@ -11,7 +11,7 @@ type Task = Box<dyn FnOnce() + Send>;
 
 const STACK_BYTES: usize = 1 << 20;
 
-/// Starts `task` on a detached thread, with all signals blocked.
+/// Runs `task` on a new detached thread, with all signals blocked.
 ///
 /// # Errors
 ///

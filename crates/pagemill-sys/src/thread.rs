@@ -86,8 +86,8 @@ pub struct Interrupter {
 extern "C" fn return_from_call(_: libc::c_int) {}
 
 impl Interrupter {
-    /// Lets the calling thread be interrupted: installs the handler for the last real-time signal and unblocks it in this
-    /// thread. The process must not use that signal otherwise.
+    /// Makes the calling thread interruptible: installs the handler for the last real-time signal and unblocks the
+    /// signal in this thread. The process must not use that signal otherwise.
     pub fn of_this_thread() -> Self {
         let signal = libc::SIGRTMAX();
         // SAFETY: the structures are plain data, and the handler accesses nothing.
@@ -102,7 +102,7 @@ impl Interrupter {
         }
     }
 
-    /// Interrupts the system call that the thread executes. Does nothing if it executes none, or has ended.
+    /// Interrupts the system call that the thread executes. Does nothing if the thread executes none, or has ended.
     pub fn interrupt(self) {
         // SAFETY: the call takes numbers only, and the process id is that of this process.
         unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.thread, self.signal) };
@@ -130,8 +130,8 @@ pub fn prefer() -> bool {
     }
 }
 
-/// Gives the thread real-time priority until it is dropped, if that is permitted ([`prefer`]). For short work that
-/// other threads wait for. After that the thread has its normal priority again.
+/// While the value lives, its thread has real-time priority, if that is permitted ([`prefer`]). For short work that
+/// other threads wait for. Dropping the value gives the thread normal priority again.
 pub struct Preferred;
 
 impl Preferred {

@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// A waker. Several wake-ups before a wait count as one.
+/// A waker for one waiting thread. Several wake-ups before a wait count as one.
 pub struct Waker(Fd);
 
 impl Waker {
@@ -26,7 +26,7 @@ impl Waker {
         unsafe { libc::syscall(libc::SYS_write, self.number(), &raw const one, size_of::<u64>()) };
     }
 
-    /// Waits for a wake-up, at most for `timeout`. Returns whether there was one.
+    /// Waits for a wake-up, at most for `timeout`. Returns whether the thread was woken.
     pub fn wait(&self, timeout: Duration) -> bool {
         if !is_readable(self.as_fd(), timeout) {
             return false;
@@ -49,7 +49,8 @@ impl AsFd for Waker {
     }
 }
 
-/// Waits until the descriptor is readable, a signal arrives, or `timeout` has passed. Returns whether it is readable.
+/// Waits until the descriptor is readable, a signal arrives, or `timeout` has passed. Returns whether the descriptor is
+/// readable.
 pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
     use std::os::fd::AsRawFd;
     let mut poll = libc::pollfd { fd: descriptor.as_raw_fd(), events: libc::POLLIN, revents: 0 };

@@ -1,4 +1,4 @@
-//! File systems in memory: mounted for one sample, checked while it runs, and unmounted after it.
+//! File systems in memory: mounted for one sample, checked during the sample, and unmounted afterwards.
 //!
 //! All mounts are made in a private mount namespace. No other process sees them, and they vanish with the last process
 //! of the bench, even if the bench is killed. The bench unmounts only what it mounted.
@@ -48,23 +48,23 @@ pub const PAGEMILL_MOUNT: FileSystem = FileSystem { name: PAGEMILL, kind: FileSy
 pub const CACHE: FileSystem = FileSystem { name: "cache", kind: FileSystemKind::Cache };
 
 impl FileSystem {
-    /// Whether the file system is mounted. If not, the workload stores its files in its own process.
+    /// Returns whether the subject is mounted. If not, the workload stores its files in its own process.
     pub fn is_mounted(self) -> bool {
         self.kind != FileSystemKind::Cache
     }
 }
 
-/// How a file system came to be mounted, which determines how it is removed.
+/// How the file system was mounted, which determines how it is removed.
 #[derive(Debug)]
 enum Origin {
     /// The user mounted it beforehand. Only the bench's folder in it is removed.
     Given,
     Mounted,
-    /// A `pagemill mount` process mounted it, and unmounts it when it is asked to end.
+    /// A `pagemill mount` process mounted it, and unmounts it when that process receives SIGTERM.
     PagemillMount(RunningGroup),
 }
 
-/// A mounted file system. Dropping it unmounts it.
+/// A mounted file system. Dropping the value unmounts the file system.
 #[derive(Debug)]
 pub struct Mounted {
     origin: Option<Origin>,
@@ -224,8 +224,8 @@ impl Mounted {
             Some(Origin::PagemillMount(running)) => self.end_controller(running),
         };
         if self.is_mounted() {
-            // The device number shows that this is the bench's mount. It is detached, since a killed workload may keep
-            // it busy for a moment.
+            // The device number shows that this is the bench's mount. The mount is detached, since a killed workload
+            // may use it for a moment longer.
             let result = rustix::mount::unmount(self.folder(), UnmountFlags::DETACH);
             let stays = result.err().map(|errno| format!("{} stays: {errno}", self.folder().display()));
             ended.complaint = ended.complaint.or(stays);
@@ -252,7 +252,7 @@ impl Mounted {
         UnmountResult { complaint, stderr }
     }
 
-    /// Whether the folder still is the file system that was mounted on it.
+    /// Returns whether the file system that was mounted on the folder is still there.
     fn is_mounted(&self) -> bool {
         device_of(self.folder()).is_ok_and(|device| device == self.device)
     }

@@ -1,4 +1,4 @@
-//! Memory that files take in addition to their content, under each setting for huge pages; and whether large files get
+//! Memory that files use in addition to their content, under each setting for huge pages; and whether large files get
 //! huge pages.
 
 use std::time::Duration;

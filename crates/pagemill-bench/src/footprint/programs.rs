@@ -1,7 +1,7 @@
 //! The real programs that the experiment runs: their scripts and the commands that they need.
 //!
-//! Each program is one shell script in a folder of its own. It uses no network, no user settings and no time of day.
-//! Its output is therefore the same under every allocator, and the bench compares the outputs.
+//! Each program is one shell script in a folder of its own. The script uses no network, no user settings and no time of
+//! day. So its output must be the same under every allocator, and the bench compares the outputs.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -19,7 +19,7 @@ pub struct Program {
     pub needs: &'static [&'static str],
     /// The script, which `sh -e` runs in the prepared folder.
     pub script: &'static str,
-    /// Whether each run prints the same. If not, only the exit status is checked.
+    /// Whether each run prints the same output. If not, only the exit status is checked.
     pub is_repeatable: bool,
     /// Creates the input of the script in the folder.
     prepare: fn(&Path) -> std::io::Result<()>,
@@ -125,7 +125,7 @@ impl Program {
     }
 }
 
-/// Whether a command is in a folder of `PATH`.
+/// Returns whether a command is in a folder of `PATH`.
 pub fn is_installed(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|folder| folder.join(name).is_file())

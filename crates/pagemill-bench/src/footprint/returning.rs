@@ -1,4 +1,4 @@
-//! Memory that a process frees before it goes on working: how much of it the process still holds after each second.
+//! Memory that a process frees before it continues to work: how much of it is still resident after each second.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ const SECONDS: (u64, u64) = (2, 15);
 const SIZES: &[u64] = &[64, 512, 4 << 10, 64 << 10, 1 << 20];
 const QUICK_SIZES: &[u64] = &[4 << 10];
 
-/// The most memory, in MiB, that a process may still hold at the end.
+/// The bound on the resident memory at the end, in MiB.
 const MOST_MIB: f64 = 16.0;
 
 const FILLED: &str = "filled_mib";

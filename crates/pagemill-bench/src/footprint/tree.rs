@@ -21,7 +21,7 @@ pub struct TreePeaks {
     /// The peak of resident memory minus memory that could be returned; none if the allocator does not publish the
     /// latter.
     pub net: Option<u64>,
-    /// The largest peak of a single process. The kernel records it, so it cannot fall between two samples.
+    /// The largest peak of a single process. The kernel records this peak, so it is exact even between two samples.
     pub largest_process: u64,
     /// Whether the root process has mapped the preloaded library.
     pub has_mapped_library: bool,
@@ -44,7 +44,7 @@ pub struct TreeSampler {
 }
 
 impl TreeSampler {
-    /// Starts to sample the tree below `root`. `publishes` tells whether the allocator publishes how much memory it
+    /// Starts to sample the tree below `root`. `publishes` states whether the allocator publishes how much memory it
     /// could return; a process that has not yet published counts with zero.
     pub fn start(root: u32, library: Option<&Path>, publishes: bool) -> Self {
         let is_stopped = Arc::new(AtomicBool::new(false));
@@ -118,7 +118,8 @@ fn take_sample(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u6
 mod tests {
     use super::*;
 
-    /// The watch counts this test process and a child that it starts. The child is in the process tree.
+    /// The sampler runs on this test process, which starts a child. The child must be in the process tree, and both
+    /// must count.
     #[test]
     fn sampler_includes_children() {
         let root = std::process::id();

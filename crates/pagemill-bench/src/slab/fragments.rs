@@ -1,5 +1,5 @@
-//! Two million objects, of which nine tenths are freed at random. Measures the memory that the process still has after
-//! its allocator has returned what it can.
+//! Two million objects, of which nine tenths are freed at random. Measures the resident memory of the process after its
+//! allocator has returned as much free memory as it can.
 
 use super::keepers::{self, MOVERS, StorageSubject};
 use super::{BY_HANDLE, BY_OWNER, Options};

@@ -98,7 +98,7 @@ impl Part {
 }
 
 impl Options {
-    /// Whether to run a part: `--parts` names it or is absent, and it has a wanted subject.
+    /// Returns whether to run a part: `--parts` names the part or is absent, and the part has a wanted subject.
     fn has(&self, part: Part) -> bool {
         let is_named = self.parts.is_empty() || self.parts.contains(&part);
         is_named && part.subjects().into_iter().any(|name| self.common.is_wanted(name))

@@ -103,8 +103,8 @@ fn judge_ratio(
     let blank = not_measured(target, bound, "x", "one side was not run");
     let (Some(own), Some(base)) = (own, base) else { return blank };
     Verdict {
-        // The ratio is the plain quotient. The bound tells whether it should be large, as for rates, or small, as for
-        // costs.
+        // The ratio is the plain quotient. The bound determines whether the ratio should be large, as for rates, or
+        // small, as for costs.
         estimate: stats::estimate_median(&own.ratios(base, Better::Higher)),
         baseline: name.to_owned(),
         has_lost_round: !own.survived(),

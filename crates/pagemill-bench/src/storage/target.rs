@@ -17,7 +17,7 @@ const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 /// Bytes that must stay free on the file system.
 const SPARE_BYTES: u64 = 256 << 20;
 
-/// A file, and the length of the part in use. Dropping it removes a temporary file.
+/// A file, and the length of the part in use. Dropping the value removes the file if it is temporary.
 #[derive(Debug)]
 pub struct Target {
     path: PathBuf,

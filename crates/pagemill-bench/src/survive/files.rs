@@ -60,7 +60,7 @@ impl Case {
         self.writers * self.file_mib + KEPT_MIB
     }
 
-    /// Whether the files that cannot be removed fit below the limit. Otherwise there is no speed to judge.
+    /// Returns whether the files that cannot be removed fit below the limit. If not, there is no speed to judge.
     fn can_fit(&self) -> bool {
         self.unremovable_mib() < self.limit_mib
     }

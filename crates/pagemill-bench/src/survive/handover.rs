@@ -79,7 +79,7 @@ fn sample(ready: &AvailableSubject, turns: u64) -> Result<std::result::Result<Ou
     let keeper = start_in_group(&group, &line)?;
     let mut newcomers = Vec::new();
     for turn in 0..turns {
-        // A keeper that ended early was killed or failed. The outcome of `finish` below tells which.
+        // A keeper that ended early was killed or failed, according to the outcome of `finish` below.
         if !signs.wait_for(&freed_sign(turn), &keeper, Duration::from_secs(60))? {
             break;
         }

@@ -2,7 +2,7 @@
 //! and in time.
 //!
 //! This is the only experiment that uses most of the machine's memory. The process that fills the machine (the
-//! *filler*) stops at a floor of available memory. It is also the process that the kernel would kill first.
+//! *filler*) stops at a floor of available memory. If the kernel had to kill a process, it would kill the filler first.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ const RATE_MIB: u64 = 1024;
 const LIVE_MIB: u64 = 64;
 /// Interval between samples of the machine and of both processes.
 const INTERVAL: Duration = Duration::from_millis(5);
-/// Sampling goes on for this long after the filler has taken its last byte.
+/// Sampling continues for this long after the filler has allocated its last byte.
 const SAMPLING_AFTER_END: Duration = Duration::from_millis(500);
 /// The server counts as returning memory once its resident memory is lower by this amount. Its own work changes less
 /// than that.
@@ -65,7 +65,7 @@ const METRICS: &[&str] = &[
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     total: u64,
-    /// Available memory that Pagemill should preserve.
+    /// Available memory that Pagemill should preserve, in bytes.
     margin: u64,
     /// Available memory that the filler never takes.
     floor: u64,
@@ -247,9 +247,9 @@ fn sample_json(
     line
 }
 
-/// Returns the GiB/s that the server returned and that the filler took. The time runs from the first sample with low
-/// available memory in which the server has begun to return memory, to the filler's last byte. None if there is no such
-/// sample. Earlier returns do not count, since the memory was not yet needed.
+/// Returns the rates, in GiB/s, at which the server returned memory and the filler allocated memory. The time runs from
+/// the first sample with low available memory in which the server has begun to return memory, to the filler's last
+/// byte. None if there is no such sample. Earlier returns do not count, since the memory was not yet needed.
 fn return_and_fill_rates(trace: &[MachineSample]) -> Option<(f64, f64)> {
     let held = trace.first()?.server;
     let little = trace.iter().map(|sample| sample.available).min()? + LOW_MARGIN_BYTES;

@@ -1,5 +1,5 @@
-//! Tests whether processes survive while free memory could be returned: under the limit of a cgroup, at a sibling's
-//! request, on a full machine.
+//! Tests whether free memory is returned in time, so that no process is killed: under the limit of a cgroup, at a
+//! sibling's request, on a full machine.
 //!
 //! No process may be killed or wait long. Under every allocator a kill is a result. Pagemill gets no limit by an
 //! option, so it must detect each limit itself.
@@ -61,12 +61,12 @@ pub struct Options {
 }
 
 impl Options {
-    /// Whether to run a part: its option is given, or no part's option is given.
+    /// Returns whether to run a part: its option is given, or no part's option is given.
     fn wants(&self, is_named: bool) -> bool {
         is_named || !(self.writers || self.handover || self.reaction || self.host || self.files)
     }
 
-    /// Whether to run any part that compares allocators.
+    /// Returns whether to run any part that compares allocators.
     fn wants_allocators(&self) -> bool {
         !self.files || self.writers || self.handover || self.reaction || self.host
     }
@@ -125,7 +125,8 @@ mod tests {
         options: Options,
     }
 
-    /// Without options, the three parts run that leave the machine usable. With options, only the named parts run.
+    /// Without options, exactly the three parts that leave the machine usable must run. With options, only the named
+    /// parts.
     #[test]
     fn options_choose_parts() {
         let wanted = |line: &[&str]| {

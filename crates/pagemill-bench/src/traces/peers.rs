@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 /// A cache of page numbers with an eviction policy.
 pub trait Policy {
-    /// Requests a page, which enters the cache if it is not there. Returns whether it was a hit.
+    /// Requests a page, and inserts the page if it is not in the cache. Returns whether the request was a hit.
     fn access(&mut self, page: u32) -> bool;
 }
 

@@ -1,5 +1,5 @@
-//! Memory for the copies of a search server's records: allocations of malloc, or chunks that are given up after a
-//! record and taken back for a later one.
+//! Memory for the copies of a search server's records: allocations of malloc, or chunks whose contents may be discarded
+//! after a record, until a later record uses them again.
 //!
 //! Chunks are reused in LIFO order, as allocators do.
 
@@ -14,7 +14,7 @@ use crate::native::{Pages, WordAllocation};
 pub enum Memory {
     /// An allocation of malloc, which is freed.
     Malloc,
-    /// A volatile range by handle, which is marked volatile and taken back for a later record.
+    /// A volatile range by handle, which is marked volatile, and unmarked for a later record.
     Handles,
     /// Anonymous pages, to which `MADV_FREE` is applied.
     Free,
@@ -28,7 +28,7 @@ pub struct Copies {
     pagemill: Option<&'static Pagemill>,
     chunk_bytes: usize,
     free_chunks: Vec<Chunk>,
-    /// Number of chunks that were purged before they were taken back.
+    /// Number of chunks that were purged before they were used again.
     pub purged: u64,
 }
 
@@ -88,7 +88,7 @@ impl Copies {
         Some(chunk)
     }
 
-    /// Frees a copy's allocation, or gives its chunk up for a later copy.
+    /// Frees a copy's allocation, or allows its chunk to be discarded until a later copy uses it.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Frees 1 GiB and asks the allocator to return it, while another thread allocates.
+//! Frees 1 GiB and requests that the allocator return it, while another thread allocates.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -24,8 +24,8 @@ pub struct Giveback {
     pub how: GiveBack,
 }
 
-/// Allocates, touches, frees, and asks for the return. The JSON line has the duration of the return and the memory
-/// before and after.
+/// Allocates and touches memory, frees it, and requests its return. The JSON line has the duration of the return and
+/// the memory before and after.
 pub fn run(arguments: &Giveback) -> WorkloadResult {
     // The last allocation is kept, so that the freed memory is not at the end of a heap, where it could simply be
     // trimmed.

@@ -33,7 +33,7 @@ pub struct Keeper {
     pub folder: PathBuf,
 }
 
-/// Arguments of the newcomer, which needs all of its memory at one time.
+/// Arguments of the newcomer, whose allocations are all live at the same time.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Newcomer {
     #[arg(long)]

@@ -1,5 +1,5 @@
-//! Processes of a machine that runs full: a server that holds much free memory and goes on allocating, and a filler
-//! that takes memory at a steady rate.
+//! Processes of a machine that runs full: a server that retains much free memory and continues to allocate, and a
+//! filler that allocates memory at a steady rate.
 
 use std::path::PathBuf;
 use std::thread;
@@ -14,9 +14,9 @@ use crate::stats::Random;
 
 const ALLOCATION_BYTES: usize = 1 << 20;
 
-/// The server's sign: it has allocated its memory and freed most of it.
+/// The server's sign: the server has allocated its memory and freed most of it.
 pub const READY: &str = "ready";
-/// The filler's sign: it has taken all its memory, or was stopped.
+/// The filler's sign: the filler has allocated all its memory, or was stopped.
 pub const TAKEN: &str = "taken";
 /// The bench's sign: memory is nearly short. The server records times separately from here on.
 pub const NEAR: &str = "near";
@@ -50,7 +50,7 @@ pub struct Filler {
     pub mib: usize,
     #[arg(long)]
     pub mib_per_second: u64,
-    /// The filler takes no memory that would leave less than this available on the machine.
+    /// The filler stops before less than this memory is available on the machine.
     #[arg(long)]
     pub floor_mib: u64,
     /// The folder of sign files.
@@ -137,7 +137,8 @@ impl ServerWork {
     }
 }
 
-/// Takes memory at its rate until it has all or reaches the floor, gives its sign, and waits for the sign to stop.
+/// Allocates memory at its rate until it has all of it or reaches the floor, creates its sign, and waits for the sign
+/// to stop.
 pub fn run_filler(arguments: &Filler) -> WorkloadResult {
     // If the kernel has to kill a process nevertheless, it should choose this one.
     std::fs::write("/proc/self/oom_score_adj", "1000").map_err(|cause| cause.to_string())?;

@@ -65,7 +65,8 @@ pub struct Touch {
     mib: usize,
 }
 
-/// Replaces itself by a command that ends together with this bench. If a cgroup is given, it joins the cgroup first.
+/// Arguments of a process that executes a command in its place, so that the command ends together with this bench. If a
+/// cgroup is given, the process joins the cgroup first.
 #[derive(Debug, clap::Args)]
 pub struct Enter {
     #[arg(long)]

@@ -1,5 +1,5 @@
-//! A process that allocates much memory, frees all of it, and goes on working. It reports how much memory it still
-//! holds after each second.
+//! A process that allocates much memory, frees all of it, and continues to work. Reports how much memory is still
+//! resident after each second.
 
 use std::time::{Duration, Instant};
 

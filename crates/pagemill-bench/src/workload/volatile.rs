@@ -1,4 +1,5 @@
-//! Memory that is given up and taken back: by the state word of a handle, by marking its address, or by a system call.
+//! Memory whose contents may be discarded and which is then used again: marked and unmarked by a handle or by address,
+//! or by a system call.
 
 use std::sync::Barrier;
 use std::thread;
@@ -22,10 +23,10 @@ const OTHER_MARKS: usize = 100_000;
 const HUGE_RANGE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 2 << 20;
 
-/// The ways to give memory up.
+/// The ways to allow the discard of memory and to end that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Method {
-    /// Handles: mark volatile, then take back.
+    /// Handles: mark volatile, then unmark.
     Handles,
     /// Handles: pin, then unpin.
     Pin,
@@ -37,7 +38,7 @@ pub enum Method {
     Dontneed,
 }
 
-/// Arguments of a run that gives ranges up and takes them back repeatedly.
+/// Arguments of a run that marks and unmarks ranges repeatedly, or does the same by system calls.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Toggle {
     #[arg(long)]
@@ -50,7 +51,7 @@ pub struct Toggle {
     pub run_ms: u64,
 }
 
-/// Arguments of a run that measures purges, and taking a range back during a purge.
+/// Arguments of a run that measures purges, and the unmarking of a range during its purge.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Purging {
     #[arg(long)]
@@ -59,7 +60,7 @@ pub struct Purging {
     pub run_ms: u64,
 }
 
-/// Measures the nanoseconds per thread to give a range up and take it back, and the page faults.
+/// Measures the nanoseconds per thread to mark and unmark a range (or the same by system calls), and the page faults.
 pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);
@@ -207,7 +208,7 @@ fn check(ranges: &[Range], byte: u8) -> Result<(), Failure> {
     }
 }
 
-/// Measures the rate of purging huge pages, and the 99.9th percentile of the time to take a range back during a purge.
+/// Measures the rate of purging huge pages, and the 99.9th percentile of the time to unmark a range during a purge.
 pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
     let pagemill = pagemill()?;
     let bytes = arguments.mib << 20;
@@ -273,8 +274,8 @@ fn measure_purge_of_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode)
     stats::median(&rates).ok_or_else(|| Failure::Other("no rounds".to_owned()))
 }
 
-/// Returns the microseconds that it takes to take a range back during a purge. One thread purges all the time; this
-/// thread marks the range and takes it back.
+/// Returns the microseconds to unmark a range during a purge, for each try. One thread purges continuously; this thread
+/// marks and unmarks the range.
 fn measure_waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
     let mut range = make_ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);

@@ -19,7 +19,7 @@ use std::time::Duration;
 const REMOVE_ATTEMPTS: usize = 100;
 const REMOVE_PAUSE: Duration = Duration::from_millis(10);
 
-/// A control group. Dropping this removes the group. If this process is killed, the [`Guard`] removes it.
+/// A control group. Dropping the value removes the group. If this process is killed, the [`Guard`] removes the group.
 pub struct Group {
     folder: PathBuf,
     /// `None` in the simulated file system of a test.
@@ -32,7 +32,7 @@ impl Group {
     ///
     /// # Errors
     ///
-    /// A message that says what is missing, and what would help.
+    /// A message with what is missing and how to provide it.
     pub fn new(root: &str, name: &str, limit_bytes: u64) -> Result<Self, String> {
         let (version, parent) = cgroup::own_group(root).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
@@ -170,10 +170,10 @@ fn inner_groups(folder: &Path) -> Vec<PathBuf> {
     entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()).collect()
 }
 
-/// Removes groups that a `run` left behind, if they are empty: children of this process's group and of its
+/// Removes empty groups of `run` commands that have ended, among the children of this process's group and of its
 /// ancestors.
 ///
-/// Kills no process, since a `run` in another PID namespace looks as if it had ended.
+/// Kills no process: a `run` in another PID namespace seems to have ended from here.
 pub fn remove_dead_groups() {
     let Ok((_, own)) = cgroup::own_group("") else { return };
     let mut level = Some(Path::new(own.as_str()));
@@ -226,7 +226,8 @@ mod tests {
         fs::read_to_string(path).unwrap()
     }
 
-    /// For a group of version 1 or 2, the limit and the statistics are in the files of that version.
+    /// A group is created in a simulated system of each version. The limit must be written to, and the statistics read
+    /// from, the files of that version.
     #[test]
     fn a_group_of_either_version_is_limited() {
         let v2 = [("cgroup.controllers", "cpu memory\n"), ("cgroup.subtree_control", "cpu\n")];
@@ -256,8 +257,8 @@ mod tests {
         fs::remove_dir_all(&at).unwrap();
     }
 
-    /// A memory controller that is already enabled for children is not enabled again. The error names a missing
-    /// controller.
+    /// If the memory controller is already enabled for children, it must not be enabled again. If the controller is
+    /// missing, the error must say so.
     #[test]
     fn errors_name_the_missing_controller() {
         let (_folder, root) = simulated_system(Version::V2, &[("cgroup.controllers", "cpu\n")]);

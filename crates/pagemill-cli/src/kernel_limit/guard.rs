@@ -31,8 +31,8 @@ impl Guard {
     pub fn start(folder: &Path) -> io::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.args([OsStr::new("run-guard"), folder.as_os_str()]);
-        // The guard is a process group of its own, since the terminal's signals are meant for `run`. It does
-        // not belong to an outer `run`, so nothing is preloaded.
+        // The guard has a process group of its own, so that it does not receive the terminal's signals for `run`. The
+        // guard does not belong to an outer `run`, so nothing is preloaded into it.
         command.env_remove("LD_PRELOAD").process_group(0).current_dir("/");
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().map(Self)
@@ -75,8 +75,8 @@ fn wait_for_run(folder: &Path, input: &mut impl Read) {
 mod tests {
     use super::*;
 
-    /// A byte has no effect. The end of the input without a byte kills through the file `cgroup.kill`, if it
-    /// exists, and removes the group.
+    /// The guard reads a byte, or the end of the input. After a byte it must do nothing. At the end without a byte it
+    /// must write `cgroup.kill`, if the file exists, and remove the group.
     #[test]
     fn the_end_of_input_without_a_byte_kills() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,9 +1,9 @@
 //! `pagemill run --limit-kernel`: a limit that the kernel enforces on a program and its children.
 //!
-//! Where systemd runs, the limit is that of a transient scope. Elsewhere, or if that fails, the limit is that
-//! of a control group below this process's own. The allocator in the program handles the limit like that of any
-//! control group: it returns memory before the limit is reached, and refuses allocations beyond it. If memory
-//! of other kinds exceeds the limit, the kernel kills.
+//! Where systemd runs, the program runs in a transient scope with the limit. Elsewhere, or if no scope can be created,
+//! the program runs in a control group with the limit, below the group of this process. The allocator in the program
+//! handles the limit like that of any control group: it returns memory before the limit is reached, and refuses
+//! allocations beyond it. If memory of other kinds exceeds the limit, the kernel kills.
 
 mod group;
 mod guard;

@@ -36,7 +36,7 @@ fn send_commands(
     (results, None)
 }
 
-/// Returns why a command was not carried out; `None` if it was.
+/// Returns why a command was not executed; `None` if it was executed.
 fn failure_text(errno: i32) -> Option<String> {
     Some(match errno {
         0 => return None,

@@ -99,8 +99,8 @@ struct Process {
     caches: Vec<Cache>,
 }
 
-/// Requests the slab caches of all these processes at once. Returns each process with its caches, and the error
-/// if it did not answer.
+/// Requests the slab caches of all these processes at once. Returns each process with its caches, and with an error if
+/// the process did not answer.
 fn request_slab_caches(
     published: Vec<Vec<(Path, Snapshot)>>,
     interrupt: &Interrupt,
@@ -109,7 +109,7 @@ fn request_slab_caches(
     let mut processes: Vec<(Process, Option<Unanswered>)> = published.into_iter().map(without_caches).collect();
     let (mut parts, mut targets) = (Vec::new(), Vec::new());
     for (number, (process, _)) in processes.iter().enumerate() {
-        // A process without slab caches is not asked: a request would wake its helper thread.
+        // A process without slab caches gets no request, which would only wake its helper thread.
         for (at, (path, snapshot)) in process.found.iter().enumerate().filter(|(_, (_, part))| has_caches(part)) {
             parts.push((number, at));
             targets.push((path, snapshot.identity));
@@ -176,7 +176,7 @@ fn unanswered_message(found: &[(Path, Snapshot)], error: &Unanswered) -> String 
     format!("process {}: {error}{}", snapshot.identity.pid, unanswered_reason(error, snapshot))
 }
 
-/// Writes to standard output. If the reader closed the pipe (head, less), that is no error.
+/// Writes to standard output. A pipe that the reader (head, less) has closed is no error.
 fn write(text: &str) -> ExitCode {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

@@ -133,7 +133,8 @@ mod tests {
     use super::super::tests::info;
     use super::*;
 
-    /// A report has the settings, the reasons why objects were not moved, and a row for each memory node.
+    /// The report of a cache must have the settings, the reasons why objects were not moved, and a row for each memory
+    /// node.
     #[test]
     fn a_report_has_settings_reasons_and_nodes() {
         let info = info("entries", CacheKind::ByHandle);

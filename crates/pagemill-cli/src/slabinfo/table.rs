@@ -250,7 +250,7 @@ mod tests {
         assert!(text_of(&[&large], Style::default()).contains(&*large.name));
     }
 
-    /// Numbers have three or four digits, and a unit.
+    /// Numbers of all magnitudes must be printed with three or four digits and a unit.
     #[test]
     fn numbers_are_short() {
         let short = Style::default();
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(counts, ["99999", "100K", "9999K", "10M", "18E"]);
     }
 
-    /// A row with fewer cells ends with an unaligned cell, which widens no column.
+    /// A row has fewer cells than the others. Its last cell must be unaligned, and must not widen a column.
     #[test]
     fn the_last_cell_of_a_short_row_is_unaligned() {
         let rows = [vec!["NAME", "A", "B"], vec!["long_name", "10", "20"], vec!["x", "a long sentence"]];
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(text, "  NAME       A  B\n  long_name 10 20\n  x         a long sentence\n");
     }
 
-    /// Impossible values do not overflow.
+    /// The caches report values that cannot be real. The table must be printed without overflow.
     #[test]
     fn impossible_values_do_not_overflow() {
         let mut impossible = info("x", CacheKind::Fixed);

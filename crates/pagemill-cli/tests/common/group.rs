@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// A control group with a memory limit for the processes of one test. Dropping this removes the group.
+/// A control group with a memory limit for the processes of one test. Dropping the value removes the group.
 pub struct Group {
     pub folder: PathBuf,
     limit_file: &'static str,

@@ -22,10 +22,10 @@ use tempfile::TempDir;
 /// The command under test.
 pub const PAGEMILL: &str = env!("CARGO_BIN_EXE_pagemill");
 
-/// Timeout of all waits. No test program takes nearly as long, so a program that does is stuck.
+/// Timeout of all waits. No test program needs nearly as long, so a program that still runs then is stuck.
 pub const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// A folder for one test, with private runtime, cache and home folders. Dropping this removes the folder.
+/// A folder for one test, with private runtime, cache and home folders. Dropping the value removes the folder.
 pub struct TestFolder {
     folder: TempDir,
 }
@@ -52,8 +52,8 @@ impl TestFolder {
         self.folder.path().join(name)
     }
 
-    /// Like [`TestFolder::command_with_libc_fallback`], but Pagemill serves the program from the first call on. Without
-    /// that, most test programs would be too small for Pagemill.
+    /// Like [`TestFolder::command_with_libc_fallback`], but Pagemill serves the program from the first call on. By
+    /// default the C library would serve most test programs, which are small.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = self.command_with_libc_fallback(program);
         command.env("PAGEMILL_AFTER", "0");
@@ -178,7 +178,7 @@ pub fn tail(text: &str) -> String {
     lines[lines.len().saturating_sub(60)..].join("\n")
 }
 
-/// A process in a process group of its own. Dropping this kills the whole group, unless the process has ended.
+/// A process in a process group of its own. Dropping the value kills the whole group, unless the process has ended.
 pub struct Guard {
     child: Child,
     is_ended: bool,

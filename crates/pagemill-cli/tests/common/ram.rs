@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 pub const MIB: usize = 1 << 20;
 
-/// A mounted RAM file system. Dropping this unmounts it, even if it is busy.
+/// A mounted RAM file system. Dropping the value unmounts the file system, even if it is busy.
 pub struct Ram {
     pub place: TestFolder,
     pub point: PathBuf,

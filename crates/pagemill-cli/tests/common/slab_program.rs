@@ -15,14 +15,14 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-/// With this variable set, the test `program` of a file is the program to observe. The value is a folder with
-/// files that control its callbacks.
+/// If this variable is set, the test `program` of a test file is the program to observe. The value is a folder with
+/// files that control the program's callbacks.
 const PROGRAM_VARIABLE: &str = "SLABINFO_TEST_PROGRAM";
 
 /// Number of objects that are inserted into a cache.
 pub const COUNT: u64 = 20_000;
 
-/// Number of objects that are left in it: one in ten.
+/// Number of objects that stay in each cache: one in ten.
 pub const KEPT: u64 = COUNT / 10;
 
 pub const ODD_NAME: &str = "tab\tred \x1b[31m\nline=1";

@@ -27,7 +27,7 @@ pub fn cannot_inject() -> bool {
     !can
 }
 
-/// Returns whether all calls are to fail (`FAULT_SWEEP=full`), or a sample.
+/// Returns whether every call is to fail (`FAULT_SWEEP=full`); otherwise only a sample of the calls.
 pub fn is_full() -> bool {
     std::env::var_os("FAULT_SWEEP").is_some_and(|value| value == "full")
 }

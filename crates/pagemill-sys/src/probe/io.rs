@@ -153,7 +153,8 @@ fn direct_io(_: &System) -> Finding {
     refused.unwrap_or_else(|| Finding::unknown("no folder to try it in"))
 }
 
-/// Whether no file could be created in the folder.
+/// Returns whether the error means that no file could be created in the folder, so that nothing is known about direct
+/// I/O.
 fn is_about_the_folder(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull};
     [NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull].contains(&error.kind())

@@ -1,4 +1,4 @@
-//! Determines what this kernel and the privileges of this process offer, by trying it (`pagemill doctor`).
+//! Determines which kernel features this process can use, by trying each one (`pagemill doctor`).
 //!
 //! Every [`Feature`] is declared once, beside the function that tries it. Nothing is inferred from a version number, no
 //! setting is changed, and each trial undoes its effects. If `/proc` or `/sys` cannot be read, the state is
@@ -22,7 +22,7 @@ mod trial;
 
 use std::path::{Path, PathBuf};
 
-/// The state of a feature here.
+/// The state of a feature on this machine, for this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Availability {
     /// The feature was tried, and works.
@@ -126,7 +126,7 @@ impl Report {
         self.rows.iter().find(|row| row.feature.key == key)
     }
 
-    /// Returns whether Pagemill works here at all, even if slowly.
+    /// Returns whether Pagemill works on this machine at all, even if slowly.
     pub fn is_supported(&self) -> bool {
         !self.rows.iter().any(|row| row.state == Availability::Missing && is_required(row.feature.key))
     }

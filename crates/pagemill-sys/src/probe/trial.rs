@@ -498,7 +498,7 @@ mod tests {
         assert!(killed.unwrap_err().to_string().contains("signal 9"));
     }
 
-    /// A trial leaves no file in the folder.
+    /// After the trials that create files, the folder must be empty.
     #[test]
     fn trials_leave_no_file() {
         let folder = tempfile::tempdir().unwrap();

@@ -258,7 +258,7 @@ mod tests {
         assert!(run(&Fragments { subject_options: subject_options(Subject::Fixed, 193) }, slabs_of_test).is_err());
     }
 
-    /// The check fails if a kept object was replaced by another, and if it is missing.
+    /// One of the kept objects is replaced by another, or removed. The check must fail in both cases.
     #[test]
     fn damage_is_detected() {
         let store = Malloc { how: GiveBack::MallocTrim };

@@ -56,7 +56,7 @@ fn move_count(slabs: &Slabs) -> u64 {
     slabs.list().iter().map(|info| info.moved).sum()
 }
 
-/// Makes a file interleaved with another file, which is then dropped. This leaves the nodes of the first file
+/// Makes a file interleaved with another file, which is then dropped, so that the index nodes of the first file are
 /// scattered.
 fn make(cache: &Cache, pages: u64) -> Result<Mapping, Failure> {
     let (file, other) = (cache.create().map_err(failed)?, cache.create().map_err(failed)?);

@@ -26,7 +26,7 @@ impl<const WORDS: usize> Object<WORDS> {
         &self.0[0]
     }
 
-    /// Changes the state if it is `from`; it may differ, for example during a move. Returns whether it was changed.
+    /// Changes the state from `from` to `to`. Returns `false` if the state is not `from`, for example during a move.
     fn change(&self, from: u64, to: u64) -> bool {
         self.state().compare_exchange(from, to, AcqRel, Relaxed).is_ok()
     }

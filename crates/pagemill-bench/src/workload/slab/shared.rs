@@ -123,8 +123,8 @@ impl Objects for HandleObjects {
 
 /// An object in a cache by owner.
 ///
-/// Its state is 0 while it is free. Otherwise the state is twice its number plus 2, and one more while a thread holds
-/// the object. Only that thread may change, move or free it.
+/// Its state is 0 while it is free. Otherwise the state is twice its number plus 2, and one more while a thread *holds*
+/// the object: only that thread may change, move or free the object.
 pub struct Object {
     state: AtomicU64,
     words: [AtomicU64; WORDS - 1],

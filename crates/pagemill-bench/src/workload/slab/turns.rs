@@ -55,8 +55,8 @@ pub fn run_with_defragmentation<T>(
                 let begun = Instant::now();
                 let progress = slabs.defrag_step(STEP);
                 has_moved |= progress.moved > 0;
-                // The work may have ended before this thread got a CPU, so it goes on until it has moved something or
-                // is done.
+                // The work may have ended before this thread ran at all, so the thread continues until an object was
+                // moved or none is left to move.
                 if is_over.load(Relaxed) && (has_moved || progress.is_done) {
                     return;
                 }

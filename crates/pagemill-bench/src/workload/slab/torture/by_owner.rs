@@ -127,7 +127,7 @@ impl<const WORDS: usize> Items<WORDS> {
         was_whole && item.is(stamp)
     }
 
-    /// Holds an item, so that it is not moved; `None` if it is held or being moved already.
+    /// Marks an item as held, so that it is not moved. Returns `None` if the item is already held or being moved.
     fn hold(&self, cell: u32) -> Option<&Item<WORDS>> {
         let _guard = xarray::pin();
         let item = self.item(cell);

@@ -57,7 +57,8 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
         std::ptr::from_ref(&**slot) as usize
     }
 
-    /// Values in such a cache cannot be shared, so this inserts a value and removes it again.
+    /// Values in such a cache cannot be shared between threads, so the function inserts a value of its own and removes
+    /// it again.
     fn use_board(&self, at: u64, _random: &mut Random) -> bool {
         let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.counters)).map(Slot::into_inner);
         value.is_ok_and(|value| value.is(Stamp::of_board(at)))

@@ -97,17 +97,17 @@ trait Subject: Sync + Sized + 'static {
 
     fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self>;
     fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key>;
-    /// Whether the object exists, with the contents of its stamp.
+    /// Returns whether the object exists, with the contents of its stamp.
     fn is_intact(&self, key: &Self::Key, stamp: Stamp) -> bool;
-    /// Changes an object. Returns `None` if it may not be changed now, else whether it existed and was intact.
+    /// Changes an object. Returns `None` if the object may not be changed now, else whether it existed and was intact.
     fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
     fn remove(&self, key: Self::Key, stamp: Stamp) -> Removed<Self::Key>;
     fn pin(&self, key: &Self::Key) -> Option<Self::Pin<'_>>;
     fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool;
     fn unpin(&self, held: Self::Pin<'_>);
-    /// Returns the address of an object; 0 if it does not exist.
+    /// Returns the address of an object; 0 if the object does not exist.
     fn address(&self, key: &Self::Key) -> usize;
-    /// Uses an object of the board; returns whether it was intact.
+    /// Uses an object of the board; returns whether the object was intact.
     fn use_board(&self, at: u64, random: &mut Random) -> bool;
     /// Moves some objects, or changes when they are moved.
     fn move_some(&self, random: &mut Random);
@@ -261,7 +261,7 @@ impl<S: Subject> CacheUser<'_, S> {
         self.held.extend(self.cache.subject.pin(key).map(|held| (held, *stamp)));
     }
 
-    /// Moves an object of this thread to the pool, and takes another one from it.
+    /// Moves an object of this thread to the pool, and another one from the pool to this thread.
     fn exchange_with_pool(&mut self) {
         let given = self.random_index().map(|at| self.own.swap_remove(at));
         let mut pool = self.cache.pool.lock().expect("the lock is not poisoned");
@@ -346,7 +346,7 @@ fn run_caches(slabs: &'static Slabs, plan: Plan, caches: TestedCaches) -> Found 
         mover.join().expect("the mover does not panic");
         ended.into_iter().for_each(|user| user.expect("no user panics"));
     });
-    // From here on nothing must move, so that the counts are stable. Until now the background thread moved objects,
+    // From here on no object may be moved, so that the counts are stable. So far the background thread moved objects,
     // too.
     slabs.defrag_by_hand();
     let mut found = Found::default();
