@@ -147,7 +147,8 @@ impl<S: Subject> TestedCache<S> {
         }
     }
 
-    fn check(&self, is_right: bool) {
+    /// Counts a corrupted object unless `is_right`.
+    fn count_unless_right(&self, is_right: bool) {
         self.counters.corrupted.fetch_add(u64::from(!is_right), Relaxed);
     }
 
@@ -202,7 +203,7 @@ impl<S: Subject> CacheUser<'_, S> {
             13 => self.exchange_with_pool(),
             _ => {
                 let at = self.random.below(BOARD);
-                self.cache.check(self.cache.subject.use_board(at, &mut self.random));
+                self.cache.count_unless_right(self.cache.subject.use_board(at, &mut self.random));
             }
         }
     }
@@ -229,14 +230,14 @@ impl<S: Subject> CacheUser<'_, S> {
         match self.cache.subject.remove(key, stamp) {
             Removed::Gone => _ = self.cache.removed.fetch_add(1, Relaxed),
             Removed::Busy(key) => self.own.push((key, stamp)),
-            Removed::Missing => self.cache.check(false),
+            Removed::Missing => self.cache.count_unless_right(false),
         }
     }
 
     fn read(&mut self) {
         let Some(at) = self.random_index() else { return };
         let (key, stamp) = &self.own[at];
-        self.cache.check(self.cache.subject.is_intact(key, *stamp));
+        self.cache.count_unless_right(self.cache.subject.is_intact(key, *stamp));
     }
 
     fn update(&mut self) {
@@ -245,7 +246,7 @@ impl<S: Subject> CacheUser<'_, S> {
         let new = stamp.next();
         if let Some(is_right) = self.cache.subject.update(key, *stamp, new) {
             *stamp = new;
-            self.cache.check(is_right);
+            self.cache.count_unless_right(is_right);
         }
     }
 
@@ -253,7 +254,7 @@ impl<S: Subject> CacheUser<'_, S> {
         if self.held.len() == MAX_PINNED {
             let at = self.random.below(MAX_PINNED as u64) as usize;
             let (held, stamp) = self.held.swap_remove(at);
-            self.cache.check(S::is_pinned_intact(&held, stamp));
+            self.cache.count_unless_right(S::is_pinned_intact(&held, stamp));
             self.cache.subject.unpin(held);
         }
         let Some(at) = self.random_index() else { return };
@@ -274,7 +275,7 @@ impl<S: Subject> CacheUser<'_, S> {
 
     fn finish(mut self) {
         for (held, stamp) in std::mem::take(&mut self.held) {
-            self.cache.check(S::is_pinned_intact(&held, stamp));
+            self.cache.count_unless_right(S::is_pinned_intact(&held, stamp));
             self.cache.subject.unpin(held);
         }
         self.cache.inserted.fetch_add(self.inserted, Relaxed);
