@@ -1,5 +1,5 @@
-//! Table of arrays by number. A thread that moves a node finds the node's array here, and keeps it from being dropped
-//! meanwhile.
+//! Table of arrays by number. A thread that moves a node looks up the node's array here, and keeps the array from being
+//! dropped during the move.
 //!
 //! Each node stores the number of its array. A thread that moves nodes holds the lock of that number's table entry
 //! while it uses the array. An array that is dropped takes the same lock first, so it waits for the move of at most one
@@ -16,7 +16,7 @@ use pagemill_core::error::Result;
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use std::marker::PhantomData;
 
-/// Most arrays in the table at a time. Nodes of further arrays cannot be moved.
+/// Maximum number of arrays in the table at a time. Nodes of further arrays cannot be moved.
 const MAX_ARRAYS: usize = 1 << 22;
 
 struct ArrayEntry {
@@ -60,7 +60,8 @@ impl<N: Nodes> Arrays<N> {
         Ok(Self { table, free, _arrays: PhantomData })
     }
 
-    /// Assigns a free number to an array. Returns `None` if all numbers are taken.
+    /// Assigns a free number to an array. Returns `None` if no number is free, or the kernel refuses memory for the
+    /// table.
     pub(super) fn assign_number(&self, array: &XArray<N>) -> Option<u32> {
         let id = self.free.with(|free| {
             if free.head != 0 {
