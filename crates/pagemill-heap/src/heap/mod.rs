@@ -6,8 +6,8 @@
 //! A *span* is a run of blocks with slots of one class. A *big* slot is a whole span; smaller slots share blocks.
 //!
 //! The free lists are sharded by CPU, so that threads seldom contend, and a recently freed slot is in the cache of the
-//! CPU that allocates it again. There is no per-thread state, hence nothing to do at thread exit. Each node has its
-//! shards, and a slot returns to a shard of its node.
+//! CPU that allocates it again. There is no per-thread state, hence nothing to do at thread exit. Each NUMA node
+//! (*node* in this crate) has its own shards, and a freed slot returns to a shard of its node.
 //!
 //! Uses `arena`; used by the malloc front. Locks: `carving`, `purging`. An allocation that finds a free slot acquires
 //! neither.
@@ -47,10 +47,11 @@ const UNUSED_DIVISOR: usize = 10;
 /// Number of words for each node and class in `Heap::carve_cursors`.
 const CURSOR_WORDS: usize = 3;
 
-/// Maximum number of slots claimed by purges that an allocation skips in a free list. Then it waits.
+/// Maximum number of slots in a free list that an allocation skips because purges have claimed them. Then the
+/// allocation waits until a slot is no longer claimed.
 const MAX_SKIPPED: usize = 8;
 
-/// The account publishes its figures whenever the free bytes of a shard cross a multiple of this.
+/// The account publishes its figures whenever the free bytes of a shard cross a multiple of this number.
 const PUBLISH_STEP_BYTES: i64 = 8 << 20;
 
 /// From this size, calloc of a slot that was used before discards its pages instead of zeroing them. The kernel's new
@@ -65,7 +66,8 @@ pub struct Allocation {
     pub addr: NonNull<u8>,
     /// Whether all bytes are known to be zero.
     pub is_zero: bool,
-    /// Whether the slot was offered to the kernel before. The kernel may still take pages that are not written.
+    /// Whether the slot was offered to the kernel before. The kernel may still take the pages to which the program has
+    /// not written since.
     pub(crate) was_offered: bool,
 }
 
@@ -512,7 +514,7 @@ impl Heap {
         result.map(|()| is_recycled)
     }
 
-    /// Address, class and node of the slot with this number; `None` if it was never carved.
+    /// Address, class and node of the slot with this number; `None` if the slot was never carved.
     fn locate(&self, number: u32) -> Option<LocatedSlot> {
         let info = self.slot(number).info()?;
         let addr = self.base() + number as usize * GRANULE_BYTES + usize::from(info.offset) * STEP_BYTES;
@@ -549,7 +551,8 @@ impl Heap {
         Ok(self.find_live(addr)?.class.bytes())
     }
 
-    /// Frees the allocation at `addr`. The slot keeps its memory until it is needed elsewhere.
+    /// Frees the allocation at `addr`. The slot keeps its memory until a purge returns it or its pages are moved to
+    /// another slot.
     ///
     /// # Errors
     ///
@@ -608,11 +611,14 @@ impl Heap {
         self.free_bytes[0].0.store(bytes, Relaxed);
     }
 
+    /// Acquires the locks, so that a fork copies consistent metadata.
     pub fn acquire_for_fork(&self) {
         self.purging.acquire();
         self.carving.acquire();
     }
 
+    /// Releases the locks, in the parent and in the child.
+    ///
     /// # Safety
     ///
     /// Follows one [`Heap::acquire_for_fork`] of the same thread.
