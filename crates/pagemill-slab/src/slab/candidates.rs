@@ -36,7 +36,7 @@ pub(super) struct Criteria {
     /// The slab was not tried in this pass.
     pub pass: u32,
     /// The block was not tried under this number, which several passes may share. If an object stayed in a block,
-    /// trying it again would only move its other objects back and forth. `None`: slabs only.
+    /// trying the block again would only move its other objects back and forth. `None`: slabs only.
     pub block_pass: Option<u32>,
 }
 
@@ -66,7 +66,7 @@ pub(super) struct Searches {
     slab_search: SearchId,
     block_search: SearchId,
     /// Queues of the blocks that the block search has not visited yet, one for each list by use. A block that enters a
-    /// list during the search goes to the front.
+    /// list during the search is queued at the front.
     queues: SearchQueues,
     /// Number of blocks that all searches have visited.
     #[cfg(test)]
@@ -337,7 +337,8 @@ impl Node<'_> {
         is_it.then(|| (block_number, self.begin_emptying(block_number, None)))
     }
 
-    /// Claims a slab with objects that was not tried in this pass, in the emptiest block that has one.
+    /// Claims a slab with objects that was not tried in this pass, in the first block with an untried slab, from the
+    /// emptiest list on.
     pub fn claim_next_slab(&mut self, pass: u32) -> Option<(u32, u32)> {
         let (blocks, slabs) = (self.blocks, self.shape.slabs);
         let (block_number, slab) = self.min_over_blocks((pass, ANY_PERCENT), FULL, 1, |block_number| {
@@ -368,8 +369,8 @@ impl Node<'_> {
 mod tests {
     use super::*;
 
-    /// A block search visits the lists of all eighths that begin below its percentage, then `FULL_WITH_BARE`. At 0 % it
-    /// visits no list.
+    /// A block search must visit the lists of all eighths that begin below its percentage, then `FULL_WITH_BARE`; at 0
+    /// % no list.
     #[test]
     fn percentage_selects_lists_to_search() {
         let lists_of = |percent: u32| {
@@ -385,7 +386,7 @@ mod tests {
         }
     }
 
-    /// A search with another pass or percentage gets a new id. Ids are never 0, even after an overflow.
+    /// A search with another pass or percentage must get a new id. Ids must never be 0, even after an overflow.
     #[test]
     fn each_search_has_a_nonzero_id() {
         let mut id = SearchId::new();
