@@ -85,8 +85,8 @@ impl Searches {
     }
 
     /// The lists whose blocks may be used by less than the percentage of the block search. Blocks with free objects are
-    /// listed by eighths in use, so these are the lists up to that percentage. Then comes `FULL_WITH_BARE`, whose
-    /// blocks have any use, since it is not sorted.
+    /// listed by eighths in use, so these are the lists up to that percentage. Then comes `FULL_WITH_BARE`, which is
+    /// not divided by use.
     fn lists_to_search(&self) -> impl Iterator<Item = usize> + use<> {
         let percent = self.block_search.key.1;
         let parts = (percent * USE_CLASSES).div_ceil(100).min(USE_CLASSES) as usize;
@@ -117,8 +117,8 @@ impl Node<'_> {
         self.emptiest_block(criteria).is_some() || self.emptiest_slab(criteria).is_some()
     }
 
-    /// Returns the emptiest of the first suitable blocks. An unsuitable block leaves the search queue, and returns only
-    /// when it enters another list.
+    /// Returns the emptiest of the first suitable blocks. An unsuitable block is removed from the search queue, and is
+    /// queued again only when it enters another list.
     fn emptiest_block(&mut self, criteria: &Criteria) -> Option<u32> {
         self.begin_block_search(criteria.block_pass?, criteria.percent);
         let capacity = u64::from(self.shape.block_capacity());
@@ -152,7 +152,8 @@ impl Node<'_> {
     }
 
     /// Returns the slabs that may receive the objects of a block. If a block kept unmovable objects before, only blocks
-    /// that are at least as full may receive the others. Otherwise two such blocks would exchange them forever.
+    /// that are at least as full may receive the others. Otherwise two blocks with unmovable objects would exchange
+    /// their other objects forever.
     fn target_slabs_for(&self, block_number: u32) -> TargetSlabs {
         let block = self.blocks.block(block_number);
         if block.has_unmovable.get() == 1 { TargetSlabs::Fuller(block.used.get()) } else { TargetSlabs::InUse }
