@@ -2,8 +2,8 @@
 //! dropped during the move.
 //!
 //! Each node stores the number of its array. A thread that moves nodes holds the lock of that number's table entry
-//! while it uses the array. An array that is dropped takes the same lock first, so it waits for the move of at most one
-//! node.
+//! while it uses the array. Dropping an array acquires the same lock first, so the drop waits for the move of at most
+//! one node.
 //!
 //! Lock order: a table entry, then the lock of its array (only tried, so no thread waits for it); the list of free
 //! numbers last.

@@ -191,7 +191,7 @@ mod loom_tests {
             is_still
         }
 
-        /// Releases the frame after its entry was removed, unless it is pinned. Later pins fail.
+        /// Releases the frame after its entry was removed, unless the frame is pinned.
         fn release(&self) -> bool {
             self.frame.compare_exchange(0, RELEASED, AcqRel, Relaxed).is_ok()
         }

@@ -91,7 +91,7 @@ impl<N: Nodes> XArray<N> {
         Ok((self.lock(), stock))
     }
 
-    /// Allocates the nodes that `stock` lacks, so that it has as many as [`XArray::prepare`] returns. Errors: as
+    /// Allocates the nodes that `stock` lacks, so that `stock` has as many as [`XArray::prepare`] returns. Errors: as
     /// [`XArray::prepare`].
     pub fn top_up(&self, stock: &mut NodeStock<N>, first: u64, last: u64, order: u32) -> Result<()> {
         assert!(first <= last, "a range has an index");
