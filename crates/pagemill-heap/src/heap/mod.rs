@@ -120,7 +120,7 @@ pub struct Heap {
     /// Resident bytes of free slots. Each shard counts the changes made on its CPUs, so only the sum is meaningful.
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
     shards_per_node: usize,
-    /// Whether the kernel can move pages between slots; cleared when it turns out that it cannot.
+    /// Whether the kernel can move pages between slots; cleared after the kernel has refused.
     can_move_pages: AtomicBool,
     /// Block of the zone at which the last search for donors stopped (`recycle`).
     donor_search_block: AtomicUsize,
@@ -429,8 +429,8 @@ impl Heap {
         std::array::from_fn(|word| self.carve_cursors.get(first + word))
     }
 
-    /// How much of a new block of the slot's class is expected to be used. All of it, if slots of the class have filled
-    /// a block before and requests use most of a slot.
+    /// How much of a new block of the slot's class is expected to be used. `Full` if slots of the class have filled a
+    /// block before and the request uses most of a slot.
     fn expected_use(&self, place: LocatedSlot, size: usize) -> ExpectedUse {
         if (place.class.bytes() - size.min(place.class.bytes())) * UNUSED_DIVISOR > place.class.bytes() {
             return ExpectedUse::Partial;

@@ -37,7 +37,7 @@ pub(crate) struct SlotBytes {
     pub is_zero: bool,
     /// Whether the slot is free and was offered to the kernel (`MADV_FREE`). The next allocation clears this.
     pub is_offered: bool,
-    /// For a free slot: the part of `Heap::free_bytes` that it accounts for, in units of 4 KiB. The thread that
+    /// For a free slot: the part of `Heap::free_bytes` that the slot accounts for, in units of 4 KiB. The thread that
     /// allocates the slot subtracts it again.
     pub counted: u32,
 }
@@ -96,7 +96,7 @@ fn bytes(word: u64) -> SlotBytes {
     }
 }
 
-/// A purge's claim on a slot: the state word before the claim, from which it is restored.
+/// A purge's claim on a slot: the state word before the claim, from which the slot is restored.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotClaim(u64);
 

@@ -171,7 +171,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.shard(key).cells.get(key).cloned()
     }
 
-    /// Returns a copy of the value if it is present, and makes it the most recently used one.
+    /// Returns a copy of the value if it is present, and makes the value the most recently used one.
     pub fn get<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,

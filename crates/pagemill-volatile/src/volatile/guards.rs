@@ -362,7 +362,7 @@ fn resolve_fault(fault: &Fault) -> Verdict {
     if can_be_done || is_bit_set(fault.addr) { Verdict::Again } else { Verdict::Program }
 }
 
-/// Handles a fault on a strict range. Returns whether the fault was on such a range.
+/// Handles a fault on a strict range. Returns false if the fault was elsewhere.
 ///
 /// A program that installs its own `SIGSEGV` handler (`SA_SIGINFO`) after its first strict mark must call
 /// `handle_fault` first in the handler, and return from the handler at once if the result is true. The access is then

@@ -299,7 +299,7 @@ impl<T: Copy> Intervals<T> {
 
 /// An array in reserved address space, of which only the used part is accessible.
 ///
-/// If all of it were accessible, the program's `mlockall` would make gigabytes resident.
+/// If the whole array were accessible, the program's `mlockall` would make gigabytes resident.
 ///
 /// # Invariants
 ///

@@ -1,6 +1,6 @@
 //! The table of volatile marks on the program's own memory, and sums over them. Protected by the lock in `vrange`.
 //!
-//! A purge *claims* a *piece* of a marked interval: the addresses that it discards before it releases the claim.
+//! A purge *claims* a *piece* of a marked interval: the addresses that the purge discards under one claim.
 
 use super::intervals::Intervals;
 use super::purge::STEP_BYTES;

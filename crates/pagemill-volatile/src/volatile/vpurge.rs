@@ -167,8 +167,8 @@ impl Vranges {
         self.queue.set(&mut oldest)
     }
 
-    /// Purges the interval that begins at `addr`, or its last chunk, unless it was marked again or unmarked after
-    /// `epoch`. Returns the bytes that the kernel took; `None` if nothing was purged.
+    /// Purges the interval that begins at `addr`, or its last chunk, unless the interval was marked again or unmarked
+    /// after `epoch`. Returns the bytes that the kernel took; `None` if nothing was purged.
     fn purge(&self, request: &PurgeRequest, addr: usize, epoch: u32) -> Option<u64> {
         let mut freed = None;
         loop {

@@ -88,7 +88,7 @@ impl SeenWord {
         self.0 & LOST != 0
     }
 
-    /// Whether the range has an owner. A range in *Purging* has none if it was free before.
+    /// Whether the range has an owner. A range in *Purging* has no owner if the range was free before the claim.
     pub fn has_owner(self) -> bool {
         let is_free =
             self.phase() == RangePhase::Free || (self.phase() == RangePhase::Purging && self.0 & FROM_FREE != 0);
