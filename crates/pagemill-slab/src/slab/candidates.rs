@@ -199,7 +199,8 @@ impl Node<'_> {
         }
     }
 
-    /// Adds a block that has entered a list to the search queue of that list, unless it was tried in this search.
+    /// Adds a block that has entered a list to the search queue of that list, unless the block was tried in this
+    /// search.
     pub fn queue_for_search(&mut self, block_number: u32) {
         let (block, searches) = (self.blocks.block(block_number), &mut self.state.searches);
         let list = block.use_list();

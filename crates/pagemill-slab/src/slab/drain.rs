@@ -60,7 +60,8 @@ impl Engine {
     }
 }
 
-/// A drain in progress. Magazines of the cache are empty and unusable, so objects come from slabs and return to them.
+/// A drain in progress. Magazines of the cache are empty and unusable, so objects are allocated from slabs and freed
+/// into slabs.
 pub(super) struct DrainGuard<'engine>(&'engine Engine);
 
 impl<'engine> DrainGuard<'engine> {

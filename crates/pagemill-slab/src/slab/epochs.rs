@@ -264,8 +264,8 @@ mod process_wide {
         let _ = OWNER.compare_exchange(0, process::id(), Relaxed, Relaxed);
     }
 
-    /// In a fork child: resets all participants except that of this thread. Runs once for each process, even if it has
-    /// several Pagemills. Does nothing on another thread than the first, because the first may be reading.
+    /// In a fork child: resets all participants except that of this thread. Runs once for each process, even if the
+    /// process has several Pagemills. Does nothing on another thread than the first, because the first may be reading.
     pub fn begin_child() {
         let own = process::id();
         if [0, own].contains(&OWNER.load(Relaxed)) || !process::is_first_thread() {

@@ -1,4 +1,4 @@
-//! Caches by handle: a table holds the address of each value, so the cache can move a value while it is read.
+//! Caches by handle: a table holds the address of each value, so the cache can move a value while the value is read.
 //!
 //! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires
 //! the old value. A move does the same with a copy. When the readers of a retired value have finished, a later call or
@@ -65,7 +65,8 @@ struct HandledValue<T> {
     value: T,
 }
 
-/// The shared retire list: objects without a handle that readers may still use. Stocks of threads hold further ones.
+/// The shared retire list: objects without a handle that readers may still use. Stocks of threads hold more of these
+/// objects.
 #[derive(Default)]
 struct SharedRetireList {
     /// Retired objects whose grace period has not begun.
@@ -137,7 +138,7 @@ impl<T: Movable> HandleInner<T> {
         Ok(keys[0])
     }
 
-    /// Frees a handle that is not live, and retires the object that it referred to.
+    /// Frees a handle that is not live, and retires the object to which the handle referred.
     #[inline(always)]
     fn free_and_retire(&self, key: Option<Key>, object: usize) {
         // A stock may keep a retired object for long. A value with a destructor may own much, so it is not stocked.
@@ -398,7 +399,7 @@ impl<T: Movable> Cache for HandleInner<T> {
 }
 
 impl<T: Movable> Mover for HandleInner<T> {
-    /// The guard keeps the old copy from being freed while it is read.
+    /// While the guard exists, the old copy of a moved value is not freed.
     type Isolated = Guard;
 
     fn isolate(&self, _chunk: &mut Chunk) -> Guard {
@@ -554,7 +555,7 @@ impl<T: Movable> ByHandle<T> {
         Ok(Handle::new(key))
     }
 
-    /// Returns the value of a handle, if it is live. Cost: one load of the handle's word, then the access to the value.
+    /// Returns the value, if the handle is live. Cost: one load of the handle's word, then the access to the value.
     #[inline]
     pub fn get<'read>(&'read self, handle: Handle<T>, _guard: &'read Guard) -> Option<&'read T> {
         let word = handle.key.live_word(self.words)?;

@@ -406,7 +406,7 @@ impl<M: Migrate> ByOwner<M> {
     }
 
     /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 empties none, 100 all that are
-    /// not full. The background thread also resumes the cache if it skipped the cache after a panic of a callback
+    /// not full. If the background thread skips the cache after a panic of a callback, it resumes the cache
     /// ([`SlabInfo::is_given_up`]).
     ///
     /// # Errors

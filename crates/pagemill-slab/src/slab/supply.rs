@@ -144,7 +144,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns whether the next block will be sparse, if it may stay partly unused.
+    /// Returns whether a new block that may stay partly unused will be sparse.
     pub fn new_blocks_are_sparse(&self) -> bool {
         !self.shared.blocks.arena.may_take_huge(ExpectedUse::Unknown)
     }

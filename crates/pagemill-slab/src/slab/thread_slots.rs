@@ -10,7 +10,7 @@ use pagemill_sys::process;
 use std::sync::atomic::{self, Ordering::AcqRel};
 
 /// Maximum number of threads that have slots at a time. Further threads use the slabs directly. Linux's default limit
-/// of 65,530 mappings allows no more threads in a process, since a thread takes two.
+/// of 65,530 mappings allows no more threads in a process, because each thread needs two mappings.
 pub(super) const MAX_THREADS: usize = 1 << 15;
 
 pub(super) const WORD_BITS: usize = u64::BITS as usize;

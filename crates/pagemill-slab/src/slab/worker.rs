@@ -116,7 +116,7 @@ pub(super) struct Worker {
     is_notified: AtomicU32,
     /// `AWAKE`, `ASLEEP_WITH_TIMEOUT` or `ASLEEP`.
     parked: AtomicU32,
-    /// The thread is visiting a cache, or is about to check whether it may.
+    /// The thread is visiting a cache, or is about to check whether a visit is allowed.
     is_visiting: AtomicU32,
     is_stopped: AtomicU32,
     /// Number of forks in progress. No visit begins meanwhile.
