@@ -247,7 +247,7 @@ impl Node<'_> {
     }
 
     /// Returns the emptiest suitable slab, and how many of its objects fit into other partial slabs. Emptying a slab of
-    /// a whole block frees no memory, so such slabs are considered only if everything is to be packed.
+    /// a whole block frees no memory, so slabs of whole blocks are considered only if all slabs are to be packed.
     fn emptiest_slab(&mut self, criteria: &Criteria) -> Option<(u32, u32, u32)> {
         let capacity = self.shape.capacity;
         let partial_room = self.state.free_objects - u64::from(self.state.empty) * u64::from(capacity);

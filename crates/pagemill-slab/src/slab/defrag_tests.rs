@@ -26,7 +26,7 @@ fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<ItemOwner>, 
     (cache, by_block.into_values().collect())
 }
 
-/// Removes all but `left` items of a block, such that some are left in each slab. Drains the magazines. Returns the
+/// Removes all but `left` items of a block, so that each slab still has items. Drains the magazines. Returns the
 /// numbers of the remaining items.
 fn remove_most(cache: &ByOwner<ItemOwner>, numbers: &[u64], left: usize) -> Vec<u64> {
     let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
@@ -87,7 +87,7 @@ fn blocks_with_pinned_items_do_not_exchange_items_forever() {
     cache.engine().check_state();
 }
 
-/// A step empties a slab partly, and a later step finds nothing else while a reader exists. After the reader has
+/// A step empties a slab partly, and a later step finds no other candidate while a reader exists. After the reader has
 /// finished, the pass must continue with this slab, so defragmentation must not be suspended before.
 #[test]
 fn half_emptied_slab_is_continued_after_readers_finish() {

@@ -1,4 +1,4 @@
-//! Draining: takes all free objects out of the magazines and barns of a cache, returns them to their slabs, and keeps
+//! Draining: removes all free objects from the magazines and barns of a cache, returns them to their slabs, and keeps
 //! magazines unusable until the drain ends.
 //!
 //! An operation that must know which objects are in use begins with a drain. During a drain, threads allocate from

@@ -65,8 +65,7 @@ struct HandledValue<T> {
     value: T,
 }
 
-/// The shared retire list: objects without a handle that readers may still use. Stocks of threads hold more of these
-/// objects.
+/// The shared retire list: objects without a handle that readers may still use. Threads' stocks hold more of these.
 #[derive(Default)]
 struct SharedRetireList {
     /// Retired objects whose grace period has not begun.
@@ -207,7 +206,7 @@ impl<T: Movable> HandleInner<T> {
     }
 
     /// Wakes the background thread to free retired objects, unless the ratio of the cache is 0. Values with a
-    /// destructor, which may own much memory, wake it at once, others when about a block of objects waits.
+    /// destructor, which may own much memory, wake the thread at once, others when about a block of objects waits.
     fn notify(&self) {
         let objects = self.waiting.0.load(Relaxed);
         let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
@@ -301,7 +300,7 @@ impl<T: Movable> HandleInner<T> {
         }
     }
 
-    /// Frees retired values without a destructor whose readers have finished. Reclaim calls it inside any call.
+    /// Frees retired values without a destructor whose readers have finished. Runs inside any call that reclaims.
     fn free_plain_retired(&self) {
         let Some(drained) = self.engine.try_drain_magazines() else { return };
         self.collect_stocks(&drained);

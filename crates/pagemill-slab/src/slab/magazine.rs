@@ -2,8 +2,8 @@
 //!
 //! A magazine belongs to a cache and is indexed by the thread slot ([`super::thread_slots`]). It is one stack that
 //! holds up to two sheaves, so a thread that alternates between allocation and free rarely needs the barn. Nothing has
-//! to be done when a thread ends: the next thread in its slot takes the contents over, and a drain empties the
-//! magazines of all slots ([`AsymmetricLock`]).
+//! to be done when a thread ends: the next thread in its slot uses the contents, and a drain empties the magazines of
+//! all slots ([`AsymmetricLock`]).
 //!
 //! A [`MagazineRange`] is the address range of the magazines under one cache id. A [`Magazines`] is the view that one
 //! cache has of its range.

@@ -238,7 +238,7 @@ pub(super) struct MigrationRun<'engine, M: Mover> {
     mover: &'engine M,
     pass: u32,
     deadline_ns: u64,
-    /// Objects that may still be moved.
+    /// Number of objects that the run may still move.
     most: u64,
     pub progress: Progress,
     deferred: Vec<Deferred>,

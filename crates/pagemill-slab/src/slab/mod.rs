@@ -129,7 +129,7 @@ pub struct Settings {
     /// set up.
     pub remote_node_defrag_ratio: u32,
     /// Debug mode: detects damage with redzones and poison, and records the callers that allocated and freed an object.
-    /// Each allocation and free then takes a lock and checks the object.
+    /// Each allocation and free then acquires a lock and checks the object.
     pub debug: bool,
 }
 

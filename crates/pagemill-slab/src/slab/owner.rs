@@ -75,13 +75,13 @@ pub unsafe trait Migrate: Send + Sync + 'static {
     /// Creates a free object. Called for every object of a slab before the first of them is allocated.
     fn construct(&self) -> Self::Object;
 
-    /// Selects the objects to move: rejects free and unmovable objects, and takes a reference to (or locks) each of the
-    /// others.
+    /// Selects the objects to move: rejects free and unmovable objects, and increments the reference count of each
+    /// other object, or locks it.
     ///
     /// The slab is locked while `isolate` runs: threads that allocate or free its objects wait. If `isolate` calls the
     /// cache, the call panics; that includes `info` and [`Slabs::list`]. `isolate` must not wait for a thread that may
     /// be inside a call to the cache. If one lock covers both the references and calls to the cache, use `try_lock`,
-    /// and reject all objects if the lock is taken. Few objects are then moved under load. It is better to call the
+    /// and reject all objects if the lock is held. Few objects are then moved under load. It is better to call the
     /// cache outside of that lock, or to keep a lock word in each object, as the name tree in `pagemill bench slab`
     /// does.
     fn isolate(&self, objects: &mut Candidates<'_, Self::Object>) -> Self::Isolated;

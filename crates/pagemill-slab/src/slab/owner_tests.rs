@@ -343,7 +343,7 @@ fn a_fragmented_cache_is_packed() {
         let after = cache.info().unwrap();
         assert_eq!(before.total.resident_bytes - after.total.resident_bytes, freed);
         assert!(after.moved > items / 2 && after.emptied > 100, "{after:?}");
-        // A second pass finds nothing to do.
+        // A second call must move no item.
         assert_eq!((cache.pack(), cache.info().unwrap().moved), (0, after.moved));
         (0..100_000).for_each(|number| _ = cache.remove(number));
         cache.pack();

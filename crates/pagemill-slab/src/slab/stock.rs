@@ -13,7 +13,8 @@ const STOCK_BYTES: usize = 16 << 10;
 /// Maximum number of free handles, which fill the rest of a stock. Memory is populated up to the highest number so far.
 pub(super) const KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
-/// Number of handles that are taken from the table at once. They fill whole cache lines, which no other thread shares.
+/// Number of handles that are allocated from the table at once. They fill whole cache lines, which no other thread
+/// shares.
 pub(super) const KEY_BATCH: usize = 64;
 
 /// Maximum number of retired objects.

@@ -43,7 +43,7 @@ const REST_FACTOR: u64 = if cfg!(shuttle) { 0 } else { 19 };
 /// The thread rests when this much rest has accumulated. Also the minimum rest between two rounds.
 const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 
-/// Maximum length of one rest, however long a callback took, because memory may become short meanwhile.
+/// Maximum length of one rest, however long a callback took, because memory may become short during the rest.
 const MAX_REST_NS: u64 = 1_000_000_000;
 
 /// Time until the next round while readers, or another thread that uses a cache, must finish first. The time is doubled
@@ -119,7 +119,7 @@ pub(super) struct Worker {
     /// The thread is visiting a cache, or is about to check whether a visit is allowed.
     is_visiting: AtomicU32,
     is_stopped: AtomicU32,
-    /// Number of forks in progress. No visit begins meanwhile.
+    /// Number of forks in progress. While it is not 0, no visit begins.
     forks_in_progress: AtomicU32,
     /// The event that the thread sleeps on.
     wakeups: EventCount,
@@ -138,9 +138,9 @@ thread_local! {
     static STOP_AT_EXIT: StopAtMainThreadExit = const { StopAtMainThreadExit(Cell::new(None)) };
 }
 
-/// Stops the background thread when the first thread of the process ends, because the process usually ends then. Holds
-/// the `Slabs` in which a thread has created caches. Destructors of statics may destroy data that callbacks use. They
-/// run after the destructor of this thread-local.
+/// Stops the background thread when the first thread of the process ends, because the process usually ends then.
+/// Contains the `Slabs` in which this thread has created caches. Destructors of statics may destroy data that callbacks
+/// use. They run after the destructor of this thread-local.
 #[cfg(not(shuttle))]
 struct StopAtMainThreadExit(Cell<Option<&'static Slabs>>);
 
@@ -319,7 +319,7 @@ impl Worker {
         self.parked.store(AWAKE, SeqCst);
     }
 
-    /// Rests for `ns`, or until the thread is stopped. A wake-up meanwhile shortens the rest to the minimum.
+    /// Rests for `ns`, or until the thread is stopped. A wake-up during the rest shortens the rest to the minimum.
     fn rest(&self, mut ns: u64, seen: u32) {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
@@ -332,7 +332,8 @@ impl Worker {
         self.rested_ns.fetch_add(rested_ns, Relaxed);
     }
 
-    /// Visits all caches, the newest first. If a cache is dropped meanwhile, only the positions of newer caches change.
+    /// Visits all caches, the newest first. If a cache is dropped during the round, only the positions of newer caches
+    /// change.
     pub fn run_round(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
         let mut found = VisitResult::Nothing;
         for at in (0..slabs.cache_count()).rev() {
@@ -368,7 +369,7 @@ impl Worker {
         if clock::fine_ns() - self.last_freed_ns.load(Relaxed) < FREE_BLOCK_DELAY_NS {
             return VisitResult::ObjectsFreed;
         }
-        // In portions, because a fork or a stop may wait meanwhile.
+        // In portions, because a fork or a stop may wait for the end of a portion.
         while blocks.freed_with_memory() == freed_with_memory && self.enter() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
             let freed = blocks.shrink(FREE_PORTION_BYTES);
