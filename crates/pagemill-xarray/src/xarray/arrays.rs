@@ -22,7 +22,7 @@ const MAX_ARRAYS: usize = 1 << 22;
 struct ArrayEntry {
     /// Address of the array; 0 while no array has this number.
     array: AtomicUsize,
-    /// Held while a thread uses the array through this entry. The array is not dropped meanwhile.
+    /// Held while a thread uses the array through this entry. The array is not dropped while the lock is held.
     lock: Lock,
     /// The next free number, if this number is free.
     next: AtomicU32,
@@ -95,8 +95,8 @@ impl<N: Nodes> Arrays<N> {
         });
     }
 
-    /// Calls `act` with the array of a number that a node stored, and keeps the array from being dropped meanwhile.
-    /// Returns `None` if the array was dropped, or if another thread holds the lock of its entry.
+    /// Calls `act` with the array of a number that a node stored, and keeps the array from being dropped during the
+    /// call. Returns `None` if the array was dropped, or if another thread holds the lock of its entry.
     pub(super) fn with<R>(&self, id: u32, act: impl FnOnce(&XArray<N>) -> R) -> Option<R> {
         let _guard = self.entry(id).lock.try_lock()?;
         let array = self.entry(id).array.load(Acquire) as *const XArray<N>;

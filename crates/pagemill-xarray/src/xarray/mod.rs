@@ -18,8 +18,8 @@
 //!
 //! Readers take no lock, and writers do not wait for readers. A reader holds a [`pagemill_core::epoch::Guard`], so no
 //! node that the reader can reach is reused before the guard is dropped. Lookups are correct for each single index: an
-//! entry that a lookup finds was in the array at some time during the call. A lookup finds nothing only if there was no
-//! entry at some time during the call. The reasons are:
+//! entry that a lookup finds was in the array at some time during the call. A lookup returns no entry only if the index
+//! had no entry at some time during the call. The reasons are:
 //!
 //! 1. While a node is in the tree, each of its slots covers the same indices. Growing or shrinking the tree changes the
 //!    root word and the levels at the top, but never the indices of a node.

@@ -90,8 +90,8 @@ impl<N: Nodes> Writer<'_, N> {
     /// Replaces all entries in the `1 << order` indices from `first` on by one entry. The new entry has a mark if any
     /// of the old entries had that mark.
     ///
-    /// Readers always find the old entry of an index, or the new one. An index without an entry gets the new one. All
-    /// slots of the old entries are overwritten before `join` returns. `stock` must come from
+    /// Readers always find the old entry of an index, or the new one. The new entry also covers indices that had no
+    /// entry. All slots of the old entries are overwritten before `join` returns. `stock` must come from
     /// [`super::XArray::prepare`].
     pub fn join(&mut self, first: u64, order: u32, value: u64, stock: &mut NodeStock<N>) {
         let word = entry_word(first, order, value);

@@ -1,4 +1,4 @@
-//! Nodes that are allocated before the lock is taken, so that operations under the lock cannot fail.
+//! Nodes that are allocated before the lock is acquired, so that operations under the lock cannot fail.
 
 use super::XArray;
 use super::nodes::Nodes;
