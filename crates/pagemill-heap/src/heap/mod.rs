@@ -51,7 +51,7 @@ const CURSOR_WORDS: usize = 3;
 /// allocation waits until a slot is no longer claimed.
 const MAX_SKIPPED: usize = 8;
 
-/// The account publishes its figures whenever the free bytes of a shard cross a multiple of this number.
+/// The account publishes its statistics whenever the free bytes of a shard cross a multiple of this number.
 const PUBLISH_STEP_BYTES: i64 = 8 << 20;
 
 /// From this size, calloc of a slot that was used before discards its pages instead of zeroing them. The kernel's new
@@ -91,8 +91,8 @@ struct LocatedSlot {
 ///
 /// # Invariants
 ///
-/// The bytes of a slot belong exclusively to the thread that changed its state word to *Live* (until it is freed) or to
-/// *Purging* (until it is restored). All slots lie in the heap zone, and no two overlap.
+/// The bytes of a slot belong exclusively to the thread that changed the slot's state word to *Live*, until the slot is
+/// freed, or to *Purging*, until the claim ends. All slots lie in the heap zone, and no two overlap.
 ///
 /// ```
 /// let heap = pagemill::Pagemill::of_process()?.heap;

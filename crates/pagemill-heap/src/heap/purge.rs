@@ -435,7 +435,7 @@ impl Heap {
         self.claim_block_except(span, block, None, is_due)
     }
 
-    /// As [`Heap::claim_block`], but leaves out the slot with the number `own`, which the caller has allocated.
+    /// As [`Heap::claim_block`], but does not claim the slot with the number `own`, which the caller has allocated.
     pub(super) fn claim_block_except(
         &self,
         span: Span,

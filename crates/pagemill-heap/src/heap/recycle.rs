@@ -30,7 +30,7 @@ const MAX_EXAMINED_SPANS: usize = 256;
 /// blocks that live slots share.
 const FAILED_SEARCH_PAUSE_FACTOR: u64 = 20;
 
-/// The blocks that get moved pages.
+/// The blocks into which pages are moved, and the progress.
 struct Recipient {
     node: usize,
     /// The next block to fill.
