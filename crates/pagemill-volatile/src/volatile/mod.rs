@@ -370,8 +370,8 @@ impl Ranges {
         }
     }
 
-    /// Copies the sum of all lengths to the published statistics. Repeats this if another thread has changed the sum
-    /// meanwhile.
+    /// Copies the sum of all lengths to the published statistics. Repeats the copy if another thread has changed the
+    /// sum in between.
     fn publish_total_bytes(&self) {
         loop {
             let bytes = self.purger.total_bytes.load(Relaxed);

@@ -41,7 +41,7 @@ pub(super) struct Purger {
     pub lock: Lock,
     /// Length of all ranges.
     pub total_bytes: AtomicU64,
-    /// Bytes that a purge of everything could free, as of the last walk.
+    /// Bytes that a purge of all ranges could free, as of the last walk.
     giveable_bytes: AtomicU64,
     /// Earliest time of the next measuring walk.
     measure_after_ns: AtomicU64,
@@ -110,7 +110,7 @@ impl Shrinker for Ranges {
 }
 
 impl Ranges {
-    /// Measures the bytes that a purge of everything would free: the resident pages of each range that may be purged.
+    /// Measures the bytes that a purge of all ranges would free: the resident pages of each range that may be purged.
     pub fn measure_now(&self) {
         let begun = clock::fine_ns();
         let _guard = self.purger.lock.lock();

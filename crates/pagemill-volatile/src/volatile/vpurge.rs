@@ -92,7 +92,7 @@ impl Vranges {
         Some(PurgeRequest { maps, urgency, may_purge_foreign })
     }
 
-    /// Measures the bytes that a purge of everything would free: the resident pages of marked memory that can be
+    /// Measures the bytes that a purge of all marked memory would free: the resident pages of marked memory that can be
     /// purged. The next mark or unmark invalidates the result.
     pub fn measure_now(&self) {
         self.set_unfreeable(0, 0);
@@ -118,7 +118,7 @@ impl Vranges {
                 while !left.is_empty() {
                     let piece = mark.next_purged_piece(&left);
                     left.end = piece.start;
-                    // Before Linux 6.11 finding the mappings takes long, so it is skipped after the time limit.
+                    // Before Linux 6.11 finding the mappings takes long, so the check is skipped after the time limit.
                     if clock::fine_ns() > until_ns || self.can_purge_all(&request, &piece, mark.is_strict) {
                         let of = if self.arena.contains(piece.start) { &mut own } else { &mut foreign };
                         of.add(piece.start, piece.len() as u64);

@@ -26,7 +26,7 @@ use std::ops::Range;
 /// Maximum number of intervals that a walk visits while it holds the lock: some 20 us.
 pub(super) const MAX_INTERVALS_PER_LOCK: usize = 4000;
 
-/// The account publishes its figures whenever the giveable bytes cross a multiple of this number.
+/// The account publishes its statistics whenever the giveable bytes cross a multiple of this number.
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
 /// The state that a call sets for a range.
