@@ -31,6 +31,8 @@ pub(super) struct BarnMemory {
 }
 
 impl BarnMemory {
+    /// Reserves addresses for the sheaves of `barns` barns.
+    ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::System`] if no addresses are available.

@@ -183,7 +183,7 @@ impl Engine {
         Ok(self.finish_retired_within(GRACE_NS))
     }
 
-    /// As [`Engine::finish_all_retired`], for `timeout_ns` at most. The cache must be of this process.
+    /// As [`Engine::finish_all_retired`], for `timeout_ns` at most. The cache must belong to this process.
     pub fn finish_retired_within(&self, timeout_ns: u64) -> bool {
         wait_for_readers(timeout_ns, || {
             self.finish_retired();

@@ -51,7 +51,7 @@ impl SearchId {
         Self { key: (0, 0), id: FIRST_SEARCH }
     }
 
-    /// Continues the search if `key` is the same, else begins a new one. Returns whether a new one began.
+    /// Continues the search if `key` is the same, else begins a new search. Returns whether a new search began.
     fn begin(&mut self, key: (u32, u32)) -> bool {
         let is_new = self.key != key;
         if is_new {

@@ -35,7 +35,7 @@ const SLICE_DURATION: Duration = Duration::from_millis(10);
 pub(super) struct Passes {
     /// Number of the current pass.
     number: AtomicU32,
-    /// Number of objects when the pass began; [`NONE`] before its first step.
+    /// Number of used objects when the pass began; [`NONE`] before the first step of the pass.
     used_before: AtomicU64,
     has_emptied: AtomicBool,
     /// Set when the last step left no candidate: the pass ends once its batches are finished.

@@ -59,6 +59,8 @@ pub(super) struct Object {
     pub handles: Option<&'static HandleTable>,
 }
 
+/// Checks that a ratio is a percentage.
+///
 /// # Errors
 ///
 /// [`Error::BadRatio`] beyond 100.
@@ -420,6 +422,8 @@ impl Engine {
         poison::poison(object + self.poisoned_range.start, self.poisoned_range.len());
     }
 
+    /// Checks that a node exists.
+    ///
     /// # Errors
     ///
     /// [`Error::BadNode`].

@@ -259,7 +259,7 @@ mod process_wide {
         PARTICIPANTS[slot as usize].is_reading()
     }
 
-    /// Records that threads of this process may read from now on.
+    /// Records this process as the one whose threads are the participants, unless a process is recorded.
     pub fn note_process() {
         let _ = OWNER.compare_exchange(0, process::id(), Relaxed, Relaxed);
     }

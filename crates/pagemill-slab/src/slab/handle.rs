@@ -60,7 +60,7 @@ unsafe impl<T: Send + Sync + 'static> Movable for Arc<T> {}
 /// The content of an object: a value and the index of its handle.
 #[repr(C)]
 struct HandledValue<T> {
-    /// Index of the handle (in a free object, of the last one). Before the value, in the cache line of its first bytes.
+    /// Index of the handle; in a free object, of its last handle. In the cache line of the value's first bytes.
     index: AtomicU32,
     value: T,
 }

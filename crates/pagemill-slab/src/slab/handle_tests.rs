@@ -523,7 +523,7 @@ fn removed_values_are_freed_at_a_memory_limit() {
     }
 }
 
-/// Values move to another node and back. Their handles must lead to them after each move.
+/// Values move to another node and back. Their handles must lead to the values after each move.
 #[test]
 fn values_move_between_nodes() {
     let cache = slabs_on_nodes(2).by_handle::<Value>(Settings::new("nodes")).unwrap();

@@ -539,8 +539,8 @@ mod tests {
         assert!(take(handles) == next);
     }
 
-    /// Random insertions and removals, compared with a `BTreeSet`: the bitmap always returns the lowest page. The pages
-    /// span three words of the upper level.
+    /// Compares random insertions and removals with a `BTreeSet`. The bitmap must always return the lowest page. The
+    /// pages span three words of the upper level.
     #[test]
     fn bitmap_returns_the_lowest_page() {
         let (mut marks, mut set) = (PageBitmap::default(), std::collections::BTreeSet::new());

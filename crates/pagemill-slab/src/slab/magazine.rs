@@ -219,6 +219,8 @@ pub(super) struct MagazineRange {
 }
 
 impl MagazineRange {
+    /// Reserves the addresses of the magazines of all thread slots.
+    ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::System`] if no addresses are available.

@@ -219,7 +219,7 @@ pub(super) struct Links {
 pub(super) struct Block {
     /// The set of slabs at each level. Full, claimed and lost slabs are at no level.
     levels: [[LockedU64; MASK_WORDS]; LEVELS],
-    /// Links for each kind of list.
+    /// Neighbours of the block in its list of each kind.
     pub links: [Links; LINKS],
     /// Number of used objects of the block.
     pub used: LockedU32,

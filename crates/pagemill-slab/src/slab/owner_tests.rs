@@ -282,8 +282,8 @@ fn fragmented(cache: &ByOwner<ItemOwner>, items: u64) -> u64 {
     (0..items).filter(|number| is_kept(*number)).count() as u64
 }
 
-/// Few items are left after packing, so a whole block would be wasted on the last of them. They lie in small pages, and
-/// resident memory must not exceed the charge, even at addresses of a former huge page.
+/// Few items are left after packing, so a whole block would be wasted on the last of them. The last items must lie in
+/// small pages, and resident memory must not exceed the charge, even at addresses of a former huge page.
 #[test]
 fn last_block_is_in_small_pages_after_packing() {
     let layout = arena::Layout { huge_from_bytes: 3 * BLOCK_BYTES as u64 / 2, ..arena::Layout::for_test() };

@@ -10,7 +10,8 @@ use pagemill_core::arena::Zeroed;
 
 const STOCK_BYTES: usize = 16 << 10;
 
-/// Maximum number of free handles, which fill the rest of a stock. Memory is populated up to the highest number so far.
+/// Maximum number of free handles, which fill the rest of a stock. That memory becomes resident as more handles are
+/// added.
 pub(super) const KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
 /// Number of handles that are allocated from the table at once. They fill whole cache lines, which no other thread
@@ -63,7 +64,7 @@ pub(super) struct ThreadRetireList {
     objects: Stack<RETIRED_CAPACITY>,
 }
 
-/// Retired objects that were removed from the list.
+/// Result of [`ThreadRetireList::drain_batch`]: retired objects that were removed from the list.
 pub(super) struct DrainedBatch {
     pub count: usize,
     /// Readers up to this epoch may use the objects. `None`: the objects are free.

@@ -438,7 +438,7 @@ fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
-/// Under shuttle all tasks share one thread.
+/// Returns false under shuttle, because all tasks share one thread.
 #[cfg(shuttle)]
 fn is_worker() -> bool {
     false
