@@ -260,8 +260,8 @@ impl Heap {
         Ok(allocation.addr)
     }
 
-    /// Allocates whole blocks whose contents are stable even where they are not written. So a slot that was offered to
-    /// the kernel, which may still take unwritten pages, gets new memory.
+    /// Allocates whole blocks whose contents do not change, even where the program has not written. A slot that was
+    /// offered to the kernel gets new memory, because the kernel may still take unwritten pages.
     ///
     /// # Errors
     ///
@@ -278,7 +278,7 @@ impl Heap {
     }
 
     /// Allocates a block backed by small pages, so that parts of it can be returned. Its bytes are zero, unless the
-    /// program has locked its memory (`mlockall`): then they are undefined.
+    /// program has locked its memory (`mlockall`): then the bytes are undefined.
     ///
     /// # Errors
     ///

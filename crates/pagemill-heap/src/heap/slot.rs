@@ -348,8 +348,8 @@ mod loom_tests {
         }
     }
 
-    /// A thread purges a slot while another allocates and frees it. They must not use its bytes at the same time, and
-    /// the slot must be in its free list at the end.
+    /// A thread purges a slot while another thread allocates and frees the slot. The two must not use the slot's bytes
+    /// at the same time, and the slot must be in its free list at the end.
     #[test]
     fn allocation_and_purge_exclude_each_other() {
         loom::model(|| {
@@ -393,8 +393,8 @@ mod loom_tests {
         });
     }
 
-    /// A thread purges a slot that was never allocated while another carves it. They must not use its bytes at the same
-    /// time.
+    /// A thread purges a slot that was never allocated while another thread carves the slot. The two must not use the
+    /// slot's bytes at the same time.
     #[test]
     fn carving_and_purge_exclude_each_other() {
         loom::model(|| {
