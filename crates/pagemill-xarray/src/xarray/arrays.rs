@@ -36,7 +36,7 @@ unsafe impl Zeroed for ArrayEntry {}
 struct FreeArrays {
     /// The number that was freed last; 0 if none is free.
     head: u32,
-    /// Count of numbers that were ever assigned, starting at 1.
+    /// The highest number that was ever assigned; the first number is 1.
     assigned: u32,
 }
 

@@ -79,7 +79,8 @@ impl Node {
         }
     }
 
-    /// Sets all slots of an unlinked node to DEAD, so that readers that reach it restart, and excludes it from moves.
+    /// Sets all slots of an unlinked node to DEAD, so that readers that reach the node restart, and excludes the node
+    /// from moves.
     pub(super) fn mark_dead(&self) {
         self.slots.iter().for_each(|slot| slot.publish(IndexWord::DEAD));
         self.array.store(0, Relaxed);

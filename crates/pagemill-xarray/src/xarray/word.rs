@@ -63,7 +63,7 @@ impl IndexWord {
         Self((first as u64) << FIELD_SHIFT | SIBLING)
     }
 
-    /// Returns the word for this entry's first slot while the entry is absent but its later slots are set.
+    /// Returns the GONE word of this entry: for its first slot, while its later slots are set but the entry is absent.
     pub fn gone(self) -> Self {
         Self(self.0 & FIELD << FIELD_SHIFT | GONE)
     }
