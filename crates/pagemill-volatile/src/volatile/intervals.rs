@@ -219,7 +219,8 @@ impl<T: Copy> Intervals<T> {
         Ok(())
     }
 
-    /// Inserts a leaf without entries into the directory. The caller has called [`Self::prepare`], so this cannot fail.
+    /// Inserts a leaf without entries into the directory. The caller has called [`Self::prepare`], so `add_leaf` cannot
+    /// fail.
     fn add_leaf(&mut self, index: usize) {
         let directory = self.directory.items_mut();
         if self.leaves == self.leaf_numbers {
