@@ -612,7 +612,7 @@ impl<T: Movable> ByHandle<T> {
 
     /// Replaces a value by the result of `change`. Returns whether the value existed. If another thread changes the
     /// value at the same time, `change` is called again. Readers see the old or the new value. `change` must not update
-    /// the same value, or it would be called again forever.
+    /// the same value: then `change` would be called again forever.
     ///
     /// # Errors
     ///

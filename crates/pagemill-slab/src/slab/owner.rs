@@ -339,7 +339,7 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// # Safety
     ///
-    /// The object was allocated from this cache, or was the destination of a move. It is free in the sense of
+    /// The object was allocated from this cache, or was the destination of a move. The object is free in the sense of
     /// [`Migrate`], and no thread reaches it as a live object any more.
     #[inline]
     #[track_caller]

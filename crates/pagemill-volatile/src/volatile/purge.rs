@@ -45,7 +45,7 @@ pub(super) struct Purger {
     giveable_bytes: AtomicU64,
     /// Earliest time of the next measuring walk.
     measure_after_ns: AtomicU64,
-    /// The minimum, over some time, of the bytes in free entries. These bytes were not needed for reuse in that time.
+    /// The minimum, over some time, of the bytes in free entries: so many bytes were not reused in that time.
     unused: LeastOver,
     /// The purge queue; its keys are numbers of entries. Protected by `lock`.
     queue: PurgeQueue,

@@ -20,8 +20,8 @@ impl Mark {
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Sets a mark of the entry that covers the index. Returns whether there is such an entry. Cost: a lookup, and a
-    /// store for each level that lacks the mark.
+    /// Sets a mark of the entry that covers the index. Returns false if no entry covers the index. Cost: a lookup, and
+    /// a store for each level that lacks the mark.
     pub fn set_mark(&mut self, index: u64, mark: Mark) -> bool {
         self.find_slots(index).is_some_and(|place| self.set_mark_at(&place, mark))
     }
@@ -34,7 +34,7 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// Clears a mark of the entry that covers the index. Returns whether there is such an entry. Cost: as
+    /// Clears a mark of the entry that covers the index. Returns false if no entry covers the index. Cost: as
     /// [`Writer::set_mark`].
     pub fn clear_mark(&mut self, index: u64, mark: Mark) -> bool {
         self.find_slots(index).is_some_and(|place| self.clear_mark_at(&place, mark))

@@ -51,7 +51,7 @@ impl<'g> Hit<'g> {
     }
 }
 
-/// Most levels of a tree: an index has 40 bits, and each level uses 6.
+/// Maximum number of levels of a tree: an index has 40 bits, and each level uses 6.
 const MAX_LEVELS: usize = 7;
 
 enum LookupResult<'g> {
