@@ -1,4 +1,5 @@
-//! Caches of equally sized objects, which move together to give memory back: [`Slabs`].
+//! Caches of equally sized objects ([`Slabs`]). Movable objects are packed into fewer slabs, so that memory can be
+//! returned.
 //!
 //! Uses `pagemill-core`. The crate `pagemill` re-exports what programs use.
 

@@ -16,7 +16,7 @@ use pagemill_sys::{clock, process};
 
 /// The parts that every process has. Built once and never torn down.
 ///
-/// The preload library uses it as it is. The crate `pagemill` adds page caches and slab caches.
+/// The preload library uses `Base` unchanged. The crate `pagemill` adds page caches and slab caches.
 ///
 /// ```
 /// use pagemill_core::arena::Layout;
@@ -42,8 +42,8 @@ pub struct Base {
 }
 
 impl Base {
-    /// Reserves address space; no memory becomes resident. Nothing is allocated from the global allocator, here or
-    /// later.
+    /// Creates the parts. Reserves address space; no memory becomes resident. Nothing is allocated from the global
+    /// allocator, here or later.
     ///
     /// # Errors
     ///
@@ -67,8 +67,8 @@ impl Base {
         place(Self { account, arena, heap, helper, ranges, vranges, responder, control })
     }
 
-    /// Updates the figures that are only known by measuring. `other_bytes` is the resident metadata of parts that were
-    /// added.
+    /// Measures memory and publishes the statistics. `other_bytes` is the resident metadata of the parts that the crate
+    /// `pagemill` adds.
     pub fn measure_with(&self, other_bytes: u64) {
         let now = clock::fine_ns();
         self.account.measure();
@@ -80,12 +80,14 @@ impl Base {
         stats::set(Counter::MeasuredAt, now);
     }
 
-    /// Before `fork`, in the forking thread: waits until no purge and no carving is under way. Parts that were added
-    /// come before; the control endpoint comes before those.
+    /// Acquires the locks of these parts, in the thread that calls `fork`: waits until no purge and no carving runs.
+    /// The caller first acquires the lock of the control endpoint, then the locks of the parts that the crate
+    /// `pagemill` adds.
     ///
     /// # Safety
     ///
-    /// The thread calls nothing else of these parts before [`Base::after_fork`], which it calls on both sides.
+    /// The thread calls no other function of these parts before [`Base::after_fork`], and calls that function in the
+    /// parent and in the child.
     pub unsafe fn before_fork(&self) {
         self.vranges.acquire_for_fork();
         self.ranges.acquire_for_fork();
@@ -94,11 +96,11 @@ impl Base {
         self.account.headroom.acquire_for_fork();
     }
 
-    /// After `fork`, in the parent, and in the child before [`Base::begin_child`].
+    /// Releases the locks after `fork`: in the parent, and in the child before [`Base::begin_child`].
     ///
     /// # Safety
     ///
-    /// The thread has called [`Base::before_fork`], and releases those locks once.
+    /// The thread has called [`Base::before_fork`], and calls this function once in each of the two processes.
     pub unsafe fn after_fork(&self) {
         self.account.headroom.release_after_fork();
         // SAFETY: the caller's promise, for each.
@@ -111,12 +113,12 @@ impl Base {
         unsafe { self.vranges.release_after_fork() };
     }
 
-    /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.
-    /// Calls `begin_others` for parts that were added, before the account starts anew.
+    /// Resets counts, charges and the helper in a fork child. Memory shared with the parent stays the parent's charge.
+    /// Calls `begin_others`, which resets the parts that the crate `pagemill` adds, before the account is reset.
     ///
     /// # Safety
     ///
-    /// The process is a child with one thread, made since the last call, and no lock of these parts is held.
+    /// The process is a child with one thread, created since the last call, and no lock of these parts is held.
     pub unsafe fn begin_child(&self, begin_others: impl FnOnce()) {
         process::forget_own_identity();
         // SAFETY: the caller's promise.

@@ -31,7 +31,8 @@ impl Class {
         (index < COUNT).then_some(Self(index as u8))
     }
 
-    /// The smallest class for `size` bytes whose slots all start at multiples of `align`.
+    /// A class for `size` bytes whose slots all start at multiples of `align`: the smallest class for `size` if its
+    /// alignment suffices, else a power of two.
     pub fn with_align(size: usize, align: usize) -> Option<Self> {
         let class = Self::of(size)?;
         if class.align() >= align { Some(class) } else { Self::of(size.max(align).checked_next_power_of_two()?) }

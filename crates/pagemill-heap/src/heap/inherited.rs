@@ -1,8 +1,8 @@
 //! Slots in a fork child: inherited memory is discarded before a slot is allocated again.
 //!
-//! The child shares the parent's pages until it writes to them, and they are charged to the parent. A slot that was
-//! free at the fork gets new memory in the child. That memory is charged as usual, so limits apply, and purges can free
-//! it.
+//! The child shares the parent's pages until the child writes to them. Shared pages are charged to the parent. A slot
+//! that was free at the fork gets new memory in the child. That memory is charged as usual, so limits apply, and purges
+//! can free that memory.
 #![allow(unsafe_code)] // discards the memory of slots that were just allocated
 
 use super::slot::SlotBytes;
@@ -10,7 +10,8 @@ use super::{Heap, LocatedSlot};
 
 impl Heap {
     /// Discards the inherited memory of a slot that was just allocated. Returns the new attributes of the slot's bytes.
-    /// Blocks that the slot shares with live slots are left alone. Their pages are copied on write, without a charge.
+    /// Does not discard blocks that the slot shares with live slots. The pages of those blocks are copied on write,
+    /// without a charge.
     ///
     /// Cost: a read of each block's state word, and a system call for each block that is still inherited.
     #[cold]

@@ -6,8 +6,8 @@
 //! A *span* is a run of blocks with slots of one class. A *big* slot is a whole span; smaller slots share blocks.
 //!
 //! The free lists are sharded by CPU, so that threads seldom contend, and a recently freed slot is in the cache of the
-//! CPU that allocates it again. There is no per-thread state, hence nothing to do at thread exit. Each node has its
-//! shards, and a slot returns to a shard of its node.
+//! CPU that allocates it again. There is no per-thread state, hence nothing to do at thread exit. Each NUMA node
+//! (*node* in this crate) has its own shards, and a freed slot returns to a shard of its node.
 //!
 //! Uses `arena`; used by the malloc front. Locks: `carving`, `purging`. An allocation that finds a free slot acquires
 //! neither.
@@ -47,10 +47,11 @@ const UNUSED_DIVISOR: usize = 10;
 /// Number of words for each node and class in `Heap::carve_cursors`.
 const CURSOR_WORDS: usize = 3;
 
-/// Maximum number of slots claimed by purges that an allocation skips in a free list. Then it waits.
+/// Maximum number of slots in a free list that an allocation skips because purges have claimed them. Then the
+/// allocation waits until a slot is no longer claimed.
 const MAX_SKIPPED: usize = 8;
 
-/// The account publishes its figures whenever the free bytes of a shard cross a multiple of this.
+/// The account publishes its statistics whenever the free bytes of a shard cross a multiple of this number.
 const PUBLISH_STEP_BYTES: i64 = 8 << 20;
 
 /// From this size, calloc of a slot that was used before discards its pages instead of zeroing them. The kernel's new
@@ -65,7 +66,8 @@ pub struct Allocation {
     pub addr: NonNull<u8>,
     /// Whether all bytes are known to be zero.
     pub is_zero: bool,
-    /// Whether the slot was offered to the kernel before. The kernel may still take pages that are not written.
+    /// Whether the slot was offered to the kernel before. The kernel may still take the pages to which the program has
+    /// not written since.
     pub(crate) was_offered: bool,
 }
 
@@ -89,8 +91,8 @@ struct LocatedSlot {
 ///
 /// # Invariants
 ///
-/// The bytes of a slot belong exclusively to the thread that changed its state word to *Live* (until it is freed) or to
-/// *Purging* (until it is restored). All slots lie in the heap zone, and no two overlap.
+/// The bytes of a slot belong exclusively to the thread that changed the slot's state word to *Live*, until the slot is
+/// freed, or to *Purging*, until the claim ends. All slots lie in the heap zone, and no two overlap.
 ///
 /// ```
 /// let heap = pagemill::Pagemill::of_process()?.heap;
@@ -118,7 +120,7 @@ pub struct Heap {
     /// Resident bytes of free slots. Each shard counts the changes made on its CPUs, so only the sum is meaningful.
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
     shards_per_node: usize,
-    /// Whether the kernel can move pages between slots; cleared when it turns out that it cannot.
+    /// Whether the kernel can move pages between slots; cleared after the kernel has refused.
     can_move_pages: AtomicBool,
     /// Block of the zone at which the last search for donors stopped (`recycle`).
     donor_search_block: AtomicUsize,
@@ -262,8 +264,8 @@ impl Heap {
         Ok(allocation.addr)
     }
 
-    /// Allocates whole blocks whose contents are stable even where they are not written. So a slot that was offered to
-    /// the kernel, which may still take unwritten pages, gets new memory.
+    /// Allocates whole blocks whose contents do not change, even where the program has not written. A slot that was
+    /// offered to the kernel gets new memory, because the kernel may still take unwritten pages.
     ///
     /// # Errors
     ///
@@ -280,7 +282,7 @@ impl Heap {
     }
 
     /// Allocates a block backed by small pages, so that parts of it can be returned. Its bytes are zero, unless the
-    /// program has locked its memory (`mlockall`): then they are undefined.
+    /// program has locked its memory (`mlockall`): then the bytes are undefined.
     ///
     /// # Errors
     ///
@@ -432,8 +434,8 @@ impl Heap {
         std::array::from_fn(|word| self.carve_cursors.get(first + word))
     }
 
-    /// How much of a new block of the slot's class is expected to be used. All of it, if slots of the class have filled
-    /// a block before and requests use most of a slot.
+    /// How much of a new block of the slot's class is expected to be used. `Full` if slots of the class have filled a
+    /// block before and the request uses most of a slot.
     fn expected_use(&self, place: LocatedSlot, size: usize) -> ExpectedUse {
         if (place.class.bytes() - size.min(place.class.bytes())) * UNUSED_DIVISOR > place.class.bytes() {
             return ExpectedUse::Partial;
@@ -517,7 +519,7 @@ impl Heap {
         result.map(|()| is_recycled)
     }
 
-    /// Address, class and node of the slot with this number; `None` if it was never carved.
+    /// Address, class and node of the slot with this number; `None` if the slot was never carved.
     fn locate(&self, number: u32) -> Option<LocatedSlot> {
         let info = self.slot(number).info()?;
         let addr = self.base() + number as usize * GRANULE_BYTES + usize::from(info.offset) * STEP_BYTES;
@@ -554,7 +556,8 @@ impl Heap {
         Ok(self.find_live(addr)?.class.bytes())
     }
 
-    /// Frees the allocation at `addr`. The slot keeps its memory until it is needed elsewhere.
+    /// Frees the allocation at `addr`. The slot keeps its memory until a purge returns it or its pages are moved to
+    /// another slot.
     ///
     /// # Errors
     ///
@@ -613,11 +616,14 @@ impl Heap {
         self.free_bytes[0].0.store(bytes, Relaxed);
     }
 
+    /// Acquires the locks, so that a fork copies consistent metadata.
     pub fn acquire_for_fork(&self) {
         self.purging.acquire();
         self.carving.acquire();
     }
 
+    /// Releases the locks, in the parent and in the child.
+    ///
     /// # Safety
     ///
     /// Follows one [`Heap::acquire_for_fork`] of the same thread.

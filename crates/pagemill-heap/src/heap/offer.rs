@@ -1,11 +1,12 @@
 //! Offers the memory of free slots to the kernel with `MADV_FREE`.
 //!
-//! A control group may run full before this process can react, for example while the process is stopped. Then the
-//! kernel takes offered memory instead of killing a process. An offered slot can still be allocated as usual: pages
+//! A control group may reach its limit before this process can react, for example while the process is stopped. Then
+//! the kernel takes offered memory instead of killing a process. An offered slot can still be allocated as usual: pages
 //! that the program writes are no longer offered.
 //!
 //! Only whole blocks are offered, because the kernel cannot take a part of a huge page. A periodic walk (*reap*) finds
-//! the blocks of which the kernel took pages and discards the rest of them, so that they can become huge pages again.
+//! the blocks of which the kernel took pages and discards the rest of these blocks, so that the blocks can become huge
+//! pages again.
 #![allow(unsafe_code)] // offers and discards the memory of claimed slots
 
 use super::purge::{Span, age_group};
@@ -137,15 +138,15 @@ impl Heap {
         }
     }
 
-    /// Ends the charge for memory that the kernel took from an offered slot, before the slot is used again. Returns
-    /// these bytes.
+    /// Ends the charge for memory that the kernel took from an offered slot, before the slot is used again. Returns the
+    /// number of bytes that the kernel took.
     pub(super) fn discharge_taken(&self, place: LocatedSlot) -> u64 {
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         self.arena.discharge_taken(first, last + 1 - first)
     }
 
-    /// Finds the offered blocks of which the kernel took pages, and discards the rest of them.
+    /// Finds the offered blocks of which the kernel took pages, and discards the rest of these blocks.
     pub(super) fn reap_offered(&self) {
         let start = clock::fine_ns();
         let due = self.offers.reap_after_ns.load(Relaxed);
@@ -220,8 +221,8 @@ struct OfferWalk<'walk> {
 }
 
 impl OfferWalk<'_> {
-    /// Records the result of [`Arena::offer`](pagemill_core::arena::Arena) for a slot or block. Returns whether it is offered
-    /// now.
+    /// Records the result of [`Arena::offer`](pagemill_core::arena::Arena) for a slot or block. Returns whether the
+    /// slot or block is offered now.
     fn record(&mut self, result: Option<u64>) -> bool {
         self.is_refused |= result.is_none();
         self.bytes += result.unwrap_or(0);
@@ -229,7 +230,7 @@ impl OfferWalk<'_> {
     }
 }
 
-/// Whether a slot is not live and has no free memory besides offered memory: it is offered, or was never allocated.
+/// Whether the slot was never allocated, or is free and offered. The caller has excluded live and claimed slots.
 fn has_only_offered_memory(slot: &Slot) -> bool {
     slot.phase() != SlotPhase::Free || slot.is_offered()
 }

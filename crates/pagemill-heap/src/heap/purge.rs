@@ -4,9 +4,9 @@
 //! that reaches into it can be claimed. In a block of small pages the free slots are discarded separately. When a limit
 //! is reached, partly free huge pages are split first, because discarding a part of a huge page frees nothing.
 //!
-//! A walk visits the spans of the heap zone and holds no lock that an allocation waits for. A claimed slot cannot be
-//! allocated for some ten microseconds, a big one for as long as discarding it takes. Allocations do not wait for big
-//! slots, because they can carve a new one.
+//! A walk visits the spans of the heap zone and holds no lock that an allocation waits for. While a slot is claimed, it
+//! cannot be allocated: some ten microseconds, for a big slot as long as discarding its memory takes. Allocations do
+//! not wait for big slots, because they can carve a new one.
 #![allow(unsafe_code)] // discards the memory of claimed slots
 
 use super::class::Class;
@@ -42,9 +42,9 @@ const MIN_SPLIT_FREE_BYTES: usize = BLOCK_BYTES / 4;
 /// Whether a purge discards slots of a block that were never allocated.
 #[derive(Clone, Copy)]
 enum NeverCarved {
-    /// Such slots are left alone.
+    /// Slots that were never allocated are not discarded.
     Keep,
-    /// Such slots are discarded: they are resident only because a huge page populated the whole block.
+    /// Slots that were never allocated are discarded, because they are resident only as parts of a huge page.
     Discard,
 }
 
@@ -104,11 +104,11 @@ impl Shrinker for Heap {
     }
 
     /// Purges free memory of at least this age, the oldest first: whole blocks, then parts of huge pages by splitting
-    /// these.
+    /// the huge pages.
     fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
         let ticks = age.as_nanos().div_ceil(1 << TICK_SHIFT).min(1 << 15);
         let oldest = ticks as u32..ALL_AGES.end;
-        // Allocations call this, too, when new memory becomes resident. They must not wait for another purge.
+        // Allocations call `shrink_aged`, too, when new memory becomes resident, and must not wait for another purge.
         let Some(_guard) = self.purging.try_lock() else { return Some(0) };
         let now = super::current_stamp();
         let mut left = PurgeTarget::new(want_bytes);
@@ -205,7 +205,7 @@ impl Heap {
         true
     }
 
-    /// The slot with this index in a span; `None` if it was never carved.
+    /// The slot with this index in a span; `None` if the slot was never carved.
     pub(super) fn carved_slot_at(&self, span: Span, index: usize) -> Option<LocatedSlot> {
         let addr = span.start + index * span.class.stride();
         self.locate(((addr - self.base()) / super::class::GRANULE_BYTES) as u32).filter(|place| place.addr == addr)
@@ -220,8 +220,8 @@ impl Heap {
         }
     }
 
-    /// Returns the ages of which all free slots must be purged to free `want_bytes`, and the next younger age group, of
-    /// which a part of the slots suffices.
+    /// Returns two ranges of ages. To free `want_bytes`, all free slots in the first range and a part of the free slots
+    /// in the second range, the next younger age group, must be purged.
     fn ages_to_purge(&self, now: u16, ages: &Ages, want_bytes: u64) -> (Ages, Ages) {
         let mut by_class = [0u64; AGE_GROUPS];
         self.walk_spans(|span| {
@@ -312,7 +312,7 @@ impl Heap {
     }
 
     /// Discards the free slots with these ages in a block of small pages, including parts that reach into the next
-    /// block. Also discards slots that were never allocated if `unused` says so. Returns the bytes freed.
+    /// block. `never_carved` says whether slots that were never allocated are discarded, too. Returns the bytes freed.
     ///
     /// The block is measured once for all slots, because a measurement for each slot took 39 us.
     fn discard_free_parts(&self, span: Span, block: usize, now: u16, ages: &Ages, never_carved: NeverCarved) -> u64 {
@@ -367,7 +367,7 @@ impl Heap {
         freed
     }
 
-    /// Whether a block has no memory, so that its pages will read zero.
+    /// Whether a block has no memory: its pages read zero when they are touched next.
     fn is_empty_block(&self, block: usize) -> bool {
         self.arena.block_state(block).backing == Backing::Empty
     }
@@ -419,7 +419,8 @@ impl Heap {
 
     /// Ends the claims on the slots of a block that may have been discarded.
     pub(super) fn restore_all(&self, span: Span, block: usize, claims: &Claims) {
-        // The bytes freed do not tell this: a block that was overcommitted and never touched is empty now, too.
+        // `is_emptied` does not follow from the bytes freed: discarding a block that was never touched frees no bytes,
+        // either.
         let is_emptied = self.arena.block_state(block).backing == Backing::Empty;
         for (index, claim) in claims.indices() {
             let addr = span.start + index * span.class.bytes();
@@ -434,7 +435,7 @@ impl Heap {
         self.claim_block_except(span, block, None, is_due)
     }
 
-    /// As [`Heap::claim_block`], but leaves out the slot with the number `own`, which the caller has allocated.
+    /// As [`Heap::claim_block`], but does not claim the slot with the number `own`, which the caller has allocated.
     pub(super) fn claim_block_except(
         &self,
         span: Span,

@@ -1,7 +1,7 @@
 //! Recycling: provides memory for new allocations by moving pages from free slots, also from those of other classes.
 //!
-//! So the resident size does not grow. Moving costs some 5 us per 2 MiB, a page fault 190 us. If pages cannot be moved
-//! or must be zero, the account instead returns as much cold free memory as becomes resident.
+//! Moved pages do not increase the resident size. Moving 2 MiB costs some 5 us, a page fault of 2 MiB 190 us. If pages
+//! cannot be moved or must be zero, the account instead returns as much cold free memory as becomes resident.
 //!
 //! The free slots that lose their pages are called *donors*. A search visits the spans of the same node round robin and
 //! examines a limited number of them. Moved pages are not zero. So every slot that reaches into the block is claimed
@@ -23,14 +23,14 @@ use std::sync::atomic::Ordering::Relaxed;
 const EPERM: i32 = 1;
 const ENOSYS: i32 = 38;
 
-/// Maximum number of spans that one search examines. If all of them are in use, that takes some 50 us.
+/// Maximum number of spans that one search examines. If all slots of these spans are in use, a search takes some 50 us.
 const MAX_EXAMINED_SPANS: usize = 256;
 
 /// After a search without a donor, no search starts for this many times its duration. Free memory may exist only in
 /// blocks that live slots share.
 const FAILED_SEARCH_PAUSE_FACTOR: u64 = 20;
 
-/// The blocks that get moved pages.
+/// The blocks into which pages are moved, and the progress.
 struct Recipient {
     node: usize,
     /// The next block to fill.
@@ -42,7 +42,7 @@ struct Recipient {
 }
 
 impl Recipient {
-    /// Whether more pages can be moved here. After a move that stopped inside a block this is impossible.
+    /// Whether more pages can be moved into these blocks: not after a move that stopped inside a block.
     fn can_take_more(&self) -> bool {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
@@ -56,7 +56,7 @@ impl Recipient {
 
 impl Heap {
     /// Moves pages of free slots into those blocks of a live big slot that have no memory. Returns the bytes moved. If
-    /// it moved any, the slot's bytes are not zero.
+    /// pages were moved, the slot's bytes are not zero.
     pub(super) fn move_free_pages_in(&self, place: LocatedSlot, size: usize) -> usize {
         let first = self.arena.block_of(place.addr);
         let (mut at, end) = (first, first + size / BLOCK_BYTES);
@@ -82,8 +82,9 @@ impl Heap {
         moved_bytes
     }
 
-    /// Moves pages of free slots into an empty block that several slots share. Returns whether it moved any: then none
-    /// of these slots counts as zero. If the move stops inside the block, the block still counts as empty.
+    /// Moves pages of free slots into an empty block that several slots share. Returns whether pages were moved: then
+    /// all slots of the block are recorded as not zero. If the move stops inside the block, the block still counts as
+    /// empty.
     pub(super) fn recycle_block(&self, place: LocatedSlot, block: usize, expected_use: ExpectedUse) -> bool {
         if !self.may_have_donors() || !self.arena.may_take_huge(expected_use) {
             return false;
@@ -167,7 +168,7 @@ impl Heap {
     }
 
     /// Moves the pages of fully resident blocks to the recipient, as many adjacent blocks at once as possible. Returns
-    /// whether it moved any.
+    /// whether pages were moved.
     fn donate_runs(&self, blocks: Range<usize>, recipient: &mut Recipient) -> bool {
         let (before, mut at) = (recipient.done_bytes, blocks.start);
         while at < blocks.end && recipient.can_take_more() {

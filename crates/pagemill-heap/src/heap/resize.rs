@@ -13,12 +13,11 @@ use std::ptr::NonNull;
 const MOVE_FROM_BYTES: usize = 2 * BLOCK_BYTES;
 
 impl Heap {
-    /// Resizes the allocation at `addr` to `size` bytes (at least 64 KiB). Contents up to the smaller size are
-    /// preserved.
+    /// Resizes the allocation at `addr` to at least `size` bytes. Contents up to the smaller size are preserved.
     ///
     /// The allocation stays where it is if `size` fits and uses more than half of the slot, or if a big slot shrinks.
-    /// Otherwise its bytes go to a new slot: from 4 MiB by moving pages (1.8 us per 2 MiB) if the kernel can, else by
-    /// copying.
+    /// Otherwise a new slot is allocated and gets the contents: from 4 MiB on by moving pages (1.8 us per 2 MiB) if the
+    /// kernel can, else by copying.
     ///
     /// # Errors
     ///
@@ -70,7 +69,7 @@ impl Heap {
     }
 
     /// Moves the pages of whole blocks from one big slot to another whose memory was never touched. Returns the bytes
-    /// moved, 0 if that is not possible.
+    /// moved; 0 if the pages cannot be moved.
     ///
     /// # Safety
     ///

@@ -37,7 +37,7 @@ pub(crate) struct SlotBytes {
     pub is_zero: bool,
     /// Whether the slot is free and was offered to the kernel (`MADV_FREE`). The next allocation clears this.
     pub is_offered: bool,
-    /// For a free slot: the part of `Heap::free_bytes` that it accounts for, in units of 4 KiB. The thread that
+    /// For a free slot: the part of `Heap::free_bytes` that the slot accounts for, in units of 4 KiB. The thread that
     /// allocates the slot subtracts it again.
     pub counted: u32,
 }
@@ -96,7 +96,7 @@ fn bytes(word: u64) -> SlotBytes {
     }
 }
 
-/// A purge's claim on a slot: the state word before the claim, from which it is restored.
+/// A purge's claim on a slot: the state word before the claim, from which the slot is restored.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotClaim(u64);
 
@@ -348,8 +348,8 @@ mod loom_tests {
         }
     }
 
-    /// A thread purges a slot while another allocates and frees it. They must not use its bytes at the same time, and
-    /// the slot must be in its free list at the end.
+    /// A thread purges a slot while another thread allocates and frees the slot. The two must not use the slot's bytes
+    /// at the same time, and the slot must be in its free list at the end.
     #[test]
     fn allocation_and_purge_exclude_each_other() {
         loom::model(|| {
@@ -393,8 +393,8 @@ mod loom_tests {
         });
     }
 
-    /// A thread purges a slot that was never allocated while another carves it. They must not use its bytes at the same
-    /// time.
+    /// A thread purges a slot that was never allocated while another thread carves the slot. The two must not use the
+    /// slot's bytes at the same time.
     #[test]
     fn carving_and_purge_exclude_each_other() {
         loom::model(|| {

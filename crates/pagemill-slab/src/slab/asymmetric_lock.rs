@@ -94,14 +94,14 @@ impl AsymmetricLock {
         self.entered.store(0, Release);
     }
 
-    /// Begins a drain. After the next [`Barriers::execute`] the magazine's thread cannot enter. One thread may drain at
-    /// a time.
+    /// Begins a drain. After the next [`Barriers::execute`] the magazine's thread cannot enter. Only one thread at a
+    /// time may drain.
     pub fn begin_drain(&self) {
         self.draining.store(1, Relaxed);
     }
 
-    /// Returns whether the magazine's thread is outside. If so after [`Barriers::execute`], the draining thread has
-    /// exclusive access.
+    /// Returns whether the magazine's thread is outside. If this returns true after [`Barriers::execute`], the draining
+    /// thread has exclusive access.
     pub fn is_owner_outside(&self) -> bool {
         self.entered.load(Acquire) == 0
     }

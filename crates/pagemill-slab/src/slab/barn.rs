@@ -1,9 +1,9 @@
-//! Barns: depots on each node that hold full sheaves (arrays of free objects) and refill magazines.
+//! Barns: bounded stacks of full sheaves (arrays of free objects) on each node, from which magazines are refilled.
 //!
-//! If one thread frees what another allocates, barns pass the objects on as whole sheaves, without a look-up of the
-//! slab of each object. A node has several barns, and a thread prefers one of them. So a thread that needs more than
-//! its magazine holds mostly gets back its own sheaves, without contention. Each barn has a lock, under which no other
-//! lock is taken.
+//! If one thread frees objects that another thread allocates, barns pass the objects on as whole sheaves, without a
+//! look-up of the slab of each object. A node has several barns, and a thread prefers one of them. So a thread that
+//! needs more than its magazine holds mostly gets back its own sheaves, without contention. Each barn has a lock, under
+//! which no other lock is taken.
 #![allow(unsafe_code)] // zero bits are a valid sheaf
 
 use super::meta::{LockedU32, LockedU64};
@@ -31,6 +31,8 @@ pub(super) struct BarnMemory {
 }
 
 impl BarnMemory {
+    /// Reserves addresses for the sheaves of `barns` barns.
+    ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::System`] if no addresses are available.
@@ -64,7 +66,7 @@ pub(super) struct Barn {
 }
 
 impl Barn {
-    /// Creates the barn that uses the sheaves of index `number`. No other barn may use them.
+    /// Creates the barn that uses the sheaves of index `number`. No other barn may use these sheaves.
     pub fn new(barn_memory: &'static BarnMemory, number: usize, sheaf_len: usize) -> Self {
         Self {
             barn_memory,
@@ -95,7 +97,7 @@ impl Barn {
         has_room
     }
 
-    /// Removes a sheaf and returns the number of its objects, 0 if there is none. An empty barn costs one load.
+    /// Removes a sheaf and returns the number of its objects; 0 if the barn is empty. An empty barn costs one load.
     pub fn pop_sheaf(&self, objects: &mut [usize]) -> usize {
         if self.sheaf_count.get() == 0 || objects.len() < self.sheaf_len {
             return 0;
@@ -114,8 +116,8 @@ mod tests {
     use super::*;
     use pagemill_core::arena::place;
 
-    /// Two adjacent barns are filled and emptied: each stored object comes out once, and no sheaf reaches the other
-    /// barn.
+    /// Fills and empties two adjacent barns. Each stored object must be removed once, and no barn may return a sheaf of
+    /// the other.
     #[test]
     fn each_stored_object_is_removed_once() {
         let barn_memory = place(BarnMemory::new(2).unwrap()).unwrap();

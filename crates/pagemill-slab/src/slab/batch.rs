@@ -22,7 +22,7 @@ pub(super) const GRACE_NS: u64 = 1_000_000_000;
 pub(super) enum Deferred {
     /// Frees the objects that were moved away, and opens their slab, which is claimed.
     Slab { node: usize, block: u32, slab: u32, objects: Objects },
-    /// Ends the emptying of a block. Comes after the slabs of the block.
+    /// Ends the emptying of a block. Executed after the actions for the slabs of the block.
     Block { node: usize, block: u32 },
 }
 
@@ -53,7 +53,7 @@ pub(super) struct Batch {
 
 /// A grace period. It is over when all readers that existed at its beginning have finished.
 pub(super) struct Grace {
-    /// The epoch of readers under [`super::pin`]: all of them must have finished.
+    /// All readers under [`super::pin`] with this epoch or an earlier one must have finished.
     handle_epoch: Epoch,
     /// Set to true when all readers under [`pagemill_core::epoch::pin`] have finished. `None`: the objects have no such
     /// readers.
@@ -153,8 +153,8 @@ impl Engine {
         }
     }
 
-    /// As [`Engine::finish_retired`], for periodic callers: also advances the epoch and frees what is empty. Returns
-    /// whether something still waits.
+    /// As [`Engine::finish_retired`], for periodic callers: also advances the epoch and frees empty slabs and blocks.
+    /// Returns whether batches still wait.
     pub fn finish_retired_in_background(&self) -> bool {
         if self.has_batches() {
             epoch::flush(&epoch::pin());
@@ -177,13 +177,13 @@ impl Engine {
         self.batches.with(|batches| !batches.is_empty())
     }
 
-    /// Waits until all batches are finished, at most one second. Returns whether they are.
+    /// Waits until all batches are finished, at most one second. Returns whether all are finished.
     pub fn finish_all_retired(&self) -> Result<bool> {
         self.check_generation()?;
         Ok(self.finish_retired_within(GRACE_NS))
     }
 
-    /// As [`Engine::finish_all_retired`], for `timeout_ns` at most. The cache must be of this process.
+    /// As [`Engine::finish_all_retired`], for `timeout_ns` at most. The cache must belong to this process.
     pub fn finish_retired_within(&self, timeout_ns: u64) -> bool {
         wait_for_readers(timeout_ns, || {
             self.finish_retired();
@@ -196,7 +196,7 @@ impl Engine {
 mod tests {
     use super::*;
 
-    /// Of 1,000 waiting entries, a scan visits only those that it removes and the first that has to wait.
+    /// Scans 1,000 waiting entries. A scan must visit only the entries that it removes and the first that has to wait.
     #[test]
     fn scan_stops_at_first_entry_that_waits() {
         let mut waiting: VecDeque<u32> = (0..1000).collect();

@@ -2,11 +2,11 @@
 //!
 //! A block belongs to one cache at a time. A *whole* block is populated and freed as 2 MiB, with one huge page if
 //! available. A *sparse* block is populated and freed slab by slab, in small pages. A free whole block keeps its memory
-//! until reclaim takes it.
+//! until reclaim or the background thread frees it.
 //!
 //! Metadata blocks have a window of their own outside of the arena. They are not charged and cause no reclaim, because
-//! an allocation of metadata may itself run in reclaim. The first of them are sparse, later ones whole. They keep no
-//! memory while they are free.
+//! an allocation of metadata may itself run in reclaim. The first of them are sparse, later ones whole. A free metadata
+//! block keeps no memory.
 #![allow(unsafe_code)] // opens its own window; frees the memory of free blocks and slabs
 
 use super::meta::{BY_USE, Block, Slab};
@@ -21,7 +21,7 @@ use pagemill_sys::mem::{self, Backing};
 use pagemill_sys::numa::MAX_NODES;
 use std::ops::Range;
 
-/// The window is this fraction of the arena's pool zone, up to [`MAX_BLOCKS`].
+/// The length of the window is that of the arena's pool zone divided by this number, up to [`MAX_BLOCKS`].
 const WINDOW_DIVISOR: usize = 8;
 const MAX_BLOCKS: usize = 1 << 20;
 
@@ -65,7 +65,7 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Reserves addresses for the blocks of objects. Takes no memory.
+    /// Reserves addresses for the blocks of objects, but no memory.
     ///
     /// # Errors
     ///
@@ -165,8 +165,8 @@ impl Blocks {
         self.arena.block_of(self.addr(block))
     }
 
-    /// Allocates a block of a node. It is whole if `filling` predicts that little of it will be wasted. None of its
-    /// slabs is at a level of use.
+    /// Allocates a block of a node. A free whole block with memory is used first. A block without memory becomes whole
+    /// if `filling` allows a huge page. No slab of the block is at a level of use.
     ///
     /// # Errors
     ///
@@ -355,7 +355,8 @@ impl Blocks {
         u64::from(self.free_with_memory.load(Relaxed)) * BLOCK_BYTES as u64
     }
 
-    /// Frees the memory of free blocks until `want_bytes` are freed or none is left. Returns the freed bytes.
+    /// Frees the memory of free blocks until `want_bytes` are freed or no free block has memory. Returns the freed
+    /// bytes.
     pub fn shrink(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for node in 0..self.arena.nodes.count() {
@@ -397,8 +398,8 @@ impl Blocks {
         each.sum()
     }
 
-    /// In a fork child: counts no free block as charged, since their memory is charged to the parent. The memory is
-    /// discarded when a block is allocated, so a child that only executes another program pays nothing.
+    /// In a fork child: counts no free block as charged, since the memory of free blocks is charged to the parent. The
+    /// memory is discarded when a block is allocated, so a child that only executes another program pays nothing.
     pub fn begin_child(&self) {
         self.free_with_memory.store(0, Relaxed);
     }

@@ -36,7 +36,7 @@ pub(super) struct Criteria {
     /// The slab was not tried in this pass.
     pub pass: u32,
     /// The block was not tried under this number, which several passes may share. If an object stayed in a block,
-    /// trying it again would only move its other objects back and forth. `None`: slabs only.
+    /// trying the block again would only move its other objects back and forth. `None`: slabs only.
     pub block_pass: Option<u32>,
 }
 
@@ -51,7 +51,7 @@ impl SearchId {
         Self { key: (0, 0), id: FIRST_SEARCH }
     }
 
-    /// Continues the search if `key` is the same, else begins a new one. Returns whether a new one began.
+    /// Continues the search if `key` is the same, else begins a new search. Returns whether a new search began.
     fn begin(&mut self, key: (u32, u32)) -> bool {
         let is_new = self.key != key;
         if is_new {
@@ -66,7 +66,7 @@ pub(super) struct Searches {
     slab_search: SearchId,
     block_search: SearchId,
     /// Queues of the blocks that the block search has not visited yet, one for each list by use. A block that enters a
-    /// list during the search goes to the front.
+    /// list during the search is queued at the front.
     queues: SearchQueues,
     /// Number of blocks that all searches have visited.
     #[cfg(test)]
@@ -85,8 +85,8 @@ impl Searches {
     }
 
     /// The lists whose blocks may be used by less than the percentage of the block search. Blocks with free objects are
-    /// listed by eighths in use, so these are the lists up to that percentage. Then comes `FULL_WITH_BARE`, whose
-    /// blocks have any use, since it is not sorted.
+    /// listed by eighths in use, so these are the lists up to that percentage. Then comes `FULL_WITH_BARE`, which is
+    /// not divided by use.
     fn lists_to_search(&self) -> impl Iterator<Item = usize> + use<> {
         let percent = self.block_search.key.1;
         let parts = (percent * USE_CLASSES).div_ceil(100).min(USE_CLASSES) as usize;
@@ -117,8 +117,8 @@ impl Node<'_> {
         self.emptiest_block(criteria).is_some() || self.emptiest_slab(criteria).is_some()
     }
 
-    /// Returns the emptiest of the first suitable blocks. An unsuitable block leaves the search queue, and returns only
-    /// when it enters another list.
+    /// Returns the emptiest of the first suitable blocks. An unsuitable block is removed from the search queue, and is
+    /// queued again only when it enters another list.
     fn emptiest_block(&mut self, criteria: &Criteria) -> Option<u32> {
         self.begin_block_search(criteria.block_pass?, criteria.percent);
         let capacity = u64::from(self.shape.block_capacity());
@@ -152,7 +152,8 @@ impl Node<'_> {
     }
 
     /// Returns the slabs that may receive the objects of a block. If a block kept unmovable objects before, only blocks
-    /// that are at least as full may receive the others. Otherwise two such blocks would exchange them forever.
+    /// that are at least as full may receive the others. Otherwise two blocks with unmovable objects would exchange
+    /// their other objects forever.
     fn target_slabs_for(&self, block_number: u32) -> TargetSlabs {
         let block = self.blocks.block(block_number);
         if block.has_unmovable.get() == 1 { TargetSlabs::Fuller(block.used.get()) } else { TargetSlabs::InUse }
@@ -198,7 +199,8 @@ impl Node<'_> {
         }
     }
 
-    /// Adds a block that has entered a list to the search queue of that list, unless it was tried in this search.
+    /// Adds a block that has entered a list to the search queue of that list, unless the block was tried in this
+    /// search.
     pub fn queue_for_search(&mut self, block_number: u32) {
         let (block, searches) = (self.blocks.block(block_number), &mut self.state.searches);
         let list = block.use_list();
@@ -245,7 +247,7 @@ impl Node<'_> {
     }
 
     /// Returns the emptiest suitable slab, and how many of its objects fit into other partial slabs. Emptying a slab of
-    /// a whole block frees no memory, so such slabs are considered only if everything is to be packed.
+    /// a whole block frees no memory, so slabs of whole blocks are considered only if all slabs are to be packed.
     fn emptiest_slab(&mut self, criteria: &Criteria) -> Option<(u32, u32, u32)> {
         let capacity = self.shape.capacity;
         let partial_room = self.state.free_objects - u64::from(self.state.empty) * u64::from(capacity);
@@ -337,7 +339,8 @@ impl Node<'_> {
         is_it.then(|| (block_number, self.begin_emptying(block_number, None)))
     }
 
-    /// Claims a slab with objects that was not tried in this pass, in the emptiest block that has one.
+    /// Claims a slab with objects that was not tried in this pass, in the first block with an untried slab, from the
+    /// emptiest list on.
     pub fn claim_next_slab(&mut self, pass: u32) -> Option<(u32, u32)> {
         let (blocks, slabs) = (self.blocks, self.shape.slabs);
         let (block_number, slab) = self.min_over_blocks((pass, ANY_PERCENT), FULL, 1, |block_number| {
@@ -368,8 +371,8 @@ impl Node<'_> {
 mod tests {
     use super::*;
 
-    /// A block search visits the lists of all eighths that begin below its percentage, then `FULL_WITH_BARE`. At 0 % it
-    /// visits no list.
+    /// A block search must visit the lists of all eighths that begin below its percentage, then `FULL_WITH_BARE`; at 0
+    /// % no list.
     #[test]
     fn percentage_selects_lists_to_search() {
         let lists_of = |percent: u32| {
@@ -385,7 +388,7 @@ mod tests {
         }
     }
 
-    /// A search with another pass or percentage gets a new id. Ids are never 0, even after an overflow.
+    /// A search with another pass or percentage must get a new id. Ids must never be 0, even after an overflow.
     #[test]
     fn each_search_has_a_nonzero_id() {
         let mut id = SearchId::new();

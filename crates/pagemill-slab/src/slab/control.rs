@@ -42,7 +42,7 @@ impl Slabs {
     }
 
     /// Shrinks one cache as the program itself would, including callbacks of owners. Returns `None` if the cache was
-    /// dropped before or meanwhile.
+    /// dropped before or during the shrink.
     ///
     /// # Errors
     ///

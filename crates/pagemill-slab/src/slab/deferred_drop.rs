@@ -21,13 +21,13 @@ struct DropSlot {
     has_more: Cell<bool>,
 }
 
-/// The right to drop values of one cache on this thread, until this is dropped.
+/// The right to drop values of one cache on this thread, until the `DeferredDrop` is dropped.
 pub(super) struct DeferredDrop(usize);
 
 impl DeferredDrop {
     /// Begins to drop values of a cache, which its address identifies. Returns `None` inside of a destructor of the
-    /// same cache, and tells the outer call that there are more values to drop. Also returns `None` if all [`DEPTH`]
-    /// entries are used.
+    /// same cache, and records for the outer call that there are more values to drop. Also returns `None` if all
+    /// [`DEPTH`] entries are used.
     pub fn begin<T>(cache: &T) -> Option<Self> {
         // Under shuttle all tasks share one thread.
         let thread = if cfg!(shuttle) { thread_slots::own_slot() as usize } else { 0 };

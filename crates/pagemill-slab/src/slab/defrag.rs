@@ -1,7 +1,7 @@
 //! Defragmentation: decides which blocks and slabs are emptied and when to stop. Also moves objects between nodes.
 //!
-//! Blocks are emptied first, then slabs. The emptiest go first, if their objects fit into fuller ones. A *pass* tries
-//! each candidate once and may consist of many short steps. After a pass that freed nothing, defragmentation is
+//! Blocks are emptied first, then slabs. The emptiest are tried first, if their objects fit into fuller ones. A *pass*
+//! tries each candidate once and may consist of many short steps. After a pass that freed nothing, defragmentation is
 //! *suspended* until enough objects were allocated or freed.
 
 use super::candidates::Criteria;
@@ -15,7 +15,7 @@ use pagemill_sys::clock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Maximum time that reclaim waits for readers of moved objects, and spends on freeing them.
+/// Maximum time that reclaim waits for readers of moved objects, and that it spends on freeing retired values.
 pub(super) const SHORT_GRACE_NS: u64 = 5_000_000;
 
 /// Percentage that makes every slab and block that is not full a candidate.
@@ -35,7 +35,7 @@ const SLICE_DURATION: Duration = Duration::from_millis(10);
 pub(super) struct Passes {
     /// Number of the current pass.
     number: AtomicU32,
-    /// Number of objects when the pass began; [`NONE`] before its first step.
+    /// Number of used objects when the pass began; [`NONE`] before the first step of the pass.
     used_before: AtomicU64,
     has_emptied: AtomicBool,
     /// Set when the last step left no candidate: the pass ends once its batches are finished.
@@ -44,7 +44,8 @@ pub(super) struct Passes {
     /// number of objects when the last pass began; else [`NONE`].
     used_before_pass: AtomicU64,
     suspended_at: AtomicU64,
-    /// Set while memory is short: everything that is not full is then a candidate, until a pass frees nothing.
+    /// Set while memory is short: all slabs and blocks that are not full are then candidates, until a pass frees
+    /// nothing.
     is_memory_short: AtomicBool,
 }
 
@@ -91,8 +92,8 @@ impl Passes {
         let (used, used_slabs_and_blocks) = (self.used_before.swap(NONE, Relaxed), engine.used_slabs_and_blocks());
         let has_gained = self.used_before_pass.swap(used_slabs_and_blocks, Relaxed) > used_slabs_and_blocks;
         let may_gain = has_gained | self.has_emptied.swap(false, Relaxed);
-        // Since the last step began, the ratio may have been raised or memory may have become short. Then more is to be
-        // emptied.
+        // Since the last step began, the ratio may have been raised or memory may have become short. Then
+        // defragmentation continues.
         let is_over = !may_gain && percent >= engine.used_ratio.load(Relaxed);
         self.suspended_at.store(if is_over { used } else { NONE }, Relaxed);
         if percent == ALL_PERCENT {
@@ -184,7 +185,7 @@ fn run_slice(
     run.end()
 }
 
-/// Packs the objects for one slice of time. Used by reclaim, so it may run inside of any call. Memory that readers
+/// Packs the objects for one slice of time. Reclaim calls `pack`, possibly inside any other call. Memory that readers
 /// still use is freed by a later call.
 pub(super) fn pack(engine: &Engine, mover: &impl Mover) {
     if let Some(drained) = engine.try_drain_magazines() {
@@ -195,8 +196,8 @@ pub(super) fn pack(engine: &Engine, mover: &impl Mover) {
     }
 }
 
-/// Packs all objects into as few slabs and blocks as possible, and frees the rest. Returns by how many bytes the charge
-/// of the cache fell.
+/// Packs all objects into as few slabs and blocks as possible, and frees the unused memory. Returns by how many bytes
+/// the charge of the cache fell.
 ///
 /// # Errors
 ///
@@ -219,8 +220,8 @@ pub(super) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
                 was_stopped |= !is_done;
                 if is_done {
                     let is_finished = engine.finish_all_retired()?;
-                    // Slabs that were emptied partly are open again, so the pass continues with them. It does not retry
-                    // other slabs.
+                    // Slabs that were emptied partly are open again, so the pass continues with them. The pass does not
+                    // retry other slabs.
                     if !was_stopped || !is_finished {
                         break is_finished;
                     }
@@ -240,8 +241,8 @@ pub(super) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
     Ok(before.saturating_sub(engine.resident_bytes()))
 }
 
-/// Moves the objects of a whole block that is at most half used after packing to small pages, if a new block would be
-/// sparse.
+/// If a new block would be sparse, moves the objects of a whole block that is at most half used after packing to a
+/// sparse block.
 ///
 /// # Errors
 ///
@@ -342,8 +343,8 @@ mod tests {
         Progress { emptied, is_done, ..Progress::default() }
     }
 
-    /// The object count of a pass is that of its first step. `has_emptied` accumulates over all steps; `is_ending` is
-    /// that of the last step.
+    /// Records several steps of a pass. The object count must be that of the first step, `is_ending` that of the last
+    /// step, and `has_emptied` must be true if any step emptied a slab.
     #[test]
     fn pass_records_its_steps() {
         let passes = Passes::new();
@@ -362,8 +363,8 @@ mod tests {
         assert_eq!(noted(), (10, true, true));
     }
 
-    /// A pass that freed nothing suspends defragmentation, unless the ratio was raised above the percentage of the
-    /// pass. If that percentage was `ALL_PERCENT`, the pass also ends the memory shortage.
+    /// A pass that freed nothing must suspend defragmentation, unless the ratio was raised above the percentage of the
+    /// pass. If that percentage was `ALL_PERCENT`, the pass must also end the memory shortage.
     #[test]
     fn pass_that_frees_nothing_suspends_defragmentation() {
         let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("passes") });
@@ -396,7 +397,7 @@ mod tests {
         }
     }
 
-    /// The number of a pass is never 0, even after an overflow.
+    /// The number of a pass must never be 0, even after an overflow.
     #[test]
     fn pass_number_is_never_zero() {
         let passes = Passes::new();
@@ -405,8 +406,8 @@ mod tests {
         assert_eq!((passes.begin_next(), passes.begin_next()), (1, 2));
     }
 
-    /// A suspension ends when more than a 64th of the objects has changed, or memory is short. At a ratio of 0 no step
-    /// is run.
+    /// A suspension must end when more than a 64th of the objects has changed, or memory is short. At a ratio of 0 no
+    /// step may run.
     #[test]
     fn suspension_ends_when_a_64th_has_changed() {
         let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("rest") });
@@ -424,7 +425,7 @@ mod tests {
         assert_eq!((percent_at(USED), percent_at(0), is_step_worthwhile(engine)), (None, None, false));
     }
 
-    /// A step is worthwhile if it can end a pass. Without that, an empty cache has nothing worthwhile.
+    /// In an empty cache, a step must be worthwhile only if it can end a pass.
     #[test]
     fn step_is_worthwhile_if_it_can_end_a_pass() {
         let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("ending") });

@@ -1,4 +1,5 @@
-//! Defragmentation in steps: it stops by itself, even if the steps are very short, and has freed what it should.
+//! Tests of defragmentation in steps, some of them very short: it must become suspended, and must then have freed
+//! enough memory.
 
 use super::model_tests::Random;
 use super::owner_tests::{ItemOwner, Items, cache_of, pin};
@@ -8,12 +9,12 @@ use pagemill_core::epoch;
 use pagemill_core::units::BLOCK_BYTES;
 use std::collections::BTreeMap;
 
-/// A block has two slabs of 512 objects. So few items fill many blocks.
+/// Number of slabs in a block. A slab has 512 objects, so that a test fills many blocks with few items.
 const SLABS_EACH: u64 = 2;
 const SLAB_BYTES: usize = BLOCK_BYTES / SLABS_EACH as usize;
 const PER_BLOCK: u64 = SLABS_EACH * 512;
 
-/// Creates a cache with `blocks` full blocks. Returns it, and the numbers of the items in each block.
+/// Creates a cache with `blocks` full blocks. Returns the cache, and the numbers of the items in each block.
 fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<ItemOwner>, Vec<Vec<u64>>) {
     let cache = cache_of(slabs, Settings { slab_bytes: Some(SLAB_BYTES), ..Settings::new("steps") });
     (0..blocks * PER_BLOCK).for_each(|number| cache.add(number));
@@ -25,7 +26,7 @@ fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<ItemOwner>, 
     (cache, by_block.into_values().collect())
 }
 
-/// Removes all but `left` items of a block, such that some are left in each slab. Drains the magazines. Returns the
+/// Removes all but `left` items of a block, so that each slab still has items. Drains the magazines. Returns the
 /// numbers of the remaining items.
 fn remove_most(cache: &ByOwner<ItemOwner>, numbers: &[u64], left: usize) -> Vec<u64> {
     let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
@@ -48,7 +49,7 @@ fn steps_until_suspended(cache: &ByOwner<ItemOwner>, most: u64) -> u64 {
 }
 
 /// Forty blocks have only pinned items and come first in their list, more than one search compares. The items of twenty
-/// other blocks fit into them. In steps of one slab each, all of the twenty are emptied.
+/// other blocks fit into them. In steps of one slab each, all of the twenty must be emptied.
 #[test]
 fn blocks_with_pinned_items_do_not_hide_others() {
     let (cache, blocks) = with_full_blocks(slabs(), 60);
@@ -68,8 +69,8 @@ fn blocks_with_pinned_items_do_not_hide_others() {
     cache.engine().check_state();
 }
 
-/// Two blocks with a pinned item each are both used by less than the ratio. Each moves its other items to the other
-/// block at most once.
+/// Two blocks with a pinned item each are both used by less than the ratio. Each block may move its unpinned items to
+/// the other block at most once.
 #[test]
 fn blocks_with_pinned_items_do_not_exchange_items_forever() {
     let (cache, blocks) = with_full_blocks(slabs(), 2);
@@ -86,8 +87,8 @@ fn blocks_with_pinned_items_do_not_exchange_items_forever() {
     cache.engine().check_state();
 }
 
-/// A step empties a slab partly, and a later step finds nothing else while a reader exists. After the reader has
-/// finished, the pass continues with this slab, so defragmentation is not suspended too early.
+/// A step empties a slab partly, and a later step finds no other candidate while a reader exists. After the reader has
+/// finished, the pass must continue with this slab, so defragmentation must not be suspended before.
 #[test]
 fn half_emptied_slab_is_continued_after_readers_finish() {
     let (cache, blocks) = with_full_blocks(slabs(), 6);
@@ -108,8 +109,8 @@ fn half_emptied_slab_is_continued_after_readers_finish() {
 }
 
 /// Items are added and removed at random between steps of random length, with and without readers. When defragmentation
-/// is suspended, the cache has no more memory than the ratio allows. In addition, it may have one little used whole
-/// block and one idle block, or with sparse blocks one little used slab and four empty ones.
+/// is suspended, the cache must have no more memory than the ratio allows. In addition, the cache may have one little
+/// used whole block and one idle block, or with sparse blocks one little used slab and four empty ones.
 #[test]
 fn ratio_bounds_memory_when_defragmentation_is_suspended() {
     let mut random = Random::seeded("at rest");
@@ -153,7 +154,7 @@ fn ratio_bounds_memory_when_defragmentation_is_suspended() {
     }
 }
 
-/// Four nodes with different numbers of objects are balanced: each has the average afterwards, and only the surplus was
+/// Balances four nodes with different numbers of objects. Each must then have the average, and only the surplus may be
 /// moved.
 #[test]
 fn balance_gives_each_node_the_average() {

@@ -1,8 +1,8 @@
-//! Draining: takes all free objects out of the magazines and barns of a cache, returns them to their slabs, and keeps
+//! Draining: removes all free objects from the magazines and barns of a cache, returns them to their slabs, and keeps
 //! magazines unusable until the drain ends.
 //!
-//! Operations that must know which objects are in use drain first. Meanwhile threads allocate from slabs: slower, but
-//! without waiting for the drain.
+//! An operation that must know which objects are in use begins with a drain. During a drain, threads allocate from
+//! slabs: slower, but without waiting for its end.
 
 use super::engine::Engine;
 use super::magazine::Magazine;
@@ -60,11 +60,12 @@ impl Engine {
     }
 }
 
-/// A drain in progress. Magazines of the cache are empty and unusable, so objects come from slabs and return to them.
+/// A drain in progress. Magazines of the cache are empty and unusable, so objects are allocated from slabs and freed
+/// into slabs.
 pub(super) struct DrainGuard<'engine>(&'engine Engine);
 
 impl<'engine> DrainGuard<'engine> {
-    /// The caller holds `drain_lock`; the result releases it when dropped.
+    /// Begins a drain. The caller holds `drain_lock`. Dropping the result releases that lock.
     fn begin(engine: &'engine Engine, timeout_ns: u64) -> Result<Self> {
         engine.is_draining.store(true, Relaxed);
         engine.opened_magazines().for_each(Magazine::begin_drain);
@@ -97,7 +98,8 @@ impl<'engine> DrainGuard<'engine> {
         }
     }
 
-    /// The thread slots that have opened their magazine. The guard also gives access to the stocks of these slots.
+    /// The thread slots that have opened their magazine. While the guard exists, the caller may use the stocks of these
+    /// slots.
     pub fn opened_slots(&self) -> impl Iterator<Item = usize> {
         self.0.opened_slots()
     }

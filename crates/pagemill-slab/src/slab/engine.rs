@@ -36,8 +36,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-/// Step of the sequence that decides about remote objects. It is prime to 100, so a hundred percent_counter yield each
-/// number once.
+/// Step of the sequence of percentages that decides about remote objects. The step and 100 have no common factor, so a
+/// hundred steps yield each percentage once.
 const PERCENT_STEP: u32 = 37;
 const PERCENT: u32 = 100;
 
@@ -59,6 +59,8 @@ pub(super) struct Object {
     pub handles: Option<&'static HandleTable>,
 }
 
+/// Checks that a ratio is a percentage.
+///
 /// # Errors
 ///
 /// [`Error::BadRatio`] beyond 100.
@@ -125,7 +127,8 @@ pub(super) struct Counts {
 }
 
 impl Engine {
-    /// Sets the used ratio. The background also resumes a cache that it had given up, even if the ratio is the same.
+    /// Sets the used ratio. If the background thread skips the cache after a panic, it resumes the cache, even if the
+    /// ratio is the same.
     ///
     /// # Errors
     ///
@@ -143,7 +146,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Records a successful shrink. The background then resumes a cache that it had given up.
+    /// Records a successful shrink. If the background thread skips the cache after a panic, it resumes the cache.
     pub fn note_shrunk(&self) {
         if self.has_panicked.swap(false, Relaxed) {
             self.notify_worker_if_worthwhile();
@@ -156,6 +159,8 @@ impl Engine {
         }
     }
 
+    /// Sets [`Settings::remote_node_defrag_ratio`].
+    ///
     /// # Errors
     ///
     /// [`Error::BadRatio`] beyond 100.
@@ -287,7 +292,7 @@ impl Engine {
     }
 
     /// Allocates an object together with the result of `take_other`, which takes a handle from the thread's stock.
-    /// Returns `None`, and takes neither, if one of the two is not available. `take_other` must not panic.
+    /// Returns `None`, and allocates neither, if one of the two is not available. `take_other` must not panic.
     #[inline(always)]
     pub fn allocate_together<R>(&self, take_other: impl FnOnce(usize) -> Option<R>) -> Option<(usize, R)> {
         let found = self.enter()?.pop_together(|| take_other(own_slot() as usize))?;
@@ -299,7 +304,7 @@ impl Engine {
     ///
     /// # Safety
     ///
-    /// As [`Engine::free`], of each.
+    /// As [`Engine::free`], for each object.
     pub unsafe fn free_all(&self, objects: &[u64]) {
         let mut rest = 0;
         if self.has_one_node {
@@ -417,6 +422,8 @@ impl Engine {
         poison::poison(object + self.poisoned_range.start, self.poisoned_range.len());
     }
 
+    /// Checks that a node exists.
+    ///
     /// # Errors
     ///
     /// [`Error::BadNode`].
@@ -508,7 +515,7 @@ impl Engine {
         }
     }
 
-    /// Takes at least one object from a node. If the node has no free object, tries other nodes first in
+    /// Allocates at least one object, from a node. If the node has no free object, tries other nodes first in
     /// `remote_percent` of all cases, then sets up a slab. Returns the node and the number of objects.
     pub fn take_objects(&self, node: usize, remote_percent: u32, taken: &mut [usize]) -> Result<(usize, usize)> {
         loop {
@@ -534,7 +541,7 @@ impl Engine {
         }
     }
 
-    /// Takes objects of a node from set-up slabs. Returns how many.
+    /// Allocates objects from set-up slabs of a node. Returns their number.
     pub fn take_from_slabs(&self, node: usize, targets: TargetSlabs, taken: &mut [usize]) -> usize {
         self.with_node(node, |node| node.allocate(targets, taken))
     }
@@ -593,7 +600,7 @@ impl Engine {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.used_slabs_and_blocks())).sum()
     }
 
-    /// Number of objects outside of slabs: allocated, or in magazines and barns.
+    /// Number of objects that are not on the free lists of their slabs: allocated, or in magazines and barns.
     pub fn used_objects(&self) -> u64 {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.state.used_objects())).sum()
     }

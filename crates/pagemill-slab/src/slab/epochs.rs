@@ -1,5 +1,5 @@
-//! Epoch-based reclamation for values by handle: a retired object is freed once no reader has an epoch as old as its
-//! own.
+//! Epoch-based reclamation for values by handle: a retired object is freed once the epochs of all readers are newer
+//! than that of the object.
 //!
 //! ```text
 //!   reader    word = global epoch, barrier, look up values ... word = 0
@@ -16,8 +16,8 @@
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 
-/// Number of low bits of a participant's word that count its guards. The other bits hold the epoch at which its first
-/// guard began.
+/// Number of low bits of a participant's word that count its guards. The other bits hold the epoch at which the first
+/// of these guards began.
 const DEPTH_BITS: u32 = 16;
 const DEPTH: u64 = (1 << DEPTH_BITS) - 1;
 
@@ -44,7 +44,8 @@ impl Epoch {
 
 pub(crate) struct GlobalEpoch(AtomicU64);
 
-/// The word of a participant, which may read values. 0 while it is not reading. Only its own thread writes the word.
+/// The word of a participant: a thread that may read values. 0 while the thread is not reading. Only that thread writes
+/// the word.
 #[repr(align(128))]
 pub(crate) struct Participant(AtomicU64);
 
@@ -258,13 +259,13 @@ mod process_wide {
         PARTICIPANTS[slot as usize].is_reading()
     }
 
-    /// Records that threads of this process may read from now on.
+    /// Records this process as the one whose threads are the participants, unless a process is recorded.
     pub fn note_process() {
         let _ = OWNER.compare_exchange(0, process::id(), Relaxed, Relaxed);
     }
 
-    /// In a fork child: resets all participants except that of this thread. Runs once for each process, even if it has
-    /// several Pagemills. Does nothing on another thread than the first, because the first may be reading.
+    /// In a fork child: resets all participants except that of this thread. Runs once for each process, even if the
+    /// process has several Pagemills. Does nothing on another thread than the first, because the first may be reading.
     pub fn begin_child() {
         let own = process::id();
         if [0, own].contains(&OWNER.load(Relaxed)) || !process::is_first_thread() {
@@ -290,7 +291,7 @@ mod process_wide {
     mod tests {
         use super::*;
 
-        /// Objects that are retired under two guards wait for both guards, but not for a newer one.
+        /// Objects that are retired under two guards must wait for both guards, but not for a newer one.
         #[test]
         fn retired_objects_wait_for_earlier_guards() {
             let (first, second) = (pin(), pin());
@@ -310,8 +311,8 @@ mod process_wide {
             drop(later);
         }
 
-        /// More participants without a thread slot than a segment of the overflow list holds: retired objects wait for
-        /// all of them.
+        /// Creates more participants without a thread slot than a segment of the overflow list holds. Retired objects
+        /// must wait for all of them.
         #[test]
         fn participants_without_a_slot_count() {
             let guards: Vec<_> = (0..OVERFLOW_LEN + 2)
@@ -332,7 +333,7 @@ mod process_wide {
             }
         }
 
-        /// A thread ends and leaves a guard: its slot is not reused before the guard ends.
+        /// A thread ends without dropping its guard. Other threads must not get its slot before the guard ends.
         #[test]
         fn slots_of_participants_are_kept() {
             let (slot, participant) = std::thread::spawn(|| {

@@ -55,7 +55,7 @@ pub struct Fixed<T> {
 ///
 /// # Invariants
 ///
-/// `at` points to a valid value in an object of `cache`. Only this slot owns it.
+/// `at` points to a valid value in an object of `cache`. Only this slot owns the value.
 ///
 /// Example: [`Fixed`].
 pub struct Slot<'cache, T> {

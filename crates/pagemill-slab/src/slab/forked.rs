@@ -1,4 +1,4 @@
-//! What a fork does to slab caches.
+//! Slab caches in a fork: releases the locks, and resets the state of the child.
 #![allow(unsafe_code)] // calls that only fork handlers may make
 
 use super::{Slabs, epochs, thread_slots};
@@ -9,7 +9,7 @@ impl Slabs {
     ///
     /// # Safety
     ///
-    /// Follows one call of it, by the same thread.
+    /// Follows one call of [`Slabs::acquire_for_fork`] by the same thread.
     pub unsafe fn release_after_fork(&self) {
         if let Some(shared) = self.shared.get() {
             shared.blocks.release_after_fork();
@@ -21,12 +21,12 @@ impl Slabs {
         self.worker.release_after_fork();
     }
 
-    /// In a fork child: forgets the caches, which belong to the parent, and the background thread, which does not
-    /// exist.
+    /// Resets the state in a fork child: removes the caches, which belong to the parent, and the background thread,
+    /// which does not exist in the child.
     ///
     /// # Safety
     ///
-    /// The process is a child with one thread, made since the last call, and holds no lock of these caches.
+    /// The process is a child with one thread, created since the last call, and holds no lock of these caches.
     pub unsafe fn begin_child(&self) {
         self.worker.begin_child();
         thread_slots::begin_child();

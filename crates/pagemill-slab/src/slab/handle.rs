@@ -1,4 +1,4 @@
-//! Caches by handle: a table holds the address of each value, so the cache can move a value while it is read.
+//! Caches by handle: a table holds the address of each value, so the cache can move a value while the value is read.
 //!
 //! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires
 //! the old value. A move does the same with a copy. When the readers of a retired value have finished, a later call or
@@ -60,12 +60,12 @@ unsafe impl<T: Send + Sync + 'static> Movable for Arc<T> {}
 /// The content of an object: a value and the index of its handle.
 #[repr(C)]
 struct HandledValue<T> {
-    /// Index of the handle (in a free object, of the last one). Before the value, in the cache line of its first bytes.
+    /// Index of the handle; in a free object, of its last handle. In the cache line of the value's first bytes.
     index: AtomicU32,
     value: T,
 }
 
-/// The shared retire list: objects without a handle that readers may still use. Stocks of threads hold more of them.
+/// The shared retire list: objects without a handle that readers may still use. Threads' stocks hold more of these.
 #[derive(Default)]
 struct SharedRetireList {
     /// Retired objects whose grace period has not begun.
@@ -87,7 +87,7 @@ pub(super) struct HandleInner<T> {
     /// The address that offsets in words are relative to.
     base: usize,
     retired: Padded<Guarded<SharedRetireList>>,
-    /// Number of objects in `sealed`. Changes together with it, under its lock.
+    /// Number of objects in `sealed`. Changed together with `sealed`, under the same lock.
     waiting: Padded<AtomicUsize>,
     /// Whether the handle table was returned, so that another cache may use it. Set while all magazines are drained.
     is_closed: AtomicBool,
@@ -137,7 +137,7 @@ impl<T: Movable> HandleInner<T> {
         Ok(keys[0])
     }
 
-    /// Frees a handle that is not live, and retires the object that it referred to.
+    /// Frees a handle that is not live, and retires the object to which the handle referred.
     #[inline(always)]
     fn free_and_retire(&self, key: Option<Key>, object: usize) {
         // A stock may keep a retired object for long. A value with a destructor may own much, so it is not stocked.
@@ -205,8 +205,8 @@ impl<T: Movable> HandleInner<T> {
         self.notify();
     }
 
-    /// Wakes the background thread to free retired objects, unless the ratio of the cache is 0. It is woken at once for
-    /// values with a destructor, which may own much memory, else when about a block of objects waits.
+    /// Wakes the background thread to free retired objects, unless the ratio of the cache is 0. Values with a
+    /// destructor, which may own much memory, wake the thread at once, others when about a block of objects waits.
     fn notify(&self) {
         let objects = self.waiting.0.load(Relaxed);
         let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
@@ -215,8 +215,8 @@ impl<T: Movable> HandleInner<T> {
         }
     }
 
-    /// Makes room in the retire list of this thread's stock by freeing retired objects whose readers have finished, or
-    /// moving the oldest ones to the shared list. Then adds the object. Returns whether it fits.
+    /// Adds an object to the retire list of this thread's stock. Before that, frees retired objects whose readers have
+    /// finished, or moves the oldest ones to the shared list. Returns whether the object fits.
     fn retire_to_stock(&self, object: usize) -> bool {
         let mut objects = [0; RETIRED_CAPACITY];
         let more = self.engine.shape.sheaf_len.div_ceil(2);
@@ -260,13 +260,13 @@ impl<T: Movable> HandleInner<T> {
         finished
     }
 
-    /// As [`HandleInner::take_finished`], for all batches. `None` in a destructor: the outer call drops them.
+    /// As [`HandleInner::take_finished`], for all batches. `None` in a destructor: the outer call drops the values.
     fn begin_drops(&self, retired: &mut SharedRetireList) -> Option<(DeferredDrop, Vec<Vec<u64>>)> {
         let dropping = DeferredDrop::begin(self)?;
         Some((dropping, self.take_finished(retired, usize::MAX)))
     }
 
-    /// Drops the values of these batches, and of values that their destructors retire. The caller holds no lock.
+    /// Drops the values of these batches, and the values that their destructors retire. The caller holds no lock.
     fn drop_batches(&self, begun: Option<(DeferredDrop, Vec<Vec<u64>>)>) {
         let Some((dropping, mut finished)) = begun else { return };
         loop {
@@ -300,7 +300,7 @@ impl<T: Movable> HandleInner<T> {
         }
     }
 
-    /// Frees retired values without a destructor whose readers have finished. Reclaim calls it inside of any call.
+    /// Frees retired values without a destructor whose readers have finished. Runs inside any call that reclaims.
     fn free_plain_retired(&self) {
         let Some(drained) = self.engine.try_drain_magazines() else { return };
         self.collect_stocks(&drained);
@@ -398,7 +398,7 @@ impl<T: Movable> Cache for HandleInner<T> {
 }
 
 impl<T: Movable> Mover for HandleInner<T> {
-    /// The guard keeps the old copy from being freed while it is read.
+    /// While the guard exists, the old copy of a moved value is not freed.
     type Isolated = Guard;
 
     fn isolate(&self, _chunk: &mut Chunk) -> Guard {
@@ -487,8 +487,8 @@ impl<T: Movable> Drop for RemovedValue<'_, T> {
     }
 }
 
-/// A pinned value, which keeps its address and contents while this exists. A value can have seven pins at a time.
-/// Example: [`ByHandle`].
+/// A pinned value, which keeps its address and contents while the `Pinned` exists. A value can have seven pins at a
+/// time. Example: [`ByHandle`].
 pub struct Pinned<'cache, T: Movable> {
     cache: &'cache HandleInner<T>,
     index: u32,
@@ -554,7 +554,7 @@ impl<T: Movable> ByHandle<T> {
         Ok(Handle::new(key))
     }
 
-    /// Returns the value of a handle, if it is live. Cost: one load of the handle's word, then the access to the value.
+    /// Returns the value, if the handle is live. Cost: one load of the handle's word, then the access to the value.
     #[inline]
     pub fn get<'read>(&'read self, handle: Handle<T>, _guard: &'read Guard) -> Option<&'read T> {
         let word = handle.key.live_word(self.words)?;
@@ -563,9 +563,9 @@ impl<T: Movable> ByHandle<T> {
         Some(unsafe { &(*handle.key.address(word, self.base).cast::<HandledValue<T>>()).value })
     }
 
-    /// Removes a value. Returns whether it existed. When its readers have finished, the value is dropped by this call,
-    /// a later one, or the background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], one of the next
-    /// removals, [`ByHandle::shrink`] or [`ByHandle::defrag_step`] drops it.
+    /// Removes a value. Returns whether the value existed. When its readers have finished, the value is dropped by this
+    /// call, a later one, or the background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], one of the
+    /// next removals, [`ByHandle::shrink`] or [`ByHandle::defrag_step`] drops it.
     ///
     /// Cost: a compare-and-swap and two stores into the thread's stock; for types with a destructor also a short lock.
     ///
@@ -590,7 +590,7 @@ impl<T: Movable> ByHandle<T> {
         Ok(self.take_out(handle)?.map(|removed| read(unsafe { &(*removed.object).value })))
     }
 
-    /// Takes the value out of the table, if the handle is live.
+    /// Removes the value from its handle, if the handle is live.
     ///
     /// # Errors
     ///
@@ -612,7 +612,7 @@ impl<T: Movable> ByHandle<T> {
 
     /// Replaces a value by the result of `change`. Returns whether the value existed. If another thread changes the
     /// value at the same time, `change` is called again. Readers see the old or the new value. `change` must not update
-    /// the same value, or it would be called again forever.
+    /// the same value: then `change` would be called again forever.
     ///
     /// # Errors
     ///
@@ -717,7 +717,7 @@ impl<T: Movable> ByHandle<T> {
         info::of(&*self.inner)
     }
 
-    /// Resident bytes of the handle table: 8 for each handle of the highest number so far, less freed pages.
+    /// Resident bytes of the table (8 for each handle, less freed pages) and of the threads' stocks.
     pub fn handle_bytes(&self) -> u64 {
         self.inner.handle_bytes()
     }

@@ -49,8 +49,8 @@ impl Drop for Link {
     }
 }
 
-/// Long lists are removed whose destructors each remove the next item. Destructors nest at most once for each of up to
-/// eight caches, and all of them run.
+/// Long lists are removed whose destructors each remove the next item. Destructors must nest at most once for each of
+/// up to eight caches, and all of them must run.
 #[test]
 fn destructors_nest_once_per_cache() {
     const LISTS: usize = 256;
@@ -96,7 +96,7 @@ impl Drop for Nest {
 }
 
 /// Twelve caches, more than [`super::deferred_drop`] tracks, each own the next one through a value. Dropping the
-/// outermost drops each value once, also removed values that wait for a reader, and frees all memory.
+/// outermost must drop each value once, also removed values that wait for a reader, and free all memory.
 #[test]
 fn caches_can_be_dropped_in_destructors_of_values() {
     const CACHES: usize = 12;
@@ -142,7 +142,7 @@ fn counters(count: usize) -> Arc<Vec<AtomicUsize>> {
 }
 
 /// Nine of ten values are removed and the rest is packed into as few slabs and blocks as possible. The other handles
-/// find their values, and the removed handles find nothing.
+/// must lead to their values, and the removed handles to none.
 #[test]
 fn handles_find_values_after_moves() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -172,8 +172,8 @@ fn handles_find_values_after_moves() {
     }
 }
 
-/// Values are removed, replaced, moved, or left in the cache until its drop. Each is dropped once, and not before its
-/// readers have finished.
+/// Values are removed, replaced, moved, or left in the cache until its drop. Each value must be dropped once, and not
+/// before its readers have finished.
 #[test]
 fn values_are_dropped_once() {
     const VALUES: usize = 30_000;
@@ -204,8 +204,8 @@ fn values_are_dropped_once() {
     assert_eq!(count(), VALUES + VALUES / 4);
 }
 
-/// A panicking destructor does not prevent others from running, neither for removed values nor at the drop of the
-/// cache. The caller gets the panic.
+/// One destructor panics, for a removed value and at the drop of the cache. The other destructors must run, and the
+/// panic must reach the caller.
 #[test]
 fn panicking_destructor_does_not_stop_others() {
     struct Failing(Counted);
@@ -239,7 +239,7 @@ fn panicking_destructor_does_not_stop_others() {
     assert!((0..400).all(is_gone));
 }
 
-/// A cache is dropped while another thread drains it for long. The drop waits for the drain, then drops the values.
+/// A cache is dropped while another thread drains it for long. The drop must wait for the drain, then drop the values.
 #[test]
 fn drop_waits_for_a_long_drain() {
     let (slabs, dropped) = (slabs(), counters(10));
@@ -258,8 +258,8 @@ fn drop_waits_for_a_long_drain() {
     assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
 }
 
-/// A cache with moved objects is dropped under a guard, which must belong to a reader of another cache. The drop frees
-/// all memory of the cache.
+/// A cache with moved objects is dropped under a guard, which must belong to a reader of another cache. The drop must
+/// free all memory of the cache.
 #[test]
 fn drop_under_a_guard_frees_all_memory() {
     let (slabs, account) = slabs_with(Layout::for_test(), UNLIMITED);
@@ -286,7 +286,7 @@ fn drop_under_a_guard_frees_all_memory() {
     drop(guard);
 }
 
-/// Threads remove values and then sleep. A shrink by another thread drops these values.
+/// Threads remove values and then sleep. A shrink by another thread must drop these values.
 #[test]
 fn shrink_drops_values_that_sleeping_threads_removed() {
     const THREADS: usize = 4;
@@ -329,15 +329,15 @@ fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
     assert_eq!(active_and_waiting(), (1_000, 0));
 }
 
-/// Removed and replaced values, with and without a destructor, are counted as waiting while a reader exists.
+/// Removed and replaced values, with and without a destructor, must be counted as waiting while a reader exists.
 #[test]
 fn values_that_wait_for_readers_are_counted() {
     assert_counted_while_they_wait(value(1));
     assert_counted_while_they_wait("a string".to_owned());
 }
 
-/// Pinned values keep their address and contents during packing. After the last pin is dropped they can be moved and
-/// removed.
+/// Pinned values must keep their address and contents during packing. After the last pin is dropped, moving and
+/// removing them must succeed.
 #[test]
 fn pinned_values_keep_address_and_contents() {
     let cache = slabs().by_handle::<Value>(Settings::new("pinned")).unwrap();
@@ -364,8 +364,8 @@ fn pinned_values_keep_address_and_contents() {
     assert!(cache.remove(handles[0]).unwrap() && cache.pin_value(handles[0]).unwrap().is_none());
 }
 
-/// `remove_with` shows a value to one removal only and refuses pinned values. If its closure panics, the value is
-/// removed nevertheless.
+/// Of several concurrent calls of `remove_with`, only one may read the value. A pinned value must be refused. If the
+/// closure panics, the value must be removed nevertheless.
 #[test]
 fn remove_with_shows_a_value_to_one_removal() {
     let slabs = slabs();
@@ -413,8 +413,8 @@ fn fork_in_a_closure_retires_nothing_in_the_child() {
     }
 }
 
-/// The closure of `remove_with` panics, and so does a destructor that runs meanwhile. The caller gets the panic of the
-/// closure.
+/// The closure of `remove_with` panics, and so does a destructor that runs meanwhile. The panic of the closure must
+/// reach the caller.
 #[test]
 fn panic_of_the_closure_propagates_before_that_of_a_destructor() {
     static DROPPED: AtomicUsize = AtomicUsize::new(0);
@@ -443,8 +443,8 @@ fn panic_of_the_closure_propagates_before_that_of_a_destructor() {
     }
 }
 
-/// After removals the handle table returns pages. Old handles match no later value, not even of the next cache that
-/// uses the table.
+/// After removals, `shrink` must free pages of the handle table. Old handles must match no later value, not even of the
+/// next cache that uses the table.
 #[test]
 fn handle_table_shrinks() {
     let slabs = slabs();
@@ -467,8 +467,8 @@ fn handle_table_shrinks() {
     assert!(next.get(Handle::from_bits(u64::MAX), &guard).is_none());
 }
 
-/// A little used cache has most memory below the limit. Another cache that needs memory causes it to be packed, and its
-/// handles still find their values.
+/// A little used cache has most memory below the limit. An allocation in another cache must cause the first cache to be
+/// packed. The handles of the first cache must still lead to their values.
 #[test]
 fn values_are_packed_at_a_memory_limit() {
     let (slabs, account) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
@@ -496,8 +496,8 @@ fn values_are_packed_at_a_memory_limit() {
     drop(slots);
 }
 
-/// Values are removed under a guard. After the guard is dropped, another cache at the limit gets their memory, without
-/// a call to the first cache.
+/// Values are removed under a guard. After the guard is dropped, another cache at the limit must get their memory
+/// without a call to the first cache.
 #[test]
 fn removed_values_are_freed_at_a_memory_limit() {
     let (slabs, _) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
@@ -523,7 +523,7 @@ fn removed_values_are_freed_at_a_memory_limit() {
     }
 }
 
-/// Values move to another node and back, and their handles find them.
+/// Values move to another node and back. Their handles must lead to the values after each move.
 #[test]
 fn values_move_between_nodes() {
     let cache = slabs_on_nodes(2).by_handle::<Value>(Settings::new("nodes")).unwrap();
@@ -538,8 +538,8 @@ fn values_move_between_nodes() {
     assert!(handles.iter().zip(0..).all(|(handle, number)| cache.get(*handle, &guard) == Some(&value(number))));
 }
 
-/// Threads insert, read, change and remove values while another packs them. Each handle finds its own value, undamaged,
-/// or nothing after its removal. Each value is dropped once.
+/// Threads insert, read, change and remove values while another packs them. Each handle must lead to its own value,
+/// undamaged, or to none after the removal. Each value must be dropped once.
 #[test]
 fn threads_use_values_while_they_move() {
     const THREADS: usize = 2;

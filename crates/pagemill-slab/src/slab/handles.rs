@@ -106,8 +106,8 @@ impl Key {
         self.word(words).store(HandleWord::new(self.generation(), offset).0, Release);
     }
 
-    /// Removes the value of a handle if its word is still `seen` and has no pins. Returns whether it did. The caller
-    /// then frees [`Key::next_generation`].
+    /// Removes the value of a handle if its word is still `seen` and has no pins. Returns whether the value was
+    /// removed. After that the caller frees [`Key::next_generation`].
     #[inline]
     pub fn end_value(self, words: &Words, seen: HandleWord) -> bool {
         seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended_word().0, AcqRel, Relaxed).is_ok()
@@ -164,7 +164,7 @@ impl<T> Handle<T> {
     }
 
     /// Restores a handle from a number. A number that did not come from [`Handle::to_bits`] refers to no value, or to
-    /// any value of the cache; 0 refers to none.
+    /// any value of the cache; 0 refers to no value.
     pub fn from_bits(bits: u64) -> Self {
         Self::new(Key::from_bits(bits))
     }
@@ -298,7 +298,7 @@ impl PageBitmap {
     }
 }
 
-/// The handle table of one cache. After the end of the cache another one uses the table, and generations continue.
+/// The handle table of one cache. When the cache ends, another cache may use the table, and the generations continue.
 pub(super) struct HandleTable {
     words: Table<AtomicU64>,
     state: Guarded<TableState>,
@@ -312,6 +312,8 @@ pub(super) struct HandleTable {
 }
 
 impl HandleTable {
+    /// Creates a table that is never freed.
+    ///
     /// # Errors
     ///
     /// [`Error::System`] if no addresses are available.
@@ -329,8 +331,8 @@ impl HandleTable {
         })
     }
 
-    /// Opens the stock of a thread slot. Returns false if no memory or addresses are available. One thread may call
-    /// this at a time.
+    /// Opens the stock of a thread slot. Returns false if no memory or addresses are available. Only one thread at a
+    /// time may call `open_slot`.
     pub fn open_slot(&self, slot: usize) -> bool {
         let (opened_stocks, end) = (self.opened_stocks.load(Relaxed), slot + 1);
         if end > self.threads || self.stocks.open(0, opened_stocks, end).is_err() {
@@ -373,7 +375,7 @@ impl HandleTable {
         mem::prefetch(std::ptr::from_ref(self.word(index)).addr());
     }
 
-    /// Replaces a word if it is still `seen`. Returns whether it did.
+    /// Replaces a word if it is still `seen`. Returns whether the word was replaced.
     #[inline]
     pub fn exchange(&self, index: u32, seen: HandleWord, new: HandleWord) -> bool {
         self.word(index).compare_exchange(seen.0, new.0, AcqRel, Relaxed).is_ok()
@@ -388,7 +390,8 @@ impl HandleTable {
         self.word(index).fetch_sub(ONE_PIN, Release);
     }
 
-    /// Allocates at least one handle. Returns how many. The handles are not live before [`Key::publish`].
+    /// Allocates up to `keys.len()` handles, at least one. Returns their number. The handles are not live before
+    /// [`Key::publish`].
     ///
     /// # Errors
     ///
@@ -476,8 +479,9 @@ impl HandleTable {
                 let words =
                     (page_number * self.per_page..(page_number + 1) * self.per_page).map(|at| self.words.get(at));
                 let max_generation = words.map(|word| HandleWord(word.load(Relaxed)).generation()).max().unwrap_or(0);
-                // When the page is used again, all its handles continue from this generation. If that would cost them
-                // more than half of all generations, because one handle was used often, the page keeps its memory.
+                // When the page is used again, all its handles continue from this generation. If the other handles
+                // would lose more than half of all generations, because one handle was used often, the page keeps its
+                // memory.
                 let is_cheap = max_generation <= MAX_GENERATION / 2;
                 if is_cheap && self.words.discard(page_number * self.per_page, self.per_page).is_ok() {
                     *page = Page { max_generation, has_words: false, ..*page };
@@ -514,8 +518,8 @@ mod tests {
         keys[0]
     }
 
-    /// A pinned handle cannot be removed. After unpinning it can, and its index is allocated again with the next
-    /// generation.
+    /// Removing a pinned value must fail. After unpinning, removing must succeed, and the index must be allocated again
+    /// with the next generation.
     #[test]
     fn freed_handle_returns_with_the_next_generation() {
         let handles = HandleTable::new_static().unwrap();
@@ -535,8 +539,8 @@ mod tests {
         assert!(take(handles) == next);
     }
 
-    /// Random insertions and removals, compared with a `BTreeSet`: the bitmap always returns the lowest page. The pages
-    /// span three words of the upper level.
+    /// Compares random insertions and removals with a `BTreeSet`. The bitmap must always return the lowest page. The
+    /// pages span three words of the upper level.
     #[test]
     fn bitmap_returns_the_lowest_page() {
         let (mut marks, mut set) = (PageBitmap::default(), std::collections::BTreeSet::new());
@@ -556,7 +560,8 @@ mod tests {
         assert_eq!((marks.lowest_page(), set.len()), (None, 0));
     }
 
-    /// After the last generation of an index there is no next handle, and the word is not live.
+    /// Ends a handle of the last generation. There must be no next handle, the word must not be live, and the index
+    /// must not be reused.
     #[test]
     fn index_is_unused_after_its_last_generation() {
         let handles = HandleTable::new_static().unwrap();
@@ -567,7 +572,7 @@ mod tests {
         assert_ne!(take(handles).index(), last.index());
     }
 
-    /// Arbitrary numbers, and handles with another generation, find no value.
+    /// Numbers that are not live handles, and handles with another generation, must refer to no value.
     #[test]
     fn arbitrary_numbers_find_no_value() {
         let handles = HandleTable::new_static().unwrap();
@@ -580,8 +585,8 @@ mod tests {
         }
     }
 
-    /// One handle is used up to half, or nearly all, of its generations. Its page is then freed only in the first case,
-    /// and each handle has half of its generations left.
+    /// One handle is used up to half, or nearly all, of its generations. Its page must then be freed only in the first
+    /// case, and the other handles must have half of their generations left.
     #[test]
     fn busy_handle_leaves_half_of_the_generations() {
         for (busy, freed) in [(MAX_GENERATION / 2 - 2, os_page_bytes() as u64), (MAX_GENERATION - 2, 0)] {
@@ -596,8 +601,8 @@ mod tests {
         }
     }
 
-    /// Five pages of handles are allocated and all but ten removed. The free pages return their memory, and old handles
-    /// match no new value.
+    /// Five pages of handles are allocated and all but ten removed. `shrink` must free the memory of the free pages,
+    /// and old handles must match no new value.
     #[test]
     fn free_pages_of_the_table_return_memory() {
         let handles = HandleTable::new_static().unwrap();

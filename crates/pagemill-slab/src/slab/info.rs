@@ -58,12 +58,13 @@ pub struct SlabInfo {
     pub emptied: u64,
     /// Objects that were allocated from another node than the preferred one.
     pub from_remote: u64,
-    /// Resident bytes of the handle table. They are not included in the bytes charged for blocks.
+    /// Resident bytes of the handle table. These bytes are not included in the bytes charged for blocks.
     pub handle_bytes: u64,
     /// Whether values of a node are missing, because its lock was held for too long.
     pub is_partial: bool,
-    /// Whether the background skips the cache, because a callback panicked there. It resumes when `defrag_used_ratio`
-    /// is set, even to the same value, or a shrink succeeds. Slabs that are out of use (`lost`) stay so.
+    /// Whether the background thread skips the cache, because a callback panicked there. The background thread resumes
+    /// when `defrag_used_ratio` is set, even to the same value, or a shrink succeeds. Slabs that are out of use
+    /// (`lost`) stay out of use.
     pub is_given_up: bool,
 }
 
@@ -72,7 +73,7 @@ pub struct SlabInfo {
 /// Example: [`SlabInfo`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeInfo {
-    /// Objects outside of slabs: allocated by users, or in magazines and barns.
+    /// Objects that are not on the free lists of their slabs: allocated by users, or in magazines and barns.
     pub used: u64,
     /// Free objects in barns, which are part of `used`.
     pub cached: u64,

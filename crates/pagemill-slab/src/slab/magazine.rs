@@ -2,8 +2,8 @@
 //!
 //! A magazine belongs to a cache and is indexed by the thread slot ([`super::thread_slots`]). It is one stack that
 //! holds up to two sheaves, so a thread that alternates between allocation and free rarely needs the barn. Nothing has
-//! to be done when a thread ends: the next thread in its slot takes the contents over, and a drain empties the
-//! magazines of all slots ([`AsymmetricLock`]).
+//! to be done when a thread ends: the next thread in its slot uses the contents, and a drain empties the magazines of
+//! all slots ([`AsymmetricLock`]).
 //!
 //! A [`MagazineRange`] is the address range of the magazines under one cache id. A [`Magazines`] is the view that one
 //! cache has of its range.
@@ -19,7 +19,8 @@ use std::hint::assert_unchecked;
 use std::ops::Deref;
 use std::sync::atomic::{self, fence};
 
-/// If addresses are short, the table is halved, down to this number of threads. Below that no cache is created.
+/// If addresses are short, the table is halved, down to this number of threads. If even that table does not fit, no
+/// cache is created.
 const MIN_THREADS: usize = 1 << 10;
 
 /// Maximum number of objects in a magazine: two sheaves.
@@ -114,7 +115,8 @@ impl MagazineGuard<'_> {
         (self.capacity.load(Relaxed) > 0).then(act)
     }
 
-    /// Adds as many of the objects, which belong to `node`, as fit. Returns how many.
+    /// Adds as many of the objects, which belong to `node`, as fit; none if the magazine has objects of another node.
+    /// Returns the number of added objects.
     pub fn fill(self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
         let len = self.len.load(Relaxed);
         let is_of_node = len == 0 || self.node() == node;
@@ -127,7 +129,7 @@ impl MagazineGuard<'_> {
         count
     }
 
-    /// Removes the oldest objects, up to a sheaf. Returns how many.
+    /// Removes the oldest objects, up to the length of `sheaf`. Returns the number of removed objects.
     pub fn drain(self, sheaf: &mut [usize]) -> usize {
         self.take_oldest(sheaf)
     }
@@ -170,12 +172,12 @@ impl Magazine {
         self.node.load(Relaxed) as usize
     }
 
-    /// Removes the oldest objects on the draining thread. Returns how many.
+    /// Removes the oldest objects on the draining thread. Returns the number of removed objects.
     pub fn take_drained(&self, objects: &mut [usize]) -> usize {
         self.take_oldest(objects)
     }
 
-    /// Closes an empty magazine on the draining thread, as before its own thread opened it.
+    /// Closes an empty magazine on the draining thread. The magazine's thread must open it before its next use.
     pub fn reset_drained(&self) {
         debug_assert_eq!(self.len(), 0);
         self.capacity.store(0, Relaxed);
@@ -207,8 +209,8 @@ pub(super) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
     }
 }
 
-/// The address range of the magazines of one cache id. Successive caches with this id share it; opened memory stays
-/// open.
+/// The address range of the magazines of one cache id. Successive caches with this id use the same range; opened memory
+/// stays open.
 pub(super) struct MagazineRange {
     table: Table<Magazine>,
     threads: usize,
@@ -217,6 +219,8 @@ pub(super) struct MagazineRange {
 }
 
 impl MagazineRange {
+    /// Reserves the addresses of the magazines of all thread slots.
+    ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::System`] if no addresses are available.
@@ -233,8 +237,8 @@ impl MagazineRange {
     }
 }
 
-/// Byte offset of a thread's magazine from the magazine of slot 0 of the same cache. It is precomputed, so the fast
-/// path needs no multiplication.
+/// Byte offset of a thread's magazine from the magazine of slot 0 of the same cache. The offset is precomputed, so the
+/// fast path needs no multiplication.
 ///
 /// # Invariants
 ///
@@ -332,8 +336,8 @@ impl Magazines {
         unsafe { &*magazine }
     }
 
-    /// Opens the magazine of a thread slot. Returns false if no memory or addresses are available. One thread may call
-    /// this at a time.
+    /// Opens the magazine of a thread slot. Returns false if no memory or addresses are available. Only one thread at a
+    /// time may call `open_slot`.
     pub fn open_slot(&self, slot: usize) -> bool {
         let MagazineRange { table, threads, opened } = self.range;
         let (before, end) = (opened.load(Relaxed) as usize, slot + 1);
@@ -398,8 +402,8 @@ mod tests {
 
     const BOTH_BARRIERS: [Barriers; 2] = [Barriers::DrainerOnly, Barriers::BothSides];
 
-    /// The object that was added last comes first, and sheaves are taken from the other end. A full or closed magazine
-    /// accepts no object.
+    /// `pop` must return the object that was added last, and `drain` the oldest objects. A full or closed magazine must
+    /// accept no object.
     #[test]
     fn a_magazine_is_a_stack() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
@@ -415,7 +419,8 @@ mod tests {
         }
     }
 
-    /// While a magazine is drained, its thread cannot use it. Afterwards it finds the objects that the drain left.
+    /// While a magazine is drained, its thread must not be able to use it. Afterwards `pop` must return an object that
+    /// the drain left.
     #[test]
     fn magazine_is_unusable_during_a_drain() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
@@ -431,7 +436,7 @@ mod tests {
         }
     }
 
-    /// While the magazine's thread is inside, for any operation, a draining thread sees it inside.
+    /// While the magazine's thread is inside, for any operation, a draining thread must see it inside.
     #[test]
     fn drain_sees_a_thread_inside_its_magazine() {
         for own in BOTH_BARRIERS.map(OwnMagazine::new) {
@@ -449,8 +454,8 @@ mod tests {
         }
     }
 
-    /// Magazines can be entered up to the highest slot that was opened, and none beyond the last slot. Two ranges do
-    /// not affect each other.
+    /// A thread must be able to enter magazines up to the highest slot that was opened, and none beyond the last slot.
+    /// Two ranges must not affect each other.
     #[test]
     fn magazines_open_up_to_the_highest_slot() {
         for barriers in BOTH_BARRIERS {

@@ -84,7 +84,7 @@ pub(super) enum SlabState {
 /// Metadata of one slab.
 #[repr(C, align(128))]
 pub(super) struct Slab {
-    /// One bit for each object, set while the object is outside of the slab: allocated, or in a magazine or barn.
+    /// One bit for each object, set while the object is *used*: allocated, or in a magazine or barn.
     bits: [LockedU64; WORDS],
     /// Number of set bits in `bits`.
     used: LockedU32,
@@ -113,8 +113,8 @@ impl Slab {
         self.state.set(state as u32);
     }
 
-    /// Takes up to `most` free objects, the lowest first, and calls `on_allocated` for each. Returns how many. The slab
-    /// has `capacity` objects.
+    /// Allocates up to `most` free objects, the lowest first, and calls `on_allocated` for each. Returns the number of
+    /// objects. The slab has `capacity` objects.
     pub fn allocate(&self, capacity: u32, most: usize, mut on_allocated: impl FnMut(u32)) -> usize {
         let mut count = 0;
         for (at, word) in self.bits.iter().enumerate().take(capacity.div_ceil(64) as usize) {
@@ -161,7 +161,7 @@ impl Slab {
         self.used.sub(objects.count());
     }
 
-    /// Calls `found` for up to `most` objects outside of the slab, beginning at object `from`. Returns how many.
+    /// Calls `found` for up to `most` used objects, beginning at object `from`. Returns the number of calls.
     pub fn for_each_allocated(&self, from: u32, most: usize, found: impl FnMut(u32)) -> usize {
         let first = from as usize / 64;
         let mut objects = Objects(std::array::from_fn(|at| if at < first { 0 } else { self.bits[at].get() }));
@@ -190,7 +190,7 @@ pub(super) const LEVELS: usize = Level::Partial as usize + QUARTERS;
 const MASK_WORDS: usize = 2;
 const _: () = assert!(MAX_SLABS == u128::BITS as usize);
 
-/// Returns the level of an open slab with `used` objects outside of it; `None` if it is full.
+/// Returns the level of an open slab with `used` used objects; `None` if the slab is full.
 pub(super) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     match used {
         0 => Some(Level::Empty as usize),
@@ -219,9 +219,9 @@ pub(super) struct Links {
 pub(super) struct Block {
     /// The set of slabs at each level. Full, claimed and lost slabs are at no level.
     levels: [[LockedU64; MASK_WORDS]; LEVELS],
-    /// Links for each kind of list.
+    /// Neighbours of the block in its list of each kind.
     pub links: [Links; LINKS],
-    /// Number of objects outside of the block's slabs.
+    /// Number of used objects of the block.
     pub used: LockedU32,
     /// Number of objects that can be allocated from the block's open slabs.
     pub free_objects: LockedU32,
@@ -315,7 +315,7 @@ impl Block {
         self.levels.iter().flatten().for_each(|word| word.set(0));
     }
 
-    /// Returns the fullest partial slab. If there is none and `may_be_empty`, returns an empty one.
+    /// Returns the fullest partial slab. If no slab is partial and `may_be_empty` is true, returns an empty slab.
     pub fn fullest_slab(&self, may_be_empty: bool) -> Option<u32> {
         let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
         (least..LEVELS).rev().find_map(|level| self.first_at_level(level))
@@ -331,8 +331,8 @@ mod tests {
         unsafe { std::mem::zeroed() }
     }
 
-    /// Objects are allocated until the slab is full: each comes once, none beyond the capacity. A freed object is
-    /// allocated again.
+    /// Allocates objects until the slab is full. Each object must be allocated once, and none beyond the capacity. A
+    /// freed object must be allocated again.
     #[test]
     fn each_object_is_allocated_once() {
         for capacity in [1, 63, 64, 65, 341, 512] {
@@ -347,8 +347,8 @@ mod tests {
         }
     }
 
-    /// From any start, exactly the objects are found that were allocated and not freed, also after many were freed at
-    /// once.
+    /// Allocates 300 objects and frees two thirds at once. From any start, `for_each_allocated` must visit exactly the
+    /// objects that were not freed.
     #[test]
     fn objects_are_found_and_freed_together() {
         let slab = slab();
@@ -375,7 +375,7 @@ mod tests {
         slab.free(0);
     }
 
-    /// Levels rise with use from empty to nearly full. A full slab has no level.
+    /// Levels must rise with use, by quarters. A full slab must have no level.
     #[test]
     fn levels_are_quarters() {
         assert_eq!(level_of(0, 8), Some(Level::Empty as usize));
@@ -384,7 +384,7 @@ mod tests {
         assert_eq!(level_of(8, 8), None);
     }
 
-    /// The fullest partial slab is returned, and an empty one only if allowed.
+    /// `fullest_slab` must return the fullest partial slab, and an empty slab only if allowed.
     #[test]
     fn fullest_slab_is_chosen_first() {
         let block = Block::default();

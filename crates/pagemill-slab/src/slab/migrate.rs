@@ -1,8 +1,8 @@
 //! Emptying slabs: moves the objects of a slab to free objects elsewhere, in chunks.
 //!
-//! [`super::defrag`] chooses and claims a slab. The cache's mover selects its objects (`isolate`, under the lock of the
-//! node) and moves each of them (`migrate`, without locks). The old memory of moved objects waits for readers
-//! ([`super::batch`]).
+//! [`super::defrag`] chooses and claims a slab. The cache's mover selects objects of the slab (`isolate`, under the
+//! lock of the node) and moves each selected object (`migrate`, without locks). The old memory of moved objects waits
+//! for readers ([`super::batch`]).
 //!
 //! ```text
 //!   open --claim--> claimed --isolate, migrate ... --> claimed, in a batch --readers done--> open, or freed
@@ -60,11 +60,11 @@ impl Chunk {
 pub(super) enum MoveOutcome {
     /// The object was moved.
     Moved,
-    /// Its owner freed it instead.
+    /// The owner freed the object instead of moving it.
     Freed,
     /// The object was not moved, because it is in use.
     Busy,
-    /// The object was not moved, because there was no destination or its owner could not move it.
+    /// The object was not moved, because there was no destination or the owner could not move the object.
     Failed,
 }
 
@@ -134,7 +134,7 @@ impl<'engine> Destinations<'engine> {
         Some(object)
     }
 
-    /// Frees a destination that was not used.
+    /// Makes a destination that was not used available again.
     pub fn put(&mut self, object: usize) {
         self.engine.note_freed(object);
         self.engine.poison(object);
@@ -170,12 +170,12 @@ pub(super) fn is_isolating() -> bool {
     cfg!(not(shuttle)) && IS_ISOLATING.get()
 }
 
-/// Panics if this thread is inside of `isolate`. The call would wait for a lock that its own caller holds.
+/// Panics if this thread is inside of `isolate`. The caller's function would wait for a lock that this thread holds.
 pub(super) fn assert_not_isolating() {
     assert!(!is_isolating(), "a slab cache is called while its slab is locked for `isolate`");
 }
 
-/// Sets the thread's `IS_ISOLATING` flag until it is dropped.
+/// Sets the thread's `IS_ISOLATING` flag until the value is dropped.
 struct Isolating;
 
 impl Isolating {
@@ -219,7 +219,7 @@ pub struct Progress {
     pub stayed: u64,
     /// Slabs that were emptied.
     pub emptied: u64,
-    /// Whether the pass over all candidates has ended. A further pass may still find something.
+    /// Whether the pass over all candidates has ended. A further pass may find candidates again.
     pub is_done: bool,
 }
 
@@ -238,14 +238,14 @@ pub(super) struct MigrationRun<'engine, M: Mover> {
     mover: &'engine M,
     pass: u32,
     deadline_ns: u64,
-    /// Objects that may still be moved.
+    /// Number of objects that the run may still move.
     most: u64,
     pub progress: Progress,
     deferred: Vec<Deferred>,
     /// Whether a slab was finished. The first slab of a step is finished regardless of the deadline, so that each step
     /// makes progress.
     has_finished_slab: bool,
-    /// Set when a slab was emptied partly: the pass continues with it once it is open again.
+    /// Set when a slab was emptied partly: the pass continues with that slab once the slab is open again.
     pub was_stopped: bool,
     panic: Option<Box<dyn Any + Send>>,
 }
@@ -299,8 +299,8 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.deferred.push(Deferred::Block { node, block });
     }
 
-    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If not, the slab is tried
-    /// again later.
+    /// Moves up to `most` objects of a claimed slab. Returns whether all objects were tried. If it returns false, the
+    /// slab is tried again later.
     pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, TargetSlabs)) -> bool {
         let mut objects = Objects::default();
         let (mut from, mut left) = (0, u64::from(most));
@@ -333,8 +333,8 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         is_complete
     }
 
-    /// Moves up to `most` objects of a slab, beginning at `from`. Returns how many objects there were and how many
-    /// stayed, or `None` if a callback panicked.
+    /// Moves up to `most` objects of a slab, beginning at `from`. Returns the number of objects that were tried and the
+    /// number of those that stayed, or `None` if a callback panicked.
     fn move_chunk(
         &mut self,
         node: usize,
@@ -415,8 +415,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         self.most = self.most.saturating_sub(moved + freed);
     }
 
-    /// Ends the run: emptied slabs become a batch that waits for readers. Resumes the panic of a callback, if there was
-    /// one.
+    /// Ends the run: emptied slabs become a batch that waits for readers. If a callback panicked, resumes the panic.
     pub fn end(self) -> Progress {
         stats::add(Counter::SlabEmptied, self.progress.emptied);
         self.engine.counts.emptied.fetch_add(self.progress.emptied, Relaxed);

@@ -12,9 +12,8 @@
 //! Defragmentation drains the magazines (`drain`), chooses slabs (`defrag`, `candidates`), moves objects (`migrate`),
 //! and waits for readers (`batch`, `epochs`). A background thread does this for all caches (`worker`).
 //!
-//! Uses `arena`, `sync` and `epoch`. Implements `reclaim::Shrinker`. Holds the nodes of an index (`xnodes`), which it does
-//! not know.
-//! States, transitions and bounds: docs/slab.md.
+//! Uses `arena`, `sync` and `epoch`. Implements `reclaim::Shrinker`. Allocates the nodes of an index (`xnodes`) without
+//! a dependency on the index. States, transitions and bounds: docs/slab.md.
 
 mod asymmetric_lock;
 mod barn;
@@ -123,13 +122,14 @@ pub struct Settings {
     /// size.
     pub slab_bytes: Option<usize>,
     /// Slabs and blocks that are used by less than this percentage are emptied by defragmentation, both by calls and in
-    /// the background. 0: none; 100: all that are not full. The background thread runs callbacks of owners and
+    /// the background. 0 empties none, 100 all that are not full. The background thread runs callbacks of owners and
     /// destructors of removed values, except for caches with ratio 0 and after [`Slabs::defrag_by_hand`].
     pub defrag_used_ratio: u32,
-    /// Percentage of cases in which a node without free objects takes those of other nodes before a new slab is set up.
+    /// Percentage of cases in which a node without free objects uses free objects of other nodes before a new slab is
+    /// set up.
     pub remote_node_defrag_ratio: u32,
     /// Debug mode: detects damage with redzones and poison, and records the callers that allocated and freed an object.
-    /// Each allocation and free then takes a lock and checks the object.
+    /// Each allocation and free then acquires a lock and checks the object.
     pub debug: bool,
 }
 
@@ -252,7 +252,7 @@ trait Cache: Send + Sync {
         self.engine().objects_in_batches()
     }
 
-    /// Packs the objects if that runs no user callback. Otherwise requests the background thread to do so.
+    /// Packs the objects if that runs no user callback. Otherwise requests the background thread to pack them.
     fn pack_without_callback(&self) {}
 
     /// The public `shrink` of the cache.
@@ -261,7 +261,7 @@ trait Cache: Send + Sync {
     /// Frees retired objects whose readers have finished, if that runs no user callback.
     fn finish_retired_without_callback(&self) {}
 
-    /// Frees retired objects whose readers have finished. Returns whether some still wait.
+    /// Frees retired objects whose readers have finished. Returns whether retired objects still wait.
     fn finish_retired(&self) -> bool {
         self.engine().finish_retired_in_background()
     }
@@ -271,8 +271,9 @@ trait Cache: Send + Sync {
         Ok(Progress { is_done: true, ..Progress::default() })
     }
 
-    /// Frees what it can without user callbacks. With `Limit`, also drains magazines and packs. Returns the bytes that
-    /// went to the system. Whole blocks that become free are not included, since they keep their memory.
+    /// Frees unused memory without calling user callbacks. With `Limit`, also drains magazines and packs objects.
+    /// Returns the bytes that were returned to the system. These do not include whole blocks that become free, which
+    /// keep their memory.
     fn give_back(&self, urgency: Urgency) -> u64 {
         let engine = self.engine();
         if engine.check_generation().is_err() {
@@ -330,7 +331,7 @@ pub struct Slabs {
 }
 
 impl Slabs {
-    /// Reserves neither memory nor addresses before the first cache.
+    /// Creates an empty set of caches. Reserves neither memory nor addresses before the first cache.
     pub fn new(arena: &'static Arena) -> Self {
         let (caches, created_count) = (Guarded::new(Vec::new()), AtomicU64::new(0));
         let kept_bytes = AtomicU64::new(0);
@@ -445,9 +446,9 @@ impl Slabs {
         self.worker.stop();
     }
 
-    /// Runs one step of defragmentation over all caches, by their ratios. Meant for a thread of the program, or for
-    /// idle time. The step calls the owners of objects, so the caller must hold nothing that they may wait for. Returns
-    /// the progress of all caches together.
+    /// Runs one step of defragmentation over all caches, by their ratios. A program calls `defrag_step` in a thread of
+    /// its own, or when it is idle. The step calls the owners of objects, so the caller must hold no lock that an owner
+    /// may wait for. Returns the progress of all caches together.
     pub fn defrag_step(&self, budget: Duration) -> Progress {
         let began_ns = clock::fine_ns();
         let mut whole = Progress { is_done: true, ..Progress::default() };
@@ -466,6 +467,7 @@ impl Slabs {
         of_nodes + self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes() + shared.resident_bytes())
     }
 
+    /// Acquires the locks, so that a fork copies consistent state.
     pub fn acquire_for_fork(&self) {
         self.worker.acquire_for_fork();
         self.nodes.acquire_for_fork();

@@ -71,7 +71,7 @@ pub(super) struct NodeState {
     /// for each list.
     pub bare_slabs: u32,
     pub bare_slabs_in: [u32; USE_LISTS],
-    /// Objects outside of slabs: in use, or in magazines and barns.
+    /// Objects that are not free in their slabs: in use, or in magazines and barns.
     used: u64,
     /// `free_objects`: number of objects that can be allocated from open slabs. `free_objects_in`: the same for each
     /// list.
@@ -90,12 +90,12 @@ pub(super) struct Tally {
     pub partial: u32,
     pub empty: u32,
     pub lost: u32,
-    /// Number of objects outside of slabs.
+    /// Number of objects that are not free in their slabs.
     pub used: u64,
     pub resident_bytes: u64,
 }
 
-/// The allocator state of a node, together with the blocks and the layout that it refers to.
+/// The allocator state of a node, together with the blocks and the layout to which the state refers.
 pub(super) struct Node<'a> {
     pub shape: &'a Shape,
     pub blocks: &'a Blocks,
@@ -131,7 +131,8 @@ impl NodeState {
 }
 
 impl Node<'_> {
-    /// Allocates up to `taken.len()` objects from the given slabs and writes their addresses. Returns how many.
+    /// Allocates up to `taken.len()` objects from the given slabs and writes their addresses into `taken`. Returns the
+    /// number of objects.
     pub fn allocate(&mut self, targets: TargetSlabs, taken: &mut [usize]) -> usize {
         let mut count = 0;
         while count < taken.len()
@@ -167,7 +168,7 @@ impl Node<'_> {
     ///
     /// # Panics
     ///
-    /// If no object begins at `addr`, or it is free already.
+    /// If no object begins at `addr`, or the object is free already.
     pub fn free(&mut self, addr: usize) {
         let block = self.blocks.number_of(addr);
         let (slab, object, is_object) = self.shape.locate(addr - self.blocks.addr(block));
@@ -361,8 +362,8 @@ impl Node<'_> {
         self.claim_bare_of(block_number)
     }
 
-    /// As [`Node::claim_bare`], but only in whole blocks in use, where a slab needs no further memory. Chooses the
-    /// fullest that has at least `least` objects in use.
+    /// As [`Node::claim_bare`], but only in whole blocks in use, where a slab needs no further memory. Chooses a block
+    /// of the fullest list with at least `least` objects in use.
     pub fn claim_bare_in_use(&mut self, least: u32) -> Option<(u32, u32)> {
         let is_it = |block: &u32| {
             let block_meta = self.blocks.block(*block);

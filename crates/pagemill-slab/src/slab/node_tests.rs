@@ -1,5 +1,5 @@
-//! Searches for candidates on a node: which slabs and blocks they find, and how many blocks they visit. The tests use
-//! the allocator state alone; no object has memory.
+//! Tests of the searches for candidates on a node: the slabs and blocks that they find, and the number of blocks that
+//! they visit. The tests use the allocator state alone; no object has memory.
 
 use super::candidates::{Criteria, DefragCandidate, MAX_COMPARED};
 use super::node::{FULL_WITH_BARE, Node, NodeState, TargetSlabs};
@@ -66,7 +66,8 @@ fn try_all(node: &mut Node<'_>, criteria: &Criteria) -> usize {
     count
 }
 
-/// All slabs are half used and stay so. A pass tries each slab once, and visits a bounded number of blocks for each.
+/// All slabs are half used and do not change. A pass must try each slab once, and visit a bounded number of blocks for
+/// each.
 #[test]
 fn slab_search_visits_bounded_blocks_per_slab() {
     for blocks in [50, 200] {
@@ -92,8 +93,8 @@ fn try_blocks(node: &mut Node<'_>, criteria: &Criteria) -> Vec<u32> {
     tried
 }
 
-/// Little used blocks stay unchanged. A block search tries each of them once, the emptiest first, and visits a bounded
-/// number of blocks for each.
+/// Little used blocks stay unchanged. A block search must try each of these blocks once, the emptiest first, and visit
+/// a bounded number of blocks for each.
 #[test]
 fn block_search_visits_bounded_blocks_per_block() {
     for blocks in [10, 50, 200] {
@@ -124,7 +125,7 @@ fn block_search_visits_bounded_blocks_per_block() {
     }
 }
 
-/// A block that becomes little used during a block search is found by the same search.
+/// During a block search, most objects of a block are freed. The same search must find this block.
 #[test]
 fn block_emptied_during_a_pass_is_found() {
     with_full_blocks(BlockKind::Whole, 40, |node, objects| {
@@ -138,8 +139,8 @@ fn block_emptied_during_a_pass_is_found() {
     });
 }
 
-/// A move to another node, which also tries full slabs, tries each slab once and visits a bounded number of blocks for
-/// each.
+/// A move to another node, which also tries full slabs, must try each slab once and visit a bounded number of blocks
+/// for each.
 #[test]
 fn node_move_visits_bounded_blocks_per_slab() {
     with_full_blocks(BlockKind::Sparse, 100, |node, objects| {
@@ -154,8 +155,8 @@ fn node_move_visits_bounded_blocks_per_slab() {
     });
 }
 
-/// A pass has found no further candidate. It finds a slab again when an object in it is freed, or when it is opened
-/// without having been tried. The next pass finds all slabs.
+/// A pass has found no further candidate. The pass must find a slab again when an object in it is freed, or when the
+/// slab is opened without having been tried. The next pass must find all slabs.
 #[test]
 fn slab_changed_during_a_pass_is_found() {
     with_full_blocks(BlockKind::Sparse, 3, |node, objects| {
@@ -201,7 +202,7 @@ fn finds_block(node: &mut Node<'_>, criteria: &Criteria) -> bool {
     true
 }
 
-/// A block search finds a block that is used by less than the percentage, if its objects fit into other blocks.
+/// A block search must find a block that is used by less than the percentage, if its objects fit into other blocks.
 #[test]
 fn block_is_found_if_little_used_and_its_objects_fit() {
     let criteria = |percent| Criteria { percent, pass: PASS, block_pass: Some(PASS) };
@@ -223,7 +224,7 @@ fn block_is_found_if_little_used_and_its_objects_fit() {
     }
 }
 
-/// An idle block does not count as a destination, because emptying another block into it would gain nothing.
+/// An idle block must not count as a destination, because emptying another block into it would gain nothing.
 #[test]
 fn idle_blocks_are_no_destination() {
     with_full_blocks(BlockKind::Whole, 3, |node, objects| {
@@ -233,8 +234,8 @@ fn idle_blocks_are_no_destination() {
     });
 }
 
-/// A block kept unmovable objects in an earlier attempt. It is found again only if a block that is as full, by eighths,
-/// can take its objects.
+/// A block kept unmovable objects in an earlier attempt. A search must find this block again only if its objects fit
+/// into a block that is as full, by eighths.
 #[test]
 fn block_with_unmovable_objects_moves_only_to_fuller_blocks() {
     let criteria = Criteria { percent: 60, pass: PASS, block_pass: Some(PASS) };
@@ -260,8 +261,8 @@ fn block_with_unmovable_objects_moves_only_to_fuller_blocks() {
     }
 }
 
-/// A slab search finds the emptiest slab that is used by less than the percentage, if at least one object fits
-/// elsewhere. Slabs of whole blocks are found only above 100 %.
+/// A slab search must find the emptiest slab that is used by less than the percentage, if at least one object fits
+/// elsewhere. Slabs of whole blocks must be found only above 100 %.
 #[test]
 fn slab_is_found_if_little_used_and_an_object_fits() {
     for (kind, used, percent, is_found) in [
@@ -300,7 +301,7 @@ fn slab_is_found_if_little_used_and_an_object_fits() {
     });
 }
 
-/// The emptiest block is split up if it is whole, at most half used, and has no claimed slab.
+/// `claim_half_used_block` must claim the emptiest block if it is whole, at most half used, and has no claimed slab.
 #[test]
 fn only_half_used_whole_blocks_are_split_up() {
     for (kind, left, is_found) in [
@@ -326,8 +327,8 @@ fn only_half_used_whole_blocks_are_split_up() {
     }
 }
 
-/// A block that was tried and still has objects is marked as having unmovable objects. A block that became empty is
-/// not.
+/// A block that was tried and still has objects must be marked as having unmovable objects; a block that became empty
+/// must not.
 #[test]
 fn block_that_keeps_objects_is_marked_unmovable() {
     for left in [7, 0] {
@@ -346,7 +347,8 @@ fn block_that_keeps_objects_is_marked_unmovable() {
     }
 }
 
-/// Bare slabs of another whole block count as destinations of a block's objects. The block's own bare slabs do not.
+/// Bare slabs of another whole block must count as destinations of a block's objects. The block's own bare slabs must
+/// not.
 #[test]
 fn bare_slabs_of_other_blocks_are_destinations() {
     let criteria = Criteria { percent: 40, pass: PASS, block_pass: Some(PASS) };
@@ -359,8 +361,8 @@ fn bare_slabs_of_other_blocks_are_destinations() {
     with_blocks(BlockKind::Whole, 2, 2, |node, _| assert!(!finds_block(node, &criteria)));
 }
 
-/// The set-up slabs of a block are full, and others are bare. The block is emptied if it is whole, since its bare slabs
-/// have memory, but not if it is sparse. Once tried, it is not found again in the same search.
+/// The set-up slabs of a block are full, and others are bare. A search must find the block if it is whole, because its
+/// bare slabs have memory, but not if it is sparse. Once tried, the block must not be found again in the same search.
 #[test]
 fn block_of_full_slabs_is_emptied_only_if_whole() {
     for (kind, is_found) in [(BlockKind::Whole, true), (BlockKind::Sparse, false)] {
@@ -377,7 +379,7 @@ fn block_of_full_slabs_is_emptied_only_if_whole() {
     }
 }
 
-/// Of the blocks in a list, only those with enough objects in use are returned as the first for allocations.
+/// `first_blocks_of` must return only those blocks of a list that have enough objects in use.
 #[test]
 fn first_blocks_of_a_list_meet_the_minimum_use() {
     with_full_blocks(BlockKind::Whole, 3, |node, objects| {
@@ -393,7 +395,7 @@ fn first_blocks_of_a_list_meet_the_minimum_use() {
     });
 }
 
-/// Empty slabs do not count as destinations of another slab's objects.
+/// Empty slabs must not count as destinations of another slab's objects.
 #[test]
 fn empty_slabs_are_no_destination() {
     with_full_blocks(BlockKind::Sparse, 1, |node, objects| {
@@ -407,7 +409,7 @@ fn empty_slabs_are_no_destination() {
     });
 }
 
-/// A move to another node claims each slab that has objects once, and no slab that is claimed already.
+/// A move to another node must claim each slab that has objects once, and no slab that is claimed already.
 #[test]
 fn node_move_claims_each_used_slab_once() {
     with_full_blocks(BlockKind::Sparse, 2, |node, objects| {

@@ -17,23 +17,22 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The owner of the objects in a cache. It can move them.
+/// The interface of an owner, which moves the objects of its cache.
 ///
-/// At any time an object is *free* or *live*. The owner makes it live after [`ByOwner::allocate`], and free again
-/// before [`ByOwner::free`]. The cache does not know the state of an object. The owner must recognize it from the
-/// object's contents, which [`Migrate::construct`] or the owner wrote last. A reference count that is 0 while the
-/// object is free is sufficient.
+/// At any time an object is *free* or *live*. The owner makes an object live after [`ByOwner::allocate`], and free
+/// again before [`ByOwner::free`]. The cache does not know the state of an object. The owner must recognize the state
+/// from the object's contents, which [`Migrate::construct`] or the owner wrote last. A reference count that is 0 while
+/// the object is free is sufficient.
 ///
 /// # Safety
 ///
-/// - A free object needs no destructor. It is valid for every access that the owner makes before it knows whether the
-///   object is live.
+/// - A free object needs no destructor. A free object is valid for every access that the owner makes before the owner
+///   knows whether the object is live.
 /// - `isolate` keeps only live objects. No thread frees them before `migrate` receives them.
 /// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it
 ///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`super::pin`]). The object is free once these guards are dropped,
 ///   and needs no destructor.
-/// - If `migrate` can panic, it does so before any thread can reach the object at its new address. The new address is
-///   then freed.
+/// - `migrate` panics only before any thread can reach the object at its new address. The new address is then freed.
 ///
 /// ```
 /// # use pagemill::{Pagemill, slab::{Candidates, Done, Migrate, Moving, Settings, Target}};
@@ -69,25 +68,26 @@ use std::time::Duration;
 pub unsafe trait Migrate: Send + Sync + 'static {
     type Object;
 
-    /// State that `isolate` passes to `migrate` for the objects of one slab. A panic of its destructor counts as a
-    /// panic of `migrate`.
+    /// State that `isolate` passes to `migrate` for the objects of one slab. A panic in the destructor of this state
+    /// counts as a panic of `migrate`.
     type Isolated;
 
     /// Creates a free object. Called for every object of a slab before the first of them is allocated.
     fn construct(&self) -> Self::Object;
 
-    /// Selects the objects to move: rejects free and unmovable objects, and takes a reference to (or locks) each of the
-    /// others.
+    /// Selects the objects to move: rejects free and unmovable objects, and increments the reference count of each
+    /// other object, or locks it.
     ///
-    /// The slab is locked: none of its objects is allocated or freed meanwhile, and threads that want to do so wait. A
-    /// call from here to the cache panics, also `info` and [`Slabs::list`]. This method must not wait for a thread that
-    /// may be inside such a call. If one lock covers both the references and calls to the cache, use `try_lock`, and
-    /// reject all objects if the lock is taken. Few objects are then moved under load. It is better to call the cache
-    /// outside of that lock, or to keep a lock word in each object, as the name tree in `pagemill bench slab` does.
+    /// The slab is locked while `isolate` runs: threads that allocate or free its objects wait. If `isolate` calls the
+    /// cache, the call panics; that includes `info` and [`Slabs::list`]. `isolate` must not wait for a thread that may
+    /// be inside a call to the cache. If one lock covers both the references and calls to the cache, use `try_lock`,
+    /// and reject all objects if the lock is held. Few objects are then moved under load. It is better to call the
+    /// cache outside of that lock, or to keep a lock word in each object, as the name tree in `pagemill bench slab`
+    /// does.
     fn isolate(&self, objects: &mut Candidates<'_, Self::Object>) -> Self::Isolated;
 
-    /// Moves an object to a destination from `to`, frees it, or leaves it where it is. Then releases the reference or
-    /// lock that `isolate` took. Called without locks. The result can only be made from `object`.
+    /// Moves `object` to a destination from `to`, frees `object`, or does not change it. Then releases the reference or
+    /// lock that `isolate` took. Called without locks. Only the methods of `object` create the result.
     fn migrate<'object>(
         &self,
         object: Moving<'object, Self::Object>,
@@ -111,8 +111,8 @@ impl<T> Candidates<'_, T> {
     }
 }
 
-/// An object that is being moved. The lifetime `'object` is unique to the object, so the result for another object does
-/// not compile.
+/// An object that is being moved. The lifetime `'object` is unique to the object, so a `migrate` that returns the
+/// result of another object does not compile.
 ///
 /// Example: [`Migrate`].
 #[must_use]
@@ -123,7 +123,7 @@ pub struct Moving<'object, T> {
 
 type Brand<'object> = PhantomData<fn(&'object ()) -> &'object ()>;
 
-/// The outcome for one object, made from its [`Moving`].
+/// The outcome for one object, created by a method of its [`Moving`].
 ///
 /// Example: [`Migrate`].
 #[must_use]
@@ -189,7 +189,8 @@ impl DestinationSource for Destinations<'_> {
 }
 
 impl<T> Target<'_, T> {
-    /// Takes a free object as destination; `None` if there is none. Dropping the result unused frees the object again.
+    /// Allocates a free object as a destination; `None` if no free object is available. Dropping the unused result
+    /// frees the object again.
     pub fn take(&mut self) -> Option<New<'_, T>> {
         let object = self.destinations.take()?;
         Some(New { destinations: self.destinations, at: pointer(object) })
@@ -306,7 +307,8 @@ impl<M: Migrate> ByOwner<M> {
         &self.inner.owner
     }
 
-    /// Allocates an object. The object is free in the sense of [`Migrate`], with the contents that its owner left.
+    /// Allocates an object. The object is free in the sense of [`Migrate`], with the contents that its owner wrote
+    /// last.
     ///
     /// Cost: mostly a pop from this thread's magazine. Sometimes a new slab has to be set up, and rarely a new block.
     ///
@@ -337,7 +339,7 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// # Safety
     ///
-    /// The object was allocated from this cache, or was the destination of a move. It is free in the sense of
+    /// The object was allocated from this cache, or was the destination of a move. The object is free in the sense of
     /// [`Migrate`], and no thread reaches it as a live object any more.
     #[inline]
     #[track_caller]
@@ -353,8 +355,8 @@ impl<M: Migrate> ByOwner<M> {
 
     /// Packs all objects into as few slabs and blocks as possible, and frees the unused memory.
     ///
-    /// Afterwards each node has at most one partial slab, except for objects that could not be moved. Returns by how
-    /// many bytes the charge of the cache fell. Waits for readers, at most one second, so it must not be called under a
+    /// Afterwards each node has at most one partial slab, unless some objects could not be moved. Returns by how many
+    /// bytes the charge of the cache fell. Waits for readers, at most one second, so it must not be called under a
     /// guard.
     ///
     /// # Errors
@@ -403,8 +405,8 @@ impl<M: Migrate> ByOwner<M> {
         defrag::balance(&self.inner.engine, &*self.inner)
     }
 
-    /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 none, 100 all that are not
-    /// full. The background also retries a cache that it had given up after a panic of a callback
+    /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 empties none, 100 all that are
+    /// not full. If the background thread skips the cache after a panic of a callback, it resumes the cache
     /// ([`SlabInfo::is_given_up`]).
     ///
     /// # Errors

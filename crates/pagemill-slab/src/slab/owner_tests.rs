@@ -28,7 +28,7 @@ pub(super) struct Item {
 
 const FREE: u64 = 0xfee;
 
-/// What the owner does when it is asked to move an item.
+/// Behaviour of the owner's `isolate` and `migrate`.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Behavior {
     #[default]
@@ -282,8 +282,8 @@ fn fragmented(cache: &ByOwner<ItemOwner>, items: u64) -> u64 {
     (0..items).filter(|number| is_kept(*number)).count() as u64
 }
 
-/// Few items are left after packing, so a whole block would be wasted on the last of them. They lie in small pages, and
-/// resident memory does not exceed the charge, even at addresses of a former huge page.
+/// Few items are left after packing, so a whole block would be wasted on the last of them. The last items must lie in
+/// small pages, and resident memory must not exceed the charge, even at addresses of a former huge page.
 #[test]
 fn last_block_is_in_small_pages_after_packing() {
     let layout = arena::Layout { huge_from_bytes: 3 * BLOCK_BYTES as u64 / 2, ..arena::Layout::for_test() };
@@ -329,8 +329,8 @@ fn assert_packed(cache: &ByOwner<ItemOwner>, items: u64) {
     cache.engine().check_state();
 }
 
-/// Nine of ten items are freed. The rest is packed into as few slabs and blocks as possible, and the other memory is
-/// freed.
+/// Nine of ten items are freed. The rest must be packed into as few slabs and blocks as possible, and the other memory
+/// must be freed.
 #[test]
 fn a_fragmented_cache_is_packed() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -343,7 +343,7 @@ fn a_fragmented_cache_is_packed() {
         let after = cache.info().unwrap();
         assert_eq!(before.total.resident_bytes - after.total.resident_bytes, freed);
         assert!(after.moved > items / 2 && after.emptied > 100, "{after:?}");
-        // A second pass finds nothing to do.
+        // A second call must move no item.
         assert_eq!((cache.pack(), cache.info().unwrap().moved), (0, after.moved));
         (0..100_000).for_each(|number| _ = cache.remove(number));
         cache.pack();
@@ -351,7 +351,7 @@ fn a_fragmented_cache_is_packed() {
     }
 }
 
-/// There is one item more than fits into a slab, and then one is freed. Packing leaves one full slab.
+/// There is one item more than fits into a slab, and then one is freed. Packing must leave one full slab.
 #[test]
 fn two_slabs_become_one() {
     let cache = cache_of(slabs(), Settings::new("two"));
@@ -404,7 +404,7 @@ fn bare_slabs_are_destinations_when_packing() {
     assert_packed(&cache, left.len() as u64);
 }
 
-/// Pinned items keep their address and are counted as refused. After unpinning they are moved.
+/// Pinned items must keep their address and be counted as refused. After unpinning they must be moved.
 #[test]
 fn pinned_items_stay() {
     let cache = cache_of(slabs(), Settings::new("pinned"));
@@ -422,7 +422,8 @@ fn pinned_items_stay() {
     assert_packed(&cache, items);
 }
 
-/// Items that their owner frees or fails to move are counted as freed or failed, and all other items stay intact.
+/// Items that their owner frees or fails to move must be counted as freed or failed, and all other items must stay
+/// intact.
 #[test]
 fn each_outcome_is_counted() {
     let cache = cache_of(slabs(), Settings::new("outcomes"));
@@ -439,8 +440,8 @@ fn each_outcome_is_counted() {
     assert_packed(&cache, items - info.freed);
 }
 
-/// For several ratios, steps of one slab each run until nothing is left to do. Resident memory is then bounded by the
-/// ratio and the live items. A ratio of 0 moves nothing.
+/// For several ratios, steps of one slab each run until nothing is left to do. Resident memory must then be bounded by
+/// the ratio and the live items. At a ratio of 0 no item may move.
 #[test]
 fn ratio_bounds_resident_memory() {
     let kinds = [slabs(), sparse_slabs()];
@@ -475,7 +476,7 @@ fn ratio_bounds_resident_memory() {
     assert!(matches!(cache.set_defrag_used_ratio(101), Err(Error::BadRatio { percent: 101 })));
 }
 
-/// Defragmentation of a cache is suspended. Raising the ratio resumes it, although no item was added or removed.
+/// Defragmentation of a cache is suspended. Raising the ratio must resume it, although no item was added or removed.
 #[test]
 fn raised_ratio_resumes_defragmentation() {
     let cache = cache_of(slabs(), Settings::new("raised"));
@@ -490,7 +491,8 @@ fn raised_ratio_resumes_defragmentation() {
     assert!(cache.defrag_step(Duration::from_secs(1)).unwrap().moved > 0);
 }
 
-/// Steps over all caches empty what the ratios demand. After a pass that freed nothing, a step does nothing.
+/// Steps over all caches must empty the slabs and blocks that are below the ratios. After a pass that freed nothing, a
+/// step must do nothing.
 #[test]
 fn all_caches_are_defragmented() {
     let slabs = slabs();
@@ -512,8 +514,8 @@ fn all_caches_are_defragmented() {
     assert_eq!((progress.moved, progress.stayed, progress.is_done), (0, 0, true));
 }
 
-/// Memory becomes short during a step that gains nothing. The next steps empty everything that is not full, until they
-/// gain nothing either.
+/// Memory becomes short during a step that gains nothing. The next steps must empty all slabs and blocks that are not
+/// full, until a pass gains nothing.
 #[test]
 fn steps_continue_when_memory_becomes_short() {
     let cache = Arc::new(cache_of(slabs(), Settings::new("pressed")));
@@ -533,8 +535,8 @@ fn steps_continue_when_memory_becomes_short() {
     assert!(cache.info().unwrap().moved > 0 && cache.check_all() == items);
 }
 
-/// An item that was looked up under a guard is moved. It stays readable at its old address, and its slab is not reused
-/// before the guard is dropped.
+/// An item that was looked up under a guard is moved. The item must stay readable at its old address, and its slab must
+/// not be reused before the guard is dropped.
 #[test]
 fn moved_item_stays_readable_under_a_guard() {
     let cache = cache_of(slabs(), Settings::new("readers"));
@@ -562,7 +564,7 @@ fn moved_item_stays_readable_under_a_guard() {
     assert_packed(&cache, 20_000);
 }
 
-/// As many items as requested move from one node to another. Balancing moves only the surplus.
+/// `move_objects` must move as many items as requested from one node to another. `balance` must move only the surplus.
 #[test]
 fn items_move_between_nodes() {
     let cache = cache_of(slabs_on_nodes(3), Settings::new("nodes"));
@@ -592,8 +594,8 @@ fn panics(act: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(act)).is_err()
 }
 
-/// A callback panics. Its slab becomes unusable: its items stay and can be freed, but nothing is allocated from the
-/// slab.
+/// A callback panics. Its slab must become unusable: its items stay and can be freed, but no item may be allocated from
+/// the slab.
 #[test]
 fn panic_of_a_callback_makes_the_slab_unusable() {
     for behavior in
@@ -632,7 +634,8 @@ fn panic_of_a_callback_makes_the_slab_unusable() {
     }
 }
 
-/// Calls to `info` and `list` from `isolate` panic, because they would wait for the lock under which `isolate` runs.
+/// Calls to `info` and `list` from `isolate` must panic, because they would wait for the lock under which `isolate`
+/// runs.
 #[test]
 fn info_and_list_panic_in_isolate() {
     let slabs = slabs();
@@ -649,7 +652,8 @@ fn info_and_list_panic_in_isolate() {
     assert_packed(&cache, items);
 }
 
-/// Reclaim runs inside of `isolate`, as it may when a callback allocates. It frees free blocks and does not deadlock.
+/// Reclaim runs inside of `isolate`, as it may when a callback allocates. Reclaim must free the memory of free blocks
+/// and must not deadlock.
 #[test]
 fn reclaim_in_isolate_does_not_deadlock() {
     let slabs = slabs();
@@ -671,7 +675,7 @@ fn reclaim_in_isolate_does_not_deadlock() {
     packer.join().unwrap();
 }
 
-/// A constructor panics. Its slab becomes unusable, and the next allocation uses another slab.
+/// A constructor panics. Its slab must become unusable, and the next allocation must use another slab.
 #[test]
 fn panic_of_the_constructor_makes_the_slab_unusable() {
     let cache = cache_of(slabs(), Settings::new("constructor"));
@@ -685,7 +689,7 @@ fn panic_of_the_constructor_makes_the_slab_unusable() {
     cache.engine().check_state();
 }
 
-/// Threads add, remove and read items while another thread packs them continuously. No item is lost, duplicated or
+/// Threads add, remove and read items while another thread packs them continuously. No item may be lost, duplicated or
 /// damaged.
 #[test]
 fn threads_use_items_while_they_move() {
@@ -736,7 +740,8 @@ fn threads_use_items_while_they_move() {
     });
 }
 
-/// Caches are dropped while another thread shrinks and lists all caches. Their memory is freed.
+/// Caches are dropped while another thread shrinks and lists all caches. The memory of the dropped caches must be
+/// freed.
 #[test]
 fn threads_drop_caches_that_others_shrink() {
     let (slabs, is_done) = (slabs(), &AtomicBool::new(false));

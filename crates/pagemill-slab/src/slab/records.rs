@@ -1,12 +1,13 @@
 //! The record of a slab cache on one node, 256 bytes. The records of a cache follow each other, in the order of nodes.
-//! Offsets and fields: 0 name, padded with zeros; 64 number of the cache; 72 object bytes; 80 bytes from one object to
-//! the next; 88 bytes of a slab; 96 objects per slab (u32); 100 `defrag_used_ratio`, 104 `remote_node_defrag_ratio`
-//! (u32); 108 kind (0 fixed objects, 1 by owner, 2 by handle); 109 whether it has a constructor; 110 whether debugging
-//! is on; 111 whether a node could not be inspected; 112 node (u32); 116 whether background defragmentation stopped
-//! trying; 117 to 119 zeros; 120 free objects in magazines; 128 moved; 136 freed; 144 busy; 152 refused; 160 failed;
-//! 168 emptied; 176 from other nodes; 184 bytes of handles. Of the node: 192 used objects; 200 objects; 208 slabs, 212
-//! partial, 216 empty, 220 lost, 224 blocks (u32); 228 to 231 zeros; 232 resident bytes; 240 free objects in its barn.
-//! Of the cache again: 248 retired objects in their grace period.
+//! Each field follows after its offset: 0 name, padded with zeros; 64 id of the cache; 72 object bytes; 80 bytes from
+//! one object to the next; 88 bytes of a slab; 96 objects per slab (u32); 100 `defrag_used_ratio`, 104
+//! `remote_node_defrag_ratio` (u32); 108 kind (0 fixed objects, 1 by owner, 2 by handle); 109 whether it has a
+//! constructor; 110 whether debug mode is on; 111 whether the figures of the node are missing; 112 node (u32); 116
+//! whether the background thread skips the cache after a panic; 117 to 119 zeros; 120 free objects in magazines;
+//! objects by outcome of their move: 128 moved; 136 freed; 144 busy; 152 refused; 160 failed; 168 emptied slabs; 176
+//! objects from other nodes; 184 bytes of handles. Of the node: 192 used objects; 200 objects; 208 slabs, 212 partial,
+//! 216 empty, 220 lost, 224 blocks (u32); 228 to 231 zeros; 232 resident bytes; 240 free objects in its barns. Of the
+//! cache again: 248 objects that wait for readers.
 
 use super::{CacheKind, NodeInfo, SlabInfo, Slabs};
 use pagemill_core::listing::{
@@ -25,7 +26,7 @@ const NAME_LEN: usize = 64;
 
 const KINDS: [CacheKind; 3] = [CacheKind::Fixed, CacheKind::ByOwner, CacheKind::ByHandle];
 
-/// One slab cache on one node.
+/// The statistics of one slab cache on one node.
 struct NodeRecord {
     id: u64,
     info: SlabInfo,
@@ -39,8 +40,7 @@ fn truncated_name(name: &str) -> &str {
     &name[..len]
 }
 
-/// Returns a name as lists show it: at most as long as in a record, and without control characters, since it is printed
-/// to a terminal.
+/// Returns a name for printing to a terminal: at most as long as in a record, and without control characters.
 pub fn shown_name(name: &str) -> String {
     let clean = |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
     truncated_name(name).chars().map(clean).collect()
@@ -135,8 +135,8 @@ impl Record for NodeRecord {
     }
 }
 
-/// Asks several processes for their slab caches, as [`ask_all_for`] does. Returns for each its caches with their numbers,
-/// relocatable ones first, then by name; or the reason why there are none.
+/// Requests the slab caches of several processes with [`ask_all_for`]. Returns for each process its caches with their
+/// ids, or the reason why there is no answer. Caches with movable objects come first; each kind is sorted by name.
 pub fn ask_for_slabs(
     targets: &[(&Path, Identity)],
     should_stop: impl Fn() -> bool,
@@ -171,8 +171,8 @@ impl SlabCommands for Slabs {
     }
 }
 
-/// Combines the records of each cache, and sorts the caches as lists do. Returns `None` if the records are in an
-/// invalid order.
+/// Combines the records of each cache, and sorts the caches by [`SlabInfo::rank`]. Returns `None` if the records are in
+/// an invalid order.
 fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
     let mut caches: Vec<(u64, SlabInfo)> = Vec::new();
     for NodeRecord { id, mut info, node, figures } in rows {
@@ -242,8 +242,8 @@ mod tests {
         Record::from_bytes(&to_record(id, info, node, &NODE)).unwrap()
     }
 
-    /// Records are read as they were written, and the records of a cache's nodes are combined. A long name is cut at a
-    /// character boundary.
+    /// Reading must return the values that were written, and combine the records of a cache's nodes. A long name must
+    /// be cut at a character boundary.
     #[test]
     fn records_are_read_as_written() {
         for kind in KINDS {
@@ -258,8 +258,8 @@ mod tests {
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
-    /// Caches with relocatable objects come first, the others follow; both are sorted by name. Two caches may have the
-    /// same name.
+    /// Caches with movable objects must come first. Both kinds must be sorted by name; two caches may have the same
+    /// name.
     #[test]
     fn lists_are_sorted_by_relocatability_and_name() {
         let rows = [
@@ -275,7 +275,7 @@ mod tests {
         assert_eq!(names, ["3y", "1z", "2a", "4a", "0b"]);
     }
 
-    /// Records with an invalid field are rejected, and so are records in an invalid order of nodes. Sums saturate.
+    /// Records with an invalid field, or in an invalid order of nodes, must be rejected. Sums must saturate.
     #[test]
     fn invalid_records_are_rejected() {
         let good = to_record(1, &info("a", CacheKind::Fixed), 0, &NODE);

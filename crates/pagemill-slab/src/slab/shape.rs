@@ -9,12 +9,12 @@ pub(super) const MAX_OBJECTS: usize = 512;
 /// Minimum slab size, unless an OS page is larger.
 pub(super) const MIN_SLAB_BYTES: usize = 16 << 10;
 
-/// Slab size for most object sizes. A larger one is chosen only if this one would waste too much.
+/// Slab size for most object sizes. A larger size is chosen only if this size would waste too much.
 const DEFAULT_SLAB_BYTES: usize = 64 << 10;
 
 pub(super) const MAX_SLABS: usize = BLOCK_BYTES / MIN_SLAB_BYTES;
 
-/// A chosen slab size leaves at most one divided by this unused after the last object.
+/// In a slab of a chosen size, at most `1 / WASTE_DIVISOR` of the bytes are unused after the last object.
 const WASTE_DIVISOR: usize = 8;
 
 /// Approximate size of the free objects in one sheaf.
@@ -34,7 +34,7 @@ pub(super) struct Shape {
     pub slabs: u32,
     pub sheaf_len: usize,
     slab_shift: u32,
-    /// 2^32 divided by the stride, rounded up. Multiplication by it replaces the division by the stride.
+    /// 2^32 divided by the stride, rounded up. Multiplication by this number replaces the division by the stride.
     reciprocal: u64,
 }
 
@@ -105,8 +105,8 @@ impl Shape {
 mod tests {
     use super::*;
 
-    /// For object sizes over the whole range: the offset of each object leads back to the object, and the next byte
-    /// begins no object.
+    /// For object sizes over the whole range, `locate` must return each object for its offset, and no object for the
+    /// next byte.
     #[test]
     fn objects_are_located_by_their_offset() {
         for bytes in (1..600).chain([1000, 4096, 8192, 10_000, 40_000, 65_536, 100_000, 1 << 20]) {
@@ -122,7 +122,7 @@ mod tests {
         }
     }
 
-    /// The chosen slab size wastes at most an eighth after the last object.
+    /// For many object sizes, the chosen slab size must waste at most an eighth after the last object.
     #[test]
     fn chosen_slab_size_wastes_little() {
         for (bytes, slab_bytes) in [(32, 16), (64, 32), (192, 64), (576, 64), (4096, 64), (40_960, 128)] {

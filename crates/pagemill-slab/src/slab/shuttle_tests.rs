@@ -22,7 +22,7 @@ use std::time::Duration;
 /// Number of preemptions in a PCT schedule.
 const DEPTH: usize = 4;
 
-/// Maximum number of steps in a run. A longer run waits for an event that never comes.
+/// Maximum number of steps in a run. A longer run waits for an event that never happens.
 const MAX_STEPS: usize = 300_000;
 
 /// Number of words in a value. With the other fields, a value has 16 KiB.
@@ -109,7 +109,7 @@ fn assert_ok_or_busy<T>(done: Result<T>) {
 }
 
 /// Two threads allocate and free objects, some of them each other's, while a third thread drains all magazines. No
-/// object is allocated twice or lost.
+/// object may be allocated twice or lost.
 #[test]
 fn drain_neither_loses_nor_duplicates_objects() {
     run_in_many_orders(|| {
@@ -152,8 +152,8 @@ fn drain_neither_loses_nor_duplicates_objects() {
     });
 }
 
-/// Threads insert, read, change, pin and remove values while another thread packs them. Each handle finds its own
-/// value, or nothing after its removal. Each value is dropped once.
+/// Threads insert, read, change, pin and remove values while another thread packs them. Each handle must lead to its
+/// own value, or to none after the removal. Each value must be dropped once.
 #[test]
 fn handles_find_their_values_during_moves() {
     run_in_many_orders(|| {
@@ -242,7 +242,7 @@ fn yield_some_times(most: usize) {
     (0..random_below(most)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// The background is stopped at any point of its work. Afterwards it moves and drops nothing.
+/// The background thread is stopped at any point of its work. Afterwards it must not move or drop values.
 #[test]
 fn stopped_background_moves_nothing() {
     run_in_many_orders(|| {
@@ -259,8 +259,8 @@ fn stopped_background_moves_nothing() {
     });
 }
 
-/// Values are removed at random times. All of them are dropped without another call, so no wake-up of the background
-/// thread is lost.
+/// Values are removed at random times. All of them must be dropped without another call: no wake-up of the background
+/// thread may be lost.
 #[test]
 fn no_wakeup_of_the_background_is_lost() {
     run_in_many_orders(|| {
@@ -283,7 +283,7 @@ fn no_wakeup_of_the_background_is_lost() {
 struct Plain {
     number: u64,
     _words: [u64; WORDS],
-    /// At the end, to detect a partly overwritten value.
+    /// The last word of the value, by which a partly overwritten value is detected.
     last: u64,
 }
 
@@ -301,7 +301,8 @@ impl Plain {
 }
 
 /// Threads read values under guards for several steps, change and remove them, and insert others, which reuse the
-/// memory. No reader sees another value under its guard, with or without packing. All memory is freed at the end.
+/// memory. No reader may see another value under its guard, with or without packing. All memory must be freed at the
+/// end.
 #[test]
 fn readers_never_see_reused_memory() {
     run_in_many_orders(|| {
@@ -350,8 +351,9 @@ fn readers_never_see_reused_memory() {
     });
 }
 
-/// Values are removed and their cache is dropped beside the background thread, while another thread shrinks all caches,
-/// forks or stops the background. All values are dropped, no visit fails, and no cache is left.
+/// Values are removed and their cache is dropped while the background thread runs, and while another thread shrinks all
+/// caches, forks or stops the background thread. All values must be dropped, no visit may fail, and no cache may be
+/// left.
 #[test]
 fn background_runs_beside_fork_stop_and_drop() {
     run_in_many_orders(|| {

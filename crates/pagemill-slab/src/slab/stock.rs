@@ -1,5 +1,4 @@
-//! The stock: what a thread keeps for a cache by handle. It holds free handles, and retired objects that wait for
-//! readers.
+//! The stock: free handles, and retired objects that wait for readers, which one thread keeps for a cache by handle.
 //!
 //! The stock of a thread slot is protected by the lock of the slot's magazine. Only a thread that has entered or
 //! drained the magazine uses it.
@@ -11,10 +10,12 @@ use pagemill_core::arena::Zeroed;
 
 const STOCK_BYTES: usize = 16 << 10;
 
-/// Maximum number of free handles, which fill the rest of a stock. Memory is populated up to the highest number so far.
+/// Maximum number of free handles, which fill the rest of a stock. That memory becomes resident as more handles are
+/// added.
 pub(super) const KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
-/// Number of handles that are taken from the table at once. They fill whole cache lines, which no other thread shares.
+/// Number of handles that are allocated from the table at once. They fill whole cache lines, which no other thread
+/// shares.
 pub(super) const KEY_BATCH: usize = 64;
 
 /// Maximum number of retired objects.
@@ -63,7 +64,7 @@ pub(super) struct ThreadRetireList {
     objects: Stack<RETIRED_CAPACITY>,
 }
 
-/// Retired objects that were removed from the list.
+/// Result of [`ThreadRetireList::drain_batch`]: retired objects that were removed from the list.
 pub(super) struct DrainedBatch {
     pub count: usize,
     /// Readers up to this epoch may use the objects. `None`: the objects are free.
@@ -135,7 +136,7 @@ impl<const N: usize> Stack<N> {
         Some(item)
     }
 
-    /// Removes the oldest words until `kept` are left or `items` is full. Returns how many were removed.
+    /// Removes the oldest words until `kept` are left or `items` is full. Returns the number of removed words.
     pub fn drain(&self, kept: usize, items: &mut [u64]) -> usize {
         let len = self.len.get() as usize;
         let gone = len.saturating_sub(kept).min(items.len());
@@ -150,7 +151,7 @@ impl<const N: usize> Stack<N> {
 mod tests {
     use super::*;
 
-    /// `pop` returns the newest word, `drain` the oldest ones, and a full stack accepts no word.
+    /// `pop` must return the newest word, `drain` the oldest ones, and a full stack must accept no word.
     #[test]
     fn stack_pops_the_newest_and_drains_the_oldest() {
         // SAFETY: all bits zero are a valid value of this type.
@@ -166,8 +167,8 @@ mod tests {
         assert_eq!((stack.pop(), stack.pop()), (Some(3), None));
     }
 
-    /// Objects that are retired under a guard wait for it, first in the thread's list and then outside of it. Without a
-    /// guard they are free at once.
+    /// Retires objects under a guard. They must wait for the guard, first in the thread's list and then in a drained
+    /// batch. Without a guard they must be free at the next `drain_batch`.
     #[test]
     fn retired_objects_wait_for_readers() {
         // SAFETY: all bits zero are a valid value of this type.

@@ -1,6 +1,6 @@
 //! Supply of slabs: populates and sets up slabs when a node has no free object, and frees the memory of empty slabs.
 //!
-//! Memory is requested, and constructors run, without a lock. The slab is claimed meanwhile.
+//! Memory is requested, and constructors run, without a lock. The slab is claimed until the constructors have run.
 #![allow(unsafe_code)] // frees the memory of claimed slabs
 
 use super::engine::Engine;
@@ -35,7 +35,7 @@ impl Engine {
     }
 
     /// Sets up one more slab in a whole block with at least `least` objects in use, where the slab has memory already.
-    /// Returns false if there is none.
+    /// Returns false if there is no such block.
     pub fn add_slab_in_use(&self, node: usize, least: u32) -> bool {
         let claimed = self.with_node(node, |node| node.claim_bare_in_use(least));
         claimed.is_some_and(|(block, slab)| self.set_up_slab(node, block, slab).is_ok())
@@ -83,8 +83,8 @@ impl Engine {
     }
 
     /// Frees idle blocks of a node, and the memory of empty slabs in sparse blocks, except for what `keep` demands.
-    /// Returns the bytes that went to the system. Whole blocks that become free keep their memory, so they are not
-    /// included.
+    /// Returns the bytes that were returned to the system. Whole blocks that become free are not included, because they
+    /// keep their memory.
     pub fn trim(&self, node: usize, keep: Keep) -> u64 {
         let (blocks, mut freed) = (&self.shared.blocks, 0);
         while let Some((block, slab)) = self.with_node(node, |node| node.claim_empty(keep)) {
@@ -144,7 +144,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns whether the next block will be sparse, if it may stay partly unused.
+    /// Returns whether a new block that may stay partly unused will be sparse.
     pub fn new_blocks_are_sparse(&self) -> bool {
         !self.shared.blocks.arena.may_take_huge(ExpectedUse::Unknown)
     }

@@ -41,7 +41,8 @@ pub(super) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
     slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
 }
 
-/// Waits until all batches are finished. Readers of concurrent tests may delay them for longer than one call waits.
+/// Waits until all batches are finished. Readers of concurrent tests may delay the batches for longer than one call
+/// waits.
 pub(super) fn finish_retired(engine: &Engine) {
     while !engine.finish_all_retired().unwrap() {}
 }
@@ -67,7 +68,7 @@ fn object(number: u64) -> Object {
     [number; 24]
 }
 
-/// Values keep their contents, lie at distinct addresses, and are returned unchanged by `into_inner`.
+/// Values must keep their contents and lie at distinct addresses, and `into_inner` must return them unchanged.
 #[test]
 fn values_are_kept() {
     let cache = slabs().fixed::<Object>(Settings::new("kept")).unwrap();
@@ -86,8 +87,8 @@ fn values_are_kept() {
     cache.engine().check_state();
 }
 
-/// There is one object more than fits into a slab, so two slabs are used. After one object is freed and the cache
-/// shrunk, one slab is left.
+/// There is one object more than fits into a slab, so two slabs must be used. After one object is freed and the cache
+/// shrunk, one slab must be left.
 #[test]
 fn two_slabs_become_one() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -112,7 +113,8 @@ fn two_slabs_become_one() {
     }
 }
 
-/// Nine of ten objects are freed. Neither a shrink nor defragmentation moves the others, so all partial slabs stay.
+/// Nine of ten objects are freed. Neither a shrink nor defragmentation may move the others, so all partial slabs must
+/// stay.
 #[test]
 fn fixed_objects_never_move() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -134,7 +136,8 @@ fn fixed_objects_never_move() {
     }
 }
 
-/// The charge equals the resident memory of the blocks. After all objects are freed, all of it returns.
+/// The charge must equal the resident memory of the blocks. After all objects are freed, a shrink must return all
+/// memory.
 #[test]
 fn all_memory_is_freed() {
     for layout in [Layout::for_test(), Layout { use_huge: false, ..Layout::for_test() }] {
@@ -155,7 +158,7 @@ fn all_memory_is_freed() {
 }
 
 /// The kernel keeps the memory of a sparse block, because it is locked. The next cache reuses the block as it is, even
-/// though it wants a whole block, and the memory is charged once.
+/// though it wants a whole block, and the memory must be charged once.
 #[test]
 fn memory_that_the_kernel_keeps_is_charged_once() {
     const OTHERS: u64 = 32 * BLOCK_BYTES as u64;
@@ -188,7 +191,8 @@ fn memory_that_the_kernel_keeps_is_charged_once() {
     assert_eq!((account.resident(), resident_bytes()), (OTHERS, 0));
 }
 
-/// The last page of the second slab cannot be populated. The populated part of the slab and its charge are freed.
+/// The last page of the second slab cannot be populated. The populated part of the slab must be freed, and its charge
+/// must end.
 #[test]
 fn partly_populated_slab_is_freed() {
     let (slabs, account) = slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED);
@@ -216,7 +220,7 @@ fn partly_populated_slab_is_freed() {
     cache.engine().check_state();
 }
 
-/// At the memory limit an allocation fails. After objects were freed, allocations succeed again.
+/// At the memory limit an allocation must fail. After objects were freed, allocations must succeed again.
 #[test]
 fn allocations_fail_at_the_limit() {
     let (slabs, account) = slabs_with(Layout::for_test(), 4 * BLOCK_BYTES as u64);
@@ -236,7 +240,7 @@ fn allocations_fail_at_the_limit() {
     cache.engine().check_state();
 }
 
-/// One cache frees blocks, and another cache uses them without a request to the kernel.
+/// One cache frees blocks. Another cache must use these blocks without a request to the kernel.
 #[test]
 fn freed_blocks_serve_other_caches() {
     let slabs = slabs();
@@ -250,8 +254,8 @@ fn freed_blocks_serve_other_caches() {
     drop(slot);
 }
 
-/// One thread allocates objects and another frees them, while a third shrinks the cache. No object is lost or allocated
-/// twice.
+/// One thread allocates objects and another frees them, while a third shrinks the cache. No object may be lost or
+/// allocated twice.
 #[test]
 fn threads_pass_objects_to_each_other() {
     let cache = slabs().fixed::<AtomicUsize>(Settings::new("threads")).unwrap();
@@ -286,7 +290,7 @@ fn threads_pass_objects_to_each_other() {
     cache.engine().check_state();
 }
 
-/// Each value is dropped once, even if its destructor panics, and its memory is freed.
+/// Each value must be dropped once, even if its destructor panics, and its memory must be freed.
 #[test]
 fn values_are_dropped_once() {
     struct Counted<'count>(&'count AtomicUsize);
@@ -305,7 +309,7 @@ fn values_are_dropped_once() {
     assert_eq!((dropped.load(Relaxed), cache.info().unwrap().active), (10, 0));
 }
 
-/// Objects are allocated on the requested node and counted there. A node that does not exist is refused.
+/// Objects must be allocated on the requested node and counted there. A node that does not exist must be refused.
 #[test]
 fn objects_come_from_their_node() {
     let cache = slabs_on_nodes(3).fixed::<Object>(Settings::new("nodes")).unwrap();
@@ -319,7 +323,8 @@ fn objects_come_from_their_node() {
     assert_eq!(cache.info().unwrap().total, NodeInfo::default());
 }
 
-/// A node without free objects takes those of another node at a ratio of 100, and sets up a slab at a ratio of 0.
+/// A node without free objects must use objects of another node at a ratio of 100, and must set up a slab at a ratio of
+/// 0.
 #[test]
 fn remote_objects_are_used_by_ratio() {
     for (ratio, are_remote) in [(0, false), (100, true)] {
@@ -336,7 +341,7 @@ fn remote_objects_are_used_by_ratio() {
     }
 }
 
-/// Ratios above 100 and unsupported object or slab sizes are refused.
+/// Ratios above 100 and unsupported object or slab sizes must be refused.
 #[test]
 fn bad_settings_are_refused() {
     let slabs = slabs();
@@ -349,7 +354,7 @@ fn bad_settings_are_refused() {
     assert!(matches!(slabs.fixed::<[u8; 3 << 20]>(Settings::new("large")), Err(Error::BadLength { .. })));
 }
 
-/// Lists have caches with movable objects first, and each kind sorted by name, in whatever order they were created.
+/// Creates caches in different orders. Lists must have caches with movable objects first, and each kind sorted by name.
 #[test]
 fn lists_are_in_order() {
     let slabs = slabs_on_nodes(1);
@@ -361,8 +366,8 @@ fn lists_are_in_order() {
     assert_eq!(names(slabs.list()), ["c", "z", "a", "b"]);
 }
 
-/// A process creates the maximum number of caches, and one more is refused. All are listed, and each has magazines and
-/// barns, of which only used ones are resident.
+/// Creates the maximum number of caches; one more must be refused. All must be listed, and each must have magazines and
+/// barns, of which only used ones may be resident.
 #[test]
 fn there_can_be_a_thousand_caches() {
     let slabs = slabs_on_nodes(2);
@@ -383,8 +388,8 @@ fn there_can_be_a_thousand_caches() {
     assert!(slabs.fixed::<u64>(Settings::new("again")).is_ok() && slabs.list().is_empty());
 }
 
-/// Debug mode detects a write past the end of an object, a write after free, and a double free, and names the source
-/// locations.
+/// Debug mode must detect a write past the end of an object, a write after free, and a double free, and must name the
+/// source locations.
 #[test]
 fn debug_mode_detects_damage() {
     let slabs = slabs();
@@ -468,8 +473,8 @@ fn cost_of_pairs_batches_and_churn() {
     }
 }
 
-/// Another thread has free objects in its magazine. At the memory limit all objects of the block are allocated before
-/// an allocation fails, since the magazine is drained.
+/// Another thread has free objects in its magazine. At the memory limit, all objects of the block must be allocated
+/// before an allocation fails, because the magazine is drained.
 #[test]
 fn magazines_are_drained_before_an_allocation_fails() {
     let (slabs, _) = slabs_with(Layout::for_test(), BLOCK_BYTES as u64);
@@ -492,8 +497,8 @@ fn magazines_are_drained_before_an_allocation_fails() {
     cache.engine().check_state();
 }
 
-/// Slabs that got no memory are returned. Once all objects are freed no block is left, and objects can be allocated
-/// again.
+/// Slabs for which no memory was available must become bare again. Once all objects are freed, no block may be left,
+/// and allocations must succeed again.
 #[test]
 fn slab_without_memory_is_returned() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };
@@ -509,7 +514,7 @@ fn slab_without_memory_is_returned() {
     }
 }
 
-/// Magazines are used again after a shrink.
+/// Magazines must be used again after a shrink.
 #[test]
 fn magazines_are_used_again_after_a_shrink() {
     let cache = slabs().fixed::<Object>(Settings::new("again")).unwrap();

@@ -10,12 +10,13 @@ use pagemill_sys::process;
 use std::sync::atomic::{self, Ordering::AcqRel};
 
 /// Maximum number of threads that have slots at a time. Further threads use the slabs directly. Linux's default limit
-/// of 65,530 mappings allows no more threads in a process, since a thread takes two.
+/// of 65,530 mappings allows no more threads in a process, because each thread needs two mappings.
 pub(super) const MAX_THREADS: usize = 1 << 15;
 
 pub(super) const WORD_BITS: usize = u64::BITS as usize;
 
-/// Values that are no slot. `UNKNOWN`: the thread has not asked for a slot yet. `NONE`: it got none.
+/// Values that are no slot. `UNKNOWN`: the thread has not called [`ensure_slot`] yet. `NONE`: no slot was free, or the
+/// thread is ending.
 pub(super) const UNKNOWN: u32 = u32::MAX;
 pub(super) const NONE: u32 = u32::MAX - 1;
 
@@ -24,7 +25,7 @@ static SLOTS: ThreadSlots = ThreadSlots::new();
 /// One more than the highest slot that any thread has had.
 static HIGH_WATER: atomic::AtomicU32 = atomic::AtomicU32::new(0);
 
-/// Returns the number of slots that were ever used: all of them are below this.
+/// Returns one more than the highest slot that was ever used.
 pub(super) fn high_water() -> usize {
     HIGH_WATER.load(Acquire) as usize
 }
@@ -41,13 +42,13 @@ pub(super) fn set_bits(words: impl Iterator<Item = u64>) -> impl Iterator<Item =
 }
 
 /// Slots of existing threads, and of ended threads that have left a guard. A slot is certainly included if its thread
-/// executed a barrier after taking it, before the caller executed one.
+/// took the slot and executed a barrier before the caller executed a barrier.
 #[cfg(not(shuttle))]
 pub(super) fn slots_in_use() -> impl Iterator<Item = usize> {
     SLOTS.taken(high_water().div_ceil(WORD_BITS))
 }
 
-/// Under shuttle, tasks take no slots, so all used ones are returned.
+/// Under shuttle, tasks take no slots, so all slots that were ever used are returned.
 #[cfg(shuttle)]
 pub(super) fn slots_in_use() -> impl Iterator<Item = usize> {
     0..high_water()
@@ -111,7 +112,8 @@ impl ThreadSlots {
 }
 
 /// In a fork child: frees all slots except that of this thread. Does nothing if threads of this process have taken
-/// slots already, as in the call of a second Pagemill. Also does nothing on another thread than the first.
+/// slots already, as when a second Pagemill of the process calls this function. Also does nothing on another thread
+/// than the first.
 pub(super) fn begin_child() {
     if process::is_first_thread() {
         SLOTS.free_inherited(process::id(), own_slot());
@@ -168,7 +170,8 @@ pub(super) fn own_offset() -> Offset {
     Offset::of(own_slot())
 }
 
-/// Returns the slot of this thread, and takes one if it has none. [`NONE`] if all are in use or the thread is ending.
+/// Returns the slot of this thread, and takes a slot if the thread has none. [`NONE`] if all slots are in use or the
+/// thread is ending.
 #[cold]
 pub(super) fn ensure_slot() -> u32 {
     if own_slot() == UNKNOWN {
@@ -219,8 +222,8 @@ mod tests {
         assert_eq!(set_bits([u64::MAX; 2].into_iter()).count(), 128);
     }
 
-    /// A fork child frees the slots of its parent's threads, except that of the forking thread. It keeps slots that its
-    /// own threads have taken.
+    /// A fork child must free the slots of its parent's threads, except that of the forking thread, and must keep slots
+    /// that its own threads have taken.
     #[test]
     fn fork_child_frees_slots_of_its_parent() {
         let slots = ThreadSlots::new();
@@ -244,7 +247,7 @@ mod tests {
         assert_eq!((taken(), take(4, 2)), (vec![MAX_THREADS as u32 - 1], vec![0, 1]));
     }
 
-    /// Concurrent threads have different slots, and the slot of an ended thread is reused.
+    /// A thread must not get the slot of another running thread, and the slot of an ended thread must be reused.
     #[test]
     fn slots_of_ended_threads_are_reused() {
         let slot = || std::thread::spawn(ensure_slot).join().unwrap();

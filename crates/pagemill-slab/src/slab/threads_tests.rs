@@ -70,7 +70,7 @@ fn refuse_membarrier() -> io::Result<()> {
     if is_set { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Runs all slab tests once more, in a process where the kernel refuses `membarrier`.
+/// Runs all slab tests in a process where the kernel refuses `membarrier`. All of them must pass.
 #[test]
 fn all_slab_tests_pass_without_membarrier() {
     if env::var_os(REFUSED).is_some() {
@@ -82,7 +82,7 @@ fn all_slab_tests_pass_without_membarrier() {
     assert_passes(&mut command);
 }
 
-/// The kind of barriers follows the kernel's answer, and a cache uses this kind.
+/// The kind of barriers must follow from the kernel's answer, and a cache must use this kind.
 #[test]
 fn barrier_kind_follows_the_kernel() {
     let barriers = Barriers::of_process();
@@ -92,8 +92,8 @@ fn barrier_kind_follows_the_kernel() {
     assert_eq!(cache.engine().magazines.barriers(), barriers);
 }
 
-/// With both kinds of barriers: a thread allocates the object that it freed last, until a drain takes the object out of
-/// the magazine.
+/// With both kinds of barriers, an allocation must return the object that the thread freed last, until a drain removes
+/// the object from the magazine.
 #[test]
 fn freed_object_is_allocated_next() {
     for slabs in [slabs(), refused_slabs()] {
@@ -115,8 +115,8 @@ fn freed_object_is_allocated_next() {
     }
 }
 
-/// With both kinds of barriers: threads allocate, free and read while another thread packs. They find exactly their own
-/// values.
+/// With both kinds of barriers: threads allocate, free and read while another thread packs. Each thread must find
+/// exactly its own values.
 #[test]
 fn threads_keep_their_values_while_others_drain() {
     const THREADS: u64 = 3;
@@ -180,7 +180,8 @@ mod alone {
         engine.opened_slots.iter().map(|word| word.load(Relaxed).count_ones()).sum()
     }
 
-    /// Eight threads insert and remove values. Returns how many thread slots have opened a magazine of each cache.
+    /// Eight threads insert and remove values. Returns for each cache the number of thread slots that have opened a
+    /// magazine.
     fn use_from_threads(cache: &ByHandle<Value>, fixed: &Fixed<Words>) -> [u32; 2] {
         const THREADS: usize = 8;
         const VALUES: u64 = 200;
@@ -232,8 +233,8 @@ mod alone {
         assert!(oldest > epoch, "no thread reads");
     }
 
-    /// With 5,000 slots taken, further threads have magazines, stocks and participant words. With all slots taken,
-    /// threads work without them. The test takes slots in place of threads.
+    /// With 5,000 slots taken, further threads must have magazines, stocks and participant words. With all slots taken,
+    /// threads must work without them. The test takes slots in place of threads.
     #[test]
     #[ignore = "alone in its process"]
     fn thousands_of_threads_have_magazines() {
@@ -271,7 +272,8 @@ mod alone {
         }
     }
 
-    /// Address space is limited to a quarter of all magazines: a quarter of the slots have magazines.
+    /// Limits the address space so that a quarter of all magazines fits. A quarter of the slots must then have
+    /// magazines.
     #[test]
     #[ignore = "alone in its process"]
     fn few_addresses_limit_the_magazines() {

@@ -1,8 +1,9 @@
 //! The background thread: defragments caches in steps, and carries out shrinks that another process requests.
 //!
-//! A thread of the program starts it with the first cache of movable objects. A *round* visits each cache, and a visit
-//! runs a step if something can be emptied. When a round finds nothing, the thread sleeps until something is freed.
-//! Between its work it *rests*, which bounds its processor time.
+//! A thread of the program starts the background thread with the first cache of movable objects. A *round* visits each
+//! cache, and a visit runs a step if something can be emptied. When a round finds nothing, the thread sleeps until
+//! objects are freed or a shrink is requested. Between visits the thread *rests*, so that its processor time is
+//! bounded.
 //!
 //! ```text
 //!           first cache                   a round finds nothing
@@ -13,8 +14,8 @@
 //! ```
 //!
 //! The thread runs callbacks of the program and destructors of removed values, for one cache at a time and without
-//! holding a lock of its own. A thread that drops a cache, forks, or stops the background waits until the current visit
-//! ends, at most one second.
+//! holding a lock of its own. A thread that drops a cache or stops the background thread waits until the current visit
+//! ends, at most one second; a thread that forks, at most 20 ms.
 
 use super::engine::Engine;
 use super::{Cache, CacheKind, Slabs, defrag};
@@ -42,17 +43,18 @@ const REST_FACTOR: u64 = if cfg!(shuttle) { 0 } else { 19 };
 /// The thread rests when this much rest has accumulated. Also the minimum rest between two rounds.
 const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 
-/// Maximum length of one rest, however long a callback took, because memory may become short meanwhile.
+/// Maximum length of one rest, however long a callback took, because memory may become short during the rest.
 const MAX_REST_NS: u64 = 1_000_000_000;
 
-/// Time until the next round while readers, or another thread that uses a cache, must finish first. Doubled each time.
+/// Time until the next round while readers, or another thread that uses a cache, must finish first. The time is doubled
+/// after each such round, up to `MAX_RETRY_DELAY`.
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
 /// Time until one more round after objects were freed, but too few to wake the thread.
 const RECHECK_DELAY: Duration = Duration::from_secs(1);
 
-/// Free blocks keep their memory for reuse this long. Then it is freed in portions of `FREE_PORTION_BYTES`.
+/// Free blocks keep their memory for reuse this long. Then the memory is freed in portions of `FREE_PORTION_BYTES`.
 const FREE_BLOCK_DELAY_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
 const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
@@ -82,7 +84,7 @@ pub(super) enum ShrinkRequest {
 }
 
 impl ShrinkRequest {
-    /// Begins the requested shrink. Returns whether one was requested.
+    /// Begins the requested shrink. Returns whether a shrink was requested.
     fn take(&mut self) -> bool {
         let is_wanted = matches!(self, Self::Wanted);
         if is_wanted {
@@ -102,7 +104,7 @@ pub(super) enum VisitResult {
     Waiting,
     /// A step of defragmentation was run.
     StepRun,
-    /// A requested shrink was carried out. It was urgent, so the thread does not rest for its time.
+    /// A requested shrink was carried out. Shrinks are urgent, so the thread does not rest for the time of this one.
     ShrinkRequest,
 }
 
@@ -110,14 +112,14 @@ pub(super) enum VisitResult {
 #[derive(Default)]
 pub(super) struct Worker {
     is_started: AtomicU32,
-    /// Something was freed or requested, so a round is due.
+    /// Objects were freed or a shrink was requested, so a round is due.
     is_notified: AtomicU32,
     /// `AWAKE`, `ASLEEP_WITH_TIMEOUT` or `ASLEEP`.
     parked: AtomicU32,
-    /// The thread is visiting a cache, or is about to check whether it may.
+    /// The thread is visiting a cache, or is about to check whether a visit is allowed.
     is_visiting: AtomicU32,
     is_stopped: AtomicU32,
-    /// Number of forks in progress. No visit begins meanwhile.
+    /// Number of forks in progress. While it is not 0, no visit begins.
     forks_in_progress: AtomicU32,
     /// The event that the thread sleeps on.
     wakeups: EventCount,
@@ -136,9 +138,9 @@ thread_local! {
     static STOP_AT_EXIT: StopAtMainThreadExit = const { StopAtMainThreadExit(Cell::new(None)) };
 }
 
-/// Stops the background when the first thread ends, since the process usually ends then. Holds the `Slabs` in which a
-/// thread has created caches. Destructors of statics that run later may destroy what callbacks use; the destructor of
-/// this thread-local runs before them.
+/// Stops the background thread when the first thread of the process ends, because the process usually ends then.
+/// Contains the `Slabs` in which this thread has created caches. Destructors of statics may destroy data that callbacks
+/// use. They run after the destructor of this thread-local.
 #[cfg(not(shuttle))]
 struct StopAtMainThreadExit(Cell<Option<&'static Slabs>>);
 
@@ -158,13 +160,13 @@ impl Worker {
         self.is_stopped.load(SeqCst) == 1
     }
 
-    /// Wakes the thread if it sleeps, because something was freed or requested. Takes no lock and no memory, so it can
-    /// be called anywhere.
+    /// Wakes the thread if it sleeps, because objects were freed or a shrink was requested. Acquires no lock and
+    /// allocates no memory, so any code can call `notify`.
     pub fn notify(&self) {
         if self.is_notified.swap(1, SeqCst) == 1 {
             return;
         }
-        // Either the thread sees the flag before it sleeps, or this call sees that it sleeps.
+        // Either the thread sees the flag before it sleeps, or this call sees that the thread sleeps.
         if self.parked.swap(AWAKE, SeqCst) != AWAKE {
             self.wakeups.raise();
         }
@@ -177,8 +179,8 @@ impl Worker {
     }
 
     /// Starts the thread, for the first cache with movable objects. The caller is a thread of the program, because
-    /// callbacks need its open files, which Pagemill's helper thread does not share. If the thread cannot be created,
-    /// the next cache tries again.
+    /// callbacks need the open files of the program, which Pagemill's helper thread does not share. If the thread
+    /// cannot be created, the next cache tries to create it again.
     pub fn start(&self, slabs: &'static Slabs) {
         if self.is_stopped() {
             return;
@@ -196,7 +198,7 @@ impl Worker {
     /// # Errors
     ///
     /// As the cache's own `shrink`. [`Error::Busy`] if the thread does not run, another request for the cache is
-    /// pending, or the cache is dropped before its turn.
+    /// pending, or the cache is dropped before the shrink begins.
     pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
         let none = || Error::Busy { what: "the background thread does not accept a shrink of this slab cache" };
         let is_first = engine.shrink_request.with(|request| {
@@ -243,8 +245,8 @@ impl Worker {
     }
 
     /// Prevents visits until [`Worker::release_after_fork`]. Waits for the visit in progress, because a child would
-    /// inherit the pinned epoch of a thread that it does not have. The wait is short, because a callback may wait for
-    /// the forking thread.
+    /// inherit the pinned epoch of the background thread, which does not exist in the child. The wait is short, because
+    /// a callback may wait for the forking thread.
     pub fn acquire_for_fork(&self) {
         self.forks_in_progress.fetch_add(1, SeqCst);
         self.wait_until_outside(FORK_TIMEOUT_NS);
@@ -262,7 +264,7 @@ impl Worker {
         }
     }
 
-    /// Begins a visit, and waits for forks in progress. Returns false if the background was stopped.
+    /// Begins a visit, and waits for forks in progress. Returns false if the background thread was stopped.
     fn enter(&self) -> bool {
         loop {
             let seen = self.wakeups.count();
@@ -283,7 +285,7 @@ impl Worker {
         self.is_visiting.store(0, SeqCst);
     }
 
-    /// The main loop of the thread, which ends when the background is stopped.
+    /// The main loop of the thread. Returns when the thread is stopped.
     fn run(&self, slabs: &'static Slabs) {
         let (mut pause, mut rest_due_ns) = (MIN_RETRY_DELAY, 0);
         loop {
@@ -317,7 +319,7 @@ impl Worker {
         self.parked.store(AWAKE, SeqCst);
     }
 
-    /// Rests for `ns`, or until the background is stopped. A wake-up meanwhile shortens the rest to the minimum.
+    /// Rests for `ns`, or until the thread is stopped. A wake-up during the rest shortens the rest to the minimum.
     fn rest(&self, mut ns: u64, seen: u32) {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
@@ -330,7 +332,8 @@ impl Worker {
         self.rested_ns.fetch_add(rested_ns, Relaxed);
     }
 
-    /// Visits all caches, the newest first. If a cache is dropped meanwhile, only the positions of newer caches change.
+    /// Visits all caches, the newest first. If a cache is dropped during the round, only the positions of newer caches
+    /// change.
     pub fn run_round(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
         let mut found = VisitResult::Nothing;
         for at in (0..slabs.cache_count()).rev() {
@@ -353,7 +356,7 @@ impl Worker {
     }
 
     /// Frees the memory of free blocks once no further block has become free for [`FREE_BLOCK_DELAY_NS`]. Until then
-    /// caches may reuse them.
+    /// caches may reuse that memory.
     fn free_unused_blocks(&self, slabs: &'static Slabs, rest_due_ns: &mut u64) -> VisitResult {
         let Some(blocks) = slabs.shared.get().map(|shared| &shared.blocks) else { return VisitResult::Nothing };
         let freed_with_memory = blocks.freed_with_memory();
@@ -366,7 +369,7 @@ impl Worker {
         if clock::fine_ns() - self.last_freed_ns.load(Relaxed) < FREE_BLOCK_DELAY_NS {
             return VisitResult::ObjectsFreed;
         }
-        // In portions, because a fork or a stop may wait meanwhile.
+        // In portions, because a fork or a stop may wait for the end of a portion.
         while blocks.freed_with_memory() == freed_with_memory && self.enter() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
             let freed = blocks.shrink(FREE_PORTION_BYTES);
@@ -392,7 +395,7 @@ impl Worker {
         self.used_cpu_ns.fetch_add(took_ns, Relaxed);
     }
 
-    /// Runs `act` on a cache. If it panics, the background gives the cache up until its ratio is set or a shrink
+    /// Runs `act` on a cache. If `act` panics, the background thread skips the cache until its ratio is set or a shrink
     /// succeeds.
     fn visit<T>(
         &self,
@@ -435,7 +438,7 @@ fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
-/// Under shuttle all tasks share one thread.
+/// Returns false under shuttle, because all tasks share one thread.
 #[cfg(shuttle)]
 fn is_worker() -> bool {
     false
@@ -452,7 +455,7 @@ fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The thread runs with normal priority, because allocating threads wait for locks that it holds. It limits its
+/// The thread runs with normal priority, because allocating threads may wait for locks that it holds. It limits its
 /// processor time instead.
 impl pagemill_sys::thread::Work for Slabs {
     fn work(&'static self) {

@@ -1,4 +1,4 @@
-//! The background thread: what it does without a call, and when it does nothing.
+//! Tests of the background thread: its work without a call of the program, and the cases in which it must not run.
 #![allow(unsafe_code)] // implements `Movable`
 
 use super::owner_tests::{Behavior, ItemOwner, Items, cache_of};
@@ -39,7 +39,7 @@ fn with_ratio(name: &str, percent: u32) -> Settings {
 }
 
 /// Adds items and removes all but one in `kept_divisor`, at pseudorandom positions, while they may be moved. Returns
-/// how many are left.
+/// the number of remaining items.
 fn fragmented(cache: &ByOwner<ItemOwner>, kept_divisor: u64) -> u64 {
     (0..ITEMS).for_each(|number| cache.add(number));
     let stays = |number: &u64| (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32).is_multiple_of(kept_divisor);
@@ -70,8 +70,8 @@ fn wait_for_sleep(slabs: &Slabs) {
     wait_until("sleep", || slabs.worker.is_asleep());
 }
 
-/// A cache is fragmented. Its memory returns to the system without any call. The thread uses at most a twentieth of a
-/// processor, and then sleeps.
+/// A cache is fragmented. Its memory must return to the system without any call. The thread may use at most a twentieth
+/// of a processor, and must sleep afterwards.
 #[test]
 fn background_frees_fragmented_memory() {
     for use_huge in [true, false] {
@@ -99,7 +99,7 @@ fn background_frees_fragmented_memory() {
     }
 }
 
-/// The program frees all objects of a cache, which is kept or dropped. The blocks return to the system without any
+/// The program frees all objects of a cache, which is kept or dropped. The blocks must return to the system without any
 /// call.
 #[test]
 fn background_frees_blocks_that_the_program_emptied() {
@@ -142,8 +142,8 @@ impl Drop for Link {
     }
 }
 
-/// Destructors on the background thread remove further values, in the same cache or in one already visited. These are
-/// dropped without a call, too.
+/// Destructors on the background thread remove further values, in the same cache or in one already visited. The further
+/// values must be dropped without a call, too.
 #[test]
 fn values_removed_by_destructors_are_dropped() {
     for count in [1, 2] {
@@ -181,7 +181,7 @@ impl Drop for Value {
     }
 }
 
-/// Nine of ten values by handle are removed. They are dropped, and the others packed, without a call.
+/// Nine of ten values by handle are removed. These values must be dropped, and the others packed, without a call.
 #[test]
 fn values_by_handle_are_dropped_and_packed() {
     let slabs = slabs(true);
@@ -206,7 +206,7 @@ fn values_by_handle_are_dropped_and_packed() {
     assert_eq!(gone.load(Relaxed) as u64, ITEMS);
 }
 
-/// Three values that own memory are removed. The memory is freed without another call.
+/// Three values that own memory are removed. The memory must be freed without another call.
 #[test]
 fn background_drops_a_few_removed_values() {
     struct Held(Arc<()>);
@@ -224,8 +224,8 @@ fn background_drops_a_few_removed_values() {
     wait_until("destructors", || Arc::strong_count(&held) == 1);
 }
 
-/// Values without a destructor are removed under a guard. After the guard is dropped, their memory is freed without
-/// another call.
+/// Values without a destructor are removed under a guard. After the guard is dropped, their memory must be freed
+/// without another call.
 #[test]
 fn values_removed_under_a_guard_are_freed() {
     const VALUES: usize = 100_000;
@@ -247,7 +247,7 @@ fn values_removed_under_a_guard_are_freed() {
     }
 }
 
-/// Objects of a cache with ratio 0 are not moved while another cache is packed.
+/// Packs a cache while another cache has ratio 0. The objects of the latter must not be moved.
 #[test]
 fn nothing_moves_at_a_ratio_of_0() {
     let slabs = slabs(true);
@@ -262,7 +262,7 @@ fn nothing_moves_at_a_ratio_of_0() {
     assert!(info.total.blocks > blocks_for(&still, items), "{info:?}");
 }
 
-/// After `defrag_by_hand` the background thread ends, and moves nothing any more.
+/// After `defrag_by_hand` the background thread must end without moving any further object.
 #[test]
 fn stopped_background_does_nothing() {
     let slabs = slabs(true);
@@ -281,8 +281,8 @@ fn stopped_background_does_nothing() {
     assert!(cache.info().unwrap().moved > moved && !slabs.worker.is_started());
 }
 
-/// A cache is dropped while the background thread visits it. The drop waits for the visit, and the owner is dropped on
-/// the dropping thread. The background serves later caches.
+/// A cache is dropped while the background thread visits it. The drop must wait for the visit, and the owner must be
+/// dropped on the dropping thread. The background thread must serve later caches.
 #[test]
 fn drop_waits_for_the_background_visit() {
     let slabs = slabs(true);
@@ -313,8 +313,8 @@ fn drop_waits_for_the_background_visit() {
     wait_until("a move", || cache.info().unwrap().moved > 0);
 }
 
-/// A callback panics in the background. The panic is counted, its slab is unusable, and its cache is given up, but
-/// other caches are not.
+/// A callback panics on the background thread. The panic must be counted, and the slab must be unusable. The thread
+/// must skip the cache of the callback, but no other cache.
 #[test]
 fn panic_gives_up_only_its_cache() {
     let slabs = slabs(true);
@@ -335,8 +335,8 @@ fn panic_gives_up_only_its_cache() {
     assert!(info.is_given_up && !other.info().unwrap().is_given_up);
 }
 
-/// A callback panics, so its cache is given up. Setting the ratio, even to the same value, lets the background try
-/// again: the cache is given up again if callbacks still panic, and otherwise stays in use.
+/// A callback panics, so the background thread skips its cache. After the ratio is set, even to the same value, the
+/// thread must visit the cache again. It must skip the cache again only if callbacks still panic.
 #[test]
 fn setting_the_ratio_retries_a_given_up_cache() {
     let slabs = slabs(true);
@@ -358,8 +358,8 @@ fn setting_the_ratio_retries_a_given_up_cache() {
     assert_eq!((after.is_given_up, after.total.lost, cache.check_all()), (false, 2, items));
 }
 
-/// A callback panics, so its cache is given up. A shrink by the program that panics changes nothing; one that succeeds
-/// lets the background use the cache again.
+/// A callback panics, so the background thread skips its cache. A shrink by the program that panics must not change
+/// that. After a successful shrink, the thread must visit the cache again.
 #[test]
 fn successful_shrink_retries_a_given_up_cache() {
     let slabs = slabs(true);
@@ -385,8 +385,8 @@ fn successful_shrink_retries_a_given_up_cache() {
     assert_eq!((cache.info().unwrap().total.lost, cache.check_all()), (2, items + more));
 }
 
-/// A cache is dropped while a shrink of it is requested and the thread is busy elsewhere. The requester gets `None`,
-/// the owner is dropped on the dropping thread, and later requests are served.
+/// A cache is dropped while a shrink of it is requested and the thread is busy elsewhere. The request must return
+/// `None`, the owner must be dropped on the dropping thread, and later requests must succeed.
 #[test]
 fn shrink_request_ends_with_its_cache() {
     let slabs = slabs(true);
@@ -407,7 +407,8 @@ fn shrink_request_ends_with_its_cache() {
     assert!(slabs.shrink_one(0).unwrap().is_ok());
 }
 
-/// No rest is due for a requested shrink. For other work the rest is 19 times its processor time, at most a second.
+/// No rest may be due for a requested shrink. For other work the rest must be 19 times its processor time, at most a
+/// second.
 #[test]
 fn rest_is_bounded() {
     let slabs = slabs(true);
@@ -424,7 +425,8 @@ fn rest_is_bounded() {
     }
 }
 
-/// While memory is short, reclaim wakes the resting thread once, until the thread has packed everything.
+/// While memory is short, reclaim must wake the resting thread once, and not again until the thread has packed all
+/// caches.
 #[test]
 fn memory_shortage_shortens_a_rest() {
     let slabs = slabs(true);
@@ -439,7 +441,8 @@ fn memory_shortage_shortens_a_rest() {
     assert_eq!(wakes, [1; 3]);
 }
 
-/// At a memory limit, caches by owner are packed even if they are used above their ratio, except those with ratio 0.
+/// At a memory limit, caches by owner must be packed even if they are used above their ratio, except caches with ratio
+/// 0.
 #[test]
 fn caches_by_owner_are_packed_at_a_limit() {
     let slabs = slabs(true);
@@ -454,7 +457,7 @@ fn caches_by_owner_are_packed_at_a_limit() {
     assert_eq!((still.info().unwrap().moved, [&half, &still].map(|cache| cache.check_all())), (0, items));
 }
 
-/// After a fork, the child's list of caches is empty. So the child never drops owners of the parent through it.
+/// After a fork, the child's list of caches must be empty, so that the child never drops an owner of the parent.
 #[test]
 fn fork_child_lists_no_caches_of_its_parent() {
     let slabs = slabs(true);

@@ -1,8 +1,8 @@
-//! The cache of index nodes. The index moves them, under its own locks ([`NodeIndex`]).
+//! The cache of index nodes. The index moves its nodes under its own locks ([`NodeIndex`]).
 //!
-//! Nodes lie in metadata blocks of their own. These are not charged, because an index may grow while memory is being
-//! reclaimed, and they contain nothing else, because nodes are read without a guard. Each process has one such cache,
-//! created with its first page cache. A fork child creates another.
+//! Nodes lie in metadata blocks of their own. The blocks are not charged, because an index may grow while memory is
+//! being reclaimed. They contain only nodes, because nodes are read without a guard. Each process, also a fork child,
+//! has its own cache of index nodes, created with its first page cache.
 #![allow(unsafe_code)] // nodes in slots; the contract of their memory
 
 use super::batch::{GRACE_NS, Grace, wait_for_readers};
@@ -21,14 +21,14 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// The index whose nodes a cache holds. Implemented where the index is known.
+/// The index whose nodes are objects of the cache. Implemented by a crate that knows the index.
 ///
 /// # Safety
 ///
-/// - After `set_up`, a node is accessed only by shared references and atomic operations, also after it was returned, for
-///   readers may still be there. Zero bits are a valid node.
-/// - A node that `relocate` has moved is not used any more, except by readers under a guard of [`epoch::pin`] that began
-///   before. Otherwise the target is unused.
+/// - After `set_up`, a node is accessed only by shared references and atomic operations, even after it was freed,
+///   because readers may still access the node. Zero bits are a valid node.
+/// - If `relocate` returns true, only readers under a guard of [`epoch::pin`] that began before the call may still
+///   access the node `old`. If `relocate` returns false, no thread accesses the node `new`.
 ///
 /// Example: [`Slabs`].
 pub unsafe trait NodeIndex: Any + Send + Sync {
@@ -37,28 +37,29 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     where
         Self: Sized;
 
-    /// Makes a node of memory that has only ever held nodes or zeros.
+    /// Initializes a node in memory that has only ever contained nodes or zeros.
     ///
     /// # Safety
     ///
-    /// The address of such memory, of that layout, without another user.
+    /// `node` is the address of memory that meets this condition, has the layout of a node, and has no other user.
     unsafe fn set_up(node: usize)
     where
         Self: Sized;
 
-    /// Whether the node seems to be one that can be moved.
+    /// Whether the node can probably be moved. Only `relocate` decides.
     ///
     /// # Safety
     ///
-    /// The address of an object of the cache.
+    /// `node` is the address of an object of the cache.
     unsafe fn may_move(&self, node: usize) -> bool;
 
-    /// Moves the node `old` to the free one `new`, if it is in use and no other thread has locked what it needs; returns
-    /// whether it did. Never waits, and runs no code of the program.
+    /// Moves the node at address `old` to the free node at address `new`, and returns true. Returns false if the index
+    /// does not use the node `old`, or if another thread holds a lock that the move needs. Never waits, and runs no
+    /// code of the program.
     ///
     /// # Safety
     ///
-    /// Addresses of objects of the cache; `new` has no other user.
+    /// Both are addresses of objects of the cache, and `new` has no other user.
     unsafe fn relocate(&'static self, old: usize, new: usize) -> bool;
 
     /// Starts the grace period of retired nodes.
@@ -67,10 +68,10 @@ pub unsafe trait NodeIndex: Any + Send + Sync {
     /// Whether retired nodes wait for readers.
     fn is_waiting(&self) -> bool;
 
-    /// Returns retired nodes whose grace period is over.
+    /// Frees retired nodes whose grace period is over.
     fn free_retired(&self);
 
-    /// Resident bytes of its own tables.
+    /// Resident bytes of the index's own tables.
     fn metadata_bytes(&self) -> u64;
 }
 
@@ -81,7 +82,7 @@ const NAME: &str = "xarray_node";
 #[derive(Default)]
 pub(super) struct IndexNodes {
     shared: OnceLock<&'static SharedState>,
-    /// The cache of this process; in a fork child, that of its parent at first.
+    /// The cache of this process. In a fork child, the parent's cache until the child creates its own.
     cache: Guarded<Option<&'static NodeCache>>,
 }
 
@@ -145,7 +146,7 @@ impl Cache for NodeInner {
         defrag::shrink(&self.engine, self)
     }
 
-    /// Starts the grace period of retired nodes, and frees those whose grace period is over.
+    /// Starts the grace period of retired nodes, and frees the nodes whose grace period is over.
     fn finish_retired_without_callback(&self) {
         self.index().seal();
         self.index().free_retired();
@@ -178,7 +179,7 @@ impl Cache for NodeInner {
 impl Mover for NodeInner {
     type Isolated = ();
 
-    /// Selects nodes without their array's lock, so the selection is only a hint. `relocate` checks again under that
+    /// Selects nodes that can probably be moved, without the lock of their array. `relocate` checks again under that
     /// lock.
     fn isolate(&self, chunk: &mut Chunk) {
         // SAFETY: the chunk has objects of the cache.
@@ -199,9 +200,9 @@ impl Mover for NodeInner {
 
 /// The memory for the nodes of an index.
 ///
-/// The addresses of [`NodeMemory::window`] stay the process's for good. They hold only nodes: bytes that were never opened
-/// cannot be reached, nor can the bytes before the first one, and memory that was returned to the kernel reads zero. Slabs
-/// are set up with atomic stores, as nodes are written.
+/// The addresses of [`NodeMemory::window`] are reserved until the process ends, and contain only nodes. Addresses that
+/// were never used, and those just before the window, are inaccessible. Memory that was returned to the kernel reads
+/// zero. Slabs are set up with atomic stores, because readers may access them.
 ///
 /// Example: [`Slabs`].
 pub struct NodeMemory(Arc<NodeInner>);
@@ -212,8 +213,8 @@ impl NodeMemory {
         self.0.engine.shared.blocks.window()
     }
 
-    /// Takes a node, which has one user at a time: its address. The contents are those at its last return, or as
-    /// [`NodeIndex::set_up`] made them.
+    /// Allocates a node and returns its address. The contents are those that the node had when it was last freed, or
+    /// those that [`NodeIndex::set_up`] wrote.
     ///
     /// # Errors
     ///
@@ -223,24 +224,24 @@ impl NodeMemory {
         self.0.engine.allocate()
     }
 
-    /// Returns a node.
+    /// Frees a node.
     ///
     /// # Safety
     ///
-    /// From [`NodeMemory::take`], and no thread reaches it as a live one.
+    /// [`NodeMemory::take`] returned the node, and the index does not use the node any more.
     pub unsafe fn give(&self, node: usize) {
-        // SAFETY: the caller's promise. It needs no destructor, and the next user of the node checks its contents.
+        // SAFETY: the caller's promise. A node needs no destructor, and the next user of the node checks its contents.
         unsafe { self.0.engine.free(node) };
     }
 
-    /// Wakes the background thread for retired nodes, if the cache allows it.
+    /// Wakes the background thread, which frees retired nodes, unless the ratio of the cache is 0.
     pub fn note_retired(&self) {
         if self.0.engine.used_ratio.load(Relaxed) > 0 {
             self.0.engine.shared.slabs.worker.notify();
         }
     }
 
-    /// Whether this is a fork child, and the nodes are its parent's.
+    /// Whether this process is a fork child and the nodes belong to its parent.
     pub fn is_inherited(&self) -> bool {
         self.0.engine.check_generation().is_err()
     }
@@ -254,8 +255,8 @@ pub struct NodeCache {
 }
 
 impl Slabs {
-    /// Returns the cache of index nodes of this process. The first call creates it, and the index with `make`; so does
-    /// the first call in a fork child.
+    /// Returns the cache of index nodes of this process. The first call, also in a fork child, creates the cache, and
+    /// creates the index with `make`.
     ///
     /// # Errors
     ///
@@ -318,12 +319,12 @@ impl Slabs {
 }
 
 impl NodeCache {
-    /// The index that [`Slabs::nodes_of`] was given.
+    /// The index that the `make` of [`Slabs::nodes_of`] created.
     pub fn index(&self) -> &'static dyn NodeIndex {
         self.inner.index()
     }
 
-    /// As [`super::ByOwner::shrink`]: packs all nodes. Nodes of arrays that another thread has locked stay.
+    /// As [`super::ByOwner::shrink`]: packs all nodes. Nodes of arrays that another thread has locked are not moved.
     ///
     /// # Errors
     ///
@@ -360,15 +361,15 @@ impl NodeCache {
     }
 }
 
-/// What tests of the index look at.
+/// Methods for tests of the index.
 #[cfg(any(test, feature = "test-util"))]
 impl NodeCache {
-    /// Waits for readers until everything that was moved is freed.
+    /// Waits for readers until the old memory of all moved nodes is freed.
     pub fn finish_retired(&self) {
         while !self.inner.engine.finish_all_retired().unwrap() {}
     }
 
-    /// Returns slabs without objects.
+    /// Frees the memory of slabs without objects.
     pub fn shrink_slabs(&self) {
         self.inner.engine.shrink().unwrap();
     }
@@ -377,17 +378,17 @@ impl NodeCache {
         self.inner.engine.check_state();
     }
 
-    /// The addresses of all objects of the first slab's shape.
+    /// The addresses of all objects in the first slab of the window.
     pub fn addresses(&self) -> impl Iterator<Item = usize> {
         let (first, shape) = (self.inner.engine.shared.blocks.window().start, &self.inner.engine.shape);
         (0..shape.capacity).map(move |object| first + shape.offset_of(0, object))
     }
 }
 
-/// What tests of the index look at.
+/// Methods for tests of the index.
 #[cfg(any(test, feature = "test-util"))]
 impl Slabs {
-    /// The background thread sleeps without a timeout, after a round that found nothing.
+    /// Whether the background thread sleeps without a timeout, after a round that found nothing.
     #[cfg(not(shuttle))]
     pub fn is_asleep(&self) -> bool {
         self.worker.is_asleep()

@@ -1,8 +1,8 @@
 //! A map whose values may be purged under memory pressure.
 //!
-//! Values are stored in volatile ranges. The least recently used values are purged first, and the next lookup notices
-//! that. The first thread that misses a value computes it, while other threads that look it up wait. So the function
-//! that computes a value must not look up the same key.
+//! Values are stored in volatile ranges. The least recently used values are purged first; a lookup treats a purged
+//! value as absent. In [`VolatileCache::get_or_try_insert`], the first thread that misses a value computes it, while
+//! other threads that look up the same key wait. So the function that computes a value must not look up the same key.
 //!
 //! Uses `range`, and the global allocator for keys and the table.
 
@@ -171,7 +171,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.shard(key).cells.get(key).cloned()
     }
 
-    /// Returns a copy of the value if it is present, and makes it the most recently used one.
+    /// Returns a copy of the value if it is present, and makes the value the most recently used one.
     pub fn get<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,
@@ -179,8 +179,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.read(key, V::load)
     }
 
-    /// Calls `read` with the value's bytes if they are present, and makes it the most recently used one. The bytes are
-    /// pinned during the call. `read` must not change the value of the same key.
+    /// Calls `read` with the value's bytes if they are present, and makes the value the most recently used one. The
+    /// bytes are pinned during the call. `read` must not change the value of the same key.
     pub fn read<Q: Hash + Eq + ?Sized, T>(&self, key: &Q, read: impl FnOnce(&[u8]) -> T) -> Option<T>
     where
         K: Borrow<Q>,
@@ -202,7 +202,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     }
 
     /// Returns the value; computes it with `make` if it is absent. Only one of several concurrent callers computes it.
-    /// If there is no memory to store it, the value is returned all the same.
+    /// If there is no memory to store the value, the value is returned without being stored.
     ///
     /// # Errors
     ///
@@ -227,7 +227,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         Ok(value)
     }
 
-    /// Removes a value. Returns whether there was one.
+    /// Removes a key and its value. Returns whether the value was present and not purged.
     pub fn remove<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> bool
     where
         K: Borrow<Q>,

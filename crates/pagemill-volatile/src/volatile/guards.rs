@@ -1,8 +1,8 @@
 //! Guard pages of strict volatile ranges: a table of the guarded pages, and the handling of faults on them.
 //!
-//! A purge *closes* memory (`PROT_NONE`), discards its pages, installs guards (`MADV_GUARD_INSTALL`), and *opens* it
-//! again. So the program never reads zeros in place of purged bytes: an access waits until the memory is open again,
-//! and then raises `SIGBUS`.
+//! A purge *closes* memory (`PROT_NONE`), discards its pages, installs guards (`MADV_GUARD_INSTALL`), and *opens* the
+//! memory again. So the program never reads zeros in place of purged bytes: an access waits until the memory is open
+//! again, and then raises `SIGBUS`.
 //!
 //! The table has a bit for each page, which is set from before the page is purged until after its guard is removed. The
 //! fault handler reads the bit without a lock and does not allocate. The table is shared by all Pagemills of the
@@ -40,7 +40,7 @@ static CLOSING_THREADS: AtomicU32 = AtomicU32::new(0);
 /// Whether this process inherited the table in a fork. Then a set bit does not prove that the page may be discarded.
 static HAS_INHERITED: AtomicBool = AtomicBool::new(false);
 
-/// Whether the kernel supports guard pages; the first use finds out.
+/// Whether the kernel supports guard pages; tested at the first use.
 static GUARD_SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
 const UNKNOWN: u32 = 0;
 const SUPPORTED: u32 = 1;
@@ -182,8 +182,8 @@ impl Drop for ClosedSection {
     }
 }
 
-/// The error of [`purge_and_guard`]: the kernel, or `discard`, refused. `freed` is what was freed before that, if
-/// anything.
+/// The error of [`purge_and_guard`]: the kernel, or `discard`, refused. `freed` is the number of bytes freed before
+/// that, or `None` if no page was purged.
 pub(super) struct GuardsRefused {
     pub freed: Option<u64>,
 }
@@ -196,7 +196,7 @@ pub(super) struct GuardsRefused {
 ///
 /// # Errors
 ///
-/// [`GuardsRefused`] if a run of pages could not be purged. That run and the pages after it are unchanged.
+/// [`GuardsRefused`] if a run of pages could not be purged. The pages of that run and those behind them are unchanged.
 ///
 /// # Safety
 ///
@@ -224,7 +224,7 @@ pub(super) unsafe fn purge_and_guard(
 ///
 /// As [`purge_and_guard`].
 unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usize>) -> Option<u64>) -> Option<u64> {
-    // `MADV_COLD` fails for locked memory, so this detects locked memory before it is closed.
+    // `MADV_COLD` fails for locked memory, so a run with locked memory is refused before it is closed.
     mem::cool(run.start, run.len()).ok()?;
     let _section = ClosedSection::begin();
     set_bits(run);
@@ -362,11 +362,11 @@ fn resolve_fault(fault: &Fault) -> Verdict {
     if can_be_done || is_bit_set(fault.addr) { Verdict::Again } else { Verdict::Program }
 }
 
-/// Handles a fault on a strict range. Returns whether the fault was on such a range.
+/// Handles a fault on a strict range. Returns false if the fault was elsewhere.
 ///
-/// A program that installs its own `SIGSEGV` handler (`SA_SIGINFO`) after its first strict mark must call this first in
-/// the handler, and return from the handler at once if the result is true. The access is then repeated, or `SIGBUS` is
-/// raised at the faulting instruction. Neither allocates nor locks.
+/// A program that installs its own `SIGSEGV` handler (`SA_SIGINFO`) after its first strict mark must call
+/// `handle_fault` first in the handler, and return from the handler at once if the result is true. The access is then
+/// repeated, or `SIGBUS` is raised at the faulting instruction. Neither allocates nor locks.
 ///
 /// # Safety
 ///

@@ -29,8 +29,8 @@ const STEP_BYTES: usize = 1 << 20;
 ///
 /// # Invariants
 ///
-/// 1. The first `leaves` items of the directory are in use, ascending by `first`. The items from there to
-///    `leaf_numbers` are free leaves. Together these items contain every leaf number below `leaf_numbers` once.
+/// 1. The first `leaves` items of the directory are in use, ascending by `first`. The items behind these, up to
+///    `leaf_numbers`, are free leaves. Together these items contain every leaf number below `leaf_numbers` once.
 /// 2. A leaf in use has at least one entry. Its first `count` entries are written, ascending and disjoint, and `first`
 ///    is the start of the first entry.
 /// 3. Two neighbouring leaves together have at least half a leaf of entries.
@@ -80,7 +80,8 @@ impl<T: Copy> Intervals<T> {
         self.bytes
     }
 
-    /// Ensures that the next `insertions` insertions cannot fail. A cut out of the middle of an interval counts as one.
+    /// Ensures that the next `insertions` insertions cannot fail. A cut out of the middle of an interval counts as one
+    /// insertion.
     ///
     /// Cost: two comparisons, and a system call for each MiB of leaves. The first call reserves the addresses. Errors:
     /// [`Error::NoAddresses`] if the map could need too many leaves, [`Error::System`] if the kernel refuses memory.
@@ -102,8 +103,8 @@ impl<T: Copy> Intervals<T> {
     /// Removes the parts of intervals inside `range`. Returns the number of bytes removed.
     ///
     /// Parts outside stay, with their values. `each` is called with the removed parts in ascending order. Cost: a
-    /// search, and the removed parts. Errors as [`Self::prepare`], only if `range` is in the middle of an interval;
-    /// after an error nothing has changed, and `each` was not called.
+    /// search, and some nanoseconds for each removed part. Errors as [`Self::prepare`], only if `range` is in the
+    /// middle of an interval; after an error nothing has changed, and `each` was not called.
     pub(super) fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, T)) -> Result<u64> {
         if range.is_empty() {
             return Ok(0);
@@ -160,8 +161,8 @@ impl<T: Copy> Intervals<T> {
         self.directory().partition_point(|leaf| leaf.first <= start).saturating_sub(1)
     }
 
-    /// Leaf and index of the first interval that ends after `addr`. If that is the first entry of a leaf, the result
-    /// may be the end of the leaf before.
+    /// Leaf and index of the first interval that ends after `addr`. If this interval is the first entry of a leaf, the
+    /// result may be the end of the leaf before.
     fn seek(&self, addr: usize) -> (usize, usize) {
         let index = self.leaf_for(addr);
         (index, self.leaf(index).partition_point(|entry| entry.end <= addr))
@@ -198,7 +199,7 @@ impl<T: Copy> Intervals<T> {
         } else if self.leaf(index).len() == Self::PER_LEAF {
             self.prepare(1)?;
             let is_at_end = at == Self::PER_LEAF && index + 1 == self.leaves;
-            // Ascending insertions add nothing to this leaf any more. Splitting it in half would leave it half empty.
+            // Ascending insertions add no more entries to this leaf, so splitting the leaf would leave it half empty.
             let kept = if is_at_end { Self::PER_LEAF } else { Self::PER_LEAF / 2 };
             self.add_leaf(index + 1);
             self.move_entries(index, kept, index + 1);
@@ -218,7 +219,8 @@ impl<T: Copy> Intervals<T> {
         Ok(())
     }
 
-    /// Inserts a leaf without entries into the directory. The caller has called [`Self::prepare`], so this cannot fail.
+    /// Inserts a leaf without entries into the directory. The caller has called [`Self::prepare`], so `add_leaf` cannot
+    /// fail.
     fn add_leaf(&mut self, index: usize) {
         let directory = self.directory.items_mut();
         if self.leaves == self.leaf_numbers {
@@ -298,7 +300,7 @@ impl<T: Copy> Intervals<T> {
 
 /// An array in reserved address space, of which only the used part is accessible.
 ///
-/// If all of it were accessible, the program's `mlockall` would make gigabytes resident.
+/// If the whole array were accessible, the program's `mlockall` would make gigabytes resident.
 ///
 /// # Invariants
 ///

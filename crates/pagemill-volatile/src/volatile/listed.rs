@@ -56,8 +56,8 @@ pub struct Listed {
     pub is_strict: bool,
     /// Number of bytes purged since the range was marked; `None` if some were purged but their number is unknown.
     pub purged_bytes: Option<usize>,
-    /// Ticks of 4.2 ms since the range was marked or a chunk of it was purged. They wrap after 19 hours. `None` for a
-    /// held range.
+    /// Ticks of 4.2 ms since the range was marked or a chunk of it was purged. The number wraps after 19 hours. `None`
+    /// for a held range.
     pub age_ticks: Option<u32>,
 }
 
@@ -86,7 +86,7 @@ pub struct ListedPart {
     pub next: Option<usize>,
 }
 
-/// Copies `found` to `into` as far as it fits. Returns the number copied.
+/// Copies descriptions from `found` until `into` is full. Returns the number copied.
 fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
     into.iter_mut().zip(found).fold(0, |count, (place, listed)| {
         *place = listed;
@@ -141,7 +141,7 @@ impl Ranges {
         found
     }
 
-    /// Sets the figures of a fork child to the ranges that it inherited.
+    /// Publishes the total length of the ranges that a fork child inherited.
     pub fn begin_child(&self) {
         self.publish_total_bytes();
     }

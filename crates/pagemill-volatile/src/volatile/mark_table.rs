@@ -1,6 +1,6 @@
 //! The table of volatile marks on the program's own memory, and sums over them. Protected by the lock in `vrange`.
 //!
-//! A purge *claims* a *piece* of a marked interval: the addresses that it discards before it releases the claim.
+//! A purge *claims* a *piece* of a marked interval: the addresses that the purge discards under one claim.
 
 use super::intervals::Intervals;
 use super::purge::STEP_BYTES;
@@ -54,7 +54,7 @@ impl Mark {
 /// All marks of a process, with sums and claims.
 pub(super) struct MarkTable {
     pub marks: Intervals<Mark>,
-    /// Number of claimed pieces. If it is 0, no search for claimed pieces is needed.
+    /// Number of claimed pieces. While the number is 0, no search for claimed pieces is needed.
     pub claimed: usize,
     /// Whether a piece of a strict mark was ever claimed.
     may_have_guards: bool,
@@ -170,7 +170,7 @@ impl MarkTable {
         Ok(())
     }
 
-    /// Replaces the mark of the interval that has exactly these addresses. Does nothing if there is none.
+    /// Replaces the mark of the interval that has exactly these addresses. Does nothing if there is no such interval.
     pub fn change(&mut self, interval: &Range<usize>, mark: Mark) {
         self.marks.update(interval.clone(), |range, found| {
             if range == *interval {

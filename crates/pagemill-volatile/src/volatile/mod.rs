@@ -1,4 +1,5 @@
-//! Volatile ranges: memory whose contents may be purged under pressure. The owner learns whether they were.
+//! Volatile ranges: memory whose contents may be purged under pressure. The owner learns whether the contents were
+//! purged.
 //!
 //! A [`Range`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and unmarking
 //! change one word of the range, without a system call, a lock, or a cache line shared with other ranges. Bytes are
@@ -336,8 +337,8 @@ impl Ranges {
         debug_assert!(result.is_ok());
     }
 
-    /// Runs `act`. If a purge has claimed the range, requests it to stop, waits for that (some hundred microseconds at
-    /// most), and runs `act` again.
+    /// Runs `act`. If a purge has claimed the range, requests the purge to stop, waits until it has stopped (some
+    /// hundred microseconds at most), and runs `act` again.
     #[inline]
     fn retry_after_purge<T>(
         &self,
@@ -369,7 +370,8 @@ impl Ranges {
         }
     }
 
-    /// Copies the sum of all lengths to the figures. Repeats this if another thread has changed the sum meanwhile.
+    /// Copies the sum of all lengths to the published statistics. Repeats the copy if another thread has changed the
+    /// sum in between.
     fn publish_total_bytes(&self) {
         loop {
             let bytes = self.purger.total_bytes.load(Relaxed);
@@ -385,6 +387,7 @@ impl Ranges {
         self.entries.resident_bytes(0, self.count.load(Acquire) as usize)
     }
 
+    /// Acquires the locks, so that a fork copies consistent entries and lists.
     pub fn acquire_for_fork(&self) {
         self.purger.lock.acquire();
         self.free_lists_lock.acquire();
@@ -394,7 +397,7 @@ impl Ranges {
     ///
     /// # Safety
     ///
-    /// Follows one call of it, by the same thread.
+    /// Follows one call of [`Ranges::acquire_for_fork`] by the same thread.
     pub unsafe fn release_after_fork(&self) {
         self.free_lists_lock.release();
         self.purger.lock.release();

@@ -2,8 +2,8 @@
 //!
 //! A walk over the entries queues some hundred ranges with the oldest marks (`purge_queue`). They are purged in order,
 //! then the next walk follows. A range without chunks is purged as a whole. Of a range with chunks only the last chunk
-//! is purged. Then the range counts as marked at that time, so that other ranges are purged before its next chunk.
-//! Memory of free entries counts as oldest.
+//! is purged. Then the range counts as marked at that time, so that other ranges are purged before its next chunk. The
+//! memory of free entries is purged before that of marked ranges.
 //!
 //! A range that a purge has claimed cannot be accessed. A thread that needs the range sets a bit in its state word.
 //! Then the purge ends after its current step, and the rest of the range is kept.
@@ -27,7 +27,8 @@ use std::time::Duration;
 /// under shuttle, so that small ranges have several steps.
 pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
-/// Minimum time between two measuring walks: this many nanoseconds, and `MEASURE_SHARE` times the duration of the last.
+/// Minimum time between two measuring walks: this many nanoseconds, or `MEASURE_SHARE` times the duration of the last
+/// walk if that is longer.
 const MEASURE_PAUSE_NS: u64 = 100_000_000;
 const MEASURE_SHARE: u64 = 100;
 
@@ -40,11 +41,11 @@ pub(super) struct Purger {
     pub lock: Lock,
     /// Length of all ranges.
     pub total_bytes: AtomicU64,
-    /// Bytes that a purge of everything could free, as of the last walk.
+    /// Bytes that a purge of all ranges could free, as of the last walk.
     giveable_bytes: AtomicU64,
     /// Earliest time of the next measuring walk.
     measure_after_ns: AtomicU64,
-    /// The minimum of the bytes in free entries over some time. So many bytes were not reused in that time.
+    /// The minimum, over some time, of the bytes in free entries: so many bytes were not reused in that time.
     unused: LeastOver,
     /// The purge queue; its keys are numbers of entries. Protected by `lock`.
     queue: PurgeQueue,
@@ -109,7 +110,7 @@ impl Shrinker for Ranges {
 }
 
 impl Ranges {
-    /// Measures the bytes that a purge of everything would free: the resident pages of each range that may be purged.
+    /// Measures the bytes that a purge of all ranges would free: the resident pages of each range that may be purged.
     pub fn measure_now(&self) {
         let begun = clock::fine_ns();
         let _guard = self.purger.lock.lock();
@@ -213,8 +214,8 @@ impl Ranges {
         }
     }
 
-    /// Discards whole pages of a claimed range. Returns the bytes that the kernel took; `None` if it refused, perhaps
-    /// after some of the pages.
+    /// Discards whole pages of a claimed range. Returns the bytes that the kernel took; `None` if the kernel refused,
+    /// possibly after it took some of the pages.
     fn discard(&self, entry: &RangeEntry, from: usize, to: usize) -> Option<u64> {
         let has_slot = entry.class.load(Relaxed) == OWN_SLOT;
         let (mut at, mut freed) = (from, 0);

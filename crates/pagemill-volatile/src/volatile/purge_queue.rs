@@ -1,10 +1,11 @@
 //! The purge queue: some hundred ranges that were marked first, in the order in which they are purged.
 //!
-//! A walk over all ranges fills the queue. When it is used up, the next walk fills it again.
+//! A walk over all ranges fills the queue. When all its ranges were purged, the next walk fills the queue again.
 
 use pagemill_core::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed};
 
-/// Maximum number of walks for one request. Without a limit it might never end, because other threads mark meanwhile.
+/// Maximum number of walks for one request. Without a limit a request might never end, because other threads mark
+/// ranges meanwhile.
 const MAX_WALKS: usize = 64;
 
 /// Capacity of the queue: the maximum number of ranges that one walk selects.
@@ -14,7 +15,7 @@ pub(super) const QUEUE_LENGTH: usize = 512;
 pub(super) struct PurgeQueue {
     /// Key and epoch of each range.
     entries: [(AtomicU64, AtomicU32); QUEUE_LENGTH],
-    /// `entries[next..end]` is not purged yet.
+    /// The ranges in `entries[next..end]` are not purged yet.
     next: AtomicUsize,
     end: AtomicUsize,
 }

@@ -34,7 +34,7 @@ pub enum Contents {
 
 /// A volatile range: memory whose contents the program can recreate.
 ///
-/// [`Ranges::allocate`] allocates it; it is held at first. Dropping it frees its memory.
+/// [`Ranges::allocate`] allocates a range, which is held at first. Dropping the range frees its memory for reuse.
 ///
 /// # Invariants
 ///
@@ -74,7 +74,7 @@ impl Range {
         self.len_bytes
     }
 
-    /// Address of the bytes, for example for a system call. They may be accessed only while the range is pinned or
+    /// Address of the bytes, for example for a system call. The bytes may be accessed only while the range is pinned or
     /// held.
     pub fn addr(&self) -> usize {
         self.addr.as_ptr() as usize
@@ -121,7 +121,7 @@ impl Range {
         self.retry_after_purge(|| self.entry().word.mark(current_epoch()))
     }
 
-    /// Takes the range back from reclaim and reports whether its bytes survived.
+    /// Unmarks the range: purges no longer discard its bytes. Returns whether the bytes survived.
     ///
     /// Cost: one compare-and-swap. While the range is being purged, also a wait of some hundred microseconds at most.
     ///
@@ -149,8 +149,8 @@ impl Range {
         (self.entry().kept_bytes.load(Relaxed) as usize).min(self.len_bytes)
     }
 
-    /// Makes a volatile range count as marked now. Caches call this at each use, so that recently used ranges are
-    /// purged last.
+    /// Sets the time of a volatile range's mark to now. Caches call `refresh` at each use, so that recently used ranges
+    /// are purged last.
     ///
     /// # Errors
     ///
@@ -160,8 +160,8 @@ impl Range {
         self.retry_after_purge(|| self.entry().word.refresh(current_epoch()))
     }
 
-    /// Pins the range and gives access to the bytes that were kept. No byte is purged while the pin exists. Of a held
-    /// range all bytes are accessible.
+    /// Pins the range and returns the pin, which dereferences to the bytes that were kept. No byte is purged while the
+    /// pin exists. Of a held range all bytes are accessible.
     ///
     /// # Errors
     ///
@@ -205,7 +205,7 @@ impl fmt::Debug for Range {
     }
 }
 
-/// A pin: while it exists, no byte of its range is purged. It dereferences to the bytes that were kept.
+/// A pin: while it exists, no byte of its range is purged. A pin dereferences to the bytes that were kept.
 ///
 /// ```
 /// use pagemill::{Pagemill, volatile::Behaviour};

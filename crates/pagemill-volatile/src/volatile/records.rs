@@ -1,6 +1,6 @@
-//! The record of a volatile range, 32 bytes. Offsets and fields: 0 address; 8 length; 16 bytes purged (all ones: purged
-//! in part, by an unknown number); 24 age in ticks of 2^22 ns (u32; all ones: not volatile); 28 kind; 29 state; 30
-//! behaviour; 31 whether it is strict.
+//! The record of a volatile range, 32 bytes. Fields by offset: address at 0; length at 8; number of purged bytes at 16
+//! (all ones if some, but an unknown number, were purged); age at 24 in ticks of 2^22 ns (u32; all ones if not
+//! volatile); kind at 28; state at 29; behaviour at 30; 1 at 31 if the range is strict.
 
 use super::listed::{Listed, ListedPart, RangeKind, RangeState};
 use super::vrange::How;
@@ -11,8 +11,8 @@ use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
 
-/// Ranges that are copied under the lock of the range table before they are written: 12 KiB of stack, and some
-/// microseconds.
+/// Number of ranges that are copied under the lock of the range table before they are written. The copies use 12 KiB of
+/// stack and take some microseconds.
 const BATCH_LEN: usize = 128;
 
 const UNKNOWN: u64 = u64::MAX;
@@ -61,7 +61,8 @@ fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct List {
     pub ranges: Vec<Listed>,
-    /// Number of ranges beyond [`MOST_RECORDS`](pagemill_core::listing::MOST_RECORDS).
+    /// Number of ranges that are not in `ranges`, because the process has more than
+    /// [`MOST_RECORDS`](pagemill_core::listing::MOST_RECORDS).
     pub left_out: u64,
 }
 
@@ -155,7 +156,7 @@ mod tests {
         }
     }
 
-    /// A record is read as it was written.
+    /// Writes records with all kinds of values. Reading a record must return the description that was written.
     #[test]
     fn records_are_read_as_written() {
         let states = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];
@@ -171,7 +172,7 @@ mod tests {
         }
     }
 
-    /// A record with any invalid field is rejected.
+    /// Sets one field of a valid record to an invalid value. Reading the record must return `None`.
     #[test]
     fn invalid_records_are_rejected() {
         let good = to_record(&listed());

@@ -43,7 +43,7 @@ impl Shrinker for Vranges {
         self.foreign_bytes.load(Relaxed).saturating_sub(self.unfreeable_foreign_bytes.load(Relaxed))
     }
 
-    /// Returns nothing: only pressure purges contents.
+    /// Frees nothing, because only pressure purges contents.
     fn shrink_aged(&self, _want_bytes: u64, _age: Duration) -> Option<u64> {
         Some(0)
     }
@@ -58,7 +58,7 @@ impl Shrinker for Vranges {
         self.queue.purge(want_bytes, purge, || self.fill_queue(&request))
     }
 
-    /// Forgets the last measurement, because marked memory may have been touched since.
+    /// Invalidates the last measurement, because marked memory may have been touched since.
     fn measure(&self) {
         self.set_unfreeable(0, 0);
     }
@@ -86,12 +86,13 @@ impl Vranges {
     fn new_request(&self, urgency: Urgency) -> Option<PurgeRequest> {
         // Without `/proc/self/maps` the kinds of mappings are unknown. Then nothing is purged.
         let maps = Maps::open().ok()?;
-        // Purging foreign memory helps the kernel's limits, but not the limit of the account, which does not count it.
+        // Purging foreign memory helps the kernel's limits, but not the limit of the account, which does not count
+        // foreign memory.
         let may_purge_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
         Some(PurgeRequest { maps, urgency, may_purge_foreign })
     }
 
-    /// Measures the bytes that a purge of everything would free: the resident pages of marked memory that can be
+    /// Measures the bytes that a purge of all marked memory would free: the resident pages of marked memory that can be
     /// purged. The next mark or unmark invalidates the result.
     pub fn measure_now(&self) {
         self.set_unfreeable(0, 0);
@@ -117,7 +118,7 @@ impl Vranges {
                 while !left.is_empty() {
                     let piece = mark.next_purged_piece(&left);
                     left.end = piece.start;
-                    // Before Linux 6.11 finding the mappings takes long, so it is skipped after the time limit.
+                    // Before Linux 6.11 finding the mappings takes long, so the check is skipped after the time limit.
                     if clock::fine_ns() > until_ns || self.can_purge_all(&request, &piece, mark.is_strict) {
                         let of = if self.arena.contains(piece.start) { &mut own } else { &mut foreign };
                         of.add(piece.start, piece.len() as u64);
@@ -133,7 +134,8 @@ impl Vranges {
         self.set_unfreeable(all.saturating_sub(found), of_others.saturating_sub(foreign.bytes()));
     }
 
-    /// Stores the marked bytes that a purge would not free, all and foreign ones, and updates the figures.
+    /// Stores the marked bytes that a purge would not free, in total and in foreign memory, and updates the published
+    /// statistics.
     pub(super) fn set_unfreeable(&self, bytes: u64, foreign_bytes: u64) {
         self.unfreeable_bytes.store(bytes, Relaxed);
         self.unfreeable_foreign_bytes.store(foreign_bytes, Relaxed);
@@ -141,7 +143,7 @@ impl Vranges {
         stats::set(Counter::MarkedForeign, Shrinker::foreign_bytes(self));
     }
 
-    /// Walks all marks to fill the purge queue. Returns its length.
+    /// Walks all marks to fill the purge queue. Returns the length of the queue.
     fn fill_queue(&self, request: &PurgeRequest) -> usize {
         let (now, mut oldest, mut from) = (current_epoch(), Oldest::new(), 0);
         loop {
@@ -165,8 +167,8 @@ impl Vranges {
         self.queue.set(&mut oldest)
     }
 
-    /// Purges the interval that begins at `addr`, or its last chunk, unless it was marked again or unmarked after
-    /// `epoch`. Returns the bytes that the kernel took; `None` if nothing was purged.
+    /// Purges the interval that begins at `addr`, or its last chunk, unless the interval was marked again or unmarked
+    /// after `epoch`. Returns the bytes that the kernel took; `None` if nothing was purged.
     fn purge(&self, request: &PurgeRequest, addr: usize, epoch: u32) -> Option<u64> {
         let mut freed = None;
         loop {
@@ -184,8 +186,8 @@ impl Vranges {
         }
     }
 
-    /// Claims the last piece of an interval. Returns `None` if that is not possible, also while a thread waits for the
-    /// end of another claim.
+    /// Claims the last piece of an interval. Returns `None` if the interval has changed or cannot be claimed, or if a
+    /// thread waits for the end of another claim.
     fn claim(&self, addr: usize, epoch: u32) -> Option<(Range<usize>, Mark)> {
         self.table.with(|table| {
             let (range, mark) = table.marks.from(addr).next()?;
@@ -214,7 +216,7 @@ impl Vranges {
             table.claimed -= 1;
             table.change(piece, after);
             let before = table.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
-            // The rest of the interval before the piece, if it was not marked or unmarked since.
+            // The rest of the interval before the piece, if the rest was not marked or unmarked since.
             let head = before.filter(|(head, found)| (head.start, head.end) == (addr, piece.start) && *found == mark);
             match (head, taken) {
                 (Some((head, _)), PieceResult::Nothing) => table.join(head.start..piece.end, after),

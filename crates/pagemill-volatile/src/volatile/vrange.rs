@@ -26,7 +26,7 @@ use std::ops::Range;
 /// Maximum number of intervals that a walk visits while it holds the lock: some 20 us.
 pub(super) const MAX_INTERVALS_PER_LOCK: usize = 4000;
 
-/// The account publishes its figures whenever the giveable bytes cross a multiple of this.
+/// The account publishes its statistics whenever the giveable bytes cross a multiple of this number.
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
 /// The state that a call sets for a range.
@@ -131,19 +131,19 @@ impl Vranges {
         }
     }
 
-    /// Marks `len_bytes` at `addr` volatile, or takes them back from reclaim and reports whether they survived.
+    /// Marks `len_bytes` at `addr` volatile, or unmarks these bytes and reports whether any of them were purged.
     ///
     /// Marking a marked range replaces its mark; marks outside the range stay unchanged. Purged bytes read zero until
-    /// the program writes them. Accessing purged pages of a strict range raises `SIGBUS` until the range is unmarked;
-    /// then they read zero. Unmarking an unmarked range does nothing.
+    /// the program writes them. Accessing purged pages of a strict range raises `SIGBUS` until the range is unmarked.
+    /// After that the pages read zero. Unmarking an unmarked range does nothing.
     ///
     /// The first strict mark of a process installs a `SIGSEGV` handler in front of the existing one. If the program
     /// installs its own handler later, that handler must call [`handle_fault`](super::handle_fault), except under
     /// `pagemill run`.
     ///
     /// Cost of marking: some hundred nanoseconds, and a system call of about the same cost. Unmarking needs no system
-    /// call, except some microseconds for each run of guards. Either waits some hundred microseconds at most while a
-    /// part of the range is being purged.
+    /// call, except some microseconds for each run of guards. If a part of the range is being purged, the call first
+    /// waits some hundred microseconds at most.
     ///
     /// # Errors
     ///
@@ -254,7 +254,7 @@ impl Vranges {
     }
 
     /// Runs `act` on the marks once no part of the range is claimed. Before that, removes the guards in the range if
-    /// `guards` says so.
+    /// `guards` is `Remove`.
     fn change_marks<T>(
         &self,
         range: &Range<usize>,
@@ -303,7 +303,7 @@ impl Vranges {
         result
     }
 
-    /// Copies the sums to the atomics that are read without the lock, and to the figures.
+    /// Copies the sums to the atomics that are read without the lock, and to the published statistics.
     pub(super) fn publish_sums(&self, table: &MarkTable) {
         self.giveable_bytes.store(table.sums.all, Relaxed);
         self.foreign_bytes.store(table.sums.foreign, Relaxed);
@@ -318,7 +318,7 @@ impl Vranges {
     ///
     /// # Safety
     ///
-    /// The process is a child with one thread, made since the last call.
+    /// The process is a child with one thread, created since the last call.
     pub unsafe fn begin_child(&self) {
         guards::begin_child();
         // After a bare `clone`, which runs no fork handlers, a thread of the parent may have held the lock.
@@ -339,6 +339,7 @@ impl Vranges {
         stats::set(Counter::MarkedBytes, self.marked_bytes.load(Relaxed));
     }
 
+    /// Waits until no part is claimed, and acquires the locks.
     pub fn acquire_for_fork(&self) {
         self.purging.acquire();
         // A claim means that a thread may have closed memory. Wait until all claims have ended; no purge can start.
@@ -349,7 +350,7 @@ impl Vranges {
     ///
     /// # Safety
     ///
-    /// Follows one call of it, by the same thread.
+    /// Follows one call of [`Vranges::acquire_for_fork`] by the same thread.
     pub unsafe fn release_after_fork(&self) {
         self.table.release();
         self.purging.release();

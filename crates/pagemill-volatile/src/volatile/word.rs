@@ -12,8 +12,8 @@
 //!
 //! Marking and unmarking are one compare-and-swap each. A purge changes a volatile range without pins to *Purging*,
 //! discards bytes, and records the result in the word. A thread that needs the range meanwhile requests the purge to
-//! stop after its current step, and waits. A purge also claims free ranges, which may still have memory. The generation
-//! distinguishes the range from an earlier range with the same word. Loom tests check the word.
+//! stop after its current step, and waits. A purge also claims free ranges, which may still have memory. A generation
+//! number in the word distinguishes the range from an earlier range of the same entry. Loom tests check the word.
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release};
 
@@ -33,7 +33,8 @@ pub(crate) enum RangePhase {
 const PHASE: u64 = 3;
 /// In *Volatile* and *Purging*: bytes were discarded since the range was marked.
 const LOST: u64 = 1 << 2;
-/// In *Purging*: a thread waits for the end of the purge. In *Volatile*: that thread has not accessed the range yet.
+/// In *Purging*: a thread waits for the end of the purge. In *Volatile*: the thread that waited for the last purge has
+/// not accessed the range yet.
 const AWAITED: u64 = 1 << 3;
 /// In *Purging*: the range was free before the claim.
 const FROM_FREE: u64 = 1 << 4;
@@ -87,7 +88,7 @@ impl SeenWord {
         self.0 & LOST != 0
     }
 
-    /// Whether the range has an owner. A range in *Purging* has none if it was free before.
+    /// Whether the range has an owner. A range in *Purging* has no owner if the range was free before the claim.
     pub fn has_owner(self) -> bool {
         let is_free =
             self.phase() == RangePhase::Free || (self.phase() == RangePhase::Purging && self.0 & FROM_FREE != 0);
@@ -102,7 +103,7 @@ impl SeenWord {
         (self.0 >> EPOCH_SHIFT) as u32
     }
 
-    /// Whether a purge may claim the range at this epoch. It may not for some milliseconds after a purge that a thread
+    /// Whether a purge may claim the range at this epoch. False for some milliseconds after a purge that a thread
     /// waited for, so that this thread can access the range first.
     pub fn is_claimable(self, now: u32) -> bool {
         let is_wanted = || self.0 & AWAITED != 0 && age(now, self.epoch()) < GRACE_TICKS;
@@ -173,8 +174,8 @@ impl RangeWord {
         })
     }
 
-    /// Any other phase to *Free*, when the owner drops the range. `has_memory` tells whether the range keeps its
-    /// memory. Ends leaked pins.
+    /// Any other phase to *Free*, when the owner drops the range. `has_memory` says whether the range keeps its memory.
+    /// Ends leaked pins.
     pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Err(Refused::RangePhase(RangePhase::Free)),
@@ -195,8 +196,8 @@ impl RangeWord {
         })
     }
 
-    /// *Volatile* to *Held*. Returns whether bytes were lost. In that case it also pins the range, so that the caller
-    /// can read `kept_bytes` before another thread marks the range again. The caller must then call
+    /// *Volatile* to *Held*. Returns whether bytes were lost. If bytes were lost, `unmark` also pins the range, so that
+    /// the caller can read `kept_bytes` before another thread marks the range again. The caller must then call
     /// [`RangeWord::unpin`].
     #[inline]
     pub fn unmark(&self) -> Result<bool, Refused> {
@@ -208,7 +209,7 @@ impl RangeWord {
         })
     }
 
-    /// Sets the epoch of a volatile range, so that it counts as marked then.
+    /// Sets the epoch of a volatile range, so that the range counts as marked at that epoch.
     #[inline]
     pub fn refresh(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
@@ -217,7 +218,7 @@ impl RangeWord {
         })
     }
 
-    /// Adds a pin, which excludes purges until [`RangeWord::unpin`]. Returns the word before.
+    /// Adds a pin, which excludes purges until [`RangeWord::unpin`]. Returns the word before the change.
     #[inline]
     pub fn pin(&self) -> Result<SeenWord, Refused> {
         self.update(|seen| match seen.phase() {
@@ -234,7 +235,8 @@ impl RangeWord {
         debug_assert!(SeenWord(before).pins() > 0);
     }
 
-    /// Claims the range for a purge, if the word is still `seen` and that is claimable. Returns whether it did.
+    /// Claims the range for a purge, if the word is still `seen` and `seen` is claimable. Returns whether the claim
+    /// succeeded.
     pub fn claim(&self, seen: SeenWord, now: u32) -> bool {
         let from_free = if seen.phase() == RangePhase::Free { FROM_FREE } else { 0 };
         let new = seen.with_phase(RangePhase::Purging) & !AWAITED | from_free;
@@ -246,7 +248,7 @@ impl RangeWord {
         self.0.load(Relaxed) & AWAITED != 0
     }
 
-    /// Requests the purge that has claimed the range to stop early. Returns whether there is such a purge.
+    /// Requests the purge that has claimed the range to stop early. Returns false if no purge has claimed the range.
     pub fn request_stop(&self) -> bool {
         let word = self.0.load(Relaxed);
         let is_purging = SeenWord(word).phase() == RangePhase::Purging;
@@ -257,8 +259,8 @@ impl RangeWord {
         is_purging
     }
 
-    /// Ends a claim. `has_lost` tells whether bytes were discarded. The range counts as marked at `epoch`. A free range
-    /// counts as without memory afterwards, even if the kernel refused to take it.
+    /// Ends a claim. `has_lost` says whether bytes were discarded. The range counts as marked at `epoch`. A free range
+    /// counts as without memory afterwards, even if the kernel refused to take its memory.
     pub fn finish(&self, has_lost: bool, epoch: u32) {
         let mut word = self.0.load(Relaxed);
         loop {

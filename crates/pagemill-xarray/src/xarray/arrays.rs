@@ -1,9 +1,9 @@
-//! Table of arrays by number. A thread that moves a node finds the node's array here, and keeps it from being dropped
-//! meanwhile.
+//! Table of arrays by number. A thread that moves a node looks up the node's array here, and keeps the array from being
+//! dropped during the move.
 //!
 //! Each node stores the number of its array. A thread that moves nodes holds the lock of that number's table entry
-//! while it uses the array. An array that is dropped takes the same lock first, so it waits for the move of at most one
-//! node.
+//! while it uses the array. Dropping an array acquires the same lock first, so the drop waits for the move of at most
+//! one node.
 //!
 //! Lock order: a table entry, then the lock of its array (only tried, so no thread waits for it); the list of free
 //! numbers last.
@@ -16,13 +16,13 @@ use pagemill_core::error::Result;
 use pagemill_core::sync::{Acquire, AtomicU32, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use std::marker::PhantomData;
 
-/// Most arrays in the table at a time. Nodes of further arrays cannot be moved.
+/// Maximum number of arrays in the table at a time. Nodes of further arrays cannot be moved.
 const MAX_ARRAYS: usize = 1 << 22;
 
 struct ArrayEntry {
     /// Address of the array; 0 while no array has this number.
     array: AtomicUsize,
-    /// Held while a thread uses the array through this entry. The array is not dropped meanwhile.
+    /// Held while a thread uses the array through this entry. The array is not dropped while the lock is held.
     lock: Lock,
     /// The next free number, if this number is free.
     next: AtomicU32,
@@ -36,7 +36,7 @@ unsafe impl Zeroed for ArrayEntry {}
 struct FreeArrays {
     /// The number that was freed last; 0 if none is free.
     head: u32,
-    /// Count of numbers that were ever assigned, starting at 1.
+    /// The highest number that was ever assigned; the first number is 1.
     assigned: u32,
 }
 
@@ -60,7 +60,8 @@ impl<N: Nodes> Arrays<N> {
         Ok(Self { table, free, _arrays: PhantomData })
     }
 
-    /// Assigns a free number to an array. Returns `None` if all numbers are taken.
+    /// Assigns a free number to an array. Returns `None` if no number is free, or the kernel refuses memory for the
+    /// table.
     pub(super) fn assign_number(&self, array: &XArray<N>) -> Option<u32> {
         let id = self.free.with(|free| {
             if free.head != 0 {
@@ -94,8 +95,8 @@ impl<N: Nodes> Arrays<N> {
         });
     }
 
-    /// Calls `act` with the array of a number that a node stored, and keeps the array from being dropped meanwhile.
-    /// Returns `None` if the array was dropped, or if another thread holds the lock of its entry.
+    /// Calls `act` with the array of a number that a node stored, and keeps the array from being dropped during the
+    /// call. Returns `None` if the array was dropped, or if another thread holds the lock of its entry.
     pub(super) fn with<R>(&self, id: u32, act: impl FnOnce(&XArray<N>) -> R) -> Option<R> {
         let _guard = self.entry(id).lock.try_lock()?;
         let array = self.entry(id).array.load(Acquire) as *const XArray<N>;

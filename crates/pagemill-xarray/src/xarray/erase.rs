@@ -7,8 +7,8 @@ use super::store::{SlotRange, Writer};
 use super::word::IndexWord;
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Removes the whole entry that covers the index, with one store, and returns it. Cost: a lookup, and the removal
-    /// of nodes that become empty.
+    /// Removes the whole entry that covers the index, with one store, and returns the entry. Cost: a lookup, and the
+    /// removal of nodes that become empty.
     pub fn erase(&mut self, index: u64) -> Option<Found> {
         let place = self.find_slots(index)?;
         self.remove_from_slots(&place);
@@ -65,7 +65,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Removes the root node if only its first slot is in use, and that slot's word can be the root word. Returns
-    /// whether it did.
+    /// whether the root node was removed.
     fn remove_root_level(&self) -> bool {
         let root = self.array.root.load_relaxed();
         if !root.is_node() || self.node(root.number()).used_slots() != 1 {

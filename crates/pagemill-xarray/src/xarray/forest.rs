@@ -1,16 +1,16 @@
 //! A forest: nodes in memory of another owner, which can be moved. Page caches use it.
 //!
-//! A node's number is its offset in a window of addresses, so a shift and an addition find the node. As long as the
-//! process lives, the window contains only nodes. A read without a guard ([`super::XArray::hint`]) therefore finds a
-//! node, of any array, or zeros where memory was returned.
+//! A node's number is its offset in a window of addresses, so a shift and an addition yield the node's address. As long
+//! as the process lives, the window contains only nodes. A read without a guard ([`super::XArray::hint`]) therefore
+//! finds a node, of any array, or zeros where memory was returned.
 //!
 //! ```text
 //! allocated --linked--> in a tree --unlinked--> retired --32 of them--> in a grace period --> ripe --> returned
 //! ```
 //!
-//! The grace period of a batch ends in the epoch collector, which may run in any thread. It only puts the batch on the
-//! list `ripe`: the nodes that no reader can access. These nodes are returned to their source when a thread allocates a
-//! node, outside of all locks, or by [`Forest::free_retired`], which the source should call soon.
+//! The grace period of a batch ends in the epoch collector, which may run in any thread. The collector only adds the
+//! batch to the list `ripe`, whose nodes no reader can access. These nodes are returned to their source when a thread
+//! allocates a node, outside of all locks, or by [`Forest::free_retired`], which the source should call soon.
 //!
 //! Traits for the modules above: [`Source`] (owner of the memory), [`Forests`] (owner of a forest).
 #![allow(unsafe_code)] // reaches nodes at addresses that their source keeps valid
@@ -46,10 +46,10 @@ const HALF: u32 = 32;
 ///
 /// Example: [`XArray`](super::XArray).
 pub unsafe trait Source: Sync {
-    /// The addresses that nodes may have, up to 256 GiB. The bytes before them must be inaccessible.
+    /// The addresses that nodes may have, up to 256 GiB. The 64 bytes before the window must be inaccessible.
     fn window(&self) -> Range<usize>;
 
-    /// Allocates a node and returns its address. The node contains what it contained at its last `give`, or zeros.
+    /// Allocates a node and returns its address. The node has the contents that it had at its last `give`, or zeros.
     ///
     /// # Errors
     ///
@@ -71,7 +71,7 @@ pub unsafe trait Source: Sync {
 ///
 /// Example: [`XArray`](super::XArray).
 pub trait Forests: Sync {
-    /// Returns the forest of this process, created by the first call, also of a fork child.
+    /// Returns the forest of this process. The first call creates the forest, also in a fork child.
     ///
     /// # Errors
     ///
@@ -114,6 +114,8 @@ struct BatchLists {
 }
 
 impl Forest {
+    /// Creates a forest without nodes.
+    ///
     /// # Errors
     ///
     /// [`pagemill_core::Error::System`] if there is no address space for the table of arrays.
@@ -132,14 +134,14 @@ impl Forest {
         ((node - self.base) >> UNIT_SHIFT) as u32
     }
 
-    /// Moves the node at the address `old` to `new`; returns whether it did. After a move `old` belongs to the caller,
-    /// else `new` does. Never waits: does nothing if the node is in no tree, or if another thread holds the lock of its
-    /// array. Cost: a copy of the node, and a store to each node below.
+    /// Moves the node at address `old` to address `new` and returns true. The memory at `old` then belongs to the
+    /// caller. Returns false, and changes nothing, if the node is in no tree, or if another thread holds the lock of
+    /// its array. Never waits. Cost: a copy of the node, and a store to each node below.
     ///
     /// # Safety
     ///
-    /// Both are addresses of nodes of this forest's source, and `new` belongs to the caller. The caller does not reuse a
-    /// moved `old` before all current guards are dropped.
+    /// Both are addresses of nodes of this forest's source, and `new` belongs to the caller. After a move, the caller
+    /// does not reuse `old` before all current guards are dropped.
     pub unsafe fn relocate(&'static self, old: usize, new: usize) -> bool {
         relocate(self, self.number_of(old), self.number_of(new))
     }
@@ -159,7 +161,8 @@ impl Forest {
         epoch::flush(&guard);
     }
 
-    /// Whether any batch is in its grace period. When it has ended, [`Forest::free_retired`] returns the nodes.
+    /// Whether any batch is in its grace period. After the grace period, [`Forest::free_retired`] returns the nodes of
+    /// the batch.
     pub fn is_waiting(&self) -> bool {
         self.lists.0.waiting.load(Acquire) > 0
     }
@@ -169,7 +172,7 @@ impl Forest {
         while self.free_retired_batch() {}
     }
 
-    /// Frees the nodes of one ripe batch. Returns whether there was one.
+    /// Frees the nodes of one ripe batch. Returns false if there is no such batch.
     fn free_retired_batch(&self) -> bool {
         let Some(mut number) = self.take_ripe() else { return false };
         while number != 0 {
@@ -263,7 +266,7 @@ impl Nodes for Forest {
         }
     }
 
-    /// The epoch collector allocates, which may trigger reclaim. So this must not run under the lock of an array.
+    /// The epoch collector allocates, which may trigger reclaim. So `collect` must not run under the lock of an array.
     fn collect(&'static self) {
         if self.lists.0.retired.load(Relaxed) >> HALF >= BATCH {
             self.seal();
@@ -289,7 +292,8 @@ mod shuttle_tests {
 
     const LISTS: usize = 3;
 
-    /// Threads remove ripe batches and put them back. Each batch belongs to one thread at a time, and none is lost.
+    /// Threads remove ripe batches and put them back. Each batch must belong to one thread at a time, and none may be
+    /// lost.
     #[test]
     fn a_ripe_batch_belongs_to_one_thread() {
         run_in_many_orders(|| {

@@ -5,7 +5,7 @@ use super::nodes::Nodes;
 use super::store::{SlotRange, Writer};
 use pagemill_core::sync::{Relaxed, Release};
 
-/// One of the marks of an entry. Users of the array define its meaning.
+/// One of the marks of an entry. Users of the array define the meaning of each mark.
 ///
 /// Example: [`XArray`](super::XArray).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,8 +20,8 @@ impl Mark {
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Sets a mark of the entry that covers the index. Returns whether there is such an entry. Cost: a lookup, and a
-    /// store for each level that lacks the mark.
+    /// Sets a mark of the entry that covers the index. Returns false if no entry covers the index. Cost: a lookup, and
+    /// a store for each level that lacks the mark.
     pub fn set_mark(&mut self, index: u64, mark: Mark) -> bool {
         self.find_slots(index).is_some_and(|place| self.set_mark_at(&place, mark))
     }
@@ -34,7 +34,7 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// Clears a mark of the entry that covers the index. Returns whether there is such an entry. Cost: as
+    /// Clears a mark of the entry that covers the index. Returns false if no entry covers the index. Cost: as
     /// [`Writer::set_mark`].
     pub fn clear_mark(&mut self, index: u64, mark: Mark) -> bool {
         self.find_slots(index).is_some_and(|place| self.clear_mark_at(&place, mark))
@@ -48,12 +48,14 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// As [`Writer::set_mark`], but only if the entry has that value. Returns whether it has.
+    /// As [`Writer::set_mark`], but only if the entry has this value. Returns whether an entry with this value covers
+    /// the index.
     pub fn set_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
         self.slots_of_value(index, value).is_some_and(|place| self.set_mark_at(&place, mark))
     }
 
-    /// As [`Writer::clear_mark`], but only if the entry has that value. Returns whether it has.
+    /// As [`Writer::clear_mark`], but only if the entry has this value. Returns whether an entry with this value covers
+    /// the index.
     pub fn clear_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
         self.slots_of_value(index, value).is_some_and(|place| self.clear_mark_at(&place, mark))
     }

@@ -16,22 +16,23 @@
 //!
 //! # Readers
 //!
-//! Readers take no lock, and writers do not wait for readers. A reader holds a [`pagemill_core::epoch::Guard`], so no node is
-//! reused while it reads the node. Lookups are correct for each single index: an entry that a lookup finds was in the
-//! array at some time during the call. A lookup finds nothing only if there was no entry at some time during the call.
-//! The reasons are:
+//! Readers take no lock, and writers do not wait for readers. A reader holds a [`pagemill_core::epoch::Guard`], so no
+//! node that the reader can reach is reused before the guard is dropped. Lookups are correct for each single index: an
+//! entry that a lookup finds was in the array at some time during the call. A lookup returns no entry only if the index
+//! had no entry at some time during the call. The reasons are:
 //!
 //! 1. While a node is in the tree, each of its slots covers the same indices. Growing or shrinking the tree changes the
 //!    root word and the levels at the top, but never the indices of a node.
 //! 2. A reader reaches a node by a word that points at it, at a time when the node was in the tree. A writer that
-//!    removes the node first unlinks it, and then sets all of its slots to DEAD. So any other word that the reader finds
-//!    there was there when the node was unlinked, and is a valid result for a time between reaching the node and
-//!    unlinking it. A reader that finds DEAD restarts at the root, where it sees that the node was unlinked.
-//! 3. The same holds when the tree grows: the former root word is copied into a new node, which becomes the root. It
-//!    also holds when the tree shrinks (the reverse, then the former root node is DEAD), and when a single entry moves
-//!    to or from the root word.
-//! 4. Inside a node the rules of `slots` hold. A slot that refers to another slot is stale if that slot does not lead
-//!    to a result.
+//!    removes the node first unlinks it, and then sets all of its slots to DEAD. So any other word that the reader
+//!    finds in the node was already in the node when the node was unlinked. That word is a valid result for a time
+//!    between reaching the node and unlinking it. A reader that finds DEAD restarts at the root, where it sees that the
+//!    node was unlinked.
+//! 3. Rule 2 also holds when the tree grows: the former root word is copied into a new node, which becomes the root.
+//!    When the tree shrinks, the reverse happens, and the former root node is then DEAD. A single entry moves to or
+//!    from the root word in the same ways.
+//! 4. Inside a node the rules of `slots` hold. A SIBLING word is stale if the slot that it refers to contains no entry
+//!    that covers the slot of the SIBLING.
 //! 5. Indices that the root word does not reach have no entry.
 //! 6. A node that moves (`relocate`) is removed as in 2. The nodes below it stay where they are.
 //!
@@ -47,7 +48,7 @@
 //! true, the object has not been released since: a releaser first removes the entry, and then checks for pins. To pin
 //! the object, the reader must change a word by a read-modify-write with `Acquire`; the releaser must change the same
 //! word from "no pins" by a read-modify-write with `Release`. Plain loads and stores of two words could be reordered.
-//! If `is_still` returns false, the reader must look up again: the entry may only have moved.
+//! If `is_still` returns false, the reader must look up again: the entry may have moved to another slot.
 //!
 //! # Writers
 //!
@@ -59,8 +60,8 @@
 //! # Nodes
 //!
 //! Nodes come from an implementation of `Nodes`. For page caches this is a [`Forest`], whose memory belongs to the
-//! layer above (`slab`), so that it can move nodes and free whole slabs. A thread that moves a node finds the node's
-//! array by number (`arrays`). An array that is dropped waits for that thread.
+//! layer above (`slab`), so that `slab` can move nodes and free whole slabs. A thread that moves a node finds the
+//! node's array by number (`arrays`). Dropping an array waits until no thread moves one of its nodes.
 //!
 //! Uses `arena`, `epoch`. Lock order: a table entry of `arrays`, the array (only tried), the free numbers.
 
@@ -107,17 +108,17 @@ use slots::IndexSlot;
 use std::marker::PhantomPinned;
 use word::IndexWord;
 
-/// Maps indices up to [`MAX_INDEX`] to values up to [`MAX_VALUE`]. The type is small, since a process may have hundreds
-/// of thousands.
+/// Maps indices up to [`MAX_INDEX`] to values up to [`MAX_VALUE`]. The type is small, because a process may have
+/// hundreds of thousands of arrays.
 ///
 /// # Invariants
 ///
 /// While the lock is free:
 ///
 /// 1. The root word is empty, a value of order 0 at index 0, or the lowest node that covers all entries.
-/// 2. Each node has at least one slot in use. It stores the number of slots in use, its parent, and its offset in the
-///    parent. A root node has more in use than its first slot, unless that contains an entry of order above 0: the tree
-///    has no unneeded level.
+/// 2. Each node has at least one slot in use. Each node stores the number of its slots in use, its parent, and its
+///    offset in the parent. If only the first slot of the root node is in use, that slot contains an entry of order
+///    above 0: the tree has no unneeded level.
 /// 3. No slot is GONE or DEAD.
 /// 4. A mark of a slot that contains a node is set exactly if any slot of that node has the mark.
 ///
@@ -221,7 +222,8 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// There are no readers, so the nodes are freed at once. Waits for a thread that moves one of them.
+/// Frees the nodes at once, because there are no readers. Waits for a thread that moves one of the nodes. Does nothing
+/// in a fork child if the nodes belong to the parent.
 impl<N: Nodes> Drop for XArray<N> {
     fn drop(&mut self) {
         if self.nodes.are_inherited() {

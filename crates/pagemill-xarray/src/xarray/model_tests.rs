@@ -44,7 +44,7 @@ impl Model {
         None
     }
 
-    /// Whether an entry of that order at `first` would overwrite only a part of a larger one.
+    /// Whether an entry of order `order` at `first` would overwrite only a part of a larger entry.
     fn overwrites_a_part(&self, first: u64, order: u32) -> bool {
         self.entry_at(first).is_some_and(|(_, entry)| entry.order > order)
     }
@@ -209,7 +209,8 @@ impl ArrayAndModel {
         assert_eq!(writer.get_mark(index, mark_of), was_there && is_set);
     }
 
-    /// Checks that lookups by readers and writers return what the model returns, from this index on.
+    /// Checks that lookups of `index` and of the range from `index` to `to`, by readers and writers, return the same as
+    /// the model.
     fn check_at(&self, index: u64, to: u64) {
         let guard = &pin();
         let expected = self.model.entry_at(index).map(|(first, entry)| found(first, entry));
@@ -360,7 +361,8 @@ fn any_operation() -> impl Strategy<Value = Operation> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// After any sequence of operations, readers find what an ordered map contains, and the tree has no unneeded node.
+    /// After any sequence of operations, readers must find the same entries as in the model, and the tree must have no
+    /// unneeded node.
     #[test]
     fn the_array_is_an_ordered_map(operations in proptest::collection::vec(any_operation(), 1..48)) {
         let mut pair = ArrayAndModel::new();
@@ -372,7 +374,8 @@ proptest! {
     }
 }
 
-/// A single entry of each order at each boundary is stored, marked, split, joined, replaced and erased.
+/// Stores, marks, splits, joins, replaces and erases a single entry of each order at each boundary. The array must
+/// agree with the model after each operation.
 #[test]
 fn entries_of_every_order_work_at_every_boundary() {
     let mut pair = ArrayAndModel::new();
@@ -398,7 +401,7 @@ fn entries_of_every_order_work_at_every_boundary() {
     pair.end();
 }
 
-/// An entry of each order is split into each smaller order and joined again. All parts are found, with their marks.
+/// An entry of each order is split into each smaller order and joined again. All parts must be found, with their marks.
 #[test]
 fn entries_split_into_every_smaller_order() {
     let mut pair = ArrayAndModel::new();
@@ -417,7 +420,8 @@ fn entries_split_into_every_smaller_order() {
     pair.end();
 }
 
-/// The tree grows when entries are stored and shrinks when they are erased. A single entry at index 0 needs no node.
+/// The tree must grow when entries are stored and shrink when they are erased. A single entry at index 0 must need no
+/// node.
 #[test]
 fn the_tree_has_only_the_needed_levels() {
     let mut pair = ArrayAndModel::new();
@@ -436,8 +440,8 @@ fn the_tree_has_only_the_needed_levels() {
     pair.end();
 }
 
-/// An array with 2^18 pages without holes costs at most 9.5 bytes a page. The prepared nodes suffice, and unused ones
-/// are freed.
+/// Stores entries for 2^18 consecutive pages. They must cost at most 9.5 bytes a page, the prepared nodes must suffice,
+/// and unused nodes must be freed.
 #[test]
 fn a_dense_index_is_small() {
     const ENTRIES: u64 = 1 << 18;
@@ -457,13 +461,13 @@ fn a_dense_index_is_small() {
     assert_eq!(nodes.in_use(), 0, "no thread reads an array that is dropped");
 }
 
-/// An array takes at most 48 bytes, since a process may have many.
+/// An array must have at most 48 bytes, because a process may have many arrays.
 #[test]
 fn an_array_is_small() {
     assert!(size_of::<XArray<Forest>>() <= 48);
 }
 
-/// If nodes cannot be allocated, `prepare` fails before the lock is taken, and frees the nodes that it allocated.
+/// If nodes cannot be allocated, `prepare` must fail without the lock, and free the nodes that it allocated.
 #[test]
 fn a_failed_prepare_frees_its_nodes() {
     let nodes = test_forest::forest_of(8);
@@ -478,7 +482,7 @@ fn a_failed_prepare_frees_its_nodes() {
     assert_eq!(nodes.in_use(), 2);
 }
 
-/// A second writer cannot take the lock while there is one.
+/// While there is a writer, `try_lock` must return `None`.
 #[test]
 fn the_lock_excludes_a_second_writer() {
     let array = XArray::new(test_forest::forest_of(1));
@@ -488,7 +492,7 @@ fn the_lock_excludes_a_second_writer() {
     assert!(array.try_lock().is_some());
 }
 
-/// Storing over a part of a larger entry panics.
+/// Storing over a part of a larger entry must panic.
 #[test]
 #[should_panic(expected = "sticks out")]
 fn a_store_over_a_part_of_an_entry_panics() {
@@ -512,7 +516,7 @@ fn leaf_number(array: &XArray<Forest>) -> u32 {
     array.lock().find_slots(70).unwrap().node
 }
 
-/// A node is not moved if it belongs to another array, or if no word points at it.
+/// A node must not be moved if the node belongs to another array, or if no word points at the node.
 #[test]
 fn a_node_of_another_array_is_not_moved() {
     let nodes = test_forest::forest_of(40);
@@ -530,7 +534,7 @@ fn a_node_of_another_array_is_not_moved() {
     nodes.node(unknown).mark_dead();
 }
 
-/// A move fails, instead of waiting, while another thread holds the array's lock or the array's table entry.
+/// A move must fail, instead of waiting, while another thread holds the array's lock or the array's table entry.
 #[test]
 fn a_move_does_not_wait_for_locks() {
     let nodes = test_forest::forest_of(20);

@@ -11,8 +11,9 @@ pub(super) const MARKS: usize = 3;
 
 /// 64 slots and their metadata. A node of zero bits is empty and in no tree.
 ///
-/// Except for slots and marks, only the thread that holds the array's lock accesses the fields; for a node in no tree,
-/// its owner. Parent and offset say which word points at the node, so that the node can be moved.
+/// Readers access slots and marks only. The other fields belong to the thread that holds the array's lock or, while the
+/// node is in no tree, to the owner of the node. Only [`Node::may_move`] reads `array` without the lock. Parent and
+/// offset say which word points at the node, so that the node can be moved.
 ///
 /// A node in no tree is *clean* (all zero except for list links) if its first slot is empty. Otherwise it must be
 /// cleared before its next use.
@@ -63,7 +64,7 @@ impl Node {
     ///
     /// # Safety
     ///
-    /// It is in no tree and in no list.
+    /// The node is in no tree and in no list.
     pub unsafe fn clear(&self) {
         self.slots.iter().for_each(|slot| slot.publish(IndexWord::EMPTY));
         self.marks.iter().for_each(|marks| marks.store(0, Relaxed));
@@ -78,13 +79,14 @@ impl Node {
         }
     }
 
-    /// Sets all slots of an unlinked node to DEAD, so that readers that reach it restart, and excludes it from moves.
+    /// Sets all slots of an unlinked node to DEAD, so that readers that reach the node restart, and excludes the node
+    /// from moves.
     pub(super) fn mark_dead(&self) {
         self.slots.iter().for_each(|slot| slot.publish(IndexWord::DEAD));
         self.array.store(0, Relaxed);
     }
 
-    /// As [`Node::mark_dead`], if there are no readers. The node is not clean.
+    /// As [`Node::mark_dead`], for a node without readers: sets only the first slot, so that the node is not clean.
     pub(super) fn mark_dead_without_readers(&self) {
         self.slots[0].publish(IndexWord::DEAD);
         self.array.store(0, Relaxed);
@@ -103,7 +105,7 @@ impl Node {
         [&self.parent, &self.place, &self.used_slots, &self.array]
     }
 
-    /// Whether the node seems to be in a tree of an array that can be found. Certain only under that array's lock.
+    /// Whether the node seems to be in an array that has a number. The result is certain only under that array's lock.
     #[inline]
     pub fn may_move(&self) -> bool {
         self.array() != 0
@@ -119,17 +121,17 @@ impl Node {
         self.array.store(id, Relaxed);
     }
 
-    /// Links a node that is in no tree before another node of a list (0 at the end of the list).
+    /// Stores the number of the next node of a list in a node that is in no tree; 0 at the end of the list.
     pub(super) fn set_next(&self, next: u32) {
         self.parent.store(next, Relaxed);
     }
 
-    /// Returns the next node of the list.
+    /// Returns the number of the next node of the list.
     pub(super) fn next(&self) -> u32 {
         self.parent.load(Relaxed)
     }
 
-    /// Links a batch before another batch. The first node of each batch stores the link.
+    /// Stores the first node of the next batch in this node, which is the first of its batch.
     pub(super) fn set_next_batch(&self, next: u32) {
         self.place.store(next, Relaxed);
     }
@@ -199,7 +201,8 @@ pub(super) fn mask_of(first: usize, count: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// A node is small, all fields survive a copy, and a dead node is cleared before its next use.
+    /// A node must be small. A copy must have all fields of its node. `clear_if_needed` must clear a dead node, but not
+    /// a clean one.
     #[test]
     fn a_node_is_small_and_can_be_cleared() {
         assert!(size_of::<Node>() <= 592);

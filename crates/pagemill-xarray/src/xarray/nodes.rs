@@ -10,18 +10,20 @@ use pagemill_core::error::Result;
 ///
 /// Example: [`XArray`](super::XArray).
 pub trait Nodes: Sized + Sync + 'static {
-    /// Returns the node with a number that was allocated. Must be as cheap as an index into a table: readers call it at
-    /// each level.
+    /// Returns the node with this number, which [`Nodes::take`] has returned. Must be as cheap as an index into a
+    /// table: readers call it at each level.
     fn node(&self, number: u32) -> &Node;
 
     /// Allocates a node without any other user and with unspecified contents.
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::NoAddresses`] if there are no more, [`pagemill_core::Error::System`] if the kernel refuses memory.
+    /// [`pagemill_core::Error::NoAddresses`] if all addresses for nodes are in use, [`pagemill_core::Error::System`] if
+    /// the kernel refuses memory.
     fn take(&self) -> Result<u32>;
 
-    /// Frees a node that no reader can access. The node is clean, or its first slot is not empty.
+    /// Frees a node that no reader can access. Either the node is *clean* (see [`Node`]), or its first slot is not
+    /// empty.
     fn give(&self, number: u32);
 
     /// Retires a node that was unlinked and whose slots are all DEAD. [`Nodes::give`] follows after all current guards

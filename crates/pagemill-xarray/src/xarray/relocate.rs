@@ -6,7 +6,7 @@
 //!   move      copy the node, set the parent of the nodes below, one store of the word above, old slots DEAD
 //! ```
 //!
-//! Readers see a node that is removed as described in the module `xarray`: it is unlinked, then DEAD. Between these
+//! For readers, the old node is removed as the module `xarray` describes: unlinked first, then DEAD. Between these
 //! steps neither node is written, so a reader of the old node finds the contents of the new node. Entries of the node
 //! leave their slots in the sense of [`super::Hit::is_still`].
 
@@ -14,9 +14,9 @@ use super::nodes::Nodes;
 use super::store::Writer;
 use super::word::IndexWord;
 
-/// Moves the node `old` to `new`, a node of the caller with any contents. Returns whether it moved. After a move `old`
-/// belongs to the caller, which must not reuse it before all current guards ([`super::pin`]) are dropped. Otherwise
-/// `new` is unchanged.
+/// Moves the node `old` to `new`, a node of the caller with any contents. Returns whether the node moved. After a move
+/// `old` belongs to the caller, which must not reuse it before all current guards ([`super::pin`]) are dropped.
+/// Otherwise `new` is unchanged.
 ///
 /// Does nothing if the node is in no tree, if its array cannot be found ([`super::XArray::movable`]), or if another
 /// thread holds the array's lock or table entry. Never waits. Cost: a copy of the node, and a store to each node below.

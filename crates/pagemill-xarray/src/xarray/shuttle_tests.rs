@@ -1,7 +1,7 @@
 //! Shuttle tests: two readers, a writer, and a thread that moves nodes, in random interleavings of single steps.
 //!
-//! There are few nodes, and a retired node is reused as soon as no reader can access it. So a reader that forgets its
-//! guard finds slots of another node. `SHUTTLE_RUNS` is the number of interleavings per test.
+//! There are few nodes, and a retired node is reused as soon as no reader can access it. So a reader without a guard
+//! would read slots of a reused node. `SHUTTLE_RUNS` is the number of interleavings per test.
 
 #![allow(unsafe_code)] // arrays with a stable address
 
@@ -18,7 +18,7 @@ use std::sync::Mutex;
 /// Number of preemptions in a PCT schedule.
 const DEPTH: usize = 4;
 
-/// Limit of steps per interleaving. A longer one waits for an event that never occurs.
+/// Maximum number of steps per interleaving. A longer interleaving waits for an event that never happens.
 const MAX_STEPS: usize = 100_000;
 
 const NODES: u32 = 40;
@@ -42,7 +42,8 @@ struct NodesState {
 }
 
 impl FewNodes {
-    /// Returns the nodes of this thread in their initial state. The thread runs one interleaving after the other.
+    /// Returns the nodes of this thread in their initial state. All interleavings on this thread use the same nodes,
+    /// one after the other.
     fn reset() -> &'static Self {
         thread_local! {
             static FEW: &'static FewNodes = Box::leak(Box::new(FewNodes {
@@ -185,7 +186,7 @@ impl Fixture {
         });
     }
 
-    /// Moves a node if possible, and retires the old one. Returns whether it moved.
+    /// Moves a node if possible, and retires the old node. Returns whether the node moved.
     fn relocate(&self, old: u32) -> bool {
         let new = self.nodes.take().unwrap();
         let is_moved = relocate(self.nodes, old, new);
@@ -197,7 +198,7 @@ impl Fixture {
         is_moved
     }
 
-    /// Moves a random node that seems to be in a tree. Returns whether it moved.
+    /// Moves a random node that seems to be in a tree. Returns whether the node moved.
     fn move_random_node(&self) -> bool {
         let movable: Vec<u32> = (1..=NODES).filter(|number| self.nodes.node(*number).may_move()).collect();
         !movable.is_empty() && self.relocate(movable[thread_rng().gen_range(0..movable.len())])
@@ -259,8 +260,8 @@ pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static)
     Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
 }
 
-/// An entry of four indices is split, a part is erased and stored again, and all are joined. Readers always find the
-/// other indices.
+/// An entry of four indices is split, a part is erased and stored again, and all are joined. Readers must always find
+/// the other indices.
 #[test]
 fn readers_find_an_entry_during_split_and_join() {
     run_readers_and_writer(
@@ -288,7 +289,8 @@ fn readers_find_an_entry_during_split_and_join() {
     );
 }
 
-/// An entry of 128 indices is split into two nodes, and joined again. Readers always find it although the root changes.
+/// An entry of 128 indices is split into two nodes, and joined again. Readers must always find the entry, although the
+/// root changes.
 #[test]
 fn readers_find_an_entry_that_is_split_into_nodes() {
     run_readers_and_writer(
@@ -309,7 +311,7 @@ fn readers_find_an_entry_that_is_split_into_nodes() {
     );
 }
 
-/// The tree grows and shrinks, and readers always find the entry at index 0.
+/// The tree grows and shrinks. Readers must always find the entry at index 0.
 #[test]
 fn readers_find_an_entry_while_the_root_changes() {
     run_readers_and_writer(
@@ -333,8 +335,8 @@ fn readers_find_an_entry_while_the_root_changes() {
     );
 }
 
-/// A frame is not released if a reader pins it and then finds its entry unchanged: small, huge, in the root word,
-/// split, joined.
+/// Readers pin frames while the writer changes entries: small, huge, in the root word, split, joined. A frame must not
+/// be released if a reader pins the frame and then finds its entry unchanged.
 #[test]
 fn a_pinned_frame_of_an_unchanged_entry_is_not_released() {
     run_readers_and_writer(
@@ -366,8 +368,8 @@ fn a_pinned_frame_of_an_unchanged_entry_is_not_released() {
     );
 }
 
-/// An entry moves between a node and the root word, and its frame is released. A reader that found it in its former
-/// slot notices that by `is_still`.
+/// An entry moves between a node and the root word, and its frame is released. For a reader that found the entry in its
+/// former slot, `is_still` must return false.
 #[test]
 fn is_still_fails_after_a_move_to_or_from_the_root() {
     run_readers_and_writer(
@@ -395,8 +397,8 @@ fn is_still_fails_after_a_move_to_or_from_the_root() {
     );
 }
 
-/// An entry with its whole node is replaced by a larger one, and its frame released. `is_still` then fails. The test
-/// has few steps, so that schedules can interrupt it between any two.
+/// An entry with its whole node is replaced by a larger entry, and the frame of the former entry is released.
+/// `is_still` must then return false. The test has few steps, so that schedules can interrupt it between any two steps.
 #[test]
 fn is_still_fails_after_a_join() {
     run_readers_and_writer(
@@ -425,7 +427,7 @@ fn load_leaves(fixture: &Fixture) {
     assert_eq!(fixture.nodes.as_reader(|guard| fixture.array.next_gap(3, MAX_INDEX, guard)), Some(4));
 }
 
-/// A thread moves nodes repeatedly, both the root and leaves. Readers always find all entries, with their marks.
+/// A thread moves nodes repeatedly, both the root and leaves. Readers must always find all entries, with their marks.
 #[test]
 fn readers_find_entries_while_nodes_move() {
     run_readers_and_writer(three_leaves, load_leaves, |fixture| {
@@ -433,13 +435,13 @@ fn readers_find_entries_while_nodes_move() {
     });
 }
 
-/// Two threads move the same nodes at the same time. Readers always find all entries.
+/// Two threads move the same nodes at the same time. Readers must always find all entries.
 #[test]
 fn readers_find_entries_while_two_threads_move_nodes() {
     run_threads(three_leaves, [load_leaves, Fixture::move_random_nodes, Fixture::move_random_nodes]);
 }
 
-/// Nodes are moved while a writer splits, joins, stores, marks and erases. No change is lost by a move.
+/// Nodes are moved while a writer splits, joins, stores, marks and erases. No change may be lost by a move.
 #[test]
 fn no_change_is_lost_while_nodes_move() {
     run_threads(
@@ -483,8 +485,8 @@ fn no_change_is_lost_while_nodes_move() {
     );
 }
 
-/// Nodes are moved while arrays are dropped and new arrays get their nodes and numbers. No thread uses a dropped array,
-/// and no node is lost or used twice.
+/// Nodes are moved while arrays are dropped and new arrays get their nodes and numbers. No thread may use a dropped
+/// array, and no node may be lost or used twice.
 #[test]
 fn nodes_move_while_arrays_are_dropped() {
     fn create_and_drop_arrays(fixture: &Fixture) {
@@ -507,8 +509,8 @@ fn nodes_move_while_arrays_are_dropped() {
     );
 }
 
-/// Two arrays exchange nodes while a third thread moves nodes. That thread may have looked up an array to which the
-/// node no longer belongs.
+/// Two arrays exchange nodes while a third thread moves nodes. The third thread may have looked up an array to which
+/// the node no longer belongs; the node must then not be moved.
 #[test]
 fn nodes_move_while_arrays_exchange_them() {
     fn fill_and_empty(fixture: &Fixture) {
@@ -526,8 +528,8 @@ fn nodes_move_while_arrays_exchange_them() {
     run_threads(|_| (), [fill_and_empty, fill_and_empty, |fixture| (0..3).for_each(|_| fixture.move_random_nodes())]);
 }
 
-/// The node of an entry is moved, then the entry is erased and its frame released. A reader that pinned the frame
-/// before that notices by `is_still`.
+/// The node of an entry is moved, then the entry is erased and its frame released. If a reader pins the frame and then
+/// `is_still` returns true, the frame must not have been released.
 #[test]
 fn is_still_fails_after_a_node_move_and_an_erase() {
     run_readers_and_writer(

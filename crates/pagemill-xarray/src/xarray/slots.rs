@@ -7,8 +7,8 @@
 //!           +-------+-------+-------+-------+
 //! ```
 //!
-//! A SIBLING word (`-> 8`) is in a later slot of an entry and contains the number of the entry's first slot. All
-//! writers keep this rule: following SIBLING words from a slot ends at a VALUE or GONE that covers the slot (or at
+//! A SIBLING word (`-> 8`) is in a later slot of an entry and contains the number of the entry's first slot. Every
+//! write preserves this rule: following SIBLING words from a slot ends at a VALUE or GONE that covers the slot (or at
 //! DEAD, once the node is out of the tree). A reader that ends at another word has read a stale SIBLING, and restarts
 //! at the root. Readers never wait for a writer. The operations write in this order:
 //!
@@ -40,7 +40,7 @@ impl IndexSlot {
         Self(AtomicU64::new(0))
     }
 
-    /// Loads the word for a reader, with `Acquire`, so that the node is visible, too.
+    /// Loads the word for a reader, with `Acquire`, so that the contents of a node that the word points at are visible.
     #[inline]
     pub fn load_acquire(&self) -> IndexWord {
         IndexWord(self.0.load(Acquire))
@@ -63,8 +63,8 @@ impl IndexSlot {
 #[derive(Debug)]
 pub(super) struct StaleWord;
 
-/// Finds the word that decides the lookup of `slot`, and that word's slot: a value, a node, or another word if there is
-/// no entry.
+/// Returns the word at which the lookup of `slot` ends, and the slot of that word. The word is VALUE or NODE or, if
+/// there is no entry, EMPTY or GONE.
 #[inline]
 pub(super) fn resolve<const N: usize>(
     slots: &[IndexSlot; N],
@@ -83,7 +83,8 @@ fn follow<const N: usize>(
     shift: u32,
 ) -> Result<(usize, IndexWord), StaleWord> {
     let (mut at, mut word) = (slot, name);
-    // A SIBLING refers to a lower slot, so the loop ends. More than one is followed only during `overwrite_entries`.
+    // A SIBLING refers to a lower slot, so the loop ends. More than one SIBLING is followed only during
+    // `overwrite_entries`.
     while word.is_sibling() {
         at = word.first_slot();
         word = slots[at % N].load_acquire();
@@ -109,7 +110,7 @@ pub(super) fn remove_entry<const N: usize>(slots: &[IndexSlot; N], first: usize,
     slots[first].publish(IndexWord::EMPTY);
 }
 
-/// Stores an entry over all words in these slots. Passes each old word to `replaced` once no reader can reach it.
+/// Stores an entry over all words in these slots. Passes each old word to `replaced` after the word is overwritten.
 pub(super) fn overwrite_entries<const N: usize>(
     slots: &[IndexSlot; N],
     first: usize,
@@ -124,8 +125,8 @@ pub(super) fn overwrite_entries<const N: usize>(
     }
 }
 
-/// Replaces an entry of `count` slots by entries of `each` slots. `word_at` returns the word for the first slot of
-/// each.
+/// Replaces an entry of `count` slots by entries of `each` slots. `word_at` is called with the first slot of each new
+/// entry and returns the word of that entry.
 pub(super) fn split_entry<const N: usize>(
     slots: &[IndexSlot; N],
     first: usize,
@@ -162,7 +163,7 @@ mod loom_tests {
     }
 
     impl Fixture {
-        /// Creates a node with one entry of that order, in its first slots.
+        /// Creates slots with one entry of this order, which begins at slot 0.
         fn with_entry(order: u32) -> Arc<Self> {
             let fixture = Self { slots: std::array::from_fn(|_| IndexSlot::new()), frame: AtomicUsize::new(0) };
             insert_entry(&fixture.slots, 0, 1 << order, IndexWord::value(OLD, order));
@@ -179,7 +180,7 @@ mod loom_tests {
             }
         }
 
-        /// Looks up the entry, pins its frame, and checks that the entry is still there.
+        /// Looks up the entry, pins its frame, and returns whether the entry is still in its slot after that.
         fn try_pin(&self, slot: usize) -> bool {
             let Some((at, word)) = self.value(slot).filter(|(_, word)| word.to_value() == OLD) else { return false };
             self.frame.fetch_add(1, AcqRel);
@@ -190,13 +191,14 @@ mod loom_tests {
             is_still
         }
 
-        /// Releases the frame after its entry was removed, unless it is pinned. Later pins fail.
+        /// Releases the frame after its entry was removed, unless the frame is pinned.
         fn release(&self) -> bool {
             self.frame.compare_exchange(0, RELEASED, AcqRel, Relaxed).is_ok()
         }
     }
 
-    /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`.
+    /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`. At most one of the two
+    /// may succeed.
     fn pin_beside(slot: usize, write: fn(&Fixture)) {
         loom::model(move || {
             let fixture = Fixture::with_entry(ORDER);
@@ -221,7 +223,8 @@ mod loom_tests {
         pin_beside(3, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
     }
 
-    /// An entry is split, and one of the parts is removed. A reader always finds the other part.
+    /// An entry is split, and one of the parts is removed. A reader of the other part must find that part or the old
+    /// entry.
     #[test]
     fn a_reader_finds_an_entry_during_a_split() {
         loom::model(|| {
@@ -237,7 +240,7 @@ mod loom_tests {
         });
     }
 
-    /// Two entries are joined to one. A reader finds either the old entry or the new one.
+    /// Two entries are joined to one. A reader must find either the old entry or the new one.
     #[test]
     fn a_reader_finds_an_entry_during_a_join() {
         loom::model(|| {
@@ -252,7 +255,8 @@ mod loom_tests {
         });
     }
 
-    /// An entry of two slots is inserted or removed. A reader that finds the effect in one slot finds it in the other.
+    /// An entry of two slots is inserted or removed. A reader that finds the change in one slot must then find the
+    /// change in the other slot.
     #[test]
     fn all_slots_change_with_one_store() {
         for is_there in [false, true] {
@@ -276,7 +280,7 @@ mod loom_tests {
     }
 
     /// An entry of two slots is inserted and removed, and a smaller one is stored in its first slot. A reader of the
-    /// second slot finds all of the entry or nothing.
+    /// second slot must find the entry with its contents, or nothing.
     #[test]
     fn a_reader_finds_a_whole_entry_or_none() {
         loom::model(|| {

@@ -12,8 +12,8 @@ use pagemill_core::sync::Relaxed;
 
 impl<N: Nodes> Writer<'_, N> {
     /// Splits the entry that covers `index` into entries of a smaller order. `value_at` returns the value for the first
-    /// index of each new entry; it is called in unspecified order, and must not panic. The new entries inherit the
-    /// marks. Returns the old entry, or `None` if there is none.
+    /// index of each new entry; `value_at` is called in unspecified order, and must not panic. The new entries inherit
+    /// the marks. Returns the old entry, or `None` if no entry covers `index`.
     ///
     /// Readers always find an entry. The slot of the old entry's value is overwritten last: until then readers may find
     /// the old entry, and `is_still` returns true for it. Cost: a store for each new entry and each slot. `stock` must
@@ -87,11 +87,12 @@ impl<N: Nodes> Writer<'_, N> {
         IndexWord::node(number, shift)
     }
 
-    /// Replaces all entries in the `1 << order` indices from `first` on by one entry. It has a mark if any of the old
-    /// entries had the mark.
+    /// Replaces all entries in the `1 << order` indices from `first` on by one entry. The new entry has a mark if any
+    /// of the old entries had that mark.
     ///
-    /// Readers always find the old entry of an index, or the new one. An index without an entry gets the new one. All
-    /// slots of the old entries are overwritten before this returns. `stock` must come from [`super::XArray::prepare`].
+    /// Readers always find the old entry of an index, or the new one. The new entry also covers indices that had no
+    /// entry. All slots of the old entries are overwritten before `join` returns. `stock` must come from
+    /// [`super::XArray::prepare`].
     pub fn join(&mut self, first: u64, order: u32, value: u64, stock: &mut NodeStock<N>) {
         let word = entry_word(first, order, value);
         if order == 0 && !self.array.root.load_relaxed().is_node() && first == 0 {

@@ -1,4 +1,4 @@
-//! Nodes that are allocated before the lock is taken, so that operations under the lock cannot fail.
+//! Nodes that are allocated before the lock is acquired, so that operations under the lock cannot fail.
 
 use super::XArray;
 use super::nodes::Nodes;
@@ -6,12 +6,13 @@ use super::store::Writer;
 use super::word::{self, MAX_INDEX, MAX_ORDER, MAX_SHIFT, SLOT_BITS};
 use pagemill_core::error::Result;
 
-/// Preallocated nodes for one or more changes of any arrays with the same `Nodes`. Unused nodes are freed on drop.
+/// Preallocated nodes for one or more changes of any arrays with the same `Nodes`. Dropping the stock frees the unused
+/// nodes.
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct NodeStock<N: Nodes> {
     nodes: &'static N,
-    /// Head of the linked list of the nodes; 0 if it is empty.
+    /// First node of the linked list of the nodes; 0 if the list is empty.
     head: u32,
     count: u32,
 }
@@ -60,11 +61,10 @@ impl<N: Nodes> Drop for NodeStock<N> {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Allocates nodes for storing, or joining to, consecutive entries of that order over `first..=last` under one
-    /// lock.
+    /// Allocates nodes for consecutive stores or joins of entries of order `order` over `first..=last` under one lock.
     ///
-    /// Cost: allocates and frees as many nodes as the tallest empty tree needs: six for one page, and about one more
-    /// for each 64 pages. A caller with many changes should keep the nodes and use [`XArray::top_up`].
+    /// Cost: allocates as many nodes as the stores may need in the worst case: 6 to 13 for one page, and about one more
+    /// for each further 64 pages. A caller with many changes should keep the nodes and use [`XArray::top_up`].
     ///
     /// # Errors
     ///
@@ -75,11 +75,11 @@ impl<N: Nodes> XArray<N> {
         Ok(stock)
     }
 
-    /// Takes the lock, and returns nodes for storing consecutive entries of that order over `first..=last`. Usually the
-    /// tree has all nodes, so that none are allocated.
+    /// Acquires the lock, and returns nodes for storing consecutive entries of order `order` over `first..=last`.
+    /// Usually the tree has all nodes already, so that none are allocated.
     ///
-    /// Cost: a descent of the tree. If a node is missing, also the cost of [`XArray::prepare`] and a second lock.
-    /// Errors: as [`XArray::prepare`].
+    /// Cost: a descent of the tree. If the node is missing, or the range needs several nodes, also the cost of
+    /// [`XArray::prepare`] and a second lock. Errors: as [`XArray::prepare`].
     pub fn lock_for(&self, first: u64, last: u64, order: u32) -> Result<(Writer<'_, N>, NodeStock<N>)> {
         let mut stock = NodeStock::new(self.nodes);
         let writer = self.lock();
@@ -91,7 +91,7 @@ impl<N: Nodes> XArray<N> {
         Ok((self.lock(), stock))
     }
 
-    /// Allocates the nodes that `stock` lacks, so that it has as many as [`XArray::prepare`] returns. Errors: as
+    /// Allocates the nodes that `stock` lacks, so that `stock` has as many as [`XArray::prepare`] returns. Errors: as
     /// [`XArray::prepare`].
     pub fn top_up(&self, stock: &mut NodeStock<N>, first: u64, last: u64, order: u32) -> Result<()> {
         assert!(first <= last, "a range has an index");
@@ -115,8 +115,9 @@ fn nodes_over(first: u64, last: u64, shift: u32) -> u32 {
     u32::try_from(nodes).unwrap_or(u32::MAX)
 }
 
-/// The most nodes that such stores need in any tree. Either the tree has full height and the stores need a path through
-/// it, or the tree grows, and existing entries also need a path up to the new root.
+/// The most nodes that storing entries of order `order` over the range needs in any tree. Either the tree has full
+/// height and the stores need a path through it, or the tree grows, and existing entries also need a path up to the new
+/// root.
 fn nodes_to_store(first: u64, last: u64, order: u32) -> u32 {
     let lowest = word::shift_of(order);
     let levels = |from: u32, to: u32| (from..=to).step_by(SLOT_BITS as usize);
@@ -128,7 +129,7 @@ fn nodes_to_store(first: u64, last: u64, order: u32) -> u32 {
     path(MAX_SHIFT - SLOT_BITS).max(path(top).saturating_add(chain))
 }
 
-/// Returns the shift of the lowest root that covers index `last` and has nodes of shift `lowest` below it.
+/// Returns the shift of the lowest root that covers index `last` in a tree that has nodes of shift `lowest`.
 pub(super) fn top_shift_for(last: u64, lowest: u32) -> u32 {
     let mut shift = lowest;
     while last >> (shift + SLOT_BITS) != 0 {
@@ -139,7 +140,7 @@ pub(super) fn top_shift_for(last: u64, lowest: u32) -> u32 {
 
 fn nodes_to_split(order: u32, into_order: u32) -> u32 {
     let (from, to) = (word::shift_of(order), word::shift_of(into_order));
-    // Each slot gets one node. Orders need two levels of nodes, so there is no level between.
+    // Each slot gets one node. Entries are in the two lowest levels only, so no level lies between.
     if to < from { 1 << (order - from) } else { 0 }
 }
 
@@ -147,7 +148,8 @@ fn nodes_to_split(order: u32, into_order: u32) -> u32 {
 mod tests {
     use super::*;
 
-    /// The bounds for one page, for the tallest tree, for a range over many leaves, and for huge entries.
+    /// The computed numbers must be the known ones for one page, the tallest tree, a range over many leaves, and
+    /// splits.
     #[test]
     fn a_stock_has_enough_and_not_much_more() {
         assert_eq!(nodes_to_store(0, 0, 0), 6);

@@ -10,8 +10,8 @@ use std::cell::Cell;
 
 /// The exclusive writer of an array. Dropping it releases the array's lock.
 ///
-/// Errors of the caller panic: an index that is not aligned to its order, a store over a part of a larger entry, or too
-/// few preallocated nodes.
+/// Methods panic if the caller passes an index that is not aligned to its order, stores over a part of a larger entry,
+/// or has preallocated too few nodes.
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct Writer<'a, N: Nodes> {
@@ -20,7 +20,7 @@ pub struct Writer<'a, N: Nodes> {
 }
 
 impl<'a, N: Nodes> Writer<'a, N> {
-    /// Creates the writer. The caller holds the lock, which the writer releases.
+    /// Creates the writer. The caller holds the lock. Dropping the writer releases the lock.
     fn new(array: &'a XArray<N>) -> Self {
         Self { array, has_retired: Cell::new(false) }
     }
@@ -36,7 +36,7 @@ pub(super) struct SlotRange {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Takes the lock, and waits for another writer. Operations under the lock must be short.
+    /// Acquires the lock. Waits while there is another writer. Operations under the lock must be short.
     pub fn lock(&self) -> Writer<'_, N> {
         self.lock.acquire();
         Writer::new(self)
@@ -60,8 +60,8 @@ impl<N: Nodes> Drop for Writer<'_, N> {
 impl<N: Nodes> Writer<'_, N> {
     /// Stores an entry without marks over `1 << order` indices from `index` on. It replaces all entries there.
     ///
-    /// Readers find the old entry of an index, and then the new one. Without an old entry, one store inserts the new
-    /// one. Cost: a descent of the tree, and the removal of replaced entries.
+    /// A reader of an index finds the old entry until the new one is stored. If there is no old entry, one store of a
+    /// word inserts the new one. Cost: a descent of the tree, and the removal of replaced entries.
     pub fn store(&mut self, index: u64, order: u32, value: u64, stock: &mut NodeStock<N>) {
         let word = entry_word(index, order, value);
         if word::last_of(index, order) == 0 && !self.array.root.load_relaxed().is_node() {
@@ -84,8 +84,8 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.next_locked(from, to)
     }
 
-    /// Changes the value of the entry that covers the index, with one store. Its order and marks stay. Returns the old
-    /// entry, or `None` if there is none.
+    /// Changes the value of the entry that covers the index, with one store. The order and the marks of the entry stay.
+    /// Returns the old entry, or `None` if no entry covers the index.
     pub fn replace(&mut self, index: u64, value: u64) -> Option<Found> {
         let place = self.find_slots(index)?;
         let word = entry_word(place.found.first, place.found.order, value);
@@ -137,7 +137,8 @@ impl<N: Nodes> Writer<'_, N> {
         word.is_node() && word.shift() == lowest
     }
 
-    /// Returns the node and the slot for an entry of that order at `index`. Creates the nodes on the path to it.
+    /// Returns the node and the slot for an entry of that order at `index`. Creates the missing nodes on the path to
+    /// that slot.
     pub(super) fn slot_for_entry(&mut self, index: u64, order: u32, stock: &mut NodeStock<N>) -> (u32, usize) {
         assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
         let lowest = word::shift_of(order);
@@ -181,8 +182,8 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Prepares moving the root word into slot 0 of the new node `number`: copies the marks there, and sets the parent
-    /// of the node below.
+    /// Prepares moving the root word into slot 0 of the new node `number`: copies the marks of the root word into that
+    /// slot, and sets the parent of the node below.
     fn prepare_root_move(&self, word: IndexWord, number: u32) {
         let is_marked = |mark: usize| match word.is_node() {
             true => self.node(word.number()).is_marked(mark, u64::MAX),

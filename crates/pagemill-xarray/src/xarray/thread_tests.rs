@@ -7,11 +7,11 @@ use super::*;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
-/// Every index from this one on, up to twice this, always has an entry.
+/// Every index from `ALWAYS` to `2 * ALWAYS - 1` has an entry at all times.
 const ALWAYS: u64 = 1 << MAX_ORDER;
-/// An index that is stored and erased, which makes the tree tall.
+/// An index at which an entry is stored and erased, so that the tree grows to its full height and shrinks.
 const FAR: u64 = MAX_INDEX - 5;
-/// Number of nodes. Retired nodes accumulate while readers get no CPU.
+/// Number of nodes: many, because retired nodes accumulate while readers are preempted.
 const MANY_NODES: usize = 1 << 22;
 const WRITING: Duration = Duration::from_millis(400);
 
@@ -92,8 +92,8 @@ fn store_low_and_distant(array: &XArray<Forest>, round: u64, order: u32) {
     array.lock().erase_range(2 * ALWAYS, MAX_INDEX, |found| assert_belongs(found, found.first));
 }
 
-/// While a writer splits, joins, stores and erases, readers always find the permanent entries, and never an entry of
-/// another index.
+/// While a writer splits, joins, stores and erases, readers must always find the permanent entries, and never an entry
+/// of another index.
 #[test]
 fn threads_read_while_one_writes() {
     let nodes = test_forest::forest_of(MANY_NODES);
@@ -125,7 +125,8 @@ fn threads_read_while_one_writes() {
 /// Bit of a frame's word that says that the frame was released; the lower bits count its pins.
 const RELEASED: u64 = 1 << 32;
 
-/// A frame that was found, pinned, and is still in the array is not released.
+/// Readers find frames, pin them, and check `is_still`. If `is_still` returns true, the frame must not have been
+/// released.
 #[test]
 fn a_frame_pinned_by_a_thread_is_not_released() {
     const FRAMES: usize = 64;

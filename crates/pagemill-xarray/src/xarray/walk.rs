@@ -43,15 +43,15 @@ impl<'g> Hit<'g> {
         self.found.first
     }
 
-    /// Whether the slot still contains the same value of the same order. The module documentation says what follows
-    /// from that.
+    /// Whether the slot still contains the same value of the same order. The module documentation has the contract of
+    /// this method.
     #[inline]
     pub fn is_still(&self) -> bool {
         self.slot.load_acquire() == self.word
     }
 }
 
-/// Most levels of a tree: an index has 40 bits, and each level uses 6.
+/// Maximum number of levels of a tree: an index has 40 bits, and each level uses 6.
 const MAX_LEVELS: usize = 7;
 
 enum LookupResult<'g> {
@@ -180,8 +180,8 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// As [`XArray::try_find`]. Without an entry, also returns up to which index this node has none, at most up to
-    /// `to`.
+    /// As [`XArray::try_find`]. If no entry covers `index`, returns the last index of the gap, as far as the slots of
+    /// the same node up to that of `to` show.
     fn try_find_or_gap(&self, index: u64, to: u64) -> Result<LookupResult<'_>, StaleWord> {
         let mut slot = &self.root;
         let mut word = slot.load_acquire();
@@ -205,7 +205,7 @@ impl<N: Nodes> XArray<N> {
         Ok(LookupResult::Entry(Hit::new(slot, word, index)))
     }
 
-    /// As [`XArray::try_find_or_gap`], but treats entries without the mark as if there were none.
+    /// As [`XArray::try_find_or_gap`], but treats indices whose entry lacks the mark as indices without an entry.
     fn try_find_marked_or_gap(&self, index: u64, mark: usize) -> Result<LookupResult<'_>, StaleWord> {
         let root = self.root.load_acquire();
         if !root.is_node() {

@@ -4,7 +4,7 @@
 //!   63                      32 31        16 15      8 7      0
 //!   |                value                 |  order  |  VALUE  |   an entry, in its first slot
 //!   |          node          |      0      |  shift  |  NODE   |   a node below
-//!   |                  0                   |  order  |  GONE   |   as VALUE, but absent: it is being inserted or removed
+//!   |                  0                   |  order  |  GONE   |   first slot, while the entry is inserted or removed
 //!   |                  0                   |  slot   | SIBLING |   a later slot of an entry: the index of its first slot
 //!   |                              0                 |  DEAD   |   the node has left the tree: restart at the root
 //!   |                              0                           |   empty
@@ -29,7 +29,7 @@ pub(super) const MAX_SHIFT: u32 = 36;
 const VALUE: u64 = 1;
 const NODE: u64 = 2;
 const GONE: u64 = 3;
-/// Words with this tag or a higher one do not decide a lookup.
+/// A lookup never ends at a word with this tag or a higher one.
 const SIBLING: u64 = 4;
 const DEAD: u64 = 5;
 
@@ -63,7 +63,7 @@ impl IndexWord {
         Self((first as u64) << FIELD_SHIFT | SIBLING)
     }
 
-    /// Returns the word for this entry's first slot while the entry is absent but its later slots are set.
+    /// Returns the GONE word of this entry: for its first slot, while its later slots are set but the entry is absent.
     pub fn gone(self) -> Self {
         Self(self.0 & FIELD << FIELD_SHIFT | GONE)
     }
@@ -98,7 +98,7 @@ impl IndexWord {
         self.tag() == SIBLING
     }
 
-    /// Whether the word decides the lookup of its slot. False for SIBLING and DEAD.
+    /// Whether the lookup of the word's slot ends at this word. False for SIBLING and DEAD.
     #[inline]
     pub fn decides_lookup(self) -> bool {
         self.tag() < SIBLING
@@ -140,12 +140,12 @@ impl IndexWord {
         if self.is_node() { index >> self.shift() < SLOTS as u64 } else { index == 0 }
     }
 
-    /// Number of slots that this VALUE takes in a node of that shift.
+    /// Number of slots that the entry of this VALUE word occupies in a node with this shift.
     pub fn slots(self, shift: u32) -> usize {
         1 << (self.order() - shift)
     }
 
-    /// Whether this word of slot `first` is a VALUE or GONE of an entry that includes the later slot `slot`.
+    /// Whether this word, read from slot `first`, is VALUE or GONE, and its entry includes slot `slot`.
     #[inline]
     pub fn covers(self, first: usize, slot: usize, shift: u32) -> bool {
         matches!(self.tag(), VALUE | GONE) && (slot - first) >> (self.order() - shift) == 0
@@ -162,7 +162,7 @@ pub(super) fn shift_of(order: u32) -> u32 {
     order / SLOT_BITS * SLOT_BITS
 }
 
-/// Returns the first index of the entry of that order that covers `index`.
+/// Returns the first index of an entry of this order that covers `index`.
 #[inline]
 pub(super) fn first_of(index: u64, order: u32) -> u64 {
     index >> order << order
@@ -178,7 +178,8 @@ pub(super) fn last_of(index: u64, bits: u32) -> u64 {
 mod tests {
     use super::*;
 
-    /// Words with the smallest and largest fields return these fields, and each word is of exactly one kind.
+    /// Builds words with the smallest and largest fields. Each word must return these fields and be of exactly one
+    /// kind.
     #[test]
     fn words_return_their_fields() {
         for value in [0, 1, MAX_VALUE - 1, MAX_VALUE] {
@@ -214,7 +215,7 @@ mod tests {
         assert!(IndexWord::EMPTY.decides_lookup() && IndexWord::EMPTY.is_empty() && !IndexWord::EMPTY.is_value());
     }
 
-    /// An entry covers only its own slots.
+    /// `covers` must be true for the slots of an entry, and false for the slot behind them and for other words.
     #[test]
     fn an_entry_covers_its_slots() {
         let word = IndexWord::value(5, 9);
@@ -223,7 +224,7 @@ mod tests {
         assert!(!word.covers(8, 16, 6) && !IndexWord::node(1, 0).covers(8, 9, 6) && !IndexWord::EMPTY.covers(8, 9, 6));
     }
 
-    /// A root word without a node reaches index 0 only. The highest node reaches all indices.
+    /// A root word that is not a node must reach index 0 only. A root word for the highest node must reach all indices.
     #[test]
     fn a_root_reaches_its_indices() {
         assert!(

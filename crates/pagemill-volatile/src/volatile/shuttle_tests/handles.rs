@@ -116,13 +116,14 @@ fn assert_all_free(ranges: &Ranges) {
             }
         }
     }
-    // The rest of a run that was too short for a request is never used. These entries have no address.
+    // The remaining entries of a run that were too few for a request are never used, and have no address.
     let lost = (0..count).filter(|number| !found[*number as usize]);
     assert_eq!(lost.map(|number| ranges.entry(number).addr.load(Relaxed)).max().unwrap_or(0), 0, "an entry is lost");
 }
 
 /// Two threads mark, unmark, pin, drop and allocate ranges of their own while purges run. Ranges are dropped in any
-/// state, and other threads reuse their memory.
+/// state, and other threads reuse their memory. No byte of a held or pinned range may change, and each result of
+/// `unmark` must match the bytes.
 #[test]
 fn users_race_purges() {
     explore(|fixture| {
@@ -142,7 +143,7 @@ fn users_race_purges() {
     });
 }
 
-/// A range that several threads use, with what they know of its contents.
+/// A range that several threads use, with the results that its `unmark` has reported.
 struct Shared {
     range: Range,
     /// The smallest `kept_bytes` that was reported.
@@ -264,8 +265,8 @@ fn awaited_purges_end_early() {
     assert!(KEPT_PARTS.load(Relaxed) > 0, "no purge ended early");
 }
 
-/// Refreshes or marks a range again while a purge runs. That range must be purged after the others, although the purge
-/// queue was filled before.
+/// Refreshes or marks a range again while a purge runs. The refreshed range must be purged after the others, although
+/// the purge queue was filled before.
 #[test]
 fn recently_used_range_is_purged_last() {
     explore(|fixture| {

@@ -1,8 +1,9 @@
-//! Shuttle tests of whole ranges: threads use, purge and allocate them in random interleavings.
+//! Shuttle tests of whole ranges: threads use, purge and allocate ranges in random interleavings.
 //!
 //! Loom tests explore every interleaving of a state word's operations. The tests here run whole operations on real
 //! memory, in random interleavings. `SHUTTLE_RUNS` sets the number of executions of each test, and
-//! `SHUTTLE_RANDOM_SEED` repeats a sequence of them. A failure may end in an abort, so run them with `--nocapture`.
+//! `SHUTTLE_RANDOM_SEED` repeats a sequence of executions. A failure may end in an abort, so run these tests with
+//! `--nocapture`.
 #![allow(unsafe_code)] // drops the objects of an execution, reads bytes
 
 mod handles;
@@ -24,7 +25,7 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 use std::sync::OnceLock;
 
-/// Tests write and check one byte in each piece of this length. Purge steps and chunks are multiples of it.
+/// Tests write and check one byte in each piece of this length. Purge steps and chunks are multiples of this length.
 const PIECE: usize = BLOCK_BYTES / 32;
 
 /// Number of preemptions in a schedule of the PCT scheduler.

@@ -141,7 +141,7 @@ impl UserArea {
     }
 }
 
-/// Asserts that the sums agree with the marks, and that no piece is claimed or awaited.
+/// Asserts that the sums agree with the marks, that no piece is claimed, and that no thread waits for a piece.
 fn check_state(vranges: &Vranges) {
     vranges.table.with(|table| {
         assert_eq!((table.claimed, table.waiting), (0, 0));
@@ -208,7 +208,8 @@ fn marks_race_purges() {
     });
 }
 
-/// Two threads mark and unmark the same memory while purges run. Each purge must be reported to at least one of them.
+/// Two threads mark and unmark the same memory while purges run. Each purge must be reported to at least one of the
+/// threads.
 #[test]
 fn purge_of_shared_memory_is_reported() {
     explore(|fixture| {
@@ -238,8 +239,8 @@ fn purge_of_shared_memory_is_reported() {
     });
 }
 
-/// Marks a piece again while a purge runs. That piece must be purged after the others, although the purge queue was
-/// filled before.
+/// Marks a piece again while a purge runs. The piece that was marked again must be purged after the others, although
+/// the purge queue was filled before.
 #[test]
 fn recently_marked_piece_is_purged_last() {
     explore(|fixture| {
@@ -262,8 +263,8 @@ fn recently_marked_piece_is_purged_last() {
         };
         run_concurrently([Box::new(user), Box::new(move || purge(fixture.vranges, 1))]);
         let mut kept = parts.each_ref().map(|part| area.read(part.start) == 7);
-        // A piece that was purged before it was unmarked reads zero. Another purge of it after the new mark cannot be
-        // seen.
+        // A piece that was purged before it was unmarked reads zero. A second purge of this piece after the new mark
+        // cannot be detected.
         while let Some(oldest) = (0..3).filter(|index| kept[*index]).min_by_key(|index| (*index == used, *index)) {
             fixture.vranges.shrink(1, Urgency::Limit);
             let after = parts.each_ref().map(|part| area.read(part.start) == 7);
