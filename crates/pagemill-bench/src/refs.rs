@@ -26,8 +26,9 @@ const COLLAPSE_NS: &str = "collapse_ns";
 const COPY_NS: &str = "copy_ns";
 
 const SIZES_KIB: [u64; 2] = [64, 1024];
-const RUN_MS: (u64, u64) = (20, 200);
-const CHANGE_MS: (u64, u64) = (100, 1000);
+/// Duration of a sample (quick, full): of pins and unpins; of splits and collapses, or of copies.
+const PIN_RUN_MS: (u64, u64) = (20, 200);
+const SPLIT_RUN_MS: (u64, u64) = (100, 1000);
 /// Number of folios (quick, full). They exceed the CPU caches, as folios that wait for a collapse usually do.
 const FOLIOS: (u64, u64) = (16, 64);
 
@@ -39,7 +40,7 @@ pub struct Options {
 
 /// Size of the range in KiB, number of threads, and whether each thread has a folio of its own.
 type Case = (u64, u64, bool);
-const CHANGE_CASE: Case = (0, 0, false);
+const SPLIT_CASE: Case = (0, 0, false);
 
 fn cases() -> impl Iterator<Item = Case> {
     SIZES_KIB.into_iter().flat_map(|kib| [(kib, 1, false), (kib, 2, false), (kib, 2, true)])
@@ -80,7 +81,7 @@ pub fn run(options: &Options) -> Result<Report> {
     {
         let cell = Some(TableCell { table: "a huge folio".to_owned(), column: column.to_owned() });
         let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: None };
-        report_row(&mut report, &samples, (&CHANGE_CASE, "2 MiB"), subject, metric, cell);
+        report_row(&mut report, &samples, (&SPLIT_CASE, "2 MiB"), subject, metric, cell);
     }
     add_verdicts(&mut report, &samples);
     Ok(report)
@@ -98,7 +99,7 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
             for index in 0..ways.len() {
                 let (subject, way) = ways[(index + round) % ways.len()];
                 progress.step(subject);
-                let run_ms = common.quick_or_full(RUN_MS.0, RUN_MS.1);
+                let run_ms = common.quick_or_full(PIN_RUN_MS.0, PIN_RUN_MS.1);
                 let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
                 let words = ["__refs", "--way", way].into_iter().chain(case.2.then_some("--own"));
                 let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
@@ -110,11 +111,11 @@ fn measure(common: &CommonOptions) -> Result<SampleTable<Case>> {
             progress.step(subject);
             let numbers = [
                 ("--folios", common.quick_or_full(FOLIOS.0, FOLIOS.1)),
-                ("--run-ms", common.quick_or_full(CHANGE_MS.0, CHANGE_MS.1)),
+                ("--run-ms", common.quick_or_full(SPLIT_RUN_MS.0, SPLIT_RUN_MS.1)),
             ];
             let words = ["__change"].into_iter().chain(flag);
             let line = words.map(str::to_owned).chain(child::numeric_options(&numbers));
-            samples.add_outcome(&CHANGE_CASE, subject, metrics, &sample(subject, line)?);
+            samples.add_outcome(&SPLIT_CASE, subject, metrics, &sample(subject, line)?);
         }
     }
     Ok(samples)
@@ -136,7 +137,7 @@ fn add_verdicts(report: &mut Report, samples: &SampleTable<Case>) {
         let side = |subject| SeriesKey { case: &one, subject, metric: NS };
         report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(50.0), side(subject), side(PER_PAGE)));
     }
-    let side = |subject, metric| SeriesKey { case: &CHANGE_CASE, subject, metric };
+    let side = |subject, metric| SeriesKey { case: &SPLIT_CASE, subject, metric };
     let copy = || side(MEMCPY, COPY_NS);
     let target = "split, as fast as a copy of 2 MiB";
     report.add_verdict(judge_time_ratio(samples, target, Bound::AtLeast(20.0), side(SPLIT, SPLIT_NS), copy()));

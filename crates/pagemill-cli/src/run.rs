@@ -213,7 +213,8 @@ impl<'tree> RunningProgram<'tree> {
     }
 }
 
-/// Reports that a limit was exceeded, or that the kernel killed at a limit. Used when no report is printed.
+/// Prints a message if memory outside the allocator exceeded `--limit` notably, and one if the kernel killed processes
+/// at `--limit-kernel`. Called when there is no report to print.
 fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimitResult>) {
     if let Some(excess) = memory.and_then(|memory| memory.peak.excess.as_ref()).filter(|excess| is_notable(excess)) {
         say(&format!(

@@ -236,8 +236,8 @@ mod bypassed {
 mod reports {
     use super::*;
 
-    /// Two concurrent children have memory of their own. The report has the total of the tree, and a row for
-    /// each child.
+    /// Two concurrent children map memory without malloc. The report has the kernel's count of the tree, which includes
+    /// that memory, and a row for each child.
     #[test]
     fn the_report_has_the_kernels_count_of_the_tree() {
         let place = TestFolder::new();

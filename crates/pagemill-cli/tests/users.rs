@@ -63,7 +63,8 @@ fn as_user(place: &TestFolder) -> Command {
     command
 }
 
-/// Returns the user's own folders in the folders where all users can create some.
+/// Returns the folders with random names in `/dev/shm` and `/tmp`. Pagemill creates one for `USER` if another user has
+/// taken the usual names.
 fn own_folders() -> Vec<PathBuf> {
     let of = |folder| fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let is_own = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with(&format!("pagemill-{USER}-"));

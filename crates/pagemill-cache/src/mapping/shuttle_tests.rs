@@ -24,7 +24,7 @@ use std::sync::{Mutex, OnceLock};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-/// Number of preemptions of a PCT schedule.
+/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
 const DEPTH: usize = 4;
 
 /// Maximum number of steps of a run. A longer run waits for an event that never comes.

@@ -130,9 +130,11 @@ impl File {
         Ok(())
     }
 
+    /// Makes a folio over `index` with the bytes that the store has.
+    ///
     /// # Errors
     ///
-    /// See [`pagemill_core::Error::NoMemory`].
+    /// Errors of the store, and [`pagemill_core::Error::NoMemory`].
     fn create_stored(&self, index: u64) -> Result<()> {
         self.create(index, super::policy::Cause::Write, &super::fetch::Content::Stored).map(drop)
     }

@@ -9,7 +9,7 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 use std::time::Duration;
 
-/// Preemptions in a PCT schedule.
+/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
 const DEPTH: usize = 4;
 
 /// Maximum number of steps of a run; a longer run waits for an event that never comes.

@@ -51,7 +51,7 @@ const CURSOR_WORDS: usize = 3;
 /// allocation waits until a slot is no longer claimed.
 const MAX_SKIPPED: usize = 8;
 
-/// The account publishes its statistics whenever the free bytes of a shard cross a multiple of this number.
+/// A `free` publishes the account's statistics if it raises the free bytes of a shard past a multiple of this number.
 const PUBLISH_STEP_BYTES: i64 = 8 << 20;
 
 /// From this size, calloc of a slot that was used before discards its pages instead of zeroing them. The kernel's new

@@ -446,7 +446,8 @@ impl Slabs {
         self.worker.stop();
     }
 
-    /// Runs one step of defragmentation over all caches, by their ratios. A program calls `defrag_step` in a thread of
+    /// Runs one step of defragmentation over all caches, for about `budget` altogether. Empties the slabs and blocks of
+    /// which less than their cache's `defrag_used_ratio` is used. A program calls `defrag_step` in a thread of
     /// its own, or when it is idle. The step calls the owners of objects, so the caller must hold no lock that an owner
     /// may wait for. Returns the progress of all caches together.
     pub fn defrag_step(&self, budget: Duration) -> Progress {

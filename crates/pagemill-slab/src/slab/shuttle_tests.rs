@@ -19,7 +19,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-/// Number of preemptions in a PCT schedule.
+/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
 const DEPTH: usize = 4;
 
 /// Maximum number of steps in a run. A longer run waits for an event that never happens.

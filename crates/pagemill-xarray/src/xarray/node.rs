@@ -136,6 +136,8 @@ impl Node {
         self.place.store(next, Relaxed);
     }
 
+    /// Returns the number of the first node of the next batch in the list of ripe batches, or 0. This node is the first
+    /// of its own batch.
     pub(super) fn next_batch(&self) -> u32 {
         self.place.load(Relaxed)
     }

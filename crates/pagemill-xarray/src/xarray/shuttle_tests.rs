@@ -15,7 +15,7 @@ use shuttle::{Config, MaxSteps, Runner};
 use std::sync::Arc;
 use std::sync::Mutex;
 
-/// Number of preemptions in a PCT schedule.
+/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
 const DEPTH: usize = 4;
 
 /// Maximum number of steps per interleaving. A longer interleaving waits for an event that never happens.

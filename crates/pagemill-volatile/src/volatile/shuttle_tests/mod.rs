@@ -28,8 +28,8 @@ use std::sync::OnceLock;
 /// Tests write and check one byte in each piece of this length. Purge steps and chunks are multiples of this length.
 const PIECE: usize = BLOCK_BYTES / 32;
 
-/// Number of preemptions in a schedule of the PCT scheduler.
-const PREEMPTIONS: usize = 4;
+/// Depth of the PCT scheduler: a schedule changes the priorities of threads at most `PCT_DEPTH - 1` times.
+const PCT_DEPTH: usize = 4;
 
 /// Maximum number of steps of an execution. A longer execution waits for an event that never happens.
 const MAX_STEPS: usize = 300_000;
@@ -181,7 +181,7 @@ fn explore(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     };
     let awaited = stats::get(Counter::RangesAwaited);
     Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-    Runner::new(PctScheduler::new(PREEMPTIONS, runs), config()).run(begin);
+    Runner::new(PctScheduler::new(PCT_DEPTH, runs), config()).run(begin);
     assert!(runs < 100 || stats::get(Counter::RangesAwaited) > awaited, "no thread met a purge");
 }
 
