@@ -5,12 +5,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemill::Pagemill;
-use pagemill::arena::Layout;
-use pagemill::mapping::policy::{Ask, Choice};
-use pagemill::mapping::{Cache, Mapping, Policy, Settings};
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill_testbed::Testbed;
+use pagemill_core::arena::Layout;
+use pagemill_cache::mapping::policy::{Ask, Choice};
+use pagemill_cache::mapping::{PageCache, Mapping, Policy};
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use std::sync::OnceLock;
 
 /// Maximum length of the file.
@@ -31,14 +31,14 @@ impl Policy for Even {
     }
 }
 
-fn cache() -> &'static Cache {
-    static CACHE: OnceLock<Cache> = OnceLock::new();
+fn cache() -> &'static PageCache {
+    static CACHE: OnceLock<PageCache> = OnceLock::new();
     CACHE.get_or_init(|| {
-        let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space");
+        let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).expect("address space");
         pagemill.caches.collapse_by_hand();
         let page = PageSize::new(PAGE).expect("a power of two");
-        let settings = Settings { page, policy: Box::new(Even), ..Settings::new("fuzz", 2 * MAX_FILE_BYTES as u64) };
-        pagemill.caches.make(settings).expect("a cache")
+        let settings = PageCache::builder("fuzz").limit(2 * MAX_FILE_BYTES as u64).page(page).policy(Even);
+        settings.build_in(pagemill.caches).expect("a cache")
     })
 }
 

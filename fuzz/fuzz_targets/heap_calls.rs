@@ -6,10 +6,11 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemill::arena::Layout;
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::{Error, Pagemill};
+use pagemill_core::arena::Layout;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_testbed::Testbed;
+use pagemill_core::Error;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
@@ -25,11 +26,11 @@ const FILLED_BYTES: usize = 256 << 10;
 /// Number of bytes that are written and compared at each end of a larger allocation.
 const END_BYTES: usize = 4096;
 
-fn heaps() -> &'static [&'static Pagemill; 3] {
-    static HEAPS: OnceLock<[&'static Pagemill; 3]> = OnceLock::new();
+fn heaps() -> &'static [&'static Testbed; 3] {
+    static HEAPS: OnceLock<[&'static Testbed; 3]> = OnceLock::new();
     HEAPS.get_or_init(|| {
         let small = Layout { use_huge: false, ..Layout::for_test() };
-        let make = |layout, limit| Pagemill::new(layout, limit).expect("address space");
+        let make = |layout, limit| Testbed::new(layout, limit).expect("address space");
         [make(Layout::for_test(), UNLIMITED), make(small, UNLIMITED), make(Layout::for_test(), 24 << 20)]
     })
 }
@@ -40,7 +41,7 @@ struct Live {
 }
 
 struct HeapModel {
-    pagemill: &'static Pagemill,
+    pagemill: &'static Testbed,
     is_limited: bool,
     live: BTreeMap<usize, Live>,
     next_byte: u8,

@@ -7,15 +7,16 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemill::arena::Layout;
-use pagemill::arena::nodes::Nodes;
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::slab::{
-    self, ByHandle, ByOwner, Candidates, Done, Fixed, Handle, Migrate, Movable, Moving, Pinned, Progress,
-};
-use pagemill::slab::{Settings, SlabInfo, Slabs, Slot, Target};
-use pagemill::{Error, Pagemill, Result, xarray};
+use pagemill_core::arena::Layout;
+use pagemill_core::arena::nodes::Nodes;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_slab as slab;
+use pagemill_slab::{ByHandle, ByOwner, Candidates, Done, Fixed, Handle, Migrate, Movable, Moving, Pinned, Progress};
+use pagemill_slab::{Settings, SlabInfo, Slabs, Slot, Target};
+use pagemill_testbed::Testbed;
+use pagemill_xarray;
+use pagemill_core::{Error, Result};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -35,7 +36,7 @@ fn slabs(use_huge: bool) -> &'static Slabs {
     thread_local! {
         static BOTH: [&'static Slabs; 2] = [false, true].map(|use_huge| {
             let layout = Layout { use_huge, nodes: Nodes::logical(NODES), ..Layout::for_test() };
-            Pagemill::new(layout, UNLIMITED).expect("address space").slabs
+            Testbed::new(layout, UNLIMITED).expect("address space").slabs
         });
     }
     BOTH.with(|both| both[usize::from(use_huge)])
@@ -182,18 +183,18 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
 
     fn use_stale(&self, one: u8, other: u8) {
         if let Some(handle) = self.gone.get(index_of(one, other, self.gone.len())) {
-            assert!(self.cache.get(*handle, &slab::pin()).is_none() && !self.cache.remove(*handle).unwrap());
-            assert!(self.cache.pin_value(*handle).unwrap().is_none());
+            assert!(self.cache.get(*handle, &slab::enter()).is_none() && !self.cache.remove(*handle).unwrap());
+            assert!(self.cache.pin(*handle).unwrap().is_none());
             assert!(!self.cache.update(*handle, |_| unreachable!()).unwrap());
         }
         let forged = Handle::from_bits(u64::from(one) << 32 | u64::from(other));
         let is_known = self.live.iter().any(|(handle, _)| *handle == forged);
-        assert_eq!(self.cache.get(forged, &slab::pin()).is_some(), is_known);
+        assert_eq!(self.cache.get(forged, &slab::enter()).is_some(), is_known);
     }
 
     fn pin(&mut self, at: usize) {
         let Some((handle, number)) = self.live.get(at).copied() else { return };
-        match self.cache.pin_value(handle) {
+        match self.cache.pin(handle) {
             Ok(pinned) => self.pins.push((pinned.unwrap(), handle, number)),
             Err(_) => assert_eq!(self.pins.iter().filter(|(_, pinned, _)| *pinned == handle).count(), 7),
         }
@@ -216,7 +217,7 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
                 assert!(pinned.is(number));
             }
             20 if !is_guarded => {
-                let guard = slab::pin();
+                let guard = slab::enter();
                 let cache = self.cache;
                 let some = self.live[at.min(self.live.len())..].iter().take(9);
                 let seen: Vec<_> =
@@ -232,7 +233,7 @@ impl<const WORDS: usize> HandleModel<'_, WORDS> {
     }
 
     fn check(&self) {
-        let guard = slab::pin();
+        let guard = slab::enter();
         assert!(self.live.iter().all(|(handle, number)| self.cache.get(*handle, &guard).unwrap().is(*number)));
         assert!(self.pins.iter().all(|(pinned, _, number)| pinned.is(*number)));
         assert!(self.cache.info().unwrap().active >= self.live.len() as u64);
@@ -543,12 +544,7 @@ fuzz_target!(|data: &[u8]| {
     let [first, second, calls @ ..] = data else { return };
     let calls = calls.chunks_exact(3);
     let slab_bytes = [None, Some(16 << 10), Some(128 << 10), Some(2 << 20)][usize::from(second & 3)];
-    let settings = Settings {
-        slab_bytes,
-        debug: first & 64 == 64,
-        remote_node_defrag_ratio: u32::from(second >> 2),
-        ..Settings::new("fuzz")
-    };
+    let settings = Settings::new("fuzz").slab_bytes(slab_bytes).debug(first & 64 == 64).remote_node_defrag_ratio(u32::from(second >> 2));
     let slabs = slabs(first & 128 == 128);
     match first & 15 {
         0 | 1 | 2 => by_handle::<5>(slabs, settings, calls),

@@ -7,13 +7,14 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemill::arena::Layout;
-use pagemill::mapping::policy::{Ask, Choice};
-use pagemill::mapping::{Cache, Mapping, Pin, Policy, Queue, Settings};
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
-use pagemill::units::{BLOCK_BYTES, PageSize};
-use pagemill::{Error, Pagemill, Result};
+use pagemill_core::arena::Layout;
+use pagemill_cache::mapping::policy::{Ask, Choice};
+use pagemill_cache::mapping::{PageCache, Mapping, Pin, Policy, Queue};
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_testbed::Testbed;
+use pagemill_core::{Error, Result};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,20 +40,20 @@ impl Policy for First {
 
 /// A cache and its queue, which are used for many inputs.
 struct CacheWithQueue {
-    cache: Cache,
+    cache: PageCache,
     queue: Queue,
     most: usize,
 }
 
 impl CacheWithQueue {
     fn new(use_huge: bool) -> Self {
-        let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space");
+        let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).expect("address space");
         pagemill.caches.collapse_by_hand();
         let huge = if use_huge { BLOCK_BYTES } else { 0 };
         let page = PageSize::new(PAGE).expect("a power of two");
         let limit = (huge + SMALL_FILE_BYTES / 2) as u64;
-        let settings = Settings { page, use_huge, policy: Box::new(First), ..Settings::new("fuzz", limit) };
-        let cache = pagemill.caches.make(settings).expect("a cache");
+        let settings = PageCache::builder("fuzz").limit(limit).page(page).huge(use_huge).policy(First);
+        let cache = settings.build_in(pagemill.caches).expect("a cache");
         let queue = cache.queue(4).expect("a queue");
         Self { cache, queue, most: huge + SMALL_FILE_BYTES }
     }

@@ -6,20 +6,20 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemill::Pagemill;
-use pagemill::arena::Layout;
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::units::os_page_bytes;
-use pagemill::volatile::vrange::{How, Mode};
+use pagemill_testbed::Testbed;
+use pagemill_core::arena::Layout;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::units::os_page_bytes;
+use pagemill_volatile::vrange::{How, Mode};
 use pagemill_sys::fault;
 use std::sync::OnceLock;
 
 const PAGES: usize = 256;
 
-fn pagemill() -> &'static Pagemill {
-    static PAGEMILL: OnceLock<&'static Pagemill> = OnceLock::new();
-    PAGEMILL.get_or_init(|| Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space"))
+fn pagemill() -> &'static Testbed {
+    static PAGEMILL: OnceLock<&'static Testbed> = OnceLock::new();
+    PAGEMILL.get_or_init(|| Testbed::new(Layout::for_test(), UNLIMITED).expect("address space"))
 }
 
 /// Returns the address of page-aligned memory that is never freed, and is accessed only byte by byte.
@@ -71,7 +71,7 @@ impl Machine {
         unsafe { Self::at(page).write_volatile(1) };
     }
 
-    fn call(page: usize, pages: usize, mode: Mode, how: How) -> pagemill::volatile::vrange::Marked {
+    fn call(page: usize, pages: usize, mode: Mode, how: How) -> pagemill_volatile::vrange::Marked {
         let (addr, len) = (area() + page * os_page_bytes(), pages * os_page_bytes());
         // SAFETY: the range is inside the area, which has no references to it and is never freed.
         unsafe { pagemill().vranges.vrange(addr, len, mode, how) }.expect("whole pages that are mapped")

@@ -1,6 +1,6 @@
 //! Reads the amount of free memory that a running process publishes in its Pagemill statistics.
 
-use pagemill::published;
+use pagemill_core::published;
 
 /// Returns the free bytes that the process could return at once; none if the process publishes no statistics, as under
 /// allocators other than Pagemill.

@@ -17,7 +17,7 @@ use std::slice;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use pagemill::units::BLOCK_BYTES;
+use pagemill_core::units::BLOCK_BYTES;
 
 /// An allocation from the C `malloc` that is filled with words.
 ///
@@ -365,7 +365,7 @@ pub struct Pages {
 
 impl Pages {
     pub fn page_bytes() -> usize {
-        pagemill::units::os_page_bytes()
+        pagemill_core::units::os_page_bytes()
     }
 
     /// Maps memory of which no page is resident yet.
@@ -457,12 +457,12 @@ impl Pages {
     /// Marks a range volatile or nonvolatile. Returns whether any byte of the range was purged.
     pub fn mark(
         &self,
-        pagemill: &pagemill::Pagemill,
+        pagemill: &pagemill_testbed::Testbed,
         at: usize,
         len_bytes: usize,
-        mode: pagemill::volatile::vrange::Mode,
-    ) -> Result<bool, pagemill::Error> {
-        use pagemill::volatile::vrange::How;
+        mode: pagemill_volatile::vrange::Mode,
+    ) -> Result<bool, pagemill_core::Error> {
+        use pagemill_volatile::vrange::How;
         // SAFETY: inside the mapping. There is no reference to the bytes, and a purge may change them. Marks that
         // remain at the end vanish with the process.
         let marked =
@@ -473,12 +473,12 @@ impl Pages {
     /// Marks a range volatile or nonvolatile. Fails if any byte of the range was purged.
     pub fn vrange(
         &self,
-        pagemill: &pagemill::Pagemill,
+        pagemill: &pagemill_testbed::Testbed,
         at: usize,
         len_bytes: usize,
         volatile: bool,
     ) -> Result<(), String> {
-        use pagemill::volatile::vrange::Mode;
+        use pagemill_volatile::vrange::Mode;
         let mode = if volatile { Mode::Volatile } else { Mode::Nonvolatile };
         match self.mark(pagemill, at, len_bytes, mode) {
             Ok(false) => Ok(()),

@@ -1,7 +1,7 @@
 //! The page cache: files in memory ([`mapping`]), in folios of one to many pages.
 //!
 //! Uses `pagemill-core`, `pagemill-slab`, `pagemill-xarray` and `pagemill-store`. The nodes of its indices lie in a slab
-//! cache, so that they can be moved ([`Slabs::nodes`]). The crate `pagemill` re-exports what programs use.
+//! cache, so that they can be moved ([`IndexNodes`]). The crate `pagemill` re-exports what programs use.
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the words of folios only.
 #[cfg(not(loom))]
@@ -19,4 +19,11 @@ mod nodes;
 mod test_process;
 
 #[cfg(not(loom))]
-pub use nodes::{NodeCache, Slabs};
+pub use mapping::policy::{Always, Ask, Auto, Cause, Choice, Never};
+#[cfg(not(loom))]
+pub use mapping::{
+    Advice, Builder, Caches, Exclusive, Fetch, Fetched, Holder, Mapping, PageCache, Pin, Pins, Policy, Queue, Reuse,
+    Source, Usage, Writeback, ask_for_caches,
+};
+#[cfg(not(loom))]
+pub use nodes::{IndexNodes, NodeCache};

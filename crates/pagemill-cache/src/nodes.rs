@@ -5,9 +5,9 @@
 //! [`NodeIndex`] by the index.
 #![allow(unsafe_code)] // the contracts of both sides
 
-use pagemill_core::arena::{Arena, place};
+use pagemill_core::arena::place;
 use pagemill_core::error::Result;
-use pagemill_slab::{NodeIndex, NodeMemory};
+use pagemill_slab::{NodeIndex, NodeMemory, Slabs};
 use pagemill_xarray::{Forest, Forests, Node, Source};
 use std::alloc::Layout;
 use std::any::Any;
@@ -19,23 +19,15 @@ mod shuttle_tests;
 #[cfg(all(test, not(shuttle)))]
 mod tests;
 
-/// The slab caches of a process, with the cache of index nodes among them.
+/// The source of index nodes: a slab cache among the slab caches of a process.
 ///
-/// Example: [`pagemill_slab::Slabs`], whose methods it has.
-pub struct Slabs(pagemill_slab::Slabs);
+/// Example: [`XArray`](pagemill_xarray::XArray).
+pub struct IndexNodes(&'static Slabs);
 
-impl Deref for Slabs {
-    type Target = pagemill_slab::Slabs;
-
-    fn deref(&self) -> &pagemill_slab::Slabs {
-        &self.0
-    }
-}
-
-impl Slabs {
-    /// Creates an empty list of slab caches. The first cache reserves memory and addresses.
-    pub fn new(arena: &'static Arena) -> Self {
-        Self(pagemill_slab::Slabs::new(arena))
+impl IndexNodes {
+    /// Allocates nothing; the first array requests memory.
+    pub fn new(slabs: &'static Slabs) -> Self {
+        Self(slabs)
     }
 
     /// Returns the cache of index nodes of this process. Creates it on the first call, and again in a fork child.
@@ -43,7 +35,7 @@ impl Slabs {
     /// # Errors
     ///
     /// [`NoAddresses`](pagemill_core::Error::NoAddresses), [`System`](pagemill_core::Error::System).
-    pub fn nodes(&'static self) -> Result<&'static NodeCache> {
+    pub fn cache(&self) -> Result<&'static NodeCache> {
         let cache = self.0.nodes_of(|memory| {
             let source: &'static NodeSource = place(NodeSource(memory))?;
             place(NodeCache { forest: Forest::new(source)?, cache: OnceLock::new() })
@@ -55,9 +47,9 @@ impl Slabs {
     }
 }
 
-impl Forests for Slabs {
+impl Forests for IndexNodes {
     fn forest(&'static self) -> Result<&'static Forest> {
-        self.nodes().map(NodeCache::forest)
+        self.cache().map(NodeCache::forest)
     }
 
     fn node_bytes(&self) -> u64 {
@@ -70,7 +62,7 @@ impl Forests for Slabs {
 /// Example: [`XArray`](pagemill_xarray::XArray).
 pub struct NodeCache {
     forest: Forest,
-    /// Set by [`Slabs::nodes`].
+    /// Set by [`IndexNodes::cache`].
     cache: OnceLock<&'static pagemill_slab::NodeCache>,
 }
 

@@ -1,27 +1,15 @@
 //! A process with page caches, for tests.
 
-use crate::Slabs;
 use crate::mapping::Caches;
-use pagemill_core::arena::{Arena, Layout, place};
+use pagemill_core::arena::Layout;
+use pagemill_core::instance::Instance;
 use pagemill_core::reclaim::{Account, tree::UNLIMITED};
+use pagemill_slab::Slabs;
 
-/// The parts that tests use.
-///
-/// Example: [`TestProcess::for_test`].
-pub struct TestProcess {
-    pub caches: &'static Caches,
-}
-
-impl TestProcess {
-    pub fn for_test() -> Self {
-        let account = Account::make(UNLIMITED).unwrap();
-        let arena: &'static Arena = place(Arena::new(Layout::for_test(), account).unwrap()).unwrap();
-        let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
-        let caches: &'static Caches = place(Caches::new(arena, slabs)).unwrap();
-        account.register(caches);
-        let of_slabs: &'static pagemill_slab::Slabs = slabs;
-        account.register(of_slabs);
-        slabs.defrag_by_hand();
-        Self { caches }
-    }
+/// Page caches of an instance of their own, without a limit. Only explicit calls defragment the slab caches.
+pub fn caches() -> &'static Caches {
+    let instance = Instance::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap();
+    let slabs = Slabs::of(instance).unwrap();
+    slabs.defrag_by_hand();
+    Caches::of(instance, slabs).unwrap()
 }

@@ -1,10 +1,10 @@
 //! The memory of a process's page caches, by name and by memory node, as the process reports it.
 
 use crate::requests::{Interrupt, unanswered_reason};
-use pagemill::listing::{self, Unanswered};
-use pagemill::mapping::{Holder, Usage};
-use pagemill::stats::{Counter, Snapshot};
-use pagemill::units::Bytes;
+use pagemill_cache::mapping::{Holder, Usage};
+use pagemill_core::listing::Unanswered;
+use pagemill_core::stats::{Counter, Snapshot};
+use pagemill_core::units::Bytes;
 use pagemill_sys::file::Path;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ pub fn request_caches(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Opti
         let answer = if snapshot.get(Counter::Helpers) == 0 {
             Err(Unanswered::Late)
         } else {
-            listing::ask_for_caches(path, snapshot.identity, || interrupt.has_signal())
+            pagemill_cache::mapping::ask_for_caches(path, snapshot.identity, || interrupt.has_signal())
         };
         match answer {
             Ok(part) => rows.extend(part),

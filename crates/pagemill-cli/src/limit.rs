@@ -1,6 +1,6 @@
 //! Sizes of limits: bytes, or a percentage of the memory that this process may use.
 
-use pagemill::units::parse_bytes;
+use pagemill_core::units::parse_bytes;
 use pagemill_sys::cgroup::{self, Hierarchy};
 use std::io;
 use std::str::FromStr;

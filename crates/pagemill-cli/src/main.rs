@@ -113,7 +113,7 @@ fn parse() -> Command {
 
 fn main() -> ExitCode {
     let command = parse();
-    pagemill::published::sweep();
+    pagemill_core::published::sweep();
     // `run` removes dead groups only if it creates one, since its program waits for the start.
     if !matches!(command, Command::Run(_)) {
         kernel_limit::remove_dead_groups();

@@ -5,8 +5,8 @@ use crate::caches::{self, CachesReport};
 use crate::fail;
 use crate::requests::Interrupt;
 use crate::statistics::{self, Column, Process, StatisticsError, Target, giveable_bytes, needed_bytes, resident_bytes};
-use pagemill::stats::{Counter, Snapshot};
-use pagemill::units::Bytes;
+use pagemill_core::stats::{Counter, Snapshot};
+use pagemill_core::units::Bytes;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -300,7 +300,7 @@ fn nodes(numa_maps: &str, arenas: &[Range<u64>]) -> BTreeMap<u32, Node> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagemill::stats::TABLE;
+    use pagemill_core::stats::TABLE;
 
     /// Pages of all sizes are added up for each node. Malformed entries are ignored.
     #[test]

@@ -1,7 +1,7 @@
 //! `pagemill mount | purge | umount`: a RAM file system whose memory can be reclaimed.
 
 use crate::fail;
-use pagemill::units::{Bytes, parse_bytes};
+use pagemill_core::units::{Bytes, parse_bytes};
 use pagemill_mount::control::{self, ControlLoopThread, EndReason, RequestOutcome, Server, Until};
 use pagemill_mount::control_loop::{Settings, say};
 use pagemill_mount::mounting::{self, MountRequest, Mounted};

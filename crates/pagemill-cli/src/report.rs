@@ -5,10 +5,10 @@
 
 use crate::kernel_limit::LimitStatistics;
 use crate::tree_memory::{Excess, LISTED, Peak, Process, TreeMemory};
-use pagemill::published::{self, Published};
-use pagemill::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill::stats::{Counter, CounterKind, Snapshot, TABLE, Unit};
-use pagemill::units::Bytes;
+use pagemill_core::published::{self, Published};
+use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
+use pagemill_core::stats::{Counter, CounterKind, Snapshot, TABLE, Unit};
+use pagemill_core::units::Bytes;
 use pagemill_sys::child::End;
 use pagemill_sys::process;
 use serde_json::{Map, Value, json};

@@ -1,8 +1,8 @@
 //! Helpers of the commands that send a request to a process. If a signal arrives, the command removes the request's
 //! file before it ends. If the process does not answer, the command reports the likely reason.
 
-use pagemill::listing::Unanswered;
-use pagemill::stats::{Counter, Snapshot};
+use pagemill_core::listing::Unanswered;
+use pagemill_core::stats::{Counter, Snapshot};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::process::ExitCode;
 use std::sync::Arc;

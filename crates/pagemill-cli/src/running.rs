@@ -1,7 +1,7 @@
 //! The rows of `doctor` about running processes: failures and fallbacks that their governors count and publish.
 
-use pagemill::published;
-use pagemill::stats::{Counter, Snapshot};
+use pagemill_core::published;
+use pagemill_core::stats::{Counter, Snapshot};
 use pagemill_sys::probe::Availability;
 
 /// A row: one aspect of the governors, over all running processes.

@@ -2,10 +2,11 @@
 //! process does not answer, the commands show its last published values with their age.
 
 use crate::requests::Interrupt;
-use pagemill::listing::{self, Unanswered};
-use pagemill::published;
-use pagemill::stats::{Counter, Snapshot};
-use pagemill::units::Bytes;
+use pagemill_core::listing;
+use pagemill_core::listing::Unanswered;
+use pagemill_core::published;
+use pagemill_core::stats::{Counter, Snapshot};
+use pagemill_core::units::Bytes;
 use pagemill_sys::file::Path;
 use std::fmt::Write as _;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 
 use crate::fail;
 use crate::mount::{no_controller_message, report_error};
-use pagemill::units::Bytes;
+use pagemill_core::units::Bytes;
 use pagemill_mount::control::{self, RequestOutcome};
 use pagemill_mount::mounting;
 use pagemill_mount::status::{Counts, Status as State};

@@ -2,8 +2,8 @@
 //! processes.
 
 use crate::fail;
-use pagemill::published::{self, Process};
-use pagemill::trace::{self, Recorded};
+use pagemill_core::published::{self, Process};
+use pagemill_core::trace::{self, Recorded};
 use std::io::Write;
 use std::process::ExitCode;
 

@@ -11,7 +11,7 @@
 //! sample's cost, so that sampling takes less than 1 % of a CPU.
 
 use crate::proc_status::{Status, children_of, proportional_bytes};
-use pagemill::reclaim::tree::{TreePage, UNLIMITED};
+use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill_sys::clock;
 use pagemill_sys::process::{self, Identity};
 use std::collections::HashMap;

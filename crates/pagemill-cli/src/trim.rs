@@ -3,10 +3,11 @@
 use crate::fail;
 use crate::requests::{Interrupt, unanswered_reason};
 use crate::statistics::{self, Process};
-use pagemill::listing::{self, ControlCommand, Unanswered};
-use pagemill::published;
-use pagemill::stats::Counter;
-use pagemill::units::{self, Bytes};
+use pagemill_core::listing;
+use pagemill_core::listing::{ControlCommand, Unanswered};
+use pagemill_core::published;
+use pagemill_core::stats::Counter;
+use pagemill_core::units::{self, Bytes};
 use pagemill_sys::process;
 use serde_json::json;
 use std::collections::BTreeSet;

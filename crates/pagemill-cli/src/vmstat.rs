@@ -4,8 +4,8 @@
 use crate::fail;
 use crate::requests::Interrupt;
 use crate::statistics::{self, Column, Process, StatisticsError, Target, giveable_bytes, resident_bytes};
-use pagemill::stats::{Counter, CounterKind, Row, Snapshot, TABLE, Unit};
-use pagemill::units::Bytes;
+use pagemill_core::stats::{Counter, CounterKind, Row, Snapshot, TABLE, Unit};
+use pagemill_core::units::Bytes;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};

@@ -3,14 +3,15 @@
 
 use crate::fail;
 use crate::requests::{Interrupt, unanswered_reason};
-use pagemill::listing::{self, List, Unanswered};
-use pagemill::published;
-use pagemill::stats::{Counter, Snapshot};
-use pagemill::units::Bytes;
-use pagemill::volatile::Listed;
-use pagemill::volatile::listed::{RangeKind, RangeState};
-use pagemill::volatile::vrange::How;
+use pagemill_core::listing::Unanswered;
+use pagemill_core::published;
+use pagemill_core::stats::{Counter, Snapshot};
+use pagemill_core::units::Bytes;
 use pagemill_sys::file::Path;
+use pagemill_volatile::List;
+use pagemill_volatile::Listed;
+use pagemill_volatile::listed::{RangeKind, RangeState};
+use pagemill_volatile::vrange::How;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
@@ -72,7 +73,7 @@ fn request_ranges(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Re
     if bytes == [0, 0] {
         return Ok(List::default());
     }
-    listing::ask(path, snapshot.identity, || interrupt.has_signal())
+    pagemill_volatile::ask(path, snapshot.identity, || interrupt.has_signal())
 }
 
 /// Sums over a list. The lengths come from another process, so additions saturate.

@@ -5,10 +5,10 @@ mod common;
 
 use common::holder::ObservedProgram;
 use common::{PAGEMILL, TIMEOUT, TestFolder, finish, walk};
-use pagemill::Pagemill;
-use pagemill::mapping::{Cache, Settings, Usage};
-use pagemill::store::MemoryStore;
-use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill_cache::mapping::{PageCache, Usage};
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_store::MemoryStore;
+use pagemill_testbed::Testbed;
 use serde_json::Value;
 use std::io::Write;
 use std::process::Command;
@@ -26,7 +26,7 @@ const PROGRAM_VARIABLE: &str = "CACHES_TEST_PROGRAM";
 
 /// Prints the process id and, for each cache, its usage as the program reads it: the memory by kind, the
 /// charge, and the dirty bytes. Waits for a line of input.
-fn print_usage_and_wait(caches: &[&Cache]) {
+fn print_usage_and_wait(caches: &[&PageCache]) {
     let parts = |Usage { huge, small, locked, free, frames, index, charged, dirty, .. }: Usage| {
         [huge, small, locked, free, frames, index, charged, dirty].map(|bytes| bytes.to_string()).join(" ")
     };
@@ -43,11 +43,11 @@ fn program() {
     if std::env::var_os(PROGRAM_VARIABLE).is_none() {
         return;
     }
-    let caches = Pagemill::of_process().unwrap().caches;
+    let caches = Testbed::of_process().unwrap().caches;
     caches.collapse_by_hand();
-    let tiles = caches.make(Settings::new("tiles", 64 * MIB)).unwrap();
+    let tiles = PageCache::builder("tiles").limit(64 * MIB).build_in(caches).unwrap();
     let page = PageSize::new(64 << 10).unwrap();
-    let rows = caches.make(Settings { page, ..Settings::new("rows of \u{1b} tables", 32 * MIB) }).unwrap();
+    let rows = PageCache::builder("rows of \u{1b} tables").limit(32 * MIB).page(page).build_in(caches).unwrap();
     let (large, little) = (tiles.create().unwrap(), tiles.create().unwrap());
     let table = rows.open(Arc::new(MemoryStore::new(Vec::new(), page.bytes()))).unwrap();
     large.write_at(&vec![1; 2 * BLOCK_BYTES], 0).unwrap();

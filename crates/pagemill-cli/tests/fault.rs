@@ -16,14 +16,16 @@ mod common;
 
 use common::sweep::{cannot_inject, is_full};
 use common::{End, TIMEOUT, TestFolder, finish, walk};
-use pagemill::arena::Layout;
-use pagemill::mapping::policy::Always;
-use pagemill::mapping::{Mapping, Settings};
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::store::FileStore;
-use pagemill::units::{BLOCK_BYTES, PageSize};
-use pagemill::volatile::{Behaviour, VolatileCache};
-use pagemill::{Pagemill, slab};
+use pagemill_cache::mapping::policy::Always;
+use pagemill_cache::mapping::{Mapping, PageCache};
+use pagemill_core::arena::Layout;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_slab as slab;
+use pagemill_slab::SlabCache;
+use pagemill_store::FileStore;
+use pagemill_testbed::Testbed;
+use pagemill_volatile::{Behaviour, VolatileCache};
 use std::fmt::Display;
 use std::path::Path;
 use std::process::Command;
@@ -83,19 +85,19 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
     (0..len as u64).map(|at| (at.wrapping_mul(0x9E37_79B9).wrapping_add(seed) >> 7) as u8).collect()
 }
 
-fn set_up() -> &'static Pagemill {
+fn set_up() -> &'static Testbed {
     let _ = std::os::unix::process::parent_id();
-    let pagemill = retry_once("making Pagemill", || Pagemill::new(Layout::for_test(), UNLIMITED));
+    let pagemill = retry_once("making Pagemill", || Testbed::new(Layout::for_test(), UNLIMITED));
     pagemill.caches.collapse_by_hand();
     pagemill.slabs.defrag_by_hand();
     pagemill
 }
 
-fn assert_memory_returned(pagemill: &Pagemill) {
+fn assert_memory_returned(pagemill: &Testbed) {
     // One of these calls may itself fail.
     (0..3).for_each(|_| _ = pagemill.account.give_all_back());
     let left = pagemill.figures();
-    let resident = left.get(pagemill::stats::Counter::Resident);
+    let resident = left.get(pagemill_core::stats::Counter::Resident);
     assert!(resident <= BLOCK_BYTES as u64, "{resident} bytes stay resident");
 }
 
@@ -111,9 +113,9 @@ fn volatile() {
     }
     pagemill.account.give_back(
         5 * MIB as u64,
-        pagemill::arena::Context::Outside,
-        pagemill::reclaim::Urgency::Limit,
-        pagemill::reclaim::Reason::Program,
+        pagemill_core::arena::Context::Outside,
+        pagemill_core::reclaim::Urgency::Limit,
+        pagemill_core::reclaim::Reason::Program,
     );
     for (range, bytes) in &ranges {
         let pin = retry_once("pinning", || range.pin());
@@ -146,10 +148,10 @@ fn cache(path: &Path) {
     let page = PageSize::new(16 << 10).unwrap();
     for policy in [true, false] {
         let settings = || match policy {
-            true => Settings { page, policy: Box::new(Always), ..Settings::new("fault", 8 * MIB as u64) },
-            false => Settings { page, ..Settings::new("fault", 8 * MIB as u64) },
+            true => PageCache::builder("fault").limit(8 * MIB as u64).page(page).policy(Always),
+            false => PageCache::builder("fault").limit(8 * MIB as u64).page(page),
         };
-        let cache = retry_once("making a cache", || pagemill.caches.make(settings()));
+        let cache = retry_once("making a cache", || settings().build_in(pagemill.caches));
         let file = retry_once("making a file", || cache.open(Arc::new(FileStore::create(path)?)));
         let bytes = pattern(5 * MIB + 777, u64::from(policy));
         let mut at = 0;
@@ -189,7 +191,7 @@ fn slabs() {
         retry_once("removing", || handles.remove(*key));
     }
     retry_once("shrinking", || handles.shrink());
-    let guard = slab::pin();
+    let guard = slab::enter();
     let is_right = |(key, at): (&slab::Handle<u64>, u64)| handles.get(*key, &guard).is_none_or(|value| *value == at);
     assert!(keys.iter().zip(0..).all(is_right), "values are others");
     drop((guard, kept));

@@ -7,11 +7,11 @@ mod common;
 
 use common::holder::ObservedProgram;
 use common::{PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, shell};
-use pagemill::Pagemill;
-use pagemill::mapping;
-use pagemill::slab;
-use pagemill::volatile::vrange::{How, Mode};
-use pagemill::volatile::{Behaviour, VolatileCache};
+use pagemill_cache::mapping::PageCache;
+use pagemill_slab as slab;
+use pagemill_testbed::Testbed;
+use pagemill_volatile::vrange::{How, Mode};
+use pagemill_volatile::{Behaviour, VolatileCache};
 use serde_json::Value;
 use std::fs;
 use std::io::Write;
@@ -39,7 +39,7 @@ fn print_pid_and_wait() {
 }
 
 fn hold_ranges(len: usize) {
-    let ranges = Pagemill::of_process().unwrap().ranges;
+    let ranges = Testbed::of_process().unwrap().ranges;
     let make = || {
         let mut range = ranges.allocate(len, Behaviour::Full).unwrap();
         // Half of each range is never touched.
@@ -54,7 +54,7 @@ fn hold_ranges(len: usize) {
 }
 
 fn hold_values() {
-    let cache: VolatileCache<u64, Vec<u8>> = VolatileCache::new(Pagemill::of_process().unwrap().ranges);
+    let cache: VolatileCache<u64, Vec<u8>> = VolatileCache::new(Testbed::of_process().unwrap().ranges);
     (0..HELD_BYTES >> 16).for_each(|number| cache.insert(number, &vec![1; 64 << 10]).unwrap());
     print_pid_and_wait();
     drop(cache);
@@ -62,7 +62,7 @@ fn hold_values() {
 }
 
 fn hold_marks() {
-    let vranges = Pagemill::of_process().unwrap().vranges;
+    let vranges = Testbed::of_process().unwrap().vranges;
     let mut own = vec![0u8; 2 * HELD_BYTES as usize + (2 << 20)];
     let from = own.as_ptr().align_offset(2 << 20);
     // Of four quarters, the first is marked but not touched, the next two are both, and the last is touched but
@@ -79,9 +79,9 @@ fn hold_marks() {
 }
 
 fn hold_files() {
-    let caches = Pagemill::of_process().unwrap().caches;
+    let caches = Testbed::of_process().unwrap().caches;
     caches.collapse_by_hand();
-    let cache = caches.make(mapping::Settings::new("files", 2 * HELD_BYTES)).unwrap();
+    let cache = PageCache::builder("files").limit(2 * HELD_BYTES).build_in(caches).unwrap();
     let (kept, gone) = (cache.create().unwrap(), cache.create().unwrap());
     kept.write_at(&vec![1; 8 << 20], 0).unwrap();
     gone.write_at(&vec![2; HELD_BYTES as usize], 0).unwrap();
@@ -90,7 +90,7 @@ fn hold_files() {
 }
 
 fn hold_objects() {
-    let slabs = Pagemill::of_process().unwrap().slabs;
+    let slabs = Testbed::of_process().unwrap().slabs;
     slabs.defrag_by_hand();
     let cache = slabs.fixed::<[u64; 64]>(slab::Settings::new("objects")).unwrap();
     let objects: Vec<_> = (0..HELD_BYTES / 512).map(|number| cache.insert([number; 64]).unwrap()).collect();

@@ -8,9 +8,10 @@ use common::slab_program::{
     printed_numbers, requests, show, slabinfo, start,
 };
 use common::{Guard, PAGEMILL, TIMEOUT, TestFolder, finish, is_missing, is_root, shell};
-use pagemill::listing::{self, Action, ControlCommand, Outcome, Unanswered};
-use pagemill::published;
-use pagemill::stats::{self, Counter};
+use pagemill_core::listing;
+use pagemill_core::listing::{Action, ControlCommand, Outcome, Unanswered};
+use pagemill_core::published;
+use pagemill_core::stats::{self, Counter};
 use pagemill_sys::file::Path as FigurePath;
 use pagemill_sys::process::{self, Identity};
 use serde_json::{Value, json};
@@ -447,7 +448,7 @@ fn stopped_processes_do_not_delay_others() {
         asked.set(requests(&place).len());
         true
     };
-    let told = listing::ask_for_slabs(&targets, should_stop);
+    let told = pagemill_slab::ask_for_slabs(&targets, should_stop);
     assert!(told.iter().all(|told| matches!(told, Err(Unanswered::Stopped))), "{told:?}");
     assert_eq!((asked.get(), told.len(), requests(&place)), (2, 2, Vec::new()));
     stopped.iter().for_each(|holder| holder.continue_process());

@@ -6,14 +6,14 @@ mod common;
 
 use common::holder::ObservedProgram;
 use common::{End, Guard, PAGEMILL, TIMEOUT, TestFolder, finish, finish_answered, walk};
-use pagemill::Pagemill;
-use pagemill::published;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::stats::{self, Counter};
-use pagemill::units::os_page_bytes;
-use pagemill::volatile::vrange::{How, Mode};
-use pagemill::volatile::{Behaviour, Range};
+use pagemill_core::published;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::os_page_bytes;
 use pagemill_sys::process::{self, Identity};
+use pagemill_testbed::Testbed;
+use pagemill_volatile::vrange::{How, Mode};
+use pagemill_volatile::{Behaviour, VolatileBuf};
 use serde_json::Value;
 use std::fs;
 use std::io::Write;
@@ -173,8 +173,8 @@ fn program() {
     if std::env::var_os(PROGRAM_VARIABLE).is_none() {
         return;
     }
-    let pagemill = Pagemill::of_process().unwrap();
-    let make = |mib: u64, behaviour| -> Range {
+    let pagemill = Testbed::of_process().unwrap();
+    let make = |mib: u64, behaviour| -> VolatileBuf {
         let mut range = pagemill.ranges.allocate((mib * MIB) as usize, behaviour).unwrap();
         range.bytes_mut().unwrap().fill(7);
         range

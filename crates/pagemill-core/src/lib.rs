@@ -17,6 +17,8 @@ pub mod epoch;
 #[cfg(not(loom))]
 pub mod error;
 #[cfg(not(loom))]
+pub mod instance;
+#[cfg(not(loom))]
 pub mod listing;
 #[cfg(not(loom))]
 pub mod published;

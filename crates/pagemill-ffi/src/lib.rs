@@ -1,10 +1,11 @@
-//! The C interface of Pagemill. Each function calls the crate `pagemill`; `include/pagemill.h` documents the functions.
+//! The C interface of Pagemill. `include/pagemill.h` documents the functions.
 #![allow(unsafe_code)] // the C ABI
 
-use pagemill::Pagemill;
-use pagemill::stats::MemoryAmounts;
-use pagemill::volatile;
+use pagemill_core::instance::Instance;
+use pagemill_core::stats::MemoryAmounts;
 use pagemill_sys::process;
+use pagemill_volatile as volatile;
+use pagemill_volatile::Base;
 use std::ffi::{c_int, c_void};
 
 /// # Safety
@@ -21,10 +22,10 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
 /// As documented in include/pagemill.h: `amounts` points to writable memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_figures(amounts: *mut MemoryAmounts) -> c_int {
-    match Pagemill::of_process() {
-        Ok(pagemill) => {
+    match Instance::of_process() {
+        Ok(instance) => {
             // SAFETY: the caller's promise.
-            unsafe { amounts.write(pagemill.figures().memory_amounts()) };
+            unsafe { amounts.write(instance.figures().memory_amounts()) };
             0
         }
         Err(error) => {
@@ -45,7 +46,7 @@ pub unsafe extern "C" fn pagemill_vrange(
     behaviour: c_int,
     purged: *mut c_int,
 ) -> isize {
-    let vranges = || Pagemill::of_process().map(|pagemill| pagemill.vranges);
+    let vranges = || Base::of_process().map(|base| base.vranges);
     // SAFETY: the caller's promise.
     unsafe { volatile::c::vrange(vranges, addr, len, (mode, behaviour), purged) }
 }

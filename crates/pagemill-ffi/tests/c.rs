@@ -4,10 +4,10 @@
 #[path = "../../pagemill-cli/tests/common/group.rs"]
 mod group;
 
-use pagemill::listing::{self, List};
-use pagemill::published;
-use pagemill::units::os_page_bytes;
+use pagemill_core::published;
+use pagemill_core::units::os_page_bytes;
 use pagemill_sys::process;
+use pagemill_volatile::List;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -122,7 +122,7 @@ fn purged_strict_memory_raises_sigbus() {
 fn request_list(folder: &Path, pid: u32) -> Option<List> {
     let identity = process::identity(pid).unwrap();
     let figures = published::file_of(folder.to_str().unwrap(), identity).unwrap();
-    std::fs::exists(figures.as_str()).unwrap().then(|| listing::ask(&figures, identity, || false).unwrap())
+    std::fs::exists(figures.as_str()).unwrap().then(|| pagemill_volatile::ask(&figures, identity, || false).unwrap())
 }
 
 /// Lengths of the listed ranges in OS pages, ascending.

@@ -28,7 +28,7 @@ pub fn is_on() -> bool {
 
 /// Turns checking on; returns whether that succeeded.
 pub fn start(pagemill: &'static Base) -> bool {
-    let (base, end) = (pagemill.arena.base(), pagemill.heap.base());
+    let (base, end) = (pagemill.instance.arena.base(), pagemill.heap.base());
     let Ok(bits) = mem::map_sparse((end - base) / STEP / 8, pagemill_core::units::BLOCK_BYTES) else { return false };
     FIRST_ADDR.store(base, Relaxed);
     END_ADDR.store(end, Relaxed);

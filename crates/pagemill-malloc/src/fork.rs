@@ -119,9 +119,8 @@ extern "C" fn before() {
     if let Some(pagemill) = start::pagemill() {
         small::before_fork();
         call_jemalloc_handler(ForkStage::Before);
-        pagemill.control.acquire_for_fork();
         // SAFETY: the next call is `after` on this thread, both in the parent and in the child.
-        unsafe { pagemill.before_fork() };
+        unsafe { pagemill.instance.before_fork() };
         HAS_ACQUIRED_LOCKS.store(true, Relaxed);
     }
 }
@@ -131,8 +130,7 @@ fn after(stage: ForkStage) {
         && let Some(pagemill) = start::pagemill()
     {
         // SAFETY: `before` has acquired the locks (`HAS_ACQUIRED_LOCKS`).
-        unsafe { pagemill.after_fork() };
-        pagemill.control.release_after_fork();
+        unsafe { pagemill.instance.after_fork() };
         call_jemalloc_handler(stage);
         small::after_fork();
     }
@@ -189,7 +187,7 @@ fn begin_child() {
     libc_fallback::begin_child();
     match (start::pagemill(), start::account()) {
         // SAFETY: this is a new child with one thread, and it holds no lock of Pagemill.
-        (Some(pagemill), _) => unsafe { pagemill.begin_child(|| {}) },
+        (Some(pagemill), _) => unsafe { pagemill.instance.begin_child() },
         (None, Some(account)) => {
             // SAFETY: as above.
             unsafe { stats::detach_in_child() };

@@ -37,15 +37,15 @@ fn do_deferred_work(pagemill: &'static Base) {
     if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
         SMALL_LIMIT.store(MIN_BYTES, Relaxed);
     }
-    if pagemill.account.has_debt() {
-        pagemill.account.pay_debt();
+    if pagemill.instance.account.has_debt() {
+        pagemill.instance.account.pay_debt();
     }
     start_helper_if_due(pagemill);
 }
 
 #[inline]
 fn start_helper_if_due(pagemill: &'static Base) {
-    if pagemill.helper.is_due(pagemill.account) {
+    if pagemill.instance.helper.is_due(pagemill.instance.account) {
         start::start_helper(pagemill);
     }
 }
@@ -72,7 +72,7 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
             if size.max(align) < MIN_BYTES {
                 let take = || small::allocate(size, align, zeroing == Zeroing::Zeroed);
                 let mut pointer = take();
-                if pointer.is_null() && pagemill.account.has_debt() {
+                if pointer.is_null() && pagemill.instance.account.has_debt() {
                     // The charge was refused while jemalloc held its locks, when little can be reclaimed. Reclaim now
                     // and retry.
                     do_deferred_work(pagemill);
@@ -135,7 +135,7 @@ fn owner_of(function: &str, pointer: *mut c_void) -> PointerOwner {
     }
     match start::state() {
         State::Ready(pagemill) if pagemill.heap.contains(addr) => PointerOwner::Heap(pagemill),
-        State::Ready(pagemill) if pagemill.arena.contains(addr) => PointerOwner::Small,
+        State::Ready(pagemill) if pagemill.instance.arena.contains(addr) => PointerOwner::Small,
         State::Ready(_) if libc_fallback::live_bytes() == 0 => misuse(function, &Error::NotAllocated { addr }),
         _ => PointerOwner::CLibrary,
     }
@@ -156,7 +156,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             // SAFETY: guaranteed by the caller.
             unsafe { libc_fallback::free(pointer) };
             match (start::pagemill(), start::account()) {
-                (Some(pagemill), _) => libc_fallback::charge_exactly(pagemill.account),
+                (Some(pagemill), _) => libc_fallback::charge_exactly(pagemill.instance.account),
                 (None, Some(account)) => libc_fallback::charge_roughly(account),
                 (None, None) => {}
             }
@@ -286,7 +286,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
 pub fn trim() -> c_int {
     let has_trimmed = libc_fallback::trim();
     let State::Ready(pagemill) = start::state() else { return c_int::from(has_trimmed) };
-    let freed = pagemill.account.give_all_back();
+    let freed = pagemill.instance.account.give_all_back();
     c_int::from(has_trimmed || freed > 0)
 }
 

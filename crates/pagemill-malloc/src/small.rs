@@ -6,7 +6,7 @@
 
 use crate::{large, start};
 use pagemill_core::reclaim::aging::LeastOver;
-use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Lock;
 use pagemill_core::units::BLOCK_BYTES;
@@ -66,10 +66,10 @@ unsafe extern "C" fn alloc_extent(
     if !new_addr.is_null() {
         return ptr::null_mut();
     }
-    let Ok(addr) = pagemill.arena.extent(size, align) else { return ptr::null_mut() };
+    let Ok(addr) = pagemill.instance.arena.extent(size, align) else { return ptr::null_mut() };
     // SAFETY: jemalloc passes pointers to two flags, and this call has just carved the extent.
     unsafe {
-        if *is_committed && pagemill.arena.overcommit_extent(addr, size).is_err() {
+        if *is_committed && pagemill.instance.arena.overcommit_extent(addr, size).is_err() {
             return ptr::null_mut();
         }
         *zero = true;
@@ -99,8 +99,8 @@ unsafe extern "C" fn commit(
 ) -> bool {
     let Some(pagemill) = start::pagemill_of_process() else { return true };
     // SAFETY: the pages are in an extent of `alloc_extent`, and jemalloc commits only pages that are not committed.
-    let result = unsafe { pagemill.arena.commit(addr as usize + offset, len) };
-    if pagemill.helper.is_due(pagemill.account) {
+    let result = unsafe { pagemill.instance.arena.commit(addr as usize + offset, len) };
+    if pagemill.instance.helper.is_due(pagemill.instance.account) {
         large::take_slow_path_next();
     }
     result.is_err()
@@ -117,7 +117,7 @@ unsafe extern "C" fn decommit(
 ) -> bool {
     let Some(pagemill) = start::pagemill_of_process() else { return true };
     // SAFETY: the pages are committed, and jemalloc does not need their contents any more.
-    unsafe { pagemill.arena.decommit(addr as usize + offset, len) };
+    unsafe { pagemill.instance.arena.decommit(addr as usize + offset, len) };
     false
 }
 
@@ -183,9 +183,9 @@ pub unsafe extern "C" fn __wrap_mmap(
     if let Some(pagemill) = unsafe { BOOTSTRAP_PAGEMILL.load(Relaxed).as_ref() }
         && addr.is_null()
         && fd == -1
-        && let Ok(extent) = pagemill.arena.extent(len, BLOCK_BYTES)
+        && let Ok(extent) = pagemill.instance.arena.extent(len, BLOCK_BYTES)
         // SAFETY: this call has just carved the extent.
-        && unsafe { pagemill.arena.overcommit_extent(extent, len) }.is_ok()
+        && unsafe { pagemill.instance.arena.overcommit_extent(extent, len) }.is_ok()
     {
         return extent as *mut c_void;
     }
@@ -359,13 +359,17 @@ impl ExtentShrinker {
 
     /// Updates the figure of the bytes that splitting huge pages would free.
     fn publish_stale_bytes(&self) {
-        stats::set(Counter::SmallStale, self.pagemill.arena.sparse_extent_bytes());
+        stats::set(Counter::SmallStale, self.pagemill.instance.arena.sparse_extent_bytes());
     }
 }
 
 impl Shrinker for ExtentShrinker {
     fn name(&self) -> &'static str {
         "small"
+    }
+
+    fn cost(&self) -> Cost {
+        Cost::Nothing
     }
 
     fn may_nest(&self) -> bool {
@@ -391,7 +395,7 @@ impl Shrinker for ExtentShrinker {
             }
         }
         if urgency >= Urgency::Split && freed < want_bytes {
-            freed += self.pagemill.arena.split_sparse_extents(want_bytes - freed);
+            freed += self.pagemill.instance.arena.split_sparse_extents(want_bytes - freed);
         }
         stats::add(Counter::PurgeFreed, freed);
         stats::set(Counter::SmallFree, 0);
@@ -408,9 +412,9 @@ impl Shrinker for ExtentShrinker {
                 freed += self.purge_arena(arena);
             }
         }
-        let sparse_bytes = self.sparse.least(self.pagemill.arena.sparse_extent_bytes(), clock::fine_ns(), age);
+        let sparse_bytes = self.sparse.least(self.pagemill.instance.arena.sparse_extent_bytes(), clock::fine_ns(), age);
         if sparse_bytes >= WORTHWHILE_BYTES && freed < want_bytes {
-            let split = self.pagemill.arena.split_sparse_extents(sparse_bytes.min(want_bytes - freed));
+            let split = self.pagemill.instance.arena.split_sparse_extents(sparse_bytes.min(want_bytes - freed));
             self.sparse.take(split);
             freed += split;
         }

@@ -8,6 +8,7 @@
 
 use crate::settings::{self, settings, warn};
 use crate::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, check, fork, large, libc_fallback, small};
+use pagemill_core::instance::Instance;
 use pagemill_core::published;
 use pagemill_core::reclaim::Account;
 use pagemill_core::reclaim::kernel::Kernel;
@@ -116,7 +117,7 @@ pub fn grow() -> bool {
 fn enter(phase: usize) {
     PHASE.store(phase, Release);
     let Some(pagemill) = pagemill().filter(|_| phase == READY && !check::is_on()) else { return };
-    let start = pagemill.arena.base();
+    let start = pagemill.instance.arena.base();
     SMALL_START.store(start, Release);
     SMALL_BYTES.store(pagemill.heap.base() - start, Release);
     SMALL_LIMIT.store(MIN_BYTES, Release);
@@ -201,8 +202,7 @@ const STACK_BYTES: usize = 512 << 10;
 
 fn try_start_arena() -> pagemill_core::Result<usize> {
     let account = make_account()?;
-    let pagemill = Base::new(settings().layout(), account)?;
-    pagemill.responder.set_measured(pagemill);
+    let pagemill = Base::new(Instance::new(settings().layout(), account)?)?;
     if settings().observes_limits {
         static KERNEL: Kernel = Kernel::new("");
         account.headroom.set_limits(&KERNEL);
@@ -215,7 +215,7 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
         return Err(pagemill_core::Error::System { doing: "starting jemalloc", cause });
     }
     register_extents(pagemill);
-    pagemill.helper.set_return(settings().policy);
+    pagemill.instance.helper.set_return(settings().policy);
     if settings().is_checking {
         check::start(pagemill);
     }
@@ -255,7 +255,7 @@ fn register_extents(pagemill: &'static Base) {
     static EXTENTS: Cell = Cell(UnsafeCell::new(None));
     // SAFETY: as above.
     let extents = unsafe { (*EXTENTS.0.get()).insert(small::ExtentShrinker::new(pagemill)) };
-    pagemill.account.register(extents);
+    pagemill.instance.account.register(extents);
 }
 
 /// Publishes the figures at the first charge, on a separate stack, because the thread's stack may be small.
@@ -267,25 +267,14 @@ fn publish() {
     unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
 }
 
-/// The work of the helper thread.
-struct HelperWork;
-
-impl thread::Work for HelperWork {
-    fn work(&'static self) {
-        if let Some(pagemill) = pagemill() {
-            pagemill.helper.run(pagemill.arena);
-        }
-    }
-}
-
 /// Starts the helper thread unless it runs or is disabled. The caller must hold no lock, because creating a thread
 /// allocates.
 pub fn start_helper(pagemill: &'static Base) {
-    if !settings().may_have_helper || !pagemill.helper.claim() {
+    if !settings().may_have_helper || !pagemill.instance.helper.claim() {
         return;
     }
-    if thread::spawn(c"pagemill", &HelperWork).is_err() {
-        pagemill.helper.unclaim();
+    if thread::spawn(c"pagemill", pagemill.instance).is_err() {
+        pagemill.instance.helper.unclaim();
     }
 }
 
@@ -298,7 +287,7 @@ extern "C" fn on_unload() {
         return;
     };
     match pagemill() {
-        Some(pagemill) => pagemill.measure_with(0),
+        Some(pagemill) => pagemill.instance.measure(),
         None => libc_fallback::record_peak(account),
     }
     account.leave();

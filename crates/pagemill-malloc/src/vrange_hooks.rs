@@ -46,7 +46,7 @@ pub unsafe extern "C" fn pagemill_vrange(
         Some(pagemill) => {
             start::start_helper(pagemill);
             // The figures are published now, because a fork child may mark memory without ever being charged.
-            pagemill.account.note_use();
+            pagemill.instance.account.note_use();
             Ok(pagemill.vranges)
         }
         None => Err(pagemill_core::Error::System {
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn pagemill_vrange(
 pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::MemoryAmounts) -> c_int {
     // While the C library serves the program, there is no arena to measure.
     if let Some(pagemill) = start::pagemill() {
-        pagemill.measure_with(0);
+        pagemill.instance.measure();
     }
     let figures = stats::snapshot();
     // SAFETY: guaranteed by the caller.

@@ -15,7 +15,7 @@ mod slab {
 
 #[cfg(not(loom))]
 pub use slab::{
-    ByHandle, ByOwner, CacheKind, Candidates, Done, Fixed, Guard, Handle, MAX_CACHES, Migrate, Movable, Moving, New,
-    NodeCache, NodeIndex, NodeInfo, NodeMemory, Pinned, Progress, Settings, ShrinkReport, SlabInfo, Slabs, Slot,
-    Target, ask_for_slabs, pin, shown_name,
+    ByHandle, ByOwner, CacheKind, Candidates, Done, Fixed, Guard, Handle, InsertError, MAX_CACHES, Migrate, Movable,
+    Moving, New, NodeCache, NodeIndex, NodeInfo, NodeMemory, Pinned, Progress, Removed, Settings, ShrinkReport,
+    SlabCache, SlabInfo, Slabs, Slot, Target, ask_for_slabs, enter, shown_name,
 };

@@ -84,7 +84,7 @@ use std::io;
 /// }
 ///
 /// # use pagemill::{Pagemill, mapping::Settings};
-/// let cache = Pagemill::of_process()?.caches.make(Settings::new("computed", 64 << 20))?;
+/// let cache = Pagemill::of_process()?.PageCache::builder("computed").limit(64 << 20).build_in(caches)?;
 /// let file = cache.open(std::sync::Arc::new(Sevens))?;
 /// let mut bytes = [0; 3];
 /// assert_eq!((file.read_at(&mut bytes, 99)?, bytes), (3, [7; 3]));

@@ -253,6 +253,13 @@ pub fn at_exit(act: extern "C" fn()) -> io::Result<()> {
     }
 }
 
+/// Returns the size of the machine's memory in bytes.
+pub fn machine_bytes() -> u64 {
+    // SAFETY: the call reads a value of the system and has no other effect.
+    let (pages, page_bytes) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    u64::try_from(pages).unwrap_or(0) * u64::try_from(page_bytes).unwrap_or(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -18,6 +18,6 @@ mod volatile {
 pub use base::Base;
 #[cfg(not(loom))]
 pub use volatile::{
-    Behaviour, Contents, List, Listed, MAX_RANGES, Pin, Range, RangeLists, Ranges, VolatileCache, Vranges, ask, c,
-    cache, handle_fault, listed, range, vrange,
+    Behaviour, Blob, CacheCounts, Contents, List, Listed, MAX_RANGES, Pin, RangeLists, Ranges, VolatileBuf,
+    VolatileCache, Vranges, ask, c, handle_fault, listed, range, vrange,
 };

@@ -2,10 +2,10 @@
 //!
 //! `cargo run --release -p pagemill --example files -- FILE`
 
-use pagemill::mapping::{Advice, Cache, Fetch, Mapping, Reuse, Settings};
+use pagemill::cache::{Advice, Fetch, Mapping, Reuse};
 use pagemill::store::FileStore;
 use pagemill::units::PageSize;
-use pagemill::{Pagemill, Result};
+use pagemill::{PageCache, Result};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,9 +13,8 @@ const CACHE_BYTES: u64 = 64 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
 fn main() -> Result<()> {
-    let settings =
-        Settings { page: PageSize::new(64 << 10).expect("a page size"), ..Settings::new("tiles", CACHE_BYTES) };
-    let cache = Pagemill::of_process()?.caches.make(settings)?;
+    let page = PageSize::new(64 << 10).expect("a page size");
+    let cache = PageCache::builder("tiles").limit(CACHE_BYTES).page(page).build()?;
     in_memory(&cache)?;
     if let Some(path) = std::env::args_os().nth(1) {
         let file = cache.open(Arc::new(FileStore::open_read_only(path)?))?;
@@ -27,7 +26,7 @@ fn main() -> Result<()> {
 }
 
 /// Writes to a file, whose data stays within the limit, and punches a hole, which frees its memory.
-fn in_memory(cache: &Cache) -> Result<()> {
+fn in_memory(cache: &PageCache) -> Result<()> {
     let file = cache.create()?;
     let mut bytes = [7; 1000];
     assert_eq!(file.write_at(&bytes, 5_000_000)?, bytes.len());
@@ -57,7 +56,7 @@ fn count_in_order(file: &Mapping) -> Result<usize> {
 }
 
 /// Reads a whole file, with as many pages in flight as the queue holds.
-fn count_bytes(cache: &Cache, file: &Mapping) -> Result<usize> {
+fn count_bytes(cache: &PageCache, file: &Mapping) -> Result<usize> {
     let mut queue = cache.queue(32)?;
     let mut page = vec![0; cache.page().bytes()];
     let mut count = |offset: u64| -> Result<usize> {

@@ -4,8 +4,9 @@
 //! `cargo run --release -p pagemill --example slabs -- [VALUES]`
 #![allow(unsafe_code)] // an owner of objects
 
-use pagemill::Pagemill;
-use pagemill::slab::{self, ByOwner, Candidates, Done, Handle, Migrate, Moving, Settings, Target};
+use pagemill::slab::{
+    self, Candidates, Done, Handle, HandleMap, Migrate, Moving, OwnerSlab, Settings, SlabCache, Target,
+};
 use pagemill::units::Bytes;
 use std::error::Error;
 use std::process::Command;
@@ -53,10 +54,10 @@ fn print(what: &str, outcome: &Outcome) {
     );
 }
 
-fn by_handle<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Result<Outcome, Box<dyn Error>> {
+fn by_handle<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> {
     let mut handles: Vec<Handle<Value<WORDS>>> = vec![Handle::from_bits(0); values as usize];
     let at_first = resident();
-    let cache = pagemill.slabs.by_handle::<Value<WORDS>>(Settings::new("by handle"))?;
+    let cache = HandleMap::<Value<WORDS>>::with(Settings::new("by handle").defrag_used_ratio(0))?;
     for (number, handle) in handles.iter_mut().enumerate() {
         *handle = cache.insert([number as u64; WORDS])?;
     }
@@ -70,7 +71,7 @@ fn by_handle<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Re
     cache.shrink()?;
     let took = began.elapsed();
     let after = resident() - at_first - cache.handle_bytes();
-    let guard = slab::pin();
+    let guard = slab::enter();
     let mut left = 0;
     for (number, handle) in handles.iter().enumerate() {
         let value = cache.get(*handle, &guard);
@@ -117,10 +118,10 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
     }
 }
 
-fn by_owner<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Result<Outcome, Box<dyn Error>> {
+fn by_owner<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> {
     let book = Book((0..values).map(|_| AtomicPtr::default()).collect());
     let at_first = resident();
-    let cache: ByOwner<Book<WORDS>> = pagemill.slabs.by_owner(Settings::new("by owner"), book)?;
+    let cache: OwnerSlab<Book<WORDS>> = OwnerSlab::with(Settings::new("by owner").defrag_used_ratio(0), book)?;
     // SAFETY: objects in the book are live, and belong to this thread.
     let object = |at: &AtomicPtr<Object<WORDS>>| unsafe { NonNull::new(at.load(Relaxed)).map(|at| at.as_ref()) };
     for (number, at) in cache.owner().0.iter().enumerate() {
@@ -162,12 +163,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         return Ok(());
     };
-    let pagemill = Pagemill::for_test();
     let outcome = match case.as_str() {
-        "owner-192" => by_owner::<24>(pagemill, values),
-        "owner-576" => by_owner::<72>(pagemill, values),
-        "handle-192" => by_handle::<24>(pagemill, values),
-        "handle-576" => by_handle::<72>(pagemill, values),
+        "owner-192" => by_owner::<24>(values),
+        "owner-576" => by_owner::<72>(values),
+        "handle-192" => by_handle::<24>(values),
+        "handle-576" => by_handle::<72>(values),
         other => Err(format!("{other} is none of {CASES:?}").into()),
     };
     print(&case, &outcome?);

@@ -1,121 +1,142 @@
-//! A memory manager in user space for data-heavy Linux programs: huge pages, and free memory that returns to the
-//! system.
+//! Big, fast memory that gives itself back: page caches, volatile memory and slab caches for data-heavy Linux programs.
 //!
-//! The crate consists of the basics ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of 2 MiB blocks, memory
-//! limits and [`reclaim`], the [`heap`] that serves whole programs under `pagemill run`, [`volatile`] ranges, [`slab`]
-//! caches, the page cache ([`mapping`]) with its index ([`xarray`]), and the [`store`]s behind its files.
+//! All products of a process share one memory manager. It uses huge pages, observes the limits of the process, of its
+//! control groups and of the machine, and returns memory before a limit is reached. It is created on first use.
 //!
-//! [`Pagemill`] builds and owns all of these parts. Layers, from bottom to top: `units`, `error`, `trace`, `stats`,
-//! `sync`, `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses only
-//! lower modules. Where lower code calls upper code, it declares a trait ([`arena::Budget`], [`reclaim::Shrinker`]).
+//! | use | start with | |
+//! |---|---|---|
+//! | memory that can be computed again | [`VolatileBuf`], [`VolatileCache`] | [`volatile`] |
+//! | files in memory; files on disk, cached | [`PageCache`] | [`cache`], [`store`] |
+//! | many small objects | [`HandleMap`] | [`slab`] |
+//! | statistics, settings | [`Pagemill`] | [`stats`] |
+//!
+//! ```
+//! use pagemill::{Contents, HandleMap, PageCache, VolatileBuf, slab};
+//!
+//! // A buffer that memory pressure may purge.
+//! let mut tile = VolatileBuf::new(1 << 20)?;
+//! tile.bytes_mut()?.fill(7);
+//! tile.mark()?;
+//! if let Contents::Purged { .. } = tile.unmark()? { /* compute the bytes again */ }
+//!
+//! // Files in memory, in huge pages, at most 64 MiB.
+//! let cache = PageCache::builder("tiles").limit(64 << 20).build()?;
+//! let file = cache.create()?;
+//! file.write_at(b"hello", 1000)?;
+//!
+//! // Values that the map may move, to give memory back.
+//! let names = HandleMap::<String>::new("names")?;
+//! let handle = names.insert("pagemill".to_owned())?;
+//! assert_eq!(names.get(handle, &slab::enter()).map(String::as_str), Some("pagemill"));
+//! # Ok::<(), pagemill::Error>(())
+//! ```
 
 // Nothing here is modelled by loom.
 #![cfg(not(loom))]
 
 mod pagemill;
-mod process;
 #[cfg(doctest)]
 mod refused;
 
 pub use pagemill::Pagemill;
-pub use pagemill_core::{Error, Result, error, reclaim, units};
-
-/// Blocks of 2 MiB.
-pub mod arena {
-    pub use pagemill_core::arena::{Arena, Budget, Context, Layout, WASTE_DIVISOR, nodes};
-}
-
-/// Epoch-based reclamation.
-pub mod epoch {
-    pub use pagemill_core::epoch::{Guard, pin};
-}
-
-/// Large allocations: slots of 64 KiB and up.
-pub mod heap {
-    pub use pagemill_heap::{Allocation, Heap, MIN_BYTES};
-}
-
-/// Lists and commands between processes.
-pub mod listing {
-    pub use pagemill_cache::mapping::ask_for_caches;
-    pub use pagemill_core::listing::{
-        Action, ControlCommand, MOST_RECORDS, Measured, Outcome, StatsResponder, Unanswered, ask_for_figures, command,
-    };
-    pub use pagemill_slab::{ask_for_slabs, shown_name};
-    pub use pagemill_volatile::{List, ask};
-
-    /// Requests to other processes.
-    pub mod ask {
-        pub use pagemill_cache::mapping::ask_for_caches;
-        pub use pagemill_core::listing::ask::{ANSWER_WITHIN, Unanswered, ask_for_figures, command};
-        pub use pagemill_slab::ask_for_slabs;
-        pub use pagemill_volatile::{List, ask};
-    }
-}
+pub use pagemill_cache::PageCache;
+pub use pagemill_core::{Error, Result};
+pub use pagemill_slab::HandleMap;
+pub use pagemill_volatile::{Contents, VolatileBuf, VolatileCache};
 
 /// Files in memory: the page cache.
-pub mod mapping {
-    pub use pagemill_cache::mapping::{
-        Advice, Cache, Caches, Exclusive, Fetch, Fetched, Holder, MAX_CACHES, Mapping, Pin, Pins, Policy, Queue, Reuse,
-        Settings, Source, Usage, Writeback, order, policy,
+///
+/// ```
+/// use pagemill::PageCache;
+///
+/// let cache = PageCache::builder("tiles").limit(64 << 20).build()?;
+/// let file = cache.create()?;
+/// assert_eq!(file.write_at(b"hello", 1000)?, 5);
+/// let mut bytes = [0; 5];
+/// assert_eq!(file.read_at(&mut bytes, 1000)?, 5);
+/// assert_eq!(&bytes, b"hello");
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub mod cache {
+    pub use pagemill_cache::{
+        Advice, Always, Ask, Auto, Builder, Cause, Choice, Exclusive, Fetch, Fetched, Mapping, Never, PageCache, Pin,
+        Pins, Policy, Queue, Reuse, Source, Usage, Writeback,
     };
 }
 
-/// Where processes publish their figures.
-pub mod published {
-    pub use pagemill_core::published::{
-        Process, Published, TREE_FILE, TREE_VARIABLE, file_of, find, find_all, list, make_tree_folder, missing,
-        own_file, publish, read, read_all, read_tree, remove_tree_folder, running, set_home, sweep, unreadable,
-        user_folder, user_folder_below, withdraw,
-    };
-}
-
-/// Slab caches: objects of one size, which can be moved together.
+/// Many small objects: slab caches, which pack their objects into fewer pages to give memory back.
+///
+/// ```
+/// use pagemill::{HandleMap, slab};
+///
+/// let sessions = HandleMap::<[u64; 8]>::new("sessions")?;
+/// let handle = sessions.insert([7; 8])?;
+/// assert_eq!(sessions.get(handle, &slab::enter()), Some(&[7; 8]));
+/// assert_eq!(sessions.remove(handle)?.as_deref(), Some(&[7; 8]));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub mod slab {
-    pub use pagemill_cache::{NodeCache, Slabs};
     pub use pagemill_slab::{
-        ByHandle, ByOwner, CacheKind, Candidates, Done, Fixed, Guard, Handle, MAX_CACHES, Migrate, Movable, Moving,
-        New, NodeInfo, Pinned, Progress, Settings, ShrinkReport, SlabInfo, Slot, Target, pin,
+        Candidates, Done, FixedSlab, Guard, Handle, HandleMap, InsertError, Migrate, Movable, Moving, New, NodeInfo,
+        OwnerSlab, Pinned, Progress, Removed, Settings, SlabCache, SlabInfo, SlabKind, Slot, Target, enter,
     };
 }
 
-/// Counters of a process.
-pub mod stats {
-    pub use pagemill_core::stats::{
-        Counter, CounterKind, Figures, GIVEABLE, MemoryAmounts, Row, Snapshot, TABLE, Unit, VERSION, add,
-        detach_in_child, get, publish, raise, read, read_of, set, snapshot, sub,
-    };
-}
-
-/// Files, devices and programs behind cached files.
+/// What lies behind cached files: files and block devices, memory, and the program's own stores.
+///
+/// ```no_run
+/// use pagemill::PageCache;
+/// use pagemill::store::FileStore;
+/// use std::sync::Arc;
+///
+/// let cache = PageCache::builder("table").limit(1 << 30).build()?;
+/// let file = cache.open(Arc::new(FileStore::open("table.db")?))?;
+/// file.write_at(b"row", 0)?;
+/// file.sync()?; // the row is durable
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub mod store {
     pub use pagemill_store::{
-        Aligned, Buffer, Cancel, Direction, Faults, FaultyStore, FileOptions, FileStore, Finish, Gather, MemoryStore,
-        Ring, Store, Transfer, buffer, faulty, file, memory, ring, transfer,
+        Aligned, Buffer, Direction, FileOptions, FileStore, Finish, Gather, MemoryStore, Store, Transfer,
     };
 }
 
-/// A lock that never allocates.
-pub mod sync {
-    pub use pagemill_core::sync::{Lock, LockGuard};
-}
-
-/// The latest events of a process.
-pub mod trace {
-    pub use pagemill_core::trace::{Event, EventRing, Recorded, event, read};
-}
-
-/// Memory whose contents may be purged under pressure.
+/// Memory whose contents may be purged.
+///
+/// ```
+/// use pagemill::VolatileCache;
+///
+/// let thumbnails = VolatileCache::<String, Vec<u8>>::new()?;
+/// thumbnails.insert("a.png".to_owned(), &vec![7; 100_000])?;
+/// match thumbnails.get("a.png") {
+///     Some(bytes) => assert_eq!(bytes.len(), 100_000),
+///     None => println!("purged: compute it again"),
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub mod volatile {
     pub use pagemill_volatile::{
-        Behaviour, Contents, Listed, MAX_RANGES, Pin, Range, Ranges, VolatileCache, Vranges, c, cache, handle_fault,
-        listed, range, vrange,
+        Behaviour, Blob, CacheCounts, Contents, Pin, VolatileBuf, VolatileCache, handle_fault,
     };
 }
 
-/// The index of a page cache.
-pub mod xarray {
-    pub use pagemill_xarray::{
-        Forest, Found, Hit, MAX_INDEX, MAX_ORDER, MAX_VALUE, Mark, NodeStock, Writer, XArray, pin,
-    };
+/// Owners of memory that reclaim calls, and when free memory returns to the system.
+///
+/// Example: [`Pagemill`].
+pub mod reclaim {
+    pub use pagemill_core::reclaim::{Cost, Return, Shrinker, Urgency, Which};
+}
+
+/// Statistics of the process.
+///
+/// Example: [`Pagemill`].
+pub mod stats {
+    pub use pagemill_core::stats::{Counter, CounterKind, MemoryAmounts, Row, Snapshot, TABLE, Unit};
+}
+
+/// Sizes in bytes and pages.
+///
+/// Example: [`cache::Builder`].
+pub mod units {
+    pub use pagemill_core::units::{Bytes, PageSize, parse_bytes};
 }

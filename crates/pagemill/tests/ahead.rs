@@ -1,11 +1,12 @@
 //! Tests of readahead: which streams are read ahead, the effect of hints, and how little is taken from other files.
 
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Advice, Cache, Mapping, Policy, Reuse, Settings, Writeback};
-use pagemill::stats::{self, Counter};
-use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Advice, Mapping, PageCache, Policy, Reuse, Writeback};
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
+use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill_testbed::Testbed;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -27,13 +28,13 @@ fn bytes(len: usize) -> Vec<u8> {
     (0..len).map(byte_at).collect()
 }
 
-fn cache_with_policy(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
+fn cache_with_policy(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
     let page = PageSize::new(PAGE).unwrap();
-    let settings = Settings { policy, page, ..Settings::new("ahead", limit_bytes as u64) };
-    Pagemill::for_test().caches.make(settings).unwrap()
+    let settings = PageCache::builder("ahead").limit(limit_bytes as u64).policy(policy).page(page);
+    settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
-fn cache(limit_bytes: usize) -> Cache {
+fn cache(limit_bytes: usize) -> PageCache {
     cache_with_policy(Box::new(Never), limit_bytes)
 }
 
@@ -43,7 +44,7 @@ fn delayed_store(len: usize) -> DelayedStore {
     FaultyStore::new(MemoryStore::new(bytes(len), 512))
 }
 
-fn open(cache: &Cache, store: &DelayedStore) -> Mapping {
+fn open(cache: &PageCache, store: &DelayedStore) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
@@ -80,12 +81,13 @@ impl CountersBefore {
 fn readahead_waits_for_no_other_store() {
     let _exclusive = exclusive_test();
     for policy in [Box::new(Always) as Box<dyn Policy>, Box::new(Never)] {
-        let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
+        let writeback = Writeback::default().background_percent(100).most_percent(100);
         let page = PageSize::new(PAGE).unwrap();
-        let caches = Pagemill::for_test().caches;
+        let caches = Testbed::for_test().caches;
         caches.collapse_by_hand();
-        let settings = Settings { policy, page, writeback, ..Settings::new("ahead", 64 * MIB as u64) };
-        let cache = caches.make(settings).unwrap();
+        let settings =
+            PageCache::builder("ahead").limit(64 * MIB as u64).policy(policy).page(page).writeback(writeback);
+        let cache = settings.build_in(caches).unwrap();
         let (file, other) = (delayed_store(4 * MIB), delayed_store(0));
         let (file, dirty) = (open(&cache, &file), open(&cache, &other));
         dirty.write_at(&bytes(64 * MIB), 0).unwrap();

@@ -1,11 +1,12 @@
 //! Tests of asynchronous calls, and of calls with a time limit.
 
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Mapping, Pin, Policy, Settings};
-use pagemill::stats::{self, Counter};
-use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Builder, Mapping, PageCache, Pin, Policy};
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
+use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill_testbed::Testbed;
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -21,16 +22,16 @@ fn bytes(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 999 % 251) as u8 + 1).collect()
 }
 
-fn settings(limit_bytes: usize) -> Settings {
+fn settings(limit_bytes: usize) -> Builder {
     let page = PageSize::new(PAGE).unwrap();
-    Settings { policy: Box::new(Never), page, ..Settings::new("asynchronous", limit_bytes as u64) }
+    PageCache::builder("asynchronous").limit(limit_bytes as u64).policy(Never).page(page)
 }
 
-fn cache_with(settings: Settings) -> Cache {
-    Pagemill::for_test().caches.make(settings).unwrap()
+fn cache_with(settings: Builder) -> PageCache {
+    settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
-fn cache(limit_bytes: usize) -> Cache {
+fn cache(limit_bytes: usize) -> PageCache {
     cache_with(settings(limit_bytes))
 }
 
@@ -40,7 +41,7 @@ fn slow(len: usize) -> Slow {
     FaultyStore::new(MemoryStore::new(bytes(len), 512))
 }
 
-fn open(cache: &Cache, store: &Slow) -> Mapping {
+fn open(cache: &PageCache, store: &Slow) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
@@ -350,7 +351,7 @@ fn system_files_are_read_by_futures() {
     let path = std::env::temp_dir().join(format!("pagemill-asynchronous-{}", std::process::id()));
     std::fs::write(&path, bytes(len)).unwrap();
     for (policy, limit) in [(Box::new(Never) as Box<dyn Policy>, 16 * MIB), (Box::new(Always), 6 * MIB)] {
-        let cache = cache_with(Settings { policy, ..settings(limit) });
+        let cache = cache_with(settings(limit).policy(policy));
         let file = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
         let mut to = vec![0; len + 1];
         assert_eq!(block_on(file.read_async(&mut to, 0)).unwrap(), len);
@@ -368,7 +369,7 @@ fn system_files_are_read_by_futures() {
 #[test]
 fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));
-    let (cache, store) = (cache_with(Settings { timeout, ..settings(MIB) }), slow(MIB / 2));
+    let (cache, store) = (cache_with(settings(MIB).timeout(timeout)), slow(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let late = stats::get(Counter::ReadsLate);

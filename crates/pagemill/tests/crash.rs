@@ -4,9 +4,9 @@
 //! some ranges, syncs all of the file or one range, and reports the sync. The operations follow from a seed and the
 //! number of the round, so the parent knows the expected contents.
 
-use pagemill::Pagemill;
-use pagemill::mapping::Settings;
-use pagemill::store::FileStore;
+use pagemill_cache::mapping::PageCache;
+use pagemill_store::FileStore;
+use pagemill_testbed::Testbed;
 use std::env;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -58,7 +58,7 @@ impl Round {
 
 /// Runs rounds until the process is killed.
 fn run_rounds_until_killed(path: &Path, seed: u64) -> ! {
-    let cache = Pagemill::of_process().unwrap().caches.make(Settings::new("crash", 1 << 20)).unwrap();
+    let cache = PageCache::builder("crash").limit(1 << 20).build_in(Testbed::of_process().unwrap().caches).unwrap();
     let file = cache.open(Arc::new(FileStore::create(path).unwrap())).unwrap();
     let mut out = std::io::stdout();
     for round in 0.. {

@@ -4,14 +4,15 @@
 //! The tests run one after the other, because some read the process's counters or fork.
 #![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
 
-use pagemill::arena::nodes::Nodes;
-use pagemill::arena::{Context, Layout};
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Reason, Shrinker, Urgency};
-use pagemill::stats::{self, Counter};
-use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes};
-use pagemill::{Error, Pagemill};
+use pagemill_core::Error;
+use pagemill_core::arena::nodes::Nodes;
+use pagemill_core::arena::{Context, Layout};
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Reason, Shrinker, Urgency};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, PageSize, os_page_bytes};
 use pagemill_sys::{file, mem};
+use pagemill_testbed::Testbed;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard};
 
@@ -23,20 +24,20 @@ fn exclusive_test() -> MutexGuard<'static, ()> {
     RUNNING_TEST.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-fn on_small_pages() -> &'static Pagemill {
-    Pagemill::new(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).unwrap()
+fn on_small_pages() -> &'static Testbed {
+    Testbed::new(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).unwrap()
 }
 
-fn limited(limit: usize) -> &'static Pagemill {
-    Pagemill::new(Layout::for_test(), limit as u64).unwrap()
+fn limited(limit: usize) -> &'static Testbed {
+    Testbed::new(Layout::for_test(), limit as u64).unwrap()
 }
 
-fn allocate(pagemill: &Pagemill, size: usize) -> usize {
+fn allocate(pagemill: &Testbed, size: usize) -> usize {
     pagemill.heap.allocate(size, 1).unwrap().addr.as_ptr() as usize
 }
 
 /// Allocates memory and fills it with a byte.
-fn filled(pagemill: &Pagemill, size: usize, byte: u8) -> usize {
+fn filled(pagemill: &Testbed, size: usize, byte: u8) -> usize {
     let addr = allocate(pagemill, size);
     fill(addr, size, byte);
     addr
@@ -56,21 +57,21 @@ fn first_other(addr: usize, size: usize, byte: u8) -> Option<usize> {
     bytes[chunk * expected.len()..].iter().position(|found| *found != byte).map(|at| chunk * expected.len() + at)
 }
 
-fn free(pagemill: &Pagemill, addr: usize) {
+fn free(pagemill: &Testbed, addr: usize) {
     // SAFETY: callers pass live allocations that they do not use again.
     unsafe { pagemill.heap.free(addr) }.unwrap();
 }
 
-fn resize(pagemill: &Pagemill, addr: usize, size: usize) -> usize {
+fn resize(pagemill: &Testbed, addr: usize, size: usize) -> usize {
     // SAFETY: callers pass live allocations and use only the address returned.
     unsafe { pagemill.heap.resize(addr, size) }.unwrap().as_ptr() as usize
 }
 
-fn purge(pagemill: &Pagemill) -> u64 {
+fn purge(pagemill: &Testbed) -> u64 {
     pagemill.heap.shrink(u64::MAX, Urgency::Limit)
 }
 
-fn reconciled(pagemill: &Pagemill) -> u64 {
+fn reconciled(pagemill: &Testbed) -> u64 {
     pagemill.account.reconcile();
     pagemill.account.resident()
 }
@@ -86,7 +87,7 @@ fn resident(addr: usize, len: usize) -> u64 {
 #[test]
 fn bad_alignments_are_refused() {
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     for align in [0, 3, 48, 4097, usize::MAX, (1 << 62) + 1] {
         let error = pagemill.heap.allocate(100 * KIB, align).unwrap_err();
         assert!(matches!(error, Error::BadAlignment { align_bytes } if align_bytes == align), "{align}: {error}");
@@ -107,7 +108,7 @@ fn bad_alignments_are_refused() {
 #[test]
 fn impossible_sizes_are_errors() {
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let (first, second) = (allocate(pagemill, 0), allocate(pagemill, 0));
     assert_ne!(first, second);
     assert!(pagemill.heap.usable_bytes(first).unwrap() > 0);
@@ -134,7 +135,7 @@ fn impossible_sizes_are_errors() {
 #[test]
 fn a_double_free_is_reported() {
     let _exclusive = exclusive_test();
-    for pagemill in [Pagemill::for_test(), on_small_pages()] {
+    for pagemill in [Testbed::for_test(), on_small_pages()] {
         for size in [64 * KIB, 400 * KIB, 3 * MIB] {
             let (freed, kept) = (filled(pagemill, size, 1), filled(pagemill, size, 2));
             let len = pagemill.heap.usable_bytes(freed).unwrap();
@@ -164,13 +165,13 @@ fn a_double_free_is_reported() {
 #[test]
 fn foreign_and_interior_frees_are_reported() {
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let (small, big) = (filled(pagemill, 80 * KIB, 1), filled(pagemill, 5 * MIB, 2));
     let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
     // SAFETY: a new extent.
     unsafe { pagemill.arena.commit(extent, BLOCK_BYTES) }.unwrap();
     let on_stack = 0u64;
-    let other = Pagemill::for_test();
+    let other = Testbed::for_test();
     let others = filled(other, 80 * KIB, 3);
     let before = (reconciled(pagemill), pagemill.heap.free_bytes());
     for addr in [
@@ -208,7 +209,7 @@ fn foreign_and_interior_frees_are_reported() {
 fn exhausted_address_space_recovers() {
     let _exclusive = exclusive_test();
     let layout = Layout { small_bytes: 64 * MIB, heap_bytes: 128 * MIB, ..Layout::for_test() };
-    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+    let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
     let fill_up = || {
         let mut all = Vec::new();
         loop {
@@ -258,7 +259,7 @@ fn small_pages_are_used_and_counted() {
 #[test]
 fn an_untouched_slot_is_charged_later() {
     let _exclusive = exclusive_test();
-    for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
+    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", on_small_pages())] {
         let addr = allocate(pagemill, 256 * KIB);
         free(pagemill, addr);
         purge(pagemill);
@@ -276,7 +277,7 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     // SAFETY: a setting of this process, reverted below.
     unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) };
     let fallbacks = stats::get(Counter::BlocksFallback);
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let addr = filled(pagemill, 500 * KIB, 9);
     let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
     // SAFETY: a new extent.
@@ -302,7 +303,7 @@ fn software_pages_are_populated_completely() {
     for bytes in [64 * KIB, 2 * MIB] {
         let populated = stats::get(Counter::PagesPopulated);
         let layout = Layout { use_huge: false, page: PageSize::new(bytes).unwrap(), ..Layout::for_test() };
-        let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+        let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
         let addr = allocate(pagemill, 200 * KIB);
         let usable = pagemill.heap.usable_bytes(addr).unwrap();
         assert!(reconciled(pagemill) >= usable as u64, "untouched, but there");
@@ -338,7 +339,7 @@ fn slots_return_to_their_node() {
     let _exclusive = exclusive_test();
     std::thread::spawn(|| {
         let layout = Layout { nodes: Nodes::logical(3), ..Layout::for_test() };
-        let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+        let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
         if !(run_on(1) && run_on(0)) {
             println!("skipped: one CPU only");
             return;
@@ -442,7 +443,7 @@ fn a_refused_shrink_loses_no_byte() {
 #[test]
 fn locked_memory_is_not_treated_as_zero() {
     let _exclusive = exclusive_test();
-    for (pagemill, size) in [(on_small_pages(), 256 * KIB), (on_small_pages(), 3 * MIB), (Pagemill::for_test(), MIB)] {
+    for (pagemill, size) in [(on_small_pages(), 256 * KIB), (on_small_pages(), 3 * MIB), (Testbed::for_test(), MIB)] {
         let addr = filled(pagemill, size, 7);
         // SAFETY: a live allocation.
         if unsafe { libc::mlock(addr as *const _, size) } != 0 {
@@ -518,7 +519,7 @@ fn the_tail_of_a_slot_is_purged_with_it() {
 #[test]
 fn a_split_block_is_purged_completely() {
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let (first, second) = (filled(pagemill, 512 * KIB, 1), filled(pagemill, 512 * KIB, 2));
     free(pagemill, first);
     assert!(purge(pagemill) >= 512 << 10, "split");
@@ -534,7 +535,7 @@ fn a_split_block_is_purged_completely() {
 #[test]
 fn a_slot_across_blocks_is_purged_completely() {
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let slots: Vec<usize> = (0..16).map(|_| filled(pagemill, 384 * KIB, 1)).collect();
     // The second block is split: two slots of it are free, the others live.
     slots[7..9].iter().for_each(|addr| free(pagemill, *addr));
@@ -553,7 +554,7 @@ fn a_slot_across_blocks_is_purged_completely() {
 fn a_block_populated_by_a_touch_is_purged_completely() {
     let _exclusive = exclusive_test();
     let layout = Layout { huge_from_bytes: 4 << 20, ..Layout::for_test() };
-    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+    let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
     let big = filled(pagemill, 8 * MIB, 1);
     reconciled(pagemill);
     let first = filled(pagemill, 112 * KIB, 1); // in a huge page, since much is resident
@@ -599,7 +600,7 @@ fn a_purged_part_is_admitted_again() {
 #[test]
 fn prefaulted_blocks_belong_to_their_span() {
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let carve = |count| {
         for _ in 0..count {
             allocate(pagemill, 384 * KIB);
@@ -617,17 +618,17 @@ fn prefaulted_blocks_belong_to_their_span() {
 }
 
 /// Runs `act` in a fork child and returns whether it panicked there; its message goes to standard error.
-fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
+fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
-    unsafe { pagemill.before_fork() };
+    unsafe { pagemill.instance.before_fork() };
     // SAFETY: the child runs `act` and ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
         // SAFETY: called after `before_fork`.
-        unsafe { pagemill.after_fork() };
+        unsafe { pagemill.instance.after_fork() };
         // SAFETY: the process is a new child, and this is its only thread.
-        unsafe { pagemill.begin_child() };
+        unsafe { pagemill.instance.begin_child() };
         let result = catch_unwind(AssertUnwindSafe(act));
         if let Err(panic) = &result {
             let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -638,7 +639,7 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
         unsafe { libc::_exit(i32::from(result.is_err())) };
     }
     // SAFETY: called after `before_fork`.
-    unsafe { pagemill.after_fork() };
+    unsafe { pagemill.instance.after_fork() };
     let mut status = 0;
     // SAFETY: waits for a child of this test, and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
@@ -651,7 +652,7 @@ const FORKED_SIZES: [usize; 6] = [64 * KIB, 300 * KIB, 384 * KIB, MIB, 3 * MIB, 
 #[test]
 fn a_fork_child_leaves_the_parent_alone() {
     let _exclusive = exclusive_test();
-    for pagemill in [Pagemill::for_test(), on_small_pages()] {
+    for pagemill in [Testbed::for_test(), on_small_pages()] {
         let live: Vec<(usize, usize)> = FORKED_SIZES.map(|size| (filled(pagemill, size, 11), size)).into();
         let idle = filled(pagemill, 300 * KIB, 12);
         free(pagemill, idle);
@@ -692,7 +693,7 @@ fn a_fork_child_leaves_the_parent_alone() {
 #[test]
 fn a_fork_child_counts_for_itself() {
     let _exclusive = exclusive_test();
-    for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
+    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", on_small_pages())] {
         let live = FORKED_SIZES.map(|size| filled(pagemill, size, 11));
         let has_failed = in_child(pagemill, || {
             assert_eq!(pagemill.account.resident(), 0, "{name}: nothing is charged at first");
@@ -717,10 +718,10 @@ fn a_fork_child_counts_for_itself() {
 #[test]
 fn realloc_beside_a_fork_child_keeps_every_byte() {
     let _exclusive = exclusive_test();
-    for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
+    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", on_small_pages())] {
         let addr = filled(pagemill, 16 * MIB, 1);
         // SAFETY: `after_fork` follows on both sides, with nothing else before it.
-        unsafe { pagemill.before_fork() };
+        unsafe { pagemill.instance.before_fork() };
         // SAFETY: the child only waits for its end.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
@@ -730,7 +731,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
             }
         }
         // SAFETY: called after `before_fork`.
-        unsafe { pagemill.after_fork() };
+        unsafe { pagemill.instance.after_fork() };
         fill(addr, 3 * os_page_bytes(), 2);
         let addr = resize(pagemill, addr, 64 * MIB);
         let lost = (first_other(addr, 3 * os_page_bytes(), 2), first_other(addr + 3 * os_page_bytes(), MIB, 1));
@@ -771,7 +772,7 @@ fn partly_moved_pages_are_not_treated_as_zero() {
     let pagemill = on_small_pages();
     let donor = filled(pagemill, 4 * MIB, 1);
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
-    unsafe { pagemill.before_fork() };
+    unsafe { pagemill.instance.before_fork() };
     // SAFETY: the child only waits for its end.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
@@ -781,7 +782,7 @@ fn partly_moved_pages_are_not_treated_as_zero() {
         }
     }
     // SAFETY: called after `before_fork`.
-    unsafe { pagemill.after_fork() };
+    unsafe { pagemill.instance.after_fork() };
     fill(donor, 3 * os_page_bytes(), 2);
     free(pagemill, donor);
     let found = pagemill.heap.allocate(5 * MIB, 1).unwrap();

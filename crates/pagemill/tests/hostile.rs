@@ -4,12 +4,13 @@
 #[path = "common/stores.rs"]
 mod stores;
 
-use pagemill::mapping::policy::{Always, Ask, Cause, Choice, Never};
-use pagemill::mapping::{Advice, Cache, Mapping, Policy, Settings, Writeback};
-use pagemill::stats::{self, Counter};
-use pagemill::store::{Aligned, FileStore, MemoryStore, Store, Transfer};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Ask, Cause, Choice, Never};
+use pagemill_cache::mapping::{Advice, Builder, Mapping, PageCache, Policy, Writeback};
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
+use pagemill_store::{Aligned, FileStore, MemoryStore, Store, Transfer};
+use pagemill_testbed::Testbed;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, mpsc};
@@ -23,14 +24,14 @@ const MIB: usize = 1 << 20;
 /// A byte of one file that reads of another file must never find.
 const SECRET: u8 = 0x5a;
 
-fn settings(limit_bytes: usize) -> Settings {
-    Settings { page: PageSize::new(PAGE).unwrap(), ..Settings::new("hostile", limit_bytes as u64) }
+fn settings(limit_bytes: usize) -> Builder {
+    PageCache::builder("hostile").limit(limit_bytes as u64).page(PageSize::new(PAGE).unwrap())
 }
 
-fn cache_without_threads(settings: Settings) -> Cache {
-    let caches = Pagemill::for_test().caches;
+fn cache_without_threads(settings: Builder) -> PageCache {
+    let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    caches.make(settings).unwrap()
+    settings.build_in(caches).unwrap()
 }
 
 #[track_caller]
@@ -88,7 +89,7 @@ fn assert_no_secret(file: &Mapping, access: &str) {
 #[test]
 fn a_store_that_fills_nothing_reads_as_zeros() {
     let folder = tempfile::tempdir().unwrap();
-    type Access = (&'static str, fn(&Cache, &Mapping));
+    type Access = (&'static str, fn(&PageCache, &Mapping));
     let accesses: [Access; 5] = [
         ("read", |_, _| {}),
         ("read ahead", |_, file| {
@@ -110,7 +111,7 @@ fn a_store_that_fills_nothing_reads_as_zeros() {
     for (number, (name, access)) in accesses.into_iter().enumerate() {
         for policy in policies {
             for is_asynchronous in [false, true] {
-                let cache = cache_without_threads(Settings { policy: policy(), ..settings(8 * MIB) });
+                let cache = cache_without_threads(settings(8 * MIB).policy(policy()));
                 let secret = cache.create().unwrap();
                 secret.write_at(&vec![SECRET; 8 * MIB], 0).unwrap();
                 drop(secret);
@@ -128,8 +129,8 @@ fn a_store_that_fills_nothing_reads_as_zeros() {
 /// that store must be written back again once a sync has succeeded.
 #[test]
 fn a_panic_of_a_store_in_the_background_is_counted() {
-    let writeback = Writeback { age: Duration::from_millis(1), ..Writeback::default() };
-    let cache = Pagemill::for_test().caches.make(Settings { writeback, ..settings(8 * MIB) }).unwrap();
+    let writeback = Writeback::default().age(Duration::from_millis(1));
+    let cache = settings(8 * MIB).writeback(writeback).build_in(Testbed::for_test().caches).unwrap();
     let panics = Arc::new(BrokenStore::that_panics(PAGE));
     let good = Arc::new(MemoryStore::new(Vec::new(), PAGE));
     let before = stats::get(Counter::BehindPanics);
@@ -167,7 +168,7 @@ impl Policy for PanickingPolicy {
 fn a_panic_of_a_policy_in_the_background_is_counted() {
     let does_panic = Arc::new(AtomicBool::new(true));
     let policy = Box::new(PanickingPolicy(does_panic.clone()));
-    let cache = Pagemill::for_test().caches.make(Settings { policy, ..settings(16 * MIB) }).unwrap();
+    let cache = settings(16 * MIB).policy(policy).build_in(Testbed::for_test().caches).unwrap();
     let before = stats::get(Counter::BehindPanics);
     let first = cache.create().unwrap();
     first.write_at(&[3; 2 * MIB], 0).unwrap();
@@ -202,11 +203,11 @@ fn transfers_continue_after_a_callback_panics() {
 #[test]
 fn a_sync_times_out_if_the_store_completes_nothing() {
     let timeout = Some(Duration::from_millis(30));
-    let cache = cache_without_threads(Settings { timeout, policy: Box::new(Never), ..settings(4 * MIB) });
+    let cache = cache_without_threads(settings(4 * MIB).timeout(timeout).policy(Never));
     let store = Arc::new(BrokenStore::that_completes_nothing(PAGE));
     let file = cache.open(store.clone()).unwrap();
     file.write_at(&[8; 3 * PAGE], 0).unwrap();
-    let is_busy = |result: pagemill::Result<()>| assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
+    let is_busy = |result: pagemill_core::Result<()>| assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
     is_busy(file.sync());
     is_busy(file.sync());
     is_busy(file.sync_range(0, 1));
@@ -226,7 +227,7 @@ fn extreme_offsets_and_lengths_do_not_panic() {
     let extremes =
         [0, 1, page - 1, page, i64::MAX as u64 - page, i64::MAX as u64 - 1, i64::MAX as u64, u64::MAX - page];
     let extremes = extremes.into_iter().chain([u64::MAX - 1, u64::MAX]);
-    let cache = cache_without_threads(Settings { policy: Box::new(Never), ..settings(4 * MIB) });
+    let cache = cache_without_threads(settings(4 * MIB).policy(Never));
     let stored = Arc::new(MemoryStore::new(vec![6; 2 * PAGE], PAGE));
     for file in [cache.create().unwrap(), cache.open(stored).unwrap()] {
         for offset in extremes.clone() {

@@ -4,12 +4,12 @@
 mod common;
 
 use common::{assert_in_child, exclusive_test, pagemill};
-use pagemill::Error;
-use pagemill::mapping::policy::{Always, Ask, Choice};
-use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings, Source};
-use pagemill::stats::{self, Counter};
-use pagemill::store::{FileStore, MemoryStore};
-use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill_cache::mapping::policy::{Always, Ask, Choice};
+use pagemill_cache::mapping::{Builder, Fetch, Mapping, PageCache, Policy, Queue, Source};
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_store::{FileStore, MemoryStore};
 use pagemill_sys::mem;
 use std::fs;
 use std::sync::{Arc, OnceLock};
@@ -72,13 +72,13 @@ impl Drop for MoreReserved {
 }
 
 /// Settings of a cache with a limit of `blocks`. The cache has one block more than that.
-fn settings(blocks: usize, source: Source) -> Settings {
+fn settings(blocks: usize, source: Source) -> Builder {
     let page = PageSize::new(PAGE).unwrap();
-    Settings { page, policy: Box::new(Always), source, ..Settings::new("reserved", (blocks * BLOCK_BYTES) as u64) }
+    PageCache::builder("reserved").limit((blocks * BLOCK_BYTES) as u64).page(page).policy(Always).source(source)
 }
 
-fn make_cache(blocks: usize) -> Cache {
-    pagemill().caches.make(settings(blocks, Source::Hugetlb)).unwrap()
+fn make_cache(blocks: usize) -> PageCache {
+    settings(blocks, Source::Hugetlb).build_in(pagemill().caches).unwrap()
 }
 
 fn pattern(len: usize, seed: usize) -> Vec<u8> {
@@ -173,27 +173,27 @@ fn too_few_reserved_pages_are_reported() {
     };
     let (before, refused) = (free(), stats::get(Counter::HugetlbRefused));
     let blocks = before as usize;
-    let error = pagemill().caches.make(settings(blocks, Source::Hugetlb)).unwrap_err();
+    let error = settings(blocks, Source::Hugetlb).build_in(pagemill().caches).unwrap_err();
     let wanted = (blocks + 1) * BLOCK_BYTES;
     assert!(matches!(error, Error::NoHugetlb { wanted_bytes } if wanted_bytes == wanted as u64), "{error}");
     assert_eq!(error.errno(), libc::ENOMEM);
     assert!(error.to_string().contains("/proc/sys/vm/nr_hugepages"), "{error}");
     assert_eq!((free(), stats::get(Counter::HugetlbRefused)), (before, refused));
 
-    let cache = pagemill().caches.make(settings(blocks, Source::TryHugetlb)).unwrap();
+    let cache = settings(blocks, Source::TryHugetlb).build_in(pagemill().caches).unwrap();
     assert!(!cache.usage().is_hugetlb);
     assert_eq!((free(), stats::get(Counter::HugetlbRefused)), (before, refused + 1));
     let (file, bytes) = (cache.create().unwrap(), pattern(BLOCK_BYTES, 1));
     file.write_at(&bytes, 0).unwrap();
     check(&file, &bytes);
 
-    let cache = pagemill().caches.make(settings(blocks - 1, Source::TryHugetlb)).unwrap();
+    let cache = settings(blocks - 1, Source::TryHugetlb).build_in(pagemill().caches).unwrap();
     assert_eq!((cache.usage().is_hugetlb, free()), (true, 0));
     drop(cache);
     assert_eq!(free(), before);
 
-    let endless = Settings { limit_bytes: u64::MAX, ..settings(1, Source::Hugetlb) };
-    assert!(matches!(pagemill().caches.make(endless), Err(Error::NoAddresses { .. })));
+    let endless = settings(1, Source::Hugetlb).limit(u64::MAX);
+    assert!(matches!(endless.build_in(pagemill().caches), Err(Error::NoAddresses { .. })));
 }
 
 /// A fork child does not map the pages, so it must need no additional ones. Calls must fail in the child and continue
@@ -291,8 +291,8 @@ fn threads_find_room_in_reserved_pages() {
         Err(reason) => return println!("skipped: {reason}"),
     };
     let before = free();
-    let settings = Settings { policy: Box::new(EveryOtherHuge), ..settings(4, Source::Hugetlb) };
-    let cache = pagemill().caches.make(settings).unwrap();
+    let settings = settings(4, Source::Hugetlb).policy(EveryOtherHuge);
+    let cache = settings.build_in(pagemill().caches).unwrap();
     std::thread::scope(|scope| {
         for seed in 0..2 {
             let cache = &cache;

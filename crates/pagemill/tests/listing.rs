@@ -4,13 +4,13 @@
 mod common;
 
 use common::{exclusive_test, pagemill};
-use pagemill::Error;
-use pagemill::listing::MOST_RECORDS;
-use pagemill::units::os_page_bytes;
-use pagemill::volatile::listed::{Listed, RangeKind, RangeState};
-use pagemill::volatile::vrange::{How, Mode};
-use pagemill::volatile::{Behaviour, Range};
+use pagemill_core::Error;
+use pagemill_core::listing::MOST_RECORDS;
+use pagemill_core::units::os_page_bytes;
 use pagemill_sys::file::Blank;
+use pagemill_volatile::listed::{Listed, RangeKind, RangeState};
+use pagemill_volatile::vrange::{How, Mode};
+use pagemill_volatile::{Behaviour, VolatileBuf};
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -110,7 +110,7 @@ fn the_length_of_a_list_is_limited() {
 fn handles_are_listed_while_they_change() {
     let _exclusive = exclusive_test();
     let make = |len: usize| pagemill().ranges.allocate(len, Behaviour::Full).unwrap();
-    let kept: Vec<Range> = (0..50).map(|_| make(64 << 10)).collect();
+    let kept: Vec<VolatileBuf> = (0..50).map(|_| make(64 << 10)).collect();
     kept[0].mark().unwrap();
     let pin = kept[0].pin().unwrap();
     let is_over = AtomicBool::new(false);

@@ -2,14 +2,15 @@
 
 mod common;
 
-use pagemill::arena::{Context, Layout};
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Mapping, Settings};
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Reason, Urgency};
-use pagemill::stats::{self, Counter};
-use pagemill::units::{BLOCK_BYTES, PageSize};
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Builder, Mapping, PageCache};
+use pagemill_core::Error;
+use pagemill_core::arena::{Context, Layout};
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Reason, Urgency};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_testbed::Testbed;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::io::{IoSlice, IoSliceMut};
@@ -17,19 +18,19 @@ use std::io::{IoSlice, IoSliceMut};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-fn settings(page_bytes: usize, limit_bytes: usize) -> Settings {
-    Settings { page: PageSize::new(page_bytes).unwrap(), ..Settings::new("test", limit_bytes as u64) }
+fn settings(page_bytes: usize, limit_bytes: usize) -> Builder {
+    PageCache::builder("test").limit(limit_bytes as u64).page(PageSize::new(page_bytes).unwrap())
 }
 
 /// Returns a Pagemill without background threads, so that counters depend on the test only.
-fn pagemill_without_threads() -> &'static Pagemill {
-    let pagemill = Pagemill::for_test();
+fn pagemill_without_threads() -> &'static Testbed {
+    let pagemill = Testbed::for_test();
     pagemill.caches.collapse_by_hand();
     pagemill
 }
 
-fn cache(page_bytes: usize, limit_bytes: usize) -> Cache {
-    pagemill_without_threads().caches.make(settings(page_bytes, limit_bytes)).unwrap()
+fn cache(page_bytes: usize, limit_bytes: usize) -> PageCache {
+    settings(page_bytes, limit_bytes).build_in(pagemill_without_threads().caches).unwrap()
 }
 
 fn read(file: &Mapping, offset: usize, len: usize) -> Vec<u8> {
@@ -196,9 +197,9 @@ fn seeks_agree(file: &Mapping, model: &[u8]) {
     }
 }
 
-fn assert_same_as_bytes(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
+fn assert_same_as_bytes(page: usize, choose: impl Fn(Builder) -> Builder, steps: &[Step]) {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(choose(settings(page, 64 * MIB))).unwrap();
+    let cache = choose(settings(page, 64 * MIB)).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     let mut model = Vec::new();
     for step in steps {
@@ -226,13 +227,13 @@ proptest! {
 
     #[test]
     fn files_in_huge_folios_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
-        assert_same_as_bytes(4 * KIB, |settings| Settings { policy: Box::new(Always), ..settings }, &steps);
+        assert_same_as_bytes(4 * KIB, |settings| settings.policy(Always), &steps);
     }
 
     #[test]
     fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
-        let choose = |settings| Settings { policy: Box::new(Always), may_split: false, ..settings };
+        let choose = |settings: Builder| settings.policy(Always).split(false);
         assert_same_as_bytes(64 * KIB, choose, &steps);
     }
 
@@ -243,7 +244,7 @@ proptest! {
 
     #[test]
     fn files_of_pages_of_four_blocks_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
-        assert_same_as_bytes(4 * BLOCK_BYTES, |settings| Settings { policy: Box::new(Never), ..settings }, &steps);
+        assert_same_as_bytes(4 * BLOCK_BYTES, |settings| settings.policy(Never), &steps);
     }
 }
 
@@ -269,11 +270,17 @@ fn invalid_requests_fail() {
     assert!(matches!(file.seek_data(4), Err(Error::PastEnd { .. })));
     assert_eq!((file.size_bytes(), read(&file, 0, 10)), (4, b"\0abc".to_vec()));
     let pagemill = pagemill_without_threads();
-    assert!(matches!(pagemill.caches.make(settings(MIB, MIB - 1)), Err(Error::BadLength { .. })), "less than a page");
-    assert!(matches!(pagemill.caches.make(settings(4 * KIB, 1 << 60)), Err(Error::NoAddresses { .. })));
+    assert!(
+        matches!(settings(MIB, MIB - 1).build_in(pagemill.caches), Err(Error::BadLength { .. })),
+        "less than a page"
+    );
+    assert!(matches!(settings(4 * KIB, 1 << 60).build_in(pagemill.caches), Err(Error::NoAddresses { .. })));
     let layout = Layout { pool_bytes: 4 * MIB, ..Layout::for_test() };
-    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
-    assert!(matches!(pagemill.caches.make(settings(8 * MIB, 8 * MIB)), Err(Error::NoAddresses { .. })), "not one page");
+    let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
+    assert!(
+        matches!(settings(8 * MIB, 8 * MIB).build_in(pagemill.caches), Err(Error::NoAddresses { .. })),
+        "not one page"
+    );
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
@@ -299,7 +306,7 @@ fn writes_end_at_the_limit() {
 #[test]
 fn huge_folios_fall_back_to_small_ones() {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 3 * MIB) }).unwrap();
+    let cache = settings(4 * KIB, 3 * MIB).policy(Always).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     let counted = || [Counter::HugeAllocated, Counter::HugeFallback].map(stats::get);
     let before = counted();
@@ -318,7 +325,7 @@ fn huge_folios_fall_back_to_small_ones() {
 #[test]
 fn unused_pages_of_huge_folios_make_room() {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 4 * MIB) }).unwrap();
+    let cache = settings(4 * KIB, 4 * MIB).policy(Always).build_in(pagemill.caches).unwrap();
     let (sparse, other) = (cache.create().unwrap(), cache.create().unwrap());
     for span in 0..2 {
         sparse.write_at(b"x", span * 2 * MIB as u64).unwrap();
@@ -333,7 +340,7 @@ fn unused_pages_of_huge_folios_make_room() {
 #[test]
 fn free_blocks_are_returned() {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(settings(4 * KIB, 64 * MIB)).unwrap();
+    let cache = settings(4 * KIB, 64 * MIB).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     for byte in 1..3 {
         file.write_at(&vec![byte; 32 * MIB], 0).unwrap();
@@ -351,8 +358,8 @@ fn free_blocks_are_returned() {
 /// At the limit of the process unused pages of huge folios are freed, so that many sparse huge folios fit.
 #[test]
 fn a_limit_of_the_process_splits_sparse_huge_folios() {
-    let pagemill = Pagemill::new(Layout::for_test(), 64 * MIB as u64).unwrap();
-    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 256 * MIB) }).unwrap();
+    let pagemill = Testbed::new(Layout::for_test(), 64 * MIB as u64).unwrap();
+    let cache = settings(4 * KIB, 256 * MIB).policy(Always).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     for span in 0..200_u64 {
         assert_eq!(file.write_at(&[span as u8 + 1; 4 * KIB], span * BLOCK_BYTES as u64).unwrap(), 4 * KIB, "{span}");
@@ -367,7 +374,7 @@ fn a_limit_of_the_process_splits_sparse_huge_folios() {
 #[test]
 fn the_last_possible_pages_are_freed() {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
+    let cache = settings(4 * KIB, 64 * MIB).policy(Always).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     let most = ((1_u64 << 40) - 1) * 4096;
     assert_eq!(file.write_at(&[9; 100], most - 10).unwrap(), 10);
@@ -381,8 +388,8 @@ fn the_last_possible_pages_are_freed() {
 /// Holes must read zero and use no memory, even if the policy prefers a folio for a hole.
 #[test]
 fn holes_need_no_memory() {
-    let pagemill = Pagemill::new(Layout::for_test(), MIB as u64).unwrap();
-    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
+    let pagemill = Testbed::new(Layout::for_test(), MIB as u64).unwrap();
+    let cache = settings(4 * KIB, 64 * MIB).policy(Always).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     file.truncate(8 * MIB as u64).unwrap();
     assert_eq!(read(&file, MIB, 100), [0; 100]);
@@ -406,8 +413,8 @@ fn writes_to_a_removed_page_fail() {
 #[test]
 fn large_limits_cost_nothing() {
     let layout = Layout { pool_bytes: 4 << 40, ..Layout::for_test() };
-    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
-    let cache = pagemill.caches.make(settings(64 * KIB, 1 << 40)).unwrap();
+    let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
+    let cache = settings(64 * KIB, 1 << 40).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     file.write_at(b"x", 1 << 45).unwrap();
     assert_eq!(cache.charged_bytes(), 64 * KIB as u64);
@@ -418,8 +425,8 @@ fn large_limits_cost_nothing() {
 fn pinned_bytes_survive_truncation() {
     let pagemill = pagemill_without_threads();
     for policy in [true, false] {
-        let policy: Box<dyn pagemill::mapping::Policy> = if policy { Box::new(Always) } else { Box::new(Never) };
-        let cache = pagemill.caches.make(Settings { policy, ..settings(4 * KIB, 8 * MIB) }).unwrap();
+        let policy: Box<dyn pagemill_cache::mapping::Policy> = if policy { Box::new(Always) } else { Box::new(Never) };
+        let cache = settings(4 * KIB, 8 * MIB).policy(policy).build_in(pagemill.caches).unwrap();
         let file = cache.create().unwrap();
         file.write_at(&vec![5; 3 * MIB], 0).unwrap();
         let pin = file.pin(MIB as u64 + 7).unwrap();
@@ -468,11 +475,11 @@ fn held_folios_are_exclusive() {
 #[test]
 fn ranges_are_pinned_folio_by_folio() {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
+    let cache = settings(4 * KIB, 64 * MIB).policy(Always).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     file.write_at(&vec![1; 5 * MIB], 0).unwrap();
     let lens = |offset: usize, len: usize| -> Vec<usize> {
-        file.pin_range(offset as u64, len).unwrap().iter().map(pagemill::mapping::Pin::len_bytes).collect()
+        file.pin_range(offset as u64, len).unwrap().iter().map(pagemill_cache::mapping::Pin::len_bytes).collect()
     };
     assert_eq!(lens(0, MIB), [2 * MIB]);
     assert_eq!(lens(MIB, 2 * MIB), [MIB, 2 * MIB]);
@@ -498,7 +505,7 @@ fn vectored_calls_are_as_plain_ones() {
 #[test]
 fn dense_ranges_become_huge() {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(settings(4 * KIB, 64 * MIB)).unwrap();
+    let cache = settings(4 * KIB, 64 * MIB).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     for page in 0..1024_u64 {
         file.write_at(&vec![page as u8; 4 * KIB], page * 4096).unwrap();
@@ -516,7 +523,7 @@ fn dense_ranges_become_huge() {
 }
 
 fn has_a_cache_of_its_own() -> bool {
-    let Ok(cache) = common::pagemill().caches.make(settings(4 * KIB, 8 * MIB)) else { return false };
+    let Ok(cache) = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches) else { return false };
     let Ok(file) = cache.create() else { return false };
     let mut bytes = [0; 5];
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
@@ -527,7 +534,7 @@ fn has_a_cache_of_its_own() -> bool {
 #[test]
 fn collapsing_leaves_room_for_writers() {
     let pagemill = pagemill_without_threads();
-    let cache = pagemill.caches.make(settings(4 * KIB, 8 * MIB)).unwrap();
+    let cache = settings(4 * KIB, 8 * MIB).build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     let pages = (8 * MIB / (4 * KIB)) as u64;
     file.truncate(8 * MIB as u64).unwrap();
@@ -549,11 +556,11 @@ fn collapsing_leaves_room_for_writers() {
 /// Calls on the parent's cache must fail in a fork child. The child can create a cache of its own.
 #[test]
 fn calls_of_a_fork_child_fail() {
-    let cache = common::pagemill().caches.make(settings(4 * KIB, 8 * MIB)).unwrap();
+    let cache = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches).unwrap();
     let file = cache.create().unwrap();
     file.write_at(b"parent", 0).unwrap();
     common::assert_in_child(|| {
-        let is_refused = |result: pagemill::Result<usize>| matches!(result, Err(Error::WrongState { .. }));
+        let is_refused = |result: pagemill_core::Result<usize>| matches!(result, Err(Error::WrongState { .. }));
         let is_over = is_refused(file.read_at(&mut [0; 6], 0)) && is_refused(file.write_at(b"child", 0));
         is_over && cache.create().is_err() && has_a_cache_of_its_own()
     });

@@ -1,10 +1,10 @@
 //! Tests that the index of a page cache returns memory when files become sparse, also during reads and writes.
 #![allow(unsafe_code)] // fork
 
-use pagemill::Pagemill;
-use pagemill::mapping::{Cache, Mapping, Settings};
-use pagemill::slab::{NodeInfo, SlabInfo};
-use pagemill::units::PageSize;
+use pagemill_cache::mapping::{Mapping, PageCache};
+use pagemill_core::units::PageSize;
+use pagemill_slab::{NodeInfo, SlabInfo};
+use pagemill_testbed::Testbed;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
@@ -25,10 +25,10 @@ fn exclusive_test() -> MutexGuard<'static, ()> {
     RUNNING_TEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn cache(pagemill: &Pagemill) -> Cache {
+fn cache(pagemill: &Testbed) -> PageCache {
     pagemill.caches.collapse_by_hand();
     let page = PageSize::new(PAGE).unwrap();
-    pagemill.caches.make(Settings { page, use_huge: false, ..Settings::new("sparse", 64 << 20) }).unwrap()
+    PageCache::builder("sparse").limit(64 << 20).page(page).huge(false).build_in(pagemill.caches).unwrap()
 }
 
 fn sample(at: u64) -> [u8; SAMPLE] {
@@ -55,7 +55,7 @@ fn assert_has(file: &Mapping, at: u64, is_there: bool) {
 }
 
 /// Creates a file with a page in each of `pages` nodes, then removes five of six pages.
-fn sparse_file(cache: &Cache, pages: u64) -> Mapping {
+fn sparse_file(cache: &PageCache, pages: u64) -> Mapping {
     let file = cache.create().unwrap();
     (0..pages).for_each(|at| write(&file, at));
     let gone = (0..pages).filter(|at| at % 6 != 0);
@@ -63,15 +63,15 @@ fn sparse_file(cache: &Cache, pages: u64) -> Mapping {
     file
 }
 
-fn info(pagemill: &Pagemill) -> SlabInfo {
-    pagemill.slabs.nodes().unwrap().info().unwrap()
+fn info(pagemill: &Testbed) -> SlabInfo {
+    pagemill.nodes.cache().unwrap().info().unwrap()
 }
 
 /// Shrinks the slab cache of nodes until at most one slab is partial. Readers of other tests may delay that.
-fn shrink(pagemill: &Pagemill) -> NodeInfo {
+fn shrink(pagemill: &Testbed) -> NodeInfo {
     let is_packed = |info: &NodeInfo| info.partial <= 1;
     for _ in 0..20 {
-        pagemill.slabs.nodes().unwrap().shrink().unwrap();
+        pagemill.nodes.cache().unwrap().shrink().unwrap();
         if is_packed(&info(pagemill).total) {
             break;
         }
@@ -85,11 +85,11 @@ fn shrink(pagemill: &Pagemill) -> NodeInfo {
 fn the_index_of_a_sparse_file_is_packed() {
     const PAGES: u64 = 6000;
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let cache = cache(pagemill);
     let file = sparse_file(&cache, PAGES);
     let before = info(pagemill);
-    assert!(before.kind == pagemill::slab::CacheKind::ByOwner && before.has_constructor);
+    assert!(before.kind == pagemill_slab::CacheKind::ByOwner && before.has_constructor);
     assert_eq!(pagemill.slabs.list().iter().filter(|info| &*info.name == "xarray_node").count(), 1);
     let after = shrink(pagemill);
     assert!(after.slabs * 5 < before.total.slabs && after.partial <= 1, "{before:?} {after:?}");
@@ -97,7 +97,7 @@ fn the_index_of_a_sparse_file_is_packed() {
     let indices: u64 = pagemill.caches.usage().iter().map(|usage| usage.index).sum();
     pagemill.measure();
     let spare = after.resident_bytes - after.used * before.stride_bytes as u64;
-    assert_eq!(pagemill::stats::get(pagemill::stats::Counter::CacheIndex), indices + spare);
+    assert_eq!(pagemill_core::stats::get(pagemill_core::stats::Counter::CacheIndex), indices + spare);
     assert!(cache.usage().index > after.used * before.stride_bytes as u64, "nodes are this cache's, and its file is");
     (0..PAGES).for_each(|at| write(&file, at));
     (0..PAGES).for_each(|at| assert_has(&file, at, true));
@@ -121,13 +121,13 @@ fn threads_use_files_while_their_index_is_packed() {
     const PAGES: u64 = 300;
     const ROUNDS: usize = 12;
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let (cache, is_done) = (cache(pagemill), AtomicBool::new(false));
     let file = sparse_file(&cache, PAGES);
     std::thread::scope(|scope| {
         let (cache, file, is_done) = (&cache, &file, &is_done);
         scope.spawn(move || {
-            let nodes = pagemill.slabs.nodes().unwrap();
+            let nodes = pagemill.nodes.cache().unwrap();
             nodes.set_defrag_used_ratio(100).unwrap();
             let _done = Done(is_done);
             while !is_done.load(Relaxed) {
@@ -169,29 +169,29 @@ fn threads_use_files_while_their_index_is_packed() {
 #[test]
 fn a_fork_child_has_nodes_of_its_own() {
     let _exclusive = exclusive_test();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let file = sparse_file(&cache(pagemill), 1200);
     let before = info(pagemill).total;
     let (is_reading, is_done) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
     let reader = std::thread::spawn({
         let (is_reading, is_done) = (is_reading.clone(), is_done.clone());
         move || {
-            let _guard = pagemill::xarray::pin();
+            let _guard = pagemill_xarray::pin();
             is_reading.wait();
             is_done.wait();
         }
     });
     is_reading.wait();
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
-    unsafe { pagemill.before_fork() };
+    unsafe { pagemill.instance.before_fork() };
     // SAFETY: the child ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     // SAFETY: called after `before_fork`.
-    unsafe { pagemill.after_fork() };
+    unsafe { pagemill.instance.after_fork() };
     if pid == 0 {
         // SAFETY: the process is a new child, and this is its only thread.
-        unsafe { pagemill.begin_child() };
+        unsafe { pagemill.instance.begin_child() };
         let act = || {
             let own = sparse_file(&cache(pagemill), 1200);
             drop(file);

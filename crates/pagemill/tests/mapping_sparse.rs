@@ -3,12 +3,12 @@
 
 mod common;
 
-use pagemill::Pagemill;
-use pagemill::mapping::policy::Always;
-use pagemill::mapping::{Cache, Mapping, Settings};
-use pagemill::stats::{self, Counter};
-use pagemill::store::Store;
-use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill_cache::mapping::policy::Always;
+use pagemill_cache::mapping::{Builder, Mapping, PageCache};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_store::Store;
+use pagemill_testbed::Testbed;
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -17,21 +17,21 @@ const PAGE: usize = 64 << 10;
 const BLOCK: u64 = BLOCK_BYTES as u64;
 const PAGES: usize = BLOCK_BYTES / PAGE;
 
-fn settings() -> Settings {
+fn settings() -> Builder {
     let page = PageSize::new(PAGE).unwrap();
-    Settings { page, policy: Box::new(Always), ..Settings::new("thin", 64 << 20) }
+    PageCache::builder("thin").limit(64 << 20).page(page).policy(Always)
 }
 
 /// Creates a cache that uses huge folios wherever possible. The test does the cache's background work by calls.
-fn cache() -> Cache {
-    let caches = Pagemill::for_test().caches;
+fn cache() -> PageCache {
+    let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    caches.make(settings()).unwrap()
+    settings().build_in(caches).unwrap()
 }
 
 /// Creates a file with one huge folio for each item of `full_pages`, which is the number of pages at its start with
 /// data.
-fn file(cache: &Cache, full_pages: &[usize]) -> Mapping {
+fn file(cache: &PageCache, full_pages: &[usize]) -> Mapping {
     let file = cache.create().unwrap();
     for (span, pages) in full_pages.iter().enumerate() {
         file.write_at(&vec![span as u8 + 1; pages * PAGE], span as u64 * BLOCK).unwrap();
@@ -202,10 +202,10 @@ fn folios_of_files_with_a_store_are_not_split() {
 /// Huge folios that may not be split, and folios of one large page, are not split even if sparse.
 #[test]
 fn unsplittable_folios_are_not_split() {
-    let caches = Pagemill::for_test().caches;
+    let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    let unsplittable = caches.make(Settings { may_split: false, ..settings() }).unwrap();
-    let large = caches.make(Settings { page: PageSize::new(BLOCK_BYTES).unwrap(), ..settings() }).unwrap();
+    let unsplittable = settings().split(false).build_in(caches).unwrap();
+    let large = settings().page(PageSize::new(BLOCK_BYTES).unwrap()).build_in(caches).unwrap();
     let files = [&unsplittable, &large].map(|cache| file(cache, &[1]));
     assert_eq!([(); 3].map(|()| unsplittable.split_sparse_waiting(usize::MAX)), [0; 3]);
     assert_eq!((unsplittable.usage().huge, large.usage().huge), (BLOCK, BLOCK));
@@ -220,12 +220,12 @@ fn thread_count() -> usize {
 /// background thread until one of its own caches needs it.
 #[test]
 fn the_background_thread_splits_sparse_folios() {
-    let cache = common::pagemill().caches.make(settings()).unwrap();
+    let cache = settings().build_in(common::pagemill().caches).unwrap();
     let begun = Instant::now();
     let file = file(&cache, &[1, PAGES]);
     common::assert_in_child(|| {
         let threads_before = thread_count();
-        let own = common::pagemill().caches.make(settings()).unwrap();
+        let own = settings().build_in(common::pagemill().caches).unwrap();
         let file = own.create().unwrap();
         let is_written = file.write_at(&[1; PAGE], 0).is_ok() && file.write_at(&[1; PAGE], BLOCK).is_ok();
         threads_before == 1 && is_written && thread_count() == 2

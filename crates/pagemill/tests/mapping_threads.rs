@@ -1,9 +1,10 @@
 //! Tests of files that many threads use at the same time: no thread finds another file's bytes, or stale bytes.
 
-use pagemill::mapping::policy::{Always, Auto};
-use pagemill::mapping::{Cache, Mapping, Policy, Settings};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Auto};
+use pagemill_cache::mapping::{Mapping, PageCache, Policy};
+use pagemill_core::Error;
+use pagemill_core::units::PageSize;
+use pagemill_testbed::Testbed;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -14,9 +15,9 @@ const PAGES: u64 = 1536;
 const LONG: Duration = Duration::from_secs(600);
 const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
-fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
-    let settings = Settings { policy, page: PageSize::new(PAGE).unwrap(), ..Settings::new("threads", limit_bytes) };
-    Pagemill::for_test().caches.make(settings).unwrap()
+fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> PageCache {
+    let settings = PageCache::builder("threads").limit(limit_bytes).policy(policy).page(PageSize::new(PAGE).unwrap());
+    settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
 /// Returns the value of every word of a page, which identifies the file and the page.
@@ -71,7 +72,7 @@ fn disturb(file: &Mapping, seed: &mut u64) {
 
 /// Two files of one cache share its memory. Threads write, read and pin pages, while another thread truncates, punches
 /// holes, splits and collapses. All words found must be right.
-fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
+fn no_reader_sees_bytes_of_another_page(cache: &PageCache) {
     let files = [cache.create().unwrap(), cache.create().unwrap()];
     let (files, is_over, reads) = (&files, &AtomicBool::new(false), &AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -123,7 +124,7 @@ fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
     }
 }
 
-fn all_comes_back(cache: &Cache) {
+fn all_comes_back(cache: &PageCache) {
     // Waits, because the background thread may be in the middle of a collapse.
     let begun = Instant::now();
     while cache.charged_bytes() > 0 && begun.elapsed() < LONG {

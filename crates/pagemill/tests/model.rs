@@ -4,15 +4,16 @@
 //! compared with an independent count.
 #![allow(unsafe_code)] // writes to, frees and resizes the allocations under test
 
-use pagemill::arena::Layout;
-use pagemill::arena::nodes::Nodes;
-use pagemill::heap::MIN_BYTES;
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::stats::{self, Counter};
-use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes};
-use pagemill::{Error, Pagemill};
+use pagemill_core::Error;
+use pagemill_core::arena::Layout;
+use pagemill_core::arena::nodes::Nodes;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, PageSize, os_page_bytes};
+use pagemill_heap::MIN_BYTES;
 use pagemill_sys::{clock, mem};
+use pagemill_testbed::Testbed;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
@@ -189,7 +190,7 @@ struct LiveAllocation {
 }
 
 struct HeapModel {
-    pagemill: &'static Pagemill,
+    pagemill: &'static Testbed,
     random: Random,
     live: BTreeMap<usize, LiveAllocation>,
     /// End of the highest allocation so far.
@@ -201,7 +202,7 @@ struct HeapModel {
 
 impl HeapModel {
     fn new(what: &str, layout: Layout, limit: u64, max_bytes: usize) -> Self {
-        let pagemill = Pagemill::new(layout, limit).unwrap();
+        let pagemill = Testbed::new(layout, limit).unwrap();
         let random = Random::seeded(what, pagemill.heap.base() as u64);
         let top = pagemill.heap.base();
         Self { pagemill, random, live: BTreeMap::new(), top, limit, refusals: 0, max_bytes }
@@ -477,7 +478,7 @@ enum Page {
 }
 
 struct ExtentModel {
-    pagemill: &'static Pagemill,
+    pagemill: &'static Testbed,
     random: Random,
     addr: usize,
     pages: Vec<Page>,
@@ -485,7 +486,7 @@ struct ExtentModel {
 
 impl ExtentModel {
     fn new(what: &str, layout: Layout) -> Self {
-        let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+        let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
         let random = Random::seeded(what, pagemill.heap.base() as u64);
         let len = 5 * BLOCK_BYTES;
         let addr = pagemill.arena.extent(len, 2 * BLOCK_BYTES).unwrap();
@@ -598,7 +599,7 @@ fn extents_in_small_and_software_pages() {
 /// A commit over the limit must be refused as a whole. After a decommit, pages can be committed again.
 #[test]
 fn extents_over_the_limit_are_refused() {
-    let pagemill = Pagemill::new(Layout::for_test(), 8 << 20).unwrap();
+    let pagemill = Testbed::new(Layout::for_test(), 8 << 20).unwrap();
     let addr = pagemill.arena.extent(32 << 20, 1).unwrap();
     let mut committed = 0;
     // SAFETY: pages of the extent above, behind those that are committed.
@@ -625,7 +626,7 @@ struct SharedAllocations {
     stop: AtomicBool,
 }
 
-fn run_thread(pagemill: &Pagemill, shared: &SharedAllocations, mut random: Random) {
+fn run_thread(pagemill: &Testbed, shared: &SharedAllocations, mut random: Random) {
     let mut own: Vec<(usize, Contents)> = Vec::new();
     while !shared.stop.load(Relaxed) {
         match random.random_below(8) {
@@ -677,7 +678,7 @@ fn run_thread(pagemill: &Pagemill, shared: &SharedAllocations, mut random: Rando
 }
 
 fn stress(what: &str, layout: Layout, millis: u64) {
-    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+    let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
     let shared = SharedAllocations { allocations: Mutex::new(Vec::new()), stop: AtomicBool::new(false) };
     std::thread::scope(|scope| {
         for thread in 0..4 {

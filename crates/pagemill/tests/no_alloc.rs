@@ -4,24 +4,26 @@
 //! forbidden. Other threads, such as those of the test harness, may allocate.
 #![allow(unsafe_code)] // a global allocator; frees and forks
 
-use pagemill::arena::nodes::Nodes;
-use pagemill::arena::{Context, Layout};
-use pagemill::mapping::Settings;
-use pagemill::reclaim::alarms::Alarms;
-use pagemill::reclaim::helper::Answer;
-use pagemill::reclaim::kernel::Kernel;
-use pagemill::reclaim::limits::{Limits, Room};
-use pagemill::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill::reclaim::{Reason, Shrinker, Urgency, Which};
-use pagemill::slab;
-use pagemill::stats::{self, Counter};
-use pagemill::trace::{self, Event};
-use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
-use pagemill::volatile::vrange::{How, Mode};
-use pagemill::volatile::{Behaviour, Contents};
-use pagemill::{Error, Pagemill, published};
+use pagemill_cache::mapping::PageCache;
+use pagemill_core::Error;
+use pagemill_core::arena::nodes::Nodes;
+use pagemill_core::arena::{Context, Layout};
+use pagemill_core::published;
+use pagemill_core::reclaim::alarms::Alarms;
+use pagemill_core::reclaim::helper::Answer;
+use pagemill_core::reclaim::kernel::Kernel;
+use pagemill_core::reclaim::limits::{Limits, Room};
+use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
+use pagemill_core::reclaim::{Reason, Shrinker, Urgency, Which};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::trace::{self, Event};
+use pagemill_core::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
+use pagemill_slab as slab;
 use pagemill_sys::file::Blank;
 use pagemill_sys::{fatal, mem, process};
+use pagemill_testbed::Testbed;
+use pagemill_volatile::vrange::{How, Mode};
+use pagemill_volatile::{Behaviour, Contents};
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::ffi::CString;
 use std::sync::Mutex;
@@ -96,7 +98,7 @@ fn layouts() -> [Layout; 4] {
     ]
 }
 
-fn use_whole_heap_api(pagemill: &Pagemill) {
+fn use_whole_heap_api(pagemill: &Testbed) {
     let sizes = [1, 64 * KIB, 100 * KIB, 384 * KIB, MIB, 3 * MIB, 5 * MIB, 40 * MIB];
     for round in 0..3u8 {
         let mut addrs = [0; 16];
@@ -140,7 +142,7 @@ fn the_heap_allocates_nothing_elsewhere() {
     let layouts = layouts();
     without_allocations(|| {
         for layout in layouts {
-            let Ok(pagemill) = Pagemill::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
+            let Ok(pagemill) = Testbed::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
             use_whole_heap_api(pagemill);
         }
     });
@@ -151,9 +153,7 @@ fn the_heap_allocates_nothing_elsewhere() {
 #[test]
 fn volatile_ranges_allocate_nothing_elsewhere() {
     without_allocations(|| {
-        let Ok(pagemill) = Pagemill::new(Layout::for_test(), UNLIMITED) else {
-            fatal(format_args!("no address space"))
-        };
+        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else { fatal(format_args!("no address space")) };
         for len in [1, 64 * KIB, MIB, 5 * MIB] {
             for behaviour in [Behaviour::Full, Behaviour::Partial { chunk_bytes: 64 * KIB }] {
                 let Ok(mut range) = pagemill.ranges.allocate(len, behaviour) else { fatal(format_args!("no range")) };
@@ -190,9 +190,7 @@ fn listing_allocates_nothing_elsewhere() {
     std::fs::write(&path, b"").unwrap();
     let path = CString::new(path.to_str().unwrap()).unwrap();
     without_allocations(|| {
-        let Ok(pagemill) = Pagemill::new(Layout::for_test(), UNLIMITED) else {
-            fatal(format_args!("no address space"))
-        };
+        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else { fatal(format_args!("no address space")) };
         for _ in 0..300 {
             let Ok(range) = pagemill.ranges.allocate(64 * KIB, Behaviour::Full) else {
                 fatal(format_args!("no range"))
@@ -214,8 +212,8 @@ fn listing_page_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("request"), b"").unwrap();
     let path = CString::new(folder.path().join("request").to_str().unwrap()).unwrap();
-    let pagemill = Pagemill::for_test();
-    let make = |name| pagemill.caches.make(Settings::new(name, 64 << 20)).unwrap();
+    let pagemill = Testbed::for_test();
+    let make = |name| PageCache::builder(name).limit(64 << 20).build_in(pagemill.caches).unwrap();
     let (tiles, rows) = (make("tiles"), make("rows"));
     let files: Vec<_> = [&tiles, &rows, &rows].map(|cache| cache.create().unwrap()).into();
     files.iter().for_each(|file| assert_eq!(file.write_at(&[1; 3 * MIB], 0).unwrap(), 3 * MIB));
@@ -236,7 +234,7 @@ fn listing_slab_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("request"), b"").unwrap();
     let path = CString::new(folder.path().join("request").to_str().unwrap()).unwrap();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let entries = pagemill.slabs.by_handle::<[u64; 24]>(slab::Settings::new("entries")).unwrap();
     let boxes = pagemill.slabs.fixed::<u64>(slab::Settings::new("boxes")).unwrap();
     let (_entry, _box) = (entries.insert([1; 24]).unwrap(), boxes.insert(1).unwrap());
@@ -257,7 +255,7 @@ fn reclaim_allocates_nothing_elsewhere() {
     let layouts = layouts();
     without_allocations(|| {
         for layout in layouts {
-            let Ok(pagemill) = Pagemill::new(layout, 12 << 20) else { fatal(format_args!("no address space")) };
+            let Ok(pagemill) = Testbed::new(layout, 12 << 20) else { fatal(format_args!("no address space")) };
             pagemill.account.on_first_charge(|| stats::add(Counter::SlotsFresh, 0));
             pagemill.account.on_debt(|| stats::add(Counter::SlotsFresh, 0));
             let mut addrs = [0; 64];
@@ -293,7 +291,7 @@ fn extents_allocate_nothing_elsewhere() {
     let layouts = layouts();
     without_allocations(|| {
         for layout in layouts {
-            let Ok(pagemill) = Pagemill::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
+            let Ok(pagemill) = Testbed::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
             let (arena, page) = (pagemill.arena, os_page_bytes());
             let Ok(addr) = arena.extent(4 * BLOCK_BYTES, BLOCK_BYTES) else { fatal(format_args!("no extent")) };
             // SAFETY: of the extent above, not committed.
@@ -320,7 +318,7 @@ fn the_tree_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
     let path = CString::new(folder.path().join("tree").to_str().unwrap()).unwrap();
     let missing = CString::new(folder.path().join("none").to_str().unwrap()).unwrap();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     without_allocations(|| {
         require(TreePage::join(&missing).is_err(), "no page there");
         let (Ok(page), Ok(_)) = (TreePage::create(&path, 16 << 20), TreePage::join(&path)) else {
@@ -386,26 +384,26 @@ fn limits_are_sampled_without_allocating() {
 fn fork_handlers_allocate_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = CString::new(folder.path().join("tree").to_str().unwrap()).unwrap();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     pagemill.account.join(TreePage::create(&path, 64 << 20).unwrap(), process::own_identity());
     use_whole_heap_api(pagemill);
     let status = without_allocations(|| {
         // SAFETY: `after_fork` follows on both sides, with nothing else before it.
-        unsafe { pagemill.before_fork() };
+        unsafe { pagemill.instance.before_fork() };
         // SAFETY: the child goes on with this thread only and ends without returning to the test.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             // SAFETY: called after `before_fork`.
-            unsafe { pagemill.after_fork() };
+            unsafe { pagemill.instance.after_fork() };
             // SAFETY: the process is a new child, and this is its only thread.
-            unsafe { pagemill.begin_child() };
+            unsafe { pagemill.instance.begin_child() };
             use_whole_heap_api(pagemill);
             pagemill.account.leave();
             // SAFETY: ends the child at once.
             unsafe { libc::_exit(0) };
         }
         // SAFETY: called after `before_fork`.
-        unsafe { pagemill.after_fork() };
+        unsafe { pagemill.instance.after_fork() };
         use_whole_heap_api(pagemill);
         let mut status = 0;
         // SAFETY: waits for a child of this test, and writes `status`.

@@ -1,10 +1,10 @@
 //! Tests of caches with OS pages of 16 or 64 KiB, which child processes simulate on any kernel.
 
-use pagemill::Pagemill;
-use pagemill::mapping::policy::{Always, Auto, Policy};
-use pagemill::mapping::{Cache, Mapping, Settings};
-use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, os_pages_per_block};
+use pagemill_cache::mapping::policy::{Always, Auto, Policy};
+use pagemill_cache::mapping::{Mapping, PageCache};
+use pagemill_core::units::{BLOCK_BYTES, PageSize, os_page_bytes, os_pages_per_block};
 use pagemill_sys::mem;
+use pagemill_testbed::Testbed;
 use std::process::Command;
 
 const KIB: usize = 1 << 10;
@@ -49,10 +49,10 @@ fn caches_here() {
 
 /// Random calls on a file have the same results as on a vector of bytes. Afterwards all memory is returned.
 fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     pagemill.caches.collapse_by_hand();
-    let settings = Settings { page, policy, ..Settings::new("os pages", 64 << 20) };
-    let cache = pagemill.caches.make(settings).unwrap();
+    let settings = PageCache::builder("os pages").limit(64 << 20).page(page).policy(policy);
+    let cache = settings.build_in(pagemill.caches).unwrap();
     let file = cache.create().unwrap();
     let (mut model, mut seed) = (Vec::new(), page.bytes() as u64);
     for step in 0..200 {
@@ -82,7 +82,7 @@ fn below(seed: &mut u64, end: usize) -> usize {
 }
 
 /// Makes one random call on the file and on the model. Offsets lie near borders of pages and of OS pages.
-fn apply(cache: &Cache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
+fn apply(cache: &PageCache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
     let unit = [page, 4 * KIB][below(seed, 2)];
     let at = (below(seed, MOST / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MOST);
     let len = [below(seed, 2 * page), page, below(seed, BLOCK_BYTES)][below(seed, 3)];

@@ -1,10 +1,11 @@
 //! Tests of queues: one thread fetches many pages at a time, from system files and from other stores.
 
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings};
-use pagemill::store::{FileStore, MemoryStore, Store};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Policy, Queue};
+use pagemill_core::Error;
+use pagemill_core::units::PageSize;
+use pagemill_store::{FileStore, MemoryStore, Store};
+use pagemill_testbed::Testbed;
 use std::collections::BTreeSet;
 use std::fs;
 use std::sync::Arc;
@@ -39,10 +40,10 @@ fn bytes(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 999 % 251) as u8 + 1).collect()
 }
 
-fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
+fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
     let page = PageSize::new(PAGE).unwrap();
-    let settings = Settings { policy, page, ..Settings::new("queue", limit_bytes as u64) };
-    Pagemill::for_test().caches.make(settings).unwrap()
+    let settings = PageCache::builder("queue").limit(limit_bytes as u64).policy(policy).page(page);
+    settings.build_in(Testbed::for_test().caches).unwrap()
 }
 
 /// Waits for all in-flight reads. Each request id must be reported once.

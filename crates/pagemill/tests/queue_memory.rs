@@ -2,12 +2,13 @@
 //! returned on request. Also tests queues on stores that are not system files.
 #![allow(unsafe_code)] // polls descriptors, forks
 
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings};
-use pagemill::stats::{self, Counter};
-use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Policy, Queue};
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
+use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore};
+use pagemill_testbed::Testbed;
 use std::fs;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
@@ -39,18 +40,18 @@ fn write_test_file(folder: &Path, seed: u8) -> PathBuf {
     path
 }
 
-fn pagemill_cache(policy: Box<dyn Policy>, limit_bytes: usize) -> (&'static Pagemill, Cache) {
+fn pagemill_cache(policy: Box<dyn Policy>, limit_bytes: usize) -> (&'static Testbed, PageCache) {
     let settings =
-        Settings { policy, page: PageSize::new(PAGE).unwrap(), ..Settings::new("queue", limit_bytes as u64) };
-    let pagemill = Pagemill::for_test();
-    (pagemill, pagemill.caches.make(settings).unwrap())
+        PageCache::builder("queue").limit(limit_bytes as u64).policy(policy).page(PageSize::new(PAGE).unwrap());
+    let pagemill = Testbed::for_test();
+    (pagemill, settings.build_in(pagemill.caches).unwrap())
 }
 
-fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
+fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
     pagemill_cache(policy, limit_bytes).1
 }
 
-fn open(cache: &Cache, path: &Path) -> Mapping {
+fn open(cache: &PageCache, path: &Path) -> Mapping {
     cache.open(Arc::new(FileStore::open_read_only(path).unwrap())).unwrap()
 }
 
@@ -246,14 +247,14 @@ fn calls_of_a_fork_child_fail() {
         return println!("skipped: {reason}");
     }
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
-    unsafe { pagemill.before_fork() };
+    unsafe { pagemill.instance.before_fork() };
     // SAFETY: the child ends without returning to the test.
     let pid = unsafe { libc::fork() };
     // SAFETY: called after `before_fork`.
-    unsafe { pagemill.after_fork() };
+    unsafe { pagemill.instance.after_fork() };
     if pid == 0 {
         // SAFETY: the process is a new child, and this is its only thread.
-        unsafe { pagemill.begin_child() };
+        unsafe { pagemill.instance.begin_child() };
         let is_refused = |result: Result<(), Error>| u8::from(matches!(result, Err(Error::WrongState { .. })));
         let mut refused = 0;
         for offset in (0..FILE_BYTES).step_by(HUGE) {
@@ -314,7 +315,7 @@ fn a_queue_reads_without_registered_memory() {
 }
 
 /// Opens a file on a store whose reads the test can delay.
-fn open_delayed_store(cache: &Cache, len: usize) -> (FaultyStore<MemoryStore>, Mapping) {
+fn open_delayed_store(cache: &PageCache, len: usize) -> (FaultyStore<MemoryStore>, Mapping) {
     let bytes = (0..len).map(|at| pattern(at, 7)).collect();
     let store = FaultyStore::new(MemoryStore::new(bytes, 512));
     let file = cache.open(Arc::new(store.clone())).unwrap();

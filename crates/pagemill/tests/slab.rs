@@ -1,17 +1,22 @@
 //! Slab caches across `fork` and at process exit, which unit tests cannot test.
 #![allow(unsafe_code)] // fork
 
-use pagemill::arena::Layout;
-use pagemill::listing::{self, Action, ControlCommand};
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::slab::{
-    self, ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, Slabs, Target,
+use pagemill_core::Error;
+use pagemill_core::arena::Layout;
+use pagemill_core::listing;
+use pagemill_core::listing::{Action, ControlCommand};
+use pagemill_core::published;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::BLOCK_BYTES;
+use pagemill_slab as slab;
+use pagemill_slab::SlabCache;
+use pagemill_slab::{
+    ByHandle, ByOwner, Candidates, Done, Guard, Handle, InsertError, Migrate, Moving, Settings, Slabs, Target,
 };
-use pagemill::stats::{self, Counter};
-use pagemill::units::BLOCK_BYTES;
-use pagemill::{Error, Pagemill, published};
 use pagemill_sys::process;
+use pagemill_testbed::Testbed;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,17 +29,17 @@ use std::time::{Duration, Instant};
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Runs `act` in a fork child. Returns whether it completed without a panic.
-fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
+fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
     // SAFETY: `after_fork` follows on both sides, nothing else before it.
-    unsafe { pagemill.before_fork() };
+    unsafe { pagemill.instance.before_fork() };
     // SAFETY: the child runs `act` and ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     // SAFETY: after `before_fork`.
-    unsafe { pagemill.after_fork() };
+    unsafe { pagemill.instance.after_fork() };
     if pid == 0 {
         // SAFETY: a new child, whose one thread this is.
-        unsafe { pagemill.begin_child() };
+        unsafe { pagemill.instance.begin_child() };
         let is_done = catch_unwind(AssertUnwindSafe(act)).is_ok();
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(!is_done)) };
@@ -50,23 +55,23 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
     let _alone = ALONE.lock();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let boxes = pagemill.slabs.fixed::<u64>(Settings::new("boxes")).unwrap();
     let handles: Vec<_> = (0..1000).map(|number| values.insert([number; 8]).unwrap()).collect();
     let slots: Vec<_> = (0..1000).map(|number| boxes.insert(number).unwrap()).collect();
     let is_done = in_child(pagemill, || {
-        let guard = slab::pin();
+        let guard = slab::enter();
         assert!(handles.iter().zip(0..).all(|(handle, number)| values.get(*handle, &guard) == Some(&[number; 8])));
         drop(guard);
-        assert!(matches!(values.insert([0; 8]), Err(Error::WrongState { .. })));
+        assert!(matches!(values.insert([0; 8]), Err(InsertError { error: Error::WrongState { .. }, .. })));
         assert!(matches!(values.remove(handles[0]), Err(Error::WrongState { .. })));
         assert!(matches!(values.shrink(), Err(Error::WrongState { .. })));
         assert!(matches!(boxes.shrink(), Err(Error::WrongState { .. })));
         assert!(pagemill.slabs.list().is_empty());
         let own = pagemill.slabs.by_handle::<u64>(Settings::new("own")).unwrap();
         let own_handles: Vec<_> = (0..10_000).map(|number| own.insert(number).unwrap()).collect();
-        own_handles.iter().step_by(2).for_each(|handle| assert!(own.remove(*handle).unwrap()));
+        own_handles.iter().step_by(2).for_each(|handle| assert!(own.remove(*handle).unwrap().is_some()));
         own.shrink().unwrap();
         assert_eq!(own.info().unwrap().active, 5_000);
         assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == number));
@@ -74,7 +79,7 @@ fn a_fork_child_has_caches_of_its_own() {
     assert!(is_done, "see the child's message above");
     slots.iter().zip(0..).for_each(|(slot, number)| assert_eq!(**slot, number));
     drop(slots);
-    handles.iter().for_each(|handle| assert!(values.remove(*handle).unwrap()));
+    handles.iter().for_each(|handle| assert!(values.remove(*handle).unwrap().is_some()));
     values.shrink().unwrap();
     boxes.shrink().unwrap();
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
@@ -85,7 +90,7 @@ fn a_fork_child_has_caches_of_its_own() {
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
     let _alone = ALONE.lock();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     // A read in progress requires a cache.
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let (is_reading, may_go) = (Barrier::new(2), Barrier::new(2));
@@ -93,9 +98,9 @@ fn a_fork_child_waits_for_its_own_readers() {
         let own = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("own")).unwrap();
         let handles: Vec<_> = (0..1000).map(|number| own.insert([number; 8]).unwrap()).collect();
         let read = guard.as_ref().map(|guard| own.get(handles[7], guard).unwrap());
-        handles.iter().for_each(|handle| assert!(own.remove(*handle).unwrap()));
+        handles.iter().for_each(|handle| assert!(own.remove(*handle).unwrap().is_some()));
         for number in 0..10_000 {
-            assert!(own.remove(own.insert([number; 8]).unwrap()).unwrap());
+            assert!(own.remove(own.insert([number; 8]).unwrap()).unwrap().is_some());
             assert!(read.is_none_or(|read| *read == [7; 8]));
         }
         drop(guard);
@@ -104,7 +109,7 @@ fn a_fork_child_waits_for_its_own_readers() {
     };
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let guard = slab::pin();
+            let guard = slab::enter();
             values.insert([0; 8]).unwrap();
             is_reading.wait();
             may_go.wait();
@@ -112,7 +117,7 @@ fn a_fork_child_waits_for_its_own_readers() {
         });
         is_reading.wait();
         let without = in_child(pagemill, || use_own(None));
-        let guard = slab::pin();
+        let guard = slab::enter();
         let with = in_child(pagemill, || use_own(Some(guard)));
         may_go.wait();
         assert!(without && with, "see the child's message above");
@@ -125,7 +130,7 @@ fn a_fork_child_waits_for_its_own_readers() {
 fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
     let _alone = ALONE.lock();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let cache = pagemill.slabs.fixed::<[u64; 24]>(Settings::new("of the parent")).unwrap();
     drop((0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect::<Vec<_>>());
     drop(cache);
@@ -219,7 +224,7 @@ fn remove_most<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
 
 /// Returns settings with ratio 0, at which the background thread moves nothing.
 fn without_background(name: &str) -> Settings {
-    Settings { defrag_used_ratio: 0, ..Settings::new(name) }
+    Settings::new(name).defrag_used_ratio(0)
 }
 
 /// A cache is dropped while the background thread is in its callback. The drop waits at most a second. So the
@@ -228,7 +233,7 @@ fn without_background(name: &str) -> Settings {
 #[test]
 fn panic_of_an_owners_destructor_does_not_end_the_process() {
     let _alone = ALONE.lock();
-    let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
+    let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     let flags = Arc::new(Flags::default());
     let slow = SlowOwner { flags: flags.clone(), fails_at_end: true };
     let cache = pagemill.slabs.by_owner(without_background("slow"), slow).unwrap();
@@ -247,7 +252,7 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
     let _alone = ALONE.lock();
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let flags = Arc::new(Flags::default());
     let slow = SlowOwner { flags: flags.clone(), fails_at_end: false };
     let cache = pagemill.slabs.by_owner(Settings::new("slow"), slow).unwrap();
@@ -303,7 +308,7 @@ unsafe impl Migrate for WaitingOwner {
 #[test]
 fn fork_does_not_deadlock_with_a_callback() {
     let _alone = ALONE.lock();
-    let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
+    let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     let (lock, is_inside) = (Arc::default(), Arc::default());
     let owner = WaitingOwner { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
     let cache = pagemill.slabs.by_owner(without_background("waiting"), owner).unwrap();
@@ -314,9 +319,9 @@ fn fork_does_not_deadlock_with_a_callback() {
     let waits = (0..5).map(|_| {
         let began = Instant::now();
         // SAFETY: `after_fork` follows on both sides, nothing else before it.
-        unsafe { pagemill.before_fork() };
+        unsafe { pagemill.instance.before_fork() };
         // SAFETY: after `before_fork`.
-        unsafe { pagemill.after_fork() };
+        unsafe { pagemill.instance.after_fork() };
         began.elapsed()
     });
     assert!(waits.min().unwrap() < Duration::from_millis(500), "a fork waits for long");
@@ -388,7 +393,7 @@ fn no_callback_runs_during_exit_handlers() {
     assert!(pid >= 0);
     if pid == 0 {
         let is_ready = catch_unwind(|| {
-            let slabs = Pagemill::of_process().unwrap().slabs;
+            let slabs = Testbed::of_process().unwrap().slabs;
             let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), SleepingOwner).unwrap());
             // SAFETY: a function that is never unloaded.
             assert_eq!(unsafe { libc::atexit(fail_if_callbacks_run) }, 0);
@@ -409,16 +414,16 @@ fn no_callback_runs_during_exit_handlers() {
 #[test]
 fn second_pagemill_keeps_the_guards_of_the_process() {
     let _alone = ALONE.lock();
-    let (other, pagemill) = (Pagemill::for_test(), Pagemill::for_test());
+    let (other, pagemill) = (Testbed::for_test(), Testbed::for_test());
     let cache = pagemill.slabs.by_handle::<Arc<u64>>(Settings::new("values")).unwrap();
     let value = Arc::new(7);
     let handle = cache.insert(value.clone()).unwrap();
-    let guard = slab::pin();
+    let guard = slab::enter();
     let read = cache.get(handle, &guard).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             // SAFETY: a new child, whose one thread this is.
-            unsafe { other.begin_child() };
+            unsafe { other.instance.begin_child() };
             cache.remove(handle).unwrap();
             cache.shrink().unwrap();
         });
@@ -447,15 +452,15 @@ fn a_program_with_files() {
     if std::env::var_os(BE_PROGRAM).is_none() {
         return;
     }
-    let pagemill = Pagemill::of_process().unwrap();
-    let settings = Settings { defrag_used_ratio: 0, ..Settings::new("files") };
+    let pagemill = Testbed::of_process().unwrap();
+    let settings = Settings::new("files").defrag_used_ratio(0);
     let cache = pagemill.slabs.by_handle::<Box<File>>(settings).unwrap();
     let file = File::open("/proc/self/exe").unwrap();
     let number = file.as_raw_fd();
     let handle = cache.insert(Box::new(file)).unwrap();
     cache.remove(handle).unwrap();
     let (own_file, own) = (published::own_file().unwrap(), process::own_identity());
-    let list = listing::ask_for_slabs(&[(&own_file, own)], || false).remove(0).unwrap();
+    let list = pagemill_slab::ask_for_slabs(&[(&own_file, own)], || false).remove(0).unwrap();
     let id = list.iter().find(|(_, info)| &*info.name == "files").unwrap().0;
     let shrunk =
         listing::command(&own_file, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
@@ -479,7 +484,7 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     let one_at_a_time = Arc::new(Mutex::new(()));
     let use_cache = |cache: Arc<ByHandle<u64>>, one_at_a_time: &Mutex<()>| {
         let _turn = one_at_a_time.lock().unwrap();
-        assert!(cache.remove(cache.insert(1).unwrap()).unwrap());
+        assert!(cache.remove(cache.insert(1).unwrap()).unwrap().is_some());
     };
     let threads: Vec<_> = (0..THREADS)
         .map(|_| {
@@ -517,7 +522,7 @@ fn a_program_with_threads() {
     if std::env::var_os(BE_PROGRAM).is_none() {
         return;
     }
-    let pagemill = Pagemill::for_test();
+    let pagemill = Testbed::for_test();
     let (bytes, end) = threads_with_slots(pagemill.slabs);
     let is_done = in_child(pagemill, || {
         let (own_bytes, end) = threads_with_slots(pagemill.slabs);
@@ -535,9 +540,9 @@ fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 2
     let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
     let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
     for (handle, number) in handles.iter().zip(0..) {
-        assert!(number % 10 == 0 || cache.remove(*handle).unwrap());
+        assert!(number % 10 == 0 || cache.remove(*handle).unwrap().is_some());
     }
-    handles.retain(|handle| cache.get(*handle, &slab::pin()).is_some());
+    handles.retain(|handle| cache.get(*handle, &slab::enter()).is_some());
     (cache, handles)
 }
 
@@ -551,7 +556,7 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
     }
     assert!(cache.info().unwrap().moved > 0);
     for (handle, number) in handles.iter().zip((0..VALUES).step_by(10)) {
-        assert_eq!(cache.get(*handle, &slab::pin()), Some(&[number; 24]));
+        assert_eq!(cache.get(*handle, &slab::enter()), Some(&[number; 24]));
     }
 }
 
@@ -560,7 +565,7 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
 #[test]
 fn fork_child_has_its_own_background_thread() {
     let _alone = ALONE.lock();
-    let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
+    let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     for _ in 0..3 {
         let own = fragmented(pagemill.slabs);
@@ -591,7 +596,7 @@ fn read_after_slab_is_freed(slabs: &'static Slabs) {
 
 /// Reads a value after it was freed: fixed or by handle, and with its memory in a magazine or in a slab.
 fn read_after_free(case: &str) {
-    let slabs = Pagemill::for_test().slabs;
+    let slabs = Testbed::for_test().slabs;
     if case == "owner" {
         return read_after_slab_is_freed(slabs);
     }
@@ -599,7 +604,7 @@ fn read_after_free(case: &str) {
     let values = slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let (slot, handle) = (boxes.insert([1; 8]).unwrap(), values.insert([1; 8]).unwrap());
     let at: *const u64 = match case {
-        "value" => &raw const values.get(handle, &slab::pin()).unwrap()[7],
+        "value" => &raw const values.get(handle, &slab::enter()).unwrap()[7],
         _ => &raw const slot[7],
     };
     // SAFETY: the value exists.

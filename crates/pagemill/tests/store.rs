@@ -1,10 +1,11 @@
 //! Files with a store: reads come from the store, writes go there at sync, clean pages are evicted.
 
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Mapping, Policy, Settings};
-use pagemill::store::{Faults, FaultyStore, MemoryStore, Store};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Mapping, PageCache, Policy};
+use pagemill_core::Error;
+use pagemill_core::units::PageSize;
+use pagemill_store::{Faults, FaultyStore, MemoryStore, Store};
+use pagemill_testbed::Testbed;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -112,13 +113,13 @@ fn byte_at(file: &Mapping, offset: u64) -> u8 {
     byte[0]
 }
 
-fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
+fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> PageCache {
     let settings =
-        Settings { policy, page: PageSize::new(4 * KIB).unwrap(), ..Settings::new("store", limit_bytes as u64) };
-    let caches = Pagemill::for_test().caches;
+        PageCache::builder("store").limit(limit_bytes as u64).policy(policy).page(PageSize::new(4 * KIB).unwrap());
+    let caches = Testbed::for_test().caches;
     // Nothing is written back in the background, however long a test takes.
     caches.collapse_by_hand();
-    caches.make(settings).unwrap()
+    settings.build_in(caches).unwrap()
 }
 
 fn read(file: &Mapping) -> Vec<u8> {

@@ -3,12 +3,13 @@
 #[path = "common/stores.rs"]
 mod stores;
 
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings, Writeback};
-use pagemill::stats::{self, Counter};
-use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Policy, Queue, Writeback};
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
+use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore};
+use pagemill_testbed::Testbed;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,19 +22,19 @@ use stores::BrokenStore;
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
-fn cache_of(policy: Box<dyn Policy>) -> Cache {
+fn cache_of(policy: Box<dyn Policy>) -> PageCache {
     let page = PageSize::new(PAGE).unwrap();
-    let caches = Pagemill::for_test().caches;
+    let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    caches.make(Settings { policy, page, ..Settings::new("faults", 16 * MIB as u64) }).unwrap()
+    PageCache::builder("faults").limit(16 * MIB as u64).policy(policy).page(page).build_in(caches).unwrap()
 }
 
-fn cache() -> Cache {
+fn cache() -> PageCache {
     cache_of(Box::new(Never))
 }
 
 /// Returns a cache with small folios, and one with huge ones.
-fn caches() -> [Cache; 2] {
+fn caches() -> [PageCache; 2] {
     [cache(), cache_of(Box::new(Always))]
 }
 
@@ -57,7 +58,7 @@ fn write(file: &Mapping, bytes: &[u8], offset: usize) {
     assert_eq!(file.write_at(bytes, offset as u64).unwrap(), bytes.len());
 }
 
-fn open(cache: &Cache, path: &Path) -> Mapping {
+fn open(cache: &PageCache, path: &Path) -> Mapping {
     cache.open(Arc::new(FileStore::open(path).unwrap())).unwrap()
 }
 
@@ -413,14 +414,14 @@ fn pages_behind_the_end_become_clean() {
 /// A store panics while its pages are written back to make room for another file. Later calls on both files succeed.
 #[test]
 fn a_panic_of_a_store_blocks_no_thread() {
-    let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
+    let writeback = Writeback::default().background_percent(100).most_percent(100);
     let page = PageSize::new(PAGE).unwrap();
-    let caches = Pagemill::for_test().caches;
+    let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    let settings = Settings::new("panics", MIB as u64);
+    let settings = PageCache::builder("panics").limit(MIB as u64);
     // If a thread blocked nevertheless, it would get an error.
     let timeout = Some(Duration::from_millis(100));
-    let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, timeout, ..settings }).unwrap();
+    let cache = settings.policy(Never).page(page).writeback(writeback).timeout(timeout).build_in(caches).unwrap();
     let store = Arc::new(BrokenStore::that_panics(PAGE));
     let dirty = cache.open(store.clone()).unwrap();
     write(&dirty, &pattern(MIB, 1), 0);

@@ -4,10 +4,10 @@
 //! Some tests run a part of themselves in a child process, which is this program again, under a limit or as another
 //! user.
 
-use pagemill::stats::{self, Counter};
-use pagemill::store::ring::{Engine, Event, Settings};
-use pagemill::store::{Aligned, Buffer, Cancel, Faults, FaultyStore, FileOptions, FileStore, Ring, Store, Transfer};
-use pagemill::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::{Error, Result};
+use pagemill_store::ring::{Engine, Event, Settings};
+use pagemill_store::{Aligned, Buffer, Cancel, Faults, FaultyStore, FileOptions, FileStore, Ring, Store, Transfer};
 use std::fs;
 use std::io;
 use std::os::unix::fs::PermissionsExt;

@@ -5,12 +5,13 @@
 //! doctor` prints.
 #![allow(unsafe_code)] // filters system calls, sets limits
 
-use pagemill::mapping::policy::Always;
-use pagemill::mapping::{Cache, Settings};
-use pagemill::stats::{self, Counter};
-use pagemill::store::{FileStore, Store};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::PageCache;
+use pagemill_cache::mapping::policy::Always;
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
+use pagemill_store::{FileStore, Store};
+use pagemill_testbed::Testbed;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -26,11 +27,11 @@ const WAIT_LIMIT: Duration = Duration::from_secs(600);
 /// Environment variable with the path of the file that a child process works on.
 const CHILD_FILE_ENV: &str = "STORE_LIMITS_FILE";
 
-fn cache() -> Cache {
+fn cache() -> PageCache {
     let page = PageSize::new(PAGE).unwrap();
-    let caches = Pagemill::for_test().caches;
+    let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    caches.make(Settings { page, policy: Box::new(Always), ..Settings::new("limits", 16 * MIB as u64) }).unwrap()
+    PageCache::builder("limits").limit(16 * MIB as u64).page(page).policy(Always).build_in(caches).unwrap()
 }
 
 fn pattern(len: usize) -> Vec<u8> {

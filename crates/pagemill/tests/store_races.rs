@@ -2,11 +2,11 @@
 //! it.
 #![allow(unsafe_code)] // a page whose first touch waits, polling
 
-use pagemill::Pagemill;
-use pagemill::mapping::policy::Never;
-use pagemill::mapping::{Cache, Fetch, Settings};
-use pagemill::store::{FileStore, MemoryStore, Store};
-use pagemill::units::PageSize;
+use pagemill_cache::mapping::policy::Never;
+use pagemill_cache::mapping::{Fetch, PageCache};
+use pagemill_core::units::PageSize;
+use pagemill_store::{FileStore, MemoryStore, Store};
+use pagemill_testbed::Testbed;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, mpsc};
@@ -18,11 +18,11 @@ const MIB: usize = 1 << 20;
 /// Upper bound of every wait in these tests.
 const LONG: Duration = Duration::from_secs(600);
 
-fn cache(limit_bytes: usize) -> Cache {
+fn cache(limit_bytes: usize) -> PageCache {
     let page = PageSize::new(PAGE).unwrap();
-    let caches = Pagemill::for_test().caches;
+    let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    caches.make(Settings { policy: Box::new(Never), page, ..Settings::new("sound", limit_bytes as u64) }).unwrap()
+    PageCache::builder("sound").limit(limit_bytes as u64).policy(Never).page(page).build_in(caches).unwrap()
 }
 
 type Hook = Box<dyn Fn(u64) + Send + Sync>;

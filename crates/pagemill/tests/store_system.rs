@@ -1,9 +1,9 @@
 //! Tests of stores that need root or a fork: devices, full file systems, registered memory in children.
 #![allow(unsafe_code)] // forks
 
-use pagemill::store::ring::{Engine, Event, Settings};
-use pagemill::store::{Aligned, Buffer, FileStore, Ring, Store};
-use pagemill::{Error, Result};
+use pagemill_core::{Error, Result};
+use pagemill_store::ring::{Engine, Event, Settings};
+use pagemill_store::{Aligned, Buffer, FileStore, Ring, Store};
 use pagemill_sys::mem;
 use std::fs;
 use std::io;

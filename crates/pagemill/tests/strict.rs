@@ -8,11 +8,11 @@ mod common;
 
 use area::{Area, marked, purge, vrange};
 use common::{assert_in_child, exclusive_test, pagemill};
-use pagemill::Error;
-use pagemill::stats::{self, Counter};
-use pagemill::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill::volatile::handle_fault;
-use pagemill::volatile::vrange::{How, Mode};
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_volatile::handle_fault;
+use pagemill_volatile::vrange::{How, Mode};
 use proptest::prelude::*;
 use std::ffi::c_void;
 use std::sync::Once;

@@ -1,11 +1,12 @@
 //! Tests trace events as another process reads them. Runs as a process of its own, because the ring of events is short.
 
-use pagemill::mapping::Settings;
-use pagemill::mapping::policy::Always;
-use pagemill::trace;
-use pagemill::units::{BLOCK_BYTES, PageSize};
-use pagemill::{Pagemill, stats};
+use pagemill_cache::mapping::PageCache;
+use pagemill_cache::mapping::policy::Always;
+use pagemill_core::stats;
+use pagemill_core::trace;
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_sys::process;
+use pagemill_testbed::Testbed;
 use std::ffi::CString;
 
 /// The event of a new huge folio carries its page index, its file, its order and its cache, in the right fields.
@@ -15,10 +16,10 @@ fn the_event_of_a_new_huge_folio_describes_it() {
     let path = CString::new(folder.path().join("published").to_str().unwrap()).unwrap();
     stats::publish(&path, process::own_identity()).unwrap();
     let page = PageSize::new(64 << 10).unwrap();
-    let caches = Pagemill::for_test().caches;
+    let caches = Testbed::for_test().caches;
     caches.collapse_by_hand();
-    let settings = || Settings { page, policy: Box::new(Always), ..Settings::new("traced", 64 << 20) };
-    let (_other, cache) = (caches.make(settings()).unwrap(), caches.make(settings()).unwrap());
+    let settings = || PageCache::builder("traced").limit(64 << 20).page(page).policy(Always);
+    let (_other, cache) = (settings().build_in(caches).unwrap(), settings().build_in(caches).unwrap());
     let files = [(); 4].map(|()| cache.create().unwrap());
     for (file, span) in files.iter().zip([2u64, 0, 5, 3]) {
         file.write_at(&vec![1; BLOCK_BYTES], span * BLOCK_BYTES as u64).unwrap();

@@ -4,10 +4,10 @@
 //! A member is this test program again, which runs only the test [`member`] and executes lines from its standard input.
 #![allow(unsafe_code)] // writes to and frees the allocations of a member; sends signals
 
-use pagemill::Pagemill;
-use pagemill::arena::Layout;
-use pagemill::reclaim::tree::{TreePage, UNLIMITED};
+use pagemill_core::arena::Layout;
+use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill_sys::process;
+use pagemill_testbed::Testbed;
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -28,7 +28,7 @@ const WAIT_LIMIT: Duration = Duration::from_secs(600);
 #[test]
 fn member() {
     let Ok(path) = std::env::var(PAGE_PATH_ENV) else { return };
-    let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
+    let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     pagemill.account.join(TreePage::join(&CString::new(path).unwrap()).unwrap(), process::own_identity());
     assert!(pagemill.helper.claim());
     std::thread::spawn(|| pagemill.helper.run(pagemill.arena));
@@ -55,7 +55,7 @@ fn member() {
 
 /// Allocated slots of 1 MiB, each filled with its number.
 struct Slots {
-    pagemill: &'static Pagemill,
+    pagemill: &'static Testbed,
     addrs: Vec<(usize, u8)>,
 }
 

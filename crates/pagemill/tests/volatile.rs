@@ -4,10 +4,11 @@
 mod common;
 
 use common::{EPOCH, assert_in_child, exclusive_test, pagemill};
-use pagemill::reclaim::{Shrinker, Urgency, Which};
-use pagemill::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill::volatile::{Behaviour, Contents, Range, VolatileCache};
-use pagemill::{Error, Pagemill};
+use pagemill_core::Error;
+use pagemill_core::reclaim::{Shrinker, Urgency, Which};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_testbed::Testbed;
+use pagemill_volatile::{Behaviour, Contents, VolatileBuf, VolatileCache};
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::thread::{scope, sleep};
@@ -21,13 +22,13 @@ const WAIT_LIMIT: Duration = Duration::from_secs(600);
 /// Duration of tests with concurrent threads.
 const RACE_TIME: Duration = Duration::from_secs(2);
 
-fn range(len_bytes: usize, behaviour: Behaviour, byte: u8) -> Range {
+fn range(len_bytes: usize, behaviour: Behaviour, byte: u8) -> VolatileBuf {
     let mut range = pagemill().ranges.allocate(len_bytes, behaviour).unwrap();
     range.bytes_mut().unwrap().fill(byte);
     range
 }
 
-fn full(len_bytes: usize, byte: u8) -> Range {
+fn full(len_bytes: usize, byte: u8) -> VolatileBuf {
     range(len_bytes, Behaviour::Full, byte)
 }
 
@@ -49,7 +50,7 @@ fn faults() -> i64 {
     }
 }
 
-fn resident_bytes(range: &Range) -> usize {
+fn resident_bytes(range: &VolatileBuf) -> usize {
     pagemill().account.reconcile();
     pagemill_sys::mem::resident_bytes(range.addr(), range.len_bytes().next_multiple_of(os_page_bytes())).unwrap()
 }
@@ -140,7 +141,7 @@ fn a_purged_range_can_be_reused() {
 fn the_least_recently_marked_range_is_purged_first() {
     let _exclusive = exclusive_test();
     purge_all();
-    let ranges: Vec<Range> = (0..4).map(|byte| full(2 * MIB, byte)).collect();
+    let ranges: Vec<VolatileBuf> = (0..4).map(|byte| full(2 * MIB, byte)).collect();
     for index in [2, 0, 3, 1] {
         ranges[index].mark().unwrap();
         sleep(EPOCH);
@@ -247,7 +248,7 @@ fn purges_race_with_users_of_ranges() {
     let is_over = AtomicBool::new(false);
     let purged = AtomicUsize::new(0);
     let user = |byte: u8, lens: &[usize]| {
-        let mut ranges: Vec<Range> = lens.iter().map(|len| full(*len, byte)).collect();
+        let mut ranges: Vec<VolatileBuf> = lens.iter().map(|len| full(*len, byte)).collect();
         ranges.iter().for_each(|range| range.mark().unwrap());
         let begun = Instant::now();
         // Runs until some ranges were purged.
@@ -355,7 +356,7 @@ fn a_fork_child_keeps_inherited_ranges() {
 /// back.
 #[test]
 fn the_helper_thread_wakes_for_the_first_range() {
-    let own = Pagemill::for_test();
+    let own = Testbed::for_test();
     assert!(own.helper.claim());
     std::thread::spawn(|| own.helper.run(own.arena));
     sleep(Duration::from_millis(200));
@@ -373,7 +374,7 @@ fn the_helper_thread_wakes_for_the_first_range() {
 /// succeed.
 #[test]
 fn volatile_ranges_are_purged_over_a_limit() {
-    let limited = Pagemill::new(pagemill::arena::Layout::for_test(), 64 << 20).unwrap();
+    let limited = Testbed::new(pagemill_core::arena::Layout::for_test(), 64 << 20).unwrap();
     let mut ranges = Vec::new();
     for byte in 0..64 {
         let mut range = limited.ranges.allocate(4 * MIB, Behaviour::Full).unwrap();
@@ -481,7 +482,7 @@ fn random_step() -> impl Strategy<Value = Step> {
 
 /// The expected state of a range: its byte, whether it is volatile, and how many bytes can be kept at most.
 struct Model {
-    range: Range,
+    range: VolatileBuf,
     byte: u8,
     is_volatile: bool,
     kept_bytes: usize,

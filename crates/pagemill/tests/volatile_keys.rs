@@ -1,7 +1,7 @@
 //! Tests keys of a `VolatileCache` whose destructors use the cache, or panic.
 
-use pagemill::Pagemill;
-use pagemill::volatile::VolatileCache;
+use pagemill_testbed::Testbed;
+use pagemill_volatile::VolatileCache;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -11,7 +11,7 @@ static PANICS: AtomicUsize = AtomicUsize::new(0);
 static CACHE: OnceLock<VolatileCache<Key, Vec<u8>>> = OnceLock::new();
 
 fn cache() -> &'static VolatileCache<Key, Vec<u8>> {
-    CACHE.get_or_init(|| VolatileCache::new(Pagemill::for_test().ranges))
+    CACHE.get_or_init(|| VolatileCache::new(Testbed::for_test().ranges))
 }
 
 /// A key whose destructor locks each part of the cache, which would deadlock if the dropping thread had one locked.

@@ -7,11 +7,11 @@ mod common;
 
 use area::{Area, marked, purge, vrange};
 use common::{EPOCH, assert_in_child, exclusive_test, pagemill};
-use pagemill::Error;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::stats::{self, Counter};
-use pagemill::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill::volatile::vrange::{How, Mode};
+use pagemill_core::Error;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_volatile::vrange::{How, Mode};
 use proptest::prelude::*;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

@@ -1,12 +1,13 @@
 //! Tests of dirty pages of files with a store: what triggers writeback, which threads wait, and what happens if the
 //! store fails or hangs.
 
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Mapping, Settings, Writeback};
-use pagemill::stats::{self, Counter};
-use pagemill::store::{Faults, FaultyStore, FileOptions, MemoryStore, Store};
-use pagemill::units::PageSize;
-use pagemill::{Error, Pagemill};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Mapping, PageCache, Writeback};
+use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
+use pagemill_store::{Faults, FaultyStore, FileOptions, MemoryStore, Store};
+use pagemill_testbed::Testbed;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -25,21 +26,25 @@ type Faulty = FaultyStore<MemoryStore>;
 
 /// Returns settings with which pages are written back only above a share of dirty pages, never because of age.
 fn dirty_shares(background_percent: u8, most_percent: u8) -> Writeback {
-    Writeback { age: NEVER, background_percent, most_percent, timeout: WAIT_LIMIT }
+    Writeback::default()
+        .age(NEVER)
+        .background_percent(background_percent)
+        .most_percent(most_percent)
+        .timeout(WAIT_LIMIT)
 }
 
 /// Creates a cache with small folios. With `is_thread_disabled`, the test does the background work by calls.
-fn cache(limit_bytes: usize, writeback: Writeback, is_thread_disabled: bool) -> Cache {
-    let caches = Pagemill::for_test().caches;
+fn cache(limit_bytes: usize, writeback: Writeback, is_thread_disabled: bool) -> PageCache {
+    let caches = Testbed::for_test().caches;
     if is_thread_disabled {
         caches.collapse_by_hand();
     }
     let page = PageSize::new(PAGE).unwrap();
-    let settings = Settings::new("writeback", limit_bytes as u64);
-    caches.make(Settings { policy: Box::new(Never), page, writeback, ..settings }).unwrap()
+    let settings = PageCache::builder("writeback").limit(limit_bytes as u64);
+    settings.policy(Never).page(page).writeback(writeback).build_in(caches).unwrap()
 }
 
-fn open(cache: &Cache) -> (Faulty, Mapping) {
+fn open(cache: &PageCache) -> (Faulty, Mapping) {
     let store = FaultyStore::new(MemoryStore::new(Vec::new(), PAGE));
     let file = cache.open(Arc::new(store.clone())).unwrap();
     (store, file)
@@ -53,7 +58,7 @@ fn wait_until(failure: &str, condition: impl Fn() -> bool) {
     }
 }
 
-fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill::error::Result<usize> {
+fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill_core::error::Result<usize> {
     file.write_at(&[byte; PAGE], (page * PAGE) as u64)
 }
 
@@ -61,7 +66,7 @@ fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill::error::Result<
 /// and must continue after a time without dirty pages.
 #[test]
 fn old_pages_are_written_back() {
-    let cache = cache(64 * MIB, Writeback { age: Duration::from_millis(30), ..dirty_shares(100, 100) }, false);
+    let cache = cache(64 * MIB, dirty_shares(100, 100).age(Duration::from_millis(30)), false);
     let files = [open(&cache), open(&cache)];
     let before = stats::get(Counter::CacheWrittenForAge);
     for round in 1..4 {
@@ -86,7 +91,7 @@ fn pages_are_written_back_only_when_due() {
     let (store, file) = open(&fresh);
     write_page(&file, 0, 1).unwrap();
     assert_eq!((fresh.write_back_due(), file.dirty_bytes(), store.calls().writes), (0, PAGE as u64, 0));
-    let old = cache(64 * MIB, Writeback { age: Duration::ZERO, ..dirty_shares(100, 100) }, true);
+    let old = cache(64 * MIB, dirty_shares(100, 100).age(Duration::ZERO), true);
     let (store, file) = open(&old);
     for page in (0..100).chain(200..300).rev() {
         write_page(&file, page, 1).unwrap();
@@ -153,7 +158,7 @@ fn writers_wait_for_a_store_that_hangs() {
 fn writers_time_out_if_the_store_hangs() {
     for is_thread_disabled in [false, true] {
         let timeout = Duration::from_millis(50);
-        let cache = cache(4 * MIB, Writeback { timeout, ..dirty_shares(10, 25) }, is_thread_disabled);
+        let cache = cache(4 * MIB, dirty_shares(10, 25).timeout(timeout), is_thread_disabled);
         let ((store, file), (other_store, other)) = (open(&cache), open(&cache));
         store.hold();
         let (mut page, error) = (
@@ -223,7 +228,7 @@ fn no_data_is_lost_if_the_store_fails() {
 /// One page cannot be written. Other pages must be written back nevertheless, and the page must be tried again.
 #[test]
 fn a_page_that_fails_does_not_block_other_pages() {
-    let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..dirty_shares(100, 100) }, true);
+    let cache = cache(64 * MIB, dirty_shares(100, 100).age(Duration::ZERO), true);
     let (store, file) = open(&cache);
     for page in (0..200).step_by(2) {
         write_page(&file, page, 1).unwrap();
@@ -304,12 +309,8 @@ fn room_is_made_wherever_the_last_slice_ended() {
 /// of the file clean.
 #[test]
 fn pages_behind_the_end_become_clean() {
-    let settings = Settings {
-        policy: Box::new(Always),
-        writeback: dirty_shares(100, 100),
-        ..Settings::new("end", 64 * MIB as u64)
-    };
-    let cache = Pagemill::for_test().caches.make(settings).unwrap();
+    let settings = PageCache::builder("end").limit(64 * MIB as u64).policy(Always).writeback(dirty_shares(100, 100));
+    let cache = settings.build_in(Testbed::for_test().caches).unwrap();
     let (store, file) = open(&cache);
     file.write_at(&vec![1; 2 * MIB], 0).unwrap();
     let pin = file.pin(0).unwrap();
@@ -348,12 +349,12 @@ fn write_back_does_not_sync() {
 /// Shares that are out of order or above 100 % are rejected. 0 and 100 % are valid.
 #[test]
 fn invalid_shares_are_rejected() {
-    let caches = Pagemill::for_test().caches;
+    let caches = Testbed::for_test().caches;
     for (background, most, is_valid) in
         [(0, 0, true), (100, 100, true), (0, 100, true), (41, 40, false), (10, 101, false)]
     {
         let made =
-            caches.make(Settings { writeback: dirty_shares(background, most), ..Settings::new("odd", MIB as u64) });
+            PageCache::builder("odd").limit(MIB as u64).writeback(dirty_shares(background, most)).build_in(caches);
         match made {
             Ok(cache) => {
                 assert!(is_valid);
@@ -373,7 +374,7 @@ fn invalid_shares_are_rejected() {
 /// contents that were written last.
 #[test]
 fn concurrent_writers_lose_no_data() {
-    let writeback = Writeback { age: Duration::from_millis(2), timeout: WAIT_LIMIT, ..dirty_shares(5, 15) };
+    let writeback = dirty_shares(5, 15).age(Duration::from_millis(2)).timeout(WAIT_LIMIT);
     let cache = cache(4 * MIB, writeback, false);
     let (store, file) = open(&cache);
     store.set_faults(Faults { seed: 9, delay_per_mille: 50, is_reordered: true, ..Faults::default() });
@@ -412,7 +413,7 @@ fn concurrent_writers_lose_no_data() {
 /// drop waits for a limited time and counts lost bytes. `close` returns the handle on failure.
 #[test]
 fn dropping_the_last_handle_writes_back() {
-    let cache_with_timeout = |timeout| cache(64 * MIB, Writeback { timeout, ..dirty_shares(100, 100) }, true);
+    let cache_with_timeout = |timeout| cache(64 * MIB, dirty_shares(100, 100).timeout(timeout), true);
     let cache = cache_with_timeout(WAIT_LIMIT);
     let (store, file) = open(&cache);
     let other = file.try_clone().unwrap();
@@ -461,7 +462,7 @@ fn files_are_written_back_and_reopened() {
     let folder = std::env::temp_dir().join(format!("pagemill-writeback-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = folder.join("file");
-    let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..dirty_shares(5, 20) }, false);
+    let cache = cache(64 * MIB, dirty_shares(5, 20).age(Duration::ZERO), false);
     for round in 1..30_u8 {
         let file = cache.open(Arc::new(FileOptions::new().create().open(&path).unwrap())).unwrap();
         for step in 0..1500_usize {

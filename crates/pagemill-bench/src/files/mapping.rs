@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::{self, NonNull};
 
-use pagemill::units::os_page_bytes;
+use pagemill_core::units::os_page_bytes;
 
 use crate::pattern::RECORD_BYTES;
 

@@ -50,7 +50,7 @@ pub struct Options {
     #[arg(long = "return", conflicts_with = "programs")]
     pub returning: bool,
     /// With --return: only allocations of these sizes, such as 512,4K,1M
-    #[arg(long, value_name = "SIZES", requires = "returning", value_delimiter = ',', value_parser = pagemill::units::parse_bytes)]
+    #[arg(long, value_name = "SIZES", requires = "returning", value_delimiter = ',', value_parser = pagemill_core::units::parse_bytes)]
     pub sizes: Vec<u64>,
 }
 

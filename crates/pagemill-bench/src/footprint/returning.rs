@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use pagemill::units::Bytes;
+use pagemill_core::units::Bytes;
 
 use super::Options;
 use crate::child::{self, Outcome, RunningGroup};

@@ -3,8 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use pagemill::store::{Aligned, FileOptions, FileStore, Store};
-use pagemill::units::BLOCK_BYTES;
+use pagemill_core::units::BLOCK_BYTES;
+use pagemill_store::{Aligned, FileOptions, FileStore, Store};
 use tempfile::TempDir;
 
 use crate::child;

@@ -6,8 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use pagemill::reclaim::kernel::Kernel;
-use pagemill::reclaim::limits::{Bound as NearestLimit, Limits};
+use pagemill_core::reclaim::kernel::Kernel;
+use pagemill_core::reclaim::limits::{Bound as NearestLimit, Limits};
 
 use crate::child::{self, Outcome, RunningGroup};
 use crate::error::{Error, Result, doing};

@@ -39,7 +39,7 @@ pub struct Options {
     #[arg(long, value_name = "COUNT", requires = "handover", value_parser = clap::value_parser!(u16).range(1..))]
     pub trials: Option<u16>,
     /// With --handover: only allocations of these sizes, such as 512,4K,1M
-    #[arg(long, value_name = "SIZES", requires = "handover", value_delimiter = ',', value_parser = pagemill::units::parse_bytes)]
+    #[arg(long, value_name = "SIZES", requires = "handover", value_delimiter = ',', value_parser = pagemill_core::units::parse_bytes)]
     pub sizes: Vec<u64>,
     /// With --handover: only these variants (default all, with --quick the first)
     #[arg(long, value_name = "VARIANTS", requires = "handover", value_delimiter = ',')]

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use pagemill::units::Bytes;
+use pagemill_core::units::Bytes;
 
 use super::Options;
 use super::handover::start_in_group;

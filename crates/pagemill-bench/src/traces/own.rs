@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use pagemill::mapping::order::{FolioState, Folios, GhostKey, Order};
+use pagemill_cache::mapping::order::{FolioState, Folios, GhostKey, Order};
 
 use super::peers::Policy;
 
@@ -45,7 +45,7 @@ impl PagemillPolicy {
     /// # Errors
     ///
     /// If there is no address space for the tables of the policy.
-    pub fn new(pages: usize, size: usize) -> pagemill::Result<Self> {
+    pub fn new(pages: usize, size: usize) -> pagemill_core::Result<Self> {
         let order = Order::new(size)?;
         order.begin(size as u64);
         order.reach(size)?;

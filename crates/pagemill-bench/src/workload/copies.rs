@@ -3,8 +3,8 @@
 //!
 //! Chunks are reused in LIFO order, as allocators do.
 
-use pagemill::Pagemill;
-use pagemill::volatile::{Behaviour, Contents, Range};
+use pagemill_testbed::Testbed;
+use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
 
 use super::Failure;
 use crate::native::{Pages, WordAllocation};
@@ -25,7 +25,7 @@ pub enum Memory {
 /// The memory for the copies of one thread, with its chunks that are not in use.
 pub struct Copies {
     memory: Memory,
-    pagemill: Option<&'static Pagemill>,
+    pagemill: Option<&'static Testbed>,
     chunk_bytes: usize,
     free_chunks: Vec<Chunk>,
     /// Number of chunks that were purged before they were used again.
@@ -33,7 +33,7 @@ pub struct Copies {
 }
 
 enum Chunk {
-    Range(Range),
+    VolatileBuf(VolatileBuf),
     Pages(Pages),
 }
 
@@ -52,7 +52,7 @@ impl Copies {
     /// Starts without chunks. Each chunk made later has room for `chunk_bytes`.
     pub fn new(memory: Memory, chunk_bytes: usize) -> Result<Self, Failure> {
         let pagemill = match memory {
-            Memory::Handles => Some(Pagemill::of_process().map_err(|error| error.to_string())?),
+            Memory::Handles => Some(Testbed::of_process().map_err(|error| error.to_string())?),
             _ => None,
         };
         Ok(Self { memory, pagemill, chunk_bytes, free_chunks: Vec::new(), purged: 0 })
@@ -75,13 +75,13 @@ impl Copies {
 
     fn new_chunk(&self) -> Option<Chunk> {
         match self.pagemill {
-            Some(pagemill) => pagemill.ranges.allocate(self.chunk_bytes, Behaviour::Full).ok().map(Chunk::Range),
+            Some(pagemill) => pagemill.ranges.allocate(self.chunk_bytes, Behaviour::Full).ok().map(Chunk::VolatileBuf),
             None => Pages::new(self.chunk_bytes).ok().map(Chunk::Pages),
         }
     }
 
     fn take_back(&mut self, chunk: Chunk) -> Option<Chunk> {
-        if let Chunk::Range(range) = &chunk {
+        if let Chunk::VolatileBuf(range) = &chunk {
             // The old contents do not matter, since the chunk is overwritten in any case.
             self.purged += u64::from(range.unmark().ok()? != Contents::Kept);
         }
@@ -98,7 +98,7 @@ impl Copies {
             return Ok(());
         };
         match (&mut chunk, self.memory) {
-            (Chunk::Range(range), _) => range.mark().map_err(|error| error.to_string())?,
+            (Chunk::VolatileBuf(range), _) => range.mark().map_err(|error| error.to_string())?,
             (Chunk::Pages(pages), Memory::Free) => pages.advise_free(0, self.chunk_bytes)?,
             (Chunk::Pages(pages), _) => pages.discard(0, self.chunk_bytes)?,
         }
@@ -110,7 +110,7 @@ impl Copies {
 impl Chunk {
     fn bytes_mut(&mut self, len_bytes: usize) -> Option<&mut [u8]> {
         match self {
-            Self::Range(range) => range.bytes_mut().ok()?.get_mut(..len_bytes),
+            Self::VolatileBuf(range) => range.bytes_mut().ok()?.get_mut(..len_bytes),
             Self::Pages(pages) => Some(pages.bytes_mut(len_bytes)),
         }
     }
@@ -122,7 +122,7 @@ impl Copy {
     fn with_words<T>(&self, read: impl FnOnce(&[[u8; 8]]) -> T) -> Option<T> {
         match &self.storage {
             Storage::WordAllocation(_) => None,
-            Storage::Chunk(Chunk::Range(range)) => {
+            Storage::Chunk(Chunk::VolatileBuf(range)) => {
                 let pin = range.pin().ok()?;
                 Some(read(pin.whole()?[..self.len_bytes].as_chunks().0))
             }

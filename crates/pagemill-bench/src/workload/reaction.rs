@@ -7,8 +7,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagemill::published::{TREE_FILE, TREE_VARIABLE};
-use pagemill::reclaim::tree::TreePage;
+use pagemill_core::published::{TREE_FILE, TREE_VARIABLE};
+use pagemill_core::reclaim::tree::TreePage;
 
 use super::{Failure, WorkloadResult};
 use crate::child;

@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagemill::mapping::policy::Always;
-use pagemill::mapping::{Cache, Mapping};
-use pagemill::units::BLOCK_BYTES;
+use pagemill_cache::mapping::policy::Always;
+use pagemill_cache::mapping::{Mapping, PageCache};
+use pagemill_core::units::BLOCK_BYTES;
 
 use super::hit::{cache, failed, write_all};
 use super::{Failure, WorkloadResult};
@@ -89,7 +89,7 @@ pub fn run(arguments: &Refs) -> WorkloadResult {
 }
 
 /// Makes a file that consists of huge folios.
-fn huge_file(folios: usize, may_split: bool) -> Result<(Cache, Mapping), Failure> {
+fn huge_file(folios: usize, may_split: bool) -> Result<(PageCache, Mapping), Failure> {
     let bytes = (folios * BLOCK_BYTES) as u64;
     // The cache gets twice the memory and some more, since a collapse needs a free block.
     let cache = cache(2 * bytes + 16 * BLOCK_BYTES as u64, Box::new(Always), may_split)?;
@@ -165,7 +165,10 @@ pub fn measure_change(arguments: &Change) -> WorkloadResult {
 }
 
 /// Records the nanoseconds of an operation. An operation that did nothing is an error.
-fn time_operation(times: &mut Vec<f64>, operation: impl FnOnce() -> pagemill::Result<bool>) -> Result<(), Failure> {
+fn time_operation(
+    times: &mut Vec<f64>,
+    operation: impl FnOnce() -> pagemill_core::Result<bool>,
+) -> Result<(), Failure> {
     let begun = Instant::now();
     let is_done = operation();
     times.push(begun.elapsed().as_nanos() as f64);

@@ -5,12 +5,12 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagemill::Pagemill;
-use pagemill::arena::Layout;
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::volatile::vrange::Mode;
-use pagemill::volatile::{Behaviour, Contents, Range};
+use pagemill_core::arena::Layout;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_testbed::Testbed;
+use pagemill_volatile::vrange::Mode;
+use pagemill_volatile::{Behaviour, Contents, VolatileBuf};
 
 use super::{Failure, WorkloadResult};
 use crate::native::Pages;
@@ -80,14 +80,14 @@ pub fn measure_toggle(arguments: &Toggle) -> WorkloadResult {
     Ok(serde_json::json!({ "ns": each.iter().sum::<f64>() / each.len() as f64, "faults": faults }))
 }
 
-fn pagemill() -> Result<&'static Pagemill, Failure> {
-    Pagemill::new(Layout { huge_from_bytes: 0, ..Layout::for_program() }, UNLIMITED)
+fn pagemill() -> Result<&'static Testbed, Failure> {
+    Testbed::new(Layout { huge_from_bytes: 0, ..Layout::for_program() }, UNLIMITED)
         .map_err(|error| Failure::Other(error.to_string()))
 }
 
 fn toggle_in_thread(
     arguments: &Toggle,
-    pagemill: &'static Pagemill,
+    pagemill: &'static Testbed,
     index: usize,
     start: &Barrier,
 ) -> Result<(f64, u64), Failure> {
@@ -98,7 +98,7 @@ fn toggle_in_thread(
         Method::Handles | Method::Pin => {
             let ranges = make_ranges(pagemill, count.min(512), range_bytes, index as u8)?;
             if arguments.way == Method::Pin {
-                ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
+                ranges.iter().try_for_each(VolatileBuf::mark).map_err(|error| error.to_string())?;
             }
             start.wait();
             let result =
@@ -147,7 +147,7 @@ fn time_repeated(
     Ok((ns, Pages::faults() - faults))
 }
 
-fn time_marks(ranges: &[Range], duration: Duration) -> Result<(f64, u64), Failure> {
+fn time_marks(ranges: &[VolatileBuf], duration: Duration) -> Result<(f64, u64), Failure> {
     time_repeated(duration, |index| {
         let range = &ranges[index % ranges.len()];
         range.mark().map_err(|error| error.to_string())?;
@@ -159,7 +159,7 @@ fn time_marks(ranges: &[Range], duration: Duration) -> Result<(f64, u64), Failur
     })
 }
 
-fn time_pins(ranges: &[Range], duration: Duration) -> Result<(f64, u64), Failure> {
+fn time_pins(ranges: &[VolatileBuf], duration: Duration) -> Result<(f64, u64), Failure> {
     time_repeated(duration, |index| match ranges[index % ranges.len()].pin() {
         Ok(pin) if pin.contents() == Contents::Kept => Ok(()),
         Ok(pin) => Err(format!("without pressure a range was lost: {:?}", pin.contents())),
@@ -189,17 +189,22 @@ fn time_calls(area: &mut Pages, way: Method, range_bytes: usize, duration: Durat
     Ok((took.as_nanos() as f64 / f64::from(done), Pages::faults() - faults))
 }
 
-fn make_ranges(pagemill: &'static Pagemill, count: usize, len_bytes: usize, byte: u8) -> Result<Vec<Range>, Failure> {
+fn make_ranges(
+    pagemill: &'static Testbed,
+    count: usize,
+    len_bytes: usize,
+    byte: u8,
+) -> Result<Vec<VolatileBuf>, Failure> {
     let made = (0..count).map(|_| {
         let mut range = pagemill.ranges.allocate(len_bytes, Behaviour::Full)?;
         range.bytes_mut()?.fill(byte);
         Ok(range)
     });
-    made.collect::<pagemill::Result<_>>().map_err(|error| Failure::Other(error.to_string()))
+    made.collect::<pagemill_core::Result<_>>().map_err(|error| Failure::Other(error.to_string()))
 }
 
-fn check(ranges: &[Range], byte: u8) -> Result<(), Failure> {
-    let is_right = |range: &Range| {
+fn check(ranges: &[VolatileBuf], byte: u8) -> Result<(), Failure> {
+    let is_right = |range: &VolatileBuf| {
         range.pin().is_ok_and(|pin| pin.whole().is_some_and(|all| all.iter().all(|found| *found == byte)))
     };
     match ranges.iter().all(is_right) {
@@ -216,7 +221,7 @@ pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
     let (mut best, mut total) = (Vec::new(), 0);
     for round in 0..6 {
         let ranges = make_ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
-        ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
+        ranges.iter().try_for_each(VolatileBuf::mark).map_err(|error| error.to_string())?;
         pagemill.account.reconcile();
         let begun = Instant::now();
         let freed = pagemill.ranges.shrink(bytes as u64, Urgency::Request);
@@ -245,7 +250,7 @@ pub fn measure_purging(arguments: &Purging) -> WorkloadResult {
 
 /// Returns the rate, in GB/s, of purging huge pages that were marked by address. Checks that later reads get a signal
 /// in strict mode, and zeros otherwise.
-fn measure_purge_of_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<f64, Failure> {
+fn measure_purge_of_marks(pagemill: &'static Testbed, bytes: usize, mode: Mode) -> Result<f64, Failure> {
     let mut area = Pages::new(bytes)?;
     area.advise_huge()?;
     let mut rates = Vec::new();
@@ -253,7 +258,7 @@ fn measure_purge_of_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode)
         area.touch(0, bytes);
         match area.mark(pagemill, 0, bytes, mode) {
             Ok(_) => {}
-            Err(pagemill::Error::Unsupported { .. }) => return Ok(0.0),
+            Err(pagemill_core::Error::Unsupported { .. }) => return Ok(0.0),
             Err(error) => return Err(Failure::Other(error.to_string())),
         }
         let begun = Instant::now();
@@ -276,7 +281,7 @@ fn measure_purge_of_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode)
 
 /// Returns the microseconds to unmark a range during a purge, for each try. One thread purges continuously; this thread
 /// marks and unmarks the range.
-fn measure_waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
+fn measure_waits(pagemill: &'static Testbed, run: Duration) -> Result<Vec<f64>, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
     let mut range = make_ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
     let is_over = AtomicBool::new(false);
@@ -307,7 +312,7 @@ fn measure_waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>,
                     waits.push(asked.elapsed().as_nanos() as f64 / 1e3);
                 }
             }
-            Ok::<_, pagemill::Error>(())
+            Ok::<_, pagemill_core::Error>(())
         })();
         is_over.store(true, Relaxed);
         let _ = purger.join();

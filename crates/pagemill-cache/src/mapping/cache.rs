@@ -26,57 +26,42 @@ use std::time::Duration;
 /// no larger limit.
 pub const MAX_CACHES: usize = 256;
 
-/// Settings of a cache.
+/// The parameters of a cache that is about to be created ([`PageCache::builder`]).
 ///
 /// ```
-/// use pagemill::Pagemill;
-/// use pagemill::mapping::{Settings, Source, Writeback, policy::Never};
-/// use pagemill::units::PageSize;
+/// use pagemill_cache::{Never, PageCache, Source, Writeback};
+/// use pagemill_core::units::PageSize;
 /// use std::time::Duration;
 ///
-/// let writeback = Writeback { age: Duration::from_secs(5), ..Writeback::default() };
-/// let cache = Pagemill::of_process()?.caches.make(Settings {
-///     page: PageSize::new(64 << 10).unwrap(),
-///     policy: Box::new(Never), // no huge folios
-///     source: Source::TryHugetlb,
-///     writeback,
-///     ..Settings::new("index", 32 << 20)
-/// })?;
+/// let cache = PageCache::builder("index")
+///     .limit(32 << 20)
+///     .page(PageSize::new(64 << 10).unwrap())
+///     .policy(Never) // no huge folios
+///     .source(Source::TryHugetlb)
+///     .writeback(Writeback::default().age(Duration::from_secs(5)))
+///     .build()?;
 /// assert_eq!(cache.page().bytes(), 65_536);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
-pub struct Settings {
-    /// Name of the cache in reports.
-    pub name: String,
-    /// The software page, which is the smallest folio.
-    pub page: PageSize,
-    /// Maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half and a huge
-    /// folio: some blocks are only partly used, and free blocks are not returned before memory is needed.
-    pub limit_bytes: u64,
-    /// Whether huge folios are allocated. [`Cache::set_huge`] changes the setting.
-    pub use_huge: bool,
-    /// Whether huge folios may be split, so that parts of them can be freed. Folios in reserved huge pages are never
-    /// split.
-    pub may_split: bool,
-    pub policy: Box<dyn Policy>,
-    pub source: Source,
-    /// When dirty pages of files with a store are written back.
-    pub writeback: Writeback,
-    /// Time limit of waits for a store; `None` means no limit. A call that exceeds the limit fails ([`Error::Store`]
-    /// with `ETIMEDOUT`). The limit covers the call's own reads and in-flight reads of other threads that the call
-    /// needs. The read itself continues, and a later call finds its bytes. For a store with blocking calls only
-    /// ([`Store::is_asynchronous`]), reads on the calling thread have no limit. A sync fails with [`Error::Busy`] if no
-    /// write of its file completes for this time.
-    pub timeout: Option<Duration>,
+#[must_use = "`build` creates the cache"]
+pub struct Builder {
+    name: String,
+    pub(super) page: PageSize,
+    limit_bytes: Option<u64>,
+    use_huge: bool,
+    may_split: bool,
+    policy: Box<dyn Policy>,
+    pub(super) source: Source,
+    writeback: Writeback,
+    timeout: Option<Duration>,
 }
 
-impl Settings {
-    /// Settings with the OS page, and [`Auto`] as policy for huge folios.
-    pub fn new(name: &str, limit_bytes: u64) -> Self {
+impl Builder {
+    fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
             page: PageSize::os(),
-            limit_bytes,
+            limit_bytes: None,
             use_huge: cfg!(feature = "huge"),
             may_split: true,
             policy: Box::new(Auto),
@@ -85,11 +70,85 @@ impl Settings {
             timeout: None,
         }
     }
+
+    /// Sets the maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half and a
+    /// huge folio: some blocks are only partly used, and free blocks are not returned before memory is needed. The
+    /// default is a quarter of the machine's memory.
+    pub fn limit(self, bytes: u64) -> Self {
+        Self { limit_bytes: Some(bytes), ..self }
+    }
+
+    /// Sets the software page, which is the smallest folio. The default is the OS page.
+    pub fn page(self, page: PageSize) -> Self {
+        Self { page, ..self }
+    }
+
+    /// Whether huge folios are allocated. [`PageCache::set_huge`] changes the setting.
+    pub fn huge(self, use_huge: bool) -> Self {
+        Self { use_huge, ..self }
+    }
+
+    /// Whether huge folios may be split, so that parts of them can be freed. The default is true. Folios in reserved
+    /// huge pages are never split.
+    pub fn split(self, may_split: bool) -> Self {
+        Self { may_split, ..self }
+    }
+
+    /// Sets what chooses between huge and small folios. The default is [`Auto`].
+    pub fn policy(self, policy: impl Policy + 'static) -> Self {
+        Self { policy: Box::new(policy), ..self }
+    }
+
+    /// Sets where the cache's memory comes from.
+    pub fn source(self, source: Source) -> Self {
+        Self { source, ..self }
+    }
+
+    /// Sets when dirty pages of files with a store are written back.
+    pub fn writeback(self, writeback: Writeback) -> Self {
+        Self { writeback, ..self }
+    }
+
+    /// Sets the time limit of waits for a store. With `None`, the default, waits have no limit. A call that exceeds the limit fails
+    /// ([`Error::Store`] with `ETIMEDOUT`). The limit covers the call's own reads and in-flight reads of other threads
+    /// that the call needs. The read itself continues, and a later call finds its bytes. For a store with blocking
+    /// calls only ([`Store::is_asynchronous`]), reads on the calling thread have no limit. A sync fails with
+    /// [`Error::Busy`] if no write of its file completes for this time.
+    pub fn timeout(self, timeout: impl Into<Option<Duration>>) -> Self {
+        Self { timeout: timeout.into(), ..self }
+    }
+
+    /// The limit that was set, or the default.
+    pub(super) fn limit_bytes(&self) -> u64 {
+        self.limit_bytes.unwrap_or_else(|| (pagemill_sys::process::machine_bytes() / 4).max(self.page.bytes() as u64))
+    }
+
+    /// Creates the cache among the page caches of the process.
+    ///
+    /// Cost: address space for the limit and for 16 bytes a page; memory as files are written.
+    ///
+    /// # Errors
+    ///
+    /// As [`Builder::build_in`], and those of [`Caches::of_process`].
+    pub fn build(self) -> Result<PageCache> {
+        self.build_in(Caches::of_process()?)
+    }
+
+    /// Creates the cache among these caches.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadLength`] for a limit below one page. [`Error::NoAddresses`] if the limit is too large.
+    /// [`Error::TooMany`] if there are [`MAX_CACHES`] already. [`Error::WrongState`] for invalid shares of dirty pages.
+    /// Errors of [`Source::Hugetlb`].
+    pub fn build_in(self, caches: &'static Caches) -> Result<PageCache> {
+        caches.make(self)
+    }
 }
 
 /// All caches of a process.
 ///
-/// Example: [`Cache`].
+/// Example: [`PageCache`].
 pub struct Caches {
     pub(super) arena: &'static Arena,
     pub(super) forests: &'static dyn Forests,
@@ -123,20 +182,12 @@ impl Caches {
         }
     }
 
-    /// Creates a cache.
-    ///
-    /// Cost: address space for the limit and for 16 bytes a page; memory as files are written.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::BadLength`] for a limit below one page. [`Error::NoAddresses`] if the limit is too large.
-    /// [`Error::TooMany`] if there are [`MAX_CACHES`] already. [`Error::WrongState`] for invalid shares of dirty pages.
-    /// Errors of [`Source::Hugetlb`].
-    pub fn make(&'static self, settings: Settings) -> Result<Cache> {
-        if settings.limit_bytes < settings.page.bytes() as u64 {
-            return Err(Error::BadLength { len_bytes: settings.limit_bytes });
+    fn make(&'static self, settings: Builder) -> Result<PageCache> {
+        let limit_bytes = settings.limit_bytes();
+        if limit_bytes < settings.page.bytes() as u64 {
+            return Err(Error::BadLength { len_bytes: limit_bytes });
         }
-        let balance = Balance::new(&settings.writeback, settings.limit_bytes)?;
+        let balance = Balance::new(&settings.writeback, limit_bytes)?;
         let nodes = self.forests.forest()?;
         // One lock for both steps, so that no other thread finds the new pool without a cache.
         self.users.with(|users| {
@@ -151,7 +202,7 @@ impl Caches {
                 number: at as u32,
                 generation: self.arena.generation(),
                 name: settings.name.into(),
-                limit_bytes: settings.limit_bytes,
+                limit_bytes,
                 charged_bytes: AtomicU64::new(0),
                 huge_bytes: AtomicU64::new(0),
                 dirty_bytes: AtomicU64::new(0),
@@ -172,7 +223,7 @@ impl Caches {
             });
             *user = Arc::downgrade(&inner);
             stats::add(Counter::Caches, 1);
-            Ok(Cache(inner))
+            Ok(PageCache(inner))
         })
     }
 
@@ -191,30 +242,13 @@ impl Caches {
     }
 
     /// Makes Pagemill start no background thread from here on. The program then collapses small folios with
-    /// [`Cache::collapse_waiting`], splits sparse huge ones with [`Cache::split_sparse_waiting`], and writes back with
-    /// [`Cache::write_back_due`].
+    /// [`PageCache::collapse_waiting`], splits sparse huge ones with [`PageCache::split_sparse_waiting`], and writes back with
+    /// [`PageCache::write_back_due`].
     pub fn collapse_by_hand(&self) {
         self.worker.disable_threads();
     }
 
-    pub fn acquire_for_fork(&self) {
-        self.users.acquire_when(|_| true);
-        self.wakers.acquire_when(|_| true);
-        self.worker.acquire_for_fork();
-    }
-
-    /// Updates the statistics that are computed on request.
-    pub fn measure(&self) {
-        stats::set(Counter::CacheFrames, self.frames_bytes());
-        stats::set(Counter::CacheIndex, self.forests.node_bytes() + self.files_bytes());
-    }
-
-    /// Returns the resident bytes of frames, eviction orders and index nodes.
-    pub fn metadata_bytes(&self) -> u64 {
-        self.frames_bytes() + self.forests.node_bytes()
-    }
-
-    fn frames_bytes(&self) -> u64 {
+    pub(super) fn frames_bytes(&self) -> u64 {
         (self.inherited.load(Relaxed)..).zip(self.pools()).map(|(at, pool)| self.frames_bytes_of(at, pool)).sum()
     }
 
@@ -621,21 +655,25 @@ impl Drop for Inner {
 /// dropped.
 ///
 /// ```
-/// use pagemill::mapping::Settings;
-/// use pagemill::Pagemill;
+/// use pagemill_cache::PageCache;
 ///
-/// let cache = Pagemill::of_process()?.caches.make(Settings::new("tiles", 64 << 20))?;
+/// let cache = PageCache::builder("tiles").limit(64 << 20).build()?;
 /// let file = cache.create()?;
 /// assert_eq!(file.write_at(b"hello", 1000)?, 5);
 /// let mut bytes = [0xFF; 10];
 /// assert_eq!(file.read_at(&mut bytes, 998)?, 7);
 /// assert_eq!(&bytes[..7], b"\0\0hello");
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct Cache(pub(super) Arc<Inner>);
+pub struct PageCache(pub(super) Arc<Inner>);
 
-impl Cache {
+impl PageCache {
+    /// Starts to build a cache. Reports show it under `name`.
+    pub fn builder(name: &str) -> Builder {
+        Builder::new(name)
+    }
+
     /// Creates an empty file without a store.
     ///
     /// Cost: some 200 bytes.
@@ -655,7 +693,7 @@ impl Cache {
     ///
     /// # Errors
     ///
-    /// See [`Cache::create`]. [`Error::Store`] if the store cannot report its size. [`Error::FileTooLarge`].
+    /// See [`PageCache::create`]. [`Error::Store`] if the store cannot report its size. [`Error::FileTooLarge`].
     /// [`Error::Unsupported`] if its block is larger than a page.
     pub fn open(&self, store: Arc<dyn Store>) -> Result<Mapping> {
         let size_bytes =
@@ -735,10 +773,10 @@ impl Cache {
     }
 }
 
-impl std::fmt::Debug for Cache {
+impl std::fmt::Debug for PageCache {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Inner { name, limit_bytes, .. } = &*self.0;
-        f.debug_struct("Cache").field("name", name).field("limit_bytes", limit_bytes).finish_non_exhaustive()
+        f.debug_struct("PageCache").field("name", name).field("limit_bytes", limit_bytes).finish_non_exhaustive()
     }
 }
 

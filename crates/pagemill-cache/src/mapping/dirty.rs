@@ -165,9 +165,9 @@ impl Inner {
 mod tests {
     use super::*;
     use crate::folio::word::Kind;
+    use crate::mapping::PageCache;
     use crate::mapping::policy::Auto;
-    use crate::mapping::{Cache, Settings};
-    use crate::test_process::TestProcess;
+    use crate::test_process;
     use pagemill_core::epoch;
     use pagemill_core::units::{BLOCK_BYTES, PageSize};
     use pagemill_store::{Faults, FaultyStore, MemoryStore};
@@ -184,7 +184,7 @@ mod tests {
     }
 
     /// Asserts that the numbers of dirty bytes agree with the words of all folios, and with the marks.
-    fn assert_counts_agree(cache: &Cache, files: &[Mapping]) {
+    fn assert_counts_agree(cache: &PageCache, files: &[Mapping]) {
         for file in files {
             let (mut dirty, mut marked) = (0, 0);
             let guard = epoch::pin();
@@ -243,10 +243,10 @@ mod tests {
     fn dirty_counts_marks_and_words_agree() {
         let page = PageSize::new(PAGE).unwrap();
         for seed in 0..4 {
-            let (mut random, caches) = (seed, TestProcess::for_test().caches);
+            let (mut random, caches) = (seed, test_process::caches());
             caches.collapse_by_hand();
-            let settings = Settings { page, policy: Box::new(Auto), ..Settings::new("dirty", 64 * BLOCK_BYTES as u64) };
-            let cache = caches.make(settings).unwrap();
+            let settings = PageCache::builder("dirty").limit(64 * BLOCK_BYTES as u64).page(page).policy(Auto);
+            let cache = settings.build_in(caches).unwrap();
             let store = || FaultyStore::new(MemoryStore::new(vec![9; BLOCK_BYTES / 3], PAGE));
             let stores = [store(), store()];
             let mut files: Vec<_> = stores.iter().map(|store| cache.open(Arc::new(store.clone())).unwrap()).collect();
@@ -269,7 +269,7 @@ mod tests {
     /// each other handle.
     #[test]
     fn every_handle_reports_a_failure_once() {
-        let cache = TestProcess::for_test().caches.make(Settings::new("told", 32 * BLOCK_BYTES as u64)).unwrap();
+        let cache = PageCache::builder("told").limit(32 * BLOCK_BYTES as u64).build_in(test_process::caches()).unwrap();
         let store = FaultyStore::new(MemoryStore::new(Vec::new(), PAGE));
         let first = cache.open(Arc::new(store.clone())).unwrap();
         let (second, third) = (first.try_clone().unwrap(), first.try_clone().unwrap());

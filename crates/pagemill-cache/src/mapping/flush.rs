@@ -49,19 +49,38 @@ const SPEED_SAMPLE_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 /// When dirty pages are written back in the background, and when writers are throttled. [`Writeback::default`] suits
 /// programs that call [`Mapping::sync`](super::Mapping::sync) where they need durability.
 ///
-/// Example: [`Settings`](super::Settings).
+/// Example: [`Builder`](super::Builder).
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use]
 pub struct Writeback {
-    /// Age at which dirty pages are written back. Default: 30 s.
-    pub age: Duration,
-    /// Percentage of the cache's limit above which dirty pages are written back. Default: 10.
-    pub background_percent: u8,
-    /// Percentage of the cache's limit that dirty pages do not exceed, except by a folio of each writer. Default: 40.
-    /// Pins and holds are not limited. Writers are slowed from half way between `background_percent` and this
-    /// percentage on.
-    pub most_percent: u8,
-    /// Time that a writer waits for a store without progress. Default: 5 s.
-    pub timeout: Duration,
+    age: Duration,
+    background_percent: u8,
+    most_percent: u8,
+    timeout: Duration,
+}
+
+impl Writeback {
+    /// Sets the age at which dirty pages are written back. The default is 30 s.
+    pub fn age(self, age: Duration) -> Self {
+        Self { age, ..self }
+    }
+
+    /// Sets the percentage of the cache's limit above which dirty pages are written back. The default is 10.
+    pub fn background_percent(self, percent: u8) -> Self {
+        Self { background_percent: percent, ..self }
+    }
+
+    /// Sets the percentage of the cache's limit that dirty pages do not exceed, except by a folio of each writer. The
+    /// default is 40. Pins and holds are not limited. Writers are slowed from half way between
+    /// [`Writeback::background_percent`] and this percentage on.
+    pub fn most_percent(self, percent: u8) -> Self {
+        Self { most_percent: percent, ..self }
+    }
+
+    /// Sets the time that a writer waits for a store without progress. The default is 5 s.
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
 }
 
 impl Default for Writeback {

@@ -24,7 +24,7 @@ impl Mapping {
     ///     let pin = file.pin_async(page * 4096).await?;
     ///     Ok(pin.read_u64(0))
     /// }
-    /// # let cache = Pagemill::of_process()?.caches.make(Settings::new("doc", 8 << 20))?;
+    /// # let cache = Pagemill::of_process()?.PageCache::builder("doc").limit(8 << 20).build_in(caches)?;
     /// # let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![1; 8192], 512)))?;
     /// # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     /// # let first = std::pin::pin!(first_of_page(&file, 1)).poll(&mut context);
@@ -68,7 +68,7 @@ impl Mapping {
     ///     bytes.truncate(len);
     ///     Ok(bytes)
     /// }
-    /// # let cache = Pagemill::of_process()?.caches.make(Settings::new("doc", 8 << 20))?;
+    /// # let cache = Pagemill::of_process()?.PageCache::builder("doc").limit(8 << 20).build_in(caches)?;
     /// # let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![1; 100], 512)))?;
     /// # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     /// # let header = std::pin::pin!(header(&file)).poll(&mut context);

@@ -37,10 +37,10 @@ mod file;
 mod fill;
 mod flights;
 mod flush;
-mod forked;
 mod future;
 mod gate;
 pub mod order;
+mod part;
 mod pin;
 pub mod policy;
 mod punch;
@@ -72,7 +72,7 @@ mod zero;
 /// use pagemill::mapping::{Advice, Reuse, Settings};
 /// # use pagemill::{Pagemill, store::MemoryStore};
 ///
-/// # let cache = Pagemill::of_process()?.caches.make(Settings::new("scans", 64 << 20))?;
+/// # let cache = Pagemill::of_process()?.PageCache::builder("scans").limit(64 << 20).build_in(caches)?;
 /// let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![7; 1 << 20], 512)))?;
 /// file.advise(Advice::Random); // no readahead
 /// file.advise_reuse(Reuse::Usual); // no early eviction
@@ -82,7 +82,7 @@ mod zero;
 pub use ahead::Advice;
 /// Example: [`Advice`].
 pub use ahead::Reuse;
-pub use cache::{Cache, Caches, MAX_CACHES, Settings};
+pub use cache::{Builder, Caches, MAX_CACHES, PageCache};
 pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
@@ -95,7 +95,7 @@ pub use policy::Policy;
 ///
 /// # let path = std::env::temp_dir().join(format!("pagemill-doc-queue-{}", std::process::id()));
 /// # std::fs::write(&path, vec![7; 1 << 20]).unwrap();
-/// # let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// # let cache = Pagemill::of_process()?.PageCache::builder("records").limit(64 << 20).build_in(caches)?;
 /// let file = cache.open(std::sync::Arc::new(FileStore::open_read_only(&path)?))?;
 /// let mut queue = cache.queue(32)?;
 /// for page in 0..4 {
@@ -195,7 +195,7 @@ pub(crate) struct File {
 /// use std::sync::Arc;
 ///
 /// let store = Arc::new(MemoryStore::new(vec![7; 10_000], 512));
-/// let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// let cache = Pagemill::of_process()?.PageCache::builder("records").limit(64 << 20).build_in(caches)?;
 /// let file = cache.open(store.clone())?;
 /// file.write_at(b"new", 5000)?;
 /// let mut bytes = [0; 4];

@@ -24,7 +24,7 @@ use std::ops::{Deref, DerefMut};
 /// ```
 /// use pagemill::{Pagemill, mapping::Settings};
 ///
-/// let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// let cache = Pagemill::of_process()?.PageCache::builder("records").limit(64 << 20).build_in(caches)?;
 /// let file = cache.create()?;
 /// file.write_at(&7_u64.to_ne_bytes(), 8)?;
 /// let pin = file.pin(0)?; // the folio with offset 0
@@ -386,7 +386,7 @@ impl Drop for Pin<'_> {
 /// ```
 /// use pagemill::{Pagemill, mapping::Settings};
 ///
-/// let file = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?.create()?;
+/// let file = Pagemill::of_process()?.PageCache::builder("records").limit(64 << 20).build_in(caches)?.create()?;
 /// file.write_at(&[1; 100], 0)?;
 /// let mut folio = file.hold(0)?;
 /// folio[..100].reverse(); // a slice of the cached bytes

@@ -63,13 +63,19 @@ pub enum Choice {
 ///     }
 /// }
 ///
-/// let settings = Settings { policy: Box::new(LargeWrites), ..Settings::new("blobs", 64 << 20) };
-/// let file = Pagemill::of_process()?.caches.make(settings)?.create()?;
+/// let settings = PageCache::builder("blobs").limit(64 << 20).policy(LargeWrites);
+/// let file = Pagemill::of_process()?.settings.build_in(caches)?.create()?;
 /// assert_eq!(file.write_at(&[1; 1 << 20], 0)?, 1 << 20);
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Policy: Send + Sync {
     fn choose(&self, ask: &Ask) -> Choice;
+}
+
+impl<P: Policy + ?Sized> Policy for Box<P> {
+    fn choose(&self, ask: &Ask) -> Choice {
+        (**self).choose(ask)
+    }
 }
 
 /// A file of at least this many huge folios gets huge folios for sequential writes. The unused part of the last huge
@@ -83,7 +89,7 @@ const DENSE: (u64, u64) = (7, 8);
 /// half of the range, or if a large file is written sequentially. A small file, or one with scattered writes, gets
 /// small folios until its ranges are dense.
 ///
-/// Example: [`Settings`](super::Settings).
+/// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Auto;
 
@@ -108,7 +114,7 @@ impl Policy for Auto {
 
 /// Always chooses huge folios, for writes and for reads of holes.
 ///
-/// Example: [`Settings`](super::Settings).
+/// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Always;
 
@@ -120,7 +126,7 @@ impl Policy for Always {
 
 /// Never chooses huge folios.
 ///
-/// Example: [`Settings`](super::Settings).
+/// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Never;
 

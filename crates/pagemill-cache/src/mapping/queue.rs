@@ -5,7 +5,7 @@ use super::arrivals::Arrivals;
 use super::fill::{Asked, DOING, Filling};
 use super::flights::Ticket;
 use super::registered::Registered;
-use super::{Cache, File, Mapping};
+use super::{File, Mapping, PageCache};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Relaxed, coarse_ns};
 use pagemill_store::ring::{Event, FileId, RingWaker, Settings};
@@ -74,10 +74,10 @@ pub struct Queue {
     /// Rung when something has arrived, or memory is wanted back.
     bell: Option<RingWaker>,
     /// Goes last: reserved huge pages are given back with it, and none may be registered then.
-    cache: Cache,
+    cache: PageCache,
 }
 
-impl Cache {
+impl PageCache {
     /// A queue of this thread for up to `depth` pages at a time: 1 to 4096, else the nearer of these ([`Queue::depth`]).
     ///
     /// # Errors
@@ -351,7 +351,7 @@ impl std::fmt::Debug for Queue {
 mod tests {
     use super::*;
     use crate::mapping::policy::Never;
-    use crate::mapping::{Caches, Settings};
+    use crate::mapping::{Caches, PageCache};
     use pagemill_core::arena::{self, Arena, Layout};
     use pagemill_core::reclaim::Account;
     use pagemill_core::reclaim::tree::UNLIMITED;
@@ -367,8 +367,8 @@ mod tests {
         let caches = arena::place(Caches::new(arena, forests)).unwrap();
         let page = PageSize::new(PageSize::MIN_BYTES).unwrap();
         let policy = Box::new(Never);
-        let settings = Settings { page, policy, ..Settings::new("again", BLOCK_BYTES as u64) };
-        let cache = caches.make(settings).unwrap();
+        let settings = PageCache::builder("again").limit(BLOCK_BYTES as u64).page(page).policy(policy);
+        let cache = settings.build_in(caches).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         std::fs::write(&path, [7; 2 * PageSize::MIN_BYTES]).unwrap();

@@ -52,15 +52,15 @@ impl Policy for RandomSmall {
     }
 }
 
-fn cache_with_ample_room() -> Cache {
+fn cache_with_ample_room() -> PageCache {
     cache_of_limit(6 * BLOCK_BYTES as u64)
 }
 
-fn cache_of_limit(limit_bytes: u64) -> Cache {
+fn cache_of_limit(limit_bytes: u64) -> PageCache {
     cache_with(limit_bytes, Writeback::default(), None)
 }
 
-fn cache_with(limit_bytes: u64, writeback: Writeback, timeout: Option<Duration>) -> Cache {
+fn cache_with(limit_bytes: u64, writeback: Writeback, timeout: Option<Duration>) -> PageCache {
     static CACHES: OnceLock<&'static Caches> = OnceLock::new();
     let caches = CACHES.get_or_init(|| {
         let layout = Layout { use_huge: false, ..Layout::for_test() };
@@ -69,8 +69,8 @@ fn cache_with(limit_bytes: u64, writeback: Writeback, timeout: Option<Duration>)
         arena::place(Caches::new(arena, forests)).unwrap()
     });
     let page = PageSize::new(PAGE).unwrap();
-    let settings = Settings::new("model", limit_bytes);
-    caches.make(Settings { page, policy: Box::new(RandomSmall), writeback, timeout, ..settings }).unwrap()
+    let settings = PageCache::builder("model").limit(limit_bytes);
+    settings.page(page).policy(RandomSmall).writeback(writeback).timeout(timeout).build_in(caches).unwrap()
 }
 
 /// A test file, and the byte that is written to all of its pages.
@@ -83,7 +83,7 @@ struct TestFile {
 }
 
 impl TestFile {
-    fn new(cache: &Cache, byte: u8, pages: u64) -> Self {
+    fn new(cache: &PageCache, byte: u8, pages: u64) -> Self {
         Self { file: cache.create().unwrap(), byte, pages, guard_count: std::sync::atomic::AtomicU32::new(0) }
     }
 
@@ -211,7 +211,7 @@ fn run_threads(threads: &'static [&'static [usize]]) {
     assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "no thread ever waited for another");
 }
 
-fn assert_is_empty(cache: &Cache) {
+fn assert_is_empty(cache: &PageCache) {
     let usage = cache.usage();
     assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
 }
@@ -539,7 +539,7 @@ fn writeback_during_writes_truncations_and_evictions() {
     const THREADS: [&[usize]; 3] =
         [&[WRITE, WRITE, READ, WRITE], &[FLUSH, HOLD, FLUSH, WRITE], &[REMOVE_OR_RESHAPE, WRITE, REMOVE_OR_RESHAPE]];
     run_in_many_schedules(1, || {
-        let writeback = Writeback { age: Duration::ZERO, ..Writeback::default() };
+        let writeback = Writeback::default().age(Duration::ZERO);
         let cache = cache_with(3 * PAGE as u64, writeback, None);
         let open = |byte| TestFile {
             file: cache.open(Arc::new(ConstantStore(byte))).unwrap(),

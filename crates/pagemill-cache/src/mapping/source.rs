@@ -1,6 +1,6 @@
 //! The memory that caches use: ordinary memory, or huge pages that the administrator reserved.
 
-use super::cache::{Caches, Inner, MAX_CACHES, Settings};
+use super::cache::{Builder, Caches, Inner, MAX_CACHES};
 use crate::folio::Pool;
 use pagemill_core::arena::Reserve;
 use pagemill_core::error::{Error, Result};
@@ -11,7 +11,7 @@ use std::sync::Weak;
 
 /// The kind of memory that a cache uses.
 ///
-/// Example: [`Settings`](super::Settings).
+/// Example: [`Builder`](super::Builder).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Source {
     /// Memory of the process, charged to its limit. Uses huge pages as far as the kernel provides them.
@@ -19,7 +19,7 @@ pub enum Source {
     Ordinary,
     /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`). At its creation the cache
     /// takes enough pages for its limit, and one more to move folios; it keeps them until it ends. Folios are never
-    /// split, as if [`Settings::may_split`] were false. The pages count against no memory limit. If too few are free,
+    /// split, as if [`Builder::may_split`] were false. The pages count against no memory limit. If too few are free,
     /// the cache is not created ([`Error::NoHugetlb`]).
     Hugetlb,
     /// As `Hugetlb` if enough pages are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] reports which one.
@@ -33,15 +33,17 @@ type Pools = Vec<(&'static Pool, Weak<Inner>)>;
 
 impl Source {
     /// Takes the reserved huge pages for a new cache, if its settings ask for them.
-    fn take_reserve(self, settings: &Settings) -> Result<Option<Reserve>> {
+    fn take_reserve(self, settings: &Builder) -> Result<Option<Reserve>> {
         if self == Self::Ordinary {
             return Ok(None);
         }
         let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
-        let bytes =
-            settings.limit_bytes.checked_next_multiple_of(chunk_bytes).and_then(|bytes| bytes.checked_add(chunk_bytes));
+        let bytes = settings
+            .limit_bytes()
+            .checked_next_multiple_of(chunk_bytes)
+            .and_then(|bytes| bytes.checked_add(chunk_bytes));
         let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
-        let taken = bytes.ok_or(Error::NoAddresses { wanted_bytes: settings.limit_bytes }).and_then(Reserve::take);
+        let taken = bytes.ok_or(Error::NoAddresses { wanted_bytes: settings.limit_bytes() }).and_then(Reserve::take);
         match taken {
             Ok(reserve) => Ok(Some(reserve)),
             Err(error) if self == Self::Hugetlb => Err(error),
@@ -55,7 +57,7 @@ impl Source {
 
 impl Caches {
     /// Returns the index of a pool for a new cache: an unused one that fits, or a new one.
-    pub(super) fn pool_index_for(&self, users: &mut Pools, settings: &Settings) -> Result<usize> {
+    pub(super) fn pool_index_for(&self, users: &mut Pools, settings: &Builder) -> Result<usize> {
         if settings.source != Source::Ordinary {
             // Returns reserved pages of ended caches that could not be returned earlier. The new cache may need them.
             self.end_reserves(users);
@@ -84,7 +86,7 @@ impl Caches {
         Ok(at)
     }
 
-    fn new_pool(&self, users: &mut Pools, settings: &Settings, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
+    fn new_pool(&self, users: &mut Pools, settings: &Builder, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
         if users.len() == MAX_CACHES {
             return Err(Error::TooMany { what: "page caches", most: MAX_CACHES });
         }
@@ -103,8 +105,8 @@ impl Caches {
 
 /// Returns the size of a pool of ordinary memory. It is a power of two, so that similar caches can reuse the addresses.
 /// It is at least 1.5 times the limit, because not all chunks are filled completely.
-fn ordinary_bytes(settings: &Settings) -> Result<u64> {
+fn ordinary_bytes(settings: &Builder) -> Result<u64> {
     let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
-    let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);
+    let wanted = settings.limit_bytes().saturating_add(settings.limit_bytes() / 2).max(2 * chunk_bytes);
     wanted.checked_next_power_of_two().ok_or(Error::NoAddresses { wanted_bytes: wanted })
 }

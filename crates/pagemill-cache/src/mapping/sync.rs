@@ -36,7 +36,7 @@ impl Mapping {
     /// handle ([`Mapping::try_clone`]), even if all is durable now. [`Error::Busy`] if a dirty folio is pinned or held
     /// for a second, or if the file is truncated continually. The other dirty folios are then in the store, but not
     /// durable. [`Error::Busy`] also if no write completes for as long as
-    /// [`Settings::timeout`](super::Settings::timeout).
+    /// [`Builder::timeout`](super::Builder::timeout).
     pub fn sync(&self) -> Result<()> {
         self.0.check(0, 0)?;
         self.report_failures(self.0.sync_pages(0..Owner::MAX_INDEX))

@@ -4,7 +4,7 @@
 //! which ends at a time limit.
 
 use super::File;
-use super::cache::{Cache, Caches, Inner};
+use super::cache::{Caches, Inner, PageCache};
 use super::dirty::Dirty;
 use crate::folio::Pool;
 use crate::folio::word::Kind;
@@ -30,7 +30,7 @@ pub enum Holder {
 /// ```
 /// use pagemill::{Pagemill, mapping::Settings};
 ///
-/// let cache = Pagemill::of_process()?.caches.make(Settings::new("tiles", 64 << 20))?;
+/// let cache = Pagemill::of_process()?.PageCache::builder("tiles").limit(64 << 20).build_in(caches)?;
 /// let file = cache.create()?;
 /// file.write_at(&[1; 100], 0)?;
 /// let usage = cache.usage();
@@ -171,7 +171,7 @@ impl Inner {
     }
 }
 
-impl Cache {
+impl PageCache {
     /// Returns the current memory use. Walks over all pages.
     pub fn usage(&self) -> Usage {
         self.0.usage(None)
@@ -222,15 +222,15 @@ impl Caches {
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
-    use crate::mapping::Settings;
-    use crate::test_process::TestProcess;
+    use crate::mapping::PageCache;
+    use crate::test_process;
 
     /// Without time only a part of the pages is walked, and the result is marked as partial. With enough time, the
-    /// result equals that of `Cache::usage`.
+    /// result equals that of `PageCache::usage`.
     #[test]
     fn a_usage_walk_ends_at_its_time_limit() {
-        let caches = TestProcess::for_test().caches;
-        let cache = caches.make(Settings { use_huge: false, ..Settings::new("many", 64 << 20) }).unwrap();
+        let caches = test_process::caches();
+        let cache = PageCache::builder("many").limit(64 << 20).huge(false).build_in(caches).unwrap();
         let file = cache.create().unwrap();
         let pages = 4 * Deadline::CHECKS_PER_READING as usize;
         file.write_at(&vec![1; pages * cache.page().bytes()], 0).unwrap();

@@ -36,7 +36,7 @@ pub(crate) struct Worker {
     wakeups: AtomicU32,
     is_started: AtomicBool,
     /// The program does the thread's work itself, by calls such as
-    /// [`Cache::collapse_waiting`](super::Cache::collapse_waiting).
+    /// [`PageCache::collapse_waiting`](super::PageCache::collapse_waiting).
     is_thread_disabled: AtomicBool,
     pub(super) sweep: Sweep,
 }

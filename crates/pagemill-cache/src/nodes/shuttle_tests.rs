@@ -50,8 +50,9 @@ fn node_cache_is_complete_when_published() {
             slabs.defrag_step(Duration::from_secs(1));
             slabs.shrink(u64::MAX, Urgency::Limit);
         });
-        let other = shuttle::thread::spawn(move || std::ptr::from_ref(slabs.nodes().unwrap()) as usize);
-        let own = std::ptr::from_ref(slabs.nodes().unwrap()) as usize;
+        let other =
+            shuttle::thread::spawn(move || std::ptr::from_ref(IndexNodes::new(slabs).cache().unwrap()) as usize);
+        let own = std::ptr::from_ref(IndexNodes::new(slabs).cache().unwrap()) as usize;
         assert_eq!(other.join().unwrap(), own);
         seer.join().unwrap();
         assert_eq!(slabs.count(), 1);

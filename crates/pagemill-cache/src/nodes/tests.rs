@@ -20,9 +20,9 @@ const STUCK_AFTER: Duration = Duration::from_secs(600);
 /// Returns slab caches with background defragmentation.
 fn slabs_behind(layout: arena::Layout) -> &'static Slabs {
     let account = Account::make(UNLIMITED).unwrap();
-    let arena = place(Arena::new(layout, account).unwrap()).unwrap();
+    let arena = place(arena::Arena::new(layout, account).unwrap()).unwrap();
     let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
-    account.register(&slabs.0);
+    account.register(slabs);
     slabs
 }
 
@@ -107,7 +107,7 @@ fn shrink(nodes: &NodeCache) {
 #[test]
 fn memory_of_former_nodes_reads_zero() {
     for slabs in [slabs(), sparse_slabs()] {
-        let nodes = slabs.nodes().unwrap();
+        let nodes = IndexNodes::new(slabs).cache().unwrap();
         let array = array_with_one_of_six(nodes);
         let sum = || {
             // SAFETY: the window stays readable where nodes were set up.
@@ -128,7 +128,7 @@ fn memory_of_former_nodes_reads_zero() {
 #[test]
 fn an_index_that_became_sparse_is_packed() {
     for slabs in [slabs(), sparse_slabs(), slabs_on_nodes(2)] {
-        let nodes = slabs.nodes().unwrap();
+        let nodes = IndexNodes::new(slabs).cache().unwrap();
         let array = array_with_one_of_six(nodes);
         let before = nodes.info().unwrap();
         let per_slab = u64::from(before.objects_per_slab);
@@ -152,7 +152,7 @@ fn an_index_that_became_sparse_is_packed() {
 /// Nodes are not moved at a ratio of 0, nor in arrays whose own address may change.
 #[test]
 fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
-    let nodes = slabs().nodes().unwrap();
+    let nodes = IndexNodes::new(slabs()).cache().unwrap();
     let array = array_with_one_of_six(nodes);
     nodes.set_defrag_used_ratio(0).unwrap();
     assert!(nodes.defrag_step(Duration::from_secs(1)).unwrap().is_done);
@@ -173,7 +173,7 @@ fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
 #[test]
 fn ratio_bounds_resident_nodes() {
     let slabs = sparse_slabs();
-    let nodes = slabs.nodes().unwrap();
+    let nodes = IndexNodes::new(slabs).cache().unwrap();
     nodes.set_defrag_used_ratio(60).unwrap();
     let array = array_with_one_of_six(nodes);
     let busy = array.lock();
@@ -205,7 +205,7 @@ fn ratio_bounds_resident_nodes() {
 #[test]
 fn limit_packs_nodes() {
     let slabs = sparse_slabs();
-    let nodes = slabs.nodes().unwrap();
+    let nodes = IndexNodes::new(slabs).cache().unwrap();
     let array = array_with_one_of_six(nodes);
     let before = nodes.info().unwrap();
     let mut freed = 0;
@@ -238,7 +238,7 @@ impl Drop for Done<'_> {
 fn threads_read_and_write_while_nodes_move() {
     const ROUNDS: u64 = 60;
     const FILES: u64 = 300;
-    let nodes = sparse_slabs().nodes().unwrap();
+    let nodes = IndexNodes::new(sparse_slabs()).cache().unwrap();
     let (array, is_done) = (array(nodes), AtomicBool::new(false));
     for at in 0..FILES {
         store(&array, at * SPAN, 0, value_of(at * SPAN, 0));
@@ -315,7 +315,7 @@ fn background_frees_retired_nodes() {
         if is_stopped {
             slabs.defrag_by_hand();
         }
-        let forest = slabs.nodes().unwrap().forest();
+        let forest = IndexNodes::new(slabs).cache().unwrap().forest();
         let array = XArray::new(forest);
         for index in (0..10).map(|at| at << 30) {
             let (mut writer, mut stock) = array.lock_for(index, index, 0).unwrap();
@@ -330,7 +330,7 @@ fn background_frees_retired_nodes() {
         if is_stopped {
             std::thread::sleep(Duration::from_millis(100));
             assert_eq!(forest.in_use(), in_use, "no call has asked for it");
-            slabs.nodes().unwrap().shrink().unwrap();
+            IndexNodes::new(slabs).cache().unwrap().shrink().unwrap();
         } else {
             wait_for_sleep(slabs);
         }

@@ -5,7 +5,7 @@
 
 use super::guard::Guard;
 use super::{LimitStatistics, PREFIX, owner_of};
-use pagemill::units::Bytes;
+use pagemill_core::units::Bytes;
 use pagemill_sys::cgroup::{self, Version};
 use pagemill_sys::process;
 use std::fs::{self, File};

@@ -4,8 +4,9 @@ use super::table::{self, Style};
 use super::{Cache, Process, Slabinfo, unanswered_message, write};
 use crate::fail;
 use crate::requests::Interrupt;
-use pagemill::listing::{self, Action, ControlCommand, Outcome, Unanswered};
-use pagemill::units::Bytes;
+use pagemill_core::listing;
+use pagemill_core::listing::{Action, ControlCommand, Outcome, Unanswered};
+use pagemill_core::units::Bytes;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 

@@ -1,7 +1,6 @@
 //! Suggestions in error messages: cache names similar to an unknown name, and processes that have a cache.
 
 use super::{Process, Slabinfo};
-use pagemill::listing;
 use std::collections::BTreeSet;
 
 /// Minimum similarity of a suggested name, from 0 to 1.
@@ -68,7 +67,7 @@ impl Slabinfo {
 
 /// Returns the error message for `--shrink` without a process id. Lists the processes that have such caches.
 pub fn missing_process_error(name: Option<&str>, processes: &[Process]) -> String {
-    let name = name.map(listing::shown_name);
+    let name = name.map(pagemill_slab::shown_name);
     let option = name.as_ref().map_or_else(|| "--shrink".to_owned(), |name| format!("--shrink={}", shell_word(name)));
     let is_it = |process: &&Process| name.as_ref().is_none_or(|name| process.named(name).is_ok());
     let found: Vec<String> =

@@ -8,11 +8,11 @@ mod table;
 
 use crate::fail;
 use crate::requests::{Interrupt, unanswered_reason};
-use pagemill::Error;
-use pagemill::listing::{self, Unanswered};
-use pagemill::published;
-use pagemill::slab::{CacheKind, SlabInfo};
-use pagemill::stats::{Counter, Snapshot};
+use pagemill_core::Error;
+use pagemill_core::listing::Unanswered;
+use pagemill_core::published;
+use pagemill_core::stats::{Counter, Snapshot};
+use pagemill_slab::{CacheKind, SlabInfo};
 use pagemill_sys::file::Path;
 use serde_json::{Value, json};
 use std::io::{ErrorKind, Write as _};
@@ -115,7 +115,7 @@ fn request_slab_caches(
             targets.push((path, snapshot.identity));
         }
     }
-    let answers = listing::ask_for_slabs(&targets, || interrupt.has_signal());
+    let answers = pagemill_slab::ask_for_slabs(&targets, || interrupt.has_signal());
     for ((number, at), answer) in parts.into_iter().zip(answers) {
         let (process, unanswered) = &mut processes[number];
         match answer {
@@ -153,7 +153,7 @@ impl Process {
     /// Returns all caches with this name. The names are compared as they are shown. Returns an error message if
     /// there is none.
     fn named(&self, name: &str) -> Result<Vec<&Cache>, String> {
-        let shown = listing::shown_name(name);
+        let shown = pagemill_slab::shown_name(name);
         let named: Vec<&Cache> = self.caches.iter().filter(|cache| *cache.info.name == *shown).collect();
         if !named.is_empty() {
             return Ok(named);
@@ -258,7 +258,7 @@ impl Slabinfo {
             (Some(name), true) if texts.is_empty() => {
                 let names = processes.iter().flat_map(Process::names);
                 let instead = hints::suggestion(name, names);
-                fail(2, &format!("no process has a slab cache {}{instead}", listing::shown_name(name)))
+                fail(2, &format!("no process has a slab cache {}{instead}", pagemill_slab::shown_name(name)))
             }
             (None, true) if texts.is_empty() && !self.json => write("no process of yours has slab caches\n"),
             _ => write(&texts.concat()),
@@ -285,7 +285,7 @@ impl Slabinfo {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use pagemill::slab::NodeInfo;
+    use pagemill_slab::NodeInfo;
 
     /// Returns a cache with two memory nodes, the second without slabs.
     pub fn info(name: &str, kind: CacheKind) -> SlabInfo {

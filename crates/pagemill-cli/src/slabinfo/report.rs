@@ -1,8 +1,8 @@
 //! Details of slab caches, as text for one cache or as JSON for any number.
 
 use super::table::{self, Totals};
-use pagemill::slab::{CacheKind, NodeInfo, SlabInfo};
-use pagemill::units::Bytes;
+use pagemill_core::units::Bytes;
+use pagemill_slab::{CacheKind, NodeInfo, SlabInfo};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 

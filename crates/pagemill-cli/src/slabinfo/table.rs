@@ -1,7 +1,7 @@
 //! The table of slab caches: one row each with the columns of Linux's `slabinfo`, and the sums below.
 
-use pagemill::slab::{CacheKind, SlabInfo};
-use pagemill::units::{Bytes, os_page_bytes};
+use pagemill_core::units::{Bytes, os_page_bytes};
+use pagemill_slab::{CacheKind, SlabInfo};
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 
@@ -212,7 +212,7 @@ mod tests {
         let (owner, handle) = (info("nodes", CacheKind::ByOwner), info("entries", CacheKind::ByHandle));
         let handle = SlabInfo { is_given_up: true, ..handle };
         let mut fixed = SlabInfo { is_partial: true, ..info("boxes", CacheKind::Fixed) };
-        fixed.total = pagemill::slab::NodeInfo::default();
+        fixed.total = pagemill_slab::NodeInfo::default();
         fixed.active = 0;
         let order = ((64 << 10) / os_page_bytes()).ilog2();
         let text = text_of(&[&owner, &handle, &fixed], Style::default());

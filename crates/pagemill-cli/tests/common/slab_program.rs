@@ -4,8 +4,10 @@
 
 use super::holder::ObservedProgram;
 use super::{End, PAGEMILL, TestFolder, finish_answered, walk};
-use pagemill::Pagemill;
-use pagemill::slab::{self, ByOwner, Candidates, Done, Handle, Migrate, Moving, Settings, SlabInfo, Target};
+use pagemill_slab as slab;
+use pagemill_slab::SlabCache;
+use pagemill_slab::{ByOwner, Candidates, Done, Handle, Migrate, Moving, Settings, SlabInfo, Target};
+use pagemill_testbed::Testbed;
 use serde_json::Value;
 use std::io::Write;
 use std::path::PathBuf;
@@ -129,16 +131,16 @@ fn print_state(infos: &[SlabInfo]) {
 pub fn run() {
     let Some(folder) = std::env::var_os(PROGRAM_VARIABLE) else { return };
     // With a ratio of 0, objects are moved only by commands.
-    let settings = |name| Settings { defrag_used_ratio: 0, ..Settings::new(name) };
-    let slabs = Pagemill::of_process().unwrap().slabs;
+    let settings = |name| Settings::new(name).defrag_used_ratio(0);
+    let slabs = Testbed::of_process().unwrap().slabs;
     let entries = slabs.by_handle::<[u64; 24]>(settings("entries")).unwrap();
     let owner = NodeOwner { folder: folder.into(), objects: (0..COUNT).map(|_| AtomicPtr::default()).collect() };
     let nodes: ByOwner<NodeOwner> = slabs.by_owner(settings("nodes"), owner).unwrap();
-    let boxes = slabs.fixed::<u64>(Settings { debug: true, ..Settings::new("boxes") }).unwrap();
+    let boxes = slabs.fixed::<u64>(Settings::new("boxes").debug(true)).unwrap();
     let odd = slabs.fixed::<u64>(Settings::new(ODD_NAME)).unwrap();
     let handles: Vec<Handle<[u64; 24]>> = (0..COUNT).map(|number| entries.insert([number; 24]).unwrap()).collect();
     for (number, handle) in handles.iter().enumerate().filter(|(number, _)| !is_kept(*number as u64)) {
-        assert!(entries.remove(*handle).unwrap(), "{number}");
+        assert!(entries.remove(*handle).unwrap().is_some(), "{number}");
     }
     fill_nodes(&nodes);
     let kept: Vec<_> = (0..100).map(|number| boxes.insert(number).unwrap()).collect();
@@ -153,7 +155,7 @@ pub fn run() {
             break;
         }
     }
-    let guard = slab::pin();
+    let guard = slab::enter();
     for (number, handle) in handles.iter().enumerate() {
         let number = number as u64;
         assert_eq!(entries.get(*handle, &guard), is_kept(number).then_some(&[number; 24]));
@@ -175,12 +177,12 @@ fn fork_child() {
     // SAFETY: the child only creates a cache, writes a line, reads one and ends.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let own = Pagemill::of_process().unwrap().slabs.by_handle::<u64>(Settings::new("own")).unwrap();
+        let own = Testbed::of_process().unwrap().slabs.by_handle::<u64>(Settings::new("own")).unwrap();
         let handles: Vec<_> = (0..COUNT).map(|number| own.insert(number).unwrap()).collect();
-        handles.iter().skip(1).for_each(|handle| assert!(own.remove(*handle).unwrap()));
+        handles.iter().skip(1).for_each(|handle| assert!(own.remove(*handle).unwrap().is_some()));
         print_state(&[own.info().unwrap()]);
         let _ = std::io::stdin().read_line(&mut String::new());
-        assert_eq!(own.get(handles[0], &slab::pin()), Some(&0));
+        assert_eq!(own.get(handles[0], &slab::enter()), Some(&0));
         std::process::exit(0);
     }
     let mut status = -1;

@@ -2,11 +2,14 @@
 //! according to the kernel.
 #![allow(unsafe_code)] // queries the nodes of pages
 
-use pagemill::arena::Layout;
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::slab::{self, ByHandle, Handle, Settings};
-use pagemill::units::os_page_bytes;
-use pagemill::{Pagemill, Result};
+use pagemill_core::Result;
+use pagemill_core::arena::Layout;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::units::os_page_bytes;
+use pagemill_slab as slab;
+use pagemill_slab::SlabCache;
+use pagemill_slab::{ByHandle, Handle, Settings};
+use pagemill_testbed::Testbed;
 use std::ffi::{c_int, c_void};
 
 type Value = [u64; 24];
@@ -30,7 +33,7 @@ fn on_nodes(addresses: &[usize]) -> [u64; 2] {
 /// Checks that each value is intact, and that the kernel and the cache report the expected number of values on
 /// each node.
 fn check(step: &str, cache: &ByHandle<Value>, handles: &[Handle<Value>], expected: [u64; 2]) {
-    let guard = slab::pin();
+    let guard = slab::enter();
     let values: Vec<&Value> = handles.iter().map(|handle| cache.get(*handle, &guard).unwrap()).collect();
     assert!(values.iter().zip(0..).all(|(value, number)| **value == [number; 24]));
     let places: Vec<usize> = values.into_iter().map(|value| std::ptr::from_ref(value) as usize).collect();
@@ -43,16 +46,16 @@ fn check(step: &str, cache: &ByHandle<Value>, handles: &[Handle<Value>], expecte
 /// Moves values between the nodes, in blocks that are huge pages, and in blocks of small pages.
 pub fn move_between_nodes() -> Result<()> {
     for use_huge in [true, false] {
-        let slabs = Pagemill::new(Layout { use_huge, ..Layout::for_test() }, UNLIMITED)?.slabs;
+        let slabs = Testbed::new(Layout { use_huge, ..Layout::for_test() }, UNLIMITED)?.slabs;
         slabs.defrag_by_hand();
         let boxes = slabs.fixed::<Value>(Settings::new("boxes"))?;
         for (node, expected) in [(0, [1000, 0]), (1, [0, 1000])] {
-            let slots = (0..1000).map(|number| boxes.insert_on(node, [number; 24])).collect::<Result<Vec<_>>>()?;
+            let slots = (0..1000).map(|number| Ok(boxes.insert_on(node, [number; 24])?)).collect::<Result<Vec<_>>>()?;
             let places: Vec<usize> = slots.iter().map(|slot| std::ptr::from_ref(&**slot) as usize).collect();
             assert_eq!(on_nodes(&places), expected, "taken on node {node}");
         }
         let cache = slabs.by_handle::<Value>(Settings::new("values"))?;
-        let handles = (0..VALUES).map(|number| cache.insert([number; 24])).collect::<Result<Vec<_>>>()?;
+        let handles = (0..VALUES).map(|number| Ok(cache.insert([number; 24])?)).collect::<Result<Vec<_>>>()?;
         // The scheduler decides on which nodes the values were allocated.
         cache.move_objects(1, 0, VALUES)?;
         cache.shrink()?;

@@ -148,22 +148,14 @@ impl Account {
         arena::place(Self::new(limit))
     }
 
-    /// Registers a shrinker. Shrinkers are called in the order of registration, so cheaper ones must register first.
+    /// Registers a shrinker. Shrinkers are called in order of [`Shrinker::cost`], those of equal cost in order of
+    /// registration.
     ///
     /// # Panics
     ///
-    /// If more than eight owners register.
+    /// If more than three shrinkers of one cost register, or more than two of [`Cost::Purge`](super::Cost::Purge).
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
         self.owners.register(shrinker);
-    }
-
-    /// As [`Account::register`], but the owner is called after all others, also after those that register later.
-    ///
-    /// # Panics
-    ///
-    /// As [`Account::register`].
-    pub fn register_last(&self, shrinker: &'static dyn Shrinker) {
-        self.owners.register_last(shrinker);
     }
 
     /// Sets the helper thread that is woken when there is memory to give back again.

@@ -97,6 +97,19 @@ impl Reason {
     }
 }
 
+/// What it costs to give memory of an owner back.
+///
+/// Example: [`Shrinker`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cost {
+    /// The memory is free: the next allocation takes new memory.
+    Nothing,
+    /// The memory has contents that can be read again, such as clean pages of files.
+    Contents,
+    /// The memory has contents that the program computes again.
+    Purge,
+}
+
 /// An owner of memory that can give some of it back on request.
 ///
 /// ```
@@ -133,6 +146,11 @@ impl Reason {
 pub trait Shrinker: Sync {
     /// A short name for reports.
     fn name(&self) -> &'static str;
+
+    /// What giving memory back costs. Cheaper owners are called first.
+    fn cost(&self) -> Cost {
+        Cost::Contents
+    }
 
     /// Whether the shrinker may be called while the small allocator (jemalloc) holds its locks.
     fn may_nest(&self) -> bool;

@@ -7,7 +7,7 @@
 
 use super::aging::LeastOver;
 use super::governor::WORTHWHILE_BYTES;
-use super::{Shrinker, Urgency, Which};
+use super::{Cost, Shrinker, Urgency, Which};
 use crate::arena::Context;
 use crate::stats::{self, Counter};
 use pagemill_sys::clock;
@@ -128,24 +128,19 @@ impl RegisteredOwner {
 pub struct Owners([RegisteredOwner; MAX_OWNERS]);
 
 impl Owners {
-    /// Registers an owner in the first free slot.
+    /// Registers an owner, after those of the same cost.
     ///
     /// # Panics
     ///
-    /// If more than eight owners register.
+    /// If more owners of one cost register than there are slots: three, or two of [`Cost::Purge`].
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
-        let is_registered = self.0.iter().any(|owner| owner.shrinker.set(shrinker).is_ok());
-        assert!(is_registered, "more than {MAX_OWNERS} owners of memory");
-    }
-
-    /// Registers an owner in the last free slot. It is called after all owners that [`Owners::register`] registers.
-    ///
-    /// # Panics
-    ///
-    /// As [`Owners::register`].
-    pub fn register_last(&self, shrinker: &'static dyn Shrinker) {
-        let is_registered = self.0.iter().rev().any(|owner| owner.shrinker.set(shrinker).is_ok());
-        assert!(is_registered, "more than {MAX_OWNERS} owners of memory");
+        let slots = match shrinker.cost() {
+            Cost::Nothing => 0..3,
+            Cost::Contents => 3..6,
+            Cost::Purge => 6..MAX_OWNERS,
+        };
+        let is_registered = self.0[slots].iter().any(|owner| owner.shrinker.set(shrinker).is_ok());
+        assert!(is_registered, "too many owners of memory of cost {:?}", shrinker.cost());
     }
 
     fn callable(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
@@ -312,7 +307,7 @@ mod tests {
                 std::thread::yield_now();
             }
             // Set the time of the last progress back by more than a second.
-            owners.0[0].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
+            owners.0[3].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
             assert_eq!((stuck.calls.load(Relaxed), freeing.calls.load(Relaxed)), (1, 1));
             stuck.entry.release();

@@ -13,7 +13,7 @@ use super::class::Class;
 use super::slot::{Slot, SlotBytes, SlotClaim, SlotPhase, Slots};
 use super::{Heap, LocatedSlot, TICK_SHIFT};
 use pagemill_core::arena::block::Backing;
-use pagemill_core::reclaim::{Shrinker, Urgency, Which};
+use pagemill_core::reclaim::{Cost, Shrinker, Urgency, Which};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::trace::{self, Event};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
@@ -73,6 +73,10 @@ fn ages_in_group(class: usize) -> Ages {
 impl Shrinker for Heap {
     fn name(&self) -> &'static str {
         "heap"
+    }
+
+    fn cost(&self) -> Cost {
+        Cost::Nothing
     }
 
     fn may_nest(&self) -> bool {

@@ -367,7 +367,7 @@ mod tests {
     /// pass. If that percentage was `ALL_PERCENT`, the pass must also end the memory shortage.
     #[test]
     fn pass_that_frees_nothing_suspends_defragmentation() {
-        let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("passes") });
+        let cache = cache_of(slabs(), Settings::new("passes").defrag_used_ratio(RATIO));
         let engine = cache.engine();
         let used_slabs_and_blocks = engine.used_slabs_and_blocks() + 1;
         for (before, emptied, percent, is_suspended, is_memory_short) in [
@@ -410,7 +410,7 @@ mod tests {
     /// step may run.
     #[test]
     fn suspension_ends_when_a_64th_has_changed() {
-        let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("rest") });
+        let cache = cache_of(slabs(), Settings::new("rest").defrag_used_ratio(RATIO));
         let engine = cache.engine();
         let percent_at = |used: u64| criteria_for_step(engine, used).map(|search| search.percent);
         assert_eq!(percent_at(0), Some(RATIO));
@@ -428,7 +428,7 @@ mod tests {
     /// In an empty cache, a step must be worthwhile only if it can end a pass.
     #[test]
     fn step_is_worthwhile_if_it_can_end_a_pass() {
-        let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("ending") });
+        let cache = cache_of(slabs(), Settings::new("ending").defrag_used_ratio(RATIO));
         let engine = cache.engine();
         assert!(!is_step_worthwhile(engine) && !engine.awaits_unblocking_batch());
         engine.passes.is_ending.store(true, Relaxed);

@@ -16,7 +16,7 @@ const PER_BLOCK: u64 = SLABS_EACH * 512;
 
 /// Creates a cache with `blocks` full blocks. Returns the cache, and the numbers of the items in each block.
 fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<ItemOwner>, Vec<Vec<u64>>) {
-    let cache = cache_of(slabs, Settings { slab_bytes: Some(SLAB_BYTES), ..Settings::new("steps") });
+    let cache = cache_of(slabs, Settings::new("steps").slab_bytes(SLAB_BYTES));
     (0..blocks * PER_BLOCK).for_each(|number| cache.add(number));
     let mut by_block = BTreeMap::<usize, Vec<u64>>::new();
     for number in 0..blocks * PER_BLOCK {

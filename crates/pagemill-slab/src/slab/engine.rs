@@ -179,7 +179,7 @@ impl Engine {
         let nodes = shared.blocks.arena.nodes.count();
         let Object { layout, user_bytes, poisoned_range, set_up, is_movable, grace, handles } = object;
         [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
-        let checks = settings.debug.then(|| Checks::new(&settings.name, layout.size(), set_up.is_some()));
+        let checks = settings.is_debug.then(|| Checks::new(&settings.name, layout.size(), set_up.is_some()));
         // Debug mode has its own checks of free objects.
         let poisoned_range = if checks.is_some() { 0..0 } else { poisoned_range };
         let trailer = checks.as_ref().map_or(0, |_| Checks::TRAILER_BYTES);

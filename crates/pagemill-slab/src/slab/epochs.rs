@@ -123,7 +123,7 @@ impl GlobalEpoch {
 }
 
 #[cfg(not(loom))]
-pub use process_wide::{Guard, pin};
+pub use process_wide::{Guard, enter};
 #[cfg(not(loom))]
 pub(super) use process_wide::{begin_child, grace_epoch, is_reading, note_process, oldest_pinned, retire};
 
@@ -197,7 +197,7 @@ mod process_wide {
     /// Pins the current epoch, so that values can be read. Costs some nanoseconds and writes no shared cache line.
     /// Retired memory accumulates while the guard exists.
     #[inline]
-    pub fn pin() -> Guard {
+    pub fn enter() -> Guard {
         let participant = match PARTICIPANTS.get(thread_slots::own_slot() as usize) {
             Some(participant) => {
                 participant.begin(&GLOBAL_EPOCH.0);
@@ -294,13 +294,13 @@ mod process_wide {
         /// Objects that are retired under two guards must wait for both guards, but not for a newer one.
         #[test]
         fn retired_objects_wait_for_earlier_guards() {
-            let (first, second) = (pin(), pin());
+            let (first, second) = (enter(), enter());
             let (epoch, oldest_then) = retire();
             assert!(oldest_then <= epoch);
             drop(first);
             assert!(oldest_pinned() <= epoch, "the second guard is there");
             drop(second);
-            let later = pin();
+            let later = enter();
             let wait = |is_so: &dyn Fn() -> bool| {
                 while !is_so() {
                     std::thread::yield_now();
@@ -337,7 +337,7 @@ mod process_wide {
         #[test]
         fn slots_of_participants_are_kept() {
             let (slot, participant) = std::thread::spawn(|| {
-                let guard = pin();
+                let guard = enter();
                 let participant = guard.participant;
                 std::mem::forget(guard);
                 (thread_slots::own_slot(), participant)

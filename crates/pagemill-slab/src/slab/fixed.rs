@@ -2,8 +2,7 @@
 #![allow(unsafe_code)] // values in slots
 
 use super::engine::Engine;
-use super::info::{self, SlabInfo};
-use super::{Cache, CacheKind};
+use super::{Cache, CacheKind, InsertError, Settings, Slabs};
 use pagemill_core::error::Result;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -36,18 +35,18 @@ impl Cache for FixedInner {
 /// A cache of values of one type. A value keeps its address until it is dropped.
 ///
 /// ```
-/// use pagemill::{Pagemill, slab::Settings};
+/// use pagemill_slab::{FixedSlab, SlabCache};
 ///
-/// let cache = Pagemill::of_process()?.slabs.fixed::<String>(Settings::new("names"))?;
+/// let cache = FixedSlab::<String>::new("names")?;
 /// let mut name = cache.insert("page".to_owned())?; // a `Slot`, used as a `Box`
 /// name.push_str("mill");
 /// assert_eq!(name.into_inner(), "pagemill");
 /// cache.shrink()?; // the empty slab returns to the system
 /// assert_eq!(cache.info()?.total.used, 0);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct Fixed<T> {
-    inner: Arc<FixedInner>,
+    pub(super) inner: Arc<FixedInner>,
     _values: PhantomData<fn(T) -> T>,
 }
 
@@ -70,7 +69,25 @@ unsafe impl<T: Send> Send for Slot<'_, T> {}
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
 
 impl<T> Fixed<T> {
-    pub(super) fn new(inner: Arc<FixedInner>) -> Self {
+    /// Creates a cache with default parameters among the slab caches of the process.
+    ///
+    /// # Errors
+    ///
+    /// As [`Fixed::with`].
+    pub fn new(name: &str) -> Result<Self> {
+        Self::with(Settings::new(name))
+    }
+
+    /// Creates a cache among the slab caches of the process.
+    ///
+    /// # Errors
+    ///
+    /// As [`Slabs::fixed`].
+    pub fn with(settings: Settings) -> Result<Self> {
+        Slabs::of_process()?.fixed(settings)
+    }
+
+    pub(super) fn of_inner(inner: Arc<FixedInner>) -> Self {
         Self { inner, _values: PhantomData }
     }
 
@@ -80,12 +97,12 @@ impl<T> Fixed<T> {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]: the value is dropped.
+    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]. The error
+    /// returns the value.
     #[inline]
     #[track_caller]
-    pub fn insert(&self, value: T) -> Result<Slot<'_, T>> {
-        let object = self.inner.0.allocate()?;
-        Ok(self.write_value(object, value))
+    pub fn insert(&self, value: T) -> std::result::Result<Slot<'_, T>, InsertError<T>> {
+        self.insert_into(self.inner.0.allocate(), value)
     }
 
     /// As [`Fixed::insert`], in memory of one node.
@@ -94,40 +111,23 @@ impl<T> Fixed<T> {
     ///
     /// As [`Fixed::insert`]; [`pagemill_core::Error::BadNode`].
     #[track_caller]
-    pub fn insert_on(&self, node: usize, value: T) -> Result<Slot<'_, T>> {
-        let object = self.inner.0.allocate_on(node)?;
-        Ok(self.write_value(object, value))
+    pub fn insert_on(&self, node: usize, value: T) -> std::result::Result<Slot<'_, T>, InsertError<T>> {
+        self.insert_into(self.inner.0.allocate_on(node), value)
     }
 
     #[inline]
-    fn write_value(&self, object: usize, value: T) -> Slot<'_, T> {
+    fn insert_into(&self, object: Result<usize>, value: T) -> std::result::Result<Slot<'_, T>, InsertError<T>> {
+        let object = match object {
+            Ok(object) => object,
+            Err(error) => return Err(InsertError { value, error }),
+        };
         let at = object as *mut T;
         // SAFETY: `object` was just allocated. It is large and aligned enough for a `T`, and this call alone owns it.
         let at = unsafe {
             at.write(value);
             NonNull::new_unchecked(at)
         };
-        Slot { cache: &self.inner.0, at, _value: PhantomData }
-    }
-
-    /// Frees all memory that holds no value: free objects in magazines and barns, idle blocks, and empty slabs of
-    /// blocks in small pages. Returns by how many bytes the charge of the cache fell.
-    ///
-    /// # Errors
-    ///
-    /// [`pagemill_core::Error::Busy`] if another thread drains the cache for a second, or a thread was stopped during an
-    /// allocation or free.
-    pub fn shrink(&self) -> Result<u64> {
-        self.inner.shrink()
-    }
-
-    /// Returns the statistics of the cache.
-    ///
-    /// # Errors
-    ///
-    /// [`pagemill_core::Error::WrongState`] in a fork child.
-    pub fn info(&self) -> Result<SlabInfo> {
-        info::of(&*self.inner)
+        Ok(Slot { cache: &self.inner.0, at, _value: PhantomData })
     }
 }
 

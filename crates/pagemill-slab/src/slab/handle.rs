@@ -10,13 +10,12 @@ use super::deferred_drop::DeferredDrop;
 use super::defrag::{self, SHORT_GRACE_NS};
 use super::drain::DrainGuard;
 use super::engine::{Engine, Object};
-use super::epochs::{self, Epoch, Guard, pin};
+use super::epochs::{self, Epoch, Guard};
 use super::handles::{Handle, HandleTable, HandleWord, Key, Words};
-use super::info::{self, SlabInfo};
 use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
 use super::stock::{DrainedBatch, KEY_BATCH, KEY_CAPACITY, RETIRED_CAPACITY};
 use super::worker::unregister;
-use super::{Cache, CacheKind, Settings, Slabs};
+use super::{Cache, CacheKind, InsertError, Settings, Slabs};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, Backoff, Guarded, Padded, Relaxed, Release};
 use std::alloc::Layout;
@@ -154,7 +153,7 @@ impl<T: Movable> HandleInner<T> {
     #[cold]
     #[inline(never)]
     fn free_and_retire_slowly(&self, key: Option<Key>, object: usize) {
-        // If the closure of `remove_with` forked, this is the child. The value still belongs to the parent, and locks
+        // If the program forked while it read a removed value, this is the child. The value still belongs to the parent, and locks
         // may be held by threads that do not exist in the child.
         if self.engine.check_generation().is_err() {
             return;
@@ -293,7 +292,7 @@ impl<T: Movable> HandleInner<T> {
             unsafe { self.engine.free(object) };
         }
         match panic {
-            // A closure of `remove_with` is unwinding. A second panic would abort the process, so it is dropped.
+            // A reader of a removed value is unwinding. A second panic would abort the process, so it is dropped.
             Some(panic) if thread::panicking() => std::mem::forget(panic),
             Some(panic) => resume_unwind(panic),
             None => {}
@@ -395,6 +394,14 @@ impl<T: Movable> Cache for HandleInner<T> {
         self.drop_batches(finished);
         defrag::step(&self.engine, self, budget)
     }
+
+    fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
+        defrag::move_objects(&self.engine, self, from, to, most)
+    }
+
+    fn balance(&self) -> Result<Progress> {
+        defrag::balance(&self.engine, self)
+    }
 }
 
 impl<T: Movable> Mover for HandleInner<T> {
@@ -402,7 +409,7 @@ impl<T: Movable> Mover for HandleInner<T> {
     type Isolated = Guard;
 
     fn isolate(&self, _chunk: &mut Chunk) -> Guard {
-        pin()
+        epochs::enter()
     }
 
     /// Prefetches the word of the value's handle, because words are spread over the whole table.
@@ -454,36 +461,52 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// A cache of values that are reached by handle. The cache moves them by itself.
 ///
 /// ```
-/// use pagemill::{Pagemill, slab::{Settings, pin}};
+/// use pagemill_slab::{HandleMap, enter};
 ///
-/// let cache = Pagemill::of_process()?.slabs.by_handle::<String>(Settings::new("names"))?;
-/// let handle = cache.insert("one".into())?;
-/// assert_eq!(cache.get(handle, &pin()).map(|name| name.len()), Some(3)); // stays as it is while the guard is there
-/// let pinned = cache.pin_value(handle)?; // for longer, without a guard
+/// let names = HandleMap::<String>::new("names")?;
+/// let handle = names.insert("one".to_owned())?;
+/// assert_eq!(names.get(handle, &enter()).map(String::len), Some(3)); // the value stays until the guard is dropped
+/// let pinned = names.pin(handle)?; // keeps the value for longer, without a guard
 /// assert_eq!(pinned.as_deref().map(String::len), Some(3));
 /// drop(pinned);
-/// assert!(cache.remove(handle)? && cache.get(handle, &pin()).is_none());
-/// # Ok::<(), pagemill::Error>(())
+/// let removed = names.remove(handle)?;
+/// assert_eq!(removed.as_deref().map(String::as_str), Some("one"));
+/// assert!(names.get(handle, &enter()).is_none());
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct ByHandle<T: Movable> {
-    inner: Arc<HandleInner<T>>,
+    pub(super) inner: Arc<HandleInner<T>>,
     /// Copies of the fields in `inner`. They stay in registers from one call of a reader to the next.
     words: &'static Words,
     base: usize,
 }
 
-/// A value that was removed from its handle. Dropping this retires the value, also during unwinding.
-struct RemovedValue<'cache, T: Movable> {
+/// A value that was removed from its handle. Other readers may still read it. Dropping this retires the value, also
+/// during unwinding.
+///
+/// Example: [`ByHandle`].
+pub struct Removed<'cache, T: Movable> {
     cache: &'cache HandleInner<T>,
     /// The former handle of the value.
     key: Key,
     object: *mut HandledValue<T>,
 }
 
-impl<T: Movable> Drop for RemovedValue<'_, T> {
+impl<T: Movable> Drop for Removed<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
         self.cache.free_and_retire(self.key.next_generation(), self.object as usize);
+    }
+}
+
+impl<T: Movable> Deref for Removed<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: a live word referred to the object until `take_out` changed it, so the value is initialized and does
+        // not change (type invariant). Only the drop of `self` retires the object.
+        unsafe { &(*self.object).value }
     }
 }
 
@@ -532,22 +555,45 @@ impl Slabs {
 }
 
 impl<T: Movable> ByHandle<T> {
+    /// Creates a map with default parameters among the slab caches of the process.
+    ///
+    /// # Errors
+    ///
+    /// As [`ByHandle::with`].
+    pub fn new(name: &str) -> Result<Self> {
+        Self::with(Settings::new(name))
+    }
+
+    /// Creates a map among the slab caches of the process.
+    ///
+    /// # Errors
+    ///
+    /// As [`Slabs::fixed`].
+    pub fn with(settings: Settings) -> Result<Self> {
+        Slabs::of_process()?.by_handle(settings)
+    }
+
     /// Inserts a value and returns its handle.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`], [`Error::NoAddresses`], [`Error::System`]: the value is dropped. [`Error::WrongState`] in a
-    /// fork child.
+    /// [`Error::NoMemory`], [`Error::NoAddresses`], [`Error::System`]; [`Error::WrongState`] in a fork child. The error
+    /// returns the value.
     // Always inlined, so that the caller builds the value in place and uninitialized bytes are not copied.
     #[inline(always)]
     #[track_caller]
-    pub fn insert(&self, value: T) -> Result<Handle<T>> {
+    pub fn insert(&self, value: T) -> std::result::Result<Handle<T>, InsertError<T>> {
         let inner = &*self.inner;
-        inner.engine.check_generation()?;
+        if let Err(error) = inner.engine.check_generation() {
+            return Err(InsertError { value, error });
+        }
         let at_hand = inner.engine.allocate_together(|thread| inner.handles.stock(thread).keys.pop());
         let (object, key) = match at_hand {
             Some((object, bits)) => (object, Key::from_stock(bits)),
-            None => inner.allocate_slowly()?,
+            None => match inner.allocate_slowly() {
+                Ok(allocated) => allocated,
+                Err(error) => return Err(InsertError { value, error }),
+            },
         };
         inner.write(object, value, key.index());
         key.publish(self.words, object - inner.base);
@@ -563,31 +609,20 @@ impl<T: Movable> ByHandle<T> {
         Some(unsafe { &(*handle.key.address(word, self.base).cast::<HandledValue<T>>()).value })
     }
 
-    /// Removes a value. Returns whether the value existed. When its readers have finished, the value is dropped by this
-    /// call, a later one, or the background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], one of the
-    /// next removals, [`ByHandle::shrink`] or [`ByHandle::defrag_step`] drops it.
+    /// Removes a value, and returns it for reading; `None` if the handle is not live. If several threads remove the
+    /// value at once, one gets it. When all readers have finished, the value is dropped by this call, a later one, or
+    /// the background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], one of the next removals,
+    /// [`SlabCache::shrink`] or [`SlabCache::defrag_step`] drops it.
     ///
     /// Cost: a compare-and-swap and two stores into the thread's stock; for types with a destructor also a short lock.
+    /// No guard is needed, so reading the removed value costs less than [`ByHandle::get`] before the removal.
     ///
     /// # Errors
     ///
     /// [`Error::Busy`] if the value is pinned; [`Error::WrongState`] in a fork child.
     #[inline]
-    pub fn remove(&self, handle: Handle<T>) -> Result<bool> {
-        Ok(self.take_out(handle)?.is_some())
-    }
-
-    /// As [`ByHandle::remove`], and returns the result of `read` on the value. If several threads remove the value at
-    /// once, only one calls `read`. No guard is needed, so this costs less than [`ByHandle::get`] and a removal.
-    ///
-    /// # Errors
-    ///
-    /// As [`ByHandle::remove`].
-    #[inline]
-    pub fn remove_with<R>(&self, handle: Handle<T>, read: impl FnOnce(&T) -> R) -> Result<Option<R>> {
-        // SAFETY: a live word referred to the object until this call changed it, so the value is initialized and does
-        // not change (type invariant). Only this call retires the object, when `removed` is dropped.
-        Ok(self.take_out(handle)?.map(|removed| read(unsafe { &(*removed.object).value })))
+    pub fn remove(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
+        self.take_out(handle)
     }
 
     /// Removes the value from its handle, if the handle is live.
@@ -596,7 +631,7 @@ impl<T: Movable> ByHandle<T> {
     ///
     /// As [`ByHandle::remove`].
     #[inline(always)]
-    fn take_out(&self, handle: Handle<T>) -> Result<Option<RemovedValue<'_, T>>> {
+    fn take_out(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
         self.inner.engine.check_generation()?;
         while let Some(seen) = handle.key.live_word(self.words) {
             if seen.pins() > 0 {
@@ -604,7 +639,7 @@ impl<T: Movable> ByHandle<T> {
             }
             if handle.key.end_value(self.words, seen) {
                 let object = handle.key.address(seen, self.base).cast();
-                return Ok(Some(RemovedValue { cache: &self.inner, key: handle.key, object }));
+                return Ok(Some(Removed { cache: &self.inner, key: handle.key, object }));
             }
         }
         Ok(None)
@@ -622,7 +657,7 @@ impl<T: Movable> ByHandle<T> {
         let inner = &*self.inner;
         inner.engine.check_generation()?;
         loop {
-            let guard = pin();
+            let guard = epochs::enter();
             let Some(seen) = handle.key.live_word(self.words) else { return Ok(false) };
             if seen.pins() > 0 {
                 return Err(Error::Busy { what: "the value of this handle is pinned" });
@@ -647,7 +682,7 @@ impl<T: Movable> ByHandle<T> {
     /// # Errors
     ///
     /// [`Error::Busy`] if the value has seven pins.
-    pub fn pin_value(&self, handle: Handle<T>) -> Result<Option<Pinned<'_, T>>> {
+    pub fn pin(&self, handle: Handle<T>) -> Result<Option<Pinned<'_, T>>> {
         let inner = &*self.inner;
         while let Some(seen) = handle.key.live_word(self.words) {
             if inner.handles.pin(handle.key.index(), seen) {
@@ -660,61 +695,6 @@ impl<T: Movable> ByHandle<T> {
             }
         }
         Ok(None)
-    }
-
-    /// Packs all values into as few slabs and blocks as possible, drops removed values, and frees the unused memory,
-    /// including pages of the handle table. Returns the freed bytes. Otherwise as [`super::ByOwner::shrink`].
-    ///
-    /// # Errors
-    ///
-    /// As [`super::ByOwner::shrink`].
-    pub fn shrink(&self) -> Result<u64> {
-        self.inner.shrink()
-    }
-
-    /// As [`super::ByOwner::defrag_step`].
-    ///
-    /// # Errors
-    ///
-    /// As [`super::ByOwner::shrink`].
-    pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
-        self.inner.defrag(budget)
-    }
-
-    /// As [`super::ByOwner::move_objects`].
-    ///
-    /// # Errors
-    ///
-    /// As [`super::ByOwner::move_objects`].
-    pub fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
-        defrag::move_objects(&self.inner.engine, &*self.inner, from, to, most)
-    }
-
-    /// As [`super::ByOwner::balance`].
-    ///
-    /// # Errors
-    ///
-    /// As [`super::ByOwner::balance`].
-    pub fn balance(&self) -> Result<Progress> {
-        defrag::balance(&self.inner.engine, &*self.inner)
-    }
-
-    /// As [`super::ByOwner::set_defrag_used_ratio`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::BadRatio`].
-    pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
-        self.inner.engine.set_used_ratio(percent)
-    }
-
-    /// Returns the statistics of the cache.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongState`] in a fork child.
-    pub fn info(&self) -> Result<SlabInfo> {
-        info::of(&*self.inner)
     }
 
     /// Resident bytes of the table (8 for each handle, less freed pages) and of the threads' stocks.
@@ -774,7 +754,15 @@ impl<T: Movable> Drop for Pinned<'_, T> {
 }
 
 #[cfg(test)]
+use crate::SlabCache;
+
+#[cfg(test)]
 impl<T: Movable> ByHandle<T> {
+    /// Removes a value, and calls `read` with it.
+    pub(super) fn remove_with<R>(&self, handle: Handle<T>, read: impl FnOnce(&T) -> R) -> Result<Option<R>> {
+        Ok(self.remove(handle)?.map(|removed| read(&removed)))
+    }
+
     pub(super) fn engine(&self) -> &Engine {
         &self.inner.engine
     }

@@ -42,7 +42,7 @@ impl Drop for Link {
         let lists = &self.lists;
         lists.max_nested.fetch_max(lists.nested.fetch_add(1, Relaxed) + 1, Relaxed);
         if let (Some(next), Some(caches)) = (self.next, lists.caches.get()) {
-            assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap());
+            assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap().is_some());
         }
         lists.nested.fetch_sub(1, Relaxed);
         lists.dropped.fetch_add(1, Relaxed);
@@ -66,7 +66,7 @@ fn destructors_nest_once_per_cache() {
                 *head = Some(made[number % caches].insert(link).unwrap());
             }
         }
-        heads.into_iter().flatten().for_each(|head| assert!(made[0].remove(head).unwrap()));
+        heads.into_iter().flatten().for_each(|head| assert!(made[0].remove(head).unwrap().is_some()));
         // Readers of other tests may delay them.
         while lists.dropped.load(Relaxed) < LISTS * LENGTH {
             made.iter().for_each(|cache| _ = cache.shrink().unwrap());
@@ -104,14 +104,14 @@ fn caches_can_be_dropped_in_destructors_of_values() {
     let slabs = slabs();
     let dropped = Arc::new(AtomicUsize::new(0));
     let nest = |inner| Nest { _inner: inner, dropped: dropped.clone() };
-    let guard = pin();
+    let guard = enter();
     let mut outer = None;
     for _ in 0..CACHES {
         let cache = Box::new(slabs.by_handle::<Nest>(Settings::new("nest")).unwrap());
         let handles: Vec<_> = (1..EACH).map(|_| cache.insert(nest(None)).unwrap()).collect();
         // The value that is removed last, and waits for the reader, owns the other caches.
         let last = cache.insert(nest(outer.take())).unwrap();
-        handles.iter().step_by(2).chain([&last]).for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+        handles.iter().step_by(2).chain([&last]).for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
         outer = Some(cache);
     }
     assert_eq!((slabs.list().len(), dropped.load(Relaxed)), (CACHES, 0));
@@ -149,15 +149,15 @@ fn handles_find_values_after_moves() {
         let cache = slabs.by_handle::<Value>(Settings::new("packed")).unwrap();
         let handles: Vec<_> = (0..100_000).map(|number| cache.insert(value(number)).unwrap()).collect();
         for (number, handle) in handles.iter().enumerate() {
-            assert!(number % 10 == 3 || cache.remove(*handle).unwrap());
+            assert!(number % 10 == 3 || cache.remove(*handle).unwrap().is_some());
         }
-        assert!(!cache.remove(handles[0]).unwrap(), "it has gone");
-        let address = |handle| std::ptr::from_ref(cache.get(handle, &pin()).unwrap()) as usize;
+        assert!(!cache.remove(handles[0]).unwrap().is_some(), "it has gone");
+        let address = |handle| std::ptr::from_ref(cache.get(handle, &enter()).unwrap()) as usize;
         let before: Vec<usize> = handles.iter().skip(3).step_by(10).map(|handle| address(*handle)).collect();
         assert!(cache.pack() >= 8 * BLOCK_BYTES as u64);
         let after: Vec<usize> = handles.iter().skip(3).step_by(10).map(|handle| address(*handle)).collect();
         assert!(before.iter().zip(&after).filter(|(before, after)| before != after).count() > 5_000);
-        let guard = pin();
+        let guard = enter();
         for (number, handle) in handles.iter().enumerate() {
             let found = cache.get(*handle, &guard);
             assert_eq!(found, (number % 10 == 3).then(|| value(number as u64)).as_ref());
@@ -182,14 +182,14 @@ fn values_are_dropped_once() {
     let count = || dropped.iter().map(|count| count.load(Relaxed)).sum::<usize>();
     let cache = slabs().by_handle(Settings::new("dropped")).unwrap();
     let handles: Vec<_> = (0..VALUES).map(|number| cache.insert(counted(number)).unwrap()).collect();
-    let guard = pin();
+    let guard = enter();
     let first = cache.get(handles[1], &guard).unwrap();
     for (number, handle) in handles.iter().enumerate() {
         match number % 4 {
             0 => {}
-            1 => assert!(cache.remove(*handle).unwrap()),
+            1 => assert!(cache.remove(*handle).unwrap().is_some()),
             2 => assert!(cache.update(*handle, |old| counted(old.number as usize + VALUES)).unwrap()),
-            _ => assert!(cache.remove(*handle).unwrap() && !cache.remove(*handle).unwrap()),
+            _ => assert!(cache.remove(*handle).unwrap().is_some() && cache.remove(*handle).unwrap().is_none()),
         }
     }
     assert_eq!((count(), first.number), (0, 1), "a reader is there");
@@ -197,7 +197,7 @@ fn values_are_dropped_once() {
     cache.pack();
     assert_eq!(count(), VALUES / 4 * 3);
     assert!(cache.info().unwrap().moved > 1_000);
-    let pin_again = cache.pin_value(handles[0]).unwrap().unwrap();
+    let pin_again = cache.pin(handles[0]).unwrap().unwrap();
     std::mem::forget(pin_again);
     drop(cache);
     assert!(dropped.iter().take(VALUES).all(|count| count.load(Relaxed) == 1));
@@ -224,7 +224,7 @@ fn panicking_destructor_does_not_stop_others() {
     let is_gone = |number: usize| dropped[number].load(Relaxed) == 1;
     let mut failures = 0;
     for handle in &handles[..200] {
-        failures += usize::from(fails(&mut || assert!(cache.remove(*handle).unwrap())));
+        failures += usize::from(fails(&mut || assert!(cache.remove(*handle).unwrap().is_some())));
     }
     // Readers of other tests may take longer than one shrink waits.
     let began = Instant::now();
@@ -233,7 +233,7 @@ fn panicking_destructor_does_not_stop_others() {
         failures += usize::from(fails(&mut || _ = cache.shrink()));
     }
     assert!((1..=4).contains(&failures), "{failures}");
-    assert!(handles[..200].iter().all(|handle| cache.get(*handle, &pin()).is_none()));
+    assert!(handles[..200].iter().all(|handle| cache.get(*handle, &enter()).is_none()));
     let mut cache = Some(cache);
     assert!(fails(&mut || drop(cache.take())));
     assert!((0..400).all(is_gone));
@@ -268,14 +268,14 @@ fn drop_under_a_guard_frees_all_memory() {
     handles
         .iter()
         .enumerate()
-        .for_each(|(number, handle)| assert!(number % 100 == 0 || cache.remove(*handle).unwrap()));
+        .for_each(|(number, handle)| assert!(number % 100 == 0 || cache.remove(*handle).unwrap().is_some()));
     // Frees the removed values without moving anything.
     cache.set_defrag_used_ratio(0).unwrap();
     while cache.info().unwrap().active > 1_000 {
         cache.defrag_step(Duration::ZERO).unwrap();
     }
     cache.set_defrag_used_ratio(100).unwrap();
-    let guard = pin();
+    let guard = enter();
     let moved = cache.defrag_step(Duration::from_secs(1)).unwrap().moved;
     let info = cache.info().unwrap();
     assert!(moved > 0 && cache.engine().has_batches());
@@ -299,7 +299,7 @@ fn shrink_drops_values_that_sleeping_threads_removed() {
             scope.spawn(move || {
                 let counted = |number| Counted { number: thread * 100 + number, dropped: dropped.clone() };
                 let handles: Vec<_> = (0..100).map(|number| cache.insert(counted(number)).unwrap()).collect();
-                assert!(handles.iter().all(|handle| cache.remove(*handle).unwrap()));
+                assert!(handles.iter().all(|handle| cache.remove(*handle).unwrap().is_some()));
                 removed.wait();
                 ended.wait();
             });
@@ -313,15 +313,15 @@ fn shrink_drops_values_that_sleeping_threads_removed() {
 }
 
 fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
-    let cache = slabs().by_handle::<T>(Settings { defrag_used_ratio: 0, ..Settings::new("waiting") }).unwrap();
+    let cache = slabs().by_handle::<T>(Settings::new("waiting").defrag_used_ratio(0)).unwrap();
     let handles: Vec<_> = (0..4_000).map(|_| cache.insert(value.clone()).unwrap()).collect();
     let active_and_waiting = || {
         let info = cache.info().unwrap();
         (info.active, info.waiting)
     };
     assert_eq!(active_and_waiting(), (4_000, 0));
-    let guard = pin();
-    handles[..3_000].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+    let guard = enter();
+    handles[..3_000].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
     handles[3_900..].iter().for_each(|handle| assert!(cache.update(*handle, T::clone).unwrap()));
     assert_eq!(active_and_waiting(), (4_100, 3_100));
     drop(guard);
@@ -342,10 +342,10 @@ fn values_that_wait_for_readers_are_counted() {
 fn pinned_values_keep_address_and_contents() {
     let cache = slabs().by_handle::<Value>(Settings::new("pinned")).unwrap();
     let handles: Vec<_> = (0..50_000).map(|number| cache.insert(value(number)).unwrap()).collect();
-    let pins: Vec<_> = handles.iter().step_by(5_000).map(|handle| cache.pin_value(*handle).unwrap().unwrap()).collect();
+    let pins: Vec<_> = handles.iter().step_by(5_000).map(|handle| cache.pin(*handle).unwrap().unwrap()).collect();
     let addresses: Vec<_> = pins.iter().map(|pin| std::ptr::from_ref(&**pin)).collect();
     for (number, handle) in handles.iter().enumerate() {
-        assert!(number % 10 == 0 || cache.remove(*handle).unwrap());
+        assert!(number % 10 == 0 || cache.remove(*handle).unwrap().is_some());
     }
     assert!(matches!(cache.remove(handles[0]), Err(Error::Busy { .. })));
     assert!(matches!(cache.update(handles[0], |old| *old), Err(Error::Busy { .. })));
@@ -355,13 +355,13 @@ fn pinned_values_keep_address_and_contents() {
     for (at, (pin, address)) in pins.iter().zip(addresses).enumerate() {
         assert_eq!((std::ptr::from_ref(&**pin), **pin), (address, value(at as u64 * 5_000)));
     }
-    let most: Vec<_> = (0..6).map(|_| cache.pin_value(handles[0]).unwrap().unwrap()).collect();
-    assert_eq!(cache.get(handles[0], &pin()), Some(&value(0)));
-    assert!(matches!(cache.pin_value(handles[0]), Err(Error::Busy { .. })));
+    let most: Vec<_> = (0..6).map(|_| cache.pin(handles[0]).unwrap().unwrap()).collect();
+    assert_eq!(cache.get(handles[0], &enter()), Some(&value(0)));
+    assert!(matches!(cache.pin(handles[0]), Err(Error::Busy { .. })));
     drop((most, pins));
     cache.pack();
     assert_eq!((cache.info().unwrap().total.partial, cache.info().unwrap().total.blocks), (1, 1));
-    assert!(cache.remove(handles[0]).unwrap() && cache.pin_value(handles[0]).unwrap().is_none());
+    assert!(cache.remove(handles[0]).unwrap().is_some() && cache.pin(handles[0]).unwrap().is_none());
 }
 
 /// Of several concurrent calls of `remove_with`, only one may read the value. A pinned value must be refused. If the
@@ -376,12 +376,12 @@ fn remove_with_shows_a_value_to_one_removal() {
         assert!(cache.remove_with(*handle, |_| panic!("it has gone")).unwrap().is_none());
     }
     let kept = cache.insert(value(7)).unwrap();
-    let pinned = cache.pin_value(kept).unwrap();
+    let pinned = cache.pin(kept).unwrap();
     assert!(matches!(cache.remove_with(kept, |_| panic!("it is pinned")), Err::<Option<()>, _>(Error::Busy { .. })));
     drop(pinned);
     assert!(catch_unwind(AssertUnwindSafe(|| cache.remove_with(kept, |_| panic!("a look")))).is_err());
     cache.pack();
-    assert_eq!((cache.info().unwrap().active, cache.get(kept, &pin())), (0, None));
+    assert_eq!((cache.info().unwrap().active, cache.get(kept, &enter())), (0, None));
 
     let texts = slabs.by_handle::<String>(Settings::new("texts")).unwrap();
     let text = texts.insert("one".to_owned()).unwrap();
@@ -452,17 +452,17 @@ fn handle_table_shrinks() {
     let handles: Vec<_> = (0..100_000).map(|number| cache.insert(number).unwrap()).collect();
     let full = cache.handle_bytes();
     assert!((800_000..900_000).contains(&full), "{full}");
-    handles.iter().skip(1_000).for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+    handles.iter().skip(1_000).for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
     cache.pack();
     assert!(cache.handle_bytes() <= 16 << 10, "{}", cache.handle_bytes());
     let again: Vec<_> = (0..100_000).map(|number| cache.insert(number).unwrap()).collect();
-    let guard = pin();
+    let guard = enter();
     assert!(handles.iter().skip(1_000).all(|handle| cache.get(*handle, &guard).is_none()));
     assert!(again.iter().enumerate().all(|(number, handle)| cache.get(*handle, &guard) == Some(&(number as u64))));
     drop((guard, cache));
     let next = slabs.by_handle::<u64>(Settings::new("next")).unwrap();
     (0..200_000).for_each(|number| _ = next.insert(number).unwrap());
-    let guard = pin();
+    let guard = enter();
     assert!(handles.iter().chain(&again).all(|handle| next.get(*handle, &guard).is_none()));
     assert!(next.get(Handle::from_bits(u64::MAX), &guard).is_none());
 }
@@ -474,7 +474,10 @@ fn values_are_packed_at_a_memory_limit() {
     let (slabs, account) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
     let cache = slabs.by_handle::<Value>(Settings::new("limit")).unwrap();
     let handles: Vec<_> = (0..70_000).map(|number| cache.insert(value(number)).unwrap()).collect();
-    handles.iter().enumerate().for_each(|(number, handle)| assert!(number % 10 == 0 || cache.remove(*handle).unwrap()));
+    handles
+        .iter()
+        .enumerate()
+        .for_each(|(number, handle)| assert!(number % 10 == 0 || cache.remove(*handle).unwrap().is_some()));
     // The values that were removed last are freed by a later call.
     while !cache.defrag_step(Duration::ZERO).unwrap().is_done && cache.info().unwrap().active > 7_100 {}
     assert!(account.resident() > 6 * BLOCK_BYTES as u64);
@@ -483,13 +486,13 @@ fn values_are_packed_at_a_memory_limit() {
     let insert = |_| loop {
         match other.insert([1; 4000]) {
             Ok(slot) => break slot,
-            Err(Error::NoMemory { .. }) => std::thread::sleep(Duration::from_millis(1)),
+            Err(InsertError { error: Error::NoMemory { .. }, .. }) => std::thread::sleep(Duration::from_millis(1)),
             Err(error) => panic!("{error}"),
         }
     };
     let slots: Vec<_> = (0..2_000).map(insert).collect();
     assert!(cache.info().unwrap().moved > 1_000);
-    let guard = pin();
+    let guard = enter();
     assert!(
         handles.iter().step_by(10).zip(0..).all(|(handle, at)| cache.get(*handle, &guard) == Some(&value(at * 10)))
     );
@@ -503,8 +506,8 @@ fn removed_values_are_freed_at_a_memory_limit() {
     let (slabs, _) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
     let cache = slabs.by_handle::<Value>(Settings::new("limit")).unwrap();
     let handles: Vec<_> = (0..70_000).map(|number| cache.insert(value(number)).unwrap()).collect();
-    let guard = pin();
-    handles.iter().for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+    let guard = enter();
+    handles.iter().for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
     let other = slabs.fixed::<[u8; 4000]>(Settings::new("other")).unwrap();
     let mut slots = Vec::new();
     let error = loop {
@@ -513,7 +516,7 @@ fn removed_values_are_freed_at_a_memory_limit() {
             Err(error) => break error,
         }
     };
-    assert!(matches!(error, Error::NoMemory { .. }) && slots.len() < 1_000 && cache.in_retire_list() > 69_000);
+    assert!(matches!(error.error, Error::NoMemory { .. }) && slots.len() < 1_000 && cache.in_retire_list() > 69_000);
     drop(guard);
     let began = Instant::now();
     while slots.len() < 2_000 {
@@ -534,7 +537,7 @@ fn values_move_between_nodes() {
     }
     cache.balance().unwrap();
     assert_eq!(cache.info().unwrap().nodes.iter().map(|node| node.used).collect::<Vec<_>>(), [1_500, 1_500]);
-    let guard = pin();
+    let guard = enter();
     assert!(handles.iter().zip(0..).all(|(handle, number)| cache.get(*handle, &guard) == Some(&value(number))));
 }
 
@@ -578,23 +581,23 @@ fn threads_use_values_while_they_move() {
                 }
                 3 | 4 if !handles.is_empty() => {
                     let handle = handles.swap_remove(at);
-                    assert!(cache.remove(handle).unwrap());
+                    assert!(cache.remove(handle).unwrap().is_some());
                     known.remove(&handle);
-                    assert!(cache.get(handle, &pin()).is_none());
+                    assert!(cache.get(handle, &enter()).is_none());
                 }
                 5 if !handles.is_empty() => {
                     assert!(cache.update(handles[at], |old| owned(old.words[0] ^ 1)).unwrap());
                     *known.get_mut(&handles[at]).unwrap() ^= 1;
                 }
                 _ if !handles.is_empty() => {
-                    let guard = pin();
+                    let guard = enter();
                     let found = cache.get(handles[at], &guard).unwrap();
                     assert_eq!(*found.words, [known[&handles[at]]; 4]);
                 }
                 _ => {}
             }
         }
-        let guard = pin();
+        let guard = enter();
         assert!(known.iter().all(|(handle, number)| *cache.get(*handle, &guard).unwrap().words == [*number; 4]));
         handles.len()
     };

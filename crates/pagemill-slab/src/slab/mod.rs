@@ -30,12 +30,12 @@ mod drain;
 mod engine;
 mod epochs;
 mod fixed;
-mod forked;
 mod handle;
 #[cfg(all(test, not(shuttle)))]
 mod handle_tests;
 mod handles;
 mod info;
+mod kinds;
 mod lists;
 mod magazine;
 mod meta;
@@ -48,6 +48,7 @@ mod node_tests;
 mod owner;
 #[cfg(all(test, not(shuttle)))]
 mod owner_tests;
+mod part;
 mod poison;
 mod records;
 mod shape;
@@ -65,11 +66,12 @@ mod worker;
 mod worker_tests;
 mod xnodes;
 
-pub use epochs::{Guard, pin};
+pub use epochs::{Guard, enter};
 pub use fixed::{Fixed, Slot};
-pub use handle::{ByHandle, Movable, Pinned};
+pub use handle::{ByHandle, Movable, Pinned, Removed};
 pub use handles::Handle;
 pub use info::{NodeInfo, SlabInfo};
+pub use kinds::{InsertError, SlabCache};
 pub use migrate::Progress;
 pub use owner::{ByOwner, Candidates, Done, Migrate, Moving, New, Target};
 pub use pagemill_core::listing::ShrinkReport;
@@ -85,7 +87,7 @@ use handles::HandleTable;
 use magazine::MagazineRange;
 use pagemill_core::arena::{Arena, place};
 use pagemill_core::error::{Error, Result};
-use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Guarded, Relaxed};
 use pagemill_sys::clock;
@@ -107,43 +109,58 @@ const DEFRAG_USED_RATIO: u32 = 30;
 /// Parameters of a cache.
 ///
 /// ```
-/// use pagemill::{Pagemill, slab::Settings};
+/// use pagemill_slab::{HandleMap, Settings, SlabCache};
 ///
-/// let settings = Settings { defrag_used_ratio: 50, debug: true, ..Settings::new("sessions") };
-/// let cache = Pagemill::of_process()?.slabs.by_handle::<u64>(settings)?;
+/// let cache = HandleMap::<u64>::with(Settings::new("sessions").defrag_used_ratio(50).debug(true))?;
 /// assert!(cache.info()?.is_debug);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Clone, Debug)]
+#[must_use]
 pub struct Settings {
-    /// Name of the cache in reports.
-    pub name: String,
-    /// Slab size in bytes: a power of two, at least 16 KiB and one OS page, at most 2 MiB. `None`: chosen by the object
-    /// size.
-    pub slab_bytes: Option<usize>,
-    /// Slabs and blocks that are used by less than this percentage are emptied by defragmentation, both by calls and in
-    /// the background. 0 empties none, 100 all that are not full. The background thread runs callbacks of owners and
-    /// destructors of removed values, except for caches with ratio 0 and after [`Slabs::defrag_by_hand`].
-    pub defrag_used_ratio: u32,
-    /// Percentage of cases in which a node without free objects uses free objects of other nodes before a new slab is
-    /// set up.
-    pub remote_node_defrag_ratio: u32,
-    /// Debug mode: detects damage with redzones and poison, and records the callers that allocated and freed an object.
-    /// Each allocation and free then acquires a lock and checks the object.
-    pub debug: bool,
+    name: String,
+    slab_bytes: Option<usize>,
+    defrag_used_ratio: u32,
+    remote_node_defrag_ratio: u32,
+    is_debug: bool,
 }
 
 impl Settings {
-    /// Default parameters: the slab size follows from the object size, the ratios are those of Linux, and debug mode is
-    /// off.
+    /// Default parameters. Reports show the cache under `name`.
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
             slab_bytes: None,
             defrag_used_ratio: DEFRAG_USED_RATIO,
             remote_node_defrag_ratio: 100,
-            debug: false,
+            is_debug: false,
         }
+    }
+
+    /// Sets the slab size in bytes: a power of two, at least 16 KiB and one OS page, at most 2 MiB. With `None`, the
+    /// default, the size follows from the object size.
+    pub fn slab_bytes(self, slab_bytes: impl Into<Option<usize>>) -> Self {
+        Self { slab_bytes: slab_bytes.into(), ..self }
+    }
+
+    /// Slabs and blocks that are used by less than this percentage are emptied by defragmentation, both by calls and in
+    /// the background. 0 empties none, 100 all that are not full; the default is 30, as in Linux. The background thread
+    /// runs callbacks of owners and destructors of removed values, except for caches with ratio 0 and after
+    /// [`Slabs::defrag_by_hand`].
+    pub fn defrag_used_ratio(self, percent: u32) -> Self {
+        Self { defrag_used_ratio: percent, ..self }
+    }
+
+    /// Sets the percentage of cases in which a node without free objects uses free objects of other nodes before a new
+    /// slab is set up. The default is 100.
+    pub fn remote_node_defrag_ratio(self, percent: u32) -> Self {
+        Self { remote_node_defrag_ratio: percent, ..self }
+    }
+
+    /// Whether the cache detects damage with redzones and poison, and records the callers that allocated and freed an
+    /// object. Each allocation and free then acquires a lock and checks the object. The default is false.
+    pub fn debug(self, is_debug: bool) -> Self {
+        Self { is_debug, ..self }
     }
 }
 
@@ -271,6 +288,16 @@ trait Cache: Send + Sync {
         Ok(Progress { is_done: true, ..Progress::default() })
     }
 
+    /// As [`SlabCache::move_objects`].
+    fn move_objects(&self, _from: usize, _to: usize, _most: u64) -> Result<Progress> {
+        Ok(Progress { is_done: true, ..Progress::default() })
+    }
+
+    /// As [`SlabCache::balance`].
+    fn balance(&self) -> Result<Progress> {
+        Ok(Progress { is_done: true, ..Progress::default() })
+    }
+
     /// Frees unused memory without calling user callbacks. With `Limit`, also drains magazines and packs objects.
     /// Returns the bytes that were returned to the system. These do not include whole blocks that become free, which
     /// keep their memory.
@@ -362,7 +389,7 @@ impl Slabs {
             grace: Grace::of_all,
             handles: None,
         };
-        self.create_cache(settings, object, fixed::FixedInner::new).map(Fixed::new)
+        self.create_cache(settings, object, fixed::FixedInner::new).map(Fixed::of_inner)
     }
 
     /// Creates the inner part of a cache under a new cache id, and registers it.
@@ -461,29 +488,15 @@ impl Slabs {
         }
         whole
     }
-
-    /// Resident bytes of the metadata of all caches.
-    pub fn metadata_bytes(&self) -> u64 {
-        let of_nodes = self.nodes.metadata_bytes();
-        of_nodes + self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes() + shared.resident_bytes())
-    }
-
-    /// Acquires the locks, so that a fork copies consistent state.
-    pub fn acquire_for_fork(&self) {
-        self.worker.acquire_for_fork();
-        self.nodes.acquire_for_fork();
-        self.caches.acquire_when(|_| true);
-        if let Some(shared) = self.shared.get() {
-            shared.ids.acquire_when(|_| true);
-            shared.free_handle_tables.acquire_when(|_| true);
-            shared.blocks.acquire_for_fork();
-        }
-    }
 }
 
 impl Shrinker for Slabs {
     fn name(&self) -> &'static str {
         "slabs"
+    }
+
+    fn cost(&self) -> Cost {
+        Cost::Nothing
     }
 
     fn may_nest(&self) -> bool {

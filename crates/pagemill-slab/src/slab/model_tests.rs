@@ -88,7 +88,7 @@ impl<const WORDS: usize> Model<WORDS> {
         for _ in 0..count {
             let Some(key) = self.random_key(random) else { return };
             let (handle, _) = self.values.remove(&key).unwrap();
-            assert!(self.cache.remove(handle).unwrap());
+            assert!(self.cache.remove(handle).unwrap().is_some());
             self.removed.push(handle);
         }
     }
@@ -109,7 +109,7 @@ impl<const WORDS: usize> Model<WORDS> {
 
     /// Packs once while a value is pinned, which must not move it, and once without pins.
     fn shrink(&mut self, random: &mut Random) {
-        let pinned = self.random_key(random).map(|key| self.cache.pin_value(self.values[&key].0).unwrap().unwrap());
+        let pinned = self.random_key(random).map(|key| self.cache.pin(self.values[&key].0).unwrap().unwrap());
         let address = pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned));
         self.cache.pack();
         assert_eq!(pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned)), address);
@@ -138,7 +138,7 @@ impl<const WORDS: usize> Model<WORDS> {
     }
 
     fn check(&self) {
-        let guard = pin();
+        let guard = enter();
         for (handle, number) in self.values.values() {
             assert_eq!(self.cache.get(*handle, &guard).unwrap().words, [*number; WORDS]);
         }
@@ -156,7 +156,7 @@ fn run<const WORDS: usize>(what: &str, use_huge: bool, debug: bool) {
     let nodes = Nodes::logical(NODES);
     let (slabs, account) = slabs_with(Layout { nodes, use_huge, ..Layout::for_test() }, UNLIMITED);
     let mut random = Random::seeded(what);
-    let mut model = Model::<WORDS>::new(slabs, Settings { debug, ..Settings::new(what) });
+    let mut model = Model::<WORDS>::new(slabs, Settings::new(what).debug(debug));
     for step in 0..400 {
         model.do_random_operation(&mut random);
         if step % 8 == 0 {

@@ -5,7 +5,6 @@
 use super::batch::Grace;
 use super::defrag;
 use super::engine::{Engine, Object, SetUp};
-use super::info::{self, SlabInfo};
 use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
 use super::worker::unregister;
 use super::{Cache, CacheKind, Settings, Slabs};
@@ -250,6 +249,14 @@ impl<M: Migrate> Cache for OwnerInner<M> {
     fn defrag(&self, budget: Duration) -> Result<Progress> {
         defrag::step(&self.engine, self, budget)
     }
+
+    fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
+        defrag::move_objects(&self.engine, self, from, to, most)
+    }
+
+    fn balance(&self) -> Result<Progress> {
+        defrag::balance(&self.engine, self)
+    }
 }
 
 impl<M: Migrate> Mover for OwnerInner<M> {
@@ -277,7 +284,7 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 ///
 /// Example: [`Migrate`].
 pub struct ByOwner<M: Migrate> {
-    inner: Arc<OwnerInner<M>>,
+    pub(super) inner: Arc<OwnerInner<M>>,
 }
 
 impl Slabs {
@@ -303,6 +310,24 @@ impl Slabs {
 }
 
 impl<M: Migrate> ByOwner<M> {
+    /// Creates a cache with default parameters among the slab caches of the process. `owner` moves its objects.
+    ///
+    /// # Errors
+    ///
+    /// As [`ByOwner::with`].
+    pub fn new(name: &str, owner: M) -> Result<Self> {
+        Self::with(Settings::new(name), owner)
+    }
+
+    /// Creates a cache among the slab caches of the process. `owner` moves its objects.
+    ///
+    /// # Errors
+    ///
+    /// As [`Slabs::fixed`].
+    pub fn with(settings: Settings, owner: M) -> Result<Self> {
+        Slabs::of_process()?.by_owner(settings, owner)
+    }
+
     pub fn owner(&self) -> &M {
         &self.inner.owner
     }
@@ -351,78 +376,6 @@ impl<M: Migrate> ByOwner<M> {
     /// The NUMA node of the memory of an object of this cache.
     pub fn node_of(&self, object: NonNull<M::Object>) -> usize {
         self.inner.engine.node_of(object.as_ptr() as usize)
-    }
-
-    /// Packs all objects into as few slabs and blocks as possible, and frees the unused memory.
-    ///
-    /// Afterwards each node has at most one partial slab, unless some objects could not be moved. Returns by how many
-    /// bytes the charge of the cache fell. Waits for readers, at most one second, so it must not be called under a
-    /// guard.
-    ///
-    /// # Errors
-    ///
-    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache for a second, or a thread was stopped during an
-    /// allocation or free.
-    ///
-    /// # Panics
-    ///
-    /// If `isolate` or `migrate` panics: the slab is unusable afterwards.
-    pub fn shrink(&self) -> Result<u64> {
-        self.inner.shrink()
-    }
-
-    /// Runs a step of defragmentation for about `budget`: empties slabs and blocks that are used by less than the
-    /// cache's ratio. The time is checked after every 64 objects, but at least one slab is finished. A later call frees
-    /// the memory, after readers have finished.
-    ///
-    /// # Errors
-    ///
-    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache, or a thread was stopped during an allocation or
-    /// free.
-    ///
-    /// # Panics
-    ///
-    /// As [`ByOwner::shrink`].
-    pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
-        self.inner.defrag(budget)
-    }
-
-    /// Moves up to `most` objects from one node to another.
-    ///
-    /// # Errors
-    ///
-    /// [`pagemill_core::Error::BadNode`], and as [`ByOwner::shrink`].
-    pub fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
-        defrag::move_objects(&self.inner.engine, &*self.inner, from, to, most)
-    }
-
-    /// Moves objects from nodes with more than the average to nodes with less, until each has the average.
-    ///
-    /// # Errors
-    ///
-    /// As [`ByOwner::shrink`].
-    pub fn balance(&self) -> Result<Progress> {
-        defrag::balance(&self.inner.engine, &*self.inner)
-    }
-
-    /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 empties none, 100 all that are
-    /// not full. If the background thread skips the cache after a panic of a callback, it resumes the cache
-    /// ([`SlabInfo::is_given_up`]).
-    ///
-    /// # Errors
-    ///
-    /// [`pagemill_core::Error::BadRatio`].
-    pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
-        self.inner.engine.set_used_ratio(percent)
-    }
-
-    /// Returns the statistics of the cache.
-    ///
-    /// # Errors
-    ///
-    /// [`pagemill_core::Error::WrongState`] in a fork child.
-    pub fn info(&self) -> Result<SlabInfo> {
-        info::of(&*self.inner)
     }
 }
 

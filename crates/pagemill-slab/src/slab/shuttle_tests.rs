@@ -182,7 +182,7 @@ fn handles_find_their_values_during_moves() {
                                 }
                             }
                             1 => {
-                                if let Some(pinned) = cache.pin_value(handle).unwrap() {
+                                if let Some(pinned) = cache.pin(handle).unwrap() {
                                     pinned.check(number);
                                     shuttle::thread::yield_now();
                                     pinned.check(number);
@@ -221,7 +221,7 @@ fn handles_find_their_values_during_moves() {
 /// Creates a cache with one value in each of three slabs, and resets the background thread.
 fn sparse_values(live: &Arc<AtomicUsize>) -> (ByHandle<Value>, [Handle<Value>; 3]) {
     slabs().worker.reset();
-    let settings = Settings { defrag_used_ratio: 100, ..Settings::new("model") };
+    let settings = Settings::new("model").defrag_used_ratio(100);
     let cache = slabs().by_handle(settings).unwrap();
     let handles: Vec<_> = (0..9).map(|number| cache.insert(Value::new(number, live)).unwrap()).collect();
     for handle in [0, 1, 2, 4, 5, 7] {
@@ -268,7 +268,7 @@ fn no_wakeup_of_the_background_is_lost() {
         let (cache, left) = sparse_values(&live);
         for handle in left {
             yield_some_times(40);
-            assert!(cache.remove(handle).unwrap());
+            assert!(cache.remove(handle).unwrap().is_some());
         }
         while live.load(Relaxed) > 0 {
             shuttle::thread::yield_now();

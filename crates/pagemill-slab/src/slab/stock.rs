@@ -177,7 +177,7 @@ mod tests {
         assert!(!retired.push(1), "it has not been opened");
         assert_eq!(retired.drain_batch(2, &mut out).count, 0);
         assert!(retired.push(1) && retired.push(2) && !retired.push(3));
-        let guard = epochs::pin();
+        let guard = epochs::enter();
         let first = retired.drain_batch(2, &mut out);
         assert_eq!((first.count, retired.push(3), retired.push(4), retired.push(5)), (0, true, true, false));
         let second = retired.drain_batch(2, &mut out);

@@ -211,7 +211,7 @@ fn partly_populated_slab_is_freed() {
             Err(error) => break error,
         }
     };
-    assert!(matches!(error, Error::System { .. }), "{error}");
+    assert!(matches!(error.error, Error::System { .. }), "{error}");
     let resident_bytes = pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
     let first = cache.engine().shape.slab_bytes as u64;
     assert_eq!((account.resident(), resident_bytes), (first, first));
@@ -232,7 +232,7 @@ fn allocations_fail_at_the_limit() {
             Err(error) => break error,
         }
     };
-    assert!(matches!(error, Error::NoMemory { .. }), "{error}");
+    assert!(matches!(error.error, Error::NoMemory { .. }), "{error}");
     assert!(slots.len() * size_of::<Object>() > 3 * BLOCK_BYTES, "{}", slots.len());
     assert!(account.resident() <= 4 * BLOCK_BYTES as u64);
     slots.truncate(10);
@@ -317,7 +317,10 @@ fn objects_come_from_their_node() {
     assert!(slots.iter().enumerate().all(|(number, slot)| slot.node() == number % 3));
     let used: Vec<u64> = cache.info().unwrap().nodes.iter().map(|node| node.used).collect();
     assert_eq!(used, [100, 100, 100]);
-    assert!(matches!(cache.insert_on(3, object(1)), Err(Error::BadNode { node: 3, nodes: 3 })));
+    assert!(matches!(
+        cache.insert_on(3, object(1)),
+        Err(InsertError { error: Error::BadNode { node: 3, nodes: 3 }, .. })
+    ));
     drop(slots);
     cache.shrink().unwrap();
     assert_eq!(cache.info().unwrap().total, NodeInfo::default());
@@ -328,7 +331,7 @@ fn objects_come_from_their_node() {
 #[test]
 fn remote_objects_are_used_by_ratio() {
     for (ratio, are_remote) in [(0, false), (100, true)] {
-        let settings = Settings { remote_node_defrag_ratio: ratio, ..Settings::new("remote") };
+        let settings = Settings::new("remote").remote_node_defrag_ratio(ratio);
         let cache = slabs_on_nodes(2).fixed::<Object>(settings).unwrap();
         let engine = cache.engine();
         let first = engine.allocate_on(1).unwrap();
@@ -346,10 +349,10 @@ fn remote_objects_are_used_by_ratio() {
 fn bad_settings_are_refused() {
     let slabs = slabs();
     for (used, remote) in [(101, 0), (0, 101)] {
-        let settings = Settings { defrag_used_ratio: used, remote_node_defrag_ratio: remote, ..Settings::new("ratio") };
+        let settings = Settings::new("ratio").defrag_used_ratio(used).remote_node_defrag_ratio(remote);
         assert!(matches!(slabs.fixed::<u64>(settings), Err(Error::BadRatio { percent: 101 })));
     }
-    let settings = Settings { slab_bytes: Some(5000), ..Settings::new("slab") };
+    let settings = Settings::new("slab").slab_bytes(5000);
     assert!(matches!(slabs.fixed::<u64>(settings), Err(Error::BadLength { .. })));
     assert!(matches!(slabs.fixed::<[u8; 3 << 20]>(Settings::new("large")), Err(Error::BadLength { .. })));
 }
@@ -394,7 +397,7 @@ fn there_can_be_a_thousand_caches() {
 fn debug_mode_detects_damage() {
     let slabs = slabs();
     let with_damage = |damage: &dyn Fn(&Engine, usize)| {
-        let settings = Settings { debug: true, ..Settings::new("watched") };
+        let settings = Settings::new("watched").debug(true);
         let cache = slabs.fixed::<[u8; 20]>(settings).unwrap();
         let object = cache.engine().allocate().unwrap();
         let found = catch_unwind(AssertUnwindSafe(|| damage(cache.engine(), object))).unwrap_err();
@@ -506,7 +509,10 @@ fn slab_without_memory_is_returned() {
     let cache = slabs.fixed::<Object>(Settings::new("refused")).unwrap();
     for _ in 0..2 {
         let slots: Vec<_> = std::iter::from_fn(|| cache.insert(object(1)).ok()).collect();
-        assert!(slots.len() > 1_000 && matches!(cache.insert(object(2)), Err(Error::NoMemory { .. })));
+        assert!(
+            slots.len() > 1_000
+                && matches!(cache.insert(object(2)), Err(InsertError { error: Error::NoMemory { .. }, .. }))
+        );
         cache.engine().check_state();
         drop(slots);
         cache.shrink().unwrap();

@@ -134,12 +134,12 @@ fn threads_keep_their_values_while_others_drain() {
                 if round % 3 != 0 {
                     let at = (value.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as usize % held.len();
                     let (value, handle, slot) = held.swap_remove(at);
-                    assert_eq!((cache.get(handle, &pin()).unwrap().0, *slot), ([value; 22], [value; 22]));
-                    assert!(cache.remove(handle).unwrap());
+                    assert_eq!((cache.get(handle, &enter()).unwrap().0, *slot), ([value; 22], [value; 22]));
+                    assert!(cache.remove(handle).unwrap().is_some());
                 }
             }
             let is_there = |(value, handle, slot): &(u64, Handle<Value>, Slot<'_, Words>)| {
-                cache.get(*handle, &pin()).unwrap().0 == [*value; 22] && **slot == [*value; 22]
+                cache.get(*handle, &enter()).unwrap().0 == [*value; 22] && **slot == [*value; 22]
             };
             assert!(held.iter().all(is_there));
             held.len() as u64
@@ -195,8 +195,8 @@ mod alone {
                     .map(|value| (value, cache.insert(Value::new(value)).unwrap(), fixed.insert([value; 22]).unwrap()))
                     .collect();
                 for (value, handle, slot) in held {
-                    assert_eq!((cache.get(handle, &pin()).unwrap().0, *slot), ([value; 22], [value; 22]));
-                    assert!(cache.remove(handle).unwrap());
+                    assert_eq!((cache.get(handle, &enter()).unwrap().0, *slot), ([value; 22], [value; 22]));
+                    assert!(cache.remove(handle).unwrap().is_some());
                 }
             });
             end.wait();
@@ -216,14 +216,14 @@ mod alone {
         let (begun, removed) = (Barrier::new(2), Barrier::new(2));
         thread::scope(|scope| {
             let reader = scope.spawn(|| {
-                let guard = pin();
+                let guard = enter();
                 let value = cache.get(handle, &guard).unwrap();
                 begun.wait();
                 removed.wait();
                 assert_eq!(value.0, [7; 22]);
             });
             begun.wait();
-            assert!(cache.remove(handle).unwrap());
+            assert!(cache.remove(handle).unwrap().is_some());
             let (epoch, oldest) = epochs::retire();
             assert!(oldest <= epoch);
             removed.wait();

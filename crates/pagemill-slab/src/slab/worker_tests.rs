@@ -5,6 +5,7 @@ use super::owner_tests::{Behavior, ItemOwner, Items, cache_of};
 use super::tests::{STUCK_AFTER, slabs_with_background};
 use super::worker::{ShrinkRequest, VisitResult, Worker, rest_due_after};
 use super::*;
+use pagemill_core::instance::Part;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::Relaxed;
@@ -35,7 +36,7 @@ fn slabs(use_huge: bool) -> &'static Slabs {
 }
 
 fn with_ratio(name: &str, percent: u32) -> Settings {
-    Settings { defrag_used_ratio: percent, ..Settings::new(name) }
+    Settings::new(name).defrag_used_ratio(percent)
 }
 
 /// Adds items and removes all but one in `kept_divisor`, at pseudorandom positions, while they may be moved. Returns
@@ -136,7 +137,7 @@ unsafe impl Movable for Link {}
 impl Drop for Link {
     fn drop(&mut self) {
         if let (Some(next), Some(caches)) = (self.next, self.caches.get()) {
-            assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap());
+            assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap().is_some());
         }
         self.gone.fetch_add(1, Relaxed);
     }
@@ -156,7 +157,7 @@ fn values_removed_by_destructors_are_dropped() {
             let link = Link { next, number, gone: gone.clone(), caches: caches.clone() };
             next = Some(made[number % count].insert(link).unwrap());
         }
-        assert!(made[0].remove(next.unwrap()).unwrap());
+        assert!(made[0].remove(next.unwrap()).unwrap().is_some());
         wait_until("a destructor", || {
             // Without this call the first value would wait for a full batch.
             slabs.worker.notify();
@@ -190,7 +191,7 @@ fn values_by_handle_are_dropped_and_packed() {
     let value = |number| Value { words: [number; 20], gone: gone.clone() };
     let handles: Vec<_> = (0..ITEMS).map(|number| cache.insert(value(number)).unwrap()).collect();
     handles.iter().zip(0..).filter(|(_, number)| number % 10 != 7).for_each(|(handle, _)| {
-        assert!(cache.remove(*handle).unwrap());
+        assert!(cache.remove(*handle).unwrap().is_some());
     });
     let items = ITEMS / 10;
     wait_until("destructors", || gone.load(Relaxed) as u64 == ITEMS - items);
@@ -199,7 +200,7 @@ fn values_by_handle_are_dropped_and_packed() {
     wait_for_sleep(slabs);
     assert!(cache.info().unwrap().moved > 0);
     for (handle, number) in handles.iter().zip(0..) {
-        let words = cache.get(*handle, &super::pin()).map(|value| value.words);
+        let words = cache.get(*handle, &super::enter()).map(|value| value.words);
         assert_eq!(words, (number % 10 == 7).then_some([number; 20]));
     }
     drop(cache);
@@ -218,9 +219,9 @@ fn background_drops_a_few_removed_values() {
     assert!(
         handles
             .iter()
-            .all(|handle| cache.get(*handle, &super::pin()).is_some_and(|value| Arc::ptr_eq(&value.0, &held)))
+            .all(|handle| cache.get(*handle, &super::enter()).is_some_and(|value| Arc::ptr_eq(&value.0, &held)))
     );
-    assert!(handles.iter().all(|handle| cache.remove(*handle).unwrap()));
+    assert!(handles.iter().all(|handle| cache.remove(*handle).unwrap().is_some()));
     wait_until("destructors", || Arc::strong_count(&held) == 1);
 }
 
@@ -232,8 +233,9 @@ fn values_removed_under_a_guard_are_freed() {
     for has_own_guard in [true, false] {
         let cache = slabs(true).by_handle::<[u64; 24]>(Settings::new("read")).unwrap();
         let handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number as u64; 24]).unwrap()).collect();
-        let remove = || handles[VALUES / 10..].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap()));
-        let guard = super::pin();
+        let remove =
+            || handles[VALUES / 10..].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap().is_some()));
+        let guard = super::enter();
         if has_own_guard {
             remove();
         } else {

@@ -266,7 +266,7 @@ impl Slabs {
         make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,
     ) -> Result<&'static NodeCache> {
         // Concurrent first calls wait for this lock, so only one creates the cache.
-        let (cache, is_new) = self.nodes.cache.with(|cache| {
+        let (cache, is_new) = self.nodes.cache.with(|cache| -> Result<(&'static NodeCache, bool)> {
             if let Some(own) = cache.filter(|cache| cache.inner.engine.check_generation().is_ok()) {
                 return Ok((own, false));
             }

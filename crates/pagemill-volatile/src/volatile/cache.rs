@@ -6,13 +6,15 @@
 //!
 //! Uses `range`, and the global allocator for keys and the table.
 
-use super::range::{Behaviour, Range};
+use super::range::{Behaviour, VolatileBuf};
 use super::{Contents, Ranges};
 use pagemill_core::error::Result;
+use pagemill_core::sync::Padded;
 use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash, RandomState};
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
 /// Number of shards of the table, each with a lock.
@@ -24,7 +26,7 @@ const SWEEP_AFTER_KEYS: usize = 16;
 /// A type whose values a cache can store: it converts to bytes and back.
 ///
 /// ```
-/// use pagemill::{Pagemill, volatile::{VolatileCache, cache::Blob}};
+/// use pagemill_volatile::{Blob, VolatileCache};
 ///
 /// #[derive(Debug, PartialEq)]
 /// struct Point(u64);
@@ -41,10 +43,10 @@ const SWEEP_AFTER_KEYS: usize = 16;
 ///     }
 /// }
 ///
-/// let cache = VolatileCache::<u32, Point>::new(Pagemill::of_process()?.ranges);
+/// let cache = VolatileCache::<u32, Point>::new()?;
 /// cache.insert(1, &Point(7))?;
 /// assert!(cache.get(&1).is_none_or(|point| point == Point(7)));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub trait Blob: Sized {
     /// Number of bytes that [`Blob::store`] writes.
@@ -57,6 +59,7 @@ pub trait Blob: Sized {
     fn load(bytes: &[u8]) -> Self;
 }
 
+#[cfg(not(feature = "bytemuck"))]
 impl Blob for Vec<u8> {
     fn len_bytes(&self) -> usize {
         self.len()
@@ -68,6 +71,37 @@ impl Blob for Vec<u8> {
 
     fn load(bytes: &[u8]) -> Self {
         bytes.to_vec()
+    }
+}
+
+/// Vectors of plain data, such as `Vec<u8>` and `Vec<f32>`.
+#[cfg(feature = "bytemuck")]
+impl<T: bytemuck::Pod> Blob for Vec<T> {
+    fn len_bytes(&self) -> usize {
+        size_of_val(self.as_slice())
+    }
+
+    fn store(&self, bytes: &mut [u8]) {
+        bytes.copy_from_slice(bytemuck::cast_slice(self));
+    }
+
+    fn load(bytes: &[u8]) -> Self {
+        bytemuck::pod_collect_to_vec(bytes)
+    }
+}
+
+#[cfg(feature = "bytes")]
+impl Blob for bytes::Bytes {
+    fn len_bytes(&self) -> usize {
+        self.len()
+    }
+
+    fn store(&self, bytes: &mut [u8]) {
+        bytes.copy_from_slice(self);
+    }
+
+    fn load(bytes: &[u8]) -> Self {
+        Self::copy_from_slice(bytes)
     }
 }
 
@@ -109,7 +143,7 @@ enum Value {
     Absent,
     /// A value with a length of zero bytes, which needs no range.
     Empty,
-    Stored(Range),
+    Stored(VolatileBuf),
 }
 
 /// The cell of one key. Its lock is held for writing while the value is computed.
@@ -128,20 +162,43 @@ struct TableShard<K> {
 /// [`VolatileCache::read`] does not.
 ///
 /// ```
-/// use pagemill::{Error, Pagemill, volatile::VolatileCache};
+/// use pagemill_core::Error;
+/// use pagemill_volatile::VolatileCache;
 ///
-/// let cache = VolatileCache::<String, Vec<u8>>::new(Pagemill::of_process()?.ranges);
+/// let cache = VolatileCache::<String, Vec<u8>>::new()?;
 /// let thumbnail = cache.get_or_try_insert("a.png".to_owned(), || Ok::<_, Error>(vec![7; 100_000]))?;
 /// assert_eq!(thumbnail.len(), 100_000);
 /// // Later: `None` if the value was purged.
 /// assert!(cache.read("a.png", |bytes| bytes[0]).is_none_or(|first| first == 7));
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 pub struct VolatileCache<K, V> {
     ranges: &'static Ranges,
     shards: Box<[Mutex<TableShard<K>>]>,
+    counts: Box<[Padded<ShardCounts>]>,
     hasher: RandomState,
     _values: PhantomData<fn() -> V>,
+}
+
+/// What the lookups of a [`VolatileCache`] found since its creation.
+///
+/// Example: [`VolatileCache::counts`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheCounts {
+    /// Lookups that found the value.
+    pub hits: u64,
+    /// Lookups that found no value, those of purged values included.
+    pub misses: u64,
+    /// Misses because the value was purged.
+    pub purged: u64,
+}
+
+/// The counts of one shard.
+#[derive(Default)]
+struct ShardCounts {
+    hits: AtomicU64,
+    misses: AtomicU64,
+    purged: AtomicU64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -150,25 +207,34 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
-    pub fn new(ranges: &'static Ranges) -> Self {
+    /// Creates an empty cache, whose values lie in volatile memory of the process.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Base::of_process`](crate::Base::of_process).
+    pub fn new() -> Result<Self> {
+        Ok(Self::new_in(crate::Base::of_process()?.ranges))
+    }
+
+    /// Creates an empty cache, whose values lie in `ranges`.
+    pub fn new_in(ranges: &'static Ranges) -> Self {
         let shard = || Mutex::new(TableShard { cells: HashMap::new(), until_sweep: SWEEP_AFTER_KEYS });
         Self {
             ranges,
             shards: (0..SHARDS).map(|_| shard()).collect(),
+            counts: (0..SHARDS).map(|_| Padded::default()).collect(),
             hasher: RandomState::new(),
             _values: PhantomData,
         }
     }
 
-    fn shard<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, TableShard<K>> {
-        lock(&self.shards[self.hasher.hash_one(key) as usize % SHARDS])
+    /// The index of the shard of `key`.
+    fn shard_of<Q: Hash + ?Sized>(&self, key: &Q) -> usize {
+        self.hasher.hash_one(key) as usize % SHARDS
     }
 
-    fn cell<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<ValueCell>
-    where
-        K: Borrow<Q>,
-    {
-        self.shard(key).cells.get(key).cloned()
+    fn shard<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, TableShard<K>> {
+        lock(&self.shards[self.shard_of(key)])
     }
 
     /// Returns a copy of the value if it is present, and makes the value the most recently used one.
@@ -185,7 +251,73 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     where
         K: Borrow<Q>,
     {
-        read_value(&self.cell(key)?, read)
+        let shard = self.shard_of(key);
+        let cell = lock(&self.shards[shard]).cells.get(key).cloned();
+        self.count(shard, cell.map_or(Lookup::Missed, |cell| read_value(&cell, read)))
+    }
+
+    /// Counts a lookup in a shard, and returns its value.
+    fn count<T>(&self, shard: usize, lookup: Lookup<T>) -> Option<T> {
+        let counts = &self.counts[shard].0;
+        match lookup {
+            Lookup::Hit(value) => {
+                counts.hits.fetch_add(1, Relaxed);
+                return Some(value);
+            }
+            Lookup::Missed => counts.misses.fetch_add(1, Relaxed),
+            Lookup::Purged => {
+                counts.purged.fetch_add(1, Relaxed);
+                counts.misses.fetch_add(1, Relaxed)
+            }
+        };
+        None
+    }
+
+    /// Returns what the lookups found since the cache was created.
+    ///
+    /// ```
+    /// # let cache = pagemill_volatile::VolatileCache::<u32, Vec<u8>>::new()?;
+    /// cache.insert(1, &vec![7; 100])?;
+    /// let is_found = cache.get(&1).is_some();
+    /// assert!(cache.get(&2).is_none());
+    /// let counts = cache.counts();
+    /// assert_eq!((counts.hits + counts.misses, counts.hits == 1), (2, is_found));
+    /// # Ok::<(), pagemill_core::Error>(())
+    /// ```
+    pub fn counts(&self) -> CacheCounts {
+        let mut sum = CacheCounts::default();
+        for Padded(shard) in &self.counts {
+            sum.hits += shard.hits.load(Relaxed);
+            sum.misses += shard.misses.load(Relaxed);
+            sum.purged += shard.purged.load(Relaxed);
+        }
+        sum
+    }
+
+    /// Returns copies of all keys and values that are present. A key that is inserted or removed meanwhile may be
+    /// missed. Does not count as use of the values.
+    ///
+    /// Cost: a copy of the keys of one shard at a time, under its lock.
+    pub fn iter(&self) -> impl Iterator<Item = (K, V)>
+    where
+        K: Clone,
+    {
+        let entries = |shard: &Mutex<TableShard<K>>| -> Vec<(K, ValueCell)> {
+            lock(shard).cells.iter().map(|(key, cell)| (key.clone(), cell.clone())).collect()
+        };
+        self.shards.iter().flat_map(entries).filter_map(|(key, cell)| {
+            let value = cell.read().unwrap_or_else(PoisonError::into_inner).load(V::load);
+            value.hit().map(|value| (key, value))
+        })
+    }
+
+    /// Removes all keys and values.
+    pub fn clear(&self) {
+        for shard in &self.shards {
+            // The keys are dropped after the shard is unlocked, because their destructors may use the cache.
+            let removed = std::mem::take(&mut lock(shard).cells);
+            drop(removed);
+        }
     }
 
     /// Inserts a value, or replaces the existing one. A concurrent `remove` may remove either value.
@@ -212,13 +344,14 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         key: K,
         make: impl FnOnce() -> std::result::Result<V, E>,
     ) -> std::result::Result<V, E> {
+        let shard = self.shard_of(&key);
         let cell = self.cell_or_insert(key);
-        if let Some(value) = read_value(&cell, V::load) {
+        if let Some(value) = self.count(shard, read_value(&cell, V::load)) {
             return Ok(value);
         }
         let mut value_guard = cell.write().unwrap_or_else(PoisonError::into_inner);
         // Another thread may have computed the value while this thread waited for the lock.
-        if let Some(value) = value_guard.read_value(V::load) {
+        if let Some(value) = value_guard.read_value(V::load).hit() {
             return Ok(value);
         }
         *value_guard = Value::Absent;
@@ -227,14 +360,14 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         Ok(value)
     }
 
-    /// Removes a key and its value. Returns whether the value was present and not purged.
-    pub fn remove<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> bool
+    /// Removes a key, and returns its value if it was present and not purged.
+    pub fn remove<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,
     {
         // The key is dropped after the shard is unlocked, because its destructor may use the cache.
         let removed = self.shard(key).cells.remove_entry(key);
-        removed.is_some_and(|(_key, cell)| read_value(&cell, |_| ()).is_some())
+        removed.and_then(|(_key, cell)| read_value(&cell, V::load).hit())
     }
 
     /// Number of keys in the table, including keys whose values were purged. Locks each shard in turn.
@@ -269,18 +402,45 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     }
 }
 
+/// What a lookup of a value found.
+enum Lookup<T> {
+    Hit(T),
+    Missed,
+    Purged,
+}
+
+impl<T> Lookup<T> {
+    fn hit(self) -> Option<T> {
+        match self {
+            Self::Hit(value) => Some(value),
+            Self::Missed | Self::Purged => None,
+        }
+    }
+}
+
 impl Value {
-    fn read_value<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+    /// Calls `read` with the bytes, and makes the value the most recently used one, so that others are purged first.
+    fn read_value<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
+        self.load(|whole| {
+            if let Self::Stored(range) = self {
+                let _ = range.refresh();
+            }
+            read(whole)
+        })
+    }
+
+    /// Calls `read` with the bytes, which are pinned during the call.
+    fn load<T>(&self, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
         let range = match self {
-            Self::Absent => return None,
-            Self::Empty => return Some(read(&[])),
+            Self::Absent => return Lookup::Missed,
+            Self::Empty => return Lookup::Hit(read(&[])),
             Self::Stored(range) => range,
         };
-        let pin = range.pin().ok()?;
-        let whole = pin.whole()?;
-        // Makes the range the most recently used one, so that others are purged first.
-        let _ = range.refresh();
-        Some(read(whole))
+        let Ok(pin) = range.pin() else { return Lookup::Missed };
+        match pin.whole() {
+            Some(whole) => Lookup::Hit(read(whole)),
+            None => Lookup::Purged,
+        }
     }
 
     fn is_purged(&self) -> bool {
@@ -292,7 +452,7 @@ impl Value {
     }
 }
 
-fn read_value<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+fn read_value<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Lookup<T> {
     cell.read().unwrap_or_else(PoisonError::into_inner).read_value(read)
 }
 

@@ -1,7 +1,7 @@
 //! Volatile ranges: memory whose contents may be purged under pressure. The owner learns whether the contents were
 //! purged.
 //!
-//! A [`Range`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and unmarking
+//! A [`VolatileBuf`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and unmarking
 //! change one word of the range, without a system call, a lock, or a cache line shared with other ranges. Bytes are
 //! accessed through a [`Pin`], which excludes purges and reports which bytes were kept. Only memory pressure purges
 //! ranges, the least recently marked first (`purge`).
@@ -49,10 +49,10 @@ mod vpurge;
 pub mod vrange;
 mod word;
 
-pub use cache::VolatileCache;
+pub use cache::{Blob, CacheCounts, VolatileCache};
 pub use guards::handle_fault;
 pub use listed::Listed;
-pub use range::{Behaviour, Contents, Pin, Range};
+pub use range::{Behaviour, Contents, Pin, VolatileBuf};
 pub use records::{List, RangeLists, ask};
 pub use vrange::Vranges;
 
@@ -129,7 +129,7 @@ unsafe impl Zeroed for RangeEntry {}
 
 /// All ranges of one Pagemill.
 ///
-/// Example: [`Range`].
+/// Example: [`VolatileBuf`].
 pub struct Ranges {
     arena: &'static Arena,
     heap: &'static Heap,
@@ -176,7 +176,7 @@ impl Ranges {
     /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if the range is too long or there are [`MAX_RANGES`]
     /// ranges, [`Error::BadLength`] for zero bytes, [`Error::BadChunk`] for chunks that are not a multiple of the OS
     /// page, [`Error::System`] if the kernel refuses the memory.
-    pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<Range> {
+    pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<VolatileBuf> {
         let chunk_bytes = match behaviour {
             Behaviour::Full => len_bytes,
             Behaviour::Partial { chunk_bytes } => chunk_bytes,
@@ -205,7 +205,7 @@ impl Ranges {
             self.heap.note_more();
         }
         self.publish_total_bytes();
-        Ok(Range::new(self, number, addr, len_bytes))
+        Ok(VolatileBuf::of_entry(self, number, addr, len_bytes))
     }
 
     fn entry(&self, number: u32) -> &RangeEntry {

@@ -15,7 +15,7 @@ use super::word::{RangePhase, SeenWord, age};
 use super::{OWN_SLOT, RangeEntry, Ranges, SMALLEST_BYTES, current_epoch};
 use pagemill_core::reclaim::aging::LeastOver;
 use pagemill_core::reclaim::governor::WORTHWHILE_BYTES;
-use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Acquire, AtomicU64, Lock, Relaxed};
 use pagemill_core::trace::{self, Event};
@@ -54,6 +54,10 @@ pub(super) struct Purger {
 impl Shrinker for Ranges {
     fn name(&self) -> &'static str {
         "ranges"
+    }
+
+    fn cost(&self) -> Cost {
+        Cost::Purge
     }
 
     fn may_nest(&self) -> bool {

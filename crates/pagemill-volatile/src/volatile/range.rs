@@ -1,4 +1,4 @@
-//! [`Range`]: a volatile range with a handle, and [`Pin`], which gives access to its bytes.
+//! [`VolatileBuf`]: a volatile range with a handle, and [`Pin`], which gives access to its bytes.
 #![allow(unsafe_code)] // accesses a range's bytes
 
 use super::word::{RangePhase, Refused};
@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// How the contents of a volatile range are purged.
 ///
-/// Example: [`Range`].
+/// Example: [`VolatileBuf`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behaviour {
     /// The range is purged as a whole.
@@ -23,7 +23,7 @@ pub enum Behaviour {
 
 /// Whether the bytes of a range survived since it was marked.
 ///
-/// Example: [`Range`].
+/// Example: [`VolatileBuf`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
     /// All bytes survived.
@@ -42,18 +42,18 @@ pub enum Contents {
 /// changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
 ///
 /// ```
-/// use pagemill::{Pagemill, volatile::{Behaviour, Contents}};
+/// use pagemill_volatile::{Contents, VolatileBuf};
 ///
-/// let mut range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
-/// range.bytes_mut()?.fill(7);
-/// range.mark()?; // from here on reclaim may purge the bytes
-/// match range.unmark()? {
-///     Contents::Kept => assert!(range.pin()?.iter().all(|byte| *byte == 7)),
+/// let mut tile = VolatileBuf::new(1 << 20)?;
+/// tile.bytes_mut()?.fill(7);
+/// tile.mark()?; // from here on reclaim may purge the bytes
+/// match tile.unmark()? {
+///     Contents::Kept => assert!(tile.pin()?.iter().all(|byte| *byte == 7)),
 ///     Contents::Purged { .. } => println!("make the contents again"),
 /// }
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
-pub struct Range {
+pub struct VolatileBuf {
     ranges: &'static Ranges,
     number: u32,
     addr: NonNull<u8>,
@@ -61,12 +61,32 @@ pub struct Range {
 }
 
 // SAFETY: the range owns its bytes, and all shared changes go through the atomic word.
-unsafe impl Send for Range {}
-// SAFETY: as above, and bytes are written only through `&mut Range`.
-unsafe impl Sync for Range {}
+unsafe impl Send for VolatileBuf {}
+// SAFETY: as above, and bytes are written only through `&mut VolatileBuf`.
+unsafe impl Sync for VolatileBuf {}
 
-impl Range {
-    pub(super) fn new(ranges: &'static Ranges, number: u32, addr: NonNull<u8>, len_bytes: usize) -> Self {
+impl VolatileBuf {
+    /// Allocates `len_bytes` of zeros, which are held at first. Reclaim purges the buffer as a whole.
+    ///
+    /// Cost: that of a large allocation. No byte is resident before it is written.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ranges::allocate`], and those of [`Base::of_process`](crate::Base::of_process).
+    pub fn new(len_bytes: usize) -> Result<Self> {
+        Self::with(len_bytes, Behaviour::Full)
+    }
+
+    /// As [`VolatileBuf::new`], purged as `behaviour` says.
+    ///
+    /// # Errors
+    ///
+    /// As [`VolatileBuf::new`].
+    pub fn with(len_bytes: usize, behaviour: Behaviour) -> Result<Self> {
+        crate::Base::of_process()?.ranges.allocate(len_bytes, behaviour)
+    }
+
+    pub(super) fn of_entry(ranges: &'static Ranges, number: u32, addr: NonNull<u8>, len_bytes: usize) -> Self {
         Self { ranges, number, addr, len_bytes }
     }
 
@@ -190,16 +210,16 @@ impl Range {
     }
 }
 
-impl Drop for Range {
+impl Drop for VolatileBuf {
     fn drop(&mut self) {
         self.ranges.release_entry(self.number);
     }
 }
 
-impl fmt::Debug for Range {
+impl fmt::Debug for VolatileBuf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let seen = self.entry().word.load();
-        let mut text = f.debug_struct("Range");
+        let mut text = f.debug_struct("VolatileBuf");
         text.field("addr", &self.addr).field("len_bytes", &self.len_bytes);
         text.field("phase", &seen.phase()).field("pins", &seen.pins()).finish_non_exhaustive()
     }
@@ -216,11 +236,11 @@ impl fmt::Debug for Range {
 /// let pin = range.pin()?; // the range is still volatile, but is not purged while it is pinned
 /// assert!(pin.whole().is_none_or(|bytes| bytes[0] == 7)); // `None` if bytes were purged before
 /// # drop(pin);
-/// # Ok::<(), pagemill::Error>(())
+/// # Ok::<(), pagemill_core::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Pin<'range> {
-    range: &'range Range,
+    range: &'range VolatileBuf,
     kept_bytes: usize,
     contents: Contents,
 }

@@ -14,7 +14,7 @@ use super::residents::ResidentBytes;
 use super::vrange::{How, MAX_INTERVALS_PER_LOCK, Vranges};
 use super::word::age;
 use pagemill_core::arena::block::Backing;
-use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::reclaim::{Cost, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::maps::Maps;
@@ -29,6 +29,10 @@ const MEASURE_BATCH: usize = 64;
 impl Shrinker for Vranges {
     fn name(&self) -> &'static str {
         "vranges"
+    }
+
+    fn cost(&self) -> Cost {
+        Cost::Purge
     }
 
     fn may_nest(&self) -> bool {

@@ -2,9 +2,9 @@
 #![allow(unsafe_code)] // maps memory, and marks it volatile
 
 use crate::common::pagemill;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill::volatile::vrange::{How, Marked, Mode};
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_volatile::vrange::{How, Marked, Mode};
 
 /// A mapping of some kind, which is unmapped on drop. Its bytes are read and written one by one, because no references
 /// to them may exist.
@@ -66,7 +66,7 @@ impl Area {
         (0..self.pages()).for_each(|page| self.write(page, byte));
     }
 
-    pub fn vrange(&self, page: usize, pages: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
+    pub fn vrange(&self, page: usize, pages: usize, mode: Mode, how: How) -> pagemill_core::Result<Marked> {
         vrange(self.addr + page * os_page_bytes(), pages * os_page_bytes(), mode, how)
     }
 
@@ -93,7 +93,7 @@ impl Drop for Area {
     }
 }
 
-pub fn vrange(addr: usize, len: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
+pub fn vrange(addr: usize, len: usize, mode: Mode, how: How) -> pagemill_core::Result<Marked> {
     // SAFETY: the tests mark only their own areas, whose bytes have no references, and unmark them before unmapping.
     unsafe { pagemill().vranges.vrange(addr, len, mode, how) }
 }

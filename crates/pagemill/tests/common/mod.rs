@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each test file uses a part of this module
 #![allow(unsafe_code)] // forks
 
-use pagemill::Pagemill;
+use pagemill_testbed::Testbed;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -10,9 +10,9 @@ use std::time::Duration;
 pub const EPOCH: Duration = Duration::from_millis(12);
 
 /// Returns the Pagemill that all tests of a process share. It is never dropped.
-pub fn pagemill() -> &'static Pagemill {
-    static PAGEMILL: OnceLock<&'static Pagemill> = OnceLock::new();
-    PAGEMILL.get_or_init(Pagemill::for_test)
+pub fn pagemill() -> &'static Testbed {
+    static PAGEMILL: OnceLock<&'static Testbed> = OnceLock::new();
+    PAGEMILL.get_or_init(Testbed::for_test)
 }
 
 /// Forks as a program with this Pagemill does, and asserts that `is_right` returns true in the child. `is_right` must
@@ -20,14 +20,14 @@ pub fn pagemill() -> &'static Pagemill {
 #[track_caller]
 pub fn assert_in_child(is_right: impl FnOnce() -> bool) {
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
-    unsafe { pagemill().before_fork() };
+    unsafe { pagemill().instance.before_fork() };
     // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
     let child = unsafe { libc::fork() };
     // SAFETY: called after `before_fork`.
-    unsafe { pagemill().after_fork() };
+    unsafe { pagemill().instance.after_fork() };
     if child == 0 {
         // SAFETY: the process is a new child, and this is its only thread.
-        unsafe { pagemill().begin_child() };
+        unsafe { pagemill().instance.begin_child() };
         // SAFETY: ends the child without running anything else.
         unsafe { libc::_exit(i32::from(!is_right())) };
     }

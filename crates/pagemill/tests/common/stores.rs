@@ -1,7 +1,7 @@
 //! A store in memory that panics or does not complete transfers, on request.
 #![allow(dead_code)] // each test file uses a part of this module
 
-use pagemill::store::{MemoryStore, Store, Transfer};
+use pagemill_store::{MemoryStore, Store, Transfer};
 use std::io;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};

@@ -55,7 +55,7 @@ pub struct Options {
     #[arg(long, conflicts_with_all = ["processes", "mode", "dir"])]
     pub cache: bool,
     /// Total size of all files (default 2G, with --quick 256M)
-    #[arg(long, value_name = "SIZE", value_parser = pagemill::units::parse_bytes)]
+    #[arg(long, value_name = "SIZE", value_parser = pagemill_core::units::parse_bytes)]
     pub total: Option<u64>,
     /// Minimum time of a cell in seconds (default 1, with --quick 0.1)
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]

@@ -22,7 +22,7 @@ const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
 /// Sizes of transfers: the two of 2013, and the size of a huge folio.
 const KIB_64: u64 = 64 << 10;
 const MIB_1: u64 = 1 << 20;
-const FOLIO: u64 = pagemill::units::BLOCK_BYTES as u64;
+const FOLIO: u64 = pagemill_core::units::BLOCK_BYTES as u64;
 const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
 
 const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);

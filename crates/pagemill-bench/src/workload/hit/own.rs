@@ -1,9 +1,9 @@
 //! The page cache as a subject of the measurement: one large file, and many small files.
 
-use pagemill::Pagemill;
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Mapping, Policy, Settings, Writeback};
-use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Mapping, PageCache, Policy, Writeback};
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
+use pagemill_testbed::Testbed;
 
 use super::{PageStore, Record, for_all_records, resident_bytes};
 use crate::pattern::RECORD_BYTES;
@@ -21,17 +21,17 @@ pub enum Folios {
 
 /// A file in a page cache, with all its pages resident.
 pub struct Cached {
-    cache: Cache,
+    cache: PageCache,
     file: Mapping,
     pages: usize,
 }
 
-pub fn failed(error: pagemill::Error) -> Failure {
-    Failure::Other(error.to_string())
+pub fn failed(error: impl Into<pagemill_core::Error>) -> Failure {
+    Failure::Other(error.into().to_string())
 }
 
 /// Makes a cache whose pages have the size of a record.
-pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<Cache, Failure> {
+pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<PageCache, Failure> {
     cache_of(RECORD_BYTES, limit_bytes, policy, may_split)
 }
 
@@ -41,15 +41,16 @@ pub fn cache_of(
     limit_bytes: u64,
     policy: Box<dyn Policy>,
     may_split: bool,
-) -> Result<Cache, Failure> {
+) -> Result<PageCache, Failure> {
     let page = PageSize::new(page_bytes).ok_or_else(|| Failure::Other("no such page size here".to_owned()))?;
-    let pagemill = Pagemill::of_process().map_err(failed)?;
+    let pagemill = Testbed::of_process().map_err(failed)?;
     // Without this call, the background thread could collapse small folios into huge ones.
     pagemill.caches.collapse_by_hand();
     // With these percentages, dirty pages are written back only when the workload requests it.
-    let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
-    let settings = Settings { page, policy, may_split, writeback, ..Settings::new("bench", limit_bytes) };
-    pagemill.caches.make(settings).map_err(failed)
+    let writeback = Writeback::default().background_percent(100).most_percent(100);
+    let settings =
+        PageCache::builder("bench").limit(limit_bytes).page(page).policy(policy).split(may_split).writeback(writeback);
+    settings.build_in(pagemill.caches).map_err(failed)
 }
 
 impl Cached {
@@ -118,7 +119,7 @@ pub fn measure_files(arguments: &SmallFiles) -> WorkloadResult {
     let mut files: Vec<Mapping> = Vec::with_capacity(arguments.files);
     let byte = |file: usize| file as u8;
     let before = resident_bytes()?;
-    let cache = cache(2 * rounded as u64 + SPARE_BYTES, Box::new(pagemill::mapping::policy::Auto), true)?;
+    let cache = cache(2 * rounded as u64 + SPARE_BYTES, Box::new(pagemill_cache::mapping::policy::Auto), true)?;
     let mut bytes = vec![0; arguments.bytes];
     for index in 0..arguments.files {
         let file = cache.create().map_err(failed)?;

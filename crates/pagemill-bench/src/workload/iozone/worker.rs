@@ -5,8 +5,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pagemill::mapping::{Cache, Mapping as Cached, Settings};
-use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill_cache::mapping::{Mapping as Cached, PageCache};
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
 
 use super::{Interval, Job, Operation, now_ns};
 use crate::files::mapping::{Access, Mapping};
@@ -27,7 +27,7 @@ pub fn run_job(job: &Job, cached_files: Option<&CachedFiles>, wait: impl FnOnce(
 
 /// Files in a page cache of this process, which replace a folder of files.
 pub struct CachedFiles {
-    cache: Cache,
+    cache: PageCache,
     files: Vec<Mutex<Option<Arc<Cached>>>>,
 }
 
@@ -38,8 +38,8 @@ impl CachedFiles {
         let page = PageSize::new(RECORD_BYTES).ok_or_else(|| "no pages of a record's size here".to_owned())?;
         // The limit is twice the bytes of the files, plus a huge folio for each file.
         let limit_bytes = 2 * (total_bytes + ((files + 1) * BLOCK_BYTES) as u64);
-        let settings = Settings { page, ..Settings::new("iozone", limit_bytes) };
-        let cache = pagemill::Pagemill::of_process().and_then(|pagemill| pagemill.caches.make(settings));
+        let settings = PageCache::builder("iozone").limit(limit_bytes).page(page);
+        let cache = pagemill_testbed::Testbed::of_process().and_then(|pagemill| settings.build_in(pagemill.caches));
         let cache = cache.map_err(|error| error.to_string())?;
         Ok(Self { cache, files: (0..files).map(|_| Mutex::new(None)).collect() })
     }
@@ -118,7 +118,7 @@ impl FileAccess {
 
 /// Checks that a whole record was transferred.
 #[inline]
-fn check_transferred(doing: &str, result: pagemill::Result<usize>) -> Result<(), String> {
+fn check_transferred(doing: &str, result: pagemill_core::Result<usize>) -> Result<(), String> {
     match result {
         Ok(RECORD_BYTES) => Ok(()),
         Ok(bytes) => Err(format!("{doing}: of a record {bytes} bytes")),

@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 
-use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, Slabs, Target};
-use pagemill::xarray;
+use pagemill_slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, SlabCache, Slabs, Target};
+use pagemill_xarray as xarray;
 
 use crate::workload::Failure;
 use crate::workload::hit::failed;

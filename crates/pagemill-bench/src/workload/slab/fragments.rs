@@ -4,7 +4,7 @@
 use std::hint;
 use std::time::Instant;
 
-use pagemill::units::BLOCK_BYTES;
+use pagemill_core::units::BLOCK_BYTES;
 
 use super::SlabsProvider;
 use super::keepers::{FixedStore, HandleStore, Malloc, ObjectStore};

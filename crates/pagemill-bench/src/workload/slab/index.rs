@@ -1,9 +1,9 @@
 //! Walks of the index of a file of which one page in six is resident.
 
-use pagemill::mapping::policy::Never;
-use pagemill::mapping::{Cache, Mapping};
-use pagemill::slab::Slabs;
-use pagemill::units::BLOCK_BYTES;
+use pagemill_cache::mapping::policy::Never;
+use pagemill_cache::mapping::{Mapping, PageCache};
+use pagemill_core::units::BLOCK_BYTES;
+use pagemill_slab::Slabs;
 
 use super::turns::{Turns, walk_for};
 use crate::pattern::RECORD_BYTES;
@@ -58,7 +58,7 @@ fn move_count(slabs: &Slabs) -> u64 {
 
 /// Makes a file interleaved with another file, which is then dropped, so that the index nodes of the first file are
 /// scattered.
-fn make(cache: &Cache, pages: u64) -> Result<Mapping, Failure> {
+fn make(cache: &PageCache, pages: u64) -> Result<Mapping, Failure> {
     let (file, other) = (cache.create().map_err(failed)?, cache.create().map_err(failed)?);
     let mut nodes = 0;
     for page in 0..pages {

@@ -1,9 +1,11 @@
 //! Subjects that store objects of one size, with the object's number in every word: the allocator, or one of three
 //! kinds of cache.
 
+use pagemill_slab::SlabCache;
 use std::time::Duration;
 
-use pagemill::slab::{self, ByHandle, Fixed, Handle, Progress, Settings, Slabs, Slot};
+use pagemill_slab as slab;
+use pagemill_slab::{ByHandle, Fixed, Handle, Progress, Settings, Slabs, Slot};
 
 use crate::native::{self, GiveBack, WordAllocation};
 use crate::workload::Failure;
@@ -39,9 +41,9 @@ pub trait ObjectStore<const WORDS: usize>: Sync {
 }
 
 /// Converts the result of a step. If another thread was busy with a step, there was no progress.
-pub fn progress_of_step(step: pagemill::Result<Progress>) -> Result<Option<Progress>, Failure> {
+pub fn progress_of_step(step: pagemill_core::Result<Progress>) -> Result<Option<Progress>, Failure> {
     match step {
-        Err(pagemill::Error::Busy { .. }) => Ok(Some(Progress::default())),
+        Err(pagemill_core::Error::Busy { .. }) => Ok(Some(Progress::default())),
         other => other.map(Some).map_err(failed),
     }
 }
@@ -128,13 +130,13 @@ impl<const WORDS: usize> ObjectStore<WORDS> for HandleStore<WORDS> {
     #[inline]
     fn free_object(&self, reference: Self::Reference) -> Result<(), Failure> {
         match self.0.remove(reference).map_err(failed)? {
-            true => Ok(()),
-            false => Err(Failure::WrongAnswer("a handle stands for nothing".to_owned())),
+            Some(_) => Ok(()),
+            None => Err(Failure::WrongAnswer("a handle stands for nothing".to_owned())),
         }
     }
 
     fn has_number(&self, reference: &Self::Reference, number: u64) -> bool {
-        self.0.get(*reference, &slab::pin()).is_some_and(|value| value.iter().all(|word| *word == number))
+        self.0.get(*reference, &slab::enter()).is_some_and(|value| value.iter().all(|word| *word == number))
     }
 
     fn give_back(&self) -> Result<(), Failure> {

@@ -20,8 +20,8 @@ mod walks;
 
 use super::hit::failed;
 use super::{Failure, WorkloadResult};
-use pagemill::Pagemill;
-use pagemill::slab::Slabs;
+use pagemill_slab::Slabs;
+use pagemill_testbed::Testbed;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Slab {
@@ -61,7 +61,7 @@ type SlabsProvider = fn() -> Result<&'static Slabs, Failure>;
 
 /// Returns the slabs of this process, with background defragmentation turned off. Only the workload moves objects.
 fn slabs_without_background_moves() -> Result<&'static Slabs, Failure> {
-    let pagemill = Pagemill::of_process().map_err(failed)?;
+    let pagemill = Testbed::of_process().map_err(failed)?;
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }
@@ -69,9 +69,9 @@ fn slabs_without_background_moves() -> Result<&'static Slabs, Failure> {
 /// Returns separate slabs for one test, with a program's layout. Defragmentation by other tests moves nothing in them.
 #[cfg(test)]
 fn slabs_of_test() -> Result<&'static Slabs, Failure> {
-    use pagemill::arena::Layout;
+    use pagemill_core::arena::Layout;
     let layout = Layout { huge_from_bytes: Layout::for_program().huge_from_bytes, ..Layout::for_test() };
-    let pagemill = Pagemill::new(layout, pagemill::reclaim::tree::UNLIMITED).map_err(failed)?;
+    let pagemill = Testbed::new(layout, pagemill_core::reclaim::tree::UNLIMITED).map_err(failed)?;
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }

@@ -6,7 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use pagemill::slab::{self, Slabs};
+use pagemill_slab as slab;
+use pagemill_slab::Slabs;
 
 use super::shared::{HandleObjects, Objects, OwnerObjects};
 use super::turns::run_with_defragmentation;
@@ -113,7 +114,7 @@ struct Reader<'objects, O> {
 impl<O: Objects> Reader<'_, O> {
     fn step(&mut self) -> Result<(), Failure> {
         for _ in 0..STEP_OPERATIONS / GUARDED_READS {
-            let guard = slab::pin();
+            let guard = slab::enter();
             for _ in 0..GUARDED_READS {
                 let number = self.random.next_below(self.count);
                 self.wrong += u64::from(self.objects.read(number, &guard).is_err());
@@ -193,7 +194,7 @@ impl<O: Objects> Writer<'_, O> {
     /// Checks that exactly the expected objects exist, with the expected number of changes.
     fn check_results(&mut self) -> Result<(), Failure> {
         for (number, expected) in self.expected.iter().enumerate() {
-            let found = self.objects.read(number, &slab::pin()).ok();
+            let found = self.objects.read(number, &slab::enter()).ok();
             if found != Some(*expected) {
                 return Err(Failure::WrongAnswer(format!("object {number}: {found:?} instead of {expected:?}")));
             }

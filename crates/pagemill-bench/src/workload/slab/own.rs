@@ -5,9 +5,9 @@ use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use pagemill::Pagemill;
-use pagemill::slab::{ByHandle, ByOwner, Candidates, Done, Fixed, Handle, Migrate, Movable, Moving, Settings};
-use pagemill::slab::{Slot, Target};
+use pagemill_slab::{ByHandle, ByOwner, Candidates, Done, Fixed, Handle, Migrate, Movable, Moving, Settings};
+use pagemill_slab::{Slot, Target};
+use pagemill_testbed::Testbed;
 
 use super::Access;
 use crate::workload::Failure;
@@ -29,8 +29,8 @@ impl<Rest> Object<Rest> {
 // SAFETY: the object is plain data, so it may be moved by copying its bytes.
 unsafe impl<Rest: Copy + Send + Sync + 'static> Movable for Object<Rest> {}
 
-fn process_pagemill() -> Result<&'static Pagemill, Failure> {
-    Pagemill::of_process().map_err(failed)
+fn process_pagemill() -> Result<&'static Testbed, Failure> {
+    Testbed::of_process().map_err(failed)
 }
 
 pub fn fixed<Rest>() -> Result<Fixed<Object<Rest>>, Failure> {
@@ -125,6 +125,6 @@ impl<Rest: Copy + Send + Sync + 'static> Access for &ByHandle<Object<Rest>> {
 
     #[inline]
     fn free_object(&mut self, object: Self::Object) -> u64 {
-        self.remove_with(object, |object| object.tag).ok().flatten().unwrap_or(0)
+        self.remove(object).ok().flatten().map_or(0, |object| object.tag)
     }
 }

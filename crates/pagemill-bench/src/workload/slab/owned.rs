@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 use std::time::Duration;
 
-use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Progress, Settings, Slabs, Target};
-use pagemill::xarray;
+use pagemill_slab::{ByOwner, Candidates, Done, Migrate, Moving, Progress, Settings, SlabCache, Slabs, Target};
+use pagemill_xarray as xarray;
 
 use super::keepers::{ObjectStore, progress_of_step};
 use crate::workload::Failure;

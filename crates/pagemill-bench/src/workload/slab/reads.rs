@@ -3,7 +3,8 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use pagemill::slab::{self, ByHandle, Guard, Handle};
+use pagemill_slab as slab;
+use pagemill_slab::{ByHandle, Guard, Handle};
 
 use super::own::{self, Object};
 use super::speed::Words;
@@ -50,7 +51,7 @@ const MEASUREMENTS: [(&str, &str, Pass); 4] = [
 pub fn run(arguments: &Reads) -> WorkloadResult {
     let cache = own::by_handle::<Words<23>>()?;
     let handles = fill(&cache, arguments.objects)?;
-    let guard = slab::pin();
+    let guard = slab::enter();
     let values = Values::new(&cache, &guard, handles)?;
     let run = Duration::from_millis(arguments.run_ms) / MEASURED_ROUNDS;
     let mut sums = [0.0; MEASUREMENTS.len()];
@@ -156,11 +157,11 @@ mod tests {
         assert!(run(&Reads { objects: 1000, run_ms: 1 }).is_ok());
         let cache = own::by_handle::<Words<23>>().expect("a cache");
         let handles = fill(&cache, 100).expect("values");
-        let guard = slab::pin();
+        let guard = slab::enter();
         let values = Values::new(&cache, &guard, handles.clone()).expect("values");
 
         assert!(MEASUREMENTS.iter().all(|(.., pass)| pass(&values) == 99 * 100 / 2));
-        assert!(cache.remove(handles[7]).expect("it is not pinned"));
+        assert!(cache.remove(handles[7]).expect("it is not pinned").is_some());
         let by_handle: Vec<u64> = [MEASUREMENTS[0], MEASUREMENTS[2]].iter().map(|(.., pass)| pass(&values)).collect();
         assert!(by_handle.iter().all(|sum| *sum != 99 * 100 / 2), "{by_handle:?}");
         assert_eq!(values.sum_by_pointer(), 99 * 100 / 2, "under the guard it is still there");

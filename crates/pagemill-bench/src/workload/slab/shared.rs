@@ -1,13 +1,15 @@
 //! Objects by number: one thread replaces and changes them, another one reads them, and a third one moves them.
 #![allow(unsafe_code)] // an owner of objects
 
+use pagemill_slab::SlabCache;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 use std::{hint, thread};
 
-use pagemill::slab::{
-    self, ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, SlabInfo, Slabs, Target,
+use pagemill_slab as slab;
+use pagemill_slab::{
+    ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, SlabInfo, Slabs, Target,
 };
 
 use crate::workload::Failure;
@@ -84,7 +86,7 @@ impl Objects for HandleObjects {
         let handle = self.handle(number);
         // The table entry is cleared first, so that a reader that finds a handle in the table finds its value.
         self.table[number].store(0, Release);
-        require(self.cache.remove(handle).map_err(failed)?)
+        require(self.cache.remove(handle).map_err(failed)?.is_some())
     }
 
     fn change(&self, number: usize) -> Result<(), Failure> {
@@ -243,7 +245,7 @@ impl Objects for OwnerObjects {
     }
 
     fn remove(&self, number: usize) -> Result<(), Failure> {
-        let at = self.hold(number, &slab::pin())?;
+        let at = self.hold(number, &slab::enter())?;
         self.entry(number).store(ptr::null_mut(), Release);
         // SAFETY: the object is held, nothing in the table refers to it, and it is freed once. A reader with its
         // address detects by the words that it belongs to another number.
@@ -255,7 +257,7 @@ impl Objects for OwnerObjects {
     }
 
     fn change(&self, number: usize) -> Result<(), Failure> {
-        let at = self.hold(number, &slab::pin())?;
+        let at = self.hold(number, &slab::enter())?;
         // SAFETY: this thread holds the object.
         let object = unsafe { at.as_ref() };
         let changes = &object.words[CHANGES];

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagemill::slab::Slabs;
+use pagemill_slab::Slabs;
 
 use crate::workload::Failure;
 

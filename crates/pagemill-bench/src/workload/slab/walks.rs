@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use pagemill::slab::Slabs;
+use pagemill_slab::Slabs;
 
 use super::dentries::{Tree as Dentries, WalkChecksum};
 use super::turns::{Turns, walk_for};

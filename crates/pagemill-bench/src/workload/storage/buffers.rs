@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use pagemill::store::Buffer;
+use pagemill_store::Buffer;
 
 use crate::native::Pages;
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagemill::stats::{self, Counter};
+use pagemill_core::stats::{self, Counter};
 use serde_json::json;
 
 use super::Source;

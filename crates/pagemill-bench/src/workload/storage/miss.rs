@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Fetch, Mapping, Queue};
-use pagemill::stats::{self, Counter};
-use pagemill::units::BLOCK_BYTES;
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Fetch, Mapping, PageCache, Queue};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::BLOCK_BYTES;
 use serde_json::Value;
 
 use super::ring::Offsets;
@@ -48,7 +48,7 @@ pub struct Miss {
 }
 
 /// Makes a cache whose folios have this length: huge folios of small pages, or single pages.
-pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Failure> {
+pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<PageCache, Failure> {
     match folio_bytes {
         BLOCK_BYTES => cache_of(RECORD_BYTES, limit_bytes, Box::new(Always), true),
         page_bytes => cache_of(page_bytes, limit_bytes, Box::new(Never), true),
@@ -57,7 +57,7 @@ pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Fa
 
 /// A file whose cache has room for a part of it.
 pub struct Cached<'a> {
-    pub cache: Cache,
+    pub cache: PageCache,
     pub file: Mapping,
     source: &'a Source,
     io_bytes: usize,

@@ -10,7 +10,7 @@ pub mod writeback;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use pagemill::store::FileStore;
+use pagemill_store::FileStore;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Map, Value};
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagemill::stats::{self, Counter};
-use pagemill::store::{Aligned, Store as _};
+use pagemill_core::stats::{self, Counter};
+use pagemill_store::{Aligned, Store as _};
 
 use super::miss::cache_of_folios;
 use super::{IntervalStart, Source};

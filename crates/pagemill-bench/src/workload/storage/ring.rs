@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use pagemill::store::ring::{Event, FileId, Settings};
-use pagemill::store::{Aligned, FileStore, Ring as StoreRing, Store};
+use pagemill_store::ring::{Event, FileId, Settings};
+use pagemill_store::{Aligned, FileStore, Ring as StoreRing, Store};
 use serde_json::Value;
 
 use super::buffers::{self, Kind, TransferBuffer};

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use pagemill::mapping::policy::Never;
-use pagemill::stats::{self, Counter};
-use pagemill::store::{Aligned, FileStore, Store};
-use pagemill::units::BLOCK_BYTES;
+use pagemill_cache::mapping::policy::Never;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::BLOCK_BYTES;
+use pagemill_store::{Aligned, FileStore, Store};
 
 use super::ring::{Ring, TransferLoop};
 use super::{Elapsed, IntervalStart, Source};

@@ -158,7 +158,7 @@ fn is_done<T>(result: Result<T>) -> bool {
 }
 
 impl Stored {
-    fn new(cache: &Cache) -> Self {
+    fn new(cache: &PageCache) -> Self {
         let store = PageStore::new();
         let first = (0..PAGES).map(|page| PageWrite { page, value: page + 1, begin: 0, end: 0 });
         let history = History { now: 0, writes: first.collect() };

@@ -1,6 +1,6 @@
 //! Shuttle tests of ranges with a handle.
 
-use super::super::range::{Behaviour, Contents, Pin, Range};
+use super::super::range::{Behaviour, Contents, Pin, VolatileBuf};
 use super::super::word::RangePhase;
 use super::super::{CLASSES, Ranges, SHARDS};
 use super::*;
@@ -19,7 +19,7 @@ fn random_behaviour() -> Behaviour {
     }
 }
 
-fn fill(range: &mut Range, byte: u8) {
+fn fill(range: &mut VolatileBuf, byte: u8) {
     range.bytes_mut().unwrap().iter_mut().step_by(PIECE).for_each(|place| *place = byte);
 }
 
@@ -29,7 +29,7 @@ fn assert_all(bytes: &[u8], byte: u8, why: &str) {
 
 /// A range that one thread uses, with its expected contents and state.
 struct UserRange {
-    range: Range,
+    range: VolatileBuf,
     byte: u8,
     is_marked: bool,
 }
@@ -145,7 +145,7 @@ fn users_race_purges() {
 
 /// A range that several threads use, with the results that its `unmark` has reported.
 struct Shared {
-    range: Range,
+    range: VolatileBuf,
     /// The smallest `kept_bytes` that was reported.
     least_kept: AtomicUsize,
 }
@@ -270,7 +270,7 @@ fn awaited_purges_end_early() {
 #[test]
 fn recently_used_range_is_purged_last() {
     explore(|fixture| {
-        let ranges: Vec<Range> = (0..4)
+        let ranges: Vec<VolatileBuf> = (0..4)
             .map(|_| {
                 let mut range = fixture.ranges.allocate(LENS[0], Behaviour::Full).unwrap();
                 fill(&mut range, 7);
@@ -298,7 +298,7 @@ fn recently_used_range_is_purged_last() {
         run_concurrently([Box::new(user), Box::new(purge_one)]);
         // Until these ticks have passed, a range that a thread waited for cannot be purged.
         skip_ticks(4);
-        let is_kept = |range: &Range| range.is_volatile() && range.pin().unwrap().contents() == Contents::Kept;
+        let is_kept = |range: &VolatileBuf| range.is_volatile() && range.pin().unwrap().contents() == Contents::Kept;
         let mut kept: Vec<bool> = ranges.iter().map(is_kept).collect();
         while let Some(oldest) = (0..4).filter(|index| kept[*index]).min_by_key(|index| (*index == used, *index)) {
             assert!(fixture.ranges.shrink(1, Urgency::Limit) > 0);

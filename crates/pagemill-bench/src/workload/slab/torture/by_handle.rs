@@ -1,11 +1,13 @@
 //! Caches by handle for the random operations. All threads change the values on the board, and the changes are counted.
 #![allow(unsafe_code)] // implements `Movable` for the values
 
+use pagemill_slab::SlabCache;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use pagemill::slab::{self, ByHandle, Handle, Movable, Pinned, Settings, SlabInfo, Slabs};
-use pagemill::{Error, Result};
+use pagemill_core::{Error, Result};
+use pagemill_slab as slab;
+use pagemill_slab::{ByHandle, Handle, Movable, Pinned, Settings, SlabInfo, Slabs};
 
 use super::stamped::{Counters, Random, Stamp, Stamped};
 use super::{BOARD, NODES, Removed, Subject};
@@ -42,17 +44,17 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
 
     fn new(slabs: &'static Slabs, counters: &'static Counters) -> Result<Self> {
         let cache = slabs.by_handle(Settings::new("values"))?;
-        let insert = |at| cache.insert(Stamped::new(Stamp::of_board(at), counters));
+        let insert = |at| Ok(cache.insert(Stamped::new(Stamp::of_board(at), counters))?);
         let board = (0..BOARD).map(insert).collect::<Result<_>>()?;
         Ok(Self { cache, counters, board, changes: (0..BOARD).map(|_| AtomicU64::new(0)).collect() })
     }
 
     fn insert(&self, stamp: Stamp, _node: Option<usize>) -> Result<Self::Key> {
-        self.cache.insert(Stamped::new(stamp, self.counters))
+        Ok(self.cache.insert(Stamped::new(stamp, self.counters))?)
     }
 
     fn is_intact(&self, handle: &Self::Key, stamp: Stamp) -> bool {
-        let guard = slab::pin();
+        let guard = slab::enter();
         let Some(value) = self.cache.get(*handle, &guard) else { return false };
         let was_whole = value.is(stamp);
         // The value may be moved meanwhile, but its old copy does not change under the guard.
@@ -70,14 +72,14 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
 
     fn remove(&self, handle: Self::Key, _stamp: Stamp) -> Removed<Self::Key> {
         match self.cache.remove(handle) {
-            Ok(true) if self.cache.get(handle, &slab::pin()).is_none() => Removed::Gone,
+            Ok(Some(_)) if self.cache.get(handle, &slab::enter()).is_none() => Removed::Gone,
             Err(Error::Busy { .. }) => Removed::Busy(handle),
             _ => Removed::Missing,
         }
     }
 
     fn pin(&self, handle: &Self::Key) -> Option<Self::Pin<'_>> {
-        self.cache.pin_value(*handle).ok().flatten()
+        self.cache.pin(*handle).ok().flatten()
     }
 
     fn is_pinned_intact(held: &Self::Pin<'_>, stamp: Stamp) -> bool {
@@ -89,19 +91,19 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
     }
 
     fn address(&self, handle: &Self::Key) -> usize {
-        self.cache.get(*handle, &slab::pin()).map_or(0, |value| std::ptr::from_ref(value) as usize)
+        self.cache.get(*handle, &slab::enter()).map_or(0, |value| std::ptr::from_ref(value) as usize)
     }
 
     fn use_board(&self, at: u64, random: &mut Random) -> bool {
         let (handle, of_it) = (self.board[at as usize], |stamp: Stamp| stamp.is_of_same_object(Stamp::of_board(at)));
         let is_it = |value: &Stamped<WORDS>| of_it(value.stamp()) && value.is_intact();
         match random.below(4) {
-            0 => match self.cache.pin_value(handle) {
+            0 => match self.cache.pin(handle) {
                 Ok(Some(pinned)) => is_it(&pinned),
                 Ok(None) => false,
                 Err(_) => true,
             },
-            1 => self.cache.get(handle, &slab::pin()).is_some_and(is_it),
+            1 => self.cache.get(handle, &slab::enter()).is_some_and(is_it),
             _ => {
                 let mut is_right = true;
                 let changed = self.change(handle, &mut is_right, of_it);
@@ -129,14 +131,14 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
     /// Removes half of the values; the others are dropped with the cache.
     fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
         let wrong = |at: &usize| {
-            let guard = slab::pin();
+            let guard = slab::enter();
             let changes = self.changes[*at].load(Relaxed) & 0xffff;
             self.cache.get(self.board[*at], &guard).is_none_or(|value| value.stamp().changes() != changes)
         };
         let wrong = (0..self.board.len()).filter(wrong).count() as u64;
         let _ = self.cache.shrink();
         let active = self.info().active;
-        let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(true)));
+        let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(Some(_))));
         let missing = left.len().div_ceil(2) - removed.count();
         // The cache may count removed values for longer, while readers have guards.
         wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD)

@@ -7,8 +7,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
-use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, SlabInfo, Slabs, Target};
-use pagemill::{Result, xarray};
+use pagemill_core::Result;
+use pagemill_slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, SlabCache, SlabInfo, Slabs, Target};
 
 use super::stamped::{Counters, Random, Stamp};
 use super::{BOARD, NODES, Removed, Subject};
@@ -119,7 +119,7 @@ impl<const WORDS: usize> Items<WORDS> {
     }
 
     fn is(&self, cell: u32, stamp: Stamp) -> bool {
-        let _guard = xarray::pin();
+        let _guard = pagemill_xarray::pin();
         let item = self.item(cell);
         let was_whole = item.is(stamp);
         // The item may be moved meanwhile, but its old copy does not change under the guard.
@@ -129,7 +129,7 @@ impl<const WORDS: usize> Items<WORDS> {
 
     /// Marks an item as held, so that it is not moved. Returns `None` if the item is already held or being moved.
     fn hold(&self, cell: u32) -> Option<&Item<WORDS>> {
-        let _guard = xarray::pin();
+        let _guard = pagemill_xarray::pin();
         let item = self.item(cell);
         item.change_state(LIVE, HELD).then_some(item)
     }

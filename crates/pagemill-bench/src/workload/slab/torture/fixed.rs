@@ -1,7 +1,7 @@
 //! Caches of values that do not move, for the random operations.
 
-use pagemill::Result;
-use pagemill::slab::{Fixed, Settings, SlabInfo, Slabs, Slot};
+use pagemill_core::Result;
+use pagemill_slab::{Fixed, Settings, SlabCache, SlabInfo, Slabs, Slot};
 
 use super::stamped::{Counters, Random, Stamp, Stamped};
 use super::{Removed, Subject};
@@ -24,8 +24,8 @@ impl<const WORDS: usize> Subject for Boxes<WORDS> {
     fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key> {
         let value = Stamped::new(stamp, self.counters);
         match node {
-            Some(node) => self.cache.insert_on(node, value),
-            None => self.cache.insert(value),
+            Some(node) => Ok(self.cache.insert_on(node, value)?),
+            None => Ok(self.cache.insert(value)?),
         }
     }
 

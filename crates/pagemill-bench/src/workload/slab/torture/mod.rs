@@ -15,12 +15,13 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use pagemill::arena::Layout;
-use pagemill::arena::nodes::Nodes;
-use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Shrinker, Urgency};
-use pagemill::slab::{SlabInfo, Slabs};
-use pagemill::{Pagemill, Result};
+use pagemill_core::Result;
+use pagemill_core::arena::Layout;
+use pagemill_core::arena::nodes::Nodes;
+use pagemill_core::reclaim::tree::UNLIMITED;
+use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_slab::{SlabInfo, Slabs};
+use pagemill_testbed::Testbed;
 
 pub use stamped::Random;
 use stamped::{Counters, Stamp};
@@ -314,7 +315,7 @@ fn make_tested_cache<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn AnyTes
 /// Runs caches of five object sizes on logical NUMA nodes. The seed decides whether blocks are in huge pages.
 fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<Found> {
     let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
-    let slabs = Pagemill::new(layout, UNLIMITED)?.slabs;
+    let slabs = Testbed::new(layout, UNLIMITED)?.slabs;
     let caches = [
         make_tested_cache::<A>,
         make_tested_cache::<B>,

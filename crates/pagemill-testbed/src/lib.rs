@@ -1,0 +1,115 @@
+//! A [`Testbed`]: one instance with all products, for tests, experiments and fuzz targets.
+//!
+//! Programs use the crate `pagemill`, whose products share the instance of the process. A test that counts memory needs
+//! an instance of its own.
+
+// Nothing here is modelled by loom.
+#![cfg(not(loom))]
+
+use pagemill_cache::IndexNodes;
+use pagemill_cache::mapping::Caches;
+use pagemill_core::arena::{Arena, Layout, place};
+use pagemill_core::error::Result;
+use pagemill_core::instance::Instance;
+use pagemill_core::listing::StatsResponder;
+use pagemill_core::reclaim::helper::Helper;
+use pagemill_core::reclaim::{Account, Return, tree::UNLIMITED};
+use pagemill_core::stats::Snapshot;
+use pagemill_heap::Heap;
+use pagemill_slab::Slabs;
+use pagemill_volatile::{Base, Ranges, Vranges};
+
+/// An instance with all products, which are built once and exist until the process ends.
+///
+/// ```
+/// use pagemill_core::stats::Counter;
+/// use pagemill_testbed::Testbed;
+///
+/// let testbed = Testbed::for_test();
+/// let block = testbed.heap.allocate(1 << 20, 64)?;
+/// // SAFETY: a new block of a MiB, not used after it was freed.
+/// unsafe {
+///     block.addr.as_ptr().write_bytes(1, 1 << 20);
+///     assert!(testbed.figures().get(Counter::Resident) >= 1 << 20);
+///     testbed.heap.free(block.addr.as_ptr() as usize)?;
+/// }
+/// # Ok::<(), pagemill_core::Error>(())
+/// ```
+pub struct Testbed {
+    pub instance: &'static Instance,
+    pub account: &'static Account,
+    pub arena: &'static Arena,
+    pub heap: &'static Heap,
+    pub helper: &'static Helper,
+    pub ranges: &'static Ranges,
+    pub vranges: &'static Vranges,
+    pub caches: &'static Caches,
+    pub slabs: &'static Slabs,
+    /// The slab cache of index nodes.
+    pub nodes: &'static IndexNodes,
+    pub responder: &'static StatsResponder,
+}
+
+impl Testbed {
+    /// Creates an instance that is not the process's. Reserves address space; no memory becomes resident.
+    ///
+    /// # Errors
+    ///
+    /// [`pagemill_core::Error::System`] if the address space cannot be reserved.
+    pub fn new(layout: Layout, limit_bytes: u64) -> Result<&'static Self> {
+        Self::with_account(layout, Account::make(limit_bytes)?)
+    }
+
+    /// As [`Testbed::new`], with an existing account.
+    ///
+    /// # Errors
+    ///
+    /// As [`Testbed::new`].
+    pub fn with_account(layout: Layout, account: &'static Account) -> Result<&'static Self> {
+        let base = Base::new(Instance::new(layout, account)?)?;
+        let slabs = Slabs::of(base.instance)?;
+        Self::of(base, slabs, Caches::of(base.instance, slabs)?)
+    }
+
+    /// Creates a small instance without a limit. Only explicit calls defragment its slab caches.
+    ///
+    /// # Panics
+    ///
+    /// If the address space cannot be reserved.
+    pub fn for_test() -> &'static Self {
+        let testbed = Self::new(Layout::for_test(), UNLIMITED).expect("address space for a test");
+        testbed.slabs.defrag_by_hand();
+        testbed
+    }
+
+    /// The products of the process's instance, as the crate `pagemill` uses them.
+    ///
+    /// # Errors
+    ///
+    /// As [`Instance::of_process`].
+    pub fn of_process() -> Result<&'static Self> {
+        Self::of(Base::of_process()?, Slabs::of_process()?, Caches::of_process()?)
+    }
+
+    fn of(base: &'static Base, slabs: &'static Slabs, caches: &'static Caches) -> Result<&'static Self> {
+        let Base { instance, heap, ranges, vranges } = *base;
+        let Instance { account, arena, helper, responder, .. } = *instance;
+        let nodes = place(IndexNodes::new(slabs))?;
+        place(Self { instance, account, arena, heap, helper, ranges, vranges, caches, slabs, nodes, responder })
+    }
+
+    /// As [`Instance::figures`].
+    pub fn figures(&self) -> Snapshot {
+        self.instance.figures()
+    }
+
+    /// As [`Instance::measure`].
+    pub fn measure(&self) {
+        self.instance.measure();
+    }
+
+    /// As [`Instance::set_return`].
+    pub fn set_return(&self, policy: Return) {
+        self.instance.set_return(policy);
+    }
+}
