@@ -10,7 +10,7 @@ use pagemill::units::os_page_bytes;
 use pagemill::volatile::listed::{Listed, RangeKind, RangeState};
 use pagemill::volatile::vrange::{How, Mode};
 use pagemill::volatile::{Behaviour, Range};
-use pagemill_sys::file::Blank;
+use pagemill_sys::file::AnswerFile;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -19,7 +19,7 @@ fn written() -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("list");
     std::fs::write(&path, b"").unwrap();
-    let blank = Blank::open(&CString::new(path.to_str().unwrap()).unwrap()).unwrap();
+    let blank = AnswerFile::open(&CString::new(path.to_str().unwrap()).unwrap()).unwrap();
     pagemill().responder.write(&blank, 9).unwrap();
     std::fs::read(path).unwrap()
 }
@@ -38,7 +38,7 @@ fn handles() -> Vec<Listed> {
     found
 }
 
-/// A list has the layout that ARCHITECTURE.md documents: a head, then a record for each range.
+/// A list must have the layout that ARCHITECTURE.md documents: a head, then a record for each range.
 #[test]
 fn a_list_has_the_documented_layout() {
     let _exclusive = exclusive_test();
@@ -51,7 +51,7 @@ fn a_list_has_the_documented_layout() {
     assert_eq!(bytes[60..], [0, 1, 0, 0], "a handle, volatile, goes as a whole");
 }
 
-/// The list distinguishes strict marks from plain ones, if strict marks are supported.
+/// The list must distinguish strict marks from plain ones, if strict marks are supported.
 #[test]
 fn strict_marks_are_listed_as_strict() {
     let _exclusive = exclusive_test();

@@ -20,7 +20,7 @@ use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
 use pagemill::volatile::vrange::{How, Mode};
 use pagemill::volatile::{Behaviour, Contents};
 use pagemill::{Error, Pagemill, published};
-use pagemill_sys::file::Blank;
+use pagemill_sys::file::AnswerFile;
 use pagemill_sys::{fatal, mem, process};
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::ffi::CString;
@@ -200,15 +200,15 @@ fn listing_allocates_nothing_elsewhere() {
             require(range.mark().is_ok(), "it is marked");
             std::mem::forget(range);
         }
-        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
+        let Ok(blank) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
         require(pagemill.responder.write(&blank, 1).is_ok(), "it is written");
-        require(Blank::open(&path).is_err(), "it is not empty any more");
+        require(AnswerFile::open(&path).is_err(), "it is not empty any more");
         pagemill.responder.answer(1);
     });
     assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
 }
 
-/// The helper lists the memory of page caches, without using the global allocator.
+/// Listing the memory of page caches in the helper must not use the global allocator.
 #[test]
 fn listing_page_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -221,7 +221,7 @@ fn listing_page_caches_allocates_nothing() {
     files.iter().for_each(|file| assert_eq!(file.write_at(&[1; 3 * MIB], 0).unwrap(), 3 * MIB));
     drop(make("ended"));
     without_allocations(|| {
-        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
+        let Ok(blank) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
         require(pagemill.responder.write_caches(&blank, 1).is_ok(), "it is written");
         pagemill.measure();
     });
@@ -230,7 +230,7 @@ fn listing_page_caches_allocates_nothing() {
     assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
-/// The helper lists slab caches, without using the global allocator.
+/// Listing slab caches in the helper must not use the global allocator.
 #[test]
 fn listing_slab_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -242,7 +242,7 @@ fn listing_slab_caches_allocates_nothing() {
     let (_entry, _box) = (entries.insert([1; 24]).unwrap(), boxes.insert(1).unwrap());
     drop(pagemill.slabs.fixed::<u64>(slab::Settings::new("ended")).unwrap());
     without_allocations(|| {
-        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
+        let Ok(blank) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
         require(pagemill.responder.write_slabs(&blank, 1).is_ok(), "it is written");
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
@@ -287,7 +287,7 @@ fn reclaim_allocates_nothing_elsewhere() {
     });
 }
 
-/// Extents are committed, decommitted, overcommitted, split and measured, without using the global allocator.
+/// Committing, decommitting, overcommitting, splitting and measuring extents must not use the global allocator.
 #[test]
 fn extents_allocate_nothing_elsewhere() {
     let layouts = layouts();
@@ -313,8 +313,7 @@ fn extents_allocate_nothing_elsewhere() {
     });
 }
 
-/// A process joins a tree, sends a request, answers, sweeps and ends its membership, without using the global
-/// allocator.
+/// Joining a tree, sending a request, answering, sweeping and leaving the tree must not use the global allocator.
 #[test]
 fn the_tree_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -365,7 +364,7 @@ fn counters_and_events_allocate_nothing_elsewhere() {
     });
 }
 
-/// The kernel's limits are read inside malloc, so this must not allocate, whether the files exist or not.
+/// Reading the kernel's limits must not allocate, whether the files exist or not, because it happens inside malloc.
 #[test]
 fn limits_are_sampled_without_allocating() {
     let (real, missing) = (Kernel::new(""), Kernel::new("/nowhere"));
