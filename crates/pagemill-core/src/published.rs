@@ -1,8 +1,8 @@
 //! Figures files: where processes publish their figures, and how other processes find and remove these files.
 //!
 //! A process of a `pagemill run` tree publishes into the tree's folder. Its file stays there after the process has
-//! ended, until `run` has added it up. Any other process publishes into the user's folder and removes its file at exit.
-//! The file of a killed process is removed when another process lists the folder.
+//! ended, until `run` has read its counters. Any other process publishes into the user's folder and removes its file at
+//! exit. The file of a killed process is removed when another process lists the folder.
 //!
 //! A process that preloads the library and also uses this crate has two Pagemills, each with its own figures file. The
 //! file of the library is in the tree's folder, the file of the crate in the user's. If both files are in the user's
@@ -133,7 +133,7 @@ pub fn publish() -> io::Result<()> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Removes this process's figures file at exit. In a tree the file stays, because `run` adds it up later.
+/// Removes this process's figures file at exit. In a tree the file stays, because `run` reads its counters later.
 pub fn withdraw() {
     // Most processes never publish: return before the system calls below.
     if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(HOME.get(), Some(Home::User { .. })) {

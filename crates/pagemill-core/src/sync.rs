@@ -36,7 +36,7 @@ use modelled::AtomicU32 as Word;
 #[cfg(not(shuttle))]
 use std::sync::atomic::AtomicU32 as Word;
 
-/// A mutual exclusion lock that may be taken inside `malloc`: one word, no allocation, no thread state.
+/// A mutual exclusion lock that may be acquired inside `malloc`: one word, no allocation, no thread state.
 ///
 /// The lock contains no data. The comment of a field that a lock protects names that lock. A lock that the forking
 /// thread holds during `fork` must be released in both processes.
@@ -242,6 +242,7 @@ impl<T> Guarded<T> {
 #[derive(Default)]
 pub struct EventCount {
     count: Word,
+    /// Number of threads inside [`EventCount::wait`].
     sleepers: Word,
 }
 
@@ -278,6 +279,7 @@ impl EventCount {
 /// Example: [`Lock`].
 #[cfg(not(loom))]
 pub struct Backoff {
+    /// Time at which the wait began.
     began_ns: u64,
 }
 
@@ -290,6 +292,7 @@ impl Default for Backoff {
 
 #[cfg(not(loom))]
 impl Backoff {
+    /// Time for which [`Backoff::pause`] spins.
     const SPIN_NS: u64 = 100_000;
 
     #[inline]
@@ -305,6 +308,7 @@ impl Backoff {
         }
     }
 
+    /// Nanoseconds since this value was created.
     pub fn waited_ns(&self) -> u64 {
         pagemill_sys::clock::fine_ns() - self.began_ns
     }

@@ -84,17 +84,17 @@ events! {
     GivenForMachine "given_for_machine" ("wanted_bytes", "freed_bytes");
     /// Memory was given back because a sibling requested it.
     GivenForSibling "given_for_sibling" ("wanted_bytes", "freed_bytes");
-    /// Memory was given back because it was free and not reused for the age of --return.
+    /// Memory was given back because it was free and not reused for the age that --return sets.
     GivenForAge "given_for_age" ("wanted_bytes", "freed_bytes");
-    /// Cold memory was given back to compensate for new memory that became resident.
+    /// Free memory was given back to compensate for new memory that became resident.
     GivenForNew "given_for_new" ("wanted_bytes", "freed_bytes");
-    /// Cold memory was given back because a thread stalls on memory.
+    /// Memory was given back, coldest first, because a thread stalls on memory.
     GivenForStall "given_for_stall" ("wanted_bytes", "freed_bytes");
-    /// Cold memory was offered to the kernel (MADV_FREE), which may take it.
+    /// Free memory was offered to the kernel (MADV_FREE), which may take it.
     Offered "offered" ("wanted_bytes", "offered_bytes");
     /// The kernel took memory that was offered.
     Taken "taken" ("block", "taken_bytes");
-    /// The kernel woke the helper: a limit came near (1), or a thread stalls on memory (2).
+    /// The kernel woke the helper. Bits of `signs`: limit near or met (1), stall in the group (2), stall on the machine (4).
     Sign "sign" ("signs", "room_bytes");
     /// Bytes of a volatile range were purged.
     RangePurged "range_purged" ("addr", "purged_bytes");
@@ -108,6 +108,7 @@ events! {
     SlabBehindFailed "slab_behind_failed" ("cache", "slabs_lost");
 }
 
+/// An entry of the ring.
 #[repr(C)]
 struct EventSlot {
     /// Sequence number shifted left by 8, with the event in the low byte; 0 while the entry is being written.
@@ -121,6 +122,7 @@ struct EventSlot {
 /// Example: [`Recorded`].
 #[repr(C)]
 pub struct EventRing {
+    /// Sequence number of the latest event; 0 before the first.
     next: AtomicU64,
     entries: [EventSlot; CAPACITY],
 }

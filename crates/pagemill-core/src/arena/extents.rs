@@ -83,7 +83,7 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The range starts at the begin of an extent of the caller. No page of that extent is committed or overcommitted.
+    /// The range starts at the start of an extent of the caller. No page of that extent is committed or overcommitted.
     pub unsafe fn overcommit_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
         self.overcommit(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }
@@ -126,6 +126,7 @@ impl Arena {
         Ok(())
     }
 
+    /// Commits a part of one block. Admits the bytes first, without the block's lock.
     fn commit_part(&self, part: &BlockPart) -> Result<()> {
         let (mut admitted, mut use_huge) = (0, true);
         loop {

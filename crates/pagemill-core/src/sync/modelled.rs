@@ -15,6 +15,7 @@ use std::time::Duration;
 /// Step of the simulated clock: one tick of the time stamps in `volatile`.
 const TICK_NS: u64 = 1 << 22;
 
+/// Whether this thread runs inside a shuttle test.
 fn is_modelled() -> bool {
     try_get_current_task().is_some()
 }
@@ -42,6 +43,7 @@ pub fn pause() {
 pub use pause as spin_loop;
 
 thread_local! {
+    /// The simulated time.
     static NOW_NS: Cell<u64> = const { Cell::new(0) };
 }
 
