@@ -7,7 +7,7 @@
 use crate::file::{self, Path};
 use std::io;
 
-/// Most levels of groups that are examined, innermost first.
+/// Maximum number of levels of groups that are examined, innermost first.
 pub const MAX_LEVELS: usize = 12;
 
 /// If a group has no limit, version 1 reports a number above this value.
@@ -23,7 +23,9 @@ pub enum Version {
 /// A mount of a control group hierarchy: the group at its root, and the mount point.
 struct Mount<'line> {
     pub version: Version,
+    /// Path, within the hierarchy, of the group at the root of the mount.
     pub root: &'line str,
+    /// The mount point.
     pub at: &'line str,
 }
 
@@ -59,7 +61,7 @@ impl Mount<'_> {
 /// Returns the version and folder of the group of this process, in the hierarchy that has the memory controller
 /// (version 1) or may have it (version 2).
 ///
-/// Unlike [`Hierarchy::find`], returns that group also if only an ancestor of it has memory statistics, or none has.
+/// Unlike [`Hierarchy::find`], also returns a group that has no memory statistics.
 ///
 /// # Errors
 ///
@@ -109,7 +111,8 @@ pub struct Hierarchy {
 /// The limits of a group; `u64::MAX` means no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// The smaller of `memory.high` and `memory.max`. Above it the kernel throttles the group.
+    /// The smaller of `memory.high`, above which the kernel throttles the group, and `memory.max`. In version 1 the
+    /// same as `hard_bytes`.
     pub soft_bytes: u64,
     /// `memory.max`, or the limit of version 1. Above it the kernel kills processes of the group.
     pub hard_bytes: u64,
@@ -268,8 +271,9 @@ impl Hierarchy {
         self.read(folder, self.usage_file())
     }
 
-    /// Returns the bytes that the kernel can reclaim from a group before it kills: inactive file pages, and other file
-    /// pages and kernel caches, which take more effort. Takes some 20 to 50 us.
+    /// Returns the bytes that the kernel can reclaim from a group before it kills processes. The first number is that
+    /// of inactive file pages. The second is that of other file pages and kernel caches, which are slower to reclaim.
+    /// Takes some 20 to 50 us.
     pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
         let held = self.held(folder).unwrap_or_default();
         (held.idle_bytes, held.other_bytes)
@@ -278,7 +282,7 @@ impl Hierarchy {
     /// Returns the memory of the group by kind. Takes some 20 to 50 us.
     ///
     /// `inactive_file` alone does not measure inactive file pages: it also counts pages offered with `MADV_FREE`, even
-    /// after their owner uses them again. So the result is at most the file pages that are neither active nor in
+    /// after their owner uses them again. So `idle_bytes` is at most the file pages that are neither active nor in
     /// memory-only files.
     ///
     /// # Errors
@@ -381,7 +385,8 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// Version 2: levels from the inside out, the smaller of max and high, inactive file pages, and a detected move.
+    /// Version 2: the levels must be listed from the innermost outwards, with the smaller of `max` and `high` and with
+    /// inactive file pages. A move to another group must be detected.
     #[test]
     fn levels_of_v2_are_listed() {
         let (_folder, root) = fake_files(&[
@@ -428,7 +433,8 @@ mod tests {
         assert!(!groups.is_current(&root));
     }
 
-    /// Version 1 in a container. The mount shows only the container's groups, and a missing limit is a huge number.
+    /// Version 1 in a container, whose mount shows only the container's groups. They must be found, and the huge number
+    /// that means no limit must be recognised.
     #[test]
     fn a_container_on_v1_is_found() {
         let (_folder, root) = fake_files(&[
@@ -455,7 +461,8 @@ mod tests {
         assert_eq!(groups.reclaimable_bytes(&inner), (524_288, 0));
     }
 
-    /// A missing mount, malformed files, a path outside the mount, and vanished files lead to an error or to no limit.
+    /// A missing mount, malformed files, a path outside the mount, and removed files must lead to an error or to no
+    /// limit.
     #[test]
     fn malformed_groups_lead_to_errors() {
         let (_folder, root) =
@@ -485,7 +492,7 @@ mod tests {
         assert!(groups.usage_bytes(&own).is_err());
     }
 
-    /// Total and available memory are read. A file without them is an error.
+    /// Total and available memory must be read. A file without these rows must lead to an error.
     #[test]
     fn the_machines_memory_is_read() {
         let text = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\nSwapFree: 8 kB\n";

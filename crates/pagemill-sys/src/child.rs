@@ -12,8 +12,8 @@ use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Signals that are forwarded to the child. Stop and continue signals are not: the terminal sends them to both
-/// processes.
+/// Signals that are forwarded to the child. Stop and continue signals are not forwarded, because the terminal sends
+/// them to both processes.
 const FORWARDED: &[libc::c_int] = &[
     libc::SIGHUP,
     libc::SIGINT,
@@ -55,6 +55,7 @@ extern "C" fn note_closed_streams() {
     }
 }
 
+/// The forwarded signals and `SIGCHLD`.
 fn handled_signals() -> libc::sigset_t {
     // SAFETY: the set is plain data, which the first call initialises.
     unsafe {
@@ -142,6 +143,7 @@ struct Start<'a> {
     environment: &'a [*const c_char],
     /// Descriptor of the `cgroup.procs` file of the group that the child enters.
     group: Option<RawFd>,
+    /// Signal mask that the program gets.
     mask: libc::sigset_t,
     /// `errno` of the call that failed in the child; 0 once the program runs.
     error: c_int,
@@ -307,6 +309,7 @@ impl RunningChild {
     }
 }
 
+/// Returns how the child ended, or `None` if it is still running.
 fn try_wait(pid: libc::pid_t) -> io::Result<Option<End>> {
     let mut status = 0;
     // SAFETY: plain data may be zero.
@@ -345,6 +348,7 @@ mod tests {
         spawn(&shell(script), None, HeldSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap()
     }
 
+    /// Exit statuses and the numbers of fatal signals must be reported as a shell reports them.
     #[test]
     fn statuses_are_those_of_a_shell() {
         assert_eq!(end_of("exit 7").code, 7);
@@ -352,7 +356,7 @@ mod tests {
         assert_eq!((killed.code, killed.signal), (143, Some(15)));
     }
 
-    /// `meanwhile` runs repeatedly until the child ends, which is noticed between calls.
+    /// `meanwhile` must be called repeatedly until the child ends.
     #[test]
     fn meanwhile_is_called_until_the_child_ends() {
         let file = std::env::temp_dir().join(format!("pagemill-child-{}", std::process::id()));
@@ -371,8 +375,8 @@ mod tests {
         assert!(calls >= 5);
     }
 
-    /// A program gets only the given environment. A script without an interpreter line runs in a shell. A program that
-    /// does not exist is an error.
+    /// A program must get only the given environment. A script without an interpreter line must run in a shell. A
+    /// program that does not exist must lead to an error.
     #[test]
     fn programs_run_with_their_arguments_and_environment() {
         // The stack is aligned for even and for odd numbers of arguments.
@@ -402,7 +406,7 @@ mod tests {
         assert!(Program::new("a\0b".into(), [], []).is_err());
     }
 
-    /// `spawn` returns an error of the child before `exec`, here a failed write to `cgroup.procs`.
+    /// `spawn` must return an error that the child gets before `exec`, here of a failed write to `cgroup.procs`.
     #[test]
     fn a_failure_to_enter_the_group_is_returned() {
         let full = File::options().write(true).open("/dev/full").unwrap();
@@ -410,7 +414,7 @@ mod tests {
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
     }
 
-    /// The child receives signals: it does not inherit the mask that blocks them in this process.
+    /// The child must receive signals: it must not inherit the mask that blocks them in this process.
     #[test]
     fn the_child_receives_signals() {
         assert_eq!(end_of("trap 'exit 5' USR1; kill -USR1 $$; sleep 5; exit 6").code, 5);

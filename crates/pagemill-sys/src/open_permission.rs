@@ -126,7 +126,8 @@ mod tests {
         poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&at_most)).is_ok_and(|ready| ready > 0)
     }
 
-    /// An open waits until its event is dropped. Opens through the listener's own mount, and after the stop, do not.
+    /// An open must wait until its event is dropped. Opens through the listener's own mount, and opens after the stop,
+    /// must not wait.
     #[test]
     fn an_open_waits_for_permission() {
         // The test uses a file system of its own, because opens by other processes would be delayed, too.
