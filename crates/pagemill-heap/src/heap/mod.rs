@@ -5,12 +5,11 @@
 //!
 //! A *span* is a run of blocks with slots of one class. A *big* slot is a whole span; smaller slots share blocks.
 //!
-//! The free lists are sharded by CPU, so that threads seldom contend, and a recently freed slot is in the cache of the
-//! CPU that allocates it again. There is no per-thread state, hence nothing to do at thread exit. Each NUMA node
-//! (*node* in this crate) has its own shards, and a freed slot returns to a shard of its node.
+//! The free lists are sharded by CPU. So threads seldom contend, and a CPU usually allocates a slot whose memory is
+//! still in its cache. There is no per-thread state, hence nothing to do at thread exit. Each NUMA node (*node* in this
+//! crate) has its own shards, and a freed slot returns to a shard of its node.
 //!
-//! Uses `arena`; used by the malloc front. Locks: `carving`, `purging`. An allocation that finds a free slot acquires
-//! neither.
+//! Uses `arena`. Locks: `carving`, `purging`. An allocation that finds a free slot acquires neither lock.
 #![allow(unsafe_code)] // zeroes and copies slots, returns their memory
 
 pub(crate) mod class;
@@ -47,8 +46,8 @@ const UNUSED_DIVISOR: usize = 10;
 /// Number of words for each node and class in `Heap::carve_cursors`.
 const CURSOR_WORDS: usize = 3;
 
-/// Maximum number of slots in a free list that an allocation skips because purges have claimed them. Then the
-/// allocation waits until a slot is no longer claimed.
+/// Maximum number of claimed slots that an allocation skips in a free list. At the next claimed slot, the allocation
+/// waits until the purge ends its claim.
 const MAX_SKIPPED: usize = 8;
 
 /// A `free` publishes the account's statistics if it raises the free bytes of a shard past a multiple of this number.
@@ -66,8 +65,8 @@ pub struct Allocation {
     pub addr: NonNull<u8>,
     /// Whether all bytes are known to be zero.
     pub is_zero: bool,
-    /// Whether the slot was offered to the kernel before. The kernel may still take the pages to which the program has
-    /// not written since.
+    /// Whether the slot was offered to the kernel while it was free. The kernel may still take a page of it until the
+    /// program writes to that page.
     pub(crate) was_offered: bool,
 }
 
@@ -81,6 +80,7 @@ enum InitialContents {
 /// A slot with its address, its class and its node.
 #[derive(Clone, Copy, Debug)]
 struct LocatedSlot {
+    /// Number of the granule of the heap zone in which the slot starts.
     number: u32,
     addr: usize,
     class: Class,

@@ -40,18 +40,24 @@ pub(super) struct Intervals<T> {
     entries: SparseArray<MaybeUninit<IntervalEntry<T>>>,
     leaves: usize,
     leaf_numbers: usize,
+    /// Number of intervals.
     count: usize,
+    /// Sum of the lengths of all intervals.
     bytes: u64,
 }
 
 /// The directory entry of a leaf.
 #[derive(Clone, Copy)]
 struct Leaf {
+    /// Start of the leaf's first entry.
     first: usize,
+    /// Position of the leaf's entries in the array of all entries.
     number: u32,
+    /// Number of entries in the leaf.
     count: u32,
 }
 
+/// The interval `start..end` with its value.
 #[derive(Clone, Copy)]
 struct IntervalEntry<T> {
     start: usize,
@@ -318,7 +324,7 @@ impl<U> SparseArray<U> {
         Self { base: 0, open_bytes: 0, max_len, _items: PhantomData }
     }
 
-    /// Makes the first `len` items usable.
+    /// Makes the first `len` items accessible.
     fn open(&mut self, len: usize) -> Result<()> {
         let wanted_bytes = len.saturating_mul(size_of::<U>());
         if len > self.max_len {

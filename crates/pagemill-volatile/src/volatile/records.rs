@@ -15,7 +15,9 @@ use std::io;
 /// stack and take some microseconds.
 const BATCH_LEN: usize = 128;
 
+/// Value of the number of purged bytes if some bytes, but an unknown number, were purged.
 const UNKNOWN: u64 = u64::MAX;
+/// Value of the age of a range that is not volatile.
 const NOT_MARKED: u32 = u32::MAX;
 
 const RECORD_LEN: usize = 32;

@@ -296,8 +296,8 @@ impl Vranges {
         is_one && self.arena.heap.contains(from) && (!splits || request.urgency == Urgency::Limit)
     }
 
-    /// The part of a piece from `at` that one system call discards. It lies inside one mapping, because the kernel
-    /// discards or refuses a mapping as a whole, and inside one block of the arena.
+    /// The part of a piece, starting at `at`, that one system call discards. It lies inside one mapping, because the
+    /// kernel discards or refuses a mapping as a whole. It also lies inside one block of the arena.
     fn next_part(&self, request: &PurgeRequest, at: usize, end: usize) -> Range<usize> {
         let mapping_end = match request.maps.find(at) {
             Ok(Some(mapping)) if mapping.addresses.contains(&at) => mapping.addresses.end,
