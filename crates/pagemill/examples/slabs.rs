@@ -29,12 +29,17 @@ fn stays(number: u64) -> bool {
     (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 32 & 1023 < 102
 }
 
+/// The measurements of one case: live values, resident bytes before and after defragmentation, and the work of moving
+/// values.
 struct Outcome {
+    /// Bytes of the values that were not removed.
     live: u64,
     before: u64,
     after: u64,
+    /// Bytes of the cache's handle table, which the resident bytes exclude; 0 for a cache without handles.
     beside: u64,
     moved: u64,
+    /// Duration of the defragmentation.
     took: Duration,
 }
 

@@ -103,7 +103,7 @@ impl Pagemill {
         self.base.measure_with(self.caches.metadata_bytes() + self.slabs.metadata_bytes());
     }
 
-    /// Acquires all locks before `fork`, in the forking thread. Waits for purges and carving that other threads do.
+    /// Acquires all locks before `fork`, in the forking thread. Waits until no other thread purges or carves.
     ///
     /// # Safety
     ///
@@ -132,8 +132,8 @@ impl Pagemill {
         self.base.control.release_after_fork();
     }
 
-    /// Resets counters, charges and the helper in a fork child. Memory that it shares with the parent stays charged to
-    /// the parent.
+    /// Resets counters, charges and the helper in a fork child. Memory that the child shares with the parent stays
+    /// charged to the parent.
     ///
     /// # Safety
     ///

@@ -17,15 +17,16 @@ use std::sync::OnceLock;
 
 /// Lock that is held while the Pagemill is created and during `fork`.
 static CREATION_LOCK: Lock = Lock::new();
+/// The Pagemill of this process, once it was created.
 static OF_PROCESS: OnceLock<&'static Pagemill> = OnceLock::new();
 
 static KERNEL: Kernel = Kernel::new("");
 
 impl Pagemill {
     /// Returns the Pagemill of this process; the first call creates it. Its helper thread observes the limits of the
-    /// memory control groups and of the machine, and returns memory before a limit is reached. Fork handlers keep it
-    /// consistent. Its figures are published in the user's folder until the process ends, for `pagemill meminfo` and
-    /// other commands.
+    /// memory control groups and of the machine, and returns memory before a limit is reached. Fork handlers keep the
+    /// Pagemill consistent. Its figures are published in the user's folder until the process ends, for `pagemill
+    /// meminfo` and other commands.
     ///
     /// In a fork child, the first call of this function starts the helper thread and publishes the figures.
     ///
@@ -52,7 +53,7 @@ impl Pagemill {
 }
 
 impl Pagemill {
-    /// Sets after which time free memory returns to the system even without a request or pressure. The default is
+    /// Sets the time after which free memory returns to the system even without a request or pressure. The default is
     /// [`Return::BALANCED`]. The policy does not apply to the contents of volatile ranges and caches.
     pub fn set_return(&self, policy: Return) {
         self.helper.set_return(policy);
@@ -65,6 +66,7 @@ impl thread::Work for Pagemill {
     }
 }
 
+/// Creates the Pagemill of this process, unless another thread has created it.
 fn create() -> Result<&'static Pagemill> {
     let _guard = CREATION_LOCK.lock();
     if let Some(known) = OF_PROCESS.get() {

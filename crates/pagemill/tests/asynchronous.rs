@@ -97,7 +97,7 @@ fn assert_read(file: &Mapping, offset: usize, expected: &[u8]) {
     assert!(found == expected, "bytes from {offset} on");
 }
 
-/// Futures and pins can be sent between threads, as executors require.
+/// Futures and pins must be `Send`, as executors require.
 #[test]
 fn futures_can_be_sent_between_threads() {
     fn sent<F: Future + Send>(_: F) {}
@@ -320,7 +320,8 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
     store.release();
 }
 
-/// Without room the future fails and nothing is read. Futures also work with a blocking store, and without a store.
+/// Without room, the future must fail and nothing may be read. Futures must also work with a blocking store, and
+/// without a store.
 #[test]
 fn futures_work_with_every_kind_of_file() {
     let (cache, store) = (cache(8 * PAGE), slow(MIB));
@@ -355,7 +356,7 @@ fn system_files_are_read_by_futures() {
         let mut to = vec![0; len + 1];
         assert_eq!(block_on(file.read_async(&mut to, 0)).unwrap(), len);
         assert!(to[..len] == bytes(len));
-        // As long as its last read is in flight the file is not released.
+        // The file is not released as long as its last read is in flight.
         let mut context = Context::from_waker(Waker::noop());
         _ = Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context);
         drop(file);

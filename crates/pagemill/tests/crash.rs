@@ -1,4 +1,4 @@
-//! Tests that all bytes that a program synced are in the file, whenever the program is killed.
+//! Tests that all bytes that a program synced are in the file, at whatever time the program is killed.
 //!
 //! The program is this test again, in a child process. In each round it sometimes truncates or extends the file, writes
 //! some ranges, syncs all of the file or one range, and reports the sync. The operations follow from a seed and the
@@ -16,7 +16,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Number of times that the program is killed.
 const KILLS: u64 = 200;
+/// Maximum length of the file.
 const MOST_BYTES: usize = 300_000;
 const FILE: &str = "PAGEMILL_TEST_CRASH_FILE";
 const SEED: &str = "PAGEMILL_TEST_CRASH_SEED";
@@ -177,6 +179,7 @@ fn kill_once(path: &Path, seed: u64) -> u64 {
     rounds
 }
 
+/// After each kill, every byte must have its last synced value or a later one.
 #[test]
 fn synced_bytes_survive_kills() {
     if let (Some(path), Ok(seed)) = (env::var_os(FILE), env::var(SEED)) {

@@ -1,5 +1,5 @@
 //! Tests of invalid input and of failures. Each must be reported with its own error and change nothing. Requests that
-//! failed can succeed later.
+//! failed must be able to succeed later.
 //!
 //! The tests run one after the other, because some read the process's counters or fork.
 #![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
@@ -82,7 +82,7 @@ fn resident(addr: usize, len: usize) -> u64 {
     (pages.iter().filter(|page| **page & 1 == 1).count() * page) as u64
 }
 
-/// Alignments that are no power of two, or larger than the address space, are errors, and nothing is charged.
+/// Alignments that are not a power of two, or are larger than the address space, must lead to errors without a charge.
 #[test]
 fn bad_alignments_are_refused() {
     let _exclusive = exclusive_test();
@@ -102,8 +102,8 @@ fn bad_alignments_are_refused() {
     assert_eq!(addr % (1 << 30), 0);
 }
 
-/// Size 0 is a separate allocation; sizes beyond the address space are refused, and an allocation that cannot grow
-/// stays.
+/// An allocation of size 0 must be separate from others. Sizes beyond the address space must be refused, and an
+/// allocation that cannot grow must stay.
 #[test]
 fn impossible_sizes_are_errors() {
     let _exclusive = exclusive_test();
@@ -129,8 +129,8 @@ fn impossible_sizes_are_errors() {
     assert_eq!(reconciled(pagemill), before);
 }
 
-/// The second free of a slot is an error with its address and size, before and after a purge; other slots stay
-/// unchanged.
+/// The second free of a slot must lead to an error with its address and size, before and after a purge. Other slots
+/// must stay unchanged.
 #[test]
 fn a_double_free_is_reported() {
     let _exclusive = exclusive_test();
@@ -295,7 +295,8 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     assert_eq!(reconciled(pagemill), 0);
 }
 
-/// A software page is populated as a whole: slots are resident before they are touched, extents by whole pages.
+/// A software page must be populated as a whole. Slots must be resident before they are touched, and extents in whole
+/// software pages.
 #[test]
 fn software_pages_are_populated_completely() {
     let _exclusive = exclusive_test();
@@ -331,8 +332,8 @@ fn run_on(cpu: usize) -> bool {
     }
 }
 
-/// With three logical NUMA nodes, slots of two nodes lie in separate spans, return to their own node, and serve other
-/// nodes if needed.
+/// With three logical NUMA nodes, slots of two nodes must lie in separate spans, return to their own node, and serve
+/// other nodes if needed.
 #[test]
 fn slots_return_to_their_node() {
     let _exclusive = exclusive_test();
@@ -462,7 +463,8 @@ fn locked_memory_is_not_treated_as_zero() {
     }
 }
 
-/// An allocation is shrunk to one block, and grown again by moving pages. Bytes written then must be charged.
+/// An allocation is shrunk to one block, and grown again by moving pages. Bytes that are written afterwards must be
+/// charged.
 #[test]
 fn a_moved_allocation_is_charged() {
     let _exclusive = exclusive_test();
@@ -529,8 +531,8 @@ fn a_split_block_is_purged_completely() {
     assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A slot that lies partly in a huge page and partly in a split one is purged in both. Slots of 384 KiB are used; the
-/// sixth lies across the first two blocks.
+/// A slot that lies partly in a huge page and partly in a split one must be purged in both. The slots have 384 KiB, and
+/// the sixth lies across the first two blocks.
 #[test]
 fn a_slot_across_blocks_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -594,8 +596,8 @@ fn a_purged_part_is_admitted_again() {
     assert!(more == 0 && over == 0, "{more} more allocations, {over} bytes over the limit");
 }
 
-/// A block made resident ahead of need belongs to the span that needs it. An adjacent free big slot must not be
-/// changed.
+/// A block that the helper makes resident ahead of need must belong to the span that needs it. An adjacent free big
+/// slot must not be changed.
 #[test]
 fn prefaulted_blocks_belong_to_their_span() {
     let _exclusive = exclusive_test();
@@ -647,7 +649,7 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
 
 const FORKED_SIZES: [usize; 6] = [64 * KIB, 300 * KIB, 384 * KIB, MIB, 3 * MIB, 40 * MIB];
 
-/// A fork child uses, frees and purges inherited memory. The parent's bytes stay unchanged.
+/// A fork child uses, frees and purges inherited memory. The parent's bytes must stay unchanged.
 #[test]
 fn a_fork_child_leaves_the_parent_alone() {
     let _exclusive = exclusive_test();

@@ -247,7 +247,7 @@ proptest! {
     }
 }
 
-/// Invalid requests fail with the numbers, and change nothing.
+/// Invalid requests must fail with an error that contains the rejected values, and change nothing.
 #[test]
 fn invalid_requests_fail() {
     let file = cache(4 * KIB, 4 * MIB).create().unwrap();
@@ -329,7 +329,7 @@ fn unused_pages_of_huge_folios_make_room() {
     assert!(read(&other, 0, MIB) == vec![1; MIB]);
 }
 
-/// Free blocks are returned to the system on request, and can be used again.
+/// Free blocks must be returned to the system on request, and be usable again.
 #[test]
 fn free_blocks_are_returned() {
     let pagemill = pagemill_without_threads();
@@ -348,7 +348,7 @@ fn free_blocks_are_returned() {
     assert_eq!(read(&file, 0, 9), b"again");
 }
 
-/// At the limit of the process unused pages of huge folios are freed, so that many sparse huge folios fit.
+/// At the limit of the process, unused pages of huge folios must be freed, so that many sparse huge folios fit.
 #[test]
 fn a_limit_of_the_process_splits_sparse_huge_folios() {
     let pagemill = Pagemill::new(Layout::for_test(), 64 * MIB as u64).unwrap();
@@ -390,7 +390,7 @@ fn holes_need_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write through a pin fails if the page was removed from the file.
+/// A write through a pin must fail if the page was removed from the file.
 #[test]
 fn writes_to_a_removed_page_fail() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
@@ -401,8 +401,8 @@ fn writes_to_a_removed_page_fail() {
     assert_eq!(read(&file, 0, 1), [0]);
 }
 
-/// A cache far larger than the machine's memory can be created, because its addresses are opened only when they are
-/// used.
+/// Creating a cache far larger than the machine's memory must succeed, because its addresses become accessible only
+/// when they are used.
 #[test]
 fn large_limits_cost_nothing() {
     let layout = Layout { pool_bytes: 4 << 40, ..Layout::for_test() };
@@ -432,7 +432,7 @@ fn pinned_bytes_survive_truncation() {
         drop(pin);
         file.truncate(0).unwrap();
         assert_eq!(cache.charged_bytes(), 0);
-        // The new end lies in a pinned huge folio: it stays, its rest is zero.
+        // The new end lies in a pinned huge folio, which stays. The rest of the folio is zeroed.
         file.write_at(&vec![5; 2 * MIB], 0).unwrap();
         let pin = file.pin(0).unwrap();
         file.truncate(100).unwrap();
@@ -442,8 +442,8 @@ fn pinned_bytes_survive_truncation() {
     }
 }
 
-/// While a folio is held, other accesses fail after a second, and so does a truncation inside the folio. A truncation
-/// of the whole folio succeeds.
+/// While a folio is held, other accesses must fail after a second, and so must a truncation inside the folio. A
+/// truncation that removes the whole folio must succeed.
 #[test]
 fn held_folios_are_exclusive() {
     let cache = cache(4 * KIB, 8 * MIB);

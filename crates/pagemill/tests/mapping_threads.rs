@@ -12,6 +12,7 @@ const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
 /// Upper bound of every wait in these tests.
 const LONG: Duration = Duration::from_secs(600);
+/// Duration of each test.
 const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
@@ -123,6 +124,7 @@ fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
     }
 }
 
+/// Asserts that the cache returns all memory after its files were dropped.
 fn all_comes_back(cache: &Cache) {
     // Waits, because the background thread may be in the middle of a collapse.
     let begun = Instant::now();
@@ -133,6 +135,7 @@ fn all_comes_back(cache: &Cache) {
     assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
 }
 
+/// No thread may see bytes of another page, with small folios.
 #[test]
 fn threads_see_their_own_bytes() {
     let cache = cache(Box::new(Auto), 64 << 20);
@@ -140,6 +143,7 @@ fn threads_see_their_own_bytes() {
     all_comes_back(&cache);
 }
 
+/// No thread may see bytes of another page, with huge folios.
 #[test]
 fn threads_see_their_own_bytes_in_huge_folios() {
     let cache = cache(Box::new(Always), 64 << 20);
@@ -147,7 +151,8 @@ fn threads_see_their_own_bytes_in_huge_folios() {
     all_comes_back(&cache);
 }
 
-/// As the test above, with too little memory: huge folios become small, writes are short, and unused pages are freed.
+/// No thread may see bytes of another page, with too little memory: huge folios become small, writes are short, and
+/// unused pages are freed.
 #[test]
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);

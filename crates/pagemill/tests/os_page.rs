@@ -47,7 +47,7 @@ fn caches_here() {
     }
 }
 
-/// Random calls on a file have the same results as on a vector of bytes. Afterwards all memory is returned.
+/// Random calls on a file must have the same results as on a vector of bytes. Afterwards all memory must be returned.
 fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
     let pagemill = Pagemill::for_test();
     pagemill.caches.collapse_by_hand();

@@ -222,7 +222,7 @@ fn without_background(name: &str) -> Settings {
     Settings { defrag_used_ratio: 0, ..Settings::new(name) }
 }
 
-/// A cache is dropped while the background thread is in its callback. The drop waits at most a second. So the
+/// A cache is dropped while the background thread is in its callback. The drop may wait at most a second. So the
 /// background thread drops the owner later, and the owner's destructor panics. The process and the thread must
 /// continue.
 #[test]
@@ -242,8 +242,8 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
     wait_for_memory(&fragmented(pagemill.slabs));
 }
 
-/// A process forks while another thread is inside of `isolate`. In the child, calls of that cache fail without waiting
-/// for a lock that is never released.
+/// A process forks while another thread is inside `isolate`. In the child, calls of that cache must fail without
+/// waiting for a lock that is never released.
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
     let _alone = ALONE.lock();
@@ -298,8 +298,9 @@ unsafe impl Migrate for WaitingOwner {
     }
 }
 
-/// A process forks while the background thread is in a callback that waits for the forking thread. The fork waits only
-/// briefly. The child can use caches with a background thread of its own, and the parent's thread continues afterwards.
+/// A process forks while the background thread is in a callback that waits for the forking thread. The fork may wait
+/// only briefly. The child must be able to use caches with a background thread of its own, and the parent's thread must
+/// continue afterwards.
 #[test]
 fn fork_does_not_deadlock_with_a_callback() {
     let _alone = ALONE.lock();
@@ -379,7 +380,8 @@ extern "C" fn fail_if_callbacks_run() {
     }
 }
 
-/// A program registers an exit handler last of all. No callback runs in the background once that handler is called.
+/// A program registers its exit handler after all other handlers. No callback may run in the background once that
+/// handler is called.
 #[test]
 fn no_callback_runs_during_exit_handlers() {
     let _alone = ALONE.lock();
@@ -555,8 +557,8 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
     }
 }
 
-/// A process with a background thread forks at any moment. The child has no such thread until it creates a cache, and
-/// the memory of both processes is freed.
+/// A process with a background thread forks at any time. The child must have no such thread until it creates a cache,
+/// and the memory of both processes must be freed.
 #[test]
 fn fork_child_has_its_own_background_thread() {
     let _alone = ALONE.lock();

@@ -65,7 +65,7 @@ impl Store for Hooked {
     }
 }
 
-/// Bytes that are truncated during their writeback do not come back when the file grows again.
+/// Bytes that are truncated during their writeback must not come back when the file grows again.
 #[test]
 fn bytes_truncated_during_writeback_do_not_come_back() {
     let cache = cache(8 * MIB);
@@ -229,7 +229,7 @@ fn a_queue_exposes_no_bytes_of_other_files() {
     assert_eq!(bytes, [0; 8], "by a queue");
 }
 
-/// A system file exposes no other file's bytes behind its end, in a partial page and in whole pages.
+/// A system file must expose no other file's bytes behind its end, in a partial page and in whole pages.
 #[test]
 fn a_file_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
@@ -347,7 +347,7 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
     });
 }
 
-/// A panic of the store in the middle of a batch leaks no memory.
+/// A panic of the store in the middle of a batch must leak no memory.
 #[test]
 fn a_panic_in_a_batch_leaks_no_memory() {
     let cache = cache(4 * MIB);
@@ -366,7 +366,7 @@ fn a_panic_in_a_batch_leaks_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write to a folio during a sync waits only for the writeback of that folio, not of all.
+/// A write to a folio during a sync must wait only for the writeback of that folio, not of all folios.
 #[test]
 fn a_write_during_a_slow_sync_succeeds() {
     let cache = cache(4 * MIB);

@@ -249,7 +249,7 @@ fn a_sibling_keeps_what_it_uses() {
     b.end();
 }
 
-/// Two of three members have free memory, and together return what the third one needs.
+/// Two of three members have free memory. Together they must return what the third one needs.
 #[test]
 fn siblings_return_memory_together() {
     let tree = Tree::new(96 * MIB);
@@ -313,7 +313,7 @@ fn mix(mut value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// Random words, ones and zeros are written all over the page while members work: no member crashes, hangs or loses a
+/// Random words, ones and zeros are written all over the page while members work. No member may crash, hang or lose a
 /// byte.
 #[test]
 fn random_contents_of_the_page_harm_no_member() {
