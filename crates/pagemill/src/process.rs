@@ -81,6 +81,7 @@ fn create() -> Result<&'static Pagemill> {
     Ok(OF_PROCESS.get_or_init(|| pagemill))
 }
 
+/// Stops background defragmentation and removes the figures file at exit.
 extern "C" fn at_exit() {
     if let Some(pagemill) = OF_PROCESS.get() {
         // Exit destroys objects that the program's callbacks use. So background defragmentation stops calling them.

@@ -34,13 +34,14 @@ fn cache(limit_bytes: usize) -> Cache {
     cache_with(settings(limit_bytes))
 }
 
-type Slow = FaultyStore<MemoryStore>;
+type DelayedStore = FaultyStore<MemoryStore>;
 
-fn slow(len: usize) -> Slow {
+/// A store with `len` bytes, whose transfers the test can delay.
+fn delayed_store(len: usize) -> DelayedStore {
     FaultyStore::new(MemoryStore::new(bytes(len), 512))
 }
 
-fn open(cache: &Cache, store: &Slow) -> Mapping {
+fn open(cache: &Cache, store: &DelayedStore) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
@@ -100,20 +101,20 @@ fn assert_read(file: &Mapping, offset: usize, expected: &[u8]) {
 /// Futures and pins must be `Send`, as executors require.
 #[test]
 fn futures_can_be_sent_between_threads() {
-    fn sent<F: Future + Send>(_: F) {}
+    fn require_send<F: Future + Send>(_: F) {}
     let file = cache(MIB).create().unwrap();
-    sent(file.pin_async(0));
-    sent(file.read_async(&mut [0; 8], 0));
-    sent(file.fetch(0, 8));
-    fn kept<T: Send + Sync>() {}
-    kept::<Pin<'static>>();
+    require_send(file.pin_async(0));
+    require_send(file.read_async(&mut [0; 8], 0));
+    require_send(file.fetch(0, 8));
+    fn require_send_and_sync<T: Send + Sync>() {}
+    require_send_and_sync::<Pin<'static>>();
 }
 
 /// Two threads poll one future with different wakers. When the bytes are in memory, only the latest waker must be
 /// called.
 #[test]
 fn the_latest_waker_is_called() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let ((first, first_waker), (second, second_waker)) = (Count::new(), Count::new());
@@ -154,7 +155,7 @@ fn many_tasks_run_on_two_threads() {
             self.0.is_ready.notify_one();
         }
     }
-    let (cache, store) = (cache(MIB), slow(4 * MIB));
+    let (cache, store) = (cache(MIB), delayed_store(4 * MIB));
     let longest_delay = Duration::from_millis(3);
     store.set_faults(Faults { seed: 7, delay_per_mille: 500, longest_delay, is_reordered: true, ..Faults::default() });
     let (file, expected) = (Arc::new(open(&cache, &store)), Arc::new(bytes(4 * MIB)));
@@ -206,7 +207,7 @@ fn many_tasks_run_on_two_threads() {
 /// Two tasks and a thread need one page. The store must be read once for all three. Other pages can be read meanwhile.
 #[test]
 fn a_page_is_read_once() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     assert_read(&file, 9 * PAGE, &bytes(MIB)[9 * PAGE..10 * PAGE]);
     store.hold();
@@ -231,7 +232,7 @@ fn a_page_is_read_once() {
 /// transfer.
 #[test]
 fn ranges_are_read_by_few_transfers() {
-    let (cache, store) = (cache(16 * MIB), slow(8 * MIB));
+    let (cache, store) = (cache(16 * MIB), delayed_store(8 * MIB));
     let file = open(&cache, &store);
     store.hold();
     let mut fetching = Box::pin(file.fetch(0, 8 * MIB as u64));
@@ -252,7 +253,7 @@ fn ranges_are_read_by_few_transfers() {
 /// A future is dropped after it started a read. The read must continue, and the next reader must find its bytes.
 #[test]
 fn reads_of_dropped_futures_continue() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     drop(file.pin_async(0));
     assert_eq!(store.calls().reads, 0, "it does nothing before it is polled");
@@ -272,7 +273,7 @@ fn reads_of_dropped_futures_continue() {
 /// the read must get the error, and the other task must read the page itself.
 #[test]
 fn only_the_task_that_started_a_read_gets_its_error() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.set_faults(Faults { fails_after: Some(0), errno: 121, ..Faults::default() });
     let error = block_on(file.pin_async(0)).map(drop).unwrap_err();
@@ -297,7 +298,7 @@ fn only_the_task_that_started_a_read_gets_its_error() {
 /// must be released.
 #[test]
 fn truncation_and_drop_during_a_read_leak_nothing() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let mut context = Context::from_waker(Waker::noop());
@@ -324,7 +325,7 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
 /// without a store.
 #[test]
 fn futures_work_with_every_kind_of_file() {
-    let (cache, store) = (cache(8 * PAGE), slow(MIB));
+    let (cache, store) = (cache(8 * PAGE), delayed_store(MIB));
     let file = open(&cache, &store);
     let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
     assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
@@ -369,7 +370,7 @@ fn system_files_are_read_by_futures() {
 #[test]
 fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));
-    let (cache, store) = (cache_with(Settings { timeout, ..settings(MIB) }), slow(MIB / 2));
+    let (cache, store) = (cache_with(Settings { timeout, ..settings(MIB) }), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let late = stats::get(Counter::ReadsLate);

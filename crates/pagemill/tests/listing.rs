@@ -19,8 +19,8 @@ fn written() -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("list");
     std::fs::write(&path, b"").unwrap();
-    let blank = AnswerFile::open(&CString::new(path.to_str().unwrap()).unwrap()).unwrap();
-    pagemill().responder.write(&blank, 9).unwrap();
+    let file = AnswerFile::open(&CString::new(path.to_str().unwrap()).unwrap()).unwrap();
+    pagemill().responder.write(&file, 9).unwrap();
     std::fs::read(path).unwrap()
 }
 

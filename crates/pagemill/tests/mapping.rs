@@ -145,7 +145,7 @@ fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
                 held.fill(*byte);
                 drop(held);
                 // Bytes past the end are not kept.
-                let end = model.len().min((offset + BLOCK_BYTES.max(page)).min(end_of_folio(file, offset, page)));
+                let end = model.len().min((offset + BLOCK_BYTES.max(page)).min(folio_end(file, offset, page)));
                 model[offset..end].fill(*byte);
             }
             Err(error) => assert!(matches!(error, Error::PastEnd { .. }) && at.bytes(page) >= model.len()),
@@ -167,7 +167,8 @@ fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
     assert_eq!(file.size_bytes() as usize, model.len());
 }
 
-fn end_of_folio(file: &Mapping, offset: usize, _page: usize) -> usize {
+/// The offset at which the folio that contains `offset` ends.
+fn folio_end(file: &Mapping, offset: usize, _page: usize) -> usize {
     let pin = file.pin(offset as u64).unwrap();
     offset + pin.len_bytes()
 }
@@ -179,7 +180,8 @@ fn clear(model: &mut [u8], at: usize, len: usize) {
     }
 }
 
-fn seeks_agree(file: &Mapping, model: &[u8]) {
+/// Asserts that `seek_data` and `seek_hole` find no data where the model has zeros, and skip no data.
+fn assert_seeks_agree(file: &Mapping, model: &[u8]) {
     let mut at = 0;
     while at < model.len() {
         match file.seek_data(at as u64).unwrap() {
@@ -208,7 +210,7 @@ fn assert_same_as_bytes(page: usize, choose: impl Fn(Settings) -> Settings, step
     // Recently written folios are checked in the second round.
     (0..2).for_each(|_| _ = cache.split_sparse_waiting(usize::MAX));
     assert!(read(&file, 0, model.len() + 1) == model);
-    seeks_agree(&file, &model);
+    assert_seeks_agree(&file, &model);
     let usage = cache.usage();
     assert_eq!(usage.huge + usage.small + usage.locked, usage.charged, "{usage:?}");
     drop(file);
@@ -515,7 +517,8 @@ fn dense_ranges_become_huge() {
     assert_eq!(cache.usage().huge as usize, 8 * MIB, "from here on at once");
 }
 
-fn has_a_cache_of_its_own() -> bool {
+/// Whether this process can create a cache and use a file of it.
+fn can_use_own_cache() -> bool {
     let Ok(cache) = common::pagemill().caches.make(settings(4 * KIB, 8 * MIB)) else { return false };
     let Ok(file) = cache.create() else { return false };
     let mut bytes = [0; 5];
@@ -555,7 +558,7 @@ fn calls_of_a_fork_child_fail() {
     common::assert_in_child(|| {
         let is_refused = |result: pagemill::Result<usize>| matches!(result, Err(Error::WrongState { .. }));
         let is_over = is_refused(file.read_at(&mut [0; 6], 0)) && is_refused(file.write_at(b"child", 0));
-        is_over && cache.create().is_err() && has_a_cache_of_its_own()
+        is_over && cache.create().is_err() && can_use_own_cache()
     });
     assert_eq!(read(&file, 0, 6), b"parent");
 }

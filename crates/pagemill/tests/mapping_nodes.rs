@@ -31,6 +31,7 @@ fn cache(pagemill: &Pagemill) -> Cache {
     pagemill.caches.make(Settings { page, use_huge: false, ..Settings::new("sparse", 64 << 20) }).unwrap()
 }
 
+/// The bytes that are written to a page.
 fn sample(at: u64) -> [u8; SAMPLE] {
     std::array::from_fn(|byte| (at * 31 + byte as u64 + 1) as u8)
 }

@@ -11,9 +11,9 @@ const PAGE: usize = 4 << 10;
 const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
 /// Upper bound of every wait in these tests.
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 /// Duration of each test.
-const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
+const TEST_TIME: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
     let settings = Settings { policy, page: PageSize::new(PAGE).unwrap(), ..Settings::new("threads", limit_bytes) };
@@ -52,7 +52,7 @@ fn check(bytes: &[u8], number: u64, page: u64) {
 }
 
 /// Removes, zeroes, splits or collapses folios at random.
-fn disturb(file: &Mapping, seed: &mut u64) {
+fn change_folios_randomly(file: &Mapping, seed: &mut u64) {
     // Offsets and lengths are whole words, so that each word is one stamp, or zero.
     let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE as u64) / WORD as u64 * WORD as u64;
     let (offset, len) = (some(seed, PAGES), some(seed, 600));
@@ -105,11 +105,11 @@ fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
         scope.spawn(move || {
             let mut seed = 77;
             while !is_over.load(Relaxed) {
-                disturb(&files[random(&mut seed) as usize % 2], &mut seed);
+                change_folios_randomly(&files[random(&mut seed) as usize % 2], &mut seed);
             }
         });
         let begun = Instant::now();
-        while begun.elapsed() < LASTS || (reads.load(Relaxed) <= 100 && begun.elapsed() < LONG) {
+        while begun.elapsed() < TEST_TIME || (reads.load(Relaxed) <= 100 && begun.elapsed() < WAIT_LIMIT) {
             std::thread::sleep(Duration::from_millis(50));
             cache.usage();
         }
@@ -125,10 +125,10 @@ fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
 }
 
 /// Asserts that the cache returns all memory after its files were dropped.
-fn all_comes_back(cache: &Cache) {
+fn assert_all_memory_returned(cache: &Cache) {
     // Waits, because the background thread may be in the middle of a collapse.
     let begun = Instant::now();
-    while cache.charged_bytes() > 0 && begun.elapsed() < LONG {
+    while cache.charged_bytes() > 0 && begun.elapsed() < WAIT_LIMIT {
         std::thread::sleep(Duration::from_millis(1));
     }
     let usage = cache.usage();
@@ -140,7 +140,7 @@ fn all_comes_back(cache: &Cache) {
 fn threads_see_their_own_bytes() {
     let cache = cache(Box::new(Auto), 64 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_all_memory_returned(&cache);
 }
 
 /// No thread may see bytes of another page, with huge folios.
@@ -148,7 +148,7 @@ fn threads_see_their_own_bytes() {
 fn threads_see_their_own_bytes_in_huge_folios() {
     let cache = cache(Box::new(Always), 64 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_all_memory_returned(&cache);
 }
 
 /// No thread may see bytes of another page, with too little memory: huge folios become small, writes are short, and
@@ -157,5 +157,5 @@ fn threads_see_their_own_bytes_in_huge_folios() {
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_all_memory_returned(&cache);
 }

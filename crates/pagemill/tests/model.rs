@@ -29,6 +29,7 @@ const MAX_LIVE_BYTES: usize = 256 << 20;
 /// Number of resident bytes above which the test purges.
 const MAX_RESIDENT_BYTES: u64 = 320 << 20;
 
+/// Mixes the bits of a number.
 fn mix(mut value: u64) -> u64 {
     value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);

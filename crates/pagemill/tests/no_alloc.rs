@@ -67,8 +67,8 @@ static CHECKED: CheckedAllocator = CheckedAllocator;
 
 /// Runs `act` while this thread must not use the global allocator. One thread at a time.
 fn without_allocations<T>(act: impl FnOnce() -> T) -> T {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    static ONE_THREAD_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_THREAD_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     FORBIDDEN.store(mem::thread_token(), Relaxed);
     let result = act();
     FORBIDDEN.store(0, Relaxed);
@@ -200,8 +200,8 @@ fn listing_allocates_nothing_elsewhere() {
             require(range.mark().is_ok(), "it is marked");
             std::mem::forget(range);
         }
-        let Ok(blank) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write(&blank, 1).is_ok(), "it is written");
+        let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.responder.write(&file, 1).is_ok(), "it is written");
         require(AnswerFile::open(&path).is_err(), "it is not empty any more");
         pagemill.responder.answer(1);
     });
@@ -221,8 +221,8 @@ fn listing_page_caches_allocates_nothing() {
     files.iter().for_each(|file| assert_eq!(file.write_at(&[1; 3 * MIB], 0).unwrap(), 3 * MIB));
     drop(make("ended"));
     without_allocations(|| {
-        let Ok(blank) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write_caches(&blank, 1).is_ok(), "it is written");
+        let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.responder.write_caches(&file, 1).is_ok(), "it is written");
         pagemill.measure();
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
@@ -242,8 +242,8 @@ fn listing_slab_caches_allocates_nothing() {
     let (_entry, _box) = (entries.insert([1; 24]).unwrap(), boxes.insert(1).unwrap());
     drop(pagemill.slabs.fixed::<u64>(slab::Settings::new("ended")).unwrap());
     without_allocations(|| {
-        let Ok(blank) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write_slabs(&blank, 1).is_ok(), "it is written");
+        let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.responder.write_slabs(&file, 1).is_ok(), "it is written");
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
     assert_eq!((&bytes[..9], bytes.len()), (&b"pm-slab2\x01"[..], 32 + 2 * 256), "two caches of one node");

@@ -21,7 +21,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 /// Held by each test that forks, because a child inherits the pinned epoch of a reader on another thread.
-static ALONE: Mutex<()> = Mutex::new(());
+static FORK_LOCK: Mutex<()> = Mutex::new(());
 
 /// Runs `act` in a fork child. Returns whether it completed without a panic.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
@@ -49,7 +49,7 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
 /// caches must work, and nothing of the parent may change.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let boxes = pagemill.slabs.fixed::<u64>(Settings::new("boxes")).unwrap();
@@ -84,7 +84,7 @@ fn a_fork_child_has_caches_of_its_own() {
 /// guard that the child's own thread has kept.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();
     // A read in progress requires a cache.
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
@@ -124,7 +124,7 @@ fn a_fork_child_waits_for_its_own_readers() {
 #[test]
 fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();
     let cache = pagemill.slabs.fixed::<[u64; 24]>(Settings::new("of the parent")).unwrap();
     drop((0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect::<Vec<_>>());
@@ -227,7 +227,7 @@ fn without_background(name: &str) -> Settings {
 /// continue.
 #[test]
 fn panic_of_an_owners_destructor_does_not_end_the_process() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let flags = Arc::new(Flags::default());
     let slow = SlowOwner { flags: flags.clone(), fails_at_end: true };
@@ -246,7 +246,7 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
 /// waiting for a lock that is never released.
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::for_test();
     let flags = Arc::new(Flags::default());
     let slow = SlowOwner { flags: flags.clone(), fails_at_end: false };
@@ -303,7 +303,7 @@ unsafe impl Migrate for WaitingOwner {
 /// continue afterwards.
 #[test]
 fn fork_does_not_deadlock_with_a_callback() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let (lock, is_inside) = (Arc::default(), Arc::default());
     let owner = WaitingOwner { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
@@ -384,7 +384,7 @@ extern "C" fn fail_if_callbacks_run() {
 /// handler is called.
 #[test]
 fn no_callback_runs_during_exit_handlers() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     // SAFETY: the child, whose first thread this is, ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
@@ -410,7 +410,7 @@ fn no_callback_runs_during_exit_handlers() {
 /// this process.
 #[test]
 fn second_pagemill_keeps_the_guards_of_the_process() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let (other, pagemill) = (Pagemill::for_test(), Pagemill::for_test());
     let cache = pagemill.slabs.by_handle::<Arc<u64>>(Settings::new("values")).unwrap();
     let value = Arc::new(7);
@@ -561,7 +561,7 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
 /// and the memory of both processes must be freed.
 #[test]
 fn fork_child_has_its_own_background_thread() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     for _ in 0..3 {

@@ -35,6 +35,7 @@ impl Memory {
         })
     }
 
+    /// Counts a call. Returns an error if this is the call that must fail.
     fn may_fail(&self) -> io::Result<()> {
         let left = self.fails_in.load(Relaxed);
         self.fails_in.store(left.saturating_sub(1), Relaxed);
@@ -389,11 +390,11 @@ fn syncs_during_appends_and_splits_lose_no_data() {
 /// other file.
 #[test]
 fn a_store_that_breaks_its_contract_harms_no_other_file() {
-    struct Odd {
+    struct ContractBreaker {
         size: u64,
         block: usize,
     }
-    impl Store for Odd {
+    impl Store for ContractBreaker {
         fn size_bytes(&self) -> io::Result<u64> {
             Ok(self.size)
         }
@@ -415,7 +416,7 @@ fn a_store_that_breaks_its_contract_harms_no_other_file() {
         }
     }
     let cache = cache(Box::new(Never), 8 * MIB);
-    let open = |size, block| cache.open(Arc::new(Odd { size, block }));
+    let open = |size, block| cache.open(Arc::new(ContractBreaker { size, block }));
     assert!(matches!(open(1 << 60, 512), Err(Error::FileTooLarge { .. })));
     assert!(matches!(open(1, 8 * KIB), Err(Error::Unsupported { .. })));
     let other = cache.create().unwrap();

@@ -53,6 +53,7 @@ fn open_error(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
     }
 }
 
+/// Whether an open failed because another store writes to the file.
 fn is_busy(opened: Result<FileStore>) -> bool {
     matches!(open_error(opened), Err(Error::Busy { .. }))
 }
