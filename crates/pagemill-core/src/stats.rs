@@ -411,6 +411,7 @@ impl Figures {
         }
     }
 
+    /// Stores the identity and the name, and then the magic, after which the page is valid.
     fn write_header(&self, identity: process::Identity, name: [u8; 16]) {
         self.version_pid.store(u64::from(VERSION) | u64::from(identity.pid) << 32, Relaxed);
         self.start_ticks.store(identity.start_ticks, Relaxed);
@@ -558,6 +559,7 @@ impl Default for Snapshot {
 }
 
 impl Snapshot {
+    /// The value of a counter in this copy.
     pub fn get(&self, counter: Counter) -> u64 {
         self.values[counter as usize]
     }
@@ -630,6 +632,7 @@ impl Snapshot {
 pub struct MemoryAmounts {
     pub resident: u64,
     pub giveable: u64,
+    /// Resident bytes without the giveable ones.
     pub net: u64,
 }
 

@@ -62,6 +62,7 @@ impl Lock {
         Self { word: Word::new(0) }
     }
 
+    /// Acquires the lock until the guard is dropped.
     #[inline]
     pub fn lock(&self) -> LockGuard<'_> {
         self.acquire();
@@ -86,6 +87,7 @@ impl Lock {
         self.try_acquire().then(|| LockGuard(self))
     }
 
+    /// Spins briefly, and then sleeps until the lock is unlocked.
     #[cold]
     fn acquire_slow(&self) {
         for _ in 0..100 {

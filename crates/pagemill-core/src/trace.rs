@@ -24,6 +24,7 @@ impl NumberFormat {
         Self { name, upper: if upper.is_empty() { None } else { Some(upper[0]) } }
     }
 
+    /// Packs two values into a number. Without a named upper value, returns `lower`.
     fn pack(&self, lower: u64, upper: u64) -> u64 {
         self.upper.map_or(lower, |(bits, _)| lower & ((1 << bits) - 1) | upper << bits)
     }
@@ -94,7 +95,7 @@ events! {
     Offered "offered" ("wanted_bytes", "offered_bytes");
     /// The kernel took memory that was offered.
     Taken "taken" ("block", "taken_bytes");
-    /// The kernel woke the helper. Bits of `signs`: limit near or met (1), stall in the group (2), stall on the machine (4).
+    /// The kernel woke the helper. Bits of `signs`: limit near (1), stall in the group (2), stall on the machine (4).
     Sign "sign" ("signs", "room_bytes");
     /// Bytes of a volatile range were purged.
     RangePurged "range_purged" ("addr", "purged_bytes");
@@ -124,6 +125,7 @@ struct EventSlot {
 pub struct EventRing {
     /// Sequence number of the latest event; 0 before the first.
     next: AtomicU64,
+    /// The entries; an event's index is its sequence number modulo [`CAPACITY`].
     entries: [EventSlot; CAPACITY],
 }
 
@@ -132,6 +134,7 @@ impl EventRing {
         Self { next: AtomicU64::new(0), entries: [const { EventSlot::new() }; CAPACITY] }
     }
 
+    /// Stores an event in the next entry.
     fn record(&self, event: Event, first: u64, second: u64) {
         // Sequence numbers start at 1, because 0 is the tag of an entry that is empty or being written.
         let sequence = self.next.fetch_add(1, Relaxed) + 1;
@@ -184,6 +187,7 @@ impl EventSlot {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Recorded {
+    /// Number of the event, counted from 1 on each page.
     pub sequence: u64,
     /// Time of the event in nanoseconds of `CLOCK_MONOTONIC`.
     pub time_ns: u64,

@@ -37,6 +37,7 @@ pub static SETTINGS: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 /// Number of jemalloc arenas; 0 before [`start`].
 static ARENA_COUNT: AtomicUsize = AtomicUsize::new(0);
 
+/// jemalloc's table of extent hooks, which threads may share.
 struct Hooks(je::extent_hooks_t);
 // SAFETY: the value consists of function pointers that never change.
 unsafe impl Sync for Hooks {}

@@ -320,6 +320,7 @@ extern "C" fn on_unload() {
 #[unsafe(link_section = ".init_array.00099")]
 static CONSTRUCTOR: extern "C" fn() = on_load;
 
+/// Starts the library.
 extern "C" fn on_load() {
     state();
 }

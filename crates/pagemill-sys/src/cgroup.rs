@@ -216,6 +216,7 @@ impl Hierarchy {
         }
     }
 
+    /// Name of the file with the memory usage of a group.
     fn usage_file(&self) -> &'static str {
         match self.version {
             Version::V1 => "memory.usage_in_bytes",
@@ -223,6 +224,7 @@ impl Hierarchy {
         }
     }
 
+    /// Reads the number in a file of a group.
     fn read(&self, folder: &Path, name: &str) -> io::Result<u64> {
         file::read_number(format_path(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
     }
@@ -327,11 +329,13 @@ pub(crate) fn unified_mount(mountinfo: &str) -> Option<&str> {
     mounts.find(|mount| mount.version == Version::V2).map(|mount| mount.at)
 }
 
+/// The path of a process in the hierarchy of a version; `None` if the process is in no such hierarchy.
 fn path_of(root: &str, pid: &str, version: Version) -> io::Result<Option<Path>> {
     let file = format_path(format_args!("{root}/proc/{pid}/cgroup"))?;
     file::find_line(file.as_c_str(), |line| format_path(format_args!("{}", group_path(line, version)?)).ok())
 }
 
+/// Formats a path; `InvalidInput` if it is too long.
 fn format_path(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
     Path::format(arguments).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }

@@ -37,6 +37,7 @@ pub struct Action {
     pub mask: u64,
 }
 
+/// The default action.
 const DEFAULT: Action = Action { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
 
 /// A fault, as the kernel reports it. A [`Judge`] decides from these values.
@@ -188,6 +189,7 @@ fn raw_action(signal: c_int, new: Option<Action>) -> io::Result<Action> {
     if result == 0 { Ok(old) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Adds the function that returns from the handler, which the kernel requires on this architecture.
 #[cfg(target_arch = "x86_64")]
 fn with_restorer(mut action: Action) -> Action {
     if action.flags & RESTORER == 0 {
@@ -263,6 +265,7 @@ pub struct AllSignalsBlocked {
 }
 
 impl AllSignalsBlocked {
+    /// Blocks all signals.
     pub fn begin() -> Self {
         Self { before: set_mask(libc::SIG_SETMASK, !0) }
     }

@@ -27,6 +27,7 @@ impl<const N: usize> Text<N> {
         (!text.is_cut).then_some(text)
     }
 
+    /// Appends a byte if it fits.
     pub fn push_byte(&mut self, byte: u8) {
         if self.len + 1 < N {
             self.bytes[self.len] = byte;
@@ -44,6 +45,7 @@ impl<const N: usize> Text<N> {
         self.len == 0
     }
 
+    /// The text; empty if it is not UTF-8.
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(self.as_bytes()).unwrap_or("")
     }
@@ -79,6 +81,7 @@ impl Fd {
         Self(number)
     }
 
+    /// The descriptor's number.
     pub(crate) fn number(&self) -> libc::c_int {
         self.0
     }
@@ -296,6 +299,7 @@ pub fn owner(path: &CStr) -> Option<u32> {
     (unsafe { libc::stat(path.as_ptr(), &raw mut stat) } == 0).then_some(stat.st_uid)
 }
 
+/// Calls `fstat`.
 fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
     // SAFETY: plain data may be zero.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -375,7 +379,7 @@ impl AnswerFile {
     /// Errors of `open`. `EACCES` for anything but an empty regular file with one link that belongs to this effective
     /// user. So another user cannot make a privileged process write to a file that this user could not write.
     pub fn open(path: &CStr) -> io::Result<Self> {
-        Self::open_of_len(path, libc::O_WRONLY, 0).map(|(blank, _)| blank)
+        Self::open_of_len(path, libc::O_WRONLY, 0).map(|(file, _)| file)
     }
 
     /// Opens a file that contains exactly `command.len()` bytes, and reads them into `command`.
@@ -384,16 +388,17 @@ impl AnswerFile {
     ///
     /// As [`AnswerFile::open`]; also `EACCES` if the group or others may write the file.
     pub fn open_with(path: &CStr, command: &mut [u8]) -> io::Result<Self> {
-        let (blank, stat) = Self::open_of_len(path, libc::O_RDWR, command.len())?;
+        let (file, stat) = Self::open_of_len(path, libc::O_RDWR, command.len())?;
         if stat.st_mode & (libc::S_IWGRP | libc::S_IWOTH) != 0 {
             return Err(io::Error::from_raw_os_error(libc::EACCES));
         }
-        match read_some(&blank.0, command)? {
-            count if count == command.len() => Ok(blank),
+        match read_some(&file.0, command)? {
+            count if count == command.len() => Ok(file),
             _ => Err(io::ErrorKind::UnexpectedEof.into()),
         }
     }
 
+    /// Opens a regular file of this user with one link and exactly `len` bytes.
     fn open_of_len(path: &CStr, access: libc::c_int, len: usize) -> io::Result<(Self, libc::stat)> {
         let fd = open(path, access | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
         let stat = stat_of(&fd)?;

@@ -131,6 +131,7 @@ impl Maps {
 }
 
 impl Query {
+    /// The mapping that the kernel has described in this query.
     fn mapping(&self, is_stack: bool) -> Mapping {
         Mapping {
             addresses: self.start as usize..self.end as usize,

@@ -41,6 +41,7 @@ pub fn os_page_bytes() -> usize {
     bytes
 }
 
+/// The actual OS page size, also if [`pretend_os_page`] was called.
 fn kernel_page_bytes() -> usize {
     // SAFETY: the call returns a constant of the system.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }

@@ -56,6 +56,7 @@ impl BlockState {
         Self { backing: Backing::Huge, charged_pages: os_pages_per_block() as u32, is_inherited: false }
     }
 
+    /// The word for this state, unlocked.
     fn pack(self, generation: u16) -> u64 {
         self.backing as u64
             | (u64::from(self.is_inherited) * INHERITED)

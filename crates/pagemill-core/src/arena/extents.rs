@@ -16,7 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// The sets of committed and of stale OS pages of one block. Protected by the block's lock.
 pub(crate) struct ExtentMaps {
+    /// Pages that the small allocator may use.
     committed: PageSet,
+    /// Decommitted pages that are still resident with their old bytes.
     stale: PageSet,
 }
 
@@ -36,6 +38,7 @@ impl PageSet {
         }
     }
 
+    /// Whether the set has at least one of these pages.
     fn contains_any(&self, pages: Range<usize>) -> bool {
         let mut page = pages.start;
         while page < pages.end {

@@ -106,6 +106,7 @@ impl Generation {
         self.0.load(Relaxed) as u16
     }
 
+    /// Increments the generation and returns it.
     pub(crate) fn advance(&self) -> u16 {
         (self.0.fetch_add(1, Relaxed) + 1) as u16
     }

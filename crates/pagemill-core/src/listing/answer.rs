@@ -17,6 +17,7 @@ const EIO: i32 = 5;
 ///
 /// Example: [`ListWriter`].
 pub struct StatsResponder {
+    /// The list writers, by subject.
     list_writers: [OnceLock<&'static dyn ListWriter>; Subject::ALL.len()],
     control: &'static ControlEndpoint,
     measured: OnceLock<&'static dyn Measured>,
@@ -77,6 +78,7 @@ impl StatsResponder {
         response.write_head(number, subject, result)
     }
 
+    /// Measures the figures and writes their record.
     fn write_figures(&self, response: &mut Response) -> io::Result<()> {
         if let Some(measured) = self.measured.get() {
             measured.measure();

@@ -140,6 +140,7 @@ pub fn command(
 /// The records of a list, and the number of records that were left out.
 pub type Records<R> = (Vec<R>, u64);
 
+/// Sends one request, with a command or without, and waits for the answer.
 fn ask_with<R: Record>(
     figures: &Path,
     identity: Identity,

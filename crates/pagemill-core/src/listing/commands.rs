@@ -18,6 +18,7 @@
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
 
+/// First word of a command.
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 
 /// An action on a slab cache.

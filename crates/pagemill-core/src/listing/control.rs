@@ -72,30 +72,32 @@ impl ControlEndpoint {
         // A failure is not reported: the requester has ended, or must not access this process.
         let Ok(file) = AnswerFile::open_with(path, &mut bytes) else { return };
         let Some(command) = ControlCommand::from_bytes(&bytes, number) else { return };
-        let job = PendingCommand { file, number, command };
+        let pending = PendingCommand { file, number, command };
         match command {
             ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => {
-                self.execute(&job)
+                self.execute(&pending)
             }
-            ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.enqueue(job),
+            ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.enqueue(pending),
         }
     }
 
     /// Queues a command for the thread, which it starts if needed.
-    fn enqueue(&'static self, job: PendingCommand) {
+    fn enqueue(&'static self, pending: PendingCommand) {
         // The command is marked before it is queued, because the requester must not find it finished but not accepted.
-        let _ = job.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
+        let _ = pending.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
         let (refused, is_idle) = self.queue.with(|queue| {
-            let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else { return (Some(job), false) };
-            *place = Some(job);
+            let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else {
+                return (Some(pending), false);
+            };
+            *place = Some(pending);
             (None, !std::mem::replace(&mut queue.is_working, true))
         });
-        if let Some(job) = refused {
-            write_answer(&job, Outcome::failed(job.command, EAGAIN));
+        if let Some(pending) = refused {
+            write_answer(&pending, Outcome::failed(pending.command, EAGAIN));
         }
         if is_idle && thread::spawn(c"pagemill-orders", self).is_err() {
-            while let Some(job) = self.dequeue() {
-                write_answer(&job, Outcome::failed(job.command, EAGAIN));
+            while let Some(pending) = self.dequeue() {
+                write_answer(&pending, Outcome::failed(pending.command, EAGAIN));
             }
         }
     }
@@ -103,20 +105,21 @@ impl ControlEndpoint {
     /// Removes the oldest command from the queue. Returns `None` if the queue is empty; then the thread ends.
     fn dequeue(&self) -> Option<PendingCommand> {
         self.queue.with(|queue| {
-            let job = queue.waiting[0].take();
+            let pending = queue.waiting[0].take();
             queue.waiting.rotate_left(1);
-            queue.is_working = job.is_some();
-            job
+            queue.is_working = pending.is_some();
+            pending
         })
     }
 
     /// Executes a command and writes its outcome, also if the program's code panics.
-    fn execute(&self, job: &PendingCommand) {
+    fn execute(&self, pending: &PendingCommand) {
         // Dropping the last reference to a cache runs code of the program, which may panic.
-        let done = catch_unwind(AssertUnwindSafe(|| self.run_command(job.command)));
-        write_answer(job, done.unwrap_or_else(|_| Outcome::failed(job.command, ECANCELED)));
+        let done = catch_unwind(AssertUnwindSafe(|| self.run_command(pending.command)));
+        write_answer(pending, done.unwrap_or_else(|_| Outcome::failed(pending.command, ECANCELED)));
     }
 
+    /// Executes a command. Returns its outcome.
     fn run_command(&self, command: ControlCommand) -> Outcome {
         let (action, id) = match command {
             ControlCommand::Slab { action, cache } => (action, cache),
@@ -151,10 +154,12 @@ impl ControlEndpoint {
         freed
     }
 
+    /// Waits until no thread uses the queue, and acquires its lock before `fork`.
     pub fn acquire_for_fork(&self) {
         self.queue.acquire_when(|_| true);
     }
 
+    /// Releases the lock after `fork`, in the parent and in the child.
     pub fn release_after_fork(&self) {
         self.queue.release();
     }
@@ -171,15 +176,15 @@ impl ControlEndpoint {
 
 impl thread::Work for ControlEndpoint {
     fn work(&'static self) {
-        while let Some(job) = self.dequeue() {
-            self.execute(&job);
+        while let Some(pending) = self.dequeue() {
+            self.execute(&pending);
         }
     }
 }
 
 /// Writes the outcome of a command into its file.
-fn write_answer(job: &PendingCommand, outcome: Outcome) {
-    let mut response = Response::after_request(&job.file, ControlCommand::LEN);
+fn write_answer(pending: &PendingCommand, outcome: Outcome) {
+    let mut response = Response::after_request(&pending.file, ControlCommand::LEN);
     let result = response.write_record(&outcome.to_record());
-    let _ = response.write_head(job.number, Subject::Command, result);
+    let _ = response.write_head(pending.number, Subject::Command, result);
 }

@@ -286,6 +286,7 @@ impl Account {
         }
     }
 
+    /// Publishes `resident` and the giveable bytes, and wakes the helper if there is something to give back.
     fn publish_charge(&self, resident: u64) {
         let untouched = self.untouched.load(Relaxed);
         stats::set(Counter::Resident, resident);
@@ -489,6 +490,7 @@ impl Account {
         given
     }
 
+    /// The error of a refused charge of `bytes`, with the current usage and limit.
     fn no_memory_error(&self, bytes: u64) -> Error {
         let used_bytes = self.totals().resident;
         trace::event(Event::Refused, bytes, used_bytes);

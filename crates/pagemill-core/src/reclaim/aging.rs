@@ -125,6 +125,7 @@ impl SingleAgeMinimum {
         self.parts_seen.store(0, Relaxed);
     }
 
+    /// The stored minimum of the part with this number.
     fn minimum_of(&self, part: u64) -> &AtomicU64 {
         &self.least[(part % STORED_PARTS as u64) as usize]
     }

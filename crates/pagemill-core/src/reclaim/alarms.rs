@@ -67,6 +67,7 @@ pub struct Alarms {
     set_for: Option<u32>,
     /// Time at which a refused alarm is tried again; `None` if none was refused.
     retry_ns: Option<u64>,
+    /// The events that wake the helper with these alarms.
     pub covered: Covered,
 }
 

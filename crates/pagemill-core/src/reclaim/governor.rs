@@ -464,7 +464,8 @@ mod tests {
     }
 
     impl FakeClock {
-        fn pass(&self, time: Duration, cpu: Duration) {
+        /// Advances both clocks.
+        fn advance(&self, time: Duration, cpu: Duration) {
             self.now_ns.fetch_add(time.as_nanos() as u64, Relaxed);
             self.cpu_ns.fetch_add(cpu.as_nanos() as u64, Relaxed);
         }
@@ -480,6 +481,7 @@ mod tests {
         }
     }
 
+    /// The pause of a step that sets one.
     #[track_caller]
     fn pause_of(next: Next) -> Duration {
         match next {
@@ -488,6 +490,7 @@ mod tests {
         }
     }
 
+    /// An account whose only shrinker has `stock` bytes. With `room`, the group is also its source of limits.
     fn fake_group(stock: u64, room: Option<i64>) -> (&'static FakeGroup, Account) {
         let fake: &'static FakeGroup = Box::leak(Box::default());
         fake.stock.store(stock, Relaxed);
@@ -524,16 +527,16 @@ mod tests {
         let first = step(&account);
         assert_eq!(first, AGE / SEARCHES_PER_AGE);
         fake.aged.store(100 * MIB, Relaxed);
-        clock.pass(first, first);
+        clock.advance(first, first);
         for steps in 1..=6 {
             assert_eq!(step(&account), AGED_PAUSE);
             assert_eq!(fake.stock.load(Relaxed), 200 * MIB - steps * AGED_STEP_BYTES);
-            clock.pass(AGED_PAUSE, AGED_PAUSE);
+            clock.advance(AGED_PAUSE, AGED_PAUSE);
         }
         for _ in 0..20 {
             let pause = step(&account);
             assert!(pause >= AGE / SEARCHES_PER_AGE / 2 && pause <= AGE / SEARCHES_PER_AGE * 2, "{pause:?}");
-            clock.pass(pause, pause);
+            clock.advance(pause, pause);
         }
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
     }
@@ -547,7 +550,7 @@ mod tests {
         let mut governor = Governor::new(&clock);
         let mut pass = |cpu| {
             let pause = pause_of(governor.step(&account, Signs::default(), Return::After(AGE)));
-            clock.pass(pause, cpu);
+            clock.advance(pause, cpu);
             pause
         };
         let pauses: Vec<_> = (0..200).map(|_| pass(Duration::ZERO)).collect();
@@ -569,9 +572,9 @@ mod tests {
             let pause = pause_of(governor.step(&account, signs, Return::Keep));
             (pause, governor.last_sample.is_some_and(|last| last.now_ns == (&clock).now_ns()))
         };
-        clock.pass(Duration::from_secs(1), Duration::from_secs(1));
+        clock.advance(Duration::from_secs(1), Duration::from_secs(1));
         assert!(step(Signs::default()).1, "watched");
-        clock.pass(Duration::from_secs(1), Duration::ZERO);
+        clock.advance(Duration::from_secs(1), Duration::ZERO);
         let steps: Vec<_> = (0..20).map(|_| step(Signs::default())).collect();
         assert_eq!(fake.measured.load(Relaxed), 1);
         assert!(steps[0].0 < steps[1].0 && steps[19] == (LONGEST_IDLE_PAUSE_WITHOUT_EVENTS, false), "{steps:?}");
@@ -589,12 +592,12 @@ mod tests {
         let mut governor = Governor::new(&clock);
         let far = pause_of(governor.step(&account, Signs::default(), Return::Keep));
         let minute = Duration::from_secs(60);
-        clock.pass(minute, Duration::ZERO);
+        clock.advance(minute, Duration::ZERO);
         fake.room.store(20 * MIB as i64, Relaxed);
         let near = pause_of(governor.step(&account, Signs::default(), Return::Keep));
         assert!(near < far && near >= SHORTEST_PAUSE, "{near:?} {far:?}");
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB, "nothing is given without need");
-        clock.pass(minute, Duration::ZERO);
+        clock.advance(minute, Duration::ZERO);
         fake.room.store(-(30 * MIB as i64), Relaxed);
         governor.step(&account, Signs::default(), Return::Keep);
         // Slightly more than the missing bytes is given back, because the usage is extrapolated at this rate.
@@ -611,7 +614,7 @@ mod tests {
         governor.step(&account, Signs::default(), Return::Keep);
         let take = |mib: u64| {
             fake.room.fetch_sub((mib * MIB) as i64, Relaxed);
-            clock.pass(Duration::from_millis(10), Duration::ZERO);
+            clock.advance(Duration::from_millis(10), Duration::ZERO);
         };
         take(40);
         governor.step(&account, Signs::default(), Return::Keep);
@@ -638,7 +641,7 @@ mod tests {
         let stalled = Signs { group_stalls: true, ..Signs::default() };
         governor.step(&account, stalled, Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, 0));
-        clock.pass(Duration::from_secs(60), Duration::ZERO);
+        clock.advance(Duration::from_secs(60), Duration::ZERO);
         fake.room.store(30 * MIB as i64, Relaxed);
         governor.step(&account, Signs::default(), Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));

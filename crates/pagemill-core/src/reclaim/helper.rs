@@ -90,6 +90,7 @@ impl Helper {
         self.wake(self.account);
     }
 
+    /// The policy that [`Helper::set_return`] has set.
     fn policy(&self) -> Return {
         Return::after_seconds(self.return_after_s.load(Relaxed)).unwrap_or(Return::Keep)
     }

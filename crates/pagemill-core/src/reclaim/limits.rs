@@ -53,6 +53,7 @@ impl Kill {
         self.room_above_reserve(self.reserve_bytes() / 2)
     }
 
+    /// Bytes between the usage and the reserve below the limit.
     fn room_above_reserve(&self, reserve_bytes: u64) -> u64 {
         match self.limit_bytes {
             u64::MAX => u64::MAX,
@@ -60,6 +61,7 @@ impl Kill {
         }
     }
 
+    /// Size of the reserve below the limit.
     fn reserve_bytes(&self) -> u64 {
         let most = self.limit_bytes / MAX_RESERVE_DIVISOR;
         (self.limit_bytes / RESERVE_DIVISOR).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end).min(most)
@@ -92,6 +94,7 @@ pub struct Room {
 }
 
 impl Room {
+    /// The room without any limit.
     pub const ENDLESS: Self = Self {
         bound: Bound::None,
         bytes: i64::MAX,
@@ -151,6 +154,7 @@ pub(super) fn margin_bytes(limit: Limit) -> u64 {
     margin.min(limit.soft_bytes / 2)
 }
 
+/// Converts to a signed number; a larger number becomes `i64::MAX`.
 fn as_signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
@@ -279,6 +283,7 @@ impl Headroom {
         self.sample_locked(*limits)
     }
 
+    /// Takes a sample and replaces the credit. The caller must hold `sampling`.
     fn sample_locked(&self, limits: &dyn Limits) -> Room {
         let room = limits.sample();
         stats::add(Counter::RoomSampled, 1);
@@ -354,6 +359,7 @@ mod tests {
         }
     }
 
+    /// A headroom whose source of limits is a fake with `bytes` of room.
     fn headroom(bytes: i64) -> (Headroom, &'static Fake) {
         let fake = Box::leak(Box::new(Fake { bytes: AtomicI64::new(bytes), samples: AtomicUsize::new(0) }));
         let headroom = Headroom::default();

@@ -25,6 +25,7 @@ pub const CAPACITY: usize = 1024;
 /// Maximum time, in milliseconds, to wait for answers of siblings to a request.
 pub const ANSWER_MS: u64 = 25;
 
+/// First word of the page. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-tree1");
 
 /// Value of [`Member::helper_state`]: a helper runs and answers requests.
@@ -35,6 +36,7 @@ const UNRESPONSIVE: u32 = 2;
 /// The value that means no limit.
 pub const UNLIMITED: u64 = u64::MAX;
 
+/// A member's slot on the page.
 #[repr(C, align(64))]
 struct Member {
     /// Process id in the low half, low half of the start time in the high half; 0 in a free slot.
@@ -148,6 +150,7 @@ impl TreePage {
         }
     }
 
+    /// Maps the file of a tree's page.
     fn map(path: &CStr, access: Access) -> Result<&'static Self> {
         // SAFETY: the new mapping replaces no other mapping.
         let addr = unsafe { file::map_shared(path, Self::LEN, access, 0) }
@@ -165,6 +168,7 @@ impl TreePage {
         self.limit.store(limit, Relaxed);
     }
 
+    /// The slots that were ever used.
     fn used_slots(&self) -> &[Member] {
         &self.members[..(self.high_water.load(Acquire) as usize).min(CAPACITY)]
     }
@@ -190,6 +194,7 @@ impl TreePage {
         None
     }
 
+    /// Resets the words of a slot that this process has got.
     fn initialize_slot(&'static self, index: usize) -> MemberSlot {
         let member = &self.members[index];
         for word in [&member.resident, &member.untouched, &member.giveable] {

@@ -115,7 +115,9 @@ pub struct Heap {
     carve_cursors: Table<AtomicU64>,
     /// For each block of the zone: the class index plus one if a span starts there, else 0.
     spans: Table<AtomicU32>,
+    /// Held while addresses are carved.
     carving: Lock,
+    /// Held by purges, offers and searches for donors.
     purging: Lock,
     /// Resident bytes of free slots. Each shard counts the changes made on its CPUs, so only the sum is meaningful.
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
@@ -196,11 +198,13 @@ impl Heap {
         self.arena.heap.base()
     }
 
+    /// The shard of the CPU on which this thread runs.
     #[inline]
     fn current_shard(&self) -> usize {
         numa::cpu() & (self.shards_per_node - 1)
     }
 
+    /// The free list of a node, a shard and a class.
     #[inline]
     fn free_list(&self, node: usize, shard: usize, class: Class) -> FreeList<'_> {
         FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
@@ -218,6 +222,7 @@ impl Heap {
         self.allocate_with(size, align, InitialContents::Any)
     }
 
+    /// Allocates a slot. `wanted` says whether moved pages, which are not zero, may be used.
     fn allocate_with(&self, size: usize, align: usize, wanted: InitialContents) -> Result<Allocation> {
         if !align.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: align });
@@ -429,6 +434,7 @@ impl Heap {
         Ok((next.fetch_add(class.stride() as u64, Relaxed) as usize, end.load(Relaxed) as usize))
     }
 
+    /// The words of `carve_cursors` for a node and a class.
     fn carve_cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
         let first = (node * class::COUNT + class.index()) * CURSOR_WORDS;
         std::array::from_fn(|word| self.carve_cursors.get(first + word))
@@ -572,6 +578,7 @@ impl Heap {
         self.free_slot(place, SlotBytes::USED)
     }
 
+    /// Frees a live slot and stores the attributes of its bytes.
     fn free_slot(&self, place: LocatedSlot, bytes: SlotBytes) -> Result<()> {
         if place.class.is_big() && self.slot(place.number).phase() == SlotPhase::Live {
             self.arena.reconcile(self.arena.block_of(place.addr), place.class.span_blocks());

@@ -23,6 +23,7 @@ use std::time::Duration;
 
 /// A range of ages: ticks since a slot was freed.
 type Ages = Range<u32>;
+/// All ages that a stamp can express.
 const ALL_AGES: Ages = 0..1 << 16;
 /// Number of age groups. A group has the ages with the same number of significant bits.
 const AGE_GROUPS: usize = 17;
@@ -141,7 +142,9 @@ impl Shrinker for Heap {
 
 /// The claims on the slots that reach into a block.
 pub(super) struct Claims {
+    /// Index, within the span, of the first slot that reaches into the block.
     first: usize,
+    /// Number of slots that reach into the block.
     count: usize,
     claims: [Option<SlotClaim>; MAX_SLOTS_PER_BLOCK],
 }
@@ -160,7 +163,9 @@ impl Claims {
 
 /// The target of a purge and its progress.
 struct PurgeTarget {
+    /// Bytes that the purge should free.
     bytes: u64,
+    /// Bytes freed so far.
     freed: u64,
     /// Big slots with more resident bytes than this are skipped.
     largest_bytes: u64,
@@ -171,6 +176,7 @@ impl PurgeTarget {
         Self { bytes, freed: 0, largest_bytes: u64::MAX }
     }
 
+    /// Whether more bytes must be freed.
     fn is_unmet(&self) -> bool {
         self.freed < self.bytes
     }
@@ -513,11 +519,13 @@ impl Heap {
         self.slots_of_block(span, block).filter_map(move |index| self.carved_slot_at(span, index)).filter(is_inside)
     }
 
+    /// Whether free slots with these ages fill enough of a huge page to split it.
     fn is_worth_a_split(&self, span: Span, block: usize, now: u16, ages: &Ages) -> bool {
         let free = self.slots_inside(span, block).filter(|place| self.is_free_with_age(*place, now, ages));
         free.map(|place| place.class.bytes()).sum::<usize>() >= MIN_SPLIT_FREE_BYTES
     }
 
+    /// Splits a huge page and discards its free slots with these ages. Returns the bytes freed.
     fn split_block(&self, span: Span, block: usize, now: u16, ages: &Ages) -> u64 {
         self.arena.split(block);
         let freed = self.discard_free_parts(span, block, now, ages, NeverCarved::Discard);

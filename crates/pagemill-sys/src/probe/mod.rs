@@ -234,6 +234,7 @@ impl Finding {
         Self { errno: error.raw_os_error(), ..Self::missing(describe(error)) }
     }
 
+    /// Replaces the fix of the feature.
     fn with_fix(self, fix: impl Into<String>) -> Self {
         Self { fix: Some(fix.into()), ..self }
     }
@@ -248,6 +249,7 @@ impl From<std::io::Error> for Finding {
 
 /// The error of a kernel file that could not be read.
 struct Unread {
+    /// Text for the row: the path and the error.
     reason: String,
     fix: Option<String>,
     /// The kernel has no such file.
@@ -293,6 +295,7 @@ impl System {
         })
     }
 
+    /// Whether a kernel file exists.
     fn has(&self, path: &str) -> bool {
         self.path(path).exists()
     }

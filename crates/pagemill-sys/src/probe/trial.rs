@@ -260,6 +260,7 @@ impl Userfault {
         Ok(opened)
     }
 
+    /// Makes an ioctl request with `words` as its argument.
     fn call<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
         // The number of an ioctl request contains the size of its argument.
         assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
@@ -412,6 +413,7 @@ pub(super) fn read_directly(folder: &Path) -> io::Result<Option<Alignment>> {
     result
 }
 
+/// Reads 64 KiB of a file with `O_DIRECT`.
 fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
     let disk = Disk::open(&path, Options { is_direct: true, ..Options::default() })?;

@@ -49,6 +49,7 @@ const UNKNOWN: u32 = 0;
 const SUPPORTED: u32 = 1;
 const UNSUPPORTED: u32 = 2;
 
+/// Size of a leaf: one bit for each OS page.
 fn leaf_bytes() -> usize {
     LEAF_SPAN / os_page_bytes() / 8
 }
@@ -401,8 +402,8 @@ mod tests {
         /// `bool`.
         #[test]
         fn table_agrees_with_bool_array(steps in prop::collection::vec((0usize..600, 1usize..300, any::<bool>()), 1..20)) {
-            static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
-            let _turn = TURN.lock();
+            static ONE_CASE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+            let _guard = ONE_CASE_AT_A_TIME.lock();
             let page = os_page_bytes();
             // Addresses without any mapping: the test uses their bits in the table only.
             let start = 5 * LEAF_SPAN - 300 * page;

@@ -38,7 +38,9 @@ pub(super) struct Intervals<T> {
     directory: SparseArray<Leaf>,
     /// The entries of all leaves, `PER_LEAF` for each leaf, in the order of the leaves' numbers.
     entries: SparseArray<MaybeUninit<IntervalEntry<T>>>,
+    /// Number of leaves in use.
     leaves: usize,
+    /// Number of leaves created so far, in use or free.
     leaf_numbers: usize,
     /// Number of intervals.
     count: usize,
@@ -66,6 +68,7 @@ struct IntervalEntry<T> {
 }
 
 impl<T: Copy> Intervals<T> {
+    /// Maximum number of entries in a leaf.
     const PER_LEAF: usize = LEAF_BYTES / size_of::<IntervalEntry<T>>();
 
     /// Creates an empty map, without a system call. Memory that the map uses later stays until the process ends.
@@ -247,6 +250,7 @@ impl<T: Copy> Intervals<T> {
         self.set_first(to);
     }
 
+    /// Stores the start of the leaf's first entry in the directory.
     fn set_first(&mut self, index: usize) {
         if let Some(IntervalEntry { start, .. }) = self.leaf(index).first().copied() {
             self.directory.items_mut()[index].first = start;

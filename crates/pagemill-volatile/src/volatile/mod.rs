@@ -353,6 +353,7 @@ impl Ranges {
         }
     }
 
+    /// Requests the purge of a range to stop, and runs `act` until no purge has the range claimed.
     #[cold]
     fn wait_for_purge<T>(
         &self,

@@ -127,6 +127,7 @@ impl Ranges {
         self.purger.measure_after_ns.store(begun + MEASURE_PAUSE_NS.max(took * MEASURE_SHARE), Relaxed);
     }
 
+    /// Stores and publishes the giveable bytes.
     fn set_giveable(&self, bytes: u64) {
         self.purger.giveable_bytes.store(bytes, Relaxed);
         stats::set(Counter::RangesGiveable, bytes);

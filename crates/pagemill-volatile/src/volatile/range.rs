@@ -145,6 +145,7 @@ impl Range {
         Contents::Purged { kept_bytes }
     }
 
+    /// Length of the first part, which was not purged.
     fn kept_bytes(&self) -> usize {
         (self.entry().kept_bytes.load(Relaxed) as usize).min(self.len_bytes)
     }

@@ -83,6 +83,7 @@ enum PieceResult {
 }
 
 impl Vranges {
+    /// Opens the list of mappings and decides whether foreign memory may be purged. `None` if the list cannot be read.
     fn new_request(&self, urgency: Urgency) -> Option<PurgeRequest> {
         // Without `/proc/self/maps` the kinds of mappings are unknown. Then nothing is purged.
         let maps = Maps::open().ok()?;

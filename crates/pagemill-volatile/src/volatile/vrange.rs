@@ -178,6 +178,7 @@ impl Vranges {
         }
     }
 
+    /// Marks a range that the caller has validated.
     fn mark(&self, range: Range<usize>, how: How, is_strict: bool) -> Result<Marked> {
         check_mapped(&range)?;
         if is_strict {

@@ -86,9 +86,9 @@ fn only_usage_by_others_is_extrapolated() {
 fn little_cpu_counts_as_idle() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    clock.pass(Duration::ZERO, Duration::from_nanos(BUSY_CPU_NS));
+    clock.advance(Duration::ZERO, Duration::from_nanos(BUSY_CPU_NS));
     assert!(!governor.has_used_cpu());
-    clock.pass(Duration::ZERO, Duration::from_nanos(1));
+    clock.advance(Duration::ZERO, Duration::from_nanos(1));
     assert!(governor.has_used_cpu() && !governor.has_used_cpu());
 }
 
@@ -117,7 +117,7 @@ fn all_is_offered_only_in_a_rush_near_a_limit() {
     let mut governor = Governor::new(&clock);
     let mut offered_after = |taken_bytes: u64| {
         fake.room.fetch_sub(taken_bytes as i64, Relaxed);
-        clock.pass(Duration::from_millis(20), Duration::ZERO);
+        clock.advance(Duration::from_millis(20), Duration::ZERO);
         governor.step(&account, Signs::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
@@ -136,7 +136,7 @@ fn reused_memory_is_not_offered() {
     let mut governor = Governor::new(&clock);
     let mut offered_of = |stock: u64| {
         fake.stock.store(stock, Relaxed);
-        clock.pass(Duration::from_secs(1), Duration::ZERO);
+        clock.advance(Duration::from_secs(1), Duration::ZERO);
         governor.step(&account, Signs::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
@@ -163,7 +163,7 @@ fn pauses_grow_while_the_room_stays() {
     let mut governor = Governor::new(&clock);
     let mut pause_after = |taken_bytes: u64| {
         fake.room.fetch_sub(taken_bytes as i64, Relaxed);
-        clock.pass(Duration::from_secs(60), Duration::ZERO);
+        clock.advance(Duration::from_secs(60), Duration::ZERO);
         pause_of(governor.step(&account, Signs::default(), Return::Keep)).as_nanos() as u64
     };
     let longest = |room_bytes: u64| room_bytes / FASTEST_BYTES_PER_NS * CALM_PAUSE_FACTOR;
@@ -251,20 +251,20 @@ fn finding_aged_memory_ends_long_pauses() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     assert_eq!(governor.give_aged(&account, AGE), AGE / SEARCHES_PER_AGE);
-    clock.pass(Duration::from_millis(300), Duration::ZERO);
+    clock.advance(Duration::from_millis(300), Duration::ZERO);
     assert_eq!(governor.give_aged(&account, AGE), AGE / SEARCHES_PER_AGE - Duration::from_millis(300));
-    clock.pass(Duration::from_millis(700), Duration::ZERO);
+    clock.advance(Duration::from_millis(700), Duration::ZERO);
     for _ in 0..100 {
         let pause = governor.give_aged(&account, AGE);
         assert_eq!(governor.give_aged(&account, AGE), pause, "nothing is due before");
-        clock.pass(pause, Duration::ZERO);
+        clock.advance(pause, Duration::ZERO);
     }
     assert!(governor.idle_pause > AGE);
     fake.aged.store(AGED_STEP_BYTES / 4, Relaxed);
     for _ in 0..2 {
         let pause = governor.give_aged(&account, AGE);
         assert!(pause <= AGE / SEARCHES_PER_AGE * 3 / 2, "{pause:?}");
-        clock.pass(pause, Duration::ZERO);
+        clock.advance(pause, Duration::ZERO);
     }
     assert_eq!(fake.stock.load(Relaxed), 100 * MIB - AGED_STEP_BYTES / 4);
 }
