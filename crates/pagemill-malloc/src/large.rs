@@ -89,7 +89,7 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
                 Zeroing::Any => pagemill.heap.allocate(size, align).map(|allocation| allocation.addr),
                 Zeroing::Zeroed => pagemill.heap.allocate_zeroed(size, align),
             };
-            // `ENOMEM` for every error, because programs expect no other error of malloc.
+            // Every error is reported as `ENOMEM`, because programs expect no other error of malloc.
             result.map_or_else(|_| out_of_memory(), |addr| addr.as_ptr().cast())
         }
     }

@@ -120,7 +120,7 @@ pub struct Limit {
 
 /// The memory of a group, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct GroupMemory {
     /// Inactive file pages.
     pub idle_bytes: u64,
     /// Other file pages that the kernel can read from storage again, and reclaimable kernel caches.
@@ -277,8 +277,8 @@ impl Hierarchy {
     /// of inactive file pages. The second is that of other file pages and kernel caches, which are slower to reclaim.
     /// Takes some 20 to 50 us.
     pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
-        let held = self.held(folder).unwrap_or_default();
-        (held.idle_bytes, held.other_bytes)
+        let memory = self.memory(folder).unwrap_or_default();
+        (memory.idle_bytes, memory.other_bytes)
     }
 
     /// Returns the memory of the group by kind. Takes some 20 to 50 us.
@@ -290,7 +290,7 @@ impl Hierarchy {
     /// # Errors
     ///
     /// Errors of reading.
-    pub fn held(&self, folder: &Path) -> io::Result<Held> {
+    pub fn memory(&self, folder: &Path) -> io::Result<GroupMemory> {
         let names = match self.version {
             Version::V1 => [
                 "total_inactive_file ",
@@ -304,7 +304,7 @@ impl Hierarchy {
         let found = self.stat(folder, names)?;
         let [idle, active, slab, files, shared_bytes] = found.map(Option::unwrap_or_default);
         let idle_files = files.saturating_sub(shared_bytes).saturating_sub(active);
-        Ok(Held { idle_bytes: idle.min(idle_files), other_bytes: active.saturating_add(slab), shared_bytes })
+        Ok(GroupMemory { idle_bytes: idle.min(idle_files), other_bytes: active.saturating_add(slab), shared_bytes })
     }
 
     /// Reads the rows with these names from the group's `memory.stat`.
@@ -413,7 +413,7 @@ mod tests {
         assert_eq!(ends, ["/sys/fs/cgroup/app/worker", "/sys/fs/cgroup/app", "/sys/fs/cgroup"]);
         assert_eq!((groups.limit(&levels[0]), groups.usage_bytes(&levels[0]).unwrap()), (Limit::NONE, 100));
         assert_eq!(
-            (groups.reclaimable_bytes(&levels[0]), groups.held(&levels[0]).unwrap().shared_bytes),
+            (groups.reclaimable_bytes(&levels[0]), groups.memory(&levels[0]).unwrap().shared_bytes),
             ((40, 12), 9)
         );
         // These numbers occur when a process offered pages with `MADV_FREE`: more inactive file pages than file pages.

@@ -524,8 +524,8 @@ unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucon
         // The init process of a PID namespace ignores a signal that a process sent, if its action is the default.
         libc::SIG_DFL if is_sent && process::id() == 1 => 0,
         libc::SIG_DFL | libc::SIG_IGN => {
-            // The access is retried and ends the process with a complete core file. A signal that was sent is sent
-            // again.
+            // The access is retried and ends the process with a complete core file. A signal that a process sent raises
+            // no fault, so it is sent again.
             let _ = raw_action(libc::SIGSEGV, Some(DEFAULT));
             // SAFETY: guaranteed by the caller.
             unsafe { *mask &= !signal_bit(libc::SIGSEGV) };

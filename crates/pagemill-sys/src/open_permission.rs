@@ -24,8 +24,9 @@ impl Drop for DelayedOpen {
     fn drop(&mut self) {
         let Some(file) = self.file.take() else { return };
         let answer = libc::fanotify_response { fd: file.as_raw_fd(), response: libc::FAN_ALLOW };
-        // Closed before the answer: afterwards the program may need that no other descriptor of the file is open. The
-        // kernel compares only the number, and no other event can have it, since one thread reads and answers.
+        // The descriptor is closed before the answer, because after the answer the program may need that no other
+        // descriptor of the file is open. The kernel compares only the number. No other event can have the same number,
+        // because one thread reads and answers.
         drop(file);
         let bytes = (&raw const answer).cast();
         // SAFETY: the call only reads `answer`.
@@ -156,7 +157,7 @@ mod tests {
         opener.join().unwrap().unwrap();
         listener.stop(root.as_fd());
         drop(File::open(&path).unwrap());
-        // A listener that ends lets everything pass.
+        // When the listener is dropped, the kernel allows all opens.
         listener.start(root.as_fd()).unwrap();
         let opener = thread::spawn(move || File::open(path).map(drop));
         assert!(is_readable(&listener));

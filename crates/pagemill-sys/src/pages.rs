@@ -154,7 +154,7 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64) -> io::Result<Vec<u6
     let reader = ChargedGroupReader::new()?;
     let mut groups = Vec::new();
     for sample in 0..MAX_SAMPLES.min(pages) {
-        // The sampling starts at the end, because the pages written last are resident.
+        // The sampling starts at the end, because the pages that were written last are the most likely to be resident.
         let offset = (pages - 1 - sample * pages / MAX_SAMPLES.min(pages)) * page;
         if groups.len() == MAX_GROUPS {
             break;

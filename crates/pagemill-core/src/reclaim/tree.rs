@@ -91,7 +91,7 @@ pub struct TreePage {
     wanted: AtomicU64,
     /// Largest sum of the members' resident bytes so far.
     peak: AtomicU64,
-    /// Largest sum so far of the members' resident bytes, less the bytes that the members could have given back at
+    /// Largest sum so far of the members' resident bytes, minus the bytes that the members could have given back at
     /// once.
     net_peak: AtomicU64,
     /// Number of processes that found no free slot.
@@ -261,7 +261,7 @@ impl TreePage {
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
 
-    /// The largest sum of resident bytes so far, and the largest sum less the bytes that could have been given back at
+    /// The largest sum of resident bytes so far, and the largest sum minus the bytes that could have been given back at
     /// once.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
