@@ -11,7 +11,7 @@ use pagemill_core::published::{self, TREE_FILE, TREE_VARIABLE};
 use pagemill_core::reclaim::Return;
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill_core::units::{Bytes, PageSize, parse_bytes};
-use pagemill_sys::child::{self, HeldSignals, RunningChild};
+use pagemill_sys::child::{self, BlockedSignals, RunningChild};
 use pagemill_sys::process;
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsStr, OsString};
@@ -177,7 +177,7 @@ impl<'tree> RunningProgram<'tree> {
         program: &child::Program,
         tree: Option<&'tree Tree>,
         kernel: Option<&KernelLimit>,
-        held: HeldSignals,
+        held: BlockedSignals,
         watched: bool,
     ) -> Result<Self, (u8, String)> {
         let group = kernel.map(KernelLimit::open_procs_file).transpose().map_err(|message| (126, message))?.flatten();
@@ -261,7 +261,7 @@ impl Run {
         let mut limits = self.limits().map_err(|message| fail(2, &message))?;
         let obstacle = self.check_obstacle(&path, &limits).map_err(|message| fail(126, &message))?;
         // Signals are blocked before any thread starts, so that all threads block them.
-        let held = HeldSignals::begin();
+        let held = BlockedSignals::begin();
         let ram_size = || self.ram_size.unwrap_or_else(pagemill_mount::mounting::default_size);
         let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
         let _ram = ram.map_err(|message| fail(2, &message))?;

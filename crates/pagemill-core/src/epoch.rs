@@ -24,9 +24,9 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquir
 /// Example: `XArray` of `pagemill-xarray`.
 pub struct Guard(crossbeam_epoch::Guard);
 
-/// Runs `act` once all guards that exist now are dropped. `act` may run on any thread and under any lock of Pagemill, so
-/// it must not call functions of the program. A function of this module, and no method, so that the crate `pagemill`
-/// can leave it out.
+/// Runs `act` once all guards that exist now are dropped. `act` may run on any thread and under any lock of Pagemill,
+/// so it must not call functions of the program. This is a function and not a method, so that the crate `pagemill` can
+/// re-export [`Guard`] without it.
 pub fn defer<R>(guard: &Guard, act: impl FnOnce() -> R + Send + 'static) {
     guard.0.defer(act);
 }
@@ -36,7 +36,7 @@ pub fn flush(guard: &Guard) {
     guard.0.flush();
 }
 
-/// Number of forks since the first collector was created after which the child started a new collector.
+/// Generation of the current collector: 0 for the first one. Each fork child that starts a new collector increments it.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// Id of the process that created the current collector; 0 while there is no collector.
@@ -46,6 +46,7 @@ static OWNER_PID: AtomicU32 = AtomicU32::new(0);
 /// Never freed.
 static LATER_COLLECTOR: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
 
+/// The collector of generation 0; the first call creates it.
 fn first_collector() -> &'static Collector {
     static FIRST: OnceLock<Collector> = OnceLock::new();
     FIRST.get_or_init(|| {
@@ -54,6 +55,7 @@ fn first_collector() -> &'static Collector {
     })
 }
 
+/// The collector of the current generation, which is not 0; the first call creates it.
 fn later_collector() -> &'static Collector {
     let mut found = LATER_COLLECTOR.load(Acquire);
     if found.is_null() {
@@ -74,11 +76,12 @@ fn later_collector() -> &'static Collector {
 thread_local! {
     /// Whether [`HANDLE`] exists. Tested first where accessing `HANDLE` must not create it.
     static HAS_HANDLE: Cell<bool> = const { Cell::new(false) };
+    /// This thread's handle of generation 0.
     static HANDLE: LocalHandle = {
         HAS_HANDLE.set(true);
         first_collector().register()
     };
-    /// The handle of a generation after 0, with the number of that generation.
+    /// This thread's handle of a later generation, with the number of that generation.
     static LATER_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
 }
 
@@ -95,6 +98,7 @@ pub fn pin() -> Guard {
     }
 }
 
+/// As [`pin`], for a generation after 0.
 #[cold]
 fn pin_later(generation: u32) -> Guard {
     let pinned = LATER_HANDLE.try_with(|handle| {

@@ -1,8 +1,8 @@
 //! Figures files: where processes publish their figures, and how other processes find and remove these files.
 //!
 //! A process of a `pagemill run` tree publishes into the tree's folder. Its file stays there after the process has
-//! ended, until `run` has added it up. Any other process publishes into the user's folder and removes its file at exit.
-//! The file of a killed process is removed when another process lists the folder.
+//! ended, until `run` has read its counters. Any other process publishes into the user's folder and removes its file at
+//! exit. The file of a killed process is removed when another process lists the folder.
 //!
 //! A process that preloads the library and also uses this crate has two Pagemills, each with its own figures file. The
 //! file of the library is in the tree's folder, the file of the crate in the user's. If both files are in the user's
@@ -68,6 +68,7 @@ enum Home {
     User { runtime: Path },
 }
 
+/// The folder that [`set_home`] has set.
 static HOME: OnceLock<Home> = OnceLock::new();
 
 /// The [`publisher_key`] of the process that published; 0 for none. In a fork child, the inherited key is that of the
@@ -97,6 +98,7 @@ pub fn own_file() -> Option<Path> {
     own_file_of(process::own_identity(), COPY_INDEX.load(Relaxed))
 }
 
+/// Path of the figures file of the Pagemill with index `copy` in this process.
 fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
     match HOME.get()? {
         Home::Tree(folder) => file_of_copy(folder.as_str(), identity, copy),
@@ -133,7 +135,7 @@ pub fn publish() -> io::Result<()> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Removes this process's figures file at exit. In a tree the file stays, because `run` adds it up later.
+/// Removes this process's figures file at exit. In a tree the file stays, because `run` reads its counters later.
 pub fn withdraw() {
     // Most processes never publish: return before the system calls below.
     if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(HOME.get(), Some(Home::User { .. })) {
@@ -200,6 +202,7 @@ fn existing_private_folders(runtime: &str, user: u32) -> Vec<String> {
     found
 }
 
+/// Whether `path` is a folder that only `user` can access.
 fn is_private(path: &str, user: u32) -> bool {
     Path::format(format_args!("{path}")).is_some_and(|path| file::is_private_dir(path.as_c_str(), user))
 }
@@ -332,6 +335,7 @@ pub fn running() -> Vec<Snapshot> {
     found.filter(|process| process.is_alive).map(|process| process.snapshot).collect()
 }
 
+/// The folders in which this user's processes publish, those of trees included.
 fn own_folders() -> Vec<String> {
     let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
     existing_private_folders(&runtime, process::user_id()).into_iter().flat_map(with_tree_folders).collect()
@@ -395,6 +399,7 @@ pub fn read_all() -> Vec<Process> {
     read_pids(pids)
 }
 
+/// Reads the processes with these ids, each once.
 fn read_pids(mut pids: Vec<u32>) -> Vec<Process> {
     pids.sort_unstable();
     pids.dedup();
@@ -454,6 +459,7 @@ pub fn unreadable(pid: u32) -> String {
     }
 }
 
+/// Explains why a running process has no figures file.
 fn explain_no_figures(pid: u32) -> String {
     format!(
         "process {pid} publishes no figures: it runs without Pagemill, is a fork child that has not used \
@@ -485,6 +491,7 @@ pub fn sweep() {
     }
 }
 
+/// As [`sweep`], in one folder.
 fn sweep_in(folder: &str) {
     // The usual case, an empty folder, must be fast, because frequently run commands call this.
     if std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none()) {

@@ -60,8 +60,8 @@ pub struct Row {
 
 macro_rules! counters {
     ($(#[doc = $meaning:literal] $name:ident: $variant:ident, $kind:ident, $unit:ident;)*) => {
-        /// The counters; a value is the index on the page. New counters are appended: other changes need a new
-        /// [`VERSION`].
+        /// The counters; a value is the index on the page. A new counter must be appended. Any other change of this
+        /// list needs a new [`VERSION`].
         ///
         /// Example: [`Snapshot`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,7 +91,7 @@ counters! {
     resident: Resident, Gauge, Bytes;
     /// Largest value of `resident` so far.
     resident_peak: ResidentPeak, Peak, Bytes;
-    /// Largest value so far of `resident` less what could have been given back at once.
+    /// Largest value so far of `resident` minus the memory that could have been given back at once.
     net_peak: NetPeak, Peak, Bytes;
     /// Memory charged for the small allocator's extents (allocations below 64 KiB).
     small: Small, Gauge, Bytes;
@@ -121,13 +121,13 @@ counters! {
     purge_requests: PurgeRequests, Sum, Count;
     /// Bytes that purges examined.
     purge_scanned: PurgeScanned, Sum, Bytes;
-    /// Bytes that the kernel took back.
+    /// Bytes that purges returned to the kernel.
     purge_freed: PurgeFreed, Sum, Bytes;
     /// Purges that the kernel refused (locked memory).
     purge_failed: PurgeFailed, Sum, Count;
-    /// Charges over the limit that fit after reclaim.
+    /// Times that reclaim made room below the limit for a charge.
     limit_reclaims: LimitReclaims, Sum, Count;
-    /// Charges refused: over the limit, and nothing left to reclaim.
+    /// Times that reclaim did not make enough room below the limit: the charge was refused or became a debt.
     limit_refused: LimitRefused, Sum, Count;
     /// Bytes that realloc moved as pages instead of copying.
     realloc_moved: ReallocMoved, Sum, Bytes;
@@ -145,27 +145,27 @@ counters! {
     c_library: CLibrary, Gauge, Bytes;
     /// Samples of control groups' limits and the machine's memory.
     room_sampled: RoomSampled, Sum, Count;
-    /// Given back because the limit of the process or of its tree was reached.
+    /// Bytes given back because the limit of the process or of its tree was reached.
     given_for_limit: GivenForLimit, Sum, Bytes;
-    /// Given back because a control group's limit was near.
+    /// Bytes given back because a control group's limit was near.
     given_for_group: GivenForGroup, Sum, Bytes;
-    /// Given back because the machine's memory was short.
+    /// Bytes given back because the machine's memory was short.
     given_for_machine: GivenForMachine, Sum, Bytes;
-    /// Given back because a sibling of the process tree requested it.
+    /// Bytes given back because a sibling of the process tree requested them.
     given_for_sibling: GivenForSibling, Sum, Bytes;
-    /// Given back because the program requested it (malloc_trim).
+    /// Bytes given back because the program requested it (malloc_trim).
     given_for_program: GivenForProgram, Sum, Bytes;
-    /// Given back because it was free and not reused for the age of --return.
+    /// Bytes given back because they were free and not reused for the age that --return sets.
     given_for_age: GivenForAge, Sum, Bytes;
-    /// Cold memory given back to compensate for new memory that became resident.
+    /// Bytes of free memory given back to compensate for new memory that became resident.
     given_for_new: GivenForNew, Sum, Bytes;
     /// Times that memory was short and nothing was left to give back.
     nothing_to_give: NothingToGive, Sum, Count;
-    /// Given back because a thread stalls on memory, here or elsewhere on the machine (PSI).
+    /// Bytes given back because threads stalled on memory, in the process's group or on the machine (PSI).
     given_for_stall: GivenForStall, Sum, Bytes;
-    /// Free, cold memory offered to the kernel (MADV_FREE), which may take it. Sum over all offers.
+    /// Bytes of free memory offered to the kernel (MADV_FREE), which may take them. Sum over all offers.
     offered: Offered, Sum, Bytes;
-    /// Offered memory that the kernel was found to have taken.
+    /// Bytes of offered memory that the kernel has taken, as far as a check found this.
     taken: Taken, Sum, Bytes;
     /// Times that the kernel woke the helper: a limit came near, or a thread stalls on memory.
     signs: Signs, Sum, Count;
@@ -189,7 +189,7 @@ counters! {
     owners_failed: OwnersFailed, Sum, Count;
     /// Times that an owner of memory (shrinker) was skipped because a thread had been blocked inside it for long.
     owners_blocked: OwnersBlocked, Sum, Count;
-    /// Bytes discharged that were not charged: an inconsistency of blocks and account, corrected.
+    /// Bytes that were discharged but had not been charged. Such an error of the account is corrected.
     books_mended: BooksMended, Sum, Bytes;
     /// Volatile ranges made so far.
     ranges_made: RangesMade, Sum, Count;
@@ -239,9 +239,9 @@ counters! {
     cache_evicted: CacheEvicted, Sum, Bytes;
     /// Times that a reader or writer waited for a folio that another thread held.
     folios_awaited: FoliosAwaited, Sum, Count;
-    /// Bytes read from files behind the page cache, by rings and by blocking calls.
+    /// Bytes read from the stores of cached files, by rings and by blocking calls.
     store_read: StoreRead, Sum, Bytes;
-    /// Bytes written to files behind the page cache.
+    /// Bytes written to the stores of cached files.
     store_written: StoreWritten, Sum, Bytes;
     /// Open rings for transfers.
     rings: Rings, Gauge, Count;
@@ -249,7 +249,7 @@ counters! {
     rings_refused: RingsRefused, Sum, Count;
     /// Memory regions registered with rings.
     regions_registered: RegionsRegistered, Gauge, Count;
-    /// Memory regions that could not be registered (RLIMIT_MEMLOCK): each transfer looks up their pages.
+    /// Memory regions that could not be registered (RLIMIT_MEMLOCK): each transfer to such a region looks up its pages.
     regions_refused: RegionsRefused, Sum, Count;
     /// Files opened on a file system that refused direct transfers: they use the kernel's page cache.
     stores_buffered: StoresBuffered, Sum, Count;
@@ -273,7 +273,7 @@ counters! {
     cache_evicted_main: CacheEvictedMain, Sum, Bytes;
     /// Bytes read again soon after their eviction.
     cache_recalled: CacheRecalled, Sum, Bytes;
-    /// Writes to files behind the page cache, of any length.
+    /// Writes to the stores of cached files. A write of any length counts once.
     store_writes: StoreWrites, Sum, Count;
     /// Dirty bytes: in folios of files with a store, changed since the last writeback.
     cache_dirty: CacheDirty, Gauge, Bytes;
@@ -297,9 +297,9 @@ counters! {
     writers_throttled_us: WritersThrottledUs, Sum, Count;
     /// Bytes read from stores ahead of need: readahead and hints.
     read_ahead: ReadAhead, Sum, Bytes;
-    /// Part of `read_ahead` that was used.
+    /// Part of `read_ahead` that a later call used.
     read_ahead_used: ReadAheadUsed, Sum, Bytes;
-    /// Part of `read_ahead` that was dropped unused.
+    /// Part of `read_ahead` that was evicted or removed before any call used it.
     read_ahead_unused: ReadAheadUnused, Sum, Bytes;
     /// Reads of stores started by readahead.
     read_ahead_transfers: ReadAheadTransfers, Sum, Count;
@@ -364,6 +364,7 @@ const _: () = assert!(TABLE.len() <= CAPACITY);
 /// Layout version of [`Figures`].
 pub const VERSION: u32 = 2;
 
+/// First word of a page of figures. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pagemill");
 
 /// The page of figures: the process's identity, its counters and its latest events.
@@ -378,6 +379,7 @@ pub struct Figures {
     magic: AtomicU64,
     /// Version in the low half, process id in the high half.
     version_pid: AtomicU64,
+    /// Start time of the process in clock ticks since boot. With the process id it identifies the process.
     start_ticks: AtomicU64,
     /// Process name, 15 bytes and a zero.
     name: [AtomicU64; 2],
@@ -409,6 +411,7 @@ impl Figures {
         }
     }
 
+    /// Stores the identity and the name, and then the magic, after which the page is valid.
     fn write_header(&self, identity: process::Identity, name: [u8; 16]) {
         self.version_pid.store(u64::from(VERSION) | u64::from(identity.pid) << 32, Relaxed);
         self.start_ticks.store(identity.start_ticks, Relaxed);
@@ -467,6 +470,7 @@ static PRIVATE_PAGE: Figures = Figures::new();
 /// The shared page; null while [`PRIVATE_PAGE`] is used.
 static SHARED_PAGE: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
 
+/// The page that this process updates: the shared one, or [`PRIVATE_PAGE`] before [`publish`].
 #[inline]
 pub fn current() -> &'static Figures {
     let page = SHARED_PAGE.load(Relaxed);
@@ -555,6 +559,7 @@ impl Default for Snapshot {
 }
 
 impl Snapshot {
+    /// The value of a counter in this copy.
     pub fn get(&self, counter: Counter) -> u64 {
         self.values[counter as usize]
     }
@@ -627,6 +632,7 @@ impl Snapshot {
 pub struct MemoryAmounts {
     pub resident: u64,
     pub giveable: u64,
+    /// Resident bytes without the giveable ones.
     pub net: u64,
 }
 
@@ -649,7 +655,8 @@ pub fn snapshot() -> Snapshot {
 
 /// Moves the figures to a new shared file at `path`. From then on counters are updated in that file.
 ///
-/// Updates by other threads during the move are carried over, except those within a few instructions at its end.
+/// Updates that other threads make during the move are carried over. An update within the last few instructions of the
+/// move may be lost.
 ///
 /// # Errors
 ///

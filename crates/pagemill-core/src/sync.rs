@@ -36,7 +36,7 @@ use modelled::AtomicU32 as Word;
 #[cfg(not(shuttle))]
 use std::sync::atomic::AtomicU32 as Word;
 
-/// A mutual exclusion lock that may be taken inside `malloc`: one word, no allocation, no thread state.
+/// A mutual exclusion lock that may be acquired inside `malloc`: one word, no allocation, no thread state.
 ///
 /// The lock contains no data. The comment of a field that a lock protects names that lock. A lock that the forking
 /// thread holds during `fork` must be released in both processes.
@@ -62,6 +62,7 @@ impl Lock {
         Self { word: Word::new(0) }
     }
 
+    /// Acquires the lock until the guard is dropped.
     #[inline]
     pub fn lock(&self) -> LockGuard<'_> {
         self.acquire();
@@ -86,6 +87,7 @@ impl Lock {
         self.try_acquire().then(|| LockGuard(self))
     }
 
+    /// Spins briefly, and then sleeps until the lock is unlocked.
     #[cold]
     fn acquire_slow(&self) {
         for _ in 0..100 {
@@ -242,6 +244,7 @@ impl<T> Guarded<T> {
 #[derive(Default)]
 pub struct EventCount {
     count: Word,
+    /// Number of threads inside [`EventCount::wait`].
     sleepers: Word,
 }
 
@@ -278,6 +281,7 @@ impl EventCount {
 /// Example: [`Lock`].
 #[cfg(not(loom))]
 pub struct Backoff {
+    /// Time at which the wait began.
     began_ns: u64,
 }
 
@@ -290,6 +294,7 @@ impl Default for Backoff {
 
 #[cfg(not(loom))]
 impl Backoff {
+    /// Time for which [`Backoff::pause`] spins.
     const SPIN_NS: u64 = 100_000;
 
     #[inline]
@@ -305,6 +310,7 @@ impl Backoff {
         }
     }
 
+    /// Nanoseconds since this value was created.
     pub fn waited_ns(&self) -> u64 {
         pagemill_sys::clock::fine_ns() - self.began_ns
     }

@@ -24,6 +24,7 @@ impl NumberFormat {
         Self { name, upper: if upper.is_empty() { None } else { Some(upper[0]) } }
     }
 
+    /// Packs two values into a number. Without a named upper value, returns `lower`.
     fn pack(&self, lower: u64, upper: u64) -> u64 {
         self.upper.map_or(lower, |(bits, _)| lower & ((1 << bits) - 1) | upper << bits)
     }
@@ -84,17 +85,17 @@ events! {
     GivenForMachine "given_for_machine" ("wanted_bytes", "freed_bytes");
     /// Memory was given back because a sibling requested it.
     GivenForSibling "given_for_sibling" ("wanted_bytes", "freed_bytes");
-    /// Memory was given back because it was free and not reused for the age of --return.
+    /// Memory was given back because it was free and not reused for the age that --return sets.
     GivenForAge "given_for_age" ("wanted_bytes", "freed_bytes");
-    /// Cold memory was given back to compensate for new memory that became resident.
+    /// Free memory was given back to compensate for new memory that became resident.
     GivenForNew "given_for_new" ("wanted_bytes", "freed_bytes");
-    /// Cold memory was given back because a thread stalls on memory.
+    /// Memory was given back, coldest first, because a thread stalls on memory.
     GivenForStall "given_for_stall" ("wanted_bytes", "freed_bytes");
-    /// Cold memory was offered to the kernel (MADV_FREE), which may take it.
+    /// Free memory was offered to the kernel (MADV_FREE), which may take it.
     Offered "offered" ("wanted_bytes", "offered_bytes");
     /// The kernel took memory that was offered.
     Taken "taken" ("block", "taken_bytes");
-    /// The kernel woke the helper: a limit came near (1), or a thread stalls on memory (2).
+    /// The kernel woke the helper. Bits of `signs`: limit near (1), stall in the group (2), stall on the machine (4).
     Sign "sign" ("signs", "room_bytes");
     /// Bytes of a volatile range were purged.
     RangePurged "range_purged" ("addr", "purged_bytes");
@@ -108,6 +109,7 @@ events! {
     SlabBehindFailed "slab_behind_failed" ("cache", "slabs_lost");
 }
 
+/// An entry of the ring.
 #[repr(C)]
 struct EventSlot {
     /// Sequence number shifted left by 8, with the event in the low byte; 0 while the entry is being written.
@@ -121,7 +123,9 @@ struct EventSlot {
 /// Example: [`Recorded`].
 #[repr(C)]
 pub struct EventRing {
+    /// Sequence number of the latest event; 0 before the first.
     next: AtomicU64,
+    /// The entries; an event's index is its sequence number modulo [`CAPACITY`].
     entries: [EventSlot; CAPACITY],
 }
 
@@ -130,6 +134,7 @@ impl EventRing {
         Self { next: AtomicU64::new(0), entries: [const { EventSlot::new() }; CAPACITY] }
     }
 
+    /// Stores an event in the next entry.
     fn record(&self, event: Event, first: u64, second: u64) {
         // Sequence numbers start at 1, because 0 is the tag of an entry that is empty or being written.
         let sequence = self.next.fetch_add(1, Relaxed) + 1;
@@ -182,6 +187,7 @@ impl EventSlot {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Recorded {
+    /// Number of the event, counted from 1 on each page.
     pub sequence: u64,
     /// Time of the event in nanoseconds of `CLOCK_MONOTONIC`.
     pub time_ns: u64,

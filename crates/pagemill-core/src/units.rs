@@ -140,6 +140,7 @@ pub fn parse_plain_bytes(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
+    /// Sizes in the usual notations must be parsed, other texts rejected.
     #[test]
     fn parse_bytes_accepts_common_notations() {
         for (text, bytes) in
@@ -152,6 +153,7 @@ mod tests {
         }
     }
 
+    /// A size must print with the largest unit that it fills, and one decimal if needed.
     #[test]
     fn bytes_print_with_largest_unit() {
         for (bytes, text) in
@@ -161,6 +163,7 @@ mod tests {
         }
     }
 
+    /// Only powers of two from the OS page to 8 MiB may be page sizes.
     #[test]
     fn page_sizes_are_powers_of_two_in_range() {
         assert_eq!("64K".parse::<PageSize>().unwrap().bytes(), 64 << 10);

@@ -22,6 +22,7 @@ static END_ADDR: AtomicUsize = AtomicUsize::new(0);
 /// Address of the table of bits; 0 if checking is off.
 static BIT_TABLE: AtomicUsize = AtomicUsize::new(0);
 
+/// Whether frees of small allocations are checked.
 pub fn is_on() -> bool {
     BIT_TABLE.load(Relaxed) != 0
 }

@@ -22,8 +22,10 @@ use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 
+/// A fork handler; `None` for no handler.
 type Handler = Option<unsafe extern "C" fn()>;
 
+/// The type of `__register_atfork`.
 type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
 
 /// Finds the C library's `__register_atfork`.
@@ -39,6 +41,7 @@ fn register_of_c_library() -> Option<Register> {
 
 /// Lock for the registration of this library's handlers, which happens once. Children inherit it.
 static REGISTRATION: Lock = Lock::new();
+/// Whether this library's fork handlers are registered.
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
 
 /// Registers this library's fork handlers, unless they are registered.
@@ -50,6 +53,7 @@ pub fn register() {
     }
 }
 
+/// Registers this library's fork handlers by `register_handlers`, unless they are registered.
 fn register_own_handlers(register_handlers: Register) {
     let _guard = REGISTRATION.lock();
     if !IS_REGISTERED.load(Relaxed) {
@@ -60,7 +64,8 @@ fn register_own_handlers(register_handlers: Register) {
     }
 }
 
-/// Registers fork handlers of the program or of one of its libraries (`library`), after those of this library.
+/// Registers fork handlers of the program or of one of its libraries, which `library` identifies. The handlers of this
+/// library are registered first.
 ///
 /// # Safety
 ///
@@ -103,6 +108,7 @@ pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: Handler, parent: Handler
     0
 }
 
+/// Calls the handler that jemalloc registered for this stage, if it has started.
 fn call_jemalloc_handler(stage: ForkStage) {
     let handler = JEMALLOC_HANDLERS[stage as usize].load(Acquire);
     if handler != 0 {
@@ -114,6 +120,7 @@ fn call_jemalloc_handler(stage: ForkStage) {
 /// Whether [`before`] has acquired the locks of jemalloc and of Pagemill for the current fork.
 static HAS_ACQUIRED_LOCKS: AtomicBool = AtomicBool::new(false);
 
+/// The handler before a fork: acquires all locks.
 extern "C" fn before() {
     start::GROWTH.acquire();
     if let Some(pagemill) = start::pagemill() {
@@ -125,6 +132,7 @@ extern "C" fn before() {
     }
 }
 
+/// Releases the locks that [`before`] has acquired, in both processes.
 fn after(stage: ForkStage) {
     if HAS_ACQUIRED_LOCKS.swap(false, Relaxed)
         && let Some(pagemill) = start::pagemill()

@@ -12,11 +12,13 @@ use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::Relaxed;
 
+/// Returns the C library's error number of this thread.
 pub fn errno() -> c_int {
     // SAFETY: the function returns the address of this thread's errno.
     unsafe { *libc::__errno_location() }
 }
 
+/// Sets `errno` to `ENOMEM` and returns null.
 pub fn out_of_memory() -> *mut c_void {
     set_errno(libc::ENOMEM);
     ptr::null_mut()
@@ -43,6 +45,7 @@ fn do_deferred_work(pagemill: &'static Base) {
     start_helper_if_due(pagemill);
 }
 
+/// Starts the helper thread if the process has become large enough for one.
 #[inline]
 fn start_helper_if_due(pagemill: &'static Base) {
     if pagemill.instance.helper.is_due(pagemill.instance.account) {
@@ -57,6 +60,7 @@ enum Zeroing {
     Zeroed,
 }
 
+/// Allocates from the allocator that serves the program now. Returns null and sets `errno` on failure.
 fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
     let from_c_library = || libc_fallback::allocate(size, align, zeroing == Zeroing::Zeroed);
     match start::state() {
@@ -85,7 +89,7 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
                 Zeroing::Any => pagemill.heap.allocate(size, align).map(|allocation| allocation.addr),
                 Zeroing::Zeroed => pagemill.heap.allocate_zeroed(size, align),
             };
-            // `ENOMEM` for every error, because programs expect no other error of malloc.
+            // Every error is reported as `ENOMEM`, because programs expect no other error of malloc.
             result.map_or_else(|_| out_of_memory(), |addr| addr.as_ptr().cast())
         }
     }
@@ -98,16 +102,19 @@ fn charge_libc_fallback() {
     }
 }
 
+/// The slow path of [`crate::malloc`].
 #[cold]
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Any)
 }
 
+/// The slow path of [`crate::calloc`].
 #[cold]
 pub fn calloc(size: usize) -> *mut c_void {
     allocate(size, 1, Zeroing::Zeroed)
 }
 
+/// Allocates at a multiple of `align`; returns null and `EINVAL` unless `align` is a power of two.
 pub fn aligned(align: usize, size: usize) -> *mut c_void {
     if !align.is_power_of_two() {
         set_errno(libc::EINVAL);
@@ -128,6 +135,8 @@ enum PointerOwner {
     Heap(&'static Base),
 }
 
+/// Finds the allocator that owns a pointer. Ends the process if no allocator can own it; `function` is named in the
+/// message.
 fn owner_of(function: &str, pointer: *mut c_void) -> PointerOwner {
     let addr = pointer as usize;
     if pointer.is_null() {
@@ -141,6 +150,8 @@ fn owner_of(function: &str, pointer: *mut c_void) -> PointerOwner {
     }
 }
 
+/// The slow path of [`crate::free`].
+///
 /// # Safety
 ///
 /// As [`crate::free`].
@@ -211,6 +222,8 @@ fn is_served_by_c_library(size: usize) -> bool {
     }
 }
 
+/// Returns the usable bytes of an allocation; 0 for null.
+///
 /// # Safety
 ///
 /// As [`crate::malloc_usable_size`].
@@ -228,6 +241,8 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     }
 }
 
+/// The slow path of [`crate::realloc`].
+///
 /// # Safety
 ///
 /// As [`crate::realloc`].
@@ -283,6 +298,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
     new
 }
 
+/// Returns all free memory to the system. Returns 1 if any memory was returned, else 0.
 pub fn trim() -> c_int {
     let has_trimmed = libc_fallback::trim();
     let State::Ready(pagemill) = start::state() else { return c_int::from(has_trimmed) };

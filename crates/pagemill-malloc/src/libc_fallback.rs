@@ -31,6 +31,7 @@ const MAX_WEIGHTED_CALLS: usize = 1 << 17;
 /// unmap large allocations each time.
 const BYTES_PER_EXTRA_CALL: usize = 64 << 10;
 
+/// Alignment of large allocations of the C library.
 const CACHE_LINE_BYTES: usize = 64;
 
 /// In a process tree, the account is updated when the bytes to charge for the C library have changed by more than this.
@@ -55,6 +56,7 @@ enum Function {
 /// the program is linked exports the same names, including `__libc_malloc`.
 static FUNCTIONS: [AtomicUsize; 7] = [const { AtomicUsize::new(0) }; 7];
 
+/// Address of a function of the C library, if it was found.
 fn address(function: Function) -> Option<usize> {
     let address = FUNCTIONS[function as usize].load(Relaxed);
     (address != 0).then_some(address)
@@ -80,7 +82,8 @@ pub fn find_functions() {
     }
 }
 
-/// Live bytes above which the program has grown; 0 if the fallback is not used, `usize::MAX` if it is used permanently.
+/// Live bytes above which the program counts as grown; 0 if the fallback is not used, `usize::MAX` if it is used
+/// permanently.
 static GROWTH_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Usable bytes of the C library's live allocations.
 static LIVE_BYTES: AtomicIsize = AtomicIsize::new(0);
@@ -117,6 +120,7 @@ pub fn live_bytes() -> usize {
     LIVE_BYTES.load(Relaxed).max(0) as usize
 }
 
+/// Adds a new allocation to the live bytes. Returns `pointer`.
 fn count_allocation(pointer: *mut c_void) -> *mut c_void {
     if !pointer.is_null() {
         // SAFETY: the caller has just allocated the pointer.
@@ -214,8 +218,8 @@ pub fn charge_exactly(account: &Account) {
     charge(account, 0);
 }
 
-/// Records the peak of a program that ends without having grown. If the peak is small, the program publishes no figures
-/// and is only counted.
+/// Records the peak of a program that ends without having grown. If the program was never charged, it publishes no
+/// figures, and the peak is recorded on the tree's page.
 pub fn record_peak(account: &Account) {
     account.note_small(peak_bytes());
 }
@@ -234,6 +238,7 @@ fn chargeable_bytes() -> usize {
     (live - inherited).max(0) as usize
 }
 
+/// Updates the account if the bytes to charge have changed by more than `slack_bytes`.
 fn charge(account: &Account, slack_bytes: usize) {
     if chargeable_bytes().abs_diff(CHARGED_BYTES.load(Relaxed)) <= slack_bytes {
         return;

@@ -12,6 +12,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+/// The type of `mallctl`.
 type Control = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
 
 /// The value of `version` in a program without jemalloc. Some programs call `mallctl` to find the allocator's name.
@@ -24,7 +25,7 @@ static VERSION: &CStr =
 /// The control names that this module handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ControlName {
-    /// `arena.N.purge` and `arena.N.decay`: returns the free memory of all arenas to the system, for any N.
+    /// `arena.N.purge` and `arena.N.decay`: return the free memory of all arenas to the system, whatever N is.
     Purge,
     /// `stats.allocated` and `stats.active`, which are equal here, because the allocators count pages.
     Used,
@@ -66,6 +67,7 @@ fn used_bytes() -> usize {
     libc_fallback::live_bytes() + (small + slots) as usize
 }
 
+/// Returns the resident bytes that are charged to the process.
 fn resident_bytes() -> usize {
     start::account().map_or(libc_fallback::live_bytes(), |account| account.resident() as usize)
 }
@@ -92,6 +94,7 @@ static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Resident bytes at the last update of the statistics, plus 1; 0 before the first.
 static RESIDENT_BYTES: AtomicUsize = AtomicUsize::new(0);
 
+/// Updates [`USED_BYTES`] and [`RESIDENT_BYTES`] together.
 fn update_statistics() {
     let used = used_bytes();
     USED_BYTES.store(used + 1, Relaxed);

@@ -32,17 +32,22 @@ pub struct Settings {
     pub tree: Path,
     /// The user's folder for runtime files; empty for none.
     pub runtime: Path,
+    /// Size of the software page (`PAGEMILL_PAGE_SIZE`).
     page_bytes: Option<usize>,
+    /// Number of logical NUMA nodes (`PAGEMILL_NODES`).
     nodes: Option<usize>,
+    /// Policy for huge pages (`PAGEMILL_HUGE`).
     huge: HugePolicy,
 }
 
 /// Policy for huge pages (`PAGEMILL_HUGE`).
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum HugePolicy {
-    /// Huge pages only where little of a huge page would stay unused.
+    /// A block gets a huge page only if little of it would stay unused.
     IfMostlyUsed,
+    /// Every block gets a huge page, if the kernel has one.
     Always,
+    /// No block gets a huge page.
     Never,
 }
 
@@ -96,6 +101,7 @@ fn policy() -> Option<Return> {
 }
 
 impl Settings {
+    /// The defaults, before [`read`].
     const fn none() -> Self {
         Self {
             limit_bytes: UNLIMITED,
@@ -152,6 +158,7 @@ fn warn_of_variable(message: std::fmt::Arguments<'_>) {
     }
 }
 
+/// The value of an environment variable; `None` if it is missing, empty or not UTF-8.
 fn variable(name: &CStr) -> Option<&'static str> {
     file::environment(name)?.to_str().ok().filter(|value| !value.is_empty())
 }

@@ -18,6 +18,8 @@ unsafe extern "C" {
     fn ssignal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
 }
 
+/// Intercepts `sigaction`.
+///
 /// # Safety
 ///
 /// As `sigaction(2)`.
@@ -83,6 +85,8 @@ fn set_handler(handler: libc::sighandler_t, flags: c_int, mask: u64) -> libc::si
     }
 }
 
+/// Intercepts `signal`.
+///
 /// # Safety
 ///
 /// As `signal(2)`.

@@ -34,12 +34,15 @@ const MAX_ARENAS: usize = 16;
 #[unsafe(export_name = "_rjem_malloc_conf")]
 pub static SETTINGS: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 
+/// Number of jemalloc arenas; 0 before [`start`].
 static ARENA_COUNT: AtomicUsize = AtomicUsize::new(0);
 
+/// jemalloc's table of extent hooks, which threads may share.
 struct Hooks(je::extent_hooks_t);
 // SAFETY: the value consists of function pointers that never change.
 unsafe impl Sync for Hooks {}
 
+/// The extent hooks of all jemalloc arenas.
 static HOOKS: Hooks = Hooks(je::extent_hooks_t {
     alloc: Some(alloc_extent),
     dalloc: Some(retain_extent),
@@ -199,6 +202,7 @@ fn control(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_v
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
 }
 
+/// Calls `mallctl` for a command without arguments; returns whether the call succeeded.
 fn control_command(name: &CStr) -> bool {
     control(name, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0)
 }
@@ -262,6 +266,7 @@ pub fn start(pagemill: &'static Base) -> bool {
     true
 }
 
+/// Allocates from jemalloc. Returns null and sets `errno` if no memory is available.
 pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
     // jemalloc's malloc guarantees an alignment of 8 bytes for the smallest sizes.
     let flags = if align <= 8 { 0 } else { je::MALLOCX_ALIGN(align) };
@@ -276,6 +281,8 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
     if pointer.is_null() { large::out_of_memory() } else { pointer }
 }
 
+/// Frees an allocation of jemalloc.
+///
 /// # Safety
 ///
 /// The pointer is an allocation of jemalloc that is not used any more.
@@ -284,6 +291,8 @@ pub unsafe fn free(pointer: *mut c_void) {
     unsafe { je::free(pointer) };
 }
 
+/// Returns the usable bytes of an allocation of jemalloc.
+///
 /// # Safety
 ///
 /// The pointer is a live allocation of jemalloc.
@@ -292,7 +301,8 @@ pub unsafe fn usable_bytes(pointer: *mut c_void) -> usize {
     unsafe { je::malloc_usable_size(pointer) }
 }
 
-/// Minimum number of bytes not reused for the given age for which `shrink_aged` purges an arena or splits huge pages.
+/// Minimum number of aged bytes for which `shrink_aged` purges an arena or splits huge pages. Aged bytes were not
+/// reused for the given age.
 const WORTHWHILE_BYTES: u64 = 256 << 10;
 
 /// Once this much memory is charged for jemalloc, the governor watches the limits even if no free memory is known,
@@ -349,6 +359,7 @@ impl ExtentShrinker {
         Self { pagemill, unused: Default::default(), sparse: LeastOver::default() }
     }
 
+    /// Makes jemalloc return all free pages of an arena. Returns the number of bytes by which the charge fell.
     fn purge_arena(&self, arena: usize) -> u64 {
         let before = stats::get(Counter::Small);
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.purge")) {

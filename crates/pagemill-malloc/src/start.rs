@@ -25,13 +25,18 @@ use std::sync::atomic::{
     AtomicPtr, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 
+/// Phase: the library has not started.
 const UNSTARTED: usize = 0;
+/// Phase: the program is small, so the C library serves it.
 const LIBC_FALLBACK: usize = 1;
+/// Phase: Pagemill serves the program.
 const READY: usize = 2;
+/// Phase: the arena could not be created, so the C library serves the program permanently.
 const UNMANAGED: usize = 3;
 
 /// One of the phases above, or the token of the thread that is starting the library or creating the arena.
 static PHASE: AtomicUsize = AtomicUsize::new(UNSTARTED);
+/// The Pagemill of this process; null until the arena is created.
 static PAGEMILL: AtomicPtr<Base> = AtomicPtr::new(ptr::null_mut());
 /// The account. It is created with the arena, or earlier in a process tree, when the C library's memory is charged.
 static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
@@ -200,6 +205,7 @@ fn start_arena() -> usize {
 /// stack, in debug builds with several copies.
 const STACK_BYTES: usize = 512 << 10;
 
+/// Creates the arena and starts jemalloc in it. Returns the phase to enter.
 fn try_start_arena() -> pagemill_core::Result<usize> {
     let account = make_account()?;
     let pagemill = Base::new(Instance::new(settings().layout(), account)?)?;
@@ -207,7 +213,7 @@ fn try_start_arena() -> pagemill_core::Result<usize> {
         static KERNEL: Kernel = Kernel::new("");
         account.headroom.set_limits(&KERNEL);
     }
-    // Stored before jemalloc starts, because its extent hooks read this.
+    // Stored before jemalloc starts, because its extent hooks read this pointer.
     PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
     if !small::start(pagemill) {
         PAGEMILL.store(ptr::null_mut(), Release);
@@ -229,15 +235,18 @@ fn tree() -> Option<&'static TreePage> {
     unsafe { TREE_PAGE.load(Acquire).as_ref() }
 }
 
+/// The limit of the process tree; [`UNLIMITED`] if this process is in none.
 fn tree_limit() -> u64 {
     tree().map_or(UNLIMITED, TreePage::limit)
 }
 
+/// Path of the tree's shared page; `None` if this process was not started in a tree.
 fn tree_file() -> Option<Path> {
     let folder = settings().tree.as_str();
     if folder.is_empty() { None } else { Path::format(format_args!("{folder}/{}", published::TREE_FILE)) }
 }
 
+/// Maps the shared page of the process tree, if this process was started in one.
 fn join_tree() {
     // Joining fails if `run` has ended and removed the folder. Then the process runs without a tree.
     if let Some(path) = tree_file()
@@ -248,6 +257,7 @@ fn join_tree() {
     }
 }
 
+/// Registers the shrinker of jemalloc's memory.
 fn register_extents(pagemill: &'static Base) {
     struct Cell(UnsafeCell<Option<small::ExtentShrinker>>);
     // SAFETY: one thread writes the value once, before any read.
@@ -299,6 +309,7 @@ extern "C" fn on_unload() {
 #[unsafe(link_section = ".init_array.00099")]
 static CONSTRUCTOR: extern "C" fn() = on_load;
 
+/// Starts the library.
 extern "C" fn on_load() {
     state();
 }

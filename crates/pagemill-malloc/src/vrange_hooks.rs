@@ -29,6 +29,8 @@ fn remove_marks_if_aligned(addr: *mut c_void, len: usize) {
     }
 }
 
+/// `pagemill_vrange` for preloaded programs.
+///
 /// # Safety
 ///
 /// As documented in pagemill.h.
@@ -58,6 +60,8 @@ pub unsafe extern "C" fn pagemill_vrange(
     unsafe { volatile::c::vrange(vranges, addr, len, (mode, behaviour), purged) }
 }
 
+/// `pagemill_figures` for preloaded programs: measures memory and stores the amounts.
+///
 /// # Safety
 ///
 /// As documented in pagemill.h: `amounts` can be written.
@@ -73,6 +77,8 @@ pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::MemoryAmounts) ->
     0
 }
 
+/// `pagemill_handle_fault` for preloaded programs.
+///
 /// # Safety
 ///
 /// As documented in pagemill.h.
@@ -82,6 +88,8 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
     c_int::from(unsafe { volatile::handle_fault(signal, info, context) })
 }
 
+/// Intercepts `munmap`.
+///
 /// # Safety
 ///
 /// As `munmap(2)`.
@@ -92,6 +100,8 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
     unsafe { libc::syscall(libc::SYS_munmap, addr, len) as c_int }
 }
 
+/// Intercepts `mmap`.
+///
 /// # Safety
 ///
 /// As `mmap(2)`.
@@ -154,6 +164,8 @@ pub unsafe extern "C" fn mremap(
     unsafe { libc::syscall(libc::SYS_mremap, old, old_len, new_len, flags as c_long, new) as *mut c_void }
 }
 
+/// Intercepts `madvise`.
+///
 /// # Safety
 ///
 /// As `madvise(2)`.

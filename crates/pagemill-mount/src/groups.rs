@@ -8,7 +8,7 @@
 use crate::openfiles::ChargedMemory;
 use pagemill_core::reclaim::limits::Room;
 use pagemill_core::units::BLOCK_BYTES;
-use pagemill_sys::cgroup::{Held, Hierarchy, Limit, MAX_LEVELS, Version};
+use pagemill_sys::cgroup::{GroupMemory, Hierarchy, Limit, MAX_LEVELS, Version};
 use pagemill_sys::events::{self, Events, Source};
 use pagemill_sys::file::Path;
 use std::collections::{BTreeMap, HashMap};
@@ -258,7 +258,7 @@ impl Groups {
         let mut grown = Vec::new();
         for (at, suspect) in self.suspects.iter_mut().enumerate().filter(|(at, _)| !proved[*at]) {
             let Some(folder) = Path::format(format_args!("{}", suspect.folder)) else { continue };
-            let Ok(Held { shared_bytes, .. }) = hierarchy.held(&folder) else { continue };
+            let Ok(GroupMemory { shared_bytes, .. }) = hierarchy.memory(&folder) else { continue };
             if shared_bytes > suspect.shared_bytes.saturating_add(WRITTEN_BYTES) {
                 grown.push((at, shared_bytes));
             }
@@ -352,7 +352,7 @@ impl Groups {
                 continue;
             }
             let inode = std::fs::metadata(&folder).map_or(0, |metadata| metadata.ino());
-            let now = || if is_first { hierarchy.held(&path).map_or(0, |held| held.shared_bytes) } else { 0 };
+            let now = || if is_first { hierarchy.memory(&path).map_or(0, |held| held.shared_bytes) } else { 0 };
             let key = (folder, inode);
             let (shared_bytes, next_process) = before.remove(&key).unwrap_or_else(|| (now(), 0));
             let limit_bytes = limit.soft_bytes;
@@ -470,7 +470,7 @@ impl Groups {
         let hierarchy = &any.hierarchy;
         let look = |at: usize, watch: &mut Watch| -> io::Result<Sample> {
             let usage = hierarchy.usage_bytes(&watch.folder)?;
-            let held = hierarchy.held(&watch.folder)?;
+            let held = hierarchy.memory(&watch.folder)?;
             let room = Room::of_group(watch.limit, usage, held.idle_bytes, held.other_bytes);
             let is_most = |(most, at): &(u64, Instant)| held.shared_bytes >= *most || at.elapsed() > MOST_LASTS;
             if watch.most_shared.as_ref().is_none_or(is_most) {

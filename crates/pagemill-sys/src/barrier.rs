@@ -5,6 +5,7 @@
 const PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
 const REGISTER_PRIVATE_EXPEDITED: libc::c_int = 1 << 4;
 
+/// Calls `membarrier`. Returns whether the call succeeded.
 fn membarrier(command: libc::c_int) -> bool {
     // SAFETY: the call takes numbers only and changes no memory.
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
@@ -29,8 +30,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, compiler_fence};
 
-    /// Two threads each set a flag and read the other's, one with this barrier, one without. At least one of them sees
-    /// the other's flag.
+    /// Two threads each set a flag and read the flag of the other thread, one with this barrier, one without. At least
+    /// one thread must see the flag of the other.
     #[test]
     fn one_of_two_threads_sees_the_others_flag() {
         if !register() {

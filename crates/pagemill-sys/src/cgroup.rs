@@ -7,7 +7,7 @@
 use crate::file::{self, Path};
 use std::io;
 
-/// Most levels of groups that are examined, innermost first.
+/// Maximum number of levels of groups that are examined, innermost first.
 pub const MAX_LEVELS: usize = 12;
 
 /// If a group has no limit, version 1 reports a number above this value.
@@ -23,7 +23,9 @@ pub enum Version {
 /// A mount of a control group hierarchy: the group at its root, and the mount point.
 struct Mount<'line> {
     pub version: Version,
+    /// Path, within the hierarchy, of the group at the root of the mount.
     pub root: &'line str,
+    /// The mount point.
     pub at: &'line str,
 }
 
@@ -59,7 +61,7 @@ impl Mount<'_> {
 /// Returns the version and folder of the group of this process, in the hierarchy that has the memory controller
 /// (version 1) or may have it (version 2).
 ///
-/// Unlike [`Hierarchy::find`], returns that group also if only an ancestor of it has memory statistics, or none has.
+/// Unlike [`Hierarchy::find`], also returns a group that has no memory statistics.
 ///
 /// # Errors
 ///
@@ -109,7 +111,8 @@ pub struct Hierarchy {
 /// The limits of a group; `u64::MAX` means no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// The smaller of `memory.high` and `memory.max`. Above it the kernel throttles the group.
+    /// The smaller of `memory.high`, above which the kernel throttles the group, and `memory.max`. In version 1 the
+    /// same as `hard_bytes`.
     pub soft_bytes: u64,
     /// `memory.max`, or the limit of version 1. Above it the kernel kills processes of the group.
     pub hard_bytes: u64,
@@ -117,7 +120,7 @@ pub struct Limit {
 
 /// The memory of a group, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct GroupMemory {
     /// Inactive file pages.
     pub idle_bytes: u64,
     /// Other file pages that the kernel can read from storage again, and reclaimable kernel caches.
@@ -213,6 +216,7 @@ impl Hierarchy {
         }
     }
 
+    /// Name of the file with the memory usage of a group.
     fn usage_file(&self) -> &'static str {
         match self.version {
             Version::V1 => "memory.usage_in_bytes",
@@ -220,6 +224,7 @@ impl Hierarchy {
         }
     }
 
+    /// Reads the number in a file of a group.
     fn read(&self, folder: &Path, name: &str) -> io::Result<u64> {
         file::read_number(format_path(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
     }
@@ -268,23 +273,24 @@ impl Hierarchy {
         self.read(folder, self.usage_file())
     }
 
-    /// Returns the bytes that the kernel can reclaim from a group before it kills: inactive file pages, and other file
-    /// pages and kernel caches, which take more effort. Takes some 20 to 50 us.
+    /// Returns the bytes that the kernel can reclaim from a group before it kills processes. The first number is that
+    /// of inactive file pages. The second is that of other file pages and kernel caches, which are slower to reclaim.
+    /// Takes some 20 to 50 us.
     pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
-        let held = self.held(folder).unwrap_or_default();
-        (held.idle_bytes, held.other_bytes)
+        let memory = self.memory(folder).unwrap_or_default();
+        (memory.idle_bytes, memory.other_bytes)
     }
 
     /// Returns the memory of the group by kind. Takes some 20 to 50 us.
     ///
     /// `inactive_file` alone does not measure inactive file pages: it also counts pages offered with `MADV_FREE`, even
-    /// after their owner uses them again. So the result is at most the file pages that are neither active nor in
+    /// after their owner uses them again. So `idle_bytes` is at most the file pages that are neither active nor in
     /// memory-only files.
     ///
     /// # Errors
     ///
     /// Errors of reading.
-    pub fn held(&self, folder: &Path) -> io::Result<Held> {
+    pub fn memory(&self, folder: &Path) -> io::Result<GroupMemory> {
         let names = match self.version {
             Version::V1 => [
                 "total_inactive_file ",
@@ -298,7 +304,7 @@ impl Hierarchy {
         let found = self.stat(folder, names)?;
         let [idle, active, slab, files, shared_bytes] = found.map(Option::unwrap_or_default);
         let idle_files = files.saturating_sub(shared_bytes).saturating_sub(active);
-        Ok(Held { idle_bytes: idle.min(idle_files), other_bytes: active.saturating_add(slab), shared_bytes })
+        Ok(GroupMemory { idle_bytes: idle.min(idle_files), other_bytes: active.saturating_add(slab), shared_bytes })
     }
 
     /// Reads the rows with these names from the group's `memory.stat`.
@@ -323,11 +329,13 @@ pub(crate) fn unified_mount(mountinfo: &str) -> Option<&str> {
     mounts.find(|mount| mount.version == Version::V2).map(|mount| mount.at)
 }
 
+/// The path of a process in the hierarchy of a version; `None` if the process is in no such hierarchy.
 fn path_of(root: &str, pid: &str, version: Version) -> io::Result<Option<Path>> {
     let file = format_path(format_args!("{root}/proc/{pid}/cgroup"))?;
     file::find_line(file.as_c_str(), |line| format_path(format_args!("{}", group_path(line, version)?)).ok())
 }
 
+/// Formats a path; `InvalidInput` if it is too long.
 fn format_path(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
     Path::format(arguments).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
@@ -381,7 +389,8 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// Version 2: levels from the inside out, the smaller of max and high, inactive file pages, and a detected move.
+    /// Version 2: the levels must be listed from the innermost outwards, with the smaller of `max` and `high` and with
+    /// inactive file pages. A move to another group must be detected.
     #[test]
     fn levels_of_v2_are_listed() {
         let (_folder, root) = fake_files(&[
@@ -404,7 +413,7 @@ mod tests {
         assert_eq!(ends, ["/sys/fs/cgroup/app/worker", "/sys/fs/cgroup/app", "/sys/fs/cgroup"]);
         assert_eq!((groups.limit(&levels[0]), groups.usage_bytes(&levels[0]).unwrap()), (Limit::NONE, 100));
         assert_eq!(
-            (groups.reclaimable_bytes(&levels[0]), groups.held(&levels[0]).unwrap().shared_bytes),
+            (groups.reclaimable_bytes(&levels[0]), groups.memory(&levels[0]).unwrap().shared_bytes),
             ((40, 12), 9)
         );
         // These numbers occur when a process offered pages with `MADV_FREE`: more inactive file pages than file pages.
@@ -428,7 +437,8 @@ mod tests {
         assert!(!groups.is_current(&root));
     }
 
-    /// Version 1 in a container. The mount shows only the container's groups, and a missing limit is a huge number.
+    /// Version 1 in a container, whose mount shows only the container's groups. They must be found, and the huge number
+    /// that means no limit must be recognised.
     #[test]
     fn a_container_on_v1_is_found() {
         let (_folder, root) = fake_files(&[
@@ -455,7 +465,8 @@ mod tests {
         assert_eq!(groups.reclaimable_bytes(&inner), (524_288, 0));
     }
 
-    /// A missing mount, malformed files, a path outside the mount, and vanished files lead to an error or to no limit.
+    /// A missing mount, malformed files, a path outside the mount, and removed files must lead to an error or to no
+    /// limit.
     #[test]
     fn malformed_groups_lead_to_errors() {
         let (_folder, root) =
@@ -485,7 +496,7 @@ mod tests {
         assert!(groups.usage_bytes(&own).is_err());
     }
 
-    /// Total and available memory are read. A file without them is an error.
+    /// Total and available memory must be read. A file without these rows must lead to an error.
     #[test]
     fn the_machines_memory_is_read() {
         let text = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\nSwapFree: 8 kB\n";

@@ -12,8 +12,8 @@ use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Signals that are forwarded to the child. Stop and continue signals are not: the terminal sends them to both
-/// processes.
+/// Signals that are forwarded to the child. Stop and continue signals are not forwarded, because the terminal sends
+/// them to both processes.
 const FORWARDED: &[libc::c_int] = &[
     libc::SIGHUP,
     libc::SIGINT,
@@ -55,6 +55,7 @@ extern "C" fn note_closed_streams() {
     }
 }
 
+/// The forwarded signals and `SIGCHLD`.
 fn handled_signals() -> libc::sigset_t {
     // SAFETY: the set is plain data, which the first call initialises.
     unsafe {
@@ -101,12 +102,12 @@ impl Program {
 
 /// Blocks the signals that [`RunningChild::wait`] receives, in this thread and in threads that it starts. Dropping the
 /// value restores the signal mask.
-pub struct HeldSignals {
+pub struct BlockedSignals {
     /// This thread's previous signal mask, which the child gets.
     before: libc::sigset_t,
 }
 
-impl HeldSignals {
+impl BlockedSignals {
     /// Blocks the signals. Must be called before any thread is started: a signal that a thread does not block would end
     /// this process.
     #[must_use]
@@ -120,7 +121,7 @@ impl HeldSignals {
     }
 }
 
-impl Drop for HeldSignals {
+impl Drop for BlockedSignals {
     fn drop(&mut self) {
         // SAFETY: the call only restores this thread's signal mask.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, ptr::null_mut()) };
@@ -130,7 +131,7 @@ impl Drop for HeldSignals {
 /// A running child. The signals that are forwarded to the child stay blocked in this thread.
 pub struct RunningChild {
     pid: libc::pid_t,
-    _held: HeldSignals,
+    _blocked: BlockedSignals,
 }
 
 /// Memory that a new child shares with its parent: the child reads its arguments there, and stores an error.
@@ -142,6 +143,7 @@ struct Start<'a> {
     environment: &'a [*const c_char],
     /// Descriptor of the `cgroup.procs` file of the group that the child enters.
     group: Option<RawFd>,
+    /// Signal mask that the program gets.
     mask: libc::sigset_t,
     /// `errno` of the call that failed in the child; 0 once the program runs.
     error: c_int,
@@ -239,7 +241,7 @@ fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
 /// # Errors
 ///
 /// Errors of entering the group or of starting the program.
-pub fn spawn(program: &Program, group: Option<&File>, held: HeldSignals) -> io::Result<RunningChild> {
+pub fn spawn(program: &Program, group: Option<&File>, held: BlockedSignals) -> io::Result<RunningChild> {
     let pointers = |texts: &[CString]| -> Vec<*const c_char> {
         texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
     };
@@ -264,7 +266,7 @@ pub fn spawn(program: &Program, group: Option<&File>, held: HeldSignals) -> io::
     let started = start_child(&mut start);
     // SAFETY: the call only restores this thread's signal mask.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const own, ptr::null_mut()) };
-    started.map(|pid| RunningChild { pid, _held: held })
+    started.map(|pid| RunningChild { pid, _blocked: held })
 }
 
 impl RunningChild {
@@ -307,6 +309,7 @@ impl RunningChild {
     }
 }
 
+/// Returns how the child ended, or `None` if it is still running.
 fn try_wait(pid: libc::pid_t) -> io::Result<Option<End>> {
     let mut status = 0;
     // SAFETY: plain data may be zero.
@@ -342,9 +345,10 @@ mod tests {
     }
 
     fn end_of(script: &str) -> End {
-        spawn(&shell(script), None, HeldSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap()
+        spawn(&shell(script), None, BlockedSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap()
     }
 
+    /// Exit statuses and the numbers of fatal signals must be reported as a shell reports them.
     #[test]
     fn statuses_are_those_of_a_shell() {
         assert_eq!(end_of("exit 7").code, 7);
@@ -352,12 +356,12 @@ mod tests {
         assert_eq!((killed.code, killed.signal), (143, Some(15)));
     }
 
-    /// `meanwhile` runs repeatedly until the child ends, which is noticed between calls.
+    /// `meanwhile` must be called repeatedly until the child ends.
     #[test]
     fn meanwhile_is_called_until_the_child_ends() {
         let file = std::env::temp_dir().join(format!("pagemill-child-{}", std::process::id()));
         let script = format!("while [ ! -e {} ]; do sleep 0.01; done; exit 3", file.display());
-        let child = spawn(&shell(&script), None, HeldSignals::begin()).unwrap();
+        let child = spawn(&shell(&script), None, BlockedSignals::begin()).unwrap();
         let mut calls = 0;
         let end = child.wait(|| {
             calls += 1;
@@ -371,22 +375,22 @@ mod tests {
         assert!(calls >= 5);
     }
 
-    /// A program gets only the given environment. A script without an interpreter line runs in a shell. A program that
-    /// does not exist is an error.
+    /// A program must get only the given environment. A script without an interpreter line must run in a shell. A
+    /// program that does not exist must lead to an error.
     #[test]
     fn programs_run_with_their_arguments_and_environment() {
         // The stack is aligned for even and for odd numbers of arguments.
         for arguments in [&["true"][..], &["true", "1"], &["true", "1", "2"]] {
             let program = Program::new("true".into(), arguments.iter().map(OsString::from), []).unwrap();
             assert_eq!(
-                spawn(&program, None, HeldSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap().code,
+                spawn(&program, None, BlockedSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap().code,
                 0
             );
         }
         let mut program = shell("test \"$GIVEN\" = 1 -a -z \"$PAGEMILL_ABSENT\" || exit 4");
         program.environment = vec![c"GIVEN=1".to_owned()];
         assert_eq!(
-            spawn(&program, None, HeldSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap().code,
+            spawn(&program, None, BlockedSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap().code,
             0
         );
         let script = std::env::temp_dir().join(format!("pagemill-script-{}", std::process::id()));
@@ -394,23 +398,23 @@ mod tests {
         std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
         let many = std::iter::repeat_n("9".into(), 20_000);
         let program = Program::new(script.clone().into(), std::iter::once("x".into()).chain(many), []).unwrap();
-        let end = spawn(&program, None, HeldSignals::begin()).map(|child| child.wait(|| Duration::from_secs(1)));
+        let end = spawn(&program, None, BlockedSignals::begin()).map(|child| child.wait(|| Duration::from_secs(1)));
         std::fs::remove_file(&script).unwrap();
         assert_eq!(end.unwrap().unwrap().code, 9);
         let absent = Program::new("/pagemill/absent".into(), ["absent".into()], []).unwrap();
-        assert_eq!(spawn(&absent, None, HeldSignals::begin()).err().unwrap().raw_os_error(), Some(libc::ENOENT));
+        assert_eq!(spawn(&absent, None, BlockedSignals::begin()).err().unwrap().raw_os_error(), Some(libc::ENOENT));
         assert!(Program::new("a\0b".into(), [], []).is_err());
     }
 
-    /// `spawn` returns an error of the child before `exec`, here a failed write to `cgroup.procs`.
+    /// `spawn` must return an error that the child gets before `exec`, here of a failed write to `cgroup.procs`.
     #[test]
     fn a_failure_to_enter_the_group_is_returned() {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let error = spawn(&shell("true"), Some(&full), HeldSignals::begin()).err().unwrap();
+        let error = spawn(&shell("true"), Some(&full), BlockedSignals::begin()).err().unwrap();
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
     }
 
-    /// The child receives signals: it does not inherit the mask that blocks them in this process.
+    /// The child must receive signals: it must not inherit the mask that blocks them in this process.
     #[test]
     fn the_child_receives_signals() {
         assert_eq!(end_of("trap 'exit 5' USR1; kill -USR1 $$; sleep 5; exit 6").code, 5);

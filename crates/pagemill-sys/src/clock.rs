@@ -1,6 +1,7 @@
 //! Clocks: a coarse one for ordering, and fine ones for measuring.
 #![allow(unsafe_code)] // clock_gettime
 
+/// Reads a clock of the kernel, in nanoseconds.
 fn read(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes only `time`.

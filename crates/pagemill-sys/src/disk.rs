@@ -25,7 +25,7 @@ pub struct Facts {
     pub kind: FileKind,
     /// For a device its own number; for a file the number of the device that contains it.
     pub device: u64,
-    /// 0 for a device, which may have several inodes.
+    /// Inode number of a file; 0 for a device, which may have several inodes.
     pub inode: u64,
     /// Preferred transfer size of the file system.
     pub block_bytes: usize,
@@ -34,9 +34,9 @@ pub struct Facts {
 /// Alignment that direct transfers require.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
-    /// Addresses in memory.
+    /// Alignment of the buffer's address, in bytes.
     pub memory: usize,
-    /// Offsets and lengths.
+    /// Alignment of the offset in the file and of the length, in bytes.
     pub offset: usize,
 }
 
@@ -49,13 +49,14 @@ pub struct Options {
     pub is_new: bool,
     /// Transfers bypass the kernel's page cache (`O_DIRECT`).
     pub is_direct: bool,
-    /// A block device that the system uses, such as a mounted one, is refused.
+    /// Opening a block device that the system uses, such as a mounted one, fails.
     pub is_exclusive: bool,
 }
 
 /// An open file.
 pub struct Disk(Fd);
 
+/// The result of a system call, or its error.
 fn check(result: i64) -> io::Result<usize> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
@@ -282,8 +283,8 @@ pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u
     retry_interrupted(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
 }
 
-/// Excludes the range from fork children (`MADV_DONTFORK`), or includes it again. Used for pages that a device writes
-/// to, which must not be copied.
+/// Excludes the range from fork children (`MADV_DONTFORK`), or includes it again if `is_kept` is false. Used for pages
+/// that a device writes to, which must not be copied.
 ///
 /// # Errors
 ///
@@ -303,7 +304,8 @@ mod tests {
         CString::new(folder.path().join(name).to_str().unwrap()).unwrap()
     }
 
-    /// Bytes written at an offset are read at that offset. Reads past the end return nothing, and sizes are correct.
+    /// Bytes written at an offset must be read at that offset. Reads past the end must return 0 bytes, and sizes must
+    /// be correct.
     #[test]
     fn files_are_read_and_written_by_position() {
         let folder = tempfile::tempdir().unwrap();
@@ -324,7 +326,7 @@ mod tests {
         sync_folder(&path(&folder, "")).unwrap();
     }
 
-    /// A second open file description gets the lock only after the first has released it.
+    /// A second open file description must get the lock only after the first has released it.
     #[test]
     fn one_file_description_has_the_lock() {
         let folder = tempfile::tempdir().unwrap();

@@ -9,7 +9,7 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-/// The kind of event that a source reports.
+/// The kind of event that a source reports. Each value is one bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Sign {
@@ -44,8 +44,8 @@ impl Source {
     /// Returns whether a notification that this source has just delivered is genuine. A stall notification is genuine
     /// if enough stall time was added since the last one.
     ///
-    /// Triggers with windows of two seconds start from a wrong counter: `psi_trigger_create` uses that of the other
-    /// kind of trigger. So the first notification may be about stalls since boot.
+    /// In the kernel, a trigger with a window of two seconds starts from a wrong counter: `psi_trigger_create` uses the
+    /// counter of the other kind of trigger. So the first notification may be about stalls since boot.
     pub fn is_genuine(&mut self) -> bool {
         let Some(stalls) = &mut self.stalls else { return true };
         let Some(now_us) = stalled_us(&self.fd) else { return true };
@@ -66,6 +66,7 @@ fn stalled_us(fd: &Fd) -> Option<u64> {
     text.lines().next()?.strip_prefix("some ")?.split_once("total=")?.1.trim().parse().ok()
 }
 
+/// The result of a system call, or its error.
 fn check(result: i64) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
 }
@@ -83,6 +84,8 @@ fn path(folder: &str, name: &str) -> io::Result<Path> {
 pub struct Events(Fd);
 
 impl Events {
+    /// Creates an empty set.
+    ///
     /// # Errors
     ///
     /// Errors of `epoll_create1`.
@@ -192,7 +195,7 @@ pub fn wait(events: i32) -> io::Result<u64> {
 mod tests {
     use super::*;
 
-    /// A source that cannot be watched leads to an error, and no descriptor leaks.
+    /// A source that cannot be watched must lead to an error, and no descriptor may leak.
     #[test]
     fn refused_sources_return_errors() {
         let events = Events::new().unwrap();
@@ -209,7 +212,7 @@ mod tests {
         assert_eq!(std::fs::read_to_string(file.as_str()).unwrap(), "some 1 2000000\0");
     }
 
-    /// A stall notification is genuine if the stall time grew enough, or if it cannot be read.
+    /// A stall notification must be genuine if the stall time grew enough, or if it cannot be read.
     #[test]
     fn old_stalls_are_not_genuine() {
         let folder = tempfile::tempdir().unwrap();
@@ -236,7 +239,7 @@ mod tests {
         assert!(source.is_genuine());
     }
 
-    /// A new trigger does not notify before a task stalls.
+    /// A new trigger must not notify before a task stalls.
     #[test]
     fn a_new_trigger_does_not_notify() {
         let events = Events::new().unwrap();
@@ -250,7 +253,8 @@ mod tests {
         assert!(!is_genuine || grown_us >= 900_000, "true after {grown_us} us");
     }
 
-    /// A source that notifies wakes the waiting thread with its sign. A closed set is an error.
+    /// A source that notifies must wake the waiting thread with its sign. Waiting for a closed set must lead to an
+    /// error.
     #[test]
     fn a_source_wakes_the_waiter() {
         let events = Events::new().unwrap();

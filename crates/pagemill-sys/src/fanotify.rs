@@ -99,6 +99,7 @@ impl Listener {
         self.mark(root, how, libc::FAN_CLOSE_WRITE)
     }
 
+    /// Adds or removes `events` of the file system that contains `root`, as `how` says.
     fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint, events: u64) -> io::Result<()> {
         let how = how | libc::FAN_MARK_FILESYSTEM;
         // SAFETY: the path is a C string.
@@ -147,9 +148,11 @@ fn split_event(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     (len >= size_of::<libc::fanotify_event_metadata>()).then(|| bytes.split_at_checked(len)).flatten()
 }
 
-/// Lengths in an event's record: its header, the file system's id, the handle's header.
+/// Length of the header of an event's record, in bytes.
 const INFO_HEAD: usize = 4;
+/// Length of the file system's id in a record, in bytes.
 const FILE_SYSTEM_ID: usize = 8;
+/// Length of the header of the file handle in a record, in bytes.
 const HANDLE_HEAD: usize = 8;
 
 /// Parses an event. Returns `None` for an event without folder and name.
@@ -206,7 +209,7 @@ mod tests {
         event
     }
 
-    /// Folder, name and process are parsed. A truncated event, or one of another type, is not.
+    /// Folder, name and process must be parsed. A truncated event, or an event of another type, must be rejected.
     #[test]
     fn events_are_parsed() {
         let whole = event(libc::FAN_CLOSE_WRITE, 1, [9, 5, 1], b"name\0");
@@ -229,7 +232,7 @@ mod tests {
         assert!(split_event(&endless).is_none(), "a length of 0");
     }
 
-    /// Closing and renaming a file is reported once each, with folder and name.
+    /// Closing and renaming a file must be reported once each, with folder and name.
     #[test]
     fn a_closed_file_is_reported() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };

@@ -1,10 +1,10 @@
 //! Handles faults in memory of the program, before the program's own `SIGSEGV` handler runs.
 //!
-//! [`install`] replaces the program's `SIGSEGV` handler by that of this module, and stores the program's handler. For
-//! each fault a [`Judge`] decides. A fault that is the program's own is passed to the program's handler, with the mask
-//! and flags that the program set; the jump to the program's handler leaves no stack frame of this module's handler.
-//! For a fault on a purged page, this thread gets a `SIGBUS` at the faulting instruction, which runs the program's
-//! `SIGBUS` handler or ends the process.
+//! [`install`] replaces the program's `SIGSEGV` handler by that of this module, and stores the program's handler. A
+//! [`Judge`] decides about each fault. A fault that is the program's own is passed to the program's handler, with the
+//! mask and flags that the program set. The jump to the program's handler leaves no stack frame of this module's
+//! handler. For a fault on a purged page, this thread gets a `SIGBUS` at the faulting instruction, which runs the
+//! program's `SIGBUS` handler or ends the process.
 //!
 //! Nothing here allocates. The handler takes no lock that the interrupted thread could hold, because a thread that
 //! holds the lock has blocked all signals.
@@ -21,6 +21,7 @@ use std::sync::atomic::{
 const SEGV_MAPERR: c_int = 1;
 const SEGV_ACCERR: c_int = 2;
 const BUS_ADRERR: c_int = 2;
+/// `SA_RESTORER`: the action names the function that returns from the handler.
 const RESTORER: u64 = 0x0400_0000;
 /// Flags that this handler copies from the program's action: the stack to use, and whether system calls restart.
 const COPIED_FLAGS: u64 = (libc::SA_ONSTACK | libc::SA_RESTART) as u64;
@@ -36,6 +37,7 @@ pub struct Action {
     pub mask: u64,
 }
 
+/// The default action.
 const DEFAULT: Action = Action { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
 
 /// A fault, as the kernel reports it. A [`Judge`] decides from these values.
@@ -71,13 +73,16 @@ pub enum Verdict {
 /// Decides about a fault. Called in a signal handler, so it must neither allocate nor lock.
 pub type Judge = fn(&Fault) -> Verdict;
 
+/// Address of the [`Judge`]; 0 before [`install`].
 static JUDGE: AtomicUsize = AtomicUsize::new(0);
 /// Id of the process that has this handler; 0 before [`install`].
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 /// The program's `SIGSEGV` action is in `SLOTS[SEQUENCE % 2]`. A writer fills the other slot and then increments
 /// `SEQUENCE`.
 static SEQUENCE: AtomicU64 = AtomicU64::new(0);
+/// Two buffers for the words of an [`Action`].
 static SLOTS: [[AtomicU64; 4]; 2] = [const { [const { AtomicU64::new(0) }; 4] }; 2];
+/// 1 while a thread reads and replaces signal actions, else 0.
 static LOCK: AtomicU32 = AtomicU32::new(0);
 
 /// Installs the handler, with `judge` to decide about every fault. Works once per process; later calls do nothing.
@@ -184,6 +189,7 @@ fn raw_action(signal: c_int, new: Option<Action>) -> io::Result<Action> {
     if result == 0 { Ok(old) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Adds the function that returns from the handler, which the kernel requires on this architecture.
 #[cfg(target_arch = "x86_64")]
 fn with_restorer(mut action: Action) -> Action {
     if action.flags & RESTORER == 0 {
@@ -219,6 +225,7 @@ std::arch::global_asm!(
     ".popsection",
 );
 
+/// Stores the program's action. The caller must hold the lock.
 fn write_program_action(action: Action) {
     let next = SEQUENCE.load(Relaxed) + 1;
     let words = [action.handler as u64, action.flags, action.restorer as u64, action.mask];
@@ -242,7 +249,7 @@ fn read_program_action() -> Action {
 
 /// Runs `act` under the lock, with all signals of this thread blocked, so that no handler interrupts it.
 fn under_lock<T>(act: impl FnOnce() -> T) -> T {
-    let _quiet = Quiet::begin();
+    let _blocked = AllSignalsBlocked::begin();
     while LOCK.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
         thread::pause();
     }
@@ -253,17 +260,18 @@ fn under_lock<T>(act: impl FnOnce() -> T) -> T {
 
 /// Blocks all signals of this thread while the value lives, so that no handler of the program runs. Costs two system
 /// calls.
-pub struct Quiet {
+pub struct AllSignalsBlocked {
     before: u64,
 }
 
-impl Quiet {
+impl AllSignalsBlocked {
+    /// Blocks all signals.
     pub fn begin() -> Self {
         Self { before: set_mask(libc::SIG_SETMASK, !0) }
     }
 }
 
-impl Drop for Quiet {
+impl Drop for AllSignalsBlocked {
     fn drop(&mut self) {
         set_mask(libc::SIG_SETMASK, self.before);
     }
@@ -277,6 +285,7 @@ fn set_mask(how: c_int, mask: u64) -> u64 {
     before
 }
 
+/// The bit of a signal in a mask.
 const fn signal_bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
@@ -296,10 +305,10 @@ pub fn is_readable(addr: usize) -> bool {
 /// OR.
 pub fn is_writable(addr: usize) -> bool {
     const OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
-    let (unused, way) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
+    let (unused, operation) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
     let word = (addr & !(size_of::<u32>() - 1)) as *const u32;
     // SAFETY: the kernel checks the address itself (`EFAULT`). No thread waits on `unused`.
-    unsafe { libc::syscall(libc::SYS_futex, unused.as_ptr(), way, 0, 0, word, OR_ZERO) >= 0 }
+    unsafe { libc::syscall(libc::SYS_futex, unused.as_ptr(), operation, 0, 0, word, OR_ZERO) >= 0 }
 }
 
 /// The signal handler. Jumps to the address that [`decide`] returns, with the arguments that the kernel passed.
@@ -406,14 +415,17 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
 /// `context` must be what the kernel passed to a signal handler.
 #[cfg(target_arch = "aarch64")]
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
+    /// Kind of the context record that contains the exception syndrome (`ESR_MAGIC`).
     const SYNDROME: u32 = 0x4553_5201;
     const WRITE: u64 = 1 << 6;
-    /// Exception classes: an instruction fetch and a data access from user mode.
+    /// Exception class of an instruction fetch from user mode.
     const FETCH: u64 = 0x20;
+    /// Exception class of a data access from user mode.
     const DATA: u64 = 0x24;
     /// Offset of the context records: the size of the registers and of the fields before the records, aligned to 16
     /// bytes.
     const RECORDS_AT: usize = (8 + 31 * 8 + 3 * 8_usize).next_multiple_of(16);
+    /// Size of the area of the context records, in bytes.
     const ROOM: usize = 4 << 10;
     // SAFETY: `context` is valid (caller). The records lie in `uc_mcontext`, and each begins with its kind and size.
     unsafe {
@@ -512,8 +524,8 @@ unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucon
         // The init process of a PID namespace ignores a signal that a process sent, if its action is the default.
         libc::SIG_DFL if is_sent && process::id() == 1 => 0,
         libc::SIG_DFL | libc::SIG_IGN => {
-            // The access is retried and ends the process with a complete core file. A signal that was sent is sent
-            // again.
+            // The access is retried and ends the process with a complete core file. A signal that a process sent raises
+            // no fault, so it is sent again.
             let _ = raw_action(libc::SIGSEGV, Some(DEFAULT));
             // SAFETY: guaranteed by the caller.
             unsafe { *mask &= !signal_bit(libc::SIGSEGV) };
@@ -539,8 +551,8 @@ unsafe fn program_handler(info: *const libc::siginfo_t, context: *mut libc::ucon
 mod tests {
     use super::*;
 
-    /// Accessible memory is reported as readable and writable; reserved or closed memory is not. The check changes no
-    /// byte.
+    /// Accessible memory must be reported as readable and writable, reserved or closed memory as neither. The check
+    /// must change no byte.
     #[test]
     fn accessible_pages_are_reported() {
         let page = crate::mem::os_page_bytes();
@@ -561,7 +573,7 @@ mod tests {
         unsafe { crate::mem::unreserve(addr, 2 * page) };
     }
 
-    /// The handler uses the alternate stack, and restarts system calls, if the program's action says so.
+    /// The handler must use the alternate stack, and restart system calls, if the program's action says so.
     #[test]
     fn flags_are_copied_from_the_programs_action() {
         let handler =

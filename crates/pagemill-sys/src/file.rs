@@ -27,6 +27,7 @@ impl<const N: usize> Text<N> {
         (!text.is_cut).then_some(text)
     }
 
+    /// Appends a byte if it fits.
     pub fn push_byte(&mut self, byte: u8) {
         if self.len + 1 < N {
             self.bytes[self.len] = byte;
@@ -44,6 +45,7 @@ impl<const N: usize> Text<N> {
         self.len == 0
     }
 
+    /// The text; empty if it is not UTF-8.
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(self.as_bytes()).unwrap_or("")
     }
@@ -79,6 +81,7 @@ impl Fd {
         Self(number)
     }
 
+    /// The descriptor's number.
     pub(crate) fn number(&self) -> libc::c_int {
         self.0
     }
@@ -91,6 +94,7 @@ impl Drop for Fd {
     }
 }
 
+/// Opens a file with `O_CLOEXEC`. Repeats the call if a signal interrupts it.
 pub(crate) fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::Result<Fd> {
     loop {
         // SAFETY: `path` is a C string.
@@ -130,6 +134,7 @@ pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buf
     Ok(&buffer[..len])
 }
 
+/// Reads at least one byte, unless the file ends. Repeats the call if a signal interrupts it.
 fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         // SAFETY: the call writes at most `buffer.len()` bytes into the buffer.
@@ -144,7 +149,7 @@ fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// Calls `act` for each line of a text file until it returns a value. Skips lines that are longer than the buffer (1
+/// Calls `act` for each line of a text file until `act` returns a value. Skips lines that are longer than the buffer (1
 /// KiB). Passes a line that is not UTF-8 as an empty one.
 ///
 /// # Errors
@@ -294,6 +299,7 @@ pub fn owner(path: &CStr) -> Option<u32> {
     (unsafe { libc::stat(path.as_ptr(), &raw mut stat) } == 0).then_some(stat.st_uid)
 }
 
+/// Calls `fstat`.
 fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
     // SAFETY: plain data may be zero.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -361,10 +367,11 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     }
 }
 
-/// An empty file that another process created, to which this process writes an answer.
-pub struct Blank(Fd);
+/// A file that another process created and into which this process writes an answer. It was empty or contained a
+/// command.
+pub struct AnswerFile(Fd);
 
-impl Blank {
+impl AnswerFile {
     /// Opens the empty file at `path`.
     ///
     /// # Errors
@@ -372,25 +379,26 @@ impl Blank {
     /// Errors of `open`. `EACCES` for anything but an empty regular file with one link that belongs to this effective
     /// user. So another user cannot make a privileged process write to a file that this user could not write.
     pub fn open(path: &CStr) -> io::Result<Self> {
-        Self::open_of_len(path, libc::O_WRONLY, 0).map(|(blank, _)| blank)
+        Self::open_of_len(path, libc::O_WRONLY, 0).map(|(file, _)| file)
     }
 
     /// Opens a file that contains exactly `command.len()` bytes, and reads them into `command`.
     ///
     /// # Errors
     ///
-    /// As [`Blank::open`]; also `EACCES` if the group or others may write the file.
+    /// As [`AnswerFile::open`]; also `EACCES` if the group or others may write the file.
     pub fn open_with(path: &CStr, command: &mut [u8]) -> io::Result<Self> {
-        let (blank, stat) = Self::open_of_len(path, libc::O_RDWR, command.len())?;
+        let (file, stat) = Self::open_of_len(path, libc::O_RDWR, command.len())?;
         if stat.st_mode & (libc::S_IWGRP | libc::S_IWOTH) != 0 {
             return Err(io::Error::from_raw_os_error(libc::EACCES));
         }
-        match read_some(&blank.0, command)? {
-            count if count == command.len() => Ok(blank),
+        match read_some(&file.0, command)? {
+            count if count == command.len() => Ok(file),
             _ => Err(io::ErrorKind::UnexpectedEof.into()),
         }
     }
 
+    /// Opens a regular file of this user with one link and exactly `len` bytes.
     fn open_of_len(path: &CStr, access: libc::c_int, len: usize) -> io::Result<(Self, libc::stat)> {
         let fd = open(path, access | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
         let stat = stat_of(&fd)?;
@@ -468,6 +476,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
 
+    /// A text that is too long must be truncated, and `format` must return `None` for it.
     #[test]
     fn long_text_is_truncated() {
         let mut text = Text::<8>::new();
@@ -476,12 +485,12 @@ mod tests {
         assert!(Text::<8>::format(format_args!("0123456789")).is_none());
     }
 
-    /// `Blank` opens only an empty regular file of this user with one link.
+    /// `AnswerFile::open` must accept only an empty regular file of this user with one link.
     #[test]
     fn blank_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| Path::format(format_args!("{}/{name}", folder.path().display())).unwrap();
-        let open = |name: &str| Blank::open(path(name).as_c_str());
+        let open = |name: &str| AnswerFile::open(path(name).as_c_str());
         std::fs::write(path("blank").as_str(), b"").unwrap();
         open("blank").unwrap().write_at(b"second", 5).unwrap();
         assert_eq!(std::fs::read(path("blank").as_str()).unwrap(), b"\0\0\0\0\0second");
@@ -496,7 +505,7 @@ mod tests {
         assert!(open("pipe").is_err());
         let mut command = [0; 6];
         std::fs::write(path("command").as_str(), b"shrink").unwrap();
-        let open_with = |command: &mut [u8]| Blank::open_with(path("command").as_c_str(), command);
+        let open_with = |command: &mut [u8]| AnswerFile::open_with(path("command").as_c_str(), command);
         open_with(&mut command).unwrap().write_at(b"done", 6).unwrap();
         assert_eq!((&command, std::fs::read(path("command").as_str()).unwrap()), (b"shrink", b"shrinkdone".to_vec()));
         assert!(open_with(&mut command).is_err(), "it contains an answer already");
@@ -506,6 +515,7 @@ mod tests {
         assert!(exists(path("pipe").as_c_str()) && !exists(path("missing").as_c_str()));
     }
 
+    /// Creating an existing file must fail, and mapping a file that is too short must fail.
     #[test]
     fn shared_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();

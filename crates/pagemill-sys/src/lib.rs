@@ -11,7 +11,7 @@
 //! | [`maps`] | mappings of this process |
 //! | [`fault`] | signal handlers for faults in the program's own memory |
 //! | [`hugetlb`] | huge pages that the administrator has reserved |
-//! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
+//! | [`moves`] | moving pages between addresses (userfaultfd) |
 //! | [`numa`] | nodes and memory policy |
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
 //! | [`futex`], [`thread`], [`task`], [`stack`], [`clock`] | waiting, threads, a thread for a closure, a stack for one call, time |

@@ -63,6 +63,8 @@ pub struct Maps {
 }
 
 impl Maps {
+    /// Opens the list of this process's mappings.
+    ///
     /// # Errors
     ///
     /// Errors of opening `/proc/self/maps`.
@@ -83,6 +85,7 @@ impl Maps {
         }
     }
 
+    /// As [`Maps::find`], by the ioctl.
     fn query(&self, addr: usize) -> io::Result<Option<Mapping>> {
         let mut name = [0u8; NAME_BYTES];
         let mut query = Query {
@@ -116,6 +119,7 @@ impl Maps {
         Ok(Some(query.mapping(name == c"[stack]")))
     }
 
+    /// Repeats a query without its request for the name.
     fn query_without_name(&self, mut query: Query) -> io::Result<Option<Mapping>> {
         (query.name_size, query.name_addr) = (0, 0);
         // SAFETY: the call reads and writes `query`, which contains its own size.
@@ -127,6 +131,7 @@ impl Maps {
 }
 
 impl Query {
+    /// The mapping that the kernel has described in this query.
     fn mapping(&self, is_stack: bool) -> Mapping {
         Mapping {
             addresses: self.start as usize..self.end as usize,
@@ -168,7 +173,7 @@ pub fn has_mapped(path: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// For every mapping of this process, and above the last one, the ioctl and the file return the same.
+    /// For every mapping of this process, and above the last one, the ioctl and the file must give the same result.
     #[test]
     fn the_ioctl_and_the_file_agree() {
         let maps = Maps::open().unwrap();
@@ -199,7 +204,7 @@ mod tests {
         assert_eq!(maps.query(usize::MAX - 1).unwrap(), None);
     }
 
-    /// A mapped file is found by its whole path.
+    /// A mapped file must be found by its whole path.
     #[test]
     fn mapped_files_are_found() {
         let program = std::env::current_exe().unwrap();

@@ -22,6 +22,7 @@ pub enum Backing {
     Small,
 }
 
+/// The error of a system call that returned a value other than 0.
 fn check(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -40,12 +41,14 @@ pub fn os_page_bytes() -> usize {
     bytes
 }
 
+/// The actual OS page size, also if [`pretend_os_page`] was called.
 fn kernel_page_bytes() -> usize {
     // SAFETY: the call returns a constant of the system.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// Makes this process act as if OS pages had `bytes` bytes, at least their actual size. Tests call this function first.
+/// Makes this process act as if OS pages had `bytes` bytes, which must be at least their actual size. For tests, which
+/// call this function before any other code reads the size.
 ///
 /// # Panics
 ///
@@ -446,7 +449,7 @@ mod tests {
 
     const BLOCK: usize = 2 << 20;
 
-    /// A reservation is aligned. A range of it can be opened, and reads zero after a discard.
+    /// A reservation must be aligned. A range of it can be opened, and must read zero after a discard.
     #[test]
     fn reserved_memory_can_be_opened_and_discarded() {
         let addr = reserve(4 * BLOCK, 4 * BLOCK, 0).unwrap();
@@ -463,7 +466,7 @@ mod tests {
         }
     }
 
-    /// `populate_huge` reports a huge page exactly if all OS pages of the block are resident.
+    /// `populate_huge` must report a huge page if and only if all OS pages of the block are resident.
     #[test]
     fn populate_huge_reports_the_kind_of_page() {
         let addr = map_sparse(BLOCK, BLOCK).unwrap();
@@ -479,7 +482,7 @@ mod tests {
         unsafe { unreserve(addr, BLOCK) };
     }
 
-    /// Two threads have different thread pointers.
+    /// Two threads must have different thread pointers.
     #[test]
     fn tokens_differ() {
         let here = thread_token();

@@ -17,6 +17,7 @@ const USER_MODE_ONLY: libc::c_int = 1;
 const REGISTER_MODE_MISSING: u64 = 1;
 const MOVE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 
+/// The kernel's `struct uffdio_api`.
 #[repr(C)]
 struct Api {
     api: u64,
@@ -24,12 +25,14 @@ struct Api {
     ioctls: u64,
 }
 
+/// The kernel's `struct uffdio_range`.
 #[repr(C)]
 struct Range {
     start: u64,
     len: u64,
 }
 
+/// The kernel's `struct uffdio_register`.
 #[repr(C)]
 struct Register {
     range: Range,
@@ -37,6 +40,7 @@ struct Register {
     ioctls: u64,
 }
 
+/// The kernel's `struct uffdio_move`.
 #[repr(C)]
 struct Move {
     dst: u64,
@@ -146,7 +150,7 @@ mod tests {
 
     const BLOCK: usize = 2 << 20;
 
-    /// Pages are moved from one range to another. Their bytes arrive, and the source reads zero afterwards.
+    /// Pages that are moved from one range to another must keep their bytes, and the source must read zero afterwards.
     #[test]
     fn pages_are_moved_with_their_bytes() {
         let base = mem::map_sparse(8 * BLOCK, BLOCK).unwrap();

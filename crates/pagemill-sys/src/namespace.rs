@@ -4,6 +4,7 @@
 use std::fs;
 use std::io;
 
+/// The error of a system call that returned a value other than 0.
 fn check(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

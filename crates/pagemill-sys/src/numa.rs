@@ -4,7 +4,7 @@
 use crate::file;
 use std::io;
 
-/// Most nodes that Pagemill distinguishes.
+/// Maximum number of nodes that Pagemill distinguishes.
 pub const MAX_NODES: usize = 64;
 
 const MPOL_PREFERRED: libc::c_int = 1;
@@ -55,6 +55,7 @@ pub fn prefer(addr: usize, len_bytes: usize, node: usize) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    /// The highest number of a list must be found; an empty list has none.
     #[test]
     fn lists_are_parsed() {
         assert_eq!(highest_in_list(b"0\n"), Some(0));

@@ -24,8 +24,9 @@ impl Drop for DelayedOpen {
     fn drop(&mut self) {
         let Some(file) = self.file.take() else { return };
         let answer = libc::fanotify_response { fd: file.as_raw_fd(), response: libc::FAN_ALLOW };
-        // Closed before the answer: afterwards the program may need that no other descriptor of the file is open. The
-        // kernel compares only the number, and no other event can have it, since one thread reads and answers.
+        // The descriptor is closed before the answer, because after the answer the program may need that no other
+        // descriptor of the file is open. The kernel compares only the number. No other event can have the same number,
+        // because one thread reads and answers.
         drop(file);
         let bytes = (&raw const answer).cast();
         // SAFETY: the call only reads `answer`.
@@ -126,7 +127,8 @@ mod tests {
         poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&at_most)).is_ok_and(|ready| ready > 0)
     }
 
-    /// An open waits until its event is dropped. Opens through the listener's own mount, and after the stop, do not.
+    /// An open must wait until its event is dropped. Opens through the listener's own mount, and opens after the stop,
+    /// must not wait.
     #[test]
     fn an_open_waits_for_permission() {
         // The test uses a file system of its own, because opens by other processes would be delayed, too.
@@ -155,7 +157,7 @@ mod tests {
         opener.join().unwrap().unwrap();
         listener.stop(root.as_fd());
         drop(File::open(&path).unwrap());
-        // A listener that ends lets everything pass.
+        // When the listener is dropped, the kernel allows all opens.
         listener.start(root.as_fd()).unwrap();
         let opener = thread::spawn(move || File::open(path).map(drop));
         assert!(is_readable(&listener));

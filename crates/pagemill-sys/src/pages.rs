@@ -60,6 +60,7 @@ impl Window {
         }
     }
 
+    /// Calls `madvise` for the first `len` bytes.
     fn advise(&self, len: usize, advice: libc::c_int) -> io::Result<()> {
         // SAFETY: this value owns the mapping, and the advice changes no byte.
         if unsafe { libc::madvise(self.addr, len, advice) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -153,7 +154,7 @@ pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64) -> io::Result<Vec<u6
     let reader = ChargedGroupReader::new()?;
     let mut groups = Vec::new();
     for sample in 0..MAX_SAMPLES.min(pages) {
-        // The sampling starts at the end, because the pages written last are resident.
+        // The sampling starts at the end, because the pages that were written last are the most likely to be resident.
         let offset = (pages - 1 - sample * pages / MAX_SAMPLES.min(pages)) * page;
         if groups.len() == MAX_GROUPS {
             break;
@@ -177,9 +178,11 @@ impl ChargedGroupReader {
         Ok(Self { pagemap: File::open("/proc/self/pagemap")?, groups: File::open("/proc/kpagecgroup")? })
     }
 
+    /// The inode number of the charged group's folder, for the resident page at `addr`.
     fn charged_group_of(&self, addr: *mut libc::c_void) -> io::Result<u64> {
         const IS_PRESENT: u64 = 1 << 63;
         const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
+        /// A huge page has 2^9 OS pages.
         const LARGEST_ORDER: u32 = 9;
         let read = |file: &File, index: u64| -> io::Result<u64> {
             let mut word = [0; 8];
@@ -304,7 +307,7 @@ mod tests {
         Some((folder, File::open(path).unwrap()))
     }
 
-    /// Collapsing and splitting a block keeps every byte.
+    /// Collapsing and splitting a block must keep every byte.
     #[test]
     fn collapsing_and_splitting_keep_the_bytes() {
         let Some((_folder, file)) = file(2) else { return println!("skipped: no /dev/shm") };
@@ -319,7 +322,8 @@ mod tests {
         assert!(bytes.iter().all(|byte| *byte == 7));
     }
 
-    /// Repeats a check: children of parallel tests inherit open files for a moment.
+    /// Repeats a check until it succeeds. It may fail at first, because children of parallel tests inherit open files
+    /// for a moment.
     fn retry_until(is_so: impl Fn() -> bool) {
         let begun = std::time::Instant::now();
         while !is_so() {
@@ -328,7 +332,7 @@ mod tests {
         }
     }
 
-    /// A lease is refused while another descriptor or another mapping of the file exists.
+    /// A lease must be refused while another descriptor or another mapping of the file exists.
     #[test]
     fn a_lease_is_refused_while_the_file_is_open_elsewhere() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
@@ -342,7 +346,7 @@ mod tests {
         retry_until(|| take_lease(file.as_fd()).is_ok());
     }
 
-    /// A thread that opens the file blocks until the lease ends, and no signal ends this process.
+    /// A thread that opens the file must block until the lease ends, and no signal may end this process.
     #[test]
     fn an_opener_waits_for_the_end_of_a_lease() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
@@ -360,7 +364,7 @@ mod tests {
         opener.join().unwrap().unwrap();
     }
 
-    /// The charged group of a page can be read (skipped without permission).
+    /// The charged group of a page must be readable. Skipped without permission.
     #[test]
     fn the_charged_group_of_a_page_is_read() {
         let Some((_folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
@@ -371,7 +375,7 @@ mod tests {
         assert!(charged_group(file.as_fd(), 64 * BLOCK as u64).is_err());
     }
 
-    /// All OS pages of a huge page have the same charged group.
+    /// All OS pages of a huge page must have the same charged group.
     #[test]
     fn all_pages_of_a_huge_page_have_one_group() {
         let Some((_folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
@@ -386,7 +390,7 @@ mod tests {
         }
     }
 
-    /// Pages of holes are skipped, and none is allocated.
+    /// Sampling must skip the pages of holes and allocate no page.
     #[test]
     fn sampled_pages_report_their_groups() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };

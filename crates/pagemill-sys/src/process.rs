@@ -144,6 +144,7 @@ pub fn address_space_limit() -> Option<usize> {
     (limit != libc::RLIM_INFINITY).then_some(limit as usize)
 }
 
+/// The soft resource limit; `RLIM_INFINITY` for none.
 fn soft_limit(of: libc::__rlimit_resource_t) -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the call writes only `limit`.
@@ -169,7 +170,8 @@ pub fn raise_descriptor_limit() {
     }
 }
 
-/// Returns a random number from the kernel, or a number made from the clock if the kernel has none ready.
+/// Returns a random number from the kernel, or a number derived from the clock if the kernel has no random number
+/// ready.
 pub fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
     // A direct system call is used because the C library's function is a cancellation point.
@@ -206,8 +208,8 @@ pub fn set_errno(errno: i32) {
 /// Flag of `PR_SET_THP_DISABLE` with which huge pages stay allowed where a program advises them.
 pub(crate) const THP_DISABLE_EXCEPT_ADVISED: libc::c_int = 1 << 1;
 
-/// Restricts this process and its children to huge pages that they request with `madvise`, whatever the machine's
-/// setting.
+/// Restricts this process and its children to huge pages that they request with `madvise`, whatever the setting of the
+/// machine is.
 ///
 /// # Errors
 ///
@@ -272,6 +274,8 @@ mod tests {
         assert!(text.starts_with(&format!("{major}.{minor}")), "{major}.{minor} of {text}");
     }
 
+    /// This process must count as alive and have a name. After the start time of its identity is changed, it must not
+    /// count as alive.
     #[test]
     fn this_process_is_alive_and_named() {
         let own = own_identity();
@@ -282,7 +286,7 @@ mod tests {
         assert!(resident_bytes(own.pid).unwrap() > 0);
     }
 
-    /// A process that has ended is not alive, even if its parent has not waited for it yet.
+    /// A process that has ended must not count as alive, even if its parent has not waited for it yet.
     #[test]
     fn a_zombie_is_not_alive() {
         let mut child = std::process::Command::new("true").spawn().unwrap();

@@ -26,6 +26,8 @@ pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_voi
     unsafe { mem::unreserve(base, len_bytes + page) };
 }
 
+/// Calls `function` with the stack pointer set to `top`, and restores the stack pointer afterwards.
+///
 /// # Safety
 ///
 /// `top` must be the upper end of enough memory, aligned to 16. The function and its argument must be as for
@@ -69,7 +71,7 @@ unsafe fn call_on_stack(top: usize, function: extern "C" fn(*mut c_void), argume
 mod tests {
     use super::*;
 
-    /// A function runs on another stack of the requested size, and its result arrives.
+    /// A function must run on another stack of the requested size, and its result must arrive.
     #[test]
     fn functions_run_on_a_stack_of_their_own() {
         extern "C" fn work(argument: *mut c_void) {

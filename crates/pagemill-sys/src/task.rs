@@ -7,8 +7,10 @@ use std::ffi::{CStr, c_void};
 use std::io;
 use std::ptr;
 
+/// The closure that a thread runs.
 type Task = Box<dyn FnOnce() + Send>;
 
+/// Stack size of these threads.
 const STACK_BYTES: usize = 1 << 20;
 
 /// Runs `task` on a new detached thread, with all signals blocked.
@@ -28,6 +30,7 @@ pub fn spawn(name: &CStr, task: impl FnOnce() + Send + 'static) -> io::Result<()
     result
 }
 
+/// The first function of a thread: runs the task to which `task` points.
 extern "C" fn run(task: *mut c_void) -> *mut c_void {
     // SAFETY: `spawn` passed the pointer to this thread alone.
     let task = unsafe { Box::from_raw(task.cast::<Task>()) };
@@ -40,7 +43,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// A task runs once, on another thread, and is dropped after that.
+    /// A task must run once, on another thread, and be dropped after that.
     #[test]
     fn a_task_runs_on_another_thread() {
         let (sender, receiver) = mpsc::channel();

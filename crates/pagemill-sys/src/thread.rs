@@ -8,9 +8,11 @@ use std::ptr;
 
 /// A value with the main function of a background thread.
 pub trait Work: Sync + 'static {
+    /// Runs on the background thread, which ends when this function returns.
     fn work(&'static self);
 }
 
+/// The first function of a thread of [`spawn`]. `work` points to a `T`.
 extern "C" fn start<T: Work>(work: *mut c_void) -> *mut c_void {
     // SAFETY: `spawn` passed this pointer, which comes from a `'static` reference.
     unsafe { &*work.cast::<T>() }.work();
@@ -83,6 +85,7 @@ pub struct Interrupter {
     signal: libc::c_int,
 }
 
+/// The handler of the interrupting signal. It does nothing, so the interrupted system call returns `EINTR`.
 extern "C" fn return_from_call(_: libc::c_int) {}
 
 impl Interrupter {

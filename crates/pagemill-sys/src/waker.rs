@@ -10,6 +10,8 @@ use std::time::Duration;
 pub struct Waker(Fd);
 
 impl Waker {
+    /// Creates a waker.
+    ///
     /// # Errors
     ///
     /// Errors of `eventfd`: `EMFILE`.
@@ -69,7 +71,7 @@ pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
 mod tests {
     use super::*;
 
-    /// Two wake-ups before a wait count as one, so a second wait finds none.
+    /// Two wake-ups before a wait must count as one, so that a second wait finds none.
     #[test]
     fn wakes_are_merged() {
         let waker = Waker::new().unwrap();

@@ -25,32 +25,37 @@ fn resident() -> u64 {
 }
 
 /// Whether the value with this number is in the tenth that is not removed.
-fn stays(number: u64) -> bool {
+fn is_kept(number: u64) -> bool {
     let mixed = (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 32 & 1023 < 102
 }
 
+/// The measurements of one case: live values, resident bytes before and after defragmentation, and the work of moving
+/// values.
 struct Outcome {
+    /// Bytes of the values that were not removed.
     live: u64,
     before: u64,
     after: u64,
-    beside: u64,
+    /// Bytes of the cache's handle table, which the resident bytes exclude; 0 for a cache without handles.
+    handle_bytes: u64,
     moved: u64,
-    took: Duration,
+    /// Duration of the defragmentation.
+    duration: Duration,
 }
 
 fn print(what: &str, outcome: &Outcome) {
-    let Outcome { live, before, after, beside, moved, took } = outcome;
+    let Outcome { live, before, after, handle_bytes, moved, duration } = outcome;
     let ratio = |bytes: u64| bytes as f64 / *live as f64;
     println!(
-        "{what}: {} live; resident {} before ({:.2}x), {} after ({:.3}x), beside that handles {}; {moved} moves in {took:.1?}, {:.0} ns each",
+        "{what}: {} live; resident {} before ({:.2}x), {} after ({:.3}x), with a handle table of {}; {moved} moves in {duration:.1?}, {:.0} ns each",
         Bytes(*live),
         Bytes(*before),
         ratio(*before),
         Bytes(*after),
         ratio(*after),
-        Bytes(*beside),
-        took.as_nanos() as f64 / (*moved).max(1) as f64,
+        Bytes(*handle_bytes),
+        duration.as_nanos() as f64 / (*moved).max(1) as f64,
     );
 }
 
@@ -62,34 +67,34 @@ fn by_handle<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>>
         *handle = cache.insert([number as u64; WORDS])?;
     }
     for (number, handle) in handles.iter().enumerate() {
-        if !stays(number as u64) {
+        if !is_kept(number as u64) {
             cache.remove(*handle)?;
         }
     }
     let before = resident() - at_first - cache.handle_bytes();
     let began = Instant::now();
     cache.shrink()?;
-    let took = began.elapsed();
+    let duration = began.elapsed();
     let after = resident() - at_first - cache.handle_bytes();
     let guard = slab::enter();
     let mut left = 0;
     for (number, handle) in handles.iter().enumerate() {
         let value = cache.get(*handle, &guard);
-        assert_eq!(value, stays(number as u64).then_some(&[number as u64; WORDS]));
+        assert_eq!(value, is_kept(number as u64).then_some(&[number as u64; WORDS]));
         left += u64::from(value.is_some());
     }
     let live = left * size_of::<Value<WORDS>>() as u64;
-    Ok(Outcome { live, before, after, beside: cache.handle_bytes(), moved: cache.info()?.moved, took })
+    Ok(Outcome { live, before, after, handle_bytes: cache.handle_bytes(), moved: cache.info()?.moved, duration })
 }
 
 /// Stores the only references to the objects, by the objects' numbers.
-struct Book<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
+struct References<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
-/// An object: its number, and the number plus one while it is live.
+/// An object. Its first word is its number plus one while the object is live, else 0.
 struct Object<const WORDS: usize>([AtomicU64; WORDS]);
 
 // SAFETY: all calls of this example come from one thread, so live objects stay live while they are isolated and moved.
-unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
+unsafe impl<const WORDS: usize> Migrate for References<WORDS> {
     type Object = Object<WORDS>;
     type Isolated = ();
 
@@ -119,16 +124,16 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
 }
 
 fn by_owner<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> {
-    let book = Book((0..values).map(|_| AtomicPtr::default()).collect());
+    let references = References((0..values).map(|_| AtomicPtr::default()).collect());
     let at_first = resident();
-    let cache: OwnerSlab<Book<WORDS>> = OwnerSlab::with(Settings::new("by owner").defrag_used_ratio(0), book)?;
-    // SAFETY: objects in the book are live, and belong to this thread.
+    let cache: OwnerSlab<References<WORDS>> = OwnerSlab::with(Settings::new("by owner").defrag_used_ratio(0), references)?;
+    // SAFETY: the referenced objects are live, and belong to this thread.
     let object = |at: &AtomicPtr<Object<WORDS>>| unsafe { NonNull::new(at.load(Relaxed)).map(|at| at.as_ref()) };
     for (number, at) in cache.owner().0.iter().enumerate() {
         at.store(cache.allocate()?.as_ptr(), Relaxed);
         object(at).into_iter().flat_map(|object| &object.0).for_each(|word| word.store(number as u64 + 1, Relaxed));
     }
-    for (_, at) in cache.owner().0.iter().enumerate().filter(|(number, _)| !stays(*number as u64)) {
+    for (_, at) in cache.owner().0.iter().enumerate().filter(|(number, _)| !is_kept(*number as u64)) {
         let gone = NonNull::new(at.swap(std::ptr::null_mut(), Relaxed)).expect("it was there");
         // SAFETY: its only reference is gone.
         unsafe {
@@ -139,7 +144,7 @@ fn by_owner<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> 
     let before = resident() - at_first;
     let began = Instant::now();
     cache.shrink()?;
-    let took = began.elapsed();
+    let duration = began.elapsed();
     let after = resident() - at_first;
     let live = cache.owner().0.iter().filter_map(object).count() as u64;
     for (number, at) in cache.owner().0.iter().enumerate() {
@@ -147,7 +152,7 @@ fn by_owner<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> 
         words.for_each(|word| assert_eq!(word.load(Relaxed), number as u64 + 1));
     }
     let live = live * size_of::<Object<WORDS>>() as u64;
-    Ok(Outcome { live, before, after, beside: 0, moved: cache.info()?.moved, took })
+    Ok(Outcome { live, before, after, handle_bytes: 0, moved: cache.info()?.moved, duration })
 }
 
 /// The cases. Each runs in a separate process, so that its resident bytes are its own.

@@ -1,4 +1,5 @@
-//! Tests of readahead: which streams are read ahead, the effect of hints, and how little is taken from other files.
+//! Tests of readahead: which streams are read ahead, the effect of hints, and how little memory is taken from other
+//! files.
 
 use pagemill_cache::mapping::policy::{Always, Never};
 use pagemill_cache::mapping::{Advice, Mapping, PageCache, Policy, Reuse, Writeback};
@@ -160,7 +161,7 @@ fn random_reads_start_no_readahead() {
         file.read_at(&mut [0; PAGE], (seed >> 20) / PAGE as u64 * PAGE as u64 % LEN as u64).unwrap();
     }
     assert_eq!(since.get(), [0; 4]);
-    // With `Advice::Random` sequential reads start nothing either.
+    // With `Advice::Random`, sequential reads start no readahead either.
     file.advise(Advice::Random);
     (0..1000).for_each(|page| assert_eq!(file.read_at(&mut [0; PAGE], page * PAGE as u64).unwrap(), PAGE));
     assert_eq!(since.get(), [0; 4]);
@@ -257,8 +258,8 @@ fn system_files_are_read_ahead() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A reader of a page that is being read ahead waits for that read. If the read fails, the reader reads the page
-/// itself, and gets only its own error.
+/// A reader of a page that is being read ahead must wait for that read. If the read fails, the reader must read the
+/// page itself, and get only the error of its own read.
 #[test]
 fn a_reader_of_an_in_flight_page_waits_for_it() {
     let _exclusive = exclusive_test();
@@ -361,7 +362,8 @@ fn pages_used_once_are_evicted_first() {
     assert_eq!(other.calls().reads, reads, "pages of the other file went");
 }
 
-/// `dont_need` drops clean pages completely inside the range. Dirty, pinned and neighbouring pages stay.
+/// `dont_need` must drop clean pages that lie completely inside the range. Dirty, pinned and neighbouring pages must
+/// stay.
 #[test]
 fn dont_need_drops_clean_pages() {
     let _exclusive = exclusive_test();

@@ -1,12 +1,12 @@
 //! Tests of asynchronous calls, and of calls with a time limit.
 
 use pagemill_cache::mapping::policy::{Always, Never};
-use pagemill_cache::mapping::{Builder, Mapping, PageCache, Pin, Policy};
-use pagemill_core::Error;
+use pagemill_cache::mapping::{Builder, PageCache, Mapping, Pin, Policy};
 use pagemill_core::stats::{self, Counter};
-use pagemill_core::units::PageSize;
 use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill_core::units::PageSize;
 use pagemill_testbed::Testbed;
+use pagemill_core::Error;
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -35,13 +35,14 @@ fn cache(limit_bytes: usize) -> PageCache {
     cache_with(settings(limit_bytes))
 }
 
-type Slow = FaultyStore<MemoryStore>;
+type DelayedStore = FaultyStore<MemoryStore>;
 
-fn slow(len: usize) -> Slow {
+/// A store with `len` bytes, whose transfers the test can delay.
+fn delayed_store(len: usize) -> DelayedStore {
     FaultyStore::new(MemoryStore::new(bytes(len), 512))
 }
 
-fn open(cache: &PageCache, store: &Slow) -> Mapping {
+fn open(cache: &PageCache, store: &DelayedStore) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
@@ -98,23 +99,23 @@ fn assert_read(file: &Mapping, offset: usize, expected: &[u8]) {
     assert!(found == expected, "bytes from {offset} on");
 }
 
-/// Futures and pins can be sent between threads, as executors require.
+/// Futures and pins must be `Send`, as executors require.
 #[test]
 fn futures_can_be_sent_between_threads() {
-    fn sent<F: Future + Send>(_: F) {}
+    fn require_send<F: Future + Send>(_: F) {}
     let file = cache(MIB).create().unwrap();
-    sent(file.pin_async(0));
-    sent(file.read_async(&mut [0; 8], 0));
-    sent(file.fetch(0, 8));
-    fn kept<T: Send + Sync>() {}
-    kept::<Pin<'static>>();
+    require_send(file.pin_async(0));
+    require_send(file.read_async(&mut [0; 8], 0));
+    require_send(file.fetch(0, 8));
+    fn require_send_and_sync<T: Send + Sync>() {}
+    require_send_and_sync::<Pin<'static>>();
 }
 
 /// Two threads poll one future with different wakers. When the bytes are in memory, only the latest waker must be
 /// called.
 #[test]
 fn the_latest_waker_is_called() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let ((first, first_waker), (second, second_waker)) = (Count::new(), Count::new());
@@ -155,7 +156,7 @@ fn many_tasks_run_on_two_threads() {
             self.0.is_ready.notify_one();
         }
     }
-    let (cache, store) = (cache(MIB), slow(4 * MIB));
+    let (cache, store) = (cache(MIB), delayed_store(4 * MIB));
     let longest_delay = Duration::from_millis(3);
     store.set_faults(Faults { seed: 7, delay_per_mille: 500, longest_delay, is_reordered: true, ..Faults::default() });
     let (file, expected) = (Arc::new(open(&cache, &store)), Arc::new(bytes(4 * MIB)));
@@ -207,7 +208,7 @@ fn many_tasks_run_on_two_threads() {
 /// Two tasks and a thread need one page. The store must be read once for all three. Other pages can be read meanwhile.
 #[test]
 fn a_page_is_read_once() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     assert_read(&file, 9 * PAGE, &bytes(MIB)[9 * PAGE..10 * PAGE]);
     store.hold();
@@ -232,7 +233,7 @@ fn a_page_is_read_once() {
 /// transfer.
 #[test]
 fn ranges_are_read_by_few_transfers() {
-    let (cache, store) = (cache(16 * MIB), slow(8 * MIB));
+    let (cache, store) = (cache(16 * MIB), delayed_store(8 * MIB));
     let file = open(&cache, &store);
     store.hold();
     let mut fetching = Box::pin(file.fetch(0, 8 * MIB as u64));
@@ -253,7 +254,7 @@ fn ranges_are_read_by_few_transfers() {
 /// A future is dropped after it started a read. The read must continue, and the next reader must find its bytes.
 #[test]
 fn reads_of_dropped_futures_continue() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     drop(file.pin_async(0));
     assert_eq!(store.calls().reads, 0, "it does nothing before it is polled");
@@ -273,7 +274,7 @@ fn reads_of_dropped_futures_continue() {
 /// the read must get the error, and the other task must read the page itself.
 #[test]
 fn only_the_task_that_started_a_read_gets_its_error() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.set_faults(Faults { fails_after: Some(0), errno: 121, ..Faults::default() });
     let error = block_on(file.pin_async(0)).map(drop).unwrap_err();
@@ -298,7 +299,7 @@ fn only_the_task_that_started_a_read_gets_its_error() {
 /// must be released.
 #[test]
 fn truncation_and_drop_during_a_read_leak_nothing() {
-    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let (cache, store) = (cache(MIB), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let mut context = Context::from_waker(Waker::noop());
@@ -321,10 +322,11 @@ fn truncation_and_drop_during_a_read_leak_nothing() {
     store.release();
 }
 
-/// Without room the future fails and nothing is read. Futures also work with a blocking store, and without a store.
+/// Without room, the future must fail and nothing may be read. Futures must also work with a blocking store, and
+/// without a store.
 #[test]
 fn futures_work_with_every_kind_of_file() {
-    let (cache, store) = (cache(8 * PAGE), slow(MIB));
+    let (cache, store) = (cache(8 * PAGE), delayed_store(MIB));
     let file = open(&cache, &store);
     let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
     assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
@@ -356,7 +358,7 @@ fn system_files_are_read_by_futures() {
         let mut to = vec![0; len + 1];
         assert_eq!(block_on(file.read_async(&mut to, 0)).unwrap(), len);
         assert!(to[..len] == bytes(len));
-        // As long as its last read is in flight the file is not released.
+        // The file is not released as long as its last read is in flight.
         let mut context = Context::from_waker(Waker::noop());
         _ = Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context);
         drop(file);
@@ -369,7 +371,7 @@ fn system_files_are_read_by_futures() {
 #[test]
 fn calls_time_out_if_the_store_hangs() {
     let timeout = Some(Duration::from_millis(20));
-    let (cache, store) = (cache_with(settings(MIB).timeout(timeout)), slow(MIB / 2));
+    let (cache, store) = (cache_with(settings(MIB).timeout(timeout)), delayed_store(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let late = stats::get(Counter::ReadsLate);

@@ -1,18 +1,17 @@
-//! Tests of invalid input and of failures. Each must be reported with its own error and change nothing. Requests that
-//! failed can succeed later.
+//! Tests of invalid input and failures: each must have its own error and change nothing. A later request may succeed.
 //!
 //! The tests run one after the other, because some read the process's counters or fork.
 #![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
 
-use pagemill_core::Error;
 use pagemill_core::arena::nodes::Nodes;
 use pagemill_core::arena::{Context, Layout};
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Reason, Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, PageSize, os_page_bytes};
-use pagemill_sys::{file, mem};
 use pagemill_testbed::Testbed;
+use pagemill_core::Error;
+use pagemill_sys::{file, mem};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard};
 
@@ -24,11 +23,11 @@ fn exclusive_test() -> MutexGuard<'static, ()> {
     RUNNING_TEST.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-fn on_small_pages() -> &'static Testbed {
+fn in_small_pages() -> &'static Testbed {
     Testbed::new(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).unwrap()
 }
 
-fn limited(limit: usize) -> &'static Testbed {
+fn with_limit(limit: usize) -> &'static Testbed {
     Testbed::new(Layout::for_test(), limit as u64).unwrap()
 }
 
@@ -71,7 +70,8 @@ fn purge(pagemill: &Testbed) -> u64 {
     pagemill.heap.shrink(u64::MAX, Urgency::Limit)
 }
 
-fn reconciled(pagemill: &Testbed) -> u64 {
+/// Measures overcommitted memory. Returns the charged bytes.
+fn charge_of(pagemill: &Testbed) -> u64 {
     pagemill.account.reconcile();
     pagemill.account.resident()
 }
@@ -83,7 +83,7 @@ fn resident(addr: usize, len: usize) -> u64 {
     (pages.iter().filter(|page| **page & 1 == 1).count() * page) as u64
 }
 
-/// Alignments that are no power of two, or larger than the address space, are errors, and nothing is charged.
+/// Alignments that are not a power of two, or are larger than the address space, must lead to errors without a charge.
 #[test]
 fn bad_alignments_are_refused() {
     let _exclusive = exclusive_test();
@@ -103,8 +103,8 @@ fn bad_alignments_are_refused() {
     assert_eq!(addr % (1 << 30), 0);
 }
 
-/// Size 0 is a separate allocation; sizes beyond the address space are refused, and an allocation that cannot grow
-/// stays.
+/// An allocation of size 0 must be separate from others. Sizes beyond the address space must be refused, and an
+/// allocation that cannot grow must stay.
 #[test]
 fn impossible_sizes_are_errors() {
     let _exclusive = exclusive_test();
@@ -113,7 +113,7 @@ fn impossible_sizes_are_errors() {
     assert_ne!(first, second);
     assert!(pagemill.heap.usable_bytes(first).unwrap() > 0);
     let kept = filled(pagemill, 300 * KIB, 5);
-    let before = reconciled(pagemill);
+    let before = charge_of(pagemill);
     for size in [usize::MAX, usize::MAX - 4095, isize::MAX as usize, 1 << 62, 1 << 45, (16 << 40) + 1] {
         for error in [
             pagemill.heap.allocate(size, 1).map(drop).unwrap_err(),
@@ -127,21 +127,21 @@ fn impossible_sizes_are_errors() {
         }
     }
     assert_eq!(first_other(kept, 300 * KIB, 5), None);
-    assert_eq!(reconciled(pagemill), before);
+    assert_eq!(charge_of(pagemill), before);
 }
 
-/// The second free of a slot is an error with its address and size, before and after a purge; other slots stay
-/// unchanged.
+/// The second free of a slot must lead to an error with its address and size, before and after a purge. Other slots
+/// must stay unchanged.
 #[test]
 fn a_double_free_is_reported() {
     let _exclusive = exclusive_test();
-    for pagemill in [Testbed::for_test(), on_small_pages()] {
+    for pagemill in [Testbed::for_test(), in_small_pages()] {
         for size in [64 * KIB, 400 * KIB, 3 * MIB] {
             let (freed, kept) = (filled(pagemill, size, 1), filled(pagemill, size, 2));
             let len = pagemill.heap.usable_bytes(freed).unwrap();
             free(pagemill, freed);
             for _ in 0..2 {
-                let before = (reconciled(pagemill), pagemill.heap.free_bytes());
+                let before = (charge_of(pagemill), pagemill.heap.free_bytes());
                 let is_named = |error: Error| matches!(error, Error::FreedBefore { addr, len_bytes } if (addr, len_bytes) == (freed, len));
                 // SAFETY: wrong on purpose; the heap refuses.
                 unsafe {
@@ -150,7 +150,7 @@ fn a_double_free_is_reported() {
                     assert!(is_named(pagemill.heap.resize(freed, 1).unwrap_err()));
                 }
                 assert!(is_named(pagemill.heap.usable_bytes(freed).unwrap_err()));
-                assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), before);
+                assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), before);
                 purge(pagemill);
             }
             assert_eq!(first_other(kept, size, 2), None);
@@ -173,7 +173,7 @@ fn foreign_and_interior_frees_are_reported() {
     let on_stack = 0u64;
     let other = Testbed::for_test();
     let others = filled(other, 80 * KIB, 3);
-    let before = (reconciled(pagemill), pagemill.heap.free_bytes());
+    let before = (charge_of(pagemill), pagemill.heap.free_bytes());
     for addr in [
         0,
         1,
@@ -198,7 +198,7 @@ fn foreign_and_interior_frees_are_reported() {
             assert_eq!(error.errno(), libc::EINVAL);
         }
     }
-    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), before);
+    assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), before);
     assert_eq!((first_other(small, 80 * KIB, 1), first_other(big, 5 * MIB, 2)), (None, None));
     free(pagemill, small);
     free(pagemill, big);
@@ -243,30 +243,30 @@ fn exhausted_address_space_recovers() {
 fn small_pages_are_used_and_counted() {
     let _exclusive = exclusive_test();
     let (huge, small) = (stats::get(Counter::BlocksHuge), stats::get(Counter::BlocksSmall));
-    let pagemill = on_small_pages();
+    let pagemill = in_small_pages();
     let addr = filled(pagemill, 500 * KIB, 9);
     assert_eq!(stats::get(Counter::BlocksHuge), huge);
     assert!(stats::get(Counter::BlocksSmall) > small, "the block is not counted");
-    let charged = reconciled(pagemill);
+    let charged = charge_of(pagemill);
     assert_eq!(charged, resident(pagemill.heap.base(), BLOCK_BYTES));
     assert!(charged >= 500 << 10);
     free(pagemill, addr);
     assert_eq!(purge(pagemill), charged);
-    assert_eq!(reconciled(pagemill), 0);
+    assert_eq!(charge_of(pagemill), 0);
 }
 
 /// A slot that was never touched is purged. When the slot is used again, it must be made resident and charged.
 #[test]
 fn an_untouched_slot_is_charged_later() {
     let _exclusive = exclusive_test();
-    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", on_small_pages())] {
+    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", in_small_pages())] {
         let addr = allocate(pagemill, 256 * KIB);
         free(pagemill, addr);
         purge(pagemill);
-        assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0), "{name}: nothing is there");
+        assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0), "{name}: nothing is there");
         let again = filled(pagemill, 256 * KIB, 1);
         assert_eq!(again, addr);
-        assert!(reconciled(pagemill) >= 256 << 10, "{name}: written, but not charged");
+        assert!(charge_of(pagemill) >= 256 << 10, "{name}: written, but not charged");
     }
 }
 
@@ -286,17 +286,17 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     // SAFETY: as above.
     unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 0, 0, 0, 0) };
     assert_eq!(stats::get(Counter::BlocksFallback), fallbacks + 2);
-    let charged = reconciled(pagemill);
+    let charged = charge_of(pagemill);
     assert!((564 << 10..=580 << 10).contains(&charged), "{charged} bytes are charged");
     assert_eq!((first_other(addr, 500 * KIB, 9), first_other(extent, 64 * KIB, 8)), (None, None));
     free(pagemill, addr);
     purge(pagemill);
     // SAFETY: committed, not used again.
     unsafe { pagemill.arena.decommit(extent, 64 * KIB) };
-    assert_eq!(reconciled(pagemill), 0);
+    assert_eq!(charge_of(pagemill), 0);
 }
 
-/// A software page is populated as a whole: slots are resident before they are touched, extents by whole pages.
+/// A software page must be populated as a whole: slots before they are touched, extents in whole software pages.
 #[test]
 fn software_pages_are_populated_completely() {
     let _exclusive = exclusive_test();
@@ -306,12 +306,12 @@ fn software_pages_are_populated_completely() {
         let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
         let addr = allocate(pagemill, 200 * KIB);
         let usable = pagemill.heap.usable_bytes(addr).unwrap();
-        assert!(reconciled(pagemill) >= usable as u64, "untouched, but there");
+        assert!(charge_of(pagemill) >= usable as u64, "untouched, but there");
         assert!(stats::get(Counter::PagesPopulated) > populated);
         fill(addr, usable, 3);
         free(pagemill, addr);
         purge(pagemill);
-        assert_eq!(reconciled(pagemill), 0);
+        assert_eq!(charge_of(pagemill), 0);
         let extent = pagemill.arena.extent(2 * BLOCK_BYTES, 1).unwrap();
         // SAFETY: a new extent.
         unsafe { pagemill.arena.commit(extent + bytes / 2, os_page_bytes()) }.unwrap();
@@ -323,7 +323,7 @@ fn software_pages_are_populated_completely() {
     }
 }
 
-fn run_on(cpu: usize) -> bool {
+fn run_on_cpu(cpu: usize) -> bool {
     // SAFETY: plain data; affects this thread only.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
@@ -332,24 +332,24 @@ fn run_on(cpu: usize) -> bool {
     }
 }
 
-/// With three logical NUMA nodes, slots of two nodes lie in separate spans, return to their own node, and serve other
-/// nodes if needed.
+/// With three logical NUMA nodes, slots of two nodes must lie in separate spans, return to their own node, and serve
+/// other nodes if needed.
 #[test]
 fn slots_return_to_their_node() {
     let _exclusive = exclusive_test();
     std::thread::spawn(|| {
         let layout = Layout { nodes: Nodes::logical(3), ..Layout::for_test() };
         let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
-        if !(run_on(1) && run_on(0)) {
+        if !(run_on_cpu(1) && run_on_cpu(0)) {
             println!("skipped: one CPU only");
             return;
         }
         let first = filled(pagemill, 256 * KIB, 1);
-        run_on(1);
+        run_on_cpu(1);
         let second = filled(pagemill, 256 * KIB, 2);
         assert_ne!(first / BLOCK_BYTES, second / BLOCK_BYTES, "nodes share a block");
         free(pagemill, first);
-        run_on(0);
+        run_on_cpu(0);
         free(pagemill, second);
         assert_eq!(allocate(pagemill, 256 * KIB), first, "freed elsewhere, still of node 0");
         let fresh = stats::get(Counter::SlotsFresh);
@@ -365,7 +365,7 @@ fn slots_return_to_their_node() {
 #[test]
 fn a_failed_allocation_reports_the_numbers() {
     let _exclusive = exclusive_test();
-    let (pagemill, fallbacks) = (limited(16 * MIB), stats::get(Counter::BlocksFallback));
+    let (pagemill, fallbacks) = (with_limit(16 * MIB), stats::get(Counter::BlocksFallback));
     free(pagemill, allocate(pagemill, MIB));
     if stats::get(Counter::BlocksFallback) > fallbacks {
         return println!("skipped: no huge pages to be had, small ones are charged when they are measured");
@@ -386,14 +386,14 @@ fn a_failed_allocation_reports_the_numbers() {
     all.drain(..).for_each(|addr| free(pagemill, addr));
     let big = filled(pagemill, 8 * MIB, 1);
     assert_eq!(first_other(big, 8 * MIB, 1), None);
-    assert!(reconciled(pagemill) <= 16 << 20);
+    assert!(charge_of(pagemill) <= 16 << 20);
 }
 
 /// With a limit of zero every request must fail, and no request may end the process.
 #[test]
 fn a_limit_of_zero_refuses_everything() {
     let _exclusive = exclusive_test();
-    let pagemill = limited(0);
+    let pagemill = with_limit(0);
     for size in [1, MIB, 10 * MIB, 1 << 30] {
         let error = pagemill.heap.allocate(size, 1).unwrap_err();
         assert!(matches!(error, Error::NoMemory { limit_bytes: 0, .. }), "{error}");
@@ -407,7 +407,7 @@ fn a_limit_of_zero_refuses_everything() {
 #[test]
 fn a_calloc_at_the_limit_loses_no_slot() {
     let _exclusive = exclusive_test();
-    let pagemill = limited(8 * MIB);
+    let pagemill = with_limit(8 * MIB);
     let slot = allocate(pagemill, 32 * MIB);
     free(pagemill, slot);
     let hog: Vec<usize> = (0..8).map(|_| filled(pagemill, MIB, 1)).collect();
@@ -427,10 +427,10 @@ fn a_calloc_at_the_limit_loses_no_slot() {
 #[test]
 fn a_refused_shrink_loses_no_byte() {
     let _exclusive = exclusive_test();
-    let pagemill = limited(8 * MIB);
+    let pagemill = with_limit(8 * MIB);
     let addrs = [allocate(pagemill, 8 * MIB), allocate(pagemill, 8 * MIB)];
     addrs.iter().for_each(|addr| fill(*addr, 8 * MIB, 1));
-    assert_eq!(reconciled(pagemill), 16 << 20, "over the limit");
+    assert_eq!(charge_of(pagemill), 16 << 20, "over the limit");
     // SAFETY: live; the old address is used again only if it is returned.
     let kept = match unsafe { pagemill.heap.resize(addrs[0], MIB) } {
         Ok(_) => MIB,
@@ -443,7 +443,7 @@ fn a_refused_shrink_loses_no_byte() {
 #[test]
 fn locked_memory_is_not_treated_as_zero() {
     let _exclusive = exclusive_test();
-    for (pagemill, size) in [(on_small_pages(), 256 * KIB), (on_small_pages(), 3 * MIB), (Testbed::for_test(), MIB)] {
+    for (pagemill, size) in [(in_small_pages(), 256 * KIB), (in_small_pages(), 3 * MIB), (Testbed::for_test(), MIB)] {
         let addr = filled(pagemill, size, 7);
         // SAFETY: a live allocation.
         if unsafe { libc::mlock(addr as *const _, size) } != 0 {
@@ -463,25 +463,26 @@ fn locked_memory_is_not_treated_as_zero() {
     }
 }
 
-/// An allocation is shrunk to one block, and grown again by moving pages. Bytes written then must be charged.
+/// An allocation is shrunk to one block, and grown again by moving pages. Bytes that are written afterwards must be
+/// charged.
 #[test]
 fn a_moved_allocation_is_charged() {
     let _exclusive = exclusive_test();
-    let pagemill = on_small_pages();
+    let pagemill = in_small_pages();
     let addr = filled(pagemill, 16 * MIB, 1);
     let addr = resize(pagemill, addr, MIB);
-    assert!(reconciled(pagemill) <= 2 << 20, "the rest was given back");
+    assert!(charge_of(pagemill) <= 2 << 20, "the rest was given back");
     let addr = resize(pagemill, addr, 32 * MIB);
     assert_eq!(first_other(addr, MIB, 1), None);
     fill(addr, 32 * MIB, 2);
-    assert_eq!(reconciled(pagemill), 32 << 20);
+    assert_eq!(charge_of(pagemill), 32 << 20);
 }
 
 /// An allocation that was moved is freed and purged. A calloc must then return the slot with all bytes zero.
 #[test]
 fn a_moved_allocation_is_purged_completely() {
     let _exclusive = exclusive_test();
-    let pagemill = on_small_pages();
+    let pagemill = in_small_pages();
     let addr = allocate(pagemill, 256 * MIB);
     let addr = resize(pagemill, addr, MIB);
     let addr = resize(pagemill, addr, 512 * MIB);
@@ -503,7 +504,7 @@ fn a_moved_allocation_is_purged_completely() {
 #[test]
 fn the_tail_of_a_slot_is_purged_with_it() {
     let _exclusive = exclusive_test();
-    let pagemill = on_small_pages();
+    let pagemill = in_small_pages();
     let addr = allocate(pagemill, 1025 * MIB);
     let usable = pagemill.heap.usable_bytes(addr).unwrap();
     fill(addr + usable - 8, 8, 6);
@@ -524,14 +525,14 @@ fn a_split_block_is_purged_completely() {
     free(pagemill, first);
     assert!(purge(pagemill) >= 512 << 10, "split");
     assert_eq!(first_other(second, 512 * KIB, 2), None);
-    assert_eq!(reconciled(pagemill), 512 << 10, "what was never handed out is given back, too");
+    assert_eq!(charge_of(pagemill), 512 << 10, "what was never handed out is given back, too");
     free(pagemill, second);
     purge(pagemill);
-    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A slot that lies partly in a huge page and partly in a split one is purged in both. Slots of 384 KiB are used; the
-/// sixth lies across the first two blocks.
+/// A slot that lies partly in a huge page and partly in a split one must be purged in both. The slots have 384 KiB, and
+/// the sixth lies across the first two blocks.
 #[test]
 fn a_slot_across_blocks_is_purged_completely() {
     let _exclusive = exclusive_test();
@@ -542,10 +543,10 @@ fn a_slot_across_blocks_is_purged_completely() {
     assert!(purge(pagemill) > 0, "split");
     slots[..7].iter().chain(&slots[10..]).for_each(|addr| free(pagemill, *addr));
     purge(pagemill);
-    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (384 << 10, 0), "one slot is live");
+    assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (384 << 10, 0), "one slot is live");
     free(pagemill, slots[9]);
     purge(pagemill);
-    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
 /// A block that was once a huge page and was overcommitted later may become resident as a whole with one touch. A purge
@@ -556,16 +557,16 @@ fn a_block_populated_by_a_touch_is_purged_completely() {
     let layout = Layout { huge_from_bytes: 4 << 20, ..Layout::for_test() };
     let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
     let big = filled(pagemill, 8 * MIB, 1);
-    reconciled(pagemill);
+    charge_of(pagemill);
     let first = filled(pagemill, 112 * KIB, 1); // in a huge page, since much is resident
     free(pagemill, first);
     free(pagemill, big);
     purge(pagemill);
-    assert_eq!(reconciled(pagemill), 0);
+    assert_eq!(charge_of(pagemill), 0);
     let again = filled(pagemill, 112 * KIB, 1); // overcommitted, since little is resident
     free(pagemill, again);
     purge(pagemill);
-    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
 /// A slot that was purged because of the limit must be charged again before it is reused. Set up: half of each block is
@@ -573,15 +574,15 @@ fn a_block_populated_by_a_touch_is_purged_completely() {
 #[test]
 fn a_purged_part_is_admitted_again() {
     let _exclusive = exclusive_test();
-    let pagemill = limited(8 * MIB);
+    let pagemill = with_limit(8 * MIB);
     let slots: Vec<usize> = (0..16).map(|_| filled(pagemill, 512 * KIB, 1)).collect();
     slots.iter().step_by(2).for_each(|addr| free(pagemill, *addr));
     purge(pagemill);
-    assert_eq!(reconciled(pagemill), 4 << 20);
+    assert_eq!(charge_of(pagemill), 4 << 20);
     for _ in 0..4 {
         filled(pagemill, MIB, 2);
     }
-    assert_eq!(reconciled(pagemill), 8 << 20, "at the limit");
+    assert_eq!(charge_of(pagemill), 8 << 20, "at the limit");
     let mut more = 0;
     while more < 8
         && pagemill.heap.allocate(512 * KIB, 1).is_ok_and(|found| {
@@ -591,12 +592,12 @@ fn a_purged_part_is_admitted_again() {
     {
         more += 1;
     }
-    let over = reconciled(pagemill).saturating_sub(8 << 20);
+    let over = charge_of(pagemill).saturating_sub(8 << 20);
     assert!(more == 0 && over == 0, "{more} more allocations, {over} bytes over the limit");
 }
 
-/// A block made resident ahead of need belongs to the span that needs it. An adjacent free big slot must not be
-/// changed.
+/// A block that the helper makes resident ahead of need must belong to the span that needs it. An adjacent free big
+/// slot must not be changed.
 #[test]
 fn prefaulted_blocks_belong_to_their_span() {
     let _exclusive = exclusive_test();
@@ -648,15 +649,15 @@ fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
 
 const FORKED_SIZES: [usize; 6] = [64 * KIB, 300 * KIB, 384 * KIB, MIB, 3 * MIB, 40 * MIB];
 
-/// A fork child uses, frees and purges inherited memory. The parent's bytes stay unchanged.
+/// A fork child uses, frees and purges inherited memory. The parent's bytes must stay unchanged.
 #[test]
 fn a_fork_child_leaves_the_parent_alone() {
     let _exclusive = exclusive_test();
-    for pagemill in [Testbed::for_test(), on_small_pages()] {
+    for pagemill in [Testbed::for_test(), in_small_pages()] {
         let live: Vec<(usize, usize)> = FORKED_SIZES.map(|size| (filled(pagemill, size, 11), size)).into();
         let idle = filled(pagemill, 300 * KIB, 12);
         free(pagemill, idle);
-        let before = reconciled(pagemill);
+        let before = charge_of(pagemill);
         let has_failed = in_child(pagemill, || {
             for (addr, size) in &live {
                 assert_eq!(first_other(*addr, *size, 11), None);
@@ -681,10 +682,10 @@ fn a_fork_child_leaves_the_parent_alone() {
         for (addr, size) in &live {
             assert_eq!(first_other(*addr, *size, 11), None, "the parent's bytes changed");
         }
-        assert_eq!(reconciled(pagemill), before);
+        assert_eq!(charge_of(pagemill), before);
         live.iter().for_each(|(addr, _)| free(pagemill, *addr));
         purge(pagemill);
-        assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+        assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
     }
 }
 
@@ -693,19 +694,19 @@ fn a_fork_child_leaves_the_parent_alone() {
 #[test]
 fn a_fork_child_counts_for_itself() {
     let _exclusive = exclusive_test();
-    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", on_small_pages())] {
+    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", in_small_pages())] {
         let live = FORKED_SIZES.map(|size| filled(pagemill, size, 11));
         let has_failed = in_child(pagemill, || {
             assert_eq!(pagemill.account.resident(), 0, "{name}: nothing is charged at first");
             live.iter().for_each(|addr| free(pagemill, *addr));
             purge(pagemill);
-            let (charged, free_bytes) = (reconciled(pagemill), pagemill.heap.free_bytes());
+            let (charged, free_bytes) = (charge_of(pagemill), pagemill.heap.free_bytes());
             let untouched = stats::get(Counter::Untouched);
             assert!(untouched < 1 << 40, "{name}: {untouched:#x} bytes are said to be overcommitted and untouched");
             assert_eq!((charged, free_bytes), (0, 0), "{name}: charged and free bytes after giving all back");
             let again = FORKED_SIZES.map(|size| filled(pagemill, size, 12));
             let written: usize = FORKED_SIZES.iter().sum();
-            let charged = reconciled(pagemill);
+            let charged = charge_of(pagemill);
             assert!(charged >= written as u64, "{name}: {written} bytes written, {charged} charged");
             again.iter().for_each(|addr| free(pagemill, *addr));
         });
@@ -718,7 +719,7 @@ fn a_fork_child_counts_for_itself() {
 #[test]
 fn realloc_beside_a_fork_child_keeps_every_byte() {
     let _exclusive = exclusive_test();
-    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", on_small_pages())] {
+    for (name, pagemill) in [("huge", Testbed::for_test()), ("small", in_small_pages())] {
         let addr = filled(pagemill, 16 * MIB, 1);
         // SAFETY: `after_fork` follows on both sides, with nothing else before it.
         unsafe { pagemill.instance.before_fork() };
@@ -743,7 +744,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
         assert_eq!(lost, (None, None), "{name}: bytes were lost");
         free(pagemill, addr);
         purge(pagemill);
-        assert_eq!(reconciled(pagemill), 0);
+        assert_eq!(charge_of(pagemill), 0);
     }
 }
 
@@ -752,11 +753,11 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
 #[test]
 fn touched_overcommitted_memory_is_charged() {
     let _exclusive = exclusive_test();
-    let pagemill = limited(16 * MIB);
+    let pagemill = with_limit(16 * MIB);
     let big = allocate(pagemill, 1 << 30);
-    assert_eq!(reconciled(pagemill), 0);
+    assert_eq!(charge_of(pagemill), 0);
     fill(big, 24 * MIB, 1);
-    assert!(reconciled(pagemill) >= 24 << 20);
+    assert!(charge_of(pagemill) >= 24 << 20);
     assert!(matches!(pagemill.heap.allocate(MIB, 1), Err(Error::NoMemory { .. })));
     let freed = pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit, Reason::Program);
     assert_eq!(freed, 0, "nothing is free");
@@ -769,7 +770,7 @@ fn touched_overcommitted_memory_is_charged() {
 #[test]
 fn partly_moved_pages_are_not_treated_as_zero() {
     let _exclusive = exclusive_test();
-    let pagemill = on_small_pages();
+    let pagemill = in_small_pages();
     let donor = filled(pagemill, 4 * MIB, 1);
     // SAFETY: `after_fork` follows on both sides, with nothing else before it.
     unsafe { pagemill.instance.before_fork() };
@@ -796,5 +797,5 @@ fn partly_moved_pages_are_not_treated_as_zero() {
     assert!(!found.is_zero || other.is_none(), "called zero, with old bytes at {other:?}");
     free(pagemill, addr);
     purge(pagemill);
-    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    assert_eq!((charge_of(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }

@@ -1,5 +1,5 @@
-//! Tests stores, policies and callers that break their contract: other files, the process and waiting threads are not
-//! harmed.
+//! Tests stores, policies and callers that break their contract. They must not harm other files, the process or waiting
+//! threads.
 
 #[path = "common/stores.rs"]
 mod stores;
@@ -163,7 +163,8 @@ impl Policy for PanickingPolicy {
     }
 }
 
-/// A policy panics in the background. The panic is counted, the range stays small, and later ranges are collapsed.
+/// A policy panics in the background. The panic must be counted, the range must stay in small folios, and later ranges
+/// must be collapsed.
 #[test]
 fn a_panic_of_a_policy_in_the_background_is_counted() {
     let does_panic = Arc::new(AtomicBool::new(true));
@@ -183,7 +184,7 @@ fn a_panic_of_a_policy_in_the_background_is_counted() {
     assert!(bytes.iter().all(|byte| *byte == 3));
 }
 
-/// A completion callback panics on the store's thread. The next transfer completes nevertheless.
+/// A completion callback panics on the store's thread. The next transfer must complete nevertheless.
 #[test]
 fn transfers_continue_after_a_callback_panics() {
     let folder = tempfile::tempdir().unwrap();

@@ -7,10 +7,10 @@ use common::{exclusive_test, pagemill};
 use pagemill_core::Error;
 use pagemill_core::listing::MOST_RECORDS;
 use pagemill_core::units::os_page_bytes;
-use pagemill_sys::file::Blank;
 use pagemill_volatile::listed::{Listed, RangeKind, RangeState};
 use pagemill_volatile::vrange::{How, Mode};
 use pagemill_volatile::{Behaviour, VolatileBuf};
+use pagemill_sys::file::AnswerFile;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -19,8 +19,8 @@ fn written() -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("list");
     std::fs::write(&path, b"").unwrap();
-    let blank = Blank::open(&CString::new(path.to_str().unwrap()).unwrap()).unwrap();
-    pagemill().responder.write(&blank, 9).unwrap();
+    let file = AnswerFile::open(&CString::new(path.to_str().unwrap()).unwrap()).unwrap();
+    pagemill().responder.write(&file, 9).unwrap();
     std::fs::read(path).unwrap()
 }
 
@@ -38,7 +38,7 @@ fn handles() -> Vec<Listed> {
     found
 }
 
-/// A list has the layout that ARCHITECTURE.md documents: a head, then a record for each range.
+/// A list must have the layout that ARCHITECTURE.md documents: a head, then a record for each range.
 #[test]
 fn a_list_has_the_documented_layout() {
     let _exclusive = exclusive_test();
@@ -51,7 +51,7 @@ fn a_list_has_the_documented_layout() {
     assert_eq!(bytes[60..], [0, 1, 0, 0], "a handle, volatile, goes as a whole");
 }
 
-/// The list distinguishes strict marks from plain ones, if strict marks are supported.
+/// The list must distinguish strict marks from plain ones, if strict marks are supported.
 #[test]
 fn strict_marks_are_listed_as_strict() {
     let _exclusive = exclusive_test();
@@ -110,7 +110,7 @@ fn the_length_of_a_list_is_limited() {
 fn handles_are_listed_while_they_change() {
     let _exclusive = exclusive_test();
     let make = |len: usize| pagemill().ranges.allocate(len, Behaviour::Full).unwrap();
-    let kept: Vec<VolatileBuf> = (0..50).map(|_| make(64 << 10)).collect();
+    let kept: Vec<Range> = (0..50).map(|_| make(64 << 10)).collect();
     kept[0].mark().unwrap();
     let pin = kept[0].pin().unwrap();
     let is_over = AtomicBool::new(false);

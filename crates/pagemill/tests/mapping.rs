@@ -2,15 +2,15 @@
 
 mod common;
 
-use pagemill_cache::mapping::policy::{Always, Never};
-use pagemill_cache::mapping::{Builder, Mapping, PageCache};
-use pagemill_core::Error;
 use pagemill_core::arena::{Context, Layout};
+use pagemill_cache::mapping::policy::{Always, Never};
+use pagemill_cache::mapping::{Builder, PageCache, Mapping};
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Reason, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_testbed::Testbed;
+use pagemill_core::Error;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::io::{IoSlice, IoSliceMut};
@@ -146,7 +146,7 @@ fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
                 held.fill(*byte);
                 drop(held);
                 // Bytes past the end are not kept.
-                let end = model.len().min((offset + BLOCK_BYTES.max(page)).min(end_of_folio(file, offset, page)));
+                let end = model.len().min((offset + BLOCK_BYTES.max(page)).min(folio_end(file, offset, page)));
                 model[offset..end].fill(*byte);
             }
             Err(error) => assert!(matches!(error, Error::PastEnd { .. }) && at.bytes(page) >= model.len()),
@@ -168,7 +168,8 @@ fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
     assert_eq!(file.size_bytes() as usize, model.len());
 }
 
-fn end_of_folio(file: &Mapping, offset: usize, _page: usize) -> usize {
+/// The offset at which the folio that contains `offset` ends.
+fn folio_end(file: &Mapping, offset: usize, _page: usize) -> usize {
     let pin = file.pin(offset as u64).unwrap();
     offset + pin.len_bytes()
 }
@@ -180,7 +181,8 @@ fn clear(model: &mut [u8], at: usize, len: usize) {
     }
 }
 
-fn seeks_agree(file: &Mapping, model: &[u8]) {
+/// Asserts that `seek_data` and `seek_hole` find no data where the model has zeros, and skip no data.
+fn assert_seeks_agree(file: &Mapping, model: &[u8]) {
     let mut at = 0;
     while at < model.len() {
         match file.seek_data(at as u64).unwrap() {
@@ -209,7 +211,7 @@ fn assert_same_as_bytes(page: usize, choose: impl Fn(Builder) -> Builder, steps:
     // Recently written folios are checked in the second round.
     (0..2).for_each(|_| _ = cache.split_sparse_waiting(usize::MAX));
     assert!(read(&file, 0, model.len() + 1) == model);
-    seeks_agree(&file, &model);
+    assert_seeks_agree(&file, &model);
     let usage = cache.usage();
     assert_eq!(usage.huge + usage.small + usage.locked, usage.charged, "{usage:?}");
     drop(file);
@@ -233,7 +235,7 @@ proptest! {
     #[test]
     fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
-        let choose = |settings: Builder| settings.policy(Always).split(false);
+        let choose = |settings| settings.policy(Always).split(false);
         assert_same_as_bytes(64 * KIB, choose, &steps);
     }
 
@@ -248,7 +250,7 @@ proptest! {
     }
 }
 
-/// Invalid requests fail with the numbers, and change nothing.
+/// Invalid requests must fail with an error that contains the rejected values, and change nothing.
 #[test]
 fn invalid_requests_fail() {
     let file = cache(4 * KIB, 4 * MIB).create().unwrap();
@@ -270,17 +272,11 @@ fn invalid_requests_fail() {
     assert!(matches!(file.seek_data(4), Err(Error::PastEnd { .. })));
     assert_eq!((file.size_bytes(), read(&file, 0, 10)), (4, b"\0abc".to_vec()));
     let pagemill = pagemill_without_threads();
-    assert!(
-        matches!(settings(MIB, MIB - 1).build_in(pagemill.caches), Err(Error::BadLength { .. })),
-        "less than a page"
-    );
+    assert!(matches!(settings(MIB, MIB - 1).build_in(pagemill.caches), Err(Error::BadLength { .. })), "less than a page");
     assert!(matches!(settings(4 * KIB, 1 << 60).build_in(pagemill.caches), Err(Error::NoAddresses { .. })));
     let layout = Layout { pool_bytes: 4 * MIB, ..Layout::for_test() };
     let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
-    assert!(
-        matches!(settings(8 * MIB, 8 * MIB).build_in(pagemill.caches), Err(Error::NoAddresses { .. })),
-        "not one page"
-    );
+    assert!(matches!(settings(8 * MIB, 8 * MIB).build_in(pagemill.caches), Err(Error::NoAddresses { .. })), "not one page");
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
@@ -336,7 +332,7 @@ fn unused_pages_of_huge_folios_make_room() {
     assert!(read(&other, 0, MIB) == vec![1; MIB]);
 }
 
-/// Free blocks are returned to the system on request, and can be used again.
+/// Free blocks must be returned to the system on request, and be usable again.
 #[test]
 fn free_blocks_are_returned() {
     let pagemill = pagemill_without_threads();
@@ -355,7 +351,7 @@ fn free_blocks_are_returned() {
     assert_eq!(read(&file, 0, 9), b"again");
 }
 
-/// At the limit of the process unused pages of huge folios are freed, so that many sparse huge folios fit.
+/// At the limit of the process, unused pages of huge folios must be freed, so that many sparse huge folios fit.
 #[test]
 fn a_limit_of_the_process_splits_sparse_huge_folios() {
     let pagemill = Testbed::new(Layout::for_test(), 64 * MIB as u64).unwrap();
@@ -397,7 +393,7 @@ fn holes_need_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write through a pin fails if the page was removed from the file.
+/// A write through a pin must fail if the page was removed from the file.
 #[test]
 fn writes_to_a_removed_page_fail() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
@@ -408,8 +404,8 @@ fn writes_to_a_removed_page_fail() {
     assert_eq!(read(&file, 0, 1), [0]);
 }
 
-/// A cache far larger than the machine's memory can be created, because its addresses are opened only when they are
-/// used.
+/// Creating a cache far larger than the machine's memory must succeed, because its addresses become accessible only
+/// when they are used.
 #[test]
 fn large_limits_cost_nothing() {
     let layout = Layout { pool_bytes: 4 << 40, ..Layout::for_test() };
@@ -439,7 +435,7 @@ fn pinned_bytes_survive_truncation() {
         drop(pin);
         file.truncate(0).unwrap();
         assert_eq!(cache.charged_bytes(), 0);
-        // The new end lies in a pinned huge folio: it stays, its rest is zero.
+        // The new end lies in a pinned huge folio, which stays. The rest of the folio is zeroed.
         file.write_at(&vec![5; 2 * MIB], 0).unwrap();
         let pin = file.pin(0).unwrap();
         file.truncate(100).unwrap();
@@ -449,8 +445,8 @@ fn pinned_bytes_survive_truncation() {
     }
 }
 
-/// While a folio is held, other accesses fail after a second, and so does a truncation inside the folio. A truncation
-/// of the whole folio succeeds.
+/// While a folio is held, other accesses must fail after a second, and so must a truncation inside the folio. A
+/// truncation that removes the whole folio must succeed.
 #[test]
 fn held_folios_are_exclusive() {
     let cache = cache(4 * KIB, 8 * MIB);
@@ -522,8 +518,9 @@ fn dense_ranges_become_huge() {
     assert_eq!(cache.usage().huge as usize, 8 * MIB, "from here on at once");
 }
 
-fn has_a_cache_of_its_own() -> bool {
-    let Ok(cache) = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches) else { return false };
+/// Whether this process can create a cache and use a file of it.
+fn can_use_own_cache() -> bool {
+    let Ok(cache) = common::settings(4 * KIB, 8 * MIB).build_in(pagemill().caches) else { return false };
     let Ok(file) = cache.create() else { return false };
     let mut bytes = [0; 5];
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
@@ -556,13 +553,13 @@ fn collapsing_leaves_room_for_writers() {
 /// Calls on the parent's cache must fail in a fork child. The child can create a cache of its own.
 #[test]
 fn calls_of_a_fork_child_fail() {
-    let cache = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches).unwrap();
+    let cache = common::settings(4 * KIB, 8 * MIB).build_in(pagemill().caches).unwrap();
     let file = cache.create().unwrap();
     file.write_at(b"parent", 0).unwrap();
     common::assert_in_child(|| {
         let is_refused = |result: pagemill_core::Result<usize>| matches!(result, Err(Error::WrongState { .. }));
         let is_over = is_refused(file.read_at(&mut [0; 6], 0)) && is_refused(file.write_at(b"child", 0));
-        is_over && cache.create().is_err() && has_a_cache_of_its_own()
+        is_over && cache.create().is_err() && can_use_own_cache()
     });
     assert_eq!(read(&file, 0, 6), b"parent");
 }

@@ -31,6 +31,7 @@ fn cache(pagemill: &Testbed) -> PageCache {
     PageCache::builder("sparse").limit(64 << 20).page(page).huge(false).build_in(pagemill.caches).unwrap()
 }
 
+/// The bytes that are written to a page.
 fn sample(at: u64) -> [u8; SAMPLE] {
     std::array::from_fn(|byte| (at * 31 + byte as u64 + 1) as u8)
 }

@@ -117,8 +117,8 @@ fn zeroed_folios_are_checked_again() {
     assert_contents(&file, &[1, 1]);
 }
 
-/// The policy chooses huge folios wherever one fits. But no huge folio is allocated again where a sparse one was split,
-/// neither by reads of holes nor by writes to existing pages.
+/// The policy chooses huge folios wherever one fits. But no huge folio may be allocated again where a sparse one was
+/// split, neither by reads of holes nor by writes to existing pages.
 #[test]
 fn split_folios_are_not_allocated_as_huge_again() {
     let cache = cache();
@@ -185,7 +185,7 @@ impl Store for VecStore {
     }
 }
 
-/// Folios of files with a store are not checked, and their data is written back as before.
+/// Folios of files with a store must not be checked, and their data must be written back as before.
 #[test]
 fn folios_of_files_with_a_store_are_not_split() {
     let (cache, store) = (cache(), Arc::new(VecStore::default()));
@@ -199,7 +199,7 @@ fn folios_of_files_with_a_store_are_not_split() {
     assert!(bytes[50..150].iter().all(|byte| *byte == 7) && bytes.len() == BLOCK_BYTES);
 }
 
-/// Huge folios that may not be split, and folios of one large page, are not split even if sparse.
+/// Huge folios that may not be split, and folios of one large page, must not be split even if they are sparse.
 #[test]
 fn unsplittable_folios_are_not_split() {
     let caches = Testbed::for_test().caches;
@@ -216,8 +216,8 @@ fn thread_count() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// The background thread splits sparse folios by itself, some seconds after the last write. A fork child has no
-/// background thread until one of its own caches needs it.
+/// The background thread must split sparse folios without a call, some seconds after the last write. A fork child must
+/// have no background thread until one of its own caches needs it.
 #[test]
 fn the_background_thread_splits_sparse_folios() {
     let cache = settings().build_in(common::pagemill().caches).unwrap();

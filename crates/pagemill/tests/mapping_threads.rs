@@ -1,10 +1,10 @@
 //! Tests of files that many threads use at the same time: no thread finds another file's bytes, or stale bytes.
 
 use pagemill_cache::mapping::policy::{Always, Auto};
-use pagemill_cache::mapping::{Mapping, PageCache, Policy};
-use pagemill_core::Error;
+use pagemill_cache::mapping::{PageCache, Mapping, Policy};
 use pagemill_core::units::PageSize;
 use pagemill_testbed::Testbed;
+use pagemill_core::Error;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,9 @@ const PAGE: usize = 4 << 10;
 const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
 /// Upper bound of every wait in these tests.
-const LONG: Duration = Duration::from_secs(600);
-const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
+/// Duration of each test.
+const TEST_TIME: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> PageCache {
     let settings = PageCache::builder("threads").limit(limit_bytes).policy(policy).page(PageSize::new(PAGE).unwrap());
@@ -52,7 +53,7 @@ fn check(bytes: &[u8], number: u64, page: u64) {
 }
 
 /// Removes, zeroes, splits or collapses folios at random.
-fn disturb(file: &Mapping, seed: &mut u64) {
+fn change_folios_randomly(file: &Mapping, seed: &mut u64) {
     // Offsets and lengths are whole words, so that each word is one stamp, or zero.
     let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE as u64) / WORD as u64 * WORD as u64;
     let (offset, len) = (some(seed, PAGES), some(seed, 600));
@@ -105,11 +106,11 @@ fn no_reader_sees_bytes_of_another_page(cache: &PageCache) {
         scope.spawn(move || {
             let mut seed = 77;
             while !is_over.load(Relaxed) {
-                disturb(&files[random(&mut seed) as usize % 2], &mut seed);
+                change_folios_randomly(&files[random(&mut seed) as usize % 2], &mut seed);
             }
         });
         let begun = Instant::now();
-        while begun.elapsed() < LASTS || (reads.load(Relaxed) <= 100 && begun.elapsed() < LONG) {
+        while begun.elapsed() < TEST_TIME || (reads.load(Relaxed) <= 100 && begun.elapsed() < WAIT_LIMIT) {
             std::thread::sleep(Duration::from_millis(50));
             cache.usage();
         }
@@ -124,34 +125,38 @@ fn no_reader_sees_bytes_of_another_page(cache: &PageCache) {
     }
 }
 
-fn all_comes_back(cache: &PageCache) {
+/// Asserts that the cache returns all memory after its files were dropped.
+fn assert_all_memory_returned(cache: &PageCache) {
     // Waits, because the background thread may be in the middle of a collapse.
     let begun = Instant::now();
-    while cache.charged_bytes() > 0 && begun.elapsed() < LONG {
+    while cache.charged_bytes() > 0 && begun.elapsed() < WAIT_LIMIT {
         std::thread::sleep(Duration::from_millis(1));
     }
     let usage = cache.usage();
     assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
 }
 
+/// No thread may see bytes of another page, with small folios.
 #[test]
 fn threads_see_their_own_bytes() {
     let cache = cache(Box::new(Auto), 64 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_all_memory_returned(&cache);
 }
 
+/// No thread may see bytes of another page, with huge folios.
 #[test]
 fn threads_see_their_own_bytes_in_huge_folios() {
     let cache = cache(Box::new(Always), 64 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_all_memory_returned(&cache);
 }
 
-/// As the test above, with too little memory: huge folios become small, writes are short, and unused pages are freed.
+/// No thread may see bytes of another page, with too little memory: huge folios become small, writes are short, and
+/// unused pages are freed.
 #[test]
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);
     no_reader_sees_bytes_of_another_page(&cache);
-    all_comes_back(&cache);
+    assert_all_memory_returned(&cache);
 }

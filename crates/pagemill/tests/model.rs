@@ -25,10 +25,12 @@ const FILLED_BYTES: usize = 1 << 20;
 /// Number of offsets of a larger allocation that are written and compared.
 const CHECKED_OFFSETS: u64 = 8;
 
-/// Maximum bytes of live allocations, and maximum resident bytes before the test purges.
+/// Maximum number of bytes of live allocations.
 const MAX_LIVE_BYTES: usize = 256 << 20;
+/// Number of resident bytes above which the test purges.
 const MAX_RESIDENT_BYTES: u64 = 320 << 20;
 
+/// Mixes the bits of a number.
 fn mix(mut value: u64) -> u64 {
     value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -88,6 +90,8 @@ impl Contents {
         })
     }
 
+    /// Writes the contents to the allocation at `addr`.
+    ///
     /// # Safety
     ///
     /// `addr` starts `size` bytes that only the caller uses.
@@ -168,6 +172,8 @@ fn resident_in_memory(start: usize, end: usize) -> u64 {
     kib << 10
 }
 
+/// Asserts that a range reads zero.
+///
 /// # Safety
 ///
 /// `addr` starts `size` bytes that no thread writes meanwhile.
@@ -363,7 +369,7 @@ impl HeapModel {
         assert!(charged <= there, "step {step}: {charged} bytes are charged, {there} are resident");
     }
 
-    /// Frees and purges everything: no bytes are charged, free or resident then.
+    /// Frees and purges everything. No bytes may be charged, free or resident afterwards.
     fn free_all(&mut self) {
         while !self.live.is_empty() {
             self.free();
@@ -391,7 +397,7 @@ fn random_operations_on_small_pages() {
 }
 
 /// Random operations on a heap as in a program: small pages at first, huge ones from 32 MiB on, and three logical NUMA
-/// nodes.
+/// nodes. Contents and charges must be right.
 #[test]
 fn random_operations_on_both_kinds_of_pages() {
     let layout = Layout {
@@ -409,8 +415,8 @@ fn random_operations_on_software_pages() {
     HeapModel::new("64 KiB pages", layout, UNLIMITED, 8 << 20).run(300);
 }
 
-/// With allocations that are charged before they are used, the limit is never exceeded by more than two blocks. A
-/// request that was refused succeeds once there is room.
+/// With allocations that are charged before they are used, the limit must never be exceeded by more than two blocks. A
+/// request that was refused must succeed once there is room.
 #[test]
 fn the_limit_is_not_exceeded_by_charged_allocations() {
     const LIMIT: u64 = 48 << 20;
@@ -435,8 +441,8 @@ fn the_limit_is_not_exceeded_by_charged_allocations() {
     assert_eq!(all.len(), 20);
 }
 
-/// With overcommitted allocations, resident memory exceeds the limit by at most the overcommitted amount. Refusals
-/// report the numbers, and memory becomes available again.
+/// With overcommitted allocations, resident memory may exceed the limit by at most the overcommitted amount. Refusals
+/// must report the amounts, and memory must become available again.
 #[test]
 fn only_overcommitted_memory_exceeds_the_limit() {
     const LIMIT: u64 = 64 << 20;
@@ -587,7 +593,8 @@ fn extents_in_huge_pages() {
     ExtentModel::new("extents, huge", Layout::for_test()).run(400);
 }
 
-/// As the test above, with small pages, and with software pages of three sizes.
+/// In small pages, and in software pages of three sizes, committed pages must keep their contents, and recommitted
+/// pages must read zero.
 #[test]
 fn extents_in_small_and_software_pages() {
     for bytes in [os_page_bytes(), 64 << 10, 2 << 20, 8 << 20] {
@@ -709,13 +716,14 @@ fn stress(what: &str, layout: Layout, millis: u64) {
     assert_eq!(free, 0, "{what}: free bytes at the end");
 }
 
-/// Four threads use the heap and pass allocations to each other while memory is purged. No contents change, and nothing
-/// leaks.
+/// Four threads use the heap and pass allocations to each other while memory is purged. No contents may change, and no
+/// memory may leak.
 #[test]
 fn purges_do_not_change_slots_that_threads_use() {
     stress("stress, huge", Layout::for_test(), 1500);
 }
 
+/// Four threads use a heap in small pages while memory is purged. No contents may change, and no memory may leak.
 #[test]
 fn purges_do_not_change_slots_in_small_pages() {
     stress("stress, small pages", Layout { use_huge: false, ..Layout::for_test() }, 1500);

@@ -4,26 +4,26 @@
 //! forbidden. Other threads, such as those of the test harness, may allocate.
 #![allow(unsafe_code)] // a global allocator; frees and forks
 
-use pagemill_cache::mapping::PageCache;
-use pagemill_core::Error;
 use pagemill_core::arena::nodes::Nodes;
 use pagemill_core::arena::{Context, Layout};
-use pagemill_core::published;
+use pagemill_cache::mapping::PageCache;
 use pagemill_core::reclaim::alarms::Alarms;
 use pagemill_core::reclaim::helper::Answer;
 use pagemill_core::reclaim::kernel::Kernel;
 use pagemill_core::reclaim::limits::{Limits, Room};
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill_core::reclaim::{Reason, Shrinker, Urgency, Which};
+use pagemill_slab as slab;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::trace::{self, Event};
 use pagemill_core::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
-use pagemill_slab as slab;
-use pagemill_sys::file::Blank;
-use pagemill_sys::{fatal, mem, process};
-use pagemill_testbed::Testbed;
 use pagemill_volatile::vrange::{How, Mode};
 use pagemill_volatile::{Behaviour, Contents};
+use pagemill_testbed::Testbed;
+use pagemill_core::published;
+use pagemill_core::Error;
+use pagemill_sys::file::AnswerFile;
+use pagemill_sys::{fatal, mem, process};
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::ffi::CString;
 use std::sync::Mutex;
@@ -69,8 +69,8 @@ static CHECKED: CheckedAllocator = CheckedAllocator;
 
 /// Runs `act` while this thread must not use the global allocator. One thread at a time.
 fn without_allocations<T>(act: impl FnOnce() -> T) -> T {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    static ONE_THREAD_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_THREAD_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     FORBIDDEN.store(mem::thread_token(), Relaxed);
     let result = act();
     FORBIDDEN.store(0, Relaxed);
@@ -153,7 +153,9 @@ fn the_heap_allocates_nothing_elsewhere() {
 #[test]
 fn volatile_ranges_allocate_nothing_elsewhere() {
     without_allocations(|| {
-        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else { fatal(format_args!("no address space")) };
+        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else {
+            fatal(format_args!("no address space"))
+        };
         for len in [1, 64 * KIB, MIB, 5 * MIB] {
             for behaviour in [Behaviour::Full, Behaviour::Partial { chunk_bytes: 64 * KIB }] {
                 let Ok(mut range) = pagemill.ranges.allocate(len, behaviour) else { fatal(format_args!("no range")) };
@@ -190,7 +192,9 @@ fn listing_allocates_nothing_elsewhere() {
     std::fs::write(&path, b"").unwrap();
     let path = CString::new(path.to_str().unwrap()).unwrap();
     without_allocations(|| {
-        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else { fatal(format_args!("no address space")) };
+        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else {
+            fatal(format_args!("no address space"))
+        };
         for _ in 0..300 {
             let Ok(range) = pagemill.ranges.allocate(64 * KIB, Behaviour::Full) else {
                 fatal(format_args!("no range"))
@@ -198,15 +202,15 @@ fn listing_allocates_nothing_elsewhere() {
             require(range.mark().is_ok(), "it is marked");
             std::mem::forget(range);
         }
-        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write(&blank, 1).is_ok(), "it is written");
-        require(Blank::open(&path).is_err(), "it is not empty any more");
+        let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.responder.write(&file, 1).is_ok(), "it is written");
+        require(AnswerFile::open(&path).is_err(), "it is not empty any more");
         pagemill.responder.answer(1);
     });
     assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
 }
 
-/// The helper lists the memory of page caches, without using the global allocator.
+/// Listing the memory of page caches in the helper must not use the global allocator.
 #[test]
 fn listing_page_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -219,8 +223,8 @@ fn listing_page_caches_allocates_nothing() {
     files.iter().for_each(|file| assert_eq!(file.write_at(&[1; 3 * MIB], 0).unwrap(), 3 * MIB));
     drop(make("ended"));
     without_allocations(|| {
-        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write_caches(&blank, 1).is_ok(), "it is written");
+        let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.responder.write_caches(&file, 1).is_ok(), "it is written");
         pagemill.measure();
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
@@ -228,7 +232,7 @@ fn listing_page_caches_allocates_nothing() {
     assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
-/// The helper lists slab caches, without using the global allocator.
+/// Listing slab caches in the helper must not use the global allocator.
 #[test]
 fn listing_slab_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -240,8 +244,8 @@ fn listing_slab_caches_allocates_nothing() {
     let (_entry, _box) = (entries.insert([1; 24]).unwrap(), boxes.insert(1).unwrap());
     drop(pagemill.slabs.fixed::<u64>(slab::Settings::new("ended")).unwrap());
     without_allocations(|| {
-        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.responder.write_slabs(&blank, 1).is_ok(), "it is written");
+        let Ok(file) = AnswerFile::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.responder.write_slabs(&file, 1).is_ok(), "it is written");
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
     assert_eq!((&bytes[..9], bytes.len()), (&b"pm-slab2\x01"[..], 32 + 2 * 256), "two caches of one node");
@@ -285,7 +289,7 @@ fn reclaim_allocates_nothing_elsewhere() {
     });
 }
 
-/// Extents are committed, decommitted, overcommitted, split and measured, without using the global allocator.
+/// Committing, decommitting, overcommitting, splitting and measuring extents must not use the global allocator.
 #[test]
 fn extents_allocate_nothing_elsewhere() {
     let layouts = layouts();
@@ -311,8 +315,7 @@ fn extents_allocate_nothing_elsewhere() {
     });
 }
 
-/// A process joins a tree, sends a request, answers, sweeps and ends its membership, without using the global
-/// allocator.
+/// Joining a tree, sending a request, answering, sweeping and leaving the tree must not use the global allocator.
 #[test]
 fn the_tree_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -363,7 +366,7 @@ fn counters_and_events_allocate_nothing_elsewhere() {
     });
 }
 
-/// The kernel's limits are read inside malloc, so this must not allocate, whether the files exist or not.
+/// Reading the kernel's limits must not allocate, whether the files exist or not, because it happens inside malloc.
 #[test]
 fn limits_are_sampled_without_allocating() {
     let (real, missing) = (Kernel::new(""), Kernel::new("/nowhere"));

@@ -10,14 +10,15 @@ use std::process::Command;
 const KIB: usize = 1 << 10;
 
 /// Environment variable with the OS page size that a child process simulates.
-const OS_PAGE: &str = "OS_PAGE_TEST_BYTES";
+const OS_PAGE_ENV: &str = "OS_PAGE_TEST_BYTES";
 
-const MOST: usize = 5 * BLOCK_BYTES / 2;
+/// Maximum length of the file.
+const MAX_FILE_BYTES: usize = 5 * BLOCK_BYTES / 2;
 
 fn run_with_os_pages_of(bytes: usize) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "caches_here", "--ignored", "--nocapture", "--test-threads=1"]);
-    let output = command.env(OS_PAGE, bytes.to_string()).output().unwrap();
+    let output = command.env(OS_PAGE_ENV, bytes.to_string()).output().unwrap();
     let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
@@ -32,10 +33,11 @@ fn caches_where_os_pages_are_64_kib() {
     run_with_os_pages_of(64 * KIB);
 }
 
+/// The part of the tests that child processes run, with the OS page size of [`OS_PAGE_ENV`].
 #[test]
 #[ignore = "for other tests"]
 fn caches_here() {
-    let Some(bytes) = std::env::var(OS_PAGE).ok().and_then(|bytes| bytes.parse().ok()) else { return };
+    let Some(bytes) = std::env::var(OS_PAGE_ENV).ok().and_then(|bytes| bytes.parse().ok()) else { return };
     mem::pretend_os_page(bytes);
     assert_eq!((os_page_bytes(), os_pages_per_block()), (bytes, BLOCK_BYTES / bytes));
     assert!(PageSize::new(bytes / 2).is_none() && PageSize::os().bytes() == bytes);
@@ -47,7 +49,7 @@ fn caches_here() {
     }
 }
 
-/// Random calls on a file have the same results as on a vector of bytes. Afterwards all memory is returned.
+/// Random calls on a file must have the same results as on a vector of bytes. Afterwards all memory must be returned.
 fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
     let pagemill = Testbed::for_test();
     pagemill.caches.collapse_by_hand();
@@ -84,7 +86,7 @@ fn below(seed: &mut u64, end: usize) -> usize {
 /// Makes one random call on the file and on the model. Offsets lie near borders of pages and of OS pages.
 fn apply(cache: &PageCache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
     let unit = [page, 4 * KIB][below(seed, 2)];
-    let at = (below(seed, MOST / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MOST);
+    let at = (below(seed, MAX_FILE_BYTES / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MAX_FILE_BYTES);
     let len = [below(seed, 2 * page), page, below(seed, BLOCK_BYTES)][below(seed, 3)];
     let end = (at + len).min(model.len());
     match below(seed, 9) {

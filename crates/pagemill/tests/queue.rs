@@ -67,8 +67,8 @@ fn assert_bytes(file: &Mapping, expected: &[u8]) {
     assert!(found[..expected.len()] == *expected);
 }
 
-/// Fetches every page of a file in a mixed order by a queue that is always full. Each page, and a partial last page, is
-/// reported once and cached.
+/// Fetches every page of a file in a mixed order by a queue that is always full. Each page, also a partial last page,
+/// must be reported once and be cached.
 #[test]
 fn every_page_is_reported_once() {
     let len = 4 * MIB + 100;
@@ -184,8 +184,8 @@ fn repeated_requests_share_a_read() {
     assert_eq!(reported, BTreeSet::from([0, 1, 2]));
 }
 
-/// A file is truncated or dropped, or its queue is dropped, while reads are in flight: no old bytes appear, and no
-/// memory leaks.
+/// A file is truncated or dropped, or its queue is dropped, while reads are in flight. No old bytes may appear, and no
+/// memory may leak.
 #[test]
 fn dropping_files_and_queues_leaks_nothing() {
     let len = 64 * PAGE;
@@ -224,7 +224,7 @@ fn dropping_files_and_queues_leaks_nothing() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Invalid requests fail without effect.
+/// Invalid requests must fail without an effect.
 #[test]
 fn invalid_requests_fail() {
     let scratch = TempFile::new("bad", 4 * PAGE);

@@ -181,7 +181,7 @@ fn a_busy_queue_releases_memory_on_request() {
 }
 
 /// Two queues have registered the same memory. That memory must be returned only after both queues have released it.
-/// Dropping a queue releases the queue's registration.
+/// Dropping a queue must release the queue's registration.
 #[test]
 fn memory_is_returned_after_the_last_queue_released_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -322,8 +322,8 @@ fn open_delayed_store(cache: &PageCache, len: usize) -> (FaultyStore<MemoryStore
     (store, file)
 }
 
-/// All reads of a delayed store begin before the first one ends. The completions arrive by a wait for the queue, or by
-/// its file descriptor.
+/// All reads of a delayed store must begin before the first one ends. The completions must arrive by a wait for the
+/// queue, and by its file descriptor.
 #[test]
 fn reads_of_a_delayed_store_overlap() {
     const COUNT: usize = 32;

@@ -1,22 +1,19 @@
 //! Slab caches across `fork` and at process exit, which unit tests cannot test.
 #![allow(unsafe_code)] // fork
 
-use pagemill_core::Error;
 use pagemill_core::arena::Layout;
 use pagemill_core::listing;
 use pagemill_core::listing::{Action, ControlCommand};
-use pagemill_core::published;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Shrinker, Urgency};
+use pagemill_slab as slab;
+use pagemill_slab::{ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, Slabs, Target};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
-use pagemill_slab as slab;
-use pagemill_slab::SlabCache;
-use pagemill_slab::{
-    ByHandle, ByOwner, Candidates, Done, Guard, Handle, InsertError, Migrate, Moving, Settings, Slabs, Target,
-};
-use pagemill_sys::process;
 use pagemill_testbed::Testbed;
+use pagemill_core::published;
+use pagemill_core::Error;
+use pagemill_sys::process;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,7 +23,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 /// Held by each test that forks, because a child inherits the pinned epoch of a reader on another thread.
-static ALONE: Mutex<()> = Mutex::new(());
+static FORK_LOCK: Mutex<()> = Mutex::new(());
 
 /// Runs `act` in a fork child. Returns whether it completed without a panic.
 fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
@@ -54,7 +51,7 @@ fn in_child(pagemill: &Testbed, act: impl FnOnce()) -> bool {
 /// caches must work, and nothing of the parent may change.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::for_test();
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let boxes = pagemill.slabs.fixed::<u64>(Settings::new("boxes")).unwrap();
@@ -64,14 +61,14 @@ fn a_fork_child_has_caches_of_its_own() {
         let guard = slab::enter();
         assert!(handles.iter().zip(0..).all(|(handle, number)| values.get(*handle, &guard) == Some(&[number; 8])));
         drop(guard);
-        assert!(matches!(values.insert([0; 8]), Err(InsertError { error: Error::WrongState { .. }, .. })));
+        assert!(matches!(values.insert([0; 8]), Err(Error::WrongState { .. })));
         assert!(matches!(values.remove(handles[0]), Err(Error::WrongState { .. })));
         assert!(matches!(values.shrink(), Err(Error::WrongState { .. })));
         assert!(matches!(boxes.shrink(), Err(Error::WrongState { .. })));
         assert!(pagemill.slabs.list().is_empty());
         let own = pagemill.slabs.by_handle::<u64>(Settings::new("own")).unwrap();
         let own_handles: Vec<_> = (0..10_000).map(|number| own.insert(number).unwrap()).collect();
-        own_handles.iter().step_by(2).for_each(|handle| assert!(own.remove(*handle).unwrap().is_some()));
+        own_handles.iter().step_by(2).for_each(|handle| assert!(own.remove(*handle).unwrap()));
         own.shrink().unwrap();
         assert_eq!(own.info().unwrap().active, 5_000);
         assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == number));
@@ -79,7 +76,7 @@ fn a_fork_child_has_caches_of_its_own() {
     assert!(is_done, "see the child's message above");
     slots.iter().zip(0..).for_each(|(slot, number)| assert_eq!(**slot, number));
     drop(slots);
-    handles.iter().for_each(|handle| assert!(values.remove(*handle).unwrap().is_some()));
+    handles.iter().for_each(|handle| assert!(values.remove(*handle).unwrap()));
     values.shrink().unwrap();
     boxes.shrink().unwrap();
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
@@ -89,7 +86,7 @@ fn a_fork_child_has_caches_of_its_own() {
 /// guard that the child's own thread has kept.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::for_test();
     // A read in progress requires a cache.
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
@@ -98,9 +95,9 @@ fn a_fork_child_waits_for_its_own_readers() {
         let own = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("own")).unwrap();
         let handles: Vec<_> = (0..1000).map(|number| own.insert([number; 8]).unwrap()).collect();
         let read = guard.as_ref().map(|guard| own.get(handles[7], guard).unwrap());
-        handles.iter().for_each(|handle| assert!(own.remove(*handle).unwrap().is_some()));
+        handles.iter().for_each(|handle| assert!(own.remove(*handle).unwrap()));
         for number in 0..10_000 {
-            assert!(own.remove(own.insert([number; 8]).unwrap()).unwrap().is_some());
+            assert!(own.remove(own.insert([number; 8]).unwrap()).unwrap());
             assert!(read.is_none_or(|read| *read == [7; 8]));
         }
         drop(guard);
@@ -129,7 +126,7 @@ fn a_fork_child_waits_for_its_own_readers() {
 #[test]
 fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::for_test();
     let cache = pagemill.slabs.fixed::<[u64; 24]>(Settings::new("of the parent")).unwrap();
     drop((0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect::<Vec<_>>());
@@ -227,12 +224,12 @@ fn without_background(name: &str) -> Settings {
     Settings::new(name).defrag_used_ratio(0)
 }
 
-/// A cache is dropped while the background thread is in its callback. The drop waits at most a second. So the
+/// A cache is dropped while the background thread is in its callback. The drop may wait at most a second. So the
 /// background thread drops the owner later, and the owner's destructor panics. The process and the thread must
 /// continue.
 #[test]
 fn panic_of_an_owners_destructor_does_not_end_the_process() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     let flags = Arc::new(Flags::default());
     let slow = SlowOwner { flags: flags.clone(), fails_at_end: true };
@@ -247,11 +244,11 @@ fn panic_of_an_owners_destructor_does_not_end_the_process() {
     wait_for_memory(&fragmented(pagemill.slabs));
 }
 
-/// A process forks while another thread is inside of `isolate`. In the child, calls of that cache fail without waiting
-/// for a lock that is never released.
+/// A process forks while another thread is inside `isolate`. In the child, calls of that cache must fail without
+/// waiting for a lock that is never released.
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::for_test();
     let flags = Arc::new(Flags::default());
     let slow = SlowOwner { flags: flags.clone(), fails_at_end: false };
@@ -303,11 +300,12 @@ unsafe impl Migrate for WaitingOwner {
     }
 }
 
-/// A process forks while the background thread is in a callback that waits for the forking thread. The fork waits only
-/// briefly. The child can use caches with a background thread of its own, and the parent's thread continues afterwards.
+/// A process forks while the background thread is in a callback that waits for the forking thread. The fork may wait
+/// only briefly. The child must be able to use caches with a background thread of its own, and the parent's thread must
+/// continue afterwards.
 #[test]
 fn fork_does_not_deadlock_with_a_callback() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     let (lock, is_inside) = (Arc::default(), Arc::default());
     let owner = WaitingOwner { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
@@ -384,10 +382,11 @@ extern "C" fn fail_if_callbacks_run() {
     }
 }
 
-/// A program registers an exit handler last of all. No callback runs in the background once that handler is called.
+/// A program registers its exit handler after all other handlers. No callback may run in the background once that
+/// handler is called.
 #[test]
 fn no_callback_runs_during_exit_handlers() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     // SAFETY: the child, whose first thread this is, ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
@@ -413,7 +412,7 @@ fn no_callback_runs_during_exit_handlers() {
 /// this process.
 #[test]
 fn second_pagemill_keeps_the_guards_of_the_process() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let (other, pagemill) = (Testbed::for_test(), Testbed::for_test());
     let cache = pagemill.slabs.by_handle::<Arc<u64>>(Settings::new("values")).unwrap();
     let value = Arc::new(7);
@@ -484,7 +483,7 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     let one_at_a_time = Arc::new(Mutex::new(()));
     let use_cache = |cache: Arc<ByHandle<u64>>, one_at_a_time: &Mutex<()>| {
         let _turn = one_at_a_time.lock().unwrap();
-        assert!(cache.remove(cache.insert(1).unwrap()).unwrap().is_some());
+        assert!(cache.remove(cache.insert(1).unwrap()).unwrap());
     };
     let threads: Vec<_> = (0..THREADS)
         .map(|_| {
@@ -540,7 +539,7 @@ fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 2
     let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
     let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
     for (handle, number) in handles.iter().zip(0..) {
-        assert!(number % 10 == 0 || cache.remove(*handle).unwrap().is_some());
+        assert!(number % 10 == 0 || cache.remove(*handle).unwrap());
     }
     handles.retain(|handle| cache.get(*handle, &slab::enter()).is_some());
     (cache, handles)
@@ -560,11 +559,11 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
     }
 }
 
-/// A process with a background thread forks at any moment. The child has no such thread until it creates a cache, and
-/// the memory of both processes is freed.
+/// A process with a background thread forks at any time. The child must have no such thread until it creates a cache,
+/// and the memory of both processes must be freed.
 #[test]
 fn fork_child_has_its_own_background_thread() {
-    let _alone = ALONE.lock();
+    let _alone = FORK_LOCK.lock();
     let pagemill = Testbed::new(Layout::for_test(), UNLIMITED).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     for _ in 0..3 {

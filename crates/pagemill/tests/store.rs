@@ -36,6 +36,7 @@ impl Memory {
         })
     }
 
+    /// Counts a call. Returns an error if this is the call that must fail.
     fn may_fail(&self) -> io::Result<()> {
         let left = self.fails_in.load(Relaxed);
         self.fails_in.store(left.saturating_sub(1), Relaxed);
@@ -159,8 +160,8 @@ fn reads_fill_and_syncs_write_back() {
     assert!(read(&file) == expected);
 }
 
-/// A file six times as large as the cache is read completely, which evicts clean folios. Written data stays in memory
-/// until it is synced.
+/// A file six times as large as the cache is read completely, which evicts clean folios. Written data must stay in
+/// memory until it is synced.
 #[test]
 fn clean_folios_make_room() {
     for (policy, pages) in [(true, "huge"), (false, "small")] {
@@ -288,7 +289,7 @@ fn a_collapse_keeps_bytes_of_the_store() {
     assert!(store.bytes.lock().unwrap()[1..] == expected[1..]);
 }
 
-/// Bytes that were read from the store before a truncation do not appear in memory after it.
+/// Bytes that were read from the store before a truncation must not appear in memory after the truncation.
 #[test]
 fn reads_from_before_a_truncation_are_discarded() {
     let store = Memory::new(8 * KIB);
@@ -322,8 +323,8 @@ fn a_page_is_read_once() {
     assert_eq!(store.bytes.lock().unwrap()[..2], [99, 1]);
 }
 
-/// Adjacent dirty folios are written by one transfer, others separately, and the last block in part. No data is lost if
-/// the store fails, shortens and reorders transfers.
+/// Adjacent dirty folios must be written by one transfer, other folios separately, and the last block in part. No data
+/// may be lost if the store fails, shortens and reorders transfers.
 #[test]
 fn folios_are_written_back_together() {
     let store = FaultyStore::new(MemoryStore::new(vec![0; 4 * MIB], 512));
@@ -386,15 +387,15 @@ fn syncs_during_appends_and_splits_lose_no_data() {
     }
 }
 
-/// A store that breaks its contract (an impossible size, blocks larger than a page, a panic, short reads) harms no
+/// A store that breaks its contract (an impossible size, blocks larger than a page, a panic, short reads) must harm no
 /// other file.
 #[test]
 fn a_store_that_breaks_its_contract_harms_no_other_file() {
-    struct Odd {
+    struct ContractBreaker {
         size: u64,
         block: usize,
     }
-    impl Store for Odd {
+    impl Store for ContractBreaker {
         fn size_bytes(&self) -> io::Result<u64> {
             Ok(self.size)
         }
@@ -416,7 +417,7 @@ fn a_store_that_breaks_its_contract_harms_no_other_file() {
         }
     }
     let cache = cache(Box::new(Never), 8 * MIB);
-    let open = |size, block| cache.open(Arc::new(Odd { size, block }));
+    let open = |size, block| cache.open(Arc::new(ContractBreaker { size, block }));
     assert!(matches!(open(1 << 60, 512), Err(Error::FileTooLarge { .. })));
     assert!(matches!(open(1, 8 * KIB), Err(Error::Unsupported { .. })));
     let other = cache.create().unwrap();
@@ -433,7 +434,7 @@ fn a_store_that_breaks_its_contract_harms_no_other_file() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Data written through a pin is written back.
+/// Data that was written through a pin must be written back.
 #[test]
 fn data_written_through_pins_is_written_back() {
     let store = Memory::new(8 * KIB);

@@ -194,8 +194,8 @@ fn reads_during_refreshes_find_the_files_bytes() {
     });
 }
 
-/// Another file takes over the path, or the file is unlinked: the mapping continues to use the file that was opened,
-/// and the other file is not changed.
+/// Another file takes over the path, or the file is unlinked. The mapping must continue to use the file that was
+/// opened, and the other file must not be changed.
 #[test]
 fn a_mapping_keeps_the_file_that_it_opened() {
     let (cache, folder) = (cache(), folder());
@@ -270,7 +270,8 @@ fn read_errors_are_reported_and_not_cached() {
     }
 }
 
-/// Each sync reports a write error. Written data can still be read, and reaches the store once writes succeed again.
+/// Each sync must report a write error. Written data must still be readable, and must reach the store once writes
+/// succeed again.
 #[test]
 fn write_errors_lose_no_data() {
     for cache in caches() {
@@ -298,8 +299,8 @@ fn write_errors_lose_no_data() {
     }
 }
 
-/// A store hangs. Only threads that need that store may wait. A write to a folio under writeback fails after a second.
-/// When the store continues, all bytes must be right.
+/// A store hangs. Only threads that need that store may wait. A write to a folio under writeback must fail after a
+/// second. When the store continues, all bytes must be right.
 #[test]
 fn a_store_that_hangs_blocks_only_its_callers() {
     let cache = cache();
@@ -334,7 +335,7 @@ fn a_store_that_hangs_blocks_only_its_callers() {
     assert!(bytes[..5] == *b"other" && bytes[4 * PAGE..4 * PAGE + 5] == *b"dirty");
 }
 
-/// A file with a read-only store can be read. Every change fails without effect.
+/// A file with a read-only store must be readable. Every change must fail without an effect.
 #[test]
 fn read_only_files_reject_changes() {
     for cache in caches() {
@@ -411,7 +412,8 @@ fn pages_behind_the_end_become_clean() {
     assert!(read(&file, 0, 2 * PAGE) == pattern(PAGE + 100, 1));
 }
 
-/// A store panics while its pages are written back to make room for another file. Later calls on both files succeed.
+/// A store panics while its pages are written back to make room for another file. Later calls on both files must
+/// succeed.
 #[test]
 fn a_panic_of_a_store_blocks_no_thread() {
     let writeback = Writeback::default().background_percent(100).most_percent(100);

@@ -53,6 +53,7 @@ fn open_error(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
     }
 }
 
+/// Whether an open failed because another store writes to the file.
 fn is_busy(opened: Result<FileStore>) -> bool {
     matches!(open_error(opened), Err(Error::Busy { .. }))
 }
@@ -71,8 +72,8 @@ impl Random {
     }
 }
 
-/// Writes each length around multiples of a block, with blocks of 4 and 64 KiB, direct and buffered. The file has
-/// exactly the written length, and bytes past its end read zero.
+/// Writes each length around multiples of a block, with blocks of 4 and 64 KiB, direct and buffered. The file must have
+/// exactly the written length, and bytes past its end must read zero.
 #[test]
 fn partial_last_blocks_of_every_length_are_written() {
     let folder = folder();
@@ -100,7 +101,7 @@ fn partial_last_blocks_of_every_length_are_written() {
     }
 }
 
-/// Random transfers with unaligned memory and offsets have the same results as a copy in memory.
+/// Random transfers with unaligned memory and offsets must have the same results as a copy in memory.
 #[test]
 fn unaligned_addresses_and_offsets_work() {
     let folder = folder();
@@ -125,8 +126,8 @@ fn unaligned_addresses_and_offsets_work() {
     assert!(fs::read(folder.path().join("file")).unwrap() == model);
 }
 
-/// One thread rewrites the partial last block of a file continually, while another appends behind it. No data is lost,
-/// and padding is never visible.
+/// One thread rewrites the partial last block of a file continually, while another appends behind it. No data may be
+/// lost, and padding must never be visible.
 #[test]
 fn rewriting_the_last_block_keeps_appended_data() {
     let folder = folder();
@@ -145,7 +146,8 @@ fn rewriting_the_last_block_keeps_appended_data() {
     (2..200).for_each(|block| assert!(read(store, block * 4 * KIB, 4 * KIB) == pattern(4 * KIB, block as u8)));
 }
 
-/// Truncated data does not come back, and added bytes read zero, also if another process changes the file's length.
+/// Truncated data must not come back, and added bytes must read zero, also if another process changes the file's
+/// length.
 #[test]
 fn files_can_grow_and_shrink() {
     let folder = folder();
@@ -172,7 +174,7 @@ fn files_can_grow_and_shrink() {
     assert_eq!(store.size_bytes().unwrap(), 2 * MIB as u64 + 512);
 }
 
-/// If another file takes over the path, the store continues to use the file that it opened.
+/// If another file takes over the path, the store must continue to use the file that it opened.
 #[test]
 fn a_store_keeps_the_file_that_it_opened() {
     let folder = folder();
@@ -208,7 +210,7 @@ fn refused_direct_transfers_become_buffered() {
     assert!(!store.is_direct() && read(&store, 0, 9000) == pattern(9000, 1));
 }
 
-/// Files that cannot be stores are rejected with the reason.
+/// Files that cannot be stores must be rejected with the reason.
 #[test]
 fn files_that_cannot_be_stores_are_rejected() {
     let folder = folder();
@@ -236,7 +238,7 @@ fn files_that_cannot_be_stores_are_rejected() {
     assert!(text.starts_with("opening a file: No such file"), "{text}");
 }
 
-/// A read-only store rejects writes before anything is written.
+/// A read-only store must reject writes before any byte is written.
 #[test]
 fn read_only_stores_reject_writes() {
     let folder = folder();
@@ -250,8 +252,8 @@ fn read_only_stores_reject_writes() {
     assert_eq!(fs::read(&path).unwrap(), b"bytes");
 }
 
-/// Only one store may write to a file at a time, whatever path it was opened by. Any number may read. Once the writer
-/// is dropped, another may write.
+/// Only one store may write to a file at a time, by whatever path it was opened. Any number of stores may read. Once
+/// the writing store is dropped, another store may write.
 #[test]
 fn a_second_writer_is_refused() {
     let folder = folder();
@@ -308,7 +310,8 @@ fn a_writer_of_another_process_is_refused() {
     assert_passes(child("a_writer_of_another_process_is_refused", &path));
 }
 
-/// In a child with `RLIMIT_FSIZE`, exceeding the limit is an error instead of a deadly signal, and writes nothing.
+/// In a child with `RLIMIT_FSIZE`, exceeding the limit must lead to an error instead of a deadly signal, and write
+/// nothing.
 #[test]
 fn exceeding_the_file_size_limit_is_an_error() {
     const TEST: &str = "exceeding_the_file_size_limit_is_an_error";
@@ -334,7 +337,7 @@ fn exceeding_the_file_size_limit_is_an_error() {
     assert_passes(limited);
 }
 
-/// Offsets beyond the maximum are errors, for reads, too.
+/// Offsets beyond the maximum must lead to errors, also for reads.
 #[test]
 fn offsets_beyond_the_maximum_are_errors() {
     let folder = folder();
@@ -359,7 +362,7 @@ fn next_completion(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
     }
 }
 
-/// The same random transfers by a ring and by threads produce the same file. Within a round the transfers do not
+/// The same random transfers by a ring and by threads must produce the same file. Within a round the transfers do not
 /// overlap.
 #[test]
 fn threads_and_rings_produce_the_same_file() {
@@ -407,7 +410,7 @@ fn an_environment_variable_selects_threads() {
     assert_passes(command);
 }
 
-/// An unprivileged user without lockable memory cannot register memory, but transfers work.
+/// For an unprivileged user without lockable memory, registering memory must fail, and transfers must work.
 #[test]
 fn transfers_work_without_registered_memory() {
     const TEST: &str = "transfers_work_without_registered_memory";
@@ -443,8 +446,8 @@ fn transfers_work_without_registered_memory() {
     print!("{}", assert_passes(limited));
 }
 
-/// Of many transfers started together, each completes once, with the right bytes. Transfers that are cancelled before
-/// they begin complete as cancelled.
+/// Of many transfers that are started together, each must complete once, with the right bytes. Transfers that are
+/// cancelled before they begin must complete as cancelled.
 #[test]
 fn each_started_transfer_completes_once() {
     let folder = folder();
@@ -479,7 +482,7 @@ fn each_started_transfer_completes_once() {
     assert!(read(&store, 0, len) == pattern(len, 0));
 }
 
-/// Transfers that are cancelled at any time complete once: successfully, or as cancelled.
+/// Transfers that are cancelled at any time must complete once: successfully, or as cancelled.
 #[test]
 fn cancelled_transfers_complete_once() {
     let folder = folder();
@@ -530,8 +533,8 @@ fn rings_are_dropped_with_transfers_in_flight() {
     assert_eq!(stats::get(Counter::TransfersStuck), stuck_before);
 }
 
-/// Errors of a store reach the caller unchanged, from blocking and from queued calls. Data that was not written stays
-/// unchanged.
+/// Errors of a store must reach the caller unchanged, from blocking and from queued calls. Data that was not written
+/// must stay unchanged.
 #[test]
 fn errors_of_a_store_reach_the_caller() {
     let folder = folder();

@@ -138,7 +138,7 @@ fn assert_works_without_rings(path: &Path) {
     assert_ne!(row.state, pagemill_sys::probe::Availability::Available, "{}", row.found);
 }
 
-/// A sandbox filters the system calls for rings, as most sandboxes do. The store works with threads.
+/// A sandbox filters the system calls for rings, as most sandboxes do. The store must work with threads.
 #[test]
 fn stores_work_if_a_sandbox_forbids_rings() {
     if let Some(path) = file_for_child() {
@@ -159,7 +159,7 @@ impl Drop for RestoreSetting {
     }
 }
 
-/// A kernel setting refuses new rings to unprivileged users. The store works with threads.
+/// A kernel setting refuses new rings to unprivileged users. The store must work with threads.
 #[test]
 fn stores_work_if_the_kernel_refuses_rings() {
     if let Some(path) = file_for_child() {
@@ -176,7 +176,7 @@ fn stores_work_if_the_kernel_refuses_rings() {
     run_in_child("stores_work_if_the_kernel_refuses_rings", true, || Ok(()));
 }
 
-/// An unprivileged user may not lock memory, and then has no rings either. The store works.
+/// An unprivileged user may not lock memory, and then has no rings either. The store must work.
 #[test]
 fn stores_work_without_locked_memory() {
     const TEST: &str = "stores_work_without_locked_memory";
@@ -190,11 +190,11 @@ fn stores_work_without_locked_memory() {
     });
 }
 
-/// The user may not start threads, and then has no rings either. The thread that syncs writes the pages itself.
+/// The user may not start threads, and then has no rings either. The thread that syncs must write the pages itself.
 #[test]
 fn stores_work_without_threads() {
     if let Some(path) = file_for_child() {
-        // The limit is the number of threads that exist.
+        // The limit is set to the number of threads that exist.
         set_limit(libc::RLIMIT_NPROC, 0).unwrap();
         if std::thread::Builder::new().spawn(|| ()).is_ok() {
             println!("skipped: this user has any number of threads");
@@ -308,7 +308,8 @@ fn assert_transfers_are_right(path: &Path, len: usize) {
     assert!(fs::read(path).unwrap() == expected);
 }
 
-/// Transfers are right on a device with sectors of 4 KiB, and on a file of odd length on a file system on the device.
+/// Transfers must be right on a device with sectors of 4 KiB, and on a file of odd length on a file system on the
+/// device.
 #[test]
 fn transfers_to_large_sectors_are_right() {
     let _exclusive = exclusive_test();

@@ -16,7 +16,7 @@ const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
 /// Upper bound of every wait in these tests.
-const LONG: Duration = Duration::from_secs(600);
+const WAIT_LIMIT: Duration = Duration::from_secs(600);
 
 fn cache(limit_bytes: usize) -> PageCache {
     let page = PageSize::new(PAGE).unwrap();
@@ -65,7 +65,7 @@ impl Store for Hooked {
     }
 }
 
-/// Bytes that are truncated during their writeback do not come back when the file grows again.
+/// Bytes that are truncated during their writeback must not come back when the file grows again.
 #[test]
 fn bytes_truncated_during_writeback_do_not_come_back() {
     let cache = cache(8 * MIB);
@@ -95,21 +95,24 @@ fn bytes_truncated_during_writeback_do_not_come_back() {
 }
 
 // A buffer whose first touch waits: a page that is closed until a signal handler opens it.
-static FAULTING: AtomicBool = AtomicBool::new(false);
-static OPEN_IT: AtomicBool = AtomicBool::new(false);
-static CLOSED_AT: AtomicUsize = AtomicUsize::new(0);
+/// A thread has touched the closed page and waits in the signal handler.
+static IS_FAULTING: AtomicBool = AtomicBool::new(false);
+/// The signal handler may open the page.
+static MAY_OPEN_PAGE: AtomicBool = AtomicBool::new(false);
+/// Address of the closed page.
+static CLOSED_PAGE_ADDR: AtomicUsize = AtomicUsize::new(0);
 /// Lets one test at a time use the signal handler.
-static ONE: Mutex<()> = Mutex::new(());
+static HANDLER_USE: Mutex<()> = Mutex::new(());
 
 extern "C" fn on_fault(_: i32) {
-    FAULTING.store(true, SeqCst);
-    while !OPEN_IT.load(SeqCst) {
+    IS_FAULTING.store(true, SeqCst);
+    while !MAY_OPEN_PAGE.load(SeqCst) {
         std::hint::spin_loop();
         // SAFETY: may be called in a handler.
         unsafe { libc::usleep(1000) };
     }
     // SAFETY: the page of `closed_page`, which stays mapped.
-    unsafe { libc::mprotect(CLOSED_AT.load(SeqCst) as *mut _, PAGE, libc::PROT_READ | libc::PROT_WRITE) };
+    unsafe { libc::mprotect(CLOSED_PAGE_ADDR.load(SeqCst) as *mut _, PAGE, libc::PROT_READ | libc::PROT_WRITE) };
 }
 
 fn closed_page(byte: u8) -> &'static [u8] {
@@ -125,9 +128,9 @@ fn closed_page(byte: u8) -> &'static [u8] {
         );
         std::ptr::write_bytes(at.cast::<u8>(), byte, PAGE);
         libc::mprotect(at, PAGE, libc::PROT_NONE);
-        CLOSED_AT.store(at as usize, SeqCst);
-        FAULTING.store(false, SeqCst);
-        OPEN_IT.store(false, SeqCst);
+        CLOSED_PAGE_ADDR.store(at as usize, SeqCst);
+        IS_FAULTING.store(false, SeqCst);
+        MAY_OPEN_PAGE.store(false, SeqCst);
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = on_fault as *const () as usize;
         libc::sigaction(libc::SIGSEGV, &action, std::ptr::null_mut());
@@ -135,7 +138,8 @@ fn closed_page(byte: u8) -> &'static [u8] {
     }
 }
 
-fn until(what: &AtomicBool) {
+/// Waits until another thread sets `what`.
+fn wait_until_set(what: &AtomicBool) {
     while !what.load(SeqCst) {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -145,7 +149,7 @@ fn until(what: &AtomicBool) {
 /// that is written, written back and evicted meanwhile.
 #[test]
 fn a_collapse_during_a_write_loses_no_data() {
-    let _one = ONE.lock();
+    let _guard = HANDLER_USE.lock();
     let cache = cache(4 * MIB);
     let file = cache.open(Arc::new(MemoryStore::new(Vec::new(), PAGE))).unwrap();
     let other = cache.open(Arc::new(MemoryStore::new(vec![3; 6 * MIB], PAGE))).unwrap();
@@ -155,7 +159,7 @@ fn a_collapse_during_a_write_loses_no_data() {
     let slow = closed_page(5);
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], last));
-        until(&FAULTING);
+        wait_until_set(&IS_FAULTING);
         // The collapse may also fail.
         let is_huge = file.collapse(0).unwrap_or(false);
         if is_huge {
@@ -166,7 +170,7 @@ fn a_collapse_during_a_write_loses_no_data() {
             let mut bytes = vec![0; 6 * MIB];
             other.read_at(&mut bytes, 0).unwrap();
         }
-        OPEN_IT.store(true, SeqCst);
+        MAY_OPEN_PAGE.store(true, SeqCst);
         writing.join().unwrap().unwrap();
         if !is_huge {
             file.write_at(&[9; 8], last + 2000).unwrap();
@@ -181,25 +185,25 @@ fn a_collapse_during_a_write_loses_no_data() {
 /// must not wait for the writer.
 #[test]
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
-    let _one = ONE.lock();
+    let _guard = HANDLER_USE.lock();
     let cache = cache(4 * MIB);
     let file = cache.open(Arc::new(MemoryStore::new(vec![7; MIB], PAGE))).unwrap();
     let slow = closed_page(5);
     let is_read = &AtomicBool::new(false);
     let in_time = std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], 0));
-        until(&FAULTING);
+        wait_until_set(&IS_FAULTING);
         scope.spawn(|| {
             let mut bytes = [0; 8];
             file.read_at(&mut bytes, 2000).unwrap();
             is_read.store(true, SeqCst);
         });
         let begun = Instant::now();
-        while !is_read.load(SeqCst) && begun.elapsed() < LONG {
+        while !is_read.load(SeqCst) && begun.elapsed() < WAIT_LIMIT {
             std::thread::sleep(Duration::from_millis(1));
         }
         let in_time = is_read.load(SeqCst);
-        OPEN_IT.store(true, SeqCst);
+        MAY_OPEN_PAGE.store(true, SeqCst);
         writing.join().unwrap().unwrap();
         in_time
     });
@@ -229,14 +233,14 @@ fn a_queue_exposes_no_bytes_of_other_files() {
     assert_eq!(bytes, [0; 8], "by a queue");
 }
 
-/// A system file exposes no other file's bytes behind its end, in a partial page and in whole pages.
+/// A system file must expose no other file's bytes behind its end, in a partial page and in whole pages.
 #[test]
 fn a_file_exposes_no_bytes_of_other_files() {
     let cache = cache(4 * MIB);
     let secret = cache.create().unwrap();
     secret.write_at(&vec![0x55; 4 * MIB], 0).unwrap();
     secret.truncate(0).unwrap();
-    let scratch = Scratch::new("e", 7);
+    let scratch = TempFile::new("e", 7);
     std::fs::write(&scratch.0, [7; 100]).unwrap();
     let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
     file.truncate(4 * PAGE as u64).unwrap();
@@ -247,9 +251,9 @@ fn a_file_exposes_no_bytes_of_other_files() {
     assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if is_written(at) { 7 } else { 0 }));
 }
 
-struct Scratch(std::path::PathBuf);
+struct TempFile(std::path::PathBuf);
 
-impl Scratch {
+impl TempFile {
     fn new(name: &str, byte: u8) -> Self {
         let path = std::env::temp_dir().join(format!("pagemill-sound-{}-{name}", std::process::id()));
         std::fs::write(&path, vec![byte; 16 * PAGE]).unwrap();
@@ -257,7 +261,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for TempFile {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
     }
@@ -267,12 +271,12 @@ impl Drop for Scratch {
 #[test]
 fn a_queue_that_is_not_polled_blocks_no_other_queue() {
     let cache = cache(4 * MIB);
-    let scratch = Scratch::new("a", 7);
+    let scratch = TempFile::new("a", 7);
     let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
     let (mut idle, mut queue) = (cache.queue(4).unwrap(), cache.queue(4).unwrap());
     idle.fetch(&file, 0, 1).unwrap();
     queue.fetch(&file, 0, 2).unwrap();
-    assert_eq!(queue.wait(1, LONG).unwrap(), 1);
+    assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
 /// A queue that no thread polls has a read of a dropped file in flight. A page of a file that reuses the dropped file's
@@ -280,14 +284,14 @@ fn a_queue_that_is_not_polled_blocks_no_other_queue() {
 #[test]
 fn a_dropped_file_blocks_no_later_file() {
     let cache = cache(4 * MIB);
-    let (first, second) = (Scratch::new("b", 7), Scratch::new("c", 8));
+    let (first, second) = (TempFile::new("b", 7), TempFile::new("c", 8));
     let (mut idle, mut queue) = (cache.queue(4).unwrap(), cache.queue(4).unwrap());
     let file = cache.open(Arc::new(FileStore::open(&first.0).unwrap())).unwrap();
     idle.fetch(&file, 0, 1).unwrap();
     drop(file);
     let file = cache.open(Arc::new(FileStore::open(&second.0).unwrap())).unwrap();
     queue.fetch(&file, 0, 2).unwrap();
-    assert_eq!(queue.wait(1, LONG).unwrap(), 1);
+    assert_eq!(queue.wait(1, WAIT_LIMIT).unwrap(), 1);
 }
 
 /// A queue reads a page, and the thread reads the same page directly meanwhile. The queue's descriptor must then become
@@ -296,7 +300,7 @@ fn a_dropped_file_blocks_no_later_file() {
 fn an_event_loop_is_notified_of_every_page() {
     use std::os::fd::AsRawFd;
     let cache = cache(4 * MIB);
-    let scratch = Scratch::new("d", 7);
+    let scratch = TempFile::new("d", 7);
     let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
     let mut queue = cache.queue(4).unwrap();
     assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
@@ -307,8 +311,8 @@ fn an_event_loop_is_notified_of_every_page() {
     while queue.next().is_none() {
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         // SAFETY: one entry, which outlives the call.
-        let is_heard = unsafe { libc::poll(&raw mut poll, 1, LONG.as_millis() as i32) } > 0;
-        assert!(is_heard, "silent, with {} on its way", queue.len());
+        let is_readable = unsafe { libc::poll(&raw mut poll, 1, WAIT_LIMIT.as_millis() as i32) } > 0;
+        assert!(is_readable, "silent, with {} on its way", queue.len());
         queue.wait(0, Duration::ZERO).unwrap();
     }
 }
@@ -322,32 +326,32 @@ fn an_event_loop_is_notified_of_reads_by_other_threads() {
     let (reading, ending) = (is_reading.clone(), may_end.clone());
     let hook: Hook = Box::new(move |_| {
         reading.store(true, SeqCst);
-        until(&ending);
+        wait_until_set(&ending);
     });
     let file = cache.open(Hooked::new(vec![7; PAGE], hook, Box::new(|_| {}))).unwrap();
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| file.read_at(&mut [0; 8], 0).unwrap());
-        until(&is_reading);
+        wait_until_set(&is_reading);
         let mut queue = cache.queue(4).unwrap();
         let fd = queue.watch().unwrap().as_raw_fd();
         assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
         queue.wait(0, Duration::ZERO).unwrap();
         may_end.store(true, SeqCst);
         reader.join().unwrap();
-        let (mut told, begun) = (false, Instant::now());
-        while !told && begun.elapsed() < LONG {
+        let (mut is_delivered, begun) = (false, Instant::now());
+        while !is_delivered && begun.elapsed() < WAIT_LIMIT {
             let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
             let due = queue.due().expect("another brings it").as_millis() as i32;
             // SAFETY: one entry, which outlives the call.
             unsafe { libc::poll(&raw mut poll, 1, due) };
             queue.wait(0, Duration::ZERO).unwrap();
-            told = queue.next().is_some();
+            is_delivered = queue.next().is_some();
         }
-        assert!(told, "silent, with {} on its way", queue.len());
+        assert!(is_delivered, "silent, with {} on its way", queue.len());
     });
 }
 
-/// A panic of the store in the middle of a batch leaks no memory.
+/// A panic of the store in the middle of a batch must leak no memory.
 #[test]
 fn a_panic_in_a_batch_leaks_no_memory() {
     let cache = cache(4 * MIB);
@@ -366,7 +370,7 @@ fn a_panic_in_a_batch_leaks_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A write to a folio during a sync waits only for the writeback of that folio, not of all.
+/// A write to a folio during a sync must wait only for the writeback of that folio, not of all folios.
 #[test]
 fn a_write_during_a_slow_sync_succeeds() {
     let cache = cache(4 * MIB);
@@ -376,7 +380,7 @@ fn a_write_during_a_slow_sync_succeeds() {
     let hook: Hook = Box::new(move |offset| {
         if offset > 0 {
             flag.store(true, SeqCst);
-            until(&end);
+            wait_until_set(&end);
         }
     });
     let file = cache.open(Hooked::new(Vec::new(), Box::new(|_| {}), hook)).unwrap();
@@ -385,7 +389,7 @@ fn a_write_during_a_slow_sync_succeeds() {
     }
     std::thread::scope(|scope| {
         let syncing = scope.spawn(|| file.sync());
-        until(&writing);
+        wait_until_set(&writing);
         assert_eq!(file.write_at(&[2; 8], 0).unwrap(), 8);
         may_end.store(true, SeqCst);
         syncing.join().unwrap().unwrap();

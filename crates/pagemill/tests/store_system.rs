@@ -48,7 +48,8 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// On a full file system writes fail with the system's error, blocking and in a ring. Existing data stays.
+/// On a full file system, writes must fail with the system's error, by blocking calls and by a ring. Existing data must
+/// stay.
 #[test]
 fn writes_to_full_file_systems_fail() {
     let _exclusive = exclusive_test();
@@ -84,7 +85,7 @@ fn device(folder: &Path, len_bytes: u64) -> std::result::Result<(PathBuf, UndoCo
     Ok((PathBuf::from(&device), UndoCommand("losetup", vec!["--detach".to_owned(), device])))
 }
 
-/// A block device has a fixed length: writes behind its end fail, and only one store may write to it.
+/// A block device has a fixed length. Writes behind its end must fail, and only one store may write to it.
 #[test]
 fn devices_are_stores_of_fixed_length() {
     let _exclusive = exclusive_test();
@@ -113,7 +114,7 @@ fn devices_are_stores_of_fixed_length() {
     FileStore::open(&path).unwrap();
 }
 
-/// A mounted device cannot be opened for writing.
+/// Opening a mounted device for writing must fail.
 #[test]
 fn mounted_devices_cannot_be_opened_for_writing() {
     let _exclusive = exclusive_test();
@@ -158,8 +159,9 @@ fn run_in_child(act: impl FnOnce() -> bool) -> bool {
     }
 }
 
-/// Registered memory is not mapped in fork children, and is mapped again once it is unregistered. In a child the
-/// parent's ring reports errors and can be dropped, and a new ring works. Afterwards the parent's ring continues.
+/// Registered memory must not be mapped in fork children, and must be mapped again in children that are forked after it
+/// was unregistered. In a child, the parent's ring must report errors and be droppable, and a new ring must work. The
+/// parent's ring must continue to work.
 #[test]
 fn registered_memory_is_not_mapped_in_children() {
     let _exclusive = exclusive_test();

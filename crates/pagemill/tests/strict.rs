@@ -139,8 +139,8 @@ fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     }
 }
 
-/// An access to a purged page raises `SIGBUS` with its address, and fails with `EFAULT` in system calls, until the page
-/// is unmarked. Then it reads zero and can be written. Other pages are not affected.
+/// An access to a purged page must raise `SIGBUS` with the page's address, and fail with `EFAULT` in system calls,
+/// until the page is unmarked. After that, the page must read zero and be writable. Other pages must not be affected.
 #[test]
 fn purged_pages_raise_sigbus() {
     let _exclusive = exclusive_test();
@@ -194,7 +194,8 @@ fn guards_stay_until_a_plain_mark_or_unmark() {
     assert!(pages(&area).iter().all(|byte| *byte == 0));
 }
 
-/// Marked memory in huge pages is purged, also in parts of a huge page. After unmarking it may get huge pages again.
+/// Marked memory in huge pages must be purged, also in parts of a huge page. After unmarking, the memory must be able
+/// to get huge pages again.
 #[test]
 fn unmarked_memory_gets_huge_pages_again() {
     let _exclusive = exclusive_test();
@@ -248,7 +249,7 @@ fn locked_pages_raise_no_signal() {
     }
 }
 
-/// Faults of the program reach its own handler with the kernel's information, near strict ranges and elsewhere.
+/// Faults of the program must reach its own handler with the kernel's information, near strict ranges and elsewhere.
 #[test]
 fn faults_of_the_program_reach_its_handler() {
     let _exclusive = exclusive_test();
@@ -271,7 +272,7 @@ fn faults_of_the_program_reach_its_handler() {
     assert_eq!((page(&protected, 3), page(&area, 3)), (1, BUS));
 }
 
-/// A fork child inherits guards and handler. Removing guards in the child changes nothing for the parent.
+/// A fork child inherits guards and handler. Removing guards in the child must change nothing for the parent.
 #[test]
 fn guards_of_a_fork_child_are_separate() {
     let _exclusive = exclusive_test();
@@ -287,7 +288,7 @@ fn guards_of_a_fork_child_are_separate() {
     assert!((0..16).all(|index| page(&area, index) == BUS));
 }
 
-/// A signal handler reads a purged page while its thread purges or unmarks memory. The handler does not deadlock with
+/// A signal handler reads a purged page while its thread purges or unmarks memory. The handler must not deadlock with
 /// its own thread.
 #[test]
 fn a_signal_handler_does_not_deadlock_with_its_thread() {
@@ -337,7 +338,7 @@ fn a_signal_handler_does_not_deadlock_with_its_thread() {
     change_signal_stack(&own_stack);
 }
 
-/// A child that is forked while another thread removes guards can access the pages that it unmarks.
+/// A child that is forked while another thread removes guards must be able to access the pages that it unmarks.
 #[test]
 fn a_child_forked_during_unmarking_can_access_its_pages() {
     let _exclusive = exclusive_test();
@@ -364,7 +365,7 @@ fn a_child_forked_during_unmarking_can_access_its_pages() {
     });
 }
 
-/// A child does not inherit memory with `MADV_DONTFORK` and maps new memory there. Inherited records of marks do not
+/// A child does not inherit memory with `MADV_DONTFORK` and maps new memory there. Inherited records of marks must not
 /// change the new memory.
 #[test]
 fn memory_that_a_child_does_not_inherit_is_not_changed() {
@@ -388,8 +389,8 @@ fn memory_that_a_child_does_not_inherit_is_not_changed() {
     });
 }
 
-/// A thread locks memory while another purges it: purged pages raise `SIGBUS`, others keep their bytes, and no page
-/// reads zero.
+/// A thread locks memory while another purges it. Purged pages must raise `SIGBUS`, other pages must keep their bytes,
+/// and no page may read zero.
 #[test]
 fn purges_race_with_locking() {
     let _exclusive = exclusive_test();
@@ -504,7 +505,7 @@ fn purges_race_with_reads() {
     assert!(signals.load(Relaxed) >= 1000, "only {signals:?} signals");
 }
 
-/// As the test above, but both readers also mark and unmark the same memory. A thread that faults while a guard page is
+/// Two threads mark, unmark and read the same memory while a third purges. A thread that faults while a guard page is
 /// removed must continue.
 #[test]
 fn marks_race_with_reads() {
@@ -545,7 +546,7 @@ fn marks_race_with_reads() {
     assert!(area.is_filled_with(1));
 }
 
-/// Invalid strict ranges are rejected like plain ones, before anything changes.
+/// Invalid strict ranges must be rejected like plain ones, before anything changes.
 #[test]
 fn invalid_ranges_are_rejected() {
     let _exclusive = exclusive_test();
@@ -558,7 +559,8 @@ fn invalid_ranges_are_rejected() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Random calls agree with a model: each call changes the results of reading exactly the pages that it may change.
+    /// Random calls must agree with a model: a call may change the results of reading only those pages that it marks,
+    /// unmarks or purges.
     #[test]
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..8), 1..40)) {
         #[derive(Clone, Copy, PartialEq)]

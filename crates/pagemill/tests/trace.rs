@@ -9,7 +9,7 @@ use pagemill_sys::process;
 use pagemill_testbed::Testbed;
 use std::ffi::CString;
 
-/// The event of a new huge folio carries its page index, its file, its order and its cache, in the right fields.
+/// The event of a new huge folio must have its page index, its file, its order and its cache in the right fields.
 #[test]
 fn the_event_of_a_new_huge_folio_describes_it() {
     let folder = tempfile::tempdir().unwrap();

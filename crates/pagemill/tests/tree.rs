@@ -40,7 +40,7 @@ fn member() {
         let result = match word {
             "allocate" => held.allocate(number),
             "free" => held.free(number),
-            "churn" => held.churn(Duration::from_millis(number as u64)),
+            "allocate_and_free_for" => held.allocate_and_free_for(Duration::from_millis(number as u64)),
             "resident" => {
                 pagemill.account.reconcile();
                 pagemill.account.resident() as usize
@@ -92,7 +92,8 @@ impl Slots {
         }
     }
 
-    fn churn(&mut self, time: Duration) -> usize {
+    /// Allocates and frees slots for some time. Returns the number of rounds.
+    fn allocate_and_free_for(&mut self, time: Duration) -> usize {
         let (start, mut rounds) = (Instant::now(), 0);
         while start.elapsed() < time {
             self.allocate(1 + rounds % 7);
@@ -129,21 +130,24 @@ impl Member {
             }
         });
         let mut member = Self { input: child.stdin.take().unwrap(), child, replies };
-        member.ask("resident", 0); // it has joined
+        member.request("resident", 0); // it has joined
         member
     }
 
-    fn tell(&mut self, word: &str, number: usize) {
+    /// Sends a command to the member.
+    fn send(&mut self, word: &str, number: usize) {
         writeln!(self.input, "{word} {number}").unwrap();
     }
 
-    fn answer(&mut self) -> usize {
+    /// Waits for the reply to the oldest command without one.
+    fn receive_reply(&mut self) -> usize {
         self.replies.recv_timeout(WAIT_LIMIT).expect("the member answers")
     }
 
-    fn ask(&mut self, word: &str, number: usize) -> usize {
-        self.tell(word, number);
-        self.answer()
+    /// Sends a command and waits for its reply.
+    fn request(&mut self, word: &str, number: usize) -> usize {
+        self.send(word, number);
+        self.receive_reply()
     }
 
     /// Allocates `count` slots. Tries again, because on a busy machine a sibling may answer too late.
@@ -151,7 +155,7 @@ impl Member {
         let (began, mut done) = (Instant::now(), 0);
         while done < count {
             assert!(began.elapsed() < WAIT_LIMIT, "{done} of {count} allocations were granted");
-            done += self.ask("allocate", count - done);
+            done += self.request("allocate", count - done);
         }
     }
 
@@ -181,7 +185,7 @@ impl Member {
 
     /// Makes the member check its slots and end, which must succeed.
     fn end(mut self) {
-        self.tell("end", 0);
+        self.send("end", 0);
         let status = self.child.wait().unwrap();
         assert!(status.success(), "the member ended with {status}");
     }
@@ -216,15 +220,15 @@ fn a_sibling_returns_its_free_memory() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
     a.must_allocate(48);
-    assert_eq!(a.ask("free", 48), 48);
-    assert_eq!(a.ask("resident", 0), 48 * MIB, "free, but still there");
+    assert_eq!(a.request("free", 48), 48);
+    assert_eq!(a.request("resident", 0), 48 * MIB, "free, but still there");
     b.must_allocate(48);
-    let (began, mut a_holds, b_holds) = (Instant::now(), a.ask("resident", 0), b.ask("resident", 0));
+    let (began, mut a_holds, b_holds) = (Instant::now(), a.request("resident", 0), b.request("resident", 0));
     assert_eq!(b_holds, 48 * MIB);
     // A's helper may still answer a request whose sender no longer waits.
     while tree.page.totals().resident != (a_holds + b_holds) as u64 {
         assert!(began.elapsed() < WAIT_LIMIT, "{a_holds} and {b_holds}: {:?}", tree.page.totals());
-        a_holds = a.ask("resident", 0);
+        a_holds = a.request("resident", 0);
     }
     assert!(a_holds <= 16 * MIB, "{a_holds}");
     assert_eq!(tree.page.totals().members, 2);
@@ -240,23 +244,23 @@ fn a_sibling_keeps_what_it_uses() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
     a.must_allocate(48);
-    assert_eq!(b.ask("allocate", 48), 16);
-    assert_eq!(b.ask("allocate", 1), 0);
-    a.ask("free", 20);
+    assert_eq!(b.request("allocate", 48), 16);
+    assert_eq!(b.request("allocate", 1), 0);
+    a.request("free", 20);
     b.must_allocate(20);
-    assert_eq!(b.ask("allocate", 10), 0);
+    assert_eq!(b.request("allocate", 10), 0);
     a.end();
     b.end();
 }
 
-/// Two of three members have free memory, and together return what the third one needs.
+/// Two of three members have free memory. Together they must return what the third one needs.
 #[test]
 fn siblings_return_memory_together() {
     let tree = Tree::new(96 * MIB);
     let mut members = [Member::start(&tree), Member::start(&tree), Member::start(&tree)];
     for member in &mut members[..2] {
         member.must_allocate(44);
-        member.ask("free", 44);
+        member.request("free", 44);
     }
     members[2].must_allocate(80);
     assert!(tree.page.totals().resident <= (96 * MIB) as u64);
@@ -278,7 +282,7 @@ fn the_charge_of_a_killed_member_ends() {
     let (mut c, mut d) = (Member::start(&tree), Member::start(&tree));
     c.must_allocate(10);
     // Kills the member in the middle of its work.
-    d.tell("churn", 10_000);
+    d.send("allocate_and_free_for", 10_000);
     std::thread::sleep(Duration::from_millis(50));
     d.kill();
     assert_eq!(tree.page.sweep(), 1);
@@ -294,12 +298,12 @@ fn a_stopped_member_costs_a_bounded_wait() {
     let tree = Tree::new(64 * MIB);
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
     a.must_allocate(48);
-    a.ask("free", 48);
+    a.request("free", 48);
     b.must_allocate(16);
     a.stop();
     for attempt in 0..5 {
         // The reply proves that the wait is bounded, because the stopped member does not answer.
-        assert_eq!(b.ask("allocate", 1), 0, "attempt {attempt}: given by a stopped process?");
+        assert_eq!(b.request("allocate", 1), 0, "attempt {attempt}: given by a stopped process?");
     }
     a.signal(libc::SIGCONT);
     b.must_allocate(40);
@@ -313,7 +317,7 @@ fn mix(mut value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// Random words, ones and zeros are written all over the page while members work: no member crashes, hangs or loses a
+/// Random words, ones and zeros are written all over the page while members work. No member may crash, hang or lose a
 /// byte.
 #[test]
 fn random_contents_of_the_page_harm_no_member() {
@@ -322,7 +326,7 @@ fn random_contents_of_the_page_harm_no_member() {
     let file = File::options().write(true).open(&tree.path).unwrap();
     let mut random = process::random_u64();
     println!("seed {random}");
-    members.iter_mut().for_each(|member| member.tell("churn", 1500));
+    members.iter_mut().for_each(|member| member.send("allocate_and_free_for", 1500));
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(1400) {
         for _ in 0..100 {
@@ -347,7 +351,7 @@ fn random_contents_of_the_page_harm_no_member() {
         std::thread::sleep(Duration::from_millis(1));
     }
     for member in &mut members {
-        member.answer();
+        member.receive_reply();
         assert!(member.child.try_wait().unwrap().is_none(), "a member has ended");
     }
     // A page without its magic number cannot be joined. The attempt has no effect.

@@ -71,7 +71,7 @@ fn nothing_is_purged_without_pressure() {
     }
 }
 
-/// Marking and unmarking touches no page of a range. (Sanitizers touch pages of their own.)
+/// Marking and unmarking must touch no page of a range. (Sanitizers touch pages of their own.)
 #[test]
 fn marking_touches_no_page() {
     let _exclusive = exclusive_test();
@@ -89,8 +89,8 @@ fn marking_touches_no_page() {
     assert_eq!(range.pin().unwrap().contents(), Contents::Kept);
 }
 
-/// A purge does not touch nonvolatile or pinned ranges. Volatile ranges are purged and reported as purged, and their
-/// memory returns to the kernel.
+/// A purge must not change nonvolatile or pinned ranges. Volatile ranges must be purged and reported as purged, and
+/// their memory must return to the kernel.
 #[test]
 fn only_volatile_ranges_are_purged_and_reported() {
     let _exclusive = exclusive_test();
@@ -118,7 +118,7 @@ fn only_volatile_ranges_are_purged_and_reported() {
     }
 }
 
-/// A purged range can be used like a new one: written, marked, and kept.
+/// A purged range must be usable like a new one: writing, marking and unmarking must keep its bytes.
 #[test]
 fn a_purged_range_can_be_reused() {
     let _exclusive = exclusive_test();
@@ -182,7 +182,7 @@ fn partial_ranges_lose_chunks_in_turn() {
     assert_eq!(kept(), [250, 0, 0], "a nonvolatile range has its whole length, partly zero");
 }
 
-/// A purge of a 2 MiB chunk frees a whole huge page.
+/// A purge of a 2 MiB chunk must free a whole huge page.
 #[test]
 fn a_chunk_of_a_block_is_purged_as_a_huge_page() {
     let _exclusive = exclusive_test();
@@ -196,7 +196,7 @@ fn a_chunk_of_a_block_is_purged_as_a_huge_page() {
     }
 }
 
-/// Calls in a wrong order are errors, and change nothing.
+/// Calls in a wrong order must lead to errors, and change nothing.
 #[test]
 fn calls_in_a_wrong_order_fail() {
     let _exclusive = exclusive_test();
@@ -218,7 +218,7 @@ fn calls_in_a_wrong_order_fail() {
     assert_eq!(range.bytes_mut().unwrap()[0], 5);
 }
 
-/// Dropped ranges leak nothing: their addresses are reused, and a forgotten pin does not prevent that.
+/// Dropped ranges must leak nothing: their addresses must be reused, and a forgotten pin must not prevent that.
 #[test]
 fn addresses_of_dropped_ranges_are_reused() {
     let _exclusive = exclusive_test();
@@ -240,8 +240,8 @@ fn addresses_of_dropped_ranges_are_reused() {
     assert!(purge_all() >= 15 * MIB);
 }
 
-/// Two threads use ranges while a third one purges continually. Bytes are complete or reported as purged, and unmarking
-/// does not wait for a whole purge.
+/// Two threads use ranges while a third one purges continually. Bytes must be complete or reported as purged, and
+/// unmarking must not wait for a whole purge.
 #[test]
 fn purges_race_with_users_of_ranges() {
     let _exclusive = exclusive_test();
@@ -288,7 +288,8 @@ fn purges_race_with_users_of_ranges() {
     assert!(purged.load(Relaxed) > 10, "nothing was purged");
 }
 
-/// The kernel refuses to discard locked pages. Bytes that were lost are reported, and bytes reported as kept are there.
+/// The kernel refuses to discard locked pages. Bytes that were lost must be reported, and bytes reported as kept must
+/// be unchanged.
 #[test]
 fn locked_pages_are_kept_and_reported() {
     let _exclusive = exclusive_test();
@@ -334,7 +335,7 @@ fn ranges_reuse_memory_that_was_offered_to_the_kernel() {
     assert!(range.pin().unwrap().iter().eq(before.iter()));
 }
 
-/// A fork child keeps its parent's ranges, because purging shared pages would free nothing.
+/// A fork child must not purge its parent's ranges, because purging shared pages would free nothing.
 #[test]
 fn a_fork_child_keeps_inherited_ranges() {
     let _exclusive = exclusive_test();
@@ -441,7 +442,7 @@ fn a_failed_creation_is_retried() {
     assert!(cache.remove("a") && !cache.remove("a") && cache.is_empty());
 }
 
-/// The keys of purged values do not accumulate.
+/// The keys of purged values must not accumulate.
 #[test]
 fn keys_of_purged_values_are_dropped() {
     let _exclusive = exclusive_test();
@@ -491,7 +492,7 @@ struct Model {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// After any sequence of calls the contents match the reports, and nonvolatile ranges are unchanged.
+    /// After any sequence of calls the contents must match the reports, and nonvolatile ranges must be unchanged.
     #[test]
     fn contents_match_the_reports_for_any_calls(steps in prop::collection::vec(random_step(), 1..60)) {
         let _exclusive = exclusive_test();

@@ -35,8 +35,8 @@ fn only_marked_memory_is_purged() {
     assert_eq!(area.unmark(0, 64), marked(0, false), "never marked is no error");
 }
 
-/// Marks may overlap, and are split and merged. Marking twice equals marking once, and earlier purges are still
-/// reported.
+/// Marks may overlap, and must be split and merged. Marking twice must have the effect of marking once, and earlier
+/// purges must still be reported.
 #[test]
 fn marks_overlap_and_split() {
     let _exclusive = exclusive_test();
@@ -104,7 +104,7 @@ fn large_ranges_are_purged_completely() {
     assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
 }
 
-/// Invalid calls report the cause and change nothing.
+/// Invalid calls must report the cause and change nothing.
 #[test]
 fn invalid_ranges_are_rejected() {
     let _exclusive = exclusive_test();
@@ -123,8 +123,8 @@ fn invalid_ranges_are_rejected() {
     assert!(vrange(0usize.wrapping_sub(2 * page), page, Mode::Volatile, How::Full).is_err());
 }
 
-/// Shared, file-backed and similar memory can be marked but is never purged, because its pages are not private to the
-/// process.
+/// Shared, file-backed and similar memory can be marked but must never be purged, because its pages are not private to
+/// the process.
 #[test]
 fn shared_and_file_memory_is_never_purged() {
     let _exclusive = exclusive_test();
@@ -160,7 +160,7 @@ fn shared_and_file_memory_is_never_purged() {
     assert!(!vrange(start, page, Mode::Nonvolatile, How::Full).unwrap().purged);
 }
 
-/// Locked pages are never purged, because the kernel refuses to discard them.
+/// Locked pages must never be purged, because the kernel refuses to discard them.
 #[test]
 fn locked_memory_is_never_purged() {
     let _exclusive = exclusive_test();
@@ -175,7 +175,7 @@ fn locked_memory_is_never_purged() {
 }
 
 /// If a part of a range cannot be purged (locked pages, or a part of a huge page before the limit), the rest may be
-/// purged. Unmarking reports any purge.
+/// purged. Unmarking must report any purge.
 #[test]
 fn purges_of_partly_locked_memory_are_reported() {
     let _exclusive = exclusive_test();
@@ -221,7 +221,7 @@ fn purges_of_partly_locked_memory_are_reported() {
     }
 }
 
-/// A fork child must not purge memory that its parent marked, and may end those marks. Memory that the child marks is
+/// A fork child must not purge memory that its parent marked, but may unmark it. Memory that the child marks must be
 /// purged.
 #[test]
 fn a_fork_child_keeps_inherited_marks() {
@@ -265,7 +265,8 @@ fn other_users_of_purged_pages_keep_their_bytes() {
     assert!(area.unmark(0, 4).purged);
 }
 
-/// A range that was protected or unmapped while it was volatile is not purged, and no call fails because of it.
+/// A range that was protected or unmapped while it was volatile must not be purged, and no call may fail because of
+/// that.
 #[test]
 fn protected_and_unmapped_ranges_are_not_purged() {
     let _exclusive = exclusive_test();
@@ -287,7 +288,7 @@ fn protected_and_unmapped_ranges_are_not_purged() {
     });
 }
 
-/// The memory of purged heap slots is discharged from the account.
+/// The memory of purged heap slots must be discharged from the account.
 #[test]
 fn purged_heap_slots_are_discharged() {
     let _exclusive = exclusive_test();
@@ -309,7 +310,7 @@ fn purged_heap_slots_are_discharged() {
     }
 }
 
-/// One thread marks and unmarks memory while another purges: bytes are complete, or reported as purged.
+/// One thread marks and unmarks memory while another purges. Bytes must be complete, or reported as purged.
 #[test]
 fn purges_race_with_marks() {
     let _exclusive = exclusive_test();
@@ -345,7 +346,8 @@ fn purges_race_with_marks() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Random calls agree with a model of each page: whether it is marked, may be purged, or must keep its bytes.
+    /// Random calls must agree with a model of each page: whether the page is marked, may be purged, or must keep its
+    /// bytes.
     #[test]
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..6), 1..60)) {
         let _exclusive = exclusive_test();

@@ -20,6 +20,7 @@ const ETIMEDOUT: i32 = 110;
 
 /// Upper bound of every wait in these tests.
 const WAIT_LIMIT: Duration = Duration::from_secs(600);
+/// A time that no test reaches.
 const NEVER: Duration = Duration::from_secs(1 << 20);
 
 type Faulty = FaultyStore<MemoryStore>;
@@ -83,8 +84,8 @@ fn old_pages_are_written_back() {
     files.iter().for_each(|(_, file)| file.sync().unwrap());
 }
 
-/// With explicit calls, nothing is written before it is due. Then everything is written, adjacent pages in one
-/// transfer.
+/// With explicit calls, no page may be written before it is due. After that, all pages must be written, adjacent pages
+/// in one transfer.
 #[test]
 fn pages_are_written_back_only_when_due() {
     let fresh = cache(64 * MIB, dirty_shares(100, 100), true);
@@ -101,7 +102,8 @@ fn pages_are_written_back_only_when_due() {
     assert_eq!(old.write_back_due(), 0);
 }
 
-/// Dirty pages above the background share are written back, by the thread or by a call, whatever file they belong to.
+/// Dirty pages above the background share must be written back, by the thread or by a call, whatever file they belong
+/// to.
 #[test]
 fn pages_above_the_background_share_are_written_back() {
     for is_thread_disabled in [false, true] {
@@ -194,7 +196,7 @@ fn end_page(file: &Mapping) -> usize {
 }
 
 /// A store fails. Writers above the share must get the store's error, their data must stay in memory, and each handle
-/// must report the error once. Once the store works, all data must be written back.
+/// must report the error once. Once the store works again, all data must be written back.
 #[test]
 fn no_data_is_lost_if_the_store_fails() {
     let cache = cache(4 * MIB, dirty_shares(10, 25), false);
@@ -285,7 +287,7 @@ fn dirty_pages_are_written_back_to_make_room() {
 }
 
 /// All pages are dirty, and the last slice of writeback ended behind them. A thread that needs a page must get one: the
-/// next slice starts at that end, finds nothing, and continues at the begin of the file.
+/// next slice starts where the last one ended, finds nothing, and continues at the start of the file.
 #[test]
 fn room_is_made_wherever_the_last_slice_ended() {
     let cache = cache(8 * MIB, dirty_shares(100, 100), true);
@@ -305,8 +307,8 @@ fn room_is_made_wherever_the_last_slice_ended() {
     assert_eq!(other.write_at(&[1], 8 * MIB as u64).unwrap(), 1);
 }
 
-/// A truncation cannot split a pinned huge folio. The folio is split later, and a sync makes its pages behind the end
-/// of the file clean.
+/// A truncation cannot split a pinned huge folio. The folio must be split later, and a sync must make its pages behind
+/// the end of the file clean.
 #[test]
 fn pages_behind_the_end_become_clean() {
     let settings = PageCache::builder("end").limit(64 * MIB as u64).policy(Always).writeback(dirty_shares(100, 100));
@@ -325,7 +327,7 @@ fn pages_behind_the_end_become_clean() {
     assert!(bytes.iter().all(|byte| *byte == 0));
 }
 
-/// `write_back` writes a range to the store but does not sync it. A sync then has nothing to write.
+/// `write_back` must write a range to the store but not sync the store. A following sync must find nothing to write.
 #[test]
 fn write_back_does_not_sync() {
     let cache = cache(64 * MIB, dirty_shares(100, 100), true);
@@ -346,7 +348,7 @@ fn write_back_does_not_sync() {
     cache.create().unwrap().write_back(0, 1).unwrap();
 }
 
-/// Shares that are out of order or above 100 % are rejected. 0 and 100 % are valid.
+/// Shares that are out of order or above 100 % must be rejected. 0 and 100 % must be valid.
 #[test]
 fn invalid_shares_are_rejected() {
     let caches = Testbed::for_test().caches;
@@ -410,7 +412,7 @@ fn concurrent_writers_lose_no_data() {
 }
 
 /// Dropping the last handle must write dirty pages and the file's length to the store. If the store fails or hangs, the
-/// drop waits for a limited time and counts lost bytes. `close` returns the handle on failure.
+/// drop must wait for a limited time and count lost bytes. `close` must return the handle on failure.
 #[test]
 fn dropping_the_last_handle_writes_back() {
     let cache_with_timeout = |timeout| cache(64 * MIB, dirty_shares(100, 100).timeout(timeout), true);
@@ -455,8 +457,8 @@ fn dropping_the_last_handle_writes_back() {
     assert!(store.calls().syncs == syncs + 1 && store.inner().bytes()[PAGE..2 * PAGE] == [4; PAGE]);
 }
 
-/// A system file is written back by many concurrent transfers: all data arrives, and the file can be reopened
-/// immediately after it was closed.
+/// A system file is written back by many concurrent transfers. All data must arrive, and reopening the file immediately
+/// after it was closed must succeed.
 #[test]
 fn files_are_written_back_and_reopened() {
     let folder = std::env::temp_dir().join(format!("pagemill-writeback-{}", std::process::id()));

@@ -638,7 +638,7 @@ impl Pool {
             let (first, rest) = to.split_at_mut(to.len() / 2);
             // SAFETY: as below.
             unsafe { bytes::copy(first.as_mut_ptr(), (self.addr(number) + at) as *const u8, first.len()) };
-            pagemill_core::sync::modelled::point();
+            pagemill_core::sync::modelled::scheduling_point();
             (at + first.len(), rest)
         };
         // SAFETY: mapped by invariant 1. A number comes from an index or a guard, and chunks whose pages are in neither
@@ -656,7 +656,7 @@ impl Pool {
             let (first, rest) = from.split_at(from.len() / 2);
             // SAFETY: as below.
             unsafe { bytes::copy((self.addr(number) + at) as *mut u8, first.as_ptr(), first.len()) };
-            pagemill_core::sync::modelled::point();
+            pagemill_core::sync::modelled::scheduling_point();
             (at + first.len(), rest)
         };
         // SAFETY: mapped by invariant 1. The caller's pin keeps the folio in place. Concurrent copies may race, and

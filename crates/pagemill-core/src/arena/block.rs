@@ -37,9 +37,13 @@ pub struct BlockState {
     pub is_inherited: bool,
 }
 
+/// A thread holds the block's lock.
 const LOCKED: u64 = 1 << 2;
+/// The block got its memory before `fork`.
 const INHERITED: u64 = 1 << 3;
+/// Position of the generation (16 bits) in which the word was written.
 const GENERATION_SHIFT: u32 = 16;
+/// Position of the number of charged OS pages (16 bits).
 const CHARGED_SHIFT: u32 = 32;
 
 impl BlockState {
@@ -47,10 +51,12 @@ impl BlockState {
     /// The state of a block that may be touched and of which no page is known to be resident.
     pub const OVERCOMMITTED: Self = Self { backing: Backing::Lazy, charged_pages: 0, is_inherited: false };
 
+    /// The state of a block with a huge page, charged as a whole.
     pub fn huge() -> Self {
         Self { backing: Backing::Huge, charged_pages: os_pages_per_block() as u32, is_inherited: false }
     }
 
+    /// The word for this state, unlocked.
     fn pack(self, generation: u16) -> u64 {
         self.backing as u64
             | (u64::from(self.is_inherited) * INHERITED)

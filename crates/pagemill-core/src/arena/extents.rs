@@ -16,7 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// The sets of committed and of stale OS pages of one block. Protected by the block's lock.
 pub(crate) struct ExtentMaps {
+    /// Pages that the small allocator may use.
     committed: PageSet,
+    /// Decommitted pages that are still resident with their old bytes.
     stale: PageSet,
 }
 
@@ -36,6 +38,7 @@ impl PageSet {
         }
     }
 
+    /// Whether the set has at least one of these pages.
     fn contains_any(&self, pages: Range<usize>) -> bool {
         let mut page = pages.start;
         while page < pages.end {
@@ -83,7 +86,7 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The range starts at the begin of an extent of the caller. No page of that extent is committed or overcommitted.
+    /// The range starts at the start of an extent of the caller. No page of that extent is committed or overcommitted.
     pub unsafe fn overcommit_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
         self.overcommit(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }
@@ -126,6 +129,7 @@ impl Arena {
         Ok(())
     }
 
+    /// Commits a part of one block. Admits the bytes first, without the block's lock.
     fn commit_part(&self, part: &BlockPart) -> Result<()> {
         let (mut admitted, mut use_huge) = (0, true);
         loop {

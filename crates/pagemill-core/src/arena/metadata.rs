@@ -52,6 +52,8 @@ unsafe impl Zeroed for AtomicU32 {}
 unsafe impl Zeroed for AtomicU64 {}
 
 impl<T: Zeroed> Table<T> {
+    /// Creates a table whose entries are inaccessible until [`Table::open`].
+    ///
     pub fn new(len: usize) -> Result<Self> {
         let bytes = (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES);
         let base = mem::reserve(bytes, BLOCK_BYTES, 0).map_err(Error::system("reserving metadata"))?;
@@ -92,6 +94,7 @@ impl<T: Zeroed> Table<T> {
         Ok(())
     }
 
+    /// The entry with this index, which must be accessible.
     #[inline]
     pub fn get(&self, index: usize) -> &T {
         assert!(index < self.len);
@@ -124,7 +127,7 @@ impl<T: Zeroed> Table<T> {
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
-    /// Allows the kernel to use huge pages for the memory that the table gets from now on.
+    /// Allows the kernel to use huge pages for memory of the table that becomes resident later.
     pub fn allow_huge(&self) {
         mem::allow_huge(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES));
     }

@@ -1,9 +1,9 @@
 //! The arena: reserved address space in blocks of 2 MiB, each of which gets and returns its memory on its own.
 //!
-//! The reservation has three zones. The *small* zone has the extents of the linked allocator for small sizes
-//! (`extents`), the *heap* zone the slots, the *pool* zone the pages of caches (both `backing`). To *carve* blocks
-//! means to assign the next unused addresses of a zone. The memory of a block can be returned later, its addresses
-//! cannot. A state word for each block says how the block is backed (`block`).
+//! The reservation has three zones. The *small* zone has the extents of the small allocator (`extents`). The *heap*
+//! zone has the slots, and the *pool* zone the pages of caches (`backing`). To *carve* blocks means to assign the next
+//! unused addresses of a zone. The memory of a block can be returned later, its addresses cannot. A state word for each
+//! block says how the block is backed (`block`).
 //!
 //! ```text
 //!   base                  heap                      pool                 end
@@ -16,7 +16,7 @@
 //! program may touch without a charge, like memory from `mmap`. `Arena::reconcile` measures and charges its resident
 //! part.
 //!
-//! Below: `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
+//! Uses `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
 #![allow(unsafe_code)] // calls that only fork handlers may make, or only the owner of a block
 
 pub mod backing;
@@ -93,7 +93,8 @@ pub trait Budget: Sync {
     fn room(&self) -> (u64, u64);
 }
 
-/// Number of forks that led to this process. Locks and charges of an older generation belong to the parent.
+/// Number of forks between the process that created the arena and this process. Locks and charges of an older
+/// generation belong to the parent.
 ///
 /// Example: [`Arena`].
 #[derive(Default)]
@@ -105,6 +106,7 @@ impl Generation {
         self.0.load(Relaxed) as u16
     }
 
+    /// Increments the generation and returns it.
     pub(crate) fn advance(&self) -> u16 {
         (self.0.fetch_add(1, Relaxed) + 1) as u16
     }
@@ -226,7 +228,9 @@ pub struct Arena {
     pub small: Zone,
     pub heap: Zone,
     pub pool: Zone,
+    /// The state words of all blocks, by block index.
     words: Table<BlockWord>,
+    /// The maps of committed and stale pages of the small zone's blocks.
     maps: Table<extents::ExtentMaps>,
     pub(crate) generation: Generation,
     pub budget: &'static dyn Budget,
@@ -234,6 +238,7 @@ pub struct Arena {
     pub page: PageSize,
     use_huge: bool,
     huge_from_bytes: u64,
+    /// Huge pages were allowed for the metadata.
     is_metadata_huge: AtomicBool,
     /// Number of the block that the helper will make resident ahead of need, plus one; 0 for none.
     pub(crate) prefault: AtomicUsize,
@@ -314,7 +319,8 @@ impl Arena {
     /// Carves the next blocks of a zone and returns their address. The blocks are readable and writable and have no
     /// memory.
     ///
-    /// Calls `prepare` with the carved bytes of the zone before and after, before other threads can see the new blocks.
+    /// Calls `prepare` with the number of carved bytes of the zone before and after this call. Other threads cannot see
+    /// the new blocks until `prepare` has returned.
     ///
     /// # Errors
     ///
@@ -383,7 +389,7 @@ impl Arena {
         if end > zone.base + zone.len_bytes { Err(no_addresses()) } else { Ok((start, len_bytes)) }
     }
 
-    /// Makes the state words and extent maps of the blocks that a zone is about to carve accessible.
+    /// Makes the metadata of the blocks that a zone is about to carve accessible: their state words and extent maps.
     fn open_metadata(&self, zone: &Zone, end: usize) -> Result<()> {
         let first = self.block_of(zone.base);
         let (next, end) = (first + zone.carved_bytes() / BLOCK_BYTES, first + (end - zone.base) / BLOCK_BYTES);
@@ -458,6 +464,8 @@ impl Arena {
         self.pool.lock.acquire();
     }
 
+    /// Releases the zones' locks after `fork`, in the parent and in the child.
+    ///
     /// # Safety
     ///
     /// The same thread has called [`Arena::acquire_for_fork`] before, once for each call of this function.
@@ -493,8 +501,10 @@ impl Arena {
     }
 }
 
-/// Reserves address space for all zones, less if it is limited. Returns its base and the lengths of the zones.
+/// Reserves address space for all zones. The zones are smaller if address space is limited. Returns the base and the
+/// lengths of the zones.
 fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
+    /// Minimum total length of the zones.
     const LEAST_BYTES: usize = 256 << 20;
     let allowed = pagemill_sys::process::address_space_limit().unwrap_or(usize::MAX) / 2;
     let mut zones = [layout.small_bytes, layout.heap_bytes, layout.pool_bytes];

@@ -6,17 +6,18 @@ use super::{Head, ListWriter, MOST_RECORDS, Measured};
 use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
 use crate::stats;
-use pagemill_sys::file::Blank;
+use pagemill_sys::file::AnswerFile;
 use std::io;
 use std::sync::OnceLock;
 
-/// Reported for errors without a number of the system.
+/// The error number that is reported for an error without one.
 const EIO: i32 = 5;
 
-/// Writes lists of ranges, caches and slab caches of one Pagemill, and forwards commands.
+/// Answers requests to one Pagemill: writes lists and figures, and forwards commands to the control endpoint.
 ///
 /// Example: [`ListWriter`].
 pub struct StatsResponder {
+    /// The list writers, by subject.
     list_writers: [OnceLock<&'static dyn ListWriter>; Subject::ALL.len()],
     control: &'static ControlEndpoint,
     measured: OnceLock<&'static dyn Measured>,
@@ -44,7 +45,7 @@ impl StatsResponder {
     /// # Errors
     ///
     /// Errors of writing the head. An error of writing the records is reported in the head.
-    pub fn write(&self, file: &Blank, number: u32) -> io::Result<()> {
+    pub fn write(&self, file: &AnswerFile, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Ranges)
     }
 
@@ -53,7 +54,7 @@ impl StatsResponder {
     /// # Errors
     ///
     /// As [`StatsResponder::write`].
-    pub fn write_caches(&self, file: &Blank, number: u32) -> io::Result<()> {
+    pub fn write_caches(&self, file: &AnswerFile, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Caches)
     }
 
@@ -62,11 +63,12 @@ impl StatsResponder {
     /// # Errors
     ///
     /// As [`StatsResponder::write`].
-    pub fn write_slabs(&self, file: &Blank, number: u32) -> io::Result<()> {
+    pub fn write_slabs(&self, file: &AnswerFile, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Slabs)
     }
 
-    fn write_list(&self, file: &Blank, number: u32, subject: Subject) -> io::Result<()> {
+    /// Writes the list of a subject, or the figures, into an empty file.
+    fn write_list(&self, file: &AnswerFile, number: u32, subject: Subject) -> io::Result<()> {
         let mut response = Response::after_request(file, 0);
         let result = match (subject, self.list_writers[subject as usize].get()) {
             (Subject::Figures, _) => self.write_figures(&mut response),
@@ -76,6 +78,7 @@ impl StatsResponder {
         response.write_head(number, subject, result)
     }
 
+    /// Measures the figures and writes their record.
     fn write_figures(&self, response: &mut Response) -> io::Result<()> {
         if let Some(measured) = self.measured.get() {
             measured.measure();
@@ -94,7 +97,7 @@ impl Answer for StatsResponder {
             match subject {
                 Subject::Command => self.control.accept(path.as_c_str(), number),
                 Subject::Ranges | Subject::Caches | Subject::Slabs | Subject::Figures => {
-                    if let Ok(file) = Blank::open(path.as_c_str()) {
+                    if let Ok(file) = AnswerFile::open(path.as_c_str()) {
                         let _ = self.write_list(&file, number, subject);
                     }
                 }
@@ -107,15 +110,18 @@ impl Answer for StatsResponder {
 ///
 /// Example: [`ListWriter`].
 pub struct Response<'file> {
-    file: &'file Blank,
+    file: &'file AnswerFile,
+    /// Offset of the head in the file.
     from: u64,
+    /// Number of records written so far.
     records: u64,
+    /// Number of records that were not written, because the list has more than [`MOST_RECORDS`].
     left_out: u64,
 }
 
 impl<'file> Response<'file> {
     /// Starts an answer that follows a request of `len` bytes in the same file.
-    pub(super) fn after_request(file: &'file Blank, len: usize) -> Self {
+    pub(super) fn after_request(file: &'file AnswerFile, len: usize) -> Self {
         Self { file, from: len as u64, records: 0, left_out: 0 }
     }
 

@@ -1,5 +1,4 @@
-//! The requester's side: sends a request to another process and reads the answer. The answer is untrusted, so it is
-//! checked completely.
+//! Sends a request to another process and reads the answer. The answer is untrusted, so all of it is checked.
 
 use super::figures::CounterValues;
 use super::{ControlCommand, Head, MOST_RECORDS, Outcome, Record, u32_at};
@@ -15,15 +14,16 @@ use std::marker::PhantomData;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::{Duration, Instant};
 
-/// Longest time to wait for an answer.
+/// Maximum time to wait for an answer.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
+/// Pause between two checks for an answer.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// A request whose number was used before is repeated after this time.
 const REPEAT_AFTER: Duration = Duration::from_millis(100);
 
-/// Most concurrent requests to a process, by commands that are waiting now or were killed while they waited.
+/// Maximum number of open requests to a process, including those of commands that were killed while they waited.
 const MAX_REQUESTS: u32 = 64;
 
 /// Why a request has no result.
@@ -43,7 +43,7 @@ pub enum Unanswered {
     Failed(io::Error),
     /// The answer is malformed.
     Damaged,
-    /// The process has accepted the command but not finished it in time. The process continues with the command.
+    /// The process has accepted the command but has not finished it in time. It continues to run the command.
     InProgress,
 }
 
@@ -105,8 +105,8 @@ pub fn ask_all_for<R: Record>(
     wait(asked, should_stop)
 }
 
-/// As [`ask_all_for`], but requests the statistics, which each process measures first. `known` is what the process
-/// published before.
+/// As [`ask_all_for`], but requests the figures, which each process measures first. Each target has the path of the
+/// process's figures file and the figures that the process published before.
 pub fn ask_for_figures(
     targets: &[(&Path, &Snapshot)],
     should_stop: impl Fn() -> bool,
@@ -140,6 +140,7 @@ pub fn command(
 /// The records of a list, and the number of records that were left out.
 pub type Records<R> = (Vec<R>, u64);
 
+/// Sends one request, with a command or without, and waits for the answer.
 fn ask_with<R: Record>(
     figures: &Path,
     identity: Identity,
@@ -150,6 +151,7 @@ fn ask_with<R: Record>(
     wait(vec![asked], should_stop).remove(0)
 }
 
+/// A request that waits for its answer, or its result.
 enum RequestState<'a, R> {
     Waiting(Box<PendingRequest<'a, R>>),
     Done(Result<Records<R>, Unanswered>),
@@ -202,9 +204,9 @@ struct PendingRequest<'a, R> {
     identity: Identity,
     command: Option<ControlCommand>,
     request: Request,
-    /// Deadlines of the answer, and of this request. At the second deadline, a process that may not have seen this
-    /// request gets another one.
+    /// Time at which the wait for the answer ends.
     deadline: Instant,
+    /// Time at which the request is sent again, if the process may not have seen it.
     repeat_deadline: Instant,
     records: PhantomData<R>,
 }
@@ -220,7 +222,7 @@ impl<'a, R: Record> PendingRequest<'a, R> {
         let is_new = stats::with_page_of_process(figures.as_c_str(), |page| page.ask(request.number))
             .map_err(Unanswered::Refused)?;
         wake_in_tree(figures, identity);
-        // If the number was used before, the helper may have searched for the file before it existed.
+        // If the number was used before, the helper may have searched for the request's file before the file existed.
         let repeat_deadline = if is_new { deadline } else { deadline.min(Instant::now() + REPEAT_AFTER) };
         Ok(Self { figures, identity, command, request, deadline, repeat_deadline, records: PhantomData })
     }

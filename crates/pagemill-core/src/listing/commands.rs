@@ -18,6 +18,7 @@
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
 
+/// First word of a command.
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 
 /// An action on a slab cache.
@@ -99,6 +100,7 @@ impl ControlCommand {
         }
     }
 
+    /// The command in the format of the module documentation, with the request id `number`.
     pub(super) fn to_bytes(self, number: u32) -> [u8; Self::LEN] {
         let (action, percent) = match self {
             Self::Slab { action: Action::Shrink, .. } => (1, 0),
@@ -115,7 +117,7 @@ impl ControlCommand {
         bytes
     }
 
-    /// Returns `None` if the command is invalid, was accepted before, or has another request number.
+    /// Reads a command. Returns `None` if it is invalid, was accepted before, or has another request id than `number`.
     pub(super) fn from_bytes(bytes: &[u8; Self::LEN], number: u32) -> Option<Self> {
         let (percent, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
         let slab = |action| Self::Slab { action, cache: of };
@@ -133,6 +135,7 @@ impl ControlCommand {
 }
 
 impl Outcome {
+    /// The outcome of a command that had no effect, with the reason `errno`.
     pub(super) fn failed(command: ControlCommand, errno: i32) -> Self {
         Self { of: command.target(), shrunk: ShrinkReport::default(), errno }
     }
@@ -171,8 +174,8 @@ impl Record for Outcome {
 mod tests {
     use super::*;
 
-    /// A command is read as it was written, with its own request number only. A command that is invalid, or was
-    /// accepted before, is rejected.
+    /// A command must be read as it was written, with its own request id only. A command that is invalid, or was
+    /// accepted before, must be rejected.
     #[test]
     fn commands_are_read_as_written() {
         let actions = [Some(Action::Shrink), Some(Action::SetUsedRatio(100)), Some(Action::SetRemoteRatio(7)), None];
@@ -194,6 +197,7 @@ mod tests {
         }
     }
 
+    /// An outcome must be read as it was written.
     #[test]
     fn outcomes_are_read_as_written() {
         let shrunk = ShrinkReport {

@@ -1,6 +1,6 @@
-//! The control endpoint: executes commands from other processes. The helper thread changes settings at once. Commands
-//! that take long run in a thread of their own, because the helper has other work and must not wait for callbacks of
-//! the program. That thread ends when no command is left.
+//! The control endpoint: executes commands from other processes. The helper thread executes a change of settings at
+//! once. Commands that take long run in a separate thread, because the helper has other work and must not wait for
+//! callbacks of the program. That thread ends when no command is left.
 //!
 //! The helper opens all files. It has a descriptor table of its own, which the thread shares, since the helper starts
 //! the thread. So the thread must not run code of the program, which would not find the program's descriptors. The
@@ -14,13 +14,13 @@ use crate::error::Result;
 use crate::published::Subject;
 use crate::reclaim::{Account, Reason, Urgency};
 use crate::sync::Guarded;
-use pagemill_sys::file::Blank;
+use pagemill_sys::file::AnswerFile;
 use pagemill_sys::thread;
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
-/// Most commands that may wait in the queue.
+/// Maximum number of commands in the queue.
 const MAX_WAITING: usize = 8;
 
 /// Bytes requested from the shrinkers per step.
@@ -32,11 +32,12 @@ const ECANCELED: i32 = 125;
 
 /// A command that is marked as accepted in its file.
 struct PendingCommand {
-    file: Blank,
+    file: AnswerFile,
     number: u32,
     command: ControlCommand,
 }
 
+/// The commands that the separate thread has to execute.
 struct CommandQueue {
     /// Oldest command first.
     waiting: [Option<PendingCommand>; MAX_WAITING],
@@ -69,52 +70,56 @@ impl ControlEndpoint {
     pub fn accept(&'static self, path: &CStr, number: u32) {
         let mut bytes = [0; ControlCommand::LEN];
         // A failure is not reported: the requester has ended, or must not access this process.
-        let Ok(file) = Blank::open_with(path, &mut bytes) else { return };
+        let Ok(file) = AnswerFile::open_with(path, &mut bytes) else { return };
         let Some(command) = ControlCommand::from_bytes(&bytes, number) else { return };
-        let job = PendingCommand { file, number, command };
+        let pending = PendingCommand { file, number, command };
         match command {
             ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => {
-                self.execute(&job)
+                self.execute(&pending)
             }
-            ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.enqueue(job),
+            ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.enqueue(pending),
         }
     }
 
     /// Queues a command for the thread, which it starts if needed.
-    fn enqueue(&'static self, job: PendingCommand) {
-        // Marked before it is queued: the requester must not find it finished but not accepted.
-        let _ = job.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
+    fn enqueue(&'static self, pending: PendingCommand) {
+        // The command is marked before it is queued, because the requester must not find it finished but not accepted.
+        let _ = pending.file.write_at(&1_u32.to_le_bytes(), ControlCommand::ACCEPTED_AT as u64);
         let (refused, is_idle) = self.queue.with(|queue| {
-            let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else { return (Some(job), false) };
-            *place = Some(job);
+            let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else {
+                return (Some(pending), false);
+            };
+            *place = Some(pending);
             (None, !std::mem::replace(&mut queue.is_working, true))
         });
-        if let Some(job) = refused {
-            write_answer(&job, Outcome::failed(job.command, EAGAIN));
+        if let Some(pending) = refused {
+            write_answer(&pending, Outcome::failed(pending.command, EAGAIN));
         }
         if is_idle && thread::spawn(c"pagemill-orders", self).is_err() {
-            while let Some(job) = self.dequeue() {
-                write_answer(&job, Outcome::failed(job.command, EAGAIN));
+            while let Some(pending) = self.dequeue() {
+                write_answer(&pending, Outcome::failed(pending.command, EAGAIN));
             }
         }
     }
 
-    /// Takes the oldest command from the queue. Without a command the thread ends.
+    /// Removes the oldest command from the queue. Returns `None` if the queue is empty; then the thread ends.
     fn dequeue(&self) -> Option<PendingCommand> {
         self.queue.with(|queue| {
-            let job = queue.waiting[0].take();
+            let pending = queue.waiting[0].take();
             queue.waiting.rotate_left(1);
-            queue.is_working = job.is_some();
-            job
+            queue.is_working = pending.is_some();
+            pending
         })
     }
 
-    fn execute(&self, job: &PendingCommand) {
+    /// Executes a command and writes its outcome, also if the program's code panics.
+    fn execute(&self, pending: &PendingCommand) {
         // Dropping the last reference to a cache runs code of the program, which may panic.
-        let done = catch_unwind(AssertUnwindSafe(|| self.run_command(job.command)));
-        write_answer(job, done.unwrap_or_else(|_| Outcome::failed(job.command, ECANCELED)));
+        let done = catch_unwind(AssertUnwindSafe(|| self.run_command(pending.command)));
+        write_answer(pending, done.unwrap_or_else(|_| Outcome::failed(pending.command, ECANCELED)));
     }
 
+    /// Executes a command. Returns its outcome.
     fn run_command(&self, command: ControlCommand) -> Outcome {
         let (action, id) = match command {
             ControlCommand::Slab { action, cache } => (action, cache),
@@ -140,7 +145,7 @@ impl ControlEndpoint {
                 let part = STEP_BYTES.min(want_bytes - freed);
                 let given = self.account.give_back(part, Context::Outside, urgency, Reason::Program);
                 freed = freed.saturating_add(given);
-                // What a busy program frees meanwhile is not waited for.
+                // Do not wait for memory that a busy program frees meanwhile.
                 if given < part {
                     break;
                 }
@@ -149,16 +154,18 @@ impl ControlEndpoint {
         freed
     }
 
+    /// Waits until no thread uses the queue, and acquires its lock before `fork`.
     pub fn acquire_for_fork(&self) {
         self.queue.acquire_when(|_| true);
     }
 
+    /// Releases the lock after `fork`, in the parent and in the child.
     pub fn release_after_fork(&self) {
         self.queue.release();
     }
 
-    /// Called in a fork child. The child has neither the thread nor the thread's open files; in the child, the
-    /// descriptor numbers of these files may belong to other files.
+    /// Empties the queue in a fork child. The child has neither the thread nor the thread's open files. The descriptor
+    /// numbers of these files may belong to other files in the child, so the files are not closed.
     pub fn begin_child(&self) {
         self.queue.with(|queue| {
             queue.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
@@ -169,14 +176,15 @@ impl ControlEndpoint {
 
 impl thread::Work for ControlEndpoint {
     fn work(&'static self) {
-        while let Some(job) = self.dequeue() {
-            self.execute(&job);
+        while let Some(pending) = self.dequeue() {
+            self.execute(&pending);
         }
     }
 }
 
-fn write_answer(job: &PendingCommand, outcome: Outcome) {
-    let mut response = Response::after_request(&job.file, ControlCommand::LEN);
+/// Writes the outcome of a command into its file.
+fn write_answer(pending: &PendingCommand, outcome: Outcome) {
+    let mut response = Response::after_request(&pending.file, ControlCommand::LEN);
     let result = response.write_record(&outcome.to_record());
-    let _ = response.write_head(job.number, Subject::Command, result);
+    let _ = response.write_head(pending.number, Subject::Command, result);
 }

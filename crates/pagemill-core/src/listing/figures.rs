@@ -31,7 +31,7 @@ impl Record for CounterValues {
 mod tests {
     use super::*;
 
-    /// A record is read as it was written.
+    /// A record must be read as it was written.
     #[test]
     fn records_are_read_as_written() {
         let values: [u64; CAPACITY] = std::array::from_fn(|at| (at as u64) << 40 | 7);

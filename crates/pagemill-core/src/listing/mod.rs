@@ -1,15 +1,15 @@
 //! Lists and commands between processes of the same user. On request a process lists its volatile ranges, the usage of
-//! its caches, and its slab caches; measures its statistics; shrinks a slab cache; or returns memory.
+//! its caches, or its slab caches. It can also measure its figures, shrink a slab cache, or return memory.
 //!
 //! A process must not read another process's memory, so each process writes its own lists:
 //!
 //! ```text
 //!   requester                                         the process
-//!   makes an empty file beside its figures
-//!   raises the number on the page of figures,
+//!   creates a file in the folder of its figures file
+//!   stores the request number on its page of figures,
 //!   wakes the helper                          ---->   the helper opens the file, after checks
-//!   waits for the head, 2 s at most           <----   writes one record per range, the head last
-//!   reads, checks everything, removes the file
+//!   waits for the head, 2 s at most           <----   writes the records, the head last
+//!   reads and checks the answer, removes the file
 //! ```
 //!
 //! All numbers are little-endian. The head has 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
@@ -19,7 +19,8 @@
 //!
 //! The file of a command ([`ControlCommand`]) contains the command from the start, and the answer follows it. Commands
 //! that may call code of the program are executed by a thread that runs only while there are commands (`control`). The
-//! requester waits as long as for a list. After that it learns that the process continues with the command.
+//! requester waits for as long as for a list. If the command takes longer, the requester reports that it is still in
+//! progress.
 //!
 //! Answering (`answer`) allocates no memory, and holds no lock while it writes. Requests ([`mod@ask`]) are made by the
 //! command-line tool.
@@ -38,7 +39,7 @@ use crate::error::Result;
 use crate::published::Subject;
 use std::io;
 
-/// Most records in a file: 8 MiB of ranges.
+/// Maximum number of records in a file. That many records of ranges have 8 MiB.
 pub const MOST_RECORDS: u64 = 1 << 18;
 
 /// The head of a list, before its records.
@@ -47,9 +48,11 @@ struct Head {
     number: u32,
     errno: u32,
     records: u64,
+    /// Number of records that are not in the file, because the list has more than [`MOST_RECORDS`].
     left_out: u64,
 }
 
+/// The first word of a list of this subject.
 const fn magic_of(subject: Subject) -> u64 {
     u64::from_le_bytes(match subject {
         Subject::Ranges => *b"pm-vrng1",
@@ -73,7 +76,7 @@ impl Head {
         bytes
     }
 
-    /// Returns `None` if this is not the head of such a list.
+    /// Parses a head. Returns `None` if it is not the head of a list of this subject.
     fn from_bytes(bytes: &[u8; Self::LEN], subject: Subject) -> Option<Self> {
         let head = Self {
             number: u32_at(bytes, 8),
@@ -85,7 +88,7 @@ impl Head {
     }
 }
 
-/// Measures statistics when another process requests them.
+/// Measures the figures when another process requests them.
 ///
 /// Example: [`ListWriter`].
 pub trait Measured: Sync {
@@ -144,7 +147,7 @@ pub trait ListWriter: Sync {
 ///
 /// Example: [`ControlCommand`].
 pub trait SlabCommands: Sync {
-    /// Returns `None` if there is no cache of this number.
+    /// Executes `action` on the cache with the number `cache`. Returns `None` if there is no such cache.
     fn execute(&self, cache: u64, action: Action) -> Option<Result<ShrinkReport>>;
 }
 
@@ -173,7 +176,7 @@ pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
 mod tests {
     use super::*;
 
-    /// A head is read as it was written. The magic of each subject is different.
+    /// A head must be read as it was written. Each subject must have a different magic.
     #[test]
     fn heads_are_read_as_written() {
         let head = Head { number: 3, errno: 28, records: 5, left_out: 6 };

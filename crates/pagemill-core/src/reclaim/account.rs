@@ -25,11 +25,12 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Shortest time between two measurements of overcommitted memory. Small amounts are measured at any time.
+/// Shortest time in nanoseconds between two measurements of overcommitted memory. Amounts up to the `QUICK_` constants
+/// are measured at any time.
 const RECONCILE_NS: u64 = 2_000_000;
 
-/// If the overcommitted memory exceeds the resident bytes divided by this, it is measured before the number of resident
-/// bytes is used.
+/// If the overcommitted bytes exceed the resident bytes divided by this number, they are measured before the room is
+/// reported.
 const OVERCOMMIT_DIVISOR: u64 = 8;
 
 /// Up to this much overcommitted memory is measured whenever the room is queried. That takes some 20 us.
@@ -38,15 +39,17 @@ const QUICK_RECONCILE_BYTES: u64 = 64 << 20;
 /// Up to this much overcommitted memory is measured whenever a limit is near. That takes some 0.4 ms.
 const QUICK_RECONCILE_AT_LIMIT_BYTES: u64 = 1 << 30;
 
-/// After a measurement, the next one waits for this many times its duration: measuring costs at most 2 %.
+/// The pause after a measurement is this many times the duration of the measurement. So measuring costs at most 2 % of
+/// the time.
 const RECONCILE_PAUSE_FACTOR: u64 = 50;
 
 /// Largest part of an overcommitted range that is expected to be touched at once.
 const MAX_TOUCHED_AT_ONCE_BYTES: u64 = 16 << 20;
 
-/// Amount of new memory after which free memory is returned to offset it, or the resident bytes divided by
-/// `OFFSET_STEP_DIVISOR` if that is more. Each step scans all free slots.
+/// Minimum number of bytes of new memory after which free memory is returned to offset it. Each such step scans all
+/// free slots.
 const OFFSET_STEP_BYTES: u64 = 1 << 20;
+/// Free memory is returned to offset new memory only after new memory of the resident bytes divided by this number.
 const OFFSET_STEP_DIVISOR: u64 = 128;
 
 /// Free memory that was not reused for this long is cold. A page fault that brings it in again costs a hundredth of
@@ -81,19 +84,23 @@ const MAX_FREE_DIVISOR: u64 = 3;
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct Account {
+    /// Bytes charged to this process.
     resident: AtomicU64,
     /// Overcommitted bytes that no measurement has found to be touched yet.
     untouched: AtomicU64,
+    /// The limit of this process in bytes, apart from the limit of its tree; [`UNLIMITED`] for none.
     own_limit: AtomicU64,
+    /// The process tree to which this process belongs, if any, and its slot on the tree's page.
     membership: Membership,
     pub(super) owners: Owners,
     /// Earliest time of the next measurement of overcommitted memory.
     reconcile_after_ns: AtomicU64,
     /// The room below the limits of control groups and of the machine.
     pub headroom: Headroom,
-    /// Until this time this process does not reclaim for control groups or the machine again, because the last attempt
-    /// freed nothing. `reclaim_pause_ns` is the length of that pause.
+    /// Until this time, this process does not reclaim for control groups or the machine again, because the last attempt
+    /// freed nothing.
     pub(super) reclaim_paused_until_ns: AtomicU64,
+    /// Length of the pause that ends at `reclaim_paused_until_ns`.
     pub(super) reclaim_pause_ns: AtomicU64,
     /// Until this time, this process reclaims its own memory before it sends requests to siblings, because requests
     /// that were sent first freed too little.
@@ -104,6 +111,7 @@ pub struct Account {
     not_offset_bytes: AtomicU64,
     /// Earliest time of the next search for cold memory, after a search that found too little.
     next_offset_ns: AtomicU64,
+    /// A nested charge has exceeded the limit since the last [`Account::pay_debt`].
     has_debt: AtomicBool,
     /// The last reclaim outside of the small allocator freed too little, so nested charges over the limit are refused.
     is_exhausted: AtomicBool,
@@ -111,6 +119,7 @@ pub struct Account {
     on_debt: OnceLock<fn()>,
     /// Called before the first charge of this process. The function must not allocate or lock.
     on_first_charge: OnceLock<fn()>,
+    /// `on_first_charge` has run in this process.
     has_charged: AtomicBool,
 }
 
@@ -192,7 +201,8 @@ impl Account {
         }
     }
 
-    /// Called in a fork child: the charge starts at zero, in a slot of its own.
+    /// Resets the account in a fork child: the charge starts at zero, and the child gets its own slot on the tree's
+    /// page.
     pub fn forked(&self, identity: Identity) {
         self.resident.store(0, Relaxed);
         self.untouched.store(0, Relaxed);
@@ -207,6 +217,7 @@ impl Account {
         self.publish();
     }
 
+    /// The slot of this process on the page of its tree; `None` if it has none.
     pub fn place(&self) -> Option<MemberSlot> {
         self.membership.place()
     }
@@ -267,6 +278,7 @@ impl Account {
         }
     }
 
+    /// Publishes `resident` and the giveable bytes, and wakes the helper if there is something to give back.
     fn publish_charge(&self, resident: u64) {
         let untouched = self.untouched.load(Relaxed);
         stats::set(Counter::Resident, resident);
@@ -440,8 +452,8 @@ impl Account {
             }
             self.give_back(excess, context, urgency, Reason::Limit);
         }
-        // The siblings are asked twice: a member that accepted a share of the first request may have had less than
-        // that.
+        // The request to the siblings is repeated once, because a sibling that accepted a part of the first request may
+        // have had less memory than that part.
         for _ in 0..2 {
             self.ask_siblings(bytes, u64::MAX);
         }
@@ -470,6 +482,7 @@ impl Account {
         given
     }
 
+    /// The error of a refused charge of `bytes`, with the current usage and limit.
     fn no_memory_error(&self, bytes: u64) -> Error {
         let used_bytes = self.totals().resident;
         trace::event(Event::Refused, bytes, used_bytes);
@@ -516,6 +529,7 @@ impl Account {
         }
     }
 
+    /// Adds to the charge without a check of the limit.
     fn charge(&self, bytes: u64) {
         self.note_use();
         self.resident.fetch_add(bytes, Relaxed);
@@ -541,8 +555,8 @@ impl Account {
 }
 
 impl Account {
-    /// Records the peak of a process that ends and allocated from the C library only: on the page of the tree if the
-    /// process never charged memory, else in its statistics.
+    /// Records the peak of a process that ends and that allocated from the C library only. A process that never charged
+    /// memory records its peak on the tree's page, any other process in its own statistics.
     pub fn note_small(&self, peak_bytes: u64) {
         if self.has_charged.load(Relaxed) {
             stats::raise(Counter::ResidentPeak, peak_bytes);
@@ -562,7 +576,8 @@ impl Budget for Account {
                 return Err(self.no_memory_error(bytes));
             }
         } else if limit != UNLIMITED {
-            // Overcommitted memory may have become resident meanwhile. It is measured if it could exceed the limit.
+            // Overcommitted memory may have become resident meanwhile. It is measured if its bytes could exceed the
+            // limit.
             let totals = self.totals();
             self.is_exhausted.store(false, Relaxed);
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
@@ -591,8 +606,8 @@ impl Budget for Account {
             let totals = self.totals();
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
                 self.reconcile_if_due(QUICK_RECONCILE_AT_LIMIT_BYTES);
-                // The program touches overcommitted memory without another charge. So free memory is returned now, as
-                // far as there is any.
+                // The program later touches overcommitted memory without another charge. So free memory, if there is
+                // any, is returned now.
                 if self.bytes_over_limit(bytes) > 0 {
                     self.give_back(self.bytes_over_limit(bytes).min(bytes), context, Urgency::Request, Reason::Limit);
                 }
@@ -685,8 +700,8 @@ mod tests {
         (account, stock)
     }
 
-    /// A charge over the limit frees exactly the missing bytes. A charge of more than the shrinker has fails and
-    /// charges nothing.
+    /// A charge over the limit must free exactly the missing bytes. A charge of more bytes than the shrinker has must
+    /// fail and charge nothing.
     #[test]
     fn a_charge_over_the_limit_reclaims_the_missing_bytes() {
         let (account, stock) = account(100, 60, true);
@@ -697,8 +712,8 @@ mod tests {
         assert_eq!(account.resident(), 100 - stock.stock_bytes.swap(0, Relaxed) - 30, "nothing charged by a refusal");
     }
 
-    /// A nested charge may exceed the limit, and `pay_debt` reclaims the excess. Once the shrinker has nothing left,
-    /// nested charges are refused.
+    /// A nested charge may exceed the limit, and `pay_debt` must reclaim the excess. Once the shrinker has nothing
+    /// left, nested charges must be refused.
     #[test]
     fn nested_charges_exceed_the_limit_until_nothing_is_left_to_reclaim() {
         let (account, stock) = account(100, 90, false);
@@ -713,7 +728,7 @@ mod tests {
         assert!(account.admit(1, Context::Nested).is_err(), "the shrinker has nothing left");
     }
 
-    /// Far more than the limit can be overcommitted, until resident bytes have reached the limit.
+    /// Overcommitting far more bytes than the limit must succeed until the resident bytes reach the limit.
     #[test]
     fn overcommitting_is_refused_only_at_the_limit() {
         let (account, _) = account(100, 0, true);

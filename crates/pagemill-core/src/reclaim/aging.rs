@@ -9,9 +9,9 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// An age is divided into this many parts of equal length. The minimum is stored for each of them and for the current
-/// part.
+/// An age is divided into this many parts of equal length.
 const PARTS: u64 = 4;
+/// Number of parts whose minimum is stored: those of one age and the current part.
 const STORED_PARTS: usize = PARTS as usize + 1;
 
 /// The minimum of an amount over an age. One thread updates it; others may read it.
@@ -28,7 +28,9 @@ const STORED_PARTS: usize = PARTS as usize + 1;
 /// ```
 #[derive(Default)]
 pub struct LeastOver {
+    /// The minimum for ages below [`LONG_FROM`].
     short: SingleAgeMinimum,
+    /// The minimum for ages from [`LONG_FROM`] on.
     long: SingleAgeMinimum,
 }
 
@@ -80,7 +82,7 @@ struct SingleAgeMinimum {
     least: [AtomicU64; STORED_PARTS],
     /// Number of the current part plus one; 0 before the first record.
     current_part: AtomicU64,
-    /// Consecutive parts with records, up to and including the current one.
+    /// Number of consecutive parts with records, up to and including the current one.
     parts_seen: AtomicU64,
     /// Length of a part at the last record.
     part_ns: AtomicU64,
@@ -123,6 +125,7 @@ impl SingleAgeMinimum {
         self.parts_seen.store(0, Relaxed);
     }
 
+    /// The stored minimum of the part with this number.
     fn minimum_of(&self, part: u64) -> &AtomicU64 {
         &self.least[(part % STORED_PARTS as u64) as usize]
     }
@@ -136,7 +139,7 @@ mod tests {
     const AGE: Duration = Duration::from_secs(4);
     const SECOND: u64 = 1_000_000_000;
 
-    /// The result is 0 before an age of records has passed, then the minimum of the last age.
+    /// The result must be 0 until the records cover an age, and then the minimum over the last age.
     #[test]
     fn the_result_is_the_minimum_over_the_age() {
         let least = LeastOver::default();
@@ -152,7 +155,8 @@ mod tests {
         assert_eq!(least.least(35, 14 * SECOND, AGE), 0);
     }
 
-    /// Records for a short age do not count for a long one. A pause in the records of the short age discards them.
+    /// Records for a short age must not count for a long one. A pause in the records of the short age must discard
+    /// them.
     #[test]
     fn records_of_two_ages_are_independent() {
         const MS: u64 = 1_000_000;
@@ -168,7 +172,7 @@ mod tests {
     }
 
     proptest! {
-        /// The result never exceeds any amount that was recorded within the age.
+        /// The result must never exceed an amount that was recorded within the age.
         #[test]
         fn the_result_never_exceeds_a_recorded_amount(records in prop::collection::vec((0u64..3000, 0u64..100), 1..80)) {
             let least = LeastOver::default();

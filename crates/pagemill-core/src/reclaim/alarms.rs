@@ -12,7 +12,7 @@ use pagemill_sys::events::{Events, Sign, Source};
 use pagemill_sys::file::Path;
 use std::io;
 
-/// Most control groups with a limit that get alarms, innermost first.
+/// Maximum number of control groups that get alarms: the innermost ones that have a limit.
 pub const MAX_GROUPS: usize = 4;
 
 /// Two alarms for each group, plus one for stalls of the group and one for stalls of the machine.
@@ -21,7 +21,8 @@ const MAX_ALARMS: usize = 2 * MAX_GROUPS + 2;
 /// Tasks that wait for memory for this long within two seconds raise a stall event.
 const STALL_US: u32 = 150_000;
 
-/// After a refused alarm, setting alarms is retried after this time: descriptors may have run out.
+/// Time in nanoseconds after which refused alarms are set again. A refusal may be temporary, for example if descriptors
+/// have run out.
 const RETRY_NS: u64 = 60_000_000_000;
 
 /// The limits and files for which alarms are to be set.
@@ -66,10 +67,13 @@ pub struct Alarms {
     set_for: Option<u32>,
     /// Time at which a refused alarm is tried again; `None` if none was refused.
     retry_ns: Option<u64>,
+    /// The events that wake the helper with these alarms.
     pub covered: Covered,
 }
 
 impl Alarms {
+    /// Creates an empty set of alarms.
+    ///
     /// # Errors
     ///
     /// The error of creating the kernel's event set.
@@ -171,7 +175,7 @@ mod tests {
         Plan { state, version: Some(version), groups, is_complete: true, stalls: [const { None }; 2] }
     }
 
-    /// An alarm that the kernel refuses is counted, covers nothing, and is retried after a minute.
+    /// An alarm that the kernel refuses must be counted, cover nothing, and be retried after a minute.
     #[test]
     fn a_refused_alarm_is_counted_and_retried() {
         let mut alarms = Alarms::new().unwrap();
@@ -187,8 +191,8 @@ mod tests {
         assert_eq!((alarms.covered, alarms.set_for()), (Covered::default(), Some(2)));
     }
 
-    /// Alarms of this process's own group, if it can be written, cover the events of its cgroup version. A plan that
-    /// lacks a group covers no limits.
+    /// Alarms of this process's own group, if its files can be written, must cover the events of its cgroup version. A
+    /// plan that lacks a group must cover no limits.
     #[test]
     fn alarms_of_a_real_group_are_set() {
         let groups = match pagemill_sys::cgroup::Hierarchy::find("") {

@@ -5,10 +5,10 @@
 //! other processes could use that room up. When usage is inside the margin below a limit, it gives memory back. *Age*
 //! returns memory that was not reused for the age of [`Return`], in bounded steps, whether the process is busy or idle.
 //!
-//! The helper sleeps without a timeout while no owner has, or may have, anything to give back. An owner that cannot
-//! report that ([`super::Shrinker::may_have_more`]) keeps both tasks and the alarms running, because a `free` in the
-//! small allocator wakes nothing. A process that used no CPU since the last step has freed nothing, so the pauses
-//! between its steps grow.
+//! The helper sleeps without a timeout while no shrinker has, or may have, anything to give back. A `free` in the small
+//! allocator does not wake the helper. So a shrinker that may have more than it reports
+//! ([`super::Shrinker::may_have_more`]) keeps both tasks and the alarms running. A process that used no CPU since the
+//! last step has freed nothing, so the pauses between its steps grow.
 
 use super::limits::{Bound, FASTEST_BYTES_PER_NS, NEAR_DIVISOR, Room};
 use super::{Account, Reason, Return, Urgency, Which};
@@ -19,58 +19,64 @@ use std::time::Duration;
 /// Giveable memory below this amount is not worth a wake-up of the helper.
 pub const WORTHWHILE_BYTES: u64 = 1 << 20;
 
-/// Number of searches for aged memory per age of [`Return`]. More searches would cost CPU; fewer would return memory
-/// later.
+/// Number of searches for aged memory within the age that [`Return`] sets. More searches would cost CPU. Fewer searches
+/// would return memory later.
 const SEARCHES_PER_AGE: u32 = 10;
 
 /// The shortest pause between two searches for aged memory.
 const SHORTEST_SEARCH_PAUSE: Duration = Duration::from_millis(100);
 
-/// Most bytes of aged memory that one step returns, and the pause after such a step: at most 800 MiB a second.
+/// Maximum number of bytes of aged memory that one step returns.
 const AGED_STEP_BYTES: u64 = 16 << 20;
+/// Pause after a step that returned [`AGED_STEP_BYTES`]. It limits the rate to 800 MiB a second.
 const AGED_PAUSE: Duration = Duration::from_millis(20);
 
-/// Bounds of the pause between two samples of the room: the shortest, the shortest while no limit is near, and the
-/// longest.
+/// Shortest pause between two samples of the room.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
+/// Shortest pause between two samples of the room while no limit is near.
 const SHORTEST_FAR_PAUSE: Duration = Duration::from_millis(5);
+/// Longest pause between two samples of the room.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Longest pause where the kernel reports that a group gets near its limit. Limits may change.
+/// Longest pause between two samples of the room if the kernel reports that a group gets near its limit. Samples are
+/// needed nevertheless, because limits may change.
 const LONGEST_PAUSE_WITH_EVENTS: Duration = Duration::from_secs(1);
 
-/// Near a limit, while no process uses up the room, the pause doubles up to this, as far as the room allows. The room
-/// is assumed to last this factor longer than at the fastest rate.
+/// Near a limit, the pause doubles up to this value while other processes use up no room. A small room shortens it.
 const LONGEST_CALM_PAUSE: Duration = Duration::from_millis(64);
+/// While other processes use up no room, the room is assumed to last this factor longer than at the fastest rate of
+/// use.
 const CALM_PAUSE_FACTOR: u64 = 4;
 
-/// Usage by other processes is extrapolated for this long, up to the limit divided by `EXTRAPOLATED_DIVISOR`.
+/// The time for which the usage by other processes is extrapolated.
 const EXTRAPOLATED_TIME: Duration = Duration::from_millis(20);
+/// The extrapolated usage counts only up to the limit divided by this number.
 const EXTRAPOLATED_DIVISOR: u64 = 16;
 
-/// Other processes *rush* if their extrapolated usage exceeds this. Other processes are *calm* if the room shrank by at
-/// most `MAX_CALM_LOSS_BYTES`.
+/// Other processes *rush* if their extrapolated usage exceeds this number of bytes.
 const RUSH_BYTES: u64 = 4 << 20;
+/// Other processes are *calm* if the room shrank by at most this number of bytes since the last sample.
 const MAX_CALM_LOSS_BYTES: i64 = 1 << 20;
 
-/// A process that used no more CPU than this counts as idle.
+/// A process that used no more CPU time than this since it was last busy counts as idle.
 const BUSY_CPU_NS: u64 = 50_000;
 
-/// The longest pause of an idle process that has nothing to give back: with a threshold event that would wake the
-/// helper, and without such an event.
+/// The longest pause of an idle process that has nothing to give back, if a threshold event would wake the helper.
 const LONGEST_IDLE_PAUSE: Duration = Duration::from_secs(640);
+/// The longest pause of an idle process that has nothing to give back, if no threshold event would wake the helper.
 const LONGEST_IDLE_PAUSE_WITHOUT_EVENTS: Duration = Duration::from_secs(5);
 
-/// The machine's room lasts this factor longer than a group's of the same size: other processes have to touch the
-/// memory first.
+/// The room of the machine is assumed to last this factor longer than a group's room of the same size.
 const MACHINE_PAUSE_FACTOR: u64 = 4;
 
-/// Bytes given back, coldest first, when a thread stalls on memory and a limit is near: this amount, or the giveable
-/// bytes divided by `STALL_DIVISOR` if that is more.
+/// Minimum number of bytes to give back, coldest first, when a thread stalls on memory and a limit is near.
 const STALL_BYTES: u64 = 64 << 20;
+/// When a thread stalls on memory and a limit is near, at least the giveable bytes divided by this number are given
+/// back.
 const STALL_DIVISOR: u64 = 8;
 
-/// Near a limit (less than `1/NEAR_DIVISOR` of it is left), each step offers up to this much cold memory to the kernel.
+/// Near a limit (less than `1/NEAR_DIVISOR` of it is left), each step offers up to this many bytes of free memory to
+/// the kernel.
 const OFFER_BYTES: u64 = 32 << 20;
 
 /// The governor's source of time. Tests supply their own.
@@ -104,8 +110,9 @@ impl Clock for SystemClock {
 /// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
+    /// After this pause.
     After(Duration),
-    /// There is nothing to give back: the helper sleeps until an owner has something.
+    /// There is nothing to give back: the helper sleeps until a shrinker has giveable memory.
     WhenGiveable,
     /// There is something to give back, but neither a limit nor an age: the helper sleeps until it gets a request.
     WhenAsked,
@@ -164,7 +171,8 @@ pub struct Governor<C> {
 struct RoomSample {
     now_ns: u64,
     room_bytes: i64,
-    /// Resident bytes of this process and its siblings. Their own charges reclaim for their growth.
+    /// Resident bytes of this process and its siblings. Their growth is not extrapolated, because their own charges
+    /// reclaim for it.
     own_bytes: u64,
     /// Bytes that this process could have given back.
     giveable: u64,
@@ -288,8 +296,8 @@ impl<C: Clock> Governor<C> {
         Some(self.futile_pause)
     }
 
-    /// Returns the pause until the next sample: the time in which other processes could use up the room. It is longer
-    /// while they use none.
+    /// Returns the pause until the next sample: the time in which other processes could use up the room. The pause is
+    /// longer while other processes use no room.
     fn pause_until_sample(&self, room: &Room) -> Option<Duration> {
         let factor = match room.bound {
             Bound::None => return None,
@@ -324,8 +332,8 @@ impl<C: Clock> Governor<C> {
             self.idle_pause = SHORTEST_SEARCH_PAUSE;
             self.random_pause(period)
         } else {
-            // Memory ages without CPU use. Once all of it is old, the remaining free memory lies in ranges that cannot
-            // be given back.
+            // Free memory grows older while the process uses no CPU. If a search then frees nothing, the remaining free
+            // memory lies in ranges that cannot be given back.
             self.idle_pause = (self.idle_pause + self.idle_pause / SEARCHES_PER_AGE).min(LONGEST_IDLE_PAUSE);
             self.random_pause(period).max(self.idle_pause)
         };
@@ -343,12 +351,13 @@ impl<C: Clock> Governor<C> {
     }
 }
 
+/// The time in which processes use up `bytes` at the fastest rate, times `factor`.
 fn time_until_used_up(bytes: i64, factor: u64) -> Duration {
     Duration::from_nanos((bytes.max(0) as u64 / FASTEST_BYTES_PER_NS).saturating_mul(factor))
 }
 
-/// Near a limit, offers memory to the kernel. If threads stall on memory because of that same limit, also gives memory
-/// back; for stalls at another limit that would not help.
+/// Near a limit, offers memory to the kernel. If threads stall on memory because of this limit, also gives memory back.
+/// At other stalls it gives nothing back, because that would not end them.
 fn offer_near_limit(account: &Account, room: &Room, signs: Signs, which: Which) {
     if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {
         return;
@@ -455,7 +464,8 @@ mod tests {
     }
 
     impl FakeClock {
-        fn pass(&self, time: Duration, cpu: Duration) {
+        /// Advances both clocks.
+        fn advance(&self, time: Duration, cpu: Duration) {
             self.now_ns.fetch_add(time.as_nanos() as u64, Relaxed);
             self.cpu_ns.fetch_add(cpu.as_nanos() as u64, Relaxed);
         }
@@ -471,6 +481,7 @@ mod tests {
         }
     }
 
+    /// The pause of a step that sets one.
     #[track_caller]
     fn pause_of(next: Next) -> Duration {
         match next {
@@ -479,6 +490,7 @@ mod tests {
         }
     }
 
+    /// An account whose only shrinker has `stock` bytes. With `room`, the group is also its source of limits.
     fn fake_group(stock: u64, room: Option<i64>) -> (&'static FakeGroup, Account) {
         let fake: &'static FakeGroup = Box::leak(Box::default());
         fake.stock.store(stock, Relaxed);
@@ -493,7 +505,7 @@ mod tests {
 
     const AGE: Duration = Duration::from_secs(10);
 
-    /// The governor sets no timeout if there is nothing to give back, or if there is neither a limit nor an age.
+    /// The governor must set no timeout if there is nothing to give back, or if there is neither a limit nor an age.
     #[test]
     fn without_giveable_memory_or_limit_there_is_no_timeout() {
         let clock = FakeClock::default();
@@ -504,8 +516,8 @@ mod tests {
         assert_eq!(Governor::new(&clock).step(&alone, signs, Return::Keep), Next::WhenAsked);
     }
 
-    /// Aged memory is returned in steps with pauses, also while the process is busy. The rest stays, and is searched
-    /// about ten times per age.
+    /// Aged memory must be returned in steps with pauses, also while the process is busy. Younger memory must stay, and
+    /// must be searched about ten times per age.
     #[test]
     fn aged_memory_is_returned_in_steps() {
         let (fake, account) = fake_group(200 * MIB, None);
@@ -515,21 +527,21 @@ mod tests {
         let first = step(&account);
         assert_eq!(first, AGE / SEARCHES_PER_AGE);
         fake.aged.store(100 * MIB, Relaxed);
-        clock.pass(first, first);
+        clock.advance(first, first);
         for steps in 1..=6 {
             assert_eq!(step(&account), AGED_PAUSE);
             assert_eq!(fake.stock.load(Relaxed), 200 * MIB - steps * AGED_STEP_BYTES);
-            clock.pass(AGED_PAUSE, AGED_PAUSE);
+            clock.advance(AGED_PAUSE, AGED_PAUSE);
         }
         for _ in 0..20 {
             let pause = step(&account);
             assert!(pause >= AGE / SEARCHES_PER_AGE / 2 && pause <= AGE / SEARCHES_PER_AGE * 2, "{pause:?}");
-            clock.pass(pause, pause);
+            clock.advance(pause, pause);
         }
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
     }
 
-    /// The pauses grow while a process is idle and its memory cannot be given back. The pauses must become short again
+    /// The pauses must grow while a process is idle and its memory cannot be given back. They must become short again
     /// once the process uses CPU.
     #[test]
     fn pauses_grow_while_the_process_is_idle() {
@@ -538,7 +550,7 @@ mod tests {
         let mut governor = Governor::new(&clock);
         let mut pass = |cpu| {
             let pause = pause_of(governor.step(&account, Signs::default(), Return::After(AGE)));
-            clock.pass(pause, cpu);
+            clock.advance(pause, cpu);
             pause
         };
         let pauses: Vec<_> = (0..200).map(|_| pass(Duration::ZERO)).collect();
@@ -548,8 +560,8 @@ mod tests {
         assert!(pass(Duration::ZERO) <= AGE / SEARCHES_PER_AGE * 2);
     }
 
-    /// Limits are watched while an owner may have more than it reports. An idle process is measured once, then its
-    /// pauses grow.
+    /// Limits must be watched while a shrinker may have more than it reports. An idle process must be measured once;
+    /// then its pauses must grow.
     #[test]
     fn limits_are_watched_while_an_owner_may_have_more() {
         let (fake, account) = fake_group(0, Some(100 * MIB as i64));
@@ -560,9 +572,9 @@ mod tests {
             let pause = pause_of(governor.step(&account, signs, Return::Keep));
             (pause, governor.last_sample.is_some_and(|last| last.now_ns == (&clock).now_ns()))
         };
-        clock.pass(Duration::from_secs(1), Duration::from_secs(1));
+        clock.advance(Duration::from_secs(1), Duration::from_secs(1));
         assert!(step(Signs::default()).1, "watched");
-        clock.pass(Duration::from_secs(1), Duration::ZERO);
+        clock.advance(Duration::from_secs(1), Duration::ZERO);
         let steps: Vec<_> = (0..20).map(|_| step(Signs::default())).collect();
         assert_eq!(fake.measured.load(Relaxed), 1);
         assert!(steps[0].0 < steps[1].0 && steps[19] == (LONGEST_IDLE_PAUSE_WITHOUT_EVENTS, false), "{steps:?}");
@@ -572,7 +584,7 @@ mod tests {
         assert!(fake.stock.load(Relaxed) <= 70 * MIB, "the missing bytes and the extrapolated ones");
     }
 
-    /// Near the limit the pauses get shorter. Inside the margin the missing bytes are given back.
+    /// Near the limit the pauses must get shorter. Inside the margin the missing bytes must be given back.
     #[test]
     fn memory_is_given_back_inside_the_margin_of_a_group() {
         let (fake, account) = fake_group(100 * MIB, Some(200 * MIB as i64));
@@ -580,20 +592,20 @@ mod tests {
         let mut governor = Governor::new(&clock);
         let far = pause_of(governor.step(&account, Signs::default(), Return::Keep));
         let minute = Duration::from_secs(60);
-        clock.pass(minute, Duration::ZERO);
+        clock.advance(minute, Duration::ZERO);
         fake.room.store(20 * MIB as i64, Relaxed);
         let near = pause_of(governor.step(&account, Signs::default(), Return::Keep));
         assert!(near < far && near >= SHORTEST_PAUSE, "{near:?} {far:?}");
         assert_eq!(fake.stock.load(Relaxed), 100 * MIB, "nothing is given without need");
-        clock.pass(minute, Duration::ZERO);
+        clock.advance(minute, Duration::ZERO);
         fake.room.store(-(30 * MIB as i64), Relaxed);
         governor.step(&account, Signs::default(), Return::Keep);
         // Slightly more than the missing bytes is given back, because the usage is extrapolated at this rate.
         assert_eq!((fake.stock.load(Relaxed) / MIB, fake.room.load(Relaxed) / MIB as i64), (69, 0));
     }
 
-    /// Other processes use 40 MiB in 10 ms. Near the limit the extrapolated bytes are given back before the margin is
-    /// reached. Growth of this process itself does not count.
+    /// Other processes use 40 MiB in 10 ms. Near the limit the extrapolated bytes must be given back before the margin
+    /// is reached. Growth of this process itself must not count.
     #[test]
     fn memory_is_given_back_early_if_others_rush() {
         let (fake, account) = fake_group(100 * MIB, Some(60 * MIB as i64));
@@ -602,7 +614,7 @@ mod tests {
         governor.step(&account, Signs::default(), Return::Keep);
         let take = |mib: u64| {
             fake.room.fetch_sub((mib * MIB) as i64, Relaxed);
-            clock.pass(Duration::from_millis(10), Duration::ZERO);
+            clock.advance(Duration::from_millis(10), Duration::ZERO);
         };
         take(40);
         governor.step(&account, Signs::default(), Return::Keep);
@@ -619,7 +631,8 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 94 * MIB, "the process itself took them");
     }
 
-    /// A thread stalls on memory. Near the group's limit an eighth of the free memory is given back, far from it none.
+    /// A thread stalls on memory. An eighth of the free memory must be given back near the group's limit, and none far
+    /// from the limit.
     #[test]
     fn a_stall_gives_memory_back_near_the_limit() {
         let (fake, account) = fake_group(1000 * MIB, Some(200 * MIB as i64));
@@ -628,7 +641,7 @@ mod tests {
         let stalled = Signs { group_stalls: true, ..Signs::default() };
         governor.step(&account, stalled, Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, 0));
-        clock.pass(Duration::from_secs(60), Duration::ZERO);
+        clock.advance(Duration::from_secs(60), Duration::ZERO);
         fake.room.store(30 * MIB as i64, Relaxed);
         governor.step(&account, Signs::default(), Return::Keep);
         assert_eq!((fake.stock.load(Relaxed), fake.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));
@@ -638,7 +651,7 @@ mod tests {
         assert_eq!(fake.stock.load(Relaxed), 875 * MIB);
     }
 
-    /// With threshold events the pause far from a limit is a second instead of milliseconds.
+    /// With threshold events, the pause far from a limit must be a second instead of milliseconds.
     #[test]
     fn threshold_events_lengthen_the_pause() {
         let (fake, account) = fake_group(100 * MIB, Some(100 * MIB as i64));
@@ -651,7 +664,7 @@ mod tests {
         assert!(pause_of(governor.step(&account, Signs::default(), Return::Keep)) < LONGEST_PAUSE_WITH_EVENTS);
     }
 
-    /// Pauses grow while memory is short and nothing can be given back.
+    /// Pauses must grow while memory is short and nothing can be given back.
     #[test]
     fn pauses_grow_while_nothing_can_be_given_back() {
         let (fake, account) = fake_group(2 * MIB, Some(-(500 * MIB as i64)));
@@ -682,8 +695,8 @@ mod tests {
         assert!(pauses.windows(2).all(|pair| pair[0] <= pair[1]) && pauses[19] == LONGEST_PAUSE, "{pauses:?}");
     }
 
-    /// A charge near a group's limit makes the shrinkers give memory back. A charge that would exceed the limit itself
-    /// is refused.
+    /// A charge near a group's limit must make the shrinkers give memory back. A charge that would exceed the limit
+    /// itself must be refused.
     #[test]
     fn charges_stay_below_a_groups_limit() {
         let (fake, account) = fake_group(6 * MIB, Some(0));

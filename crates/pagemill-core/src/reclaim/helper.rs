@@ -33,10 +33,10 @@ const HELPER_BYTES: u64 = 16 << 20;
 /// threshold.
 const EVENT_PAUSE: Duration = Duration::from_millis(5);
 
-/// A helper that wakes this much later than planned is counted as late: it got no CPU.
+/// A helper that wakes this much later than planned is counted as late, because it got no CPU in time.
 const LATE_AFTER: Duration = Duration::from_millis(20);
 
-/// Maximum number of requests that are answered if several arrived together: the latest ones.
+/// Maximum number of requests that are answered at once. If more have arrived, only the latest ones are answered.
 const MAX_ANSWERED: u32 = 8;
 
 /// Answers requests of other processes, which have ascending numbers.
@@ -57,6 +57,7 @@ pub trait Answer: Sync {
 /// ```
 pub struct Helper {
     account: &'static Account,
+    /// The helper runs, or a thread has claimed the right to start it.
     is_started: AtomicBool,
     /// The helper sleeps without a timeout until there is something to give back.
     is_parked: AtomicBool,
@@ -89,11 +90,12 @@ impl Helper {
         self.wake(self.account);
     }
 
+    /// The policy that [`Helper::set_return`] has set.
     fn policy(&self) -> Return {
         Return::after_seconds(self.return_after_s.load(Relaxed)).unwrap_or(Return::Keep)
     }
 
-    /// Sets the object that answers other processes.
+    /// Sets the object that answers requests of other processes.
     pub fn set_answer(&self, answer: &'static dyn Answer) {
         let _ = self.answers.set(answer);
     }
@@ -176,7 +178,7 @@ impl Helper {
             place.listen(true);
         }
         loop {
-            // The statistics, with the word to sleep on, may have been published since.
+            // The word to sleep on is on the page of figures, which `publish` may have replaced since the last pass.
             let word: &AtomicU32 = place.as_ref().map_or_else(stats::wake_word, |place| place.wake_word());
             let seen = word.load(Acquire);
             answered = self.answer_others(answered);
@@ -188,7 +190,7 @@ impl Helper {
             }
             if next == Next::WhenGiveable {
                 self.is_parked.store(true, SeqCst);
-                // Memory that was freed since the step above woke nothing, so check again.
+                // Memory that was freed since the step above did not wake the helper, so check again.
                 if account.giveable() >= WORTHWHILE_BYTES || account.may_have_more() {
                     self.is_parked.store(false, Relaxed);
                     continue;
@@ -251,6 +253,7 @@ impl Helper {
     }
 }
 
+/// The age of a policy in whole seconds, at least 1; 0 for [`Return::Keep`].
 fn return_after_seconds(policy: Return) -> u64 {
     policy.age().map_or(0, |age| age.as_secs().max(1))
 }

@@ -27,29 +27,31 @@ use std::sync::Mutex;
 pub struct Kernel {
     /// Prefix of every path: empty, or in tests a folder with fake files.
     root: &'static str,
-    /// The lock is only tried: [`super::limits::Headroom`] allows one sample at a time.
+    /// The lock is only tried, because [`super::limits::Headroom`] takes one sample at a time.
     groups: Mutex<ControlGroups>,
 }
 
+/// The control groups of this process and their limits, as of the last refresh.
 struct ControlGroups {
     /// Version number of the fields below, incremented with every change.
     state: u32,
     groups: Option<Hierarchy>,
     /// Limit of each level, innermost first.
     limits: [Limit; MAX_LEVELS],
+    /// Time of the next refresh.
     next_refresh_ns: u64,
     /// The last search for groups failed because no descriptor or no memory was free.
     search_failed: bool,
 }
 
-/// Interval of searching for groups and reading their limits. A move to another group, or a new limit, is noticed
-/// within it.
+/// Interval, in nanoseconds, between two refreshes of the groups and their limits. A move to another group, or a new
+/// limit, is noticed within this time.
 const REFRESH_NS: u64 = 1_000_000_000;
 
 /// The interval if the process is in no control group.
 const REFRESH_WITHOUT_GROUPS_NS: u64 = 10_000_000_000;
 
-/// Stack for the search. A small thread may have less left when it calls malloc.
+/// Size of the stack for the search. A thread with a small stack may have less left when it calls malloc.
 const SEARCH_STACK_BYTES: usize = 64 << 10;
 
 impl Kernel {
@@ -187,8 +189,8 @@ mod tests {
         std::fs::write(path, text).unwrap();
     }
 
-    /// The ancestor with the least room counts. File pages that the kernel can reclaim are not counted as used. Values
-    /// that cannot be read are ignored.
+    /// The ancestor with the least room must count. File pages that the kernel can reclaim must not count as used.
+    /// Values that cannot be read must be ignored.
     #[test]
     fn the_limit_with_the_least_room_counts() {
         let folder = tempfile::tempdir().unwrap();

@@ -35,7 +35,7 @@ pub enum Bound {
 pub struct Kill {
     /// The limit; `u64::MAX` for none.
     pub limit_bytes: u64,
-    /// Usage of the group, without the file pages that the kernel could reclaim.
+    /// Usage of the group, without the memory that the kernel could reclaim.
     pub used_bytes: u64,
 }
 
@@ -53,6 +53,7 @@ impl Kill {
         self.room_above_reserve(self.reserve_bytes() / 2)
     }
 
+    /// Bytes between the usage and the reserve below the limit.
     fn room_above_reserve(&self, reserve_bytes: u64) -> u64 {
         match self.limit_bytes {
             u64::MAX => u64::MAX,
@@ -60,6 +61,7 @@ impl Kill {
         }
     }
 
+    /// Size of the reserve below the limit.
     fn reserve_bytes(&self) -> u64 {
         let most = self.limit_bytes / MAX_RESERVE_DIVISOR;
         (self.limit_bytes / RESERVE_DIVISOR).clamp(RESERVE_BYTES.start, RESERVE_BYTES.end).min(most)
@@ -92,6 +94,7 @@ pub struct Room {
 }
 
 impl Room {
+    /// The room without any limit.
     pub const ENDLESS: Self = Self {
         bound: Bound::None,
         bytes: i64::MAX,
@@ -151,25 +154,30 @@ pub(super) fn margin_bytes(limit: Limit) -> u64 {
     margin.min(limit.soft_bytes / 2)
 }
 
+/// Converts to a signed number; a larger number becomes `i64::MAX`.
 fn as_signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// The margin below a group's limit is a sixteenth of the limit, within bounds. The margin covers page tables, stacks,
-/// and memory that several threads bring in between two samples.
+/// The margin below a group's limit is the limit divided by this number, within [`GROUP_MARGIN_BYTES`]. The margin
+/// covers page tables, stacks, and memory that several threads bring in between two samples.
 const GROUP_MARGIN_DIVISOR: u64 = 16;
+/// Bounds of the margin below a group's limit.
 const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
 
-/// Divisors and bounds of the reserve below a killing limit. The page tables of small pages alone take a 512th of the
-/// memory.
+/// The reserve below a limit at which the kernel kills is the limit divided by this number, within [`RESERVE_BYTES`].
+/// The page tables of small pages alone take a 512th of the memory.
 const RESERVE_DIVISOR: u64 = 64;
+/// Bounds of the reserve below a limit at which the kernel kills.
 const RESERVE_BYTES: std::ops::Range<u64> = 1 << 20..16 << 20;
+/// The reserve is at most the limit divided by this number, also if that is less than the lower bound.
 const MAX_RESERVE_DIVISOR: u64 = 8;
 
 /// A group is near its limit if less than `1/NEAR_DIVISOR` of the limit is left. Then samples also read the reclaimable
 /// bytes.
 pub(super) const NEAR_DIVISOR: u64 = 4;
 
+/// The margin of the machine is its memory divided by this number.
 const MACHINE_MARGIN_DIVISOR: u64 = 16;
 
 /// A source of limits: the kernel, or a fake in tests.
@@ -194,7 +202,8 @@ pub trait Limits: Sync {
     /// Returns the room below the nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
 
-    /// Returns the alarms for these limits, or `None` if those for version `set_for` of the limits are still right.
+    /// Returns the alarms for these limits, or `None` if the alarms that were set for version `set_for` of the limits
+    /// are still valid.
     fn plan(&self, _set_for: Option<u32>) -> Option<Plan> {
         None
     }
@@ -209,9 +218,11 @@ pub struct Headroom {
     credit: AtomicI64,
     /// Time at which the credit expires.
     valid_until_ns: AtomicU64,
-    /// The latest sample: this field and the next two.
+    /// The room in the latest sample, in bytes.
     bytes: AtomicI64,
+    /// The nearest limit in the latest sample.
     limit_bytes: AtomicU64,
+    /// Whether the nearest limit in the latest sample is that of a control group.
     is_group: AtomicBool,
     sampling: Lock,
 }
@@ -272,6 +283,7 @@ impl Headroom {
         self.sample_locked(*limits)
     }
 
+    /// Takes a sample and replaces the credit. The caller must hold `sampling`.
     fn sample_locked(&self, limits: &dyn Limits) -> Room {
         let room = limits.sample();
         stats::add(Counter::RoomSampled, 1);
@@ -305,24 +317,24 @@ impl Headroom {
         (room.shortage(bytes) > 0).then_some(room)
     }
 
-    /// Gives credit for `bytes` although there is no room before the margin. Nothing can be given back for a while, so
-    /// a sample for every charge would be useless.
+    /// Gives credit for `bytes`, valid for `time_ns`, although there is no room before the margin. The caller has found
+    /// that nothing can be given back, so a sample for every charge would be useless.
     pub(super) fn grant_credit(&self, bytes: u64, time_ns: u64) {
         self.credit.store(as_signed(bytes), Relaxed);
         self.valid_until_ns.store(clock::fine_ns() + time_ns, Relaxed);
     }
 
-    /// Called in a fork child: drops the credit that the parent had.
+    /// Drops the credit of the parent. Called in a fork child.
     pub(super) fn drop_credit(&self) {
         self.valid_until_ns.store(0, Relaxed);
     }
 
-    /// Called before `fork`: waits until no sample is taken.
+    /// Waits until no sample is taken, and prevents new ones. Called before `fork`.
     pub fn acquire_for_fork(&self) {
         self.sampling.acquire();
     }
 
-    /// Called after `fork`, in the parent and in the child.
+    /// Allows samples again. Called after `fork`, in the parent and in the child.
     pub fn release_after_fork(&self) {
         self.sampling.release();
     }
@@ -347,6 +359,7 @@ mod tests {
         }
     }
 
+    /// A headroom whose source of limits is a fake with `bytes` of room.
     fn headroom(bytes: i64) -> (Headroom, &'static Fake) {
         let fake = Box::leak(Box::new(Fake { bytes: AtomicI64::new(bytes), samples: AtomicUsize::new(0) }));
         let headroom = Headroom::default();
@@ -354,8 +367,8 @@ mod tests {
         (headroom, fake)
     }
 
-    /// There are 64 GiB of room. One sample gives credit for many charges, and each charge is subtracted from the
-    /// credit.
+    /// There are 64 GiB of room. One sample must give credit for many charges, and each charge must be subtracted from
+    /// the credit.
     #[test]
     fn credit_saves_samples() {
         let (headroom, fake) = headroom(64 << 30);
@@ -367,7 +380,7 @@ mod tests {
         assert_eq!(headroom.is_short(1 << 40).unwrap().shortage(1 << 40), (1 << 40) - (64 << 30));
     }
 
-    /// With little room every charge takes a sample, unless credit was granted.
+    /// With little room, every charge must take a sample, unless credit was granted.
     #[test]
     fn near_the_limit_every_charge_is_sampled() {
         let (headroom, fake) = headroom(1000);
@@ -383,14 +396,14 @@ mod tests {
         assert_eq!(headroom.known().bound, Bound::Group);
     }
 
-    /// Without a source of limits no charge is short of room.
+    /// Without a source of limits, no charge may be short of room.
     #[test]
     fn without_a_source_of_limits_room_is_unlimited() {
         let headroom = Headroom::default();
         assert_eq!((headroom.is_short(u64::MAX), headroom.sample()), (None, Room::ENDLESS));
     }
 
-    /// Margins and reserves stay within their bounds for groups of many sizes.
+    /// Margins and reserves must stay within their bounds for groups of many sizes.
     #[test]
     fn margins_and_reserves_are_bounded() {
         for limit in [64u64 << 20, 256 << 20, 1 << 30, 64 << 30] {

@@ -3,7 +3,7 @@
 //! Every charge passes through [`Account`]. Owners of memory register as [`Shrinker`]s, cheapest first (`owners`).
 //! [`tree`] is the page that the processes of a tree share. [`limits`] defines the room that control groups and the
 //! machine leave, and [`kernel`] measures it; `pressure` gives memory back before such a limit is exceeded. [`helper`]
-//! is the one background thread: it answers siblings and brings in blocks before they are needed. [`governor`] is its
+//! is the background thread that answers siblings and makes blocks resident before they are needed. [`governor`] is its
 //! periodic work, and [`alarms`] are the kernel events that wake it.
 //!
 //! No lock is held around a call to a shrinker.
@@ -76,6 +76,7 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// The counter and the trace event of this reason.
     fn counter_and_event(self) -> (Counter, Event) {
         match self {
             Self::Program => (Counter::GivenForProgram, Event::GivenForProgram),

@@ -1,9 +1,9 @@
 //! The registered owners of memory. They are called in order of cost, in bounded steps, and are not trusted.
 //!
 //! An owner that panics is not called again (where panics unwind; the preload library aborts). A call that does not
-//! return blocks only the thread that made it, and threads whose charge would be refused otherwise; all others skip
-//! that owner. The amounts that owners report are added with saturation. Whether an owner really freed memory shows
-//! when the limit is checked again.
+//! return blocks only the thread that made it, and threads whose charge would be refused otherwise. All other threads
+//! skip that owner. The amounts that owners report are added with saturation. The limit is checked again after a
+//! reclaim, so a wrong report admits no charge.
 
 use super::aging::LeastOver;
 use super::governor::WORTHWHILE_BYTES;
@@ -16,16 +16,19 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Most owners that can register.
+/// Maximum number of owners that can register.
 pub const MAX_OWNERS: usize = 8;
 
-/// Most bytes requested by one call, or the bytes wanted divided by `STEP_DIVISOR` if that is more.
+/// Maximum number of bytes that one call requests, unless very many bytes are wanted ([`STEP_DIVISOR`]).
 const STEP_BYTES: u64 = 64 << 20;
+/// One call may always request the bytes wanted divided by this number.
 const STEP_DIVISOR: u64 = 16;
 
-/// A call takes some milliseconds. An owner without progress for this long is skipped as blocked.
+/// An owner inside which threads made no progress for this long is skipped as blocked. A call usually takes some
+/// milliseconds.
 const BLOCKED_NS: u64 = 1_000_000_000;
 
+/// A slot for an owner of memory, and the state of the calls to it.
 #[derive(Default)]
 struct RegisteredOwner {
     shrinker: OnceLock<&'static dyn Shrinker>,
@@ -33,8 +36,9 @@ struct RegisteredOwner {
     threads_inside: AtomicU32,
     /// Time at which the first of these threads entered, or the latest one left.
     progress_ns: AtomicU64,
+    /// The owner has panicked, and is not called any more.
     has_failed: AtomicBool,
-    /// For an owner that tracks no ages: the minimum of its giveable bytes over an age.
+    /// For an owner that tracks no ages: the minimum of its giveable bytes over the requested age.
     least_giveable: LeastOver,
 }
 
@@ -49,7 +53,7 @@ impl Drop for CallGuard<'_> {
 }
 
 impl RegisteredOwner {
-    /// Makes a call that returns at once. Returns `None` without an owner, or if it has panicked.
+    /// Makes a call that returns at once. Returns `None` if the slot is free or its owner has panicked.
     fn query<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let shrinker = *self.shrinker.get()?;
         if self.has_failed.load(Relaxed) {
@@ -83,6 +87,7 @@ impl RegisteredOwner {
         self.query(act)
     }
 
+    /// Whether the owner may be called by a thread that holds the locks of `context`.
     fn may_be_called(&self, context: Context) -> bool {
         context == Context::Outside || self.query(|shrinker| shrinker.may_nest()).unwrap_or(false)
     }
@@ -106,7 +111,7 @@ impl RegisteredOwner {
     /// freed.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
-        // The last attempt before a refusal waits: the thread inside may only be stopped, or wait for a fork.
+        // The last attempt before a refusal waits, because the thread inside may only be stopped or wait for a fork.
         let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {
@@ -143,6 +148,7 @@ impl Owners {
         assert!(is_registered, "too many owners of memory of cost {:?}", shrinker.cost());
     }
 
+    /// The owners that may be called by a thread that holds the locks of `context`.
     fn callable(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
         self.0.iter().filter(move |owner| owner.may_be_called(context))
     }
@@ -203,7 +209,7 @@ impl Owners {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
     }
 
-    /// Called in a fork child: the threads that were inside calls do not exist there.
+    /// Forgets the threads inside calls, which do not exist in a fork child. Called in the child.
     pub fn forked(&self) {
         self.0.iter().for_each(|owner| owner.threads_inside.store(0, Relaxed));
     }
@@ -262,7 +268,7 @@ mod tests {
         owners
     }
 
-    /// A large amount is requested in steps, until a step frees too little.
+    /// A large amount must be requested in steps, until a step frees too little.
     #[test]
     fn steps_are_bounded() {
         let freeing = scripted_shrinker(1024 * MIB, u64::MAX, false);
@@ -274,7 +280,7 @@ mod tests {
         assert_eq!((freeing.calls.load(Relaxed), owners.give(MIB, Context::Nested, Urgency::Request)), (1, 0));
     }
 
-    /// An owner that panics is counted and not called again. The next owner frees the memory.
+    /// An owner that panics must be counted and not called again. The next owner must free the memory.
     #[test]
     fn a_panicking_owner_is_not_called_again() {
         let (failing, freeing) = (scripted_shrinker(MIB, MIB, true), scripted_shrinker(2 * MIB, 2 * MIB, false));
@@ -287,7 +293,7 @@ mod tests {
         assert!(stats::get(Counter::OwnersFailed) > before);
     }
 
-    /// Owners that report absurd amounts cause neither an overflow nor an endless loop.
+    /// Owners that report absurd amounts must cause neither an overflow nor an endless loop.
     #[test]
     fn absurd_amounts_do_not_overflow() {
         let owners = owners_of(&[scripted_shrinker(u64::MAX, 0, false), scripted_shrinker(u64::MAX, u64::MAX, false)]);
@@ -295,7 +301,8 @@ mod tests {
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Limit), MIB);
     }
 
-    /// While a thread is blocked inside a call, other threads skip that owner. Later they call it again.
+    /// While a thread is blocked inside a call, other threads must skip that owner. After the call has returned, they
+    /// must call it again.
     #[test]
     fn a_blocked_owner_is_skipped() {
         let (stuck, freeing) = (scripted_shrinker(MIB, MIB, false), scripted_shrinker(MIB, MIB, false));

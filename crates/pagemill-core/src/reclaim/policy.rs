@@ -105,7 +105,7 @@ impl fmt::Display for Return {
 mod tests {
     use super::*;
 
-    /// Every text form parses, and prints as the same text. Other texts are rejected.
+    /// Every text form must parse, and print as the same text. Other texts must be rejected.
     #[test]
     fn return_policies_round_trip() {
         for text in ["keep", "eager", "balanced", "balanced=3", "balanced=1800"] {

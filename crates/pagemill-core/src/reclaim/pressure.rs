@@ -13,17 +13,17 @@ use crate::stats::{self, Counter};
 use pagemill_sys::clock;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Fewest bytes to give back at once. With smaller steps, every new block would have to wait for a reclaim.
+/// Minimum number of bytes to request at once. With smaller steps, every new block would have to wait for a reclaim.
 const MIN_STEP_BYTES: u64 = 4 << 20;
 
-/// While nothing can be given back, this fraction of the room before a kill may become resident without a sample.
+/// While nothing can be given back, the room before a kill divided by this number may become resident without a sample.
 const GRANT_DIVISOR: u64 = 16;
 
-/// For this long after requests to siblings did not help, this process reclaims its own memory first.
+/// Time, in nanoseconds, for which this process reclaims its own memory first, after requests to siblings did not help.
 const SIBLINGS_FIRST_PAUSE_NS: u64 = 100_000_000;
 
-/// Pause after an attempt that could give nothing back. Each such attempt doubles the pause, up to the end of the
-/// range.
+/// Pause, in nanoseconds, after an attempt that could give nothing back. Each further such attempt doubles the pause,
+/// up to the end of the range.
 pub(super) const RECLAIM_PAUSE_NS: std::ops::RangeInclusive<u64> = 1_000_000..=256_000_000;
 
 impl Account {
@@ -103,8 +103,8 @@ impl Account {
         room
     }
 
-    /// Whether the siblings could give back more than twice as much as this process. Then they are asked first, because
-    /// this process will need its own free memory sooner.
+    /// Whether the siblings could give back more than twice as much as this process. Then requests are sent to the
+    /// siblings first, because this process will need its own free memory sooner.
     fn siblings_have_more_giveable(&self) -> bool {
         let Some(place) = self.place() else { return false };
         if clock::fine_ns() < self.siblings_first_after_ns.load(Relaxed) {

@@ -2,8 +2,8 @@
 //!
 //! The page contains no lock, so a member that dies cannot leave one locked. It stores no total, which could become
 //! stale: the total is the sum of the members' own words. The charge of a killed member ends when a sweep finds that
-//! the process does not exist. A request is an amount and a sequence number. Each member subtracts its share of the
-//! amount by compare-and-swap, gives that much back, and stores the number as answered.
+//! the process does not exist. A request is an amount and a sequence number. Each member subtracts the bytes that it
+//! accepts from the amount by compare-and-swap. It gives these bytes back, and stores the sequence number as answered.
 //!
 //! The page is untrusted: members check the values that matter to them, and wait for answers for at most [`ANSWER_MS`].
 #![allow(unsafe_code)] // the shared page is reached through a pointer
@@ -19,34 +19,41 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-/// Most members that a tree can list. Further members obey the limit, but their charge is not counted.
+/// Maximum number of members that a tree can list. Further members obey the limit, but their charge is not counted.
 pub const CAPACITY: usize = 1024;
 
-/// Longest time to wait for answers of siblings to a request.
+/// Maximum time, in milliseconds, to wait for answers of siblings to a request.
 pub const ANSWER_MS: u64 = 25;
 
+/// First word of the page. It identifies the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-tree1");
 
-/// Values of [`Member::is_listening`].
+/// Value of [`Member::helper_state`]: a helper runs and answers requests.
 const LISTENS: u32 = 1;
+/// Value of [`Member::helper_state`]: the helper did not answer the last request in time.
 const UNRESPONSIVE: u32 = 2;
 
 /// The value that means no limit.
 pub const UNLIMITED: u64 = u64::MAX;
 
+/// A member's slot on the page.
 #[repr(C, align(64))]
 struct Member {
     /// Process id in the low half, low half of the start time in the high half; 0 in a free slot.
     id: AtomicU64,
+    /// Bytes that the member published as resident.
     resident: AtomicU64,
+    /// Overcommitted bytes of the member that are not known to be touched.
     untouched: AtomicU64,
+    /// Bytes that the member could give back at once.
     giveable: AtomicU64,
     /// Incremented to wake the member's helper, which sleeps on it.
     wake: AtomicU32,
     /// Number of the latest request that the member has answered.
     answered: AtomicU32,
     /// [`LISTENS`] while a helper runs, [`UNRESPONSIVE`] after the helper did not answer in time, else 0.
-    is_listening: AtomicU32,
+    helper_state: AtomicU32,
+    /// Unused.
     reserved: AtomicU32,
 }
 
@@ -84,7 +91,7 @@ pub struct TreePage {
     wanted: AtomicU64,
     /// Largest sum of the members' resident bytes so far.
     peak: AtomicU64,
-    /// Largest sum so far of the members' resident bytes, less the bytes that the members could have given back at
+    /// Largest sum so far of the members' resident bytes, minus the bytes that the members could have given back at
     /// once.
     net_peak: AtomicU64,
     /// Number of processes that found no free slot.
@@ -143,6 +150,7 @@ impl TreePage {
         }
     }
 
+    /// Maps the file of a tree's page.
     fn map(path: &CStr, access: Access) -> Result<&'static Self> {
         // SAFETY: the new mapping replaces no other mapping.
         let addr = unsafe { file::map_shared(path, Self::LEN, access, 0) }
@@ -160,6 +168,7 @@ impl TreePage {
         self.limit.store(limit, Relaxed);
     }
 
+    /// The slots that were ever used.
     fn used_slots(&self) -> &[Member] {
         &self.members[..(self.high_water.load(Acquire) as usize).min(CAPACITY)]
     }
@@ -185,12 +194,13 @@ impl TreePage {
         None
     }
 
+    /// Resets the words of a slot that this process has got.
     fn initialize_slot(&'static self, index: usize) -> MemberSlot {
         let member = &self.members[index];
         for word in [&member.resident, &member.untouched, &member.giveable] {
             word.store(0, Relaxed);
         }
-        member.is_listening.store(0, Relaxed);
+        member.helper_state.store(0, Relaxed);
         member.answered.store(self.request.load(Relaxed), Relaxed);
         MemberSlot { page: self, index }
     }
@@ -251,7 +261,7 @@ impl TreePage {
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
 
-    /// The largest sum of resident bytes so far, and the largest sum less the bytes that could have been given back at
+    /// The largest sum of resident bytes so far, and the largest sum minus the bytes that could have been given back at
     /// once.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
@@ -294,10 +304,10 @@ impl TreePage {
         let mut awaited = [0u64; CAPACITY / 64];
         for (index, member) in self.used_slots().iter().enumerate() {
             let is_own = own.is_some_and(|place| place.index == index);
-            if is_own || member.id.load(Relaxed) == 0 || member.is_listening.load(Relaxed) == 0 {
+            if is_own || member.id.load(Relaxed) == 0 || member.helper_state.load(Relaxed) == 0 {
                 continue;
             }
-            if member.is_listening.load(Relaxed) == LISTENS {
+            if member.helper_state.load(Relaxed) == LISTENS {
                 awaited[index / 64] |= 1 << (index % 64);
             }
             member.wake();
@@ -326,7 +336,7 @@ impl TreePage {
         for (index, member) in self.used_slots().iter().enumerate() {
             let is_late = (member.answered.load(Relaxed).wrapping_sub(request) as i32) < 0;
             if awaited[index / 64] >> (index % 64) & 1 == 1 && is_late {
-                let _ = member.is_listening.compare_exchange(LISTENS, UNRESPONSIVE, Relaxed, Relaxed);
+                let _ = member.helper_state.compare_exchange(LISTENS, UNRESPONSIVE, Relaxed, Relaxed);
             }
         }
     }
@@ -393,11 +403,11 @@ impl MemberSlot {
     /// Publishes whether this process has a helper that answers requests.
     pub fn listen(&self, is_listening: bool) {
         self.member().answered.store(self.page.request.load(Relaxed), Relaxed);
-        self.member().is_listening.store(if is_listening { LISTENS } else { 0 }, Release);
+        self.member().helper_state.store(if is_listening { LISTENS } else { 0 }, Release);
     }
 
-    /// Answers an open request. Calls `give` with this member's share, at most `giveable`. Returns the bytes given
-    /// back, or `None` without an open request.
+    /// Answers an open request. Calls `give` with the bytes that this member accepts of the request, at most
+    /// `giveable`. Returns the bytes given back, or `None` without an open request.
     pub fn answer(&self, giveable: u64, give: impl FnOnce(u64) -> u64) -> Option<u64> {
         let (page, member) = (self.page, self.member());
         let request = page.request.load(Acquire);
@@ -412,7 +422,7 @@ impl MemberSlot {
         let given = if part > 0 { give(part) } else { 0 };
         page.wanted.fetch_add(part.saturating_sub(given), Relaxed);
         member.answered.store(request, Release);
-        let _ = member.is_listening.compare_exchange(UNRESPONSIVE, LISTENS, Relaxed, Relaxed);
+        let _ = member.helper_state.compare_exchange(UNRESPONSIVE, LISTENS, Relaxed, Relaxed);
         page.answers.fetch_add(1, AcqRel);
         futex::wake(&page.answers, i32::MAX, Scope::Shared);
         Some(given)
@@ -421,7 +431,7 @@ impl MemberSlot {
     /// Frees the slot at the end of the process.
     pub fn leave(&self) {
         self.publish(0, 0, 0);
-        self.member().is_listening.store(0, Relaxed);
+        self.member().helper_state.store(0, Relaxed);
         self.member().id.store(0, Release);
     }
 }
@@ -456,11 +466,12 @@ impl Membership {
     }
 }
 
+/// Packs an identity into one word: process id in the low half, low half of the start time in the high half.
 fn pack_identity(identity: Identity) -> u64 {
     u64::from(identity.pid) | identity.start_ticks << 32
 }
 
-/// Whether the process with this key is running. Without `/proc` every process counts as running.
+/// Whether the process with this packed identity is running. Without `/proc` every process counts as running.
 fn is_alive(id: u64) -> bool {
     match process::identity(id as u32) {
         Some(now) => (id >> 32) == (now.start_ticks & 0xFFFF_FFFF) || id >> 32 == 0,
@@ -485,7 +496,7 @@ mod tests {
         Identity { pid: 1 << 30 | number, start_ticks: 1 }
     }
 
-    /// A sweep ends the charge of a dead member, and keeps that of a living one.
+    /// A sweep must end the charge of a dead member, and must keep that of a living one.
     #[test]
     fn a_sweep_ends_the_charge_of_dead_members() {
         let (_folder, page) = page(UNLIMITED);
@@ -501,7 +512,7 @@ mod tests {
         assert_eq!(page.totals().members, 0);
     }
 
-    /// All slots belong to dead processes. A living process that enters gets one of their slots.
+    /// All slots belong to dead processes. A living process that enters must get one of these slots.
     #[test]
     fn a_full_page_reuses_slots_of_dead_members() {
         let (_folder, page) = page(UNLIMITED);
@@ -513,7 +524,7 @@ mod tests {
         assert_eq!(page.unlisted(), 0);
     }
 
-    /// A process that enters again, as after `exec`, gets the same slot.
+    /// A process that enters again, as after `exec`, must get the same slot.
     #[test]
     fn a_process_that_enters_twice_keeps_its_slot() {
         let (_folder, page) = page(UNLIMITED);
@@ -524,7 +535,7 @@ mod tests {
         assert_eq!(page.totals().resident, 0);
     }
 
-    /// Two members together give back exactly the requested bytes, although each could give a part of them.
+    /// Two members together must give back exactly the requested bytes, although neither member has that many.
     #[test]
     fn siblings_together_give_back_the_requested_bytes() {
         let (_folder, page) = page(UNLIMITED);
@@ -553,7 +564,7 @@ mod tests {
         assert_eq!(page.wanted.load(Relaxed), 0);
     }
 
-    /// A member that never answers is waited for only once.
+    /// A request must wait for a member that never answers; later requests must not.
     #[test]
     fn an_unresponsive_member_is_waited_for_once() {
         let (_folder, page) = page(UNLIMITED);

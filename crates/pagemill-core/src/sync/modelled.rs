@@ -15,12 +15,13 @@ use std::time::Duration;
 /// Step of the simulated clock: one tick of the time stamps in `volatile`.
 const TICK_NS: u64 = 1 << 22;
 
+/// Whether this thread runs inside a shuttle test.
 fn is_modelled() -> bool {
     try_get_current_task().is_some()
 }
 
 /// Lets shuttle's scheduler switch to another thread.
-pub fn point() {
+pub fn scheduling_point() {
     if is_modelled() {
         // Unlike `yield_now`, a sleep of zero is no hint that this thread cannot progress.
         shuttle::thread::sleep(Duration::ZERO);
@@ -42,6 +43,7 @@ pub fn pause() {
 pub use pause as spin_loop;
 
 thread_local! {
+    /// The simulated time.
     static NOW_NS: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -79,42 +81,42 @@ macro_rules! atomic {
             }
 
             pub fn load(&self, order: Ordering) -> $integer {
-                point();
+                scheduling_point();
                 self.0.load(order)
             }
 
             pub fn store(&self, value: $integer, order: Ordering) {
-                point();
+                scheduling_point();
                 self.0.store(value, order);
             }
 
             pub fn swap(&self, value: $integer, order: Ordering) -> $integer {
-                point();
+                scheduling_point();
                 self.0.swap(value, order)
             }
 
             pub fn fetch_add(&self, value: $integer, order: Ordering) -> $integer {
-                point();
+                scheduling_point();
                 self.0.fetch_add(value, order)
             }
 
             pub fn fetch_sub(&self, value: $integer, order: Ordering) -> $integer {
-                point();
+                scheduling_point();
                 self.0.fetch_sub(value, order)
             }
 
             pub fn fetch_max(&self, value: $integer, order: Ordering) -> $integer {
-                point();
+                scheduling_point();
                 self.0.fetch_max(value, order)
             }
 
             pub fn fetch_and(&self, value: $integer, order: Ordering) -> $integer {
-                point();
+                scheduling_point();
                 self.0.fetch_and(value, order)
             }
 
             pub fn fetch_or(&self, value: $integer, order: Ordering) -> $integer {
-                point();
+                scheduling_point();
                 self.0.fetch_or(value, order)
             }
 
@@ -125,7 +127,7 @@ macro_rules! atomic {
                 success: Ordering,
                 failure: Ordering,
             ) -> Result<$integer, $integer> {
-                point();
+                scheduling_point();
                 self.0.compare_exchange(current, new, success, failure)
             }
 

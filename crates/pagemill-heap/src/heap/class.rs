@@ -85,6 +85,7 @@ impl Class {
         (self.align() / BLOCK_BYTES).max(1)
     }
 
+    /// The largest odd divisor of the slot size.
     fn odd_part(self) -> usize {
         self.bytes() >> self.bytes().trailing_zeros()
     }
@@ -94,8 +95,8 @@ impl Class {
 mod tests {
     use super::*;
 
-    /// For every class: sizes above the next smaller class map to it, at most a fifth of a slot is unused, and slots
-    /// fill a span of at most 7 blocks completely.
+    /// For every class: sizes above the next smaller class must map to it, at most a fifth of a slot may be unused, and
+    /// slots must fill a span of at most 7 blocks completely.
     #[test]
     fn classes_waste_at_most_a_fifth_and_fill_spans() {
         let mut below = 0;

@@ -5,12 +5,11 @@
 //!
 //! A *span* is a run of blocks with slots of one class. A *big* slot is a whole span; smaller slots share blocks.
 //!
-//! The free lists are sharded by CPU, so that threads seldom contend, and a recently freed slot is in the cache of the
-//! CPU that allocates it again. There is no per-thread state, hence nothing to do at thread exit. Each NUMA node
-//! (*node* in this crate) has its own shards, and a freed slot returns to a shard of its node.
+//! The free lists are sharded by CPU. So threads seldom contend, and a CPU usually allocates a slot whose memory is
+//! still in its cache. There is no per-thread state, hence nothing to do at thread exit. Each NUMA node (*node* in this
+//! crate) has its own shards, and a freed slot returns to a shard of its node.
 //!
-//! Uses `arena`; used by the malloc front. Locks: `carving`, `purging`. An allocation that finds a free slot acquires
-//! neither.
+//! Uses `arena`. Locks: `carving`, `purging`. An allocation that finds a free slot acquires neither lock.
 #![allow(unsafe_code)] // zeroes and copies slots, returns their memory
 
 pub(crate) mod class;
@@ -47,8 +46,8 @@ const UNUSED_DIVISOR: usize = 10;
 /// Number of words for each node and class in `Heap::carve_cursors`.
 const CURSOR_WORDS: usize = 3;
 
-/// Maximum number of slots in a free list that an allocation skips because purges have claimed them. Then the
-/// allocation waits until a slot is no longer claimed.
+/// Maximum number of claimed slots that an allocation skips in a free list. At the next claimed slot, the allocation
+/// waits until the purge ends its claim.
 const MAX_SKIPPED: usize = 8;
 
 /// A `free` publishes the account's statistics if it raises the free bytes of a shard past a multiple of this number.
@@ -66,8 +65,8 @@ pub struct Allocation {
     pub addr: NonNull<u8>,
     /// Whether all bytes are known to be zero.
     pub is_zero: bool,
-    /// Whether the slot was offered to the kernel before. The kernel may still take the pages to which the program has
-    /// not written since.
+    /// Whether the slot was offered to the kernel while it was free. The kernel may still take a page of it until the
+    /// program writes to that page.
     pub(crate) was_offered: bool,
 }
 
@@ -81,6 +80,7 @@ enum InitialContents {
 /// A slot with its address, its class and its node.
 #[derive(Clone, Copy, Debug)]
 struct LocatedSlot {
+    /// Number of the granule of the heap zone in which the slot starts.
     number: u32,
     addr: usize,
     class: Class,
@@ -115,7 +115,9 @@ pub struct Heap {
     carve_cursors: Table<AtomicU64>,
     /// For each block of the zone: the class index plus one if a span starts there, else 0.
     spans: Table<AtomicU32>,
+    /// Held while addresses are carved.
     carving: Lock,
+    /// Held by purges, offers and searches for donors.
     purging: Lock,
     /// Resident bytes of free slots. Each shard counts the changes made on its CPUs, so only the sum is meaningful.
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
@@ -196,11 +198,13 @@ impl Heap {
         self.arena.heap.base()
     }
 
+    /// The shard of the CPU on which this thread runs.
     #[inline]
     fn current_shard(&self) -> usize {
         numa::cpu() & (self.shards_per_node - 1)
     }
 
+    /// The free list of a node, a shard and a class.
     #[inline]
     fn free_list(&self, node: usize, shard: usize, class: Class) -> FreeList<'_> {
         FreeList(self.free_list_heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
@@ -218,6 +222,7 @@ impl Heap {
         self.allocate_with(size, align, InitialContents::Any)
     }
 
+    /// Allocates a slot. `wanted` says whether moved pages, which are not zero, may be used.
     fn allocate_with(&self, size: usize, align: usize, wanted: InitialContents) -> Result<Allocation> {
         if !align.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: align });
@@ -429,6 +434,7 @@ impl Heap {
         Ok((next.fetch_add(class.stride() as u64, Relaxed) as usize, end.load(Relaxed) as usize))
     }
 
+    /// The words of `carve_cursors` for a node and a class.
     fn carve_cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
         let first = (node * class::COUNT + class.index()) * CURSOR_WORDS;
         std::array::from_fn(|word| self.carve_cursors.get(first + word))
@@ -572,6 +578,7 @@ impl Heap {
         self.free_slot(place, SlotBytes::USED)
     }
 
+    /// Frees a live slot and stores the attributes of its bytes.
     fn free_slot(&self, place: LocatedSlot, bytes: SlotBytes) -> Result<()> {
         if place.class.is_big() && self.slot(place.number).phase() == SlotPhase::Live {
             self.arena.reconcile(self.arena.block_of(place.addr), place.class.span_blocks());

@@ -21,10 +21,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// is about 1/100 of that time.
 const MIN_OFFER_AGE_GROUP: usize = 2;
 
-/// Minimum time between walks in nanoseconds; it is at least `WALK_TIME_FACTOR` times the duration of the last walk.
-/// Urgent walks have a shorter minimum.
+/// Minimum time between walks in nanoseconds.
 const MIN_WALK_DISTANCE_NS: u64 = 50_000_000;
+/// The time between walks is at least this many times the duration of the last walk.
 const WALK_TIME_FACTOR: u64 = 100;
+/// Minimum time between walks that offer memory of any age, in nanoseconds.
 const URGENT_WALK_DISTANCE_NS: u64 = 5_000_000;
 
 /// Time without offers, in nanoseconds, after the kernel has refused one because the memory is locked.
@@ -34,11 +35,13 @@ const REFUSED_PAUSE_NS: u64 = 10_000_000_000;
 /// data into it. Commit 6c8e2a256915 fixed that, also in stable updates, which the release number does not identify.
 const MIN_KERNEL_RELEASE: (u32, u32) = (5, 18);
 
-/// Earliest times of the next walks.
+/// Times that limit how often walks run, in nanoseconds.
 #[derive(Default)]
 pub(super) struct OfferSchedule {
+    /// Earliest time of the next walk that offers cold memory.
     offer_after_ns: AtomicU64,
     last_urgent_walk_ns: AtomicU64,
+    /// No memory is offered before this time, because the kernel has refused an offer.
     refused_until_ns: AtomicU64,
     /// Earliest time of the next reaping walk; 0 while nothing is offered.
     reap_after_ns: AtomicU64,
@@ -215,8 +218,11 @@ impl Heap {
 
 /// The criteria and the results of one walk that offers memory.
 struct OfferWalk<'walk> {
+    /// Whether a slot may be offered if it is free.
     is_cold: &'walk dyn Fn(&Slot) -> bool,
+    /// Bytes offered so far.
     bytes: u64,
+    /// The kernel has refused an offer.
     is_refused: bool,
 }
 

@@ -4,9 +4,9 @@
 //! that reaches into it can be claimed. In a block of small pages the free slots are discarded separately. When a limit
 //! is reached, partly free huge pages are split first, because discarding a part of a huge page frees nothing.
 //!
-//! A walk visits the spans of the heap zone and holds no lock that an allocation waits for. While a slot is claimed, it
-//! cannot be allocated: some ten microseconds, for a big slot as long as discarding its memory takes. Allocations do
-//! not wait for big slots, because they can carve a new one.
+//! A walk visits the spans of the heap zone and holds no lock that an allocation waits for. A claimed slot cannot be
+//! allocated. A claim lasts some ten microseconds; the claim on a big slot lasts until its memory is discarded.
+//! Allocations do not wait for a claimed big slot, because they can carve a new one.
 #![allow(unsafe_code)] // discards the memory of claimed slots
 
 use super::class::Class;
@@ -23,6 +23,7 @@ use std::time::Duration;
 
 /// A range of ages: ticks since a slot was freed.
 type Ages = Range<u32>;
+/// All ages that a stamp can express.
 const ALL_AGES: Ages = 0..1 << 16;
 /// Number of age groups. A group has the ages with the same number of significant bits.
 const AGE_GROUPS: usize = 17;
@@ -66,8 +67,8 @@ pub(super) fn age_group(now: u16, stamp: u16) -> usize {
 }
 
 /// The ages in a group.
-fn ages_in_group(class: usize) -> Ages {
-    if class == 0 { 0..1 } else { 1 << (class - 1)..1 << class }
+fn ages_in_group(group: usize) -> Ages {
+    if group == 0 { 0..1 } else { 1 << (group - 1)..1 << group }
 }
 
 impl Shrinker for Heap {
@@ -92,19 +93,19 @@ impl Shrinker for Heap {
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let _guard = self.purging.lock();
         let now = super::current_stamp();
-        let mut left = PurgeTarget::new(want_bytes);
+        let mut target = PurgeTarget::new(want_bytes);
         if urgency == Urgency::Request {
-            self.purge_oldest(now, &ALL_AGES, &mut left);
+            self.purge_oldest(now, &ALL_AGES, &mut target);
         } else {
-            self.walk_spans(|span| self.purge_span(span, now, &ALL_AGES, &mut left));
+            self.walk_spans(|span| self.purge_span(span, now, &ALL_AGES, &mut target));
             let mut splits = usize::MAX;
-            if left.is_unmet() {
-                self.walk_spans(|span| self.split_span(span, now, &ALL_AGES, &mut splits, &mut left));
+            if target.is_unmet() {
+                self.walk_spans(|span| self.split_span(span, now, &ALL_AGES, &mut splits, &mut target));
             }
         }
-        stats::add(Counter::PurgeFreed, left.freed);
+        stats::add(Counter::PurgeFreed, target.freed);
         stats::set(Counter::HeapFree, self.free_bytes());
-        left.freed
+        target.freed
     }
 
     /// Purges free memory of at least this age, the oldest first: whole blocks, then parts of huge pages by splitting
@@ -115,18 +116,18 @@ impl Shrinker for Heap {
         // Allocations call `shrink_aged`, too, when new memory becomes resident, and must not wait for another purge.
         let Some(_guard) = self.purging.try_lock() else { return Some(0) };
         let now = super::current_stamp();
-        let mut left = PurgeTarget::new(want_bytes);
+        let mut target = PurgeTarget::new(want_bytes);
         if age.is_zero() {
             // Memory of any age may be reused soon. So do not purge a slot that is larger than the bytes wanted.
-            left.largest_bytes = want_bytes;
+            target.largest_bytes = want_bytes;
         }
-        self.purge_oldest(now, &oldest, &mut left);
-        if left.is_unmet() && age >= MIN_SPLIT_AGE {
+        self.purge_oldest(now, &oldest, &mut target);
+        if target.is_unmet() && age >= MIN_SPLIT_AGE {
             let mut splits = MAX_AGED_SPLITS;
-            self.walk_spans(|span| self.split_span(span, now, &oldest, &mut splits, &mut left));
+            self.walk_spans(|span| self.split_span(span, now, &oldest, &mut splits, &mut target));
         }
-        stats::add(Counter::PurgeFreed, left.freed);
-        Some(left.freed)
+        stats::add(Counter::PurgeFreed, target.freed);
+        Some(target.freed)
     }
 
     fn offer(&self, want_bytes: u64, which: Which) -> u64 {
@@ -145,7 +146,9 @@ impl Shrinker for Heap {
 
 /// The claims on the slots that reach into a block.
 pub(super) struct Claims {
+    /// Index, within the span, of the first slot that reaches into the block.
     first: usize,
+    /// Number of slots that reach into the block.
     count: usize,
     claims: [Option<SlotClaim>; MAX_SLOTS_PER_BLOCK],
 }
@@ -164,7 +167,9 @@ impl Claims {
 
 /// The target of a purge and its progress.
 struct PurgeTarget {
+    /// Bytes that the purge should free.
     bytes: u64,
+    /// Bytes freed so far.
     freed: u64,
     /// Big slots with more resident bytes than this are skipped.
     largest_bytes: u64,
@@ -175,6 +180,7 @@ impl PurgeTarget {
         Self { bytes, freed: 0, largest_bytes: u64::MAX }
     }
 
+    /// Whether more bytes must be freed.
     fn is_unmet(&self) -> bool {
         self.freed < self.bytes
     }
@@ -216,23 +222,23 @@ impl Heap {
     }
 
     /// Purges free slots with these ages, the oldest age groups first.
-    fn purge_oldest(&self, now: u16, ages: &Ages, left: &mut PurgeTarget) {
-        let (older, last) = self.ages_to_purge(now, ages, left.bytes);
-        self.walk_spans(|span| self.purge_span(span, now, &older, left));
-        if left.is_unmet() {
-            self.walk_spans(|span| self.purge_span(span, now, &last, left));
+    fn purge_oldest(&self, now: u16, ages: &Ages, target: &mut PurgeTarget) {
+        let (older, last) = self.ages_to_purge(now, ages, target.bytes);
+        self.walk_spans(|span| self.purge_span(span, now, &older, target));
+        if target.is_unmet() {
+            self.walk_spans(|span| self.purge_span(span, now, &last, target));
         }
     }
 
     /// Returns two ranges of ages. To free `want_bytes`, all free slots in the first range and a part of the free slots
     /// in the second range, the next younger age group, must be purged.
     fn ages_to_purge(&self, now: u16, ages: &Ages, want_bytes: u64) -> (Ages, Ages) {
-        let mut by_class = [0u64; AGE_GROUPS];
+        let mut bytes_by_group = [0u64; AGE_GROUPS];
         self.walk_spans(|span| {
             for place in (0..span.class.span_slots()).filter_map(|index| self.carved_slot_at(span, index)) {
                 if self.is_free_with_age(place, now, ages) {
                     let slot = self.slot(place.number);
-                    by_class[age_group(now, slot.stamp())] += slot.bytes().counted_bytes();
+                    bytes_by_group[age_group(now, slot.stamp())] += slot.bytes().counted_bytes();
                 }
             }
             true
@@ -240,7 +246,7 @@ impl Heap {
         let within = |some: Ages| some.start.max(ages.start)..some.end.min(ages.end);
         let mut sum = 0;
         for last in (0..AGE_GROUPS).rev() {
-            sum += by_class[last];
+            sum += bytes_by_group[last];
             if sum >= want_bytes {
                 let last = ages_in_group(last);
                 return (within(last.end..ALL_AGES.end), within(last));
@@ -250,30 +256,30 @@ impl Heap {
     }
 
     /// Purges the free slots with these ages in a span. Returns whether more bytes are wanted.
-    fn purge_span(&self, span: Span, now: u16, ages: &Ages, wanted: &mut PurgeTarget) -> bool {
+    fn purge_span(&self, span: Span, now: u16, ages: &Ages, target: &mut PurgeTarget) -> bool {
         if span.class.is_big() {
             if let Some(place) = self.carved_slot_at(span, 0)
-                && self.slot(place.number).bytes().counted_bytes() <= wanted.largest_bytes
+                && self.slot(place.number).bytes().counted_bytes() <= target.largest_bytes
             {
-                wanted.freed += self.purge_big_slot(place, now, ages);
+                target.freed += self.purge_big_slot(place, now, ages);
             }
-            return wanted.is_unmet();
+            return target.is_unmet();
         }
         let first = self.arena.block_of(span.start);
         for block in first..first + span.class.span_blocks() {
             match self.arena.block_state(block).backing {
-                Backing::Huge => wanted.freed += self.purge_block(span, block, now, ages),
+                Backing::Huge => target.freed += self.purge_block(span, block, now, ages),
                 Backing::Lazy => {
                     // Discard the whole block if possible, so that it can become a huge page again.
-                    wanted.freed += self.purge_block(span, block, now, ages);
+                    target.freed += self.purge_block(span, block, now, ages);
                     if self.arena.block_state(block).backing == Backing::Empty {
                         continue;
                     }
-                    wanted.freed += self.discard_free_parts(span, block, now, ages, NeverCarved::Keep);
+                    target.freed += self.discard_free_parts(span, block, now, ages, NeverCarved::Keep);
                 }
                 Backing::Empty | Backing::Small => {}
             }
-            if !wanted.is_unmet() {
+            if !target.is_unmet() {
                 return false;
             }
         }
@@ -316,7 +322,7 @@ impl Heap {
     }
 
     /// Discards the free slots with these ages in a block of small pages, including parts that reach into the next
-    /// block. `never_carved` says whether slots that were never allocated are discarded, too. Returns the bytes freed.
+    /// block. `never_carved` says whether slots that were never allocated are also discarded. Returns the bytes freed.
     ///
     /// The block is measured once for all slots, because a measurement for each slot took 39 us.
     fn discard_free_parts(&self, span: Span, block: usize, now: u16, ages: &Ages, never_carved: NeverCarved) -> u64 {
@@ -495,14 +501,14 @@ impl Heap {
     /// Splits up to `*splits` huge pages of a span in which free slots with these ages fill at least a quarter.
     /// Discards these slots and those that were never allocated. Returns `false` once enough is freed or no splits are
     /// left.
-    fn split_span(&self, span: Span, now: u16, ages: &Ages, splits: &mut usize, wanted: &mut PurgeTarget) -> bool {
+    fn split_span(&self, span: Span, now: u16, ages: &Ages, splits: &mut usize, target: &mut PurgeTarget) -> bool {
         let first = self.arena.block_of(span.start);
         for block in if span.class.is_big() { 0..0 } else { first..first + span.class.span_blocks() } {
             if self.arena.block_state(block).backing == Backing::Huge && self.is_worth_a_split(span, block, now, ages) {
-                wanted.freed += self.split_block(span, block, now, ages);
+                target.freed += self.split_block(span, block, now, ages);
                 *splits -= 1;
             }
-            if !wanted.is_unmet() || *splits == 0 {
+            if !target.is_unmet() || *splits == 0 {
                 return false;
             }
         }
@@ -517,11 +523,13 @@ impl Heap {
         self.slots_of_block(span, block).filter_map(move |index| self.carved_slot_at(span, index)).filter(is_inside)
     }
 
+    /// Whether free slots with these ages fill enough of a huge page to split it.
     fn is_worth_a_split(&self, span: Span, block: usize, now: u16, ages: &Ages) -> bool {
         let free = self.slots_inside(span, block).filter(|place| self.is_free_with_age(*place, now, ages));
         free.map(|place| place.class.bytes()).sum::<usize>() >= MIN_SPLIT_FREE_BYTES
     }
 
+    /// Splits a huge page and discards its free slots with these ages. Returns the bytes freed.
     fn split_block(&self, span: Span, block: usize, now: u16, ages: &Ages) -> u64 {
         self.arena.split(block);
         let freed = self.discard_free_parts(span, block, now, ages, NeverCarved::Discard);

@@ -1,11 +1,12 @@
 //! Recycling: provides memory for new allocations by moving pages from free slots, also from those of other classes.
 //!
 //! Moved pages do not increase the resident size. Moving 2 MiB costs some 5 us, a page fault of 2 MiB 190 us. If pages
-//! cannot be moved or must be zero, the account instead returns as much cold free memory as becomes resident.
+//! cannot be moved, or if the new bytes must be zero, the account instead returns as much cold free memory as becomes
+//! resident.
 //!
-//! The free slots that lose their pages are called *donors*. A search visits the spans of the same node round robin and
-//! examines a limited number of them. Moved pages are not zero. So every slot that reaches into the block is claimed
-//! during a move and recorded as not zero.
+//! The free slots that lose their pages are called *donors*. A search visits the spans round robin, examines a limited
+//! number of them, and uses donors of the recipient's node only. Moved pages are not zero. So every slot that reaches
+//! into the block is claimed during a move and recorded as not zero.
 #![allow(unsafe_code)] // moves pages between slots
 
 use super::purge::Span;
@@ -20,7 +21,9 @@ use pagemill_sys::clock;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
+/// Error number of a system call that a filter forbids.
 const EPERM: i32 = 1;
+/// Error number of a system call that the kernel does not have.
 const ENOSYS: i32 = 38;
 
 /// Maximum number of spans that one search examines. If all slots of these spans are in use, a search takes some 50 us.
@@ -42,11 +45,12 @@ struct Recipient {
 }
 
 impl Recipient {
-    /// Whether more pages can be moved into these blocks: not after a move that stopped inside a block.
+    /// Whether more pages can be moved into these blocks. False after a move that stopped inside a block.
     fn can_take_more(&self) -> bool {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
 
+    /// Advances the progress by `moved_bytes`, from which an unfinished block is not skipped.
     fn note_moved(&mut self, moved_bytes: usize) {
         self.done_bytes += moved_bytes;
         self.to += moved_bytes / BLOCK_BYTES;
@@ -183,7 +187,8 @@ impl Heap {
         recipient.done_bytes > before
     }
 
-    /// Moves the pages of the blocks of a span whose slots share blocks, as far as no live slot reaches into the block.
+    /// Moves the pages of fully resident blocks of a span whose slots share blocks. Skips blocks into which a live slot
+    /// reaches.
     fn donate_blocks(&self, span: Span, recipient: &mut Recipient) {
         if self.carved_slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {
             return;

@@ -58,17 +58,25 @@ impl SlotBytes {
     }
 }
 
+/// Unit of [`SlotBytes::counted`].
 const COUNT_UNIT_BYTES: u64 = 4 << 10;
 
+/// Mask of the phase in the state word.
 const PHASE: u64 = 3;
+/// [`SlotBytes::is_resident`] in the state word.
 const RESIDENT: u64 = 1 << 2;
+/// [`SlotBytes::is_zero`] in the state word.
 const ZERO: u64 = 1 << 3;
+/// [`SlotBytes::is_offered`] in the state word.
 const OFFERED: u64 = 1 << 4;
 /// The slot was never allocated, but pages of another slot were moved into it, so it is not zero.
 const NONZERO: u64 = 1 << 5;
+/// Position of the time stamp (16 bits) in the state word.
 const STAMP_SHIFT: u32 = 16;
+/// Position of [`SlotBytes::counted`] (32 bits) in the state word.
 const COUNT_SHIFT: u32 = 32;
 
+/// Packs the phase, the attributes and the time stamp into a state word.
 fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
     phase as u64
         | if bytes.is_resident { RESIDENT } else { 0 }
@@ -121,6 +129,7 @@ impl SlotClaim {
 /// Metadata of one slot: 16 bytes in a table that is indexed by the number of the slot's granule.
 #[repr(C)]
 pub(crate) struct Slot {
+    /// Phase, attributes of the bytes, and time of the last free (`pack`).
     state: AtomicU64,
     /// The next slot in the free list: its number plus one; 0 at the end.
     next: AtomicU32,

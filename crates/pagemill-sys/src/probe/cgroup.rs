@@ -76,6 +76,7 @@ pub(super) const ROWS: &[Feature] = &[
 struct Own {
     /// `None` for the root group of version 2, which has no memory statistics.
     groups: Option<Hierarchy>,
+    /// Folder of the innermost group; empty for the root group of version 2.
     own: file::Path,
 }
 
@@ -103,6 +104,7 @@ impl Own {
     }
 }
 
+/// Finds the groups of this process, or returns the finding that explains why there are none.
 fn find(system: &System) -> Result<Own, Finding> {
     let absent = |unread: Unread| {
         if unread.is_absent { Finding::missing("this kernel has no control groups") } else { unread.into() }
@@ -129,6 +131,7 @@ fn find(system: &System) -> Result<Own, Finding> {
     }
 }
 
+/// Probes the effective limit.
 fn limit(system: &System) -> Finding {
     let own = match find(system) {
         Ok(own) => own,
@@ -146,6 +149,7 @@ fn limit(system: &System) -> Finding {
     }
 }
 
+/// Probes the working set of the innermost group.
 fn working_set(system: &System) -> Finding {
     let own = match find(system) {
         Ok(own) => own,
@@ -197,8 +201,8 @@ mod tests {
         (root, system)
     }
 
-    /// Version 2: the limit of an ancestor applies, `memory.high` counts, and the working set excludes inactive file
-    /// pages.
+    /// Version 2: the limit of an ancestor must apply, `memory.high` must count, and the working set must exclude
+    /// inactive file pages.
     #[test]
     fn the_smallest_limit_of_all_ancestors_counts_on_v2() {
         let (_root, system) = fake_files(&[
@@ -215,7 +219,8 @@ mod tests {
         assert!(working_set(&system).found.starts_with("90 MiB "));
     }
 
-    /// Version 1 in a container, next to a version 2 hierarchy without controllers.
+    /// Version 1 in a container, next to a version 2 hierarchy without controllers. The group of version 1 must be
+    /// found, with its limit.
     #[test]
     fn a_container_on_v1_is_found() {
         let (_root, system) = fake_files(&[
@@ -241,7 +246,7 @@ mod tests {
         assert!(working_set(&system).found.starts_with("512 KiB "));
     }
 
-    /// An unmounted hierarchy is missing. A path outside of the mount is not followed.
+    /// An unmounted hierarchy must be reported as missing. A path outside of the mount must not be followed.
     #[test]
     fn malformed_groups_lead_to_missing() {
         let (_root, system) =

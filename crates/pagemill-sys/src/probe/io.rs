@@ -5,6 +5,7 @@ use super::{Feature, Finding, Group, System, describe};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+/// The command that lifts the limit of locked memory.
 const MEMLOCK_FIX: &str = "sudo prlimit --pid $$ --memlock=unlimited";
 
 pub(super) const ROWS: &[Feature] = &[
@@ -160,7 +161,8 @@ fn is_about_the_folder(error: &std::io::Error) -> bool {
     [NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull].contains(&error.kind())
 }
 
-/// Some kernels charge a ring as locked memory and return ENOMEM.
+/// The finding for the result of creating a ring. Some kernels charge a ring as locked memory and return `ENOMEM`,
+/// which has a fix of its own.
 fn ring_finding(made: std::io::Result<()>) -> Finding {
     match made {
         Ok(()) => Finding::available("a ring was made"),
@@ -169,6 +171,7 @@ fn ring_finding(made: std::io::Result<()>) -> Finding {
     }
 }
 
+/// Probes whether `/dev/fuse` can be opened and the mount helper is installed.
 fn fuse(system: &System) -> Finding {
     const HELPERS: [&str; 2] = ["/usr/bin/fusermount3", "/bin/fusermount3"];
     match File::options().read(true).write(true).open(system.path("/dev/fuse")) {
@@ -189,6 +192,7 @@ fn nearest_existing(folder: &Path) -> &Path {
     folder.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"))
 }
 
+/// Probes the folders in which figures files can be created.
 fn figures_folder(system: &System) -> Finding {
     let try_file = |folder: &Path| match trial::try_folder(nearest_existing(folder)) {
         Ok(_) => Ok(()),
@@ -213,6 +217,7 @@ fn user_cache() -> Option<PathBuf> {
     folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")))
 }
 
+/// Probes the folder in which `pagemill run` stores the preload library.
 fn cache_folder(_: &System) -> Finding {
     let Some(folder) = user_cache() else {
         return Finding::missing("neither XDG_CACHE_HOME nor HOME is set");
@@ -220,6 +225,7 @@ fn cache_folder(_: &System) -> Finding {
     cache_finding(&folder)
 }
 
+/// The finding for `folder` as the place of the preload library, which must be mapped as code.
 fn cache_finding(folder: &Path) -> Finding {
     let name = folder.display();
     match trial::try_folder(nearest_existing(folder)) {
@@ -240,6 +246,7 @@ fn status_line(system: &System, name: &str) -> Result<String, Finding> {
 const CAPABILITIES: [(u32, &str); 4] =
     [(14, "CAP_IPC_LOCK"), (21, "CAP_SYS_ADMIN"), (23, "CAP_SYS_NICE"), (24, "CAP_SYS_RESOURCE")];
 
+/// Reports the user and its useful capabilities.
 fn user(system: &System) -> Finding {
     let id = crate::process::user_id();
     let name = if id == 0 { "root".to_string() } else { format!("user {id}") };
@@ -258,6 +265,7 @@ fn user(system: &System) -> Finding {
     })
 }
 
+/// Reports whether a system call filter (seccomp) is active.
 fn sandbox(system: &System) -> Finding {
     match status_line(system, "Seccomp").as_deref() {
         Ok("0") => Finding::available("none"),
@@ -268,6 +276,7 @@ fn sandbox(system: &System) -> Finding {
     }
 }
 
+/// Probes whether a file system can be mounted in a new user namespace.
 fn user_namespace(system: &System) -> Finding {
     const SWITCHES: [(&str, &str); 2] = [
         ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
@@ -300,7 +309,7 @@ fn user_namespace(system: &System) -> Finding {
 mod tests {
     use super::*;
 
-    /// A ring refused for lack of lockable memory gets the fix for that.
+    /// A ring refused for lack of lockable memory must get the fix for that limit.
     #[test]
     fn a_ring_without_lockable_memory_gets_another_fix() {
         let fix = |errno| ring_finding(Err(std::io::Error::from_raw_os_error(errno))).fix;
@@ -309,8 +318,8 @@ mod tests {
     }
     use crate::probe::Availability;
 
-    /// If the cache folder does not exist, its nearest existing ancestor is tried. A folder that cannot be created is
-    /// missing.
+    /// If the cache folder does not exist, its nearest existing ancestor must be tried. A folder that cannot be created
+    /// must be reported as missing.
     #[test]
     fn a_missing_cache_folder_is_tried_in_its_ancestor() {
         let folder = tempfile::tempdir().unwrap();
@@ -319,6 +328,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
+    /// The row must list the useful capabilities that the process has, and those that it lacks.
     #[test]
     fn capabilities_are_named() {
         let root = tempfile::tempdir().unwrap();

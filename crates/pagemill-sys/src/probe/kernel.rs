@@ -71,6 +71,7 @@ pub(super) const ROWS: &[Feature] = &[
     },
 ];
 
+/// The finding for a release: available from [`BEST`] on, limited from [`MINIMUM`] on, else missing.
 fn judge_release(text: &str) -> Finding {
     match release(text) {
         None => Finding::unknown(format!("not a release: {text:?}")),
@@ -80,6 +81,7 @@ fn judge_release(text: &str) -> Finding {
     }
 }
 
+/// Probes whether the memory node of a range can be chosen.
 fn nodes(system: &System) -> Finding {
     let list = match system.read("/sys/devices/system/node/has_memory") {
         Ok(list) => list,
@@ -111,6 +113,7 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
+    /// Releases must be judged by their major and minor numbers.
     #[test]
     fn old_kernels_are_refused() {
         for (text, state) in [

@@ -113,6 +113,7 @@ pub(super) const ROWS: &[Feature] = &[
     },
 ];
 
+/// Probes how much address space can be reserved, by halving until it succeeds.
 fn reserve(_: &System) -> Finding {
     let mut len_bytes = ARENA_BYTES;
     loop {
@@ -141,6 +142,7 @@ fn judge_limit(resource: Resource, prlimit: &str) -> Finding {
     }
 }
 
+/// Probes whether 64 MiB can be locked.
 fn memlock(_: &System) -> Finding {
     let limit = match trial::resource_limit(Resource::Locked) {
         Ok((soft, _)) => soft.map_or_else(|| "none".to_string(), size),
@@ -152,6 +154,7 @@ fn memlock(_: &System) -> Finding {
     }
 }
 
+/// Probes the overcommit mode.
 fn overcommit(system: &System) -> Finding {
     let mode = match system.number("/proc/sys/vm/overcommit_memory") {
         Ok(mode) => mode,
@@ -166,6 +169,7 @@ fn overcommit(system: &System) -> Finding {
     }
 }
 
+/// Probes the available memory of the machine.
 fn memory(system: &System) -> Finding {
     match meminfo(system, &["MemTotal", "MemAvailable"]) {
         Ok(values) => {
@@ -226,6 +230,7 @@ mod tests {
         (root, system)
     }
 
+    /// The strict overcommit mode must be reported as limited, the other modes as available.
     #[test]
     fn strict_overcommit_is_limited() {
         let meminfo = "MemTotal: 1024 kB\nCommitLimit:    2048 kB\nCommitted_AS:   1024 kB\n";
@@ -238,6 +243,7 @@ mod tests {
         );
     }
 
+    /// Less than a sixteenth of available memory must be reported as limited.
     #[test]
     fn little_available_memory_is_limited() {
         for (available, state) in
@@ -249,7 +255,7 @@ mod tests {
         }
     }
 
-    /// Missing pressure files mean a kernel without PSI, unless /proc is missing, too.
+    /// Missing pressure files must be reported as a kernel without PSI, unless /proc is also missing.
     #[test]
     fn missing_psi_differs_from_missing_proc() {
         let (_root, system) = fake_files(&[("/proc/self/status", "")]);

@@ -11,6 +11,7 @@ const DEFRAG: &str = "/sys/kernel/mm/transparent_hugepage/defrag";
 const SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 const PMD_SIZE: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
 const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+/// The command that allows huge pages.
 const ENABLE: &str = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled";
 
 const MADV_COLD: i32 = 20;
@@ -216,7 +217,8 @@ fn bracketed_word(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split(']').next()
 }
 
-/// Probes a setting in brackets: available, limited or missing by its word.
+/// Probes a setting by its word in brackets: available if the word is in `good`, limited if it is in `bearable`, else
+/// missing.
 fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
     let text = match system.read(path) {
         Ok(text) => text,
@@ -233,6 +235,7 @@ fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) 
     }
 }
 
+/// Probes the size of a transparent huge page.
 fn huge_size(system: &System) -> Finding {
     match system.number(PMD_SIZE) {
         Ok(bytes) if bytes == BLOCK_BYTES as u64 => Finding::available(super::size(bytes)),
@@ -283,6 +286,7 @@ fn huge_page(system: &System) -> Finding {
     Finding::available(format!("2 MiB in {} us", fastest_ns / 1000))
 }
 
+/// Probes whether shared memory gets huge pages.
 fn shmem_huge(system: &System) -> Finding {
     let setting = match system.read(SHMEM) {
         Ok(text) => bracketed_word(&text).unwrap_or("unreadable").to_string(),
@@ -296,6 +300,7 @@ fn shmem_huge(system: &System) -> Finding {
     }
 }
 
+/// Probes `MADV_COLLAPSE`: makes small pages huge, and checks that their contents survive.
 fn collapse(_: &System) -> Finding {
     let collapsed = Scratch::new(1).and_then(|scratch| {
         scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE)?;
@@ -314,6 +319,7 @@ fn collapse(_: &System) -> Finding {
     }
 }
 
+/// Probes `MADV_POPULATE_WRITE`, and measures the time for each page.
 fn populate(_: &System) -> Finding {
     const PAGES: usize = 64;
     let page = mem::os_page_bytes();
@@ -337,6 +343,7 @@ fn populate(_: &System) -> Finding {
     }
 }
 
+/// Probes `MADV_FREE` and `MADV_DONTNEED`, and checks that discarded memory reads zero.
 fn dontneed(_: &System) -> Finding {
     let dropped = Scratch::new(1).and_then(|scratch| {
         scratch.write(0, 7);
@@ -352,6 +359,7 @@ fn dontneed(_: &System) -> Finding {
     }
 }
 
+/// Probes whether one `process_madvise` call can discard many scattered pages of the calling process.
 fn process_madvise(_: &System) -> Finding {
     let page = mem::os_page_bytes();
     let count = (BLOCK_BYTES / page / 2).min(64);
@@ -395,6 +403,7 @@ fn on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Finding {
     }
 }
 
+/// Probes guard pages: makes a page inaccessible and accessible again.
 fn guard(_: &System) -> Finding {
     let page = mem::os_page_bytes();
     let fenced = Scratch::new(1).and_then(|scratch| {
@@ -406,6 +415,7 @@ fn guard(_: &System) -> Finding {
     fence_finding(fenced)
 }
 
+/// Probes poisoned pages: makes a page inaccessible and accessible again.
 fn poison(_: &System) -> Finding {
     let fenced = Scratch::new(1).and_then(|scratch| {
         let userfault = Userfault::open(UFFD_POISON)?;
@@ -417,6 +427,8 @@ fn poison(_: &System) -> Finding {
     fence_finding(fenced)
 }
 
+/// The finding of a probe that made a page inaccessible and then accessible again; `Ok(false)` if an access did not
+/// behave so.
 fn fence_finding(fenced: io::Result<bool>) -> Finding {
     match fenced {
         Ok(true) => Finding::available("a page was fenced off and opened again"),
@@ -425,6 +437,7 @@ fn fence_finding(fenced: io::Result<bool>) -> Finding {
     }
 }
 
+/// Probes `MADV_WIPEONFORK`: a fork child must read zero, and the parent its own byte.
 fn wipe(_: &System) -> Finding {
     let seen = Scratch::new(1).and_then(|scratch| {
         scratch.write(0, 7);
@@ -438,6 +451,7 @@ fn wipe(_: &System) -> Finding {
     }
 }
 
+/// Probes userfaultfd, and lists the features that the kernel offers.
 fn userfault(system: &System) -> Finding {
     let setting = system.read("/proc/sys/vm/unprivileged_userfaultfd");
     let setting = setting.map_or_else(|unread| unread.reason, |text| format!("unprivileged_userfaultfd={text}"));
@@ -478,7 +492,8 @@ mod tests {
     use super::*;
     use crate::probe::Availability;
 
-    /// Each word of a setting leads to a state. A kernel without huge pages differs from a missing /sys.
+    /// Each word of a setting must lead to its state. A kernel without huge pages must be distinguished from a missing
+    /// /sys.
     #[test]
     fn settings_lead_to_states() {
         let root = tempfile::tempdir().unwrap();
@@ -501,7 +516,7 @@ mod tests {
         }
     }
 
-    /// Reserved pages that are free but promised to a mapping count as unavailable.
+    /// Reserved pages that are free but promised to a mapping must count as unavailable.
     #[test]
     fn reserved_pages_lead_to_states() {
         let root = tempfile::tempdir().unwrap();

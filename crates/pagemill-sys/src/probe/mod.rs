@@ -2,7 +2,7 @@
 //!
 //! Every [`Feature`] is declared once, beside the function that tries it. Nothing is inferred from a version number, no
 //! setting is changed, and each trial undoes its effects. If `/proc` or `/sys` cannot be read, the state is
-//! [`Availability::Unknown`], and the row says why. Unlike most modules of this crate, this one allocates.
+//! [`Availability::Unknown`], and the row says why. Unlike most modules of this crate, this module allocates.
 //!
 //! | file | features |
 //! |---|---|
@@ -93,11 +93,13 @@ pub struct Feature {
     pub name: &'static str,
     /// The first Linux release with the feature, such as `5.14`; empty if every release has it.
     pub since: &'static str,
+    /// What Pagemill uses the feature for.
     pub needed_for: &'static str,
     /// What Pagemill loses without the feature.
     pub lost: &'static str,
     /// The command that enables the feature; empty if only another kernel helps.
     fix: &'static str,
+    /// Tries the feature.
     check: fn(&System) -> Finding,
 }
 
@@ -162,6 +164,7 @@ pub fn table() -> impl Iterator<Item = &'static Feature> {
 }
 
 impl Feature {
+    /// Tries the feature. `running` is the release of the running kernel.
     fn examine(&'static self, system: &System, running: Option<(u32, u32)>) -> Row {
         let Finding { state, found, fix, errno } = (self.check)(system);
         let fix = match state {
@@ -201,6 +204,7 @@ struct Finding {
     found: String,
     /// A fix that replaces the one of the feature.
     fix: Option<String>,
+    /// The error of the call that failed, from which the fix follows.
     errno: Option<i32>,
 }
 
@@ -225,10 +229,12 @@ impl Finding {
         Self::new(Availability::Unknown, found)
     }
 
+    /// The result if the kernel refused the call that uses the feature.
     fn refused(error: &std::io::Error) -> Self {
         Self { errno: error.raw_os_error(), ..Self::missing(describe(error)) }
     }
 
+    /// Replaces the fix of the feature.
     fn with_fix(self, fix: impl Into<String>) -> Self {
         Self { fix: Some(fix.into()), ..self }
     }
@@ -243,6 +249,7 @@ impl From<std::io::Error> for Finding {
 
 /// The error of a kernel file that could not be read.
 struct Unread {
+    /// Text for the row: the path and the error.
     reason: String,
     fix: Option<String>,
     /// The kernel has no such file.
@@ -288,6 +295,7 @@ impl System {
         })
     }
 
+    /// Whether a kernel file exists.
     fn has(&self, path: &str) -> bool {
         self.path(path).exists()
     }
@@ -341,7 +349,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// Keys are unique words, groups are contiguous, and no text is missing or too long.
+    /// Keys must be unique words, groups must be contiguous, and no text may be missing or too long.
     #[test]
     fn rows_are_well_formed() {
         let mut keys = BTreeSet::new();
@@ -360,7 +368,7 @@ mod tests {
         assert!(table().map(|feature| feature.group as u8).is_sorted());
     }
 
-    /// Every feature gets a state on this machine, and each that does not work fully gets a fix.
+    /// Every feature must get a state on this machine, and each feature that does not work fully must get a fix.
     #[test]
     fn this_machine_is_examined() {
         let report = probe();
@@ -376,8 +384,8 @@ mod tests {
         }
     }
 
-    /// With an empty folder as root, features that are only read are unknown. Their rows say why, and how to mount the
-    /// missing file system.
+    /// With an empty folder as root, features whose state is read from a file must be unknown. Their rows must say why,
+    /// and how to mount the missing file system.
     #[test]
     fn without_kernel_files_rows_are_unknown() {
         let root = tempfile::tempdir().unwrap();
@@ -391,6 +399,7 @@ mod tests {
         assert!(report.is_supported());
     }
 
+    /// Major and minor number must be read from releases of the usual forms.
     #[test]
     fn releases_are_read() {
         assert_eq!(release("6.18.44-generic"), Some((6, 18)));
@@ -398,6 +407,7 @@ mod tests {
         assert_eq!(release("unknown"), None);
     }
 
+    /// A size must have the largest unit that it fills, and at most one decimal.
     #[test]
     fn sizes_are_short() {
         assert_eq!(size(0), "0 B");
@@ -407,6 +417,7 @@ mod tests {
         assert_eq!(size(u64::MAX), "16 EiB");
     }
 
+    /// A known error must be printed with its symbolic name, any other with its number.
     #[test]
     fn errors_are_named() {
         assert!(describe(&std::io::Error::from_raw_os_error(libc::EPERM)).starts_with("EPERM ("));

@@ -11,10 +11,12 @@ use std::path::Path;
 
 pub(super) const BLOCK_BYTES: usize = 2 << 20;
 
+/// The error of a system call that returned a value other than 0.
 fn check(result: c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Takes ownership of the descriptor that a system call returned, or returns the error of the call.
 fn own_descriptor(fd: libc::c_long) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
@@ -38,8 +40,8 @@ pub(super) fn kernel_names() -> (String, String) {
 /// Memory for trials, in blocks.
 ///
 /// # Invariants
-/// `addr..addr + len_bytes` is aligned to a block, readable and writable, and known to this value alone. All accesses
-/// are volatile, because the kernel may free the pages at any time.
+/// `addr..addr + len_bytes` is aligned to a block, readable and writable, and used by this value only. All accesses are
+/// volatile, because the kernel may free the pages at any time.
 pub(super) struct Scratch {
     addr: usize,
     len_bytes: usize,
@@ -168,11 +170,12 @@ fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
     }
 }
 
-/// For child processes: allocates nothing.
+/// The error number of the last system call as a byte. Child processes call this function, so it does not allocate.
 fn last_errno() -> u8 {
     io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) as u8
 }
 
+/// The error with this number; `Ok` for 0.
 fn errno_result(errno: u8) -> io::Result<()> {
     if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno.into())) }
 }
@@ -201,6 +204,7 @@ pub(super) enum NoNamespace {
 
 /// Mounts a tmpfs in new user and mount namespaces of a child process. The namespaces end with the child.
 pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
+    /// Bit that a child sets in its result if the error is that of a mount.
     const IN_MOUNT: u8 = 0x80;
     let mount = |kind: Option<&CStr>, flags| {
         let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);
@@ -239,6 +243,8 @@ impl Userfault {
     const POISON: libc::c_ulong = 0xC020_AA08;
     const MODE_WRITE_PROTECT: u64 = 2;
 
+    /// Opens a userfaultfd that offers the features in `wanted`.
+    ///
     /// # Errors
     ///
     /// `ENOSYS` or `EPERM` if userfaultfd is unavailable; `EINVAL` if the kernel lacks a feature in `wanted`.
@@ -254,6 +260,7 @@ impl Userfault {
         Ok(opened)
     }
 
+    /// Makes an ioctl request with `words` as its argument.
     fn call<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
         // The number of an ioctl request contains the size of its argument.
         assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
@@ -316,6 +323,7 @@ impl HugeAllowed {
     }
 }
 
+/// Reads which huge pages this process may get.
 pub(super) fn huge_allowed() -> io::Result<HugeAllowed> {
     // SAFETY: the call accesses no memory.
     let answer = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
@@ -366,6 +374,7 @@ pub(super) fn make_ring() -> io::Result<()> {
     ring().map(drop)
 }
 
+/// Creates an io_uring with one entry.
 fn ring() -> io::Result<OwnedFd> {
     let mut parameters = [0u32; 30];
     // SAFETY: the call writes at most the 120 bytes of `parameters`.
@@ -404,6 +413,7 @@ pub(super) fn read_directly(folder: &Path) -> io::Result<Option<Alignment>> {
     result
 }
 
+/// Reads 64 KiB of a file with `O_DIRECT`.
 fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
     let disk = Disk::open(&path, Options { is_direct: true, ..Options::default() })?;
@@ -413,6 +423,7 @@ fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
     unsafe { disk::read_at(disk.number(), scratch.addr, 1 << 16, 0) }.map(|_| alignment)
 }
 
+/// An unused path in `folder`.
 fn trial_file(folder: &Path) -> std::path::PathBuf {
     folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()))
 }
@@ -448,6 +459,7 @@ pub(super) fn try_folder(folder: &Path) -> io::Result<Folder> {
     Ok(mapped.map_or_else(Folder::NotExecutable, |()| Folder::Usable))
 }
 
+/// Maps the first 4 KiB of a file as code, and unmaps them.
 fn map_as_code(file: &File) -> io::Result<()> {
     let access = libc::PROT_READ | libc::PROT_EXEC;
     // SAFETY: the call creates a new mapping, which is never executed.
@@ -470,13 +482,13 @@ pub(super) fn may_write(path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The flags of `PR_GET_THP_DISABLE` lead to the three states.
+    /// The flags of `PR_GET_THP_DISABLE` must lead to the three states.
     #[test]
     fn prctl_flags_map_to_allowed_huge_pages() {
         assert_eq!([0, 1, 3].map(HugeAllowed::of), [HugeAllowed::All, HugeAllowed::None, HugeAllowed::WhereAdvised]);
     }
 
-    /// A byte in a page without access is reported as unreadable, and the check raises no signal.
+    /// A byte in a page without access must be reported as unreadable, and the check must raise no signal.
     #[test]
     fn an_unreadable_byte_raises_no_signal() {
         let scratch = Scratch::new(1).unwrap();
@@ -486,7 +498,7 @@ mod tests {
         assert!(!scratch.is_readable(0));
     }
 
-    /// The result of a child is returned; a child that is killed is an error.
+    /// The result of a child must be returned; a child that is killed must lead to an error.
     #[test]
     fn results_of_children_are_returned() {
         assert_eq!(in_child(|| 7).unwrap(), 7);

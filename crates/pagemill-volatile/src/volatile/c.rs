@@ -9,6 +9,7 @@ use std::ffi::{c_int, c_void};
 const EINVAL: c_int = 22;
 const EFAULT: c_int = 14;
 
+/// The mode and behaviour of a call from C; `None` for values that pagemill.h does not define.
 fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
     let mode = match mode {
         0 => Mode::Nonvolatile,

@@ -201,6 +201,7 @@ struct ShardCounts {
     purged: AtomicU64,
 }
 
+/// Locks a mutex, also after a panic of a thread that had it locked.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // The lock is held for table lookups only, so the table is consistent after a panic under it.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -379,6 +380,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.len() == 0
     }
 
+    /// The cell of a key; inserts the key if it is missing.
     fn cell_or_insert(&self, key: K) -> ValueCell {
         // Declared first, so that these keys are dropped after the shard is unlocked, even if a key's `Eq` panics.
         let _purged;
@@ -390,6 +392,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         shard.cells.entry(key).or_default().clone()
     }
 
+    /// Stores a value in a new volatile range, which is marked.
     fn store_value(&self, value: &V) -> Result<Value> {
         let len_bytes = value.len_bytes();
         if len_bytes == 0 {
@@ -443,6 +446,7 @@ impl Value {
         }
     }
 
+    /// Whether the value is absent or was purged.
     fn is_purged(&self) -> bool {
         match self {
             Self::Absent => true,

@@ -12,7 +12,7 @@
 use pagemill_core::error::Error;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill_sys::fault::{self, Access, Fault, Quiet, Verdict};
+use pagemill_sys::fault::{self, Access, AllSignalsBlocked, Fault, Verdict};
 use pagemill_sys::maps::{Mapping, Maps};
 use pagemill_sys::{fatal, mem, thread};
 use std::ffi::c_void;
@@ -25,7 +25,8 @@ use std::sync::atomic::{
 
 /// Bytes of address space that a leaf of the table covers.
 const LEAF_SPAN: usize = 1 << 32;
-/// End of the addresses that the table covers. Higher addresses are used only by programs that request them.
+/// End of the addresses that the table covers. The kernel maps memory at higher addresses only if a program requests
+/// such an address.
 const TABLE_END: usize = 1 << 48;
 const LEAVES: usize = TABLE_END / LEAF_SPAN;
 
@@ -33,6 +34,7 @@ const LEAVES: usize = TABLE_END / LEAF_SPAN;
 /// some.
 const MAX_RETRIES: usize = 10_000;
 
+/// The leaves of the table, each a bit array for [`LEAF_SPAN`] of addresses; null until [`prepare`] maps the leaf.
 static TABLE: [AtomicPtr<AtomicU64>; LEAVES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAVES];
 /// Number of threads that are changing guards and have closed memory.
 static CLOSING_THREADS: AtomicU32 = AtomicU32::new(0);
@@ -42,10 +44,12 @@ static HAS_INHERITED: AtomicBool = AtomicBool::new(false);
 
 /// Whether the kernel supports guard pages; tested at the first use.
 static GUARD_SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
+/// Values of [`GUARD_SUPPORT`].
 const UNKNOWN: u32 = 0;
 const SUPPORTED: u32 = 1;
 const UNSUPPORTED: u32 = 2;
 
+/// Size of a leaf: one bit for each OS page.
 fn leaf_bytes() -> usize {
     LEAF_SPAN / os_page_bytes() / 8
 }
@@ -89,6 +93,7 @@ fn clear_bits(range: &Range<usize>) {
     });
 }
 
+/// Whether the page at `addr` is recorded as guarded.
 fn is_bit_set(addr: usize) -> bool {
     table_bit(addr).is_some_and(|(word, bit)| word.load(Acquire) & 1 << bit != 0)
 }
@@ -99,6 +104,7 @@ fn next_run_with_bits(range: &Range<usize>, wanted: bool) -> Option<Range<usize>
     Some(first..next_page_with_bit(&(first..range.end), !wanted).unwrap_or(range.end))
 }
 
+/// The first page in `range` whose bit is `wanted`.
 fn next_page_with_bit(range: &Range<usize>, wanted: bool) -> Option<usize> {
     let page = os_page_bytes();
     let mut at = range.start;
@@ -139,6 +145,7 @@ pub(super) fn prepare(range: &Range<usize>) -> pagemill_core::error::Result<()> 
     fault::install(resolve_fault).map_err(Error::system("installing the fault handler"))
 }
 
+/// Returns an error if the kernel does not support guard pages.
 fn check_support() -> pagemill_core::error::Result<()> {
     if GUARD_SUPPORT.load(Relaxed) == UNKNOWN {
         let page = os_page_bytes();
@@ -165,14 +172,14 @@ fn check_support() -> pagemill_core::error::Result<()> {
 /// A critical section in which this thread closes memory. Blocks the program's signals on this thread, because a signal
 /// handler that accesses closed memory would wait for this thread forever.
 struct ClosedSection {
-    _quiet: Quiet,
+    _blocked: AllSignalsBlocked,
 }
 
 impl ClosedSection {
     fn begin() -> Self {
-        let quiet = Quiet::begin();
+        let blocked = AllSignalsBlocked::begin();
         CLOSING_THREADS.fetch_add(1, SeqCst);
-        Self { _quiet: quiet }
+        Self { _blocked: blocked }
     }
 }
 
@@ -188,8 +195,8 @@ pub(super) struct GuardsRefused {
     pub freed: Option<u64>,
 }
 
-/// Purges the pages of a part with `discard` and installs guards on them. Pages that have guards are skipped. Returns
-/// the bytes that the kernel took.
+/// Purges the pages in `part` with `discard` and installs guards on them. Pages that have guards are skipped. Returns
+/// the sum of the bytes that `discard` freed.
 ///
 /// If a guard cannot be installed (for example because the program has just locked the memory), the purged pages stay
 /// closed. Accesses to them also raise `SIGBUS`.
@@ -200,8 +207,8 @@ pub(super) struct GuardsRefused {
 ///
 /// # Safety
 ///
-/// The caller has claimed the part. It is private, readable and writable memory inside one mapping, and the program
-/// does not need its contents.
+/// The caller has claimed `part`. It is private, readable and writable memory inside one mapping, and the program does
+/// not need its contents.
 pub(super) unsafe fn purge_and_guard(
     part: Range<usize>,
     mut discard: impl FnMut(Range<usize>) -> Option<u64>,
@@ -244,13 +251,13 @@ unsafe fn purge_and_guard_run(run: &Range<usize>, discard: impl FnOnce(Range<usi
     };
     // SAFETY: guaranteed by the caller.
     if retry_while_no_memory(|| unsafe { mem::install_guards(run.start, run.len()) }).is_ok() {
-        // Only with guards: a run without guards stays closed until it is unmarked.
+        // The run is opened only if it has guards. A run without guards stays closed until it is unmarked.
         let _ = retry_while_no_memory(open);
     }
     Some(freed)
 }
 
-/// Calls `act` again, after a pause, while the kernel is short of memory.
+/// Calls `act`. Repeats the call after a pause while it fails for lack of memory, at most [`MAX_RETRIES`] times.
 fn retry_while_no_memory(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
     let mut result = act();
     for _ in 0..MAX_RETRIES {
@@ -395,8 +402,8 @@ mod tests {
         /// `bool`.
         #[test]
         fn table_agrees_with_bool_array(steps in prop::collection::vec((0usize..600, 1usize..300, any::<bool>()), 1..20)) {
-            static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
-            let _turn = TURN.lock();
+            static ONE_CASE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+            let _guard = ONE_CASE_AT_A_TIME.lock();
             let page = os_page_bytes();
             // Addresses without any mapping: the test uses their bits in the table only.
             let start = 5 * LEAF_SPAN - 300 * page;

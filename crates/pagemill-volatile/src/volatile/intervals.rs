@@ -38,20 +38,28 @@ pub(super) struct Intervals<T> {
     directory: SparseArray<Leaf>,
     /// The entries of all leaves, `PER_LEAF` for each leaf, in the order of the leaves' numbers.
     entries: SparseArray<MaybeUninit<IntervalEntry<T>>>,
+    /// Number of leaves in use.
     leaves: usize,
+    /// Number of leaves created so far, in use or free.
     leaf_numbers: usize,
+    /// Number of intervals.
     count: usize,
+    /// Sum of the lengths of all intervals.
     bytes: u64,
 }
 
 /// The directory entry of a leaf.
 #[derive(Clone, Copy)]
 struct Leaf {
+    /// Start of the leaf's first entry.
     first: usize,
+    /// Position of the leaf's entries in the array of all entries.
     number: u32,
+    /// Number of entries in the leaf.
     count: u32,
 }
 
+/// The interval `start..end` with its value.
 #[derive(Clone, Copy)]
 struct IntervalEntry<T> {
     start: usize,
@@ -60,6 +68,7 @@ struct IntervalEntry<T> {
 }
 
 impl<T: Copy> Intervals<T> {
+    /// Maximum number of entries in a leaf.
     const PER_LEAF: usize = LEAF_BYTES / size_of::<IntervalEntry<T>>();
 
     /// Creates an empty map, without a system call. Memory that the map uses later stays until the process ends.
@@ -241,6 +250,7 @@ impl<T: Copy> Intervals<T> {
         self.set_first(to);
     }
 
+    /// Stores the start of the leaf's first entry in the directory.
     fn set_first(&mut self, index: usize) {
         if let Some(IntervalEntry { start, .. }) = self.leaf(index).first().copied() {
             self.directory.items_mut()[index].first = start;
@@ -318,7 +328,7 @@ impl<U> SparseArray<U> {
         Self { base: 0, open_bytes: 0, max_len, _items: PhantomData }
     }
 
-    /// Makes the first `len` items usable.
+    /// Makes the first `len` items accessible.
     fn open(&mut self, len: usize) -> Result<()> {
         let wanted_bytes = len.saturating_mul(size_of::<U>());
         if len > self.max_len {

@@ -62,7 +62,7 @@ pub struct Listed {
 }
 
 impl Listed {
-    /// The initial value of array elements.
+    /// A value to initialise arrays with. It describes no range.
     pub const NONE: Self = Self {
         addr: 0,
         len_bytes: 0,
@@ -148,8 +148,8 @@ impl Ranges {
 }
 
 impl Vranges {
-    /// Copies descriptions of marked ranges that end after the address `from`, in ascending order; some thousand at
-    /// most. Cost: some nanoseconds for each, under the lock of the marks.
+    /// Copies descriptions of marked ranges that end after the address `from`, in ascending order, at most 4000 of
+    /// them. Cost: some nanoseconds for each, under the lock of the marks.
     pub fn list_from(&self, from: usize, into: &mut [Listed]) -> ListedPart {
         let room = into.len().min(MAX_INTERVALS_PER_LOCK);
         let count = self.table.with(|table| {

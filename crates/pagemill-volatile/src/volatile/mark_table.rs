@@ -1,4 +1,4 @@
-//! The table of volatile marks on the program's own memory, and sums over them. Protected by the lock in `vrange`.
+//! The table of marks on memory that is given by address, and sums over these marks. Protected by the lock in `vrange`.
 //!
 //! A purge *claims* a *piece* of a marked interval: the addresses that the purge discards under one claim.
 
@@ -9,8 +9,9 @@ use pagemill_core::error::Result;
 use pagemill_core::units::BLOCK_BYTES;
 use std::ops::Range;
 
-/// Bytes of a partial range that are purged at a time: a huge page, or a part of one if the range is smaller.
+/// Length of the pieces of a partial range that is longer than this: a huge page.
 const CHUNK_BYTES: usize = BLOCK_BYTES;
+/// Length of the pieces of a shorter partial range.
 const SMALL_CHUNK_BYTES: usize = BLOCK_BYTES / 32;
 
 /// The state of a marked interval of addresses.
@@ -34,6 +35,7 @@ pub(super) struct Mark {
 }
 
 impl Mark {
+    /// Whether a purge in a process of this generation may claim the interval.
     pub fn is_claimable(&self, generation: u16) -> bool {
         !self.is_empty && !self.is_purging && self.generation == generation
     }

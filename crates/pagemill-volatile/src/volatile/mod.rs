@@ -3,8 +3,8 @@
 //!
 //! A [`VolatileBuf`] is *held* (its bytes are preserved) or *volatile* (a purge may discard them). Marking and unmarking
 //! change one word of the range, without a system call, a lock, or a cache line shared with other ranges. Bytes are
-//! accessed through a [`Pin`], which excludes purges and reports which bytes were kept. Only memory pressure purges
-//! ranges, the least recently marked first (`purge`).
+//! accessed through a [`Pin`], which excludes purges and reports which bytes survived earlier purges. Only memory
+//! pressure purges ranges, the least recently marked first (`purge`).
 //!
 //! ```
 //! use pagemill::Pagemill;
@@ -75,6 +75,7 @@ const PACKED_BYTES: usize = BLOCK_BYTES / 2;
 
 /// Number of classes of ranges in packs: powers of two from 4 KiB to 1 MiB.
 const CLASSES: usize = 9;
+/// Size of the ranges of the smallest class.
 const SMALLEST_BYTES: usize = PACKED_BYTES >> (CLASSES - 1);
 
 /// The class value of ranges that have a slot of the heap.
@@ -117,6 +118,7 @@ struct RangeEntry {
     kept_bytes: AtomicU64,
     /// Number of bytes purged at a time: the length of the range, or that of a chunk.
     chunk_bytes: AtomicU64,
+    /// The class of the range in a pack, or [`OWN_SLOT`].
     class: AtomicU32,
     /// The shard to whose free list the entry returns.
     shard: AtomicU32,
@@ -139,8 +141,8 @@ pub struct Ranges {
     /// Heads of the free lists, by shard and class. The last class is that of entries without memory. Protected by
     /// `free_lists_lock`.
     free: [[AtomicU32; CLASSES + 1]; SHARDS],
-    /// For each shard: the entries that were never used, from the first number to the second. Protected by
-    /// `free_lists_lock`.
+    /// For each shard: the numbers of its entries that were never used, as the first number and the end of the run.
+    /// Protected by `free_lists_lock`.
     runs: [[AtomicU32; 2]; SHARDS],
     free_lists_lock: Lock,
     purger: purge::Purger,
@@ -351,6 +353,7 @@ impl Ranges {
         }
     }
 
+    /// Requests the purge of a range to stop, and runs `act` until no purge has the range claimed.
     #[cold]
     fn wait_for_purge<T>(
         &self,

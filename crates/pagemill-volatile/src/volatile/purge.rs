@@ -1,9 +1,9 @@
 //! Purges ranges, the least recently marked first, in bounded steps.
 //!
-//! A walk over the entries queues some hundred ranges with the oldest marks (`purge_queue`). They are purged in order,
-//! then the next walk follows. A range without chunks is purged as a whole. Of a range with chunks only the last chunk
-//! is purged. Then the range counts as marked at that time, so that other ranges are purged before its next chunk. The
-//! memory of free entries is purged before that of marked ranges.
+//! A walk over the entries queues some hundred ranges with the oldest marks (`purge_queue`). These ranges are purged in
+//! order; then the next walk follows. A range without chunks is purged as a whole. Of a range with chunks only the last
+//! chunk is purged. Then the epoch of its mark is set to the current time, so that other ranges are purged before its
+//! next chunk. The memory of free entries is purged before that of marked ranges.
 //!
 //! A range that a purge has claimed cannot be accessed. A thread that needs the range sets a bit in its state word.
 //! Then the purge ends after its current step, and the rest of the range is kept.
@@ -27,9 +27,9 @@ use std::time::Duration;
 /// under shuttle, so that small ranges have several steps.
 pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
-/// Minimum time between two measuring walks: this many nanoseconds, or `MEASURE_SHARE` times the duration of the last
-/// walk if that is longer.
+/// Minimum time in nanoseconds from the start of a measuring walk to the next.
 const MEASURE_PAUSE_NS: u64 = 100_000_000;
+/// The time from the start of a measuring walk to the next is at least this many times the duration of the first.
 const MEASURE_SHARE: u64 = 100;
 
 /// Time limit of a measuring walk, in nanoseconds. The resident bytes of the remaining ranges are extrapolated.
@@ -39,13 +39,13 @@ pub(super) const MEASURE_NS: u64 = 10_000_000;
 #[derive(Default)]
 pub(super) struct Purger {
     pub lock: Lock,
-    /// Length of all ranges.
+    /// Sum of the lengths of all ranges.
     pub total_bytes: AtomicU64,
     /// Bytes that a purge of all ranges could free, as of the last walk.
     giveable_bytes: AtomicU64,
     /// Earliest time of the next measuring walk.
     measure_after_ns: AtomicU64,
-    /// The minimum, over some time, of the bytes in free entries: so many bytes were not reused in that time.
+    /// The minimum of the bytes in free entries over some time. That many bytes were not reused in this time.
     unused: LeastOver,
     /// The purge queue; its keys are numbers of entries. Protected by `lock`.
     queue: PurgeQueue,
@@ -131,6 +131,7 @@ impl Ranges {
         self.purger.measure_after_ns.store(begun + MEASURE_PAUSE_NS.max(took * MEASURE_SHARE), Relaxed);
     }
 
+    /// Stores and publishes the giveable bytes.
     fn set_giveable(&self, bytes: u64) {
         self.purger.giveable_bytes.store(bytes, Relaxed);
         stats::set(Counter::RangesGiveable, bytes);
@@ -241,7 +242,7 @@ impl Ranges {
     }
 }
 
-/// Counts and traces a purge of `bytes` bytes of a range, whether they were resident or not.
+/// Counts and traces a purge of `bytes` of a range, whether they were resident or not.
 pub(super) fn note_purged(addr: usize, bytes: usize) {
     stats::add(Counter::RangesPurged, 1);
     stats::add(Counter::RangeBytesPurged, bytes as u64);

@@ -1,4 +1,4 @@
-//! The purge queue: some hundred ranges that were marked first, in the order in which they are purged.
+//! The purge queue: the up to 512 ranges with the oldest marks, in the order in which they are purged.
 //!
 //! A walk over all ranges fills the queue. When all its ranges were purged, the next walk fills the queue again.
 
@@ -17,6 +17,7 @@ pub(super) struct PurgeQueue {
     entries: [(AtomicU64, AtomicU32); QUEUE_LENGTH],
     /// The ranges in `entries[next..end]` are not purged yet.
     next: AtomicUsize,
+    /// End of the ranges in `entries`.
     end: AtomicUsize,
 }
 
@@ -60,7 +61,8 @@ impl PurgeQueue {
                 has_gone |= gone.is_some();
                 freed += gone.unwrap_or(0);
             }
-            // If no range of a complete queue could be purged, the rest is in use or locked, too.
+            // If no range of a newly filled queue could be purged, the other ranges are assumed to be in use or locked,
+            // too.
             let is_futile = is_fresh && !has_gone;
             if freed >= want_bytes || is_futile || walk() == 0 {
                 break;
@@ -83,6 +85,7 @@ impl PurgeQueue {
     }
 }
 
+/// A range that a walk has found: its age, the epoch of its mark, and the key that identifies it.
 #[derive(Clone, Copy)]
 struct QueueEntry {
     age: u32,
@@ -102,6 +105,7 @@ impl Oldest {
         Self { found: [QueueEntry { age: 0, epoch: 0, key: 0 }; QUEUE_LENGTH], count: 0 }
     }
 
+    /// Adds a range to the selection if it is old enough.
     pub fn add(&mut self, age: u32, epoch: u32, key: u64) {
         let found = QueueEntry { age, epoch, key };
         if self.count < QUEUE_LENGTH {
@@ -114,6 +118,7 @@ impl Oldest {
         }
     }
 
+    /// Restores the heap order after the entry at `at` was added.
     fn sift_up(&mut self, mut at: usize) {
         while at > 0 && self.found[at].age < self.found[(at - 1) / 2].age {
             self.found.swap(at, (at - 1) / 2);
@@ -121,6 +126,7 @@ impl Oldest {
         }
     }
 
+    /// Restores the heap order after the top entry was replaced.
     fn sift_down(&mut self) {
         let mut at = 0;
         loop {

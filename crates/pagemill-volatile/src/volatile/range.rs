@@ -165,6 +165,7 @@ impl VolatileBuf {
         Contents::Purged { kept_bytes }
     }
 
+    /// Length of the first part, which was not purged.
     fn kept_bytes(&self) -> usize {
         (self.entry().kept_bytes.load(Relaxed) as usize).min(self.len_bytes)
     }

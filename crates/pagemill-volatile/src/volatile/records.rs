@@ -15,11 +15,14 @@ use std::io;
 /// stack and take some microseconds.
 const BATCH_LEN: usize = 128;
 
+/// Value of the number of purged bytes if some bytes, but an unknown number, were purged.
 const UNKNOWN: u64 = u64::MAX;
+/// Value of the age of a range that is not volatile.
 const NOT_MARKED: u32 = u32::MAX;
 
 const RECORD_LEN: usize = 32;
 
+/// The record of a range.
 fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     bytes[..8].copy_from_slice(&(listed.addr as u64).to_le_bytes());
@@ -120,6 +123,7 @@ impl Record for Listed {
     }
 }
 
+/// Parses a record; `None` if a field is invalid.
 fn from_record(bytes: &[u8]) -> Option<Listed> {
     let (addr, len_bytes) = (u64_at(bytes, 0), u64_at(bytes, 8));
     let purged = Some(u64_at(bytes, 16)).filter(|purged| *purged != UNKNOWN);

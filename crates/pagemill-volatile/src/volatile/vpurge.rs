@@ -87,6 +87,7 @@ enum PieceResult {
 }
 
 impl Vranges {
+    /// Opens the list of mappings and decides whether foreign memory may be purged. `None` if the list cannot be read.
     fn new_request(&self, urgency: Urgency) -> Option<PurgeRequest> {
         // Without `/proc/self/maps` the kinds of mappings are unknown. Then nothing is purged.
         let maps = Maps::open().ok()?;
@@ -300,8 +301,8 @@ impl Vranges {
         is_one && self.arena.heap.contains(from) && (!splits || request.urgency == Urgency::Limit)
     }
 
-    /// The part of a piece from `at` that one system call discards. It lies inside one mapping, because the kernel
-    /// discards or refuses a mapping as a whole, and inside one block of the arena.
+    /// The part of a piece, starting at `at`, that one system call discards. It lies inside one mapping, because the
+    /// kernel discards or refuses a mapping as a whole. It also lies inside one block of the arena.
     fn next_part(&self, request: &PurgeRequest, at: usize, end: usize) -> Range<usize> {
         let mapping_end = match request.maps.find(at) {
             Ok(Some(mapping)) if mapping.addresses.contains(&at) => mapping.addresses.end,

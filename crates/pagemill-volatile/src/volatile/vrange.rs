@@ -110,8 +110,9 @@ pub struct Vranges {
     /// The part of `giveable_bytes` that a purge would not free, as last measured: not resident, or not purgeable. Each
     /// change of marks resets it to 0.
     pub(super) unfreeable_bytes: AtomicU64,
-    /// As `unfreeable_bytes`, for `foreign_bytes`.
+    /// The part of `foreign_bytes` that a purge would not free, as last measured.
     pub(super) unfreeable_foreign_bytes: AtomicU64,
+    /// Bytes of all marked intervals, including those that are already purged or inherited. Read without the lock.
     marked_bytes: AtomicU64,
 }
 
@@ -177,14 +178,15 @@ impl Vranges {
         }
     }
 
+    /// Marks a range that the caller has validated.
     fn mark(&self, range: Range<usize>, how: How, is_strict: bool) -> Result<Marked> {
         check_mapped(&range)?;
         if is_strict {
             guards::prepare(&range)?;
         }
         let bytes = range.len() as u64;
-        // The program may have filled the range, and may fill as much again, without a charge. Reserving that room
-        // reclaims now, before the kernel runs short.
+        // The program may have filled the range without a charge, and may fill as many bytes again after a purge.
+        // Reserving that room reclaims now, before the kernel runs short.
         let _ = self.arena.budget.reserve(bytes.min(MOST_RESERVED_BYTES));
         let fresh = Mark {
             epoch: current_epoch(),
@@ -219,6 +221,7 @@ impl Vranges {
         Ok(marked)
     }
 
+    /// Removes the marks of a range. Checks that the range is mapped only if none of its bytes was marked.
     fn unmark(&self, range: Range<usize>) -> Result<Marked> {
         let marked = self.change_marks(&range, Guards::Remove, |table| {
             let mut purged = false;
@@ -357,6 +360,7 @@ impl Vranges {
     }
 }
 
+/// Returns an error unless the whole range is mapped.
 fn check_mapped(range: &Range<usize>) -> Result<()> {
     mem::is_mapped(range.start, range.len())
         .map_err(|_| Error::NotMapped { addr: range.start, len_bytes: range.len() as u64 })

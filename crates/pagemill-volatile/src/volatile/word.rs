@@ -30,6 +30,7 @@ pub(crate) enum RangePhase {
     Purging = 3,
 }
 
+/// Mask of the phase.
 const PHASE: u64 = 3;
 /// In *Volatile* and *Purging*: bytes were discarded since the range was marked.
 const LOST: u64 = 1 << 2;
@@ -45,7 +46,9 @@ const PIN: u64 = 1 << 8;
 /// Mask of the number of pins.
 const PINS: u64 = 0xFFFF << 8;
 const GENERATION_SHIFT: u32 = 24;
+/// Mask of the generation number.
 const GENERATION: u64 = 0xFFFF << GENERATION_SHIFT;
+/// Position of the epoch of the mark, in the upper bits of the word.
 const EPOCH_SHIFT: u32 = 40;
 
 /// After a purge that a thread waited for, the range cannot be claimed again for this many ticks.
@@ -84,6 +87,7 @@ impl SeenWord {
         }
     }
 
+    /// Whether bytes were discarded since the range was marked.
     pub fn is_lost(self) -> bool {
         self.0 & LOST != 0
     }
@@ -166,7 +170,7 @@ impl RangeWord {
         }
     }
 
-    /// *Free* to *Held*, for a new owner.
+    /// Changes *Free* to *Held*, for a new owner.
     pub fn hold(&self) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED, ())),
@@ -174,8 +178,8 @@ impl RangeWord {
         })
     }
 
-    /// Any other phase to *Free*, when the owner drops the range. `has_memory` says whether the range keeps its memory.
-    /// Ends leaked pins.
+    /// Changes *Held* or *Volatile* to *Free*, when the owner drops the range. `has_memory` says whether the range
+    /// keeps its memory. Ends leaked pins.
     pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             RangePhase::Free => Err(Refused::RangePhase(RangePhase::Free)),
@@ -187,7 +191,7 @@ impl RangeWord {
         })
     }
 
-    /// *Held* to *Volatile*.
+    /// Changes *Held* to *Volatile*. The range counts as marked at `epoch`.
     #[inline]
     pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
@@ -196,8 +200,8 @@ impl RangeWord {
         })
     }
 
-    /// *Volatile* to *Held*. Returns whether bytes were lost. If bytes were lost, `unmark` also pins the range, so that
-    /// the caller can read `kept_bytes` before another thread marks the range again. The caller must then call
+    /// Changes *Volatile* to *Held*. Returns whether bytes were lost. If bytes were lost, `unmark` also pins the range,
+    /// so that the caller can read `kept_bytes` before another thread marks the range again. The caller must then call
     /// [`RangeWord::unpin`].
     #[inline]
     pub fn unmark(&self) -> Result<bool, Refused> {

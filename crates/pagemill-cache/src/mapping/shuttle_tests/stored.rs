@@ -7,7 +7,7 @@
 
 use super::*;
 use crate::mapping::fill::{Asked, Filling};
-use pagemill_core::sync::modelled::point;
+use pagemill_core::sync::modelled::scheduling_point;
 use std::io;
 use std::sync::MutexGuard;
 use std::sync::atomic::AtomicBool;
@@ -69,7 +69,7 @@ impl PageStore {
     }
 
     fn may_fail(&self) -> io::Result<()> {
-        point();
+        scheduling_point();
         let fails = self.is_failing.load(Relaxed) && random_below(4) == 0;
         if fails { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
     }
@@ -98,7 +98,7 @@ impl Store for PageStore {
         self.may_fail()?;
         for (page, at) in Self::pages(offset, to.len()) {
             to[at..at + SAMPLE].copy_from_slice(&self.value(page).to_le_bytes());
-            point();
+            scheduling_point();
         }
         Ok(())
     }
@@ -109,13 +109,13 @@ impl Store for PageStore {
             let is_alone = !lock(&self.writing).contains(&page);
             assert!(is_alone, "two threads write to one page at a time");
             lock(&self.writing).push(page);
-            point();
+            scheduling_point();
             let value = u64::from_le_bytes(from[at..at + SAMPLE].try_into().unwrap());
             let mut state = lock(&self.state);
             state.0[page as usize] = value;
             state.1 = state.1.max(offset + (at + PAGE).min(from.len()) as u64);
             drop(state);
-            point();
+            scheduling_point();
             lock(&self.writing).retain(|writing| *writing != page);
         }
         self.may_fail()

@@ -162,7 +162,7 @@ impl Shared {
         }
     }
 
-    /// Performs one random operation of the first `kinds` kinds.
+    /// Performs one random operation out of the first `kinds` kinds.
     fn random_step(&self, kinds: usize) {
         match random_below(kinds) {
             0 => drop(self.range.mark()),

@@ -8,7 +8,7 @@ struct Model {
     phase: RangePhase,
     is_lost: bool,
     is_awaited: bool,
-    /// Whether the range in *Purging* was free before.
+    /// Whether the range, in *Purging*, was free before the claim.
     is_from_free: bool,
     /// Whether a free range has memory.
     is_backed: bool,
@@ -219,7 +219,7 @@ fn random_operations_match_model() {
     }
 }
 
-/// A range with lost bytes and the maximum number of pins cannot be unmarked, because unmarking would add a pin.
+/// Unmarking a range with lost bytes and the maximum number of pins must be refused, because it would add a pin.
 #[test]
 fn lost_range_with_all_pins_is_not_unmarked() {
     let of = |bits: u64| RangeWord(AtomicU64::new(bits | u64::from(u16::MAX) << 8));

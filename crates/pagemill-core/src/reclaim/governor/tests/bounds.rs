@@ -43,7 +43,7 @@ impl Shrinker for UnmeasuredShrinker {
     }
 }
 
-/// Giveable memory below [`WORTHWHILE_BYTES`] is ignored, whether it is known or has to be measured.
+/// Giveable memory below [`WORTHWHILE_BYTES`] must be ignored, whether its amount is known or has to be measured.
 #[test]
 fn the_governor_acts_from_the_worthwhile_amount_on() {
     let (fake, account) = fake_group(WORTHWHILE_BYTES, None);
@@ -64,7 +64,8 @@ fn the_governor_acts_from_the_worthwhile_amount_on() {
     }
 }
 
-/// The usage of other processes is extrapolated from the room that was lost, less what this process charged.
+/// The usage of other processes must be extrapolated from the room that was lost, minus the bytes that this process
+/// charged.
 #[test]
 fn only_usage_by_others_is_extrapolated() {
     let sample = |ms: u64, room: u64, own: u64| RoomSample {
@@ -80,19 +81,19 @@ fn only_usage_by_others_is_extrapolated() {
     assert_eq!(sample(5, 59, 0).extrapolated_use_bytes(&sample(5, 60, 0)), 20_000_000 * MIB, "no time has passed");
 }
 
-/// A process counts as running if it used more than [`BUSY_CPU_NS`] of CPU since it was last seen running.
+/// A process must count as busy only if it used more than [`BUSY_CPU_NS`] of CPU since it last counted as busy.
 #[test]
 fn little_cpu_counts_as_idle() {
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
-    clock.pass(Duration::ZERO, Duration::from_nanos(BUSY_CPU_NS));
+    clock.advance(Duration::ZERO, Duration::from_nanos(BUSY_CPU_NS));
     assert!(!governor.has_used_cpu());
-    clock.pass(Duration::ZERO, Duration::from_nanos(1));
+    clock.advance(Duration::ZERO, Duration::from_nanos(1));
     assert!(governor.has_used_cpu() && !governor.has_used_cpu());
 }
 
-/// Pauses of an idle process without giveable memory grow to ten minutes; to 5 seconds if no event would report that a
-/// limit gets near.
+/// Pauses of an idle process without giveable memory must grow to ten minutes, or to 5 seconds if no event would report
+/// that a limit gets near.
 #[test]
 fn without_threshold_events_idle_pauses_stay_short() {
     let (_, account) = fake_group(0, Some(100 * MIB as i64));
@@ -108,7 +109,7 @@ fn without_threshold_events_idle_pauses_stay_short() {
     assert_eq!(longest(&mut governor, false), Some(LONGEST_IDLE_PAUSE_WITHOUT_EVENTS));
 }
 
-/// All free memory is offered only if the limit is near and other processes took more than 4 MiB in 20 ms.
+/// All free memory must be offered only if the limit is near and other processes used up more than 4 MiB in 20 ms.
 #[test]
 fn all_is_offered_only_in_a_rush_near_a_limit() {
     let (fake, account) = fake_group(100 * MIB, Some(80 * MIB as i64));
@@ -116,7 +117,7 @@ fn all_is_offered_only_in_a_rush_near_a_limit() {
     let mut governor = Governor::new(&clock);
     let mut offered_after = |taken_bytes: u64| {
         fake.room.fetch_sub(taken_bytes as i64, Relaxed);
-        clock.pass(Duration::from_millis(20), Duration::ZERO);
+        clock.advance(Duration::from_millis(20), Duration::ZERO);
         governor.step(&account, Signs::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
@@ -127,7 +128,7 @@ fn all_is_offered_only_in_a_rush_near_a_limit() {
     assert_eq!(fake.stock.load(Relaxed), 100 * MIB);
 }
 
-/// Near a limit all free memory is offered, or only the cold part if some was reused since the last sample.
+/// Near a limit all free memory must be offered, or only the cold part if some was reused since the last sample.
 #[test]
 fn reused_memory_is_not_offered() {
     let (fake, account) = fake_group(10 * MIB, Some(30 * MIB as i64));
@@ -135,7 +136,7 @@ fn reused_memory_is_not_offered() {
     let mut governor = Governor::new(&clock);
     let mut offered_of = |stock: u64| {
         fake.stock.store(stock, Relaxed);
-        clock.pass(Duration::from_secs(1), Duration::ZERO);
+        clock.advance(Duration::from_secs(1), Duration::ZERO);
         governor.step(&account, Signs::default(), Return::Keep);
         fake.offered.swap(0, Relaxed)
     };
@@ -143,7 +144,7 @@ fn reused_memory_is_not_offered() {
     assert_eq!([10, 8, 8, 9].map(|mib| offered_of(mib * MIB)), [10 * MIB, 32 * MIB, 8 * MIB, 9 * MIB]);
 }
 
-/// A stall gives back 64 MiB, or an eighth of the stock if that is more.
+/// A stall must give back 64 MiB, or an eighth of the stock if that is more.
 #[test]
 fn a_stall_returns_64_mib_at_least() {
     let (fake, account) = fake_group(100 * MIB, Some(30 * MIB as i64));
@@ -153,8 +154,8 @@ fn a_stall_returns_64_mib_at_least() {
     assert_eq!(fake.stock.load(Relaxed), 36 * MIB);
 }
 
-/// Near a limit, the pauses double while nothing uses up the room, as far as the room allows. A loss of more than 1 MiB
-/// makes them short again.
+/// Near a limit, the pauses must double while nothing uses up the room, as far as the room allows. A loss of more than
+/// 1 MiB must make them short again.
 #[test]
 fn pauses_grow_while_the_room_stays() {
     let (fake, account) = fake_group(100 * MIB, Some(40 * MIB as i64));
@@ -162,7 +163,7 @@ fn pauses_grow_while_the_room_stays() {
     let mut governor = Governor::new(&clock);
     let mut pause_after = |taken_bytes: u64| {
         fake.room.fetch_sub(taken_bytes as i64, Relaxed);
-        clock.pass(Duration::from_secs(60), Duration::ZERO);
+        clock.advance(Duration::from_secs(60), Duration::ZERO);
         pause_of(governor.step(&account, Signs::default(), Return::Keep)).as_nanos() as u64
     };
     let longest = |room_bytes: u64| room_bytes / FASTEST_BYTES_PER_NS * CALM_PAUSE_FACTOR;
@@ -171,7 +172,7 @@ fn pauses_grow_while_the_room_stays() {
     assert_eq!(pause_after(MIB + 1), 5_000_000);
 }
 
-/// The pause depends on the remaining room, and on whether the nearest limit is a group's or the machine's.
+/// The pause must follow from the remaining room, and from whether the nearest limit is a group's or the machine's.
 #[test]
 fn the_pause_follows_from_the_room() {
     let (fake, _) = fake_group(0, Some(0));
@@ -215,7 +216,8 @@ impl Shrinker for DischargingShrinker {
     }
 }
 
-/// The stored sample is of the time after memory was given back, which does not count as usage by others.
+/// The stored sample must be that after memory was given back, so that the given bytes do not count as usage by other
+/// processes.
 #[test]
 fn the_sample_is_updated_after_giving_back() {
     let fake: &'static FakeGroup = Box::leak(Box::default());
@@ -233,7 +235,7 @@ fn the_sample_is_updated_after_giving_back() {
     assert_eq!((last.room_bytes, last.own_bytes), (fake.room.load(Relaxed), 100 * MIB - given));
 }
 
-/// A step that gave something back is followed by the shortest pause, although memory is still short.
+/// A step that gave memory back must be followed by the shortest pause, although memory is still short.
 #[test]
 fn giving_back_something_keeps_the_pause_short() {
     let (_, account) = fake_group(2 * MIB, Some(-(500 * MIB as i64)));
@@ -241,33 +243,33 @@ fn giving_back_something_keeps_the_pause_short() {
     assert_eq!(Governor::new(&clock).step(&account, Signs::default(), Return::Keep), Next::After(SHORTEST_PAUSE));
 }
 
-/// Between two searches for aged memory, the remaining pause is returned. The pauses of an idle process grow; a search
-/// that finds aged memory makes them short again.
+/// Between two searches for aged memory, the remaining pause must be returned. The pauses of an idle process must grow.
+/// A search that finds aged memory must make them short again.
 #[test]
 fn finding_aged_memory_ends_long_pauses() {
     let (fake, account) = fake_group(100 * MIB, None);
     let clock = FakeClock::default();
     let mut governor = Governor::new(&clock);
     assert_eq!(governor.give_aged(&account, AGE), AGE / SEARCHES_PER_AGE);
-    clock.pass(Duration::from_millis(300), Duration::ZERO);
+    clock.advance(Duration::from_millis(300), Duration::ZERO);
     assert_eq!(governor.give_aged(&account, AGE), AGE / SEARCHES_PER_AGE - Duration::from_millis(300));
-    clock.pass(Duration::from_millis(700), Duration::ZERO);
+    clock.advance(Duration::from_millis(700), Duration::ZERO);
     for _ in 0..100 {
         let pause = governor.give_aged(&account, AGE);
         assert_eq!(governor.give_aged(&account, AGE), pause, "nothing is due before");
-        clock.pass(pause, Duration::ZERO);
+        clock.advance(pause, Duration::ZERO);
     }
     assert!(governor.idle_pause > AGE);
     fake.aged.store(AGED_STEP_BYTES / 4, Relaxed);
     for _ in 0..2 {
         let pause = governor.give_aged(&account, AGE);
         assert!(pause <= AGE / SEARCHES_PER_AGE * 3 / 2, "{pause:?}");
-        clock.pass(pause, Duration::ZERO);
+        clock.advance(pause, Duration::ZERO);
     }
     assert_eq!(fake.stock.load(Relaxed), 100 * MIB - AGED_STEP_BYTES / 4);
 }
 
-/// The random pauses are spread evenly between a half and one and a half of the period.
+/// The random pauses must be spread evenly between a half and one and a half of the period.
 #[test]
 fn jitter_is_spread_over_a_period() {
     let clock = FakeClock::default();
@@ -282,7 +284,7 @@ fn jitter_is_spread_over_a_period() {
     assert!(lengths.len() > 900, "{} of 1024", lengths.len());
 }
 
-/// Monotonic time advances, and so does the CPU time of the other threads.
+/// Monotonic time and the CPU time of the other threads must advance.
 #[test]
 fn the_clocks_of_the_kernel_advance() {
     let before_ns = clock::fine_ns();
