@@ -39,11 +39,14 @@ pub trait Finish: Send + Sync {
     fn late(&self, _token: u64) {}
 }
 
+/// Completion callback of one transfer that owns its memory.
 type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 
 /// How the end of a transfer is reported.
 enum End {
+    /// By a call of the shared callback with this token.
     Shared(Arc<dyn Finish>, u64),
+    /// By a call of the transfer's own callback.
     Once(Done),
     /// The end was already reported.
     Reported,
@@ -350,7 +353,7 @@ mod tests {
     use crate::{Aligned, MemoryStore};
     use std::sync::mpsc;
 
-    /// A read, a write, a dropped and a cancelled transfer each report their end once and return their memory.
+    /// A read, a write, a dropped and a cancelled transfer must each report their end once and return their memory.
     #[test]
     fn every_transfer_reports_its_end_once() {
         let store = MemoryStore::new(vec![5; 100], 1);
@@ -373,7 +376,7 @@ mod tests {
         assert_eq!(ended, [(Ok(()), 5), (Ok(()), 9), (Err(Some(ECANCELED)), 0), (Err(Some(ECANCELED)), 0)]);
     }
 
-    /// A cancel wakes each registered waker once, also those registered later.
+    /// A cancel must wake each registered waker once, also those registered later.
     #[test]
     fn a_cancel_wakes_registered_wakers() {
         use std::sync::atomic::AtomicUsize;
@@ -394,7 +397,8 @@ mod tests {
         assert_eq!(count.0.load(SeqCst), 2);
     }
 
-    /// Two transfers end in any order; their results are stored by token. A wait times out while one is missing.
+    /// Two transfers end in any order. Their results must be stored by token. A wait must time out while one is
+    /// missing.
     #[test]
     fn a_wait_ends_when_all_transfers_have_ended() {
         let gather = Gather::new(2);

@@ -73,9 +73,11 @@ impl Frame {
 /// Pages that were allocated and belong to no file yet. Not `Clone`: each value is the only reference to its pages.
 #[derive(Debug)]
 pub(crate) struct NewFolio {
+    /// Number of the first page in the pool.
     pub number: u32,
+    /// Log2 of the number of pages.
     pub order: u8,
-    /// All bytes of the pages are zero.
+    /// Whether all bytes of the pages are zero.
     pub is_zero: bool,
 }
 
@@ -86,8 +88,8 @@ struct PoolState {
     chunks: u32,
     /// Number of chunks that are being made resident or returned to the system. These chunks are in no list.
     chunks_in_transit: u32,
-    /// The first chunk in the list of chunks without memory. The owner word of a chunk's first frame holds the next
-    /// chunk of that list.
+    /// Head of the list of chunks without memory. The owner word of a chunk's first frame holds the next chunk of that
+    /// list.
     empty: Option<u32>,
 }
 
@@ -105,16 +107,20 @@ pub(crate) struct Pool {
     page: PageSize,
     /// Log2 of the bytes of a page.
     page_shift: u32,
+    /// Start of the pool's address range.
     base: usize,
     /// Log2 of the pages of a chunk: the order of a huge folio.
     chunk_order: u8,
     max_chunks: u32,
+    /// Whether chunks that become resident later use huge pages.
     use_huge: AtomicBool,
+    /// One frame for each page.
     frames: Table<Frame>,
     /// The scan word of each chunk: the version of the chunk's huge folio, and the folio's state in the background scan
     /// for sparse huge folios (`mapping::sweep`).
     scan_words: Table<AtomicU64>,
     state: Guarded<PoolState>,
+    /// Whether the table of frames was allowed to use huge pages.
     has_huge_frames: AtomicBool,
     /// Number of completely free chunks with memory, as of the last change.
     free_chunks: AtomicU32,
@@ -124,6 +130,7 @@ pub(crate) struct Pool {
     opened_pages: AtomicU32,
     /// Bytes of a chunk.
     chunk_bytes: usize,
+    /// NUMA node of the pool's memory.
     node: usize,
     /// Reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
@@ -160,7 +167,7 @@ impl Pool {
         let pages =
             chunks.checked_mul(chunk_pages).filter(|pages| *pages < u32::MAX as usize).ok_or_else(no_addresses)?;
         let align_blocks = chunk_bytes / BLOCK_BYTES;
-        // SAFETY: a pool looks only at its own blocks of the zone, so it needs no tables for the whole zone.
+        // SAFETY: a pool accesses only its own blocks of the zone, so it needs no tables for the whole zone.
         let base = unsafe { arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node) }?;
         let frames = Table::new(pages)?;
         let chunk_order = chunk_pages.trailing_zeros() as u8;
@@ -284,6 +291,7 @@ impl Pool {
         u64::from(self.max_chunks) * self.chunk_bytes() as u64
     }
 
+    /// Returns the frame of page `number`.
     #[inline]
     pub fn frame(&self, number: u32) -> &Frame {
         self.frames.get(number as usize)
@@ -303,6 +311,7 @@ impl Pool {
         mem::prefetch(self.addr(number) + at);
     }
 
+    /// Returns the state word of page `number`.
     #[inline]
     pub fn word(&self, number: u32) -> &Word {
         &self.frame(number).word
@@ -317,6 +326,7 @@ impl Pool {
         self.frame(number).owner.store(owner.pack(), Relaxed);
     }
 
+    /// Returns the address of page `number`.
     #[inline]
     pub fn addr(&self, number: u32) -> usize {
         self.base + ((number as usize) << self.page_shift)
@@ -327,7 +337,7 @@ impl Pool {
         ((addr - self.base) >> self.page_shift) as u32
     }
 
-    /// Sets whether chunks that are brought in later use huge pages.
+    /// Sets whether chunks that become resident later use huge pages.
     pub fn allow_huge(&self, is_allowed: bool) {
         self.use_huge.store(is_allowed, Relaxed);
     }
@@ -381,6 +391,7 @@ impl Pool {
         })
     }
 
+    /// Makes an empty chunk resident and allocates from it. Takes pages that other threads free meanwhile instead.
     fn allocate_from_new_chunk(&self, order: u8) -> Result<NewFolio> {
         let mut backoff = Backoff::new();
         let chunk = loop {
@@ -466,6 +477,7 @@ impl Pool {
         Ok(())
     }
 
+    /// Puts a claimed chunk back into the list of chunks without memory.
     fn return_claimed_chunk(&self, chunk: u32) {
         self.state.with(|state| {
             self.push_empty_chunk(state, chunk);
@@ -473,18 +485,22 @@ impl Pool {
         });
     }
 
+    /// Adds a chunk to the list of chunks without memory.
     fn push_empty_chunk(&self, state: &mut PoolState, chunk: u32) {
         let next = state.empty.map_or(u64::MAX, u64::from);
         self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
         state.empty = Some(chunk);
     }
 
+    /// Allows the table of frames to use huge pages, once page `number` lies behind the first [`HUGE_FRAMES_BYTES`] of
+    /// it.
     fn use_huge_frames_from(&self, number: u32) {
         if number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && !self.has_huge_frames.swap(true, Relaxed) {
             self.frames.allow_huge();
         }
     }
 
+    /// Returns the arena's index of a chunk's first block.
     fn first_block(&self, chunk: u32) -> usize {
         self.arena.block_of(self.addr(chunk << self.chunk_order))
     }
@@ -524,7 +540,7 @@ impl Pool {
         (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes())
     }
 
-    /// Returns the length of the slots in which memory is leased. The first slot begins where the pool's address range
+    /// Returns the size of the ranges that are leased as a whole. The first range begins where the pool's address range
     /// begins.
     pub fn lease_bytes(&self) -> usize {
         self.state.with(|state| state.buddies.leases.chunks() as usize) * self.chunk_bytes

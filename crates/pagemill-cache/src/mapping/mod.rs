@@ -131,10 +131,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
-/// Longest wait for a folio that another thread holds or has frozen; then the call fails.
+/// Maximum time that a call waits for a folio that another thread holds or has frozen. Then the call fails.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
 
-/// Longest time that the drop of the last handle waits for other threads to drop their temporary references to the
+/// Maximum time that the drop of the last handle waits for other threads to drop their temporary references to the
 /// file.
 const MOST_LINGER_NS: u64 = 20_000_000;
 
@@ -149,6 +149,7 @@ pub(crate) struct File {
     store: Option<Arc<dyn Store>>,
     /// False if the store cannot be written. Writes to the file fail then.
     is_writable: bool,
+    /// Index of the file's folios by page index.
     tree: XArray<Forest>,
     size_bytes: AtomicU64,
     /// Number of bytes of the store that belong to the file, from its begin on. Changed under the lock of the index.
@@ -167,8 +168,10 @@ pub(crate) struct File {
     syncing: Lock,
     /// State of dirty folios and writeback. Only for files with a store.
     dirty: Option<Box<Dirty>>,
+    /// Number of handles of the file.
     handles: AtomicU32,
     gate: Gate,
+    /// Id of the file in its cache. Reused after the file has ended.
     id: u32,
     /// Number of the file that is never reused, unlike `id`.
     serial: u64,
@@ -176,8 +179,9 @@ pub(crate) struct File {
     is_closed: AtomicBool,
     /// Fork generation of the process that created the file.
     generation: u16,
-    /// End of the last write that created pages, and begin of the sequential run of writes to which that write belongs.
+    /// End of the last write that created pages.
     sequential_end: AtomicU64,
+    /// Begin of the sequential run of writes to which that write belongs.
     sequential_begin: AtomicU64,
 }
 
@@ -393,6 +397,8 @@ impl TimedWait {
         Self(None)
     }
 
+    /// Pauses, longer each time.
+    ///
     /// # Errors
     ///
     /// [`Error::Busy`] after a second of waits.

@@ -83,6 +83,7 @@ impl Mapping {
 /// The page index behind a folio; and, if the folio is dirty and now frozen, its index, number and state.
 type Frozen = (u64, Option<(u64, u32, State)>);
 
+/// Error if a store completes no write within the timeout.
 const NO_PROGRESS: Error = Error::Busy { what: "the store makes no progress" };
 
 /// Returns a function for `map_err` that adds the operation during which the store failed.
@@ -99,6 +100,7 @@ impl File {
         Ok(Some(self.index_of(offset)..end.min(Owner::MAX_INDEX)))
     }
 
+    /// Writes the pages back, then makes them and the file's length durable.
     fn sync_pages(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
         let Some(store) = &self.store else { return Ok(()) };
         let _exclusive = self.syncing.lock();
@@ -156,6 +158,7 @@ impl File {
         stats::add(Counter::CacheLost, dirty.bytes());
     }
 
+    /// Writes all dirty pages back, within [`Writeback::timeout`](super::Writeback::timeout).
     fn write_back_in_time(self: &Arc<Self>, store: &dyn Store) -> Result<()> {
         let (timeout, mut waits) = (self.cache.balance.timeout, Backoff::new());
         let is_late = |waits: &Backoff| u128::from(waits.waited_ns()) > timeout.as_nanos();

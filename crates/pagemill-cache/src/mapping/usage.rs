@@ -75,6 +75,7 @@ impl Usage {
         self.huge + self.small + self.locked + self.free + self.frames + self.index
     }
 
+    /// Returns the use of the pool with index `at`, in which all memory counts as free.
     fn of_pool(caches: &Caches, pool: &Pool, at: usize) -> Self {
         let (node, page_bytes) = (pool.node(), pool.page().bytes());
         let (number, frames) = (at as u32, caches.frames_bytes_of(at, pool));
@@ -85,7 +86,9 @@ impl Usage {
 
 /// A time limit that reads the clock at some of its checks only.
 struct Deadline {
+    /// Time on the fine clock at which the limit is reached. `None`: no limit.
     ns: Option<u64>,
+    /// Number of checks so far.
     checks: u32,
     is_over: bool,
 }
@@ -225,8 +228,8 @@ mod tests {
     use crate::mapping::Settings;
     use crate::test_process::TestProcess;
 
-    /// Without time only a part of the pages is walked, and the result is marked as partial. With enough time, the
-    /// result equals that of `Cache::usage`.
+    /// Without time only some of the pages may be walked, and the result must be marked as partial. With enough time,
+    /// the result must equal that of `Cache::usage`.
     #[test]
     fn a_usage_walk_ends_at_its_time_limit() {
         let caches = TestProcess::for_test().caches;

@@ -72,6 +72,7 @@ impl Key {
         Self(bits)
     }
 
+    /// Makes a key from any number. A number with an even generation yields a key with the invalid index.
     pub fn from_bits(bits: u64) -> Self {
         let (generation, index) = (bits >> GENERATION_SHIFT, bits & INVALID_INDEX);
         Self(if generation % 2 == 1 {
@@ -107,7 +108,7 @@ impl Key {
     }
 
     /// Removes the value of a handle if its word is still `seen` and has no pins. Returns whether the value was
-    /// removed. After that the caller frees [`Key::next_generation`].
+    /// removed. If so, the caller must free the handle's next generation ([`Key::next_generation`]).
     #[inline]
     pub fn end_value(self, words: &Words, seen: HandleWord) -> bool {
         seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended_word().0, AcqRel, Relaxed).is_ok()
@@ -250,6 +251,7 @@ impl HandleWord {
 struct Page {
     /// Index of the first free word in the page; the number of words if none is free.
     head: u32,
+    /// Number of free words in the page.
     free: u32,
     /// Upper bound of the page's generations when its memory was freed.
     max_generation: u32,
@@ -257,6 +259,7 @@ struct Page {
     has_words: bool,
 }
 
+/// State of the pages of a table. Protected by the table's lock.
 #[derive(Default)]
 struct TableState {
     pages: Vec<Page>,
@@ -302,7 +305,9 @@ impl PageBitmap {
 pub(super) struct HandleTable {
     words: Table<AtomicU64>,
     state: Guarded<TableState>,
+    /// Number of words in an OS page.
     per_page: usize,
+    /// Log2 of `per_page`.
     page_shift: u32,
     /// The stocks by thread slot. The first `opened_stocks` are open.
     stocks: Table<Stock>,
@@ -512,6 +517,7 @@ impl HandleTable {
 mod tests {
     use super::*;
 
+    /// Allocates one handle.
     fn take(handles: &HandleTable) -> Key {
         let mut keys = [Key::from_bits(0)];
         assert_eq!(handles.allocate(&mut keys).unwrap(), 1);
@@ -543,21 +549,21 @@ mod tests {
     /// pages span three words of the upper level.
     #[test]
     fn bitmap_returns_the_lowest_page() {
-        let (mut marks, mut set) = (PageBitmap::default(), std::collections::BTreeSet::new());
+        let (mut bitmap, mut set) = (PageBitmap::default(), std::collections::BTreeSet::new());
         let mut draw = 1_usize;
         for round in 0..20_000 {
             draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let page = (draw >> 33) % (3 * WORD_BITS * WORD_BITS);
-            assert_eq!(marks.lowest_page(), set.first().copied());
+            assert_eq!(bitmap.lowest_page(), set.first().copied());
             // First insertions outnumber removals, then all pages are removed.
             if round < 10_000 && draw >> 62 != 0 {
-                marks.insert(page);
+                bitmap.insert(page);
                 set.insert(page);
             } else if let Some(first) = set.pop_first() {
-                marks.remove(first);
+                bitmap.remove(first);
             }
         }
-        assert_eq!((marks.lowest_page(), set.len()), (None, 0));
+        assert_eq!((bitmap.lowest_page(), set.len()), (None, 0));
     }
 
     /// Ends a handle of the last generation. There must be no next handle, the word must not be live, and the index

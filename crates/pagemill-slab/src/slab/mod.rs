@@ -125,8 +125,8 @@ pub struct Settings {
     /// the background. 0 empties none, 100 all that are not full. The background thread runs callbacks of owners and
     /// destructors of removed values, except for caches with ratio 0 and after [`Slabs::defrag_by_hand`].
     pub defrag_used_ratio: u32,
-    /// Percentage of cases in which a node without free objects uses free objects of other nodes before a new slab is
-    /// set up.
+    /// Percentage of allocations that try other nodes if the current node has no free object. The other allocations set
+    /// up a slab on the current node at once.
     pub remote_node_defrag_ratio: u32,
     /// Debug mode: detects damage with redzones and poison, and records the callers that allocated and freed an object.
     /// Each allocation and free then acquires a lock and checks the object.
@@ -149,6 +149,7 @@ impl Settings {
 
 /// The cache ids in use. A cache that could not be closed, or that belongs to the parent process, keeps its id.
 struct CacheIds {
+    /// Whether each id is in use.
     are_taken: [bool; MAX_CACHES],
     /// The magazine range of each id that was ever in use. The barns of these ids are open, too.
     ranges: Vec<&'static MagazineRange>,
@@ -159,7 +160,9 @@ struct CacheIds {
 struct SharedState {
     slabs: &'static Slabs,
     blocks: Blocks,
+    /// How threads enter magazines, which depends on the kernel.
     barriers: Barriers,
+    /// The memory of the barns of all cache ids.
     barn_memory: &'static BarnMemory,
     ids: &'static Guarded<CacheIds>,
     /// Handle tables that no cache uses.
@@ -179,6 +182,7 @@ impl SharedState {
         })
     }
 
+    /// Creates the state for the cache of index nodes. Shares all but the blocks and the handle tables.
     fn for_metadata(&self) -> Result<Self> {
         let (blocks, free_handle_tables) = (Blocks::for_metadata(self.slabs.arena)?, Guarded::new(Vec::new()));
         Ok(Self { blocks, free_handle_tables, ..*self })
@@ -222,6 +226,7 @@ impl SharedState {
         bytes + self.barn_memory.resident_bytes(caches * self.barns_per_cache())
     }
 
+    /// Returns an unused handle table, or creates one.
     fn take_handle_table(&self) -> Result<&'static HandleTable> {
         self.free_handle_tables.with(Vec::pop).map_or_else(HandleTable::new_static, Ok)
     }
@@ -231,6 +236,7 @@ impl SharedState {
         self.free_handle_tables.with(|free| free.push(handles));
     }
 
+    /// Makes a cache id available again.
     fn free_id(&self, id: usize) {
         self.ids.with(|ids| ids.are_taken[id] = false);
     }
@@ -252,7 +258,8 @@ trait Cache: Send + Sync {
         self.engine().objects_in_batches()
     }
 
-    /// Packs the objects if that runs no user callback. Otherwise requests the background thread to pack them.
+    /// Packs the objects if they can move without a user callback. Otherwise requests the background thread to pack
+    /// them. Does nothing for objects that cannot move.
     fn pack_without_callback(&self) {}
 
     /// The public `shrink` of the cache.
@@ -319,9 +326,11 @@ pub enum CacheKind {
 /// ```
 pub struct Slabs {
     arena: &'static Arena,
+    /// Created with the first cache.
     shared: OnceLock<&'static SharedState>,
     /// The caches in order of creation, each with a unique id.
     caches: Guarded<Vec<(u64, Weak<dyn Cache>)>>,
+    /// Number of caches that were created. The next cache gets this number as id.
     created_count: AtomicU64,
     /// Bytes of idle blocks and empty slabs that caches keep for their next objects, as of the last `measure()`.
     kept_bytes: AtomicU64,
@@ -419,6 +428,7 @@ impl Slabs {
         assert!(self.shared.set(shared).is_ok());
     }
 
+    /// Returns all caches that still exist.
     fn caches(&self) -> Vec<Arc<dyn Cache>> {
         self.caches.with(|caches| caches.iter().filter_map(|(_, cache)| cache.upgrade()).collect())
     }

@@ -1,6 +1,6 @@
 //! Caches by owner: the owner of the objects moves them, since it knows all references to an object and can update
 //! them.
-#![allow(unsafe_code)] // the contract of owners; objects in slots
+#![allow(unsafe_code)] // the contract of owners; raw access to objects
 
 use super::batch::Grace;
 use super::defrag;
@@ -121,6 +121,7 @@ pub struct Moving<'object, T> {
     _brand: Brand<'object>,
 }
 
+/// Ties a value to the lifetime of one object that is being moved.
 type Brand<'object> = PhantomData<fn(&'object ()) -> &'object ()>;
 
 /// The outcome for one object, created by a method of its [`Moving`].
@@ -133,6 +134,7 @@ pub struct Done<'object> {
 }
 
 impl<'object, T> Moving<'object, T> {
+    /// Returns the object that is to be moved.
     pub fn object(&self) -> NonNull<T> {
         self.at
     }
@@ -361,8 +363,8 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache for a second, or a thread was stopped during an
-    /// allocation or free.
+    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache for a second, or if a thread stays inside
+    /// of an allocation or free for so long.
     ///
     /// # Panics
     ///
@@ -377,8 +379,8 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache, or a thread was stopped during an allocation or
-    /// free.
+    /// [`pagemill_core::Error::Busy`] if another thread defragments the cache, or if a thread stays inside of an
+    /// allocation or free.
     ///
     /// # Panics
     ///
@@ -406,8 +408,8 @@ impl<M: Migrate> ByOwner<M> {
     }
 
     /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 empties none, 100 all that are
-    /// not full. If the background thread skips the cache after a panic of a callback, it resumes the cache
-    /// ([`SlabInfo::is_given_up`]).
+    /// not full. If the background thread skips the cache after a panic of a callback ([`SlabInfo::is_given_up`]), the
+    /// thread resumes work on it.
     ///
     /// # Errors
     ///

@@ -19,6 +19,7 @@ use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
 
+/// Bytes of a record.
 const RECORD_LEN: usize = 256;
 
 /// Bytes of the name in a record.
@@ -31,6 +32,7 @@ struct NodeRecord {
     id: u64,
     info: SlabInfo,
     node: u32,
+    /// The statistics of the node.
     figures: NodeInfo,
 }
 
@@ -46,6 +48,7 @@ pub fn shown_name(name: &str) -> String {
     truncated_name(name).chars().map(clean).collect()
 }
 
+/// Returns the record of a cache on one node.
 fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = truncated_name(&info.name);

@@ -46,12 +46,12 @@ const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 /// Maximum length of one rest, however long a callback took, because memory may become short during the rest.
 const MAX_REST_NS: u64 = 1_000_000_000;
 
-/// Time until the next round while readers, or another thread that uses a cache, must finish first. The time is doubled
-/// after each such round, up to `MAX_RETRY_DELAY`.
+/// Time until the next round if the last one found work that must wait for readers or for another thread that uses a
+/// cache. The time is doubled after each such round, up to `MAX_RETRY_DELAY`.
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
-/// Time until one more round after objects were freed, but too few to wake the thread.
+/// Time until one more round after objects were freed, if they were too few to wake the thread.
 const RECHECK_DELAY: Duration = Duration::from_secs(1);
 
 /// Free blocks keep their memory for reuse this long. Then the memory is freed in portions of `FREE_PORTION_BYTES`.
@@ -77,9 +77,11 @@ const ASLEEP: u32 = 2;
 pub(super) enum ShrinkRequest {
     #[default]
     None,
+    /// A shrink is requested and has not begun.
     Wanted,
     /// The shrink is in progress.
     Taken,
+    /// Result of the shrink, which the requesting thread takes.
     Done(Result<u64>),
 }
 
@@ -104,7 +106,7 @@ pub(super) enum VisitResult {
     Waiting,
     /// A step of defragmentation was run.
     StepRun,
-    /// A requested shrink was carried out. Shrinks are urgent, so the thread does not rest for the time of this one.
+    /// A requested shrink was carried out. Its processor time adds no rest, because shrinks are urgent.
     ShrinkRequest,
 }
 
@@ -123,12 +125,13 @@ pub(super) struct Worker {
     forks_in_progress: AtomicU32,
     /// The event that the thread sleeps on.
     wakeups: EventCount,
-    /// `used_cpu_ns`: processor time that the thread used. `rested_ns`: time that it rested.
+    /// Processor time that the thread used.
     used_cpu_ns: AtomicU64,
+    /// Time that the thread rested.
     rested_ns: AtomicU64,
-    /// `seen_freed_count`: how often blocks had become free as of the last round. `last_freed_ns`: when this count
-    /// changed last.
+    /// Number of blocks that had become free with memory by the end of the last round.
     seen_freed_count: AtomicU32,
+    /// Time at which `seen_freed_count` changed last.
     last_freed_ns: AtomicU64,
 }
 
@@ -139,8 +142,8 @@ thread_local! {
 }
 
 /// Stops the background thread when the first thread of the process ends, because the process usually ends then.
-/// Contains the `Slabs` in which this thread has created caches. Destructors of statics may destroy data that callbacks
-/// use. They run after the destructor of this thread-local.
+/// Contains the `Slabs` in which the current thread has created caches. The destructor of this thread-local runs before
+/// the destructors of statics, which may destroy data that callbacks use.
 #[cfg(not(shuttle))]
 struct StopAtMainThreadExit(Cell<Option<&'static Slabs>>);
 
@@ -237,6 +240,7 @@ impl Worker {
         self.wait_until_outside(TIMEOUT_NS);
     }
 
+    /// Waits until no visit is in progress, at most for the timeout. Does not wait on the background thread itself.
     fn wait_until_outside(&self, timeout_ns: u64) {
         let mut backoff = Backoff::new();
         while self.is_visiting.load(SeqCst) == 1 && !is_worker() && backoff.waited_ns() < timeout_ns {
@@ -281,6 +285,7 @@ impl Worker {
         }
     }
 
+    /// Ends a visit.
     fn leave(&self) {
         self.is_visiting.store(0, SeqCst);
     }
@@ -386,6 +391,7 @@ impl Worker {
         VisitResult::Nothing
     }
 
+    /// Adds the processor time since `before_ns` to the statistics, and its rest to `rest_due_ns`.
     fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
         if let Some(rest_due_ns) = rest_due_ns {
@@ -511,8 +517,8 @@ fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
 }
 
 /// Unregisters a cache, and waits at most one second for other users: the background thread, the governor, and threads
-/// that visit all caches. Afterwards the caller usually has the last reference, so it drops the user's part of the
-/// cache on its own thread.
+/// that visit all caches. Afterwards the caller usually has the last reference. Then the caller's thread runs the
+/// destructors of the cache.
 pub(super) fn unregister<M: Cache + 'static>(cache: &Arc<M>) {
     let engine = cache.engine();
     if engine.check_generation().is_err() {

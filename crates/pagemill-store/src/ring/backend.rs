@@ -20,7 +20,9 @@ const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
 /// Ends a wait of the ring's thread, from any thread.
 pub(super) struct WakeHandle {
+    /// Whether [`WakeHandle::wake`] was called since the last [`Backend::take_wake`].
     is_woken: AtomicBool,
+    /// The eventfd that ends the wait.
     pub waker: Waker,
     /// The eventfd that event loops poll, if one was requested. A wake-up writes to it directly: the kernel (Linux
     /// 6.18) does not reliably forward a wake-up from the waker's eventfd to another eventfd through the ring.
@@ -46,10 +48,12 @@ pub(super) struct WakerRead {
     handle: Arc<WakeHandle>,
     /// Buffer of the queued read. The kernel may write to the buffer until the ring is closed.
     count: Aligned,
+    /// Whether the kernel has a read of the eventfd.
     is_queued: bool,
 }
 
 #[allow(clippy::large_enum_variant)] // one value per ring; a box would cost an indirection per transfer
+/// The backend of one ring.
 pub(super) enum Backend {
     Kernel {
         ring: uring::Ring,
@@ -73,6 +77,8 @@ impl Backend {
         matches!(self, Self::Kernel { .. })
     }
 
+    /// Queues a transfer.
+    ///
     /// # Errors
     ///
     /// The error of submitting earlier entries, if the queue was full.
@@ -242,6 +248,7 @@ fn unless_busy(result: io::Result<()>) -> io::Result<()> {
 }
 
 impl WakerRead {
+    /// Queues a read of the waker's eventfd, unless the kernel has one.
     fn queue(&mut self, ring: &mut uring::Ring) -> io::Result<()> {
         if self.is_queued {
             return Ok(());

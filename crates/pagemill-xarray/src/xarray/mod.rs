@@ -153,9 +153,9 @@ pub struct XArray<N: Nodes> {
     _pinned: PhantomPinned,
 }
 
-/// Values of `id` for arrays without a number. `NO_ID`: the nodes cannot be moved, or no number was free. `NO_ID_YET`:
-/// the array has had no node.
+/// Value of `id` if the nodes cannot be moved, or if no number was free.
 const NO_ID: u32 = 0;
+/// Value of `id` until the array has its first node.
 const NO_ID_YET: u32 = u32::MAX;
 
 /// An entry that a lookup found.

@@ -36,6 +36,7 @@ pub struct Node {
     array: AtomicU32,
 }
 
+/// Position of the shift in `place`.
 const SHIFT_AT: u32 = 8;
 
 // SAFETY: a node consists of atomic words, for which zero bits are valid.

@@ -16,6 +16,7 @@ use std::cell::Cell;
 /// Example: [`XArray`](super::XArray).
 pub struct Writer<'a, N: Nodes> {
     pub(super) array: &'a XArray<N>,
+    /// Whether a node was retired. If so, the drop lets the nodes' owner collect retired nodes.
     has_retired: Cell<bool>,
 }
 
@@ -100,6 +101,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.nodes.node(number)
     }
 
+    /// Returns the slots of the entry that covers the index.
     pub(super) fn find_slots(&self, index: u64) -> Option<SlotRange> {
         let (mut number, mut slot, mut word) = (0, 0, self.array.root.load_relaxed());
         if !word.reaches(index) {

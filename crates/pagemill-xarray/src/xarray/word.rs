@@ -13,8 +13,9 @@
 //! A word that points at a node contains the node's shift, so readers need not read the node's metadata. A word with a
 //! value contains its order, so the first index of the entry follows from the word and any index in the entry.
 
-/// Bits of an index per level, and number of slots of a node.
+/// Number of bits of an index that one level of the tree uses.
 pub(super) const SLOT_BITS: u32 = 6;
+/// Number of slots of a node.
 pub(super) const SLOTS: usize = 1 << SLOT_BITS;
 
 /// The largest index.
@@ -26,6 +27,7 @@ pub const MAX_ORDER: u32 = 11;
 /// Shift of the highest node of the tallest tree.
 pub(super) const MAX_SHIFT: u32 = 36;
 
+/// Tags of words, in the lowest byte. The module documentation describes them.
 const VALUE: u64 = 1;
 const NODE: u64 = 2;
 const GONE: u64 = 3;
@@ -33,6 +35,7 @@ const GONE: u64 = 3;
 const SIBLING: u64 = 4;
 const DEAD: u64 = 5;
 
+/// Mask of the tag.
 const TAG: u64 = 0xFF;
 /// The field for order, shift or slot number.
 const FIELD_SHIFT: u32 = 8;
@@ -152,6 +155,7 @@ impl IndexWord {
     }
 }
 
+/// Returns the slot of `index` in a node with this shift.
 #[inline]
 pub(super) fn slot_of(index: u64, shift: u32) -> usize {
     (index >> shift) as usize % SLOTS

@@ -29,6 +29,7 @@ struct PageWrite {
 /// All writes so far, and a logical clock that advances at each reading.
 #[derive(Default)]
 struct History {
+    /// The logical time.
     now: u64,
     writes: Vec<PageWrite>,
 }
@@ -362,7 +363,7 @@ fn reads_during_evictions() {
     run_threads(&["rrr", "eee"]);
 }
 
-/// A page can be allocated when all pages are dirty, even if another thread is scanning the list of dirty files.
+/// A page must be allocated when all pages are dirty, even if another thread is scanning the list of dirty files.
 #[test]
 fn a_page_is_allocated_during_a_scan_of_dirty_files() {
     run_in_many_schedules(1, || {

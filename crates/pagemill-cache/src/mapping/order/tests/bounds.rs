@@ -98,8 +98,8 @@ fn a_ghost_key_hashes_file_index_and_order() {
     assert_eq!(keys.len(), parts.len());
 }
 
-/// A folio that returns soon after its eviction changes the share of the part from which it was evicted, by two pages
-/// for each page of the folio. The share has a minimum and a maximum.
+/// A folio that returns soon after its eviction must change the share of the part from which it was evicted, by two
+/// pages for each page of the folio. The share must stay between its minimum and maximum.
 #[test]
 fn a_returning_folio_changes_the_share() {
     let step = |pages: u64| 2 * pages * (ONE / 100);
@@ -123,8 +123,8 @@ fn a_returning_folio_changes_the_share() {
     assert_eq!(fixture.state.target(), 25);
 }
 
-/// A returning folio enters main only if it was evicted from the new part, at most as many pages ago as the cache has,
-/// and only while the clock hand in main has not passed too many used pages.
+/// A returning folio must enter main only if it was evicted from the new part, at most as many pages ago as the cache
+/// has. In addition, the clock hand in main must not have passed too many used pages.
 #[test]
 fn a_returning_folio_enters_main_only_from_the_new_part() {
     let mut fixture = QueueFixture::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
@@ -140,8 +140,8 @@ fn a_returning_folio_enters_main_only_from_the_new_part() {
     }
 }
 
-/// The clock hand counts the used pages that it passes in main, up to half of the cache. Each page that it passes loses
-/// one use.
+/// The clock hand must count the used pages that it passes in main, up to half of the cache. Each page that it passes
+/// must lose one use.
 #[test]
 fn the_clock_hand_counts_used_pages() {
     let mut fixture = QueueFixture::new(&[(Queue::Main, 20)]);
