@@ -88,6 +88,8 @@ impl Deref for NodeCache {
     }
 }
 
+/// Returns the node at the address of an object.
+///
 /// # Safety
 ///
 /// `object` is an object of the cache of nodes.

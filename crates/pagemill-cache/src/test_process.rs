@@ -13,6 +13,7 @@ pub struct TestProcess {
 }
 
 impl TestProcess {
+    /// Creates a process without a memory limit and without background threads of slabs.
     pub fn for_test() -> Self {
         let account = Account::make(UNLIMITED).unwrap();
         let arena: &'static Arena = place(Arena::new(Layout::for_test(), account).unwrap()).unwrap();

@@ -102,6 +102,7 @@ struct Shared<S> {
     changed: Condvar,
 }
 
+/// The state that the lock of a [`FaultyStore`] protects.
 struct FaultyState {
     faults: Faults,
     /// State of the random number generator.

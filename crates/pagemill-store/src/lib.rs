@@ -180,6 +180,7 @@ pub mod errno {
     pub const ETIMEDOUT: i32 = 110;
     pub const ECANCELED: i32 = 125;
 
+    /// Returns the system's error with that number.
     pub fn error(number: i32) -> io::Error {
         io::Error::from_raw_os_error(number)
     }

@@ -116,6 +116,7 @@ impl Transfer {
         Self::with_owned_memory(Direction::Write, offset, from, done)
     }
 
+    /// Creates a transfer that owns its memory, and passes the memory to `done` at the end.
     fn with_owned_memory<B: Buffer + Send>(
         direction: Direction,
         offset: u64,
@@ -249,6 +250,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Clone, Default)]
 pub struct Cancel(Arc<CancelState>);
 
+/// The state that the clones of a [`Cancel`] share.
 #[derive(Default)]
 struct CancelState {
     is_cancelled: AtomicBool,

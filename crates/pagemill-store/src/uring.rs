@@ -111,6 +111,7 @@ impl Ring {
         Ok(Self { uring: ManuallyDrop::new(uring), generation, not_send: PhantomData })
     }
 
+    /// Fails in a fork child of the process that created the ring.
     fn check(&self) -> io::Result<()> {
         let is_ours = self.generation == FORKS.load(Relaxed);
         if is_ours { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EBADF)) }

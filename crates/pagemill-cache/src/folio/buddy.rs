@@ -64,6 +64,7 @@ impl Buddies {
         self.unlink_from(frames, number, order, self.list_of(number, order));
     }
 
+    /// Removes a run from the free list `list`.
     fn unlink_from(&mut self, frames: &Table<Frame>, number: u32, order: u8, list: usize) {
         let (before, after) = frames.get(number as usize).links();
         if before == NONE {

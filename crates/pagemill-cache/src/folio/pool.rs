@@ -45,7 +45,9 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
+    /// The largest file id.
     pub const MAX_ID: u32 = (1 << (u64::BITS - INDEX_BITS)) - 1;
+    /// The largest page index.
     pub const MAX_INDEX: u64 = (1 << INDEX_BITS) - 1;
 
     #[inline]
@@ -434,6 +436,7 @@ impl Pool {
         })
     }
 
+    /// Returns the error for a pool that has reached its maximum.
     fn pool_full_error(&self) -> Error {
         let used = u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64;
         Error::NoMemory { wanted_bytes: self.chunk_bytes() as u64, used_bytes: used, limit_bytes: self.max_bytes() }
@@ -505,6 +508,7 @@ impl Pool {
         self.arena.block_of(self.addr(chunk << self.chunk_order))
     }
 
+    /// Returns the number of blocks of a chunk.
     fn blocks_of_chunk(&self) -> usize {
         self.chunk_bytes() / BLOCK_BYTES
     }

@@ -41,10 +41,14 @@ pub(crate) enum Kind {
     Gone = 5,
 }
 
+/// The kinds by their number in a word.
 const KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Frozen, Kind::Gone];
 
+/// Mask of the kind.
 const KIND_MASK: u64 = 7;
+/// Shift of the order.
 const ORDER_SHIFT: u32 = 3;
+/// Mask of the order, after the shift.
 const ORDER_MASK: u64 = 0xF;
 /// The folio is never split.
 const UNSPLITTABLE: u64 = 1 << 7;
@@ -52,7 +56,9 @@ const UNSPLITTABLE: u64 = 1 << 7;
 const DIRTY: u64 = 1 << 8;
 /// Shift of the use count: uses that the eviction scan has not subtracted yet, at most [`MOST_USES`].
 const USED_SHIFT: u32 = 9;
+/// Mask of the use count, after the shift.
 const USED_MASK: u64 = 3;
+/// Maximum of the use count.
 const MOST_USES: u64 = 2;
 /// For live folios, in place of [`ZERO`]: the folio was prefetched, and the thread that needs the folio has not used it
 /// yet. While this bit is set, the bits of the use count hold [`READAHEAD`] or 0.
@@ -65,7 +71,9 @@ const ZERO: u64 = 1 << 11;
 const PIN_SHIFT: u32 = 12;
 /// One pin in the word.
 const PIN: u64 = 1 << PIN_SHIFT;
+/// Mask of the pin count, after the shift.
 const PIN_MASK: u64 = 0xF_FFFF;
+/// Shift of the version.
 const VERSION_SHIFT: u32 = 32;
 
 /// Value of the pin count of a busy or frozen folio that was removed from its file. The thread that ends the hold or
@@ -204,6 +212,7 @@ impl Word {
         now.version() == seen.version() && now.is_readable()
     }
 
+    /// Replaces the word by `next` if it still equals `seen`. Returns whether it was replaced.
     fn replace_if(&self, seen: State, next: State) -> bool {
         self.0.compare_exchange(seen.0, next.0, AcqRel, Relaxed).is_ok()
     }

@@ -105,7 +105,9 @@ pub struct Caches {
     /// Number of pools inherited from a parent process. Such a pool is never used, because threads of the parent may
     /// hold its locks forever.
     pub(super) inherited: AtomicUsize,
+    /// The background thread that collapses small folios and splits sparse huge ones.
     pub(super) worker: Worker,
+    /// The background thread that writes dirty pages back.
     pub(super) flusher: Flusher,
     /// Wakers of queues, each with the pool whose memory the queue may have registered.
     pub(super) wakers: Guarded<Vec<(&'static Pool, RingWaker)>>,
@@ -202,6 +204,7 @@ impl Caches {
         self.worker.disable_threads();
     }
 
+    /// Acquires the locks before a fork, so that the child finds consistent state.
     pub fn acquire_for_fork(&self) {
         self.users.acquire_when(|_| true);
         self.wakers.acquire_when(|_| true);
@@ -219,6 +222,7 @@ impl Caches {
         self.frames_bytes() + self.forests.node_bytes()
     }
 
+    /// Returns the resident bytes of the frames and eviction orders of all pools.
     fn frames_bytes(&self) -> u64 {
         (self.inherited.load(Relaxed)..).zip(self.pools()).map(|(at, pool)| self.frames_bytes_of(at, pool)).sum()
     }
@@ -298,6 +302,7 @@ impl Caches {
         }
     }
 
+    /// Removes the waker of a queue that ends.
     pub(super) fn remove_waker(&self, waker: &RingWaker) {
         let own = self.wakers.with(|wakers| {
             let at = wakers.iter().position(|(_, known)| known.is(waker))?;
@@ -357,6 +362,7 @@ pub(crate) struct Inner {
     pub(super) huge_bytes: AtomicU64,
     /// Total bytes of dirty folios of files with a store.
     pub(super) dirty_bytes: AtomicU64,
+    /// Limits of the dirty bytes, and the state of background writeback.
     pub(super) balance: Balance,
     use_huge: AtomicBool,
     pub(super) may_split: bool,
@@ -375,6 +381,7 @@ pub(crate) struct Inner {
     /// Time before which no sparse huge folio is split to free memory, because the last attempt freed nothing.
     pub(super) split_sparse_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
+    /// The in-flight reads of the cache's files.
     pub(super) flights: Flights,
     /// Bytes that in-flight readahead has requested.
     pub(super) ahead_bytes: AtomicU64,
@@ -388,6 +395,7 @@ impl Inner {
         if self.generation == self.caches.arena.generation() { Ok(()) } else { Err(Self::parent_cache_error()) }
     }
 
+    /// Returns the error for a cache of the parent process.
     #[cold]
     fn parent_cache_error() -> Error {
         Error::WrongState { what: "a cache of the parent process: a fork child has to make its own" }
@@ -533,6 +541,7 @@ impl Inner {
         self.update_counters(0, bytes, stats::add);
     }
 
+    /// Returns the bytes of a folio of 2^`order` pages.
     #[inline]
     pub fn folio_bytes(&self, order: u8) -> u64 {
         (self.pool.page().bytes() as u64) << order
@@ -573,6 +582,7 @@ impl Inner {
         })
     }
 
+    /// Returns the file with this id, if it exists.
     pub(super) fn file(&self, id: u32) -> Option<Arc<File>> {
         self.files.with(|files| files.by_id.get(id as usize)?.upgrade())
     }
@@ -682,6 +692,7 @@ impl Cache {
         self.open_file(Some(store), size_bytes)
     }
 
+    /// Creates a file with or without a store, and its first handle.
     fn open_file(&self, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Result<Mapping> {
         self.0.check()?;
         let has_store = store.is_some();

@@ -31,6 +31,7 @@ pub(super) struct Dirty {
     pub in_flight: AtomicU32,
     /// Number of writeback failures in the lower half, and the last error number in the upper half.
     errors: AtomicU64,
+    /// State of the background writeback of the file.
     pub flush: FileFlush,
 }
 
@@ -61,6 +62,7 @@ impl Dirty {
         Error::Store { doing: "writing a file back", cause: io::Error::from_raw_os_error(self.errors().1) }
     }
 
+    /// Records a writeback failure with this error number.
     fn note_error(&self, errno: i32) {
         let mut seen = self.errors.load(Relaxed);
         loop {
@@ -238,7 +240,7 @@ mod tests {
     }
 
     /// Runs random operations on two files with a store and one without. After each operation, the numbers of dirty
-    /// bytes, the marks and the words agree. At the end nothing is dirty, even after a dirty file was dropped.
+    /// bytes, the marks and the words must agree. At the end nothing may be dirty, even after a dirty file was dropped.
     #[test]
     fn dirty_counts_marks_and_words_agree() {
         let page = PageSize::new(PAGE).unwrap();
@@ -265,8 +267,8 @@ mod tests {
         }
     }
 
-    /// A failed writeback or sync is reported once by each handle: by the call that failed, and by the next sync of
-    /// each other handle.
+    /// A failed writeback or sync must be reported once by each handle: by the call that failed, and by the next sync
+    /// of each other handle.
     #[test]
     fn every_handle_reports_a_failure_once() {
         let cache = TestProcess::for_test().caches.make(Settings::new("told", 32 * BLOCK_BYTES as u64)).unwrap();

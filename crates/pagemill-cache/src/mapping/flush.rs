@@ -470,6 +470,7 @@ impl Caches {
         (written_bytes, next_ns)
     }
 
+    /// Returns whether no cache has a dirty folio.
     #[cfg(not(shuttle))]
     fn is_all_clean(&self) -> bool {
         let mut at = self.inherited.load(Relaxed);

@@ -1,4 +1,4 @@
-//! What a fork does to page caches.
+//! Page caches in a fork: releases the locks, and resets the state of the child.
 #![allow(unsafe_code)] // calls that only fork handlers may make
 
 use super::Caches;

@@ -22,8 +22,8 @@
 //! called with the gate held, so they must not use the cache's files.
 //!
 //! Uses `folio` and `xarray`. Calls upper layers through traits: [`Policy`], [`pagemill_store::Store`],
-//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state. Diagram
-//! and table: docs/states-and-locks.md.
+//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
+//! Diagram and table: docs/states-and-locks.md.
 
 mod ahead;
 mod arrivals;
@@ -283,6 +283,7 @@ impl File {
         offset >> self.pool().page_shift()
     }
 
+    /// Returns the offset of the first byte of a page.
     #[inline]
     fn offset_of(&self, index: u64) -> u64 {
         index << self.pool().page_shift()
@@ -311,6 +312,7 @@ impl File {
         if is_past { Err(Error::BadOffset { offset, len_bytes }) } else { Ok(()) }
     }
 
+    /// Fails if the store is read-only.
     #[inline]
     fn check_writable(&self) -> Result<()> {
         if self.is_writable { Ok(()) } else { Err(Error::ReadOnly) }

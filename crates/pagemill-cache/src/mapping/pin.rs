@@ -350,6 +350,7 @@ impl Pin<'_> {
         }
     }
 
+    /// Returns the page number, first index and order of the pinned folio.
     fn place(&self) -> Place {
         Place { number: self.number(), first: self.frame.owner().index, order: self.frame.word.load().order() }
     }
@@ -359,10 +360,12 @@ impl Pin<'_> {
         std::mem::ManuallyDrop::new(self).place()
     }
 
+    /// Returns the number of the folio's first page.
     fn number(&self) -> u32 {
         self.file.pool().number_at(self.addr - self.at as usize)
     }
 
+    /// Panics if the range lies outside of the pinned bytes.
     #[inline]
     fn check(&self, at: usize, len: usize) {
         let is_inside = self.len_bytes().checked_sub(len).is_some_and(|last| at <= last);

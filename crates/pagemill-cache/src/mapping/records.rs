@@ -10,6 +10,7 @@ use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
 
+/// Bytes of a record.
 const RECORD_LEN: usize = 136;
 
 /// Bytes of the name in a record.
@@ -17,6 +18,7 @@ const NAME_LEN: usize = 40;
 
 const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
 
+/// Returns the record of one holder's memory.
 fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = (0..=NAME_LEN.min(usage.name.len())).rev().find(|len| usage.name.is_char_boundary(*len)).unwrap_or(0);
@@ -64,7 +66,7 @@ impl ListWriter for Caches {
     }
 }
 
-/// What one holder of memory uses.
+/// The memory use of one holder.
 #[derive(Debug, PartialEq, Eq)]
 struct Row(Holder, Usage);
 
@@ -124,7 +126,7 @@ mod tests {
         }
     }
 
-    /// A record is read as it was written. A long name is cut at a character boundary.
+    /// A record must be read as it was written. A long name must be cut at a character boundary.
     #[test]
     fn records_are_read_as_written() {
         for holder in HOLDERS {
@@ -137,7 +139,7 @@ mod tests {
         assert_eq!((read, odd), (usage(&"ä".repeat(20)), usage(&format!("x{}", "ä".repeat(19)))));
     }
 
-    /// Records with an invalid field are rejected. Control characters in names are replaced.
+    /// Records with an invalid field must be rejected. Control characters in names must be replaced.
     #[test]
     fn invalid_records_are_rejected() {
         let good = to_record(Holder::Cache, &usage("a\x1b[31m"));

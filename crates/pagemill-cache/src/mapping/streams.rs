@@ -50,6 +50,7 @@ pub(super) struct Proposal {
 }
 
 impl Proposal {
+    /// Returns the proposed ranges, in bytes of the file.
     pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
         let Self { range: Range { start, end }, step, count } = self.clone();
         let shifted = move |at: u64, nth: u64| at.wrapping_add_signed(step * nth as i64);
@@ -87,7 +88,7 @@ impl Rules {
 enum Direction {
     Forward,
     Backward,
-    /// Each access at this distance from the previous one, in bytes; larger than a page.
+    /// Each access begins at this distance in bytes from the previous one. The distance is larger than a page.
     Stride(i64),
     /// The stream has only one access so far.
     Unknown,
@@ -120,13 +121,16 @@ enum Match {
 }
 
 impl Stream {
+    /// An unused table entry.
     const NONE: Self =
         Self { begin: 0, end: 0, direction: Direction::Unknown, seen: 0, ahead: 0, latest: 0, next: 0, at: 0 };
 
+    /// Returns whether the table entry is used.
     fn is_present(&self) -> bool {
         self.at > 0
     }
 
+    /// Returns whether enough accesses continued the stream to make proposals.
     fn is_confirmed(&self) -> bool {
         self.seen >= CONFIRMING_ACCESSES
     }
@@ -211,6 +215,7 @@ impl Stream {
         self.latest
     }
 
+    /// As [`Stream::propose`], for a forward stream.
     fn propose_forward(&mut self, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         let here = rules.page_end(self.end);
         self.ahead = self.ahead.max(here);
@@ -223,6 +228,7 @@ impl Stream {
         (range.start < range.end).then_some(Proposal { range, step: 0, count: 1 })
     }
 
+    /// As [`Stream::propose`], for a backward stream.
     fn propose_backward(&mut self, rules: &Rules) -> Option<Proposal> {
         let here = rules.page_start(self.begin);
         self.ahead = self.ahead.min(here);
@@ -235,6 +241,7 @@ impl Stream {
         (range.start < range.end).then_some(Proposal { range, step: 0, count: 1 })
     }
 
+    /// As [`Stream::propose`], for a stream with stride `step`.
     fn propose_records(&mut self, step: i64, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         let len_bytes = (self.end - self.begin).max(1);
         let steps = self.steps_ahead(step);

@@ -256,6 +256,7 @@ impl File {
         Ok(())
     }
 
+    /// As [`File::try_freeze_dirty`], but waits for other threads that use the folio, at most a second.
     pub(super) fn freeze_dirty(&self, index: u64) -> Result<Frozen> {
         let mut timed_wait = TimedWait::new();
         loop {

@@ -1,5 +1,5 @@
-//! Throttling of writers: they wait, for a bounded time, before dirty pages fill the cache. Also writes pages back to
-//! make room when all pages are dirty.
+//! Throttling of writers: a writer pauses or waits, for a bounded time, before dirty pages fill the cache. This module
+//! also writes pages back when all pages are dirty and a thread needs a page.
 //!
 //! Called without the gate and without locks. A writer that waits also writes its own file back, unless another thread
 //! does.
@@ -15,21 +15,23 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_store::errno::{self, ETIMEDOUT};
 use std::time::Duration;
 
-/// Bytes that a waiting writer writes back at a time.
+/// Number of bytes that a waiting writer writes back at a time.
 const WRITER_SLICE_BYTES: u64 = 2 * BLOCK_BYTES as u64;
 
-/// A writer pauses once for each of these amounts that the cache makes dirty. The amount is small enough that no pause
+/// Whenever the cache has made this number of bytes dirty, one writer pauses. The number is small enough that no pause
 /// is long, and large enough that a pause is a real sleep.
 const PACED_BYTES: u64 = BLOCK_BYTES as u64 / 4;
 
+/// Maximum length of one pause.
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
 /// Interval of checks whether other threads made progress.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 impl Balance {
-    /// Returns the pause of the writer whose bytes complete another `PACED_BYTES`. Half way from `free_bytes` to
-    /// `most_bytes` the pause is the time to write that amount, so the number of dirty bytes settles there.
+    /// Returns the pause of the writer whose bytes complete another `PACED_BYTES`. If the number of dirty bytes lies
+    /// half way from `free_bytes` to `most_bytes`, the pause is the time to write `PACED_BYTES` back. So the number of
+    /// dirty bytes settles there.
     fn pause(&self, dirty_bytes: u64) -> Duration {
         let (over, span) =
             (dirty_bytes.saturating_sub(self.free_bytes), self.most_bytes - self.free_bytes.min(self.most_bytes));
@@ -40,7 +42,9 @@ impl Balance {
 }
 
 /// Measures the time without any progress of writeback.
+/// Value of [`Balance::cleaned_bytes`] when writeback last made progress.
 struct NoProgress {
+    /// Time since then.
     cleaned_bytes: u64,
     since: Backoff,
 }
@@ -60,6 +64,7 @@ impl NoProgress {
     }
 }
 
+/// Returns the error for a store that makes no progress.
 fn no_progress_error() -> Error {
     Error::Store { doing: "waiting for the writeback of dirty pages", cause: errno::error(ETIMEDOUT) }
 }
@@ -100,6 +105,7 @@ impl File {
         done
     }
 
+    /// Writes this file back, or waits for other threads, until the cache has fewer than `most_bytes` dirty.
     fn await_clean(&self) -> Result<()> {
         let (cache, balance) = (&self.cache, &self.cache.balance);
         let mut no_progress = NoProgress::new(balance);

@@ -97,10 +97,12 @@ impl Deadline {
     /// Number of checks between two readings of the clock: some microseconds.
     const CHECKS_PER_READING: u32 = 1 << 8;
 
+    /// Creates a limit that is reached after `ns` nanoseconds; `None`: never.
     fn after(ns: Option<u64>) -> Self {
         Self { ns: ns.map(|ns| clock::fine_ns().saturating_add(ns)), checks: 0, is_over: false }
     }
 
+    /// Returns whether a check has found that the limit is reached.
     fn is_over(&mut self) -> bool {
         self.checks += 1;
         if let Some(ns) = self.ns

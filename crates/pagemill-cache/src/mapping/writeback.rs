@@ -1,8 +1,8 @@
 //! Writeback of dirty folios: a walk over the dirty folios of a file in order, with many transfers in flight.
 //!
 //! ```text
-//!   WalkState    one walk: its transfers in flight, and their results   starts more transfers as others complete
-//!     Run     adjacent frozen folios, written by one transfer      from a copy if they are not contiguous in memory
+//!   WalkState    one walk: its transfers in flight, and their results. Starts more transfers as others complete.
+//!     WriteRun     adjacent frozen folios, written by one transfer. Copied first if not contiguous in memory.
 //! ```
 //!
 //! The walk owns a run until the store receives it; then the store owns it. The folios of a run are thawed when the
@@ -61,6 +61,7 @@ pub(super) enum Why {
 }
 
 impl Why {
+    /// Returns the counter of the bytes that were written for this reason.
     fn counter(self) -> Counter {
         match self {
             Self::Age => Counter::CacheWrittenForAge,
@@ -224,6 +225,7 @@ impl WriteRun {
         self.bytes.end - self.bytes.start
     }
 
+    /// Returns the folios of the run, in the order of the file.
     fn run_folios(&self) -> impl Iterator<Item = &RunFolio> + Clone {
         std::iter::once(&self.first).chain(&self.others)
     }

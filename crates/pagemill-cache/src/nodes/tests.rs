@@ -169,7 +169,8 @@ fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
     assert_eq!(all(&staying).len(), 1000_usize.div_ceil(6));
 }
 
-/// Steps by the ratio bound the resident memory, even if the lock of the array is sometimes taken.
+/// After steps of defragmentation the ratio must bound the resident memory, even if another thread sometimes holds the
+/// lock of the array.
 #[test]
 fn ratio_bounds_resident_nodes() {
     let slabs = sparse_slabs();

@@ -175,6 +175,7 @@ impl Engine {
         self.batches.with(|batches| batches.iter().flat_map(|batch| &batch.deferred).map(objects).sum())
     }
 
+    /// Returns whether any batch waits for readers.
     pub fn has_batches(&self) -> bool {
         self.batches.with(|batches| !batches.is_empty())
     }

@@ -144,6 +144,7 @@ impl Blocks {
         ((addr - self.base) / BLOCK_BYTES) as u32
     }
 
+    /// Returns the address of a block.
     #[inline]
     pub fn addr(&self, block: u32) -> usize {
         self.base + block as usize * BLOCK_BYTES
@@ -155,11 +156,13 @@ impl Blocks {
         (block >> self.blocks_per_node.trailing_zeros()) as usize
     }
 
+    /// Returns the metadata of a block.
     #[inline]
     pub fn block(&self, block: u32) -> &Block {
         self.blocks.get(block as usize)
     }
 
+    /// Returns the metadata of a slab of a block.
     #[inline]
     pub fn slab(&self, block: u32, slab: u32) -> &Slab {
         self.slabs.get(block as usize * MAX_SLABS + slab as usize)

@@ -242,6 +242,7 @@ impl Node<'_> {
         }
     }
 
+    /// Counts a visited block, for tests.
     fn count_visit(&mut self) {
         #[cfg(test)]
         {

@@ -9,9 +9,10 @@ use pagemill_core::epoch;
 use pagemill_core::units::BLOCK_BYTES;
 use std::collections::BTreeMap;
 
-/// Number of slabs in a block. A slab has 512 objects, so that a test fills many blocks with few items.
+/// Number of slabs in a block. A slab has 512 objects, so that few items fill many blocks.
 const SLABS_EACH: u64 = 2;
 const SLAB_BYTES: usize = BLOCK_BYTES / SLABS_EACH as usize;
+/// Number of objects in a block.
 const PER_BLOCK: u64 = SLABS_EACH * 512;
 
 /// Creates a cache with `blocks` full blocks. Returns the cache, and the numbers of the items in each block.

@@ -167,6 +167,7 @@ impl Engine {
         }
     }
 
+    /// Wakes the background thread if it would find work in this cache.
     fn notify_worker_if_worthwhile(&self) {
         if self.is_movable && is_step_worthwhile(self) {
             self.shared.slabs.worker.notify();
@@ -352,6 +353,7 @@ impl Engine {
         self.enter().map_or(0, |magazine| magazine.drain(sheaf))
     }
 
+    /// Returns whether the magazine holds objects of the node of this object.
     #[inline(always)]
     fn is_same_node(&self, magazine: &Magazine, object: usize) -> bool {
         self.has_one_node || magazine.node() == self.node_of(object)
@@ -386,6 +388,7 @@ impl Engine {
         Some(self.magazines.get(slot))
     }
 
+    /// Allocates a sheaf of objects from a barn or slabs, and puts all but one into the magazine.
     #[cold]
     #[inline(never)]
     #[track_caller]
@@ -462,6 +465,7 @@ impl Engine {
         }
     }
 
+    /// Frees an object that does not fit into the magazine. Makes room in the magazine first, if possible.
     #[cold]
     #[inline(never)]
     #[track_caller]

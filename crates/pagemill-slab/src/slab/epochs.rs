@@ -94,6 +94,7 @@ impl Participant {
         self.0.load(Relaxed) != 0
     }
 
+    /// Returns the epoch at which the participant began to read; [`Epoch::NEVER`] if it is not reading.
     fn pinned_epoch(&self) -> Epoch {
         // Acquire: everything that the reader did before it finished, or began anew, is done.
         match self.0.load(Acquire) {
@@ -215,6 +216,7 @@ mod process_wide {
         Guard { participant, _of_this_thread: PhantomData }
     }
 
+    /// Pins the epoch of a thread that had no slot: takes a slot, or else a word of the overflow list.
     #[cold]
     #[inline(never)]
     fn pin_slowly() -> &'static Participant {

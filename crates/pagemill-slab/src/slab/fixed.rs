@@ -1,5 +1,5 @@
 //! Caches of objects with fixed addresses. A [`Slot`] owns a value in the memory of a cache, like a box.
-#![allow(unsafe_code)] // values in slots
+#![allow(unsafe_code)] // raw access to the values in objects
 
 use super::engine::Engine;
 use super::info::{self, SlabInfo};
@@ -80,7 +80,8 @@ impl<T> Fixed<T> {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]: the value is dropped.
+    /// [`pagemill_core::Error::NoMemory`], [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`]: the
+    /// value is dropped.
     #[inline]
     #[track_caller]
     pub fn insert(&self, value: T) -> Result<Slot<'_, T>> {
@@ -99,6 +100,7 @@ impl<T> Fixed<T> {
         Ok(self.write_value(object, value))
     }
 
+    /// Moves a value into an object that was just allocated.
     #[inline]
     fn write_value(&self, object: usize, value: T) -> Slot<'_, T> {
         let at = object as *mut T;
@@ -115,8 +117,8 @@ impl<T> Fixed<T> {
     ///
     /// # Errors
     ///
-    /// [`pagemill_core::Error::Busy`] if another thread drains the cache for a second, or a thread was stopped during an
-    /// allocation or free.
+    /// [`pagemill_core::Error::Busy`] if another thread drains the cache for a second, or if a thread stays inside of
+    /// an allocation or free for so long.
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }

@@ -29,20 +29,27 @@ use std::sync::atomic::Ordering::AcqRel;
 
 /// Maximum number of handles of a cache; a power of two. The last index is never allocated: it marks an invalid handle.
 const MAX_HANDLES: usize = 1 << 26;
+/// Index of an invalid handle.
 const INVALID_INDEX: u64 = MAX_HANDLES as u64 - 1;
 
 /// All words of a table. Words that are not open yet read as zero, which is not live. So readers need no bounds check.
 pub(super) type Words = [AtomicU64; MAX_HANDLES];
 
+/// Number of bits of a word that count the pins.
 const PIN_BITS: u32 = 3;
+/// One pin in a word.
 const ONE_PIN: u64 = 1 << (u64::BITS - PIN_BITS);
+/// Maximum number of pins of a value.
 const MAX_PINS: u64 = (1 << PIN_BITS) - 1;
 /// Position of the generation in a key, and in a word times eight.
 const GENERATION_SHIFT: u32 = 44;
+/// One generation in a key, and in a word times eight.
 const ONE_GENERATION: u64 = 1 << GENERATION_SHIFT;
+/// Mask of the bits below the generation in a key, and in a word times eight.
 const OFFSET_MASK: u64 = ONE_GENERATION - 1;
 /// The generation's bits in a word as it is stored.
 const GENERATION_MASK: u64 = !OFFSET_MASK >> PIN_BITS;
+/// The last generation of a handle.
 const MAX_GENERATION: u32 = (1 << (u64::BITS - GENERATION_SHIFT)) - 1;
 
 /// Index and generation of a handle, in one number.
@@ -413,6 +420,7 @@ impl HandleTable {
         })
     }
 
+    /// Allocates the first free handle of the lowest page that has one.
     fn allocate_one(&self, state: &mut TableState) -> Result<Key> {
         let page_number = match state.pages_with_free.lowest_page() {
             Some(page_number) => page_number,

@@ -145,6 +145,7 @@ impl MagazineGuard<'_> {
 }
 
 impl Magazine {
+    /// Returns the word at position `at` of the stack.
     #[inline(always)]
     fn object_at(&self, at: u32) -> &AtomicU64 {
         debug_assert!((at as usize) < CAPACITY);

@@ -287,12 +287,14 @@ impl Block {
         word.set(word.get() & !(1 << (slab % 64)));
     }
 
+    /// Returns the first slab at a level.
     #[inline]
     pub fn first_at_level(&self, level: usize) -> Option<u32> {
         let slabs = self.mask_at_level(level);
         (slabs != 0).then(|| slabs.trailing_zeros())
     }
 
+    /// Returns the set of slabs at a level, one bit each.
     fn mask_at_level(&self, level: usize) -> u128 {
         let [low, high] = &self.levels[level];
         u128::from(low.get()) | u128::from(high.get()) << u64::BITS

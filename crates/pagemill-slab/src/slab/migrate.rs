@@ -33,6 +33,7 @@ const PREFETCH_DISTANCE: usize = 4;
 /// Maximum number of bytes of an object that are prefetched.
 const PREFETCH_BYTES: usize = 256;
 
+/// Bytes of a cache line of the processor.
 const CACHE_LINE: usize = 64;
 
 /// Addresses of objects of one slab that may be moved.

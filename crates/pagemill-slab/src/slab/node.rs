@@ -18,6 +18,7 @@ pub(super) const USE_CLASSES: u32 = 8;
 /// List of the blocks without used objects and claimed slabs. The lists 1 to [`FULLEST`] have the other blocks with
 /// free objects, by eighths of the block in use.
 pub(super) const IDLE: usize = 0;
+/// The last of the lists of blocks with free objects: blocks that are at least seven eighths in use.
 pub(super) const FULLEST: usize = USE_CLASSES as usize;
 /// List of the blocks whose set-up slabs are full, but that have bare slabs.
 pub(super) const FULL_WITH_BARE: usize = FULLEST + 1;
@@ -25,6 +26,7 @@ pub(super) const FULL_WITH_BARE: usize = FULLEST + 1;
 pub(super) const FULL: usize = FULL_WITH_BARE + 1;
 /// List of the blocks that defragmentation empties.
 const EMPTYING: usize = FULL + 1;
+/// Number of lists.
 pub(super) const USE_LISTS: usize = EMPTYING + 1;
 
 /// Number of idle blocks that a node keeps for later objects.

@@ -30,8 +30,8 @@ use std::time::Duration;
 ///   knows whether the object is live.
 /// - `isolate` keeps only live objects. No thread frees them before `migrate` receives them.
 /// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it
-///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`super::pin`]). The object is free once these guards are dropped,
-///   and needs no destructor.
+///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`super::pin`]). The object is free once these guards are
+///   dropped, and needs no destructor.
 /// - `migrate` panics only before any thread can reach the object at its new address. The new address is then freed.
 ///
 /// ```
@@ -209,6 +209,7 @@ pub struct New<'target, T> {
 }
 
 impl<T> New<'_, T> {
+    /// Returns the address of the destination.
     pub fn object(&self) -> NonNull<T> {
         self.at
     }
@@ -220,6 +221,7 @@ impl<T> Drop for New<'_, T> {
     }
 }
 
+/// Converts the address of an object into a pointer.
 fn pointer<T>(object: usize) -> NonNull<T> {
     NonNull::new(object as *mut T).expect("objects lie in the arena")
 }
@@ -305,6 +307,7 @@ impl Slabs {
 }
 
 impl<M: Migrate> ByOwner<M> {
+    /// Returns the owner of the objects.
     pub fn owner(&self) -> &M {
         &self.inner.owner
     }

@@ -21,6 +21,7 @@ pub(super) const UNKNOWN: u32 = u32::MAX;
 /// Represents the slot of a thread that got none, because all slots are in use or the thread is ending.
 pub(super) const NONE: u32 = u32::MAX - 1;
 
+/// The slots of all threads of the process.
 static SLOTS: ThreadSlots = ThreadSlots::new();
 
 /// One more than the highest slot that any thread has had.

@@ -49,6 +49,7 @@ const MAX_REST_NS: u64 = 1_000_000_000;
 /// Time until the next round if the last one found work that must wait for readers or for another thread that uses a
 /// cache. The time is doubled after each such round, up to `MAX_RETRY_DELAY`.
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
+/// Maximum of the time that begins with [`MIN_RETRY_DELAY`].
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
 /// Time until one more round after objects were freed, if they were too few to wake the thread.
@@ -56,11 +57,13 @@ const RECHECK_DELAY: Duration = Duration::from_secs(1);
 
 /// Free blocks keep their memory for reuse this long. Then the memory is freed in portions of `FREE_PORTION_BYTES`.
 const FREE_BLOCK_DELAY_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
+/// Number of bytes of free blocks that are freed at a time.
 const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
 /// Maximum time that other threads wait for the end of a visit. A fork waits less, because a callback may wait for the
 /// forking thread.
 const TIMEOUT_NS: u64 = if cfg!(any(test, feature = "test-util")) { 100_000_000_000 } else { 1_000_000_000 };
+/// Maximum time that a fork waits for the end of a visit.
 const FORK_TIMEOUT_NS: u64 = 20_000_000;
 
 /// Size of the thread's stack. Callbacks may need as much as on a thread of the program.
@@ -256,6 +259,7 @@ impl Worker {
         self.wait_until_outside(FORK_TIMEOUT_NS);
     }
 
+    /// Allows visits again, after a fork.
     pub fn release_after_fork(&self) {
         self.forks_in_progress.fetch_sub(1, SeqCst);
         self.wakeups.raise();
@@ -439,6 +443,7 @@ impl Worker {
     }
 }
 
+/// Returns whether the current thread is the background thread.
 #[cfg(not(shuttle))]
 fn is_worker() -> bool {
     IS_WORKER.get()

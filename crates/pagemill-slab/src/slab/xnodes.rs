@@ -282,6 +282,7 @@ impl Slabs {
         Ok(cache)
     }
 
+    /// Creates the cache of index nodes, and the index with `make`.
     fn create_node_cache<I: NodeIndex>(
         &'static self,
         make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,

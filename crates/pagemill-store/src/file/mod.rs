@@ -59,6 +59,7 @@ impl Handle {
         self.disk_for(way).number()
     }
 
+    /// Returns the descriptor for a piece. Without a direct descriptor, returns the buffered one.
     fn disk_for(&self, way: TransferWay) -> &Disk {
         match (way, &self.direct) {
             (TransferWay::Direct, Some(direct)) => direct,

@@ -30,10 +30,12 @@ pub(super) struct WakeHandle {
 }
 
 impl WakeHandle {
+    /// Creates a handle that was not woken yet.
     pub fn new() -> io::Result<Arc<Self>> {
         Ok(Arc::new(Self { is_woken: AtomicBool::new(false), waker: Waker::new()?, watch: OnceLock::new() }))
     }
 
+    /// Ends the current wait of the ring, or the next one.
     pub fn wake(&self) {
         self.is_woken.store(true, SeqCst);
         self.waker.wake();
@@ -98,6 +100,7 @@ impl Backend {
         }
     }
 
+    /// Requests that a piece be cancelled. Its completion arrives in any case.
     pub fn cancel(&mut self, token: u64) -> io::Result<()> {
         match self {
             Self::Kernel { ring, .. } => ring.queue_cancel(token),

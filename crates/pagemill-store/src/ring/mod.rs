@@ -158,8 +158,10 @@ pub struct Ring<B: Buffer> {
     events: VecDeque<Event<B>>,
     /// The attached files, by [`FileId`].
     files: ManuallyDrop<Vec<Option<Arc<Handle>>>>,
+    /// Whether transfers may use the kernel's table of files.
     has_file_table: bool,
     regions: ManuallyDrop<Regions>,
+    /// Whether the kernel has a table for registered memory; `None` before the first registration.
     has_memory_table: Option<bool>,
     timeout: Duration,
     /// Time of the last search for transfers over the time limit.

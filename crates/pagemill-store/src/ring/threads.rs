@@ -38,11 +38,13 @@ struct ThreadJob {
 }
 
 impl ThreadJob {
+    /// Reports the end of the job, and wakes the thread of its ring.
     fn complete(&self, result: i32) {
         lock(&self.completions.done).push(Completion { token: self.token, result });
         self.completions.handle.waker.wake();
     }
 
+    /// Does the transfer with a blocking call, and reports its end.
     fn run(&self) {
         let Transfer { target: Target::Descriptor(number), is_write, addr, len_bytes, offset, .. } = self.transfer
         else {
@@ -212,6 +214,7 @@ impl ThreadBackend {
         }
     }
 
+    /// Cancels a job that no thread has begun.
     pub fn cancel(&mut self, token: u64) {
         let queued = self.queued.iter().position(|job| job.token == token).and_then(|at| self.queued.remove(at));
         if let Some(job) = queued.or_else(|| pool().remove_job(token, &self.completions)) {

@@ -183,6 +183,7 @@ impl<N: Nodes> XArray<N> {
         Self::with_id(nodes, NO_ID)
     }
 
+    /// Creates an empty array with this initial `id`.
     const fn with_id(nodes: &'static N, id: u32) -> Self {
         let (root_marks, count, id) = (AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(id));
         Self { root: IndexSlot::new(), nodes, lock: Lock::new(), root_marks, count, id, _pinned: PhantomPinned }

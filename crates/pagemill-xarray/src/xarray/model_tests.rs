@@ -111,7 +111,7 @@ impl ArrayAndModel {
         Self { array, model: Model::default(), last_value: 0 }
     }
 
-    /// Moves nodes of the tree. Each bit of `which` selects a node.
+    /// Moves nodes of the tree. The bits of `which` select the nodes, 64 nodes at a time.
     fn relocate(&mut self, which: u64) {
         let (nodes, mut numbers) = (self.array.nodes, Vec::new());
         let root = self.array.root.load_relaxed();

@@ -102,6 +102,7 @@ impl Node {
         }
     }
 
+    /// Returns the fields other than slots and marks.
     fn header_fields(&self) -> [&AtomicU32; 4] {
         [&self.parent, &self.place, &self.used_slots, &self.array]
     }

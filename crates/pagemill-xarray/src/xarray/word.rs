@@ -39,8 +39,11 @@ const DEAD: u64 = 5;
 const TAG: u64 = 0xFF;
 /// The field for order, shift or slot number.
 const FIELD_SHIFT: u32 = 8;
+/// Mask of that field.
 const FIELD: u64 = 0xFF;
+/// Shift of the value in a VALUE word.
 const VALUE_SHIFT: u32 = 16;
+/// Shift of the node number in a NODE word.
 const NUMBER_SHIFT: u32 = 32;
 
 /// A word in a slot, or the root word.

@@ -1,4 +1,4 @@
-//! Ghosts: small records of recently evicted folios (), in a hash table of fixed size.
+//! Ghosts: small records of recently evicted folios, in a hash table of fixed size.
 //!
 //! ```text
 //!   key of a folio --hash--> set of 16 ghosts, one cache line      ghost: 15 bits of hash, part, 16 bits of time
@@ -6,34 +6,38 @@
 //!
 //! Time is counted in pages evicted: each part (new, main) has a clock that counts the pages evicted from it. A ghost
 //! expires after as many pages as the cache has. A set then holds twelve ghosts of the new part on average, so that few
-//! ghosts are replaced early. Lookups take no lock: a lookup concurrent with a change finds a ghost completely or not at
-//! all. One lookup in two thousand finds the ghost of another folio with the same hash, and then a page enters a better
-//! queue than it should.
+//! ghosts are replaced early. Lookups take no lock: a lookup concurrent with a change finds a ghost completely or not
+//! at all. One lookup in two thousand finds the ghost of another folio with the same hash, and then a page enters a
+//! better queue than it should.
 
 use super::{CachePart, GhostKey};
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU32, AtomicU64, Padded, Relaxed};
 
-/// Number of ghosts of a set, which is a cache line.
+/// Maximum number of ghosts in a set, which fills a cache line.
 const WAYS: usize = 16;
 
 /// Average number of ghosts per set when the table is full of ghosts that have not expired.
 const TARGET_GHOSTS_PER_SET: u64 = 12;
 
-/// Lifetime of a ghost in ticks; up to twice as many, by rounding. A clock of 16 bits wraps around after 64 lifetimes,
-/// and no ghost stays in the table that long.
+/// Lifetime of a ghost in ticks, or up to twice as many, because the length of a tick is rounded down. A clock of 16
+/// bits wraps around after 64 lifetimes, and no ghost stays in the table that long.
 const LIFETIME_TICKS: u64 = 512;
 
 /// Number of values of a clock in a ghost: 1 to this number. So no ghost is zero.
 const CLOCK_VALUES: u64 = u16::MAX as u64;
 
+/// Bit of a ghost whose folio was evicted from main.
 const PART_BIT: u32 = 1 << 16;
+/// Position of the hash in a ghost.
 const HASH_SHIFT: u32 = 17;
+/// Mask of the hash bits that a ghost stores.
 const HASH_MASK: u32 = u32::MAX >> HASH_SHIFT;
 
-/// Ranks of entries when a ghost is stored, higher than any age: an empty entry, and the same folio's ghost.
+/// Rank of an empty entry when a ghost is stored, higher than any age.
 const EMPTY: u32 = u32::MAX - 1;
+/// Rank of the same folio's ghost when a ghost is stored: the ghost is replaced in any case.
 const SAME: u32 = u32::MAX;
 
 /// Multiplier of the salt: an odd number, so that successive salts differ in the hash bits.
@@ -41,6 +45,7 @@ const SALT: u32 = 0x9e37;
 
 /// The ghosts of a cache.
 pub(super) struct Ghosts {
+    /// The ghosts of all sets; 0 for an empty entry.
     ghosts: Table<AtomicU32>,
     /// Number of sets in use.
     sets: AtomicU64,
@@ -150,6 +155,7 @@ fn age(ghost: u32, now: [u32; 2]) -> u32 {
     ticks.min(ticks.wrapping_add(CLOCK_VALUES as u32))
 }
 
+/// Returns the number of sets for a cache of `pages` pages.
 fn sets_for(pages: u64) -> u64 {
     pages.div_ceil(TARGET_GHOSTS_PER_SET).max(1)
 }
@@ -164,8 +170,8 @@ mod tests {
         ghosts
     }
 
-    /// After three times as many evictions as the cache has pages, nearly all of the latest third are found, with their
-    /// part and age. Older ones, and pages that were never evicted, are not found.
+    /// After three times as many evictions as the cache has pages, nearly all of the latest third must be found, with
+    /// their part and age. Older ones, and pages that were never evicted, must not be found.
     #[test]
     fn the_latest_evictions_are_found() {
         const PAGES: u64 = 10_000;
@@ -183,8 +189,8 @@ mod tests {
         }
     }
 
-    /// The clock of one part does not advance with the other's. A second eviction of a folio replaces its ghost. A huge
-    /// folio advances the clock by all of its pages.
+    /// The clock of one part must not advance with the clock of the other part. A second eviction of a folio must
+    /// replace its ghost. A huge folio must advance the clock by all of its pages.
     #[test]
     fn each_part_has_its_own_clock() {
         let ghosts = ghosts_for(100);
@@ -205,8 +211,8 @@ mod tests {
         GhostKey::of(3, index, 0)
     }
 
-    /// A set has room for 16 ghosts. A new ghost replaces the same folio's old one, else an empty entry, else the oldest
-    /// ghost.
+    /// A set has room for 16 ghosts. A new ghost must replace the same folio's old one, else an empty entry, else the
+    /// oldest ghost.
     #[test]
     fn the_oldest_ghost_is_replaced() {
         let ghosts = ghosts_for(12);
@@ -230,7 +236,7 @@ mod tests {
         assert_eq!(ghosts.recall(key(0)), Some((CachePart::Main, 1)));
     }
 
-    /// A ghost lasts for as many evicted pages as the cache has. Large caches count in ticks of several pages.
+    /// A ghost must last for as many evicted pages as the cache has. Large caches must count in ticks of several pages.
     #[test]
     fn a_ghost_lasts_for_as_many_evictions_as_the_cache_has_pages() {
         let small = ghosts_for(100);
@@ -247,7 +253,7 @@ mod tests {
         }
     }
 
-    /// Ages are correct when the clock wraps around, after 65,535 ticks.
+    /// Ages must be correct when the clock wraps around, after 65,535 ticks.
     #[test]
     fn ages_are_correct_when_the_clock_wraps() {
         for start in [0, 65_434, 65_435, 65_485, 65_534, 65_535, 65_536, 131_069, 131_070] {
@@ -259,7 +265,8 @@ mod tests {
         }
     }
 
-    /// A ghost is not taken for an empty entry, even if all bits of its hash are zero and the clock has just started.
+    /// A ghost must not be taken for an empty entry, even if all bits of its hash are zero and the clock has just
+    /// started.
     #[test]
     fn no_ghost_is_zero() {
         let ghosts = ghosts_for(100);
@@ -268,7 +275,7 @@ mod tests {
         assert_eq!(ghosts.recall(zero), Some((CachePart::New, 1)));
     }
 
-    /// The resident memory of the table matches the size of the cache that uses it, not the maximum.
+    /// The resident memory of the table must match the size of the cache that uses it, not the maximum.
     #[test]
     fn resident_memory_matches_the_size_of_the_cache() {
         let ghosts = Ghosts::new(1 << 20).unwrap();

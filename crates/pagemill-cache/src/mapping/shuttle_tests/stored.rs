@@ -48,9 +48,10 @@ impl History {
     }
 }
 
-/// A store of page values. It asserts that a page has one write at a time. Half of its instances, or so, complete reads
-/// asynchronously, and some fail operations at random.
+/// A store of page values. It asserts that a page has one write at a time. About half of its instances complete reads
+/// asynchronously, and some instances fail operations at random.
 struct PageStore {
+    /// The value of each page, and the length of the file.
     state: Mutex<(Vec<u64>, u64)>,
     /// Pages that are being written.
     writing: Mutex<Vec<u64>>,

@@ -88,8 +88,8 @@ fn simulation_with(pages: u32) -> Simulation {
     run
 }
 
-/// The hash of index 0 is the first number of splitmix64 (S. Vigna) for seed 0, that of index 1 for seed 1. Each part
-/// of the key changes the hash.
+/// The hash of index 0 must be the first number of splitmix64 (S. Vigna) for seed 0, and that of index 1 the first
+/// number for seed 1. Each field of the key must change the hash.
 #[test]
 fn a_ghost_key_hashes_file_index_and_order() {
     assert_eq!((GhostKey::of(0, 0, 0).0, GhostKey::of(0, 1, 0).0), (0xE220_A839_7B1D_CDAF, 0x910A_2DEC_8902_5CC1));
@@ -154,8 +154,8 @@ fn the_clock_hand_counts_used_pages() {
     assert_eq!((fixture.step(), fixture.state.debt), (Some(9), 10));
 }
 
-/// Probation keeps a fiftieth of the cache, or half of the new part if that is less. Each call moves at most two folios
-/// out of it and clears their uses. The newest folio stays.
+/// Probation must keep a fiftieth of the cache, or half of the new part if that is less. Each call must move at most
+/// two folios out of probation and clear their uses. The newest folio must stay.
 #[test]
 fn probation_shrinks_to_its_target() {
     for (share, width) in [(ONE / 4, 4), (ONE / 50, 2)] {
@@ -173,8 +173,8 @@ fn probation_shrinks_to_its_target() {
     assert_eq!((fixture.pages(Queue::Probation), fixture.pages(Queue::Small)), (1, 1), "the newest stays");
 }
 
-/// Candidates come from the new part while it is larger than its share, then from main. Small is scanned before
-/// probation.
+/// Candidates must come from the new part while it is larger than its share, then from main. The small queue must be
+/// scanned before probation.
 #[test]
 fn the_part_above_its_share_is_scanned() {
     let mut fixture = QueueFixture::new(&[(Queue::Probation, 1), (Queue::Small, 3), (Queue::Main, 4)]);
@@ -195,8 +195,8 @@ fn the_part_above_its_share_is_scanned() {
     );
 }
 
-/// A dirty folio is deferred when the scan reaches it. It is scanned again, once, after an eighth of the cache was
-/// chosen for eviction.
+/// A dirty folio must be deferred when the scan reaches it. The scan must return to it once, after an eighth of the
+/// cache was chosen for eviction.
 #[test]
 fn deferred_folios_are_rescanned_after_an_eighth() {
     let mut fixture = QueueFixture::new(&[(Queue::Small, 80)]);
@@ -223,7 +223,7 @@ fn deferred_folios_are_rescanned_after_an_eighth() {
     );
 }
 
-/// A huge folio counts all of its pages when it is chosen, passed in main, deferred, and stored as a ghost.
+/// A huge folio must count all of its pages when it is chosen, passed in main, deferred, and stored as a ghost.
 #[test]
 fn a_huge_folio_counts_its_pages() {
     let mut fixture = QueueFixture::new(&[]);
@@ -256,7 +256,7 @@ fn a_huge_folio_counts_its_pages() {
     assert_eq!(run.order.recall(ghost).0, Some((CachePart::New, 9)));
 }
 
-/// A huge folio enters main if more than half of its pages were there; exactly half is not enough.
+/// A huge folio must enter main if more than half of its pages were there. Exactly half must not be enough.
 #[test]
 fn a_collapsed_folio_enters_the_queue_of_most_pages() {
     for (mains, is_main) in [(0, false), (4, false), (5, true), (8, true)] {
@@ -275,8 +275,8 @@ fn a_collapsed_folio_enters_the_queue_of_most_pages() {
     }
 }
 
-/// The pages of a split folio keep its queue, and the first page its position. A candidate that cannot be evicted is
-/// deferred in its own part.
+/// The pages of a split folio must keep its queue, and the first page its position. A candidate that cannot be evicted
+/// must be deferred in its own part.
 #[test]
 fn split_pages_and_refused_candidates_keep_their_queue() {
     let run = Simulation::new();
@@ -294,7 +294,7 @@ fn split_pages_and_refused_candidates_keep_their_queue() {
     }
 }
 
-/// A noreuse folio is evicted first, used or not, but not before its first use.
+/// A noreuse folio must be evicted first, used or not, but not before its first use.
 #[test]
 fn noreuse_folios_are_evicted_first() {
     let run = simulation_with(20);
@@ -312,7 +312,8 @@ fn noreuse_folios_are_evicted_first() {
     assert_eq!(scan.next(&run.model).map(|found| found.number), Some(40), "without reads ahead none is awaited");
 }
 
-/// A scan ends after five times the number of pages if folios are used again as fast as the scan removes their uses.
+/// A scan must end after five times the number of pages if folios are used again as fast as the scan removes their
+/// uses.
 #[test]
 fn a_scan_has_a_step_limit() {
     let run = simulation_with(100);
@@ -321,7 +322,7 @@ fn a_scan_has_a_step_limit() {
     assert_eq!(fake.look_calls.get(), 5 * 100 + 64);
 }
 
-/// The resident memory of an order is that of its links and ghosts in use.
+/// The resident memory of an order must be that of its links and ghosts in use.
 #[test]
 fn resident_memory_is_that_of_links_and_ghosts() {
     let run = simulation_with(PAGES);
