@@ -262,7 +262,7 @@ impl Cancel {
         Self::default()
     }
 
-    /// Cancels all transfers that have not ended, and all later ones. Returns at once.
+    /// Cancels all transfers that have not ended, and all later ones. Does not wait for their end.
     pub fn cancel(&self) {
         self.0.is_cancelled.store(true, SeqCst);
         let wakers = std::mem::take(&mut *lock(&self.0.wakers));
@@ -273,9 +273,9 @@ impl Cancel {
         self.0.is_cancelled.load(SeqCst)
     }
 
-    /// Registers a waker. Wakes it on cancellation, or at once if the transfers were cancelled before. The waker stays
-    /// stored as long as this object or a clone exists, perhaps as long as a file, so callers should not register one
-    /// per transfer.
+    /// Registers a waker. Wakes it on cancellation, or during this call if the transfers were cancelled before. The
+    /// waker stays stored as long as this object or a clone exists, perhaps as long as a file, so callers should not
+    /// register one per transfer.
     pub fn wake_when_cancelled(&self, waker: &Waker) {
         let mut wakers = lock(&self.0.wakers);
         if !wakers.iter().any(|known| known.will_wake(waker)) {

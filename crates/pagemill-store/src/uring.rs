@@ -130,9 +130,9 @@ impl Ring {
     ///
     /// # Safety
     ///
-    /// Until the completion arrives or the process ends, the memory must stay mapped, no thread may write to it, and no
-    /// thread may read the target of a read. A registered index must refer to memory that contains the bytes. The file
-    /// must stay open until the transfer is submitted.
+    /// Until the completion arrives or the process ends, the memory must stay mapped, and no thread may write to it. If
+    /// the transfer is a read, no thread may read the memory either. A registered index must refer to memory that
+    /// contains the bytes. The file must stay open until the transfer is submitted.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
         // SAFETY: guaranteed by the caller.
         unsafe { self.push(&entry(transfer).user_data(token)) }

@@ -200,7 +200,7 @@ impl Pool {
         })
     }
 
-    /// Returns whether the pool uses reserved huge pages. [`Pool::place_hugetlb`] places all of them at once, and
+    /// Returns whether the pool uses reserved huge pages. [`Pool::place_hugetlb`] places all of them together, and
     /// [`Pool::return_hugetlb`] removes all of them. In between the pool returns none to the system.
     pub fn is_hugetlb(&self) -> bool {
         self.reserve.is_some()
@@ -393,7 +393,7 @@ impl Pool {
         })
     }
 
-    /// Makes an empty chunk resident and allocates from it. Takes pages that other threads free meanwhile instead.
+    /// Makes a chunk resident and allocates from it, unless other threads free enough pages meanwhile.
     fn allocate_from_new_chunk(&self, order: u8) -> Result<NewFolio> {
         let mut backoff = Backoff::new();
         let chunk = loop {
@@ -521,7 +521,7 @@ impl Pool {
         });
     }
 
-    /// Leases the chunk of page `number`, and the chunks with memory beside it, to a ring: up to 64 MiB. The pool does
+    /// Leases the chunk of page `number`, and adjacent chunks with memory, to a ring: up to 64 MiB. The pool does
     /// not return these chunks to the system until [`Pool::end_lease`]. Returns the range of chunks. Returns `None` if
     /// other chunks of the same 64 MiB are leased already, or if reclaim has requested that rings end their leases.
     pub fn lease(&self, number: u32) -> Option<Range<u32>> {
@@ -544,8 +544,8 @@ impl Pool {
         (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes())
     }
 
-    /// Returns the size of the ranges that are leased as a whole. The first range begins where the pool's address range
-    /// begins.
+    /// Returns the size of the slots into which the address range is divided for leases ([`super::leases`]). The first
+    /// slot begins where the pool's address range begins.
     pub fn lease_bytes(&self) -> usize {
         self.state.with(|state| state.buddies.leases.chunks() as usize) * self.chunk_bytes
     }
@@ -623,9 +623,9 @@ impl Pool {
             + self.state.with(|state| state.buddies.leases.resident_bytes(chunks))
     }
 
-    /// Returns the scan word of the chunk that contains page `number`: the version of the chunk's huge folio, and the
-    /// folio's state in the scan for sparse huge folios (`mapping::sweep`). The word is 0 at first, and keeps its value
-    /// when the chunk is emptied.
+    /// Returns the scan word of the chunk that contains page `number`. The word holds the version of the chunk's huge
+    /// folio, and the folio's state in the scan for sparse huge folios (`mapping::sweep`). The word is 0 at first, and
+    /// keeps its value when the chunk is emptied.
     pub fn scan_word(&self, number: u32) -> &AtomicU64 {
         self.scan_words.get((number >> self.chunk_order) as usize)
     }

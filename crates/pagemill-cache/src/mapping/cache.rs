@@ -22,7 +22,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-/// Maximum number of caches of a process. A new cache reuses the pool of a dropped cache that had the same page size
+/// Maximum number of caches of a process. A new cache may reuse the pool of a dropped cache that had the same page size
 /// and at least the same limit.
 pub const MAX_CACHES: usize = 256;
 
@@ -51,7 +51,8 @@ pub struct Settings {
     /// The software page, which is the smallest folio.
     pub page: PageSize,
     /// Maximum total bytes of the cache's folios. The memory of the cache may exceed the limit by half and a huge
-    /// folio: some blocks are only partly used, and free blocks are not returned before memory is needed.
+    /// folio, because some blocks are only partly used. In addition, free blocks are not returned before memory is
+    /// needed.
     pub limit_bytes: u64,
     /// Whether huge folios are allocated. [`Cache::set_huge`] changes the setting.
     pub use_huge: bool,

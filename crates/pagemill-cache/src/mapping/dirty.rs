@@ -1,11 +1,11 @@
 //! Dirty folios of files with a store: the number of dirty bytes, and the marks in the index by which writeback finds
 //! the folios.
 //!
-//! A thread that is about to change a pinned or held folio first sets the mark of the folio's index entry, then the
-//! dirty bit of the folio's word, and then changes bytes. So writeback finds each folio whose word is dirty. Writeback
-//! clears the mark under the index's lock while the folio is frozen, then clears the dirty bit. A thread that removes a
-//! dirty folio from the file subtracts the folio's bytes from the number of dirty bytes. In files without a store,
-//! dirty folios are neither marked nor counted.
+//! A thread that is about to change a pinned or held folio proceeds in three steps. It sets the mark of the folio's
+//! index entry, then the dirty bit of the folio's word, and then changes bytes. So writeback finds each folio whose
+//! word is dirty. Writeback clears the mark under the index's lock while the folio is frozen, then clears the dirty
+//! bit. A thread that removes a dirty folio from the file subtracts the folio's bytes from the number of dirty bytes.
+//! In files without a store, dirty folios are neither marked nor counted.
 
 use super::cache::Inner;
 use super::fetch::Place;

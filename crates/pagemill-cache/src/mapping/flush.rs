@@ -18,7 +18,7 @@
 use super::File;
 use super::cache::{Caches, Inner};
 use super::dirty::Dirty;
-use super::writeback::{Walk, Why};
+use super::writeback::{WalkPlan, WritebackReason};
 use crate::folio::Owner;
 use pagemill_core::callback;
 use pagemill_core::error::{Error, Result};
@@ -215,7 +215,12 @@ impl File {
     /// # Errors
     ///
     /// The store's error, if the slice wrote nothing. [`Error::Busy`] if no write completes within `timeout`.
-    pub(super) fn write_some(self: &Arc<Self>, why: Why, most_bytes: u64, timeout: Duration) -> Result<Option<u64>> {
+    pub(super) fn write_some(
+        self: &Arc<Self>,
+        reason: WritebackReason,
+        most_bytes: u64,
+        timeout: Duration,
+    ) -> Result<Option<u64>> {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return Ok(None) };
         let flush = &dirty.flush;
         let is_free = !flush.is_failing() && !self.is_closed.load(Relaxed);
@@ -229,7 +234,7 @@ impl File {
                 flush.walk_began_ns.store(coarse_ns(), Relaxed);
             }
             let (pages, timeout) = (first..Owner::MAX_INDEX, Some(timeout));
-            let walk = Walk { why, pages, most_bytes, timeout, waits_for_others: false };
+            let walk = WalkPlan { reason, pages, most_bytes, timeout, waits_for_others: false };
             let walked = self.walk_once(&**store, &walk).inspect_err(|error| match error {
                 Error::Busy { .. } => flush.delay(),
                 _ => flush.delay_longer(),
@@ -266,9 +271,9 @@ impl File {
     }
 }
 
-/// Whether a file is due now and why, or the time when it is due.
+/// Whether a file is due now and for which reason, or the time when it is due.
 enum Due {
-    Now(Why),
+    Now(WritebackReason),
     At(u64),
 }
 
@@ -307,9 +312,9 @@ impl Inner {
         } else if dirty.in_flight.load(SeqCst) > 0 {
             Due::At(now_ns + RECHECK_NS)
         } else if expires_ns <= now_ns {
-            Due::Now(Why::Age)
+            Due::Now(WritebackReason::Age)
         } else if self.dirty_bytes() > balance.background_bytes {
-            Due::Now(Why::Share)
+            Due::Now(WritebackReason::Share)
         } else {
             Due::At(expires_ns)
         }
@@ -333,11 +338,11 @@ impl Inner {
         let Some(file) = entry.upgrade() else { return (0, None) };
         let Some(dirty) = file.dirty.as_ref().filter(|dirty| dirty.bytes() > 0) else { return (0, None) };
         let now_ns = coarse_ns();
-        let why = match self.due(dirty, now_ns) {
-            Due::Now(why) => why,
+        let reason = match self.due(dirty, now_ns) {
+            Due::Now(reason) => reason,
             Due::At(ns) => return (0, Some(ns)),
         };
-        match file.write_some(why, SLICE_BYTES, NO_PROGRESS_TIMEOUT) {
+        match file.write_some(reason, SLICE_BYTES, NO_PROGRESS_TIMEOUT) {
             Ok(Some(bytes)) => (bytes, Some(dirty.flush.retry_at_ns.load(Relaxed).max(now_ns + 1))),
             Ok(None) => (0, Some(now_ns + RECHECK_NS)),
             Err(_) => (0, Some(dirty.flush.retry_at_ns.load(Relaxed))),

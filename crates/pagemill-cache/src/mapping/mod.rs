@@ -11,10 +11,14 @@
 //!
 //! **Reading** takes no lock and writes to no shared cache line. It looks up the index, loads the folio's word and
 //! owner, copies the bytes, and loads the word again. If the word shows that the folio may have changed its owner
-//! meanwhile, the read starts over. **Writing** pins the folio, copies the bytes, and unpins it. Where no folio exists,
-//! a new one is filled first and then entered into the index. **Removing** (truncate, punch_hole) takes the file's
-//! `gate` exclusively, takes the entries out of the index, then frees the folios. A pinned folio is freed by its last
-//! unpin. Concurrent reads find old bytes or zeros, never another file's bytes.
+//! meanwhile, the read starts over.
+//!
+//! **Writing** pins the folio, copies the bytes, and unpins the folio. Where no folio exists, the write fills a new one
+//! and then enters it into the index.
+//!
+//! **Removing** (truncate, punch_hole) takes the file's `gate` exclusively, takes the entries out of the index, then
+//! frees the folios. A pinned folio is freed by its last unpin. Concurrent reads find old bytes or zeros, never another
+//! file's bytes.
 //!
 //! A copy to or from a caller's buffer holds no lock that a page fault handler would take, because the buffer may lie
 //! in a view of a cached file. Writers hold the gate shared during the copy; no fault handler takes the gate. A thread

@@ -40,8 +40,8 @@ pub struct Ask {
 pub enum Choice {
     Huge,
     Small,
-    /// For [`Cause::Read`]: allocate nothing, so that the read returns zeros. For [`Cause::Collapse`]: leave the range
-    /// as it is.
+    /// For [`Cause::Read`]: allocate nothing, so that the read returns zeros. For [`Cause::Collapse`]: do not collapse
+    /// the range.
     Nothing,
 }
 

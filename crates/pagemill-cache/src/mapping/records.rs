@@ -1,7 +1,14 @@
-//! The record of a cache, 136 bytes. Offsets and fields: 0 name, padded with zeros; 40 bytes of a page; 48 number
-//! (u32); 52 node (u32); 56 holder (0 a cache, 1 an idle pool, 2 spare nodes); 57 whether the inspection was
-//! incomplete; 58 whether the memory is hugetlb; 64 huge; 72 small; 80 locked; 88 free; 96 frames; 104 index; 112
-//! charged; 120 limit; 128 dirty.
+//! The record of a cache: 136 bytes, in little-endian order. The fields are those of [`Usage`].
+//!
+//! | offset | field |
+//! |---|---|
+//! | 0 | name, padded with zeros |
+//! | 40 | bytes of a page |
+//! | 48, 52 | (u32) number; node |
+//! | 56 | holder: 0 a cache, 1 an idle pool, 2 spare nodes |
+//! | 57, 58 | whether the inspection was incomplete; whether the memory is hugetlb. 59 to 63 are zero |
+//! | 64, 72, 80, 88, 96, 104 | bytes: huge, small, locked, free, frames, index |
+//! | 112, 120, 128 | bytes: charged, limit, dirty |
 
 use super::{Caches, Holder, Usage};
 use pagemill_core::listing::{ListWriter, MAX_INSPECTION_NS, Record, Response, Unanswered, ask_for, u32_at, u64_at};

@@ -256,8 +256,8 @@ fn run_two_threads(first: usize, then: usize) {
 /// One test runs at a time. All tests share one arena, and under shuttle the locks of the arena work only between
 /// threads of one test. A thread that waits for a thread that the system has preempted would make any number of steps.
 fn run_in_many_schedules(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _exclusive = ALONE.lock();
+    static TEST_LOCK: Mutex<()> = Mutex::new(());
+    let _exclusive = TEST_LOCK.lock();
     let runs: usize =
         std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let (runs, times) = if times == 0 { (runs.div_ceil(4), 1) } else { (runs, times) };

@@ -102,7 +102,7 @@ struct Stream {
     end: u64,
     direction: Direction,
     /// Number of accesses that continued the stream. A new stream first replaces streams that are not confirmed.
-    seen: u32,
+    continuations: u32,
     /// End of the ranges that were proposed so far: a page boundary, or the begin of the next record.
     ahead: u64,
     /// Size of the latest proposal, in bytes, or in records if the stream is strided.
@@ -123,7 +123,7 @@ enum Match {
 impl Stream {
     /// An unused table entry.
     const NONE: Self =
-        Self { begin: 0, end: 0, direction: Direction::Unknown, seen: 0, ahead: 0, latest: 0, next: 0, at: 0 };
+        Self { begin: 0, end: 0, direction: Direction::Unknown, continuations: 0, ahead: 0, latest: 0, next: 0, at: 0 };
 
     /// Returns whether the table entry is used.
     fn is_present(&self) -> bool {
@@ -132,7 +132,7 @@ impl Stream {
 
     /// Returns whether enough accesses continued the stream to make proposals.
     fn is_confirmed(&self) -> bool {
-        self.seen >= CONFIRMING_ACCESSES
+        self.continuations >= CONFIRMING_ACCESSES
     }
 
     /// Returns how an access relates to the stream, or `None` if the access does not belong to it.
@@ -181,8 +181,8 @@ impl Stream {
     /// Records an access that continues the stream.
     fn continue_with(&mut self, direction: Direction, access: Range<u64>, at: u64) {
         // The stride of a new stream was a guess. Sequential pages are recognized from the second access on.
-        self.seen = if self.direction == direction { self.seen + 1 } else { 1 };
-        if self.seen <= CONFIRMING_ACCESSES {
+        self.continuations = if self.direction == direction { self.continuations + 1 } else { 1 };
+        if self.continuations <= CONFIRMING_ACCESSES {
             (self.ahead, self.latest, self.next) = (access.start, 0, 0);
         }
         if self.direction == Direction::Forward && direction == Direction::Forward && self.is_confirmed() {
@@ -311,7 +311,7 @@ impl Streams {
             }
             None => self.begin(access, rules),
         };
-        if self.entries[at].seen == CONFIRMING_ACCESSES {
+        if self.entries[at].continuations == CONFIRMING_ACCESSES {
             self.drop_excess_stream(at);
         }
         let stream = &mut self.entries[at];
@@ -328,9 +328,9 @@ impl Streams {
         let at = self.entries.iter().enumerate().min_by_key(oldest).map_or(0, |(at, _)| at);
         let direction =
             if rules.is_eager { Direction::Forward } else { nearest.map_or(Direction::Unknown, Direction::Stride) };
-        let seen = if rules.is_eager { CONFIRMING_ACCESSES } else { 0 };
+        let continuations = if rules.is_eager { CONFIRMING_ACCESSES } else { 0 };
         self.entries[at] =
-            Stream { begin: access.start, end: access.end, direction, seen, at: self.clock, ..Stream::NONE };
+            Stream { begin: access.start, end: access.end, direction, continuations, at: self.clock, ..Stream::NONE };
         at
     }
 

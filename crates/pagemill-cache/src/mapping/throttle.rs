@@ -7,7 +7,7 @@
 use super::File;
 use super::cache::Inner;
 use super::flush::Balance;
-use super::writeback::Why;
+use super::writeback::WritebackReason;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed, sleep};
@@ -18,8 +18,8 @@ use std::time::Duration;
 /// Number of bytes that a waiting writer writes back at a time.
 const WRITER_SLICE_BYTES: u64 = 2 * BLOCK_BYTES as u64;
 
-/// Whenever the cache has made this number of bytes dirty, one writer pauses. The number is small enough that no pause
-/// is long, and large enough that a pause is a real sleep.
+/// Above `free_bytes`, one writer pauses each time that writers have made this number of bytes dirty. The number is
+/// small enough that no pause is long, and large enough that a pause is a real sleep.
 const PACED_BYTES: u64 = BLOCK_BYTES as u64 / 4;
 
 /// Maximum length of one pause.
@@ -111,7 +111,7 @@ impl File {
         let mut no_progress = NoProgress::new(balance);
         while cache.dirty_bytes() >= balance.most_bytes {
             let Some((file, dirty)) = cache.file(self.id).zip(self.dirty.as_ref()) else { return Ok(()) };
-            let has_written = match file.write_some(Why::Share, WRITER_SLICE_BYTES, balance.timeout) {
+            let has_written = match file.write_some(WritebackReason::Share, WRITER_SLICE_BYTES, balance.timeout) {
                 Ok(bytes) => bytes.is_some_and(|bytes| bytes > 0),
                 Err(Error::Busy { .. }) => return Err(no_progress_error()),
                 Err(error) => return Err(error),
@@ -151,7 +151,7 @@ impl Inner {
             for entry in self.dirty_files() {
                 let Some(file) = entry.upgrade() else { continue };
                 let Some(dirty) = &file.dirty else { continue };
-                match file.write_some(Why::Room, want_bytes.max(WRITER_SLICE_BYTES), balance.timeout) {
+                match file.write_some(WritebackReason::Room, want_bytes.max(WRITER_SLICE_BYTES), balance.timeout) {
                     Ok(Some(bytes)) => may_continue |= bytes > 0 || dirty.flush.is_midway(),
                     Ok(None) if dirty.flush.is_failing() => failure = Some(dirty.failure()),
                     // Another thread is writing the file back, or has just done so.

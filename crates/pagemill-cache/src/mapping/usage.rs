@@ -75,7 +75,7 @@ impl Usage {
         self.huge + self.small + self.locked + self.free + self.frames + self.index
     }
 
-    /// Returns the use of the pool with index `at`, in which all memory counts as free.
+    /// Returns the memory use of the pool with index `at`. All memory of the pool counts as free.
     fn of_pool(caches: &Caches, pool: &Pool, at: usize) -> Self {
         let (node, page_bytes) = (pool.node(), pool.page().bytes());
         let (number, frames) = (at as u32, caches.frames_bytes_of(at, pool));

@@ -39,8 +39,8 @@ pub(crate) struct Worker {
     wakeups: AtomicU32,
     /// Whether the thread was started.
     is_started: AtomicBool,
-    /// The program does the thread's work itself, by calls such as
-    /// [`Cache::collapse_waiting`](super::Cache::collapse_waiting).
+    /// Whether the thread is never started. The program then does its work with calls of
+    /// [`Cache::collapse_waiting`](super::Cache::collapse_waiting) and similar methods.
     is_thread_disabled: AtomicBool,
     pub(super) sweep: Sweep,
 }
@@ -122,7 +122,7 @@ impl Worker {
         }
     }
 
-    /// Takes up to `steps` ranges from the queue, and collapses those for which the policy chooses a huge folio.
+    /// Takes up to `steps` ranges from the queue. Collapses a range if the policy chooses a huge folio for it.
     /// Returns the number of new huge folios.
     pub fn step(&self, steps: usize) -> usize {
         let mut made = 0;

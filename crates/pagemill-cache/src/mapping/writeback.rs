@@ -49,7 +49,7 @@ const DOING: &str = "writing a file back";
 
 /// Why a file is written back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Why {
+pub(super) enum WritebackReason {
     /// The pages were dirty for too long.
     Age,
     /// Too much of the cache is dirty.
@@ -60,7 +60,7 @@ pub(super) enum Why {
     Room,
 }
 
-impl Why {
+impl WritebackReason {
     /// Returns the counter of the bytes that were written for this reason.
     fn counter(self) -> Counter {
         match self {
@@ -74,8 +74,8 @@ impl Why {
 
 /// Range and limits of a walk.
 #[derive(Clone)]
-pub(super) struct Walk {
-    pub why: Why,
+pub(super) struct WalkPlan {
+    pub reason: WritebackReason,
     /// Indices of the pages that the walk covers.
     pub pages: Range<u64>,
     /// The walk ends after it has found this many bytes.
@@ -88,8 +88,8 @@ pub(super) struct Walk {
 
 /// Result of a walk.
 #[derive(Debug, Default)]
-pub(super) struct Walked {
-    /// Number of bytes that the store has received.
+pub(super) struct WalkResult {
+    /// Number of bytes that were written without an error.
     pub written_bytes: u64,
     /// Whether all folios that were dirty when the walk reached them are clean now.
     pub is_clean: bool,
@@ -108,7 +108,7 @@ struct RunFolio {
 /// One walk over the dirty folios of a file.
 struct WalkState {
     file: Arc<File>,
-    why: Why,
+    reason: WritebackReason,
     state: Mutex<WalkProgress>,
     changed: Condvar,
 }
@@ -157,7 +157,7 @@ impl WalkState {
     fn end(&self, bytes: u64, result: io::Result<bool>) {
         stats::sub(Counter::CacheWriteback, bytes);
         if result.is_ok() {
-            stats::add(self.why.counter(), bytes);
+            stats::add(self.reason.counter(), bytes);
         }
         let mut state = self.state();
         state.runs -= 1;
@@ -377,9 +377,9 @@ impl File {
     /// # Errors
     ///
     /// [`Error::Busy`] if a folio is in use for too long (the others were written), or if the store makes no progress.
-    pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
+    pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &WalkPlan) -> Result<WalkResult> {
         let (state, changed) = (Mutex::new(WalkProgress::default()), Condvar::new());
-        let walk_state = Arc::new(WalkState { file: self.clone(), why: walk.why, state, changed });
+        let walk_state = Arc::new(WalkState { file: self.clone(), reason: walk.reason, state, changed });
         let mut pending = PendingRuns { walk_state: walk_state.clone(), store, runs: Vec::new(), bytes: 0 };
         let found = self.find_and_start(&mut pending, walk);
         pending.start();
@@ -393,11 +393,16 @@ impl File {
             Err(error) if failure.is_none() => return Err(error),
             found => found.unwrap_or((None, false)),
         };
-        Ok(Walked { written_bytes: state.written_bytes, is_clean: is_clean && !state.has_dirty_folio, next, failure })
+        Ok(WalkResult {
+            written_bytes: state.written_bytes,
+            is_clean: is_clean && !state.has_dirty_folio,
+            next,
+            failure,
+        })
     }
 
     /// Finds dirty folios and starts their transfers. Returns where the walk ended, and whether it skipped no folio.
-    fn find_and_start(self: &Arc<Self>, pending: &mut PendingRuns<'_>, walk: &Walk) -> Result<(Option<u64>, bool)> {
+    fn find_and_start(self: &Arc<Self>, pending: &mut PendingRuns<'_>, walk: &WalkPlan) -> Result<(Option<u64>, bool)> {
         let (mut at, mut found_bytes, mut is_clean, mut busy) = (walk.pages.start, 0, true, None);
         while at < walk.pages.end
             && !self.is_closed.load(Relaxed)

@@ -291,7 +291,7 @@ impl Blocks {
         Some(block)
     }
 
-    /// Frees a block without objects. The memory of a sparse block is freed at once, that of a whole block is kept.
+    /// Frees a block without objects. A sparse block loses its memory now; a whole block keeps its memory.
     /// Returns the freed bytes.
     pub fn free(&self, block: u32) -> u64 {
         self.in_use.fetch_sub(1, Relaxed);

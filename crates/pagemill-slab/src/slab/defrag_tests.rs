@@ -70,8 +70,8 @@ fn blocks_with_pinned_items_do_not_hide_others() {
     cache.engine().check_state();
 }
 
-/// Two blocks with a pinned item each are both used by less than the ratio. Each block may move its unpinned items to
-/// the other block at most once.
+/// Two blocks have a pinned item each, and less of each block is used than the ratio demands. The unpinned items of a
+/// block may be moved into the other block at most once.
 #[test]
 fn blocks_with_pinned_items_do_not_exchange_items_forever() {
     let (cache, blocks) = with_full_blocks(slabs(), 2);

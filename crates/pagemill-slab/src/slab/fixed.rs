@@ -64,7 +64,7 @@ pub struct Slot<'cache, T> {
     _value: PhantomData<T>,
 }
 
-// SAFETY: as for a box, only the value is sent to the other thread. The engine is shared by threads anyway.
+// SAFETY: as for a box, only the value is sent to another thread. Any thread may use the engine.
 unsafe impl<T: Send> Send for Slot<'_, T> {}
 // SAFETY: as above, for a shared reference to the value.
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}

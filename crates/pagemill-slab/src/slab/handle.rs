@@ -206,7 +206,8 @@ impl<T: Movable> HandleInner<T> {
     }
 
     /// Wakes the background thread to free retired objects, unless the ratio of the cache is 0. Values with a
-    /// destructor, which may own much memory, wake the thread at once, others when about a block of objects waits.
+    /// destructor, which may own much memory, wake the thread at any number, others when about a block of objects
+    /// waits.
     fn notify(&self) {
         let objects = self.waiting.0.load(Relaxed);
         let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
@@ -458,7 +459,7 @@ impl<T: Movable> Mover for HandleInner<T> {
 ///
 /// let cache = Pagemill::of_process()?.slabs.by_handle::<String>(Settings::new("names"))?;
 /// let handle = cache.insert("one".into())?;
-/// assert_eq!(cache.get(handle, &pin()).map(|name| name.len()), Some(3)); // stays as it is while the guard is there
+/// assert_eq!(cache.get(handle, &pin()).map(|name| name.len()), Some(3)); // unchanged while the guard exists
 /// let pinned = cache.pin_value(handle)?; // for longer, without a guard
 /// assert_eq!(pinned.as_deref().map(String::len), Some(3));
 /// drop(pinned);

@@ -47,7 +47,7 @@ const GENERATION_SHIFT: u32 = 44;
 const ONE_GENERATION: u64 = 1 << GENERATION_SHIFT;
 /// Mask of the bits below the generation in a key, and in a word times eight.
 const OFFSET_MASK: u64 = ONE_GENERATION - 1;
-/// The generation's bits in a word as it is stored.
+/// Mask of the generation in a stored word.
 const GENERATION_MASK: u64 = !OFFSET_MASK >> PIN_BITS;
 /// The last generation of a handle.
 const MAX_GENERATION: u32 = (1 << (u64::BITS - GENERATION_SHIFT)) - 1;
@@ -313,8 +313,8 @@ pub(super) struct HandleTable {
     words: Table<AtomicU64>,
     state: Guarded<TableState>,
     /// Number of words in an OS page.
-    per_page: usize,
-    /// Log2 of `per_page`.
+    words_per_page: usize,
+    /// Log2 of `words_per_page`.
     page_shift: u32,
     /// The stocks by thread slot. The first `opened_stocks` are open.
     stocks: Table<Stock>,
@@ -330,13 +330,13 @@ impl HandleTable {
     ///
     /// [`Error::System`] if no addresses are available.
     pub fn new_static() -> Result<&'static Self> {
-        let per_page = os_page_bytes() / size_of::<AtomicU64>();
+        let words_per_page = os_page_bytes() / size_of::<AtomicU64>();
         let (stocks, threads) = table_by_thread()?;
         place(Self {
             words: Table::new_readable(MAX_HANDLES)?,
             state: Guarded::default(),
-            per_page,
-            page_shift: per_page.trailing_zeros(),
+            words_per_page,
+            page_shift: words_per_page.trailing_zeros(),
             stocks,
             opened_stocks: AtomicUsize::new(0),
             threads,
@@ -430,7 +430,7 @@ impl HandleTable {
         if !page.has_words {
             self.write_free_words(page_number, page);
         }
-        let index = (page_number * self.per_page) as u32 + page.head;
+        let index = (page_number * self.words_per_page) as u32 + page.head;
         let word = HandleWord(self.word(index).load(Relaxed));
         page.head = (word.object_offset() >> PIN_BITS) as u32;
         page.free -= 1;
@@ -442,22 +442,22 @@ impl HandleTable {
 
     /// Opens one more page of the table. Returns its number.
     fn open_page(&self, state: &mut TableState) -> Result<usize> {
-        let next = state.pages.len() * self.per_page;
-        if next + self.per_page > INVALID_INDEX as usize {
+        let next = state.pages.len() * self.words_per_page;
+        if next + self.words_per_page > INVALID_INDEX as usize {
             return Err(Error::NoAddresses { wanted_bytes: size_of::<AtomicU64>() as u64 });
         }
-        self.words.open(0, next, next + self.per_page)?;
+        self.words.open(0, next, next + self.words_per_page)?;
         let page_number = state.pages.len();
-        state.pages.push(Page { head: 0, free: self.per_page as u32, max_generation: 0, has_words: false });
+        state.pages.push(Page { head: 0, free: self.words_per_page as u32, max_generation: 0, has_words: false });
         state.pages_with_free.insert(page_number);
         Ok(page_number)
     }
 
     /// Writes the words of a page whose handles are all free, and links them.
     fn write_free_words(&self, page_number: usize, page: &mut Page) {
-        for at in 0..self.per_page {
+        for at in 0..self.words_per_page {
             let word = HandleWord::new(page.max_generation, (at + 1) << PIN_BITS);
-            self.words.get(page_number * self.per_page + at).store(word.0, Relaxed);
+            self.words.get(page_number * self.words_per_page + at).store(word.0, Relaxed);
         }
         (page.head, page.has_words) = (0, true);
     }
@@ -472,7 +472,7 @@ impl HandleTable {
         self.state.with(|state| {
             for key in keys {
                 let (page_number, at) =
-                    (key.index() as usize >> self.page_shift, key.index() as usize & (self.per_page - 1));
+                    (key.index() as usize >> self.page_shift, key.index() as usize & (self.words_per_page - 1));
                 let page = &mut state.pages[page_number];
                 let word = HandleWord::new(key.generation() - 1, (page.head as usize) << PIN_BITS);
                 self.word(key.index()).store(word.0, Relaxed);
@@ -486,17 +486,17 @@ impl HandleTable {
     /// Frees the memory of pages without a handle in use. Returns the freed bytes.
     pub fn shrink(&self) -> u64 {
         self.state.with(|state| {
-            let is_free = |page: &Page| page.has_words && page.free as usize == self.per_page;
+            let is_free = |page: &Page| page.has_words && page.free as usize == self.words_per_page;
             let mut freed = 0;
             for (page_number, page) in state.pages.iter_mut().enumerate().filter(|(_, page)| is_free(page)) {
-                let words =
-                    (page_number * self.per_page..(page_number + 1) * self.per_page).map(|at| self.words.get(at));
+                let words = (page_number * self.words_per_page..(page_number + 1) * self.words_per_page)
+                    .map(|at| self.words.get(at));
                 let max_generation = words.map(|word| HandleWord(word.load(Relaxed)).generation()).max().unwrap_or(0);
                 // When the page is used again, all its handles continue from this generation. If the other handles
                 // would lose more than half of all generations, because one handle was used often, the page keeps its
                 // memory.
                 let is_cheap = max_generation <= MAX_GENERATION / 2;
-                if is_cheap && self.words.discard(page_number * self.per_page, self.per_page).is_ok() {
+                if is_cheap && self.words.discard(page_number * self.words_per_page, self.words_per_page).is_ok() {
                     *page = Page { max_generation, has_words: false, ..*page };
                     freed += os_page_bytes() as u64;
                 }
@@ -509,14 +509,14 @@ impl HandleTable {
     pub fn live_words(&self) -> impl Iterator<Item = (u32, HandleWord)> {
         let pages: Vec<bool> = self.state.with(|state| state.pages.iter().map(|page| page.has_words).collect());
         let filled = pages.into_iter().enumerate().filter(|(_, has_words)| *has_words);
-        let indices =
-            filled.flat_map(|(page_number, _)| page_number * self.per_page..(page_number + 1) * self.per_page);
+        let indices = filled
+            .flat_map(|(page_number, _)| page_number * self.words_per_page..(page_number + 1) * self.words_per_page);
         indices.map(|index| (index as u32, self.load(index as u32))).filter(|(_, word)| word.is_live())
     }
 
     /// Resident bytes of the table and the stocks.
     pub fn resident_bytes(&self) -> u64 {
-        let opened = self.state.with(|state| state.pages.len()) * self.per_page;
+        let opened = self.state.with(|state| state.pages.len()) * self.words_per_page;
         self.words.resident_bytes(0, opened) + self.stocks.resident_bytes(0, self.opened_stocks.load(Relaxed))
     }
 }
@@ -610,7 +610,7 @@ mod tests {
             assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
             handles.free(last.next_generation());
             assert_eq!(handles.shrink(), freed);
-            let others = (1..handles.per_page).map(|_| take(handles)).filter(|key| key.index() != last.index());
+            let others = (1..handles.words_per_page).map(|_| take(handles)).filter(|key| key.index() != last.index());
             assert!(others.into_iter().all(|key| key.generation() < MAX_GENERATION / 2 + 2));
         }
     }
@@ -620,7 +620,7 @@ mod tests {
     #[test]
     fn free_pages_of_the_table_return_memory() {
         let handles = HandleTable::new_static().unwrap();
-        let taken: Vec<_> = (0..5 * handles.per_page).map(|_| take(handles)).collect();
+        let taken: Vec<_> = (0..5 * handles.words_per_page).map(|_| take(handles)).collect();
         assert_eq!(handles.shrink(), 0);
         taken.iter().for_each(|key| key.publish(handles.words(), 8));
         let (kept, gone) = taken.split_at(10);

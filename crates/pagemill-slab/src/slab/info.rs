@@ -1,4 +1,4 @@
-//! Statistics of a cache: those of Linux's `slabinfo`, and further ones.
+//! Statistics of a cache. They include the statistics of Linux's `slabinfo`.
 
 use super::migrate::assert_not_isolating;
 use super::node::Node;

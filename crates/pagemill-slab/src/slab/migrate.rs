@@ -23,7 +23,8 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
-/// Number of objects that are isolated at once. This bounds how long an allocation waits for the node's lock.
+/// Number of objects that one call of `isolate` gets. The number bounds how long an allocation waits for the node's
+/// lock.
 const CHUNK_OBJECTS: usize = 64;
 
 /// Prefetch distance in moves. Objects to move and their destinations are spread over a slab. Without prefetching, the

@@ -121,9 +121,9 @@ pub struct Settings {
     /// Slab size in bytes: a power of two, at least 16 KiB and one OS page, at most 2 MiB. `None`: chosen by the object
     /// size.
     pub slab_bytes: Option<usize>,
-    /// Slabs and blocks that are used by less than this percentage are emptied by defragmentation, both by calls and in
-    /// the background. 0 empties none, 100 all that are not full. The background thread runs callbacks of owners and
-    /// destructors of removed values, except for caches with ratio 0 and after [`Slabs::defrag_by_hand`].
+    /// Defragmentation empties slabs and blocks of which less than this percentage is used. It runs in calls and in the
+    /// background. The value 0 empties none, and 100 all that are not full. The background thread runs callbacks of
+    /// owners and destructors of removed values, except for caches with ratio 0 and after [`Slabs::defrag_by_hand`].
     pub defrag_used_ratio: u32,
     /// Percentage of allocations that try other nodes if the current node has no free object. The other allocations set
     /// up a slab on the current node at once.
@@ -399,7 +399,7 @@ impl Slabs {
         Ok(Arc::new(inner(engine)))
     }
 
-    /// Registers a cache. The cache must be complete, because other threads call it at once.
+    /// Registers a cache. The cache must be complete, because other threads may call it from now on.
     fn register<M: Cache + 'static>(&'static self, cache: &Arc<M>) {
         let weak: Weak<M> = Arc::downgrade(cache);
         self.caches.with(|caches| {

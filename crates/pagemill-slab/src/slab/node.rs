@@ -75,13 +75,13 @@ pub(super) struct NodeState {
     empty_in_sparse_blocks: u32,
     /// Number of bare slabs in whole blocks in use, which have memory already.
     pub bare_slabs: u32,
-    /// Number of such bare slabs in the blocks of each list.
+    /// The part of `bare_slabs` in the blocks of each list.
     pub bare_slabs_in: [u32; USE_LISTS],
     /// Number of objects that are not free in their slabs: allocated, or in magazines and barns.
     used: u64,
     /// Number of objects that can be allocated from open slabs.
     pub free_objects: u64,
-    /// Number of such objects in the blocks of each list.
+    /// The part of `free_objects` in the blocks of each list.
     pub free_objects_in: [u64; USE_LISTS],
     /// Number of objects that users freed into slabs since the last [`super::engine::Engine::has_new_frees`].
     pub freed_objects: u64,

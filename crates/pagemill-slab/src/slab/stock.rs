@@ -15,7 +15,7 @@ const STOCK_BYTES: usize = 16 << 10;
 /// added.
 pub(super) const KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
-/// Number of handles that are allocated from the table at once. They fill whole cache lines, which no other thread
+/// Number of handles that are allocated from the table in one call. They fill whole cache lines, which no other thread
 /// shares.
 pub(super) const KEY_BATCH: usize = 64;
 

@@ -15,7 +15,7 @@
 //!
 //! The thread runs callbacks of the program and destructors of removed values, for one cache at a time and without
 //! holding a lock of its own. A thread that drops a cache or stops the background thread waits until the current visit
-//! ends, at most one second; a thread that forks, at most 20 ms.
+//! ends, at most one second. A thread that forks waits at most 20 ms.
 
 use super::engine::Engine;
 use super::{Cache, CacheKind, Slabs, defrag};

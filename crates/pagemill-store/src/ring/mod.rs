@@ -378,7 +378,7 @@ impl<B: Buffer> Ring<B> {
     pub fn cancel(&mut self, id: RequestId) {
         let Some(request) = self.in_flight_mut(id).filter(|request| !request.is_cancelled) else { return };
         request.is_cancelled = true;
-        // After a failed cancel, the transfer ends by itself or is reported as late.
+        // If the cancel fails, the transfer ends normally or is reported as late.
         let _ = self.backend.cancel(id.0);
     }
 

@@ -1,9 +1,9 @@
 //! Regions: memory that is registered with a ring. The kernel has pinned its pages.
 //!
 //! Fork children do not inherit registered memory (`MADV_DONTFORK`). Otherwise, after a fork, the parent's first write
-//! to a page would leave the pinned page to the child, and the fork would copy all of the memory (0.9 s for 512 MiB).
-//! Several rings may register the same range; when the last of these rings unregisters the range, children inherit it
-//! again. Memory that children never inherit ([`Buffer::is_kept_from_children`]) keeps its setting.
+//! to a page would leave the pinned page to the child. In addition, the fork would copy all of the memory (0.9 s for
+//! 512 MiB). Several rings may register the same range. When the last of these rings unregisters the range, children
+//! inherit it again. Memory that children never inherit ([`Buffer::is_kept_from_children`]) keeps its setting.
 
 use crate::buffer::Buffer;
 use crate::errno::{self, EBUSY, EINVAL, ENOSPC};

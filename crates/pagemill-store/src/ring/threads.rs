@@ -1,7 +1,7 @@
 //! The backend of rings without io_uring: a pool of threads that do the transfers with blocking calls.
 //!
 //! All rings of a process share the pool. A thread is spawned when more jobs wait than threads are idle, and exits
-//! after an idle time. Locks: that of the pool, and that of a completion queue; never both at once.
+//! after an idle time. Locks: the lock of the pool, and the lock of a completion queue. No thread holds both.
 #![allow(unsafe_code)] // passes addresses of memory to system calls
 
 use super::backend::WakeHandle;

@@ -41,7 +41,7 @@
 //! # The contract of [`Hit::is_still`]
 //!
 //! An entry leaves its slot when it is erased, replaced, overwritten, split, joined, or moved with its node or to the
-//! root word. Before such a call returns, the slot in which a reader may have found the entry is overwritten.
+//! root word. Before the call that does so returns, the slot in which a reader may have found the entry is overwritten.
 //! [`Writer::erase_range`] overwrites the slot before it calls the callback.
 //!
 //! So a reader may find a value, pin the object that the value refers to, and then check `is_still`. If it returns
@@ -223,8 +223,8 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// Frees the nodes at once, because there are no readers. Waits for a thread that moves one of the nodes. Does nothing
-/// in a fork child if the nodes belong to the parent.
+/// Frees the nodes without a grace period, because there are no readers. Waits for a thread that moves one of the
+/// nodes. Does nothing in a fork child if the nodes belong to the parent.
 impl<N: Nodes> Drop for XArray<N> {
     fn drop(&mut self) {
         if self.nodes.are_inherited() {

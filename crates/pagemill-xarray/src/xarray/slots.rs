@@ -8,9 +8,9 @@
 //! ```
 //!
 //! A SIBLING word (`-> 8`) is in a later slot of an entry and contains the number of the entry's first slot. Every
-//! write preserves this rule: following SIBLING words from a slot ends at a VALUE or GONE that covers the slot (or at
-//! DEAD, once the node is out of the tree). A reader that ends at another word has read a stale SIBLING, and restarts
-//! at the root. Readers never wait for a writer. The operations write in this order:
+//! write preserves this rule: following SIBLING words from a slot ends at a VALUE or GONE that covers the slot. If the
+//! node is out of the tree, it may also end at DEAD. A reader that ends at another word has read a stale SIBLING, and
+//! restarts at the root. Readers never wait for a writer. The operations write in this order:
 //!
 //! - [`insert_entry`] (into empty slots): GONE into the first slot, SIBLINGs into the others, then the VALUE. The last
 //!   store inserts the entry.

@@ -66,8 +66,9 @@ impl<N: Nodes> Drop for NodeStock<N> {
 impl<N: Nodes> XArray<N> {
     /// Allocates nodes for consecutive stores or joins of entries of order `order` over `first..=last` under one lock.
     ///
-    /// Cost: allocates as many nodes as the stores may need in the worst case: 6 to 13 for one page, and about one more
-    /// for each further 64 pages. A caller with many changes should keep the nodes and use [`XArray::top_up`].
+    /// Cost: allocates as many nodes as the stores may need in the worst case. For one page these are 6 to 13 nodes,
+    /// and for each further 64 pages about one more. A caller with many changes should keep the nodes and use
+    /// [`XArray::top_up`].
     ///
     /// # Errors
     ///

@@ -184,8 +184,8 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Prepares moving the root word into slot 0 of the new node `number`: copies the marks of the root word into that
-    /// slot, and sets the parent of the node below.
+    /// Prepares to move the root word into slot 0 of the new node `number`. Copies the marks of the root word into that
+    /// slot, and sets the parent of the node to which the root word refers.
     fn prepare_root_move(&self, word: IndexWord, number: u32) {
         let is_marked = |mark: usize| match word.is_node() {
             true => self.node(word.number()).is_marked(mark, u64::MAX),

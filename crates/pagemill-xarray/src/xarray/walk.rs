@@ -80,9 +80,9 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// Returns the entry that seems to cover the index, for callers that validate the value. Needs no guard. So a node
-    /// on the path may belong to another array by now, and the result may be any entry that was ever stored with the
-    /// same `Nodes`, or `None`.
+    /// Returns the entry that seems to cover the index, for callers that validate the value. Needs no guard, so a node
+    /// on the path may belong to another array by now. The result may therefore be `None`, or any entry that was ever
+    /// stored with the same `Nodes`.
     ///
     /// Cost: as [`XArray::find`], without the guard.
     #[inline]

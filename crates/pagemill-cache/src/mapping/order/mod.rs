@@ -58,8 +58,8 @@ const ONE: u64 = 1 << 32;
 /// Probation has at most this fraction of the cache, and at most half of the new part.
 const PROBATION_DIVISOR: u64 = 50;
 
-/// For each part: if at most the cache's pages divided by this number were evicted from the part since the eviction of
-/// a returning folio, the part is too small.
+/// Decides for each part whether a returning folio shows that the part is too small. The part is too small if at most
+/// the cache's pages divided by this number were evicted from it since the folio's eviction.
 const NEAR_DIVISOR: [u64; 2] = [12, 5];
 
 /// A folio that returns so soon changes the target size of the new part by this number of pages for each of its pages.
@@ -176,8 +176,8 @@ impl GhostKey {
     }
 }
 
-/// Result of looking up the ghost of a folio that is read again: the part from which it was evicted, and about how many
-/// pages were evicted from that part since. `None` means that there is no ghost, or an expired one.
+/// Result of looking up the ghost of a folio that is read again. Contains the part from which the folio was evicted,
+/// and about how many pages were evicted from that part since. `None` means that there is no ghost, or an expired one.
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
@@ -222,7 +222,7 @@ struct QueueState {
     /// Share of the new part in the cache, in units of 2^-32.
     share: u64,
     /// Used pages that the clock hand passed in main beyond what returning folios allow.
-    debt: u64,
+    passed_excess: u64,
     /// Pages chosen for eviction since deferred folios were last scanned.
     chosen_pages: u64,
     /// Deferred pages of each part that the current scan still has to visit.
@@ -408,7 +408,7 @@ impl EvictScan<'_> {
 
 impl QueueState {
     const fn new() -> Self {
-        Self { queues: Queues::new(), share: FIRST_SHARE, debt: 0, chosen_pages: 0, rescan_pages: [0; 2] }
+        Self { queues: Queues::new(), share: FIRST_SHARE, passed_excess: 0, chosen_pages: 0, rescan_pages: [0; 2] }
     }
 
     fn new_pages(&self) -> u64 {
@@ -439,8 +439,8 @@ impl QueueState {
             return Queue::Probation;
         }
         let may_pass = CLOCK_HAND_RATIO * pages;
-        let may_enter_main = self.debt <= may_pass;
-        self.debt = self.debt.saturating_sub(may_pass);
+        let may_enter_main = self.passed_excess <= may_pass;
+        self.passed_excess = self.passed_excess.saturating_sub(may_pass);
         if may_enter_main { Queue::Main } else { Queue::Probation }
     }
 
@@ -517,7 +517,7 @@ impl QueueState {
         if is_used {
             self.queues.push(links, number, order, Queue::Main);
             if part == CachePart::Main {
-                self.debt = (self.debt + (1 << order)).min(self.queues.total() / 2);
+                self.passed_excess = (self.passed_excess + (1 << order)).min(self.queues.total() / 2);
             }
             return ScanStep::Next;
         }

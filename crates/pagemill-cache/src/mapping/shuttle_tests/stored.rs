@@ -1,9 +1,9 @@
 //! Shuttle tests of one file with a store: threads read, write, truncate, write back, evict, prefetch and refresh the
 //! file.
 //!
-//! The first eight bytes of a page are its value; no value except zero is written twice. Reads, and the store after a
-//! sync, must be linearizable: they may not find a value if another value was written completely after it, and before
-//! the read or sync began.
+//! The first eight bytes of a page are its value; no value except zero is written twice. Reads must be linearizable,
+//! and so must the contents of the store after a sync. They must not contain a value if another value was written
+//! completely after that value and before the read or sync began.
 
 use super::*;
 use crate::mapping::fill::{Asked, Filling};

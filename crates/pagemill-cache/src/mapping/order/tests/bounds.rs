@@ -132,11 +132,11 @@ fn a_returning_folio_enters_main_only_from_the_new_part() {
     assert_eq!(fixture.choose_returning(CachePart::New, 100, 1), Queue::Main);
     assert_eq!(fixture.choose_returning(CachePart::New, 101, 1), Queue::Probation);
     assert_eq!(fixture.choose_returning(CachePart::Main, 0, 1), Queue::Probation);
-    for (pages, debt, queue, left) in
+    for (pages, passed_excess, queue, left) in
         [(1, 3, Queue::Main, 0), (1, 4, Queue::Probation, 1), (2, 6, Queue::Main, 0), (2, 7, Queue::Probation, 1)]
     {
-        fixture.state.debt = debt;
-        assert_eq!((fixture.choose_returning(CachePart::New, 100, pages), fixture.state.debt), (queue, left));
+        fixture.state.passed_excess = passed_excess;
+        assert_eq!((fixture.choose_returning(CachePart::New, 100, pages), fixture.state.passed_excess), (queue, left));
     }
 }
 
@@ -148,10 +148,14 @@ fn the_clock_hand_counts_used_pages() {
     fixture.fake.is_busy = true;
     for passed in 1..30 {
         assert_eq!(fixture.step(), None);
-        assert_eq!((fixture.state.debt, fixture.pages(Queue::Main)), (passed.min(10), 20), "half of them at most");
+        assert_eq!(
+            (fixture.state.passed_excess, fixture.pages(Queue::Main)),
+            (passed.min(10), 20),
+            "half of them at most"
+        );
     }
     fixture.fake.is_busy = false;
-    assert_eq!((fixture.step(), fixture.state.debt), (Some(9), 10));
+    assert_eq!((fixture.step(), fixture.state.passed_excess), (Some(9), 10));
 }
 
 /// Probation must keep a fiftieth of the cache, or half of the new part if that is less. Each call must move at most
@@ -234,7 +238,7 @@ fn a_huge_folio_counts_its_pages() {
     fixture.pushed = 24;
     fixture.push(Queue::Main, 56);
     fixture.fake.used.borrow_mut().insert(0);
-    assert_eq!((fixture.step(), fixture.state.debt), (None, 8));
+    assert_eq!((fixture.step(), fixture.state.passed_excess), (None, 8));
     assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(8), 8));
     assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(16), 0), "16 of 64 are an eighth");
 
