@@ -19,12 +19,12 @@ const MAX_HOLD: Duration = Duration::from_secs(60);
 pub struct Faults {
     /// The same seed and the same order of calls give the same faults.
     pub seed: u64,
-    /// Calls that fail without any effect.
+    /// Rate of calls that fail without any effect.
     pub fail_per_mille: u32,
-    /// Reads and writes that are interrupted halfway, at a block boundary. Half of them then transfer the remaining
-    /// bytes; the others fail.
+    /// Rate of reads and writes that are interrupted halfway, at a block boundary. Half of these calls then transfer
+    /// the remaining bytes. The others fail.
     pub short_per_mille: u32,
-    /// Calls that take up to `longest_delay` longer. A delayed transfer of a batch may end after later ones.
+    /// Rate of calls that take up to `longest_delay` longer. A delayed transfer of a batch may end after later ones.
     pub delay_per_mille: u32,
     pub longest_delay: Duration,
     /// Whether the transfers of a batch are done in random order.
@@ -36,7 +36,7 @@ pub struct Faults {
 }
 
 impl Default for Faults {
-    /// No faults.
+    /// Returns settings that inject no faults.
     fn default() -> Self {
         Self {
             seed: 0,

@@ -38,7 +38,7 @@ const INDEX_BITS: u32 = 40;
 /// The owner of a folio: the id of a file, and the index of the folio's first page in that file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
-    /// At most [`Owner::MAX_ID`].
+    /// Id of the file, at most [`Owner::MAX_ID`].
     pub id: u32,
     /// Index of the folio's first page.
     pub index: u64,

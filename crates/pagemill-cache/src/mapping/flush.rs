@@ -90,7 +90,8 @@ pub(super) struct Balance {
     /// Serializes scans of the list. A scan takes the files off the list and puts them back, so a concurrent scan would
     /// miss files.
     scan_lock: Lock,
-    /// The flusher thread knows that more than `background_bytes` are dirty, so writers need not wake the thread again.
+    /// Whether the flusher thread knows that more than `background_bytes` are dirty, so writers need not wake the
+    /// thread again.
     is_woken: AtomicBool,
     /// Total bytes that writers made dirty or tried to make dirty.
     pub dirtied_bytes: AtomicU64,

@@ -179,7 +179,8 @@ pub(crate) struct File {
     id: u32,
     /// Number of the file that is never reused, unlike `id`.
     serial: u64,
-    /// The last handle was dropped. Set before the dropping thread takes the lock of the index for the last time.
+    /// Whether the last handle was dropped. Set before the dropping thread takes the lock of the index for the last
+    /// time.
     is_closed: AtomicBool,
     /// Fork generation of the process that created the file.
     generation: u16,

@@ -347,7 +347,7 @@ fn two_threads_truncate_split_and_collapse() {
     ]);
 }
 
-/// A write begins with a pin, so the table has one entry for both.
+/// The table in docs/states-and-locks.md has one entry for pins and writes, because a write begins with a pin.
 #[test]
 fn pins_during_splits() {
     run_two_threads(PIN, RESHAPE);
@@ -510,8 +510,8 @@ impl TestFile {
     }
 }
 
-/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end all
-/// folios are clean, and evicting everything frees all of the cache's memory.
+/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end a sync must
+/// leave all folios clean, and evicting everything must free all of the cache's memory.
 #[test]
 fn evictions_during_reads_writes_and_removals() {
     const THREADS: [&[usize]; 3] =
@@ -537,8 +537,9 @@ fn evictions_during_reads_writes_and_removals() {
     });
 }
 
-/// Writers, which must write pages back to get room, run concurrently with background writeback, syncs, truncations,
-/// collapses and evictions. At the end the counts of dirty bytes are correct, and after a sync nothing is dirty.
+/// Writers need pages that are free only after writeback. They run concurrently with background writeback, syncs,
+/// truncations, collapses and evictions. At the end the counts of dirty bytes must be correct, and after a sync nothing
+/// may be dirty.
 #[test]
 fn writeback_during_writes_truncations_and_evictions() {
     const THREADS: [&[usize]; 3] =

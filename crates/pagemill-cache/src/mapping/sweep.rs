@@ -52,7 +52,7 @@ struct ClockHand {
     chunk: u32,
     /// Value of `Sweep::changes` when the current round began.
     changes: u32,
-    /// The current round met a folio that the next round must check.
+    /// Whether the current round met a folio that the next round must check.
     has_new_folio: bool,
     /// Time when the current round began.
     begun_ns: u64,
@@ -74,7 +74,7 @@ pub(super) struct Sweep {
 #[derive(Default)]
 pub(super) struct Step {
     pub freed_bytes: u64,
-    /// The hand has completed a round.
+    /// Whether the hand has completed a round.
     is_round_complete: bool,
 }
 

@@ -40,7 +40,7 @@ pub enum Holder {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub name: Arc<str>,
-    /// Number of the cache in trace events. A later cache may get the same number.
+    /// Number of the cache in trace events. The number is unique among existing caches.
     pub number: u32,
     /// NUMA node of the cache's memory.
     pub node: usize,
@@ -62,10 +62,10 @@ pub struct Usage {
     pub limit: u64,
     /// Bytes in dirty folios of files with a store.
     pub dirty: u64,
-    /// The cache uses reserved huge pages. Its bytes are not resident memory of the process, and in no published sum
-    /// except `cache_hugetlb`.
+    /// Whether the cache uses reserved huge pages. If so, its bytes are not resident memory of the process, and in no
+    /// published sum except `cache_hugetlb`.
     pub is_hugetlb: bool,
-    /// The walk reached its time limit, so `locked` and `index` may be too low.
+    /// Whether the walk reached its time limit. If so, `locked` and `index` may be too low.
     pub is_partial: bool,
 }
 

@@ -114,7 +114,7 @@ pub(super) struct Engine {
     percent_counter: AtomicU32,
     /// Batches of emptied slabs that wait for readers.
     pub batches: Guarded<VecDeque<Batch>>,
-    /// Passes of defragmentation over the cache.
+    /// State of the defragmentation of the cache.
     pub passes: Passes,
     pub is_movable: bool,
     poisoned_range: Range<usize>,

@@ -71,7 +71,7 @@ pub(super) enum MoveOutcome {
     Failed,
 }
 
-/// Moves the objects of a cache.
+/// Moves the objects of one kind of cache. [`MigrationRun`] decides which objects are moved.
 pub(super) trait Mover {
     /// State that `isolate` returns for `migrate`.
     type Isolated;
@@ -237,7 +237,7 @@ impl Progress {
     }
 }
 
-/// A step of defragmentation in progress.
+/// One run of moves: empties slabs and blocks until its deadline or its number of moves is reached.
 pub(super) struct MigrationRun<'engine, M: Mover> {
     engine: &'engine Engine,
     mover: &'engine M,

@@ -104,7 +104,7 @@ pub const MAX_CACHES: usize = 1 << 10;
 /// Default of [`Settings::defrag_used_ratio`], as in Linux.
 const DEFRAG_USED_RATIO: u32 = 30;
 
-/// Parameters of a cache.
+/// Settings of a slab cache.
 ///
 /// ```
 /// use pagemill::{Pagemill, slab::Settings};
@@ -262,7 +262,7 @@ trait Cache: Send + Sync {
     /// them. Does nothing for objects that cannot move.
     fn pack_without_callback(&self) {}
 
-    /// The public `shrink` of the cache.
+    /// Frees unused memory, as the `shrink` method of the public cache type describes.
     fn shrink(&self) -> Result<u64>;
 
     /// Frees retired objects whose readers have finished, if that runs no user callback.

@@ -117,11 +117,11 @@ pub(super) enum VisitResult {
 #[derive(Default)]
 pub(super) struct Worker {
     is_started: AtomicU32,
-    /// Objects were freed or a shrink was requested, so a round is due.
+    /// 1 if objects were freed or a shrink was requested, so that a round is due.
     is_notified: AtomicU32,
     /// `AWAKE`, `ASLEEP_WITH_TIMEOUT` or `ASLEEP`.
     parked: AtomicU32,
-    /// The thread is visiting a cache, or is about to check whether a visit is allowed.
+    /// 1 while the thread visits a cache, or is about to check whether a visit is allowed.
     is_visiting: AtomicU32,
     is_stopped: AtomicU32,
     /// Number of forks in progress. While it is not 0, no visit begins.
@@ -259,7 +259,7 @@ impl Worker {
         self.wait_until_outside(FORK_TIMEOUT_NS);
     }
 
-    /// Allows visits again, after a fork.
+    /// Allows visits again. Called after a fork, once for each [`Worker::acquire_for_fork`].
     pub fn release_after_fork(&self) {
         self.forks_in_progress.fetch_sub(1, SeqCst);
         self.wakeups.raise();

@@ -209,7 +209,7 @@ impl Mover for NodeInner {
 pub struct NodeMemory(Arc<NodeInner>);
 
 impl NodeMemory {
-    /// Addresses that nodes may have.
+    /// Returns the range of the addresses that nodes may have.
     pub fn window(&self) -> Range<usize> {
         self.0.engine.shared.blocks.window()
     }

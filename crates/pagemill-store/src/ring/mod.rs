@@ -48,7 +48,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tables::MEMORY_TABLE_LEN;
 
-/// Largest depth of a ring.
+/// Maximum of [`Settings::depth`].
 const MAX_DEPTH: u32 = 4096;
 
 /// The kind of backend that does the transfers.
@@ -87,7 +87,7 @@ impl Default for Settings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RequestId(u64);
 
-/// An event of a ring.
+/// The end of a transfer, or a report that the transfer is late.
 ///
 /// Example: [`Ring`].
 #[derive(Debug)]
@@ -116,7 +116,7 @@ struct InFlight<B> {
     is_cancelled: bool,
 }
 
-/// A place for one in-flight transfer.
+/// One of the ring's slots. A slot holds at most one in-flight transfer.
 struct RequestSlot<B> {
     /// Incremented with each transfer in this slot.
     use_count: u32,
@@ -470,7 +470,7 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Takes the next event; `None` if there is none now.
-    #[allow(clippy::should_implement_trait)] // an iterator would borrow the ring, so the caller could not queue transfers
+    #[allow(clippy::should_implement_trait)] // an iterator would borrow the ring
     pub fn next(&mut self) -> Option<Event<B>> {
         self.events.pop_front()
     }

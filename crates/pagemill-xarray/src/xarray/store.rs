@@ -31,7 +31,7 @@ impl<'a, N: Nodes> Writer<'a, N> {
 pub(super) struct SlotRange {
     /// Number of the node; 0 for the root word.
     pub node: u32,
-    /// The entry's first slot.
+    /// Number of the entry's first slot in that node.
     pub slot: usize,
     pub found: Found,
 }

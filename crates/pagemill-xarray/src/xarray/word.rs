@@ -18,9 +18,9 @@ pub(super) const SLOT_BITS: u32 = 6;
 /// Number of slots of a node.
 pub(super) const SLOTS: usize = 1 << SLOT_BITS;
 
-/// The largest index.
+/// The largest index of an [`XArray`](super::XArray).
 pub const MAX_INDEX: u64 = (1 << 40) - 1;
-/// The largest value.
+/// The largest value of an entry.
 pub const MAX_VALUE: u64 = (1 << 48) - 1;
 /// The largest order of an entry. An entry of order n covers `1 << n` indices.
 pub const MAX_ORDER: u32 = 11;

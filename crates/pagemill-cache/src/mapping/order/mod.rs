@@ -208,7 +208,7 @@ pub struct Order {
     links: Links,
     /// Number of pages whose links are committed. Grows under `opening`.
     opened_pages: AtomicUsize,
-    /// Held while links are committed.
+    /// Held by the thread that commits links.
     opening: Lock,
     /// Maximum number of pages of the cache.
     most_pages: usize,
@@ -369,7 +369,7 @@ pub struct EvictScan<'order> {
     /// Number of steps until the scan ends without a candidate. Bounds the scan when folios are used as fast as it
     /// clears their uses, or cannot be evicted.
     steps_left: Option<u64>,
-    /// No other folios were left, so the scan has started to scan deferred folios again.
+    /// Whether the scan has started to scan deferred folios again, because no other folios were left.
     is_last_round: bool,
 }
 

@@ -20,7 +20,7 @@ const QUEUE_SHIFT: u32 = 36;
 /// Shift of the target queue in a link.
 const TARGET_SHIFT: u32 = 39;
 
-/// The queue of a folio.
+/// The queues of an eviction order. Each linked folio is in one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Queue {
