@@ -1,8 +1,8 @@
 //! Index nodes in a slab cache, which moves them under the locks of their arrays.
 //!
 //! The slab caches own the memory and choose what is moved; the index moves a node while other threads read it. Neither
-//! crate uses the other: this module implements the index's [`Source`] of memory by a slab cache, and the slab cache's
-//! [`NodeIndex`] by the index.
+//! of the two crates depends on the other. This module implements the index's [`Source`] of memory by a slab cache, and
+//! the slab cache's [`NodeIndex`] by the index.
 #![allow(unsafe_code)] // the contracts of both sides
 
 use pagemill_core::arena::place;
@@ -80,6 +80,8 @@ impl Deref for NodeCache {
     }
 }
 
+/// Returns the node at the address of an object.
+///
 /// # Safety
 ///
 /// `object` is an object of the cache of nodes.

@@ -21,12 +21,14 @@ use std::time::Duration;
 /// itself, with blocking calls.
 const MAX_WAITING_JOBS: usize = 16 << 10;
 
+/// Number of transfers that the ring can have in flight.
 const DEPTH: u32 = 128;
 
 /// The thread exits after this time without work.
 const IDLE_TIMEOUT: Duration =
     if cfg!(any(test, feature = "test-util")) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
+/// A transfer, and the file that it reads or writes.
 struct EngineJob {
     handle: Arc<Handle>,
     transfer: Transfer,
@@ -45,7 +47,9 @@ struct TransferEngine {
 #[derive(Default)]
 struct SubmissionQueue {
     jobs: VecDeque<EngineJob>,
+    /// Whether the engine has a thread.
     is_running: bool,
+    /// Wakes the thread from a wait of its ring.
     ring_waker: Option<RingWaker>,
 }
 
@@ -96,6 +100,8 @@ impl TransferEngine {
         Self { generation, submissions: Mutex::default(), waker: OnceLock::new() }
     }
 
+    /// Queues transfers, and spawns the thread if it does not run. Does the transfers beyond [`MAX_WAITING_JOBS`]
+    /// itself.
     fn start(&'static self, handle: &Arc<Handle>, batch: Vec<Transfer>) {
         let mut submissions = self.submissions();
         let room = MAX_WAITING_JOBS.saturating_sub(submissions.jobs.len());
@@ -217,7 +223,7 @@ mod tests {
     use crate::{Aligned, FileStore};
     use pagemill_core::arena::place;
 
-    /// A cancel object stores one waker for all threads of the engine.
+    /// A cancel object must store one waker for all threads of the engine.
     #[test]
     fn a_cancel_stores_one_waker_for_all_engine_threads() {
         let engine = place(TransferEngine::new(generation().unwrap())).unwrap();

@@ -19,12 +19,12 @@ const MAX_HOLD: Duration = Duration::from_secs(60);
 pub struct Faults {
     /// The same seed and the same order of calls give the same faults.
     pub seed: u64,
-    /// Calls that fail without any effect.
+    /// Rate of calls that fail without any effect.
     pub fail_per_mille: u32,
-    /// Reads and writes that are interrupted halfway, at a block boundary. Half of them then transfer the remaining
-    /// bytes; the others fail.
+    /// Rate of reads and writes that are interrupted halfway, at a block boundary. Half of these calls then transfer
+    /// the remaining bytes. The others fail.
     pub short_per_mille: u32,
-    /// Calls that take up to `longest_delay` longer. A delayed transfer of a batch may end after later ones.
+    /// Rate of calls that take up to `longest_delay` longer. A delayed transfer of a batch may end after later ones.
     pub delay_per_mille: u32,
     pub longest_delay: Duration,
     /// Whether the transfers of a batch are done in random order.
@@ -36,7 +36,7 @@ pub struct Faults {
 }
 
 impl Default for Faults {
-    /// No faults.
+    /// Returns settings that inject no faults.
     fn default() -> Self {
         Self {
             seed: 0,
@@ -51,7 +51,7 @@ impl Default for Faults {
     }
 }
 
-/// How often each call was made so far.
+/// Number of calls so far, by kind and outcome.
 ///
 /// Example: [`FaultyStore`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,7 +62,9 @@ pub struct Calls {
     pub syncs: u64,
     /// Number of failed calls. The counts above include these calls.
     pub failed: u64,
+    /// Number of reads and writes that were interrupted halfway.
     pub shortened: u64,
+    /// Number of calls that took longer.
     pub delayed: u64,
 }
 
@@ -92,6 +94,7 @@ impl<S> Clone for FaultyStore<S> {
     }
 }
 
+/// The state that all clones of a [`FaultyStore`] share.
 struct Shared<S> {
     inner: S,
     state: Mutex<FaultyState>,
@@ -99,8 +102,10 @@ struct Shared<S> {
     changed: Condvar,
 }
 
+/// The state that the lock of a [`FaultyStore`] protects.
 struct FaultyState {
     faults: Faults,
+    /// State of the random number generator.
     random: u64,
     /// Number of calls that may still succeed before every call fails; `None`: no such limit.
     calls_left: Option<u64>,
@@ -157,6 +162,7 @@ impl<S> Shared<S> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Counts a call with `count`, and draws its faults.
     fn draw_faults(&self, count: impl FnOnce(&mut Calls)) -> CallFaults {
         let mut state = self.state();
         count(&mut state.calls);
@@ -226,11 +232,13 @@ impl<S: Store> Shared<S> {
         if faults.is_repaired { self.inner.write(offset + first.len() as u64, rest) } else { self.fail(faults) }
     }
 
+    /// Counts an injected failure, and returns its error.
     fn fail(&self, faults: CallFaults) -> io::Result<()> {
         self.state().calls.failed += 1;
         Err(errno::error(faults.errno))
     }
 
+    /// Pauses a transfer, runs it with these faults, and ends it.
     fn run_transfer(&self, mut transfer: Transfer, faults: CallFaults) {
         let paused = self.pause(faults, || transfer.is_cancelled());
         let offset = transfer.offset();
@@ -391,7 +399,7 @@ mod tests {
         FaultyStore::new(MemoryStore::new((0..64).collect(), 4))
     }
 
-    /// 100 reads fail at random. The same seed makes the same reads fail; another seed makes other reads fail.
+    /// 100 reads fail at random. The same seed must make the same reads fail, and another seed other reads.
     #[test]
     fn faults_are_repeatable() {
         let run = |seed| {
@@ -418,7 +426,7 @@ mod tests {
         assert!(calls.writes == 20 && calls.shortened == 20 && (1..20).contains(&calls.failed), "{calls:?}");
     }
 
-    /// With `fails_after` 3 the first three calls succeed and all later ones fail, until other faults are set.
+    /// With `fails_after` 3 the first three calls must succeed and all later ones fail, until other faults are set.
     #[test]
     fn all_calls_fail_after_a_number_of_calls() {
         let store = store();
@@ -432,7 +440,7 @@ mod tests {
         store.sync().unwrap();
     }
 
-    /// A reordered batch of 16 reads. Each read ends once with the right bytes, and their order has changed.
+    /// A batch of 16 reads is reordered. Each read must end once with the right bytes, and the order must change.
     #[test]
     fn batches_are_reordered_and_delayed() {
         let store = store();
@@ -451,7 +459,8 @@ mod tests {
         assert!(ended.iter().all(|(at, is_ok, byte)| *is_ok && *byte == at * 4));
     }
 
-    /// `hold` blocks a read and a started transfer. The transfer ends when it is cancelled, the read after `release`.
+    /// `hold` blocks a read and a started transfer. The transfer must end when it is cancelled, the read after
+    /// `release`.
     #[test]
     fn held_calls_block_until_release_or_cancel() {
         let store = store();

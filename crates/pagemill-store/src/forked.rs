@@ -5,11 +5,13 @@ use super::ring::regions;
 use pagemill_sys::process;
 use std::sync::OnceLock;
 
+/// Acquires the locks before a fork.
 extern "C" fn before() {
     claims::CLAIMED.acquire_when(|_| true);
     regions::NOT_INHERITED.acquire_when(|_| true);
 }
 
+/// Releases the locks after a fork, in parent and child.
 extern "C" fn after() {
     regions::NOT_INHERITED.release();
     claims::CLAIMED.release();

@@ -13,7 +13,7 @@
 //! around a `madvise`), never around I/O or callbacks. Only the fork handlers take two locks at once (`forked`: first
 //! claims, then regions). docs/files-behind.md has a diagram and the fallbacks.
 
-// Nothing here is modelled by loom.
+// The crate has no loom tests, so `--cfg loom` builds nothing of it.
 #![cfg(not(loom))]
 
 pub mod buffer;
@@ -180,6 +180,7 @@ pub mod errno {
     pub const ETIMEDOUT: i32 = 110;
     pub const ECANCELED: i32 = 125;
 
+    /// Returns the system's error with that number.
     pub fn error(number: i32) -> io::Error {
         io::Error::from_raw_os_error(number)
     }

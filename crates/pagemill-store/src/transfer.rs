@@ -39,11 +39,14 @@ pub trait Finish: Send + Sync {
     fn late(&self, _token: u64) {}
 }
 
+/// Completion callback of one transfer that owns its memory.
 type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 
 /// How the end of a transfer is reported.
 enum End {
+    /// By a call of the shared callback with this token.
     Shared(Arc<dyn Finish>, u64),
+    /// By a call of the transfer's own callback.
     Once(Done),
     /// The end was already reported.
     Reported,
@@ -113,6 +116,7 @@ impl Transfer {
         Self::with_owned_memory(Direction::Write, offset, from, done)
     }
 
+    /// Creates a transfer that owns its memory, and passes the memory to `done` at the end.
     fn with_owned_memory<B: Buffer + Send>(
         direction: Direction,
         offset: u64,
@@ -246,6 +250,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Clone, Default)]
 pub struct Cancel(Arc<CancelState>);
 
+/// The state that the clones of a [`Cancel`] share.
 #[derive(Default)]
 struct CancelState {
     is_cancelled: AtomicBool,
@@ -257,7 +262,7 @@ impl Cancel {
         Self::default()
     }
 
-    /// Cancels all transfers that have not ended, and all later ones. Returns at once.
+    /// Cancels all transfers that have not ended, and all later ones. Does not wait for their end.
     pub fn cancel(&self) {
         self.0.is_cancelled.store(true, SeqCst);
         let wakers = std::mem::take(&mut *lock(&self.0.wakers));
@@ -268,9 +273,9 @@ impl Cancel {
         self.0.is_cancelled.load(SeqCst)
     }
 
-    /// Registers a waker. Wakes it on cancellation, or at once if the transfers were cancelled before. The waker stays
-    /// stored as long as this object or a clone exists, perhaps as long as a file, so callers should not register one
-    /// per transfer.
+    /// Registers a waker. Wakes it on cancellation, or during this call if the transfers were cancelled before. The
+    /// waker stays stored as long as this object or a clone exists, perhaps as long as a file, so callers should not
+    /// register one per transfer.
     pub fn wake_when_cancelled(&self, waker: &Waker) {
         let mut wakers = lock(&self.0.wakers);
         if !wakers.iter().any(|known| known.will_wake(waker)) {
@@ -350,7 +355,7 @@ mod tests {
     use crate::{Aligned, MemoryStore};
     use std::sync::mpsc;
 
-    /// A read, a write, a dropped and a cancelled transfer each report their end once and return their memory.
+    /// A read, a write, a dropped and a cancelled transfer must each report their end once and return their memory.
     #[test]
     fn every_transfer_reports_its_end_once() {
         let store = MemoryStore::new(vec![5; 100], 1);
@@ -373,7 +378,7 @@ mod tests {
         assert_eq!(ended, [(Ok(()), 5), (Ok(()), 9), (Err(Some(ECANCELED)), 0), (Err(Some(ECANCELED)), 0)]);
     }
 
-    /// A cancel wakes each registered waker once, also those registered later.
+    /// A cancel must wake each registered waker once, also those registered later.
     #[test]
     fn a_cancel_wakes_registered_wakers() {
         use std::sync::atomic::AtomicUsize;
@@ -394,7 +399,8 @@ mod tests {
         assert_eq!(count.0.load(SeqCst), 2);
     }
 
-    /// Two transfers end in any order; their results are stored by token. A wait times out while one is missing.
+    /// Two transfers end in any order. Their results must be stored by token. A wait must time out while one is
+    /// missing.
     #[test]
     fn a_wait_ends_when_all_transfers_have_ended() {
         let gather = Gather::new(2);

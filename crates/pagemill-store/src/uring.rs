@@ -17,7 +17,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Token of requests that the ring itself makes. Callers must not use it.
+/// Token of requests that the ring itself makes, such as cancels. Callers must not use it.
 const OWN_TOKEN: u64 = u64::MAX;
 
 /// Number of forks since the process that first called [`generation`].
@@ -111,6 +111,7 @@ impl Ring {
         Ok(Self { uring: ManuallyDrop::new(uring), generation, not_send: PhantomData })
     }
 
+    /// Fails in a fork child of the process that created the ring.
     fn check(&self) -> io::Result<()> {
         let is_ours = self.generation == FORKS.load(Relaxed);
         if is_ours { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EBADF)) }
@@ -129,9 +130,9 @@ impl Ring {
     ///
     /// # Safety
     ///
-    /// Until the completion arrives or the process ends, the memory must stay mapped, no thread may write to it, and no
-    /// thread may read the target of a read. A registered index must refer to memory that contains the bytes. The file
-    /// must stay open until the transfer is submitted.
+    /// Until the completion arrives or the process ends, the memory must stay mapped, and no thread may write to it. If
+    /// the transfer is a read, no thread may read the memory either. A registered index must refer to memory that
+    /// contains the bytes. The file must stay open until the transfer is submitted.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
         // SAFETY: guaranteed by the caller.
         unsafe { self.push(&entry(transfer).user_data(token)) }
@@ -147,6 +148,8 @@ impl Ring {
         unsafe { self.push(&opcode::AsyncCancel::new(token).build().user_data(OWN_TOKEN)) }
     }
 
+    /// Queues an entry. If the queue is full, submits it first.
+    ///
     /// # Safety
     ///
     /// As [`Ring::queue`].
@@ -184,6 +187,7 @@ impl Ring {
         self.enter(least, timeout)
     }
 
+    /// Submits the queued entries and waits for `least` completions; 0: does not wait.
     fn enter(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
         self.check()?;
         let submitter = self.uring.submitter();
@@ -283,6 +287,7 @@ impl Ring {
     }
 }
 
+/// Returns the queue entry of a transfer.
 fn entry(transfer: &Transfer) -> squeue::Entry {
     let Transfer { target, is_write, addr, len_bytes: len, offset, registered } = *transfer;
     let (number, flags) = match target {
@@ -344,7 +349,7 @@ mod tests {
         }
     }
 
-    /// Bytes are written and read back: by descriptor and by registered file, in ordinary and in registered memory.
+    /// Bytes must be written and read back: by descriptor and by registered file, in ordinary and in registered memory.
     #[test]
     fn transfers_move_the_bytes() {
         let Some(mut ring) = ring() else { return };
@@ -369,10 +374,10 @@ mod tests {
         ring.register_file(1, -1).unwrap();
         // SAFETY: as for the previous call.
         unsafe { ring.queue(&read, 3) }.unwrap();
-        assert!(wait_for(&mut ring, 3) < 0, "do_the tables are empty");
+        assert!(wait_for(&mut ring, 3) < 0, "the tables are empty");
     }
 
-    /// A wait for a read of an empty pipe times out. The cancelled read completes.
+    /// A wait for a read of an empty pipe must time out. The cancelled read must complete.
     #[test]
     fn waits_end_and_transfers_can_be_cancelled() {
         let Some(mut ring) = ring() else { return };
@@ -386,7 +391,7 @@ mod tests {
         assert_eq!(wait_for(&mut ring, 9), -libc::ECANCELED);
     }
 
-    /// A full queue is submitted before more is queued. A failed transfer reports its error.
+    /// A full queue must be submitted before more is queued. A failed transfer must report its error.
     #[test]
     fn a_full_queue_is_submitted() {
         let Some(mut ring) = ring() else { return };

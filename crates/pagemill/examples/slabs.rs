@@ -126,7 +126,8 @@ unsafe impl<const WORDS: usize> Migrate for References<WORDS> {
 fn by_owner<const WORDS: usize>(values: u64) -> Result<Outcome, Box<dyn Error>> {
     let references = References((0..values).map(|_| AtomicPtr::default()).collect());
     let at_first = resident();
-    let cache: OwnerSlab<References<WORDS>> = OwnerSlab::with(Settings::new("by owner").defrag_used_ratio(0), references)?;
+    let cache: OwnerSlab<References<WORDS>> =
+        OwnerSlab::with(Settings::new("by owner").defrag_used_ratio(0), references)?;
     // SAFETY: the referenced objects are live, and belong to this thread.
     let object = |at: &AtomicPtr<Object<WORDS>>| unsafe { NonNull::new(at.load(Relaxed)).map(|at| at.as_ref()) };
     for (number, at) in cache.owner().0.iter().enumerate() {

@@ -1,12 +1,12 @@
 //! Tests of asynchronous calls, and of calls with a time limit.
 
 use pagemill_cache::mapping::policy::{Always, Never};
-use pagemill_cache::mapping::{Builder, PageCache, Mapping, Pin, Policy};
-use pagemill_core::stats::{self, Counter};
-use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
-use pagemill_core::units::PageSize;
-use pagemill_testbed::Testbed;
+use pagemill_cache::mapping::{Builder, Mapping, PageCache, Pin, Policy};
 use pagemill_core::Error;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::PageSize;
+use pagemill_store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill_testbed::Testbed;
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};

@@ -7,10 +7,10 @@ use common::{exclusive_test, pagemill};
 use pagemill_core::Error;
 use pagemill_core::listing::MOST_RECORDS;
 use pagemill_core::units::os_page_bytes;
+use pagemill_sys::file::AnswerFile;
 use pagemill_volatile::listed::{Listed, RangeKind, RangeState};
 use pagemill_volatile::vrange::{How, Mode};
 use pagemill_volatile::{Behaviour, VolatileBuf};
-use pagemill_sys::file::AnswerFile;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 

@@ -2,15 +2,15 @@
 
 mod common;
 
-use pagemill_core::arena::{Context, Layout};
 use pagemill_cache::mapping::policy::{Always, Never};
-use pagemill_cache::mapping::{Builder, PageCache, Mapping};
+use pagemill_cache::mapping::{Builder, Mapping, PageCache};
+use pagemill_core::Error;
+use pagemill_core::arena::{Context, Layout};
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Reason, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_testbed::Testbed;
-use pagemill_core::Error;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::io::{IoSlice, IoSliceMut};
@@ -272,11 +272,17 @@ fn invalid_requests_fail() {
     assert!(matches!(file.seek_data(4), Err(Error::PastEnd { .. })));
     assert_eq!((file.size_bytes(), read(&file, 0, 10)), (4, b"\0abc".to_vec()));
     let pagemill = pagemill_without_threads();
-    assert!(matches!(settings(MIB, MIB - 1).build_in(pagemill.caches), Err(Error::BadLength { .. })), "less than a page");
+    assert!(
+        matches!(settings(MIB, MIB - 1).build_in(pagemill.caches), Err(Error::BadLength { .. })),
+        "less than a page"
+    );
     assert!(matches!(settings(4 * KIB, 1 << 60).build_in(pagemill.caches), Err(Error::NoAddresses { .. })));
     let layout = Layout { pool_bytes: 4 * MIB, ..Layout::for_test() };
     let pagemill = Testbed::new(layout, UNLIMITED).unwrap();
-    assert!(matches!(settings(8 * MIB, 8 * MIB).build_in(pagemill.caches), Err(Error::NoAddresses { .. })), "not one page");
+    assert!(
+        matches!(settings(8 * MIB, 8 * MIB).build_in(pagemill.caches), Err(Error::NoAddresses { .. })),
+        "not one page"
+    );
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 

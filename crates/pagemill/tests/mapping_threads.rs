@@ -1,10 +1,10 @@
 //! Tests of files that many threads use at the same time: no thread finds another file's bytes, or stale bytes.
 
 use pagemill_cache::mapping::policy::{Always, Auto};
-use pagemill_cache::mapping::{PageCache, Mapping, Policy};
+use pagemill_cache::mapping::{Mapping, PageCache, Policy};
+use pagemill_core::Error;
 use pagemill_core::units::PageSize;
 use pagemill_testbed::Testbed;
-use pagemill_core::Error;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 

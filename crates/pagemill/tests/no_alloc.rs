@@ -4,26 +4,26 @@
 //! forbidden. Other threads, such as those of the test harness, may allocate.
 #![allow(unsafe_code)] // a global allocator; frees and forks
 
+use pagemill_cache::mapping::PageCache;
+use pagemill_core::Error;
 use pagemill_core::arena::nodes::Nodes;
 use pagemill_core::arena::{Context, Layout};
-use pagemill_cache::mapping::PageCache;
+use pagemill_core::published;
 use pagemill_core::reclaim::alarms::Alarms;
 use pagemill_core::reclaim::helper::Answer;
 use pagemill_core::reclaim::kernel::Kernel;
 use pagemill_core::reclaim::limits::{Limits, Room};
 use pagemill_core::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill_core::reclaim::{Reason, Shrinker, Urgency, Which};
-use pagemill_slab as slab;
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::trace::{self, Event};
 use pagemill_core::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
-use pagemill_volatile::vrange::{How, Mode};
-use pagemill_volatile::{Behaviour, Contents};
-use pagemill_testbed::Testbed;
-use pagemill_core::published;
-use pagemill_core::Error;
+use pagemill_slab as slab;
 use pagemill_sys::file::AnswerFile;
 use pagemill_sys::{fatal, mem, process};
+use pagemill_testbed::Testbed;
+use pagemill_volatile::vrange::{How, Mode};
+use pagemill_volatile::{Behaviour, Contents};
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::ffi::CString;
 use std::sync::Mutex;
@@ -153,9 +153,7 @@ fn the_heap_allocates_nothing_elsewhere() {
 #[test]
 fn volatile_ranges_allocate_nothing_elsewhere() {
     without_allocations(|| {
-        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else {
-            fatal(format_args!("no address space"))
-        };
+        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else { fatal(format_args!("no address space")) };
         for len in [1, 64 * KIB, MIB, 5 * MIB] {
             for behaviour in [Behaviour::Full, Behaviour::Partial { chunk_bytes: 64 * KIB }] {
                 let Ok(mut range) = pagemill.ranges.allocate(len, behaviour) else { fatal(format_args!("no range")) };
@@ -192,9 +190,7 @@ fn listing_allocates_nothing_elsewhere() {
     std::fs::write(&path, b"").unwrap();
     let path = CString::new(path.to_str().unwrap()).unwrap();
     without_allocations(|| {
-        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else {
-            fatal(format_args!("no address space"))
-        };
+        let Ok(pagemill) = Testbed::new(Layout::for_test(), UNLIMITED) else { fatal(format_args!("no address space")) };
         for _ in 0..300 {
             let Ok(range) = pagemill.ranges.allocate(64 * KIB, Behaviour::Full) else {
                 fatal(format_args!("no range"))

@@ -1,19 +1,19 @@
 //! Slab caches across `fork` and at process exit, which unit tests cannot test.
 #![allow(unsafe_code)] // fork
 
+use pagemill_core::Error;
 use pagemill_core::arena::Layout;
 use pagemill_core::listing;
 use pagemill_core::listing::{Action, ControlCommand};
+use pagemill_core::published;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Shrinker, Urgency};
-use pagemill_slab as slab;
-use pagemill_slab::{ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, Slabs, Target};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
-use pagemill_testbed::Testbed;
-use pagemill_core::published;
-use pagemill_core::Error;
+use pagemill_slab as slab;
+use pagemill_slab::{ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, Slabs, Target};
 use pagemill_sys::process;
+use pagemill_testbed::Testbed;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -24,9 +24,11 @@ const LEASED: usize = ORDERS;
 
 /// The free lists of a pool.
 pub(super) struct Buddies {
+    /// First run of each free list; [`NONE`] if the list is empty.
     first: [u32; ORDERS + 1],
     /// Number of completely free chunks, leased or not.
     pub free_chunk_count: u32,
+    /// Log2 of the pages of a chunk.
     max_order: u8,
     pub leases: Leases,
 }
@@ -36,11 +38,13 @@ impl Buddies {
         Self { first: [NONE; ORDERS + 1], free_chunk_count: 0, max_order, leases }
     }
 
+    /// Returns the index of the free list for a run.
     fn list_of(&self, number: u32, order: u8) -> usize {
         let is_leased = order == self.max_order && self.leases.is_leased(number >> self.max_order);
         if is_leased { LEASED } else { usize::from(order) }
     }
 
+    /// Makes a run free, and adds it to its free list.
     fn push(&mut self, frames: &Table<Frame>, number: u32, order: u8, is_zero: bool) {
         let list = self.list_of(number, order);
         let next = self.first[list];
@@ -55,10 +59,12 @@ impl Buddies {
         self.free_chunk_count += u32::from(order == self.max_order);
     }
 
+    /// Removes a run from its free list.
     fn unlink(&mut self, frames: &Table<Frame>, number: u32, order: u8) {
         self.unlink_from(frames, number, order, self.list_of(number, order));
     }
 
+    /// Removes a run from the free list `list`.
     fn unlink_from(&mut self, frames: &Table<Frame>, number: u32, order: u8, list: usize) {
         let (before, after) = frames.get(number as usize).links();
         if before == NONE {
@@ -106,6 +112,7 @@ impl Buddies {
         self.push(frames, number, order, is_zero);
     }
 
+    /// Returns the first free run of an order. Prefers leased chunks.
     fn first_of(&self, order: u8) -> u32 {
         let leased = self.first[LEASED];
         if order == self.max_order && leased != NONE { leased } else { self.first[usize::from(order)] }
@@ -116,7 +123,7 @@ impl Buddies {
         self.first[LEASED] != NONE
     }
 
-    /// Leases the chunk, and the chunks with memory beside it, to one more ring. These chunks are not returned to the
+    /// Leases the chunk, and adjacent chunks that have memory, to one more ring. These chunks are not returned to the
     /// system until the ring ends its lease.
     pub fn lease(&mut self, frames: &Table<Frame>, chunk: u32) -> Option<Range<u32>> {
         let (run, is_new) = self.leases.lease(chunk)?;
@@ -158,10 +165,12 @@ impl Buddies {
 }
 
 impl Frame {
+    /// Stores the previous and the next run of the free list.
     fn set_links(&self, before: u32, after: u32) {
         self.owner.store(u64::from(before) << u32::BITS | u64::from(after), Relaxed);
     }
 
+    /// Returns the previous and the next run of the free list.
     fn links(&self) -> (u32, u32) {
         let links = self.owner.load(Relaxed);
         ((links >> u32::BITS) as u32, links as u32)
@@ -190,8 +199,8 @@ mod tests {
         leases
     }
 
-    /// Leased free chunks are not returned to the system, and are allocated first. The same holds for a chunk that is
-    /// freed during its lease. After the lease a free chunk can be returned again.
+    /// Leased free chunks must not be returned to the system, and must be allocated first. The same must hold for a
+    /// chunk that is freed during its lease. After the lease a free chunk must be returned again.
     #[test]
     fn leased_chunks_are_not_returned() {
         let frames = frames();
@@ -216,8 +225,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
-        /// Random allocations and frees: no page is allocated twice, every run is aligned to its length, and after
-        /// everything is freed all chunks are completely free.
+        /// After random allocations and frees no page may be allocated twice, and every run must be aligned to its
+        /// length. After everything is freed all chunks must be completely free.
         #[test]
         fn runs_never_overlap_and_merge_when_freed(steps in prop::collection::vec((0..=MAX_ORDER, any::<prop::sample::Index>()), 1..300)) {
             let frames = frames();

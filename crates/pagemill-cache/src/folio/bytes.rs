@@ -124,6 +124,8 @@ pub(crate) unsafe fn is_zero(src: *const u8, len_bytes: usize) -> bool {
     })
 }
 
+/// Copies as [`copy`], word by word.
+///
 /// # Safety
 ///
 /// As [`copy`].
@@ -150,7 +152,7 @@ unsafe fn copy_words(dst: *mut u8, src: *const u8, len_bytes: usize) {
 mod tests {
     use super::*;
 
-    /// Copies and zeroes 0 to 39 bytes at every alignment, with both copy functions. Exactly the requested bytes
+    /// Copies and zeroes 0 to 39 bytes at every alignment, with both copy functions. Exactly the requested bytes must
     /// change.
     #[test]
     fn copies_change_exactly_the_requested_bytes() {

@@ -3,8 +3,8 @@
 //!
 //! Leased memory must not be returned to the system: the kernel would continue to use the old pages, and data that it
 //! reads would be lost. The pool's address range is divided into slots of 64 MiB. At most one run of adjacent chunks
-//! per slot is leased, to any number of rings. Rings with different runs would disagree about what fork children
-//! inherit. The pool's `state` lock protects all leases.
+//! per slot is leased, to any number of rings. Rings with different runs would need different settings for what fork
+//! children inherit. The pool's `state` lock protects all leases.
 
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
@@ -16,8 +16,11 @@ use std::ops::Range;
 /// would cost system calls more often.
 const SLOT_BYTES: usize = 32 * BLOCK_BYTES;
 
+/// Shift of `first` in a packed slot.
 const FIRST_SHIFT: u32 = 32;
+/// Shift of `count` in a packed slot.
 const COUNT_SHIFT: u32 = 40;
+/// Shift of `rings` in a packed slot.
 const RINGS_SHIFT: u32 = 48;
 
 /// The state of a slot, packed into one word.
@@ -25,9 +28,11 @@ const RINGS_SHIFT: u32 = 48;
 struct LeaseSlot {
     /// One bit for each chunk of the slot: whether it has memory.
     filled: u32,
-    /// First chunk and length of the leased run, and the number of rings that lease it.
+    /// First chunk of the leased run, counted from the slot's start.
     first: u8,
+    /// Number of chunks of the leased run.
     count: u8,
+    /// Number of rings that lease the run.
     rings: u16,
 }
 
@@ -48,6 +53,7 @@ impl LeaseSlot {
             | u64::from(self.rings) << RINGS_SHIFT
     }
 
+    /// Returns whether the chunk at position `at` of the slot is leased.
     fn is_leased(self, at: u32) -> bool {
         self.rings > 0 && (u32::from(self.first)..u32::from(self.first + self.count)).contains(&at)
     }
@@ -91,6 +97,7 @@ impl Leases {
         self.slots.resident_bytes(0, chunks.div_ceil(self.chunks) as usize)
     }
 
+    /// Changes the slot of a chunk. Passes the slot and the chunk's position in it to `change`.
     fn change<R>(&self, chunk: u32, change: impl FnOnce(&mut LeaseSlot, u32) -> R) -> R {
         let word = self.slots.get((chunk / self.chunks) as usize);
         let mut slot = LeaseSlot::unpack(word.load(Relaxed));
@@ -107,6 +114,7 @@ impl Leases {
         });
     }
 
+    /// Returns whether a ring leases the chunk.
     pub fn is_leased(&self, chunk: u32) -> bool {
         let slot = LeaseSlot::unpack(self.slots.get((chunk / self.chunks) as usize).load(Relaxed));
         slot.is_leased(chunk % self.chunks)
@@ -152,8 +160,8 @@ mod tests {
         leases
     }
 
-    /// A lease covers the longest run of chunks with memory, within one slot. Chunks that get memory next to a leased
-    /// run are not leased until all leases of the slot end.
+    /// A lease must cover the longest run of chunks with memory, within one slot. Chunks that get memory next to a
+    /// leased run must not be leased until all leases of the slot end.
     #[test]
     fn a_leased_run_ends_where_memory_ends() {
         let all: Vec<u32> = (0..96).filter(|chunk| ![3, 40, 62].contains(chunk)).collect();
@@ -175,7 +183,7 @@ mod tests {
         assert_eq!(leases.lease(61), Some((32..62, true)));
     }
 
-    /// A chunk larger than 64 MiB is a slot of its own.
+    /// A chunk larger than 64 MiB must be a slot of its own.
     #[test]
     fn large_chunks_are_leased_separately() {
         let leases = Leases::new(4, 4 * SLOT_BYTES).unwrap();

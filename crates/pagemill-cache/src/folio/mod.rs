@@ -9,9 +9,9 @@
 //!               owner  first page of a folio: its owner; free page: its neighbours in the free list
 //! ```
 //!
-//! A *folio* is a run of 1, 2, 4 .. consecutive pages that is handled as a unit; the word of its first page holds its
-//! state. An index stores only the *frame number* of that page; the addresses of the frame and of the memory follow
-//! from it by arithmetic. A folio records its owner as an opaque file id and a page index.
+//! A *folio* is a run of 1, 2, 4 .. consecutive pages that is handled as a unit. The word of its first page has the
+//! folio's state. An index stores only the *number* of that page in the pool. The addresses of the page's frame and of
+//! its memory follow from the number by arithmetic. A folio records its owner as an opaque file id and a page index.
 //!
 //! Bytes are accessed by copies ([`bytes`]) under the word's protocol. Uses `arena`. Locks: `state` (free lists), which
 //! is never held while memory is brought in or returned.

@@ -38,14 +38,16 @@ const INDEX_BITS: u32 = 40;
 /// The owner of a folio: the id of a file, and the index of the folio's first page in that file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
-    /// At most [`Owner::MAX_ID`].
+    /// Id of the file, at most [`Owner::MAX_ID`].
     pub id: u32,
     /// Index of the folio's first page.
     pub index: u64,
 }
 
 impl Owner {
+    /// The largest file id.
     pub const MAX_ID: u32 = (1 << (u64::BITS - INDEX_BITS)) - 1;
+    /// The largest page index.
     pub const MAX_INDEX: u64 = (1 << INDEX_BITS) - 1;
 
     #[inline]
@@ -73,9 +75,11 @@ impl Frame {
 /// Pages that were allocated and belong to no file yet. Not `Clone`: each value is the only reference to its pages.
 #[derive(Debug)]
 pub(crate) struct NewFolio {
+    /// Number of the first page in the pool.
     pub number: u32,
+    /// Log2 of the number of pages.
     pub order: u8,
-    /// All bytes of the pages are zero.
+    /// Whether all bytes of the pages are zero.
     pub is_zero: bool,
 }
 
@@ -86,8 +90,8 @@ struct PoolState {
     chunks: u32,
     /// Number of chunks that are being made resident or returned to the system. These chunks are in no list.
     chunks_in_transit: u32,
-    /// The first chunk in the list of chunks without memory. The owner word of a chunk's first frame holds the next
-    /// chunk of that list.
+    /// Head of the list of chunks without memory. The owner word of a chunk's first frame holds the next chunk of that
+    /// list.
     empty: Option<u32>,
 }
 
@@ -105,16 +109,20 @@ pub(crate) struct Pool {
     page: PageSize,
     /// Log2 of the bytes of a page.
     page_shift: u32,
+    /// Start of the pool's address range.
     base: usize,
     /// Log2 of the pages of a chunk: the order of a huge folio.
     chunk_order: u8,
     max_chunks: u32,
+    /// Whether chunks that become resident later use huge pages.
     use_huge: AtomicBool,
+    /// One frame for each page.
     frames: Table<Frame>,
     /// The scan word of each chunk: the version of the chunk's huge folio, and the folio's state in the background scan
     /// for sparse huge folios (`mapping::sweep`).
     scan_words: Table<AtomicU64>,
     state: Guarded<PoolState>,
+    /// Whether the table of frames was allowed to use huge pages.
     has_huge_frames: AtomicBool,
     /// Number of completely free chunks with memory, as of the last change.
     free_chunks: AtomicU32,
@@ -124,6 +132,7 @@ pub(crate) struct Pool {
     opened_pages: AtomicU32,
     /// Bytes of a chunk.
     chunk_bytes: usize,
+    /// NUMA node of the pool's memory.
     node: usize,
     /// Reclaim has requested that rings end their leases of free chunks. Cleared once no free chunk is leased.
     is_lease_end_requested: AtomicBool,
@@ -160,7 +169,7 @@ impl Pool {
         let pages =
             chunks.checked_mul(chunk_pages).filter(|pages| *pages < u32::MAX as usize).ok_or_else(no_addresses)?;
         let align_blocks = chunk_bytes / BLOCK_BYTES;
-        // SAFETY: a pool looks only at its own blocks of the zone, so it needs no tables for the whole zone.
+        // SAFETY: a pool accesses only its own blocks of the zone, so it needs no tables for the whole zone.
         let base = unsafe { arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node) }?;
         let frames = Table::new(pages)?;
         let chunk_order = chunk_pages.trailing_zeros() as u8;
@@ -191,7 +200,7 @@ impl Pool {
         })
     }
 
-    /// Returns whether the pool uses reserved huge pages. [`Pool::place_hugetlb`] places all of them at once, and
+    /// Returns whether the pool uses reserved huge pages. [`Pool::place_hugetlb`] places all of them together, and
     /// [`Pool::return_hugetlb`] removes all of them. In between the pool returns none to the system.
     pub fn is_hugetlb(&self) -> bool {
         self.reserve.is_some()
@@ -284,6 +293,7 @@ impl Pool {
         u64::from(self.max_chunks) * self.chunk_bytes() as u64
     }
 
+    /// Returns the frame of page `number`.
     #[inline]
     pub fn frame(&self, number: u32) -> &Frame {
         self.frames.get(number as usize)
@@ -303,6 +313,7 @@ impl Pool {
         mem::prefetch(self.addr(number) + at);
     }
 
+    /// Returns the state word of page `number`.
     #[inline]
     pub fn word(&self, number: u32) -> &Word {
         &self.frame(number).word
@@ -317,6 +328,7 @@ impl Pool {
         self.frame(number).owner.store(owner.pack(), Relaxed);
     }
 
+    /// Returns the address of page `number`.
     #[inline]
     pub fn addr(&self, number: u32) -> usize {
         self.base + ((number as usize) << self.page_shift)
@@ -327,7 +339,7 @@ impl Pool {
         ((addr - self.base) >> self.page_shift) as u32
     }
 
-    /// Sets whether chunks that are brought in later use huge pages.
+    /// Sets whether chunks that become resident later use huge pages.
     pub fn allow_huge(&self, is_allowed: bool) {
         self.use_huge.store(is_allowed, Relaxed);
     }
@@ -381,6 +393,7 @@ impl Pool {
         })
     }
 
+    /// Makes a chunk resident and allocates from it, unless other threads free enough pages meanwhile.
     fn allocate_from_new_chunk(&self, order: u8) -> Result<NewFolio> {
         let mut backoff = Backoff::new();
         let chunk = loop {
@@ -423,6 +436,7 @@ impl Pool {
         })
     }
 
+    /// Returns the error for a pool that has reached its maximum.
     fn pool_full_error(&self) -> Error {
         let used = u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64;
         Error::NoMemory { wanted_bytes: self.chunk_bytes() as u64, used_bytes: used, limit_bytes: self.max_bytes() }
@@ -466,6 +480,7 @@ impl Pool {
         Ok(())
     }
 
+    /// Puts a claimed chunk back into the list of chunks without memory.
     fn return_claimed_chunk(&self, chunk: u32) {
         self.state.with(|state| {
             self.push_empty_chunk(state, chunk);
@@ -473,22 +488,27 @@ impl Pool {
         });
     }
 
+    /// Adds a chunk to the list of chunks without memory.
     fn push_empty_chunk(&self, state: &mut PoolState, chunk: u32) {
         let next = state.empty.map_or(u64::MAX, u64::from);
         self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
         state.empty = Some(chunk);
     }
 
+    /// Allows the table of frames to use huge pages, once page `number` lies behind the first [`HUGE_FRAMES_BYTES`] of
+    /// it.
     fn use_huge_frames_from(&self, number: u32) {
         if number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && !self.has_huge_frames.swap(true, Relaxed) {
             self.frames.allow_huge();
         }
     }
 
+    /// Returns the arena's index of a chunk's first block.
     fn first_block(&self, chunk: u32) -> usize {
         self.arena.block_of(self.addr(chunk << self.chunk_order))
     }
 
+    /// Returns the number of blocks of a chunk.
     fn blocks_of_chunk(&self) -> usize {
         self.chunk_bytes() / BLOCK_BYTES
     }
@@ -501,7 +521,7 @@ impl Pool {
         });
     }
 
-    /// Leases the chunk of page `number`, and the chunks with memory beside it, to a ring: up to 64 MiB. The pool does
+    /// Leases the chunk of page `number`, and adjacent chunks with memory, to a ring: up to 64 MiB. The pool does
     /// not return these chunks to the system until [`Pool::end_lease`]. Returns the range of chunks. Returns `None` if
     /// other chunks of the same 64 MiB are leased already, or if reclaim has requested that rings end their leases.
     pub fn lease(&self, number: u32) -> Option<Range<u32>> {
@@ -524,8 +544,8 @@ impl Pool {
         (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes())
     }
 
-    /// Returns the length of the slots in which memory is leased. The first slot begins where the pool's address range
-    /// begins.
+    /// Returns the size of the slots into which the address range is divided for leases ([`super::leases`]). The first
+    /// slot begins where the pool's address range begins.
     pub fn lease_bytes(&self) -> usize {
         self.state.with(|state| state.buddies.leases.chunks() as usize) * self.chunk_bytes
     }
@@ -603,9 +623,9 @@ impl Pool {
             + self.state.with(|state| state.buddies.leases.resident_bytes(chunks))
     }
 
-    /// Returns the scan word of the chunk that contains page `number`: the version of the chunk's huge folio, and the
-    /// folio's state in the scan for sparse huge folios (`mapping::sweep`). The word is 0 at first, and keeps its value
-    /// when the chunk is emptied.
+    /// Returns the scan word of the chunk that contains page `number`. The word holds the version of the chunk's huge
+    /// folio, and the folio's state in the scan for sparse huge folios (`mapping::sweep`). The word is 0 at first, and
+    /// keeps its value when the chunk is emptied.
     pub fn scan_word(&self, number: u32) -> &AtomicU64 {
         self.scan_words.get((number >> self.chunk_order) as usize)
     }

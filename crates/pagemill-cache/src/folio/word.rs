@@ -17,8 +17,8 @@
 //!
 //! A reader without a pin checks the word before and after its copy. The *version* is incremented whenever another
 //! folio may own the bytes or exclusive access may have changed them (recycling, split, merge, hold). A version repeats
-//! after 2^32 increments. A reader misses a change only if exactly that many happen during its copy. Checked under
-//! loom.
+//! after 2^32 increments. A reader misses a change only if exactly 2^32 increments happen during its copy. The tests
+//! check this protocol under loom.
 
 use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::AcqRel;
@@ -41,27 +41,39 @@ pub(crate) enum Kind {
     Gone = 5,
 }
 
+/// The kinds by their number in a word.
 const KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Frozen, Kind::Gone];
 
+/// Mask of the kind.
 const KIND_MASK: u64 = 7;
+/// Shift of the order.
 const ORDER_SHIFT: u32 = 3;
+/// Mask of the order, after the shift.
 const ORDER_MASK: u64 = 0xF;
 /// The folio is never split.
 const UNSPLITTABLE: u64 = 1 << 7;
+/// The folio was changed since it was written to its store.
 const DIRTY: u64 = 1 << 8;
 /// Shift of the use count: uses that the eviction scan has not subtracted yet, at most [`MOST_USES`].
 const USED_SHIFT: u32 = 9;
+/// Mask of the use count, after the shift.
 const USED_MASK: u64 = 3;
+/// Maximum of the use count.
 const MOST_USES: u64 = 2;
 /// For live folios, in place of [`ZERO`]: the folio was prefetched, and the thread that needs the folio has not used it
 /// yet. While this bit is set, the bits of the use count hold [`READAHEAD`] or 0.
 const PREFETCHED: u64 = ZERO;
+/// For prefetched folios, in the bits of the use count: readahead fetched the folio.
 const READAHEAD: u64 = 1 << USED_SHIFT;
 /// For free pages: all bytes are zero.
 const ZERO: u64 = 1 << 11;
+/// Shift of the pin count.
 const PIN_SHIFT: u32 = 12;
+/// One pin in the word.
 const PIN: u64 = 1 << PIN_SHIFT;
+/// Mask of the pin count, after the shift.
 const PIN_MASK: u64 = 0xF_FFFF;
+/// Shift of the version.
 const VERSION_SHIFT: u32 = 32;
 
 /// Value of the pin count of a busy or frozen folio that was removed from its file. The thread that ends the hold or
@@ -91,7 +103,7 @@ impl State {
 
     #[inline]
     pub fn kind(self) -> Kind {
-        // The last two of the eight values are never written.
+        // The values 6 and 7 of the three bits are never written.
         KINDS[(self.0 & KIND_MASK).min(KINDS.len() as u64 - 1) as usize]
     }
 
@@ -132,6 +144,7 @@ impl State {
         self.0 & (PREFETCHED | USED_MASK << USED_SHIFT) == PREFETCHED | READAHEAD
     }
 
+    /// Returns whether any use is counted.
     fn has_uses(self) -> bool {
         !self.is_prefetched() && self.0 & (USED_MASK << USED_SHIFT) > 0
     }
@@ -199,6 +212,7 @@ impl Word {
         now.version() == seen.version() && now.is_readable()
     }
 
+    /// Replaces the word by `next` if it still equals `seen`. Returns whether it was replaced.
     fn replace_if(&self, seen: State, next: State) -> bool {
         self.0.compare_exchange(seen.0, next.0, AcqRel, Relaxed).is_ok()
     }
@@ -269,6 +283,7 @@ impl Word {
         false
     }
 
+    /// Makes a prefetched folio an ordinary one. Returns whether this call did so and readahead had fetched the folio.
     #[cold]
     fn clear_prefetched(&self, seen: State) -> bool {
         let next = seen.0 & !(PREFETCHED | USED_MASK << USED_SHIFT);
@@ -300,6 +315,7 @@ impl Word {
         is_used
     }
 
+    /// Changes the kind of a live, unpinned folio to `kind`. Fails as [`Word::hold`] describes.
     fn claim_unpinned(&self, kind: Kind) -> Result<State, State> {
         let seen = self.load();
         if seen.kind() != Kind::Live || seen.pins() > 0 {
@@ -362,7 +378,7 @@ impl Word {
         self.make_live(|seen| State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty))
     }
 
-    /// Ends [`Word::freeze`] without a change. Returns as [`Word::end_hold`].
+    /// Ends [`Word::freeze`] without a change. The result is that of [`Word::end_hold`].
     #[must_use]
     pub fn thaw(&self) -> bool {
         self.make_live(|seen| seen.with_kind(Kind::Live))
@@ -381,14 +397,14 @@ impl Word {
         self.make_live(|seen| State(State::new(Kind::Live, 0, seen.next_version()).0 | dirty))
     }
 
-    /// Sets the kind and order of a free page, or of a page of another folio. The caller must have exclusive access.
+    /// Sets the kind and order of a page to which the caller has exclusive access. Increments the version.
     pub fn assign(&self, kind: Kind, order: u8) {
         let version = State(self.0.load(Relaxed)).next_version();
         self.0.store(State::new(kind, order, version).0, Release);
         fence(Release);
     }
 
-    /// Sets a page of a folio that is being split to *Frozen*. `is_dirty`: whether that folio is dirty.
+    /// Sets a page of a folio that is being split to *Frozen*. `is_dirty` says whether that folio is dirty.
     pub fn assign_frozen(&self, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
         let dirty = if is_dirty { DIRTY } else { 0 };
@@ -446,7 +462,7 @@ mod tests {
         assert_eq!(word.load().kind(), Kind::Free);
     }
 
-    /// A frozen folio may be read, a held one not. A copy that began before a hold is invalid after it.
+    /// A copy must be valid if the folio was frozen meanwhile, and invalid if the folio was held meanwhile.
     #[test]
     fn versions_show_whether_a_copy_is_valid() {
         let word = Word::new();
@@ -467,7 +483,7 @@ mod tests {
         assert!(!word.remove_from_file().must_be_freed && !word.thaw(), "the thread that froze the folio frees it");
     }
 
-    /// The dirty bit is cleared only if no pin, hold or other change happened since the caller loaded the word.
+    /// The dirty bit must be cleared only if no pin, hold or other change happened since the caller loaded the word.
     #[test]
     fn dirty_is_cleared_only_if_the_word_is_unchanged() {
         let word = Word::new();
@@ -520,6 +536,7 @@ mod loom_tests {
     use loom::sync::Arc;
     use loom::thread;
 
+    /// A page with one byte of contents.
     struct Page {
         word: Word,
         byte: AtomicU64,
@@ -531,7 +548,7 @@ mod loom_tests {
         Arc::new(page)
     }
 
-    /// A valid copy has the bytes of the folio that the reader looked up, never those of the page's next owner.
+    /// A valid copy must have the bytes of the folio that the reader looked up, never those of the page's next owner.
     #[test]
     fn a_valid_copy_never_has_the_next_owners_bytes() {
         loom::model(|| {
@@ -557,7 +574,8 @@ mod loom_tests {
         });
     }
 
-    /// While a folio is pinned its bytes do not change. The remover or the last unpin frees it, never both.
+    /// While a folio is pinned its bytes must not change. Either the remover or the last unpin must free it, never
+    /// both.
     #[test]
     fn exactly_one_thread_frees_a_pinned_folio() {
         loom::model(|| {
@@ -573,7 +591,7 @@ mod loom_tests {
         });
     }
 
-    /// Hold and pin exclude each other, and a thread that pins after a hold sees the holder's writes.
+    /// Hold and pin must exclude each other. A thread that pins after a hold must see the holder's writes.
     #[test]
     fn hold_and_pin_exclude_each_other() {
         loom::model(|| {
@@ -596,7 +614,7 @@ mod loom_tests {
         });
     }
 
-    /// One thread freezes a folio while another removes it from the file: exactly one of them frees it.
+    /// One thread freezes a folio while another removes it from the file. Exactly one of them must free it.
     #[test]
     fn a_frozen_folio_that_is_removed_is_freed_once() {
         loom::model(|| {
@@ -611,7 +629,7 @@ mod loom_tests {
         });
     }
 
-    /// A copy from a frozen folio is valid. A copy from a held folio never is.
+    /// A copy from a frozen folio must be valid, and a copy from a held folio invalid.
     #[test]
     fn copies_from_a_frozen_folio_are_valid() {
         loom::model(|| {

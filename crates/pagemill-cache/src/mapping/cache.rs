@@ -22,8 +22,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-/// Maximum number of caches of a process. The pool of a dropped cache serves a later cache with the same page size and
-/// no larger limit.
+/// Maximum number of caches of a process. A new cache may reuse the pool of a dropped cache that had the same page size
+/// and at least the same limit.
 pub const MAX_CACHES: usize = 256;
 
 /// The parameters of a cache that is about to be created ([`PageCache::builder`]).
@@ -151,7 +151,9 @@ impl Builder {
 /// Example: [`PageCache`].
 pub struct Caches {
     pub(super) arena: &'static Arena,
+    /// Provides the allocator of index nodes for each new cache.
     pub(super) forests: &'static dyn Forests,
+    /// The pools in the order of their creation. A pool is never destroyed.
     pub(super) pools: [OnceLock<&'static Pool>; MAX_CACHES],
     /// The eviction order of each pool, by the pool's index.
     orders: [OnceLock<&'static Order>; MAX_CACHES],
@@ -160,14 +162,16 @@ pub struct Caches {
     /// Number of pools inherited from a parent process. Such a pool is never used, because threads of the parent may
     /// hold its locks forever.
     pub(super) inherited: AtomicUsize,
+    /// The background thread that collapses small folios and splits sparse huge ones.
     pub(super) worker: Worker,
+    /// The background thread that writes dirty pages back.
     pub(super) flusher: Flusher,
     /// Wakers of queues, each with the pool whose memory the queue may have registered.
     pub(super) wakers: Guarded<Vec<(&'static Pool, RingWaker)>>,
 }
 
 impl Caches {
-    /// Creates an empty list of caches. The first cache requests memory for index nodes.
+    /// Creates an empty list of caches. Memory for index nodes is allocated when the first cache is created.
     pub fn new(arena: &'static Arena, forests: &'static dyn Forests) -> Self {
         Self {
             arena,
@@ -237,17 +241,19 @@ impl Caches {
         Ok(order)
     }
 
+    /// Returns the pools that this process created. Excludes pools inherited from a parent process.
     pub(super) fn pools(&self) -> impl Iterator<Item = &'static Pool> {
         self.pools.iter().skip(self.inherited.load(Relaxed)).map_while(|pool| pool.get().copied())
     }
 
-    /// Makes Pagemill start no background thread from here on. The program then collapses small folios with
+    /// Prevents the start of background threads from now on. The program then collapses small folios with
     /// [`PageCache::collapse_waiting`], splits sparse huge ones with [`PageCache::split_sparse_waiting`], and writes back with
     /// [`PageCache::write_back_due`].
     pub fn collapse_by_hand(&self) {
         self.worker.disable_threads();
     }
 
+    /// Returns the resident bytes of the frames and eviction orders of all pools.
     pub(super) fn frames_bytes(&self) -> u64 {
         (self.inherited.load(Relaxed)..).zip(self.pools()).map(|(at, pool)| self.frames_bytes_of(at, pool)).sum()
     }
@@ -327,6 +333,7 @@ impl Caches {
         }
     }
 
+    /// Removes the waker of a queue that ends.
     pub(super) fn remove_waker(&self, waker: &RingWaker) {
         let own = self.wakers.with(|wakers| {
             let at = wakers.iter().position(|(_, known)| known.is(waker))?;
@@ -345,7 +352,7 @@ impl Caches {
         }
     }
 
-    /// Returns free chunks to the system, first those of pools without files, because nothing uses these pools.
+    /// Returns free chunks to the system. Begins with the pools of which no page is in use.
     fn shrink_free(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for is_idle in [true, false] {
@@ -362,7 +369,9 @@ impl Caches {
 /// The files of a cache by id, and the free ids.
 #[derive(Default)]
 pub(super) struct Files {
+    /// The file of each id. Dead if the id is free.
     pub by_id: Vec<Weak<File>>,
+    /// Ids without a file, for the next files.
     pub free: Vec<u32>,
 }
 
@@ -372,16 +381,19 @@ pub(crate) struct Inner {
     /// Allocator of the index nodes of the cache's files.
     pub(super) nodes: &'static Forest,
     pub(super) pool: &'static Pool,
-    /// Index of the cache's pool. No two caches that exist at the same time have the same number.
+    /// Index of the cache's pool in [`Caches`]. No two caches that exist at the same time have the same number.
     pub(super) number: u32,
+    /// Fork generation of the process that created the cache ([`Inner::check`]).
     pub(super) generation: u16,
     pub(super) name: Arc<str>,
     pub(super) limit_bytes: u64,
+    /// Total bytes of the cache's folios, at most `limit_bytes`.
     pub(super) charged_bytes: AtomicU64,
     /// The part of `charged_bytes` in huge folios.
     pub(super) huge_bytes: AtomicU64,
     /// Total bytes of dirty folios of files with a store.
     pub(super) dirty_bytes: AtomicU64,
+    /// Limits of the dirty bytes, and the state of background writeback.
     pub(super) balance: Balance,
     use_huge: AtomicBool,
     pub(super) may_split: bool,
@@ -400,6 +412,7 @@ pub(crate) struct Inner {
     /// Time before which no sparse huge folio is split to free memory, because the last attempt freed nothing.
     pub(super) split_sparse_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
+    /// The in-flight reads of the cache's files.
     pub(super) flights: Flights,
     /// Bytes that in-flight readahead has requested.
     pub(super) ahead_bytes: AtomicU64,
@@ -413,6 +426,7 @@ impl Inner {
         if self.generation == self.caches.arena.generation() { Ok(()) } else { Err(Self::parent_cache_error()) }
     }
 
+    /// Returns the error for a cache of the parent process.
     #[cold]
     fn parent_cache_error() -> Error {
         Error::WrongState { what: "a cache of the parent process: a fork child has to make its own" }
@@ -431,7 +445,7 @@ impl Inner {
         Ok(taken)
     }
 
-    /// Allocates up to `most` pages that are free and have memory, within the limit.
+    /// Allocates up to `most` free pages that have memory, as far as the limit allows. Calls `taken` with each page.
     pub fn allocate_more(&self, most: usize, taken: impl FnMut(NewFolio)) {
         let page_bytes = self.folio_bytes(0);
         // Charges no more than fits under the limit: a larger temporary charge would make allocations of other threads
@@ -447,7 +461,7 @@ impl Inner {
     }
 
     /// Allocates consecutive pages, within the limit. If no free pages fit and the pool has less memory than the limit,
-    /// brings in a new chunk for them. Returns the first page.
+    /// makes a new chunk resident for them. Returns the number of the first page.
     pub fn allocate_contiguous(&self, pages: u32) -> Option<u32> {
         let bytes = self.folio_bytes(0) * u64::from(pages);
         self.charge(bytes).ok()?;
@@ -465,6 +479,7 @@ impl Inner {
         row
     }
 
+    /// Charges bytes to the cache. Fails if the charge would exceed the limit.
     fn charge(&self, bytes: u64) -> Result<()> {
         let mut seen = self.charged_bytes.load(Relaxed);
         loop {
@@ -478,6 +493,7 @@ impl Inner {
         }
     }
 
+    /// Ends the charge of a folio of 2^`order` pages.
     fn discharge(&self, order: u8) {
         self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
     }
@@ -487,8 +503,8 @@ impl Inner {
         order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES
     }
 
-    /// Adds bytes to the statistics of the process, or subtracts them, as `change` does. Excludes reserved huge pages,
-    /// for which the process is not charged.
+    /// Applies `change` (`stats::add` or `stats::sub`) to the process's counter of huge or small folios. Excludes
+    /// reserved huge pages, for which the process is not charged.
     fn update_counters(&self, order: u8, bytes: u64, change: fn(Counter, u64)) {
         if !self.pool.is_hugetlb() {
             change(if self.is_huge(order) { Counter::CacheHuge } else { Counter::CacheSmall }, bytes);
@@ -531,6 +547,7 @@ impl Inner {
         self.pool.free(number, order);
     }
 
+    /// Adds a folio to the statistics and to `huge_bytes`.
     fn count_allocated(&self, order: u8) {
         let bytes = self.folio_bytes(order);
         self.update_counters(order, bytes, stats::add);
@@ -539,6 +556,7 @@ impl Inner {
         }
     }
 
+    /// Subtracts a folio from the statistics and from `huge_bytes`.
     fn count_freed(&self, order: u8) {
         let bytes = self.folio_bytes(order);
         self.update_counters(order, bytes, stats::sub);
@@ -554,6 +572,7 @@ impl Inner {
         self.update_counters(0, bytes, stats::add);
     }
 
+    /// Returns the bytes of a folio of 2^`order` pages.
     #[inline]
     pub fn folio_bytes(&self, order: u8) -> u64 {
         (self.pool.page().bytes() as u64) << order
@@ -594,10 +613,12 @@ impl Inner {
         })
     }
 
+    /// Returns the file with this id, if it exists.
     pub(super) fn file(&self, id: u32) -> Option<Arc<File>> {
         self.files.with(|files| files.by_id.get(id as usize)?.upgrade())
     }
 
+    /// Resets the eviction order for this cache. Only the first call has an effect.
     fn start_order_once(&self) {
         self.is_order_started.with(|is_order_started| {
             if !std::mem::replace(is_order_started, true) {
@@ -606,6 +627,7 @@ impl Inner {
         });
     }
 
+    /// Creates a file with an unused id, and records the file under its id.
     fn add_file(&self, make: impl FnOnce(u32) -> Arc<File>) -> Result<Arc<File>> {
         self.files.with(|files| {
             let id = match files.free.pop() {
@@ -624,6 +646,7 @@ impl Inner {
         })
     }
 
+    /// Removes the record of a file that ends, and frees its id.
     pub(super) fn remove_file(&self, id: u32, has_store: bool) {
         self.stored_files.fetch_sub(u32::from(has_store), Relaxed);
         self.files.with(|files| {
@@ -685,8 +708,8 @@ impl PageCache {
         self.open_file(None, 0)
     }
 
-    /// Opens a store as a cached file. Reads bring its bytes into memory as needed. Written bytes stay in memory until
-    /// writeback ([`Writeback`]) or [`Mapping::sync`].
+    /// Opens a store as a cached file. Reads load bytes from the store unless they are in memory already. Written bytes
+    /// stay in memory until writeback ([`Writeback`]) or [`Mapping::sync`].
     ///
     /// Cost: about 1 KiB. The cache's first file with a store adds 5 bytes for each page of the limit, as pages come
     /// into use.
@@ -704,6 +727,7 @@ impl PageCache {
         self.open_file(Some(store), size_bytes)
     }
 
+    /// Creates a file with or without a store, and its first handle.
     fn open_file(&self, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Result<Mapping> {
         self.0.check()?;
         let has_store = store.is_some();
@@ -761,9 +785,10 @@ impl PageCache {
         self.0.dirty_bytes()
     }
 
-    /// Returns free memory to the system. Returns the number of bytes. Reclaim does the same when memory is needed.
-    /// Memory that a [`Queue`] has registered is only requested: the queue's thread releases it when it waits, asks for
-    /// a page, or drops the queue. Reserved huge pages are returned when the cache ends ([`Source::Hugetlb`]).
+    /// Frees all free chunks of the cache, whose memory then belongs to the system again. Returns the number of freed
+    /// bytes. Reclaim does the same when memory is needed. A chunk that a [`Queue`] has registered is not freed by this
+    /// call. The queue's thread releases it later: when it waits, requests a page, or drops the queue. Reserved huge
+    /// pages are returned when the cache ends ([`Source::Hugetlb`]).
     ///
     /// [`Queue`]: super::Queue
     pub fn give_back(&self) -> u64 {

@@ -18,11 +18,15 @@ const NONE: u32 = u32::MAX;
 /// The small folios of a range, which are frozen during the copy.
 struct SmallFolios<'file> {
     file: &'file File,
+    /// Index of the range's first page in the file.
     first: u64,
+    /// The page number of each folio, by its place in the range; [`NONE`] if the file has no folio there.
     numbers: [u32; MOST_PAGES],
+    /// Number of pages of the range.
     pages: usize,
     /// Number of leading pages of the range whose folios are frozen.
     frozen: usize,
+    /// Total bytes of the frozen folios that are dirty.
     dirty_bytes: u64,
     /// Value of `File::removals` before the folios were looked up.
     removals: u32,
@@ -44,6 +48,7 @@ impl Mapping {
 }
 
 impl File {
+    /// As [`Mapping::collapse`], for the range that contains page `index`. Counts a success in `counter`.
     pub(super) fn collapse_at(&self, index: u64, counter: Counter) -> Result<bool> {
         let (order, span) = (self.pool().chunk_order(), self.span_of(index));
         let end = self.size_bytes();
@@ -145,10 +150,12 @@ impl<'file> SmallFolios<'file> {
         missing.map(|at| self.first + at as u64)
     }
 
+    /// Returns the total bytes of the small folios.
     fn present_bytes(&self) -> u64 {
         self.present().count() as u64 * self.file.page_bytes() as u64
     }
 
+    /// Returns the place in the range and the page number of each small folio.
     fn present(&self) -> impl Iterator<Item = (usize, u32)> {
         let numbers = self.numbers[..self.pages].iter().copied().enumerate();
         numbers.filter(|(_, number)| *number != NONE)
@@ -177,6 +184,7 @@ impl<'file> SmallFolios<'file> {
         true
     }
 
+    /// Copies the small folios into the huge one, and zeroes its other pages.
     fn copy_to(&self, taken: &NewFolio) {
         let pool = self.file.pool();
         for (at, number) in self.numbers[..self.pages].iter().enumerate() {

@@ -1,11 +1,11 @@
 //! Dirty folios of files with a store: the number of dirty bytes, and the marks in the index by which writeback finds
 //! the folios.
 //!
-//! A thread that is about to change a pinned or held folio first sets the mark of the folio's index entry, then the
-//! dirty bit of the folio's word, and then changes bytes. So writeback finds each folio whose word is dirty. Writeback
-//! clears the mark under the index's lock while the folio is frozen, then clears the dirty bit. A thread that removes a
-//! dirty folio from the file subtracts the folio's bytes from the number of dirty bytes. In files without a store,
-//! dirty folios are neither marked nor counted.
+//! A thread that is about to change a pinned or held folio proceeds in three steps. It sets the mark of the folio's
+//! index entry, then the dirty bit of the folio's word, and then changes bytes. So writeback finds each folio whose
+//! word is dirty. Writeback clears the mark under the index's lock while the folio is frozen, then clears the dirty
+//! bit. A thread that removes a dirty folio from the file subtracts the folio's bytes from the number of dirty bytes.
+//! In files without a store, dirty folios are neither marked nor counted.
 
 use super::cache::Inner;
 use super::fetch::Place;
@@ -31,6 +31,7 @@ pub(super) struct Dirty {
     pub in_flight: AtomicU32,
     /// Number of writeback failures in the lower half, and the last error number in the upper half.
     errors: AtomicU64,
+    /// State of the background writeback of the file.
     pub flush: FileFlush,
 }
 
@@ -61,6 +62,7 @@ impl Dirty {
         Error::Store { doing: "writing a file back", cause: io::Error::from_raw_os_error(self.errors().1) }
     }
 
+    /// Records a writeback failure with this error number.
     fn note_error(&self, errno: i32) {
         let mut seen = self.errors.load(Relaxed);
         loop {
@@ -238,7 +240,7 @@ mod tests {
     }
 
     /// Runs random operations on two files with a store and one without. After each operation, the numbers of dirty
-    /// bytes, the marks and the words agree. At the end nothing is dirty, even after a dirty file was dropped.
+    /// bytes, the marks and the words must agree. At the end nothing may be dirty, even after a dirty file was dropped.
     #[test]
     fn dirty_counts_marks_and_words_agree() {
         let page = PageSize::new(PAGE).unwrap();
@@ -265,8 +267,8 @@ mod tests {
         }
     }
 
-    /// A failed writeback or sync is reported once by each handle: by the call that failed, and by the next sync of
-    /// each other handle.
+    /// A failed writeback or sync must be reported once by each handle: by the call that failed, and by the next sync
+    /// of each other handle.
     #[test]
     fn every_handle_reports_a_failure_once() {
         let cache = PageCache::builder("told").limit(32 * BLOCK_BYTES as u64).build_in(test_process::caches()).unwrap();

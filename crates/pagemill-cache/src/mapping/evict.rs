@@ -10,10 +10,10 @@ use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed, coarse_ns};
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Delay before the next scan after one that found nothing. A writeback ends the delay.
+/// Delay before the next scan after a scan that found nothing. A writeback ends the delay.
 const RETRY_NS: u64 = 100_000_000;
 
-/// Maximum number of scans of one eviction, while other threads evict or readahead is in flight.
+/// Maximum number of scans of one eviction, if other threads evict or readahead is in flight.
 const MOST_SCANS: usize = 64;
 
 impl Folios for Pool {
@@ -78,6 +78,7 @@ impl Inner {
         may_scan && self.evict_scan(want_bytes) >= want_bytes
     }
 
+    /// Evicts the candidates of one scan until `want_bytes` are freed. Returns the bytes freed.
     fn evict_scan(&self, want_bytes: u64) -> u64 {
         let (mut scan, mut freed) = (self.order.scan(), 0);
         while freed < want_bytes {

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 impl File {
+    /// Creates a file of `cache` with one handle.
     pub(super) fn new(cache: Arc<cache::Inner>, id: u32, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Arc<Self> {
         // SAFETY: the index is not used before it lies in the `Arc` that is created here. No code moves a file out of
         // its `Arc` (files never use `Arc::try_unwrap`, `Arc::get_mut` and the like), so the index stays in place until

@@ -8,17 +8,17 @@
 //! ```
 //!
 //! A file is due when its oldest dirty page is older than [`Writeback::age`], or when its cache has too many dirty
-//! pages. Files are written back in *slices*, the file with the oldest page first. A slice writes a number of bytes in
-//! the order of the file, from where the previous slice ended. After a slice failed the file is not retried for a
-//! while, each time longer. A file is skipped while it is synced, or while its store makes no progress. After a panic
-//! of the store, the file is not retried until the program syncs it. The only lock held during a slice is the file's
-//! sync lock.
+//! pages. Files are written back in *slices* of up to 32 MiB, the file with the oldest page first. A slice follows the
+//! order of the file, and begins where the previous slice ended. After a failed slice the file is not retried before a
+//! delay, which doubles with each failure. A file is skipped while it is synced, or while its store makes no progress.
+//! After a panic of the store, the file is not retried until the program syncs it. The only lock held during a slice is
+//! the file's sync lock.
 #![cfg_attr(shuttle, allow(dead_code))] // shuttle runs without the thread
 
 use super::File;
 use super::cache::{Caches, Inner};
 use super::dirty::Dirty;
-use super::writeback::{Walk, Why};
+use super::writeback::{WalkPlan, WritebackReason};
 use crate::folio::Owner;
 use pagemill_core::callback;
 use pagemill_core::error::{Error, Result};
@@ -29,18 +29,20 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Bytes that one slice of a file writes.
+/// Maximum number of bytes that one slice of a file writes.
 const SLICE_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// Delay before a file is retried after a failure: the first delay, and the longest.
+/// Delay before a file is retried after its first failure.
 const FIRST_RETRY_NS: u64 = 100_000_000;
+/// Maximum delay before a file is retried.
 const LONGEST_RETRY_NS: u64 = 30_000_000_000;
+/// Maximum number of doublings of the delay. Keeps the shift from overflowing.
 const MOST_DOUBLINGS: u32 = 16;
 
 /// Delay before a file that is busy, or has writes in flight, is checked again.
 const RECHECK_NS: u64 = 100_000_000;
 
-/// Time limit of a slice for a store that completes nothing.
+/// Time after which a slice gives up on a store that completes no write.
 const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Slices with fewer bytes than this are not used to measure the speed of a store.
@@ -92,27 +94,35 @@ impl Default for Writeback {
 
 /// Limits of a cache's dirty bytes, and the state of its background writeback.
 pub(super) struct Balance {
+    /// [`Writeback::age`] in nanoseconds.
     age_ns: u64,
+    /// Number of dirty bytes above which the flusher thread writes back.
     background_bytes: u64,
     /// Number of dirty bytes below which writers are not slowed.
     pub free_bytes: u64,
+    /// Maximum number of dirty bytes.
     pub most_bytes: u64,
+    /// [`Writeback::timeout`].
     pub timeout: Duration,
     /// Files with dirty pages, each listed once.
     files: Guarded<Vec<Weak<File>>>,
     /// Serializes scans of the list. A scan takes the files off the list and puts them back, so a concurrent scan would
     /// miss files.
     scan_lock: Lock,
-    /// The flusher thread knows that more than `background_bytes` are dirty, so writers need not wake the thread again.
+    /// Whether the flusher thread knows that more than `background_bytes` are dirty, so writers need not wake the
+    /// thread again.
     is_woken: AtomicBool,
-    /// Total bytes that writers made dirty or tried to, and total bytes that became clean.
+    /// Total bytes that writers made dirty or tried to make dirty.
     pub dirtied_bytes: AtomicU64,
+    /// Total bytes that became clean.
     pub cleaned_bytes: AtomicU64,
     /// Recent time to write back a MiB; 0 before the first measurement.
     pub ns_per_mib: AtomicU64,
 }
 
 impl Balance {
+    /// Computes the limits of a cache that may have up to `limit_bytes`.
+    ///
     /// # Errors
     ///
     /// [`Error::WrongState`] for percentages above 100, or in the wrong order.
@@ -138,6 +148,7 @@ impl Balance {
         })
     }
 
+    /// Updates `ns_per_mib` with the bytes and time of a slice.
     fn note_speed(&self, bytes: u64, took_ns: u64) {
         if bytes >= SPEED_SAMPLE_BYTES {
             let now = (u128::from(took_ns) * (BLOCK_BYTES as u128 / 2) / u128::from(bytes)).max(1) as u64;
@@ -150,13 +161,15 @@ impl Balance {
 /// State of the background writeback of one file.
 #[derive(Default)]
 pub(super) struct FileFlush {
+    /// Whether the file is in [`Balance`]'s list of files with dirty pages.
     is_listed: AtomicBool,
     /// Page at which the next slice begins.
     cursor: AtomicU64,
     /// Time when the current walk over the whole file began.
     walk_began_ns: AtomicU64,
-    /// Number of consecutive failed slices, and the time before which the file is not retried.
+    /// Number of consecutive failed slices.
     failures: AtomicU32,
+    /// Time before which the file is not retried.
     retry_at_ns: AtomicU64,
 }
 
@@ -207,6 +220,7 @@ impl File {
         caches.flusher.attend(caches, coarse_ns().saturating_add(balance.age_ns));
     }
 
+    /// Adds the file to the cache's list of files with dirty pages, unless the list has it.
     fn list(&self, dirty: &Dirty) {
         if !dirty.flush.is_listed.swap(true, SeqCst)
             && let Some(file) = self.cache.file(self.id)
@@ -221,7 +235,12 @@ impl File {
     /// # Errors
     ///
     /// The store's error, if the slice wrote nothing. [`Error::Busy`] if no write completes within `timeout`.
-    pub(super) fn write_some(self: &Arc<Self>, why: Why, most_bytes: u64, timeout: Duration) -> Result<Option<u64>> {
+    pub(super) fn write_some(
+        self: &Arc<Self>,
+        reason: WritebackReason,
+        most_bytes: u64,
+        timeout: Duration,
+    ) -> Result<Option<u64>> {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return Ok(None) };
         let flush = &dirty.flush;
         let is_free = !flush.is_failing() && !self.is_closed.load(Relaxed);
@@ -235,7 +254,7 @@ impl File {
                 flush.walk_began_ns.store(coarse_ns(), Relaxed);
             }
             let (pages, timeout) = (first..Owner::MAX_INDEX, Some(timeout));
-            let walk = Walk { why, pages, most_bytes, timeout, waits_for_others: false };
+            let walk = WalkPlan { reason, pages, most_bytes, timeout, waits_for_others: false };
             let walked = self.walk_once(&**store, &walk).inspect_err(|error| match error {
                 Error::Busy { .. } => flush.delay(),
                 _ => flush.delay_longer(),
@@ -272,9 +291,9 @@ impl File {
     }
 }
 
-/// Whether a file is due now and why, or the time when it is due.
+/// Whether a file is due now and for which reason, or the time when it is due.
 enum Due {
-    Now(Why),
+    Now(WritebackReason),
     At(u64),
 }
 
@@ -303,6 +322,7 @@ impl Inner {
         files.into_iter().map(|(_, entry)| entry).collect()
     }
 
+    /// Returns whether a file is due at `now_ns`, or when it will be.
     fn due(&self, dirty: &Dirty, now_ns: u64) -> Due {
         let (flush, balance) = (&dirty.flush, &self.balance);
         let retry_at_ns = flush.retry_at_ns.load(Relaxed);
@@ -312,9 +332,9 @@ impl Inner {
         } else if dirty.in_flight.load(SeqCst) > 0 {
             Due::At(now_ns + RECHECK_NS)
         } else if expires_ns <= now_ns {
-            Due::Now(Why::Age)
+            Due::Now(WritebackReason::Age)
         } else if self.dirty_bytes() > balance.background_bytes {
-            Due::Now(Why::Share)
+            Due::Now(WritebackReason::Share)
         } else {
             Due::At(expires_ns)
         }
@@ -338,11 +358,11 @@ impl Inner {
         let Some(file) = entry.upgrade() else { return (0, None) };
         let Some(dirty) = file.dirty.as_ref().filter(|dirty| dirty.bytes() > 0) else { return (0, None) };
         let now_ns = coarse_ns();
-        let why = match self.due(dirty, now_ns) {
-            Due::Now(why) => why,
+        let reason = match self.due(dirty, now_ns) {
+            Due::Now(reason) => reason,
             Due::At(ns) => return (0, Some(ns)),
         };
-        match file.write_some(why, SLICE_BYTES, NO_PROGRESS_TIMEOUT) {
+        match file.write_some(reason, SLICE_BYTES, NO_PROGRESS_TIMEOUT) {
             Ok(Some(bytes)) => (bytes, Some(dirty.flush.retry_at_ns.load(Relaxed).max(now_ns + 1))),
             Ok(None) => (0, Some(now_ns + RECHECK_NS)),
             Err(_) => (0, Some(dirty.flush.retry_at_ns.load(Relaxed))),
@@ -390,10 +410,11 @@ pub(crate) struct Flusher {
 }
 
 impl Flusher {
-    /// Starts the thread if it is not running, and makes it check the files at `due_ns` at the latest.
+    /// Does nothing, because shuttle runs without the thread.
     #[cfg(shuttle)]
     pub fn attend(&'static self, _caches: &'static Caches, _due_ns: u64) {}
 
+    /// Starts the thread if it is not running. Makes the thread check the files at `due_ns` at the latest.
     #[cfg(not(shuttle))]
     pub fn attend(&'static self, caches: &'static Caches, due_ns: u64) {
         if caches.worker.is_thread_disabled() {
@@ -474,6 +495,7 @@ impl Caches {
         (written_bytes, next_ns)
     }
 
+    /// Returns whether no cache has a dirty folio.
     #[cfg(not(shuttle))]
     fn is_all_clean(&self) -> bool {
         let mut at = self.inherited.load(Relaxed);

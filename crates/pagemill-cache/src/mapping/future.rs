@@ -11,6 +11,7 @@ use std::sync::Arc;
 /// Maximum number of attempts. A page may be evicted before its task runs, and is then read again.
 const MOST_ATTEMPTS: usize = 16;
 
+/// Error if a page is evicted again after each of [`MOST_ATTEMPTS`] reads.
 const EVICTED_REPEATEDLY: Error = Error::Busy { what: "the page is evicted repeatedly before its task runs" };
 
 impl Mapping {

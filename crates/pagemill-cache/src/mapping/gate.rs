@@ -5,19 +5,21 @@
 
 use pagemill_core::sync::{Acquire, AtomicU32, Backoff, Relaxed, Release};
 
-/// Set while a thread holds the gate exclusively, or waits for that.
+/// Bit that is set while a thread holds the gate exclusively, or waits to hold it.
 const EXCLUSIVE: u32 = 1 << 31;
 
+/// The gate: the number of shared holders, and [`EXCLUSIVE`].
 #[derive(Default)]
 pub(super) struct Gate(AtomicU32);
 
-/// Guard of the gate, held shared.
+/// While it exists, the gate is held shared.
 pub(super) struct SharedGate<'gate>(&'gate Gate);
 
-/// Guard of the gate, held exclusively.
+/// While it exists, the gate is held exclusively.
 pub(super) struct ExclusiveGate<'gate>(&'gate Gate);
 
 impl Gate {
+    /// Holds the gate shared. Waits while a thread holds the gate exclusively.
     #[inline]
     pub fn shared(&self) -> SharedGate<'_> {
         if self.0.fetch_add(1, Acquire) & EXCLUSIVE != 0 {
@@ -26,6 +28,7 @@ impl Gate {
         SharedGate(self)
     }
 
+    /// Waits until no thread holds the gate exclusively, and then holds it shared.
     #[cold]
     fn wait_for_exclusive(&self) {
         let mut backoff = Backoff::new();

@@ -11,10 +11,14 @@
 //!
 //! **Reading** takes no lock and writes to no shared cache line. It looks up the index, loads the folio's word and
 //! owner, copies the bytes, and loads the word again. If the word shows that the folio may have changed its owner
-//! meanwhile, the read starts over. **Writing** pins the folio, copies the bytes, and unpins it. Where no folio exists,
-//! a new one is filled first and then entered into the index. **Removing** (truncate, punch_hole) takes the file's
-//! `gate` exclusively, takes the entries out of the index, then frees the folios. A pinned folio is freed by its last
-//! unpin. Concurrent reads find old bytes or zeros, never another file's bytes.
+//! meanwhile, the read starts over.
+//!
+//! **Writing** pins the folio, copies the bytes, and unpins the folio. Where no folio exists, the write fills a new one
+//! and then enters it into the index.
+//!
+//! **Removing** (truncate, punch_hole) takes the file's `gate` exclusively, takes the entries out of the index, then
+//! frees the folios. A pinned folio is freed by its last unpin. Concurrent reads find old bytes or zeros, never another
+//! file's bytes.
 //!
 //! A copy to or from a caller's buffer holds no lock that a page fault handler would take, because the buffer may lie
 //! in a view of a cached file. Writers hold the gate shared during the copy; no fault handler takes the gate. A thread
@@ -22,8 +26,8 @@
 //! called with the gate held, so they must not use the cache's files.
 //!
 //! Uses `folio` and `xarray`. Calls upper layers through traits: [`Policy`], [`pagemill_store::Store`],
-//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state. Diagram
-//! and table: docs/states-and-locks.md.
+//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
+//! Diagram and table: docs/states-and-locks.md.
 
 mod ahead;
 mod arrivals;
@@ -131,10 +135,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
-/// Longest wait for a folio that another thread holds or has frozen; then the call fails.
+/// Maximum time that a call waits for a folio that another thread holds or has frozen. Then the call fails.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
 
-/// Longest time that the drop of the last handle waits for other threads to drop their temporary references to the
+/// Maximum time that the drop of the last handle waits for other threads to drop their temporary references to the
 /// file.
 const MOST_LINGER_NS: u64 = 20_000_000;
 
@@ -149,6 +153,7 @@ pub(crate) struct File {
     store: Option<Arc<dyn Store>>,
     /// False if the store cannot be written. Writes to the file fail then.
     is_writable: bool,
+    /// Index of the file's folios by page index.
     tree: XArray<Forest>,
     size_bytes: AtomicU64,
     /// Number of bytes of the store that belong to the file, from its begin on. Changed under the lock of the index.
@@ -167,17 +172,21 @@ pub(crate) struct File {
     syncing: Lock,
     /// State of dirty folios and writeback. Only for files with a store.
     dirty: Option<Box<Dirty>>,
+    /// Number of handles of the file.
     handles: AtomicU32,
     gate: Gate,
+    /// Id of the file in its cache. Reused after the file has ended.
     id: u32,
     /// Number of the file that is never reused, unlike `id`.
     serial: u64,
-    /// The last handle was dropped. Set before the dropping thread takes the lock of the index for the last time.
+    /// Whether the last handle was dropped. Set before the dropping thread takes the lock of the index for the last
+    /// time.
     is_closed: AtomicBool,
     /// Fork generation of the process that created the file.
     generation: u16,
-    /// End of the last write that created pages, and begin of the sequential run of writes to which that write belongs.
+    /// End of the last write that created pages.
     sequential_end: AtomicU64,
+    /// Begin of the sequential run of writes to which that write belongs.
     sequential_begin: AtomicU64,
 }
 
@@ -279,6 +288,7 @@ impl File {
         offset >> self.pool().page_shift()
     }
 
+    /// Returns the offset of the first byte of a page.
     #[inline]
     fn offset_of(&self, index: u64) -> u64 {
         index << self.pool().page_shift()
@@ -307,6 +317,7 @@ impl File {
         if is_past { Err(Error::BadOffset { offset, len_bytes }) } else { Ok(()) }
     }
 
+    /// Fails if the store is read-only.
     #[inline]
     fn check_writable(&self) -> Result<()> {
         if self.is_writable { Ok(()) } else { Err(Error::ReadOnly) }
@@ -393,6 +404,8 @@ impl TimedWait {
         Self(None)
     }
 
+    /// Pauses, longer each time.
+    ///
     /// # Errors
     ///
     /// [`Error::Busy`] after a second of waits.

@@ -144,7 +144,7 @@ impl Mapping {
                 continue;
             };
             let number = hit.value() as u32;
-            // The gate is held, because a truncation that holds it relies on no new holds.
+            // The gate is held shared, because a truncation, which holds it exclusively, relies on no new holds.
             let gate = file.gate.shared();
             match file.pool().word(number).hold() {
                 Ok(state) if hit.is_still() => {
@@ -163,6 +163,8 @@ impl Mapping {
 }
 
 impl File {
+    /// Checks that the byte at `offset` lies inside of the file.
+    ///
     /// # Errors
     ///
     /// Fails at or past the end of the file, and in a fork child.
@@ -183,6 +185,7 @@ impl File {
         Some(self.guard(place, frame, offset))
     }
 
+    /// Pins the folio at `offset` if it is in memory.
     #[cold]
     fn pin_in_memory(&self, offset: u64) -> Result<Option<Place>> {
         self.check_inside(offset)?;
@@ -227,6 +230,7 @@ impl File {
         Ok((Some(first.into_place()), others))
     }
 
+    /// Returns the guard of the pinned folio at `place`.
     #[inline]
     fn guard_of(&self, place: Place, offset: u64) -> Pin<'_> {
         let frame = self.pool.frame(place.number);
@@ -346,6 +350,7 @@ impl Pin<'_> {
         }
     }
 
+    /// Returns the page number, first index and order of the pinned folio.
     fn place(&self) -> Place {
         Place { number: self.number(), first: self.frame.owner().index, order: self.frame.word.load().order() }
     }
@@ -355,16 +360,19 @@ impl Pin<'_> {
         std::mem::ManuallyDrop::new(self).place()
     }
 
+    /// Returns the number of the folio's first page.
     fn number(&self) -> u32 {
         self.file.pool().number_at(self.addr - self.at as usize)
     }
 
+    /// Panics if the range lies outside of the pinned bytes.
     #[inline]
     fn check(&self, at: usize, len: usize) {
         let is_inside = self.len_bytes().checked_sub(len).is_some_and(|last| at <= last);
         assert!(is_inside, "{at} + {len} of {}", self.len_bytes);
     }
 
+    /// Frees a folio that was removed from its file, after its last unpin.
     #[cold]
     fn free(&self) {
         self.file.cache.free(self.number(), self.frame.word.load().order());
@@ -399,7 +407,9 @@ impl Drop for Pin<'_> {
 #[must_use = "other threads wait until this is dropped"]
 pub struct Exclusive<'file> {
     file: &'file File,
+    /// Number of the folio's first page.
     number: u32,
+    /// Index of the folio's first page in the file.
     first: u64,
     len_bytes: usize,
 }

@@ -40,8 +40,8 @@ pub struct Ask {
 pub enum Choice {
     Huge,
     Small,
-    /// For [`Cause::Read`]: allocate nothing, so that the read returns zeros. For [`Cause::Collapse`]: leave the range
-    /// as it is.
+    /// For [`Cause::Read`]: allocate nothing, so that the read returns zeros. For [`Cause::Collapse`]: do not collapse
+    /// the range.
     Nothing,
 }
 
@@ -69,6 +69,7 @@ pub enum Choice {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Policy: Send + Sync {
+    /// Chooses the folio size for a range. [`Ask`] describes the range and why a folio is needed.
     fn choose(&self, ask: &Ask) -> Choice;
 }
 
@@ -82,7 +83,7 @@ impl<P: Policy + ?Sized> Policy for Box<P> {
 /// folio is then smaller than the file's length.
 const LARGE_SPANS: u64 = 2;
 
-/// A range is collapsed if at least seven eighths of it are in memory.
+/// A range is collapsed if at least this fraction of it is in memory, as numerator and denominator.
 const DENSE: (u64, u64) = (7, 8);
 
 /// The default policy, which decides by size, density and access order. Chooses a huge folio if a call writes more than
@@ -141,8 +142,8 @@ mod tests {
     use super::*;
     use pagemill_core::units::BLOCK_BYTES;
 
-    /// Small files and scattered writes get small folios. Large writes, and sequential writes of large files, get huge
-    /// ones. Dense ranges are collapsed.
+    /// Small files and scattered writes must get small folios. Large writes, and sequential writes of large files, must
+    /// get huge folios. Dense ranges must be collapsed.
     #[test]
     fn auto_decides_by_size_density_and_access_order() {
         const SPAN: u64 = BLOCK_BYTES as u64;

@@ -90,7 +90,7 @@ impl File {
     #[cold]
     fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let (pool, index) = (self.pool(), self.index_of(offset));
-        // The read that brings a folio in does not count as a use.
+        // The read that loads a folio from the store does not count as a use.
         let mut is_new = false;
         let mut timed_wait = TimedWait::new();
         loop {
@@ -131,7 +131,7 @@ impl File {
         }
     }
 
-    /// Brings a folio into memory, or reads zeros up to the end of the page.
+    /// Loads a folio into memory, or reads zeros up to the end of the page.
     #[cold]
     fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Hole> {
         let index = self.index_of(offset);
@@ -162,6 +162,7 @@ impl File {
         Ok(Hole::Zeros(len))
     }
 
+    /// Returns whether the policy wants a folio for a read of a hole, and the limit leaves room for a huge one.
     fn wants_folio_for_hole(&self, index: u64) -> bool {
         let span = self.span_of(index);
         let is_wanted = match self.choose_for_hole(index) {
@@ -174,6 +175,7 @@ impl File {
         is_wanted && self.cache.fits_huge_folio()
     }
 
+    /// Returns the policy's choice for a read of a hole.
     pub(super) fn choose_for_hole(&self, index: u64) -> Choice {
         let span = self.span_of(index);
         self.cache.policy.choose(&Ask {

@@ -1,7 +1,14 @@
-//! The record of a cache, 136 bytes. Offsets and fields: 0 name, padded with zeros; 40 bytes of a page; 48 number
-//! (u32); 52 node (u32); 56 holder (0 a cache, 1 an idle pool, 2 spare nodes); 57 whether the inspection was
-//! incomplete; 58 whether the memory is hugetlb; 64 huge; 72 small; 80 locked; 88 free; 96 frames; 104 index; 112
-//! charged; 120 limit; 128 dirty.
+//! The record of a cache: 136 bytes, in little-endian order. The fields are those of [`Usage`].
+//!
+//! | offset | field |
+//! |---|---|
+//! | 0 | name, padded with zeros |
+//! | 40 | bytes of a page |
+//! | 48, 52 | (u32) number; node |
+//! | 56 | holder: 0 a cache, 1 an idle pool, 2 spare nodes |
+//! | 57, 58 | whether the inspection was incomplete; whether the memory is hugetlb. 59 to 63 are zero |
+//! | 64, 72, 80, 88, 96, 104 | bytes: huge, small, locked, free, frames, index |
+//! | 112, 120, 128 | bytes: charged, limit, dirty |
 
 use super::{Caches, Holder, Usage};
 use pagemill_core::listing::{ListWriter, MAX_INSPECTION_NS, Record, Response, Unanswered, ask_for, u32_at, u64_at};
@@ -10,6 +17,7 @@ use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
 
+/// Bytes of a record.
 const RECORD_LEN: usize = 136;
 
 /// Bytes of the name in a record.
@@ -17,6 +25,7 @@ const NAME_LEN: usize = 40;
 
 const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
 
+/// Returns the record of one holder's memory.
 fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = (0..=NAME_LEN.min(usage.name.len())).rev().find(|len| usage.name.is_char_boundary(*len)).unwrap_or(0);
@@ -64,7 +73,7 @@ impl ListWriter for Caches {
     }
 }
 
-/// What one holder of memory uses.
+/// The memory use of one holder.
 #[derive(Debug, PartialEq, Eq)]
 struct Row(Holder, Usage);
 
@@ -124,7 +133,7 @@ mod tests {
         }
     }
 
-    /// A record is read as it was written. A long name is cut at a character boundary.
+    /// A record must be read as it was written. A long name must be cut at a character boundary.
     #[test]
     fn records_are_read_as_written() {
         for holder in HOLDERS {
@@ -137,7 +146,7 @@ mod tests {
         assert_eq!((read, odd), (usage(&"ä".repeat(20)), usage(&format!("x{}", "ä".repeat(19)))));
     }
 
-    /// Records with an invalid field are rejected. Control characters in names are replaced.
+    /// Records with an invalid field must be rejected. Control characters in names must be replaced.
     #[test]
     fn invalid_records_are_rejected() {
         let good = to_record(Holder::Cache, &usage("a\x1b[31m"));

@@ -50,6 +50,7 @@ impl Mapping {
     }
 }
 
+/// Error if the file has changes that the store lacks.
 const CHANGED: Error = Error::WrongState { what: "the file has changes that are not synced" };
 
 impl File {

@@ -24,16 +24,19 @@ use std::sync::{Mutex, OnceLock};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
+/// Depth of the PCT schedules (probabilistic concurrency testing): at up to `DEPTH - 1` random steps, the running
+/// thread gets the lowest priority.
 const DEPTH: usize = 4;
 
 /// Maximum number of steps of a run. A longer run waits for an event that never comes.
-const MOST_STEPS: usize = 300_000;
+const MAX_STEPS: usize = 300_000;
 
 /// Factor for the number of runs of tests whose race happens at few points only.
-const MANY: usize = 20;
+const RARE_RACE_FACTOR: usize = 20;
 
+/// Bytes of a page. Two pages make a huge folio.
 const PAGE: usize = BLOCK_BYTES / 2;
+/// Number of pages of a test file.
 const PAGES: u64 = 4;
 
 /// Number of bytes of a page that are written and checked.
@@ -78,7 +81,8 @@ struct TestFile {
     file: Mapping,
     byte: u8,
     pages: u64,
-    /// Counts begins and ends of a pin or hold, so it is odd while there is one. Used for one thread's pins only.
+    /// Incremented when a pin or hold begins and when it ends, so an odd count means that one exists. Valid only if one
+    /// thread pins or holds.
     guard_count: std::sync::atomic::AtomicU32,
 }
 
@@ -249,17 +253,17 @@ fn run_two_threads(first: usize, then: usize) {
 /// Runs `run` in random schedules, and in `times` as many schedules with few preemptions (PCT). With `times` 0, runs a
 /// quarter of both. Returns the number of random schedules.
 ///
-/// One test runs at a time: all tests share one arena, whose locks do not know the threads of other tests. A thread
-/// that waits for a thread that the system has preempted would make any number of steps.
+/// One test runs at a time. All tests share one arena, and under shuttle the locks of the arena work only between
+/// threads of one test. A thread that waits for a thread that the system has preempted would make any number of steps.
 fn run_in_many_schedules(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _exclusive = ALONE.lock();
+    static TEST_LOCK: Mutex<()> = Mutex::new(());
+    let _exclusive = TEST_LOCK.lock();
     let runs: usize =
         std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let (runs, times) = if times == 0 { (runs.div_ceil(4), 1) } else { (runs, times) };
     let config = || {
         let mut config = Config::new();
-        (config.stack_size, config.max_steps) = (BLOCK_BYTES / 4, MaxSteps::FailAfter(MOST_STEPS));
+        (config.stack_size, config.max_steps) = (BLOCK_BYTES / 4, MaxSteps::FailAfter(MAX_STEPS));
         config
     };
     let begin = move || {
@@ -277,7 +281,7 @@ fn run_in_many_schedules(times: usize, run: impl Fn() + Clone + Send + Sync + 's
 /// steps.
 #[test]
 fn a_reader_of_a_reused_page_finds_only_its_own_files_bytes() {
-    run_in_many_schedules(MANY, || {
+    run_in_many_schedules(RARE_RACE_FACTOR, || {
         let cache = cache_with_ample_room();
         let files: Arc<[TestFile; 2]> = Arc::new([1, 2].map(|byte| TestFile::new(&cache, byte, PAGES)));
         let write =
@@ -300,6 +304,7 @@ fn a_reader_of_a_reused_page_finds_only_its_own_files_bytes() {
     });
 }
 
+/// Operations of [`TestFile::run_operation`].
 const WRITE: usize = 0;
 const READ: usize = 1;
 const PIN: usize = 2;
@@ -342,7 +347,7 @@ fn two_threads_truncate_split_and_collapse() {
     ]);
 }
 
-/// A write begins with a pin, so the table has one entry for both.
+/// The table in docs/states-and-locks.md has one entry for pins and writes, because a write begins with a pin.
 #[test]
 fn pins_during_splits() {
     run_two_threads(PIN, RESHAPE);
@@ -433,10 +438,10 @@ fn removals_during_removals() {
     run_two_threads(REMOVE, REMOVE);
 }
 
-/// A read concurrent with an append finds the old end, or the new bytes, but never zeros that were not written.
+/// A read concurrent with an append must find the old end or the new bytes, but never zeros that were not written.
 #[test]
 fn reads_during_appends() {
-    run_in_many_schedules(MANY, || {
+    run_in_many_schedules(RARE_RACE_FACTOR, || {
         let cache = cache_with_ample_room();
         let file = Arc::new(cache.create().unwrap());
         let other = file.clone();
@@ -482,7 +487,7 @@ impl Store for ConstantStore {
 }
 
 impl TestFile {
-    /// Runs an operation in a cache that may have no room for it.
+    /// Runs an operation in a cache that may have no room for it. `HOLD` means a sync here.
     fn run_operation_at_limit(&self, act: usize) {
         let at = random_below(PAGES as usize) as u64 * PAGE as u64;
         let mut bytes = [0; SAMPLE];
@@ -505,8 +510,8 @@ impl TestFile {
     }
 }
 
-/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end all
-/// folios are clean, and evicting everything frees all of the cache's memory.
+/// Folios are read, removed, split and collapsed, and evict each other, in a cache of three pages. At the end a sync must
+/// leave all folios clean, and evicting everything must free all of the cache's memory.
 #[test]
 fn evictions_during_reads_writes_and_removals() {
     const THREADS: [&[usize]; 3] =
@@ -532,8 +537,9 @@ fn evictions_during_reads_writes_and_removals() {
     });
 }
 
-/// Writers, which must write pages back to get room, run concurrently with background writeback, syncs, truncations,
-/// collapses and evictions. At the end the counts of dirty bytes are correct, and after a sync nothing is dirty.
+/// Writers need pages that are free only after writeback. They run concurrently with background writeback, syncs,
+/// truncations, collapses and evictions. At the end the counts of dirty bytes must be correct, and after a sync nothing
+/// may be dirty.
 #[test]
 fn writeback_during_writes_truncations_and_evictions() {
     const THREADS: [&[usize]; 3] =
@@ -675,10 +681,11 @@ impl TestFile {
     }
 }
 
+/// Operation of [`TestFile::run_operation_with_late_reads`]: polls an asynchronous read, then drops it.
 const TASK: usize = 7;
 
 /// Another thread completes reads, some with errors, concurrently with reads, writes, truncations, splits and
-/// evictions. Waiting threads continue, the file has its own bytes only, and no memory is lost.
+/// evictions. Waiting threads must continue, the file must have only its own bytes, and no memory may be lost.
 #[test]
 fn late_reads_during_all_other_operations() {
     const THREADS: [&[usize]; 3] =
@@ -705,7 +712,8 @@ fn late_reads_during_all_other_operations() {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         is_over.store(true, Relaxed);
         completer.join().unwrap();
-        // A page of a split huge folio may be dirty behind the end of the file. It is written back once it lies inside.
+        // A page of a split huge folio may be dirty behind the end of the file. It is written back when the file is
+        // longer again.
         test_file.file.truncate(PAGES * PAGE as u64).unwrap();
         test_file.file.sync().unwrap();
         cache.0.evict_after_ns.store(0, Relaxed);

@@ -86,6 +86,7 @@ impl Caches {
         Ok(at)
     }
 
+    /// Creates a pool of `max_bytes` and adds it to the list. Returns its index.
     fn new_pool(&self, users: &mut Pools, settings: &Builder, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
         if users.len() == MAX_CACHES {
             return Err(Error::TooMany { what: "page caches", most: MAX_CACHES });

@@ -25,6 +25,7 @@ impl Mapping {
 }
 
 impl File {
+    /// As [`Mapping::split`], for the folio that covers page `index`. Counts a success in `counter`.
     pub(super) fn split_at(&self, index: u64, counter: Counter) -> Result<bool> {
         const BUSY: Error = Error::Busy { what: "the huge folio is in use" };
         let guard = epoch::pin();

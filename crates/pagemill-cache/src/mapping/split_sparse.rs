@@ -43,6 +43,7 @@ impl Mapping {
 }
 
 impl File {
+    /// As [`Mapping::split_sparse`]. Returns 0 for a file with a store.
     pub(super) fn split_sparse_all(&self) -> u64 {
         if self.store.is_some() {
             return 0;
@@ -65,7 +66,7 @@ impl File {
     }
 
     /// As [`File::split_sparse_at`], for the background scan. If all pages are zero and the policy would allocate a
-    /// huge folio again at the next read, one page is not freed, so that the next read finds a folio.
+    /// huge folio at the next read, keeps one page, so that the next read finds a folio.
     pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseCheck {
         self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }

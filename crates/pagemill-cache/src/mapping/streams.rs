@@ -18,21 +18,24 @@
 
 use std::ops::Range;
 
-/// Maximum number of detected streams; and of table entries, which include accesses that may become streams.
+/// Maximum number of detected streams.
 const MOST_STREAMS: usize = 8;
+/// Number of table entries. They include accesses that may become streams.
 const TABLE_ENTRIES: usize = MOST_STREAMS + 4;
 
 /// Number of accesses that must continue a stream before its first proposal.
 const CONFIRMING_ACCESSES: u32 = 2;
 
-/// Number of pages that an access may skip. Reads of pages that were in memory before are not reported here.
+/// Maximum number of pages between two accesses of a sequential stream. Reads of pages that are in memory already are
+/// not reported to this module, so they leave such gaps.
 const MOST_SKIPPED_PAGES: u64 = 16;
 
 /// A stream has ended after this many accesses that belong to other streams.
 const MOST_IDLE_ACCESSES: u64 = 512;
 
-/// Size of a strided proposal in records: the first, and the largest.
+/// Number of records in the first strided proposal.
 const FIRST_RECORDS: u64 = 4;
+/// Maximum number of records in a strided proposal.
 const MOST_RECORDS: u64 = 32;
 
 /// Ranges to read ahead for one stream.
@@ -40,12 +43,14 @@ const MOST_RECORDS: u64 = 32;
 pub(super) struct Proposal {
     /// The first range, in bytes of the file.
     pub range: Range<u64>,
-    /// Distance between the ranges, and their number.
+    /// Distance in bytes from each range to the next one.
     pub step: i64,
+    /// Number of ranges.
     pub count: u64,
 }
 
 impl Proposal {
+    /// Returns the proposed ranges, in bytes of the file.
     pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
         let Self { range: Range { start, end }, step, count } = self.clone();
         let shifted = move |at: u64, nth: u64| at.wrapping_add_signed(step * nth as i64);
@@ -58,47 +63,53 @@ impl Proposal {
 pub(super) struct Rules {
     /// Unit of reads in bytes: a page, or a huge folio.
     pub page_bytes: u64,
-    /// Size of the first and of the largest proposal, a page at least.
+    /// Size of the first proposal, at least a page.
     pub first_bytes: u64,
+    /// Size of the largest proposal, at least a page.
     pub most_bytes: u64,
     /// The caller declared sequential reads, so the first access is enough for a proposal.
     pub is_eager: bool,
 }
 
 impl Rules {
-    fn page_of(&self, at: u64) -> u64 {
+    /// Returns the start of the page that contains byte `at`.
+    fn page_start(&self, at: u64) -> u64 {
         at - at % self.page_bytes
     }
 
-    fn page_behind(&self, at: u64) -> u64 {
+    /// Returns the first page boundary at or behind byte `at`.
+    fn page_end(&self, at: u64) -> u64 {
         at.next_multiple_of(self.page_bytes)
     }
 }
 
+/// Direction in which the accesses of a stream proceed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     Forward,
     Backward,
-    /// Each access at this distance from the previous one, in bytes; larger than a page.
+    /// Each access begins at this distance in bytes from the previous one. The distance is larger than a page.
     Stride(i64),
     /// The stream has only one access so far.
     Unknown,
 }
 
+/// A stream, or an access that may become one.
 #[derive(Clone, Copy, Debug)]
 struct Stream {
     /// Range of the last access.
     begin: u64,
     end: u64,
     direction: Direction,
-    /// Number of accesses that continued the stream. A stream with 0 may be replaced by a new one.
-    seen: u32,
+    /// Number of accesses that continued the stream. A new stream first replaces streams that are not confirmed.
+    continuations: u32,
     /// End of the ranges that were proposed so far: a page boundary, or the begin of the next record.
     ahead: u64,
-    /// Size of the latest proposal, and of the next one, in bytes or records.
+    /// Size of the latest proposal, in bytes, or in records if the stream is strided.
     latest: u64,
+    /// Size of the next proposal, in the same unit; 0 before the first one.
     next: u64,
-    /// Time of the last access, as a number of accesses to the file.
+    /// Number of accesses to the file up to the stream's last access; 0 if the table entry is unused.
     at: u64,
 }
 
@@ -110,20 +121,24 @@ enum Match {
 }
 
 impl Stream {
+    /// An unused table entry.
     const NONE: Self =
-        Self { begin: 0, end: 0, direction: Direction::Unknown, seen: 0, ahead: 0, latest: 0, next: 0, at: 0 };
+        Self { begin: 0, end: 0, direction: Direction::Unknown, continuations: 0, ahead: 0, latest: 0, next: 0, at: 0 };
 
+    /// Returns whether the table entry is used.
     fn is_present(&self) -> bool {
         self.at > 0
     }
 
+    /// Returns whether enough accesses continued the stream to make proposals.
     fn is_confirmed(&self) -> bool {
-        self.seen >= CONFIRMING_ACCESSES
+        self.continuations >= CONFIRMING_ACCESSES
     }
 
+    /// Returns how an access relates to the stream, or `None` if the access does not belong to it.
     fn match_access(&self, access: &Range<u64>, rules: &Rules) -> Option<Match> {
-        let (first, last) = (rules.page_of(access.start), rules.page_behind(access.end));
-        let (own_first, own_last) = (rules.page_of(self.begin), rules.page_behind(self.end));
+        let (first, last) = (rules.page_start(access.start), rules.page_end(access.end));
+        let (own_first, own_last) = (rules.page_start(self.begin), rules.page_end(self.end));
         let is_inside = first >= own_first && last <= own_last;
         let skip = (MOST_SKIPPED_PAGES * rules.page_bytes).max(2 * (access.end - access.start));
         match self.direction {
@@ -163,10 +178,11 @@ impl Stream {
         ((self.ahead.wrapping_sub(self.begin) as i64) / step).max(1)
     }
 
+    /// Records an access that continues the stream.
     fn continue_with(&mut self, direction: Direction, access: Range<u64>, at: u64) {
         // The stride of a new stream was a guess. Sequential pages are recognized from the second access on.
-        self.seen = if self.direction == direction { self.seen + 1 } else { 1 };
-        if self.seen <= CONFIRMING_ACCESSES {
+        self.continuations = if self.direction == direction { self.continuations + 1 } else { 1 };
+        if self.continuations <= CONFIRMING_ACCESSES {
             (self.ahead, self.latest, self.next) = (access.start, 0, 0);
         }
         if self.direction == Direction::Forward && direction == Direction::Forward && self.is_confirmed() {
@@ -199,37 +215,40 @@ impl Stream {
         self.latest
     }
 
+    /// As [`Stream::propose`], for a forward stream.
     fn propose_forward(&mut self, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
-        let here = rules.page_behind(self.end);
+        let here = rules.page_end(self.end);
         self.ahead = self.ahead.max(here);
         if self.ahead - here > self.latest {
             return None;
         }
         let end = (self.ahead + self.next_size_bytes(rules)).next_multiple_of(rules.page_bytes);
-        let range = self.ahead..end.min(rules.page_behind(size_bytes));
+        let range = self.ahead..end.min(rules.page_end(size_bytes));
         self.ahead = end;
         (range.start < range.end).then_some(Proposal { range, step: 0, count: 1 })
     }
 
+    /// As [`Stream::propose`], for a backward stream.
     fn propose_backward(&mut self, rules: &Rules) -> Option<Proposal> {
-        let here = rules.page_of(self.begin);
+        let here = rules.page_start(self.begin);
         self.ahead = self.ahead.min(here);
         if here - self.ahead > self.latest {
             return None;
         }
         let begin = self.ahead.saturating_sub(self.next_size_bytes(rules));
-        let range = rules.page_of(begin)..self.ahead;
+        let range = rules.page_start(begin)..self.ahead;
         self.ahead = range.start;
         (range.start < range.end).then_some(Proposal { range, step: 0, count: 1 })
     }
 
+    /// As [`Stream::propose`], for a stream with stride `step`.
     fn propose_records(&mut self, step: i64, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         let len_bytes = (self.end - self.begin).max(1);
         let steps = self.steps_ahead(step);
         if steps as u64 - 1 > self.latest {
             return None;
         }
-        let most = (rules.most_bytes / rules.page_behind(len_bytes)).min(MOST_RECORDS);
+        let most = (rules.most_bytes / rules.page_end(len_bytes)).min(MOST_RECORDS);
         self.latest = if self.next == 0 { FIRST_RECORDS.min(most) } else { self.next };
         self.next = (2 * self.latest).min(most);
         let start = self.begin.checked_add_signed(step.checked_mul(steps)?)?;
@@ -249,6 +268,7 @@ impl Stream {
 #[derive(Debug)]
 pub(super) struct Streams {
     entries: [Stream; TABLE_ENTRIES],
+    /// Number of accesses so far.
     clock: u64,
 }
 
@@ -291,7 +311,7 @@ impl Streams {
             }
             None => self.begin(access, rules),
         };
-        if self.entries[at].seen == CONFIRMING_ACCESSES {
+        if self.entries[at].continuations == CONFIRMING_ACCESSES {
             self.drop_excess_stream(at);
         }
         let stream = &mut self.entries[at];
@@ -308,9 +328,9 @@ impl Streams {
         let at = self.entries.iter().enumerate().min_by_key(oldest).map_or(0, |(at, _)| at);
         let direction =
             if rules.is_eager { Direction::Forward } else { nearest.map_or(Direction::Unknown, Direction::Stride) };
-        let seen = if rules.is_eager { CONFIRMING_ACCESSES } else { 0 };
+        let continuations = if rules.is_eager { CONFIRMING_ACCESSES } else { 0 };
         self.entries[at] =
-            Stream { begin: access.start, end: access.end, direction, seen, at: self.clock, ..Stream::NONE };
+            Stream { begin: access.start, end: access.end, direction, continuations, at: self.clock, ..Stream::NONE };
         at
     }
 
@@ -344,8 +364,9 @@ mod tests {
     struct Reader {
         streams: Streams,
         rules: Rules,
-        /// Pages in memory, and those that were read ahead and not used.
+        /// Pages in memory.
         present: BTreeSet<u64>,
+        /// Pages that were read ahead and not used yet.
         ahead: BTreeSet<u64>,
         misses: u64,
         proposals: Vec<Proposal>,
@@ -386,8 +407,8 @@ mod tests {
         }
     }
 
-    /// Sequential forward reads of any length: after three accesses no page is missed, proposals double, and few pages
-    /// are read ahead in vain.
+    /// For sequential forward reads of any length, no page may be missed after three accesses. Proposals must double,
+    /// and only few pages may be read ahead without use.
     #[test]
     fn forward_streams_are_read_ahead() {
         for len in [100, PAGE, 5000, 64 << 10] {
@@ -410,8 +431,8 @@ mod tests {
         }
     }
 
-    /// Reads at a fixed distance, forward and backward: all but the first four are read ahead, and no bytes between
-    /// them.
+    /// For reads at a fixed distance, forward or backward, all but the first four must be read ahead, and no bytes
+    /// between them.
     #[test]
     fn strided_streams_are_read_ahead() {
         for (step, len) in [(10_000, 100), (40_000, 9000), (1 << 20, PAGE), (-123_456, 8)] {
@@ -424,7 +445,7 @@ mod tests {
         }
     }
 
-    /// Streams of all kinds alternate, with random accesses between them. Each stream is still detected.
+    /// Streams of all kinds alternate, with random accesses between them. Each stream must still be detected.
     #[test]
     fn alternating_streams_are_distinguished() {
         let mut reader = Reader::new(rules());
@@ -445,7 +466,7 @@ mod tests {
             .map(move |bits| (bits >> 20) % below)
     }
 
-    /// Random accesses cause no proposals. After the end of a stream they cause at most one more.
+    /// Random accesses must cause no proposals. After the end of a stream they may cause at most one more.
     #[test]
     fn random_accesses_cause_no_proposals() {
         for seed in 0..10 {
@@ -460,8 +481,8 @@ mod tests {
         assert!(reader.proposals.len() <= before + 1, "{} more", reader.proposals.len() - before);
     }
 
-    /// If the caller declared sequential reads, the first access causes a proposal. Proposals of huge folios cover
-    /// whole folios.
+    /// If the caller declared sequential reads, the first access must cause a proposal. Proposals of huge folios must
+    /// cover whole folios.
     #[test]
     fn eager_and_huge_rules_are_followed() {
         let mut reader = Reader::new(Rules { is_eager: true, ..rules() });
@@ -481,7 +502,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
-        /// For any sequence of accesses, proposals lie inside the file.
+        /// For any sequence of accesses, proposals must lie inside the file.
         #[test]
         fn proposals_lie_inside_the_file(steps in prop::collection::vec((0..6u64, 0..SIZE, 1..100_000u64), 1..300)) {
             let mut reader = Reader::new(rules());

@@ -26,32 +26,37 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-/// Folios checked in a background step: 8 MiB. With a step each 125 ms, 64 MiB a second.
+/// Number of folios that a background step checks: 8 MiB. With a step each 125 ms, 64 MiB a second.
 const STEP_CHECKS: usize = 4;
 
-/// Chunks visited in a background step. A visit that checks no bytes reads one cache line.
+/// Number of chunks that a background step visits. A visit that checks no bytes reads one cache line.
 const STEP_VISITS: usize = 1 << 12;
 
+/// Time between two background steps.
 const STEP_NS: u64 = 125_000_000;
 
 /// Shortest duration of a round. A folio that was not written for this long will hardly be written soon.
 const ROUND_NS: u64 = 2_000_000_000;
 
-/// Scan states in a chunk's scan word, above the version of the folio that the state describes.
+/// Scan state, above the folio's version: the folio was seen in a round, and the next round may check it.
 const NOTED: u64 = 1 << 32;
+/// Scan state, above the folio's version: a check found the folio dense.
 const DENSE: u64 = 2 << 32;
 
 /// Position of the clock hand.
 #[derive(Clone, Copy, Default)]
 struct ClockHand {
+    /// Index of the cache to visit next.
     cache: usize,
+    /// Index of the chunk to visit next.
     chunk: u32,
     /// Value of `Sweep::changes` when the current round began.
     changes: u32,
-    /// The current round met a folio that the next round must check.
+    /// Whether the current round met a folio that the next round must check.
     has_new_folio: bool,
-    /// Time when the round began, and time of the next step.
+    /// Time when the current round began.
     begun_ns: u64,
+    /// Time of the next background step.
     due_ns: u64,
 }
 
@@ -69,7 +74,7 @@ pub(super) struct Sweep {
 #[derive(Default)]
 pub(super) struct Step {
     pub freed_bytes: u64,
-    /// The hand has completed a round.
+    /// Whether the hand has completed a round.
     is_round_complete: bool,
 }
 
@@ -102,6 +107,7 @@ impl File {
 }
 
 impl Sweep {
+    /// Counts an event that may have made a folio sparse, and starts the hand if it is stopped.
     fn note_change(&self, worker: &Worker, caches: &'static Caches) {
         self.changes.fetch_add(1, SeqCst);
         if !self.is_running.load(SeqCst) && !worker.is_thread_disabled() && !self.is_running.swap(true, SeqCst) {
@@ -215,6 +221,7 @@ impl Inner {
         if order > 0 && self.may_split { self.pool.pages() >> order } else { 0 }
     }
 
+    /// Visits a chunk: checks its huge folio if the folio was not written since the previous round.
     fn visit_chunk(&self, chunk: u32) -> Visit {
         let (pool, order) = (self.pool, self.pool.chunk_order());
         let number = chunk << order;

@@ -5,7 +5,7 @@
 //! its write, or if the store was still too long. The next attempt truncates the store and writes the folio again.
 
 use super::dirty::DIRTY;
-use super::writeback::{Walk, Walked, Why};
+use super::writeback::{WalkPlan, WalkResult, WritebackReason};
 use super::{File, Mapping, TimedWait};
 use crate::folio::Owner;
 use crate::folio::word::State;
@@ -31,12 +31,13 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::Store`] with the store's error: the bytes stay dirty, and another call tries again. A write that failed
-    /// since the last sync by this handle, in the background or by another handle, is reported, too, once to each
-    /// handle ([`Mapping::try_clone`]), even if all is durable now. [`Error::Busy`] if a dirty folio is pinned or held
-    /// for a second, or if the file is truncated continually. The other dirty folios are then in the store, but not
-    /// durable. [`Error::Busy`] also if no write completes for as long as
-    /// [`Builder::timeout`](super::Builder::timeout).
+    /// [`Error::Store`] with the store's error: the bytes stay dirty, and another call tries again. The error may also
+    /// be that of an earlier write, in the background or by another handle. Each handle ([`Mapping::try_clone`])
+    /// reports such a failure once, even if all bytes are durable now.
+    ///
+    /// [`Error::Busy`] if a dirty folio is pinned or held for a second, or if the file is truncated continually. The
+    /// other dirty folios are then in the store, but not durable. [`Error::Busy`] also if no write completes for as
+    /// long as [`Builder::timeout`](super::Builder::timeout).
     pub fn sync(&self) -> Result<()> {
         self.0.check(0, 0)?;
         self.report_failures(self.0.sync_pages(0..Owner::MAX_INDEX))
@@ -83,6 +84,7 @@ impl Mapping {
 /// The page index behind a folio; and, if the folio is dirty and now frozen, its index, number and state.
 type Frozen = (u64, Option<(u64, u32, State)>);
 
+/// Error if a store completes no write within the timeout.
 const NO_PROGRESS: Error = Error::Busy { what: "the store makes no progress" };
 
 /// Returns a function for `map_err` that adds the operation during which the store failed.
@@ -99,6 +101,7 @@ impl File {
         Ok(Some(self.index_of(offset)..end.min(Owner::MAX_INDEX)))
     }
 
+    /// Writes the pages back, then makes them and the file's length durable.
     fn sync_pages(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
         let Some(store) = &self.store else { return Ok(()) };
         let _exclusive = self.syncing.lock();
@@ -116,7 +119,13 @@ impl File {
         // Limited to the current length, so that concurrent appends cannot prolong the sync.
         let end = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64));
         let (pages_inside, timeout) = (pages.start..pages.end.min(end), self.cache.timeout);
-        let walk = Walk { why: Why::Sync, pages: pages_inside, most_bytes: u64::MAX, timeout, waits_for_others: true };
+        let walk = WalkPlan {
+            reason: WritebackReason::Sync,
+            pages: pages_inside,
+            most_bytes: u64::MAX,
+            timeout,
+            waits_for_others: true,
+        };
         self.await_in_flight()?;
         self.clean_behind_end(end, pages.end);
         for _ in 0..MOST_ATTEMPTS {
@@ -134,7 +143,7 @@ impl File {
 
     /// Truncates the store if needed, then writes the dirty folios. The caller holds the file's sync lock, and the file
     /// has no write in flight. Failures are recorded for all handles.
-    pub(super) fn walk_once(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
+    pub(super) fn walk_once(self: &Arc<Self>, store: &dyn Store, walk: &WalkPlan) -> Result<WalkResult> {
         self.truncate_store(store).inspect_err(|error| self.note_error(error))?;
         let walked = self.walk(store, walk)?;
         walked.failure.iter().for_each(|error| self.note_error(error));
@@ -156,6 +165,7 @@ impl File {
         stats::add(Counter::CacheLost, dirty.bytes());
     }
 
+    /// Writes all dirty pages back, within [`Writeback::timeout`](super::Writeback::timeout).
     fn write_back_in_time(self: &Arc<Self>, store: &dyn Store) -> Result<()> {
         let (timeout, mut waits) = (self.cache.balance.timeout, Backoff::new());
         let is_late = |waits: &Backoff| u128::from(waits.waited_ns()) > timeout.as_nanos();
@@ -167,7 +177,8 @@ impl File {
             }
         };
         let (pages, timeout) = (0..Owner::MAX_INDEX, Some(timeout));
-        let walk = Walk { why: Why::Sync, pages, most_bytes: u64::MAX, timeout, waits_for_others: false };
+        let walk =
+            WalkPlan { reason: WritebackReason::Sync, pages, most_bytes: u64::MAX, timeout, waits_for_others: false };
         loop {
             if self.is_in_flight() {
                 if is_late(&waits) {
@@ -253,6 +264,7 @@ impl File {
         Ok(())
     }
 
+    /// As [`File::try_freeze_dirty`], but waits for other threads that use the folio, at most a second.
     pub(super) fn freeze_dirty(&self, index: u64) -> Result<Frozen> {
         let mut timed_wait = TimedWait::new();
         loop {

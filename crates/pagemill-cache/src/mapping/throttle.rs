@@ -1,5 +1,5 @@
-//! Throttling of writers: they wait, for a bounded time, before dirty pages fill the cache. Also writes pages back to
-//! make room when all pages are dirty.
+//! Throttling of writers: a writer pauses or waits, for a bounded time, before dirty pages fill the cache. This module
+//! also writes pages back when all pages are dirty and a thread needs a page.
 //!
 //! Called without the gate and without locks. A writer that waits also writes its own file back, unless another thread
 //! does.
@@ -7,7 +7,7 @@
 use super::File;
 use super::cache::Inner;
 use super::flush::Balance;
-use super::writeback::Why;
+use super::writeback::WritebackReason;
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{Backoff, Relaxed, sleep};
@@ -15,21 +15,23 @@ use pagemill_core::units::BLOCK_BYTES;
 use pagemill_store::errno::{self, ETIMEDOUT};
 use std::time::Duration;
 
-/// Bytes that a waiting writer writes back at a time.
+/// Number of bytes that a waiting writer writes back at a time.
 const WRITER_SLICE_BYTES: u64 = 2 * BLOCK_BYTES as u64;
 
-/// A writer pauses once for each of these amounts that the cache makes dirty. The amount is small enough that no pause
-/// is long, and large enough that a pause is a real sleep.
+/// Above `free_bytes`, one writer pauses each time that writers have made this number of bytes dirty. The number is
+/// small enough that no pause is long, and large enough that a pause is a real sleep.
 const PACED_BYTES: u64 = BLOCK_BYTES as u64 / 4;
 
+/// Maximum length of one pause.
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
 /// Interval of checks whether other threads made progress.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 impl Balance {
-    /// Returns the pause of the writer whose bytes complete another `PACED_BYTES`. Half way from `free_bytes` to
-    /// `most_bytes` the pause is the time to write that amount, so the number of dirty bytes settles there.
+    /// Returns the pause of the writer whose bytes complete another `PACED_BYTES`. If the number of dirty bytes lies
+    /// half way from `free_bytes` to `most_bytes`, the pause is the time to write `PACED_BYTES` back. So the number of
+    /// dirty bytes settles there.
     fn pause(&self, dirty_bytes: u64) -> Duration {
         let (over, span) =
             (dirty_bytes.saturating_sub(self.free_bytes), self.most_bytes - self.free_bytes.min(self.most_bytes));
@@ -40,7 +42,9 @@ impl Balance {
 }
 
 /// Measures the time without any progress of writeback.
+/// Value of [`Balance::cleaned_bytes`] when writeback last made progress.
 struct NoProgress {
+    /// Time since then.
     cleaned_bytes: u64,
     since: Backoff,
 }
@@ -60,6 +64,7 @@ impl NoProgress {
     }
 }
 
+/// Returns the error for a store that makes no progress.
 fn no_progress_error() -> Error {
     Error::Store { doing: "waiting for the writeback of dirty pages", cause: errno::error(ETIMEDOUT) }
 }
@@ -100,12 +105,13 @@ impl File {
         done
     }
 
+    /// Writes this file back, or waits for other threads, until the cache has fewer than `most_bytes` dirty.
     fn await_clean(&self) -> Result<()> {
         let (cache, balance) = (&self.cache, &self.cache.balance);
         let mut no_progress = NoProgress::new(balance);
         while cache.dirty_bytes() >= balance.most_bytes {
             let Some((file, dirty)) = cache.file(self.id).zip(self.dirty.as_ref()) else { return Ok(()) };
-            let has_written = match file.write_some(Why::Share, WRITER_SLICE_BYTES, balance.timeout) {
+            let has_written = match file.write_some(WritebackReason::Share, WRITER_SLICE_BYTES, balance.timeout) {
                 Ok(bytes) => bytes.is_some_and(|bytes| bytes > 0),
                 Err(Error::Busy { .. }) => return Err(no_progress_error()),
                 Err(error) => return Err(error),
@@ -145,7 +151,7 @@ impl Inner {
             for entry in self.dirty_files() {
                 let Some(file) = entry.upgrade() else { continue };
                 let Some(dirty) = &file.dirty else { continue };
-                match file.write_some(Why::Room, want_bytes.max(WRITER_SLICE_BYTES), balance.timeout) {
+                match file.write_some(WritebackReason::Room, want_bytes.max(WRITER_SLICE_BYTES), balance.timeout) {
                     Ok(Some(bytes)) => may_continue |= bytes > 0 || dirty.flush.is_midway(),
                     Ok(None) if dirty.flush.is_failing() => failure = Some(dirty.failure()),
                     // Another thread is writing the file back, or has just done so.

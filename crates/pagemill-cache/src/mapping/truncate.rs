@@ -130,7 +130,7 @@ impl File {
         Ok(())
     }
 
-    /// Makes a folio over `index` with the bytes that the store has.
+    /// Creates a folio over `index` with the bytes that the store has.
     ///
     /// # Errors
     ///

@@ -40,7 +40,7 @@ pub enum Holder {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub name: Arc<str>,
-    /// Number of the cache in trace events. A later cache may get the same number.
+    /// Number of the cache in trace events. The number is unique among existing caches.
     pub number: u32,
     /// NUMA node of the cache's memory.
     pub node: usize,
@@ -62,10 +62,10 @@ pub struct Usage {
     pub limit: u64,
     /// Bytes in dirty folios of files with a store.
     pub dirty: u64,
-    /// The cache uses reserved huge pages. Its bytes are not resident memory of the process, and in no published sum
-    /// except `cache_hugetlb`.
+    /// Whether the cache uses reserved huge pages. If so, its bytes are not resident memory of the process, and in no
+    /// published sum except `cache_hugetlb`.
     pub is_hugetlb: bool,
-    /// The walk reached its time limit, so `locked` and `index` may be too low.
+    /// Whether the walk reached its time limit. If so, `locked` and `index` may be too low.
     pub is_partial: bool,
 }
 
@@ -75,6 +75,7 @@ impl Usage {
         self.huge + self.small + self.locked + self.free + self.frames + self.index
     }
 
+    /// Returns the memory use of the pool with index `at`. All memory of the pool counts as free.
     fn of_pool(caches: &Caches, pool: &Pool, at: usize) -> Self {
         let (node, page_bytes) = (pool.node(), pool.page().bytes());
         let (number, frames) = (at as u32, caches.frames_bytes_of(at, pool));
@@ -85,7 +86,9 @@ impl Usage {
 
 /// A time limit that reads the clock at some of its checks only.
 struct Deadline {
+    /// Time on the fine clock at which the limit is reached. `None`: no limit.
     ns: Option<u64>,
+    /// Number of checks so far.
     checks: u32,
     is_over: bool,
 }
@@ -94,10 +97,12 @@ impl Deadline {
     /// Number of checks between two readings of the clock: some microseconds.
     const CHECKS_PER_READING: u32 = 1 << 8;
 
+    /// Creates a limit that is reached after `ns` nanoseconds; `None`: never.
     fn after(ns: Option<u64>) -> Self {
         Self { ns: ns.map(|ns| clock::fine_ns().saturating_add(ns)), checks: 0, is_over: false }
     }
 
+    /// Returns whether a check has found that the limit is reached.
     fn is_over(&mut self) -> bool {
         self.checks += 1;
         if let Some(ns) = self.ns
@@ -225,8 +230,8 @@ mod tests {
     use crate::mapping::PageCache;
     use crate::test_process;
 
-    /// Without time only a part of the pages is walked, and the result is marked as partial. With enough time, the
-    /// result equals that of `PageCache::usage`.
+    /// Without time only some of the pages may be walked, and the result must be marked as partial. With enough time,
+    /// the result must equal that of `PageCache::usage`.
     #[test]
     fn a_usage_walk_ends_at_its_time_limit() {
         let caches = test_process::caches();

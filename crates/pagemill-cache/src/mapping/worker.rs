@@ -19,12 +19,15 @@ use std::sync::{Arc, Weak};
 /// Maximum number of ranges in the queue. Further proposals are dropped; later writes propose the ranges again.
 const MOST_QUEUED: usize = 10_000;
 
-/// Number of attempts for a range with folios in use.
+/// Maximum number of further attempts for a range with folios in use.
 const MOST_RETRIES: u8 = 3;
 
+/// A range whose small folios may be collapsed.
 struct QueuedRange {
     file: Weak<File>,
+    /// Index of a page in the range.
     index: u64,
+    /// Number of failed attempts.
     tries: u8,
 }
 
@@ -34,9 +37,10 @@ pub(crate) struct Worker {
     queue: Guarded<VecDeque<QueuedRange>>,
     /// Counter of wakeups; the futex on which the thread sleeps.
     wakeups: AtomicU32,
+    /// Whether the thread was started.
     is_started: AtomicBool,
-    /// The program does the thread's work itself, by calls such as
-    /// [`PageCache::collapse_waiting`](super::PageCache::collapse_waiting).
+    /// Whether the thread is never started. The program then does its work with calls of
+    /// [`PageCache::collapse_waiting`](super::PageCache::collapse_waiting) and similar methods.
     is_thread_disabled: AtomicBool,
     pub(super) sweep: Sweep,
 }
@@ -82,6 +86,7 @@ impl File {
 }
 
 impl Worker {
+    /// Adds a range to the queue, and wakes the thread.
     fn propose(&self, caches: &'static Caches, file: &File, index: u64) {
         let Some(file) = file.cache.file(file.id) else { return };
         let range = QueuedRange { file: Arc::downgrade(&file), index, tries: 0 };
@@ -100,10 +105,11 @@ impl Worker {
         self.is_thread_disabled.load(Relaxed)
     }
 
-    /// Wakes the thread, or starts it.
+    /// Does nothing, because shuttle runs without the thread.
     #[cfg(shuttle)]
     pub fn wake(&self, _caches: &'static Caches) {}
 
+    /// Wakes the thread, or starts it.
     #[cfg(not(shuttle))]
     pub fn wake(&self, caches: &'static Caches) {
         self.wakeups.fetch_add(1, Relaxed);
@@ -116,7 +122,7 @@ impl Worker {
         }
     }
 
-    /// Takes up to `steps` ranges from the queue, and collapses those for which the policy chooses a huge folio.
+    /// Takes up to `steps` ranges from the queue. Collapses a range if the policy chooses a huge folio for it.
     /// Returns the number of new huge folios.
     pub fn step(&self, steps: usize) -> usize {
         let mut made = 0;
@@ -134,7 +140,7 @@ impl Worker {
         made
     }
 
-    /// Makes the worker start no thread from here on.
+    /// Prevents the start of the thread from now on.
     pub fn disable_threads(&self) {
         self.is_thread_disabled.store(true, Relaxed);
     }

@@ -1,8 +1,8 @@
 //! Writeback of dirty folios: a walk over the dirty folios of a file in order, with many transfers in flight.
 //!
 //! ```text
-//!   Pass    one walk: its transfers in flight, and their results   starts more transfers as others complete
-//!     Run     adjacent frozen folios, written by one transfer      from a copy if they are not contiguous in memory
+//!   WalkState    one walk: its transfers in flight, and their results. Starts more transfers as others complete.
+//!     WriteRun     adjacent frozen folios, written by one transfer. Copied first if not contiguous in memory.
 //! ```
 //!
 //! The walk owns a run until the store receives it; then the store owns it. The folios of a run are thawed when the
@@ -27,14 +27,15 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum number of runs and bytes in flight: enough to keep a device busy. A folio larger than `MOST_BYTES` is also
-/// written.
+/// Maximum number of runs in flight, enough to keep a device busy.
 const MOST_RUNS: usize = 128;
+/// Maximum number of bytes in flight. A single folio that is larger is also written.
 const MOST_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// Runs are started in batches of this size. One call of the store for each run would cost most; one call for all runs
-/// would leave the device idle until then.
+/// Number of runs that are passed to the store at a time. One call for each run would cost too much, and one call for
+/// all runs would leave the device idle until then.
 const BATCH_RUNS: usize = 8;
+/// Number of bytes that are passed to the store at a time.
 const BATCH_BYTES: u64 = MOST_BYTES / 4;
 
 /// Maximum length of a run of small folios. A device writes a few large transfers faster than many small ones.
@@ -43,11 +44,12 @@ const MOST_RUN_BYTES: u64 = BLOCK_BYTES as u64 / 2;
 /// Interval of wakeups in a wait without a time limit.
 const WAKE_INTERVAL: Duration = Duration::from_secs(60);
 
+/// The operation that errors of the store name.
 const DOING: &str = "writing a file back";
 
 /// Why a file is written back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Why {
+pub(super) enum WritebackReason {
     /// The pages were dirty for too long.
     Age,
     /// Too much of the cache is dirty.
@@ -58,7 +60,8 @@ pub(super) enum Why {
     Room,
 }
 
-impl Why {
+impl WritebackReason {
+    /// Returns the counter of the bytes that were written for this reason.
     fn counter(self) -> Counter {
         match self {
             Self::Age => Counter::CacheWrittenForAge,
@@ -71,8 +74,9 @@ impl Why {
 
 /// Range and limits of a walk.
 #[derive(Clone)]
-pub(super) struct Walk {
-    pub why: Why,
+pub(super) struct WalkPlan {
+    pub reason: WritebackReason,
+    /// Indices of the pages that the walk covers.
     pub pages: Range<u64>,
     /// The walk ends after it has found this many bytes.
     pub most_bytes: u64,
@@ -84,9 +88,10 @@ pub(super) struct Walk {
 
 /// Result of a walk.
 #[derive(Debug, Default)]
-pub(super) struct Walked {
+pub(super) struct WalkResult {
+    /// Number of bytes that were written without an error.
     pub written_bytes: u64,
-    /// All folios that were dirty when the walk reached them are clean now.
+    /// Whether all folios that were dirty when the walk reached them are clean now.
     pub is_clean: bool,
     /// Page at which the next walk continues; `None` if this walk reached the end of its range.
     pub next: Option<u64>,
@@ -101,37 +106,45 @@ struct RunFolio {
 }
 
 /// One walk over the dirty folios of a file.
-struct Pass {
+struct WalkState {
     file: Arc<File>,
-    why: Why,
-    state: Mutex<PassProgress>,
+    reason: WritebackReason,
+    state: Mutex<WalkProgress>,
     changed: Condvar,
 }
 
+/// The runs of a walk that are in flight, and their results.
 #[derive(Default)]
-struct PassProgress {
+struct WalkProgress {
+    /// Number of runs in flight.
     runs: usize,
+    /// Number of bytes in flight.
     bytes: u64,
     /// The walk sleeps until at most this many runs and bytes are in flight.
     awaited: (usize, u64),
+    /// Number of runs that have ended.
     ended: u64,
     written_bytes: u64,
+    /// Whether a folio was written and is dirty nevertheless.
     has_dirty_folio: bool,
+    /// The store's first error.
     failure: Option<io::Error>,
 }
 
-impl PassProgress {
+/// Returns whether at most `most.0` runs and `most.1` bytes are in flight.
+impl WalkProgress {
     fn is_below(&self, most: (usize, u64)) -> bool {
         self.runs <= most.0 && self.bytes <= most.1
     }
 }
 
-impl Pass {
+impl WalkState {
     /// Locks the progress. The lock is held for a few instructions only, without callbacks.
-    fn state(&self) -> MutexGuard<'_, PassProgress> {
+    fn state(&self) -> MutexGuard<'_, WalkProgress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Records that a run of `bytes` begins.
     fn begin(&self, bytes: u64) {
         self.file.note_in_flight();
         stats::add(Counter::CacheWriteback, bytes);
@@ -140,10 +153,11 @@ impl Pass {
         state.bytes += bytes;
     }
 
+    /// Records the end of a run. `result` says whether its folios are clean.
     fn end(&self, bytes: u64, result: io::Result<bool>) {
         stats::sub(Counter::CacheWriteback, bytes);
         if result.is_ok() {
-            stats::add(self.why.counter(), bytes);
+            stats::add(self.reason.counter(), bytes);
         }
         let mut state = self.state();
         state.runs -= 1;
@@ -164,8 +178,8 @@ impl Pass {
         }
     }
 
-    /// Waits until at most `most` (runs, bytes) is in flight. Returns `false` if nothing completes for as long as
-    /// `timeout`.
+    /// Waits until at most `most.0` runs and `most.1` bytes are in flight. Returns `false` if no run ends for as long
+    /// as `timeout`.
     fn wait(&self, most: (usize, u64), timeout: Option<Duration>) -> bool {
         let (mut seen, mut since) = (u64::MAX, Instant::now());
         let mut state = self.state();
@@ -191,16 +205,18 @@ impl Pass {
 /// 1. The folios are frozen until the run is complete, so no thread writes to their bytes.
 /// 2. `copy`, if there is one, is never changed.
 struct WriteRun {
-    pass: Arc<Pass>,
+    walk_state: Arc<WalkState>,
     first: RunFolio,
     others: Vec<RunFolio>,
     /// The bytes of the file that the run writes.
     bytes: Range<u64>,
-    /// The folios are contiguous in memory, in the order of the file.
+    /// Whether the folios are contiguous in memory, in the order of the file.
     is_contiguous: bool,
+    /// Copy of the bytes to write, if the folios are not contiguous.
     copy: Option<Aligned>,
     /// Value of `File::length_version` when the run was created.
     length_version: u32,
+    /// Whether the folios were thawed.
     is_complete: AtomicBool,
 }
 
@@ -209,13 +225,14 @@ impl WriteRun {
         self.bytes.end - self.bytes.start
     }
 
+    /// Returns the folios of the run, in the order of the file.
     fn run_folios(&self) -> impl Iterator<Item = &RunFolio> + Clone {
         std::iter::once(&self.first).chain(&self.others)
     }
 
     /// Returns index, number and order of each folio.
     fn folios(&self) -> impl Iterator<Item = (u64, u32, u8)> + Clone {
-        let first = self.pass.file.index_of(self.bytes.start);
+        let first = self.walk_state.file.index_of(self.bytes.start);
         self.run_folios().scan(first, |index, folio| {
             let at = *index;
             *index += 1 << folio.order;
@@ -227,7 +244,7 @@ impl WriteRun {
     fn append(&mut self, folio: &RunFolio, bytes: &Range<u64>) -> bool {
         let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MOST_RUN_BYTES;
         if fits {
-            let pool = self.pass.file.pool();
+            let pool = self.walk_state.file.pool();
             let end = pool.addr(self.first.number) + self.len_bytes() as usize;
             self.is_contiguous &= end == pool.addr(folio.number);
             self.others.push(RunFolio { ..*folio });
@@ -241,7 +258,7 @@ impl WriteRun {
         if self.is_contiguous {
             return;
         }
-        let file = &self.pass.file;
+        let file = &self.walk_state.file;
         let mut copy = Aligned::new(self.len_bytes() as usize, file.page_bytes());
         let mut rest = &mut copy[..];
         for folio in self.run_folios() {
@@ -253,15 +270,16 @@ impl WriteRun {
         self.copy = Some(copy);
     }
 
+    /// Makes the run a transfer, which owns the run from then on.
     fn into_transfer(mut self) -> Transfer {
         self.gather();
         let (offset, len) = (self.bytes.start, self.len_bytes() as usize);
         let addr = match &self.copy {
             Some(copy) => copy.addr(),
             // SAFETY: the address of the first folio, which is never 0.
-            None => unsafe { NonNull::new_unchecked(self.pass.file.pool().addr(self.first.number) as *mut u8) },
+            None => unsafe { NonNull::new_unchecked(self.walk_state.file.pool().addr(self.first.number) as *mut u8) },
         };
-        self.pass.begin(len as u64);
+        self.walk_state.begin(len as u64);
         // SAFETY: the bytes are a copy owned by the run, or contiguous folios. No thread writes to either (invariants)
         // until the run is complete, which is at the earliest when the store reports its end. The transfer owns the
         // run, so the run lives until then.
@@ -270,7 +288,7 @@ impl WriteRun {
 
     /// Thaws the folios. Returns whether they are clean.
     fn complete(&self, is_written: bool) -> bool {
-        let file = &self.pass.file;
+        let file = &self.walk_state.file;
         if is_written {
             return file.note_written(self.folios(), self.bytes.end, self.length_version);
         }
@@ -283,7 +301,7 @@ impl Finish for WriteRun {
     fn finish(&self, _token: u64, result: io::Result<()>) {
         if !self.is_complete.swap(true, AcqRel) {
             let is_clean = self.complete(result.is_ok());
-            self.pass.end(self.len_bytes(), result.map(|()| is_clean));
+            self.walk_state.end(self.len_bytes(), result.map(|()| is_clean));
         }
     }
 }
@@ -298,7 +316,7 @@ impl Drop for WriteRun {
 
 /// Runs of a walk that the store has not received yet.
 struct PendingRuns<'store> {
-    pass: Arc<Pass>,
+    walk_state: Arc<WalkState>,
     store: &'store dyn Store,
     runs: Vec<WriteRun>,
     bytes: u64,
@@ -307,7 +325,7 @@ struct PendingRuns<'store> {
 impl PendingRuns<'_> {
     /// Adds a frozen folio that lies behind the folios added before. Returns the number of bytes to write.
     fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
-        let file = &self.pass.file;
+        let file = &self.walk_state.file;
         let (folio, begin) = (RunFolio { number, order: state.order() }, file.offset_of(index));
         let bytes = begin..(begin + file.cache.folio_bytes(folio.order)).min(size_bytes);
         if bytes.is_empty() {
@@ -319,10 +337,10 @@ impl PendingRuns<'_> {
         let len_bytes = bytes.end - bytes.start;
         self.bytes += len_bytes;
         if !self.runs.last_mut().is_some_and(|run| run.append(&folio, &bytes)) {
-            let (pass, length_version) = (self.pass.clone(), file.length_version.load(Relaxed));
+            let (walk_state, length_version) = (self.walk_state.clone(), file.length_version.load(Relaxed));
             let is_complete = AtomicBool::new(false);
             let run = WriteRun {
-                pass,
+                walk_state,
                 first: folio,
                 others: Vec::new(),
                 bytes,
@@ -343,6 +361,7 @@ impl PendingRuns<'_> {
         self.runs.len() > most || self.bytes >= BATCH_BYTES
     }
 
+    /// Passes the runs to the store.
     fn start(&mut self) {
         self.bytes = 0;
         if !self.runs.is_empty() {
@@ -358,14 +377,14 @@ impl File {
     /// # Errors
     ///
     /// [`Error::Busy`] if a folio is in use for too long (the others were written), or if the store makes no progress.
-    pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
-        let (state, changed) = (Mutex::new(PassProgress::default()), Condvar::new());
-        let pass = Arc::new(Pass { file: self.clone(), why: walk.why, state, changed });
-        let mut pending = PendingRuns { pass: pass.clone(), store, runs: Vec::new(), bytes: 0 };
+    pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &WalkPlan) -> Result<WalkResult> {
+        let (state, changed) = (Mutex::new(WalkProgress::default()), Condvar::new());
+        let walk_state = Arc::new(WalkState { file: self.clone(), reason: walk.reason, state, changed });
+        let mut pending = PendingRuns { walk_state: walk_state.clone(), store, runs: Vec::new(), bytes: 0 };
         let found = self.find_and_start(&mut pending, walk);
         pending.start();
-        let is_over = pass.wait((0, 0), walk.timeout);
-        let mut state = pass.state();
+        let is_over = walk_state.wait((0, 0), walk.timeout);
+        let mut state = walk_state.state();
         if !is_over {
             return Err(Error::Busy { what: "the store makes no progress with its writes" });
         }
@@ -374,11 +393,16 @@ impl File {
             Err(error) if failure.is_none() => return Err(error),
             found => found.unwrap_or((None, false)),
         };
-        Ok(Walked { written_bytes: state.written_bytes, is_clean: is_clean && !state.has_dirty_folio, next, failure })
+        Ok(WalkResult {
+            written_bytes: state.written_bytes,
+            is_clean: is_clean && !state.has_dirty_folio,
+            next,
+            failure,
+        })
     }
 
     /// Finds dirty folios and starts their transfers. Returns where the walk ended, and whether it skipped no folio.
-    fn find_and_start(self: &Arc<Self>, pending: &mut PendingRuns<'_>, walk: &Walk) -> Result<(Option<u64>, bool)> {
+    fn find_and_start(self: &Arc<Self>, pending: &mut PendingRuns<'_>, walk: &WalkPlan) -> Result<(Option<u64>, bool)> {
         let (mut at, mut found_bytes, mut is_clean, mut busy) = (walk.pages.start, 0, true, None);
         while at < walk.pages.end
             && !self.is_closed.load(Relaxed)
@@ -411,12 +435,12 @@ impl File {
             at = end;
             if pending.is_full() {
                 pending.start();
-                let pass = &pending.pass;
+                let walk_state = &pending.walk_state;
                 let most = (MOST_RUNS - BATCH_RUNS, MOST_BYTES - BATCH_BYTES);
-                if !pass.wait(most, walk.timeout) {
+                if !walk_state.wait(most, walk.timeout) {
                     return Ok((Some(at), false));
                 }
-                if pass.state().failure.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+                if walk_state.state().failure.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::TimedOut) {
                     // Give up: if a store times out for each transfer, each remaining one would cost that time.
                     return Ok((Some(at), false));
                 }
@@ -425,10 +449,12 @@ impl File {
         busy.map_or(Ok((None, is_clean)), Err)
     }
 
+    /// Counts one more run of the file in flight.
     fn note_in_flight(&self) {
         self.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_add(1, SeqCst));
     }
 
+    /// Counts one run of the file less in flight.
     fn note_run_ended(&self) {
         self.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_sub(1, SeqCst));
     }

@@ -12,8 +12,8 @@ use std::time::Duration;
 /// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
 const DEPTH: usize = 4;
 
-/// Maximum number of steps of a run; a longer run waits for an event that never comes.
-const MOST_STEPS: usize = 300_000;
+/// Maximum number of steps of a run. A longer run waits for an event that never comes.
+const MAX_STEPS: usize = 300_000;
 
 fn new_slabs() -> &'static Slabs {
     let arena = place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
@@ -25,7 +25,7 @@ fn new_slabs() -> &'static Slabs {
 fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     let config = || {
         let mut config = Config::new();
-        (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MOST_STEPS));
+        (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MAX_STEPS));
         config
     };
     let begin = move || {

@@ -1,4 +1,4 @@
-//! Indices whose nodes are moved: the contents stay, and memory is freed.
+//! Tests of indices whose nodes are moved: the contents must stay, and memory must be freed.
 #![allow(unsafe_code)] // arrays that keep their address
 
 use super::*;
@@ -102,8 +102,8 @@ fn shrink(nodes: &NodeCache) {
     nodes.check_state();
 }
 
-/// Memory that held nodes is read without a guard. After a shrink it reads as zero, and AddressSanitizer reports no
-/// error.
+/// Memory that held nodes is read without a guard. After a shrink it must read as zero, and AddressSanitizer must
+/// report no error.
 #[test]
 fn memory_of_former_nodes_reads_zero() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -149,7 +149,7 @@ fn an_index_that_became_sparse_is_packed() {
     }
 }
 
-/// Nodes are not moved at a ratio of 0, nor in arrays whose own address may change.
+/// Nodes must not be moved at a ratio of 0, nor in arrays whose own address may change.
 #[test]
 fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
     let nodes = IndexNodes::new(slabs()).cache().unwrap();
@@ -169,7 +169,8 @@ fn nodes_stay_at_ratio_0_and_in_arrays_that_may_move() {
     assert_eq!(all(&staying).len(), 1000_usize.div_ceil(6));
 }
 
-/// Steps by the ratio bound the resident memory, even if the lock of the array is sometimes taken.
+/// After steps of defragmentation the ratio must bound the resident memory, even if another thread sometimes holds the
+/// lock of the array.
 #[test]
 fn ratio_bounds_resident_nodes() {
     let slabs = sparse_slabs();
@@ -201,7 +202,7 @@ fn ratio_bounds_resident_nodes() {
     assert!(is_bounded(&info), "{info:?}");
 }
 
-/// At a memory limit the shrinker packs the nodes. The freed bytes were never charged, so it reports none.
+/// At a memory limit the shrinker must pack the nodes. It must report no freed bytes, because nodes are not charged.
 #[test]
 fn limit_packs_nodes() {
     let slabs = sparse_slabs();
@@ -232,8 +233,8 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Two readers, two writers and two threads that move nodes, while further arrays are created and dropped. A permanent
-/// entry is always found with its mark, and no lookup returns an entry of another index.
+/// Two readers, two writers and two threads that move nodes run while further arrays are created and dropped. A
+/// permanent entry must always be found with its mark, and no lookup may return an entry of another index.
 #[test]
 fn threads_read_and_write_while_nodes_move() {
     const ROUNDS: u64 = 60;
@@ -307,7 +308,7 @@ fn threads_read_and_write_while_nodes_move() {
     assert_eq!(nodes.info().unwrap().active, u64::from(array.node_count()));
 }
 
-/// An index is emptied, and its few nodes are freed without a call. After `defrag_by_hand` they wait for a call.
+/// An index is emptied. Its few nodes must be freed without a call. After `defrag_by_hand` they must wait for a call.
 #[test]
 fn background_frees_retired_nodes() {
     for is_stopped in [false, true] {

@@ -23,8 +23,8 @@ pub(crate) enum Barriers {
 }
 
 impl Barriers {
-    /// Returns the kind that the kernel supports. The kernel is asked once: threads that sleep would not notice a
-    /// change.
+    /// Returns the kind that the kernel supports. The kernel is queried only once, because sleeping threads would not
+    /// notice a change.
     #[cfg(not(loom))]
     pub fn of_process() -> Self {
         static HAS_PROCESS_BARRIER: OnceLock<bool> = OnceLock::new();
@@ -89,6 +89,7 @@ impl AsymmetricLock {
         is_entered
     }
 
+    /// Ends the entry of the magazine's thread.
     #[inline(always)]
     pub fn leave(&self) {
         self.entered.store(0, Release);
@@ -129,6 +130,7 @@ mod loom_tests {
     use loom::thread;
 
     #[derive(Default)]
+    /// A lock, and the data that it protects.
     struct Magazine {
         lock: AsymmetricLock,
         /// Represents the objects of a magazine. A change reads the count, then writes it, so concurrent changes would

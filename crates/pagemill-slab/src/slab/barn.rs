@@ -58,7 +58,9 @@ impl BarnMemory {
 /// A bounded stack of full sheaves with its own lock, shared by some threads of a node.
 pub(super) struct Barn {
     barn_memory: &'static BarnMemory,
+    /// Index of the barn's first sheaf in `barn_memory`.
     first_sheaf: usize,
+    /// Number of objects in a sheaf.
     sheaf_len: usize,
     lock: Lock,
     /// Number of stored sheaves. Changed under `lock`.
@@ -77,6 +79,7 @@ impl Barn {
         }
     }
 
+    /// Number of objects in the barn, approximately.
     pub fn objects(&self) -> usize {
         self.sheaf_count.get() as usize * self.sheaf_len
     }

@@ -43,6 +43,7 @@ pub(super) fn wait_for_readers(timeout_ns: u64, mut have_finished: impl FnMut() 
     }
 }
 
+/// The actions of one step of defragmentation, which wait for readers.
 pub(super) struct Batch {
     deferred: Vec<Deferred>,
     grace: Grace,
@@ -133,6 +134,7 @@ impl Engine {
         batches.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.finish_deferred(deferred));
     }
 
+    /// Executes one action, after its grace period.
     fn finish_deferred(&self, deferred: Deferred) {
         match deferred {
             Deferred::Slab { node, block, slab, objects } => {
@@ -173,6 +175,7 @@ impl Engine {
         self.batches.with(|batches| batches.iter().flat_map(|batch| &batch.deferred).map(objects).sum())
     }
 
+    /// Returns whether any batch waits for readers.
     pub fn has_batches(&self) -> bool {
         self.batches.with(|batches| !batches.is_empty())
     }

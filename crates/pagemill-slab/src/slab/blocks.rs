@@ -21,8 +21,9 @@ use pagemill_sys::mem::{self, Backing};
 use pagemill_sys::numa::MAX_NODES;
 use std::ops::Range;
 
-/// The length of the window is that of the arena's pool zone divided by this number, up to [`MAX_BLOCKS`].
+/// The length of the window is that of the arena's pool zone divided by this number, at most [`MAX_BLOCKS`].
 const WINDOW_DIVISOR: usize = 8;
+/// Maximum number of blocks of the window.
 const MAX_BLOCKS: usize = 1 << 20;
 
 /// Size of the metadata window in blocks (64 GiB). Halved until enough addresses are available.
@@ -42,12 +43,14 @@ struct FreeBlocks {
     /// Free whole blocks with memory. In a fork child the list also has blocks of the parent, whose memory is discarded
     /// before use.
     with_memory: u32,
+    /// Free blocks without memory.
     without_memory: u32,
 }
 
 /// The block allocator: one window of addresses, with free lists for each node.
 pub(super) struct Blocks {
     pub arena: &'static Arena,
+    /// Start of the window.
     base: usize,
     /// Whether the blocks lie in the arena, which charges their memory.
     is_charged: bool,
@@ -58,7 +61,7 @@ pub(super) struct Blocks {
     free_lists: Guarded<[FreeBlocks; MAX_NODES]>,
     /// Number of free blocks with memory that is charged to this process.
     free_with_memory: AtomicU32,
-    /// Counts how often a block became free and kept its memory.
+    /// Number of times that a block became free and kept its memory.
     freed_with_memory: AtomicU32,
     /// Number of blocks that caches use.
     in_use: AtomicU32,
@@ -73,7 +76,7 @@ impl Blocks {
     pub fn new(arena: &'static Arena) -> Result<Self> {
         let most = (arena.pool.len_bytes() / BLOCK_BYTES / WINDOW_DIVISOR).min(MAX_BLOCKS);
         let blocks_per_node = Self::blocks_for_each_node(arena, most)?;
-        // SAFETY: slab caches look only at their own blocks of the zone, so they need no tables for the whole zone.
+        // SAFETY: slab caches access only their own blocks of the zone, so they need no tables for the whole zone.
         let base = unsafe { arena.carve_closed(&arena.pool, blocks_per_node * arena.nodes.count(), 1, 0) }?;
         Self::with_window(arena, base, blocks_per_node, true)
     }
@@ -95,6 +98,7 @@ impl Blocks {
         }
     }
 
+    /// Divides `blocks` evenly among the nodes. Returns a power of two.
     fn blocks_for_each_node(arena: &Arena, blocks: usize) -> Result<usize> {
         let blocks_per_node = (blocks / arena.nodes.count() + 1).next_power_of_two() / 2;
         if blocks_per_node > 0 {
@@ -104,6 +108,7 @@ impl Blocks {
         }
     }
 
+    /// Binds each part of the window to its node, and reserves the metadata of all blocks.
     fn with_window(arena: &'static Arena, base: usize, blocks_per_node: usize, is_charged: bool) -> Result<Self> {
         let nodes = arena.nodes.count();
         for node in 0..nodes {
@@ -139,6 +144,7 @@ impl Blocks {
         ((addr - self.base) / BLOCK_BYTES) as u32
     }
 
+    /// Returns the address of a block.
     #[inline]
     pub fn addr(&self, block: u32) -> usize {
         self.base + block as usize * BLOCK_BYTES
@@ -150,11 +156,13 @@ impl Blocks {
         (block >> self.blocks_per_node.trailing_zeros()) as usize
     }
 
+    /// Returns the metadata of a block.
     #[inline]
     pub fn block(&self, block: u32) -> &Block {
         self.blocks.get(block as usize)
     }
 
+    /// Returns the metadata of a slab of a block.
     #[inline]
     pub fn slab(&self, block: u32, slab: u32) -> &Slab {
         self.slabs.get(block as usize * MAX_SLABS + slab as usize)
@@ -166,7 +174,7 @@ impl Blocks {
     }
 
     /// Allocates a block of a node. A free whole block with memory is used first. A block without memory becomes whole
-    /// if `filling` allows a huge page. No slab of the block is at a level of use.
+    /// if `filling` allows a huge page. The block's sets of slabs by level are empty.
     ///
     /// # Errors
     ///
@@ -270,18 +278,20 @@ impl Blocks {
         self.free_lists.with(|free| self.push(&mut free[node].without_memory, block));
     }
 
+    /// Adds a block to a free list.
     fn push(&self, list: &mut u32, block: u32) {
         self.block(block).links[BY_USE].next.set(*list);
         *list = block + 1;
     }
 
+    /// Removes the first block of a free list.
     fn pop(&self, list: &mut u32) -> Option<u32> {
         let block = list.checked_sub(1)?;
         *list = self.block(block).links[BY_USE].next.get();
         Some(block)
     }
 
-    /// Frees a block without objects. The memory of a sparse block is freed at once, that of a whole block is kept.
+    /// Frees a block without objects. A sparse block loses its memory now; a whole block keeps its memory.
     /// Returns the freed bytes.
     pub fn free(&self, block: u32) -> u64 {
         self.in_use.fetch_sub(1, Relaxed);
@@ -404,6 +414,7 @@ impl Blocks {
         self.free_with_memory.store(0, Relaxed);
     }
 
+    /// Acquires the lock of the free lists before a fork.
     pub fn acquire_for_fork(&self) {
         self.free_lists.acquire_when(|_| true);
     }

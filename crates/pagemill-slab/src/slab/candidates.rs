@@ -40,9 +40,11 @@ pub(super) struct Criteria {
     pub block_pass: Option<u32>,
 }
 
-/// Identifies a search by its pass and percentage (`key`) and by a unique number (`id`).
+/// Identifies a search for candidates.
 struct SearchId {
+    /// Pass and percentage of the search.
     key: (u32, u32),
+    /// Unique number of the search, which is stored in blocks.
     id: u32,
 }
 
@@ -212,6 +214,7 @@ impl Node<'_> {
         }
     }
 
+    /// Removes a block from the search queue, if it is queued.
     pub fn dequeue_from_search(&mut self, block_number: u32) {
         let searches = &mut self.state.searches;
         let queued_search = &self.blocks.block(block_number).queued_search;
@@ -239,6 +242,7 @@ impl Node<'_> {
         }
     }
 
+    /// Counts a visited block, for tests.
     fn count_visit(&mut self) {
         #[cfg(test)]
         {

@@ -17,6 +17,7 @@ impl Slabs {
         })
     }
 
+    /// Returns the cache with this id, if it exists.
     fn cache_by_id(&self, id: u64) -> Option<Arc<dyn Cache>> {
         self.first_cache_from(id).filter(|(found, _)| *found == id).map(|(_, cache)| cache)
     }
@@ -71,7 +72,7 @@ impl Slabs {
         (!has_gone).then_some(done)
     }
 
-    /// Sets the ratio of use below which a cache is defragmented. Returns `None` if the cache was dropped.
+    /// Sets [`super::Settings::defrag_used_ratio`] of a cache. Returns `None` if the cache was dropped.
     ///
     /// # Errors
     ///
@@ -84,8 +85,7 @@ impl Slabs {
         })
     }
 
-    /// Sets how often free objects of other nodes are used before a new slab is set up. Returns `None` if the cache was
-    /// dropped.
+    /// Sets [`super::Settings::remote_node_defrag_ratio`] of a cache. Returns `None` if the cache was dropped.
     ///
     /// # Errors
     ///

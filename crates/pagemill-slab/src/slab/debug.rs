@@ -1,20 +1,24 @@
 //! Debug mode: detects writes outside of allocated objects and double frees. It uses redzones, poison, and the recorded
 //! callers of each allocation and free.
 //!
-//! A trailer follows each object: a *redzone* word, whose value also shows whether the object is free, and the source
-//! locations of the last allocation and the last free. Every allocation and free checks the trailer and the poison of
-//! free objects. Magazines are not used. Damage causes a panic that names these locations.
+//! A trailer follows each object. It consists of a *redzone* word and the source locations of the last allocation and
+//! the last free. The value of the redzone also shows whether the object is free. Every allocation and free checks the
+//! trailer and the poison of free objects. Magazines are not used. Damage causes a panic that names these locations.
 #![allow(unsafe_code)] // accesses free objects and the bytes after objects
 
 use std::panic::Location;
 
-/// Same values as in the kernel, so that a memory dump looks familiar: the redzones of allocated and free objects, the
-/// poison of free bytes, and the poison of the last free byte.
+/// Redzone of an allocated object. This and the next three values are those of the kernel, so that a memory dump looks
+/// familiar.
 const IN_USE: u64 = 0xcccc_cccc_cccc_cccc;
+/// Redzone of a free object.
 const FREE: u64 = 0xbbbb_bbbb_bbbb_bbbb;
+/// Value of the bytes of a free object.
 const POISON: u8 = 0x6b;
+/// Value of the last byte of a free object.
 const LAST_POISON: u8 = 0xa5;
 
+/// Source location of a call.
 type CallSite = &'static Location<'static>;
 
 /// Follows an object in memory: its redzone, and the source locations of its last allocation and free.
@@ -25,6 +29,8 @@ struct Trailer {
     freed_at: Option<CallSite>,
 }
 
+/// The checks of one cache in debug mode.
+///
 /// # Invariants
 ///
 /// A trailer follows each object of the cache, at the next multiple of eight. The owner of an allocated object has
@@ -45,10 +51,12 @@ impl Checks {
         Self { name: name.to_owned(), object_bytes, is_poisoned: !has_constructor && object_bytes > 0 }
     }
 
+    /// Returns the address of an object's trailer.
     fn trailer(&self, object: usize) -> *mut Trailer {
         (object + self.object_bytes.next_multiple_of(size_of::<u64>())) as *mut Trailer
     }
 
+    /// Fills a free object with poison, unless the cache has a constructor.
     fn poison(&self, object: usize) {
         if self.is_poisoned {
             let last = self.object_bytes - 1;
@@ -116,6 +124,7 @@ impl Checks {
         self.poison(object);
     }
 
+    /// Panics with a description of the damage and the object's call sites.
     #[cold]
     #[track_caller]
     fn report(&self, object: usize, trailer: &Trailer, what: &str) -> ! {

@@ -15,9 +15,11 @@ thread_local! {
         const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
 }
 
+/// A drop in progress on this thread.
 struct DropSlot {
     /// Address that identifies the cache; 0 if this entry is unused.
     cache: Cell<usize>,
+    /// Whether destructors have retired further values of the cache.
     has_more: Cell<bool>,
 }
 

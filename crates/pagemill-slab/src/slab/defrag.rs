@@ -35,31 +35,32 @@ const SLICE_DURATION: Duration = Duration::from_millis(10);
 pub(super) struct Passes {
     /// Number of the current pass.
     number: AtomicU32,
-    /// Number of used objects when the pass began; [`NONE`] before the first step of the pass.
-    used_before: AtomicU64,
+    /// Number of used objects when the current pass began; [`NONE`] before the first step of the pass.
+    objects_at_start: AtomicU64,
+    /// Whether a step of the current pass emptied a slab.
     has_emptied: AtomicBool,
     /// Set when the last step left no candidate: the pass ends once its batches are finished.
     is_ending: AtomicBool,
-    /// `used_before_pass`: slabs and blocks in use when the previous pass ended. `suspended_at`: while suspended, the
-    /// number of objects when the last pass began; else [`NONE`].
-    used_before_pass: AtomicU64,
+    /// Number of slabs and blocks in use when the previous pass ended.
+    in_use_at_last_end: AtomicU64,
+    /// While defragmentation is suspended, the number of used objects when the last pass began; else [`NONE`].
     suspended_at: AtomicU64,
     /// Set while memory is short: all slabs and blocks that are not full are then candidates, until a pass frees
     /// nothing.
     is_memory_short: AtomicBool,
 }
 
-/// Stands for an unset number of objects.
+/// Represents an unset number of objects.
 const NONE: u64 = u64::MAX;
 
 impl Passes {
     pub fn new() -> Self {
         Self {
             number: AtomicU32::new(1),
-            used_before: AtomicU64::new(NONE),
+            objects_at_start: AtomicU64::new(NONE),
             has_emptied: AtomicBool::new(false),
             is_ending: AtomicBool::new(false),
-            used_before_pass: AtomicU64::new(0),
+            in_use_at_last_end: AtomicU64::new(0),
             suspended_at: AtomicU64::new(NONE),
             is_memory_short: AtomicBool::new(false),
         }
@@ -76,8 +77,8 @@ impl Passes {
 
     /// Records a step of a pass. `used` is the number of objects when the step began.
     fn record_step(&self, used: u64, progress: &Progress) {
-        if self.used_before.load(Relaxed) == NONE {
-            self.used_before.store(used, Relaxed);
+        if self.objects_at_start.load(Relaxed) == NONE {
+            self.objects_at_start.store(used, Relaxed);
             self.resume();
         }
         self.has_emptied.fetch_or(progress.emptied > 0, Relaxed);
@@ -89,8 +90,8 @@ impl Passes {
     fn end(&self, engine: &Engine, percent: u32) {
         self.begin_next();
         self.is_ending.store(false, Relaxed);
-        let (used, used_slabs_and_blocks) = (self.used_before.swap(NONE, Relaxed), engine.used_slabs_and_blocks());
-        let has_gained = self.used_before_pass.swap(used_slabs_and_blocks, Relaxed) > used_slabs_and_blocks;
+        let (used, used_slabs_and_blocks) = (self.objects_at_start.swap(NONE, Relaxed), engine.used_slabs_and_blocks());
+        let has_gained = self.in_use_at_last_end.swap(used_slabs_and_blocks, Relaxed) > used_slabs_and_blocks;
         let may_gain = has_gained | self.has_emptied.swap(false, Relaxed);
         // Since the last step began, the ratio may have been raised or memory may have become short. Then
         // defragmentation continues.
@@ -349,7 +350,7 @@ mod tests {
     fn pass_records_its_steps() {
         let passes = Passes::new();
         let noted = || {
-            let (used, has_emptied) = (passes.used_before.load(Relaxed), passes.has_emptied.load(Relaxed));
+            let (used, has_emptied) = (passes.objects_at_start.load(Relaxed), passes.has_emptied.load(Relaxed));
             (used, has_emptied, passes.is_ending.load(Relaxed))
         };
         assert_eq!(noted(), (NONE, false, false));
@@ -384,15 +385,15 @@ mod tests {
         ] {
             let passes = Passes::new();
             let number = passes.number.load(Relaxed);
-            passes.used_before_pass.store(before, Relaxed);
+            passes.in_use_at_last_end.store(before, Relaxed);
             assert!(!passes.note_memory_short() && passes.note_memory_short() && passes.is_memory_short());
             passes.record_step(USED, &step_of(emptied, true));
             passes.end(engine, percent);
             let case = format!("{before} of {used_slabs_and_blocks}, {emptied} emptied, {percent} %");
             assert_eq!((passes.is_suspended(), passes.is_memory_short()), (is_suspended, is_memory_short), "{case}");
             assert_eq!(passes.suspended_at.load(Relaxed), if is_suspended { USED } else { NONE }, "{case}");
-            assert_eq!((passes.number.load(Relaxed), passes.used_before.load(Relaxed)), (number + 1, NONE));
-            assert_eq!(passes.used_before_pass.load(Relaxed), used_slabs_and_blocks - 1);
+            assert_eq!((passes.number.load(Relaxed), passes.objects_at_start.load(Relaxed)), (number + 1, NONE));
+            assert_eq!(passes.in_use_at_last_end.load(Relaxed), used_slabs_and_blocks - 1);
             assert!(!passes.is_ending.load(Relaxed) && !passes.has_emptied.load(Relaxed));
         }
     }

@@ -9,9 +9,10 @@ use pagemill_core::epoch;
 use pagemill_core::units::BLOCK_BYTES;
 use std::collections::BTreeMap;
 
-/// Number of slabs in a block. A slab has 512 objects, so that a test fills many blocks with few items.
+/// Number of slabs in a block. A slab has 512 objects, so that few items fill many blocks.
 const SLABS_EACH: u64 = 2;
 const SLAB_BYTES: usize = BLOCK_BYTES / SLABS_EACH as usize;
+/// Number of objects in a block.
 const PER_BLOCK: u64 = SLABS_EACH * 512;
 
 /// Creates a cache with `blocks` full blocks. Returns the cache, and the numbers of the items in each block.
@@ -69,8 +70,8 @@ fn blocks_with_pinned_items_do_not_hide_others() {
     cache.engine().check_state();
 }
 
-/// Two blocks with a pinned item each are both used by less than the ratio. Each block may move its unpinned items to
-/// the other block at most once.
+/// Two blocks have a pinned item each, and less of each block is used than the ratio demands. The unpinned items of a
+/// block may be moved into the other block at most once.
 #[test]
 fn blocks_with_pinned_items_do_not_exchange_items_forever() {
     let (cache, blocks) = with_full_blocks(slabs(), 2);

@@ -12,10 +12,10 @@ use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Backoff, Relaxed};
 use std::sync::atomic::Ordering::Acquire;
 
-/// `DRAIN_TIMEOUT_NS`: maximum wait for another thread that drains the cache, or for a thread that was preempted or
-/// stopped inside of its magazine. `TRY_DRAIN_TIMEOUT_NS`: maximum wait of [`Engine::try_drain_magazines`] for a thread
-/// inside of its magazine.
+/// Maximum time that a drain waits for another drain of the cache, or for a thread that was preempted or stopped inside
+/// of its magazine.
 const DRAIN_TIMEOUT_NS: u64 = 1_000_000_000;
+/// Maximum time that [`Engine::try_drain_magazines`] waits for a thread inside of its magazine.
 const TRY_DRAIN_TIMEOUT_NS: u64 = 10_000_000;
 
 impl Engine {
@@ -55,6 +55,7 @@ impl Engine {
         thread_slots::set_bits(words.map(|word| word.load(Acquire)))
     }
 
+    /// Returns the magazines of the thread slots that have opened one.
     fn opened_magazines(&self) -> impl Iterator<Item = &Magazine> {
         self.opened_slots().map(|slot| self.magazines.get(slot))
     }
@@ -87,6 +88,7 @@ impl<'engine> DrainGuard<'engine> {
         Ok(drained)
     }
 
+    /// Returns the objects of a magazine to their slabs.
     fn drain_magazine(&self, magazine: &Magazine) {
         let mut objects = [0; MAX_SHEAF_LEN];
         loop {

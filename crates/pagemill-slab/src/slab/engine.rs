@@ -36,8 +36,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-/// Step of the sequence of percentages that decides about remote objects. The step and 100 have no common factor, so a
-/// hundred steps yield each percentage once.
+/// Step of the sequence of percentages that decides whether an allocation tries other nodes first. The step and 100
+/// have no common factor, so a hundred steps yield each percentage once.
 const PERCENT_STEP: u32 = 37;
 const PERCENT: u32 = 100;
 
@@ -51,7 +51,9 @@ pub(super) struct Object {
     pub user_bytes: usize,
     /// Byte range of an object that AddressSanitizer poisons while the object is free.
     pub poisoned_range: Range<usize>,
+    /// Constructor of the object, if it has one.
     pub set_up: Option<SetUp>,
+    /// Whether defragmentation may move the object.
     pub is_movable: bool,
     /// Function that begins a grace period for readers of objects.
     pub grace: fn() -> Grace,
@@ -68,30 +70,39 @@ fn check_ratio(percent: u32) -> Result<()> {
     if percent <= PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
 }
 
+/// The engine of one cache.
+///
 /// # Invariants
 ///
 /// The memory of an allocated object stays until the object is freed. Objects of open slabs have been set up.
 pub(super) struct Engine {
     pub shared: &'static SharedState,
     pub name: Arc<str>,
-    /// The percentages of [`Settings`], which can be changed later.
+    /// [`Settings::defrag_used_ratio`], in percent. Can be changed later.
     pub used_ratio: AtomicU32,
+    /// [`Settings::remote_node_defrag_ratio`], in percent. Can be changed later.
     pub remote_ratio: AtomicU32,
     /// Bytes of an object as the user defined it.
     pub object_bytes: usize,
     pub shape: Shape,
     /// Id of the cache within `shared`.
     pub cache_id: usize,
+    /// Fork generation of the process that created the cache.
     generation: u16,
     /// The magazines, by thread slot. In debug mode no magazine is opened.
     pub magazines: Magazines,
+    /// The cache's handle table, which also holds the stocks of threads.
     handles: Option<&'static HandleTable>,
     has_one_node: bool,
+    /// The slabs and blocks of each node.
     nodes: Box<[Padded<Guarded<NodeState>>]>,
+    /// The barns of all nodes, [`BARNS_PER_NODE`] for each.
     barns: Box<[Padded<Barn>]>,
     /// For each node, whether a block was filled completely. If so, the next block may be whole.
     pub has_filled_block: Box<[AtomicBool]>,
+    /// Constructor of objects.
     pub set_up: Option<SetUp>,
+    /// Checks of debug mode; `None` in normal mode.
     pub checks: Option<Checks>,
     /// One bit for each thread slot that has opened its magazine; empty in debug mode. Changed under `drain_lock`.
     pub opened_slots: Box<[AtomicU64]>,
@@ -99,9 +110,11 @@ pub(super) struct Engine {
     pub drain_lock: Lock,
     /// Whether magazines are being drained, so that they are unusable.
     pub is_draining: AtomicBool,
+    /// State of the sequence of percentages ([`Engine::next_percent`]).
     percent_counter: AtomicU32,
     /// Batches of emptied slabs that wait for readers.
     pub batches: Guarded<VecDeque<Batch>>,
+    /// State of the defragmentation of the cache.
     pub passes: Passes,
     pub is_movable: bool,
     poisoned_range: Range<usize>,
@@ -127,8 +140,8 @@ pub(super) struct Counts {
 }
 
 impl Engine {
-    /// Sets the used ratio. If the background thread skips the cache after a panic, it resumes the cache, even if the
-    /// ratio is the same.
+    /// Sets the used ratio. If the background thread skips the cache after a panic, the thread resumes work on it, even
+    /// if the ratio is the same.
     ///
     /// # Errors
     ///
@@ -146,13 +159,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Records a successful shrink. If the background thread skips the cache after a panic, it resumes the cache.
+    /// Records a successful shrink. If the background thread skips the cache after a panic, the thread resumes work on
+    /// it.
     pub fn note_shrunk(&self) {
         if self.has_panicked.swap(false, Relaxed) {
             self.notify_worker_if_worthwhile();
         }
     }
 
+    /// Wakes the background thread if it would find work in this cache.
     fn notify_worker_if_worthwhile(&self) {
         if self.is_movable && is_step_worthwhile(self) {
             self.shared.slabs.worker.notify();
@@ -233,11 +248,11 @@ impl Engine {
     /// [`Error::WrongState`].
     #[inline]
     pub fn check_generation(&self) -> Result<()> {
-        if self.generation == self.shared.blocks.arena.generation() { Ok(()) } else { Self::refuse() }
+        if self.generation == self.shared.blocks.arena.generation() { Ok(()) } else { Self::fail_in_child() }
     }
 
     #[cold]
-    fn refuse() -> Result<()> {
+    fn fail_in_child() -> Result<()> {
         Err(Error::WrongState { what: "a slab cache of the parent process: a fork child must create its own" })
     }
 
@@ -338,6 +353,7 @@ impl Engine {
         self.enter().map_or(0, |magazine| magazine.drain(sheaf))
     }
 
+    /// Returns whether the magazine holds objects of the node of this object.
     #[inline(always)]
     fn is_same_node(&self, magazine: &Magazine, object: usize) -> bool {
         self.has_one_node || magazine.node() == self.node_of(object)
@@ -372,6 +388,7 @@ impl Engine {
         Some(self.magazines.get(slot))
     }
 
+    /// Allocates a sheaf of objects from a barn or slabs, and puts all but one into the magazine.
     #[cold]
     #[inline(never)]
     #[track_caller]
@@ -432,6 +449,7 @@ impl Engine {
         if node < nodes { Ok(()) } else { Err(Error::BadNode { node, nodes }) }
     }
 
+    /// In debug mode, checks an object that was allocated and records the call site.
     #[track_caller]
     pub fn note_allocated(&self, object: usize) {
         if let Some(checks) = &self.checks {
@@ -439,6 +457,7 @@ impl Engine {
         }
     }
 
+    /// In debug mode, checks an object that is being freed and records the call site.
     #[track_caller]
     pub fn note_freed(&self, object: usize) {
         if let Some(checks) = &self.checks {
@@ -446,6 +465,7 @@ impl Engine {
         }
     }
 
+    /// Frees an object that does not fit into the magazine. Makes room in the magazine first, if possible.
     #[cold]
     #[inline(never)]
     #[track_caller]
@@ -515,8 +535,9 @@ impl Engine {
         }
     }
 
-    /// Allocates at least one object, from a node. If the node has no free object, tries other nodes first in
-    /// `remote_percent` of all cases, then sets up a slab. Returns the node and the number of objects.
+    /// Allocates up to `taken.len()` objects, at least one. They come from `node` if it has free objects. Otherwise
+    /// `remote_percent` percent of the calls first try the other nodes. If no object is found, sets up a slab on
+    /// `node`. Returns the node and the number of objects.
     pub fn take_objects(&self, node: usize, remote_percent: u32, taken: &mut [usize]) -> Result<(usize, usize)> {
         loop {
             let stored = self.barns(node).map(|barn| barn.pop_sheaf(taken)).find(|count| *count > 0);
@@ -546,6 +567,7 @@ impl Engine {
         self.with_node(node, |node| node.allocate(targets, taken))
     }
 
+    /// Returns the next percentage of a sequence in which all values from 0 to 99 are equally frequent.
     fn next_percent(&self) -> u32 {
         self.percent_counter.fetch_add(PERCENT_STEP, Relaxed) % PERCENT
     }
@@ -610,8 +632,8 @@ impl Engine {
         (0..self.node_count()).map(|node| self.with_node(node, |node| node.tally().resident_bytes)).sum()
     }
 
-    /// Bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node if its lock is held, because the
-    /// holder may be a callback.
+    /// Bytes that [`Engine::trim`] with [`Keep::Nothing`] would free. Skips a node whose lock is held, because the
+    /// lock's holder may run a callback.
     pub fn kept_bytes(&self) -> u64 {
         if self.check_generation().is_err() {
             return 0;

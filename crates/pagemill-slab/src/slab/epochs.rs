@@ -19,6 +19,7 @@ use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 /// Number of low bits of a participant's word that count its guards. The other bits hold the epoch at which the first
 /// of these guards began.
 const DEPTH_BITS: u32 = 16;
+/// Mask of the number of guards in a participant's word.
 const DEPTH: u64 = (1 << DEPTH_BITS) - 1;
 
 /// An epoch: a value of the global epoch.
@@ -42,6 +43,7 @@ impl Epoch {
     }
 }
 
+/// The global epoch, which retiring threads advance while there are readers.
 pub(crate) struct GlobalEpoch(AtomicU64);
 
 /// The word of a participant: a thread that may read values. 0 while the thread is not reading. Only that thread writes
@@ -59,6 +61,7 @@ impl Participant {
         }
     }
 
+    /// Stores the word of the first guard, followed by a barrier.
     #[inline(always)]
     fn enter(&self, word: u64) {
         // A thread that sees this store also sees that all earlier reads of this thread are done.
@@ -72,12 +75,14 @@ impl Participant {
         }
     }
 
+    /// Counts one more guard.
     #[cold]
     fn nest(&self, word: u64) {
         assert!(word & DEPTH < DEPTH, "too many guards of one thread");
         self.0.store(word + 1, Release);
     }
 
+    /// Ends one guard. The thread is not reading any more if this was its last guard.
     #[inline(always)]
     fn end(&self) {
         let word = self.0.load(Relaxed);
@@ -89,6 +94,7 @@ impl Participant {
         self.0.load(Relaxed) != 0
     }
 
+    /// Returns the epoch at which the participant began to read; [`Epoch::NEVER`] if it is not reading.
     fn pinned_epoch(&self) -> Epoch {
         // Acquire: everything that the reader did before it finished, or began anew, is done.
         match self.0.load(Acquire) {
@@ -146,7 +152,9 @@ mod process_wide {
     /// Participants by thread slot.
     static PARTICIPANTS: [Participant; MAX_THREADS] = [const { Participant(AtomicU64::new(0)) }; MAX_THREADS];
 
+    /// Whether a thread without a slot was ever a participant.
     static HAS_OVERFLOW: AtomicBool = AtomicBool::new(false);
+    /// First segment of the overflow list.
     static FIRST_OVERFLOW: Overflow = Overflow::new();
 
     /// The process whose threads the participants are; 0 before the first thread.
@@ -208,6 +216,7 @@ mod process_wide {
         Guard { participant, _of_this_thread: PhantomData }
     }
 
+    /// Pins the epoch of a thread that had no slot: takes a slot, or else a word of the overflow list.
     #[cold]
     #[inline(never)]
     fn pin_slowly() -> &'static Participant {

@@ -1,5 +1,5 @@
 //! Caches of objects with fixed addresses. A [`Slot`] owns a value in the memory of a cache, like a box.
-#![allow(unsafe_code)] // values in slots
+#![allow(unsafe_code)] // raw access to the values in objects
 
 use super::engine::Engine;
 use super::{Cache, CacheKind, InsertError, Settings, Slabs};
@@ -63,7 +63,7 @@ pub struct Slot<'cache, T> {
     _value: PhantomData<T>,
 }
 
-// SAFETY: as for a box, only the value is sent to the other thread. The engine is shared by threads anyway.
+// SAFETY: as for a box, only the value is sent to another thread. Any thread may use the engine.
 unsafe impl<T: Send> Send for Slot<'_, T> {}
 // SAFETY: as above, for a shared reference to the value.
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
@@ -115,6 +115,7 @@ impl<T> Fixed<T> {
         self.insert_into(self.inner.0.allocate_on(node), value)
     }
 
+    /// Moves a value into an object that was just allocated.
     #[inline]
     fn insert_into(&self, object: Result<usize>, value: T) -> std::result::Result<Slot<'_, T>, InsertError<T>> {
         let object = match object {

@@ -3,7 +3,7 @@
 //! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires
 //! the old value. A move does the same with a copy. When the readers of a retired value have finished, a later call or
 //! the background thread drops the value. After a move the old copy is freed without a drop.
-#![allow(unsafe_code)] // values in slots
+#![allow(unsafe_code)] // raw access to the values in objects
 
 use super::batch::{GRACE_NS, Grace, drain_finished};
 use super::deferred_drop::DeferredDrop;
@@ -59,34 +59,34 @@ unsafe impl<T: Send + Sync + 'static> Movable for Arc<T> {}
 /// The content of an object: a value and the index of its handle.
 #[repr(C)]
 struct HandledValue<T> {
-    /// Index of the handle; in a free object, of its last handle. In the cache line of the value's first bytes.
+    /// Index of the value's handle. In a free object: of its last handle. Mostly in the value's first cache line.
     index: AtomicU32,
     value: T,
 }
 
-/// The shared retire list: objects without a handle that readers may still use. Threads' stocks hold more of these.
+/// The shared retire list: objects without a handle that readers may still use. The stocks of threads hold others.
 #[derive(Default)]
 struct SharedRetireList {
     /// Retired objects whose grace period has not begun.
     unsealed: Vec<u64>,
-    /// Batches of retired objects with the epoch that each waits for, mostly in the order of epochs.
+    /// Batches of retired objects. A batch is freed when all pinned epochs are newer than the batch's epoch.
     sealed: VecDeque<(Vec<u64>, Epoch)>,
 }
 
-/// Maximum number of batches that one call frees.
+/// Maximum number of sealed batches that are removed from the retire list at a time, for values without a destructor.
 const MAX_BATCHES: usize = 2;
 
-/// # Invariants
+/// State of a cache by handle.
 ///
-/// A live word holds the offset of an object with an initialized value. The value does not change until the word has
-/// changed and all guards of that time are dropped. No word refers to a retired object.
+/// Type invariant: a live word holds the offset of an object with an initialized value. The value does not change until
+/// the word has changed and all guards of that time are dropped. No word refers to a retired object.
 pub(super) struct HandleInner<T> {
     engine: Engine,
     handles: &'static HandleTable,
-    /// The address that offsets in words are relative to.
+    /// Start of the window of slab memory. Offsets in handle words are relative to this address.
     base: usize,
     retired: Padded<Guarded<SharedRetireList>>,
-    /// Number of objects in `sealed`. Changed together with `sealed`, under the same lock.
+    /// Number of objects in the sealed batches of `retired`. Changed under the lock of `retired`, read also without it.
     waiting: Padded<AtomicUsize>,
     /// Whether the handle table was returned, so that another cache may use it. Set while all magazines are drained.
     is_closed: AtomicBool,
@@ -205,7 +205,8 @@ impl<T: Movable> HandleInner<T> {
     }
 
     /// Wakes the background thread to free retired objects, unless the ratio of the cache is 0. Values with a
-    /// destructor, which may own much memory, wake the thread at once, others when about a block of objects waits.
+    /// destructor, which may own much memory, wake the thread at any number, others when about a block of objects
+    /// waits.
     fn notify(&self) {
         let objects = self.waiting.0.load(Relaxed);
         let is_worthwhile = std::mem::needs_drop::<T>() || objects >= self.engine.shape.block_capacity() as usize;
@@ -299,7 +300,7 @@ impl<T: Movable> HandleInner<T> {
         }
     }
 
-    /// Frees retired values without a destructor whose readers have finished. Runs inside any call that reclaims.
+    /// Frees retired objects without a destructor whose readers have finished. Reclaim may call this from any thread.
     fn free_plain_retired(&self) {
         let Some(drained) = self.engine.try_drain_magazines() else { return };
         self.collect_stocks(&drained);

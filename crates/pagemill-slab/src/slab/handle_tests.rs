@@ -1,4 +1,4 @@
-//! Behaviour of caches by handle.
+//! Tests of caches by handle.
 #![allow(unsafe_code)] // implements `Movable`
 
 use super::tests::{STUCK_AFTER, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
@@ -25,12 +25,15 @@ struct Link {
     lists: Arc<Lists>,
 }
 
+/// State that all links of a test share.
 #[derive(Default)]
 struct Lists {
     caches: OnceLock<Vec<ByHandle<Link>>>,
-    /// `nested`: number of destructors running on the one thread. `max_nested`: its maximum so far.
+    /// Number of destructors that run now, each inside of the next.
     nested: AtomicUsize,
+    /// Maximum of `nested` so far.
     max_nested: AtomicUsize,
+    /// Number of destructors that have run.
     dropped: AtomicUsize,
 }
 
@@ -137,6 +140,7 @@ impl Drop for Counted {
     }
 }
 
+/// Creates `count` counters, all 0.
 fn counters(count: usize) -> Arc<Vec<AtomicUsize>> {
     Arc::new((0..count).map(|_| AtomicUsize::new(0)).collect())
 }
@@ -312,6 +316,7 @@ fn shrink_drops_values_that_sleeping_threads_removed() {
     });
 }
 
+/// Removed and replaced values must be counted as waiting while a guard exists.
 fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
     let cache = slabs().by_handle::<T>(Settings::new("waiting").defrag_used_ratio(0)).unwrap();
     let handles: Vec<_> = (0..4_000).map(|_| cache.insert(value.clone()).unwrap()).collect();
@@ -391,7 +396,7 @@ fn remove_with_shows_a_value_to_one_removal() {
 }
 
 /// The closure of `remove_with` or `update` forks. The child must retire nothing when the closure returns, because
-/// locks of the parent's caches may be held forever there.
+/// locks of the parent's caches may be held forever in the child.
 #[test]
 fn fork_in_a_closure_retires_nothing_in_the_child() {
     for is_removed in [true, false] {

@@ -29,20 +29,27 @@ use std::sync::atomic::Ordering::AcqRel;
 
 /// Maximum number of handles of a cache; a power of two. The last index is never allocated: it marks an invalid handle.
 const MAX_HANDLES: usize = 1 << 26;
+/// Index of an invalid handle.
 const INVALID_INDEX: u64 = MAX_HANDLES as u64 - 1;
 
 /// All words of a table. Words that are not open yet read as zero, which is not live. So readers need no bounds check.
 pub(super) type Words = [AtomicU64; MAX_HANDLES];
 
+/// Number of bits of a word that count the pins.
 const PIN_BITS: u32 = 3;
+/// One pin in a word.
 const ONE_PIN: u64 = 1 << (u64::BITS - PIN_BITS);
+/// Maximum number of pins of a value.
 const MAX_PINS: u64 = (1 << PIN_BITS) - 1;
 /// Position of the generation in a key, and in a word times eight.
 const GENERATION_SHIFT: u32 = 44;
+/// One generation in a key, and in a word times eight.
 const ONE_GENERATION: u64 = 1 << GENERATION_SHIFT;
+/// Mask of the bits below the generation in a key, and in a word times eight.
 const OFFSET_MASK: u64 = ONE_GENERATION - 1;
-/// The generation's bits in a word as it is stored.
+/// Mask of the generation in a stored word.
 const GENERATION_MASK: u64 = !OFFSET_MASK >> PIN_BITS;
+/// The last generation of a handle.
 const MAX_GENERATION: u32 = (1 << (u64::BITS - GENERATION_SHIFT)) - 1;
 
 /// Index and generation of a handle, in one number.
@@ -72,6 +79,7 @@ impl Key {
         Self(bits)
     }
 
+    /// Makes a key from any number. A number with an even generation yields a key with the invalid index.
     pub fn from_bits(bits: u64) -> Self {
         let (generation, index) = (bits >> GENERATION_SHIFT, bits & INVALID_INDEX);
         Self(if generation % 2 == 1 {
@@ -107,7 +115,7 @@ impl Key {
     }
 
     /// Removes the value of a handle if its word is still `seen` and has no pins. Returns whether the value was
-    /// removed. After that the caller frees [`Key::next_generation`].
+    /// removed. If so, the caller must free the handle's next generation ([`Key::next_generation`]).
     #[inline]
     pub fn end_value(self, words: &Words, seen: HandleWord) -> bool {
         seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended_word().0, AcqRel, Relaxed).is_ok()
@@ -250,6 +258,7 @@ impl HandleWord {
 struct Page {
     /// Index of the first free word in the page; the number of words if none is free.
     head: u32,
+    /// Number of free words in the page.
     free: u32,
     /// Upper bound of the page's generations when its memory was freed.
     max_generation: u32,
@@ -257,6 +266,7 @@ struct Page {
     has_words: bool,
 }
 
+/// State of the pages of a table. Protected by the table's lock.
 #[derive(Default)]
 struct TableState {
     pages: Vec<Page>,
@@ -302,7 +312,9 @@ impl PageBitmap {
 pub(super) struct HandleTable {
     words: Table<AtomicU64>,
     state: Guarded<TableState>,
-    per_page: usize,
+    /// Number of words in an OS page.
+    words_per_page: usize,
+    /// Log2 of `words_per_page`.
     page_shift: u32,
     /// The stocks by thread slot. The first `opened_stocks` are open.
     stocks: Table<Stock>,
@@ -318,13 +330,13 @@ impl HandleTable {
     ///
     /// [`Error::System`] if no addresses are available.
     pub fn new_static() -> Result<&'static Self> {
-        let per_page = os_page_bytes() / size_of::<AtomicU64>();
+        let words_per_page = os_page_bytes() / size_of::<AtomicU64>();
         let (stocks, threads) = table_by_thread()?;
         place(Self {
             words: Table::new_readable(MAX_HANDLES)?,
             state: Guarded::default(),
-            per_page,
-            page_shift: per_page.trailing_zeros(),
+            words_per_page,
+            page_shift: words_per_page.trailing_zeros(),
             stocks,
             opened_stocks: AtomicUsize::new(0),
             threads,
@@ -408,6 +420,7 @@ impl HandleTable {
         })
     }
 
+    /// Allocates the first free handle of the lowest page that has one.
     fn allocate_one(&self, state: &mut TableState) -> Result<Key> {
         let page_number = match state.pages_with_free.lowest_page() {
             Some(page_number) => page_number,
@@ -417,7 +430,7 @@ impl HandleTable {
         if !page.has_words {
             self.write_free_words(page_number, page);
         }
-        let index = (page_number * self.per_page) as u32 + page.head;
+        let index = (page_number * self.words_per_page) as u32 + page.head;
         let word = HandleWord(self.word(index).load(Relaxed));
         page.head = (word.object_offset() >> PIN_BITS) as u32;
         page.free -= 1;
@@ -429,22 +442,22 @@ impl HandleTable {
 
     /// Opens one more page of the table. Returns its number.
     fn open_page(&self, state: &mut TableState) -> Result<usize> {
-        let next = state.pages.len() * self.per_page;
-        if next + self.per_page > INVALID_INDEX as usize {
+        let next = state.pages.len() * self.words_per_page;
+        if next + self.words_per_page > INVALID_INDEX as usize {
             return Err(Error::NoAddresses { wanted_bytes: size_of::<AtomicU64>() as u64 });
         }
-        self.words.open(0, next, next + self.per_page)?;
+        self.words.open(0, next, next + self.words_per_page)?;
         let page_number = state.pages.len();
-        state.pages.push(Page { head: 0, free: self.per_page as u32, max_generation: 0, has_words: false });
+        state.pages.push(Page { head: 0, free: self.words_per_page as u32, max_generation: 0, has_words: false });
         state.pages_with_free.insert(page_number);
         Ok(page_number)
     }
 
     /// Writes the words of a page whose handles are all free, and links them.
     fn write_free_words(&self, page_number: usize, page: &mut Page) {
-        for at in 0..self.per_page {
+        for at in 0..self.words_per_page {
             let word = HandleWord::new(page.max_generation, (at + 1) << PIN_BITS);
-            self.words.get(page_number * self.per_page + at).store(word.0, Relaxed);
+            self.words.get(page_number * self.words_per_page + at).store(word.0, Relaxed);
         }
         (page.head, page.has_words) = (0, true);
     }
@@ -459,7 +472,7 @@ impl HandleTable {
         self.state.with(|state| {
             for key in keys {
                 let (page_number, at) =
-                    (key.index() as usize >> self.page_shift, key.index() as usize & (self.per_page - 1));
+                    (key.index() as usize >> self.page_shift, key.index() as usize & (self.words_per_page - 1));
                 let page = &mut state.pages[page_number];
                 let word = HandleWord::new(key.generation() - 1, (page.head as usize) << PIN_BITS);
                 self.word(key.index()).store(word.0, Relaxed);
@@ -473,17 +486,17 @@ impl HandleTable {
     /// Frees the memory of pages without a handle in use. Returns the freed bytes.
     pub fn shrink(&self) -> u64 {
         self.state.with(|state| {
-            let is_free = |page: &Page| page.has_words && page.free as usize == self.per_page;
+            let is_free = |page: &Page| page.has_words && page.free as usize == self.words_per_page;
             let mut freed = 0;
             for (page_number, page) in state.pages.iter_mut().enumerate().filter(|(_, page)| is_free(page)) {
-                let words =
-                    (page_number * self.per_page..(page_number + 1) * self.per_page).map(|at| self.words.get(at));
+                let words = (page_number * self.words_per_page..(page_number + 1) * self.words_per_page)
+                    .map(|at| self.words.get(at));
                 let max_generation = words.map(|word| HandleWord(word.load(Relaxed)).generation()).max().unwrap_or(0);
                 // When the page is used again, all its handles continue from this generation. If the other handles
                 // would lose more than half of all generations, because one handle was used often, the page keeps its
                 // memory.
                 let is_cheap = max_generation <= MAX_GENERATION / 2;
-                if is_cheap && self.words.discard(page_number * self.per_page, self.per_page).is_ok() {
+                if is_cheap && self.words.discard(page_number * self.words_per_page, self.words_per_page).is_ok() {
                     *page = Page { max_generation, has_words: false, ..*page };
                     freed += os_page_bytes() as u64;
                 }
@@ -496,14 +509,14 @@ impl HandleTable {
     pub fn live_words(&self) -> impl Iterator<Item = (u32, HandleWord)> {
         let pages: Vec<bool> = self.state.with(|state| state.pages.iter().map(|page| page.has_words).collect());
         let filled = pages.into_iter().enumerate().filter(|(_, has_words)| *has_words);
-        let indices =
-            filled.flat_map(|(page_number, _)| page_number * self.per_page..(page_number + 1) * self.per_page);
+        let indices = filled
+            .flat_map(|(page_number, _)| page_number * self.words_per_page..(page_number + 1) * self.words_per_page);
         indices.map(|index| (index as u32, self.load(index as u32))).filter(|(_, word)| word.is_live())
     }
 
     /// Resident bytes of the table and the stocks.
     pub fn resident_bytes(&self) -> u64 {
-        let opened = self.state.with(|state| state.pages.len()) * self.per_page;
+        let opened = self.state.with(|state| state.pages.len()) * self.words_per_page;
         self.words.resident_bytes(0, opened) + self.stocks.resident_bytes(0, self.opened_stocks.load(Relaxed))
     }
 }
@@ -512,6 +525,7 @@ impl HandleTable {
 mod tests {
     use super::*;
 
+    /// Allocates one handle.
     fn take(handles: &HandleTable) -> Key {
         let mut keys = [Key::from_bits(0)];
         assert_eq!(handles.allocate(&mut keys).unwrap(), 1);
@@ -543,21 +557,21 @@ mod tests {
     /// pages span three words of the upper level.
     #[test]
     fn bitmap_returns_the_lowest_page() {
-        let (mut marks, mut set) = (PageBitmap::default(), std::collections::BTreeSet::new());
+        let (mut bitmap, mut set) = (PageBitmap::default(), std::collections::BTreeSet::new());
         let mut draw = 1_usize;
         for round in 0..20_000 {
             draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let page = (draw >> 33) % (3 * WORD_BITS * WORD_BITS);
-            assert_eq!(marks.lowest_page(), set.first().copied());
+            assert_eq!(bitmap.lowest_page(), set.first().copied());
             // First insertions outnumber removals, then all pages are removed.
             if round < 10_000 && draw >> 62 != 0 {
-                marks.insert(page);
+                bitmap.insert(page);
                 set.insert(page);
             } else if let Some(first) = set.pop_first() {
-                marks.remove(first);
+                bitmap.remove(first);
             }
         }
-        assert_eq!((marks.lowest_page(), set.len()), (None, 0));
+        assert_eq!((bitmap.lowest_page(), set.len()), (None, 0));
     }
 
     /// Ends a handle of the last generation. There must be no next handle, the word must not be live, and the index
@@ -596,7 +610,7 @@ mod tests {
             assert!(last.end_value(handles.words(), last.live_word(handles.words()).unwrap()));
             handles.free(last.next_generation());
             assert_eq!(handles.shrink(), freed);
-            let others = (1..handles.per_page).map(|_| take(handles)).filter(|key| key.index() != last.index());
+            let others = (1..handles.words_per_page).map(|_| take(handles)).filter(|key| key.index() != last.index());
             assert!(others.into_iter().all(|key| key.generation() < MAX_GENERATION / 2 + 2));
         }
     }
@@ -606,7 +620,7 @@ mod tests {
     #[test]
     fn free_pages_of_the_table_return_memory() {
         let handles = HandleTable::new_static().unwrap();
-        let taken: Vec<_> = (0..5 * handles.per_page).map(|_| take(handles)).collect();
+        let taken: Vec<_> = (0..5 * handles.words_per_page).map(|_| take(handles)).collect();
         assert_eq!(handles.shrink(), 0);
         taken.iter().for_each(|key| key.publish(handles.words(), 8));
         let (kept, gone) = taken.split_at(10);

@@ -1,4 +1,4 @@
-//! Statistics of a cache: those of Linux's `slabinfo`, and further ones.
+//! Statistics of a cache. They include the statistics of Linux's `slabinfo`.
 
 use super::migrate::assert_not_isolating;
 use super::node::Node;
@@ -25,8 +25,9 @@ use std::sync::Arc;
 pub struct SlabInfo {
     pub name: Arc<str>,
     pub kind: CacheKind,
-    /// `object_bytes`: size of an object as the user defined it. `stride_bytes`: distance from one object to the next.
+    /// Size of an object as the user defined it.
     pub object_bytes: usize,
+    /// Distance in bytes from one object to the next.
     pub stride_bytes: usize,
     pub slab_bytes: usize,
     pub objects_per_slab: u32,
@@ -40,19 +41,21 @@ pub struct SlabInfo {
     pub nodes: Vec<NodeInfo>,
     /// Objects that users have allocated, without free objects in magazines and barns.
     pub active: u64,
-    /// How many of the active objects are unreachable and wait for readers: removed or replaced values, and the old
+    /// Number of the active objects that are unreachable and wait for readers: removed or replaced values, and the old
     /// memory of moved objects. Counted anew by each call. Retired index nodes count as active until they are freed,
     /// not as waiting.
     pub waiting: u64,
     /// Free objects in magazines and barns.
     pub cached: u64,
-    /// `moved`: objects that were moved. `freed`: objects that their owner freed instead of moving them.
+    /// Objects that were moved.
     pub moved: u64,
+    /// Objects that their owner freed instead of moving them.
     pub freed: u64,
-    /// Objects that were not moved. `busy`: in use or pinned. `refused`: rejected by `isolate`. `failed`: without a
-    /// destination.
+    /// Objects that were not moved because they were in use or pinned.
     pub busy: u64,
+    /// Objects that were not moved because `isolate` rejected them.
     pub refused: u64,
+    /// Objects that were not moved because there was no destination, or because their owner could not move them.
     pub failed: u64,
     /// Slabs that were emptied by moving their objects.
     pub emptied: u64,
@@ -62,9 +65,9 @@ pub struct SlabInfo {
     pub handle_bytes: u64,
     /// Whether values of a node are missing, because its lock was held for too long.
     pub is_partial: bool,
-    /// Whether the background thread skips the cache, because a callback panicked there. The background thread resumes
-    /// when `defrag_used_ratio` is set, even to the same value, or a shrink succeeds. Slabs that are out of use
-    /// (`lost`) stay out of use.
+    /// Whether the background thread skips the cache, because a callback panicked on that thread. The thread resumes
+    /// work on the cache when `defrag_used_ratio` is set, even to the same value, or a shrink succeeds. Slabs that are
+    /// out of use (`lost`) stay out of use.
     pub is_given_up: bool,
 }
 
@@ -79,11 +82,13 @@ pub struct NodeInfo {
     pub cached: u64,
     /// Capacity of the node's slabs in objects.
     pub objects: u64,
-    /// `slabs`: number of slabs that are set up. Of these, `partial` have free and used objects, `empty` have no used
-    /// objects, and `lost` are out of use for good.
+    /// Number of slabs that are set up. The next three fields count some of these slabs.
     pub slabs: u32,
+    /// Slabs with free and used objects.
     pub partial: u32,
+    /// Slabs without used objects.
     pub empty: u32,
+    /// Slabs that are out of use for good, because a callback panicked.
     pub lost: u32,
     pub blocks: u32,
     /// Bytes charged for the blocks of the node.
@@ -104,6 +109,7 @@ impl NodeInfo {
         self.resident_bytes = self.resident_bytes.saturating_add(other.resident_bytes);
     }
 
+    /// Returns the statistics of a node. `cached` is the number of free objects in its barns.
     fn of(node: &Node<'_>, cached: u64) -> Self {
         let tally = node.tally();
         Self {

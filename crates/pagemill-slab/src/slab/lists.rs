@@ -7,7 +7,9 @@ use super::meta::Links;
 /// `COUNT` lists of blocks that use the links of kind `KIND`. Heads and tails are block numbers plus one; 0: the list
 /// is empty.
 pub(super) struct Lists<const COUNT: usize, const KIND: usize> {
+    /// Number of each list's first block, plus one.
     heads: [u32; COUNT],
+    /// Number of each list's last block, plus one.
     tails: [u32; COUNT],
 }
 
@@ -16,6 +18,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         Self { heads: [0; COUNT], tails: [0; COUNT] }
     }
 
+    /// Returns the number of a list's first block.
     pub fn first(&self, list: usize) -> Option<u32> {
         self.heads[list].checked_sub(1)
     }
@@ -24,6 +27,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         std::iter::successors(self.first(list), |block_number| Self::next(blocks, *block_number))
     }
 
+    /// Returns the number of the next block in the list of `block_number`.
     pub fn next(blocks: &Blocks, block_number: u32) -> Option<u32> {
         Self::links(blocks, block_number).next.get().checked_sub(1)
     }

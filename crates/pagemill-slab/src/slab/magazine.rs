@@ -26,6 +26,8 @@ const MIN_THREADS: usize = 1 << 10;
 /// Maximum number of objects in a magazine: two sheaves.
 const CAPACITY: usize = 2 * MAX_SHEAF_LEN;
 
+/// The stack of the free objects of one cache that belong to one thread slot.
+///
 /// # Invariants
 ///
 /// Only the side that has entered `lock` changes `len`, `capacity`, `node` and `objects`: the thread in this slot, or a
@@ -77,12 +79,12 @@ impl MagazineGuard<'_> {
         self.last().map(|last| self.take_last(last))
     }
 
-    /// As [`MagazineGuard::pop`], together with the result of `beside`, which takes an item from the stock of the slot.
-    /// If one of the two is not available, neither is taken. `beside` must not panic.
+    /// As [`MagazineGuard::pop`], together with the result of `take_other`, which takes an item from the stock of the
+    /// slot. If object or item is not available, neither is taken. `take_other` must not panic.
     #[inline(always)]
-    pub fn pop_together<R>(self, beside: impl FnOnce() -> Option<R>) -> Option<(usize, R)> {
+    pub fn pop_together<R>(self, take_other: impl FnOnce() -> Option<R>) -> Option<(usize, R)> {
         let last = self.last()?;
-        beside().map(|result| (self.take_last(last), result))
+        take_other().map(|result| (self.take_last(last), result))
     }
 
     /// The position of the object that was added last.
@@ -91,6 +93,7 @@ impl MagazineGuard<'_> {
         self.len.load(Relaxed).checked_sub(1)
     }
 
+    /// Removes and returns the object at position `last`, the highest one.
     #[inline(always)]
     fn take_last(&self, last: u32) -> usize {
         self.len.store(last, Relaxed);
@@ -142,6 +145,7 @@ impl MagazineGuard<'_> {
 }
 
 impl Magazine {
+    /// Returns the word at position `at` of the stack.
     #[inline(always)]
     fn object_at(&self, at: u32) -> &AtomicU64 {
         debug_assert!((at as usize) < CAPACITY);
@@ -149,6 +153,7 @@ impl Magazine {
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
+    /// Removes the oldest objects and moves the others down. Meanwhile `len` is 0, so a fork copies no object twice.
     fn take_oldest(&self, objects: &mut [usize]) -> usize {
         let len = self.len.load(Relaxed);
         let count = objects.len().min(len as usize) as u32;
@@ -183,14 +188,17 @@ impl Magazine {
         self.capacity.store(0, Relaxed);
     }
 
+    /// Prevents further entries of the magazine's thread.
     pub fn begin_drain(&self) {
         self.lock.begin_drain();
     }
 
+    /// Returns whether the magazine's thread is not inside. Called after [`Magazine::begin_drain`] and a barrier.
     pub fn is_owner_outside(&self) -> bool {
         self.lock.is_owner_outside()
     }
 
+    /// Allows entries of the magazine's thread again.
     pub fn end_drain(&self) {
         self.lock.end_drain();
     }
@@ -213,6 +221,7 @@ pub(super) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
 /// stays open.
 pub(super) struct MagazineRange {
     table: Table<Magazine>,
+    /// Number of magazines that have addresses.
     threads: usize,
     /// Number of magazines whose memory is open.
     opened: atomic::AtomicU32,

@@ -43,6 +43,7 @@ impl LockedU32 {
     }
 }
 
+/// Number of words of a slab's bitmap.
 const WORDS: usize = MAX_OBJECTS / u64::BITS as usize;
 
 /// A set of objects of one slab.
@@ -186,7 +187,9 @@ pub(super) enum Level {
 
 /// Number of levels of partial slabs.
 const QUARTERS: usize = 4;
+/// Number of levels.
 pub(super) const LEVELS: usize = Level::Partial as usize + QUARTERS;
+/// Number of 64-bit words of a set of slabs.
 const MASK_WORDS: usize = 2;
 const _: () = assert!(MAX_SLABS == u128::BITS as usize);
 
@@ -199,10 +202,11 @@ pub(super) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     }
 }
 
-/// Kinds of lists. Each block is in one list of kind `BY_USE`. It is also in a `SEARCH_QUEUE` list until the current
-/// block search visits it.
+/// Kind of the lists of blocks by use. Each block of a node is in one of them.
 pub(super) const BY_USE: usize = 0;
+/// Kind of the queues of blocks that the current block search has not visited yet.
 pub(super) const SEARCH_QUEUE: usize = 1;
+/// Number of kinds of lists.
 const LINKS: usize = SEARCH_QUEUE + 1;
 
 /// Neighbours of a block in a list, as block numbers plus one (0: none), and the index of that list.
@@ -270,23 +274,27 @@ impl Block {
         self.links[BY_USE].list.get() as usize
     }
 
+    /// Adds a slab to the set of a level.
     pub fn insert(&self, level: usize, slab: u32) {
         let word = &self.levels[level][slab as usize / 64];
         word.set(word.get() | 1 << (slab % 64));
     }
 
+    /// Removes a slab from the set of a level.
     pub fn remove(&self, level: usize, slab: u32) {
         let word = &self.levels[level][slab as usize / 64];
         debug_assert!(word.get() >> (slab % 64) & 1 == 1);
         word.set(word.get() & !(1 << (slab % 64)));
     }
 
+    /// Returns the first slab at a level.
     #[inline]
     pub fn first_at_level(&self, level: usize) -> Option<u32> {
         let slabs = self.mask_at_level(level);
         (slabs != 0).then(|| slabs.trailing_zeros())
     }
 
+    /// Returns the set of slabs at a level, one bit each.
     fn mask_at_level(&self, level: usize) -> u128 {
         let [low, high] = &self.levels[level];
         u128::from(low.get()) | u128::from(high.get()) << u64::BITS

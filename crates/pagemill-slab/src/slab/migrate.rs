@@ -23,15 +23,18 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
-/// Number of objects that are isolated at once. This bounds how long an allocation waits for the node's lock.
+/// Number of objects that one call of `isolate` gets. The number bounds how long an allocation waits for the node's
+/// lock.
 const CHUNK_OBJECTS: usize = 64;
 
 /// Prefetch distance in moves. Objects to move and their destinations are spread over a slab. Without prefetching, the
 /// processor would fetch one object at a time, because each move ends with an atomic exchange that stalls it.
 const PREFETCH_DISTANCE: usize = 4;
 
+/// Maximum number of bytes of an object that are prefetched.
 const PREFETCH_BYTES: usize = 256;
 
+/// Bytes of a cache line of the processor.
 const CACHE_LINE: usize = 64;
 
 /// Addresses of objects of one slab that may be moved.
@@ -68,7 +71,7 @@ pub(super) enum MoveOutcome {
     Failed,
 }
 
-/// Moves the objects of a cache.
+/// Moves the objects of one kind of cache. [`MigrationRun`] decides which objects are moved.
 pub(super) trait Mover {
     /// State that `isolate` returns for `migrate`.
     type Isolated;
@@ -93,6 +96,7 @@ pub(super) struct Destinations<'engine> {
     engine: &'engine Engine,
     node: usize,
     targets: TargetSlabs,
+    /// Free objects that are allocated as destinations. The first `len` are not used yet.
     taken: [usize; CHUNK_OBJECTS],
     len: usize,
     /// Upper bound of the number of objects that are still to be moved.
@@ -161,6 +165,7 @@ impl Engine {
 }
 
 thread_local! {
+    /// Whether this thread is inside of `isolate`.
     static IS_ISOLATING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -232,21 +237,24 @@ impl Progress {
     }
 }
 
-/// A step of defragmentation in progress.
+/// One run of moves: empties slabs and blocks until its deadline or its number of moves is reached.
 pub(super) struct MigrationRun<'engine, M: Mover> {
     engine: &'engine Engine,
     mover: &'engine M,
     pass: u32,
+    /// Time at which the run ends, on the fine clock.
     deadline_ns: u64,
     /// Number of objects that the run may still move.
     most: u64,
     pub progress: Progress,
+    /// The slabs and blocks that this run emptied.
     deferred: Vec<Deferred>,
     /// Whether a slab was finished. The first slab of a step is finished regardless of the deadline, so that each step
     /// makes progress.
     has_finished_slab: bool,
     /// Set when a slab was emptied partly: the pass continues with that slab once the slab is open again.
     pub was_stopped: bool,
+    /// The first panic of a callback.
     panic: Option<Box<dyn Any + Send>>,
 }
 
@@ -266,6 +274,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         }
     }
 
+    /// Returns whether the run must stop: after a panic, at the deadline, or when it has moved enough objects.
     pub fn is_over(&self) -> bool {
         let is_late = self.has_finished_slab && clock::fine_ns() >= self.deadline_ns;
         self.panic.is_some() || self.most == 0 || is_late
@@ -333,8 +342,9 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         is_complete
     }
 
-    /// Moves up to `most` objects of a slab, beginning at `from`. Returns the number of objects that were tried and the
-    /// number of those that stayed, or `None` if a callback panicked.
+    /// Moves up to `most` objects of a slab, beginning at `from`. Adds the objects that left the slab to `left`.
+    /// Returns the number of objects that were tried and the number of those that stayed, or `None` if a callback
+    /// panicked.
     fn move_chunk(
         &mut self,
         node: usize,
@@ -396,6 +406,7 @@ impl<'engine, M: Mover> MigrationRun<'engine, M> {
         }
     }
 
+    /// Adds the outcomes of a chunk to the statistics and the progress of the run.
     fn count(&mut self, refused: usize, outcomes: [usize; 4]) {
         let counts = &self.engine.counts;
         let [moved, freed, busy, failed] = outcomes.map(|count| count as u64);

@@ -106,7 +106,7 @@ pub const MAX_CACHES: usize = 1 << 10;
 /// Default of [`Settings::defrag_used_ratio`], as in Linux.
 const DEFRAG_USED_RATIO: u32 = 30;
 
-/// Parameters of a cache.
+/// Settings of a slab cache.
 ///
 /// ```
 /// use pagemill_slab::{HandleMap, Settings, SlabCache};
@@ -143,16 +143,16 @@ impl Settings {
         Self { slab_bytes: slab_bytes.into(), ..self }
     }
 
-    /// Slabs and blocks that are used by less than this percentage are emptied by defragmentation, both by calls and in
-    /// the background. 0 empties none, 100 all that are not full; the default is 30, as in Linux. The background thread
-    /// runs callbacks of owners and destructors of removed values, except for caches with ratio 0 and after
-    /// [`Slabs::defrag_by_hand`].
+    /// Sets the percentage of use below which defragmentation empties slabs and blocks, both in calls and in the
+    /// background. The value 0 empties none, and 100 all that are not full. The default is 30, as in Linux. The
+    /// background thread runs callbacks of owners and destructors of removed values, except for caches with ratio 0 and
+    /// after [`Slabs::defrag_by_hand`].
     pub fn defrag_used_ratio(self, percent: u32) -> Self {
         Self { defrag_used_ratio: percent, ..self }
     }
 
-    /// Sets the percentage of cases in which a node without free objects uses free objects of other nodes before a new
-    /// slab is set up. The default is 100.
+    /// Sets the percentage of allocations that try other NUMA nodes if the current node has no free object. The other
+    /// allocations set up a slab on the current node at once. The default is 100.
     pub fn remote_node_defrag_ratio(self, percent: u32) -> Self {
         Self { remote_node_defrag_ratio: percent, ..self }
     }
@@ -166,6 +166,7 @@ impl Settings {
 
 /// The cache ids in use. A cache that could not be closed, or that belongs to the parent process, keeps its id.
 struct CacheIds {
+    /// Whether each id is in use.
     are_taken: [bool; MAX_CACHES],
     /// The magazine range of each id that was ever in use. The barns of these ids are open, too.
     ranges: Vec<&'static MagazineRange>,
@@ -176,7 +177,9 @@ struct CacheIds {
 struct SharedState {
     slabs: &'static Slabs,
     blocks: Blocks,
+    /// How threads enter magazines, which depends on the kernel.
     barriers: Barriers,
+    /// The memory of the barns of all cache ids.
     barn_memory: &'static BarnMemory,
     ids: &'static Guarded<CacheIds>,
     /// Handle tables that no cache uses.
@@ -196,6 +199,7 @@ impl SharedState {
         })
     }
 
+    /// Creates the state for the cache of index nodes. Shares all but the blocks and the handle tables.
     fn for_metadata(&self) -> Result<Self> {
         let (blocks, free_handle_tables) = (Blocks::for_metadata(self.slabs.arena)?, Guarded::new(Vec::new()));
         Ok(Self { blocks, free_handle_tables, ..*self })
@@ -239,6 +243,7 @@ impl SharedState {
         bytes + self.barn_memory.resident_bytes(caches * self.barns_per_cache())
     }
 
+    /// Returns an unused handle table, or creates one.
     fn take_handle_table(&self) -> Result<&'static HandleTable> {
         self.free_handle_tables.with(Vec::pop).map_or_else(HandleTable::new_static, Ok)
     }
@@ -248,6 +253,7 @@ impl SharedState {
         self.free_handle_tables.with(|free| free.push(handles));
     }
 
+    /// Makes a cache id available again.
     fn free_id(&self, id: usize) {
         self.ids.with(|ids| ids.are_taken[id] = false);
     }
@@ -269,10 +275,11 @@ trait Cache: Send + Sync {
         self.engine().objects_in_batches()
     }
 
-    /// Packs the objects if that runs no user callback. Otherwise requests the background thread to pack them.
+    /// Packs the objects if they can move without a user callback. Otherwise requests the background thread to pack
+    /// them. Does nothing for objects that cannot move.
     fn pack_without_callback(&self) {}
 
-    /// The public `shrink` of the cache.
+    /// Frees unused memory, as the `shrink` method of the public cache type describes.
     fn shrink(&self) -> Result<u64>;
 
     /// Frees retired objects whose readers have finished, if that runs no user callback.
@@ -346,9 +353,11 @@ pub enum CacheKind {
 /// ```
 pub struct Slabs {
     arena: &'static Arena,
+    /// Created with the first cache.
     shared: OnceLock<&'static SharedState>,
     /// The caches in order of creation, each with a unique id.
     caches: Guarded<Vec<(u64, Weak<dyn Cache>)>>,
+    /// Number of caches that were created. The next cache gets this number as id.
     created_count: AtomicU64,
     /// Bytes of idle blocks and empty slabs that caches keep for their next objects, as of the last `measure()`.
     kept_bytes: AtomicU64,
@@ -417,7 +426,7 @@ impl Slabs {
         Ok(Arc::new(inner(engine)))
     }
 
-    /// Registers a cache. The cache must be complete, because other threads call it at once.
+    /// Registers a cache. The cache must be complete, because other threads may call it from now on.
     fn register<M: Cache + 'static>(&'static self, cache: &Arc<M>) {
         let weak: Weak<M> = Arc::downgrade(cache);
         self.caches.with(|caches| {
@@ -446,6 +455,7 @@ impl Slabs {
         assert!(self.shared.set(shared).is_ok());
     }
 
+    /// Returns all caches that still exist.
     fn caches(&self) -> Vec<Arc<dyn Cache>> {
         self.caches.with(|caches| caches.iter().filter_map(|(_, cache)| cache.upgrade()).collect())
     }

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 const NODES: usize = 3;
 
+/// A pseudorandom number generator.
 pub(super) struct Random(u64);
 
 impl Random {
@@ -59,6 +60,7 @@ struct Model<const WORDS: usize> {
     slabs: &'static Slabs,
     cache: ByHandle<Summed<WORDS>>,
     values: BTreeMap<u64, (Handle<Summed<WORDS>>, u64)>,
+    /// Handles of removed values.
     removed: Vec<Handle<Summed<WORDS>>>,
     sum: Arc<AtomicU64>,
     next_key: u64,

@@ -15,19 +15,23 @@ use pagemill_core::units::BLOCK_BYTES;
 /// Number of classes of blocks by use: eighths.
 pub(super) const USE_CLASSES: u32 = 8;
 
-/// Lists of blocks by use. `IDLE`: no object is in use and no slab is claimed. Lists 1 to `FULLEST`: blocks with free
-/// objects, by eighths in use.
+/// List of the blocks without used objects and claimed slabs. The lists 1 to [`FULLEST`] have the other blocks with
+/// free objects, by eighths of the block in use.
 pub(super) const IDLE: usize = 0;
+/// The last of the lists of blocks with free objects: blocks that are at least seven eighths in use.
 pub(super) const FULLEST: usize = USE_CLASSES as usize;
-/// Blocks whose set-up slabs are full, but that have bare slabs (not set up).
+/// List of the blocks whose set-up slabs are full, but that have bare slabs.
 pub(super) const FULL_WITH_BARE: usize = FULLEST + 1;
+/// List of the blocks without free objects and bare slabs.
 pub(super) const FULL: usize = FULL_WITH_BARE + 1;
+/// List of the blocks that defragmentation empties.
 const EMPTYING: usize = FULL + 1;
+/// Number of lists.
 pub(super) const USE_LISTS: usize = EMPTYING + 1;
 
-/// `KEPT_IDLE_BLOCKS`: number of idle blocks that a node keeps for later objects. `KEPT_EMPTY_SLABS`: the same for
-/// empty slabs in sparse blocks.
+/// Number of idle blocks that a node keeps for later objects.
 const KEPT_IDLE_BLOCKS: u32 = 1;
+/// Number of empty slabs in sparse blocks that a node keeps for later objects.
 const KEPT_EMPTY_SLABS: u32 = 4;
 
 /// How much memory a node keeps for later objects when unused memory is freed.
@@ -59,26 +63,29 @@ pub(super) struct NodeState {
     idle_blocks: u32,
     /// Number of whole blocks. The memory of each is charged and freed as a whole.
     whole_blocks: u32,
-    /// `slabs`: number of slabs that are set up. `slabs_in_sparse_blocks`: number of those in sparse blocks.
+    /// Number of slabs that are set up.
     slabs: u32,
+    /// Number of set-up slabs in sparse blocks.
     slabs_in_sparse_blocks: u32,
-    /// `partial`: number of partial slabs. `empty`: number of empty slabs.
+    /// Number of partial slabs.
     partial: u32,
+    /// Number of empty slabs.
     pub empty: u32,
     /// Number of empty slabs in sparse blocks.
     empty_in_sparse_blocks: u32,
-    /// `bare_slabs`: number of bare slabs in whole blocks in use, which have memory already. `bare_slabs_in`: the same
-    /// for each list.
+    /// Number of bare slabs in whole blocks in use, which have memory already.
     pub bare_slabs: u32,
+    /// The part of `bare_slabs` in the blocks of each list.
     pub bare_slabs_in: [u32; USE_LISTS],
-    /// Objects that are not free in their slabs: in use, or in magazines and barns.
+    /// Number of objects that are not free in their slabs: allocated, or in magazines and barns.
     used: u64,
-    /// `free_objects`: number of objects that can be allocated from open slabs. `free_objects_in`: the same for each
-    /// list.
+    /// Number of objects that can be allocated from open slabs.
     pub free_objects: u64,
+    /// The part of `free_objects` in the blocks of each list.
     pub free_objects_in: [u64; USE_LISTS],
     /// Number of objects that users freed into slabs since the last [`super::engine::Engine::has_new_frees`].
     pub freed_objects: u64,
+    /// Number of lost slabs.
     lost: u32,
 }
 
@@ -152,6 +159,7 @@ impl Node<'_> {
         count
     }
 
+    /// Finds a slab with a free object in the fullest block that has one. Returns the block and the slab.
     fn find_slab(&self, targets: TargetSlabs) -> Option<(u32, u32)> {
         let may_be_empty = targets != TargetSlabs::Partial;
         let least = if let TargetSlabs::Fuller(least) = targets { self.list_for_use(least) + 1 } else { IDLE + 1 };
@@ -194,7 +202,7 @@ impl Node<'_> {
         self.state.idle_blocks > KEPT_IDLE_BLOCKS || self.state.empty_in_sparse_blocks > KEPT_EMPTY_SLABS
     }
 
-    /// Returns the level of use of an open slab.
+    /// Returns the level of use of a slab.
     fn level(&self, block: u32, slab: u32) -> Option<usize> {
         level_of(self.blocks.slab(block, slab).used_objects(), self.shape.capacity)
     }
@@ -212,6 +220,7 @@ impl Node<'_> {
         self.update_use_list(block_number);
     }
 
+    /// Adds `more` free objects to the counters of a block, of its list and of the node.
     fn add_free_objects(&mut self, block_number: u32, more: i32) {
         let block = self.blocks.block(block_number);
         block.free_objects.set(block.free_objects.get().wrapping_add_signed(more));
@@ -220,6 +229,7 @@ impl Node<'_> {
         }
     }
 
+    /// Moves a slab to the set of its new level, and updates the counters of partial and empty slabs.
     fn change_level(&mut self, block_number: u32, slab: u32, before: Option<usize>, after: Option<usize>) {
         if before == after {
             return;
@@ -238,7 +248,8 @@ impl Node<'_> {
         if let Some(level) = after {
             block.insert(level, slab);
         }
-        // The current search does not visit the block again for a change within a quarter; the next pass does.
+        // A search visits a block again only after a slab has changed its level. Smaller changes wait for the next
+        // pass.
         if partial(after) == 1 {
             self.allow_revisit(block_number);
         }
@@ -253,6 +264,7 @@ impl Node<'_> {
         }
     }
 
+    /// Returns the list that fits the use of a block.
     fn use_list_for(&self, block_number: u32) -> usize {
         let block = self.blocks.block(block_number);
         if block.is_emptying.get() == 1 {
@@ -273,6 +285,7 @@ impl Node<'_> {
         IDLE + 1 + (used * USE_CLASSES / self.shape.block_capacity()).min(USE_CLASSES - 1) as usize
     }
 
+    /// Adds a block to a list and to the counters of that list.
     pub fn link(&mut self, block_number: u32, list: usize) {
         let block = self.blocks.block(block_number);
         block.exhausted_search.set(0);
@@ -286,6 +299,7 @@ impl Node<'_> {
         }
     }
 
+    /// Adds `more` bare slabs to the counters of the node and of the block's list.
     fn add_bare_slabs(&mut self, block_number: u32, more: i32) {
         for bare in
             [&mut self.state.bare_slabs, &mut self.state.bare_slabs_in[self.blocks.block(block_number).use_list()]]
@@ -302,6 +316,7 @@ impl Node<'_> {
         if is_counted { block.count_at_level(Level::Bare as usize) } else { 0 }
     }
 
+    /// Removes a block from its list and from the counters of that list.
     pub fn unlink(&mut self, block_number: u32) {
         let block = self.blocks.block(block_number);
         self.add_bare_slabs(block_number, -(self.counted_bare_slabs(block_number) as i32));
@@ -377,6 +392,7 @@ impl Node<'_> {
         self.claim_bare_of(block_number)
     }
 
+    /// Claims the first bare slab of a block.
     fn claim_bare_of(&mut self, block_number: u32) -> Option<(u32, u32)> {
         let block = self.blocks.block(block_number);
         let slab = block.first_at_level(Level::Bare as usize)?;
@@ -407,6 +423,7 @@ impl Node<'_> {
         Some((block_number, slab))
     }
 
+    /// Marks a slab as claimed, and moves its block to the list that fits.
     fn mark_claimed(&mut self, block_number: u32, slab: u32) {
         self.blocks.slab(block_number, slab).set_state(SlabState::Claimed);
         self.blocks.block(block_number).claimed.add(1);

@@ -8,10 +8,12 @@ use super::tests::sparse_slabs;
 use pagemill_core::arena::ExpectedUse;
 use pagemill_core::units::BLOCK_BYTES;
 
-/// Number of slabs in a block, and of objects in a slab.
+/// Number of slabs in a block.
 const SLABS: usize = 8;
+/// Number of objects in a slab.
 const OBJECTS: usize = 4;
 
+/// Number of the pass in which candidates are searched.
 const PASS: u32 = 7;
 
 fn criteria(percent: u32) -> Criteria {
@@ -175,7 +177,7 @@ fn slab_changed_during_a_pass_is_found() {
             panic!("another pass tries all again");
         };
         assert_eq!(try_all(node, &Criteria { pass: PASS + 1, ..criteria(101) }), 3);
-        // Stands for a slab that was emptied partly.
+        // Represents a slab that was emptied partly.
         node.blocks.slab(block, slab).tried.set(0);
         node.open(block, slab);
         assert_eq!(try_all(node, &Criteria { pass: PASS + 1, ..criteria(101) }), 1);

@@ -1,6 +1,6 @@
 //! Caches by owner: the owner of the objects moves them, since it knows all references to an object and can update
 //! them.
-#![allow(unsafe_code)] // the contract of owners; objects in slots
+#![allow(unsafe_code)] // the contract of owners; raw access to objects
 
 use super::batch::Grace;
 use super::defrag;
@@ -29,8 +29,8 @@ use std::time::Duration;
 ///   knows whether the object is live.
 /// - `isolate` keeps only live objects. No thread frees them before `migrate` receives them.
 /// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it
-///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`super::pin`]). The object is free once these guards are dropped,
-///   and needs no destructor.
+///   earlier under a guard ([`pagemill_core::epoch::pin`] or [`super::pin`]). The object is free once these guards are
+///   dropped, and needs no destructor.
 /// - `migrate` panics only before any thread can reach the object at its new address. The new address is then freed.
 ///
 /// ```
@@ -120,6 +120,7 @@ pub struct Moving<'object, T> {
     _brand: Brand<'object>,
 }
 
+/// Ties a value to the lifetime of one object that is being moved.
 type Brand<'object> = PhantomData<fn(&'object ()) -> &'object ()>;
 
 /// The outcome for one object, created by a method of its [`Moving`].
@@ -132,6 +133,7 @@ pub struct Done<'object> {
 }
 
 impl<'object, T> Moving<'object, T> {
+    /// Returns the object that is to be moved.
     pub fn object(&self) -> NonNull<T> {
         self.at
     }
@@ -206,6 +208,7 @@ pub struct New<'target, T> {
 }
 
 impl<T> New<'_, T> {
+    /// Returns the address of the destination.
     pub fn object(&self) -> NonNull<T> {
         self.at
     }
@@ -217,6 +220,7 @@ impl<T> Drop for New<'_, T> {
     }
 }
 
+/// Converts the address of an object into a pointer.
 fn pointer<T>(object: usize) -> NonNull<T> {
     NonNull::new(object as *mut T).expect("objects lie in the arena")
 }
@@ -328,6 +332,7 @@ impl<M: Migrate> ByOwner<M> {
         Slabs::of_process()?.by_owner(settings, owner)
     }
 
+    /// Returns the owner of the objects.
     pub fn owner(&self) -> &M {
         &self.inner.owner
     }

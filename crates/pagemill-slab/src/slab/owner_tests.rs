@@ -1,5 +1,5 @@
-//! Behaviour of caches by owner. The owner in these tests is a map of numbered items. It moves an item by copying it
-//! and storing its new address.
+//! Tests of caches by owner. The owner is a map of numbered items. It moves an item by copying the item and storing its
+//! new address in the map.
 #![allow(unsafe_code)] // implements an owner
 
 use super::tests::{STUCK_AFTER, finish_retired, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
@@ -16,8 +16,10 @@ use std::sync::{Mutex, OnceLock};
 use std::thread::ThreadId;
 use std::time::Duration;
 
+/// Number of words in the body of an item.
 const WORDS: usize = 22;
 
+/// The object type of the tested caches.
 #[repr(C)]
 pub(super) struct Item {
     /// 0: free. 1: live. More: pinned.
@@ -26,6 +28,7 @@ pub(super) struct Item {
     body: [AtomicU64; WORDS],
 }
 
+/// Number of a free item. A newly constructed item also has it in all words of its body.
 const FREE: u64 = 0xfee;
 
 /// Behaviour of the owner's `isolate` and `migrate`.
@@ -196,11 +199,11 @@ pub(super) trait Items {
 
 impl Items for ByOwner<ItemOwner> {
     fn add(&self, number: u64) {
-        enter(self, self.allocate().unwrap(), number);
+        register(self, self.allocate().unwrap(), number);
     }
 
     fn add_on(&self, node: usize, number: u64) {
-        enter(self, self.allocate_on(node).unwrap(), number);
+        register(self, self.allocate_on(node).unwrap(), number);
     }
 
     /// Removes an item if it exists and is not in use.
@@ -253,7 +256,7 @@ impl Items for ByOwner<ItemOwner> {
     }
 }
 
-fn enter(cache: &ByOwner<ItemOwner>, at: NonNull<Item>, number: u64) {
+fn register(cache: &ByOwner<ItemOwner>, at: NonNull<Item>, number: u64) {
     // SAFETY: an allocated item, which is free.
     let item = unsafe { at.as_ref() };
     assert_eq!((item.references.load(Relaxed), item.number.load(Relaxed)), (0, FREE));
@@ -282,8 +285,8 @@ fn fragmented(cache: &ByOwner<ItemOwner>, items: u64) -> u64 {
     (0..items).filter(|number| is_kept(*number)).count() as u64
 }
 
-/// Few items are left after packing, so a whole block would be wasted on the last of them. The last items must lie in
-/// small pages, and resident memory must not exceed the charge, even at addresses of a former huge page.
+/// After packing, few items are left for the last block, so most of a huge page would be wasted. These items must lie
+/// in small pages. Resident memory must not exceed the charge, even at addresses of a former huge page.
 #[test]
 fn last_block_is_in_small_pages_after_packing() {
     let layout = arena::Layout { huge_from_bytes: 3 * BLOCK_BYTES as u64 / 2, ..arena::Layout::for_test() };
@@ -351,7 +354,7 @@ fn a_fragmented_cache_is_packed() {
     }
 }
 
-/// There is one item more than fits into a slab, and then one is freed. Packing must leave one full slab.
+/// A cache has one item more than one slab holds. Then one item is freed. Packing must leave one full slab.
 #[test]
 fn two_slabs_become_one() {
     let cache = cache_of(slabs(), Settings::new("two"));
@@ -367,8 +370,8 @@ fn two_slabs_become_one() {
     assert_eq!((info.total.partial, info.moved), (0, 1));
 }
 
-/// Two whole blocks are packed into one, whose bare slabs take items of the other. The second block exists because the
-/// first was unusable while it was emptied under a reader.
+/// Two blocks with few items are packed. One must remain, and its bare slabs must take items of the other block. The
+/// test gets a third block because the second one is unusable while it is emptied under a guard.
 #[test]
 fn bare_slabs_are_destinations_when_packing() {
     let cache = cache_of(slabs(), Settings::new("bare"));

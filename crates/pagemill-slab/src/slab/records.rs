@@ -1,13 +1,23 @@
-//! The record of a slab cache on one node, 256 bytes. The records of a cache follow each other, in the order of nodes.
-//! Each field follows after its offset: 0 name, padded with zeros; 64 id of the cache; 72 object bytes; 80 bytes from
-//! one object to the next; 88 bytes of a slab; 96 objects per slab (u32); 100 `defrag_used_ratio`, 104
-//! `remote_node_defrag_ratio` (u32); 108 kind (0 fixed objects, 1 by owner, 2 by handle); 109 whether it has a
-//! constructor; 110 whether debug mode is on; 111 whether the figures of the node are missing; 112 node (u32); 116
-//! whether the background thread skips the cache after a panic; 117 to 119 zeros; 120 free objects in magazines;
-//! objects by outcome of their move: 128 moved; 136 freed; 144 busy; 152 refused; 160 failed; 168 emptied slabs; 176
-//! objects from other nodes; 184 bytes of handles. Of the node: 192 used objects; 200 objects; 208 slabs, 212 partial,
-//! 216 empty, 220 lost, 224 blocks (u32); 228 to 231 zeros; 232 resident bytes; 240 free objects in its barns. Of the
-//! cache again: 248 objects that wait for readers.
+//! The record of a slab cache on one node: 256 bytes, in little-endian order. A cache has one record for each node; its
+//! records follow each other in the order of nodes.
+//!
+//! | offset | field |
+//! |---|---|
+//! | 0 | name, padded with zeros |
+//! | 64, 72, 80, 88 | id of the cache; bytes of an object; bytes from one object to the next; bytes of a slab |
+//! | 96, 100, 104 | (u32) objects per slab; `defrag_used_ratio`; `remote_node_defrag_ratio` |
+//! | 108 | kind: 0 fixed objects, 1 by owner, 2 by handle |
+//! | 109, 110 | whether the cache has a constructor; whether debug mode is on |
+//! | 111 | whether the figures of the node are missing |
+//! | 112 | (u32) node |
+//! | 116 | whether the background thread skips the cache after a panic; 117 to 119 are zero |
+//! | 120 | free objects in magazines |
+//! | 128, 136, 144, 152, 160 | objects by the outcome of their move: moved, freed, busy, refused, failed |
+//! | 168, 176, 184 | emptied slabs; objects from other nodes; bytes of handles |
+//! | 192, 200 | of the node: used objects; all objects |
+//! | 208, 212, 216, 220, 224 | (u32) of the node: slabs; partial, empty and lost slabs; blocks. 228 to 231 are zero |
+//! | 232, 240 | of the node: resident bytes; free objects in its barns |
+//! | 248 | of the cache: objects that wait for readers |
 
 use super::{CacheKind, NodeInfo, SlabInfo, Slabs};
 use pagemill_core::listing::{
@@ -19,6 +29,7 @@ use pagemill_sys::file::Path;
 use pagemill_sys::process::Identity;
 use std::io;
 
+/// Bytes of a record.
 const RECORD_LEN: usize = 256;
 
 /// Bytes of the name in a record.
@@ -31,6 +42,7 @@ struct NodeRecord {
     id: u64,
     info: SlabInfo,
     node: u32,
+    /// The statistics of the node.
     figures: NodeInfo,
 }
 
@@ -46,6 +58,7 @@ pub fn shown_name(name: &str) -> String {
     truncated_name(name).chars().map(clean).collect()
 }
 
+/// Returns the record of a cache on one node.
 fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = truncated_name(&info.name);

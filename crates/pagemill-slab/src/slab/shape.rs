@@ -12,6 +12,7 @@ pub(super) const MIN_SLAB_BYTES: usize = 16 << 10;
 /// Slab size for most object sizes. A larger size is chosen only if this size would waste too much.
 const DEFAULT_SLAB_BYTES: usize = 64 << 10;
 
+/// Maximum number of slabs in a block.
 pub(super) const MAX_SLABS: usize = BLOCK_BYTES / MIN_SLAB_BYTES;
 
 /// In a slab of a chosen size, at most `1 / WASTE_DIVISOR` of the bytes are unused after the last object.
@@ -20,6 +21,7 @@ const WASTE_DIVISOR: usize = 8;
 /// Approximate size of the free objects in one sheaf.
 const SHEAF_BYTES: usize = 32 << 10;
 
+/// Maximum number of objects in a sheaf.
 pub(super) const MAX_SHEAF_LEN: usize = 62;
 
 /// The layout of objects in slabs and of slabs in blocks.
@@ -32,7 +34,9 @@ pub(super) struct Shape {
     pub capacity: u32,
     /// Slabs per block.
     pub slabs: u32,
+    /// Number of objects in a sheaf.
     pub sheaf_len: usize,
+    /// Log2 of `slab_bytes`.
     slab_shift: u32,
     /// 2^32 divided by the stride, rounded up. Multiplication by this number replaces the division by the stride.
     reciprocal: u64,

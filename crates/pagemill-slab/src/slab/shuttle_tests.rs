@@ -57,8 +57,8 @@ fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
 
 /// Runs the test in random schedules, with both kinds of barriers.
 fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock();
+    static TEST_LOCK: Mutex<()> = Mutex::new(());
+    let _alone = TEST_LOCK.lock();
     let config = || {
         let mut config = Config::new();
         (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MAX_STEPS));

@@ -8,13 +8,14 @@ use super::epochs::{self, Epoch};
 use super::meta::{LockedU32, LockedU64};
 use pagemill_core::arena::Zeroed;
 
+/// Size of a stock.
 const STOCK_BYTES: usize = 16 << 10;
 
 /// Maximum number of free handles, which fill the rest of a stock. That memory becomes resident as more handles are
 /// added.
 pub(super) const KEY_CAPACITY: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
-/// Number of handles that are allocated from the table at once. They fill whole cache lines, which no other thread
+/// Number of handles that are allocated from the table in one call. They fill whole cache lines, which no other thread
 /// shares.
 pub(super) const KEY_BATCH: usize = 64;
 
@@ -56,10 +57,11 @@ impl Stock {
 /// retired later.
 #[repr(C)]
 pub(super) struct ThreadRetireList {
-    /// How many objects the list may hold before the next [`ThreadRetireList::drain_batch`]; 0 at first.
+    /// Number of objects that the list may hold before the next [`ThreadRetireList::drain_batch`]; 0 at first.
     capacity: LockedU32,
-    /// `waiting`: number of objects that wait for `epoch`. `epoch`: readers up to this epoch may use them.
+    /// Number of objects that wait for `epoch`.
     waiting: LockedU32,
+    /// Readers that began up to this epoch may use the waiting objects.
     epoch: LockedU64,
     objects: Stack<RETIRED_CAPACITY>,
 }
@@ -77,9 +79,9 @@ impl ThreadRetireList {
         self.objects.len.get() < self.capacity.get() && self.objects.push(object)
     }
 
-    /// Removes the objects that no reader uses: all, or those that waited since the last call. If readers still use the
-    /// latter, removes them nevertheless, so that they wait in the shared retire list. Afterwards at least `more`
-    /// objects fit, up to the maximum.
+    /// Removes the objects that no reader uses: either all, or those that have waited since the last call. If readers
+    /// still use the waiting objects, removes them nevertheless, so that they wait in the shared retire list.
+    /// Afterwards at least `more` objects fit, up to the maximum.
     pub fn drain_batch(&self, more: usize, out: &mut [u64; RETIRED_CAPACITY]) -> DrainedBatch {
         let (len, waiting) = (self.objects.len.get() as usize, self.waiting.get() as usize);
         let (epoch, oldest) = epochs::retire();

@@ -41,6 +41,7 @@ impl Engine {
         claimed.is_some_and(|(block, slab)| self.set_up_slab(node, block, slab).is_ok())
     }
 
+    /// Populates and sets up a claimed slab, then opens it. If there is no memory, the slab becomes bare again.
     fn set_up_slab(&self, node: usize, block: u32, slab: u32) -> Result<()> {
         let blocks = &self.shared.blocks;
         let at = self.shape.offset_of(slab, 0);
@@ -115,6 +116,7 @@ impl Engine {
         freed
     }
 
+    /// As [`Engine::trim`], for all nodes.
     pub fn trim_all(&self, keep: Keep) {
         (0..self.node_count()).for_each(|node| _ = self.trim(node, keep));
     }
@@ -144,12 +146,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns whether a new block that may stay partly unused will be sparse.
+    /// Returns whether a new block will be sparse if it is not expected to be filled.
     pub fn new_blocks_are_sparse(&self) -> bool {
         !self.shared.blocks.arena.may_take_huge(ExpectedUse::Unknown)
     }
 
-    /// Records that the next block of a node will not be filled soon, so it should be sparse.
+    /// Records that the next block of a node will probably not be filled soon, so that it becomes sparse.
     pub fn expect_low_use(&self, node: usize) {
         self.has_filled_block[node].store(false, Relaxed);
     }

@@ -1,4 +1,4 @@
-//! Behaviour that all kinds of caches share, tested with fixed objects.
+//! Tests of the behaviour that all kinds of caches share, with fixed objects.
 #![allow(unsafe_code)] // faulty programs; locks and protects pages
 
 use super::*;
@@ -37,6 +37,7 @@ pub(super) fn sparse_slabs() -> &'static Slabs {
     slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).0
 }
 
+/// Creates slab caches in an arena with several simulated nodes.
 pub(super) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
     slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
 }
@@ -87,7 +88,7 @@ fn values_are_kept() {
     cache.engine().check_state();
 }
 
-/// There is one object more than fits into a slab, so two slabs must be used. After one object is freed and the cache
+/// A cache has one object more than one slab holds, so two slabs must be used. After one object is freed and the cache
 /// shrunk, one slab must be left.
 #[test]
 fn two_slabs_become_one() {

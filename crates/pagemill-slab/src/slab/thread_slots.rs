@@ -13,13 +13,15 @@ use std::sync::atomic::{self, Ordering::AcqRel};
 /// of 65,530 mappings allows no more threads in a process, because each thread needs two mappings.
 pub(super) const MAX_THREADS: usize = 1 << 15;
 
+/// Number of bits of a word of [`ThreadSlots`].
 pub(super) const WORD_BITS: usize = u64::BITS as usize;
 
-/// Values that are no slot. `UNKNOWN`: the thread has not called [`ensure_slot`] yet. `NONE`: no slot was free, or the
-/// thread is ending.
+/// Represents the slot of a thread that has not called [`ensure_slot`] yet.
 pub(super) const UNKNOWN: u32 = u32::MAX;
+/// Represents the slot of a thread that got none, because all slots are in use or the thread is ending.
 pub(super) const NONE: u32 = u32::MAX - 1;
 
+/// The slots of all threads of the process.
 static SLOTS: ThreadSlots = ThreadSlots::new();
 
 /// One more than the highest slot that any thread has had.
@@ -70,6 +72,7 @@ impl ThreadSlots {
         }
     }
 
+    /// Takes the lowest free slot for a thread of `process`.
     fn take(&self, process: u32) -> Option<u32> {
         // Stored before any bit is set, because `free_inherited` relies on this order.
         self.last_process.store(process, Relaxed);
@@ -94,6 +97,7 @@ impl ThreadSlots {
         set_bits(self.taken[..words.min(self.taken.len())].iter().map(|word| word.load(Acquire)))
     }
 
+    /// Frees a slot.
     fn free(&self, slot: u32) {
         self.taken[slot as usize / 64].fetch_and(!(1 << (slot % 64)), Release);
     }
@@ -135,9 +139,11 @@ impl Drop for OwnSlot {
 }
 
 thread_local! {
-    /// Variables without a destructor, so that reading one costs a single instruction.
+    /// Slot of this thread. Without a destructor, so that reading the variable costs a single instruction.
     static OWN: std::cell::Cell<u32> = const { std::cell::Cell::new(UNKNOWN) };
+    /// Slot of this thread as an offset into magazines, also without a destructor.
     static OFFSET: std::cell::Cell<Offset> = const { std::cell::Cell::new(Offset::NONE) };
+    /// Frees the slot when the thread ends.
     static OWN_SLOT: std::cell::Cell<Option<OwnSlot>> = const { std::cell::Cell::new(None) };
 }
 
@@ -184,6 +190,7 @@ pub(super) fn ensure_slot() -> u32 {
     own_slot()
 }
 
+/// Sets the slot of this thread, and the offset that follows from it.
 fn set_own(slot: u32) {
     OWN.with(|own| own.set(slot));
     OFFSET.with(|own| own.set(Offset::of(slot)));

@@ -15,7 +15,7 @@
 //!
 //! The thread runs callbacks of the program and destructors of removed values, for one cache at a time and without
 //! holding a lock of its own. A thread that drops a cache or stops the background thread waits until the current visit
-//! ends, at most one second; a thread that forks, at most 20 ms.
+//! ends, at most one second. A thread that forks waits at most 20 ms.
 
 use super::engine::Engine;
 use super::{Cache, CacheKind, Slabs, defrag};
@@ -46,21 +46,24 @@ const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 /// Maximum length of one rest, however long a callback took, because memory may become short during the rest.
 const MAX_REST_NS: u64 = 1_000_000_000;
 
-/// Time until the next round while readers, or another thread that uses a cache, must finish first. The time is doubled
-/// after each such round, up to `MAX_RETRY_DELAY`.
+/// Time until the next round if the last one found work that must wait for readers or for another thread that uses a
+/// cache. The time is doubled after each such round, up to `MAX_RETRY_DELAY`.
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(10);
+/// Maximum of the time that begins with [`MIN_RETRY_DELAY`].
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(4);
 
-/// Time until one more round after objects were freed, but too few to wake the thread.
+/// Time until one more round after objects were freed, if they were too few to wake the thread.
 const RECHECK_DELAY: Duration = Duration::from_secs(1);
 
 /// Free blocks keep their memory for reuse this long. Then the memory is freed in portions of `FREE_PORTION_BYTES`.
 const FREE_BLOCK_DELAY_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
+/// Number of bytes of free blocks that are freed at a time.
 const FREE_PORTION_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
 /// Maximum time that other threads wait for the end of a visit. A fork waits less, because a callback may wait for the
 /// forking thread.
 const TIMEOUT_NS: u64 = if cfg!(any(test, feature = "test-util")) { 100_000_000_000 } else { 1_000_000_000 };
+/// Maximum time that a fork waits for the end of a visit.
 const FORK_TIMEOUT_NS: u64 = 20_000_000;
 
 /// Size of the thread's stack. Callbacks may need as much as on a thread of the program.
@@ -77,9 +80,11 @@ const ASLEEP: u32 = 2;
 pub(super) enum ShrinkRequest {
     #[default]
     None,
+    /// A shrink is requested and has not begun.
     Wanted,
     /// The shrink is in progress.
     Taken,
+    /// Result of the shrink, which the requesting thread takes.
     Done(Result<u64>),
 }
 
@@ -104,7 +109,7 @@ pub(super) enum VisitResult {
     Waiting,
     /// A step of defragmentation was run.
     StepRun,
-    /// A requested shrink was carried out. Shrinks are urgent, so the thread does not rest for the time of this one.
+    /// A requested shrink was carried out. Its processor time adds no rest, because shrinks are urgent.
     ShrinkRequest,
 }
 
@@ -112,23 +117,24 @@ pub(super) enum VisitResult {
 #[derive(Default)]
 pub(super) struct Worker {
     is_started: AtomicU32,
-    /// Objects were freed or a shrink was requested, so a round is due.
+    /// 1 if objects were freed or a shrink was requested, so that a round is due.
     is_notified: AtomicU32,
     /// `AWAKE`, `ASLEEP_WITH_TIMEOUT` or `ASLEEP`.
     parked: AtomicU32,
-    /// The thread is visiting a cache, or is about to check whether a visit is allowed.
+    /// 1 while the thread visits a cache, or is about to check whether a visit is allowed.
     is_visiting: AtomicU32,
     is_stopped: AtomicU32,
     /// Number of forks in progress. While it is not 0, no visit begins.
     forks_in_progress: AtomicU32,
     /// The event that the thread sleeps on.
     wakeups: EventCount,
-    /// `used_cpu_ns`: processor time that the thread used. `rested_ns`: time that it rested.
+    /// Processor time that the thread used.
     used_cpu_ns: AtomicU64,
+    /// Time that the thread rested.
     rested_ns: AtomicU64,
-    /// `seen_freed_count`: how often blocks had become free as of the last round. `last_freed_ns`: when this count
-    /// changed last.
+    /// Number of blocks that had become free with memory by the end of the last round.
     seen_freed_count: AtomicU32,
+    /// Time at which `seen_freed_count` changed last.
     last_freed_ns: AtomicU64,
 }
 
@@ -139,8 +145,8 @@ thread_local! {
 }
 
 /// Stops the background thread when the first thread of the process ends, because the process usually ends then.
-/// Contains the `Slabs` in which this thread has created caches. Destructors of statics may destroy data that callbacks
-/// use. They run after the destructor of this thread-local.
+/// Contains the `Slabs` in which the current thread has created caches. The destructor of this thread-local runs before
+/// the destructors of statics, which may destroy data that callbacks use.
 #[cfg(not(shuttle))]
 struct StopAtMainThreadExit(Cell<Option<&'static Slabs>>);
 
@@ -237,6 +243,7 @@ impl Worker {
         self.wait_until_outside(TIMEOUT_NS);
     }
 
+    /// Waits until no visit is in progress, at most for the timeout. Does not wait on the background thread itself.
     fn wait_until_outside(&self, timeout_ns: u64) {
         let mut backoff = Backoff::new();
         while self.is_visiting.load(SeqCst) == 1 && !is_worker() && backoff.waited_ns() < timeout_ns {
@@ -252,6 +259,7 @@ impl Worker {
         self.wait_until_outside(FORK_TIMEOUT_NS);
     }
 
+    /// Allows visits again. Called after a fork, once for each [`Worker::acquire_for_fork`].
     pub fn release_after_fork(&self) {
         self.forks_in_progress.fetch_sub(1, SeqCst);
         self.wakeups.raise();
@@ -281,6 +289,7 @@ impl Worker {
         }
     }
 
+    /// Ends a visit.
     fn leave(&self) {
         self.is_visiting.store(0, SeqCst);
     }
@@ -386,6 +395,7 @@ impl Worker {
         VisitResult::Nothing
     }
 
+    /// Adds the processor time since `before_ns` to the statistics, and its rest to `rest_due_ns`.
     fn note_cpu_time(&self, before_ns: u64, rest_due_ns: Option<&mut u64>) {
         let took_ns = clock::own_cpu_ns() - before_ns;
         if let Some(rest_due_ns) = rest_due_ns {
@@ -433,6 +443,7 @@ impl Worker {
     }
 }
 
+/// Returns whether the current thread is the background thread.
 #[cfg(not(shuttle))]
 fn is_worker() -> bool {
     IS_WORKER.get()
@@ -511,8 +522,8 @@ fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
 }
 
 /// Unregisters a cache, and waits at most one second for other users: the background thread, the governor, and threads
-/// that visit all caches. Afterwards the caller usually has the last reference, so it drops the user's part of the
-/// cache on its own thread.
+/// that visit all caches. Afterwards the caller usually has the last reference. Then the caller's thread runs the
+/// destructors of the cache.
 pub(super) fn unregister<M: Cache + 'static>(cache: &Arc<M>) {
     let engine = cache.engine();
     if engine.check_generation().is_err() {

@@ -16,9 +16,10 @@ use std::sync::atomic::AtomicUsize;
 use std::thread;
 use std::time::Instant;
 
+/// Number of items that a test adds at first.
 const ITEMS: u64 = 60_000;
 
-/// Waits until `is_so` returns true, without a call to the cache that would cause it.
+/// Waits until `is_so` returns true. Makes no call that would do the work of the background thread.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -35,6 +36,7 @@ fn slabs(use_huge: bool) -> &'static Slabs {
     .0
 }
 
+/// Returns the settings of a cache with this `defrag_used_ratio`.
 fn with_ratio(name: &str, percent: u32) -> Settings {
     Settings::new(name).defrag_used_ratio(percent)
 }
@@ -249,7 +251,7 @@ fn values_removed_under_a_guard_are_freed() {
     }
 }
 
-/// Packs a cache while another cache has ratio 0. The objects of the latter must not be moved.
+/// One cache is packed while another cache has ratio 0. The objects of the cache with ratio 0 must not be moved.
 #[test]
 fn nothing_moves_at_a_ratio_of_0() {
     let slabs = slabs(true);

@@ -3,7 +3,7 @@
 //! Nodes lie in metadata blocks of their own. The blocks are not charged, because an index may grow while memory is
 //! being reclaimed. They contain only nodes, because nodes are read without a guard. Each process, also a fork child,
 //! has its own cache of index nodes, created with its first page cache.
-#![allow(unsafe_code)] // nodes in slots; the contract of their memory
+#![allow(unsafe_code)] // raw access to nodes; the contract of their memory
 
 use super::batch::{GRACE_NS, Grace, wait_for_readers};
 use super::defrag;
@@ -87,6 +87,7 @@ pub(super) struct IndexNodes {
 }
 
 impl IndexNodes {
+    /// Returns the cache of this process, if it was created.
     fn own_cache(&self) -> Option<&'static NodeCache> {
         self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check_generation().is_ok())
     }
@@ -208,7 +209,7 @@ impl Mover for NodeInner {
 pub struct NodeMemory(Arc<NodeInner>);
 
 impl NodeMemory {
-    /// Addresses that nodes may have.
+    /// Returns the range of the addresses that nodes may have.
     pub fn window(&self) -> Range<usize> {
         self.0.engine.shared.blocks.window()
     }
@@ -281,6 +282,7 @@ impl Slabs {
         Ok(cache)
     }
 
+    /// Creates the cache of index nodes, and the index with `make`.
     fn create_node_cache<I: NodeIndex>(
         &'static self,
         make: impl FnOnce(&'static NodeMemory) -> Result<&'static I>,

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 /// Identity of a file: device and inode.
 pub(crate) type FileKey = (u64, u64);
 
+/// The files that stores of this process have claimed.
 pub(crate) static CLAIMED: Guarded<BTreeSet<FileKey>> = Guarded::new(BTreeSet::new());
 
 /// The right of one store to write to a file; dropping the claim releases the file.

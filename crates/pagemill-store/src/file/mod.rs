@@ -54,10 +54,12 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
+    /// Returns the number of the file descriptor for a transfer.
     pub fn descriptor(&self, way: TransferWay) -> i32 {
         self.disk_for(way).number()
     }
 
+    /// Returns the descriptor for a piece. Without a direct descriptor, returns the buffered one.
     fn disk_for(&self, way: TransferWay) -> &Disk {
         match (way, &self.direct) {
             (TransferWay::Direct, Some(direct)) => direct,
@@ -77,11 +79,13 @@ impl Handle {
         self.check_size(offset.saturating_add(len_bytes as u64))
     }
 
+    /// Rejects lengths beyond the process's limit or the largest file offset.
     fn check_size(&self, size_bytes: u64) -> io::Result<()> {
         let is_over = self.is_limited && size_bytes > process::file_size_limit();
         if is_over || size_bytes > i64::MAX as u64 { Err(errno::error(EFBIG)) } else { Ok(()) }
     }
 
+    /// Reads bytes from `offset` on. Bytes past the end of the file read zero.
     pub fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         let (addr, len) = (to.as_ptr() as usize, to.len());
         let done = self.transfer_in_pieces(Direction::Read, offset, addr, len, |disk, from, piece| {
@@ -92,6 +96,7 @@ impl Handle {
         Ok(())
     }
 
+    /// Writes bytes at `offset`.
     pub fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
         self.check_write(offset, from.len())?;
         let (addr, len) = (from.as_ptr() as usize, from.len());

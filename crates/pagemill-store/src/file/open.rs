@@ -112,7 +112,7 @@ impl FileOptions {
         Err(Error::Busy { what: "the file is replaced all the time" })
     }
 
-    /// Returns `None` if another file replaced the one at the path during the call.
+    /// Opens the file once. Returns `None` if another file replaced the one at the path during the call.
     fn try_open(&self, path: &CStr) -> Result<Option<FileStore>> {
         let Some((buffered, is_new)) = self.open_buffered(path).map_err(open_error)? else { return Ok(None) };
         let facts = buffered.facts().map_err(open_error)?;
@@ -232,6 +232,7 @@ fn lock_for_writing(file: &Disk) -> Result<()> {
 /// Outcome of opening a file again for direct I/O.
 enum DirectOpen {
     Open(Disk, Alignment),
+    /// The file system refuses direct I/O.
     Refused,
     /// Another file has replaced the one at the path.
     Replaced,
@@ -251,6 +252,7 @@ fn check_kind(kind: FileKind) -> Result<()> {
     }
 }
 
+/// Returns whether the file system refuses direct I/O.
 fn is_refusal(error: &io::Error) -> bool {
     errno::is(error, EINVAL) || errno::is(error, EOPNOTSUPP)
 }
@@ -265,6 +267,7 @@ fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     Alignment { memory: unit, offset: unit }
 }
 
+/// Returns whether both multiples are powers of two of at most a block.
 fn is_usable(alignment: &Alignment) -> bool {
     [alignment.memory, alignment.offset].iter().all(|unit| unit.is_power_of_two() && *unit <= BLOCK_BYTES)
 }

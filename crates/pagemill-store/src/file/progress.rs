@@ -6,10 +6,10 @@ use crate::transfer::Direction;
 use pagemill_core::stats::{self, Counter};
 use std::io;
 
-/// Largest piece. The kernel transfers at most 2 GiB in one system call.
+/// Maximum size of a piece. The kernel transfers at most 2 GiB in one system call.
 const MAX_PIECE_BYTES: usize = 1 << 30;
 
-/// Most retries of a transfer after `EAGAIN` or `EINTR`.
+/// Maximum number of retries of a transfer after `EAGAIN` or `EINTR`.
 const MAX_RETRIES: u32 = 64;
 
 /// The descriptor that a piece uses.
@@ -36,12 +36,15 @@ pub(crate) enum TransferStep {
     End,
 }
 
+/// The state of a transfer between its pieces.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TransferProgress {
     /// Number of bytes transferred so far, from the start of the transfer.
     pub done_bytes: usize,
-    /// The file system refused a direct piece of this transfer, so further pieces use the kernel's page cache.
+    /// Whether the file system refused a direct piece of this transfer. If so, further pieces use the kernel's page
+    /// cache.
     is_refused: bool,
+    /// Number of retries so far.
     retries: u32,
 }
 

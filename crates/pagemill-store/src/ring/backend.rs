@@ -20,7 +20,9 @@ const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
 /// Ends a wait of the ring's thread, from any thread.
 pub(super) struct WakeHandle {
+    /// Whether [`WakeHandle::wake`] was called since the last [`Backend::take_wake`].
     is_woken: AtomicBool,
+    /// The eventfd that ends the wait.
     pub waker: Waker,
     /// The eventfd that event loops poll, if one was requested. A wake-up writes to it directly: the kernel (Linux
     /// 6.18) does not reliably forward a wake-up from the waker's eventfd to another eventfd through the ring.
@@ -28,10 +30,12 @@ pub(super) struct WakeHandle {
 }
 
 impl WakeHandle {
+    /// Creates a handle that was not woken yet.
     pub fn new() -> io::Result<Arc<Self>> {
         Ok(Arc::new(Self { is_woken: AtomicBool::new(false), waker: Waker::new()?, watch: OnceLock::new() }))
     }
 
+    /// Ends the current wait of the ring, or the next one.
     pub fn wake(&self) {
         self.is_woken.store(true, SeqCst);
         self.waker.wake();
@@ -46,10 +50,12 @@ pub(super) struct WakerRead {
     handle: Arc<WakeHandle>,
     /// Buffer of the queued read. The kernel may write to the buffer until the ring is closed.
     count: Aligned,
+    /// Whether the kernel has a read of the eventfd.
     is_queued: bool,
 }
 
 #[allow(clippy::large_enum_variant)] // one value per ring; a box would cost an indirection per transfer
+/// The backend of one ring.
 pub(super) enum Backend {
     Kernel {
         ring: uring::Ring,
@@ -73,6 +79,8 @@ impl Backend {
         matches!(self, Self::Kernel { .. })
     }
 
+    /// Queues a transfer.
+    ///
     /// # Errors
     ///
     /// The error of submitting earlier entries, if the queue was full.
@@ -92,6 +100,7 @@ impl Backend {
         }
     }
 
+    /// Requests that a piece be cancelled. Its completion arrives in any case.
     pub fn cancel(&mut self, token: u64) -> io::Result<()> {
         match self {
             Self::Kernel { ring, .. } => ring.queue_cancel(token),
@@ -242,6 +251,7 @@ fn unless_busy(result: io::Result<()>) -> io::Result<()> {
 }
 
 impl WakerRead {
+    /// Queues a read of the waker's eventfd, unless the kernel has one.
     fn queue(&mut self, ring: &mut uring::Ring) -> io::Result<()> {
         if self.is_queued {
             return Ok(());

@@ -48,7 +48,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tables::MEMORY_TABLE_LEN;
 
-/// Largest depth of a ring.
+/// Maximum of [`Settings::depth`].
 const MAX_DEPTH: u32 = 4096;
 
 /// The kind of backend that does the transfers.
@@ -87,7 +87,7 @@ impl Default for Settings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RequestId(u64);
 
-/// An event of a ring.
+/// The end of a transfer, or a report that the transfer is late.
 ///
 /// Example: [`Ring`].
 #[derive(Debug)]
@@ -109,12 +109,14 @@ struct InFlight<B> {
     progress: TransferProgress,
     /// The piece that the backend transfers now.
     piece: Piece,
+    /// Coarse time at which the transfer was queued.
     began_ns: u64,
+    /// Whether the transfer was reported as late.
     is_late: bool,
     is_cancelled: bool,
 }
 
-/// A place for one in-flight transfer.
+/// One of the ring's slots. A slot holds at most one in-flight transfer.
 struct RequestSlot<B> {
     /// Incremented with each transfer in this slot.
     use_count: u32,
@@ -150,25 +152,32 @@ struct RequestSlot<B> {
 pub struct Ring<B: Buffer> {
     backend: ManuallyDrop<Backend>,
     slots: ManuallyDrop<Vec<RequestSlot<B>>>,
+    /// Slots without a transfer.
     free: Vec<u32>,
     /// Events that the caller has not taken.
     events: VecDeque<Event<B>>,
+    /// The attached files, by [`FileId`].
     files: ManuallyDrop<Vec<Option<Arc<Handle>>>>,
+    /// Whether transfers may use the kernel's table of files.
     has_file_table: bool,
     regions: ManuallyDrop<Regions>,
+    /// Whether the kernel has a table for registered memory; `None` before the first registration.
     has_memory_table: Option<bool>,
     timeout: Duration,
     /// Time of the last search for transfers over the time limit.
     last_late_search_ns: u64,
     in_flight: usize,
+    /// Fork generation of the process that created the ring.
     generation: u32,
+    /// Whether a waker was created. If so, a ring without transfers waits, too.
     has_waker: bool,
     counts: TransferCounts,
     /// Makes the ring `!Send`: only one thread may use it.
     not_send: PhantomData<*mut ()>,
 }
 
-/// Counts of transfers, added to the statistics in batches, because all threads share those cache lines.
+/// Counts of transfers, added to the statistics in batches, because all threads share the cache lines of the
+/// statistics.
 #[derive(Default)]
 struct TransferCounts {
     read_bytes: u64,
@@ -218,10 +227,12 @@ impl<B: Buffer> Ring<B> {
         self.backend.is_kernel()
     }
 
+    /// Returns whether this process created the ring.
     fn is_ours(&self) -> bool {
         generation().is_ok_and(|generation| generation == self.generation)
     }
 
+    /// Fails with `EBADF` in a fork child of the process that created the ring.
     fn check_process(&self) -> io::Result<()> {
         if self.is_ours() { Ok(()) } else { Err(errno::error(EBADF)) }
     }
@@ -367,7 +378,7 @@ impl<B: Buffer> Ring<B> {
     pub fn cancel(&mut self, id: RequestId) {
         let Some(request) = self.in_flight_mut(id).filter(|request| !request.is_cancelled) else { return };
         request.is_cancelled = true;
-        // After a failed cancel, the transfer ends by itself or is reported as late.
+        // If the cancel fails, the transfer ends normally or is reported as late.
         let _ = self.backend.cancel(id.0);
     }
 
@@ -459,11 +470,12 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Takes the next event; `None` if there is none now.
-    #[allow(clippy::should_implement_trait)] // an iterator would hold the ring while its owner queues more
+    #[allow(clippy::should_implement_trait)] // an iterator would borrow the ring
     pub fn next(&mut self) -> Option<Event<B>> {
         self.events.pop_front()
     }
 
+    /// Handles all completions that have arrived.
     fn collect_completions(&mut self) {
         while let Some(done) = self.backend.pop() {
             self.handle_completion(done);
@@ -509,6 +521,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
+    /// Adds the counts to the statistics, and resets them.
     fn flush_counts(&mut self) {
         let TransferCounts { read_bytes, written_bytes, writes } = std::mem::take(&mut self.counts);
         if read_bytes > 0 {
@@ -532,8 +545,8 @@ impl<B: Buffer> Ring<B> {
         Ok(RingWaker(waker))
     }
 
-    /// Returns a descriptor that becomes readable when there are events. An event loop can poll it and then call
-    /// [`Ring::wait`] with 0. From then on completions cost a little more.
+    /// Returns a descriptor that becomes readable when there are events. An event loop can poll the descriptor and then
+    /// call [`Ring::wait`] with 0. After this call each completion costs a little more.
     ///
     /// # Errors
     ///

@@ -1,9 +1,9 @@
 //! Regions: memory that is registered with a ring. The kernel has pinned its pages.
 //!
 //! Fork children do not inherit registered memory (`MADV_DONTFORK`). Otherwise, after a fork, the parent's first write
-//! to a page would leave the pinned page to the child, and the fork would copy all of the memory (0.9 s for 512 MiB).
-//! Several rings may register the same range; when the last of these rings unregisters the range, children inherit it
-//! again. Memory that children never inherit ([`Buffer::is_kept_from_children`]) keeps its setting.
+//! to a page would leave the pinned page to the child. In addition, the fork would copy all of the memory (0.9 s for
+//! 512 MiB). Several rings may register the same range. When the last of these rings unregisters the range, children
+//! inherit it again. Memory that children never inherit ([`Buffer::is_kept_from_children`]) keeps its setting.
 
 use crate::buffer::Buffer;
 use crate::errno::{self, EBUSY, EINVAL, ENOSPC};
@@ -19,9 +19,10 @@ use std::io;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionId(pub(super) u16);
 
+/// A range of memory that is registered with the ring.
 pub(super) struct Region {
     pub table_index: u16,
-    /// New transfers must not use the registration.
+    /// Whether new transfers must not use the registration.
     is_retired: bool,
     addr: usize,
     len_bytes: usize,
@@ -50,6 +51,7 @@ impl Regions {
         (addr - region.addr + len_bytes <= region.len_bytes && !region.is_retired).then_some(region.table_index)
     }
 
+    /// Excludes a region from new transfers.
     pub fn retire(&mut self, id: RegionId) {
         self.regions.iter_mut().filter(|region| region.table_index == id.0).for_each(|region| region.is_retired = true);
     }
@@ -70,6 +72,7 @@ impl Regions {
         }
     }
 
+    /// Registers memory if it overlaps no region. Returns its position in `regions`, its guard, and its table index.
     fn try_add(
         &mut self,
         memory: &dyn Buffer,
@@ -104,6 +107,7 @@ impl Regions {
         Some(memory)
     }
 
+    /// Returns the region with the highest address.
     pub fn last(&self) -> Option<RegionId> {
         self.regions.last().map(|region| RegionId(region.table_index))
     }
@@ -113,6 +117,7 @@ impl Regions {
     }
 }
 
+/// Returns the address and length of a buffer.
 fn range(memory: &dyn Buffer) -> (usize, usize) {
     (memory.addr().as_ptr() as usize, memory.len_bytes())
 }
@@ -127,6 +132,8 @@ struct InheritanceGuard {
 }
 
 impl InheritanceGuard {
+    /// Excludes the range, or counts one more region for it.
+    ///
     /// # Errors
     ///
     /// `EBUSY` if the range overlaps another one without being equal to it; errors of `madvise`.

@@ -10,10 +10,10 @@ use pagemill_core::stats::{self, Counter};
 use std::io;
 use std::sync::Arc;
 
-/// Entries of the memory table. With 64 MiB each, they cover 64 GiB.
+/// Number of entries of the memory table. With 64 MiB each, they cover 64 GiB.
 pub(super) const MEMORY_TABLE_LEN: u16 = 1024;
 
-/// Entries of the file table. Each file uses two.
+/// Number of entries of the file table. Each file uses two.
 const FILE_TABLE_LEN: u32 = 256;
 
 /// A file attached to a ring ([`Ring::attach`]).
@@ -41,6 +41,7 @@ impl<B: Buffer> Ring<B> {
         self.attach_handle(store.handle())
     }
 
+    /// As [`Ring::attach`], for the handle of a file.
     pub(crate) fn attach_handle(&mut self, handle: &Arc<Handle>) -> io::Result<FileId> {
         self.check_process()?;
         let is_same = |file: &Option<Arc<Handle>>| file.as_ref().is_some_and(|file| Arc::ptr_eq(file, handle));

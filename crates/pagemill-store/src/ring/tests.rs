@@ -69,7 +69,7 @@ fn kernel_ring<B: Buffer>(timeout: Duration) -> Option<Ring<B>> {
     None
 }
 
-/// For all alignments, ring and store read the bytes that were written, and zeros past the end of the file.
+/// For all alignments, ring and store must read the bytes that were written, and zeros past the end of the file.
 #[test]
 fn unaligned_transfers_are_complete() {
     for mut ring in rings() {
@@ -103,7 +103,8 @@ fn unaligned_transfers_are_complete() {
     }
 }
 
-/// A ring of depth 8 accepts eight transfers, and no other until events are taken. A transfer of no bytes ends at once.
+/// A ring of depth 8 must accept eight transfers, and no other until events are taken. A transfer of no bytes must end
+/// at once.
 #[test]
 fn depth_is_bounded() {
     for mut ring in rings() {
@@ -129,7 +130,7 @@ fn depth_is_bounded() {
     }
 }
 
-/// A transfer that cannot succeed ends with an error event that returns its buffer. The next transfer is not affected.
+/// A transfer that cannot succeed must end with an error event that returns its buffer. The next transfer must succeed.
 #[test]
 fn failures_are_reported_with_the_buffer() {
     for mut ring in rings() {
@@ -151,8 +152,8 @@ fn failures_are_reported_with_the_buffer() {
     }
 }
 
-/// A file is detached once its store is dropped. Files of existing stores, and files with transfers in flight, stay
-/// attached.
+/// A file must be detached once its store is dropped. Files of existing stores, and files with transfers in flight,
+/// must stay attached.
 #[test]
 fn a_file_is_detached_after_its_store_is_dropped() {
     for mut ring in rings() {
@@ -177,8 +178,8 @@ fn a_file_is_detached_after_its_store_is_dropped() {
     }
 }
 
-/// Transfers inside registered memory use its table entry. While they are in flight, that memory cannot be
-/// unregistered.
+/// Transfers inside registered memory must use its table entry. While such a transfer is in flight, unregistering the
+/// memory must fail.
 #[test]
 fn registered_memory_is_used() {
     /// A range of memory that the test owns.
@@ -228,7 +229,7 @@ fn registered_memory_is_used() {
     drop(memory);
 }
 
-/// A read of an empty pipe can be cancelled, but not after it has ended.
+/// A read of an empty pipe must end after a cancel. A cancel after its end must have no effect.
 #[test]
 fn in_flight_transfers_can_be_cancelled() {
     let Some(mut ring) = kernel_ring(LONG) else { return };
@@ -247,7 +248,7 @@ fn in_flight_transfers_can_be_cancelled() {
     assert!(ring.wait(0, LONG).unwrap() == 0 && ring.buffer(second).is_none());
 }
 
-/// A read of an empty pipe exceeds the time limit. The wait returns a `Late` event, then the read ends with
+/// A read of an empty pipe exceeds the time limit. The wait must return a `Late` event, and then the read must end with
 /// `ETIMEDOUT`.
 #[test]
 fn late_transfers_are_reported_and_cancelled() {
@@ -263,7 +264,7 @@ fn late_transfers_are_reported_and_cancelled() {
     assert!(stats::get(Counter::TransfersLate) > late_before);
 }
 
-/// Dropping a ring cancels its transfers, waits for them, and frees their buffers.
+/// Dropping a ring must cancel its transfers, wait for them, and free their buffers.
 #[test]
 fn dropping_a_ring_frees_its_buffers() {
     struct DropReporter(Aligned, Arc<AtomicBool>);
@@ -294,7 +295,8 @@ fn dropping_a_ring_frees_its_buffers() {
     assert_eq!(Arc::strong_count(&handle), 1);
 }
 
-/// Another thread ends a wait with the waker. A wake-up before the wait counts, too, and does not affect later waits.
+/// Another thread ends a wait with the waker. A wake-up before the wait must count, too, and must not affect later
+/// waits.
 #[test]
 fn a_waker_ends_a_wait() {
     for mut ring in rings() {
@@ -314,7 +316,7 @@ fn a_waker_ends_a_wait() {
     }
 }
 
-/// An event loop polls the ring's descriptor, which becomes readable once a transfer has ended.
+/// An event loop polls the ring's descriptor. The descriptor must become readable once a transfer has ended.
 #[test]
 fn the_descriptor_becomes_readable_on_completion() {
     for mut ring in rings() {
@@ -330,7 +332,7 @@ fn the_descriptor_becomes_readable_on_completion() {
     }
 }
 
-/// The ring's descriptor becomes readable after every wake-up, also with nothing in flight.
+/// The ring's descriptor must become readable after every wake-up, also with nothing in flight.
 #[test]
 fn the_descriptor_becomes_readable_on_wake_up() {
     for mut ring in rings() {

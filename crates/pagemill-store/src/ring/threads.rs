@@ -1,7 +1,7 @@
 //! The backend of rings without io_uring: a pool of threads that do the transfers with blocking calls.
 //!
 //! All rings of a process share the pool. A thread is spawned when more jobs wait than threads are idle, and exits
-//! after an idle time. Locks: that of the pool, and that of a completion queue; never both at once.
+//! after an idle time. Locks: the lock of the pool, and the lock of a completion queue. No thread holds both.
 #![allow(unsafe_code)] // passes addresses of memory to system calls
 
 use super::backend::WakeHandle;
@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicPtr, Ordering::AcqRel, Ordering::Acquire};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Most threads of the pool: enough to keep a disk busy.
+/// Maximum number of threads of the pool, enough to keep a disk busy.
 const MAX_THREADS: usize = 16;
 
 /// A thread exits after this time without work.
@@ -24,6 +24,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Completions of one ring that its thread has not collected.
 struct CompletionQueue {
     done: Mutex<Vec<Completion>>,
     handle: Arc<WakeHandle>,
@@ -37,11 +38,13 @@ struct ThreadJob {
 }
 
 impl ThreadJob {
+    /// Reports the end of the job, and wakes the thread of its ring.
     fn complete(&self, result: i32) {
         lock(&self.completions.done).push(Completion { token: self.token, result });
         self.completions.handle.waker.wake();
     }
 
+    /// Does the transfer with a blocking call, and reports its end.
     fn run(&self) {
         let Transfer { target: Target::Descriptor(number), is_write, addr, len_bytes, offset, .. } = self.transfer
         else {
@@ -62,22 +65,27 @@ impl ThreadJob {
     }
 }
 
+/// Threads that do the transfers of all rings of a process.
 struct ThreadPool {
     generation: u32,
     state: Mutex<PoolQueue>,
     has_jobs: Condvar,
 }
 
+/// The queued jobs, and the number of threads.
 #[derive(Default)]
 struct PoolQueue {
     jobs: VecDeque<ThreadJob>,
+    /// Number of threads, idle or not.
     threads: usize,
+    /// Number of threads that wait for a job.
     idle: usize,
 }
 
 /// The pool of this process. A fork child creates a pool of its own, because threads do not survive a fork.
 static POOL: AtomicPtr<ThreadPool> = AtomicPtr::new(std::ptr::null_mut());
 
+/// Returns the pool of this process, and creates it if necessary.
 fn pool() -> &'static ThreadPool {
     let generation = generation().unwrap_or_default();
     let seen = POOL.load(Acquire);
@@ -101,6 +109,7 @@ fn pool() -> &'static ThreadPool {
 }
 
 impl ThreadPool {
+    /// Queues jobs, and spawns threads if there are fewer idle threads than jobs.
     fn add_jobs(&'static self, jobs: &mut VecDeque<ThreadJob>) {
         let mut state = lock(&self.state);
         state.jobs.append(jobs);
@@ -163,12 +172,16 @@ impl Work for ThreadPool {
 
 /// The pool as the backend of one ring: its queued jobs and its completions.
 pub(super) struct ThreadBackend {
+    /// Jobs that the pool has not received.
     queued: VecDeque<ThreadJob>,
+    /// Completions that were collected, and that the ring has not taken.
     ready: VecDeque<Completion>,
     completions: Arc<CompletionQueue>,
 }
 
 impl ThreadBackend {
+    /// Creates a backend without jobs.
+    ///
     /// # Errors
     ///
     /// `EMFILE` if the waker gets no descriptor.
@@ -181,6 +194,8 @@ impl ThreadBackend {
         &self.completions.handle
     }
 
+    /// Queues a transfer until [`ThreadBackend::submit`].
+    ///
     /// # Safety
     ///
     /// As `uring::Ring::queue`. The file must stay open until the completion has arrived.
@@ -199,6 +214,7 @@ impl ThreadBackend {
         }
     }
 
+    /// Cancels a job that no thread has begun.
     pub fn cancel(&mut self, token: u64) {
         let queued = self.queued.iter().position(|job| job.token == token).and_then(|at| self.queued.remove(at));
         if let Some(job) = queued.or_else(|| pool().remove_job(token, &self.completions)) {
@@ -216,6 +232,7 @@ impl ThreadBackend {
         }
     }
 
+    /// Collects the completions that have arrived.
     fn collect_completions(&mut self) {
         self.ready.extend(lock(&self.completions.done).drain(..));
     }

@@ -19,6 +19,7 @@ use std::marker::PhantomData;
 /// Maximum number of arrays in the table at a time. Nodes of further arrays cannot be moved.
 const MAX_ARRAYS: usize = 1 << 22;
 
+/// The table entry of one array number.
 struct ArrayEntry {
     /// Address of the array; 0 while no array has this number.
     array: AtomicUsize,

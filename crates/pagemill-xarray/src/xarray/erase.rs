@@ -28,6 +28,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
+    /// Removes an entry from its slots, and then the nodes that became empty.
     fn remove_from_slots(&self, place: &SlotRange) {
         if place.node == 0 {
             self.array.root.publish(IndexWord::EMPTY);
@@ -60,6 +61,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.remove_unneeded_levels();
     }
 
+    /// Removes root nodes while [`Writer::remove_root_level`] succeeds.
     pub(super) fn remove_unneeded_levels(&self) {
         while self.remove_root_level() {}
     }

@@ -27,6 +27,7 @@ use std::sync::atomic::Ordering::AcqRel;
 
 /// Node numbers are offsets in the window, in units of this many bytes.
 const UNIT_BYTES: usize = align_of::<Node>();
+/// Log2 of [`UNIT_BYTES`].
 const UNIT_SHIFT: u32 = UNIT_BYTES.trailing_zeros();
 
 /// Retired nodes per batch. A batch has one grace period.
@@ -108,7 +109,7 @@ struct BatchLists {
     ripe: AtomicU64,
     /// Number of batches in a grace period.
     waiting: AtomicU32,
-    /// Nodes that were allocated and not yet freed.
+    /// Number of nodes that were allocated and not yet freed.
     #[cfg(any(test, feature = "test-util"))]
     in_use: AtomicU32,
 }
@@ -196,6 +197,7 @@ impl Forest {
         }
     }
 
+    /// Removes the latest batch from the list of ripe batches. Returns the number of its first node.
     fn take_ripe(&self) -> Option<u32> {
         let ripe = &self.lists.0.ripe;
         let mut seen = ripe.load(Acquire);

@@ -26,6 +26,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.find_slots(index).is_some_and(|place| self.set_mark_at(&place, mark))
     }
 
+    /// Sets a mark of the entry in these slots. Returns true.
     fn set_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() | 1 << mark as u32),
@@ -40,6 +41,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.find_slots(index).is_some_and(|place| self.clear_mark_at(&place, mark))
     }
 
+    /// Clears a mark of the entry in these slots. Returns true.
     fn clear_mark_at(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() & !(1 << mark as u32)),
@@ -60,6 +62,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.slots_of_value(index, value).is_some_and(|place| self.clear_mark_at(&place, mark))
     }
 
+    /// Returns the slots of the entry that covers the index, if the entry has this value.
     fn slots_of_value(&self, index: u64, value: u64) -> Option<SlotRange> {
         self.find_slots(index).filter(|place| place.found.value == value)
     }
@@ -73,6 +76,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.find_slots(index).is_some_and(|place| marks(place) & 1 != 0)
     }
 
+    /// Returns the marks of the entry in the root word, one bit each.
     pub(super) fn root_marks(&self) -> u32 {
         self.array.root_marks.load(Relaxed)
     }

@@ -41,7 +41,7 @@
 //! # The contract of [`Hit::is_still`]
 //!
 //! An entry leaves its slot when it is erased, replaced, overwritten, split, joined, or moved with its node or to the
-//! root word. Before such a call returns, the slot in which a reader may have found the entry is overwritten.
+//! root word. Before the call that does so returns, the slot in which a reader may have found the entry is overwritten.
 //! [`Writer::erase_range`] overwrites the slot before it calls the callback.
 //!
 //! So a reader may find a value, pin the object that the value refers to, and then check `is_still`. If it returns
@@ -153,9 +153,9 @@ pub struct XArray<N: Nodes> {
     _pinned: PhantomPinned,
 }
 
-/// Values of `id` for arrays without a number. `NO_ID`: the nodes cannot be moved, or no number was free. `NO_ID_YET`:
-/// the array has had no node.
+/// Value of `id` if the nodes cannot be moved, or if no number was free.
 const NO_ID: u32 = 0;
+/// Value of `id` until the array has its first node.
 const NO_ID_YET: u32 = u32::MAX;
 
 /// An entry that a lookup found.
@@ -183,6 +183,7 @@ impl<N: Nodes> XArray<N> {
         Self::with_id(nodes, NO_ID)
     }
 
+    /// Creates an empty array with this initial `id`.
     const fn with_id(nodes: &'static N, id: u32) -> Self {
         let (root_marks, count, id) = (AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(id));
         Self { root: IndexSlot::new(), nodes, lock: Lock::new(), root_marks, count, id, _pinned: PhantomPinned }
@@ -222,8 +223,8 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// Frees the nodes at once, because there are no readers. Waits for a thread that moves one of the nodes. Does nothing
-/// in a fork child if the nodes belong to the parent.
+/// Frees the nodes without a grace period, because there are no readers. Waits for a thread that moves one of the
+/// nodes. Does nothing in a fork child if the nodes belong to the parent.
 impl<N: Nodes> Drop for XArray<N> {
     fn drop(&mut self) {
         if self.nodes.are_inherited() {

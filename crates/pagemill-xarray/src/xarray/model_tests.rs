@@ -20,6 +20,7 @@ struct Entry {
     marks: [bool; MARKS],
 }
 
+/// A model of an array: its entries by first index.
 #[derive(Default)]
 struct Model(BTreeMap<u64, Entry>);
 
@@ -49,6 +50,7 @@ impl Model {
         self.entry_at(first).is_some_and(|(_, entry)| entry.order > order)
     }
 
+    /// Removes and returns the entries that lie completely between `from` and `to`.
     fn remove_inside(&mut self, from: u64, to: u64) -> Vec<(u64, Entry)> {
         let is_inside = |(first, entry): &(u64, Entry)| last_of(*first, entry.order) <= to;
         let inside: Vec<_> = if from > to {
@@ -93,6 +95,7 @@ fn found(first: u64, entry: Entry) -> Found {
     Found { value: entry.value, first, order: entry.order }
 }
 
+/// An array, and the model with which it is compared.
 struct ArrayAndModel {
     array: Box<XArray<Forest>>,
     model: Model,
@@ -108,7 +111,7 @@ impl ArrayAndModel {
         Self { array, model: Model::default(), last_value: 0 }
     }
 
-    /// Moves nodes of the tree. Each bit of `which` selects a node.
+    /// Moves nodes of the tree. The bits of `which` select the nodes, 64 nodes at a time.
     fn relocate(&mut self, which: u64) {
         let (nodes, mut numbers) = (self.array.nodes, Vec::new());
         let root = self.array.root.load_relaxed();
@@ -253,12 +256,14 @@ impl ArrayAndModel {
     }
 }
 
+/// Adds the number of the node to which `word` refers, and those of all nodes below it.
 fn numbers_below(nodes: &Forest, word: IndexWord, numbers: &mut Vec<u32>) {
     numbers.push(word.number());
     let below = nodes.node(word.number()).slots.iter().map(IndexSlot::load_relaxed).filter(|word| word.is_node());
     below.for_each(|word| numbers_below(nodes, word, numbers));
 }
 
+/// Checks the links, counts and marks of all nodes.
 fn check_invariants(array: &XArray<Forest>) {
     let root = array.root.load_relaxed();
     let count = if root.is_node() { check_node_invariants(array, root, 0, 0) } else { 0 };
@@ -292,6 +297,8 @@ fn boundaries() -> impl Iterator<Item = u64> {
     powers.flat_map(|power| [power - 1, power, (power + 1).min(MAX_INDEX)]).chain([0, 2, 62, 128])
 }
 
+/// An operation on array and model. The first number is an index; the others are an order, a mark or a selection of
+/// nodes.
 #[derive(Clone, Debug)]
 enum Operation {
     Store(u64, u32),
@@ -482,7 +489,7 @@ fn a_failed_prepare_frees_its_nodes() {
     assert_eq!(nodes.in_use(), 2);
 }
 
-/// While there is a writer, `try_lock` must return `None`.
+/// While a writer exists, `try_lock` must return `None`.
 #[test]
 fn the_lock_excludes_a_second_writer() {
     let array = XArray::new(test_forest::forest_of(1));

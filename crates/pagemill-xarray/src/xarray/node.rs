@@ -36,6 +36,7 @@ pub struct Node {
     array: AtomicU32,
 }
 
+/// Position of the shift in `place`.
 const SHIFT_AT: u32 = 8;
 
 // SAFETY: a node consists of atomic words, for which zero bits are valid.
@@ -101,6 +102,7 @@ impl Node {
         }
     }
 
+    /// Returns the fields other than slots and marks.
     fn header_fields(&self) -> [&AtomicU32; 4] {
         [&self.parent, &self.place, &self.used_slots, &self.array]
     }

@@ -30,6 +30,7 @@ pub(crate) fn relocate<N: Nodes>(nodes: &'static N, old: u32, new: u32) -> bool 
 }
 
 impl<N: Nodes> Writer<'_, N> {
+    /// As [`relocate`], under the lock of the array with number `id`.
     pub(super) fn relocate(&self, id: u32, old: u32, new: u32) -> bool {
         let node = self.node(old);
         // The caller looked up the array without the lock. The node may have been removed since, and belong to another

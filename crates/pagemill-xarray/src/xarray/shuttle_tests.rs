@@ -1,7 +1,7 @@
 //! Shuttle tests: two readers, a writer, and a thread that moves nodes, in random interleavings of single steps.
 //!
-//! There are few nodes, and a retired node is reused as soon as no reader can access it. So a reader without a guard
-//! would read slots of a reused node. `SHUTTLE_RUNS` is the number of interleavings per test.
+//! There are few nodes, and a retired node is reused as soon as no reader can access it. So a missing guard would show
+//! as a read of a reused node. `SHUTTLE_RUNS` is the number of interleavings per test.
 
 #![allow(unsafe_code)] // arrays with a stable address
 
@@ -15,12 +15,14 @@ use shuttle::{Config, MaxSteps, Runner};
 use std::sync::Arc;
 use std::sync::Mutex;
 
-/// Depth of the PCT schedules: at up to `DEPTH - 1` random steps, the running thread gets the lowest priority.
+/// Depth of the PCT schedules (probabilistic concurrency testing): at up to `DEPTH - 1` random steps, the running
+/// thread gets the lowest priority.
 const DEPTH: usize = 4;
 
 /// Maximum number of steps per interleaving. A longer interleaving waits for an event that never happens.
 const MAX_STEPS: usize = 100_000;
 
+/// Number of nodes.
 const NODES: u32 = 40;
 
 /// Nodes with simulated grace periods, because shuttle cannot control those of the default epoch collector.
@@ -38,6 +40,7 @@ struct NodesState {
     now: u64,
     /// The start times of current readers.
     readers: Vec<u64>,
+    /// Retired nodes, each with the time of its retirement.
     retired: Vec<(u64, u32)>,
 }
 
@@ -116,6 +119,7 @@ impl Nodes for FewNodes {
     }
 }
 
+/// The state that the threads of a test share.
 struct Fixture {
     nodes: &'static FewNodes,
     array: Box<XArray<FewNodes>>,
@@ -123,7 +127,9 @@ struct Fixture {
     frames: [AtomicU32; FRAMES],
 }
 
+/// Number of simulated page frames.
 const FRAMES: usize = 8;
+/// Value of a frame that was released and must not be used.
 const RELEASED: u32 = 1 << 16;
 
 fn array_of(nodes: &'static FewNodes) -> Box<XArray<FewNodes>> {
@@ -158,7 +164,7 @@ impl Fixture {
         self.array.lock().erase(index);
     }
 
-    /// Looks up an entry that is always in the array, in one of three ways.
+    /// Looks up an entry that is always in the array, in one of three ways, chosen at random.
     fn load_always(&self, index: u64) -> Found {
         self.nodes.as_reader(|guard| match thread_rng().gen_range(0..3) {
             0 => self.array.load(index, guard).expect("it is always there"),
@@ -214,6 +220,7 @@ impl Fixture {
         let _ = self.frames[frame as usize].compare_exchange(0, RELEASED, std::sync::atomic::Ordering::AcqRel, acquire);
     }
 
+    /// Erases all entries. All nodes must then be free.
     fn end(&self) {
         self.array.lock().erase_range(0, MAX_INDEX, drop);
         self.nodes.recycle();
@@ -419,6 +426,7 @@ fn three_leaves(fixture: &Fixture) {
     }
 }
 
+/// Looks up the entries of [`three_leaves`].
 fn load_leaves(fixture: &Fixture) {
     for index in [3, 70, 200, 3] {
         let found = fixture.load_always(index);

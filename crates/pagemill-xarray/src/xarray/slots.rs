@@ -8,9 +8,9 @@
 //! ```
 //!
 //! A SIBLING word (`-> 8`) is in a later slot of an entry and contains the number of the entry's first slot. Every
-//! write preserves this rule: following SIBLING words from a slot ends at a VALUE or GONE that covers the slot (or at
-//! DEAD, once the node is out of the tree). A reader that ends at another word has read a stale SIBLING, and restarts
-//! at the root. Readers never wait for a writer. The operations write in this order:
+//! write preserves this rule: following SIBLING words from a slot ends at a VALUE or GONE that covers the slot. If the
+//! node is out of the tree, it may also end at DEAD. A reader that ends at another word has read a stale SIBLING, and
+//! restarts at the root. Readers never wait for a writer. The operations write in this order:
 //!
 //! - [`insert_entry`] (into empty slots): GONE into the first slot, SIBLINGs into the others, then the VALUE. The last
 //!   store inserts the entry.
@@ -75,6 +75,8 @@ pub(super) fn resolve<const N: usize>(
     if word.decides_lookup() { Ok((slot, word)) } else { follow(slots, slot, word, shift) }
 }
 
+/// Continues a lookup of `slot` at the word `name` that was read there: follows SIBLING words to the entry's first
+/// slot.
 #[inline]
 fn follow<const N: usize>(
     slots: &[IndexSlot; N],
@@ -153,10 +155,12 @@ mod loom_tests {
 
     const COUNT: usize = 4;
     const ORDER: u32 = 2;
+    /// Value of the entry that the tests look up.
     const OLD: u64 = 7;
     /// Bit of `frame` that says that the frame was released; the lower bits count its pins.
     const RELEASED: usize = 1 << 8;
 
+    /// The slots of a node, and the frame to which the value [`OLD`] refers.
     struct Fixture {
         slots: [IndexSlot; COUNT],
         frame: AtomicUsize,
@@ -199,7 +203,7 @@ mod loom_tests {
 
     /// Runs `write` and then releases the frame, while a reader pins the frame through `slot`. At most one of the two
     /// may succeed.
-    fn pin_beside(slot: usize, write: fn(&Fixture)) {
+    fn pin_during(slot: usize, write: fn(&Fixture)) {
         loom::model(move || {
             let fixture = Fixture::with_entry(ORDER);
             let reader = fixture.clone();
@@ -213,14 +217,14 @@ mod loom_tests {
 
     #[test]
     fn a_removed_entry_cannot_be_pinned() {
-        pin_beside(0, |fixture| remove_entry(&fixture.slots, 0, COUNT));
-        pin_beside(3, |fixture| remove_entry(&fixture.slots, 0, COUNT));
+        pin_during(0, |fixture| remove_entry(&fixture.slots, 0, COUNT));
+        pin_during(3, |fixture| remove_entry(&fixture.slots, 0, COUNT));
     }
 
     #[test]
     fn a_split_entry_cannot_be_pinned() {
-        pin_beside(1, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
-        pin_beside(3, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
+        pin_during(1, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
+        pin_during(3, |fixture| split_entry(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
     }
 
     /// An entry is split, and one of the parts is removed. A reader of the other part must find that part or the old

@@ -27,6 +27,7 @@ impl<N: Nodes> NodeStock<N> {
         self.count
     }
 
+    /// Allocates nodes until the stock has `count` nodes.
     pub(super) fn allocate_up_to(&mut self, count: u32) -> Result<()> {
         while self.count < count {
             let number = self.nodes.take()?;
@@ -38,6 +39,7 @@ impl<N: Nodes> NodeStock<N> {
         Ok(())
     }
 
+    /// Removes a node. Panics if the stock is empty.
     pub(super) fn take(&mut self) -> u32 {
         assert!(self.count > 0, "a stock has as many nodes as the change needs");
         let number = self.head;
@@ -46,6 +48,7 @@ impl<N: Nodes> NodeStock<N> {
         number
     }
 
+    /// Returns whether the nodes of the stock come from `nodes`.
     pub(super) fn is_of(&self, nodes: &'static N) -> bool {
         std::ptr::eq(self.nodes, nodes)
     }
@@ -63,8 +66,9 @@ impl<N: Nodes> Drop for NodeStock<N> {
 impl<N: Nodes> XArray<N> {
     /// Allocates nodes for consecutive stores or joins of entries of order `order` over `first..=last` under one lock.
     ///
-    /// Cost: allocates as many nodes as the stores may need in the worst case: 6 to 13 for one page, and about one more
-    /// for each further 64 pages. A caller with many changes should keep the nodes and use [`XArray::top_up`].
+    /// Cost: allocates as many nodes as the stores may need in the worst case. For one page these are 6 to 13 nodes,
+    /// and for each further 64 pages about one more. A caller with many changes should keep the nodes and use
+    /// [`XArray::top_up`].
     ///
     /// # Errors
     ///
@@ -115,9 +119,9 @@ fn nodes_over(first: u64, last: u64, shift: u32) -> u32 {
     u32::try_from(nodes).unwrap_or(u32::MAX)
 }
 
-/// The most nodes that storing entries of order `order` over the range needs in any tree. Either the tree has full
-/// height and the stores need a path through it, or the tree grows, and existing entries also need a path up to the new
-/// root.
+/// Returns the maximum number of nodes that storing entries of order `order` over the range needs in any tree. Either
+/// the tree has full height, and the stores need a path through it. Or the tree grows, and existing entries also need a
+/// path up to the new root.
 fn nodes_to_store(first: u64, last: u64, order: u32) -> u32 {
     let lowest = word::shift_of(order);
     let levels = |from: u32, to: u32| (from..=to).step_by(SLOT_BITS as usize);
@@ -138,6 +142,7 @@ pub(super) fn top_shift_for(last: u64, lowest: u32) -> u32 {
     shift
 }
 
+/// Returns the number of nodes that splitting one entry needs.
 fn nodes_to_split(order: u32, into_order: u32) -> u32 {
     let (from, to) = (word::shift_of(order), word::shift_of(into_order));
     // Each slot gets one node. Entries are in the two lowest levels only, so no level lies between.

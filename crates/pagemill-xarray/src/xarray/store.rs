@@ -16,6 +16,7 @@ use std::cell::Cell;
 /// Example: [`XArray`](super::XArray).
 pub struct Writer<'a, N: Nodes> {
     pub(super) array: &'a XArray<N>,
+    /// Whether a node was retired. If so, the drop lets the nodes' owner collect retired nodes.
     has_retired: Cell<bool>,
 }
 
@@ -30,7 +31,7 @@ impl<'a, N: Nodes> Writer<'a, N> {
 pub(super) struct SlotRange {
     /// Number of the node; 0 for the root word.
     pub node: u32,
-    /// The entry's first slot.
+    /// Number of the entry's first slot in that node.
     pub slot: usize,
     pub found: Found,
 }
@@ -100,6 +101,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.nodes.node(number)
     }
 
+    /// Returns the slots of the entry that covers the index.
     pub(super) fn find_slots(&self, index: u64) -> Option<SlotRange> {
         let (mut number, mut slot, mut word) = (0, 0, self.array.root.load_relaxed());
         if !word.reaches(index) {
@@ -182,8 +184,8 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Prepares moving the root word into slot 0 of the new node `number`: copies the marks of the root word into that
-    /// slot, and sets the parent of the node below.
+    /// Prepares to move the root word into slot 0 of the new node `number`. Copies the marks of the root word into that
+    /// slot, and sets the parent of the node to which the root word refers.
     fn prepare_root_move(&self, word: IndexWord, number: u32) {
         let is_marked = |mark: usize| match word.is_node() {
             true => self.node(word.number()).is_marked(mark, u64::MAX),

@@ -22,6 +22,7 @@ struct NodeRange {
 }
 
 #[derive(Default)]
+/// The nodes of the range that have no user.
 struct FreeNodes {
     freed: Vec<usize>,
     /// Number of nodes that were ever allocated.

@@ -54,6 +54,7 @@ impl<'g> Hit<'g> {
 /// Maximum number of levels of a tree: an index has 40 bits, and each level uses 6.
 const MAX_LEVELS: usize = 7;
 
+/// Result of a lookup of one index.
 enum LookupResult<'g> {
     /// The entry that covers the index.
     Entry(Hit<'g>),
@@ -79,9 +80,9 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// Returns the entry that seems to cover the index, for callers that validate the value. Needs no guard. So a node
-    /// on the path may belong to another array by now, and the result may be any entry that was ever stored with the
-    /// same `Nodes`, or `None`.
+    /// Returns the entry that seems to cover the index, for callers that validate the value. Needs no guard, so a node
+    /// on the path may belong to another array by now. The result may therefore be `None`, or any entry that was ever
+    /// stored with the same `Nodes`.
     ///
     /// Cost: as [`XArray::find`], without the guard.
     #[inline]
@@ -109,6 +110,7 @@ impl<N: Nodes> XArray<N> {
         word.is_value().then(|| Found { value: word.to_value(), first: word::first_of(index, order), order })
     }
 
+    /// As [`XArray::find`], but fails if a stale word was read.
     #[inline]
     fn try_find(&self, index: u64) -> Result<Option<Hit<'_>>, StaleWord> {
         let mut slot = &self.root;
@@ -156,6 +158,7 @@ impl<N: Nodes> XArray<N> {
         self.search(from, to, |at| self.try_find_or_gap(at, to))
     }
 
+    /// Looks up indices from `from` to `to` until a lookup returns an entry. Skips the gaps that lookups return.
     fn search<'g>(
         &self,
         from: u64,
@@ -172,6 +175,7 @@ impl<N: Nodes> XArray<N> {
         None
     }
 
+    /// Repeats a lookup until it reads no stale word.
     fn retry_while_stale<'g>(&self, lookup: impl Fn() -> Result<LookupResult<'g>, StaleWord>) -> LookupResult<'g> {
         loop {
             if let Ok(seen) = lookup() {

@@ -13,19 +13,21 @@
 //! A word that points at a node contains the node's shift, so readers need not read the node's metadata. A word with a
 //! value contains its order, so the first index of the entry follows from the word and any index in the entry.
 
-/// Bits of an index per level, and number of slots of a node.
+/// Number of bits of an index that one level of the tree uses.
 pub(super) const SLOT_BITS: u32 = 6;
+/// Number of slots of a node.
 pub(super) const SLOTS: usize = 1 << SLOT_BITS;
 
-/// The largest index.
+/// The largest index of an [`XArray`](super::XArray).
 pub const MAX_INDEX: u64 = (1 << 40) - 1;
-/// The largest value.
+/// The largest value of an entry.
 pub const MAX_VALUE: u64 = (1 << 48) - 1;
 /// The largest order of an entry. An entry of order n covers `1 << n` indices.
 pub const MAX_ORDER: u32 = 11;
 /// Shift of the highest node of the tallest tree.
 pub(super) const MAX_SHIFT: u32 = 36;
 
+/// Tags of words, in the lowest byte. The module documentation describes them.
 const VALUE: u64 = 1;
 const NODE: u64 = 2;
 const GONE: u64 = 3;
@@ -33,11 +35,15 @@ const GONE: u64 = 3;
 const SIBLING: u64 = 4;
 const DEAD: u64 = 5;
 
+/// Mask of the tag.
 const TAG: u64 = 0xFF;
 /// The field for order, shift or slot number.
 const FIELD_SHIFT: u32 = 8;
+/// Mask of that field.
 const FIELD: u64 = 0xFF;
+/// Shift of the value in a VALUE word.
 const VALUE_SHIFT: u32 = 16;
+/// Shift of the node number in a NODE word.
 const NUMBER_SHIFT: u32 = 32;
 
 /// A word in a slot, or the root word.
@@ -152,6 +158,7 @@ impl IndexWord {
     }
 }
 
+/// Returns the slot of `index` in a node with this shift.
 #[inline]
 pub(super) fn slot_of(index: u64, shift: u32) -> usize {
     (index >> shift) as usize % SLOTS

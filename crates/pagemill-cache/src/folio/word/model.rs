@@ -256,8 +256,8 @@ impl WordAndModel {
     }
 }
 
-/// Every operation changes exactly the fields that its documentation names. Runs 30,000 random operations, starting
-/// with a version that is about to wrap around.
+/// Every operation must change exactly the fields that its documentation names. The test runs 30,000 random operations,
+/// starting with a version that is about to wrap around.
 #[test]
 fn operations_change_exactly_the_documented_fields() {
     let version = u32::MAX - 20;
@@ -270,7 +270,7 @@ fn operations_change_exactly_the_documented_fields() {
     assert!(pair.model.version < u32::MAX / 2, "the version has wrapped around");
 }
 
-/// A state reports the kind, order and version that it was made of.
+/// A state must report the kind, order and version that it was made of.
 #[test]
 fn a_state_reports_the_fields_it_was_made_of() {
     for kind in KINDS {

@@ -1,39 +1,43 @@
-//! Ghosts: small records of recently evicted folios (*marks*), in a hash table of fixed size.
+//! Ghosts: small records of recently evicted folios, in a hash table of fixed size.
 //!
 //! ```text
-//!   key of a folio --hash--> set of 16 marks, one cache line      mark: 15 bits of hash, part, 16 bits of time
+//!   key of a folio --hash--> set of 16 ghosts, one cache line      ghost: 15 bits of hash, part, 16 bits of time
 //! ```
 //!
-//! Time is counted in pages evicted: each part (new, main) has a clock that counts the pages evicted from it. A mark
-//! expires after as many pages as the cache has. A set then holds twelve marks of the new part on average, so that few
-//! marks are replaced early. Lookups take no lock: a lookup concurrent with a change finds a mark completely or not at
-//! all. One lookup in two thousand finds the mark of another folio with the same hash, and then a page enters a better
-//! queue than it should.
+//! Time is counted in pages evicted: each part (new, main) has a clock that counts the pages evicted from it. A ghost
+//! expires after as many pages as the cache has. A set then holds twelve ghosts of the new part on average, so that few
+//! ghosts are replaced early. Lookups take no lock: a lookup concurrent with a change finds a ghost completely or not
+//! at all. One lookup in two thousand finds the ghost of another folio with the same hash, and then a page enters a
+//! better queue than it should.
 
 use super::{CachePart, GhostKey};
 use pagemill_core::arena::Table;
 use pagemill_core::error::Result;
 use pagemill_core::sync::{AtomicU32, AtomicU64, Padded, Relaxed};
 
-/// Number of marks of a set, which is a cache line.
+/// Maximum number of ghosts in a set, which fills a cache line.
 const WAYS: usize = 16;
 
-/// Average number of marks per set when the table is full of marks that have not expired.
-const TARGET_MARKS_PER_SET: u64 = 12;
+/// Average number of ghosts per set when the table is full of ghosts that have not expired.
+const TARGET_GHOSTS_PER_SET: u64 = 12;
 
-/// Lifetime of a mark in ticks; up to twice as many, by rounding. A clock of 16 bits wraps around after 64 lifetimes,
-/// and no mark stays in the table that long.
+/// Lifetime of a ghost in ticks, or up to twice as many, because the length of a tick is rounded down. A clock of 16
+/// bits wraps around after 64 lifetimes, and no ghost stays in the table that long.
 const LIFETIME_TICKS: u64 = 512;
 
-/// Number of values of a clock in a mark: 1 to this number. So no mark is zero.
+/// Number of values of a clock in a ghost: 1 to this number. So no ghost is zero.
 const CLOCK_VALUES: u64 = u16::MAX as u64;
 
+/// Bit of a ghost whose folio was evicted from main.
 const PART_BIT: u32 = 1 << 16;
+/// Position of the hash in a ghost.
 const HASH_SHIFT: u32 = 17;
+/// Mask of the hash bits that a ghost stores.
 const HASH_MASK: u32 = u32::MAX >> HASH_SHIFT;
 
-/// Ranks of entries when a mark is stored, higher than any age: an empty entry, and the same folio's mark.
+/// Rank of an empty entry when a ghost is stored, higher than any age.
 const EMPTY: u32 = u32::MAX - 1;
+/// Rank of the same folio's ghost when a ghost is stored: the ghost is replaced in any case.
 const SAME: u32 = u32::MAX;
 
 /// Multiplier of the salt: an odd number, so that successive salts differ in the hash bits.
@@ -41,14 +45,15 @@ const SALT: u32 = 0x9e37;
 
 /// The ghosts of a cache.
 pub(super) struct Ghosts {
-    marks: Table<AtomicU32>,
+    /// The ghosts of all sets; 0 for an empty entry.
+    ghosts: Table<AtomicU32>,
     /// Number of sets in use.
     sets: AtomicU64,
-    /// Lifetime of a mark, in evicted pages.
+    /// Lifetime of a ghost, in evicted pages.
     lifetime_pages: AtomicU64,
     /// Log2 of the pages of a tick.
     tick_shift: AtomicU32,
-    /// Number of the cache that uses the table. The salt changes the hash, which invalidates the marks of earlier
+    /// Number of the cache that uses the table. The salt changes the hash, which invalidates the ghosts of earlier
     /// caches.
     salt: AtomicU32,
     /// Number of pages evicted from each part.
@@ -63,7 +68,7 @@ impl Ghosts {
     /// [`pagemill_core::Error::System`] if the address space is exhausted.
     pub fn new(most_pages: u64) -> Result<Self> {
         Ok(Self {
-            marks: Table::new(WAYS * sets_for(most_pages) as usize)?,
+            ghosts: Table::new(WAYS * sets_for(most_pages) as usize)?,
             sets: AtomicU64::new(0),
             lifetime_pages: AtomicU64::new(0),
             tick_shift: AtomicU32::new(0),
@@ -72,11 +77,11 @@ impl Ghosts {
         })
     }
 
-    /// Starts the table for a cache of up to `pages` pages, and invalidates the marks of earlier caches. If the system
+    /// Starts the table for a cache of up to `pages` pages, and invalidates the ghosts of earlier caches. If the system
     /// cannot commit the memory, the table stays empty.
     pub fn open(&self, pages: u64) {
         let sets = sets_for(pages);
-        let is_open = self.marks.open(0, 0, WAYS * sets as usize).is_ok();
+        let is_open = self.ghosts.open(0, 0, WAYS * sets as usize).is_ok();
         let shift = (pages / LIFETIME_TICKS).checked_ilog2().unwrap_or(0);
         self.tick_shift.store(shift, Relaxed);
         self.lifetime_pages.store(pages, Relaxed);
@@ -86,40 +91,40 @@ impl Ghosts {
 
     /// Returns the resident bytes of the table.
     pub fn resident_bytes(&self) -> u64 {
-        self.marks.resident_bytes(0, WAYS * self.sets.load(Relaxed) as usize)
+        self.ghosts.resident_bytes(0, WAYS * self.sets.load(Relaxed) as usize)
     }
 
-    /// Stores a mark for a folio of `pages` pages that was evicted from `part`.
+    /// Stores a ghost for a folio of `pages` pages that was evicted from `part`.
     pub fn note(&self, key: GhostKey, part: CachePart, pages: u64) {
         let Some(set) = self.set(key) else { return };
         let (hash, now) = (self.hash(key), self.now());
         self.evicted_pages[part as usize].0.fetch_add(pages, Relaxed);
-        // Replaces the mark of the same folio, else an empty entry, else the oldest mark.
-        let rank = |mark: u32| match mark {
+        // Replaces the ghost of the same folio, else an empty entry, else the oldest ghost.
+        let rank = |ghost: u32| match ghost {
             0 => EMPTY,
-            mark if mark >> HASH_SHIFT == hash => SAME,
-            mark => age(mark, now),
+            ghost if ghost >> HASH_SHIFT == hash => SAME,
+            ghost => age(ghost, now),
         };
         // With the entry's index in the lowest bits, the choice is a maximum of integers, without a branch.
-        let ranks = set.iter().zip(0..).map(|(mark, at)| u64::from(rank(mark.load(Relaxed))) * WAYS as u64 + at);
+        let ranks = set.iter().zip(0..).map(|(ghost, at)| u64::from(rank(ghost.load(Relaxed))) * WAYS as u64 + at);
         let found = ranks.fold(0, u64::max) as usize % WAYS;
         let part_bit = if part == CachePart::Main { PART_BIT } else { 0 };
         set[found].store(hash << HASH_SHIFT | part_bit | now[part as usize], Relaxed);
     }
 
     /// Returns the part that a folio was evicted from, and the number of pages evicted from that part since. Returns
-    /// `None` if the folio has no mark, or an expired one.
+    /// `None` if the folio has no ghost, or an expired one.
     pub fn recall(&self, key: GhostKey) -> Option<(CachePart, u64)> {
         let (set, hash) = (self.set(key)?, self.hash(key));
-        // Fast path: most lookups find no mark.
-        let is_of_key = |mark: u32| mark != 0 && mark >> HASH_SHIFT == hash;
-        if !set.iter().fold(false, |any, mark| any | is_of_key(mark.load(Relaxed))) {
+        // Fast path: most lookups find no ghost.
+        let is_of_key = |ghost: u32| ghost != 0 && ghost >> HASH_SHIFT == hash;
+        if !set.iter().fold(false, |any, ghost| any | is_of_key(ghost.load(Relaxed))) {
             return None;
         }
         let now = self.now();
-        let marks = set.iter().map(|mark| mark.load(Relaxed)).filter(|mark| is_of_key(*mark));
-        let (ticks, mark) = marks.map(|mark| (age(mark, now), mark)).min()?;
-        let part = if mark & PART_BIT == 0 { CachePart::New } else { CachePart::Main };
+        let ghosts = set.iter().map(|ghost| ghost.load(Relaxed)).filter(|ghost| is_of_key(*ghost));
+        let (ticks, ghost) = ghosts.map(|ghost| (age(ghost, now), ghost)).min()?;
+        let part = if ghost & PART_BIT == 0 { CachePart::New } else { CachePart::Main };
         let age = u64::from(ticks) << self.tick_shift.load(Relaxed);
         (age <= self.lifetime_pages.load(Relaxed)).then_some((part, age))
     }
@@ -130,28 +135,29 @@ impl Ghosts {
         [0, 1].map(|part: usize| ((self.evicted_pages[part].0.load(Relaxed) >> shift) % CLOCK_VALUES) as u32 + 1)
     }
 
-    /// Returns the bits of a key's hash that a mark stores.
+    /// Returns the bits of a key's hash that a ghost stores.
     fn hash(&self, key: GhostKey) -> u32 {
-        (key.mark_bits() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
+        (key.ghost_bits() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
     }
 
-    /// Returns the set in which a key's mark is stored.
+    /// Returns the set in which a key's ghost is stored.
     fn set(&self, key: GhostKey) -> Option<&[AtomicU32; WAYS]> {
         let sets = self.sets.load(Relaxed);
-        (sets > 0).then(|| self.marks.row(key.set_of(sets) as usize * WAYS))
+        (sets > 0).then(|| self.ghosts.row(key.set_of(sets) as usize * WAYS))
     }
 }
 
-/// Returns the age of a mark in ticks.
-fn age(mark: u32, now: [u32; 2]) -> u32 {
-    let now = if mark & PART_BIT == 0 { now[0] } else { now[1] };
-    let ticks = now.wrapping_sub(mark & u32::from(u16::MAX));
+/// Returns the age of a ghost in ticks.
+fn age(ghost: u32, now: [u32; 2]) -> u32 {
+    let now = if ghost & PART_BIT == 0 { now[0] } else { now[1] };
+    let ticks = now.wrapping_sub(ghost & u32::from(u16::MAX));
     // Corrects the difference if the clock has wrapped around.
     ticks.min(ticks.wrapping_add(CLOCK_VALUES as u32))
 }
 
+/// Returns the number of sets for a cache of `pages` pages.
 fn sets_for(pages: u64) -> u64 {
-    pages.div_ceil(TARGET_MARKS_PER_SET).max(1)
+    pages.div_ceil(TARGET_GHOSTS_PER_SET).max(1)
 }
 
 #[cfg(test)]
@@ -164,8 +170,8 @@ mod tests {
         ghosts
     }
 
-    /// After three times as many evictions as the cache has pages, nearly all of the latest third are found, with their
-    /// part and age. Older ones, and pages that were never evicted, are not found.
+    /// After three times as many evictions as the cache has pages, nearly all of the latest third must be found, with
+    /// their part and age. Older ones, and pages that were never evicted, must not be found.
     #[test]
     fn the_latest_evictions_are_found() {
         const PAGES: u64 = 10_000;
@@ -183,8 +189,8 @@ mod tests {
         }
     }
 
-    /// The clock of one part does not advance with the other's. A second eviction of a folio replaces its mark. A huge
-    /// folio advances the clock by all of its pages.
+    /// The clock of one part must not advance with the clock of the other part. A second eviction of a folio must
+    /// replace its ghost. A huge folio must advance the clock by all of its pages.
     #[test]
     fn each_part_has_its_own_clock() {
         let ghosts = ghosts_for(100);
@@ -198,17 +204,17 @@ mod tests {
         assert_eq!(ghosts.recall(key), Some((CachePart::New, 1)));
         assert_eq!(ghosts.recall(GhostKey::of(1, 0, 0)), None, "a page is not the huge folio that began there");
         ghosts.open(100);
-        assert_eq!(ghosts.recall(key), None, "the mark of an earlier cache");
+        assert_eq!(ghosts.recall(key), None, "the ghost of an earlier cache");
     }
 
     fn key(index: u64) -> GhostKey {
         GhostKey::of(3, index, 0)
     }
 
-    /// A set has room for 16 marks. A new mark replaces the same folio's old one, else an empty entry, else the oldest
-    /// mark.
+    /// A set has room for 16 ghosts. A new ghost must replace the same folio's old one, else an empty entry, else the
+    /// oldest ghost.
     #[test]
-    fn the_oldest_mark_is_replaced() {
+    fn the_oldest_ghost_is_replaced() {
         let ghosts = ghosts_for(12);
         let known = |range: std::ops::Range<u64>| range.filter(|index| ghosts.recall(key(*index)).is_some()).count();
         (0..2).for_each(|_| ghosts.note(key(0), CachePart::Main, 0));
@@ -223,16 +229,16 @@ mod tests {
             (ghosts.recall(key(1)), ghosts.recall(key(2))),
             (Some((CachePart::New, 2)), Some((CachePart::New, 2)))
         );
-        // The other marks of the new part are two pages old, the mark of main is one page old, so the former are
+        // The other ghosts of the new part are two pages old, the ghost of main is one page old, so the former are
         // replaced.
         (16..29).for_each(|index| ghosts.note(key(index), CachePart::New, 0));
         assert_eq!((known(0..1), known(3..4), known(16..29)), (1, 1, 13));
         assert_eq!(ghosts.recall(key(0)), Some((CachePart::Main, 1)));
     }
 
-    /// A mark lasts for as many evicted pages as the cache has. Large caches count in ticks of several pages.
+    /// A ghost must last for as many evicted pages as the cache has. Large caches must count in ticks of several pages.
     #[test]
-    fn a_mark_lasts_for_as_many_evictions_as_the_cache_has_pages() {
+    fn a_ghost_lasts_for_as_many_evictions_as_the_cache_has_pages() {
         let small = ghosts_for(100);
         small.note(key(1), CachePart::New, 1);
         small.note(key(2), CachePart::New, 99);
@@ -247,7 +253,7 @@ mod tests {
         }
     }
 
-    /// Ages are correct when the clock wraps around, after 65,535 ticks.
+    /// Ages must be correct when the clock wraps around, after 65,535 ticks.
     #[test]
     fn ages_are_correct_when_the_clock_wraps() {
         for start in [0, 65_434, 65_435, 65_485, 65_534, 65_535, 65_536, 131_069, 131_070] {
@@ -259,16 +265,17 @@ mod tests {
         }
     }
 
-    /// A mark is not taken for an empty entry, even if all bits of its hash are zero and the clock has just started.
+    /// A ghost must not be taken for an empty entry, even if all bits of its hash are zero and the clock has just
+    /// started.
     #[test]
-    fn no_mark_is_zero() {
+    fn no_ghost_is_zero() {
         let ghosts = ghosts_for(100);
         let zero = (0..).map(key).find(|key| ghosts.hash(*key) == 0).unwrap();
         ghosts.note(zero, CachePart::New, 1);
         assert_eq!(ghosts.recall(zero), Some((CachePart::New, 1)));
     }
 
-    /// The resident memory of the table matches the size of the cache that uses it, not the maximum.
+    /// The resident memory of the table must match the size of the cache that uses it, not the maximum.
     #[test]
     fn resident_memory_matches_the_size_of_the_cache() {
         let ghosts = Ghosts::new(1 << 20).unwrap();
@@ -277,7 +284,7 @@ mod tests {
         ghosts.open(1 << 20);
         assert_eq!(ghosts.recall(key(1)), None);
         (0..1 << 16).for_each(|index| ghosts.note(key(index), CachePart::New, 1));
-        let most = (1_u64 << 20).div_ceil(TARGET_MARKS_PER_SET) * 64;
+        let most = (1_u64 << 20).div_ceil(TARGET_GHOSTS_PER_SET) * 64;
         let resident = ghosts.resident_bytes();
         assert!(resident > most / 2 && resident <= most + (2 << 20), "{resident} of {most}");
     }

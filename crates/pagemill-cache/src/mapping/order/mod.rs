@@ -47,26 +47,28 @@ use pagemill_core::error::Result;
 use pagemill_core::sync::{Acquire, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use queues::{Links, Queue, Queues};
 
-/// The share of the new part in units of 2^-32: initial, minimum, maximum.
+/// Initial share of the new part, in units of 2^-32.
 const FIRST_SHARE: u64 = ONE / 10;
+/// Minimum share of the new part.
 const LEAST_SHARE: u64 = ONE / 100;
+/// Maximum share of the new part.
 const MOST_SHARE: u64 = ONE / 2;
 const ONE: u64 = 1 << 32;
 
 /// Probation has at most this fraction of the cache, and at most half of the new part.
 const PROBATION_DIVISOR: u64 = 50;
 
-/// For each part: a returning folio shows that the part is too small if at most this fraction of the cache was evicted
-/// from the part since the folio's eviction.
+/// Decides for each part whether a returning folio shows that the part is too small. The part is too small if at most
+/// the cache's pages divided by this number were evicted from it since the folio's eviction.
 const NEAR_DIVISOR: [u64; 2] = [12, 5];
 
-/// Pages by which each page of such a returning folio changes the share.
+/// A folio that returns so soon changes the target size of the new part by this number of pages for each of its pages.
 const STEP_PAGES: u64 = 2;
 
 /// Number of used pages that the clock hand in main may pass for each page that returns.
 const CLOCK_HAND_RATIO: u64 = 3;
 
-/// Number of scan steps while the lock is held once.
+/// Number of scan steps for which the lock is held at a time.
 const STEPS_PER_LOCK: u32 = 64;
 
 /// Deferred folios are scanned again after this fraction of the cache was evicted.
@@ -84,7 +86,9 @@ const SCAN_LIMIT_FACTOR: u64 = 5;
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CachePart {
+    /// Probation and the small queue.
     New = 0,
+    /// The main queue.
     Main = 1,
 }
 
@@ -131,6 +135,7 @@ pub enum FolioState {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Folios {
+    /// Returns whether the folio that begins at page `number` can be evicted.
     fn look(&self, number: u32) -> FolioState;
 
     /// Returns whether the folio was prefetched and not used yet. Always false without readahead.
@@ -161,17 +166,18 @@ impl GhostKey {
         Self(bits ^ bits >> 31)
     }
 
+    /// Returns the index of the key's set among `sets` sets.
     fn set_of(self, sets: u64) -> u64 {
         ((self.0 >> 32) * sets) >> 32
     }
 
-    fn mark_bits(self) -> u32 {
+    fn ghost_bits(self) -> u32 {
         self.0 as u32 >> 17
     }
 }
 
-/// Result of looking up the ghost of a folio that is read again: the part from which it was evicted, and about how many
-/// pages were evicted from that part since. `None` means that there is no ghost, or an expired one.
+/// Result of looking up the ghost of a folio that is read again. Contains the part from which the folio was evicted,
+/// and about how many pages were evicted from that part since. `None` means that there is no ghost, or an expired one.
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
@@ -189,6 +195,7 @@ impl Recall {
 /// Example: [`Folios`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Candidate {
+    /// Number of the folio's first page.
     pub number: u32,
     pub order: u8,
     pub part: CachePart,
@@ -201,7 +208,9 @@ pub struct Order {
     links: Links,
     /// Number of pages whose links are committed. Grows under `opening`.
     opened_pages: AtomicUsize,
+    /// Held by the thread that commits links.
     opening: Lock,
+    /// Maximum number of pages of the cache.
     most_pages: usize,
     ghosts: Ghosts,
     state: Guarded<QueueState>,
@@ -213,16 +222,19 @@ struct QueueState {
     /// Share of the new part in the cache, in units of 2^-32.
     share: u64,
     /// Used pages that the clock hand passed in main beyond what returning folios allow.
-    debt: u64,
-    /// Pages chosen for eviction since deferred folios were last scanned; and deferred pages of each part that the
-    /// current scan still has to visit.
+    passed_excess: u64,
+    /// Pages chosen for eviction since deferred folios were last scanned.
     chosen_pages: u64,
+    /// Deferred pages of each part that the current scan still has to visit.
     rescan_pages: [u64; 2],
 }
 
+/// Result of one step of a scan.
 enum ScanStep {
     Found(Candidate),
+    /// The scan continues.
     Next,
+    /// No folio is left to scan.
     Nothing,
 }
 
@@ -357,7 +369,7 @@ pub struct EvictScan<'order> {
     /// Number of steps until the scan ends without a candidate. Bounds the scan when folios are used as fast as it
     /// clears their uses, or cannot be evicted.
     steps_left: Option<u64>,
-    /// No other folios were left, so the scan has started to scan deferred folios again.
+    /// Whether the scan has started to scan deferred folios again, because no other folios were left.
     is_last_round: bool,
 }
 
@@ -396,7 +408,7 @@ impl EvictScan<'_> {
 
 impl QueueState {
     const fn new() -> Self {
-        Self { queues: Queues::new(), share: FIRST_SHARE, debt: 0, chosen_pages: 0, rescan_pages: [0; 2] }
+        Self { queues: Queues::new(), share: FIRST_SHARE, passed_excess: 0, chosen_pages: 0, rescan_pages: [0; 2] }
     }
 
     fn new_pages(&self) -> u64 {
@@ -427,8 +439,8 @@ impl QueueState {
             return Queue::Probation;
         }
         let may_pass = CLOCK_HAND_RATIO * pages;
-        let may_enter_main = self.debt <= may_pass;
-        self.debt = self.debt.saturating_sub(may_pass);
+        let may_enter_main = self.passed_excess <= may_pass;
+        self.passed_excess = self.passed_excess.saturating_sub(may_pass);
         if may_enter_main { Queue::Main } else { Queue::Probation }
     }
 
@@ -505,7 +517,7 @@ impl QueueState {
         if is_used {
             self.queues.push(links, number, order, Queue::Main);
             if part == CachePart::Main {
-                self.debt = (self.debt + (1 << order)).min(self.queues.total() / 2);
+                self.passed_excess = (self.passed_excess + (1 << order)).min(self.queues.total() / 2);
             }
             return ScanStep::Next;
         }

@@ -13,11 +13,14 @@ use pagemill_core::sync::{AtomicU64, Relaxed};
 /// Marks the end of a queue, in place of a page number.
 const NONE: u32 = u32::MAX;
 
+/// Shift of the folio's order in a link.
 const ORDER_SHIFT: u32 = 32;
+/// Shift of the queue in a link.
 const QUEUE_SHIFT: u32 = 36;
+/// Shift of the target queue in a link.
 const TARGET_SHIFT: u32 = 39;
 
-/// The queue of a folio.
+/// The queues of an eviction order. Each linked folio is in one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Queue {
@@ -35,6 +38,7 @@ pub(super) enum Queue {
     NoReuse,
 }
 
+/// All queues.
 pub(super) const QUEUES: [Queue; 6] =
     [Queue::Probation, Queue::Small, Queue::Main, Queue::DeferredNew, Queue::DeferredMain, Queue::NoReuse];
 
@@ -74,6 +78,7 @@ impl Link {
     }
 }
 
+/// Returns the queue of a link's 3-bit field; `None` for 0.
 fn queue_of(bits: u64) -> Option<Queue> {
     QUEUES.get((bits as usize).wrapping_sub(1)).copied()
 }
@@ -157,6 +162,7 @@ impl Queues {
         self.0[queue as usize].oldest == NONE
     }
 
+    /// Returns whether at least two folios are linked in the queue.
     pub fn has_several(&self, queue: Queue) -> bool {
         let ends = self.0[queue as usize];
         ends.oldest != ends.newest
@@ -215,8 +221,8 @@ mod tests {
     use super::*;
     use std::collections::VecDeque;
 
-    /// Random operations on the queues and on a model of `VecDeque`s have the same results: a page has one position,
-    /// and folios leave in the order in which they entered.
+    /// Random operations on the queues and on a model of `VecDeque`s must have the same results. A page must have one
+    /// position, and folios must leave in the order in which they entered.
     #[test]
     fn queues_are_first_in_first_out() {
         const PAGES: u32 = 50;

@@ -193,8 +193,8 @@ impl Simulation {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Random folios are entered, used, made dirty, split, joined, evicted and removed. At the end, with none dirty, a
-    /// scan finds each folio in the order once, and no other. Then the order is empty.
+    /// Random folios are entered, used, made dirty, split, joined, evicted and removed. At the end no folio is dirty. A
+    /// scan must then find each folio in the order once, and no other, and must leave the order empty.
     #[test]
     fn a_scan_finds_each_folio_once(steps in prop::collection::vec(random_step(), 1..600)) {
         let run = Simulation::new();
@@ -232,7 +232,7 @@ fn read(run: &Simulation, pages: std::ops::Range<u32>, size: u64) {
     }
 }
 
-/// A set of pages that is used twice survives a scan of four times its size. Pages of the scan are evicted.
+/// A set of pages that is used twice must survive a scan of four times its size. Pages of the scan must be evicted.
 #[test]
 fn a_scan_does_not_evict_pages_that_were_used_twice() {
     let run = Simulation::new();
@@ -245,7 +245,8 @@ fn a_scan_does_not_evict_pages_that_were_used_twice() {
     assert!((40..50).all(|page| run.find(page).is_none()));
 }
 
-/// Uses soon after a page was read do not count: a scan that reads each page three times does not evict the set in use.
+/// Uses soon after a page was read must not count: a scan that reads each page three times must not evict the set in
+/// use.
 #[test]
 fn uses_close_together_count_as_one() {
     let run = Simulation::new();
@@ -279,7 +280,7 @@ fn dirty_folios_are_deferred() {
     assert_eq!(run.order.scan().next(&run.model), None);
 }
 
-/// A page that returns soon after its eviction enters main, and a scan does not evict it again.
+/// A page that returns soon after its eviction must enter main, and a scan must not evict it again.
 #[test]
 fn a_folio_that_returns_soon_is_kept() {
     let run = Simulation::new();
@@ -291,7 +292,7 @@ fn a_folio_that_returns_soon_is_kept() {
     assert!(run.find(back).is_some());
 }
 
-/// With a loop of reads slightly larger than the cache, most of the loop's pages stay.
+/// With a loop of reads slightly larger than the cache, most of the loop's pages must stay.
 #[test]
 fn a_loop_larger_than_the_cache_keeps_most_pages() {
     let run = Simulation::new();
@@ -305,7 +306,7 @@ fn a_loop_larger_than_the_cache_keeps_most_pages() {
     assert!(stayed >= 80, "{stayed}");
 }
 
-/// A scan ends even if none of its candidates can be evicted, for instance because a thread that does not run uses
+/// A scan must end even if none of its candidates can be evicted, for instance because a thread that does not run uses
 /// them.
 #[test]
 fn a_scan_ends_if_no_candidate_can_be_evicted() {

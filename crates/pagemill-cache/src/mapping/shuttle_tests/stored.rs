@@ -1,9 +1,9 @@
 //! Shuttle tests of one file with a store: threads read, write, truncate, write back, evict, prefetch and refresh the
 //! file.
 //!
-//! The first eight bytes of a page are its value; no value except zero is written twice. Reads, and the store after a
-//! sync, must be linearizable: they may not find a value if another value was written completely after it, and before
-//! the read or sync began.
+//! The first eight bytes of a page are its value; no value except zero is written twice. Reads must be linearizable,
+//! and so must the contents of the store after a sync. They must not contain a value if another value was written
+//! completely after that value and before the read or sync began.
 
 use super::*;
 use crate::mapping::fill::{Asked, Filling};
@@ -29,6 +29,7 @@ struct PageWrite {
 /// All writes so far, and a logical clock that advances at each reading.
 #[derive(Default)]
 struct History {
+    /// The logical time.
     now: u64,
     writes: Vec<PageWrite>,
 }
@@ -47,9 +48,10 @@ impl History {
     }
 }
 
-/// A store of page values. It asserts that a page has one write at a time. Half of its instances, or so, complete reads
-/// asynchronously, and some fail operations at random.
+/// A store of page values. It asserts that a page has one write at a time. About half of its instances complete reads
+/// asynchronously, and some instances fail operations at random.
 struct PageStore {
+    /// The value of each page, and the length of the file.
     state: Mutex<(Vec<u64>, u64)>,
     /// Pages that are being written.
     writing: Mutex<Vec<u64>>,
@@ -362,7 +364,7 @@ fn reads_during_evictions() {
     run_threads(&["rrr", "eee"]);
 }
 
-/// A page can be allocated when all pages are dirty, even if another thread is scanning the list of dirty files.
+/// A page must be allocated when all pages are dirty, even if another thread is scanning the list of dirty files.
 #[test]
 fn a_page_is_allocated_during_a_scan_of_dirty_files() {
     run_in_many_schedules(1, || {

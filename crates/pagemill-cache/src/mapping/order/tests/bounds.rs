@@ -88,8 +88,8 @@ fn simulation_with(pages: u32) -> Simulation {
     run
 }
 
-/// The hash of index 0 is the first number of splitmix64 (S. Vigna) for seed 0, that of index 1 for seed 1. Each part
-/// of the key changes the hash.
+/// The hash of index 0 must be the first number of splitmix64 (S. Vigna) for seed 0, and that of index 1 the first
+/// number for seed 1. Each field of the key must change the hash.
 #[test]
 fn a_ghost_key_hashes_file_index_and_order() {
     assert_eq!((GhostKey::of(0, 0, 0).0, GhostKey::of(0, 1, 0).0), (0xE220_A839_7B1D_CDAF, 0x910A_2DEC_8902_5CC1));
@@ -98,8 +98,8 @@ fn a_ghost_key_hashes_file_index_and_order() {
     assert_eq!(keys.len(), parts.len());
 }
 
-/// A folio that returns soon after its eviction changes the share of the part from which it was evicted, by two pages
-/// for each page of the folio. The share has a minimum and a maximum.
+/// A folio that returns soon after its eviction must change the share of the part from which it was evicted, by two
+/// pages for each page of the folio. The share must stay between its minimum and maximum.
 #[test]
 fn a_returning_folio_changes_the_share() {
     let step = |pages: u64| 2 * pages * (ONE / 100);
@@ -123,8 +123,8 @@ fn a_returning_folio_changes_the_share() {
     assert_eq!(fixture.state.target(), 25);
 }
 
-/// A returning folio enters main only if it was evicted from the new part, at most as many pages ago as the cache has,
-/// and only while the clock hand in main has not passed too many used pages.
+/// A returning folio must enter main only if it was evicted from the new part, at most as many pages ago as the cache
+/// has. In addition, the clock hand in main must not have passed too many used pages.
 #[test]
 fn a_returning_folio_enters_main_only_from_the_new_part() {
     let mut fixture = QueueFixture::new(&[(Queue::Small, 40), (Queue::Main, 60)]);
@@ -132,30 +132,34 @@ fn a_returning_folio_enters_main_only_from_the_new_part() {
     assert_eq!(fixture.choose_returning(CachePart::New, 100, 1), Queue::Main);
     assert_eq!(fixture.choose_returning(CachePart::New, 101, 1), Queue::Probation);
     assert_eq!(fixture.choose_returning(CachePart::Main, 0, 1), Queue::Probation);
-    for (pages, debt, queue, left) in
+    for (pages, passed_excess, queue, left) in
         [(1, 3, Queue::Main, 0), (1, 4, Queue::Probation, 1), (2, 6, Queue::Main, 0), (2, 7, Queue::Probation, 1)]
     {
-        fixture.state.debt = debt;
-        assert_eq!((fixture.choose_returning(CachePart::New, 100, pages), fixture.state.debt), (queue, left));
+        fixture.state.passed_excess = passed_excess;
+        assert_eq!((fixture.choose_returning(CachePart::New, 100, pages), fixture.state.passed_excess), (queue, left));
     }
 }
 
-/// The clock hand counts the used pages that it passes in main, up to half of the cache. Each page that it passes loses
-/// one use.
+/// The clock hand must count the used pages that it passes in main, up to half of the cache. Each page that it passes
+/// must lose one use.
 #[test]
 fn the_clock_hand_counts_used_pages() {
     let mut fixture = QueueFixture::new(&[(Queue::Main, 20)]);
     fixture.fake.is_busy = true;
     for passed in 1..30 {
         assert_eq!(fixture.step(), None);
-        assert_eq!((fixture.state.debt, fixture.pages(Queue::Main)), (passed.min(10), 20), "half of them at most");
+        assert_eq!(
+            (fixture.state.passed_excess, fixture.pages(Queue::Main)),
+            (passed.min(10), 20),
+            "half of them at most"
+        );
     }
     fixture.fake.is_busy = false;
-    assert_eq!((fixture.step(), fixture.state.debt), (Some(9), 10));
+    assert_eq!((fixture.step(), fixture.state.passed_excess), (Some(9), 10));
 }
 
-/// Probation keeps a fiftieth of the cache, or half of the new part if that is less. Each call moves at most two folios
-/// out of it and clears their uses. The newest folio stays.
+/// Probation must keep a fiftieth of the cache, or half of the new part if that is less. Each call must move at most
+/// two folios out of probation and clear their uses. The newest folio must stay.
 #[test]
 fn probation_shrinks_to_its_target() {
     for (share, width) in [(ONE / 4, 4), (ONE / 50, 2)] {
@@ -173,8 +177,8 @@ fn probation_shrinks_to_its_target() {
     assert_eq!((fixture.pages(Queue::Probation), fixture.pages(Queue::Small)), (1, 1), "the newest stays");
 }
 
-/// Candidates come from the new part while it is larger than its share, then from main. Small is scanned before
-/// probation.
+/// Candidates must come from the new part while it is larger than its share, then from main. The small queue must be
+/// scanned before probation.
 #[test]
 fn the_part_above_its_share_is_scanned() {
     let mut fixture = QueueFixture::new(&[(Queue::Probation, 1), (Queue::Small, 3), (Queue::Main, 4)]);
@@ -195,8 +199,8 @@ fn the_part_above_its_share_is_scanned() {
     );
 }
 
-/// A dirty folio is deferred when the scan reaches it. It is scanned again, once, after an eighth of the cache was
-/// chosen for eviction.
+/// A dirty folio must be deferred when the scan reaches it. The scan must return to it once, after an eighth of the
+/// cache was chosen for eviction.
 #[test]
 fn deferred_folios_are_rescanned_after_an_eighth() {
     let mut fixture = QueueFixture::new(&[(Queue::Small, 80)]);
@@ -223,7 +227,7 @@ fn deferred_folios_are_rescanned_after_an_eighth() {
     );
 }
 
-/// A huge folio counts all of its pages when it is chosen, passed in main, deferred, and stored as a ghost.
+/// A huge folio must count all of its pages when it is chosen, passed in main, deferred, and stored as a ghost.
 #[test]
 fn a_huge_folio_counts_its_pages() {
     let mut fixture = QueueFixture::new(&[]);
@@ -234,7 +238,7 @@ fn a_huge_folio_counts_its_pages() {
     fixture.pushed = 24;
     fixture.push(Queue::Main, 56);
     fixture.fake.used.borrow_mut().insert(0);
-    assert_eq!((fixture.step(), fixture.state.debt), (None, 8));
+    assert_eq!((fixture.step(), fixture.state.passed_excess), (None, 8));
     assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(8), 8));
     assert_eq!((fixture.step(), fixture.state.chosen_pages), (Some(16), 0), "16 of 64 are an eighth");
 
@@ -256,7 +260,7 @@ fn a_huge_folio_counts_its_pages() {
     assert_eq!(run.order.recall(ghost).0, Some((CachePart::New, 9)));
 }
 
-/// A huge folio enters main if more than half of its pages were there; exactly half is not enough.
+/// A huge folio must enter main if more than half of its pages were there. Exactly half must not be enough.
 #[test]
 fn a_collapsed_folio_enters_the_queue_of_most_pages() {
     for (mains, is_main) in [(0, false), (4, false), (5, true), (8, true)] {
@@ -275,8 +279,8 @@ fn a_collapsed_folio_enters_the_queue_of_most_pages() {
     }
 }
 
-/// The pages of a split folio keep its queue, and the first page its position. A candidate that cannot be evicted is
-/// deferred in its own part.
+/// The pages of a split folio must keep its queue, and the first page its position. A candidate that cannot be evicted
+/// must be deferred in its own part.
 #[test]
 fn split_pages_and_refused_candidates_keep_their_queue() {
     let run = Simulation::new();
@@ -294,7 +298,7 @@ fn split_pages_and_refused_candidates_keep_their_queue() {
     }
 }
 
-/// A noreuse folio is evicted first, used or not, but not before its first use.
+/// A noreuse folio must be evicted first, used or not, but not before its first use.
 #[test]
 fn noreuse_folios_are_evicted_first() {
     let run = simulation_with(20);
@@ -312,7 +316,8 @@ fn noreuse_folios_are_evicted_first() {
     assert_eq!(scan.next(&run.model).map(|found| found.number), Some(40), "without reads ahead none is awaited");
 }
 
-/// A scan ends after five times the number of pages if folios are used again as fast as the scan removes their uses.
+/// A scan must end after five times the number of pages if folios are used again as fast as the scan removes their
+/// uses.
 #[test]
 fn a_scan_has_a_step_limit() {
     let run = simulation_with(100);
@@ -321,7 +326,7 @@ fn a_scan_has_a_step_limit() {
     assert_eq!(fake.look_calls.get(), 5 * 100 + 64);
 }
 
-/// The resident memory of an order is that of its links and ghosts in use.
+/// The resident memory of an order must be that of its links and ghosts in use.
 #[test]
 fn resident_memory_is_that_of_links_and_ghosts() {
     let run = simulation_with(PAGES);
