@@ -11,7 +11,7 @@
 //!
 //! Does not use folios or caches. Uses `stats` and `sync`. Locks are held for a few instructions (that of `regions`
 //! around a `madvise`), never around I/O or callbacks. Only the fork handlers take two locks at once (`forked`: first
-//! claims, then regions). docs/files-behind.md has a diagram and the fallbacks.
+//! claims, then regions). docs/files-behind.md lists the fallbacks.
 
 // The crate has no loom tests, so `--cfg loom` builds nothing of it.
 #![cfg(not(loom))]
