@@ -64,7 +64,7 @@ enum Command {
     Vranges(vranges::Vranges),
     /// Show the slab caches of running processes and their free memory; shrink the caches, or set their ratios.
     Slabinfo(slabinfo::Slabinfo),
-    /// Mount a RAM file system that purges marked files near a memory limit, and has huge pages for dense files.
+    /// Mount a RAM file system that purges marked files near a memory limit, and puts dense files into huge pages.
     Mount(mount::Mount),
     /// Show the usage of a `pagemill mount`, its volatile memory, and what its controller has done.
     Status(status::Status),
@@ -78,7 +78,7 @@ enum Command {
     MountWorker,
     #[command(hide = true)]
     RunGuard { folder: std::path::PathBuf },
-    /// Compare Pagemill with other allocators, file systems and caches (`pagemill bench --help` lists the experiments).
+    /// Compare Pagemill with other allocators, file systems and caches; `pagemill bench --help` lists the experiments.
     #[command(disable_help_flag = true)]
     Bench {
         /// The experiment and its options.

@@ -34,8 +34,8 @@ const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 pub struct Mount {
     /// The mount point: an empty folder.
     dir: PathBuf,
-    /// Maximum memory for files, such as 8G or 512M [default: half of the machine's memory, or the size first requested if
-    /// a mount without a controller is taken over]
+    /// Maximum memory for files, such as 8G or 512M [default: half of the machine's memory, or the size first requested
+    /// if a mount without a controller is taken over]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     size: Option<u64>,
     /// A control group whose memory limit is watched even before it writes files here: its folder or its name.

@@ -111,7 +111,7 @@ fn enable_memory_controller(parent: &Path) -> Result<(), String> {
     let at = parent.display();
     if !has_memory("cgroup.controllers") {
         return Err(format!(
-            "{at} has no memory controller: enable it by `echo +memory > cgroup.subtree_control` in each group above"
+            "{at} has no memory controller: `echo +memory > cgroup.subtree_control` in each group above enables it"
         ));
     }
     if has_memory("cgroup.subtree_control") {

@@ -67,8 +67,8 @@ pub struct Slabinfo {
     /// Shrink the caches of PID, or those with this name: move objects together, and return the memory of empty slabs.
     #[arg(short, long, value_name = "NAME", num_args = 0..=1, require_equals = true, conflicts_with = "report")]
     shrink: Option<Option<String>>,
-    /// Set the ratio of a cache of PID: slabs that are used less than this percentage are emptied in the background. With
-    /// 0 no slabs are emptied, with 100 all slabs that are not full.
+    /// Set the ratio of a cache of PID: slabs that are used less than this percentage are emptied in the background.
+    /// With 0 no slabs are emptied, with 100 all slabs that are not full.
     #[arg(long, value_name = "NAME=PERCENT", value_parser = parse_ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_ratio: Vec<(String, u32)>,
     /// Set for a cache of PID how often, in percent, free objects of another memory node are used instead of a new slab.
