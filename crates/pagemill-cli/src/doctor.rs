@@ -22,8 +22,8 @@ const COMMAND_COLUMN: usize = 4;
 const SUMMARY_FEATURES: &[(&str, &str)] = &[
     ("huge pages", "huge_page"),
     ("realloc moves pages", "uffd_move"),
-    ("free pages go back in batches", "process_madvise"),
-    ("container limits seen", "cgroup"),
+    ("free pages are returned in batches", "process_madvise"),
+    ("limits of containers are found", "cgroup"),
     ("pressure events", "psi"),
     ("direct I/O through rings", "io_uring"),
 ];

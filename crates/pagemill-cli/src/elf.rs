@@ -38,10 +38,10 @@ impl Obstacle {
         match self {
             Self::Static => format!("{program} is linked statically"),
             Self::ChangesUser => format!("{program} is set-uid or set-gid, so the loader ignores preloads"),
-            Self::Foreign => format!("{program} is made for another architecture"),
+            Self::Foreign => format!("{program} is made for another processor architecture"),
             Self::OwnAllocator => format!("{program} has a sanitizer with an allocator linked into it"),
             Self::NeedsSanitizer => {
-                format!("{program} is built with a sanitizer, whose allocator has to be the only one")
+                format!("{program} is built with a sanitizer, which works only with its own allocator")
             }
             Self::Unreadable(error) => format!("{program} cannot be read ({error})"),
             Self::OtherCLibrary => format!("{program} is made for another C library than glibc"),
@@ -52,8 +52,8 @@ impl Obstacle {
     pub fn warning(&self, program: &Path) -> String {
         let addition = match self {
             Self::Unreadable(_) => ": it may run on its own allocator",
-            Self::Foreign => ": it runs if it can, but on its own allocator",
-            Self::OtherCLibrary => ": it runs, but it and its children on their own allocators",
+            Self::Foreign => ": it may run, but on its own allocator",
+            Self::OtherCLibrary => ": it runs, but it and its children use their own allocators",
             _ => ": it runs, but on its own allocator",
         };
         format!("{}{addition}", self.reason(program))
@@ -66,7 +66,7 @@ impl Obstacle {
             return format!("{}: run it without pagemill", self.reason(program));
         }
         format!(
-            "{}, so --limit cannot bound it: --limit-kernel SIZE has the kernel bound it, --force runs it without a bound",
+            "{}, so --limit has no effect on it: --limit-kernel SIZE lets the kernel limit it, --force runs it without a limit",
             self.reason(program)
         )
     }

@@ -33,7 +33,7 @@ use clap::{Parser, Subcommand};
 use std::io::Write;
 use std::process::ExitCode;
 
-/// Runs programs on Pagemill's memory, mounts RAM file systems, and shows what Pagemill does.
+/// Runs programs on Pagemill's allocator, mounts RAM file systems, and shows what Pagemill does.
 #[derive(Parser)]
 #[command(name = "pagemill", version, max_term_width = 100, arg_required_else_help = true)]
 struct Cli {
@@ -45,25 +45,26 @@ struct Cli {
 enum Command {
     /// Run a program and its children on Pagemill's allocator.
     Run(run::Run),
-    /// Show which features this kernel and these privileges offer, the effect of missing ones, and the fix.
+    /// Show which features of the kernel Pagemill can use with these privileges, the effect of each missing feature, and
+    /// how to get it.
     Doctor {
-        /// One JSON object instead of a table.
+        /// Print one JSON object instead of a table.
         #[arg(long)]
         json: bool,
     },
-    /// Show the latest events of running processes: decisions of the memory manager, with their times.
+    /// Show the latest decisions of the memory managers of running processes, with their times.
     Trace(trace::Trace),
     /// Show the memory that running processes hold, and how much of it could be returned at once.
     Meminfo(meminfo::Meminfo),
-    /// Show what the memory managers of running processes have done, or do each second.
+    /// Show how much the memory managers of running processes have done since the start, or do each second.
     Vmstat(vmstat::Vmstat),
-    /// Make running processes return free and volatile memory now, and show how much.
+    /// Make running processes return free and volatile memory now, and show how much they returned.
     Trim(trim::Trim),
     /// List the volatile ranges of a running process: their state, purged bytes and age.
     Vranges(vranges::Vranges),
-    /// Show the slab caches of running processes and their free memory; shrink them, set their ratios.
+    /// Show the slab caches of running processes and their free memory; shrink the caches, or set their ratios.
     Slabinfo(slabinfo::Slabinfo),
-    /// Mount a RAM file system that returns memory, with huge pages where they pay.
+    /// Mount a RAM file system that purges marked files near a memory limit, and puts dense files into huge pages.
     Mount(mount::Mount),
     /// Show the usage of a `pagemill mount`, its volatile memory, and what its controller has done.
     Status(status::Status),
@@ -71,13 +72,13 @@ enum Command {
     Purge(mount::Purge),
     /// Unmount a `pagemill mount`; if it is busy, list the processes that use it.
     Umount(mount::Umount),
-    /// Set or show which files of a `pagemill mount` are volatile, and which pages they get.
+    /// Set or show which files of a `pagemill mount` are volatile, and which get huge pages.
     Mark(mark::Mark),
     #[command(hide = true)]
     MountWorker,
     #[command(hide = true)]
     RunGuard { folder: std::path::PathBuf },
-    /// Measure Pagemill beside its peers (`pagemill bench --help` lists the experiments).
+    /// Compare Pagemill with other allocators, file systems and caches; `pagemill bench --help` lists the experiments.
     #[command(disable_help_flag = true)]
     Bench {
         /// The experiment and its options.

@@ -18,17 +18,18 @@ use std::process::ExitCode;
 /// the nearest folder above that has one.
 #[derive(clap::Args)]
 pub struct Mark {
-    /// What may be purged when memory is short: `full` (the whole file), `partial` (its end), `none`.
+    /// What may be purged near a memory limit: `full` (the whole file), `partial` (the file's end), `none`.
     #[arg(long, value_name = "WHAT", value_parser = |text: &str| text.parse::<Volatile>())]
     volatile: Option<Volatile>,
-    /// Huge pages: `auto` (where they pay), `always`, `never`.
+    /// Which 2 MiB blocks get huge pages: `auto` (dense blocks), `always` (every block with data), `never` (none).
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| text.parse::<Huge>())]
     huge: Option<Huge>,
-    /// A purged partial file was refilled: remove the attribute user.pagemill.purged, which holds the offset from
-    /// which it was cut.
+    /// Record that the end of a purged partial file was written again: remove the attribute user.pagemill.purged, which
+    /// holds the offset from which the file was cut.
     #[arg(long)]
     refilled: bool,
-    /// Files and folders on a `pagemill mount`. A folder's marks apply to everything below it.
+    /// Files and folders on a `pagemill mount`. A folder's marks apply to the files in it, and to files further down if
+    /// root or the file's owner owns the folder.
     #[arg(required = true)]
     paths: Vec<PathBuf>,
     /// Print one JSON object per line.

@@ -18,23 +18,23 @@ use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-A process measures its memory on request. If it cannot, the last published values are shown with their age. Root \
-sees the processes of all users. `pagemill trim` returns what is giveable.\n\n\
-Each page cache has a row, which the process reports within 2 seconds. HUGE to INDEX add up to the cache's memory. \
-LOCKED: folios that are pinned or held. FREE: unused pages. #: the cache's number in `pagemill trace`. (no cache): \
-memory kept after a cache ended. For a process that does not answer, only the sums are shown.")]
+The process measures its memory when this command requests it. If the process does not answer, its last published \
+values are shown with their age. Root sees the processes of all users. `pagemill trim` returns the giveable memory.\n\n\
+Each page cache of the process has a row. The columns HUGE to INDEX add up to the cache's memory. LOCKED: folios that \
+are pinned or held. FREE: unused pages. #: the number of the cache in `pagemill trace`. (no cache): memory that stays \
+after a cache ended. If the process does not answer within 2 seconds, only the sums over all caches are shown.")]
 pub struct Meminfo {
-    /// A running process on Pagemill, or a `pagemill run`, which stands for its tree. Default: one line for each
-    /// process.
+    /// A process on Pagemill, or a `pagemill run`, which stands for all processes of its tree. Default: all processes,
+    /// one line for each.
     pid: Option<u32>,
     /// Repeat every second, until the process ends or Ctrl-C.
     #[arg(long, requires = "pid")]
     watch: bool,
-    /// Print one JSON object per process (with --watch every second; for a tree one with its members) instead of a
-    /// table.
+    /// Print one JSON object per process instead of a table (for a tree one object with its members; with --watch one
+    /// every second).
     #[arg(long)]
     json: bool,
-    /// Also show zero values.
+    /// Also show rows whose value is zero.
     #[arg(long)]
     all: bool,
 }
@@ -43,7 +43,7 @@ pub struct Meminfo {
 const RESIDENT_PARTS: &[(Counter, &str)] = &[
     (Counter::Heap, "slots, 64 KiB and up, live or free"),
     (Counter::Small, "the small allocator's extents"),
-    (Counter::CLibrary, "handed out by the C library while the program was small"),
+    (Counter::CLibrary, "allocated by the C library while the program was small"),
     (Counter::Cache, "pages of caches and slabs, in use or free"),
 ];
 
@@ -69,7 +69,7 @@ const OTHER: &[(Counter, &str)] = &[
     (Counter::CacheFrames, "metadata of the pages of caches"),
     (Counter::CacheIndex, "nodes of the indices of caches"),
     (Counter::CacheHugetlb, "reserved huge pages of caches: not included above, not resident"),
-    (Counter::Untouched, "handed out, not known to be touched; not resident"),
+    (Counter::Untouched, "allocated, not known to be touched; not resident"),
     (Counter::Metadata, "metadata, not included above"),
     (Counter::ResidentPeak, "the peak of resident"),
 ];

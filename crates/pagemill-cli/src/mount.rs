@@ -34,16 +34,17 @@ const UNMOUNT_RETRY_TIME: Duration = Duration::from_secs(5);
 pub struct Mount {
     /// The mount point: an empty folder.
     dir: PathBuf,
-    /// Maximum memory for files (8G, 512M) [default: half of the machine's memory; on a takeover, the mount's size]
+    /// Maximum memory for files, such as 8G or 512M [default: half of the machine's memory, or the size first requested
+    /// if a mount without a controller is taken over]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     size: Option<u64>,
-    /// A memory control group to watch besides those of the writers: its folder or its name.
+    /// A control group whose memory limit is watched even before it writes files here: its folder or its name.
     #[arg(long, value_name = "GROUP")]
     cgroup: Vec<PathBuf>,
     /// Permissions of the file system's root, in octal.
     #[arg(long, value_name = "MODE", default_value = "1777", value_parser = parse_mode)]
     mode: u32,
-    /// Return once it is mounted; the controller continues in the background.
+    /// Return once the file system is mounted; the controller continues in the background.
     #[arg(long)]
     daemon: bool,
     /// Print the mount as one JSON object.
@@ -251,7 +252,7 @@ fn print_line(line: &str) -> Result<(), String> {
 pub struct Purge {
     /// The mount point.
     dir: PathBuf,
-    /// How much to purge (512M, 1G). Files are purged as a whole, so more may be purged.
+    /// How much to purge, such as 512M or 1G. The last file can be purged as a whole, so more may be purged.
     #[arg(value_parser = parse_bytes)]
     size: u64,
     /// Print one JSON object.

@@ -30,11 +30,13 @@ pub fn locate() -> Result<PathBuf, String> {
     for folder in cache_folders() {
         match extract(&folder) {
             Ok(path) if is_preloadable(&path) => return Ok(path),
-            Ok(path) => tried += &format!("\n  {}: the loader takes no path with spaces or colons", path.display()),
+            Ok(path) => {
+                tried += &format!("\n  {}: LD_PRELOAD cannot contain a path with spaces or colons", path.display())
+            }
             Err(error) => tried += &format!("\n  {}: {error}", folder.display()),
         }
     }
-    Err(format!("the preload library can be put nowhere; set XDG_CACHE_HOME to a folder with room. Tried:{tried}"))
+    Err(format!("the preload library cannot be stored; set XDG_CACHE_HOME to a folder with free space. Tried:{tried}"))
 }
 
 /// Number of bytes at the start of the library that identify a build. They contain the linker's build id, which

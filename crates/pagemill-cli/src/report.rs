@@ -174,22 +174,22 @@ impl Report {
     }
 
     fn write_kernels_count(&self, text: &mut String) {
-        let _ = writeln!(text, "  all memory, as the kernel counts it (what processes share counts in each)");
+        let _ = writeln!(text, "  all memory, as the kernel counts it (shared memory counts in each process)");
         let mut row = |name, bytes, meaning: &str| write_row(text, name, &Bytes(bytes).to_string(), meaning);
         row("resident peak", self.tree.resident_bytes, "whole tree at one moment");
         row("without files", self.tree.anonymous_bytes, "whole tree at one moment: anonymous and shared memory");
         row(
             "not allocator's",
             self.tree.outside_bytes,
-            "of that, what processes share counted in each: mapped directly, stacks, programs without Pagemill",
+            "of that, outside the allocators: mapped directly, stacks, programs without Pagemill",
         );
-        row("largest process", self.end.max_resident_bytes, "most that a single one had resident");
+        row("largest process", self.end.max_resident_bytes, "largest resident memory of one process");
         if let Some(kernel) = &self.kernel {
             let peak = kernel.statistics.peak_bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
-            let meaning = format!("file pages and all, of {} (--limit-kernel)", Bytes(kernel.limit_bytes));
+            let meaning = format!("largest usage, with file pages, of {} (--limit-kernel)", Bytes(kernel.limit_bytes));
             write_row(text, "in the group", &peak, &meaning);
             if let Some(kills) = kernel.statistics.kills.filter(|kills| *kills > 0) {
-                write_row(text, "killed", &kills.to_string(), "by the kernel, at that limit");
+                write_row(text, "killed", &kills.to_string(), "processes, by the kernel at that limit");
             }
         }
         if let Some(excess) = &self.tree.excess {
@@ -203,11 +203,15 @@ impl Report {
         let _ = writeln!(text, "  memory of the allocator, as Pagemill counts it ({limit})");
         let mut row = |name, value: String, meaning: &str| write_row(text, name, &value, meaning);
         row("peak", Bytes(self.peak).to_string(), "resident, whole tree");
-        row("net peak", Bytes(self.net_peak).to_string(), "most at any time without what could be given back at once");
+        row(
+            "net peak",
+            Bytes(self.net_peak).to_string(),
+            "largest sum without the memory that could be returned at once",
+        );
         row(
             "could be given",
             Bytes(self.giveable_at_peak()).to_string(),
-            "the difference: giveable memory that no request asked for",
+            "the difference: memory that could have been returned at the peak",
         );
         for table_row in TABLE.iter().filter(|row| row.kind == CounterKind::Sum) {
             let value = self.collected.sum.get(table_row.counter);
@@ -216,7 +220,11 @@ impl Report {
             }
         }
         if self.unlisted > 0 {
-            row("unlisted", self.unlisted.to_string(), "processes that found no place in the tree's page");
+            row(
+                "unlisted",
+                self.unlisted.to_string(),
+                "processes beyond the first 1024, whose memory is not counted here",
+            );
         }
     }
 
@@ -314,7 +322,7 @@ pub fn describe_excess(excess: &Excess) -> String {
     let names: Vec<_> =
         names.map(|process| format!("{} ({}) {}", process.name, process.identity.pid, Bytes(process.bytes))).collect();
     format!(
-        "{} without files at one moment, shared memory counted once; of it the allocator had at most {}; most in {}",
+        "{} without files at one moment, shared memory counted once; of it the allocators held at most {}; most in {}",
         Bytes(excess.held_bytes),
         Bytes(excess.allocator_bytes.min(excess.held_bytes)),
         names.join(", ")

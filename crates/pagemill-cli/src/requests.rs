@@ -36,9 +36,9 @@ impl Interrupt {
 pub fn unanswered_reason(error: &Unanswered, snapshot: &Snapshot) -> &'static str {
     match error {
         Unanswered::Late if snapshot.get(Counter::Helpers) == 0 => {
-            " (it has no helper thread: it is a fork child without marks of its own, or PAGEMILL_HELPER is off)"
+            " (it has no helper thread: it holds little memory, is a fork child, or PAGEMILL_HELPER is off)"
         }
-        Unanswered::Late => " (it may be stopped, or see other folders)",
+        Unanswered::Late => " (it may be stopped, or in another mount namespace)",
         _ => "",
     }
 }

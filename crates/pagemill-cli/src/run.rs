@@ -34,47 +34,50 @@ const ABSORB_INTERVAL: Duration = Duration::from_secs(1);
 /// If `run` is killed (SIGKILL), the kernel kills the program too; with a group of --limit-kernel, also its children.
 #[derive(clap::Args)]
 pub struct Run {
-    /// Maximum memory that the allocator may hold resident, for the program and all its children together: 512M, 2G,
-    /// or 50% of the smallest memory limit around this process, else of the machine's memory. Above it, free memory is
-    /// returned first; then allocations fail with ENOMEM. A program that the allocator cannot reach is refused (126).
-    /// [env: PAGEMILL_LIMIT]
+    /// Limit the resident memory of the allocators of the program and all its children together: 512M, 2G, or 50% of
+    /// the smallest memory limit of the control groups above this process, and at most of the machine's memory. At the
+    /// limit, the processes return free memory; then allocations fail with ENOMEM. A program into which the allocator
+    /// cannot be preloaded is refused (status 126). [env: PAGEMILL_LIMIT]
     #[arg(long, value_name = "SIZE")]
     limit: Option<Size>,
 
-    /// With --limit, run a program that the allocator cannot reach (static, set-uid, foreign) without a limit.
+    /// With --limit: also run a program into which the allocator cannot be preloaded (static, set-uid, for another
+    /// processor or C library). The limit has no effect on it.
     #[arg(long)]
     force: bool,
 
-    /// Maximum memory of all kinds that the kernel allows the program and its children; beyond it, the kernel kills.
-    /// Sizes as for --limit. Creates a systemd scope, or a control group where permitted, and removes it at the end.
+    /// Let the kernel limit all memory of the program and its children together. Beyond the limit, the kernel kills.
+    /// SIZE is as for --limit. Creates a systemd scope, or a control group if there is none, and removes it at the end.
     #[arg(long, value_name = "SIZE")]
     limit_kernel: Option<Size>,
 
-    /// When free memory is returned to the system: keep (on request or under pressure), eager (within a second),
-    /// balanced[=SECONDS] (once unused for that long). [default: balanced=10] [env: PAGEMILL_RETURN]
+    /// When free memory is returned to the system: keep (only on request or under pressure), eager (after 1 second
+    /// without reuse), balanced[=SECONDS] (after so many seconds without reuse). [default: balanced=10]
+    /// [env: PAGEMILL_RETURN]
     #[arg(long = "return", value_name = "WHEN")]
     return_after: Option<Return>,
 
-    /// Unit in which memory is populated where no huge page is used: 4K to 8M. [env: PAGEMILL_PAGE_SIZE]
+    /// Memory that becomes resident at once where no huge page is used: 4K to 8M. [env: PAGEMILL_PAGE_SIZE]
     #[arg(long, value_name = "SIZE", value_parser = parse_page_size)]
     page_size: Option<PageSize>,
 
-    /// Memory that a process allocates from the C library before Pagemill serves it. 0: from the first call on, as
-    /// always under a limit. [default: 4M] [env: PAGEMILL_AFTER]
+    /// Memory that a process gets from the C library's allocator before Pagemill's allocator serves it. With 0, and
+    /// always with --limit or --check, Pagemill serves the first call. [default: 4M] [env: PAGEMILL_AFTER]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     after: Option<u64>,
 
-    /// Mount a RAM file system there, for the program and its children only; needs no privileges. It returns memory as
-    /// `pagemill mount` does, and is removed at the end.
+    /// Mount a RAM file system at DIR that only the program and its children see; needs no privileges. Near a limit its
+    /// marked files are purged, as with `pagemill mount`. It is removed at the end.
     #[arg(long, value_name = "DIR")]
     ram: Option<PathBuf>,
 
-    /// Maximum memory for files in it. [default: half of the machine's memory]
+    /// Maximum memory for the files of --ram. [default: half of the machine's memory]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, requires = "ram")]
     ram_size: Option<u64>,
 
-    /// Print a report to standard error at the end, as time(1) does: memory of the whole tree as the kernel counts it
-    /// (sampled, so short peaks are missed; shared memory counts in each process), and memory of the allocator.
+    /// Print a report to standard error at the end, as time(1) does: peak memory of the program and its children as the
+    /// kernel counts it, and peak memory of their allocators. The kernel's count is sampled, so short peaks can be
+    /// missed. Shared memory counts in each process.
     #[arg(long)]
     report: bool,
 
@@ -133,7 +136,7 @@ struct Tree {
 impl Tree {
     fn new(limit: u64) -> Result<Self, String> {
         let folder = published::make_tree_folder()
-            .map_err(|error| format!("no folder for the process tree's figures can be made: {error}"))?;
+            .map_err(|error| format!("no folder for the statistics of the process tree can be created: {error}"))?;
         let path = CString::new(format!("{folder}/{TREE_FILE}")).map_err(|error| error.to_string())?;
         let _ = std::fs::remove_file(format!("{folder}/{TREE_FILE}"));
         let page = TreePage::create(&path, limit).map_err(|error| error.to_string())?;
@@ -218,7 +221,7 @@ impl<'tree> RunningProgram<'tree> {
 fn report_limit_effects(memory: Option<&TreeMemory>, kernel: Option<&KernelLimitResult>) {
     if let Some(excess) = memory.and_then(|memory| memory.peak.excess.as_ref()).filter(|excess| is_notable(excess)) {
         say(&format!(
-            "memory outside the allocator exceeded --limit {} by {}: {} (--limit-kernel bounds all memory)",
+            "memory outside the allocator exceeded --limit {} by {}: {} (--limit-kernel limits all memory)",
             Bytes(excess.limit_bytes),
             Bytes(excess.over_bytes()),
             report::describe_excess(excess),
@@ -283,7 +286,7 @@ impl Run {
         let code = ExitCode::from(ran.end.code as u8);
         if ran.end.signal == Some(libc::SIGSYS) {
             say(&format!(
-                "a system call filter (seccomp) ended {}: it may forbid a call of the allocator (docs/kernel.md)",
+                "a system call filter (seccomp) ended {}: the filter may forbid a call of the allocator (docs/kernel.md)",
                 name.display()
             ));
         }
@@ -347,10 +350,9 @@ impl Run {
         value("PAGEMILL_IDLE", |text| if text == "off" { Ok(0) } else { parse_bytes(text) })?;
         value("PAGEMILL_NODES", |text| text.parse::<usize>().map_err(|error| error.to_string()))?;
         for (name, words) in KEYWORD_VARIABLES {
-            value(
-                name,
-                |text| if words.contains(&text) { Ok(()) } else { Err(format!("one of {}", words.join(", "))) },
-            )?;
+            value(name, |text| {
+                if words.contains(&text) { Ok(()) } else { Err(format!("expected one of {}", words.join(", "))) }
+            })?;
         }
         Ok(())
     }
@@ -381,7 +383,7 @@ impl Run {
             Ok(tree) => Ok(Some(tree)),
             Err(message) if limits.own.is_some() || self.wants_report() => Err(message),
             Err(message) => {
-                say(&format!("{message}; the processes do not share a budget"));
+                say(&format!("{message}; without it, the processes cannot make each other return memory"));
                 Ok(None)
             }
         }

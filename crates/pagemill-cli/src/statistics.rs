@@ -75,7 +75,7 @@ pub fn request_statistics(
             Ok(snapshot) => process.published.found[part].1 = snapshot,
             Err(Unanswered::Stopped) => return Err(StatisticsError::Interrupted),
             Err(Unanswered::Late) => {
-                process.stale = Some("it does not answer: it may be stopped, or see other folders")
+                process.stale = Some("it does not answer: it may be stopped, or in another mount namespace")
             }
             Err(Unanswered::Ended) => process.stale = Some("it has ended"),
             Err(_) => process.stale = Some("it could not answer"),

@@ -17,7 +17,7 @@ use std::time::Duration;
 pub struct Status {
     /// The mount point.
     dir: PathBuf,
-    /// Repeat every second, until it is unmounted or Ctrl-C.
+    /// Repeat every second, until the file system is unmounted or Ctrl-C.
     #[arg(long)]
     watch: bool,
     /// Print one JSON object (with --watch one per second) instead of a table.
@@ -107,22 +107,22 @@ fn rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
         ("purged", counts.purged_bytes, Unit::Bytes, "of volatile files, purged whole"),
         ("purged files", counts.purged_files, Files, "purged whole"),
         ("cut off", counts.cut_bytes, Unit::Bytes, "of partial files, from their ends"),
-        ("spared", counts.spared_open, Times, "a file was due but open"),
+        ("spared", counts.spared_open, Times, "a file that was to be purged was open"),
         ("opens delayed", counts.delayed_opens, Times, "writers were faster than purging"),
         ("nothing to give", counts.nothing_to_purge, Times, "a limit was near and no volatile file could be purged"),
         ("huge", counts.huge_blocks, Blocks, "of 2 MiB found or made huge"),
-        ("split", counts.split_blocks, Blocks, "of files marked never huge"),
+        ("split", counts.split_blocks, Blocks, "of 2 MiB split, in files with the mark `never`"),
         ("sparse", counts.sparse_bytes, Unit::Bytes, "of zero pages freed in sparse files"),
         ("busy", counts.collapse_busy, Times, "a file's pages were in use"),
-        ("postponed", counts.collapse_postponed, Times, "other processes needed the CPUs"),
+        ("postponed", counts.collapse_postponed, Times, "a file's huge pages, because other processes needed the CPUs"),
         ("no huge page", counts.collapse_no_memory, Times, "none was available"),
         ("size changed", counts.size_changes, Times, "to keep writers below a limit"),
         ("written", counts.events, Files, "closed or renamed, as the kernel reported"),
         ("events off", counts.quiet_times, Times, "during many closes of small files; a scan finds them later"),
         ("events lost", counts.events_lost, Times, "a full scan replaced them"),
-        ("bad marks", counts.bad_marks, Times, "a value was unknown and ignored"),
-        ("not indexed", counts.not_indexed, Files, "volatile, beyond the size of the index"),
-        ("worker", counts.worker_restarts, Times, "the process for pages was restarted"),
+        ("bad marks", counts.bad_marks, Times, "a mark with an unknown value was ignored"),
+        ("not indexed", counts.not_indexed, Files, "volatile, but the index was full"),
+        ("worker", counts.worker_restarts, Times, "the worker process was restarted"),
     ]
 }
 
@@ -146,7 +146,7 @@ fn text_of(state: &State) -> String {
     row(
         "used",
         Bytes(state.used_bytes).to_string(),
-        &format!("by {} files and folders, the root among them", state.inodes),
+        &format!("by {} files and folders, including the root", state.inodes),
     );
     if state.controller_pid.is_none() {
         return text;
@@ -161,7 +161,7 @@ fn text_of(state: &State) -> String {
         row(name, unit.text(value), meaning);
     }
     if state.files_waiting_for_pages > 0 {
-        row("waiting", Unit::Files.text(state.files_waiting_for_pages), "with pages to examine");
+        row("waiting", Unit::Files.text(state.files_waiting_for_pages), "for the worker to examine");
     }
     let _ = writeln!(text, "  {:<16} {:>10} {:>10} {:>10}", "limits", "used", "purge from", "limit");
     for line in &state.lines {
@@ -171,7 +171,7 @@ fn text_of(state: &State) -> String {
         let _ = writeln!(text, "    {name:<14} {used:>10} {mark:>10} {limit:>10}");
     }
     if !state.is_preferred {
-        let _ = writeln!(text, "  without real-time priority: margins are wider");
+        let _ = writeln!(text, "  the controller has no real-time priority: purging starts farther below the limits");
     }
     if !state.is_notified {
         let _ = writeln!(text, "  the kernel does not report writes: scans find new files");

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 #[derive(clap::Args)]
 pub struct Trace {
-    /// A running process on Pagemill, or a `pagemill run`, which stands for its tree. Default: all processes.
+    /// A process on Pagemill, or a `pagemill run`, which stands for all processes of its tree. Default: all processes.
     pid: Option<u32>,
     /// Print one JSON object per line.
     #[arg(long)]

@@ -26,24 +26,24 @@ const MAX_EXTRA_BYTES: u64 = 1 << 30;
 #[command(
     override_usage = "pagemill trim [--json] PID [SIZE]\n       pagemill trim [--json] --tree PID [SIZE]\n       pagemill trim [--json] --all [SIZE]",
     after_help = "\
-Returns free memory and volatile memory, whose contents the program can do without. With SIZE, stops after about \
-that much, and begins with the processes that can return most. The free memory of all small allocations is \
-returned together. RETURNED is the memory that the kernel took back, as the process counts it. RSS is the kernel's \
-count of the process before and after. `pagemill meminfo` shows what is giveable. Only the user of a process can \
-trim it."
+Returns free memory, and volatile memory, whose contents are lost. Begins with the processes that can return most, \
+and with SIZE stops after about that much. A process returns the free memory of all its allocations below 64 KiB \
+together, even if this is more than SIZE. RETURNED is the memory that the kernel took back, as the process counts it. \
+RSS is the resident memory of the process as the kernel counts it, before and after. `pagemill meminfo` shows how much \
+is giveable. Only the user of a process can trim it."
 )]
 pub struct Trim {
-    /// A process on Pagemill, or a `pagemill run`, which stands for its process tree; then how much to return: bytes,
-    /// or with K, M, G. With --tree and --all only SIZE.
+    /// PID: a process on Pagemill, or a `pagemill run`, which stands for all processes of its tree; omitted with --tree
+    /// and --all. SIZE: how much to return, in bytes or with K, M, G; default: all.
     #[arg(value_name = "PID | SIZE", num_args = 0..=2)]
     words: Vec<String>,
-    /// The process and all its descendants.
+    /// Trim this process and all its descendants.
     #[arg(long, value_name = "PID", conflicts_with = "all")]
     tree: Option<u32>,
-    /// All your processes.
+    /// Trim all your processes.
     #[arg(long)]
     all: bool,
-    /// One JSON object for each process instead of a table.
+    /// Print one JSON object for each process instead of a table.
     #[arg(long)]
     json: bool,
 }
@@ -69,7 +69,7 @@ impl Trim {
             Ok(read) => read,
             Err(message) => return fail(2, &message),
         };
-        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
+        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be handled") };
         let found = match find_processes(&targets) {
             Ok(found) => found,
             Err(message) => return fail(2, &message),
@@ -101,8 +101,8 @@ impl Trim {
             (true, _) => Targets::All,
             (false, Some(pid)) => Targets::Tree(pid),
             (false, None) => {
-                let word = words.next().ok_or("which process? `pagemill trim PID`, --tree PID, or --all")?;
-                Targets::One(word.parse().map_err(|_| format!("{word} is no process id"))?)
+                let word = words.next().ok_or("no process is given: use `pagemill trim PID`, --tree PID or --all")?;
+                Targets::One(word.parse().map_err(|_| format!("{word} is not a process id"))?)
             }
         };
         let size = words.next();
@@ -111,13 +111,13 @@ impl Trim {
             && word.parse::<u32>().is_ok_and(|pid| process::identity(pid).is_some())
         {
             return Err(format!(
-                "{word} is a process, and --all means every process; as a size, write it with a unit, such as {word}B"
+                "{word} is the id of a process, but --all trims all processes; a size of {word} bytes is written {word}B"
             ));
         }
         let size = size.map(|word| units::parse_bytes(word));
         match words.next() {
             Some(word) => {
-                Err(format!("{word} is one word too many: PID [SIZE] is wanted, with --tree and --all [SIZE]"))
+                Err(format!("unexpected argument {word}: expected PID [SIZE], or with --tree and --all only [SIZE]"))
             }
             None => Ok((targets, size.transpose()?)),
         }
@@ -128,7 +128,7 @@ impl Trim {
         let mut out = std::io::stdout().lock();
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
             Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-                return fail(1, &format!("it cannot be written: {error}"));
+                return fail(1, &format!("the result cannot be written: {error}"));
             }
             _ => {}
         }
@@ -161,7 +161,7 @@ fn find_processes(targets: &Targets) -> Result<Vec<published::Process>, String> 
     match (found.is_empty(), targets) {
         (true, Targets::All) => Err("no process of yours is on Pagemill".to_owned()),
         (true, Targets::One(pid) | Targets::Tree(pid)) => {
-            Err(format!("no process of {pid} and below is on Pagemill and yours"))
+            Err(format!("neither process {pid} nor a descendant of it is on Pagemill and yours"))
         }
         (false, _) => Ok(found),
     }
@@ -223,7 +223,7 @@ fn trim(process: Process, max_bytes: Option<u64>, interrupt: &Interrupt) -> Trim
                 }
                 Ok(outcome) => {
                     let error = std::io::Error::from_raw_os_error(outcome.errno);
-                    done.trouble = Some(format!("it cannot give back now: {error}"));
+                    done.trouble = Some(format!("it cannot return memory now: {error}"));
                     break;
                 }
                 Err(Unanswered::Stopped) => break,

@@ -15,17 +15,17 @@ use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Vmstat {
-    /// A running process on Pagemill, or a `pagemill run`, which stands for its tree. Default: one line for each
-    /// process.
+    /// A process on Pagemill, or a `pagemill run`, which stands for all processes of its tree. Default: all processes,
+    /// one line for each.
     pid: Option<u32>,
-    /// Show the changes of every second, until the process ends or Ctrl-C.
+    /// Repeat every second with the changes of this second, until the process ends or Ctrl-C.
     #[arg(long, requires = "pid")]
     watch: bool,
-    /// Print one JSON object per process (with --watch one per second; for a tree one with its members) instead of a
-    /// table.
+    /// Print one JSON object per process instead of a table (for a tree one object with its members; with --watch one
+    /// every second).
     #[arg(long)]
     json: bool,
-    /// Also show zero values.
+    /// Also show rows whose value is zero.
     #[arg(long)]
     all: bool,
 }

@@ -22,13 +22,13 @@ const SECONDS_PER_TICK: f64 = (1 << 22) as f64 / 1e9;
 
 #[derive(clap::Args)]
 #[command(after_help = "\
-The process answers within 2 seconds. STATE: held (not marked; its bytes are kept), volatile (its bytes may be \
-purged), pinned (may be purged after the last unpin), purging. GOES: full (purged as a whole), partial (from its \
-end, in steps), strict (access to purged pages raises SIGBUS). AGE: seconds since it was marked or partly purged, \
-to 4 ms; it restarts after 19 hours. PURGED: purged bytes; `some` (unknown): purged memory was marked again, or \
-the kernel took back a part.")]
+STATE of a range: held (not marked, so its bytes stay), volatile (its bytes may be purged), pinned (its bytes may be \
+purged after the last unpin), purging. GOES: full (purged as a whole), partial (purged from its end, in steps), strict \
+(access to a purged page raises SIGBUS). AGE: seconds since the range was marked or last purged in part, accurate to \
+4 ms; starts again at 0 after 19 hours. PURGED: purged bytes, or `some` if their number is unknown because purged \
+memory was marked again or the kernel took back a part.")]
 pub struct Vranges {
-    /// A running process on Pagemill, by preload library, C library or crate.
+    /// A process that uses Pagemill through `pagemill run`, the C interface or the crate.
     pid: u32,
     /// Print one JSON object instead of a table.
     #[arg(long)]

@@ -75,7 +75,7 @@ fn unreachable_programs_are_explained() {
         assert!(end.code() == code && end.err.contains(sentence), "{flags:?}: {}", end.err);
     };
     says(&["-static-pie"], &[], 0, "is linked statically: it runs");
-    says(&["-static-pie"], &["--limit", "1G"], 126, "is linked statically, so --limit cannot bound it");
+    says(&["-static-pie"], &["--limit", "1G"], 126, "is linked statically, so --limit has no effect on it");
     says(&["-fsanitize=address"], &[], 126, "is built with a sanitizer");
     says(&["-fsanitize=thread"], &["--force"], 126, "run it without pagemill");
 }
@@ -103,7 +103,7 @@ fn programs_of_musl_run_without_the_library() {
     assert!(end.code() == 0 && end.err.contains("made for another C library"), "{}", end.err);
     run(&place, &["--limit", "1G", "--force"], &[&program, "4"], None).assert_success();
     let refused = run(&place, &["--limit", "1G"], &[&program, "4"], None);
-    assert!(refused.code() == 126 && refused.err.contains("--limit cannot bound it"), "{}", refused.err);
+    assert!(refused.code() == 126 && refused.err.contains("--limit has no effect on it"), "{}", refused.err);
     assert_eq!(refused.err.lines().count(), 1, "{}", refused.err);
     run(&place, &["--limit", "1G"], &["env", "-u", "LD_PRELOAD", &program, "4"], None).assert_success();
 }
@@ -118,7 +118,7 @@ fn static_sanitizers_are_explained() {
             continue;
         };
         let end = run(&place, &["--limit", "1G"], &[&program, "4"], None);
-        assert!(end.code() == 126 && end.err.contains("so --limit cannot bound it"), "{sanitizer}: {}", end.err);
+        assert!(end.code() == 126 && end.err.contains("so --limit has no effect on it"), "{sanitizer}: {}", end.err);
         if sanitizer == "address" {
             // The leak check traces the process, which may not be allowed.
             let mut command = place.pagemill_run(&[], &program);

@@ -279,10 +279,10 @@ fn trim_accepts_sizes_and_trees() {
         assert!(end.out.contains("given_for_program") && end.out.contains(&pid), "{}", end.out);
     }
     let wrong: [(&[&str], &str); 6] = [
-        (&[], "which process?"),
-        (&["x"], "x is no process id"),
+        (&[], "no process is given"),
+        (&["x"], "x is not a process id"),
         (&["--all", "x"], "x"),
-        (&["--all", "1M", "2M"], "too many"),
+        (&["--all", "1M", "2M"], "unexpected argument 2M"),
         (&["1073741824"], "no process 1073741824"),
         (&["--tree", "1073741824"], "no process 1073741824"),
     ];

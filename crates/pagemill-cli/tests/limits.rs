@@ -70,7 +70,7 @@ mod reach {
         let Some(program) = static_program(&place) else { return };
         let end = finish(place.pagemill_run(&["--limit", "10M"], &program), TIMEOUT);
         assert_eq!((end.code(), end.err.lines().count()), (126, 1), "{}", end.err);
-        for words in ["is linked statically", "--limit cannot bound it", "--limit-kernel", "--force"] {
+        for words in ["is linked statically", "--limit has no effect on it", "--limit-kernel", "--force"] {
             assert!(end.err.contains(words), "{}", end.err);
         }
         let mut by_variable = place.pagemill_run(&[], &program);
@@ -212,7 +212,7 @@ mod bypassed {
 
         let end = finish(mapped(&place, &["--limit", "64M", "--report"], "200").unwrap(), TIMEOUT);
         assert!(end.err.lines().any(|line| line.trim_start().starts_with("over the limit")), "{}", end.err);
-        assert!(!end.err.contains("--limit-kernel bounds"), "reported only once: {}", end.err);
+        assert!(!end.err.contains("--limit-kernel limits"), "reported only once: {}", end.err);
         place.assert_no_files_left();
     }
 
@@ -374,7 +374,7 @@ mod kernel {
             command.args(["-m", "sh", "-c", &format!("{mount} && {run}")]);
             let end = finish(command, TIMEOUT);
             assert!(end.code() == 126 && !place.path("ran").exists(), "{mount}: {} {}", end.status, end.err);
-            assert!(end.err.contains("--limit-kernel cannot be had: no control group"), "{mount}: {}", end.err);
+            assert!(end.err.contains("--limit-kernel is not available: no control group"), "{mount}: {}", end.err);
         }
     }
 

@@ -159,7 +159,7 @@ fn caches_are_shrunk() {
     holder.next();
     assert!(printed_numbers(&holder, "entries")[1] <= at(&before, "entries") / 5, "{text}");
     assert_eq!((text.lines().count(), printed_numbers(&holder, "entries")[0]), (7, KEPT), "{text}");
-    assert!(text.lines().last().unwrap().ends_with(" went back"), "{text}");
+    assert!(text.lines().last().unwrap().ends_with(" returned"), "{text}");
     let again = list(&place, &holder, &["-s", "-C"]);
     assert_eq!(again["shrunk"].as_array().unwrap().len(), 1, "only caches with a constructor");
     let pid = holder.pid().to_string();
@@ -262,7 +262,7 @@ fn locked_nodes_are_left_out() {
     let entries = printed_numbers(&holder, "entries")[0];
     assert_eq!((number(cache(&info, "nodes"), "slabs"), number(cache(&info, "entries"), "objects")), (0, entries));
     let text = show(&place, &holder, &[]);
-    assert!(text.contains(" MCP\n") && text.contains("\n  P: not all of it"), "{text}");
+    assert!(text.contains(" MCP\n") && text.contains("\n  P: not all is counted"), "{text}");
     fs::remove_file(&isolating).unwrap();
     let slabs = printed_numbers(&holder, "nodes")[1];
     while printed_numbers(&holder, "nodes")[1] > slabs / 5 {
@@ -298,7 +298,7 @@ fn panics_of_callbacks_are_shown() {
         }
     };
     becomes(json!([1, "MCLF", true]));
-    assert!(show(&place, &holder, &[]).contains("\n  F: left alone in the background"));
+    assert!(show(&place, &holder, &[]).contains("\n  F: not defragmented in the background"));
     let report = show(&place, &holder, &["-r", "nodes"]);
     let row = |name: &str| {
         report.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_else(|| panic!("no {name}: {report}"))
@@ -524,7 +524,7 @@ fn other_users_are_refused() {
     command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL, "slabinfo", &pid, "--shrink=nodes"]);
     let end = finish(command, TIMEOUT);
     end.assert_success();
-    assert!(end.out.contains(" went back"), "{}", end.out);
+    assert!(end.out.contains(" returned"), "{}", end.out);
     assert_eq!(holder.end(), [1]);
 }
 

@@ -55,21 +55,21 @@ fn errors_show_the_right_command_line() {
     refused(&[pid, "-r", "Entry"], "has no slab cache Entry; did you mean entries?");
     refused(
         &[pid, "--set-ratio", "xyz=1"],
-        "has no slab cache xyz; there are boxes, entries, nodes, 'tab?red ?[31m?line=1'",
+        "has no slab cache xyz; existing caches: boxes, entries, nodes, 'tab?red ?[31m?line=1'",
     );
     refused(&["-r", "box"], "no process has a slab cache box; did you mean boxes?");
-    let which = format!("of which process? `pagemill slabinfo PID --shrink=nodes`; PID can be that of {pid} ");
+    let which = format!("no process is given: use `pagemill slabinfo PID --shrink=nodes`; PID can be that of {pid} ");
     refused(&["--shrink=nodes"], &which);
     refused(&["-s"], &format!("`pagemill slabinfo PID --shrink`; PID can be that of {pid} "));
     refused(&["--shrink=nods"], "no process has a slab cache nods; did you mean nodes?");
-    let is_none = "nodes is no number of a process; `pagemill slabinfo";
+    let is_none = "nodes is not a process id; `pagemill slabinfo";
     refused(&["-s", "nodes"], &format!("{is_none} PID --shrink=nodes` shrinks"));
     refused(&["nodes"], &format!("{is_none} --report=nodes` shows"));
     refused(
         &[pid, "-s", "nodes"],
-        &format!("{pid} or nodes? A cache goes by an option: --shrink=nodes, --report=nodes"),
+        &format!("{pid} or nodes? A cache is given by an option: --shrink=nodes, --report=nodes"),
     );
-    refused(&["nodes", pid], "A cache goes by an option: --shrink=nodes, --report=nodes");
+    refused(&["nodes", pid], "A cache is given by an option: --shrink=nodes, --report=nodes");
     show(&place, &holder, &["-sM"]);
     assert_eq!(holder.end(), [1]);
 }

@@ -52,11 +52,13 @@ impl Group {
             Version::V2 => "memory.max",
         };
         fs::write(group.folder.join(file), limit_bytes.to_string()).map_err(|error| {
-            format!("{} takes no limit of {}: {error}", group.folder.join(file).display(), Bytes(limit_bytes))
+            format!("{} does not accept the limit {}: {error}", group.folder.join(file).display(), Bytes(limit_bytes))
         })?;
         if root.is_empty() {
             group.guard = Some(Guard::start(&group.folder).map_err(|error| {
-                format!("no process that removes the group if this one is killed can be started: {error}")
+                format!(
+                    "the guard process, which removes the group if this process is killed, cannot be started: {error}"
+                )
             })?);
         }
         Ok(group)
@@ -93,7 +95,7 @@ impl Drop for Group {
             let folder = self.folder.display();
             let _ = writeln!(
                 io::stderr(),
-                "pagemill: processes still run in {folder}; a later `pagemill` command removes it"
+                "pagemill: processes still run in the control group {folder}; a later `pagemill` command removes the group"
             );
         }
     }
@@ -109,7 +111,7 @@ fn enable_memory_controller(parent: &Path) -> Result<(), String> {
     let at = parent.display();
     if !has_memory("cgroup.controllers") {
         return Err(format!(
-            "{at} has no memory controller: `echo +memory > cgroup.subtree_control` in the groups above gives it one"
+            "{at} has no memory controller: `echo +memory > cgroup.subtree_control` in each group above enables it"
         ));
     }
     if has_memory("cgroup.subtree_control") {
@@ -120,7 +122,7 @@ fn enable_memory_controller(parent: &Path) -> Result<(), String> {
         // The kernel refuses because a group with processes of its own cannot enable controllers for its
         // children.
         Err(error) if error.kind() == ErrorKind::ResourceBusy => Err(format!(
-            "{at} has processes of its own, so that no group inside it can have a limit: move them to one first, \
+            "{at} has processes of its own, so no group inside it can have a limit: move them to such a group first, \
              `mkdir {at}/shell && for pid in $(cat {at}/cgroup.procs); do echo $pid > {at}/shell/cgroup.procs; done`, \
              `echo +memory > {at}/cgroup.subtree_control`, and run this there"
         )),
@@ -131,8 +133,8 @@ fn enable_memory_controller(parent: &Path) -> Result<(), String> {
 fn creation_error(parent: &Path, error: &io::Error) -> String {
     let parent = parent.display();
     format!(
-        "no control group can be made in {parent} ({error}): as root it works where the file system is writable, \
-         without root where the group belongs to the user (`chown -R USER {parent}`, or a systemd unit with Delegate=yes)"
+        "no control group can be created in {parent} ({error}): root needs a writable cgroup file system, \
+         another user needs a group that belongs to the user (`chown -R USER {parent}`, or a systemd unit with Delegate=yes)"
     )
 }
 

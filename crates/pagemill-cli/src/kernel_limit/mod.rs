@@ -55,7 +55,7 @@ impl KernelLimit {
             Ok(group) => Ok(Self::Group(group)),
             Err(message) => {
                 missing.push(message);
-                Err(format!("--limit-kernel cannot be had: {}", missing.join("; ")))
+                Err(format!("--limit-kernel is not available: {}", missing.join("; ")))
             }
         }
     }

@@ -41,10 +41,10 @@ fn send_commands(
 fn failure_text(errno: i32) -> Option<String> {
     Some(match errno {
         0 => return None,
-        libc::ENOENT => "it does not exist any more".to_owned(),
-        libc::EBUSY => "another thread empties it, or is stopped in a call".to_owned(),
+        libc::ENOENT => "the cache does not exist any more".to_owned(),
+        libc::EBUSY => "another thread defragments the cache, or is stopped in a call".to_owned(),
         libc::EAGAIN => "too many commands wait, or no thread is available".to_owned(),
-        libc::ECANCELED => "code of the program panicked: a slab is out of use".to_owned(),
+        libc::ECANCELED => "code of the program panicked, so a slab is out of use".to_owned(),
         libc::EOPNOTSUPP => "its objects stay where they are".to_owned(),
         errno => std::io::Error::from_raw_os_error(errno).to_string(),
     })
@@ -114,7 +114,7 @@ fn shrunk_text(results: &[CommandResult], style: Style) -> String {
             ]
         }
     }));
-    table::aligned(&rows, style, true) + &format!("  {} went back\n", Bytes(total_freed_bytes(results)))
+    table::aligned(&rows, style, true) + &format!("  {} returned\n", Bytes(total_freed_bytes(results)))
 }
 
 fn shrunk_json(results: &[CommandResult]) -> Value {

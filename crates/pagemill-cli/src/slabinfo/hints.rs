@@ -35,7 +35,7 @@ pub fn suggestion<'name>(name: &str, known: impl Iterator<Item = &'name str>) ->
     let more = known.len().saturating_sub(MAX_NAMES);
     let known: Vec<&str> = known.into_iter().take(MAX_NAMES).collect();
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!("; there are {}{more}", words(&known).join(", "))
+    format!("; existing caches: {}{more}", words(&known).join(", "))
 }
 
 /// Returns a name as one word of a shell, quoted if necessary.
@@ -51,17 +51,19 @@ impl Slabinfo {
         if let (Some(pid), Some(other)) = (&self.pid, &self.other) {
             let name = shell_word(if pid.parse::<u32>().is_ok() { other } else { pid });
             return Some(format!(
-                "one process is wanted: {} or {}? A cache goes by an option: --shrink={name}, --report={name}",
+                "only one process can be given: {} or {}? A cache is given by an option: --shrink={name}, --report={name}",
                 shell_word(pid),
                 shell_word(other)
             ));
         }
         let name = self.pid.as_ref().filter(|pid| pid.parse::<u32>().is_err())?;
         let how = match self.shrink {
-            Some(_) => format!("`pagemill slabinfo PID --shrink={}` shrinks a cache of that name", shell_word(name)),
-            None => format!("`pagemill slabinfo --report={}` shows caches of that name", shell_word(name)),
+            Some(_) => {
+                format!("`pagemill slabinfo PID --shrink={}` shrinks the caches with this name", shell_word(name))
+            }
+            None => format!("`pagemill slabinfo --report={}` shows the caches with this name", shell_word(name)),
         };
-        Some(format!("{name} is no number of a process; {how}"))
+        Some(format!("{name} is not a process id; {how}"))
     }
 }
 
@@ -80,7 +82,7 @@ pub fn missing_process_error(name: Option<&str>, processes: &[Process]) -> Strin
         }
         (None, true) => "; no process of yours has slab caches".to_owned(),
     };
-    format!("of which process? `pagemill slabinfo PID {option}`{rest}")
+    format!("no process is given: use `pagemill slabinfo PID {option}`{rest}")
 }
 
 #[cfg(test)]

@@ -22,59 +22,62 @@ use table::Style;
 /// Text of `--help` after the options.
 const AFTER_HELP: &str = "\
 Columns:
-  OBJECTS           objects in use
+  OBJECTS           number of objects in use
   OBJSIZE           bytes per object (K, M, G: times 1024)
   SPACE             memory of the cache, in use or not
-  SLABS/PART/EMPTY  slabs; partially used; unused
-  O/S, O            objects per slab; a slab has 2^O pages
-  %FR               partially used slabs, of all
-  %EF               objects in use, of SPACE: if low, -s returns much
-  FLG               M objects can be moved, C constructor, D debug mode,
-                    L lost slabs, F no more background defragmentation (see
-                    -r NAME), P partial data: a node could not be examined
+  SLABS/PART/EMPTY  number of all slabs; of partially used slabs; of unused slabs
+  O/S, O            objects per slab; a slab has 2^O OS pages
+  %FR               partially used slabs, in percent of all slabs
+  %EF               memory of objects in use, in percent of SPACE; if this is low,
+                    -s returns much
+  FLG               M objects can be moved, C has a constructor, D debug mode,
+                    L lost slabs, F not defragmented any more (see -r NAME),
+                    P partial data: a memory node could not be examined
 
 Examples:
-  pagemill slabinfo                               all your processes
-  pagemill slabinfo 123 -r entries                details of one cache
-  pagemill slabinfo 123 -s                        pack all caches now
-  pagemill slabinfo 123 -s=entries                pack one cache
-  pagemill slabinfo 123 --set-ratio entries=50    keep it at least half full
+  pagemill slabinfo                               show all your processes
+  pagemill slabinfo 123 -r entries                show details of one cache
+  pagemill slabinfo 123 -s                        shrink all caches now
+  pagemill slabinfo 123 -s=entries                shrink one cache
+  pagemill slabinfo 123 --set-ratio entries=50    empty slabs that are less than
+                                                  half full
 
-The process does this itself and answers within 2 seconds; longer work
-continues. -s and ratios call code of the program that owns objects, in a
-thread of the process. Only its user may do so; root uses `setpriv --reuid=USER`.";
+The process executes these commands itself. If one takes longer than 2 seconds,
+it continues after the answer. -s and the ratios call the program's own code that
+moves objects, in a thread of the process. Only the user of the process may use
+them; root uses `setpriv --reuid=USER`.";
 
 #[derive(clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub struct Slabinfo {
-    /// A running process that uses the crate. Default: all of yours that have slab caches.
+    /// A running process that uses the crate. Default: all your processes that have slab caches.
     pid: Option<String>,
     /// A second argument, which is rejected with an error.
     #[arg(hide = true)]
     other: Option<String>,
-    /// Only caches with a constructor.
+    /// Select only caches with a constructor.
     #[arg(short = 'C', long)]
     ctor: bool,
-    /// Only caches with movable objects.
+    /// Select only caches with movable objects.
     #[arg(short = 'M', long)]
     movable: bool,
-    /// Show details of the caches with this name: settings, why objects stayed, nodes.
+    /// Show details of the caches with this name: settings, why objects were not moved, memory nodes.
     #[arg(short, long, value_name = "NAME")]
     report: Option<String>,
-    /// Pack the caches of PID, or those with this name, and return the memory of empty slabs.
+    /// Shrink the caches of PID, or those with this name: move objects together, and return the memory of empty slabs.
     #[arg(short, long, value_name = "NAME", num_args = 0..=1, require_equals = true, conflicts_with = "report")]
     shrink: Option<Option<String>>,
-    /// Set the ratio of a cache of PID: in the background, empty slabs that are used by less than this percentage. 0:
-    /// none, 100: all that are not full.
+    /// Set the ratio of a cache of PID: slabs that are used less than this percentage are emptied in the background.
+    /// With 0 no slabs are emptied, with 100 all slabs that are not full.
     #[arg(long, value_name = "NAME=PERCENT", value_parser = parse_ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_ratio: Vec<(String, u32)>,
-    /// Set how often, in percent, free objects of other memory nodes are used before a new slab, for a cache of PID.
+    /// Set for a cache of PID how often, in percent, free objects of another memory node are used instead of a new slab.
     #[arg(long, value_name = "NAME=PERCENT", value_parser = parse_ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_remote_ratio: Vec<(String, u32)>,
-    /// Show whole names, exact numbers and long units, however wide the table gets.
+    /// Show whole names, exact numbers and long units, so the table can be wide.
     #[arg(short, long, conflicts_with = "report")]
     verbose: bool,
-    /// Print one JSON object per process instead of tables: all details of all caches.
+    /// Print one JSON object per process instead of tables, with all details of all caches.
     #[arg(long)]
     json: bool,
 }
@@ -180,7 +183,9 @@ fn unanswered_message(found: &[(Path, Snapshot)], error: &Unanswered) -> String 
 fn write(text: &str) -> ExitCode {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => fail(1, &format!("it cannot be written: {error}")),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            fail(1, &format!("the result cannot be written: {error}"))
+        }
         _ => ExitCode::SUCCESS,
     }
 }

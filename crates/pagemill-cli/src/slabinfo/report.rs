@@ -8,9 +8,9 @@ use std::fmt::Write as _;
 
 fn kind_and_meaning(info: &SlabInfo) -> (&'static str, &'static str) {
     match info.kind {
-        CacheKind::Fixed => ("fixed", "its objects stay where they are"),
-        CacheKind::ByOwner => ("by owner", "its owner moves them"),
-        CacheKind::ByHandle => ("by handle", "they move by themselves"),
+        CacheKind::Fixed => ("fixed", "objects keep their address"),
+        CacheKind::ByOwner => ("by owner", "a function of the owner moves objects"),
+        CacheKind::ByHandle => ("by handle", "the cache moves objects behind handles"),
     }
 }
 
@@ -23,12 +23,16 @@ pub fn text_of(info: &SlabInfo) -> String {
     };
     let (kind, meaning) = kind_and_meaning(info);
     row("kind", kind.to_owned(), meaning);
-    row("constructor", if info.has_constructor { "yes" } else { "no" }.to_owned(), "for each object of a new slab");
-    row("watched", if info.is_debug { "yes" } else { "no" }.to_owned(), "debug mode: redzones, poison, owners");
+    row(
+        "constructor",
+        if info.has_constructor { "yes" } else { "no" }.to_owned(),
+        "called for each object of a new slab",
+    );
+    row("debug mode", if info.is_debug { "yes" } else { "no" }.to_owned(), "redzones, poison, records of owners");
     row(
         "object",
         amount(info.object_bytes as u64),
-        &format!("and {} from one to the next", amount(info.stride_bytes as u64)),
+        &format!("and {} from one object to the next", amount(info.stride_bytes as u64)),
     );
     row(
         "slab",
@@ -36,34 +40,34 @@ pub fn text_of(info: &SlabInfo) -> String {
         &format!("{} objects, order {}", info.objects_per_slab, table::order(info)),
     );
     row("objects", info.active.to_string(), &format!("in use: {}", amount(table::in_use_bytes(info))));
-    row("waiting", info.waiting.to_string(), "of them for readers: removed, replaced, moved");
-    row("cached", info.cached.to_string(), "free ones in magazines of threads and nodes");
-    row("slabs", total.slabs.to_string(), "set up");
-    row("partial", total.partial.to_string(), "of them partially used");
-    row("empty", total.empty.to_string(), "of them without an object in use");
-    row("lost", total.lost.to_string(), "of them out of use: a callback panicked");
+    row("waiting", info.waiting.to_string(), "of these objects: retired, readers may use them");
+    row("cached", info.cached.to_string(), "free objects in magazines and barns");
+    row("slabs", total.slabs.to_string(), "divided into objects");
+    row("partial", total.partial.to_string(), "of these slabs: partially used");
+    row("empty", total.empty.to_string(), "of these slabs: without used objects");
+    row("lost", total.lost.to_string(), "of these slabs: out of use after a panic");
     let used = table::percent(table::in_use_bytes(info), total.resident_bytes);
     let used = used.map_or_else(String::new, |percent| format!("{percent} % of it in use"));
-    row("blocks", total.blocks.to_string(), "of 2 MiB, for its slabs only");
+    row("blocks", total.blocks.to_string(), "of 2 MiB, only for slabs of this cache");
     row("resident", amount(total.resident_bytes), &used);
     if info.kind == CacheKind::ByHandle {
         row("handles", amount(info.handle_bytes), "the handle table, not included in resident");
     }
     if info.kind != CacheKind::Fixed {
         let percent = format!("{} %", info.defrag_used_ratio);
-        row("used ratio", percent, "slabs used by less are emptied (--set-ratio)");
+        row("used ratio", percent, "slabs used less than this are emptied (--set-ratio)");
     }
     if info.is_given_up {
-        row("given up", "yes".to_owned(), "a callback panicked; --set-ratio or -s tries again");
+        row("given up", "yes".to_owned(), "not defragmented until --set-ratio or -s");
     }
-    let remote = "how often other nodes are used (--set-remote-ratio)";
+    let remote = "use of other nodes' objects (--set-remote-ratio)";
     row("remote ratio", format!("{} %", info.remote_node_defrag_ratio), remote);
-    row("moved", info.moved.to_string(), "objects");
-    row("emptied", info.emptied.to_string(), "slabs, by moving");
-    row("freed", info.freed.to_string(), "objects that their owner gave up instead");
-    row("busy", info.busy.to_string(), "stayed: in use");
-    row("refused", info.refused.to_string(), "stayed: their owner refused the move");
-    row("failed", info.failed.to_string(), "stayed: no free slot, or the move failed");
+    row("moved", info.moved.to_string(), "objects moved so far");
+    row("emptied", info.emptied.to_string(), "slabs emptied by moving their objects");
+    row("freed", info.freed.to_string(), "objects that the owner freed instead of moving");
+    row("busy", info.busy.to_string(), "objects not moved: they were in use");
+    row("refused", info.refused.to_string(), "objects not moved: the owner refused");
+    row("failed", info.failed.to_string(), "objects not moved: no free slot, or the move failed");
     row("from remote", info.from_remote.to_string(), "objects from another node than requested");
     if info.is_partial {
         row("in part", "yes".to_owned(), "a node was locked for too long to be examined");

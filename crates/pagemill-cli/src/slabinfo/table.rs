@@ -188,10 +188,10 @@ fn footer(caches: &[&SlabInfo]) -> String {
     }
     text.push('\n');
     if caches.iter().any(|info| info.is_partial) {
-        text.push_str("  P: not all of it: a node was locked for too long to be examined\n");
+        text.push_str("  P: not all is counted: a node was locked for too long to be examined\n");
     }
     if caches.iter().any(|info| info.is_given_up) {
-        text.push_str("  F: left alone in the background since a callback failed: see `-r NAME`\n");
+        text.push_str("  F: not defragmented in the background, since a callback failed: see `-r NAME`\n");
     }
     text
 }
