@@ -12,7 +12,7 @@ use pagemill_core::arena::nodes::Nodes;
 use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_slab as slab;
-use pagemill_slab::{ByHandle, ByOwner, Candidates, Done, Fixed, Handle, Migrate, Movable, Moving, Pinned, Progress};
+use pagemill_slab::{HandleMap, OwnerSlab, Candidates, Done, FixedSlab, Handle, Migrate, Movable, Moving, Pinned, Progress};
 use pagemill_slab::{Settings, SlabInfo, Slabs, Slot, Target};
 use pagemill_testbed::Testbed;
 use pagemill_xarray;
@@ -91,8 +91,8 @@ macro_rules! compacted {
     };
 }
 
-compacted!(ByHandle<T>, T: Movable);
-compacted!(ByOwner<M>, M: Migrate);
+compacted!(HandleMap<T>, T: Movable);
+compacted!(OwnerSlab<M>, M: Migrate);
 
 /// Makes a call that moves objects or returns memory. With `is_guarded`, makes only calls that do not wait for
 /// readers.
@@ -137,7 +137,7 @@ fn index_of(one: u8, other: u8, len: usize) -> usize {
 
 struct HandleModel<'a, const WORDS: usize> {
     slabs: &'static Slabs,
-    cache: &'a ByHandle<Value<WORDS>>,
+    cache: &'a HandleMap<Value<WORDS>>,
     live: Vec<(Handle<Value<WORDS>>, u64)>,
     gone: Vec<Handle<Value<WORDS>>>,
     pins: Vec<(Pinned<'a, Value<WORDS>>, Handle<Value<WORDS>>, u64)>,
@@ -254,7 +254,7 @@ fn by_handle<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut 
 }
 
 fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
-    let cache: Fixed<Value<WORDS>> = slabs.fixed(settings).unwrap();
+    let cache: FixedSlab<Value<WORDS>> = slabs.fixed(settings).unwrap();
     let mut slots: Vec<(Slot<'_, Value<WORDS>>, u64)> = Vec::new();
     let mut number = 0;
     while let Some([what, one, other]) = next_call(&mut calls) {
@@ -435,7 +435,7 @@ fn quietly(act: impl FnOnce()) -> bool {
     is_done
 }
 
-fn add<const WORDS: usize>(cache: &ByOwner<ItemOwner<WORDS>>, number: u64, node: Option<usize>) {
+fn add<const WORDS: usize>(cache: &OwnerSlab<ItemOwner<WORDS>>, number: u64, node: Option<usize>) {
     let at = match node {
         None => cache.allocate().unwrap(),
         Some(node) => match cache.allocate_on(node) {
@@ -451,7 +451,7 @@ fn add<const WORDS: usize>(cache: &ByOwner<ItemOwner<WORDS>>, number: u64, node:
     cache.owner().items.lock().unwrap().insert(number, at.as_ptr() as usize);
 }
 
-fn remove<const WORDS: usize>(cache: &ByOwner<ItemOwner<WORDS>>, number: u64) {
+fn remove<const WORDS: usize>(cache: &OwnerSlab<ItemOwner<WORDS>>, number: u64) {
     cache.owner().with(number, |item| {
         assert!(item.is(number));
         if item.state.compare_exchange(1, 0, Relaxed, Relaxed).is_ok() {

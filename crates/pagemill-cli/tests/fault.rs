@@ -123,7 +123,7 @@ fn volatile() {
         assert!(kept.is_none_or(|kept| kept == *bytes), "bytes that were kept are others");
     }
     drop(ranges);
-    let cache: VolatileCache<u32, Vec<u8>> = VolatileCache::new(pagemill.ranges);
+    let cache: VolatileCache<u32, Vec<u8>> = VolatileCache::new_in(pagemill.ranges);
     for key in 0..20 {
         retry_once("inserting", || cache.insert(key, &pattern(100_000, key.into())));
     }

@@ -54,7 +54,7 @@ fn hold_ranges(len: usize) {
 }
 
 fn hold_values() {
-    let cache: VolatileCache<u64, Vec<u8>> = VolatileCache::new(Testbed::of_process().unwrap().ranges);
+    let cache: VolatileCache<u64, Vec<u8>> = VolatileCache::new_in(Testbed::of_process().unwrap().ranges);
     (0..HELD_BYTES >> 16).for_each(|number| cache.insert(number, &vec![1; 64 << 10]).unwrap());
     print_pid_and_wait();
     drop(cache);

@@ -15,7 +15,7 @@ mod slab {
 
 #[cfg(not(loom))]
 pub use slab::{
-    ByHandle, ByOwner, CacheKind, Candidates, Done, Fixed, Guard, Handle, InsertError, MAX_CACHES, Migrate, Movable,
-    Moving, New, NodeCache, NodeIndex, NodeInfo, NodeMemory, Pinned, Progress, Removed, Settings, ShrinkReport,
-    SlabCache, SlabInfo, Slabs, Slot, Target, ask_for_slabs, enter, shown_name,
+    Candidates, Done, FixedSlab, Guard, Handle, HandleMap, InsertError, MAX_CACHES, Migrate, Movable, Moving, New,
+    NodeCache, NodeIndex, NodeInfo, NodeMemory, OwnerSlab, Pinned, Progress, Removed, Settings, ShrinkReport,
+    SlabCache, SlabInfo, SlabKind, Slabs, Slot, Target, ask_for_slabs, enter, shown_name,
 };

@@ -110,7 +110,7 @@ fn the_length_of_a_list_is_limited() {
 fn handles_are_listed_while_they_change() {
     let _exclusive = exclusive_test();
     let make = |len: usize| pagemill().ranges.allocate(len, Behaviour::Full).unwrap();
-    let kept: Vec<Range> = (0..50).map(|_| make(64 << 10)).collect();
+    let kept: Vec<VolatileBuf> = (0..50).map(|_| make(64 << 10)).collect();
     kept[0].mark().unwrap();
     let pin = kept[0].pin().unwrap();
     let is_over = AtomicBool::new(false);

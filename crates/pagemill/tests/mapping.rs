@@ -235,7 +235,7 @@ proptest! {
     #[test]
     fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
         let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
-        let choose = |settings| settings.policy(Always).split(false);
+        let choose = |settings: Builder| settings.policy(Always).split(false);
         assert_same_as_bytes(64 * KIB, choose, &steps);
     }
 
@@ -526,7 +526,7 @@ fn dense_ranges_become_huge() {
 
 /// Whether this process can create a cache and use a file of it.
 fn can_use_own_cache() -> bool {
-    let Ok(cache) = common::settings(4 * KIB, 8 * MIB).build_in(pagemill().caches) else { return false };
+    let Ok(cache) = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches) else { return false };
     let Ok(file) = cache.create() else { return false };
     let mut bytes = [0; 5];
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
@@ -559,7 +559,7 @@ fn collapsing_leaves_room_for_writers() {
 /// Calls on the parent's cache must fail in a fork child. The child can create a cache of its own.
 #[test]
 fn calls_of_a_fork_child_fail() {
-    let cache = common::settings(4 * KIB, 8 * MIB).build_in(pagemill().caches).unwrap();
+    let cache = settings(4 * KIB, 8 * MIB).build_in(common::pagemill().caches).unwrap();
     let file = cache.create().unwrap();
     file.write_at(b"parent", 0).unwrap();
     common::assert_in_child(|| {

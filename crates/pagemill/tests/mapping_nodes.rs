@@ -90,7 +90,7 @@ fn the_index_of_a_sparse_file_is_packed() {
     let cache = cache(pagemill);
     let file = sparse_file(&cache, PAGES);
     let before = info(pagemill);
-    assert!(before.kind == pagemill_slab::CacheKind::ByOwner && before.has_constructor);
+    assert!(before.kind == pagemill_slab::SlabKind::ByOwner && before.has_constructor);
     assert_eq!(pagemill.slabs.list().iter().filter(|info| &*info.name == "xarray_node").count(), 1);
     let after = shrink(pagemill);
     assert!(after.slabs * 5 < before.total.slabs && after.partial <= 1, "{before:?} {after:?}");

@@ -11,7 +11,7 @@ use pagemill_core::reclaim::{Shrinker, Urgency};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::units::BLOCK_BYTES;
 use pagemill_slab as slab;
-use pagemill_slab::{ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, Slabs, Target};
+use pagemill_slab::{InsertError, SlabCache, Candidates, Done, Guard, Handle, HandleMap, Migrate, Moving, OwnerSlab, Settings, Slabs, Target};
 use pagemill_sys::process;
 use pagemill_testbed::Testbed;
 use std::fs::File;
@@ -61,14 +61,14 @@ fn a_fork_child_has_caches_of_its_own() {
         let guard = slab::enter();
         assert!(handles.iter().zip(0..).all(|(handle, number)| values.get(*handle, &guard) == Some(&[number; 8])));
         drop(guard);
-        assert!(matches!(values.insert([0; 8]), Err(Error::WrongState { .. })));
+        assert!(matches!(values.insert([0; 8]), Err(InsertError { error: Error::WrongState { .. }, .. })));
         assert!(matches!(values.remove(handles[0]), Err(Error::WrongState { .. })));
         assert!(matches!(values.shrink(), Err(Error::WrongState { .. })));
         assert!(matches!(boxes.shrink(), Err(Error::WrongState { .. })));
         assert!(pagemill.slabs.list().is_empty());
         let own = pagemill.slabs.by_handle::<u64>(Settings::new("own")).unwrap();
         let own_handles: Vec<_> = (0..10_000).map(|number| own.insert(number).unwrap()).collect();
-        own_handles.iter().step_by(2).for_each(|handle| assert!(own.remove(*handle).unwrap()));
+        own_handles.iter().step_by(2).for_each(|handle| assert!(own.remove(*handle).unwrap().is_some()));
         own.shrink().unwrap();
         assert_eq!(own.info().unwrap().active, 5_000);
         assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == number));
@@ -76,7 +76,7 @@ fn a_fork_child_has_caches_of_its_own() {
     assert!(is_done, "see the child's message above");
     slots.iter().zip(0..).for_each(|(slot, number)| assert_eq!(**slot, number));
     drop(slots);
-    handles.iter().for_each(|handle| assert!(values.remove(*handle).unwrap()));
+    handles.iter().for_each(|handle| assert!(values.remove(*handle).unwrap().is_some()));
     values.shrink().unwrap();
     boxes.shrink().unwrap();
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
@@ -95,9 +95,9 @@ fn a_fork_child_waits_for_its_own_readers() {
         let own = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("own")).unwrap();
         let handles: Vec<_> = (0..1000).map(|number| own.insert([number; 8]).unwrap()).collect();
         let read = guard.as_ref().map(|guard| own.get(handles[7], guard).unwrap());
-        handles.iter().for_each(|handle| assert!(own.remove(*handle).unwrap()));
+        handles.iter().for_each(|handle| assert!(own.remove(*handle).unwrap().is_some()));
         for number in 0..10_000 {
-            assert!(own.remove(own.insert([number; 8]).unwrap()).unwrap());
+            assert!(own.remove(own.insert([number; 8]).unwrap()).unwrap().is_some());
             assert!(read.is_none_or(|read| *read == [7; 8]));
         }
         drop(guard);
@@ -210,7 +210,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 /// Allocates objects and frees nine of ten.
-fn remove_most<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
+fn remove_most<M: Migrate>(cache: &OwnerSlab<M>, objects: usize) {
     let objects: Vec<_> = (0..objects).map(|_| cache.allocate().unwrap()).collect();
     for (number, object) in objects.into_iter().enumerate().filter(|(number, _)| number % 10 != 0) {
         // SAFETY: allocated above, and freed once.
@@ -481,9 +481,9 @@ fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
     // One thread at a time, because a thread does not open its magazine while another opens one.
     let one_at_a_time = Arc::new(Mutex::new(()));
-    let use_cache = |cache: Arc<ByHandle<u64>>, one_at_a_time: &Mutex<()>| {
+    let use_cache = |cache: Arc<HandleMap<u64>>, one_at_a_time: &Mutex<()>| {
         let _turn = one_at_a_time.lock().unwrap();
-        assert!(cache.remove(cache.insert(1).unwrap()).unwrap());
+        assert!(cache.remove(cache.insert(1).unwrap()).unwrap().is_some());
     };
     let threads: Vec<_> = (0..THREADS)
         .map(|_| {
@@ -535,11 +535,11 @@ fn a_program_with_threads() {
 const VALUES: u64 = 60_000;
 
 /// Creates a cache and removes nine tenths of its values. Returns the cache and the other handles.
-fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
+fn fragmented(slabs: &'static Slabs) -> (HandleMap<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
     let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
     let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
     for (handle, number) in handles.iter().zip(0..) {
-        assert!(number % 10 == 0 || cache.remove(*handle).unwrap());
+        assert!(number % 10 == 0 || cache.remove(*handle).unwrap().is_some());
     }
     handles.retain(|handle| cache.get(*handle, &slab::enter()).is_some());
     (cache, handles)
@@ -547,7 +547,7 @@ fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 2
 
 /// Waits until three of six blocks are freed without a call. Of the remaining three blocks, two are used above the
 /// ratio and one is idle.
-fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>)) {
+fn wait_for_memory((cache, handles): &(HandleMap<[u64; 24]>, Vec<Handle<[u64; 24]>>)) {
     let (began, most) = (Instant::now(), 3 * BLOCK_BYTES as u64);
     while cache.info().unwrap().total.resident_bytes > most {
         assert!(began.elapsed() < Duration::from_secs(600), "{:?}", cache.info());

@@ -402,7 +402,7 @@ fn volatile_ranges_are_purged_over_a_limit() {
 #[test]
 fn a_volatile_cache_creates_each_value_once() {
     let _exclusive = exclusive_test();
-    let cache: VolatileCache<u32, Vec<u8>> = VolatileCache::new(pagemill().ranges);
+    let cache: VolatileCache<u32, Vec<u8>> = VolatileCache::new_in(pagemill().ranges);
     let made = AtomicUsize::new(0);
     let look_up = |key: u32| {
         let value = cache.get_or_try_insert(key, || {
@@ -429,7 +429,7 @@ fn a_volatile_cache_creates_each_value_once() {
 #[test]
 fn a_failed_creation_is_retried() {
     let _exclusive = exclusive_test();
-    let cache: VolatileCache<String, String> = VolatileCache::new(pagemill().ranges);
+    let cache: VolatileCache<String, String> = VolatileCache::new_in(pagemill().ranges);
     assert_eq!(cache.get_or_try_insert("a".into(), || Err("none")), Err("none"));
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         cache.get_or_try_insert("a".into(), || -> Result<String, ()> { panic!("as it should here") })
@@ -439,14 +439,14 @@ fn a_failed_creation_is_retried() {
     assert_eq!((cache.get("a"), cache.read("a", <[u8]>::len)), (Some("made".to_owned()), Some(4)));
     cache.insert("a".into(), &String::new()).unwrap();
     assert_eq!(cache.get("a"), Some(String::new()));
-    assert!(cache.remove("a") && !cache.remove("a") && cache.is_empty());
+    assert!(cache.remove("a").is_some() && cache.remove("a").is_none() && cache.is_empty());
 }
 
 /// The keys of purged values must not accumulate.
 #[test]
 fn keys_of_purged_values_are_dropped() {
     let _exclusive = exclusive_test();
-    let cache: VolatileCache<u32, [u8; 100]> = VolatileCache::new(pagemill().ranges);
+    let cache: VolatileCache<u32, [u8; 100]> = VolatileCache::new_in(pagemill().ranges);
     for round in 0..20 {
         for key in 0..2000 {
             cache.insert(round * 2000 + key, &[1; 100]).unwrap();

@@ -12,7 +12,7 @@ use pagemill_core::Error;
 use pagemill_core::listing::Unanswered;
 use pagemill_core::published;
 use pagemill_core::stats::{Counter, Snapshot};
-use pagemill_slab::{CacheKind, SlabInfo};
+use pagemill_slab::{SlabInfo, SlabKind};
 use pagemill_sys::file::Path;
 use serde_json::{Value, json};
 use std::io::{ErrorKind, Write as _};
@@ -127,7 +127,7 @@ fn request_slab_caches(
         }
     }
     for (process, _) in &mut processes {
-        process.caches.sort_by_cached_key(|cache| (cache.info.kind == CacheKind::Fixed, cache.info.name.clone()));
+        process.caches.sort_by_cached_key(|cache| (cache.info.kind == SlabKind::Fixed, cache.info.name.clone()));
     }
     processes
 }
@@ -271,7 +271,7 @@ impl Slabinfo {
     }
 
     fn is_selected(&self, info: &SlabInfo) -> bool {
-        (!self.ctor || info.has_constructor) && (!self.movable || info.kind != CacheKind::Fixed)
+        (!self.ctor || info.has_constructor) && (!self.movable || info.kind != SlabKind::Fixed)
     }
 
     fn text_of(&self, process: &Process) -> Result<String, String> {
@@ -293,7 +293,7 @@ pub(super) mod tests {
     use pagemill_slab::NodeInfo;
 
     /// Returns a cache with two memory nodes, the second without slabs.
-    pub fn info(name: &str, kind: CacheKind) -> SlabInfo {
+    pub fn info(name: &str, kind: SlabKind) -> SlabInfo {
         let node = NodeInfo {
             used: 1100,
             cached: 60,
@@ -312,7 +312,7 @@ pub(super) mod tests {
             stride_bytes: 192,
             slab_bytes: 64 << 10,
             objects_per_slab: 341,
-            has_constructor: kind == CacheKind::ByOwner,
+            has_constructor: kind == SlabKind::ByOwner,
             is_debug: false,
             defrag_used_ratio: 30,
             remote_node_defrag_ratio: 100,
@@ -328,7 +328,7 @@ pub(super) mod tests {
             failed: 4,
             emptied: 5,
             from_remote: 6,
-            handle_bytes: if kind == CacheKind::ByHandle { 8 << 10 } else { 0 },
+            handle_bytes: if kind == SlabKind::ByHandle { 8 << 10 } else { 0 },
             is_partial: false,
             is_given_up: false,
         }

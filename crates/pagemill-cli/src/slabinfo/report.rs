@@ -2,15 +2,15 @@
 
 use super::table::{self, Totals};
 use pagemill_core::units::Bytes;
-use pagemill_slab::{CacheKind, NodeInfo, SlabInfo};
+use pagemill_slab::{NodeInfo, SlabInfo, SlabKind};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
 fn kind_and_meaning(info: &SlabInfo) -> (&'static str, &'static str) {
     match info.kind {
-        CacheKind::Fixed => ("fixed", "objects keep their address"),
-        CacheKind::ByOwner => ("by owner", "a function of the owner moves objects"),
-        CacheKind::ByHandle => ("by handle", "the cache moves objects behind handles"),
+        SlabKind::Fixed => ("fixed", "objects keep their address"),
+        SlabKind::ByOwner => ("by owner", "a function of the owner moves objects"),
+        SlabKind::ByHandle => ("by handle", "the cache moves objects behind handles"),
     }
 }
 
@@ -50,10 +50,10 @@ pub fn text_of(info: &SlabInfo) -> String {
     let used = used.map_or_else(String::new, |percent| format!("{percent} % of it in use"));
     row("blocks", total.blocks.to_string(), "of 2 MiB, only for slabs of this cache");
     row("resident", amount(total.resident_bytes), &used);
-    if info.kind == CacheKind::ByHandle {
+    if info.kind == SlabKind::ByHandle {
         row("handles", amount(info.handle_bytes), "the handle table, not included in resident");
     }
-    if info.kind != CacheKind::Fixed {
+    if info.kind != SlabKind::Fixed {
         let percent = format!("{} %", info.defrag_used_ratio);
         row("used ratio", percent, "slabs used less than this are emptied (--set-ratio)");
     }
@@ -109,7 +109,7 @@ pub fn json_of(caches: &[&SlabInfo]) -> Value {
 fn cache_json(info: &SlabInfo) -> Value {
     let total = &info.total;
     json!({
-        "name": &*info.name, "kind": kind_and_meaning(info).0, "movable": info.kind != CacheKind::Fixed,
+        "name": &*info.name, "kind": kind_and_meaning(info).0, "movable": info.kind != SlabKind::Fixed,
         "constructor": info.has_constructor, "debug": info.is_debug, "in_part": info.is_partial,
         "objects": info.active, "waiting": info.waiting, "cached": info.cached, "room": total.objects,
         "object_bytes": info.object_bytes, "stride_bytes": info.stride_bytes,
@@ -141,7 +141,7 @@ mod tests {
     /// node.
     #[test]
     fn a_report_has_settings_reasons_and_nodes() {
-        let info = info("entries", CacheKind::ByHandle);
+        let info = info("entries", SlabKind::ByHandle);
         let text = text_of(&info);
         let row = |name: &str| text.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_default();
         for (name, value) in [

@@ -1,7 +1,7 @@
 //! The table of slab caches: one row each with the columns of Linux's `slabinfo`, and the sums below.
 
 use pagemill_core::units::{Bytes, os_page_bytes};
-use pagemill_slab::{CacheKind, SlabInfo};
+use pagemill_slab::{SlabInfo, SlabKind};
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 
@@ -52,7 +52,7 @@ pub fn order(info: &SlabInfo) -> u32 {
 
 pub fn flags(info: &SlabInfo) -> String {
     let flags = [
-        ('M', info.kind != CacheKind::Fixed),
+        ('M', info.kind != SlabKind::Fixed),
         ('C', info.has_constructor),
         ('D', info.is_debug),
         ('L', info.total.lost > 0),
@@ -209,9 +209,9 @@ mod tests {
     /// all digits.
     #[test]
     fn a_table_has_rows_and_sums() {
-        let (owner, handle) = (info("nodes", CacheKind::ByOwner), info("entries", CacheKind::ByHandle));
+        let (owner, handle) = (info("nodes", SlabKind::ByOwner), info("entries", SlabKind::ByHandle));
         let handle = SlabInfo { is_given_up: true, ..handle };
-        let mut fixed = SlabInfo { is_partial: true, ..info("boxes", CacheKind::Fixed) };
+        let mut fixed = SlabInfo { is_partial: true, ..info("boxes", SlabKind::Fixed) };
         fixed.total = pagemill_slab::NodeInfo::default();
         fixed.active = 0;
         let order = ((64 << 10) / os_page_bytes()).ilog2();
@@ -234,11 +234,11 @@ mod tests {
     /// minimum.
     #[test]
     fn long_names_are_truncated_to_the_width() {
-        let mut large = info("directory_entries", CacheKind::ByOwner);
+        let mut large = info("directory_entries", SlabKind::ByOwner);
         (large.active, large.object_bytes, large.objects_per_slab) = (12_345_678, 4096, 1024);
         large.total.resident_bytes = 123 << 30;
         (large.total.slabs, large.total.partial, large.total.empty) = (98_765, 4321, 10);
-        let small = info("x", CacheKind::Fixed);
+        let small = info("x", SlabKind::Fixed);
         let widest = |text: &str| text.lines().map(|line| line.chars().count()).max().unwrap_or(0);
         let text = text_of(&[&large, &small], Style::default());
         assert!(widest(&text) <= 80 && lines(&text)[1].contains(" 12345678 4K 123G 98765/4321/10 "), "{text}");
@@ -272,7 +272,7 @@ mod tests {
     /// The caches report values that cannot be real. The table must be printed without overflow.
     #[test]
     fn impossible_values_do_not_overflow() {
-        let mut impossible = info("x", CacheKind::Fixed);
+        let mut impossible = info("x", SlabKind::Fixed);
         (impossible.active, impossible.object_bytes, impossible.total.resident_bytes) = (u64::MAX, usize::MAX, 1);
         impossible.slab_bytes = 1;
         impossible.total.slabs = u32::MAX;

@@ -6,7 +6,7 @@ use super::holder::ObservedProgram;
 use super::{End, PAGEMILL, TestFolder, finish_answered, walk};
 use pagemill_slab as slab;
 use pagemill_slab::SlabCache;
-use pagemill_slab::{ByOwner, Candidates, Done, Handle, Migrate, Moving, Settings, SlabInfo, Target};
+use pagemill_slab::{Candidates, Done, Handle, Migrate, Moving, OwnerSlab, Settings, SlabInfo, Target};
 use pagemill_testbed::Testbed;
 use serde_json::Value;
 use std::io::Write;
@@ -89,7 +89,7 @@ fn is_kept(number: u64) -> bool {
     number % 10 == 3
 }
 
-fn fill_nodes(cache: &ByOwner<NodeOwner>) {
+fn fill_nodes(cache: &OwnerSlab<NodeOwner>) {
     for (number, at) in cache.owner().objects.iter().enumerate() {
         let object = cache.allocate().unwrap();
         // SAFETY: a constructed object of the cache.
@@ -135,7 +135,7 @@ pub fn run() {
     let slabs = Testbed::of_process().unwrap().slabs;
     let entries = slabs.by_handle::<[u64; 24]>(settings("entries")).unwrap();
     let owner = NodeOwner { folder: folder.into(), objects: (0..COUNT).map(|_| AtomicPtr::default()).collect() };
-    let nodes: ByOwner<NodeOwner> = slabs.by_owner(settings("nodes"), owner).unwrap();
+    let nodes: OwnerSlab<NodeOwner> = slabs.by_owner(settings("nodes"), owner).unwrap();
     let boxes = slabs.fixed::<u64>(Settings::new("boxes").debug(true)).unwrap();
     let odd = slabs.fixed::<u64>(Settings::new(ODD_NAME)).unwrap();
     let handles: Vec<Handle<[u64; 24]>> = (0..COUNT).map(|number| entries.insert([number; 24]).unwrap()).collect();

@@ -8,7 +8,7 @@ use pagemill_core::reclaim::tree::UNLIMITED;
 use pagemill_core::units::os_page_bytes;
 use pagemill_slab as slab;
 use pagemill_slab::SlabCache;
-use pagemill_slab::{ByHandle, Handle, Settings};
+use pagemill_slab::{Handle, HandleMap, Settings};
 use pagemill_testbed::Testbed;
 use std::ffi::{c_int, c_void};
 
@@ -32,7 +32,7 @@ fn on_nodes(addresses: &[usize]) -> [u64; 2] {
 
 /// Checks that each value is intact, and that the kernel and the cache report the expected number of values on
 /// each node.
-fn check(step: &str, cache: &ByHandle<Value>, handles: &[Handle<Value>], expected: [u64; 2]) {
+fn check(step: &str, cache: &HandleMap<Value>, handles: &[Handle<Value>], expected: [u64; 2]) {
     let guard = slab::enter();
     let values: Vec<&Value> = handles.iter().map(|handle| cache.get(*handle, &guard).unwrap()).collect();
     assert!(values.iter().zip(0..).all(|(value, number)| **value == [number; 24]));

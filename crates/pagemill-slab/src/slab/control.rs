@@ -1,6 +1,6 @@
 //! Statistics and commands of slab caches for other processes of the same user. A unique id names each cache.
 
-use super::{Cache, CacheKind, NodeInfo, SlabInfo, Slabs, info};
+use super::{Cache, NodeInfo, SlabInfo, SlabKind, Slabs, info};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::listing::ShrinkReport;
 use pagemill_core::sync::Backoff;
@@ -54,8 +54,8 @@ impl Slabs {
             let before = info::of(&*cache)?;
             // Callbacks must run on a thread that shares the program's open files: the background thread.
             let freed_bytes = match cache.kind() {
-                CacheKind::Fixed => cache.shrink()?,
-                CacheKind::ByOwner | CacheKind::ByHandle => self.worker.request_shrink(cache.engine())?,
+                SlabKind::Fixed => cache.shrink()?,
+                SlabKind::ByOwner | SlabKind::ByHandle => self.worker.request_shrink(cache.engine())?,
             };
             let after = info::of(&*cache)?;
             Ok(ShrinkReport {
@@ -80,8 +80,8 @@ impl Slabs {
     pub(super) fn set_used_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
         let cache = self.cache_by_id(id)?;
         Some(match cache.kind() {
-            CacheKind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache cannot be moved" }),
-            CacheKind::ByOwner | CacheKind::ByHandle => cache.engine().set_used_ratio(percent),
+            SlabKind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache cannot be moved" }),
+            SlabKind::ByOwner | SlabKind::ByHandle => cache.engine().set_used_ratio(percent),
         })
     }
 

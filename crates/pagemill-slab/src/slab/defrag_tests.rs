@@ -16,7 +16,7 @@ const SLAB_BYTES: usize = BLOCK_BYTES / SLABS_EACH as usize;
 const PER_BLOCK: u64 = SLABS_EACH * 512;
 
 /// Creates a cache with `blocks` full blocks. Returns the cache, and the numbers of the items in each block.
-fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<ItemOwner>, Vec<Vec<u64>>) {
+fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (OwnerSlab<ItemOwner>, Vec<Vec<u64>>) {
     let cache = cache_of(slabs, Settings::new("steps").slab_bytes(SLAB_BYTES));
     (0..blocks * PER_BLOCK).for_each(|number| cache.add(number));
     let mut by_block = BTreeMap::<usize, Vec<u64>>::new();
@@ -29,7 +29,7 @@ fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<ItemOwner>, 
 
 /// Removes all but `left` items of a block, so that each slab still has items. Drains the magazines. Returns the
 /// numbers of the remaining items.
-fn remove_most(cache: &ByOwner<ItemOwner>, numbers: &[u64], left: usize) -> Vec<u64> {
+fn remove_most(cache: &OwnerSlab<ItemOwner>, numbers: &[u64], left: usize) -> Vec<u64> {
     let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
     let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().enumerate().partition(|(at, _)| is_left(*at));
     gone.iter().for_each(|(_, number)| assert!(cache.remove(**number)));
@@ -38,7 +38,7 @@ fn remove_most(cache: &ByOwner<ItemOwner>, numbers: &[u64], left: usize) -> Vec<
 }
 
 /// Runs steps of one slab each until defragmentation is suspended. Returns the number of steps.
-fn steps_until_suspended(cache: &ByOwner<ItemOwner>, most: u64) -> u64 {
+fn steps_until_suspended(cache: &OwnerSlab<ItemOwner>, most: u64) -> u64 {
     for steps in 0..most {
         cache.defrag_step(Duration::ZERO).unwrap();
         if cache.engine().passes.is_suspended() {

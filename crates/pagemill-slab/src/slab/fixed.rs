@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // raw access to the values in objects
 
 use super::engine::Engine;
-use super::{Cache, CacheKind, InsertError, Settings, Slabs};
+use super::{Cache, InsertError, Settings, SlabKind, Slabs};
 use pagemill_core::error::Result;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -23,8 +23,8 @@ impl Cache for FixedInner {
         &self.0
     }
 
-    fn kind(&self) -> CacheKind {
-        CacheKind::Fixed
+    fn kind(&self) -> SlabKind {
+        SlabKind::Fixed
     }
 
     fn shrink(&self) -> Result<u64> {
@@ -45,7 +45,7 @@ impl Cache for FixedInner {
 /// assert_eq!(cache.info()?.total.used, 0);
 /// # Ok::<(), pagemill_core::Error>(())
 /// ```
-pub struct Fixed<T> {
+pub struct FixedSlab<T> {
     pub(super) inner: Arc<FixedInner>,
     _values: PhantomData<fn(T) -> T>,
 }
@@ -56,7 +56,7 @@ pub struct Fixed<T> {
 ///
 /// `at` points to a valid value in an object of `cache`. Only this slot owns the value.
 ///
-/// Example: [`Fixed`].
+/// Example: [`FixedSlab`].
 pub struct Slot<'cache, T> {
     cache: &'cache Engine,
     at: NonNull<T>,
@@ -68,12 +68,12 @@ unsafe impl<T: Send> Send for Slot<'_, T> {}
 // SAFETY: as above, for a shared reference to the value.
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
 
-impl<T> Fixed<T> {
+impl<T> FixedSlab<T> {
     /// Creates a cache with default parameters among the slab caches of the process.
     ///
     /// # Errors
     ///
-    /// As [`Fixed::with`].
+    /// As [`FixedSlab::with`].
     pub fn new(name: &str) -> Result<Self> {
         Self::with(Settings::new(name))
     }
@@ -105,11 +105,11 @@ impl<T> Fixed<T> {
         self.insert_into(self.inner.0.allocate(), value)
     }
 
-    /// As [`Fixed::insert`], in memory of one node.
+    /// As [`FixedSlab::insert`], in memory of one node.
     ///
     /// # Errors
     ///
-    /// As [`Fixed::insert`]; [`pagemill_core::Error::BadNode`].
+    /// As [`FixedSlab::insert`]; [`pagemill_core::Error::BadNode`].
     #[track_caller]
     pub fn insert_on(&self, node: usize, value: T) -> std::result::Result<Slot<'_, T>, InsertError<T>> {
         self.insert_into(self.inner.0.allocate_on(node), value)
@@ -133,7 +133,7 @@ impl<T> Fixed<T> {
 }
 
 #[cfg(test)]
-impl<T> Fixed<T> {
+impl<T> FixedSlab<T> {
     pub(super) fn engine(&self) -> &Engine {
         &self.inner.0
     }

@@ -15,7 +15,7 @@ use super::handles::{Handle, HandleTable, HandleWord, Key, Words};
 use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
 use super::stock::{DrainedBatch, KEY_BATCH, KEY_CAPACITY, RETIRED_CAPACITY};
 use super::worker::unregister;
-use super::{Cache, CacheKind, InsertError, Settings, Slabs};
+use super::{Cache, InsertError, Settings, SlabKind, Slabs};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::sync::{Acquire, Backoff, Guarded, Padded, Relaxed, Release};
 use std::alloc::Layout;
@@ -33,7 +33,7 @@ use std::time::Duration;
 /// # Safety
 ///
 /// The value does not refer to its own address. Its bytes do not change while only `&` references exist: no `Cell`,
-/// atomic or lock, except behind a pointer. Example of a cache of such values: [`ByHandle`].
+/// atomic or lock, except behind a pointer. Example of a cache of such values: [`HandleMap`].
 pub unsafe trait Movable: Send + Sync + 'static {}
 
 macro_rules! movable {
@@ -345,8 +345,8 @@ impl<T: Movable> Cache for HandleInner<T> {
         &self.engine
     }
 
-    fn kind(&self) -> CacheKind {
-        CacheKind::ByHandle
+    fn kind(&self) -> SlabKind {
+        SlabKind::ByHandle
     }
 
     fn handle_bytes(&self) -> u64 {
@@ -475,7 +475,7 @@ impl<T: Movable> Mover for HandleInner<T> {
 /// assert!(names.get(handle, &enter()).is_none());
 /// # Ok::<(), pagemill_core::Error>(())
 /// ```
-pub struct ByHandle<T: Movable> {
+pub struct HandleMap<T: Movable> {
     pub(super) inner: Arc<HandleInner<T>>,
     /// Copies of the fields in `inner`. They stay in registers from one call of a reader to the next.
     words: &'static Words,
@@ -485,7 +485,7 @@ pub struct ByHandle<T: Movable> {
 /// A value that was removed from its handle. Other readers may still read it. Dropping this retires the value, also
 /// during unwinding.
 ///
-/// Example: [`ByHandle`].
+/// Example: [`HandleMap`].
 pub struct Removed<'cache, T: Movable> {
     cache: &'cache HandleInner<T>,
     /// The former handle of the value.
@@ -512,7 +512,7 @@ impl<T: Movable> Deref for Removed<'_, T> {
 }
 
 /// A pinned value, which keeps its address and contents while the `Pinned` exists. A value can have seven pins at a
-/// time. Example: [`ByHandle`].
+/// time. Example: [`HandleMap`].
 pub struct Pinned<'cache, T: Movable> {
     cache: &'cache HandleInner<T>,
     index: u32,
@@ -525,7 +525,7 @@ impl Slabs {
     /// # Errors
     ///
     /// As [`Slabs::fixed`].
-    pub fn by_handle<T: Movable>(&'static self, settings: Settings) -> Result<ByHandle<T>> {
+    pub fn by_handle<T: Movable>(&'static self, settings: Settings) -> Result<HandleMap<T>> {
         let (index_at, value_at) =
             (std::mem::offset_of!(HandledValue<T>, index), std::mem::offset_of!(HandledValue<T>, value));
         // SAFETY: an object of a slab that is being set up, with the layout below. No other thread uses it yet.
@@ -551,16 +551,16 @@ impl Slabs {
             _values: PhantomData,
         });
         let inner = inner.inspect_err(|_| shared.return_handle_table(handles))?;
-        Ok(ByHandle { base: inner.base, inner, words: handles.words() })
+        Ok(HandleMap { base: inner.base, inner, words: handles.words() })
     }
 }
 
-impl<T: Movable> ByHandle<T> {
+impl<T: Movable> HandleMap<T> {
     /// Creates a map with default parameters among the slab caches of the process.
     ///
     /// # Errors
     ///
-    /// As [`ByHandle::with`].
+    /// As [`HandleMap::with`].
     pub fn new(name: &str) -> Result<Self> {
         Self::with(Settings::new(name))
     }
@@ -616,7 +616,7 @@ impl<T: Movable> ByHandle<T> {
     /// [`SlabCache::shrink`] or [`SlabCache::defrag_step`] drops it.
     ///
     /// Cost: a compare-and-swap and two stores into the thread's stock; for types with a destructor also a short lock.
-    /// No guard is needed, so reading the removed value costs less than [`ByHandle::get`] before the removal.
+    /// No guard is needed, so reading the removed value costs less than [`HandleMap::get`] before the removal.
     ///
     /// # Errors
     ///
@@ -630,7 +630,7 @@ impl<T: Movable> ByHandle<T> {
     ///
     /// # Errors
     ///
-    /// As [`ByHandle::remove`].
+    /// As [`HandleMap::remove`].
     #[inline(always)]
     fn take_out(&self, handle: Handle<T>) -> Result<Option<Removed<'_, T>>> {
         self.inner.engine.check_generation()?;
@@ -652,7 +652,7 @@ impl<T: Movable> ByHandle<T> {
     ///
     /// # Errors
     ///
-    /// As [`ByHandle::insert`]; [`Error::Busy`] if the value is pinned.
+    /// As [`HandleMap::insert`]; [`Error::Busy`] if the value is pinned.
     #[track_caller]
     pub fn update(&self, handle: Handle<T>, mut change: impl FnMut(&T) -> T) -> Result<bool> {
         let inner = &*self.inner;
@@ -704,7 +704,7 @@ impl<T: Movable> ByHandle<T> {
     }
 }
 
-impl<T: Movable> Drop for ByHandle<T> {
+impl<T: Movable> Drop for HandleMap<T> {
     /// Drops all values.
     fn drop(&mut self) {
         unregister(&self.inner);
@@ -758,7 +758,7 @@ impl<T: Movable> Drop for Pinned<'_, T> {
 use crate::SlabCache;
 
 #[cfg(test)]
-impl<T: Movable> ByHandle<T> {
+impl<T: Movable> HandleMap<T> {
     /// Removes a value, and calls `read` with it.
     pub(super) fn remove_with<R>(&self, handle: Handle<T>, read: impl FnOnce(&T) -> R) -> Result<Option<R>> {
         Ok(self.remove(handle)?.map(|removed| read(&removed)))

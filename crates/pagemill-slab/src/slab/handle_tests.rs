@@ -28,7 +28,7 @@ struct Link {
 /// State that all links of a test share.
 #[derive(Default)]
 struct Lists {
-    caches: OnceLock<Vec<ByHandle<Link>>>,
+    caches: OnceLock<Vec<HandleMap<Link>>>,
     /// Number of destructors that run now, each inside of the next.
     nested: AtomicUsize,
     /// Maximum of `nested` so far.
@@ -85,7 +85,7 @@ fn destructors_nest_once_per_cache() {
 
 /// A value that may own a cache with further values of this type.
 struct Nest {
-    _inner: Option<Box<ByHandle<Nest>>>,
+    _inner: Option<Box<HandleMap<Nest>>>,
     dropped: Arc<AtomicUsize>,
 }
 

@@ -155,7 +155,7 @@ impl Key {
 
 /// Refers to a value of a cache. Copies refer to the same value. After its removal, no copy matches a later value.
 ///
-/// Example: [`ByHandle`](super::ByHandle).
+/// Example: [`HandleMap`](super::HandleMap).
 pub struct Handle<T> {
     pub(super) key: Key,
     _value: PhantomData<fn() -> T>,

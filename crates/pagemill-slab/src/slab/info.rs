@@ -2,7 +2,7 @@
 
 use super::migrate::assert_not_isolating;
 use super::node::Node;
-use super::{Cache, CacheKind};
+use super::{Cache, SlabKind};
 use pagemill_core::error::Result;
 use pagemill_core::sync::{Backoff, Relaxed};
 use std::io;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlabInfo {
     pub name: Arc<str>,
-    pub kind: CacheKind,
+    pub kind: SlabKind,
     /// Size of an object as the user defined it.
     pub object_bytes: usize,
     /// Distance in bytes from one object to the next.
@@ -137,7 +137,7 @@ impl SlabInfo {
 
     /// Sort key of lists: caches with movable objects first, then by name.
     pub(crate) fn rank(&self) -> (bool, Arc<str>) {
-        (self.kind == CacheKind::Fixed, self.name.clone())
+        (self.kind == SlabKind::Fixed, self.name.clone())
     }
 }
 
@@ -196,7 +196,7 @@ fn cache_info(cache: &dyn Cache) -> Result<SlabInfo> {
         slab_bytes: shape.slab_bytes,
         objects_per_slab: shape.capacity,
         // Caches by handle use a constructor internally, which is not the user's.
-        has_constructor: engine.has_constructor() && cache.kind() == CacheKind::ByOwner,
+        has_constructor: engine.has_constructor() && cache.kind() == SlabKind::ByOwner,
         is_debug: engine.checks.is_some(),
         defrag_used_ratio: engine.used_ratio.load(Relaxed),
         remote_node_defrag_ratio: engine.remote_ratio.load(Relaxed),

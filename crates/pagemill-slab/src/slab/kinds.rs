@@ -2,7 +2,7 @@
 
 use super::info::{self, SlabInfo};
 use super::migrate::Progress;
-use super::{ByHandle, ByOwner, Cache, Fixed, Migrate, Movable};
+use super::{Cache, FixedSlab, HandleMap, Migrate, Movable, OwnerSlab};
 use pagemill_core::error::{Error, Result};
 use std::fmt;
 use std::time::Duration;
@@ -14,31 +14,31 @@ pub trait Inner {
     fn inner(&self) -> &dyn Cache;
 }
 
-impl<T> Inner for Fixed<T> {
+impl<T> Inner for FixedSlab<T> {
     #[expect(private_interfaces, reason = "as in the trait")]
     fn inner(&self) -> &dyn Cache {
         &*self.inner
     }
 }
 
-impl<M: Migrate> Inner for ByOwner<M> {
+impl<M: Migrate> Inner for OwnerSlab<M> {
     #[expect(private_interfaces, reason = "as in the trait")]
     fn inner(&self) -> &dyn Cache {
         &*self.inner
     }
 }
 
-impl<T: Movable> Inner for ByHandle<T> {
+impl<T: Movable> Inner for HandleMap<T> {
     #[expect(private_interfaces, reason = "as in the trait")]
     fn inner(&self) -> &dyn Cache {
         &*self.inner
     }
 }
 
-/// Operations of all kinds of slab caches: [`Fixed`], [`ByOwner`], [`ByHandle`].
+/// Operations of all kinds of slab caches: [`FixedSlab`], [`OwnerSlab`], [`HandleMap`].
 ///
 /// ```
-/// use pagemill_slab::{Fixed, SlabCache};
+/// use pagemill_slab::{FixedSlab, SlabCache};
 ///
 /// fn report(cache: &impl SlabCache) -> pagemill_core::Result<()> {
 ///     let info = cache.info()?;
@@ -46,7 +46,7 @@ impl<T: Movable> Inner for ByHandle<T> {
 ///     Ok(())
 /// }
 ///
-/// let cache = Fixed::new("names")?;
+/// let cache = FixedSlab::new("names")?;
 /// let name = cache.insert("page".to_owned())?;
 /// report(&cache)?;
 /// drop(name);
@@ -76,7 +76,7 @@ pub trait SlabCache: Inner {
 
     /// Runs a step of defragmentation for about `budget`: empties slabs and blocks that are used by less than the
     /// cache's ratio. The time is checked after every 64 objects, but at least one slab is finished. A later call frees
-    /// the memory, after readers have finished. Does nothing for a [`Fixed`] cache.
+    /// the memory, after readers have finished. Does nothing for a [`FixedSlab`] cache.
     ///
     /// # Errors
     ///
@@ -90,7 +90,7 @@ pub trait SlabCache: Inner {
         self.inner().defrag(budget)
     }
 
-    /// Moves up to `most` objects from one NUMA node to another. Does nothing for a [`Fixed`] cache.
+    /// Moves up to `most` objects from one NUMA node to another. Does nothing for a [`FixedSlab`] cache.
     ///
     /// # Errors
     ///
@@ -100,7 +100,7 @@ pub trait SlabCache: Inner {
     }
 
     /// Moves objects from NUMA nodes with more than the average to nodes with less, until each has the average. Does
-    /// nothing for a [`Fixed`] cache.
+    /// nothing for a [`FixedSlab`] cache.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
 //! Slab allocator: caches of objects of equal size. They return free memory to the system, and pack their objects into
 //! fewer slabs if the objects can move.
 //!
-//! All kinds of caches share one `engine`. Objects of a [`Fixed`] cache keep their address until they are dropped.
-//! Objects of a [`ByOwner`] cache are moved by their owner, which updates all references. Values of a [`ByHandle`]
+//! All kinds of caches share one `engine`. Objects of a [`FixedSlab`] cache keep their address until they are dropped.
+//! Objects of a [`OwnerSlab`] cache are moved by their owner, which updates all references. Values of a [`HandleMap`]
 //! cache are reached through a handle table, so the cache can move them by itself.
 //!
 //! A cache consists of blocks of 2 MiB (`blocks`), divided into slabs of 16 to 64 KiB (`shape`), whose metadata lies
@@ -67,13 +67,13 @@ mod worker_tests;
 mod xnodes;
 
 pub use epochs::{Guard, enter};
-pub use fixed::{Fixed, Slot};
-pub use handle::{ByHandle, Movable, Pinned, Removed};
+pub use fixed::{FixedSlab, Slot};
+pub use handle::{HandleMap, Movable, Pinned, Removed};
 pub use handles::Handle;
 pub use info::{NodeInfo, SlabInfo};
 pub use kinds::{InsertError, SlabCache};
 pub use migrate::Progress;
-pub use owner::{ByOwner, Candidates, Done, Migrate, Moving, New, Target};
+pub use owner::{Candidates, Done, Migrate, Moving, New, OwnerSlab, Target};
 pub use pagemill_core::listing::ShrinkReport;
 pub use records::{ask_for_slabs, shown_name};
 pub use xnodes::{NodeCache, NodeIndex, NodeMemory};
@@ -263,7 +263,7 @@ impl SharedState {
 trait Cache: Send + Sync {
     fn engine(&self) -> &Engine;
 
-    fn kind(&self) -> CacheKind;
+    fn kind(&self) -> SlabKind;
 
     /// Resident bytes of the handle table, if the cache has one.
     fn handle_bytes(&self) -> u64 {
@@ -330,7 +330,7 @@ trait Cache: Send + Sync {
 ///
 /// Example: [`Slabs`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CacheKind {
+pub enum SlabKind {
     /// Objects keep their address.
     Fixed,
     /// The owner moves objects.
@@ -342,12 +342,12 @@ pub enum CacheKind {
 /// All slab caches of a process.
 ///
 /// ```
-/// use pagemill::{Pagemill, slab::{CacheKind, Settings}};
+/// use pagemill::{Pagemill, slab::{SlabKind, Settings}};
 ///
 /// let slabs = Pagemill::of_process()?.slabs;
 /// let cache = slabs.fixed::<u64>(Settings::new("numbers"))?;
 /// let info = slabs.list().into_iter().find(|info| &*info.name == "numbers").unwrap();
-/// assert_eq!(info.kind, CacheKind::Fixed);
+/// assert_eq!(info.kind, SlabKind::Fixed);
 /// # drop(cache);
 /// # Ok::<(), pagemill::Error>(())
 /// ```
@@ -388,7 +388,7 @@ impl Slabs {
     ///
     /// [`Error::BadLength`], [`Error::BadAlignment`] for unsupported object or slab sizes, [`Error::BadRatio`],
     /// [`Error::TooMany`] if there are [`MAX_CACHES`], [`Error::System`].
-    pub fn fixed<T>(&'static self, settings: Settings) -> Result<Fixed<T>> {
+    pub fn fixed<T>(&'static self, settings: Settings) -> Result<FixedSlab<T>> {
         let object = Object {
             layout: Layout::new::<T>(),
             user_bytes: size_of::<T>(),
@@ -398,7 +398,7 @@ impl Slabs {
             grace: Grace::of_all,
             handles: None,
         };
-        self.create_cache(settings, object, fixed::FixedInner::new).map(Fixed::of_inner)
+        self.create_cache(settings, object, fixed::FixedInner::new).map(FixedSlab::of_inner)
     }
 
     /// Creates the inner part of a cache under a new cache id, and registers it.

@@ -58,7 +58,7 @@ impl<const WORDS: usize> Drop for Summed<WORDS> {
 /// A cache and its expected contents.
 struct Model<const WORDS: usize> {
     slabs: &'static Slabs,
-    cache: ByHandle<Summed<WORDS>>,
+    cache: HandleMap<Summed<WORDS>>,
     values: BTreeMap<u64, (Handle<Summed<WORDS>>, u64)>,
     /// Handles of removed values.
     removed: Vec<Handle<Summed<WORDS>>>,

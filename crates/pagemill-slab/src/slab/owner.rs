@@ -7,7 +7,7 @@ use super::defrag;
 use super::engine::{Engine, Object, SetUp};
 use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
 use super::worker::unregister;
-use super::{Cache, CacheKind, Settings, Slabs};
+use super::{Cache, Settings, SlabKind, Slabs};
 use pagemill_core::error::Result;
 use std::alloc::Layout;
 use std::marker::PhantomData;
@@ -18,8 +18,8 @@ use std::time::Duration;
 
 /// The interface of an owner, which moves the objects of its cache.
 ///
-/// At any time an object is *free* or *live*. The owner makes an object live after [`ByOwner::allocate`], and free
-/// again before [`ByOwner::free`]. The cache does not know the state of an object. The owner must recognize the state
+/// At any time an object is *free* or *live*. The owner makes an object live after [`OwnerSlab::allocate`], and free
+/// again before [`OwnerSlab::free`]. The cache does not know the state of an object. The owner must recognize the state
 /// from the object's contents, which [`Migrate::construct`] or the owner wrote last. A reference count that is 0 while
 /// the object is free is sufficient.
 ///
@@ -148,7 +148,7 @@ impl<'object, T> Moving<'object, T> {
         Self::done(MoveOutcome::Moved)
     }
 
-    /// Reports that the object is free now. The cache frees its memory, so the owner must not call [`ByOwner::free`]
+    /// Reports that the object is free now. The cache frees its memory, so the owner must not call [`OwnerSlab::free`]
     /// for it.
     pub fn freed(self) -> Done<'object> {
         Self::done(MoveOutcome::Freed)
@@ -236,8 +236,8 @@ impl<M: Migrate> Cache for OwnerInner<M> {
         &self.engine
     }
 
-    fn kind(&self) -> CacheKind {
-        CacheKind::ByOwner
+    fn kind(&self) -> SlabKind {
+        SlabKind::ByOwner
     }
 
     /// Requests the background thread to pack the cache. Reclaim must not call the owner itself, since the reclaiming
@@ -287,7 +287,7 @@ impl<M: Migrate> Mover for OwnerInner<M> {
 /// slabinfo -s`).
 ///
 /// Example: [`Migrate`].
-pub struct ByOwner<M: Migrate> {
+pub struct OwnerSlab<M: Migrate> {
     pub(super) inner: Arc<OwnerInner<M>>,
 }
 
@@ -297,7 +297,7 @@ impl Slabs {
     /// # Errors
     ///
     /// As [`Slabs::fixed`].
-    pub fn by_owner<M: Migrate>(&'static self, settings: Settings, owner: M) -> Result<ByOwner<M>> {
+    pub fn by_owner<M: Migrate>(&'static self, settings: Settings, owner: M) -> Result<OwnerSlab<M>> {
         let owner = Arc::new(owner);
         let constructor = owner.clone();
         // SAFETY: an object of a slab that is being set up. It is large and aligned enough, and no other thread uses it
@@ -309,16 +309,16 @@ impl Slabs {
         let object =
             Object { layout, user_bytes, poisoned_range: 0..0, set_up, is_movable: true, grace, handles: None };
         let inner = self.create_cache(settings, object, |engine| OwnerInner { engine, owner })?;
-        Ok(ByOwner { inner })
+        Ok(OwnerSlab { inner })
     }
 }
 
-impl<M: Migrate> ByOwner<M> {
+impl<M: Migrate> OwnerSlab<M> {
     /// Creates a cache with default parameters among the slab caches of the process. `owner` moves its objects.
     ///
     /// # Errors
     ///
-    /// As [`ByOwner::with`].
+    /// As [`OwnerSlab::with`].
     pub fn new(name: &str, owner: M) -> Result<Self> {
         Self::with(Settings::new(name), owner)
     }
@@ -355,11 +355,11 @@ impl<M: Migrate> ByOwner<M> {
         self.inner.engine.allocate().map(pointer)
     }
 
-    /// As [`ByOwner::allocate`], in memory of one node.
+    /// As [`OwnerSlab::allocate`], in memory of one node.
     ///
     /// # Errors
     ///
-    /// As [`ByOwner::allocate`]; [`pagemill_core::Error::BadNode`].
+    /// As [`OwnerSlab::allocate`]; [`pagemill_core::Error::BadNode`].
     #[track_caller]
     pub fn allocate_on(&self, node: usize) -> Result<NonNull<M::Object>> {
         self.inner.engine.allocate_on(node).map(pointer)
@@ -384,14 +384,14 @@ impl<M: Migrate> ByOwner<M> {
     }
 }
 
-impl<M: Migrate> Drop for ByOwner<M> {
+impl<M: Migrate> Drop for OwnerSlab<M> {
     fn drop(&mut self) {
         unregister(&self.inner);
     }
 }
 
 #[cfg(test)]
-impl<M: Migrate> ByOwner<M> {
+impl<M: Migrate> OwnerSlab<M> {
     pub(super) fn engine(&self) -> &Engine {
         &self.inner.engine
     }

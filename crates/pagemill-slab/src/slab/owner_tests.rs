@@ -183,7 +183,7 @@ impl Item {
     }
 }
 
-pub(super) fn cache_of(slabs: &'static Slabs, settings: Settings) -> ByOwner<ItemOwner> {
+pub(super) fn cache_of(slabs: &'static Slabs, settings: Settings) -> OwnerSlab<ItemOwner> {
     slabs.by_owner(settings, ItemOwner::default()).unwrap()
 }
 
@@ -197,7 +197,7 @@ pub(super) trait Items {
     fn pack(&self) -> u64;
 }
 
-impl Items for ByOwner<ItemOwner> {
+impl Items for OwnerSlab<ItemOwner> {
     fn add(&self, number: u64) {
         register(self, self.allocate().unwrap(), number);
     }
@@ -256,7 +256,7 @@ impl Items for ByOwner<ItemOwner> {
     }
 }
 
-fn register(cache: &ByOwner<ItemOwner>, at: NonNull<Item>, number: u64) {
+fn register(cache: &OwnerSlab<ItemOwner>, at: NonNull<Item>, number: u64) {
     // SAFETY: an allocated item, which is free.
     let item = unsafe { at.as_ref() };
     assert_eq!((item.references.load(Relaxed), item.number.load(Relaxed)), (0, FREE));
@@ -267,18 +267,18 @@ fn register(cache: &ByOwner<ItemOwner>, at: NonNull<Item>, number: u64) {
 }
 
 /// Pins an item, so that it is not moved.
-pub(super) fn pin(cache: &ByOwner<ItemOwner>, number: u64) {
+pub(super) fn pin(cache: &OwnerSlab<ItemOwner>, number: u64) {
     // SAFETY: the item is in the map, so it is live.
     unsafe { cache.item(number).as_ref() }.references.fetch_add(1, AcqRel);
 }
 
-pub(super) fn unpin(cache: &ByOwner<ItemOwner>, number: u64) {
+pub(super) fn unpin(cache: &OwnerSlab<ItemOwner>, number: u64) {
     // SAFETY: the item is in the map, so it is live.
     unsafe { cache.item(number).as_ref() }.references.fetch_sub(1, AcqRel);
 }
 
 /// Adds items and removes nine of ten, at pseudorandom positions.
-fn fragmented(cache: &ByOwner<ItemOwner>, items: u64) -> u64 {
+fn fragmented(cache: &OwnerSlab<ItemOwner>, items: u64) -> u64 {
     (0..items).for_each(|number| cache.add(number));
     let is_kept = |number: u64| number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32 & 0xff < 26;
     (0..items).filter(|number| !is_kept(*number)).for_each(|number| assert!(cache.remove(number)));
@@ -321,7 +321,7 @@ fn last_block_is_in_small_pages_after_packing() {
 }
 
 /// Checks that at most one slab is partial, no block is superfluous, and each item exists once.
-fn assert_packed(cache: &ByOwner<ItemOwner>, items: u64) {
+fn assert_packed(cache: &OwnerSlab<ItemOwner>, items: u64) {
     let info = cache.info().unwrap();
     assert_eq!((cache.check_all(), info.active, info.cached), (items, items, 0));
     let slabs = items.div_ceil(u64::from(info.objects_per_slab));

@@ -19,7 +19,7 @@
 //! | 232, 240 | of the node: resident bytes; free objects in its barns |
 //! | 248 | of the cache: objects that wait for readers |
 
-use super::{CacheKind, NodeInfo, SlabInfo, Slabs};
+use super::{NodeInfo, SlabInfo, SlabKind, Slabs};
 use pagemill_core::listing::{
     Action, ListWriter, MAX_INSPECTION_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered,
     ask_all_for, u32_at, u64_at,
@@ -35,7 +35,7 @@ const RECORD_LEN: usize = 256;
 /// Bytes of the name in a record.
 const NAME_LEN: usize = 64;
 
-const KINDS: [CacheKind; 3] = [CacheKind::Fixed, CacheKind::ByOwner, CacheKind::ByHandle];
+const KINDS: [SlabKind; 3] = [SlabKind::Fixed, SlabKind::ByOwner, SlabKind::ByHandle];
 
 /// The statistics of one slab cache on one node.
 struct NodeRecord {
@@ -84,9 +84,9 @@ fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; 
     put(112, &[node as u32]);
     put(208, &[figures.slabs, figures.partial, figures.empty, figures.lost, figures.blocks]);
     bytes[108] = match info.kind {
-        CacheKind::Fixed => 0,
-        CacheKind::ByOwner => 1,
-        CacheKind::ByHandle => 2,
+        SlabKind::Fixed => 0,
+        SlabKind::ByOwner => 1,
+        SlabKind::ByHandle => 2,
     };
     bytes[109..112].copy_from_slice(&[info.has_constructor, info.is_debug, info.is_partial].map(u8::from));
     bytes[116] = u8::from(info.is_given_up);
@@ -209,7 +209,7 @@ fn combine_nodes(rows: Vec<NodeRecord>) -> Option<Vec<(u64, SlabInfo)>> {
 mod tests {
     use super::*;
 
-    fn info(name: &str, kind: CacheKind) -> SlabInfo {
+    fn info(name: &str, kind: SlabKind) -> SlabInfo {
         SlabInfo {
             name: name.into(),
             kind,
@@ -267,7 +267,7 @@ mod tests {
             assert_eq!(combined, [(7, expected)]);
         }
         let long = format!("x{}", "ä".repeat(100));
-        assert_eq!(*row(1, &info(&long, CacheKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
+        assert_eq!(*row(1, &info(&long, SlabKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
@@ -276,11 +276,11 @@ mod tests {
     #[test]
     fn lists_are_sorted_by_relocatability_and_name() {
         let rows = [
-            ("b", CacheKind::Fixed),
-            ("z", CacheKind::ByHandle),
-            ("a", CacheKind::Fixed),
-            ("y", CacheKind::ByOwner),
-            ("a", CacheKind::Fixed),
+            ("b", SlabKind::Fixed),
+            ("z", SlabKind::ByHandle),
+            ("a", SlabKind::Fixed),
+            ("y", SlabKind::ByOwner),
+            ("a", SlabKind::Fixed),
         ];
         let rows = rows.iter().enumerate().map(|(id, (name, kind))| row(id as u64, &info(name, *kind), 0)).collect();
         let names: Vec<_> =
@@ -291,7 +291,7 @@ mod tests {
     /// Records with an invalid field, or in an invalid order of nodes, must be rejected. Sums must saturate.
     #[test]
     fn invalid_records_are_rejected() {
-        let good = to_record(1, &info("a", CacheKind::Fixed), 0, &NODE);
+        let good = to_record(1, &info("a", SlabKind::Fixed), 0, &NODE);
         for (at, byte) in [(108, 3), (109, 2), (110, 2), (111, 2), (116, 2), (100, 101), (104, 101), (88, 1)] {
             let mut bytes = good;
             bytes[at] = byte;
@@ -303,7 +303,7 @@ mod tests {
         let wrong: [&[(u64, usize)]; 5] =
             [&[(1, 1)], &[(1, 0), (1, 0)], &[(1, 0), (1, 2)], &[(2, 0), (1, 0)], &[(1, 0), (2, 1)]];
         for ids in wrong {
-            let rows = ids.iter().map(|(id, node)| row(*id, &info("a", CacheKind::Fixed), *node)).collect();
+            let rows = ids.iter().map(|(id, node)| row(*id, &info("a", SlabKind::Fixed), *node)).collect();
             assert!(combine_nodes(rows).is_none(), "{ids:?}");
         }
         let mut bytes = good;

@@ -113,7 +113,7 @@ fn assert_ok_or_busy<T>(done: Result<T>) {
 #[test]
 fn drain_neither_loses_nor_duplicates_objects() {
     run_in_many_orders(|| {
-        let cache: &'static Fixed<Value> = Box::leak(Box::new(slabs().fixed(Settings::new("model")).unwrap()));
+        let cache: &'static FixedSlab<Value> = Box::leak(Box::new(slabs().fixed(Settings::new("model")).unwrap()));
         let live = Arc::new(AtomicUsize::new(0));
         let passed = Arc::new(pagemill_core::sync::Guarded::new(Vec::new()));
         let threads: Vec<_> = (0..2)
@@ -219,7 +219,7 @@ fn handles_find_their_values_during_moves() {
 }
 
 /// Creates a cache with one value in each of three slabs, and resets the background thread.
-fn sparse_values(live: &Arc<AtomicUsize>) -> (ByHandle<Value>, [Handle<Value>; 3]) {
+fn sparse_values(live: &Arc<AtomicUsize>) -> (HandleMap<Value>, [Handle<Value>; 3]) {
     slabs().worker.reset();
     let settings = Settings::new("model").defrag_used_ratio(100);
     let cache = slabs().by_handle(settings).unwrap();

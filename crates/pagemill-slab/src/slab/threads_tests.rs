@@ -182,7 +182,7 @@ mod alone {
 
     /// Eight threads insert and remove values. Returns for each cache the number of thread slots that have opened a
     /// magazine.
-    fn use_from_threads(cache: &ByHandle<Value>, fixed: &Fixed<Words>) -> [u32; 2] {
+    fn use_from_threads(cache: &HandleMap<Value>, fixed: &FixedSlab<Words>) -> [u32; 2] {
         const THREADS: usize = 8;
         const VALUES: u64 = 200;
         let one_at_a_time = Guarded::new(());
@@ -211,7 +211,7 @@ mod alone {
     }
 
     /// Checks that a value that is removed while a thread reads it stays until that thread has finished.
-    fn assert_readers_delay_reclaim(cache: &ByHandle<Value>) {
+    fn assert_readers_delay_reclaim(cache: &HandleMap<Value>) {
         let handle = cache.insert(Value::new(7)).unwrap();
         let (begun, removed) = (Barrier::new(2), Barrier::new(2));
         thread::scope(|scope| {

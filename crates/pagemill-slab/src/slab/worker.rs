@@ -18,7 +18,7 @@
 //! ends, at most one second. A thread that forks waits at most 20 ms.
 
 use super::engine::Engine;
-use super::{Cache, CacheKind, Slabs, defrag};
+use super::{Cache, SlabKind, Slabs, defrag};
 use pagemill_core::error::{Error, Result};
 use pagemill_core::stats::{self, Counter};
 use pagemill_core::sync::{AtomicU32, AtomicU64, Backoff, EventCount, Relaxed};
@@ -496,7 +496,7 @@ fn visit_cache(cache: &dyn Cache) -> Result<VisitResult> {
         engine.shrink_request.with(|request| *request = ShrinkRequest::Done(freed));
         return Ok(VisitResult::ShrinkRequest);
     }
-    let is_wanted = cache.kind() != CacheKind::Fixed && engine.used_ratio.load(Relaxed) > 0;
+    let is_wanted = cache.kind() != SlabKind::Fixed && engine.used_ratio.load(Relaxed) > 0;
     if !is_wanted || engine.check_generation().is_err() {
         return Ok(VisitResult::Nothing);
     }

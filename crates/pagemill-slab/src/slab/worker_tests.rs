@@ -43,7 +43,7 @@ fn with_ratio(name: &str, percent: u32) -> Settings {
 
 /// Adds items and removes all but one in `kept_divisor`, at pseudorandom positions, while they may be moved. Returns
 /// the number of remaining items.
-fn fragmented(cache: &ByOwner<ItemOwner>, kept_divisor: u64) -> u64 {
+fn fragmented(cache: &OwnerSlab<ItemOwner>, kept_divisor: u64) -> u64 {
     (0..ITEMS).for_each(|number| cache.add(number));
     let stays = |number: &u64| (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32).is_multiple_of(kept_divisor);
     (0..ITEMS).filter(|number| !stays(number)).for_each(|number| {
@@ -54,13 +54,13 @@ fn fragmented(cache: &ByOwner<ItemOwner>, kept_divisor: u64) -> u64 {
 }
 
 /// Returns the number of blocks that `items` items need, plus one.
-fn blocks_for(cache: &ByOwner<ItemOwner>, items: u64) -> u32 {
+fn blocks_for(cache: &OwnerSlab<ItemOwner>, items: u64) -> u32 {
     let engine = cache.engine();
     (items.div_ceil(u64::from(engine.shape.block_capacity())) + 1) as u32
 }
 
 /// Creates a cache whose owner keeps the background thread in a callback until the owner's behaviour is changed.
-fn cache_that_blocks_the_background(slabs: &'static Slabs) -> ByOwner<ItemOwner> {
+fn cache_that_blocks_the_background(slabs: &'static Slabs) -> OwnerSlab<ItemOwner> {
     let cache = cache_of(slabs, Settings::new("busy"));
     *cache.owner().behavior.lock().unwrap() = Behavior::Wait;
     (0..ITEMS).for_each(|number| cache.add(number));
@@ -130,7 +130,7 @@ struct Link {
     next: Option<Handle<Link>>,
     number: usize,
     gone: Arc<AtomicUsize>,
-    caches: Arc<OnceLock<Vec<ByHandle<Link>>>>,
+    caches: Arc<OnceLock<Vec<HandleMap<Link>>>>,
 }
 
 // SAFETY: numbers and pointers can be copied byte by byte.

@@ -10,7 +10,7 @@ use super::defrag;
 use super::engine::{Engine, Object};
 use super::info::{self, SlabInfo};
 use super::migrate::{Chunk, Destinations, MoveOutcome, Mover, Progress};
-use super::{Cache, CacheKind, Settings, SharedState, Slabs};
+use super::{Cache, Settings, SharedState, SlabKind, Slabs};
 use pagemill_core::arena::place;
 use pagemill_core::epoch;
 use pagemill_core::error::Result;
@@ -138,8 +138,8 @@ impl Cache for NodeInner {
         &self.engine
     }
 
-    fn kind(&self) -> CacheKind {
-        CacheKind::ByOwner
+    fn kind(&self) -> SlabKind {
+        SlabKind::ByOwner
     }
 
     fn shrink(&self) -> Result<u64> {
@@ -326,29 +326,29 @@ impl NodeCache {
         self.inner.index()
     }
 
-    /// As [`super::ByOwner::shrink`]: packs all nodes. Nodes of arrays that another thread has locked are not moved.
+    /// As [`super::OwnerSlab::shrink`]: packs all nodes. Nodes of arrays that another thread has locked are not moved.
     ///
     /// # Errors
     ///
-    /// As [`super::ByOwner::shrink`].
+    /// As [`super::OwnerSlab::shrink`].
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }
 
-    /// As [`super::ByOwner::defrag_step`].
+    /// As [`super::OwnerSlab::defrag_step`].
     ///
     /// # Errors
     ///
-    /// As [`super::ByOwner::defrag_step`].
+    /// As [`super::OwnerSlab::defrag_step`].
     pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
         self.inner.defrag(budget)
     }
 
-    /// As [`super::ByOwner::set_defrag_used_ratio`].
+    /// As [`super::OwnerSlab::set_defrag_used_ratio`].
     ///
     /// # Errors
     ///
-    /// As [`super::ByOwner::set_defrag_used_ratio`].
+    /// As [`super::OwnerSlab::set_defrag_used_ratio`].
     pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
         self.inner.engine.set_used_ratio(percent)
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 
-use pagemill_slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, SlabCache, Slabs, Target};
+use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Settings, SlabCache, Slabs, Target};
 use pagemill_xarray as xarray;
 
 use crate::workload::Failure;
@@ -181,7 +181,7 @@ fn copy(from: &Dentry, to: &Dentry) {
 
 /// A tree of directories and files. Number 0 is the root directory.
 pub struct Tree {
-    cache: ByOwner<Owner>,
+    cache: OwnerSlab<Owner>,
     /// Numbers that no entry has.
     free: Vec<u64>,
 }

@@ -29,8 +29,8 @@ const HANDLE_BYTES: u64 = 8;
 /// The subject that stores the objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
-    ByOwner,
-    ByHandle,
+    OwnerSlab,
+    HandleMap,
     Fixed,
     Malloc,
 }
@@ -76,11 +76,11 @@ impl SubjectOptions {
 
     fn with_words<const WORDS: usize>(&self, provider: SlabsProvider, work: &impl SubjectWork) -> WorkloadResult {
         match self.subject {
-            Subject::ByOwner => {
+            Subject::OwnerSlab => {
                 let table = AddressTable::<WORDS>::new(self.objects + SPARE_NUMBERS);
                 work.run_with(|| OwnerStore::new(provider()?, table))
             }
-            Subject::ByHandle => work.run_with(|| HandleStore::<WORDS>::new(provider()?)),
+            Subject::HandleMap => work.run_with(|| HandleStore::<WORDS>::new(provider()?)),
             Subject::Fixed => work.run_with(|| FixedStore::<WORDS>::new(provider()?)),
             Subject::Malloc => work.run_with::<WORDS, _>(|| Ok(Malloc { how: self.how })),
         }
@@ -242,8 +242,8 @@ mod tests {
     #[test]
     fn fragmented_objects_are_compacted() {
         for (subject, size, can_move) in [
-            (Subject::ByOwner, 192, true),
-            (Subject::ByHandle, 576, true),
+            (Subject::OwnerSlab, 192, true),
+            (Subject::HandleMap, 576, true),
             (Subject::Fixed, 192, false),
             (Subject::Malloc, 576, false),
         ] {

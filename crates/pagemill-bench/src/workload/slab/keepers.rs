@@ -5,7 +5,7 @@ use pagemill_slab::SlabCache;
 use std::time::Duration;
 
 use pagemill_slab as slab;
-use pagemill_slab::{ByHandle, Fixed, Handle, Progress, Settings, Slabs, Slot};
+use pagemill_slab::{FixedSlab, Handle, HandleMap, Progress, Settings, Slabs, Slot};
 
 use crate::native::{self, GiveBack, WordAllocation};
 use crate::workload::Failure;
@@ -77,7 +77,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for Malloc {
 }
 
 /// A cache of objects that do not move.
-pub struct FixedStore<const WORDS: usize>(&'static Fixed<[u64; WORDS]>);
+pub struct FixedStore<const WORDS: usize>(&'static FixedSlab<[u64; WORDS]>);
 
 impl<const WORDS: usize> FixedStore<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {
@@ -111,7 +111,7 @@ impl<const WORDS: usize> ObjectStore<WORDS> for FixedStore<WORDS> {
 }
 
 /// A cache of values that are accessed by handle.
-pub struct HandleStore<const WORDS: usize>(ByHandle<[u64; WORDS]>);
+pub struct HandleStore<const WORDS: usize>(HandleMap<[u64; WORDS]>);
 
 impl<const WORDS: usize> HandleStore<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {

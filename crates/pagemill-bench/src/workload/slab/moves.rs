@@ -18,8 +18,8 @@ use crate::workload::{Failure, WorkloadResult};
 /// The kind of cache, and how its objects are found: by owner or by handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
-    ByOwner,
-    ByHandle,
+    OwnerSlab,
+    HandleMap,
 }
 
 #[derive(Clone, Debug, clap::Args)]
@@ -50,8 +50,8 @@ const USED_RATIO: u32 = 30;
 /// Measures reads and writes per second, and the number of moved objects.
 pub fn run(arguments: &Moves, slabs: &'static Slabs) -> WorkloadResult {
     match arguments.kind {
-        Kind::ByHandle => measure(arguments, slabs, &HandleObjects::new(slabs, arguments.objects)?),
-        Kind::ByOwner => measure(arguments, slabs, &OwnerObjects::new(slabs, arguments.objects)?),
+        Kind::HandleMap => measure(arguments, slabs, &HandleObjects::new(slabs, arguments.objects)?),
+        Kind::OwnerSlab => measure(arguments, slabs, &OwnerObjects::new(slabs, arguments.objects)?),
     }
 }
 
@@ -229,7 +229,7 @@ mod tests {
     /// All objects are found while they move, by handle and by owner. Without defragmentation none moves.
     #[test]
     fn objects_are_found_while_they_move() {
-        for kind in [Kind::ByHandle, Kind::ByOwner] {
+        for kind in [Kind::HandleMap, Kind::OwnerSlab] {
             for defrag in [false, true] {
                 let moves = Moves { kind, defrag, objects: 100_000, run_ms: 300 };
                 let line = run(&moves, slabs_of_test().expect("slabs"));

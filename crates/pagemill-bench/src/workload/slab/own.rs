@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use pagemill_slab::{ByHandle, ByOwner, Candidates, Done, Fixed, Handle, Migrate, Movable, Moving, Settings};
+use pagemill_slab::{Candidates, Done, FixedSlab, Handle, HandleMap, Migrate, Movable, Moving, OwnerSlab, Settings};
 use pagemill_slab::{Slot, Target};
 use pagemill_testbed::Testbed;
 
@@ -33,11 +33,11 @@ fn process_pagemill() -> Result<&'static Testbed, Failure> {
     Testbed::of_process().map_err(failed)
 }
 
-pub fn fixed<Rest>() -> Result<Fixed<Object<Rest>>, Failure> {
+pub fn fixed<Rest>() -> Result<FixedSlab<Object<Rest>>, Failure> {
     process_pagemill()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
 }
 
-impl<'cache, Rest: Copy + Send + Sync> Access for &'cache Fixed<Object<Rest>> {
+impl<'cache, Rest: Copy + Send + Sync> Access for &'cache FixedSlab<Object<Rest>> {
     type Object = Slot<'cache, Object<Rest>>;
 
     #[inline]
@@ -83,11 +83,11 @@ unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for NeverMoves<Rest> {
     }
 }
 
-pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<ByOwner<NeverMoves<Rest>>, Failure> {
+pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<OwnerSlab<NeverMoves<Rest>>, Failure> {
     process_pagemill()?.slabs.by_owner(Settings::new("by owner"), NeverMoves(MaybeUninit::uninit())).map_err(failed)
 }
 
-impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<NeverMoves<Rest>> {
+impl<Rest: Copy + Send + Sync + 'static> Access for &OwnerSlab<NeverMoves<Rest>> {
     type Object = NonNull<Owned<Rest>>;
 
     #[inline]
@@ -111,11 +111,11 @@ impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<NeverMoves<Rest>> {
     }
 }
 
-pub fn by_handle<Rest: Copy + Send + Sync + 'static>() -> Result<ByHandle<Object<Rest>>, Failure> {
+pub fn by_handle<Rest: Copy + Send + Sync + 'static>() -> Result<HandleMap<Object<Rest>>, Failure> {
     process_pagemill()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
 }
 
-impl<Rest: Copy + Send + Sync + 'static> Access for &ByHandle<Object<Rest>> {
+impl<Rest: Copy + Send + Sync + 'static> Access for &HandleMap<Object<Rest>> {
     type Object = Handle<Object<Rest>>;
 
     #[inline]

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 use std::time::Duration;
 
-use pagemill_slab::{ByOwner, Candidates, Done, Migrate, Moving, Progress, Settings, SlabCache, Slabs, Target};
+use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Progress, Settings, SlabCache, Slabs, Target};
 use pagemill_xarray as xarray;
 
 use super::keepers::{ObjectStore, progress_of_step};
@@ -95,7 +95,7 @@ unsafe impl<const WORDS: usize> Migrate for AddressTable<WORDS> {
 }
 
 /// A cache of objects with an owner. The workload refers to an object by its number.
-pub struct OwnerStore<const WORDS: usize>(ByOwner<AddressTable<WORDS>>);
+pub struct OwnerStore<const WORDS: usize>(OwnerSlab<AddressTable<WORDS>>);
 
 impl<const WORDS: usize> OwnerStore<WORDS> {
     pub fn new(slabs: &'static Slabs, table: AddressTable<WORDS>) -> Result<Self, Failure> {

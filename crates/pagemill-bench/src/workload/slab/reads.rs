@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use pagemill_slab as slab;
-use pagemill_slab::{ByHandle, Guard, Handle};
+use pagemill_slab::{Guard, Handle, HandleMap};
 
 use super::own::{self, Object};
 use super::speed::Words;
@@ -30,7 +30,7 @@ const MEASURED_ROUNDS: u32 = 10;
 
 /// Values with a handle and a pointer to each, by index. Their order is unrelated to their addresses.
 struct Values<'cache> {
-    cache: &'cache ByHandle<Value>,
+    cache: &'cache HandleMap<Value>,
     guard: &'cache Guard,
     handles: Vec<Handle<Value>>,
     pointers: Vec<&'cache Value>,
@@ -71,7 +71,7 @@ pub fn run(arguments: &Reads) -> WorkloadResult {
 
 /// Inserts values that each contain the index of the next one in the cycle. Returns the handles by index; the index of
 /// a value is unrelated to its address.
-fn fill(cache: &ByHandle<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
+fn fill(cache: &HandleMap<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
     let mut random = Random::new(count as u64);
     let mut any_order = || {
         let mut order: Vec<usize> = (0..count).collect();
@@ -91,7 +91,11 @@ fn fill(cache: &ByHandle<Value>, count: usize) -> Result<Vec<Handle<Value>>, Fai
 }
 
 impl<'cache> Values<'cache> {
-    fn new(cache: &'cache ByHandle<Value>, guard: &'cache Guard, handles: Vec<Handle<Value>>) -> Result<Self, Failure> {
+    fn new(
+        cache: &'cache HandleMap<Value>,
+        guard: &'cache Guard,
+        handles: Vec<Handle<Value>>,
+    ) -> Result<Self, Failure> {
         let pointers: Option<Vec<&Value>> = handles.iter().map(|handle| cache.get(*handle, guard)).collect();
         let pointers = pointers.ok_or_else(|| Failure::WrongAnswer("a value is not there".to_owned()))?;
         Ok(Self { cache, guard, handles, pointers })

@@ -9,7 +9,7 @@ use std::{hint, thread};
 
 use pagemill_slab as slab;
 use pagemill_slab::{
-    ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, SlabInfo, Slabs, Target,
+    Candidates, Done, Guard, Handle, HandleMap, Migrate, Moving, OwnerSlab, Settings, SlabInfo, Slabs, Target,
 };
 
 use crate::workload::Failure;
@@ -53,7 +53,7 @@ pub struct WrongObject;
 type Value = [u64; WORDS];
 
 pub struct HandleObjects {
-    cache: ByHandle<Value>,
+    cache: HandleMap<Value>,
     /// The bits of each object's handle; 0, which is no handle, if the object does not exist.
     table: Vec<AtomicU64>,
 }
@@ -196,7 +196,7 @@ unsafe impl Migrate for Owner {
     }
 }
 
-pub struct OwnerObjects(ByOwner<Owner>);
+pub struct OwnerObjects(OwnerSlab<Owner>);
 
 /// Number of attempts to read an object whose words are those of another object.
 const READ_ATTEMPTS: usize = 100;

@@ -18,9 +18,9 @@ pub enum Subject {
     /// A cache of values that do not move
     Fixed,
     /// A cache of objects that their owner moves
-    ByOwner,
+    OwnerSlab,
     /// A cache of values that are accessed by handle
-    ByHandle,
+    HandleMap,
     /// Allocations of the C library, or of the preloaded allocator
     Malloc,
     /// A keyed map: with one thread a map of its own, else a map that all threads share under a lock
@@ -77,8 +77,8 @@ fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> WorkloadRes
     assert_eq!(size_of::<Object<Rest>>(), arguments.size);
     match arguments.subject {
         Subject::Fixed => own::fixed::<Rest>().and_then(|cache| measure(arguments, || &cache)),
-        Subject::ByOwner => own::by_owner::<Rest>().and_then(|cache| measure(arguments, || &cache)),
-        Subject::ByHandle => own::by_handle::<Rest>().and_then(|cache| measure(arguments, || &cache)),
+        Subject::OwnerSlab => own::by_owner::<Rest>().and_then(|cache| measure(arguments, || &cache)),
+        Subject::HandleMap => own::by_handle::<Rest>().and_then(|cache| measure(arguments, || &cache)),
         Subject::Malloc => measure(arguments, || Malloc { size: arguments.size }),
         Subject::Slotmap if arguments.threads == 1 => measure(arguments, ThreadSlotMap::<Rest>::new),
         Subject::Slotmap => {

@@ -127,7 +127,7 @@ mod tests {
     /// cannot move its objects has no steps.
     #[test]
     fn calls_are_timed_during_moves() {
-        for (subject, steps) in [(Subject::ByOwner, true), (Subject::ByHandle, false), (Subject::Malloc, false)] {
+        for (subject, steps) in [(Subject::OwnerSlab, true), (Subject::HandleMap, false), (Subject::Malloc, false)] {
             let subject_options = SubjectOptions { subject, size: 192, objects: 50_000, how: GiveBack::MallocTrim };
             let line = run(&Stalls { subject_options, steps, quiet_ms: 5 }, slabs_of_test).expect("it comes through");
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pagemill_core::{Error, Result};
 use pagemill_slab as slab;
-use pagemill_slab::{ByHandle, Handle, Movable, Pinned, Settings, SlabInfo, Slabs};
+use pagemill_slab::{Handle, HandleMap, Movable, Pinned, Settings, SlabInfo, Slabs};
 
 use super::stamped::{Counters, Random, Stamp, Stamped};
 use super::{BOARD, NODES, Removed, Subject};
@@ -16,7 +16,7 @@ use super::{BOARD, NODES, Removed, Subject};
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
 
 pub struct Values<const WORDS: usize> {
-    cache: ByHandle<Stamped<WORDS>>,
+    cache: HandleMap<Stamped<WORDS>>,
     counters: &'static Counters,
     board: Vec<Handle<Stamped<WORDS>>>,
     /// Number of changes made to each value of the board.

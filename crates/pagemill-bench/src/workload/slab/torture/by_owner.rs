@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Orde
 use std::time::Duration;
 
 use pagemill_core::Result;
-use pagemill_slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, SlabCache, SlabInfo, Slabs, Target};
+use pagemill_slab::{Candidates, Done, Migrate, Moving, OwnerSlab, Settings, SlabCache, SlabInfo, Slabs, Target};
 
 use super::stamped::{Counters, Random, Stamp};
 use super::{BOARD, NODES, Removed, Subject};
@@ -102,7 +102,7 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
 }
 
 pub struct Items<const WORDS: usize> {
-    cache: ByOwner<Cells<WORDS>>,
+    cache: OwnerSlab<Cells<WORDS>>,
     board: Vec<u32>,
     counters: &'static Counters,
 }

@@ -1,14 +1,14 @@
 //! Caches of values that do not move, for the random operations.
 
 use pagemill_core::Result;
-use pagemill_slab::{Fixed, Settings, SlabCache, SlabInfo, Slabs, Slot};
+use pagemill_slab::{FixedSlab, Settings, SlabCache, SlabInfo, Slabs, Slot};
 
 use super::stamped::{Counters, Random, Stamp, Stamped};
 use super::{Removed, Subject};
 
 /// A cache that is never dropped, since its slots borrow from it and move between threads.
 pub struct Boxes<const WORDS: usize> {
-    cache: &'static Fixed<Stamped<WORDS>>,
+    cache: &'static FixedSlab<Stamped<WORDS>>,
     counters: &'static Counters,
 }
 
